@@ -1,0 +1,172 @@
+"""The arguments of the attention function: checked once, then carried in one form."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+CACHE_DTYPES = (*QUERY_DTYPES, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionArguments:
+    """Checked arguments. Every implementation takes these and nothing else.
+
+    A query row is one (token, head) pair. `group` query heads read one KV head.
+    """
+
+    q: jax.Array  # [seqs, q_len, heads, head_dim]
+    k_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
+    block_tables: jax.Array  # int32 [seqs, max_blocks]
+    lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
+    scale: jax.Array  # f32 []
+    sliding_window: jax.Array | None  # int32 []
+    logits_soft_cap: jax.Array | None  # f32 []
+    alibi_slopes: jax.Array | None  # f32 [heads]
+    sinks: jax.Array | None  # f32 [heads]
+    k_scale: jax.Array | None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads]
+    v_scale: jax.Array | None  # likewise
+
+    @property
+    def block_size(self) -> int:
+        return self.k_cache.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.k_cache.shape[2]
+
+    def query_positions(self) -> jax.Array:
+        """The position of each query in its sequence, int32 [seqs, q_len]; negative where there is none."""
+        q_len = self.q.shape[1]
+        return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)
+
+    def first_visible(self) -> jax.Array:
+        """The first position that any query of a sequence sees, int32 [seqs]."""
+        if self.sliding_window is None:
+            return jnp.zeros_like(self.lengths)
+        return jnp.maximum(self.query_positions()[:, 0] - self.sliding_window + 1, 0)
+
+    def readable_ids(self, entries: jax.Array, readable: jax.Array | bool = True) -> jax.Array:
+        """Block ids at table `entries` [seqs, ...], the null block where nothing may be read.
+
+        Entries past the length or wholly before the window may hold any garbage, so they are never followed.
+        """
+        after = (-1,) + (1,) * (entries.ndim - 1)
+        starts = entries * self.block_size
+        readable &= starts < self.lengths.reshape(after)
+        readable &= starts + self.block_size > self.first_visible().reshape(after)
+        rows = jnp.arange(entries.shape[0]).reshape(after)
+        ids = self.block_tables.at[rows, entries].get(mode="clip")
+        return jnp.where(readable, jnp.clip(ids, 0, self.k_cache.shape[0] - 1), 0)
+
+
+def check_arguments(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    scale: ArrayLike | None,
+    sliding_window: ArrayLike | None,
+    logits_soft_cap: ArrayLike | None,
+    alibi_slopes: ArrayLike | None,
+    sinks: ArrayLike | None,
+    k_scale: ArrayLike | None,
+    v_scale: ArrayLike | None,
+) -> AttentionArguments:
+    """Raises `ValueError` for what no implementation could take; returns the arguments in one form."""
+    q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
+    block_tables, lengths = jnp.asarray(block_tables), jnp.asarray(lengths)
+    _check_dtypes(q, k_cache, v_cache, block_tables, lengths)
+    _check_shapes(q, k_cache, v_cache, block_tables, lengths)
+    heads, head_dim = q.shape[-2:]
+    num_blocks, block_size, kv_heads, _ = k_cache.shape
+    scale_shapes = [(), (kv_heads,), (num_blocks, block_size, kv_heads)]
+    window = _optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
+    return AttentionArguments(
+        q=q if q.ndim == 4 else q[:, None],
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=block_tables,
+        lengths=jnp.clip(lengths, 0, block_tables.shape[1] * block_size),
+        scale=jnp.asarray(head_dim**-0.5 if scale is None else _optional("scale", scale, [()]), jnp.float32),
+        sliding_window=None if window is None else jnp.maximum(window, 1),
+        logits_soft_cap=_optional("logits_soft_cap", logits_soft_cap, [()], positive=True),
+        alibi_slopes=_optional("alibi_slopes", alibi_slopes, [(heads,)]),
+        sinks=_optional("sinks", sinks, [(heads,)]),
+        k_scale=_optional("k_scale", k_scale, scale_shapes),
+        v_scale=_optional("v_scale", v_scale, scale_shapes),
+    )
+
+
+def _check_dtypes(
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, block_tables: jax.Array, lengths: jax.Array
+) -> None:
+    if q.dtype not in QUERY_DTYPES:
+        raise ValueError(f"q must be {_names(QUERY_DTYPES)}; got {q.dtype=!s}. Cast it before the call.")
+    if k_cache.dtype not in CACHE_DTYPES:
+        raise ValueError(f"k_cache must be one of {_names(CACHE_DTYPES)}; got {k_cache.dtype=!s}.")
+    if k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"k_cache and v_cache must have one dtype; got {k_cache.dtype=!s}, {v_cache.dtype=!s}.")
+    if block_tables.dtype != jnp.int32:
+        raise ValueError(f"block_tables must be int32; got {block_tables.dtype=!s}. Cast with .astype(jnp.int32).")
+    if lengths.dtype != jnp.int32:
+        raise ValueError(f"lengths must be int32; got {lengths.dtype=!s}. Cast with .astype(jnp.int32).")
+
+
+def _check_shapes(
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, block_tables: jax.Array, lengths: jax.Array
+) -> None:
+    if q.ndim not in (3, 4):
+        raise ValueError(f"q must be [seqs, heads, head_dim] or [seqs, q_len, heads, head_dim]; got {q.shape=}.")
+    if k_cache.ndim != 4:
+        raise ValueError(
+            f"k_cache must be [blocks, block_size, kv_heads, head_dim]; got {k_cache.shape=}. "
+            "For a cache stacked over layers pass one layer, or fold the layers with jaxpaged.fold_layers."
+        )
+    if k_cache.shape != v_cache.shape:
+        raise ValueError(f"k_cache and v_cache must have one shape; got {k_cache.shape=}, {v_cache.shape=}.")
+    if 0 in k_cache.shape or 0 in q.shape[1:]:
+        raise ValueError(f"no axis but seqs may be empty; got {q.shape=}, {k_cache.shape=}.")
+    seqs, heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
+    kv_heads = k_cache.shape[2]
+    if head_dim != k_cache.shape[3]:
+        raise ValueError(f"q and k_cache must have one head_dim; got {q.shape=}, {k_cache.shape=}.")
+    if heads % kv_heads:
+        raise ValueError(
+            f"heads must be a multiple of kv_heads; got {heads=}, {kv_heads=}. "
+            "Is the cache [blocks, block_size, kv_heads, head_dim], with kv_heads third?"
+        )
+    if block_tables.ndim != 2 or block_tables.shape[0] != seqs or block_tables.shape[1] == 0:
+        raise ValueError(
+            f"block_tables must be [seqs, max_blocks] with seqs={seqs} as in q; got {block_tables.shape=}."
+        )
+    if lengths.shape != (seqs,):
+        raise ValueError(f"lengths must be [seqs] with seqs={seqs} as in q; got {lengths.shape=}.")
+
+
+def _optional(
+    name: str, value: ArrayLike | None, shapes: list[tuple[int, ...]], dtype=jnp.float32, *, positive: bool = False
+) -> jax.Array | None:
+    """An option as an array of `dtype`, after its shape, kind and (where it is known) its sign were checked."""
+    if value is None:
+        return None
+    array = jnp.asarray(value)
+    if array.shape not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} must have shape {wanted}; got {list(array.shape)}.")
+    kind = jnp.integer if dtype == jnp.int32 else jnp.number
+    if not jnp.issubdtype(array.dtype, kind):
+        raise ValueError(f"{name} must be {jnp.dtype(dtype).name}; got {array.dtype}.")
+    if positive and not isinstance(array, jax.core.Tracer) and not bool((array > 0).all()):
+        raise ValueError(f"{name} must be positive; got {name}={value}. Pass None to leave it out.")
+    return array.astype(dtype)
+
+
+def _names(dtypes: tuple) -> str:
+    return ", ".join(jnp.dtype(dtype).name for dtype in dtypes)

@@ -1,0 +1,158 @@
+"""The public attention function: checks, then one implementation."""
+
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged import _xla
+from jaxpaged._arguments import check_arguments
+
+Implementation = Literal["mosaic_gpu", "xla"]
+
+
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    scale: ArrayLike | None = ...,
+    sliding_window: ArrayLike | None = ...,
+    logits_soft_cap: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    k_scale: ArrayLike | None = ...,
+    v_scale: ArrayLike | None = ...,
+    num_partitions: int | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    scale: ArrayLike | None = ...,
+    sliding_window: ArrayLike | None = ...,
+    logits_soft_cap: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    k_scale: ArrayLike | None = ...,
+    v_scale: ArrayLike | None = ...,
+    num_partitions: int | None = ...,
+    return_lse: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def paged_attention(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    scale: ArrayLike | None = None,
+    sliding_window: ArrayLike | None = None,
+    logits_soft_cap: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    num_partitions: int | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Attention of the newest tokens of each sequence over its paged cache.
+
+    With $t$ over the tokens that a query at position $n$ sees (those up to itself, and with a window the last
+    `sliding_window` of them), and $h'$ the KV head that query head $h$ reads, `h // (heads // kv_heads)`:
+
+    $$ x_t = \mathrm{scale} \; q_h \cdot k_{t,h'}, \qquad
+       x_t \leftarrow \mathrm{cap} \tanh(x_t / \mathrm{cap}), \qquad
+       x_t \leftarrow x_t - \mathrm{slope}_h (n - t) $$
+    $$ \mathrm{lse} = \log\big(\textstyle\sum_t e^{x_t} + e^{\mathrm{sink}_h}\big), \qquad
+       \mathrm{out} = \textstyle\sum_t e^{x_t - \mathrm{lse}} \, v_{t,h'} $$
+
+    Only the blocks that hold tokens some query sees are read: table entries past the length, or before the window,
+    and cache slots past the length may hold anything, NaN included. Softmax and sums are float32; the output is
+    rounded once. Ids outside the pool are clamped into it, lengths outside a table row into it: nothing outside the
+    pool is ever read.
+
+    Args:
+        q: float32, bfloat16 or float16 `[seqs, heads, head_dim]`, the newest token of each sequence, or
+            `[seqs, q_len, heads, head_dim]`, its newest `q_len`, the last one last. A row that stands before the
+            start of a sequence shorter than q_len is padding: its output is zero, its lse -inf.
+        k_cache: `[blocks, block_size, kv_heads, head_dim]`, in q's dtype, another of those, or float8_e4m3fn,
+            float8_e5m2 or int8.
+        v_cache: as `k_cache`.
+        block_tables: int32 `[seqs, max_blocks]`, the ids of each sequence's blocks in order.
+        lengths: int32 `[seqs]`, tokens in each sequence, those of `q` included. Length 0 gives zeros and lse -inf.
+        scale: float or f32 `[]`; `head_dim ** -0.5` by default. May be traced, as may the next two.
+        sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it.
+        logits_soft_cap: float or f32 `[]`: `cap * tanh(logit / cap)`, after the scale and before ALiBi.
+        alibi_slopes: f32 `[heads]`, the penalty per token of distance.
+        sinks: f32 `[heads]`, one more logit a head in the denominator; it is part of the lse.
+        k_scale: f32 `[]`, `[kv_heads]` or `[blocks, block_size, kv_heads]`: what stored keys are multiplied with.
+        v_scale: likewise for values.
+        num_partitions: in how many runs each sequence's tokens are worked on side by side, to be merged at the end.
+            With it fixed, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1.
+        return_lse: also return the lse.
+        implementation: None takes the best that can run here, today always "xla". A named one never falls back.
+
+    Returns:
+        The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`
+        or `[seqs, q_len, heads]`.
+
+    Raises:
+        ValueError: no implementation could take these arguments; the message quotes what was received.
+        NotImplementedError: the named implementation cannot.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpaged
+        >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64)
+        >>> q = jax.random.normal(jax.random.key(0), (1, 4, 64))
+        >>> tables, lengths = jnp.array([[3, 5]]), jnp.array([20])
+        >>> jaxpaged.paged_attention(q, cache.k, cache.v, tables, lengths).shape
+        (1, 4, 64)
+
+    References:
+        Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023
+        (https://arxiv.org/abs/2309.06180). Milakov and Gimelshein, Online normalizer calculation for softmax, 2018
+        (https://arxiv.org/abs/1805.02867).
+    """
+    arguments = check_arguments(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        lengths,
+        scale=scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    if num_partitions is not None and num_partitions < 1:
+        raise ValueError(f"num_partitions must be at least 1; got {num_partitions=}. None lets jaxpaged choose.")
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(
+            f'{implementation=} is not part of this version yet; pass "xla", or None for the best there is.'
+        )
+    if implementation not in (None, "xla"):
+        raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
+    out, lse = _xla.attend(arguments, num_partitions=num_partitions or 1)
+    if jnp.ndim(q) == 3:
+        out, lse = out[:, 0], lse[:, 0]
+    return (out, lse) if return_lse else out

@@ -1,0 +1,92 @@
+"""The definition of paged attention: as plain as the equation, in float32, slow."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxpaged._arguments import AttentionArguments, check_arguments
+
+
+def paged_attention_reference(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    scale: ArrayLike | None = None,
+    sliding_window: ArrayLike | None = None,
+    logits_soft_cap: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What `paged_attention` must compute, in float32 at the highest precision.
+
+    Takes the arguments of `jaxpaged.paged_attention`, gathers every sequence's whole table, and is meant for
+    tests: it holds `[seqs, heads, q_len, max_blocks * block_size]` logits.
+
+    Returns:
+        The output and the lse, both float32 (not rounded to q's dtype), shaped as in `jaxpaged.paged_attention`.
+
+    Raises:
+        ValueError: as `jaxpaged.paged_attention`.
+    """
+    arguments = check_arguments(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        lengths,
+        scale=scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    out, lse = _attend(arguments)
+    return (out, lse) if jnp.ndim(q) == 4 else (out[:, 0], lse[:, 0])
+
+
+def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+    seqs, _, heads, _ = a.q.shape
+    max_blocks = a.block_tables.shape[1]
+    entries = jnp.broadcast_to(jnp.arange(max_blocks, dtype=jnp.int32), (seqs, max_blocks))
+    ids = a.readable_ids(entries)
+
+    token_positions = jnp.arange(max_blocks * a.block_size, dtype=jnp.int32)  # [tokens]
+    query_positions = a.query_positions()  # [seqs, q_len]
+    distance = query_positions[:, :, None] - token_positions  # [seqs, q_len, tokens]
+    visible = (distance >= 0) & (query_positions >= 0)[:, :, None]
+    if a.sliding_window is not None:
+        visible &= distance < a.sliding_window
+
+    def gather(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:  # -> [seqs, tokens, heads, head_dim]
+        values = cache[ids].astype(jnp.float32)  # [seqs, max_blocks, block_size, kv_heads, head_dim]
+        if cache_scale is not None:
+            values *= jnp.broadcast_to(cache_scale, cache.shape[:3])[ids][..., None]
+        values = values.reshape(seqs, -1, *cache.shape[2:])
+        seen = visible.any(axis=1)[:, :, None, None]
+        return jnp.repeat(jnp.where(seen, values, 0.0), a.group, axis=2)
+
+    k, v = gather(a.k_cache, a.k_scale), gather(a.v_cache, a.v_scale)
+    logits = a.scale * jnp.einsum("sqhd,sthd->shqt", a.q.astype(jnp.float32), k, precision=lax.Precision.HIGHEST)
+    if a.logits_soft_cap is not None:
+        logits = a.logits_soft_cap * jnp.tanh(logits / a.logits_soft_cap)
+    if a.alibi_slopes is not None:
+        logits -= a.alibi_slopes[:, None, None] * distance[:, None].astype(jnp.float32)
+    logits = jnp.where(visible[:, None], logits, -jnp.inf)
+
+    sees_any = (query_positions >= 0)[:, None]  # [seqs, 1, q_len]
+    columns = logits
+    if a.sinks is not None:
+        column = jnp.broadcast_to(a.sinks[:, None, None], (*logits.shape[:3], 1))
+        columns = jnp.concatenate([logits, column], axis=-1)
+    lse = jax.nn.logsumexp(columns, axis=-1)  # [seqs, heads, q_len]
+    weights = jnp.where(sees_any[..., None], jnp.exp(logits - jnp.where(sees_any, lse, 0.0)[..., None]), 0.0)
+    out = jnp.einsum("shqt,sthd->sqhd", weights, v, precision=lax.Precision.HIGHEST)
+    return out, jnp.where(sees_any, lse, -jnp.inf).swapaxes(1, 2)

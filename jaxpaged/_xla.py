@@ -1,0 +1,174 @@
+"""Paged attention in plain XLA: the path for CPUs and for GPUs that have no kernel.
+
+    out = sum_t exp(logit_t - lse) v_t,    lse = log sum_t exp(logit_t)
+
+The tokens of a sequence are walked in tiles of 256 with an online softmax, as far as the longest sequence of the
+batch goes. At any time one tile of keys and one of values of every sequence and partition is held:
+`2 * seqs * num_partitions * 256 * kv_heads * head_dim` numbers in the cache's dtype (in float32 where the cache has
+another dtype than q), and the logits of that tile, `seqs * num_partitions * heads * q_len * 256` float32.
+Nothing is ever as large as the gathered cache. (XLA itself widens a bfloat16 tile to float32 on a CPU.)
+
+The tile is a constant, whatever the block size, so that the block size does not change the arithmetic.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpaged._arguments import AttentionArguments
+
+TILE = 256  # tokens; 128 and 512 were within 5% of it at the sizes of benchmarks/generate.py
+
+
+@functools.partial(jax.jit, static_argnames="num_partitions")
+def attend(a: AttentionArguments, *, num_partitions: int) -> tuple[jax.Array, jax.Array]:
+    """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
+    return _attend(num_partitions, a)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(num_partitions: int, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+    return _online_softmax(num_partitions, None, a)
+
+
+@_attend.defjvp
+def _attend_jvp(num_partitions: int, primals: tuple, tangents: tuple) -> tuple:
+    # A loop whose trip count is known only at run time has no transpose: differentiate the one over the whole table.
+    (a,) = primals
+    capacity = a.block_tables.shape[1] * a.block_size
+    num_steps = -(-capacity // (_tile_of(a.block_size) * num_partitions))
+    return jax.jvp(functools.partial(_online_softmax, num_partitions, num_steps), primals, tangents)
+
+
+def _tile_of(block_size: int) -> int:
+    """Tokens in a tile: whole blocks, TILE where the block size divides it."""
+    return max(1, TILE // block_size) * block_size
+
+
+def _online_softmax(num_partitions: int, num_steps: int | None, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+    """`num_steps` tiles a partition; None: as many as the longest partition has."""
+    seqs, q_len, heads, head_dim = a.q.shape
+    kv_heads, rows = a.k_cache.shape[2], q_len * a.group
+    tile = _tile_of(a.block_size)
+
+    # The run of tiles that each partition owns. From true lengths, so that neither the table's width nor the
+    # neighbours in the batch change what a sequence's partitions are.
+    first = a.first_visible() // tile  # [seqs]
+    end = -(-a.lengths // tile)
+    run = -(-(end - first) // num_partitions)
+    starts = first[:, None] + run[:, None] * jnp.arange(num_partitions, dtype=jnp.int32)  # [seqs, partitions]
+    ends = jnp.minimum(starts + run[:, None], end[:, None])
+
+    q = a.q.reshape(seqs, q_len, kv_heads, a.group, head_dim)
+    q = q.swapaxes(1, 2).reshape(seqs, kv_heads, rows, head_dim)
+    positions = jnp.repeat(a.query_positions(), a.group, axis=1)  # [seqs, rows]
+
+    def step(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        acc, m, l = state
+        k, v, distance = _load_tile(a, starts + i, starts + i < ends, positions)
+        logits = _logits(a, q, k, distance)  # f32 [seqs, partitions, kv_heads, rows, tile]
+        m_new = lax.stop_gradient(jnp.maximum(m, logits.max(axis=-1)))
+        m_finite = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        p = jnp.exp(logits - m_finite[..., None])
+        alpha = jnp.exp(m - m_finite)
+        pv = jnp.einsum(
+            "spkrt,sptkd->spkrd",
+            p.astype(v.dtype),
+            v,
+            preferred_element_type=jnp.float32,
+            precision=lax.Precision.HIGHEST,
+        )
+        return acc * alpha[..., None] + pv, m_new, l * alpha + p.sum(axis=-1)
+
+    # Made from q so that inside shard_map the state varies over the same mesh axes as the results.
+    zeros = jnp.broadcast_to(jnp.zeros_like(q[:, None], jnp.float32), (seqs, num_partitions, kv_heads, rows, head_dim))
+    state = zeros, zeros[..., 0] - jnp.inf, zeros[..., 0]
+    if num_steps is None:
+        acc, m, l = lax.fori_loop(0, run.max(initial=0), step, state)
+    else:
+        acc, m, l = lax.fori_loop(0, num_steps, jax.checkpoint(step), state)
+    return _reduce(a, acc, m, l, positions)
+
+
+def _load_tile(
+    a: AttentionArguments, tiles: jax.Array, active: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values of one tile of each partition, [seqs, partitions, tile, kv_heads, head_dim], zero where no query
+    sees them, and how far each row's query stands past each token, int32 [seqs, partitions, 1, rows, tile]."""
+    tile = _tile_of(a.block_size)
+    entries = tiles[..., None] * (tile // a.block_size) + jnp.arange(tile // a.block_size, dtype=jnp.int32)
+    ids = a.readable_ids(entries, active[..., None])  # [seqs, partitions, blocks of a tile]
+    tokens = tiles[..., None] * tile + jnp.arange(tile, dtype=jnp.int32)  # [seqs, partitions, tile]
+    lengths, first_visible = a.lengths[:, None, None], a.first_visible()[:, None, None]
+    seen = active[..., None] & (tokens < lengths) & (tokens >= first_visible)
+
+    def load(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:
+        values = cache[ids]  # [seqs, partitions, blocks of a tile, block_size, kv_heads, head_dim]
+        if cache.dtype != a.q.dtype:
+            values = values.astype(jnp.float32)
+        if cache_scale is not None:
+            factor = cache_scale[ids] if cache_scale.ndim == 3 else cache_scale
+            values = (values * factor[..., None]).astype(values.dtype)
+        values = values.reshape(*tokens.shape, *cache.shape[2:])
+        # Zero times NaN is NaN: what no query sees must be zero itself, a weight of zero is not enough.
+        return jnp.where(seen[..., None, None], values, jnp.zeros_like(values))
+
+    distance = positions[:, None, None, :, None] - tokens[:, :, None, None, :]
+    distance = jnp.where(active[..., None, None, None], distance, -1)
+    return load(a.k_cache, a.k_scale), load(a.v_cache, a.v_scale), distance
+
+
+def _logits(a: AttentionArguments, q: jax.Array, k: jax.Array, distance: jax.Array) -> jax.Array:
+    logits = a.scale * jnp.einsum(
+        "skrd,sptkd->spkrt",
+        q.astype(k.dtype),
+        k,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST,
+    )
+    if a.logits_soft_cap is not None:
+        logits = a.logits_soft_cap * jnp.tanh(logits / a.logits_soft_cap)
+    if a.alibi_slopes is not None:
+        logits -= _by_row(a, a.alibi_slopes)[..., None] * distance.astype(jnp.float32)
+    visible = distance >= 0
+    if a.sliding_window is not None:
+        visible &= distance < a.sliding_window
+    return jnp.where(visible, logits, -jnp.inf)
+
+
+def _reduce(
+    a: AttentionArguments,
+    acc: jax.Array,
+    m: jax.Array,
+    l: jax.Array,
+    positions: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Merges the partitions, adds the sinks, and normalises."""
+    seqs, q_len, heads, head_dim = a.q.shape
+    m_all = m.max(axis=1)  # [seqs, kv_heads, rows]
+    if a.sinks is not None:
+        sinks = _by_row(a, a.sinks)
+        m_all = jnp.maximum(m_all, lax.stop_gradient(sinks))
+    m_all = jnp.where(m_all == -jnp.inf, 0.0, m_all)
+    weights = jnp.exp(m - m_all[:, None])
+    denominator = (l * weights).sum(axis=1)
+    if a.sinks is not None:
+        denominator += jnp.exp(sinks - m_all)
+    sees_any = (positions >= 0)[:, None, :]  # [seqs, 1, rows]
+    denominator = jnp.where(sees_any, denominator, 1.0)
+    out = (acc * weights[..., None]).sum(axis=1) / denominator[..., None]
+    lse = jnp.where(sees_any, m_all + jnp.log(denominator), -jnp.inf)
+
+    def unfold(rows: jax.Array) -> jax.Array:  # [seqs, kv_heads, q_len * group, ...] -> [seqs, q_len, heads, ...]
+        split = rows.reshape(seqs, -1, q_len, a.group, *rows.shape[3:])
+        return split.swapaxes(1, 2).reshape(seqs, q_len, heads, *rows.shape[3:])
+
+    return unfold(jnp.where(sees_any[..., None], out, 0.0)).astype(a.q.dtype), unfold(lse)
+
+
+def _by_row(a: AttentionArguments, by_head: jax.Array) -> jax.Array:
+    """[heads] -> [kv_heads, rows]."""
+    by_head = by_head.reshape(-1, 1, a.group)
+    return jnp.broadcast_to(by_head, (by_head.shape[0], a.q.shape[1], a.group)).reshape(by_head.shape[0], -1)

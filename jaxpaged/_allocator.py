@@ -82,6 +82,10 @@ class BlockAllocator:
         """Blocks that sequences hold, int32 `[]`."""
         return self.num_blocks - 1 - self.num_free
 
+    def positions(self, q_len: int) -> jax.Array:
+        """Where the newest `q_len` tokens of each sequence stand, int32 `[seqs, q_len]`; negative: no such token."""
+        return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)
+
     def append(self, num_tokens: ArrayLike, *, max_tokens: int = 1) -> tuple["BlockAllocator", jax.Array, jax.Array]:
         """Makes room for new tokens at the end of each sequence.
 
@@ -129,7 +133,7 @@ class BlockAllocator:
         block_tables = self.block_tables.at[rows, entries].set(ids, mode="drop", unique_indices=True)
 
         # 3. The slots of the new tokens, right-aligned.
-        positions = lengths[:, None] - max_tokens + jnp.arange(max_tokens, dtype=jnp.int32)
+        positions = dataclasses.replace(self, lengths=lengths).positions(max_tokens)
         is_new = ok[:, None] & (positions >= self.lengths[:, None])
         block_ids = block_tables.at[rows, positions // self.block_size].get(mode="clip")
         slots = block_ids * self.block_size + positions % self.block_size

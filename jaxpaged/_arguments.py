@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 CACHE_DTYPES = (*QUERY_DTYPES, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
@@ -151,7 +151,12 @@ def _check_shapes(
 
 
 def _optional(
-    name: str, value: ArrayLike | None, shapes: list[tuple[int, ...]], dtype=jnp.float32, *, positive: bool = False
+    name: str,
+    value: ArrayLike | None,
+    shapes: list[tuple[int, ...]],
+    dtype: DTypeLike = jnp.float32,
+    *,
+    positive: bool = False,
 ) -> jax.Array | None:
     """An option as an array of `dtype`, after its shape, kind and (where it is known) its sign were checked."""
     if value is None:

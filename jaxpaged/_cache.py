@@ -65,9 +65,8 @@ class KVCache:
                 raise ValueError(f"{name} must be at least 1; got {name}={size}.")
         if jnp.dtype(dtype) not in _DTYPES:
             raise ValueError(f"dtype must be float32, bfloat16 or float16; got dtype={jnp.dtype(dtype).name}.")
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        if num_layers is not None:
-            shape = (num_layers, *shape)
+        layers = () if num_layers is None else (num_layers,)
+        shape = (*layers, num_blocks, block_size, num_kv_heads, head_dim)
         return cls(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 

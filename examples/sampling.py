@@ -1,0 +1,31 @@
+"""Choosing the next token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    temperature: float = 0.0  # 0: the most likely token
+    top_k: int | None = None  # only among the k most likely
+    top_p: float = 1.0  # only among the most likely that together have this probability
+
+
+def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
+    """One token for each row of logits, f32 [seqs, vocab_size], with its key; int32 [seqs]."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None or sampling.top_p < 1:
+        best_first = jnp.sort(logits, axis=-1, descending=True)
+        if sampling.top_k is not None:
+            rank = jnp.arange(logits.shape[-1])
+            best_first = jnp.where(rank < sampling.top_k, best_first, -jnp.inf)
+        probabilities = jax.nn.softmax(best_first, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        kept = (before < sampling.top_p) & (probabilities > 0)
+        least = jnp.where(kept, best_first, jnp.inf).min(axis=-1, keepdims=True)
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

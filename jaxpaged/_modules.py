@@ -1,0 +1,65 @@
+"""What the NNX and the Linen module share: everything between the projections."""
+
+import jax
+
+from jaxpaged._allocator import BlockAllocator
+from jaxpaged._attention import Implementation, paged_attention
+from jaxpaged._cache import KVCache, write_kv
+from jaxpaged._rotary import rotate
+
+
+def rotate_write_attend(
+    q: jax.Array,  # [seqs, q_len, heads * head_dim]
+    k: jax.Array,  # [seqs, q_len, kv_heads * head_dim]
+    v: jax.Array,  # [seqs, q_len, kv_heads * head_dim]
+    cache: KVCache,
+    allocator: BlockAllocator,
+    slots: jax.Array,  # int32 [seqs, q_len]
+    *,
+    frequencies: tuple[float, ...] | None,
+    scale: float | None,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    implementation: Implementation | None,
+) -> tuple[KVCache, jax.Array]:  # and [seqs, q_len, heads * head_dim]
+    seqs, q_len = slots.shape
+    head_dim = cache.k.shape[-1]
+    q, k, v = (x.reshape(seqs, q_len, -1, head_dim) for x in (q, k, v))
+    if frequencies is not None:
+        positions = allocator.positions(q_len)
+        q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
+    cache = write_kv(cache, k, v, slots)
+    out = paged_attention(
+        q,
+        cache.k,
+        cache.v,
+        allocator.block_tables,
+        allocator.lengths,
+        scale=scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        implementation=implementation,
+    )
+    return cache, out.reshape(seqs, q_len, -1)
+
+
+def check_call(x: jax.Array, cache: KVCache, slots: jax.Array, *, num_kv_heads: int, head_dim: int) -> None:
+    """Raises `ValueError` where a module's inputs do not fit together."""
+    if x.ndim != 3 or slots.shape != x.shape[:2]:
+        raise ValueError(f"x must be [seqs, q_len, features] and slots [seqs, q_len]; got {x.shape=}, {slots.shape=}.")
+    if cache.k.shape[2:] != (num_kv_heads, head_dim):
+        raise ValueError(
+            f"the cache must be [blocks, block_size, {num_kv_heads}, {head_dim}] for this module; "
+            f"got {cache.k.shape=}. Create it with the module's num_kv_heads and head_dim."
+        )
+
+
+def check_sizes(num_heads: int, num_kv_heads: int, head_dim: int, frequencies: tuple[float, ...] | None) -> None:
+    """Raises `ValueError` where a module's sizes do not fit together."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads=}, {num_kv_heads=}.")
+    if frequencies is not None and 2 * len(frequencies) != head_dim:
+        raise ValueError(
+            f"rotary_frequencies must hold head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}. "
+            "Make them with jaxpaged.rotary_frequencies(head_dim)."
+        )

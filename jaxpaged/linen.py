@@ -1,0 +1,76 @@
+"""Paged attention as a Flax Linen module."""
+
+import jax
+from flax import linen
+from jax.typing import DTypeLike
+
+from jaxpaged._allocator import BlockAllocator
+from jaxpaged._attention import Implementation
+from jaxpaged._cache import KVCache
+from jaxpaged._modules import check_call, check_sizes, rotate_write_attend
+
+__all__ = ["PagedAttention"]
+
+
+class PagedAttention(linen.Module):
+    """`jaxpaged.nnx.PagedAttention` for Linen: the same arguments, parameter names and results.
+
+    The output is as wide as the input, so there is no `in_features`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpaged, jaxpaged.linen
+        >>> attention = jaxpaged.linen.PagedAttention(
+        ...     num_heads=4, num_kv_heads=2, head_dim=8, rotary_frequencies=jaxpaged.rotary_frequencies(8)
+        ... )
+        >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=8)
+        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks=4)
+        >>> allocator, slots, ok = allocator.append(jnp.array([5]), max_tokens=5)
+        >>> x = jnp.ones((1, 5, 32))
+        >>> variables = attention.init(jax.random.key(0), x, cache, allocator, slots)
+        >>> cache, out = attention.apply(variables, x, cache, allocator, slots)
+        >>> out.shape
+        (1, 5, 32)
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_frequencies: tuple[float, ...] | None
+    use_bias: bool = False
+    use_output_bias: bool = False
+    scale: float | None = None
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    implementation: Implementation | None = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = "float32"
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: KVCache,
+        allocator: BlockAllocator,
+        slots: jax.Array,
+    ) -> tuple[KVCache, jax.Array]:
+        """As `jaxpaged.nnx.PagedAttention.__call__`."""
+        check_sizes(self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_frequencies)
+        check_call(x, cache, slots, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+        def linear(name: str, features: int, bias: bool) -> linen.Dense:
+            return linen.Dense(features, use_bias=bias, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+
+        cache, out = rotate_write_attend(
+            linear("q_proj", self.num_heads * self.head_dim, self.use_bias)(x),
+            linear("k_proj", self.num_kv_heads * self.head_dim, self.use_bias)(x),
+            linear("v_proj", self.num_kv_heads * self.head_dim, self.use_bias)(x),
+            cache,
+            allocator,
+            slots,
+            frequencies=self.rotary_frequencies,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            implementation=self.implementation,
+        )
+        return cache, linear("o_proj", x.shape[-1], self.use_output_bias)(out)

@@ -1,0 +1,125 @@
+"""Paged attention as a Flax NNX module."""
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxpaged._allocator import BlockAllocator
+from jaxpaged._attention import Implementation
+from jaxpaged._cache import KVCache
+from jaxpaged._modules import check_call, check_sizes, rotate_write_attend
+
+__all__ = ["PagedAttention"]
+
+
+class PagedAttention(nnx.Module):
+    """Causal self-attention whose keys and values live in a paged cache.
+
+    Projects, rotates q and k, writes k and v into the cache, attends, projects back. The cache and the allocator are
+    arguments, the new cache is a result: the module holds weights alone.
+
+    Args:
+        in_features: width of the input and the output.
+        num_heads: query heads.
+        num_kv_heads: KV heads; must divide `num_heads`.
+        head_dim: numbers a head.
+        rotary_frequencies: from `jaxpaged.rotary_frequencies`, `head_dim // 2` numbers; None leaves the rotation out.
+        use_bias: whether q, k and v have a bias.
+        use_output_bias: whether the output projection has one.
+        scale: as in `jaxpaged.paged_attention`, like the next three.
+        sliding_window: in tokens.
+        logits_soft_cap: of the logits.
+        implementation: of the attention.
+        dtype: of the computation; None: the one that input and parameters promote to.
+        param_dtype: of the parameters.
+        rngs: for the parameters.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged, jaxpaged.nnx
+        >>> from flax import nnx
+        >>> attention = jaxpaged.nnx.PagedAttention(
+        ...     32, num_heads=4, num_kv_heads=2, head_dim=8,
+        ...     rotary_frequencies=jaxpaged.rotary_frequencies(8), rngs=nnx.Rngs(0),
+        ... )
+        >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=8)
+        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks=4)
+        >>> allocator, slots, ok = allocator.append(jnp.array([5]), max_tokens=5)
+        >>> cache, out = attention(jnp.ones((1, 5, 32)), cache, allocator, slots)
+        >>> out.shape
+        (1, 5, 32)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary_frequencies: tuple[float, ...] | None,
+        use_bias: bool = False,
+        use_output_bias: bool = False,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        implementation: Implementation | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = "float32",
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(num_heads, num_kv_heads, head_dim, rotary_frequencies)
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.rotary_frequencies = rotary_frequencies
+        self.scale = scale
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap
+        self.implementation = implementation
+
+        def linear(features_in: int, features_out: int, bias: bool) -> nnx.Linear:
+            return nnx.Linear(features_in, features_out, use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        self.q_proj = linear(in_features, num_heads * head_dim, use_bias)
+        self.k_proj = linear(in_features, num_kv_heads * head_dim, use_bias)
+        self.v_proj = linear(in_features, num_kv_heads * head_dim, use_bias)
+        self.o_proj = linear(num_heads * head_dim, in_features, use_output_bias)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: KVCache,
+        allocator: BlockAllocator,
+        slots: jax.Array,
+    ) -> tuple[KVCache, jax.Array]:
+        """Attends from the newest tokens of each sequence.
+
+        Args:
+            x: `[seqs, q_len, in_features]`, the newest q_len tokens of each sequence, the last one last.
+            cache: of this layer.
+            allocator: after the `append` that made room for these tokens. One `append` serves all layers.
+            slots: int32 `[seqs, q_len]`, which that `append` returned. Rows of padding have a slot outside the pool.
+
+        Returns:
+            The new cache, and the output `[seqs, q_len, in_features]`.
+
+        Raises:
+            ValueError: shapes that do not fit.
+        """
+        check_call(x, cache, slots, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        cache, out = rotate_write_attend(
+            self.q_proj(x),
+            self.k_proj(x),
+            self.v_proj(x),
+            cache,
+            allocator,
+            slots,
+            frequencies=self.rotary_frequencies,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            implementation=self.implementation,
+        )
+        return cache, self.o_proj(out)

@@ -84,7 +84,7 @@ class BlockAllocator:
 
     def positions(self, q_len: int) -> jax.Array:
         """Where the newest `q_len` tokens of each sequence stand, int32 `[seqs, q_len]`; negative: no such token."""
-        return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)
+        return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
 
     def append(self, num_tokens: ArrayLike, *, max_tokens: int = 1) -> tuple["BlockAllocator", jax.Array, jax.Array]:
         """Makes room for new tokens at the end of each sequence.
@@ -125,7 +125,7 @@ class BlockAllocator:
         lengths = jnp.where(ok, lengths, self.lengths)
 
         # 2. Their ids, from the top of the stack into the tables behind the blocks already held.
-        rank = jnp.arange(-(-max_tokens // self.block_size), dtype=jnp.int32)  # no row needs more new blocks
+        rank = jnp.arange(-(-max_tokens // self.block_size), dtype=jnp.int32)[None]  # no row needs more new blocks
         from_top = (ends - needed)[:, None] + rank
         ids = self.free_list.at[self.num_free - 1 - from_top].get(mode="clip")
         entries = jnp.where(rank < granted[:, None], held[:, None] + rank, max_blocks + rank)
@@ -160,7 +160,7 @@ class BlockAllocator:
         returned = jnp.where(seqs, self._blocks_of(self.lengths), 0)
         ends = jnp.cumsum(returned)
         total = returned.sum()
-        rank = jnp.arange(max_blocks, dtype=jnp.int32)
+        rank = jnp.arange(max_blocks, dtype=jnp.int32)[None]
         place = self.num_free + total - 1 - ((ends - returned)[:, None] + rank)
         dropped = self.num_blocks + jnp.arange(self.block_tables.size, dtype=jnp.int32).reshape(place.shape)
         place = jnp.where(rank < returned[:, None], place, dropped)

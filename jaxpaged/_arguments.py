@@ -42,7 +42,7 @@ class AttentionArguments:
     def query_positions(self) -> jax.Array:
         """The position of each query in its sequence, int32 [seqs, q_len]; negative where there is none."""
         q_len = self.q.shape[1]
-        return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)
+        return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
 
     def first_visible(self) -> jax.Array:
         """The first position that any query of a sequence sees, int32 [seqs]."""

@@ -60,7 +60,7 @@ def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
 
     token_positions = jnp.arange(max_blocks * a.block_size, dtype=jnp.int32)  # [tokens]
     query_positions = a.query_positions()  # [seqs, q_len]
-    distance = query_positions[:, :, None] - token_positions  # [seqs, q_len, tokens]
+    distance = query_positions[:, :, None] - token_positions[None, None]  # [seqs, q_len, tokens]
     visible = (distance >= 0) & (query_positions >= 0)[:, :, None]
     if a.sliding_window is not None:
         visible &= distance < a.sliding_window
@@ -78,13 +78,13 @@ def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     if a.logits_soft_cap is not None:
         logits = a.logits_soft_cap * jnp.tanh(logits / a.logits_soft_cap)
     if a.alibi_slopes is not None:
-        logits -= a.alibi_slopes[:, None, None] * distance[:, None].astype(jnp.float32)
+        logits -= a.alibi_slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
     logits = jnp.where(visible[:, None], logits, -jnp.inf)
 
     sees_any = (query_positions >= 0)[:, None]  # [seqs, 1, q_len]
     columns = logits
     if a.sinks is not None:
-        column = jnp.broadcast_to(a.sinks[:, None, None], (*logits.shape[:3], 1))
+        column = jnp.broadcast_to(a.sinks[None, :, None, None], (*logits.shape[:3], 1))
         columns = jnp.concatenate([logits, column], axis=-1)
     lse = jax.nn.logsumexp(columns, axis=-1)  # [seqs, heads, q_len]
     weights = jnp.where(sees_any[..., None], jnp.exp(logits - jnp.where(sees_any, lse, 0.0)[..., None]), 0.0)

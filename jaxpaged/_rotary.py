@@ -22,7 +22,8 @@ def rotary_frequencies(head_dim: int, theta: float = 10_000.0) -> tuple[float, .
 
 def rotate(x: jax.Array, positions: jax.Array, frequencies: tuple[float, ...]) -> jax.Array:
     """Turns x `[..., heads, head_dim]` by its positions, int32 `[...]`; in float32, returned in x's dtype."""
-    angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies, jnp.float32)
+    per_token = jnp.asarray(frequencies, jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    angles = positions.astype(jnp.float32)[..., None, None] * per_token
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -58,7 +58,7 @@ def _online_softmax(num_partitions: int, num_steps: int | None, a: AttentionArgu
     first = a.first_visible() // tile  # [seqs]
     end = -(-a.lengths // tile)
     run = -(-(end - first) // num_partitions)
-    starts = first[:, None] + run[:, None] * jnp.arange(num_partitions, dtype=jnp.int32)  # [seqs, partitions]
+    starts = first[:, None] + run[:, None] * jnp.arange(num_partitions, dtype=jnp.int32)[None]  # [seqs, partitions]
     ends = jnp.minimum(starts + run[:, None], end[:, None])
 
     q = a.q.reshape(seqs, q_len, kv_heads, a.group, head_dim)
@@ -98,9 +98,10 @@ def _load_tile(
     """Keys and values of one tile of each partition, [seqs, partitions, tile, kv_heads, head_dim], zero where no query
     sees them, and how far each row's query stands past each token, int32 [seqs, partitions, 1, rows, tile]."""
     tile = _tile_of(a.block_size)
-    entries = tiles[..., None] * (tile // a.block_size) + jnp.arange(tile // a.block_size, dtype=jnp.int32)
+    blocks = tile // a.block_size
+    entries = tiles[..., None] * blocks + jnp.arange(blocks, dtype=jnp.int32)[None, None]
     ids = a.readable_ids(entries, active[..., None])  # [seqs, partitions, blocks of a tile]
-    tokens = tiles[..., None] * tile + jnp.arange(tile, dtype=jnp.int32)  # [seqs, partitions, tile]
+    tokens = tiles[..., None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None]  # [seqs, partitions, tile]
     lengths, first_visible = a.lengths[:, None, None], a.first_visible()[:, None, None]
     seen = active[..., None] & (tokens < lengths) & (tokens >= first_visible)
 
@@ -109,8 +110,8 @@ def _load_tile(
         if cache.dtype != a.q.dtype:
             values = values.astype(jnp.float32)
         if cache_scale is not None:
-            factor = cache_scale[ids] if cache_scale.ndim == 3 else cache_scale
-            values = (values * factor[..., None]).astype(values.dtype)
+            factor = cache_scale[ids] if cache_scale.ndim == 3 else jnp.broadcast_to(cache_scale, values.shape[:-1])
+            values = (values.astype(jnp.float32) * factor[..., None]).astype(values.dtype)
         values = values.reshape(*tokens.shape, *cache.shape[2:])
         # Zero times NaN is NaN: what no query sees must be zero itself, a weight of zero is not enough.
         return jnp.where(seen[..., None, None], values, jnp.zeros_like(values))
@@ -131,7 +132,7 @@ def _logits(a: AttentionArguments, q: jax.Array, k: jax.Array, distance: jax.Arr
     if a.logits_soft_cap is not None:
         logits = a.logits_soft_cap * jnp.tanh(logits / a.logits_soft_cap)
     if a.alibi_slopes is not None:
-        logits -= _by_row(a, a.alibi_slopes)[..., None] * distance.astype(jnp.float32)
+        logits -= _by_row(a, a.alibi_slopes)[None, None, :, :, None] * distance.astype(jnp.float32)
     visible = distance >= 0
     if a.sliding_window is not None:
         visible &= distance < a.sliding_window
@@ -149,7 +150,7 @@ def _reduce(
     seqs, q_len, heads, head_dim = a.q.shape
     m_all = m.max(axis=1)  # [seqs, kv_heads, rows]
     if a.sinks is not None:
-        sinks = _by_row(a, a.sinks)
+        sinks = _by_row(a, a.sinks)[None]
         m_all = jnp.maximum(m_all, lax.stop_gradient(sinks))
     m_all = jnp.where(m_all == -jnp.inf, 0.0, m_all)
     weights = jnp.exp(m - m_all[:, None])

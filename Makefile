@@ -1,0 +1,32 @@
+VENV ?= .venv
+PYTHON := $(VENV)/bin/python
+
+.PHONY: demo test lint format setup lock clean
+.DEFAULT_GOAL := demo
+
+demo: setup ## text from a real model through a paged cache
+	$(PYTHON) examples/generate.py --chat --prompt-file examples/prompts.txt
+
+test: setup lint ## what CI runs
+	$(PYTHON) -m pytest -n 2
+
+lint: setup
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m mypy
+
+format: setup
+	$(PYTHON) -m ruff check --fix
+	$(PYTHON) -m ruff format
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml requirements.lock tools/setup.sh tools/find_python.sh tools/find_extra.sh
+	tools/setup.sh $(VENV)
+
+lock: ## renew requirements.lock; needs uv
+	uv pip compile pyproject.toml --extra examples --group dev --universal --python-version 3.12 \
+		--no-annotate --no-emit-index-url --custom-compile-command "make lock" --upgrade -o requirements.lock
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,202 @@
+"""The one builder of attention inputs, the one table of options, and the error budget that all oracle tests share."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged import paged_attention_reference
+
+GARBAGE_IDS = (-7, -1, 2**31 - 1, 10**6)  # what may stand in a table behind a sequence's blocks
+
+# Every option of paged_attention, by the name that a test reports. `heads` is 6 in all cases.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "window": {"sliding_window": 20},
+    "window of one": {"sliding_window": 1},
+    "soft cap": {"logits_soft_cap": 3.0},
+    "alibi": {"alibi_slopes": np.linspace(0.02, 0.5, 6, dtype=np.float32)},
+    "sinks": {"sinks": np.linspace(-2.0, 4.0, 6, dtype=np.float32)},
+    "all": {
+        "scale": 0.3,
+        "sliding_window": 33,
+        "logits_soft_cap": 3.0,
+        "alibi_slopes": np.linspace(0.02, 0.5, 6, dtype=np.float32),
+        "sinks": np.linspace(-2.0, 4.0, 6, dtype=np.float32),
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Inputs of paged_attention, and the same numbers as plain contiguous arrays."""
+
+    q: jax.Array
+    k_cache: jax.Array
+    v_cache: jax.Array
+    block_tables: jax.Array
+    lengths: jax.Array
+    options: dict[str, Any]
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return self.q, self.k_cache, self.v_cache, self.block_tables, self.lengths
+
+    def replace(self, **changes: Any) -> "Case":
+        return dataclasses.replace(self, **changes)
+
+
+def make_case(
+    seed: int = 0,
+    *,
+    lengths: tuple[int, ...] | None = None,
+    max_blocks: int = 5,
+    heads: int = 6,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    q_len: int | None = None,
+    dtype: Any = jnp.float32,
+    cache_dtype: Any = None,
+    scale_shape: str | None = None,  # of a quantised cache: "tensor", "head" or "token_head"
+    options: dict[str, Any] | None = None,
+) -> Case:
+    """Permuted tables, a block that two sequences share, garbage ids behind each sequence's blocks, and NaN in every
+    block outside the tables and in every slot past the end."""
+    rng = np.random.default_rng(seed)
+    if lengths is None:
+        full = max_blocks * block_size
+        lengths = (0, 1, block_size - 1, block_size, block_size + 1, full, full - block_size // 2, 2 * block_size + 3)
+    seqs, held = len(lengths), [-(-length // block_size) for length in lengths]
+    num_blocks = sum(held) + 4  # the null block, and three that belong to nobody
+    ids = iter(rng.permutation(num_blocks - 1) + 1)
+    tables = rng.choice(np.asarray(GARBAGE_IDS, np.int32), (seqs, max_blocks))
+    for row, count in zip(tables, held, strict=True):
+        row[:count] = [next(ids) for _ in range(count)]
+    full_rows = [i for i, length in enumerate(lengths) if length >= block_size]
+    if len(full_rows) > 1:
+        tables[full_rows[1], 0] = tables[full_rows[0], 0]
+
+    legal = np.zeros((num_blocks, block_size), bool)  # slots that hold a token of some sequence
+    for row, length in zip(tables, lengths, strict=True):
+        for j in range(-(-length // block_size)):
+            legal[row[j], : min(block_size, length - j * block_size)] = True
+
+    options = dict(options or {})
+    cache_shape = (num_blocks, block_size, kv_heads, head_dim)
+
+    def cache(name: str) -> jax.Array:
+        values = rng.normal(size=cache_shape).astype(np.float32)
+        if cache_dtype == jnp.int8:
+            values = np.clip(np.round(values * 40), -127, 127)
+        else:
+            values[~legal] = np.nan
+        if scale_shape is not None:
+            shape = {"tensor": (), "head": (kv_heads,), "token_head": cache_shape[:3]}[scale_shape]
+            scales = np.asarray(rng.uniform(0.01, 0.05, shape), np.float32)
+            if scale_shape == "token_head":
+                scales[~legal] = np.nan
+            options[name] = jnp.asarray(scales)
+        return jnp.asarray(values).astype(cache_dtype or dtype)
+
+    q_shape = (seqs, heads, head_dim) if q_len is None else (seqs, q_len, heads, head_dim)
+    return Case(
+        q=jnp.asarray(rng.normal(size=q_shape), jnp.float32).astype(dtype),
+        k_cache=cache("k_scale"),
+        v_cache=cache("v_scale"),
+        block_tables=jnp.asarray(tables, jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        options=options,
+    )
+
+
+def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """The reference's output and lse, float32."""
+    out, lse = jax.jit(paged_attention_reference)(*case.arrays, **case.options)
+    return np.asarray(out), np.asarray(lse)
+
+
+def plain_jnp(case: Case) -> np.ndarray:
+    """What plain jnp gives at the case's own precision: logits and sums in float32, weights and output rounded to q's
+    dtype. Its distance from the oracle is the yardstick of the error budget."""
+    options = dict(case.options)
+    wide = case.q.dtype if case.k_cache.dtype == case.q.dtype else jnp.float32
+    k, v = _dequantised(case, "k", wide), _dequantised(case, "v", wide)
+    return np.asarray(
+        _plain(case.q.astype(wide), k, v, case.block_tables, case.lengths, case.q.dtype, options), np.float32
+    )
+
+
+def _dequantised(case: Case, which: str, dtype: Any) -> jax.Array:
+    cache = case.k_cache if which == "k" else case.v_cache
+    factor = case.options.get(f"{which}_scale")
+    if factor is None:
+        return cache.astype(dtype)
+    return cache.astype(jnp.float32) * jnp.broadcast_to(factor, cache.shape[:3])[..., None]
+
+
+@functools.partial(jax.jit, static_argnames=("dtype",))
+def _plain(q, k_cache, v_cache, block_tables, lengths, dtype, options):
+    ranked = q.ndim == 4
+    q = q if ranked else q[:, None]
+    seqs, q_len, heads, _ = q.shape
+    group = heads // k_cache.shape[2]
+    tokens = jnp.arange(block_tables.shape[1] * k_cache.shape[1])
+    positions = (lengths[:, None] - q_len + jnp.arange(q_len)[None])[:, None, :, None]  # [seqs, 1, q_len, 1]
+    distance = positions - tokens[None, None, None]
+    seen = (distance >= 0) & (positions >= 0)
+    if "sliding_window" in options:
+        seen &= distance < options["sliding_window"]
+    ids = jnp.clip(block_tables, 0, k_cache.shape[0] - 1)
+
+    def gather(cache):
+        values = jnp.repeat(cache[ids].reshape(seqs, -1, *cache.shape[2:]), group, axis=2)
+        return jnp.where(seen.any(axis=(1, 2))[:, :, None, None], values, jnp.zeros_like(values))
+
+    logits = jnp.einsum("sqhd,sthd->shqt", q, gather(k_cache), preferred_element_type=jnp.float32)
+    logits = logits * options.get("scale", q.shape[-1] ** -0.5)
+    if "logits_soft_cap" in options:
+        logits = options["logits_soft_cap"] * jnp.tanh(logits / options["logits_soft_cap"])
+    if "alibi_slopes" in options:
+        logits = logits - options["alibi_slopes"][None, :, None, None] * distance.astype(jnp.float32)
+    logits = jnp.where(seen, logits, -jnp.inf)
+    m = logits.max(axis=-1, keepdims=True)
+    if "sinks" in options:
+        m = jnp.maximum(m, options["sinks"][None, :, None, None])
+    m = jnp.where(jnp.isfinite(m), m, 0.0)
+    weights = jnp.exp(logits - m)
+    total = weights.sum(axis=-1, keepdims=True)
+    if "sinks" in options:
+        total += jnp.exp(options["sinks"][None, :, None, None] - m)
+    weights = (weights / jnp.where(total > 0, total, 1.0)).astype(v_cache.dtype)
+    out = jnp.einsum("shqt,sthd->sqhd", weights, gather(v_cache), preferred_element_type=jnp.float32)
+    return (out if ranked else out[:, 0]).astype(dtype)
+
+
+def within_budget(case: Case, out: Any) -> np.ndarray:
+    """bool, one a row [seqs, (q_len,) heads]: whether a row's worst error is at most twice that of plain jnp, plus half
+    a unit in the last place of its largest number and 3e-6 (the oracle is float32 itself). Never a norm over many rows:
+    that hides wrong ones."""
+    expected, _ = oracle(case)
+    out = np.asarray(out, np.float32)
+    assert out.shape == expected.shape
+    worst = np.abs(out - expected).max(axis=-1)
+    budget = 2 * np.abs(plain_jnp(case) - expected).max(axis=-1)
+    budget += float(jnp.finfo(case.q.dtype).eps) / 2 * np.abs(expected).max(axis=-1) + 3e-6
+    return worst <= budget  # NaN is never within
+
+
+def assert_within_budget(case: Case, out: Any) -> None:
+    good = within_budget(case, out)
+    assert good.all(), f"{(~good).sum()} of {good.size} rows over the budget, first at {np.argwhere(~good)[0]}"
+
+
+def assert_lse(case: Case, lse: Any) -> None:
+    _, expected = oracle(case)
+    assert lse.dtype == jnp.float32
+    tolerance = 1e-5 if case.q.dtype == jnp.float32 else 1e-2
+    np.testing.assert_allclose(np.asarray(lse), expected, rtol=tolerance, atol=tolerance)

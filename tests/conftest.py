@@ -1,0 +1,19 @@
+import os
+
+import jax
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A dtype or a rank that changes by itself is a defect here; so is a leaked tracer.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if all(device.platform != "gpu" for device in jax.devices()):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))

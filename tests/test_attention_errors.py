@@ -1,0 +1,71 @@
+"""What paged_attention refuses, and that each refusal says what it got and what to do."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged import paged_attention, paged_attention_reference
+from tests.cases import make_case
+
+SEQS, HEADS, KV_HEADS, HEAD_DIM = 3, 6, 2, 64
+
+MISTAKES = {
+    "q dtype": (dict(q=jnp.zeros((3, 6, 64), jnp.int32)), r"q must be float32, bfloat16, float16; got q.dtype=int32"),
+    "cache dtype": (
+        dict(k_cache=jnp.zeros((9, 16, 2, 64), jnp.int16)),
+        r"k_cache must be one of .*float8_e4m3fn.*; got k_cache.dtype=int16",
+    ),
+    "two cache dtypes": (
+        dict(v_cache=jnp.zeros((9, 16, 2, 64), jnp.bfloat16)),
+        r"one dtype; got k_cache.dtype=float32, v_cache.dtype=bfloat16",
+    ),
+    "table dtype": (dict(block_tables=jnp.zeros((3, 4), jnp.uint32)), r"block_tables must be int32; got .*uint32"),
+    "length dtype": (dict(lengths=jnp.zeros(3, jnp.float32)), r"lengths must be int32; got .*float32.*astype"),
+    "q rank": (dict(q=jnp.zeros((6, 64))), r"q must be \[seqs, heads, head_dim\] or .*; got q.shape=\(6, 64\)"),
+    "cache rank": (
+        dict(k_cache=jnp.zeros((4, 9, 16, 2, 64)), v_cache=jnp.zeros((4, 9, 16, 2, 64))),
+        r"got k_cache.shape=\(4, 9, 16, 2, 64\).*fold_layers",
+    ),
+    "two cache shapes": (dict(v_cache=jnp.zeros((9, 16, 2, 32))), r"k_cache and v_cache must have one shape"),
+    "empty axis": (dict(q=jnp.zeros((3, 0, 6, 64))), r"no axis but seqs may be empty; got q.shape=\(3, 0, 6, 64\)"),
+    "head_dim": (dict(q=jnp.zeros((3, 6, 32))), r"one head_dim; got q.shape=\(3, 6, 32\), k_cache.shape"),
+    "heads": (dict(q=jnp.zeros((3, 5, 64))), r"multiple of kv_heads; got heads=5, kv_heads=2.*kv_heads third"),
+    "table shape": (
+        dict(block_tables=jnp.zeros((2, 4), jnp.int32)),
+        r"block_tables must be \[seqs, max_blocks\] with seqs=3.*got block_tables.shape=\(2, 4\)",
+    ),
+    "lengths shape": (dict(lengths=jnp.zeros(2, jnp.int32)), r"lengths must be \[seqs\] with seqs=3.*\(2,\)"),
+    "scale shape": (dict(scale=jnp.ones(6)), r"scale must have shape \[\]; got \[6\]"),
+    "slopes shape": (dict(alibi_slopes=jnp.ones(2)), r"alibi_slopes must have shape \[6\]; got \[2\]"),
+    "sinks shape": (dict(sinks=jnp.ones((6, 1))), r"sinks must have shape \[6\]; got \[6, 1\]"),
+    "k_scale shape": (
+        dict(k_scale=jnp.ones(6)),
+        r"k_scale must have shape \[\] or \[2\] or \[\d+, 16, 2\]; got \[6\]",
+    ),
+    "window kind": (dict(sliding_window=2.5), r"sliding_window must be int32; got float32"),
+    "window sign": (dict(sliding_window=0), r"sliding_window must be positive; got sliding_window=0. Pass None"),
+    "cap sign": (dict(logits_soft_cap=-1.0), r"logits_soft_cap must be positive; got logits_soft_cap=-1.0"),
+}
+
+
+@pytest.mark.parametrize("function", [paged_attention, paged_attention_reference])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_value_errors(function, mistake):
+    case = make_case(lengths=(1, 20, 0), max_blocks=4)
+    names = ("q", "k_cache", "v_cache", "block_tables", "lengths")
+    changes, message = MISTAKES[mistake]
+    arguments = dict(zip(names, case.arrays, strict=True)) | changes
+    with pytest.raises(ValueError, match=message):
+        function(*(arguments.pop(name) for name in names), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(num_partitions=0), ValueError, r"num_partitions must be at least 1; got num_partitions=0"),
+        (dict(implementation="cuda"), ValueError, r'None, "mosaic_gpu" or "xla"; got implementation=\'cuda\''),
+        (dict(implementation="mosaic_gpu"), NotImplementedError, r"implementation='mosaic_gpu' is not part of this"),
+    ],
+)
+def test_choice_of_implementation(options, error, message):
+    with pytest.raises(error, match=message):
+        paged_attention(*make_case(lengths=(1, 20, 0)).arrays, **options)

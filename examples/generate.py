@@ -50,13 +50,16 @@ class Generation:
     peak_blocks: jax.Array  # int32 [], the most blocks held at one time
 
 
-def accept(state: Generation, logits: jax.Array, eos_ids: tuple[int, ...], sampling: Sampling) -> Generation:
-    """Samples the next token of every running sequence, and frees those that end with it."""
+def accept(
+    state: Generation, advanced: jax.Array, logits: jax.Array, eos_ids: tuple[int, ...], sampling: Sampling
+) -> Generation:
+    """Samples the next token of the sequences that advanced, and frees those that no longer run."""
     seqs = jnp.arange(state.running.shape[0])
     token = sample(logits, jax.vmap(jax.random.fold_in)(state.keys, state.num_tokens), sampling)
-    place = jnp.where(state.running, state.num_tokens, state.tokens.shape[1])  # past the end: dropped
-    num_tokens = state.num_tokens + state.running
-    running = state.running & (num_tokens < state.limits) & ~jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
+    place = jnp.where(advanced, state.num_tokens, state.tokens.shape[1])  # past the end: dropped
+    num_tokens = state.num_tokens + advanced.astype(jnp.int32)
+    ended = (num_tokens >= state.limits) | jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
+    running = state.running & ~(advanced & ended)
     return dataclasses.replace(
         state,
         allocator=state.allocator.free(~running),
@@ -93,7 +96,7 @@ def prefill(
     logits = jnp.zeros((num_seqs, model.embed_tokens.num_embeddings), jnp.float32)
     caches, logits = lax.fori_loop(0, num_chunks, one_chunk, (state.caches, logits))
     state = dataclasses.replace(state, caches=caches, allocator=allocator, running=ok, starved=~ok)
-    return accept(state, logits, eos_ids, sampling)
+    return accept(state, ok, logits, eos_ids, sampling)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "eos_ids", "sampling"), donate_argnames="state")
@@ -116,15 +119,19 @@ def decode(
         step, state = carry
         last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
         allocator, slots, ok = state.allocator.append(state.running.astype(jnp.int32))
+        advanced = state.running & ok
+        # Who finds no block waits for one to come back. Where all wait, the last of them makes room for the others.
+        seqs = jnp.arange(advanced.shape[0])
+        stopped = ~advanced.any() & (seqs == jnp.where(state.running, seqs, -1).max())
         caches, logits = model(last, state.caches, allocator, slots)
         state = dataclasses.replace(
             state,
             caches=caches,
             allocator=allocator,
-            running=state.running & ok,
-            starved=state.starved | (state.running & ~ok),
+            running=state.running & ~stopped,
+            starved=state.starved | stopped,
         )
-        return step + 1, accept(state, logits, eos_ids, sampling)
+        return step + 1, accept(state, advanced, logits, eos_ids, sampling)
 
     return lax.while_loop(go_on, one_token, (jnp.int32(0), state))[1]
 

@@ -21,7 +21,7 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.top_k is not None or sampling.top_p < 1:
         best_first = jnp.sort(logits, axis=-1, descending=True)
         if sampling.top_k is not None:
-            rank = jnp.arange(logits.shape[-1])
+            rank = jnp.arange(logits.shape[-1])[None]
             best_first = jnp.where(rank < sampling.top_k, best_first, -jnp.inf)
         probabilities = jax.nn.softmax(best_first, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities

@@ -1,6 +1,7 @@
 """The allocator, as traces with literal free lists, and against a plain Python model."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -169,15 +170,16 @@ class Model:
             legal = 0 <= number <= max_tokens and length <= self.max_blocks * self.block_size
             ok = legal and (needed == 0 or (not short and needed <= len(self.free)))
             short = short or (legal and not ok)
-            new: list[int] = []
+            oks.append(ok)
+            slots.append([])
             if ok:
                 self.blocks[i] += [self.free.pop() for _ in range(needed)]
-                for t in range(self.lengths[i], length):
-                    new.append(self.blocks[i][t // self.block_size] * self.block_size + t % self.block_size)
+                slots[i] = [self.slot(i, t) for t in range(self.lengths[i], length)]
                 self.lengths[i] = length
-            slots.append(new)
-            oks.append(ok)
         return slots, oks
+
+    def slot(self, row: int, token: int) -> int:
+        return self.blocks[row][token // self.block_size] * self.block_size + token % self.block_size
 
     def free_rows(self, marked: list[bool]) -> None:
         for i in reversed(range(len(marked))):
@@ -186,12 +188,14 @@ class Model:
                 self.blocks[i], self.lengths[i] = [], 0
 
 
-@jax.jit
-def _jitted_free(allocator, marked):
-    return allocator.free(marked)
+_append = jax.jit(BlockAllocator.append, static_argnames="max_tokens")
+_free = jax.jit(BlockAllocator.free)
+_free_four = jax.jit(jax.vmap(BlockAllocator.free))
 
 
-_jitted_append = jax.jit(BlockAllocator.append, static_argnames="max_tokens")
+@functools.partial(jax.jit, static_argnames="max_tokens")
+def _append_four(allocators, num_tokens, max_tokens):
+    return jax.vmap(lambda a, n: a.append(n, max_tokens=max_tokens))(allocators, num_tokens)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -207,11 +211,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = BlockAllocator.create(*shape)
 
     def do_append(self, numbers: list[int], max_tokens: int) -> tuple[list[list[int]], list[bool]]:
-        self.allocator, slots, ok = _jitted_append(self.allocator, counts(*numbers), max_tokens=max_tokens)
+        self.allocator, slots, ok = _append(self.allocator, counts(*numbers), max_tokens=max_tokens)
         return slots.tolist(), ok.tolist()
 
     def do_free(self, marked: list[bool]) -> None:
-        self.allocator = _jitted_free(self.allocator, jnp.asarray(marked))
+        self.allocator = _free(self.allocator, jnp.asarray(marked))
 
     @rule(data=st.data(), max_tokens=st.sampled_from([1, 7, 40]))
     def append(self, data: st.DataObject, max_tokens: int) -> None:
@@ -255,13 +259,12 @@ class VmappedMachine(AllocatorMachine):
 
     def do_append(self, numbers: list[int], max_tokens: int) -> tuple[list[list[int]], list[bool]]:
         others = np.asarray([numbers[::-1], numbers, [0] * len(numbers), numbers], np.int32)
-        append = jax.jit(jax.vmap(lambda a, n: a.append(n, max_tokens=max_tokens)))
-        self.allocator, slots, ok = append(self.allocator, jnp.asarray(others))
+        self.allocator, slots, ok = _append_four(self.allocator, jnp.asarray(others), max_tokens)
         return slots[1].tolist(), ok[1].tolist()
 
     def do_free(self, marked: list[bool]) -> None:
         others = jnp.asarray([marked[::-1], marked, marked, [True] * len(marked)])
-        self.allocator = jax.jit(jax.vmap(BlockAllocator.free))(self.allocator, others)
+        self.allocator = _free_four(self.allocator, others)
 
     @invariant()
     def agrees(self) -> None:

@@ -54,8 +54,9 @@ def test_value_errors(function, mistake):
     names = ("q", "k_cache", "v_cache", "block_tables", "lengths")
     changes, message = MISTAKES[mistake]
     arguments = dict(zip(names, case.arrays, strict=True)) | changes
+    arrays = [arguments.pop(name) for name in names]
     with pytest.raises(ValueError, match=message):
-        function(*(arguments.pop(name) for name in names), **arguments)
+        function(*arrays, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""The smallest decode loop on jaxpaged: allocate, write, attend, choose, stop, free, inside one `jax.jit`.
+
+One attention layer with random weights stands for a model. Copy it, and put yours in its place.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpaged import BlockAllocator, KVCache, paged_attention, write_kv
+
+SEQS, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EOS = 4, 8, 2, 64, 1000, 302
+BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS, MAX_NEW_TOKENS = 16, 32, 8, 100
+
+keys = jax.random.split(jax.random.key(0), 3)
+embedding, head = jax.random.normal(keys[0], (2, VOCAB, HEADS * HEAD_DIM))
+q_proj = jax.random.normal(keys[1], (HEADS * HEAD_DIM, HEADS * HEAD_DIM)) * 0.05
+k_proj, v_proj = jax.random.normal(keys[2], (2, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)) * 0.05
+weights = {"embedding": embedding, "head": head, "q": q_proj, "k": k_proj, "v": v_proj}
+
+
+def model(weights, tokens, cache, allocator, slots):
+    """tokens [seqs] -> the new cache, and logits [seqs, vocab]."""
+    x = weights["embedding"][tokens]
+    q = (x @ weights["q"]).reshape(SEQS, HEADS, HEAD_DIM)
+    k, v = ((x @ weights[name]).reshape(SEQS, KV_HEADS, HEAD_DIM) for name in ("k", "v"))
+    cache = write_kv(cache, k, v, slots)
+    out = paged_attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
+    return cache, (x + out.reshape(x.shape)) @ weights["head"].T
+
+
+def decode(weights, cache, allocator, tokens):
+    """From one token for each sequence to the generated tokens, int32 [seqs, MAX_NEW_TOKENS], -1 after the end."""
+
+    def step(carry):
+        i, cache, allocator, last, running, generated = carry
+        allocator, slots, ok = allocator.append(running.astype(jnp.int32))
+        running &= ok  # out of blocks: that sequence ends, the others go on
+        cache, logits = model(weights, last, cache, allocator, slots[:, 0])
+        token = logits.argmax(axis=-1).astype(jnp.int32)
+        generated = generated.at[:, i].set(jnp.where(running, token, -1))
+        running &= token != EOS
+        return i + 1, cache, allocator.free(~running), token, running, generated
+
+    def go_on(carry):
+        return (carry[0] < MAX_NEW_TOKENS) & carry[4].any()
+
+    running, generated = jnp.ones(SEQS, bool), jnp.full((SEQS, MAX_NEW_TOKENS), -1, jnp.int32)
+    _, cache, allocator, _, _, generated = lax.while_loop(
+        go_on, step, (0, cache, allocator, tokens, running, generated)
+    )
+    return cache, allocator, generated
+
+
+if __name__ == "__main__":
+    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    allocator = BlockAllocator.create(NUM_BLOCKS, BLOCK_SIZE, SEQS, MAX_BLOCKS)
+    loop = jax.jit(decode, donate_argnames=("cache", "allocator"))
+    cache, allocator, generated = loop(weights, cache, allocator, jnp.arange(SEQS))
+    for row in generated.tolist():
+        print([token for token in row if token >= 0])
+    print(f"{allocator.num_free} of {NUM_BLOCKS - 1} blocks are free")

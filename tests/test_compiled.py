@@ -1,0 +1,114 @@
+"""What the compiled modules hold: no copy of a cache, nothing as large as the gathered cache, no host."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged import BlockAllocator, KVCache, fold_layers, layer_block_tables, layer_slots, paged_attention, write_kv
+
+NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SEQS, MAX_BLOCKS = 512, 16, 2, 64, 4, 64
+CACHE_ELEMENTS = NUM_BLOCKS * BLOCK_SIZE * KV_HEADS * HEAD_DIM
+
+
+def instructions(text: str) -> list[tuple[str, int, str]]:
+    """(operation, elements of its largest result, line) of every instruction of a compiled module."""
+    found = []
+    for line in text.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (.*?) ([\w-]+)\(", line)
+        if match:
+            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+            sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
+            found.append((match[2], max(sizes, default=0), line.strip()))
+    return found
+
+
+def cache_sized_copies(text: str) -> list[str]:
+    return [
+        line for operation, size, line in instructions(text) if operation.startswith("copy") and size >= CACHE_ELEMENTS
+    ]
+
+
+def decode_step(cache, allocator, q, k, v):
+    allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
+    cache = write_kv(cache, k, v, slots[:, 0])
+    out = paged_attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
+    return cache, allocator, out
+
+
+def inputs():
+    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    allocator = BlockAllocator.create(NUM_BLOCKS, BLOCK_SIZE, SEQS, MAX_BLOCKS)
+    q = jnp.ones((SEQS, 6, HEAD_DIM))
+    k = jnp.ones((SEQS, KV_HEADS, HEAD_DIM))
+    return cache, allocator, q, k, k
+
+
+def test_a_donated_decode_step_copies_no_cache():
+    compiled = jax.jit(decode_step, donate_argnums=(0, 1)).lower(*inputs()).compile()
+    assert cache_sized_copies(compiled.as_text()) == []
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * 4 * CACHE_ELEMENTS
+
+
+def test_the_same_step_without_donation_does_copy():
+    # The twin: it shows that the test above can see a copy.
+    compiled = jax.jit(decode_step).lower(*inputs()).compile()
+    assert len(cache_sized_copies(compiled.as_text())) >= 2
+
+
+def whole_loop(cache, allocator, q, k, v):
+    def body(carry):
+        i, cache, allocator, q = carry
+        cache, allocator, out = decode_step(cache, allocator, q, k, v)
+        return i + 1, cache, allocator.free(allocator.lengths >= 40), out
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 50, body, (0, cache, allocator, q))
+
+
+def test_a_whole_loop_copies_no_cache_and_never_calls_the_host():
+    text = jax.jit(whole_loop, donate_argnums=(0, 1)).lower(*inputs()).compile().as_text()
+    assert cache_sized_copies(text) == []
+    operations = {operation for operation, _, _ in instructions(text)}
+    assert not operations & {"outfeed", "infeed", "send", "recv", "sort"}
+    assert "callback" not in text
+
+
+def test_a_scan_over_a_folded_stack_copies_no_cache():
+    layers = 3
+
+    def step(stack, allocator, q, k, v):
+        allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
+
+        def layer(carry, i):
+            cache, q = carry
+            cache = write_kv(cache, k, v, layer_slots(slots[:, 0], i, NUM_BLOCKS * BLOCK_SIZE))
+            tables = layer_block_tables(allocator.block_tables, i, NUM_BLOCKS)
+            return (cache, paged_attention(q, cache.k, cache.v, tables, allocator.lengths)), None
+
+        (stack, out), _ = jax.lax.scan(layer, (stack, q), jnp.arange(layers))
+        return stack, allocator, out
+
+    _, *rest = inputs()
+    stack = fold_layers(KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, num_layers=layers))
+    text = jax.jit(step, donate_argnums=(0, 1)).lower(stack, *rest).compile().as_text()
+    assert cache_sized_copies(text) == []
+
+
+@pytest.mark.parametrize("num_partitions", [1, 4])
+def test_attention_holds_tiles_not_the_gathered_cache(num_partitions):
+    # 64 sequences of 8k tokens: gathered, K alone would be 64 * 8192 * 8 * 128 numbers, 1 GB in bfloat16.
+    seqs, kv_heads, head_dim, block_size, max_blocks = 64, 8, 128, 16, 512
+    shapes = (
+        jax.ShapeDtypeStruct((seqs, 32, head_dim), jnp.bfloat16),
+        *[jax.ShapeDtypeStruct((seqs * max_blocks, block_size, kv_heads, head_dim), jnp.bfloat16)] * 2,
+        jax.ShapeDtypeStruct((seqs, max_blocks), jnp.int32),
+        jax.ShapeDtypeStruct((seqs,), jnp.int32),
+    )
+    function = jax.jit(lambda *arrays: paged_attention(*arrays, num_partitions=num_partitions))
+    temporary = function.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    tile = num_partitions * seqs * 256 * kv_heads * head_dim
+    # Keys and values in bfloat16, gathered and laid out for the product, and in float32 where XLA widens for a CPU.
+    assert temporary < 2 * tile * (2 + 2 + 4) + 2**25
+    assert temporary < 0.6 * num_partitions * 2**30

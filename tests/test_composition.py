@@ -1,0 +1,114 @@
+"""paged_attention inside JAX's transformations."""
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from jaxpaged import KVCache, fold_layers, layer_block_tables, paged_attention, paged_attention_reference
+from tests.cases import OPTIONS, make_case, oracle
+
+CASE = make_case(lengths=(0, 1, 40, 80), options=OPTIONS["all"])
+
+
+def test_vmap_over_independent_pools():
+    cases = [make_case(seed, lengths=(3, 50), max_blocks=4, options=OPTIONS["all"]) for seed in range(3)]
+    stacked = [jnp.stack(arrays) for arrays in zip(*(case.arrays for case in cases), strict=True)]
+    out = jax.vmap(functools.partial(paged_attention, **cases[0].options))(*stacked)
+    for case, its in zip(cases, out, strict=True):
+        np.testing.assert_allclose(its, oracle(case)[0], atol=3e-6)
+
+
+def test_scan_over_layers_of_one_folded_pool_with_mixed_windows():
+    cases = [make_case(seed, lengths=(3, 50), max_blocks=4) for seed in range(3)]
+    stack = KVCache(k=jnp.stack([c.k_cache for c in cases]), v=jnp.stack([c.v_cache for c in cases]))
+    pool, num_blocks = fold_layers(stack), stack.k.shape[1]
+    windows = jnp.asarray([5, 1000, 17], jnp.int32)
+
+    def layer(_, inputs):
+        i, window, q, tables, lengths = inputs
+        return None, paged_attention(
+            q, pool.k, pool.v, layer_block_tables(tables, i, num_blocks), lengths, sliding_window=window
+        )
+
+    arrays = [jnp.stack([getattr(c, name) for c in cases]) for name in ("q", "block_tables", "lengths")]
+    _, outs = jax.jit(lambda: jax.lax.scan(layer, None, (jnp.arange(3), windows, *arrays)))()
+    for case, window, out in zip(cases, windows, outs, strict=True):
+        np.testing.assert_allclose(out, oracle(case.replace(options={"sliding_window": window}))[0], atol=3e-6)
+
+
+def test_while_loop():
+    def body(carry):
+        i, q = carry
+        return i + 1, paged_attention(q, *CASE.arrays[1:])
+
+    _, looped = jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, CASE.q))
+    q = CASE.q
+    for _ in range(3):
+        q = paged_attention(q, *CASE.arrays[1:])
+    np.testing.assert_allclose(looped, q, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
+@pytest.mark.parametrize("q_len", [None, 3])
+def test_gradients_are_those_of_the_reference(name, q_len):
+    # The pools hold NaN wherever no sequence has a token: not one may reach a gradient.
+    case = make_case(lengths=(0, 1, 40, 80), options=OPTIONS[name], q_len=q_len)
+    floats = {k: jnp.float32(v) if np.ndim(v) == 0 else v for k, v in case.options.items() if k != "sliding_window"}
+    window = {k: v for k, v in case.options.items() if k == "sliding_window"}
+
+    def loss(function, q, k_cache, v_cache, options):
+        out, lse = function(q, k_cache, v_cache, case.block_tables, case.lengths, **options, **window)
+        return (jnp.sin(out) * out).sum() + jnp.where(jnp.isfinite(lse), lse, 0.0).sum()
+
+    ours = functools.partial(loss, functools.partial(paged_attention, return_lse=True, num_partitions=2))
+    theirs = functools.partial(loss, paged_attention_reference)
+    arguments = case.q, case.k_cache, case.v_cache, floats
+    got, wanted = (jax.jit(jax.grad(f, argnums=(0, 1, 2, 3)))(*arguments) for f in (ours, theirs))
+    for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert np.isfinite(leaf).all()
+        np.testing.assert_allclose(leaf, other, atol=2e-4, rtol=2e-4)
+    # Forward mode too.
+    tangent = jax.tree.map(jnp.ones_like, arguments)
+    _, ours_moved = jax.jvp(ours, arguments, tangent)
+    _, theirs_moved = jax.jvp(theirs, arguments, tangent)
+    np.testing.assert_allclose(ours_moved, theirs_moved, rtol=1e-3)
+
+
+def test_export_round_trip():
+    function = jax.jit(functools.partial(paged_attention, sliding_window=20))
+    restored = export.deserialize(export.export(function)(*CASE.arrays).serialize())
+    assert (restored.call(*CASE.arrays) == function(*CASE.arrays)).all()
+
+
+def test_shard_map_over_kv_heads_and_over_seqs():
+    # In a process of its own: the number of devices is fixed when JAX starts.
+    script = """
+        import functools
+        import jax, numpy as np
+        from jax.sharding import PartitionSpec as P
+        from jaxpaged import paged_attention
+        from tests.cases import OPTIONS, make_case
+
+        assert len(jax.devices()) == 2
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        case = make_case(lengths=(0, 1, 40, 80), options=OPTIONS["window"])
+        attend = functools.partial(paged_attention, **case.options)
+        expected = np.asarray(attend(*case.arrays))
+        pool = P(None, None, "x", None)
+        for specs, out in (
+            ((P(None, "x", None), pool, pool, P(), P()), P(None, "x", None)),
+            ((P("x"), P(), P(), P("x"), P("x")), P("x")),
+        ):
+            sharded = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=out))
+            np.testing.assert_allclose(sharded(*case.arrays), expected, atol=1e-6)
+    """
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, env=environment)

@@ -1,0 +1,47 @@
+"""examples/decode_loop.py, and that every example is short enough to read."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import decode_loop
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def test_decode_loop_runs_as_a_script():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "decode_loop.py"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert len(done) == decode_loop.SEQS + 1
+    assert done[-1].endswith("blocks are free")
+
+
+def test_decode_loop_stops_frees_and_survives_a_pool_that_is_too_small():
+    def run(num_blocks):
+        cache = decode_loop.KVCache.create(
+            num_blocks, decode_loop.BLOCK_SIZE, decode_loop.KV_HEADS, decode_loop.HEAD_DIM
+        )
+        allocator = decode_loop.BlockAllocator.create(
+            num_blocks, decode_loop.BLOCK_SIZE, decode_loop.SEQS, decode_loop.MAX_BLOCKS
+        )
+        _, allocator, generated = jax.jit(decode_loop.decode)(
+            decode_loop.weights, cache, allocator, jnp.arange(decode_loop.SEQS)
+        )
+        return allocator, np.asarray(generated)
+
+    _, plenty = run(decode_loop.NUM_BLOCKS)
+    allocator, scarce = run(7)
+    for full, cut in zip(plenty, scarce, strict=True):
+        count = (cut >= 0).sum()
+        assert (full[:count] == cut[:count]).all()
+        assert (cut[count:] == -1).all()
+    assert (scarce >= 0).sum() < (plenty >= 0).sum()
+    assert int(allocator.num_free) == 6 - int(-(-allocator.lengths // decode_loop.BLOCK_SIZE).sum())
+
+
+def test_decode_loop_is_about_sixty_lines():
+    assert len((EXAMPLES / "decode_loop.py").read_text().splitlines()) <= 65

@@ -1,0 +1,251 @@
+"""examples/generate.py on a tiny random checkpoint: right tokens, whatever the blocks and the batch; clear refusals."""
+
+import json
+import re
+
+import generate
+import jax
+import numpy as np
+import pytest
+
+from tests.tiny_checkpoint import CONTEXT, EOS, next_logits, write_checkpoint
+
+PROMPTS = ["Hello there, paged world", "a", "The quick brown fox jumps over it"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(path)
+    return path
+
+
+@pytest.fixture
+def run(folder, capsys):
+    """Runs the script; returns the exit code, the JSON lines (or stdout where --json is off) and stderr."""
+
+    def call(*arguments, prompts=PROMPTS, tokens=12, as_json=True, model=None):
+        command = ["--model", str(model or folder), "--max-new-tokens", str(tokens), *map(str, arguments)]
+        command += [f"--prompt={prompt}" for prompt in prompts] + ["--json"] * as_json
+        code = generate.main(command)
+        captured = capsys.readouterr()
+        out = [json.loads(line) for line in captured.out.splitlines()] if as_json else captured.out
+        return code, out, captured.err
+
+    return call
+
+
+def greedy(tensors, prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(next_logits(tensors, tokens).argmax()))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_are_those_of_a_model_that_is_not_paged(tmp_path, run, tied):
+    tensors = write_checkpoint(tmp_path / "model", seed=5, tied=tied)
+    code, lines, _ = run(model=tmp_path / "model", tokens=20)
+    assert code == 0
+    assert [line["prompt"] for line in lines] == PROMPTS
+    for line in lines:
+        assert set(line) == {"prompt", "prompt_tokens", "tokens", "text"}
+        assert line["tokens"] == greedy(tensors, line["prompt_tokens"], 20)
+
+
+def test_the_result_depends_on_the_prompt_alone(run):
+    _, lines, _ = run()
+    expected = {line["prompt"]: line["tokens"] for line in lines}
+    for arguments, prompts in (
+        (["--block-size", 8], PROMPTS),
+        (["--block-size", 64], PROMPTS[::-1]),
+        (["--num-blocks", 100], [*PROMPTS, "another one", *PROMPTS]),
+        (["--stream"], PROMPTS[:1]),
+    ):
+        code, lines, _ = run(*arguments, prompts=prompts)
+        assert code == 0
+        for line in lines:
+            assert line["tokens"] == expected.get(line["prompt"], line["tokens"])
+
+
+def test_long_prompts_are_prefilled_in_chunks(run, monkeypatch):
+    prompts = ["x" * 100, "hello", "y" * 33]
+    _, whole, _ = run(prompts=prompts)
+    monkeypatch.setattr(generate, "PREFILL_CHUNK", 16)
+    _, chunked, _ = run(prompts=prompts)
+    assert [line["tokens"] for line in whole] == [line["tokens"] for line in chunked]
+
+
+def test_sampling_follows_the_seed_and_not_the_place_in_the_batch(run):
+    hot = ["--temperature", 5.0]
+    _, first, _ = run(*hot, "--seed", 1)
+    _, again, _ = run(*hot, "--seed", 1, prompts=PROMPTS[::-1])
+    _, other, _ = run(*hot, "--seed", 2)
+    assert [line["tokens"] for line in first] == [line["tokens"] for line in again[::-1]]
+    assert [line["tokens"] for line in first] != [line["tokens"] for line in other]
+    _, twins, _ = run(*hot, prompts=["a", "a"])
+    assert twins[0]["tokens"] != twins[1]["tokens"]
+
+
+@pytest.mark.parametrize("option", [["--top-k", 1], ["--top-p", 1e-6]])
+def test_the_narrowest_sampling_is_greedy(run, option):
+    _, lines, _ = run()
+    _, narrow, _ = run("--temperature", 5.0, *option)
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in narrow]
+
+
+def test_eos_stops_and_is_the_last_token_unless_ignored(run, folder):
+    _, lines, _ = run(tokens=40, prompts=[*PROMPTS, "b", "c", "d"])
+    ended = [line for line in lines if EOS in line["tokens"]]
+    for line in ended:
+        assert line["tokens"].index(EOS) == len(line["tokens"]) - 1
+    # Some token that did come out, taken for the end.
+    eos = lines[0]["tokens"][3]
+    config = json.loads((folder / "config.json").read_text())
+    other = folder / "other"
+    write_checkpoint(other)
+    (other / "config.json").write_text(json.dumps(config | {"eos_token_id": [eos, EOS]}))
+    _, stopped, _ = run(tokens=40, model=other)
+    assert stopped[0]["tokens"] == lines[0]["tokens"][: lines[0]["tokens"].index(eos) + 1]
+    _, ignored, _ = run("--ignore-eos", tokens=40, model=other)
+    assert len(ignored[0]["tokens"]) == 40
+
+
+def test_blocks_come_back_inside_the_loop(run):
+    # Row 1 needs 4 blocks in the end and finds one until row 0, at its limit of context, has given its 16 back.
+    long = "x" * (CONTEXT - 4)
+    code, lines, err = run("--block-size", 8, "--num-blocks", 1 + 16 + 1, tokens=30, prompts=[long, "abc"])
+    assert code == 0
+    assert [len(line["tokens"]) for line in lines] == [5, 30]
+    assert "17 blocks of 8 tokens in use at the peak" in err
+
+
+def test_running_out_of_blocks_marks_the_sequence_and_the_others_complete(run):
+    # Both want a third block at the same step and there is none: the last one makes room.
+    code, lines, err = run("--block-size", 8, "--num-blocks", 1 + 4, tokens=20, prompts=["abcdefgh", "ijklmnop"])
+    assert code == 3
+    finished, starved = lines
+    assert len(finished["tokens"]) == 20
+    assert "out_of_blocks" not in finished
+    assert starved["out_of_blocks"] is True
+    assert 0 < len(starved["tokens"]) < 20
+    assert re.search(r"\[1\] stopped after \d+ tokens: the pool ran out of blocks; pass a larger --num-blocks", err)
+    _, alone, _ = run(tokens=20, prompts=["abcdefgh"])
+    assert finished["tokens"] == alone[0]["tokens"]
+
+
+def test_a_prompt_as_long_as_the_context_gives_one_token(run):
+    code, lines, _ = run(prompts=["x" * CONTEXT])
+    assert code == 0
+    assert len(lines[0]["tokens"]) == 1
+
+
+def test_chat_and_prompt_file(run, tmp_path):
+    (tmp_path / "prompts.txt").write_text("first\n\nsecond\n")
+    _, lines, _ = run("--chat", "--prompt-file", tmp_path / "prompts.txt", prompts=["zeroth"])
+    assert [line["prompt"] for line in lines] == ["zeroth", "first", "second"]
+    _, raw, _ = run(prompts=["first:"])
+    assert lines[1]["prompt_tokens"] == [EOS, *raw[0]["prompt_tokens"]]
+
+
+def test_bfloat16(run):
+    with jax.numpy_dtype_promotion("standard"):  # Flax's RMSNorm promotes
+        code, lines, _ = run("--dtype", "bfloat16")
+    assert code == 0
+    assert all(len(line["tokens"]) in range(1, 13) for line in lines)
+
+
+def test_what_a_person_sees(run):
+    code, out, _ = run(as_json=False)
+    assert code == 0
+    for prompt in PROMPTS:
+        assert f"] {prompt}\n--> " in out
+    assert re.search(r"prefill: 58 tokens in [\d.]+ s, [\d.]+ tokens/s", out)
+    assert re.search(r"decode:  \d+ tokens in [\d.]+ s, [\d.]+ tokens/s", out)
+    assert re.search(r"cache:   \d+ blocks of 16 tokens .* contiguous .* reserve 9, .*: paging saved \d+%", out)
+
+
+def test_a_stream_is_the_text(run):
+    _, lines, _ = run(prompts=PROMPTS[:1], tokens=30)
+    _, out, _ = run("--stream", prompts=PROMPTS[:1], tokens=30, as_json=False)
+    assert out.startswith(lines[0]["text"].rstrip("\ufffd"))
+    _, out, _ = run("--stream", as_json=False)
+    assert {"[0]", "[1]", "[2]"} <= set(re.findall(r"^\[\d\]", out, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompts", "message"),
+    [
+        ([], [], r"There is no prompt; pass --prompt"),
+        ([], ["a", ""], r"A prompt is empty"),
+        (["--prompt-file", "/nowhere.txt"], [], r"The prompt file /nowhere.txt cannot be read"),
+        (["--num-blocks", 3], PROMPTS, r"The prompts need 6 blocks of 16 tokens .* at least --num-blocks 7"),
+        ([], ["x" * (CONTEXT + 1)], r"has 129 tokens; the model's context is 128"),
+        (["--model", "/nowhere"], PROMPTS, r"There is no checkpoint at /nowhere"),
+        (["--temperature", -1], PROMPTS, r"--temperature must not be negative"),
+        (["--top-p", 0], PROMPTS, r"--top-p must be above 0"),
+    ],
+)
+def test_refusals_are_one_sentence_and_exit_code_2(run, arguments, prompts, message):
+    code, lines, err = run(*arguments, prompts=prompts)
+    assert code == 2
+    assert lines == []
+    assert re.search(message, err)
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", [["--block-size", "0"], ["--max-new-tokens", "-1"], ["--dtype", "int8"]])
+def test_bad_options_exit_with_2(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        generate.main([*option, "--prompt", "a"])
+    assert "error" in capsys.readouterr().err
+
+
+def test_broken_checkpoints(run, tmp_path):
+    def refused(model):
+        code, _, err = run(model=model)
+        assert code == 2
+        assert len(err.strip().splitlines()) == 1
+        return err
+
+    (tmp_path / "text.gguf").write_bytes(b"this is not a GGUF file")
+    assert "cannot be read as a checkpoint" in refused(tmp_path / "text.gguf")
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    assert "cannot be read as a checkpoint" in refused(tmp_path / "empty.gguf")
+
+    model = tmp_path / "model"
+    write_checkpoint(model, model_type="gpt2")
+    assert "is of the type 'gpt2'" in refused(model)
+    write_checkpoint(model, num_hidden_layers=3)
+    assert "holds no tensor layers.2" in refused(model)
+    write_checkpoint(model, intermediate_size=97)
+    assert re.search(r"mlp.\w+_proj.weight is .*; its config says", refused(model))
+    write_checkpoint(model, rope_scaling={"rope_type": "yarn"})
+    assert "scaled by 'yarn'" in refused(model)
+    (model / "config.json").write_text("{")
+    assert "cannot be read as a checkpoint" in refused(model)
+    (model / "config.json").unlink()
+    assert "holds no config.json" in refused(model)
+    write_checkpoint(model)
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "cannot be read" in refused(model)
+    (model / "model.safetensors").unlink()
+    assert "holds no *.safetensors" in refused(model)
+
+
+def test_llama3_frequencies():
+    import checkpoint
+
+    rope = dict(rope_type="llama3", rope_theta=500_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    rope["original_max_position_embeddings"] = 8192
+    scaled = np.asarray(checkpoint._scaled_frequencies({"rope_parameters": rope}, 128))
+    plain = np.asarray(checkpoint._scaled_frequencies({"rope_theta": 500_000.0}, 128))
+    turns = 8192 * plain / (2 * np.pi)
+    np.testing.assert_allclose(scaled[turns > 4], plain[turns > 4])
+    np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / 8)
+    between = (turns > 1) & (turns < 4)
+    assert between.any()
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all()

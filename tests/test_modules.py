@@ -1,0 +1,158 @@
+"""The NNX and the Linen module: equal to each other, and to dense attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxpaged
+import jaxpaged.linen
+import jaxpaged.nnx
+from jaxpaged import BlockAllocator, KVCache
+
+FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 48, 6, 2, 16, 4
+SIZES = dict(
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    rotary_frequencies=jaxpaged.rotary_frequencies(HEAD_DIM, 500.0),
+)
+OPTIONS = [
+    {},
+    dict(use_bias=True, use_output_bias=True),
+    dict(sliding_window=5, logits_soft_cap=2.0, scale=0.4),
+    dict(rotary_frequencies=None),
+]
+LENGTHS = (11, 1, 7)
+
+
+def make(options):
+    """Both modules with the same weights."""
+    ours = jaxpaged.nnx.PagedAttention(FEATURES, **SIZES | options, rngs=nnx.Rngs(1))
+    # Biases start at zero: give them something to do.
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        bias = getattr(ours, name).bias
+        if bias is not None:
+            bias.set_value(jax.random.normal(jax.random.key(3), bias.shape))
+    weights = {
+        name: {kind: p for kind in ("kernel", "bias") if (p := getattr(ours, name).__dict__.get(kind)) is not None}
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+    }
+    weights = jax.tree.map(lambda p: p.get_value(), weights, is_leaf=lambda p: isinstance(p, nnx.Param))
+    linen = jaxpaged.linen.PagedAttention(**SIZES | options)
+    return ours, lambda *arguments: linen.apply({"params": weights}, *arguments)
+
+
+def fresh():
+    cache = KVCache.create(num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    return cache, BlockAllocator.create(num_blocks=16, block_size=BLOCK_SIZE, num_seqs=len(LENGTHS), max_blocks=4)
+
+
+def tokens():
+    return [jax.random.normal(jax.random.key(i), (length, FEATURES)) for i, length in enumerate(LENGTHS)]
+
+
+def prompt_batch(sequences, q_len):
+    return jnp.stack([jnp.pad(x, ((q_len - len(x), 0), (0, 0))) for x in sequences])
+
+
+def dense(module, x, options):
+    """The same attention over one whole sequence [tokens, features], in jnp, with nothing paged."""
+    length = x.shape[0]
+    q, k, v = (getattr(module, f"{n}_proj")(x).reshape(length, -1, HEAD_DIM) for n in "qkv")
+    frequencies = (SIZES | options)["rotary_frequencies"]
+    if frequencies is not None:
+        angles = np.outer(np.arange(length), frequencies)
+        turn = np.exp(1j * angles)[:, None]  # a rotation is a product of complex numbers
+
+        def rotate(x):
+            pairs = np.asarray(x[..., : HEAD_DIM // 2]) + 1j * np.asarray(x[..., HEAD_DIM // 2 :])
+            return jnp.asarray(np.concatenate([(pairs * turn).real, (pairs * turn).imag], -1), jnp.float32)
+
+        q, k = rotate(q), rotate(k)
+    k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
+    logits = jnp.einsum("shd,thd->hst", q, k) * options.get("scale", HEAD_DIM**-0.5)
+    if "logits_soft_cap" in options:
+        logits = options["logits_soft_cap"] * jnp.tanh(logits / options["logits_soft_cap"])
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None]
+    seen = (distance >= 0) & (distance < options.get("sliding_window", length))
+    weights = jax.nn.softmax(jnp.where(seen[None], logits, -jnp.inf), axis=-1)
+    return module.o_proj(jnp.einsum("hst,thd->shd", weights, v).reshape(length, -1))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_prefill_and_decode_are_dense_attention_in_both(options):
+    module, apply = make(options)
+    sequences = tokens()
+    expected = [dense(module, x, options) for x in sequences]
+    for call in (module, apply):
+        cache, allocator = fresh()
+        # All but the last token at once, ragged; then the last by itself.
+        q_len = max(LENGTHS) - 1
+        allocator, slots, ok = allocator.append(jnp.asarray([n - 1 for n in LENGTHS], jnp.int32), max_tokens=q_len)
+        assert ok.all()
+        cache, out = call(prompt_batch([x[:-1] for x in sequences], q_len), cache, allocator, slots)
+        for row, length, wanted in zip(out, LENGTHS, expected, strict=True):
+            np.testing.assert_allclose(row[q_len - length + 1 :], wanted[:-1], atol=2e-5)
+        allocator, slots, ok = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
+        cache, out = call(jnp.stack([x[-1:] for x in sequences]), cache, allocator, slots)
+        for row, wanted in zip(out, expected, strict=True):
+            np.testing.assert_allclose(row[0], wanted[-1], atol=2e-5)
+
+
+def test_the_same_weights_give_the_same_bits_in_both():
+    module, apply = make({})
+    cache, allocator = fresh()
+    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), max_tokens=11)
+    x = prompt_batch(tokens(), 11)
+    for left, right in zip(
+        jax.tree.leaves(module(x, cache, allocator, slots)),
+        jax.tree.leaves(apply(x, cache, allocator, slots)),
+        strict=True,
+    ):
+        assert (left == right).all()
+
+
+def test_nothing_is_hidden_in_the_modules():
+    module, _ = make({})
+    _, state = nnx.split(module)
+    assert {path[-1] for path, _ in nnx.to_flat_state(state)} == {"kernel"}
+    linen = jaxpaged.linen.PagedAttention(**SIZES)
+    cache, allocator = fresh()
+    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), max_tokens=11)
+    variables = linen.init(jax.random.key(0), prompt_batch(tokens(), 11), cache, allocator, slots)
+    assert set(variables) == {"params"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_heads=5), r"num_heads must be a multiple of num_kv_heads; got num_heads=5, num_kv_heads=2"),
+        (dict(head_dim=32), r"rotary_frequencies must hold head_dim // 2 numbers; got 8 for head_dim=32"),
+    ],
+)
+def test_size_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        jaxpaged.nnx.PagedAttention(FEATURES, **SIZES | changes, rngs=nnx.Rngs(0))
+    cache, allocator = fresh()
+    with pytest.raises(ValueError, match=message):
+        jaxpaged.linen.PagedAttention(**SIZES | changes).init(
+            jax.random.key(0), jnp.zeros((3, 1, FEATURES)), cache, allocator, jnp.zeros((3, 1), jnp.int32)
+        )
+
+
+def test_call_errors():
+    module, _ = make({})
+    cache, allocator = fresh()
+    slots = jnp.zeros((3, 1), jnp.int32)
+    with pytest.raises(ValueError, match=r"x must be \[seqs, q_len, features\].*got x.shape=\(3, 48\)"):
+        module(jnp.zeros((3, FEATURES)), cache, allocator, slots)
+    other = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM)
+    with pytest.raises(ValueError, match=r"must be \[blocks, block_size, 2, 16\].*got cache.k.shape=\(4, 4, 1, 16\)"):
+        module(jnp.zeros((3, 1, FEATURES)), other, allocator, slots)
+
+
+def test_rotary_frequencies_of_an_odd_head_dim():
+    with pytest.raises(ValueError, match=r"head_dim must be even for a rotary embedding; got head_dim=5"):
+        jaxpaged.rotary_frequencies(5)

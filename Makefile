@@ -1,7 +1,7 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test lint format setup lock clean
+.PHONY: demo test test-oldest lint format setup lock clean
 .DEFAULT_GOAL := demo
 
 demo: setup ## text from a real model through a paged cache
@@ -9,6 +9,9 @@ demo: setup ## text from a real model through a paged cache
 
 test: setup lint ## what CI runs
 	$(PYTHON) -m pytest -n 2
+
+test-oldest: ## the same with the oldest JAX that is supported
+	$(MAKE) test VENV=.venv-oldest JAX=0.11.2
 
 lint: setup
 	$(PYTHON) -m ruff check
@@ -22,7 +25,7 @@ format: setup
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml requirements.lock tools/setup.sh tools/find_python.sh tools/find_extra.sh
-	tools/setup.sh $(VENV)
+	JAX=$(JAX) tools/setup.sh $(VENV)
 
 lock: ## renew requirements.lock; needs uv
 	uv pip compile pyproject.toml --extra examples --group dev --universal --python-version 3.12 \

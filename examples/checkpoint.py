@@ -97,7 +97,7 @@ def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
             tensor = checkpoint.tensors[name]()
         except READ_ERRORS as error:
             raise CheckpointError(f"The checkpoint's tensor {name} cannot be read: {_one_line(error)}.") from error
-        if kind == "kernel":
+        if kind == "kernel":  # of an nnx.Linear, which holds [in, out]
             tensor = tensor.T
         if tensor.shape != leaf.shape:
             raise CheckpointError(f"The checkpoint's tensor {name} is {tensor.shape}; its config says {leaf.shape}.")

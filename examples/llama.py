@@ -28,12 +28,29 @@ class LlamaConfig:
     tie_embeddings: bool = True
 
 
+class Linear(nnx.Module):
+    """x W^T + b, the weight [out, in] as checkpoints hold it.
+
+    nnx.Linear holds it the other way round. With the few rows of x of a decode step, XLA on a CPU reads it this way
+    about twice as fast (2 cores, float32, 1536 -> 576: 35 against 14 GB/s for 1 row, 15 against 8 for 8 rows).
+    """
+
+    def __init__(
+        self, features_in: int, features_out: int, *, use_bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        initialize = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
+        self.weight = nnx.Param(initialize(rngs.params(), (features_out, features_in), dtype))
+        self.bias = nnx.Param(jnp.zeros(features_out, dtype)) if use_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [seqs, q_len, in] -> [seqs, q_len, out]
+        y = jnp.einsum("oi,sqi->sqo", self.weight[...], x)
+        return y if self.bias is None else y + self.bias[...]
+
+
 class MLP(nnx.Module):
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        def linear(features_in: int, features_out: int) -> nnx.Linear:
-            return nnx.Linear(
-                features_in, features_out, use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs
-            )
+        def linear(features_in: int, features_out: int) -> Linear:
+            return Linear(features_in, features_out, use_bias=config.mlp_bias, dtype=dtype, rngs=rngs)
 
         self.gate_proj = linear(config.features, config.hidden_features)
         self.up_proj = linear(config.features, config.hidden_features)
@@ -80,11 +97,7 @@ class Llama(nnx.Module):
         self.layers = nnx.List([Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.features, epsilon=config.norm_epsilon, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.lm_head = (
-            None
-            if config.tie_embeddings
-            else nnx.Linear(
-                config.features, config.vocab_size, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs
-            )
+            None if config.tie_embeddings else Linear(config.features, config.vocab_size, dtype=dtype, rngs=rngs)
         )
 
     def __call__(
@@ -100,6 +113,7 @@ class Llama(nnx.Module):
         for layer, cache in zip(self.layers, caches, strict=True):
             cache, x = layer(x, cache, allocator, slots)
             new_caches.append(cache)
-        x = self.norm(x[:, -1])
-        logits = self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
-        return tuple(new_caches), logits.astype(jnp.float32)
+        x = self.norm(x[:, -1:])
+        # Not embed_tokens.attend: x @ embedding.T transposes the embedding at every step on a CPU.
+        head = self.embed_tokens.embedding if self.lm_head is None else self.lm_head.weight
+        return tuple(new_caches), jnp.einsum("vf,sqf->sqv", head[...], x)[:, 0].astype(jnp.float32)

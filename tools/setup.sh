@@ -14,10 +14,13 @@ fi
 
 pip="$venv/bin/python -m pip --disable-pip-version-check --quiet"
 extra=$(tools/find_extra.sh)
-echo "Installing jaxpaged${extra:+ for $extra} (the first time this takes some minutes)"
-$pip install --requirement requirements.lock ${JAX:+"jax==$JAX" "jaxlib==$JAX"}
+echo "Installing jaxpaged${extra:+ for $extra} (the first time takes some minutes)"
+lock="$venv/requirements.txt"
+# JAX=0.11.2 in the environment puts that version in place of the locked one.
+sed -E "s/^(jax|jaxlib)==(.*)/\1==${JAX:-\2}/" requirements.lock >"$lock"
+$pip install --requirement "$lock"
 if [ -n "$extra" ]; then
-    $pip install --constraint requirements.lock "jax[$extra]"
+    $pip install --constraint "$lock" "jax[$extra]"
 fi
 $pip install --no-deps --editable .
 

@@ -70,6 +70,10 @@ def test_narrow_caches(cache_dtype, scale_shape):
     check(make_case(cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]))
 
 
+def test_blocks_of_several_tiles_with_a_scale_a_token():
+    check(make_case(block_size=256, max_blocks=3, cache_dtype=jnp.int8, scale_shape="token_head"), num_partitions=2)
+
+
 @pytest.mark.parametrize("q_len", [1, 2, 16, 40])
 def test_query_rows_before_the_start_are_zero(q_len):
     case = make_case(q_len=q_len, lengths=(0, 1, 3, 30, 80))

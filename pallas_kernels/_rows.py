@@ -5,6 +5,7 @@ Everything here is traced inside the kernels.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,15 @@ def row_tokens(shape: tuple[int, int], group: int) -> jax.Array:
 def load_rows(ref: jax.Array) -> jax.Array:
     """One f32 a row, [rows], from GMEM or SMEM."""
     return plgpu.load(ref, layout=ROW_VECTOR, optimized=False)
+
+
+def store_transposed(ref: Any, value: jax.Array) -> None:
+    """`value` [m, rows] into SMEM `ref` [rows, m] that is neither tiled nor swizzled, whatever banks that meets."""
+    if hasattr(plgpu, "store"):
+        # From jax 0.12 an assignment looks for a store without conflicts, and for this one its search does not end.
+        plgpu.store(ref.T, value, optimized=False)
+    else:
+        ref.T[...] = value
 
 
 def over_rows(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:

@@ -47,6 +47,7 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
 SMEM_PER_SM = 227 * 1024  # bytes, Hopper
 PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside its own
+SMALL_BYTES = 4096  # m, l, lse and the barriers, each rounded up to 1024 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,22 +85,12 @@ def default_config(
     # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
     chunk = width if width * rows <= 128 * 32 else 64
     resident = 2 if width <= 192 and rows <= 32 else 1
-    num_stages = 1
-    while num_stages < 8 and _smem_bytes(width, rows, num_stages + 1) + PROGRAM_OVERHEAD <= SMEM_PER_SM // resident:
-        num_stages += 1
     # Fill exactly one wave: on an H200 at 8 x 8192 tokens and 8 KV heads 4 partitions (256 programs for 264 places)
     # took 66 us, 5 took 70, 12 took 69.
-    num_partitions = max(1, resident * num_sms // max(1, seqs * kv_heads))
-    return Config(
-        num_partitions=min(num_partitions, -(-capacity // TILE)),
-        num_stages=num_stages,
-        chunk=chunk,
-    )
-
-
-def _smem_bytes(width: int, rows: int, num_stages: int) -> int:
-    ring = 2 * num_stages * TILE * width * 2
-    return ring + 2 * rows * width * 2 + rows * TILE * 2 + max(64, min(width, 128)) * rows * 4 + 4096
+    num_partitions = max(1, min(resident * num_sms // max(1, seqs * kv_heads), -(-capacity // TILE)))
+    fixed = 2 * rows * width * 2 + rows * TILE * 2 + (chunk * rows * 4 if num_partitions > 1 else 0) + SMALL_BYTES
+    room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
+    return Config(num_partitions=num_partitions, num_stages=max(1, min(8, room // (2 * TILE * width * 2))), chunk=chunk)
 
 
 def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_tile: int, dtype: Any) -> dict:
@@ -351,7 +342,8 @@ def _kernel(
             factor, lse = _rows.normalise(m, l, sinks)
             for c, part in enumerate(acc):
                 out = part * over_rows(factor, part.shape)
-                q_flat_smem.at[:, pl.ds(c * config.chunk, config.chunk)].T[...] = out.astype(q_flat_smem.dtype)
+                columns = q_flat_smem.at[:, pl.ds(c * config.chunk, config.chunk)]
+                _rows.store_transposed(columns, out.astype(columns.dtype))
             row_smem[0] = lse
             plgpu.commit_smem()
             for token in range(q_len):

@@ -138,6 +138,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
 
             @pl.when(i + stages < num_copies)
             def _refill() -> None:
+                plgpu.commit_smem()  # our reads come before the copy engine's writes
                 copy_partials(i + stages)
 
             return acc
@@ -154,7 +155,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
     # 3. Write the finished rows.
     sinks = None if sinks_gmem is None else _rows.load_rows(sinks_gmem.at[kv_head])
     factor, lse = _rows.normalise(m, l, sinks)
-    result_smem.T[...] = (acc * over_rows(factor, acc.shape)).astype(result_smem.dtype)
+    _rows.store_transposed(result_smem, (acc * over_rows(factor, acc.shape)).astype(result_smem.dtype))
     lse_smem[...] = lse
     plgpu.commit_smem()
     for token in range(q_len):

@@ -1,6 +1,5 @@
 """Paged attention by the Mosaic GPU kernels: what they take, and how many partitions they are given."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -43,9 +42,8 @@ def attend(
         head_dim=a.q.shape[-1],
         capacity=a.block_tables.shape[1] * a.block_size,
         num_sms=num_sms,
+        num_partitions=num_partitions,
     )
-    if num_partitions is not None:
-        config = dataclasses.replace(config, num_partitions=num_partitions)
     return _launch(a, config=config, interpret=interpret)
 
 

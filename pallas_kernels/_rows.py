@@ -40,10 +40,13 @@ def tile_range(length: jax.Array, window: jax.Array | None, q_len: int, tile: in
     return lax.div(first_visible(length, window, q_len), jnp.int32(tile)), ceil_div(length, tile)
 
 
-def partition_run(first: jax.Array, end: jax.Array, num_partitions: int) -> jax.Array:
-    """Tiles in each partition of a sequence. From its true length alone, so that neither the width of the table nor
-    the neighbours in the batch change what is added to what."""
-    return ceil_div(end - first, num_partitions)
+def tiles_of_partition(first: jax.Array, end: jax.Array, num_partitions: int, partition: jax.Array) -> jax.Array:
+    """How many tiles a partition owns: every `num_partitions`-th from `first + partition` on.
+
+    From the sequence's true length alone, so that neither the width of the table nor the neighbours in the batch change
+    what is added to what. Taking turns, and not runs, means that where the first tile stands does not hang on the length.
+    """
+    return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
 
 
 def row_tokens(shape: tuple[int, int], group: int) -> jax.Array:

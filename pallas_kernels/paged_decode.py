@@ -54,6 +54,7 @@ SMALL_BYTES = 4096  # m, l, lse and the barriers, each rounded up to 1024 bytes
 class Config:
     num_partitions: int  # programs for each sequence and KV head; 1 writes the output itself, more need the merge
     num_stages: int  # tiles of K and of V in SMEM at a time
+    num_compute: int  # warpgroups that compute, each on every num_compute-th tile; divides num_stages
     chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
 
 
@@ -78,19 +79,40 @@ def check_supported(
 
 
 def default_config(
-    *, seqs: int, kv_heads: int, group: int, q_len: int, head_dim: int, capacity: int, num_sms: int
+    *,
+    seqs: int,
+    kv_heads: int,
+    group: int,
+    q_len: int,
+    head_dim: int,
+    capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and nothing else
+    num_sms: int,
+    num_partitions: int | None = None,  # fixed by the caller
 ) -> Config:
-    """`capacity` is what a table row can hold, in tokens; it bounds the partitions and nothing else."""
     width, rows = round_up(head_dim, 64), round_up(q_len * group, 8)
     # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
     chunk = width if width * rows <= 128 * 32 else 64
     resident = 2 if width <= 192 and rows <= 32 else 1
-    # Fill exactly one wave: on an H200 at 8 x 8192 tokens and 8 KV heads 4 partitions (256 programs for 264 places)
-    # took 66 us, 5 took 70, 12 took 69.
-    num_partitions = max(1, min(resident * num_sms // max(1, seqs * kv_heads), -(-capacity // TILE)))
-    fixed = 2 * rows * width * 2 + rows * TILE * 2 + (chunk * rows * 4 if num_partitions > 1 else 0) + SMALL_BYTES
+    pairs = max(1, seqs * kv_heads)
+    if num_partitions is None:
+        # Fill exactly one wave: on an H200 at 8 x 8192 tokens and 8 KV heads 4 partitions (256 programs for 264
+        # places) took 66 us, 5 took 70, 12 took 69.
+        num_partitions = max(1, min(resident * num_sms // pairs, -(-capacity // TILE)))
+    num_compute = 1
+    return Config(
+        num_partitions=num_partitions,
+        num_stages=num_stages(width, rows, chunk, num_partitions, num_compute, resident),
+        num_compute=num_compute,
+        chunk=chunk,
+    )
+
+
+def num_stages(width: int, rows: int, chunk: int, num_partitions: int, num_compute: int, resident: int) -> int:
+    """As many as fit where `resident` programs share a SM, up to 8, a multiple of num_compute."""
+    fixed = 2 * rows * width * 2 + num_compute * rows * TILE * 2 + (num_compute - 1) * width * rows * 4
+    fixed += (chunk * rows * 4 if num_partitions > 1 else 0) + num_compute * SMALL_BYTES
     room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
-    return Config(num_partitions=num_partitions, num_stages=max(1, min(8, room // (2 * TILE * width * 2))), chunk=chunk)
+    return max(1, min(8, room // (2 * TILE * width * 2)) // num_compute) * num_compute
 
 
 def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_tile: int, dtype: Any) -> dict:
@@ -104,7 +126,7 @@ def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_til
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
         k_smem=plgpu.SMEM((stages, TILE, width), dtype, transforms=matrix),
         v_smem=plgpu.SMEM((stages, TILE, width), dtype, transforms=matrix),
-        p_smem=plgpu.SMEM((rows, TILE), dtype, transforms=matrix),
+        p_smem=plgpu.SMEM((config.num_compute, rows, TILE), dtype, transforms=matrix),
         row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
         q_full=plgpu.Barrier(num_arrivals=q_len),
         k_full=plgpu.Barrier(num_arrivals=blocks_of_tile, num_barriers=stages),
@@ -114,6 +136,12 @@ def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_til
     )
     if config.num_partitions > 1:
         scratch["acc_smem"] = plgpu.SMEM((config.chunk, rows), jnp.float32)
+    if config.num_compute > 1:
+        others = config.num_compute - 1
+        scratch["others_acc_smem"] = plgpu.SMEM((others, width, rows), jnp.float32)
+        scratch["others_ml_smem"] = plgpu.SMEM((others, 2, rows), jnp.float32)
+        scratch["q_ready"] = plgpu.Barrier()
+        scratch["others_done"] = plgpu.Barrier(num_arrivals=others)
     return scratch
 
 
@@ -140,7 +168,7 @@ def _kernel(
     sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
     q_flat_smem, q_smem = refs["q_flat_smem"], refs["q_smem"]  # [rows, width]
     k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages, tile, width]
-    p_smem = refs["p_smem"]  # [rows, tile]
+    p_smem = refs["p_smem"]  # [compute warpgroups, rows, tile]
     row_smem = refs["row_smem"]  # f32 [2, rows]
     k_full, v_full, k_free, v_free = refs["k_full"], refs["v_full"], refs["k_free"], refs["v_free"]  # [stages]
 
@@ -159,13 +187,14 @@ def _kernel(
     length = lengths_gmem[seq]
     window = None if window_gmem is None else window_gmem[0]
     first_tile, end_tile = _rows.tile_range(length, window, q_len, TILE)
-    run = _rows.partition_run(first_tile, end_tile, config.num_partitions)
-    start = first_tile if config.num_partitions == 1 else first_tile + partition * run
-    stop = jnp.minimum(start + run, end_tile)
-    num_tiles = jnp.maximum(stop - start, 0)
+    num_tiles = _rows.tiles_of_partition(first_tile, end_tile, config.num_partitions, partition)
 
-    # 2. Warpgroup 1 fetches: warp w every fourth block of each tile.
-    @pl.when(warpgroup == 1)
+    def tile_of(i: jax.Array) -> jax.Array:
+        """The i-th of our tiles, as a tile of the sequence."""
+        return first_tile + partition + i * config.num_partitions
+
+    # 2. The last warpgroup fetches: warp w every fourth block of each tile.
+    @pl.when(warpgroup == config.num_compute)
     def _fetch() -> None:
         first_entry = lax.div(_rows.first_visible(length, window, q_len), jnp.int32(block_size))
         end_entry = _rows.ceil_div(length, block_size)
@@ -187,8 +216,8 @@ def _kernel(
 
             def fetch(i: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 stage = lax.rem(i, jnp.int32(stages))
-                next_ids = ids_of(start + jnp.minimum(i + 1, num_tiles - 1))
-                offset = lax.rem((start + i) * TILE, jnp.int32(block_size)) if block_size > TILE else 0
+                next_ids = ids_of(tile_of(jnp.minimum(i + 1, num_tiles - 1)))
+                offset = lax.rem(tile_of(i) * TILE, jnp.int32(block_size)) if block_size > TILE else 0
                 for source, target, full, free in (
                     (k_gmem, k_smem, k_full, k_free),
                     (v_gmem, v_smem, v_full, v_free),
@@ -207,7 +236,7 @@ def _kernel(
                         )
                 return next_ids
 
-            ids = ids_of(start)
+            ids = ids_of(tile_of(jnp.int32(0)))
 
             @pl.when(jnp.logical_and(num_tiles > 0, warp < blocks_of_tile))
             def _walk() -> None:
@@ -220,24 +249,34 @@ def _kernel(
                         plgpu.barrier_wait(k_free.at[stage])
                         plgpu.barrier_wait(v_free.at[stage])
 
-    # 3. Warpgroup 0 computes.
-    @pl.when(warpgroup == 0)
+    # 3. The others compute.
+    @pl.when(warpgroup < config.num_compute)
     def _compute() -> None:
-        for token in range(q_len):
-            plgpu.copy_gmem_to_smem(
-                q_gmem.at[seq, token, pl.ds(kv_head * group, group), whole],
-                q_flat_smem.at[pl.ds(token * group, group)],
-                refs["q_full"],
-            )
         scale = scale_gmem[0]
         cap = None if cap_gmem is None else cap_gmem[0]
         slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head])
         first_query = length - q_len
 
-        plgpu.barrier_wait(refs["q_full"])
-        # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
-        q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
-        plgpu.commit_smem()
+        @pl.when(warpgroup == 0)
+        def _load_q() -> None:
+            for token in range(q_len):
+                plgpu.copy_gmem_to_smem(
+                    q_gmem.at[seq, token, pl.ds(kv_head * group, group), whole],
+                    q_flat_smem.at[pl.ds(token * group, group)],
+                    refs["q_full"],
+                )
+            plgpu.barrier_wait(refs["q_full"])
+            # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
+            q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
+            plgpu.commit_smem()
+            if config.num_compute > 1:
+                plgpu.barrier_arrive(refs["q_ready"])
+
+        if config.num_compute > 1:
+
+            @pl.when(warpgroup > 0)
+            def _await_q() -> None:
+                plgpu.barrier_wait(refs["q_ready"])
 
         def logits_of(products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
             """Logits in units of log2, and what is visible."""
@@ -273,9 +312,12 @@ def _kernel(
                 v = plgpu.load(part, layout=ROWS)
                 part[...] = jnp.where(seen, v, jnp.zeros_like(v))
 
-        def step(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
+        my_p_smem = p_smem.at[warpgroup] if config.num_compute > 1 else p_smem.at[0]
+
+        def step(j: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
             acc, m, l = carry  # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end
-            tile = start + i
+            i = j * config.num_compute + (warpgroup if config.num_compute > 1 else 0)
+            tile = tile_of(i)
             stage = lax.rem(i, jnp.int32(stages))
 
             # 3a. S^T = K Q^T
@@ -297,7 +339,7 @@ def _kernel(
                 # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
                 p = jnp.where(visible, p, jnp.zeros_like(p))
             l = l * over_rows(alpha, l.shape) + p
-            p_smem.T[...] = p.astype(p_smem.dtype)
+            my_p_smem.T[...] = p.astype(p_smem.dtype)
 
             # 3c. O^T += V^T P^T
             plgpu.barrier_wait(v_full.at[stage])
@@ -309,13 +351,54 @@ def _kernel(
 
                 def weighted(ref: Any, c: int = c) -> jax.Array:
                     values = v_smem.at[stage] if num_chunks == 1 else v_smem.at[stage, :, pl.ds(c * config.chunk, config.chunk)]
-                    plgpu.wgmma(ref, values.T, p_smem.T)
+                    plgpu.wgmma(ref, values.T, my_p_smem.T)
                     return ref[...]
 
                 o = pl.run_scoped(weighted, plgpu.ACC((config.chunk, rows), jnp.float32))
                 acc_new.append(part * over_rows(alpha, part.shape) + o)
             plgpu.barrier_arrive(v_free.at[stage])
             return tuple(acc_new), m_new, l
+
+        def write(acc: tuple[jax.Array, ...], m: jax.Array, l: jax.Array) -> None:
+            """The finished rows, or a partial for the merge, which does not look at empty partitions."""
+            if config.num_partitions == 1:
+                sinks = None if sinks_gmem is None else _rows.load_rows(sinks_gmem.at[kv_head])
+                factor, lse = _rows.normalise(m, l, sinks)
+                for c, part in enumerate(acc):
+                    out = part * over_rows(factor, part.shape)
+                    columns = q_flat_smem.at[:, pl.ds(c * config.chunk, config.chunk)]
+                    _rows.store_transposed(columns, out.astype(columns.dtype))
+                row_smem[0] = lse
+                plgpu.commit_smem()
+                for token in range(q_len):
+                    plgpu.copy_smem_to_gmem(
+                        q_flat_smem.at[pl.ds(token * group, group)],
+                        refs["out"].at[seq, token, pl.ds(kv_head * group, group)],  # [seqs, q_len, heads, width]
+                    )
+                plgpu.copy_smem_to_gmem(row_smem.at[0], refs["lse"].at[seq, kv_head])  # [seqs, kv_heads, rows]
+                plgpu.wait_smem_to_gmem(0)
+            else:
+
+                @pl.when(num_tiles > 0)
+                def _write_partial() -> None:
+                    pair = seq * k_gmem.shape[2] + kv_head
+                    padded = refs["partial_ml"].shape[1]
+                    row_smem[0] = m
+                    row_smem[1] = l
+                    for c, part in enumerate(acc):
+                        if c > 0:
+                            plgpu.wait_smem_to_gmem(0)
+                        refs["acc_smem"][...] = part
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(
+                            refs["acc_smem"],
+                            # [seqs * kv_heads * padded partitions, width, rows]
+                            refs["partial_out"].at[pair * padded + partition, pl.ds(c * config.chunk, config.chunk)],
+                        )
+                    # [seqs * kv_heads * 2, padded partitions, rows]
+                    for i in range(2):
+                        plgpu.copy_smem_to_gmem(row_smem.at[i], refs["partial_ml"].at[2 * pair + i, partition])
+                    plgpu.wait_smem_to_gmem(0)
 
         def zeros(shape: tuple[int, ...]) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), ROWS)
@@ -325,56 +408,56 @@ def _kernel(
             plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR),
             zeros((TILE, rows)),
         )
+        def mine_before(tile: jax.Array) -> jax.Array:
+            """How many of this warpgroup's tiles stand before `tile` of the sequence."""
+            before = _rows.ceil_div(jnp.maximum(tile - tile_of(jnp.int32(0)), 0), config.num_partitions)
+            if config.num_compute == 1:
+                return before
+            return _rows.ceil_div(jnp.maximum(before - warpgroup, 0), config.num_compute)
+
         # Tiles that every row sees whole need no mask: those between the last query's window and the first query.
-        full_end = lax.div(jnp.maximum(first_query + 1, 0), jnp.int32(TILE))
-        full_end = jnp.clip(full_end - start, 0, num_tiles)
+        end = mine_before(end_tile)
+        full_end = mine_before(lax.div(jnp.maximum(first_query + 1, 0), jnp.int32(TILE)))
         full_start = jnp.int32(0)
         if window is not None:
-            full_start = jnp.clip(_rows.ceil_div(jnp.maximum(length - window, 0), TILE) - start, 0, full_end)
+            full_start = mine_before(_rows.ceil_div(jnp.maximum(length - window, 0), TILE))
+            full_start = jnp.minimum(full_start, end)
+            full_end = jnp.maximum(full_end, full_start)
             carry = lax.fori_loop(0, full_start, functools.partial(step, masked=True), carry)
         carry = lax.fori_loop(full_start, full_end, functools.partial(step, masked=False), carry)
-        acc, m, l = lax.fori_loop(full_end, num_tiles, functools.partial(step, masked=True), carry)
+        acc, m, l = lax.fori_loop(full_end, end, functools.partial(step, masked=True), carry)
         l = l.sum(axis=0)
 
-        # 4. Write: the finished rows, or a partial for the merge, which does not look at empty partitions.
-        if config.num_partitions == 1:
-            sinks = None if sinks_gmem is None else _rows.load_rows(sinks_gmem.at[kv_head])
-            factor, lse = _rows.normalise(m, l, sinks)
-            for c, part in enumerate(acc):
-                out = part * over_rows(factor, part.shape)
-                columns = q_flat_smem.at[:, pl.ds(c * config.chunk, config.chunk)]
-                _rows.store_transposed(columns, out.astype(columns.dtype))
-            row_smem[0] = lse
-            plgpu.commit_smem()
-            for token in range(q_len):
-                plgpu.copy_smem_to_gmem(
-                    q_flat_smem.at[pl.ds(token * group, group)],
-                    refs["out"].at[seq, token, pl.ds(kv_head * group, group)],  # [seqs, q_len, heads, width]
-                )
-            plgpu.copy_smem_to_gmem(row_smem.at[0], refs["lse"].at[seq, kv_head])  # [seqs, kv_heads, rows]
-            plgpu.wait_smem_to_gmem(0)
+        # 4. Warpgroup 0 gathers what the others have, always in the same order, and writes it.
+        if config.num_compute == 1:
+            write(acc, m, l)
         else:
+            others_acc_smem, others_ml_smem = refs["others_acc_smem"], refs["others_ml_smem"]
 
-            @pl.when(num_tiles > 0)
-            def _write_partial() -> None:
-                pair = seq * k_gmem.shape[2] + kv_head
-                padded = refs["partial_ml"].shape[1]
-                row_smem[0] = m
-                row_smem[1] = l
+            @pl.when(warpgroup > 0)
+            def _hand_over() -> None:
                 for c, part in enumerate(acc):
-                    if c > 0:
-                        plgpu.wait_smem_to_gmem(0)
-                    refs["acc_smem"][...] = part
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        refs["acc_smem"],
-                        # [seqs * kv_heads * padded partitions, width, rows]
-                        refs["partial_out"].at[pair * padded + partition, pl.ds(c * config.chunk, config.chunk)],
-                    )
-                # [seqs * kv_heads * 2, padded partitions, rows]
-                for i in range(2):
-                    plgpu.copy_smem_to_gmem(row_smem.at[i], refs["partial_ml"].at[2 * pair + i, partition])
-                plgpu.wait_smem_to_gmem(0)
+                    others_acc_smem[warpgroup - 1, pl.ds(c * config.chunk, config.chunk)] = part
+                others_ml_smem[warpgroup - 1, 0] = m
+                others_ml_smem[warpgroup - 1, 1] = l
+                plgpu.barrier_arrive(refs["others_done"])
+
+            @pl.when(warpgroup == 0)
+            def _gather() -> None:
+                plgpu.barrier_wait(refs["others_done"])
+                all_acc, all_m, all_l = acc, m, l
+                for other in range(config.num_compute - 1):
+                    other_m = _rows.load_rows(others_ml_smem.at[other, 0])
+                    other_l = _rows.load_rows(others_ml_smem.at[other, 1])
+                    m_new = jnp.maximum(all_m, other_m)
+                    alpha, beta = jnp.exp2(all_m - m_new), jnp.exp2(other_m - m_new)
+                    gathered = []
+                    for c, part in enumerate(all_acc):
+                        columns = others_acc_smem.at[other, pl.ds(c * config.chunk, config.chunk)]
+                        other_part = plgpu.load(columns, layout=ROWS, optimized=False)
+                        gathered.append(part * over_rows(alpha, part.shape) + other_part * over_rows(beta, part.shape))
+                    all_acc, all_m, all_l = tuple(gathered), m_new, all_l * alpha + other_l * beta
+                write(all_acc, all_m, all_l)
 
 
 def launch(
@@ -440,7 +523,7 @@ def launch(
         out_type=tuple(out_types.values()),
         grid=(seqs, config.num_partitions, kv_heads),
         grid_names=("seq", "partition", "kv_head"),
-        num_threads=2,
+        num_threads=config.num_compute + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -88,8 +88,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
     length = lengths_gmem[seq]
     window = None if window_gmem is None else window_gmem[0]
     first_tile, end_tile = _rows.tile_range(length, window, q_len, config.tile)
-    run = _rows.partition_run(first_tile, end_tile, config.num_partitions)
-    count = lax.div(end_tile - first_tile + run - 1, jnp.maximum(run, 1))
+    count = jnp.clip(end_tile - first_tile, 0, config.num_partitions)
     num_copies = _rows.ceil_div(count, copied)
 
     def copy_partials(i: jax.Array) -> None:

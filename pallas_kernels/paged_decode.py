@@ -3,7 +3,7 @@
     x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t,    lse = log(sum_t exp(x_t) + exp(sink))
 
 One program works on one partition of one sequence for one KV head: `group` query heads of each of the last `q_len`
-tokens, together `rows` rows, against tiles of 64 tokens. The tokens are the M dimension of both matrix products, so
+tokens, together `rows` rows, against tiles of `tile` tokens. The tokens are the M dimension of both matrix products, so
 that a group of 4 is padded to 8 columns, not to 64 rows:
 
     S^T [tile, rows]      = K [tile, head_dim]   Q^T [head_dim, rows]
@@ -42,7 +42,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _rows, paged_merge
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows, round_up
 
-TILE = 64  # tokens: the M of one wgmma. 128 was within 1% of it.
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
 SMEM_PER_SM = 227 * 1024  # bytes, Hopper
@@ -54,7 +53,7 @@ SMALL_BYTES = 4096  # m, l, lse and the barriers, each rounded up to 1024 bytes
 class Config:
     num_partitions: int  # programs for each sequence and KV head; 1 writes the output itself, more need the merge
     num_stages: int  # tiles of K and of V in SMEM at a time
-    num_compute: int  # warpgroups that compute, each on every num_compute-th tile; divides num_stages
+    tile: int  # tokens, a multiple of 64
     chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
 
 
@@ -70,8 +69,8 @@ def check_supported(
         raise NotImplementedError(f"the decode kernel takes a cache in q's dtype; got {cache_dtype=!s}, {q_dtype=!s}.")
     if head_dim > 256 or (head_dim % 16):
         raise NotImplementedError(f"the decode kernel takes a head_dim up to 256, a multiple of 16; got {head_dim=}.")
-    if block_size % 8 or (TILE % block_size and block_size % TILE):
-        raise NotImplementedError(f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}.")
+    if block_size not in (8, 16, 32) and block_size % 128 and block_size != 64:
+        raise NotImplementedError(f"the decode kernel takes block sizes 8, 16, 32, 64, or multiples of 128; got {block_size=}.")
     if q_len * group > MAX_ROWS:
         raise NotImplementedError(
             f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
@@ -97,22 +96,21 @@ def default_config(
     if num_partitions is None:
         # Fill exactly one wave: on an H200 at 8 x 8192 tokens and 8 KV heads 4 partitions (256 programs for 264
         # places) took 66 us, 5 took 70, 12 took 69.
-        num_partitions = max(1, min(resident * num_sms // pairs, -(-capacity // TILE)))
-    num_compute = 1
+        num_partitions = max(1, min(resident * num_sms // pairs, -(-capacity // 64)))
+    tile = 64
     return Config(
         num_partitions=num_partitions,
-        num_stages=num_stages(width, rows, chunk, num_partitions, num_compute, resident),
-        num_compute=num_compute,
+        tile=tile,
+        num_stages=fitting_stages(width, rows, chunk, num_partitions, tile, resident),
         chunk=chunk,
     )
 
 
-def num_stages(width: int, rows: int, chunk: int, num_partitions: int, num_compute: int, resident: int) -> int:
-    """As many as fit where `resident` programs share a SM, up to 8, a multiple of num_compute."""
-    fixed = 2 * rows * width * 2 + num_compute * rows * TILE * 2 + (num_compute - 1) * width * rows * 4
-    fixed += (chunk * rows * 4 if num_partitions > 1 else 0) + num_compute * SMALL_BYTES
+def fitting_stages(width: int, rows: int, chunk: int, num_partitions: int, tile: int, resident: int) -> int:
+    """As many as fit where `resident` programs share a SM, up to 8."""
+    fixed = 2 * rows * width * 2 + rows * tile * 2 + (chunk * rows * 4 if num_partitions > 1 else 0) + SMALL_BYTES
     room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
-    return max(1, min(8, room // (2 * TILE * width * 2)) // num_compute) * num_compute
+    return max(1, min(8, room // (2 * tile * width * 2)))
 
 
 def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_tile: int, dtype: Any) -> dict:
@@ -124,9 +122,9 @@ def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_til
     scratch = dict(
         q_flat_smem=plgpu.SMEM((rows, width), dtype),  # row after row: in comes Q, out goes O
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
-        k_smem=plgpu.SMEM((stages, TILE, width), dtype, transforms=matrix),
-        v_smem=plgpu.SMEM((stages, TILE, width), dtype, transforms=matrix),
-        p_smem=plgpu.SMEM((config.num_compute, rows, TILE), dtype, transforms=matrix),
+        k_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
+        v_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
+        p_smem=plgpu.SMEM((rows, config.tile), dtype, transforms=matrix),
         row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
         q_full=plgpu.Barrier(num_arrivals=q_len),
         k_full=plgpu.Barrier(num_arrivals=blocks_of_tile, num_barriers=stages),
@@ -136,12 +134,6 @@ def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_til
     )
     if config.num_partitions > 1:
         scratch["acc_smem"] = plgpu.SMEM((config.chunk, rows), jnp.float32)
-    if config.num_compute > 1:
-        others = config.num_compute - 1
-        scratch["others_acc_smem"] = plgpu.SMEM((others, width, rows), jnp.float32)
-        scratch["others_ml_smem"] = plgpu.SMEM((others, 2, rows), jnp.float32)
-        scratch["q_ready"] = plgpu.Barrier()
-        scratch["others_done"] = plgpu.Barrier(num_arrivals=others)
     return scratch
 
 
@@ -168,16 +160,16 @@ def _kernel(
     sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
     q_flat_smem, q_smem = refs["q_flat_smem"], refs["q_smem"]  # [rows, width]
     k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages, tile, width]
-    p_smem = refs["p_smem"]  # [compute warpgroups, rows, tile]
+    p_smem = refs["p_smem"]  # [rows, tile]
     row_smem = refs["row_smem"]  # f32 [2, rows]
     k_full, v_full, k_free, v_free = refs["k_full"], refs["v_full"], refs["k_free"], refs["v_free"]  # [stages]
 
     seq, partition, kv_head = lax.axis_index("seq"), lax.axis_index("partition"), lax.axis_index("kv_head")
     warpgroup = lax.axis_index("warpgroup")
-    rows = q_smem.shape[0]
+    rows, tile_tokens = p_smem.shape
     num_chunks = width // config.chunk
-    block_rows = min(block_size, TILE)
-    blocks_of_tile = TILE // block_rows
+    block_rows = min(block_size, tile_tokens)
+    blocks_of_tile = tile_tokens // block_rows
     stages = config.num_stages
     # A copy as wide as SMEM reaches past the end of a narrower head: from there the copy engine fills in zeros. The
     # start has to look dynamic, or tracing refuses the slice.
@@ -186,15 +178,15 @@ def _kernel(
     # 1. Which tiles are ours, from the true length.
     length = lengths_gmem[seq]
     window = None if window_gmem is None else window_gmem[0]
-    first_tile, end_tile = _rows.tile_range(length, window, q_len, TILE)
+    first_tile, end_tile = _rows.tile_range(length, window, q_len, tile_tokens)
     num_tiles = _rows.tiles_of_partition(first_tile, end_tile, config.num_partitions, partition)
 
     def tile_of(i: jax.Array) -> jax.Array:
         """The i-th of our tiles, as a tile of the sequence."""
         return first_tile + partition + i * config.num_partitions
 
-    # 2. The last warpgroup fetches: warp w every fourth block of each tile.
-    @pl.when(warpgroup == config.num_compute)
+    # 2. Warpgroup 1 fetches: warp w every fourth block of each tile.
+    @pl.when(warpgroup == 1)
     def _fetch() -> None:
         first_entry = lax.div(_rows.first_visible(length, window, q_len), jnp.int32(block_size))
         end_entry = _rows.ceil_div(length, block_size)
@@ -207,7 +199,7 @@ def _kernel(
             def ids_of(tile: jax.Array) -> tuple[jax.Array, ...]:
                 ids = []
                 for i in mine:
-                    entry = lax.div(tile * TILE, jnp.int32(block_size)) + (warp + 4 * i if blocks_of_tile > 1 else 0)
+                    entry = lax.div(tile * tile_tokens, jnp.int32(block_size)) + (warp + 4 * i if blocks_of_tile > 1 else 0)
                     # Read before the length is known to cover it, so that at the start the two loads overlap.
                     block_id = tables_gmem[seq, jnp.minimum(entry, max_blocks - 1)]
                     follow = jnp.logical_and(entry >= first_entry, entry < end_entry)
@@ -217,7 +209,7 @@ def _kernel(
             def fetch(i: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 stage = lax.rem(i, jnp.int32(stages))
                 next_ids = ids_of(tile_of(jnp.minimum(i + 1, num_tiles - 1)))
-                offset = lax.rem(tile_of(i) * TILE, jnp.int32(block_size)) if block_size > TILE else 0
+                offset = lax.rem(tile_of(i) * tile_tokens, jnp.int32(block_size)) if block_size > tile_tokens else 0
                 for source, target, full, free in (
                     (k_gmem, k_smem, k_full, k_free),
                     (v_gmem, v_smem, v_full, v_free),
@@ -249,38 +241,29 @@ def _kernel(
                         plgpu.barrier_wait(k_free.at[stage])
                         plgpu.barrier_wait(v_free.at[stage])
 
-    # 3. The others compute.
-    @pl.when(warpgroup < config.num_compute)
+    # 3. Warpgroup 0 computes. Only one can: Mosaic has one scratch buffer for reductions over all four warps, and two
+    # warpgroups that use it at once overwrite each other (wrong on an H100, not seen by interpret mode; jax 0.11.2).
+    @pl.when(warpgroup == 0)
     def _compute() -> None:
+        for token in range(q_len):
+            plgpu.copy_gmem_to_smem(
+                q_gmem.at[seq, token, pl.ds(kv_head * group, group), whole],
+                q_flat_smem.at[pl.ds(token * group, group)],
+                refs["q_full"],
+            )
         scale = scale_gmem[0]
         cap = None if cap_gmem is None else cap_gmem[0]
         slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head])
         first_query = length - q_len
 
-        @pl.when(warpgroup == 0)
-        def _load_q() -> None:
-            for token in range(q_len):
-                plgpu.copy_gmem_to_smem(
-                    q_gmem.at[seq, token, pl.ds(kv_head * group, group), whole],
-                    q_flat_smem.at[pl.ds(token * group, group)],
-                    refs["q_full"],
-                )
-            plgpu.barrier_wait(refs["q_full"])
-            # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
-            q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
-            plgpu.commit_smem()
-            if config.num_compute > 1:
-                plgpu.barrier_arrive(refs["q_ready"])
-
-        if config.num_compute > 1:
-
-            @pl.when(warpgroup > 0)
-            def _await_q() -> None:
-                plgpu.barrier_wait(refs["q_ready"])
+        plgpu.barrier_wait(refs["q_full"])
+        # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
+        q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
+        plgpu.commit_smem()
 
         def logits_of(products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
             """Logits in units of log2, and what is visible."""
-            shape = (TILE, rows)
+            shape = (tile_tokens, rows)
             if cap is None:
                 logits = products * (scale * LOG2E)
             else:
@@ -289,7 +272,7 @@ def _kernel(
                 logits = (cap * LOG2E) * (1.0 - 2.0 / (e + 1.0))
             if not masked and slopes is None:
                 return logits, None
-            tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * TILE
+            tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * tile_tokens
             queries = first_query + (_rows.row_tokens(shape, group) if q_len > 1 else jnp.int32(0))
             distance = queries - tokens
             if slopes is not None:
@@ -305,18 +288,15 @@ def _kernel(
             """`values` [tile, width] in SMEM: zero in the slots that no query may see."""
             for c in range(width // 64):
                 part = values.at[:, pl.ds(c * 64, 64)]
-                tokens = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=ROWS) + tile * TILE
+                tokens = plgpu.broadcasted_iota(jnp.int32, (tile_tokens, 64), 0, layout=ROWS) + tile * tile_tokens
                 seen = tokens < length
                 if window is not None:
                     seen = jnp.logical_and(seen, tokens >= _rows.first_visible(length, window, q_len))
                 v = plgpu.load(part, layout=ROWS)
                 part[...] = jnp.where(seen, v, jnp.zeros_like(v))
 
-        my_p_smem = p_smem.at[warpgroup] if config.num_compute > 1 else p_smem.at[0]
-
-        def step(j: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
+        def step(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
             acc, m, l = carry  # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end
-            i = j * config.num_compute + (warpgroup if config.num_compute > 1 else 0)
             tile = tile_of(i)
             stage = lax.rem(i, jnp.int32(stages))
 
@@ -327,7 +307,7 @@ def _kernel(
                 plgpu.wgmma(ref, k_smem.at[stage], q_smem.T)
                 return ref[...]
 
-            products = pl.run_scoped(scores, plgpu.ACC((TILE, rows), jnp.float32))
+            products = pl.run_scoped(scores, plgpu.ACC((tile_tokens, rows), jnp.float32))
             plgpu.barrier_arrive(k_free.at[stage])
 
             # 3b. Online softmax.
@@ -339,7 +319,7 @@ def _kernel(
                 # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
                 p = jnp.where(visible, p, jnp.zeros_like(p))
             l = l * over_rows(alpha, l.shape) + p
-            my_p_smem.T[...] = p.astype(p_smem.dtype)
+            p_smem.T[...] = p.astype(p_smem.dtype)
 
             # 3c. O^T += V^T P^T
             plgpu.barrier_wait(v_full.at[stage])
@@ -351,7 +331,7 @@ def _kernel(
 
                 def weighted(ref: Any, c: int = c) -> jax.Array:
                     values = v_smem.at[stage] if num_chunks == 1 else v_smem.at[stage, :, pl.ds(c * config.chunk, config.chunk)]
-                    plgpu.wgmma(ref, values.T, my_p_smem.T)
+                    plgpu.wgmma(ref, values.T, p_smem.T)
                     return ref[...]
 
                 o = pl.run_scoped(weighted, plgpu.ACC((config.chunk, rows), jnp.float32))
@@ -406,58 +386,23 @@ def _kernel(
         carry: Any = (
             tuple(zeros((config.chunk, rows)) for _ in range(num_chunks)),
             plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR),
-            zeros((TILE, rows)),
+            zeros((tile_tokens, rows)),
         )
-        def mine_before(tile: jax.Array) -> jax.Array:
-            """How many of this warpgroup's tiles stand before `tile` of the sequence."""
-            before = _rows.ceil_div(jnp.maximum(tile - tile_of(jnp.int32(0)), 0), config.num_partitions)
-            if config.num_compute == 1:
-                return before
-            return _rows.ceil_div(jnp.maximum(before - warpgroup, 0), config.num_compute)
+        def ours_before(end: jax.Array) -> jax.Array:
+            """How many of our tiles stand before tile `end` of the sequence."""
+            return _rows.tiles_of_partition(first_tile, end, config.num_partitions, partition)
 
         # Tiles that every row sees whole need no mask: those between the last query's window and the first query.
-        end = mine_before(end_tile)
-        full_end = mine_before(lax.div(jnp.maximum(first_query + 1, 0), jnp.int32(TILE)))
+        full_end = ours_before(lax.div(jnp.maximum(first_query + 1, 0), jnp.int32(tile_tokens)))
         full_start = jnp.int32(0)
         if window is not None:
-            full_start = mine_before(_rows.ceil_div(jnp.maximum(length - window, 0), TILE))
-            full_start = jnp.minimum(full_start, end)
+            full_start = ours_before(_rows.ceil_div(jnp.maximum(length - window, 0), tile_tokens))
+            full_start = jnp.minimum(full_start, num_tiles)
             full_end = jnp.maximum(full_end, full_start)
             carry = lax.fori_loop(0, full_start, functools.partial(step, masked=True), carry)
         carry = lax.fori_loop(full_start, full_end, functools.partial(step, masked=False), carry)
-        acc, m, l = lax.fori_loop(full_end, end, functools.partial(step, masked=True), carry)
-        l = l.sum(axis=0)
-
-        # 4. Warpgroup 0 gathers what the others have, always in the same order, and writes it.
-        if config.num_compute == 1:
-            write(acc, m, l)
-        else:
-            others_acc_smem, others_ml_smem = refs["others_acc_smem"], refs["others_ml_smem"]
-
-            @pl.when(warpgroup > 0)
-            def _hand_over() -> None:
-                for c, part in enumerate(acc):
-                    others_acc_smem[warpgroup - 1, pl.ds(c * config.chunk, config.chunk)] = part
-                others_ml_smem[warpgroup - 1, 0] = m
-                others_ml_smem[warpgroup - 1, 1] = l
-                plgpu.barrier_arrive(refs["others_done"])
-
-            @pl.when(warpgroup == 0)
-            def _gather() -> None:
-                plgpu.barrier_wait(refs["others_done"])
-                all_acc, all_m, all_l = acc, m, l
-                for other in range(config.num_compute - 1):
-                    other_m = _rows.load_rows(others_ml_smem.at[other, 0])
-                    other_l = _rows.load_rows(others_ml_smem.at[other, 1])
-                    m_new = jnp.maximum(all_m, other_m)
-                    alpha, beta = jnp.exp2(all_m - m_new), jnp.exp2(other_m - m_new)
-                    gathered = []
-                    for c, part in enumerate(all_acc):
-                        columns = others_acc_smem.at[other, pl.ds(c * config.chunk, config.chunk)]
-                        other_part = plgpu.load(columns, layout=ROWS, optimized=False)
-                        gathered.append(part * over_rows(alpha, part.shape) + other_part * over_rows(beta, part.shape))
-                    all_acc, all_m, all_l = tuple(gathered), m_new, all_l * alpha + other_l * beta
-                write(all_acc, all_m, all_l)
+        acc, m, l = lax.fori_loop(full_end, num_tiles, functools.partial(step, masked=True), carry)
+        write(acc, m, l.sum(axis=0))
 
 
 def launch(
@@ -509,7 +454,7 @@ def launch(
             "partial_out": jax.ShapeDtypeStruct((seqs * kv_heads * padded, width, rows), jnp.float32),
             "partial_ml": jax.ShapeDtypeStruct((seqs * kv_heads * 2, padded, rows), jnp.float32),
         }
-    scratch = _scratch(config, q_len, rows, head_dim, max(1, TILE // block_size), q.dtype)
+    scratch = _scratch(config, q_len, rows, head_dim, max(1, config.tile // block_size), q.dtype)
     names = (*inputs, *out_types)
 
     def paged_decode(*operands: Any, **scratch_refs: Any) -> None:
@@ -523,7 +468,7 @@ def launch(
         out_type=tuple(out_types.values()),
         grid=(seqs, config.num_partitions, kv_heads),
         grid_names=("seq", "partition", "kv_head"),
-        num_threads=config.num_compute + 1,
+        num_threads=2,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -539,7 +484,7 @@ def launch(
             q_len=q_len,
             heads=heads,
             dtype=q.dtype,
-            config=paged_merge.default_config(num_partitions=config.num_partitions, rows=rows, tile=TILE),
+            config=paged_merge.default_config(num_partitions=config.num_partitions, rows=rows, tile=config.tile),
             interpret=interpret,
         )
     out, lse = results

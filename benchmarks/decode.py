@@ -22,9 +22,9 @@ from jaxpaged._arguments import check_arguments
 
 # batch, length; "ragged": lengths drawn uniformly from 1..length.
 POINTS = (
-    "1x512 1x8192 1x32768 1x131072 8x2048 8x8192 32x2048 64x2048 128x1024 256x1024 64xragged8192 64x8192".split()
-)
-HEADS = ("32/8", "64/8", "32/32")
+    *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
+    *("128x1024", "256x1024", "64xragged8192", "64x8192"),
+)HEADS = ("32/8", "64/8", "32/32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,9 @@ def make_inputs(point: Point, num_calls: int, seed: int = 0) -> Inputs:
             row[:count], free = free[:count], free[count:]
         tables.append(jnp.asarray(table))
     q_shape = (len(held), point.q_len, point.heads, point.head_dim)
-    return Inputs(random(3, q_shape, point.dtype), k_cache, v_cache, tuple(tables), jnp.asarray(point.lengths, jnp.int32))
+    return Inputs(
+        random(3, q_shape, point.dtype), k_cache, v_cache, tuple(tables), jnp.asarray(point.lengths, jnp.int32)
+    )
 
 
 def attend(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, table: jax.Array, lengths: jax.Array, **options: Any):  # type: ignore[no-untyped-def]

@@ -11,9 +11,7 @@ from pallas_kernels import paged_decode
 H100_SMS = 132  # assumed where no GPU says otherwise: in interpret mode, and when lowering for another machine
 
 
-def attend(
-    a: AttentionArguments, *, num_partitions: int | None, interpret: Any = None
-) -> tuple[jax.Array, jax.Array]:
+def attend(a: AttentionArguments, *, num_partitions: int | None, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
 
     Raises:
@@ -21,8 +19,8 @@ def attend(
     """
     if a.k_scale is not None or a.v_scale is not None:
         raise NotImplementedError(
-            f"the Mosaic GPU kernels take no quantised cache yet; got k_cache.dtype={a.k_cache.dtype!s} with k_scale or "
-            'v_scale. Pass implementation="xla".'
+            f"the Mosaic GPU kernels take no k_scale or v_scale yet; got k_cache.dtype={a.k_cache.dtype!s}. "
+            'Pass implementation="xla".'
         )
     num_sms, compute_capability = (H100_SMS, 9.0) if interpret is not None else _gpu()
     paged_decode.check_supported(

@@ -43,8 +43,8 @@ def tile_range(length: jax.Array, window: jax.Array | None, q_len: int, tile: in
 def tiles_of_partition(first: jax.Array, end: jax.Array, num_partitions: int, partition: jax.Array) -> jax.Array:
     """How many tiles a partition owns: every `num_partitions`-th from `first + partition` on.
 
-    From the sequence's true length alone, so that neither the width of the table nor the neighbours in the batch change
-    what is added to what. Taking turns, and not runs, means that where the first tile stands does not hang on the length.
+    From the sequence's true length alone, so that neither the width of the table nor the neighbours in the batch
+    change what is added to what. Taking turns, and not runs, means that the first tile does not hang on the length.
     """
     return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
 
@@ -55,7 +55,7 @@ def row_tokens(shape: tuple[int, int], group: int) -> jax.Array:
     return rows if group == 1 else lax.div(rows, jnp.full(shape, group, jnp.int32))
 
 
-def load_rows(ref: jax.Array) -> jax.Array:
+def load_rows(ref: Any) -> jax.Array:
     """One f32 a row, [rows], from GMEM or SMEM."""
     return plgpu.load(ref, layout=ROW_VECTOR, optimized=False)
 
@@ -69,7 +69,7 @@ def store_transposed(ref: Any, value: jax.Array) -> None:
         ref.T[...] = value
 
 
-def over_rows(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def over_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(vector, shape, [1])
 
 

@@ -1,6 +1,7 @@
 """Paged decode attention, a Mosaic GPU kernel for Hopper (sm_90a).
 
-    x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t,    lse = log(sum_t exp(x_t) + exp(sink))
+    x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t
+    lse = log(sum_t exp(x_t) + exp(sink))
 
 One program works on one partition of one sequence for one KV head: `group` query heads of each of the last `q_len`
 tokens, together `rows` rows, against tiles of `tile` tokens. The tokens are the M dimension of both matrix products, so
@@ -15,7 +16,7 @@ that a group of 4 is padded to 8 columns, not to 64 rows:
 | block tables, lengths, scalars | read from GMEM where they are needed, so that all of them may be traced |
 | Q | GMEM to SMEM row by row, once, and from there, through registers, to the layout that the products want |
 | P | registers to SMEM, transposed |
-| m, l, O^T | registers, float32; at the end to GMEM through SMEM: the finished rows, or float32 partials for the merge |
+| m, l, O^T | registers, float32; at the end to GMEM through SMEM, as finished rows or float32 partials |
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
 filled up with zeros by the copy itself: the cache is read as it stands.
@@ -62,7 +63,9 @@ def check_supported(
 ) -> None:
     """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
     if compute_capability != 9.0:
-        raise NotImplementedError(f"the decode kernel needs compute capability 9.0 (Hopper); got {compute_capability=}.")
+        raise NotImplementedError(
+            f"the decode kernel needs compute capability 9.0 (Hopper); got {compute_capability=}."
+        )
     if q_dtype not in DTYPES:
         raise NotImplementedError(f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.")
     if cache_dtype != q_dtype:
@@ -70,7 +73,9 @@ def check_supported(
     if head_dim > 256 or (head_dim % 16):
         raise NotImplementedError(f"the decode kernel takes a head_dim up to 256, a multiple of 16; got {head_dim=}.")
     if block_size not in (8, 16, 32) and block_size % 128 and block_size != 64:
-        raise NotImplementedError(f"the decode kernel takes block sizes 8, 16, 32, 64, or multiples of 128; got {block_size=}.")
+        raise NotImplementedError(
+            f"the decode kernel takes block sizes 8, 16, 32, 64, or multiples of 128; got {block_size=}."
+        )
     if q_len * group > MAX_ROWS:
         raise NotImplementedError(
             f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
@@ -89,15 +94,20 @@ def default_config(
     num_partitions: int | None = None,  # fixed by the caller
 ) -> Config:
     width, rows = round_up(head_dim, 64), round_up(q_len * group, 8)
+    pairs = max(1, seqs * kv_heads)
     # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
     chunk = width if width * rows <= 128 * 32 else 64
     resident = 2 if width <= 192 and rows <= 32 else 1
-    pairs = max(1, seqs * kv_heads)
     if num_partitions is None:
-        # Fill exactly one wave: on an H200 at 8 x 8192 tokens and 8 KV heads 4 partitions (256 programs for 264
-        # places) took 66 us, 5 took 70, 12 took 69.
-        num_partitions = max(1, min(resident * num_sms // pairs, -(-capacity // 64)))
+        # A merge costs 3 us, so split only where a third of the SMs or more would have nothing to do, and only runs of
+        # 512 tokens or more. H100, 32/8 heads, head_dim 128: 8 x 2048 26.7 us in 1 partition, 29.7 in 2; 8 x 8192 94.0
+        # and 95.7; 1 x 512 6.2 in 1, 6.3 in 4; 1 x 32768 51.9 in 16, 53.3 in 33.
+        num_partitions = max(1, min(num_sms // pairs, -(-capacity // 512))) if 3 * pairs < num_sms else 1
+    # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
+    # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9).
     tile = 64
+    if pairs * num_partitions <= num_sms and width <= 128 and rows <= 32:
+        tile, resident = 128, 1
     return Config(
         num_partitions=num_partitions,
         tile=tile,
@@ -117,10 +127,12 @@ def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_til
     # The copy engine takes no tile that does not divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The
     # operands of a product must be tiled alike.
     columns = next(columns for columns in (64, 32, 16) if head_dim % columns == 0 or head_dim < columns)
-    matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
+    matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
     stages, width = config.num_stages, round_up(head_dim, 64)
     scratch = dict(
-        q_flat_smem=plgpu.SMEM((rows, width), dtype),  # row after row: in comes Q, out goes O
+        # Row after row: in comes Q, out goes O. One row too many, or Mosaic may tile it, which a copy of a narrow head
+        # cannot do.
+        q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
         k_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
         v_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
@@ -158,7 +170,8 @@ def _kernel(
     cap_gmem = refs.get("logits_soft_cap")  # f32 [1]
     slopes_gmem = refs.get("alibi_slopes")  # f32 [kv_heads, rows]
     sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
-    q_flat_smem, q_smem = refs["q_flat_smem"], refs["q_smem"]  # [rows, width]
+    q_smem = refs["q_smem"]  # [rows, width]
+    q_flat_smem = refs["q_flat_smem"].at[pl.ds(0, q_smem.shape[0])]  # [rows, width]
     k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages, tile, width]
     p_smem = refs["p_smem"]  # [rows, tile]
     row_smem = refs["row_smem"]  # f32 [2, rows]
@@ -199,7 +212,9 @@ def _kernel(
             def ids_of(tile: jax.Array) -> tuple[jax.Array, ...]:
                 ids = []
                 for i in mine:
-                    entry = lax.div(tile * tile_tokens, jnp.int32(block_size)) + (warp + 4 * i if blocks_of_tile > 1 else 0)
+                    entry = lax.div(tile * tile_tokens, jnp.int32(block_size)) + (
+                        warp + 4 * i if blocks_of_tile > 1 else 0
+                    )
                     # Read before the length is known to cover it, so that at the start the two loads overlap.
                     block_id = tables_gmem[seq, jnp.minimum(entry, max_blocks - 1)]
                     follow = jnp.logical_and(entry >= first_entry, entry < end_entry)
@@ -330,7 +345,11 @@ def _kernel(
             for c, part in enumerate(acc):
 
                 def weighted(ref: Any, c: int = c) -> jax.Array:
-                    values = v_smem.at[stage] if num_chunks == 1 else v_smem.at[stage, :, pl.ds(c * config.chunk, config.chunk)]
+                    values = (
+                        v_smem.at[stage]
+                        if num_chunks == 1
+                        else v_smem.at[stage, :, pl.ds(c * config.chunk, config.chunk)]
+                    )
                     plgpu.wgmma(ref, values.T, p_smem.T)
                     return ref[...]
 
@@ -388,6 +407,7 @@ def _kernel(
             plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR),
             zeros((tile_tokens, rows)),
         )
+
         def ours_before(end: jax.Array) -> jax.Array:
             """How many of our tiles stand before tile `end` of the sequence."""
             return _rows.tiles_of_partition(first_tile, end, config.num_partitions, partition)

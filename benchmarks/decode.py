@@ -24,7 +24,8 @@ from jaxpaged._arguments import check_arguments
 POINTS = (
     *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
     *("128x1024", "256x1024", "64xragged8192", "64x8192"),
-)HEADS = ("32/8", "64/8", "32/32")
+)
+HEADS = ("32/8", "64/8", "32/32")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -496,8 +496,10 @@ def launch(
     )(*inputs.values())
 
     if config.num_partitions > 1:
+        partial_out, partial_ml = results
         results = paged_merge.launch(
-            *results,
+            partial_out,
+            partial_ml,
             lengths,
             sliding_window=inputs.get("sliding_window"),
             sinks=None if sinks is None else by_row(sinks, kv_heads, q_len, rows),

@@ -60,13 +60,13 @@ def load_rows(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=ROW_VECTOR, optimized=False)
 
 
-def store_transposed(ref: Any, value: jax.Array) -> None:
-    """`value` [m, rows] into SMEM `ref` [rows, m] that is neither tiled nor swizzled, whatever banks that meets."""
+def store(ref: Any, value: jax.Array) -> None:
+    """Into SMEM that is neither tiled nor swizzled, whatever bank conflicts that means."""
     if hasattr(plgpu, "store"):
-        # From jax 0.12 an assignment looks for a store without conflicts, and for this one its search does not end.
-        plgpu.store(ref.T, value, optimized=False)
+        # From jax 0.12 an assignment looks for a store without conflicts; where there is none its search does not end.
+        plgpu.store(ref, value, optimized=False)
     else:
-        ref.T[...] = value
+        ref[...] = value
 
 
 def over_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -366,7 +366,7 @@ def _kernel(
                 for c, part in enumerate(acc):
                     out = part * over_rows(factor, part.shape)
                     columns = q_flat_smem.at[:, pl.ds(c * config.chunk, config.chunk)]
-                    _rows.store_transposed(columns, out.astype(columns.dtype))
+                    _rows.store(columns.T, out.astype(columns.dtype))
                 row_smem[0] = lse
                 plgpu.commit_smem()
                 for token in range(q_len):

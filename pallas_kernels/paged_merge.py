@@ -121,7 +121,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
         alpha = jnp.exp2(m - m_new)
         l = l * alpha + jnp.where(written, weights * l_p, jnp.zeros_like(l_p)).sum(axis=0)
         acc = acc * over_rows(alpha, acc.shape)
-        weights_smem[...] = weights
+        _rows.store(weights_smem, weights)
         plgpu.commit_smem()
 
         def merge_copy(i: jax.Array, acc: jax.Array) -> jax.Array:
@@ -154,7 +154,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
     # 3. Write the finished rows.
     sinks = None if sinks_gmem is None else _rows.load_rows(sinks_gmem.at[kv_head])
     factor, lse = _rows.normalise(m, l, sinks)
-    _rows.store_transposed(result_smem, (acc * over_rows(factor, acc.shape)).astype(result_smem.dtype))
+    _rows.store(result_smem.T, (acc * over_rows(factor, acc.shape)).astype(result_smem.dtype))
     lse_smem[...] = lse
     plgpu.commit_smem()
     for token in range(q_len):

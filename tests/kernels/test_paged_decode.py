@@ -14,35 +14,47 @@ BF16 = jnp.bfloat16
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name):
-    check(make_case(lengths=(0, 1, 70), max_blocks=5, dtype=BF16, options=OPTIONS[name]))
+    check(
+        make_case(
+            lengths=(0, 1, 70), max_blocks=5, kv_heads=2 if name == "all" else 1, dtype=BF16, options=OPTIONS[name]
+        )
+    )
 
 
 @pytest.mark.parametrize("name", ["plain", "sinks", "all"])
 def test_options_with_partitions(name):
-    case = make_case(lengths=(0, 1, 300), max_blocks=19, dtype=BF16, options=OPTIONS[name])
+    case = make_case(lengths=(0, 1, 300), max_blocks=19, kv_heads=1, dtype=BF16, options=OPTIONS[name])
     check(case, num_partitions=3)
 
 
-@pytest.mark.parametrize(("q_len", "num_partitions"), [(2, 1), (5, 2), (16, 1)])
+@pytest.mark.parametrize(("q_len", "num_partitions"), [(2, 1), (5, 2), (16, 1)])  # 3 heads: 6, 15 and 48 rows
 def test_several_query_tokens(q_len, num_partitions):
-    case = make_case(lengths=(3, 66, 130), max_blocks=9, q_len=q_len, dtype=BF16, options=OPTIONS["window"])
+    case = make_case(
+        lengths=(3, 66, 130), max_blocks=9, q_len=q_len, kv_heads=1, heads=3, dtype=BF16, options=OPTIONS["window"]
+    )
     check(case, num_partitions=num_partitions)
 
 
 @pytest.mark.parametrize("head_dim", [32, 80, 96, 112])
 def test_heads_that_the_copy_fills_up(head_dim):
-    check(make_case(lengths=(1, 70), head_dim=head_dim, dtype=BF16), zero_fill=True)
+    check(make_case(lengths=(1, 70), kv_heads=1, head_dim=head_dim, dtype=BF16), zero_fill=True)
 
 
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
 def test_wide_heads(head_dim):
-    check(make_case(lengths=(1, 70), head_dim=head_dim, dtype=BF16))
+    check(make_case(lengths=(1, 70), kv_heads=1, head_dim=head_dim, dtype=BF16))
 
 
 @pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
 def test_block_sizes(block_size):
     check(
-        make_case(lengths=(1, block_size, 70), block_size=block_size, max_blocks=-(-70 // block_size) + 1, dtype=BF16)
+        make_case(
+            lengths=(1, block_size, 70),
+            kv_heads=1,
+            block_size=block_size,
+            max_blocks=-(-70 // block_size) + 1,
+            dtype=BF16,
+        )
     )
 
 
@@ -61,7 +73,7 @@ def test_float16():
 
 @pytest.mark.parametrize("num_partitions", [1, 2])
 def test_wide_tiles(num_partitions):
-    case = make_case(lengths=(0, 1, 128, 300), max_blocks=20, dtype=BF16, options=OPTIONS["window"])
+    case = make_case(lengths=(0, 128, 300), max_blocks=20, kv_heads=1, dtype=BF16, options=OPTIONS["window"])
     check(case, num_partitions=num_partitions, tile=128, num_stages=2)
 
 
@@ -76,21 +88,21 @@ def test_more_partitions_than_one_group_of_the_merge():
 
 def test_traced_scalars_and_a_batch_neighbour():
     """Scale, window and cap traced; with the partitions fixed, who else is in the batch changes no bit."""
-    case = make_case(lengths=(70, 17), dtype=BF16, options=OPTIONS["all"])
+    case = make_case(lengths=(70, 17), kv_heads=1, dtype=BF16, options=OPTIONS["all"])
     whole = check(case, num_partitions=2)
     alone = case.replace(q=case.q[:1], block_tables=case.block_tables[:1], lengths=case.lengths[:1])
     assert (check(alone, num_partitions=2) == whole[:1]).all()
 
 
 def test_table_width_changes_no_bit():
-    case = make_case(lengths=(70, 17), max_blocks=5, dtype=BF16)
+    case = make_case(lengths=(70, 17), max_blocks=5, kv_heads=1, dtype=BF16)
     wide = case.replace(block_tables=jnp.pad(case.block_tables, ((0, 0), (0, 50)), constant_values=2**31 - 1))
     assert (check(case, num_partitions=2) == check(wide, num_partitions=2)).all()
 
 
 @pytest.mark.parametrize("fault", ["values replaced by keys", "table rolled", "scale left out", "one token fewer"])
 def test_a_wrong_result_is_noticed(fault):
-    case = make_case(lengths=(70, 33), dtype=BF16, options=OPTIONS["scale"])
+    case = make_case(lengths=(70, 33), kv_heads=1, dtype=BF16, options=OPTIONS["scale"])
     wrong = {
         "values replaced by keys": case.replace(v_cache=case.k_cache),
         "table rolled": case.replace(block_tables=jnp.roll(case.block_tables, 1, axis=0)),
@@ -103,7 +115,7 @@ def test_a_wrong_result_is_noticed(fault):
 def test_a_dropped_partition_is_noticed(monkeypatch):
     from pallas_kernels import paged_merge
 
-    case = make_case(lengths=(200,), max_blocks=13, dtype=BF16)
+    case = make_case(lengths=(200,), max_blocks=13, kv_heads=1, dtype=BF16)
     real = paged_merge.default_config
     monkeypatch.setattr(
         paged_merge, "default_config", lambda **shape: real(**(shape | {"num_partitions": shape["num_partitions"] - 1}))

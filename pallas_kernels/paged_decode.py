@@ -98,6 +98,7 @@ def default_config(
     # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
     chunk = width if width * rows <= 128 * 32 else 64
     resident = 2 if width <= 192 and rows <= 32 else 1
+    chosen_here = num_partitions is None
     if num_partitions is None:
         # A merge costs 3 us, so split only where a third of the SMs or more would have nothing to do, and only runs of
         # 512 tokens or more. H100, 32/8 heads, head_dim 128: 8 x 2048 26.7 us in 1 partition, 29.7 in 2; 8 x 8192 94.0
@@ -105,8 +106,9 @@ def default_config(
         num_partitions = max(1, min(num_sms // pairs, -(-capacity // 512))) if 3 * pairs < num_sms else 1
     # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
     # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9).
+    # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
     tile = 64
-    if pairs * num_partitions <= num_sms and width <= 128 and rows <= 32:
+    if chosen_here and pairs * num_partitions <= num_sms and width <= 128 and rows <= 32:
         tile, resident = 128, 1
     return Config(
         num_partitions=num_partitions,

@@ -41,6 +41,16 @@ def test_partitions_do_not_grow_with_the_batch():
     assert all(few <= many for many, few in itertools.pairwise(counts))
 
 
+@pytest.mark.parametrize("num_partitions", [1, 4])
+def test_fixed_partitions_add_up_alike_whatever_the_batch(num_partitions):
+    """The order of the sums follows from the tile, the chunk and the partitions."""
+    configs = (
+        paged_decode.default_config(**(SHAPE | dict(seqs=seqs, num_partitions=num_partitions)))
+        for seqs in (1, 2, 8, 64, 512)
+    )
+    assert len({(config.tile, config.chunk, config.num_partitions) for config in configs}) == 1
+
+
 def test_no_more_partitions_than_tiles():
     assert paged_decode.default_config(**(SHAPE | dict(seqs=1, capacity=64))).num_partitions == 1
 

@@ -1,0 +1,72 @@
+"""Paged attention by the Mosaic GPU kernels: what they take, and how many partitions they are given."""
+
+import functools
+from typing import Any
+
+import jax
+
+from jaxpaged._arguments import AttentionArguments
+from pallas_kernels import paged_decode
+
+H100_SMS = 132  # assumed where no GPU says otherwise: in interpret mode, and when lowering for another machine
+
+
+def attend(a: AttentionArguments, *, num_partitions: int | None, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+    """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
+
+    Raises:
+        NotImplementedError: the kernels, or the GPU, cannot; the message names the limit and the value.
+    """
+    if a.k_scale is not None or a.v_scale is not None:
+        raise NotImplementedError(
+            f"the Mosaic GPU kernels take no k_scale or v_scale yet; got k_cache.dtype={a.k_cache.dtype!s}. "
+            'Pass implementation="xla".'
+        )
+    num_sms, compute_capability = (H100_SMS, 9.0) if interpret is not None else _gpu()
+    paged_decode.check_supported(
+        head_dim=a.q.shape[-1],
+        block_size=a.block_size,
+        group=a.group,
+        q_len=a.q.shape[1],
+        q_dtype=a.q.dtype,
+        cache_dtype=a.k_cache.dtype,
+        compute_capability=compute_capability,
+    )
+    config = paged_decode.default_config(
+        seqs=a.q.shape[0],
+        kv_heads=a.k_cache.shape[2],
+        group=a.group,
+        q_len=a.q.shape[1],
+        head_dim=a.q.shape[-1],
+        capacity=a.block_tables.shape[1] * a.block_size,
+        num_sms=num_sms,
+        num_partitions=num_partitions,
+    )
+    return _launch(a, config=config, interpret=interpret)
+
+
+# Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def _launch(a: AttentionArguments, *, config: paged_decode.Config, interpret: Any) -> tuple[jax.Array, jax.Array]:
+    return paged_decode.launch(
+        a.q,
+        a.k_cache,
+        a.v_cache,
+        a.block_tables,
+        a.lengths,
+        scale=a.scale,
+        sliding_window=a.sliding_window,
+        logits_soft_cap=a.logits_soft_cap,
+        alibi_slopes=a.alibi_slopes,
+        sinks=a.sinks,
+        config=config,
+        interpret=interpret,
+    )
+
+
+def _gpu() -> tuple[int, float]:
+    """SMs and compute capability of the GPU that JAX uses by default."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise NotImplementedError(f"the Mosaic GPU kernels need an NVIDIA GPU; got {device.platform=}.")
+    return int(device.core_count), float(device.compute_capability)

@@ -1,0 +1,90 @@
+"""What the decode kernel and the merge share: which tiles a partition owns, and how a finished row is made.
+
+A row is one (query token, query head) pair of one KV head: row r is token `r // group`, head `r % group` of the group.
+Everything here is traced inside the kernels.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+# Stands for -inf in the running maximum: the difference of two of them is 0 where that of two infinities is NaN.
+LOWEST = -1e30
+ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps
+ROW_VECTOR = plgpu.Layout.WGMMA.reduce(0)  # [rows]
+
+
+def round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def ceil_div(x: jax.Array, y: int) -> jax.Array:
+    return lax.div(x + jnp.int32(y - 1), jnp.int32(y))
+
+
+def first_visible(length: jax.Array, window: jax.Array | None, q_len: int) -> jax.Array:
+    """The first position that any query of a sequence sees, int32 []."""
+    if window is None:
+        return jnp.zeros_like(length)
+    return jnp.maximum(length - jnp.int32(q_len - 1) - window, 0)
+
+
+def tile_range(length: jax.Array, window: jax.Array | None, q_len: int, tile: int) -> tuple[jax.Array, jax.Array]:
+    """The tiles that hold a token some query sees: the first, and one past the last."""
+    return lax.div(first_visible(length, window, q_len), jnp.int32(tile)), ceil_div(length, tile)
+
+
+def tiles_of_partition(first: jax.Array, end: jax.Array, num_partitions: int, partition: jax.Array) -> jax.Array:
+    """How many tiles a partition owns: every `num_partitions`-th from `first + partition` on.
+
+    From the sequence's true length alone, so that neither the width of the table nor the neighbours in the batch
+    change what is added to what. Taking turns, and not runs, means that the first tile does not hang on the length.
+    """
+    return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
+
+
+def row_tokens(shape: tuple[int, int], group: int) -> jax.Array:
+    """Which query token each row is, int32 `shape` = [m, rows]."""
+    rows = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
+    return rows if group == 1 else lax.div(rows, jnp.full(shape, group, jnp.int32))
+
+
+def load_rows(ref: Any) -> jax.Array:
+    """One f32 a row, [rows], from GMEM or SMEM."""
+    return plgpu.load(ref, layout=ROW_VECTOR, optimized=False)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Into SMEM that is neither tiled nor swizzled, whatever bank conflicts that means."""
+    if hasattr(plgpu, "store"):
+        # From jax 0.12 an assignment looks for a store without conflicts; where there is none its search does not end.
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def over_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, [1])
+
+
+def normalise(m: jax.Array, l: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """What to multiply a row's sum with, and its lse, natural logarithm; a row that saw nothing gives 0 and -inf.
+
+    m, in units of log2, and l are f32 [rows]. A row that saw a token has l >= 1, or NaN.
+    """
+    nothing = l == 0.0
+    if sinks is None:
+        m_all, denominator = m, l
+    else:
+        m_all = jnp.maximum(m, sinks * LOG2E)
+        denominator = l * jnp.exp2(m - m_all) + jnp.exp2(sinks * LOG2E - m_all)
+    safe = jnp.where(nothing, jnp.ones_like(denominator), denominator)
+    factor = jnp.where(nothing, jnp.zeros_like(safe), jnp.exp2(m - m_all) / safe)
+    lse = jnp.where(nothing, jnp.full_like(safe, -jnp.inf), m_all * LN2 + jnp.log(safe))
+    return factor, lse

@@ -1,0 +1,525 @@
+"""Paged decode attention, a Mosaic GPU kernel for Hopper (sm_90a).
+
+    x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t
+    lse = log(sum_t exp(x_t) + exp(sink))
+
+One program works on one partition of one sequence for one KV head: `group` query heads of each of the last `q_len`
+tokens, together `rows` rows, against tiles of `tile` tokens. The tokens are the M dimension of both matrix products, so
+that a group of 4 is padded to 8 columns, not to 64 rows:
+
+    S^T [tile, rows]      = K [tile, head_dim]   Q^T [head_dim, rows]
+    O^T [head_dim, rows] += V^T [head_dim, tile] P^T [tile, rows]
+
+| array | where it lives and how it moves |
+|---|---|
+| K, V | GMEM to a ring of SMEM tiles, one copy a cache block, each of four warps fetches every fourth block of a tile |
+| block tables, lengths, scalars | read from GMEM where they are needed, so that all of them may be traced |
+| Q | GMEM to SMEM row by row, once, and from there, through registers, to the layout that the products want |
+| P | registers to SMEM, transposed |
+| m, l, O^T | registers, float32; at the end to GMEM through SMEM, as finished rows or float32 partials |
+
+A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
+filled up with zeros by the copy itself: the cache is read as it stands.
+
+Only table entries of blocks that hold a token some query sees are followed, and ids are clamped into the pool; for
+the others block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the product, since
+0 x NaN is NaN; that happens only in tiles that hold such a row.
+
+Sources: Dao et al., FlashAttention, 2022 (https://arxiv.org/abs/2205.14135) for the online softmax; Hong et al.,
+FlashDecoding++, 2023 (https://arxiv.org/abs/2311.01282) for padding the few rows to 8 rather than to 64; Kwon et al.,
+2023 (https://arxiv.org/abs/2309.06180) for the blocks.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _rows, paged_merge
+from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows, round_up
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
+SMEM_PER_SM = 227 * 1024  # bytes, Hopper
+PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside its own
+SMALL_BYTES = 4096  # m, l, lse and the barriers, each rounded up to 1024 bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    num_partitions: int  # programs for each sequence and KV head; 1 writes the output itself, more need the merge
+    num_stages: int  # tiles of K and of V in SMEM at a time
+    tile: int  # tokens, a multiple of 64
+    chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
+
+
+def check_supported(
+    *, head_dim: int, block_size: int, group: int, q_len: int, q_dtype: Any, cache_dtype: Any, compute_capability: float
+) -> None:
+    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
+    if compute_capability != 9.0:
+        raise NotImplementedError(
+            f"the decode kernel needs compute capability 9.0 (Hopper); got {compute_capability=}."
+        )
+    if q_dtype not in DTYPES:
+        raise NotImplementedError(f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.")
+    if cache_dtype != q_dtype:
+        raise NotImplementedError(f"the decode kernel takes a cache in q's dtype; got {cache_dtype=!s}, {q_dtype=!s}.")
+    if head_dim > 256 or (head_dim % 16):
+        raise NotImplementedError(f"the decode kernel takes a head_dim up to 256, a multiple of 16; got {head_dim=}.")
+    if block_size not in (8, 16, 32) and block_size % 128 and block_size != 64:
+        raise NotImplementedError(
+            f"the decode kernel takes block sizes 8, 16, 32, 64, or multiples of 128; got {block_size=}."
+        )
+    if q_len * group > MAX_ROWS:
+        raise NotImplementedError(
+            f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
+        )
+
+
+def default_config(
+    *,
+    seqs: int,
+    kv_heads: int,
+    group: int,
+    q_len: int,
+    head_dim: int,
+    capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and nothing else
+    num_sms: int,
+    num_partitions: int | None = None,  # fixed by the caller
+) -> Config:
+    width, rows = round_up(head_dim, 64), round_up(q_len * group, 8)
+    pairs = max(1, seqs * kv_heads)
+    # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
+    chunk = width if width * rows <= 128 * 32 else 64
+    resident = 2 if width <= 192 and rows <= 32 else 1
+    chosen_here = num_partitions is None
+    if num_partitions is None:
+        # A merge costs 3 us, so split only where a third of the SMs or more would have nothing to do, and only runs of
+        # 512 tokens or more. H100, 32/8 heads, head_dim 128: 8 x 2048 26.7 us in 1 partition, 29.7 in 2; 8 x 8192 94.0
+        # and 95.7; 1 x 512 6.2 in 1, 6.3 in 4; 1 x 32768 51.9 in 16, 53.3 in 33.
+        num_partitions = max(1, min(num_sms // pairs, -(-capacity // 512))) if 3 * pairs < num_sms else 1
+    # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
+    # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9).
+    # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
+    tile = 64
+    if chosen_here and pairs * num_partitions <= num_sms and width <= 128 and rows <= 32:
+        tile, resident = 128, 1
+    return Config(
+        num_partitions=num_partitions,
+        tile=tile,
+        num_stages=fitting_stages(width, rows, chunk, num_partitions, tile, resident),
+        chunk=chunk,
+    )
+
+
+def fitting_stages(width: int, rows: int, chunk: int, num_partitions: int, tile: int, resident: int) -> int:
+    """As many as fit where `resident` programs share a SM, up to 8."""
+    fixed = 2 * rows * width * 2 + rows * tile * 2 + (chunk * rows * 4 if num_partitions > 1 else 0) + SMALL_BYTES
+    room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
+    return max(1, min(8, room // (2 * tile * width * 2)))
+
+
+def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_tile: int, dtype: Any) -> dict:
+    # The copy engine takes no tile that does not divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The
+    # operands of a product must be tiled alike.
+    columns = next(columns for columns in (64, 32, 16) if head_dim % columns == 0 or head_dim < columns)
+    matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
+    stages, width = config.num_stages, round_up(head_dim, 64)
+    scratch = dict(
+        # Row after row: in comes Q, out goes O. One row too many, or Mosaic may tile it, which a copy of a narrow head
+        # cannot do.
+        q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
+        q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
+        k_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
+        v_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
+        p_smem=plgpu.SMEM((rows, config.tile), dtype, transforms=matrix),
+        row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
+        q_full=plgpu.Barrier(num_arrivals=q_len),
+        k_full=plgpu.Barrier(num_arrivals=blocks_of_tile, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=blocks_of_tile, num_barriers=stages),
+        k_free=plgpu.Barrier(num_barriers=stages),
+        v_free=plgpu.Barrier(num_barriers=stages),
+    )
+    if config.num_partitions > 1:
+        scratch["acc_smem"] = plgpu.SMEM((config.chunk, rows), jnp.float32)
+    return scratch
+
+
+def _kernel(
+    # Inputs, GMEM. An option that was not given is not among them.
+    refs: dict[str, Any],
+    *,
+    config: Config,
+    num_blocks: int,
+    block_size: int,
+    q_len: int,
+    group: int,
+    width: int,  # head_dim rounded up to a multiple of 64
+) -> None:
+    q_gmem = refs["q"]  # [seqs, q_len, heads, head_dim]
+    k_gmem = refs["k_cache"]  # [blocks, block_size, kv_heads, head_dim]
+    v_gmem = refs["v_cache"]  # [blocks, block_size, kv_heads, head_dim]
+    tables_gmem = refs["block_tables"]  # int32 [seqs, max_blocks]
+    lengths_gmem = refs["lengths"]  # int32 [seqs]
+    scale_gmem = refs["scale"]  # f32 [1]
+    window_gmem = refs.get("sliding_window")  # int32 [1]
+    cap_gmem = refs.get("logits_soft_cap")  # f32 [1]
+    slopes_gmem = refs.get("alibi_slopes")  # f32 [kv_heads, rows]
+    sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
+    q_smem = refs["q_smem"]  # [rows, width]
+    q_flat_smem = refs["q_flat_smem"].at[pl.ds(0, q_smem.shape[0])]  # [rows, width]
+    k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages, tile, width]
+    p_smem = refs["p_smem"]  # [rows, tile]
+    row_smem = refs["row_smem"]  # f32 [2, rows]
+    k_full, v_full, k_free, v_free = refs["k_full"], refs["v_full"], refs["k_free"], refs["v_free"]  # [stages]
+
+    seq, partition, kv_head = lax.axis_index("seq"), lax.axis_index("partition"), lax.axis_index("kv_head")
+    warpgroup = lax.axis_index("warpgroup")
+    rows, tile_tokens = p_smem.shape
+    num_chunks = width // config.chunk
+    block_rows = min(block_size, tile_tokens)
+    blocks_of_tile = tile_tokens // block_rows
+    stages = config.num_stages
+    # A copy as wide as SMEM reaches past the end of a narrower head: from there the copy engine fills in zeros. The
+    # start has to look dynamic, or tracing refuses the slice.
+    whole = pl.ds(0, width) if q_gmem.shape[-1] == width else pl.ds(seq - seq, width)
+
+    # 1. Which tiles are ours, from the true length.
+    length = lengths_gmem[seq]
+    window = None if window_gmem is None else window_gmem[0]
+    first_tile, end_tile = _rows.tile_range(length, window, q_len, tile_tokens)
+    num_tiles = _rows.tiles_of_partition(first_tile, end_tile, config.num_partitions, partition)
+
+    def tile_of(i: jax.Array) -> jax.Array:
+        """The i-th of our tiles, as a tile of the sequence."""
+        return first_tile + partition + i * config.num_partitions
+
+    # 2. Warpgroup 1 fetches: warp w every fourth block of each tile.
+    @pl.when(warpgroup == 1)
+    def _fetch() -> None:
+        first_entry = lax.div(_rows.first_visible(length, window, q_len), jnp.int32(block_size))
+        end_entry = _rows.ceil_div(length, block_size)
+        max_blocks = tables_gmem.shape[1]
+
+        @plgpu.warp_map
+        def _warp(warp: jax.Array) -> None:
+            mine = range(-(-blocks_of_tile // 4))
+
+            def ids_of(tile: jax.Array) -> tuple[jax.Array, ...]:
+                ids = []
+                for i in mine:
+                    entry = lax.div(tile * tile_tokens, jnp.int32(block_size)) + (
+                        warp + 4 * i if blocks_of_tile > 1 else 0
+                    )
+                    # Read before the length is known to cover it, so that at the start the two loads overlap.
+                    block_id = tables_gmem[seq, jnp.minimum(entry, max_blocks - 1)]
+                    follow = jnp.logical_and(entry >= first_entry, entry < end_entry)
+                    ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
+                return tuple(ids)
+
+            def fetch(i: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                stage = lax.rem(i, jnp.int32(stages))
+                next_ids = ids_of(tile_of(jnp.minimum(i + 1, num_tiles - 1)))
+                offset = lax.rem(tile_of(i) * tile_tokens, jnp.int32(block_size)) if block_size > tile_tokens else 0
+                for source, target, full, free in (
+                    (k_gmem, k_smem, k_full, k_free),
+                    (v_gmem, v_smem, v_full, v_free),
+                ):
+
+                    @pl.when(i >= stages)
+                    def _wait(free: Any = free) -> None:
+                        plgpu.barrier_wait(free.at[stage])
+
+                    for j in mine:
+                        row = (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
+                        plgpu.copy_gmem_to_smem(
+                            source.at[ids[j], pl.ds(offset, block_rows), kv_head, whole],
+                            target.at[stage, pl.ds(row, block_rows)],
+                            full.at[stage],
+                        )
+                return next_ids
+
+            ids = ids_of(tile_of(jnp.int32(0)))
+
+            @pl.when(jnp.logical_and(num_tiles > 0, warp < blocks_of_tile))
+            def _walk() -> None:
+                lax.fori_loop(0, num_tiles, fetch, ids)
+                # Nobody may leave while a barrier it waited on still completes a phase.
+                for stage in range(stages):
+
+                    @pl.when(num_tiles > stage)
+                    def _drain(stage: int = stage) -> None:
+                        plgpu.barrier_wait(k_free.at[stage])
+                        plgpu.barrier_wait(v_free.at[stage])
+
+    # 3. Warpgroup 0 computes. Only one can: Mosaic has one scratch buffer for reductions over all four warps, and two
+    # warpgroups that use it at once overwrite each other (wrong on an H100, not seen by interpret mode; jax 0.11.2).
+    @pl.when(warpgroup == 0)
+    def _compute() -> None:
+        for token in range(q_len):
+            plgpu.copy_gmem_to_smem(
+                q_gmem.at[seq, token, pl.ds(kv_head * group, group), whole],
+                q_flat_smem.at[pl.ds(token * group, group)],
+                refs["q_full"],
+            )
+        scale = scale_gmem[0]
+        cap = None if cap_gmem is None else cap_gmem[0]
+        slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head])
+        first_query = length - q_len
+
+        plgpu.barrier_wait(refs["q_full"])
+        # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
+        q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
+        plgpu.commit_smem()
+
+        def logits_of(products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
+            """Logits in units of log2, and what is visible."""
+            shape = (tile_tokens, rows)
+            if cap is None:
+                logits = products * (scale * LOG2E)
+            else:
+                # tanh(x) = 1 - 2 / (exp(2 x) + 1): the hardware's own tanh is good to 2^-11 only.
+                e = jnp.exp2(products * (scale / cap * (2 * LOG2E)))
+                logits = (cap * LOG2E) * (1.0 - 2.0 / (e + 1.0))
+            if not masked and slopes is None:
+                return logits, None
+            tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * tile_tokens
+            queries = first_query + (_rows.row_tokens(shape, group) if q_len > 1 else jnp.int32(0))
+            distance = queries - tokens
+            if slopes is not None:
+                logits -= over_rows(slopes * LOG2E, shape) * distance.astype(jnp.float32)
+            if not masked:
+                return logits, None
+            visible = distance >= 0
+            if window is not None:
+                visible = jnp.logical_and(visible, distance < window)
+            return jnp.where(visible, logits, jnp.full(shape, LOWEST, jnp.float32)), visible
+
+        def zero_unseen(values: Any, tile: jax.Array) -> None:
+            """`values` [tile, width] in SMEM: zero in the slots that no query may see."""
+            for c in range(width // 64):
+                part = values.at[:, pl.ds(c * 64, 64)]
+                tokens = plgpu.broadcasted_iota(jnp.int32, (tile_tokens, 64), 0, layout=ROWS) + tile * tile_tokens
+                seen = tokens < length
+                if window is not None:
+                    seen = jnp.logical_and(seen, tokens >= _rows.first_visible(length, window, q_len))
+                v = plgpu.load(part, layout=ROWS)
+                part[...] = jnp.where(seen, v, jnp.zeros_like(v))
+
+        def step(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
+            acc, m, l = carry  # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end
+            tile = tile_of(i)
+            stage = lax.rem(i, jnp.int32(stages))
+
+            # 3a. S^T = K Q^T
+            plgpu.barrier_wait(k_full.at[stage])
+
+            def scores(ref: Any) -> jax.Array:
+                plgpu.wgmma(ref, k_smem.at[stage], q_smem.T)
+                return ref[...]
+
+            products = pl.run_scoped(scores, plgpu.ACC((tile_tokens, rows), jnp.float32))
+            plgpu.barrier_arrive(k_free.at[stage])
+
+            # 3b. Online softmax.
+            logits, visible = logits_of(products, tile, masked)
+            m_new = jnp.maximum(m, logits.max(axis=0))
+            alpha = jnp.exp2(m - m_new)
+            p = jnp.exp2(logits - over_rows(m_new, logits.shape))
+            if visible is not None:
+                # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
+                p = jnp.where(visible, p, jnp.zeros_like(p))
+            l = l * over_rows(alpha, l.shape) + p
+            p_smem.T[...] = p.astype(p_smem.dtype)
+
+            # 3c. O^T += V^T P^T
+            plgpu.barrier_wait(v_full.at[stage])
+            if masked:
+                zero_unseen(v_smem.at[stage], tile)
+            plgpu.commit_smem()
+            acc_new = []
+            for c, part in enumerate(acc):
+
+                def weighted(ref: Any, c: int = c) -> jax.Array:
+                    values = (
+                        v_smem.at[stage]
+                        if num_chunks == 1
+                        else v_smem.at[stage, :, pl.ds(c * config.chunk, config.chunk)]
+                    )
+                    plgpu.wgmma(ref, values.T, p_smem.T)
+                    return ref[...]
+
+                o = pl.run_scoped(weighted, plgpu.ACC((config.chunk, rows), jnp.float32))
+                acc_new.append(part * over_rows(alpha, part.shape) + o)
+            plgpu.barrier_arrive(v_free.at[stage])
+            return tuple(acc_new), m_new, l
+
+        def write(acc: tuple[jax.Array, ...], m: jax.Array, l: jax.Array) -> None:
+            """The finished rows, or a partial for the merge, which does not look at empty partitions."""
+            if config.num_partitions == 1:
+                sinks = None if sinks_gmem is None else _rows.load_rows(sinks_gmem.at[kv_head])
+                factor, lse = _rows.normalise(m, l, sinks)
+                for c, part in enumerate(acc):
+                    out = part * over_rows(factor, part.shape)
+                    columns = q_flat_smem.at[:, pl.ds(c * config.chunk, config.chunk)]
+                    _rows.store(columns.T, out.astype(columns.dtype))
+                row_smem[0] = lse
+                plgpu.commit_smem()
+                for token in range(q_len):
+                    plgpu.copy_smem_to_gmem(
+                        q_flat_smem.at[pl.ds(token * group, group)],
+                        refs["out"].at[seq, token, pl.ds(kv_head * group, group)],  # [seqs, q_len, heads, width]
+                    )
+                plgpu.copy_smem_to_gmem(row_smem.at[0], refs["lse"].at[seq, kv_head])  # [seqs, kv_heads, rows]
+                plgpu.wait_smem_to_gmem(0)
+            else:
+
+                @pl.when(num_tiles > 0)
+                def _write_partial() -> None:
+                    pair = seq * k_gmem.shape[2] + kv_head
+                    padded = refs["partial_ml"].shape[1]
+                    row_smem[0] = m
+                    row_smem[1] = l
+                    for c, part in enumerate(acc):
+                        if c > 0:
+                            plgpu.wait_smem_to_gmem(0)
+                        refs["acc_smem"][...] = part
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(
+                            refs["acc_smem"],
+                            # [seqs * kv_heads * padded partitions, width, rows]
+                            refs["partial_out"].at[pair * padded + partition, pl.ds(c * config.chunk, config.chunk)],
+                        )
+                    # [seqs * kv_heads * 2, padded partitions, rows]
+                    for i in range(2):
+                        plgpu.copy_smem_to_gmem(row_smem.at[i], refs["partial_ml"].at[2 * pair + i, partition])
+                    plgpu.wait_smem_to_gmem(0)
+
+        def zeros(shape: tuple[int, ...]) -> jax.Array:
+            return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), ROWS)
+
+        carry: Any = (
+            tuple(zeros((config.chunk, rows)) for _ in range(num_chunks)),
+            plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR),
+            zeros((tile_tokens, rows)),
+        )
+
+        def ours_before(end: jax.Array) -> jax.Array:
+            """How many of our tiles stand before tile `end` of the sequence."""
+            return _rows.tiles_of_partition(first_tile, end, config.num_partitions, partition)
+
+        # Tiles that every row sees whole need no mask: those between the last query's window and the first query.
+        full_end = ours_before(lax.div(jnp.maximum(first_query + 1, 0), jnp.int32(tile_tokens)))
+        full_start = jnp.int32(0)
+        if window is not None:
+            full_start = ours_before(_rows.ceil_div(jnp.maximum(length - window, 0), tile_tokens))
+            full_start = jnp.minimum(full_start, num_tiles)
+            full_end = jnp.maximum(full_end, full_start)
+            carry = lax.fori_loop(0, full_start, functools.partial(step, masked=True), carry)
+        carry = lax.fori_loop(full_start, full_end, functools.partial(step, masked=False), carry)
+        acc, m, l = lax.fori_loop(full_end, num_tiles, functools.partial(step, masked=True), carry)
+        write(acc, m, l.sum(axis=0))
+
+
+def launch(
+    q: jax.Array,  # [seqs, q_len, heads, head_dim]
+    k_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    block_tables: jax.Array,  # int32 [seqs, max_blocks]
+    lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
+    *,
+    scale: jax.Array,  # f32 []
+    sliding_window: jax.Array | None = None,  # int32 [], at least 1
+    logits_soft_cap: jax.Array | None = None,  # f32 []
+    alibi_slopes: jax.Array | None = None,  # f32 [heads]
+    sinks: jax.Array | None = None,  # f32 [heads]
+    config: Config,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
+    seqs, q_len, heads, head_dim = q.shape
+    num_blocks, block_size, kv_heads, _ = k_cache.shape
+    group = heads // kv_heads
+    rows, width = round_up(q_len * group, 8), round_up(head_dim, 64)
+
+    options = {
+        "sliding_window": None if sliding_window is None else sliding_window.reshape(1),
+        "logits_soft_cap": None if logits_soft_cap is None else logits_soft_cap.reshape(1),
+        "alibi_slopes": None if alibi_slopes is None else by_row(alibi_slopes, kv_heads, q_len, rows),
+        "sinks": None if sinks is None else by_row(sinks, kv_heads, q_len, rows),
+    }
+    if config.num_partitions > 1:
+        del options["sinks"]  # the merge adds them
+    inputs = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_tables": block_tables,
+        "lengths": lengths,
+        "scale": scale.reshape(1),
+        **{name: value for name, value in options.items() if value is not None},
+    }
+    if config.num_partitions == 1:
+        out_types = {
+            "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
+            "lse": jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
+        }
+    else:
+        padded = paged_merge.padded_partitions(config.num_partitions)
+        out_types = {
+            "partial_out": jax.ShapeDtypeStruct((seqs * kv_heads * padded, width, rows), jnp.float32),
+            "partial_ml": jax.ShapeDtypeStruct((seqs * kv_heads * 2, padded, rows), jnp.float32),
+        }
+    scratch = _scratch(config, q_len, rows, head_dim, max(1, config.tile // block_size), q.dtype)
+    names = (*inputs, *out_types)
+
+    def paged_decode(*operands: Any, **scratch_refs: Any) -> None:
+        refs = dict(zip(names, operands, strict=True)) | scratch_refs
+        _kernel(
+            refs, config=config, num_blocks=num_blocks, block_size=block_size, q_len=q_len, group=group, width=width
+        )
+
+    results = plgpu.kernel(
+        paged_decode,
+        out_type=tuple(out_types.values()),
+        grid=(seqs, config.num_partitions, kv_heads),
+        grid_names=("seq", "partition", "kv_head"),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*inputs.values())
+
+    if config.num_partitions > 1:
+        partial_out, partial_ml = results
+        results = paged_merge.launch(
+            partial_out,
+            partial_ml,
+            lengths,
+            sliding_window=inputs.get("sliding_window"),
+            sinks=None if sinks is None else by_row(sinks, kv_heads, q_len, rows),
+            q_len=q_len,
+            heads=heads,
+            dtype=q.dtype,
+            config=paged_merge.default_config(num_partitions=config.num_partitions, rows=rows, tile=config.tile),
+            interpret=interpret,
+        )
+    out, lse = results
+    # [seqs, kv_heads, rows] -> [seqs, q_len, heads]: a kernel of its own, which XLA drops where nobody asks for lse.
+    lse = lse[..., : q_len * group].reshape(seqs, kv_heads, q_len, group).swapaxes(1, 2).reshape(seqs, q_len, heads)
+    return out[..., :head_dim], lse
+
+
+def by_row(by_head: jax.Array, kv_heads: int, q_len: int, rows: int) -> jax.Array:
+    """f32 [heads] -> [kv_heads, rows], the same for every query token, zero in the padding."""
+    by_head = by_head.reshape(kv_heads, 1, -1)
+    group = by_head.shape[-1]
+    by_row = jnp.broadcast_to(by_head, (kv_heads, q_len, group)).reshape(kv_heads, q_len * group)
+    return jnp.pad(by_row, ((0, 0), (0, rows - q_len * group)))

@@ -1,0 +1,223 @@
+"""Merge of the partitions of paged decode attention, a Mosaic GPU kernel for Hopper (sm_90a).
+
+    m = max_p m_p,    w_p = exp2(m_p - m),    out = sum_p w_p O_p / sum_p w_p l_p
+
+One program makes 64 columns of the head_dim of the finished rows of one sequence and KV head. It takes the partials
+through a ring in SMEM, several at a time, so that their latencies overlap; only those of partitions that own a tile
+are read. The weights are worked out for 64 partitions at once, and sums are taken in the order of the partitions.
+
+| array | where it lives and how it moves |
+|---|---|
+| partial sums O_p^T | GMEM to a ring in SMEM, to registers |
+| m_p, l_p | GMEM to SMEM, 64 partitions at a time; the weights go back to SMEM |
+| O^T | registers, float32; through SMEM, transposed, to GMEM |
+
+Source: Dao et al., Flash-Decoding, 2023 (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _rows
+from pallas_kernels._rows import LOWEST, ROWS, over_rows, round_up
+
+COLUMNS = 64  # of the head_dim, a program: the smallest M that the register layout has
+WEIGHTS = 64  # partitions whose weights are worked out at once: likewise
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    num_partitions: int  # as in the decode kernel that wrote the partials
+    tile: int  # tokens, likewise
+    copied: int  # partials in one copy, a divisor of 64
+    num_stages: int  # copies in SMEM at a time
+
+
+def check_supported(*, num_partitions: int, rows: int) -> None:
+    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
+    if rows % 8 or rows > 64:
+        raise NotImplementedError(f"the merge takes up to 64 rows, a multiple of 8; got {rows=}.")
+    if num_partitions < 2:
+        raise NotImplementedError(f"the merge takes 2 partitions or more; got {num_partitions=}.")
+
+
+def default_config(*, num_partitions: int, rows: int, tile: int) -> Config:
+    partial_bytes = COLUMNS * rows * 4
+    copied = max(1, 16 * 1024 // partial_bytes)  # 8 partials of 8 rows: 16 KiB a copy
+    wanted = -(-num_partitions // copied)
+    return Config(
+        num_partitions=num_partitions,
+        tile=tile,
+        copied=copied,
+        num_stages=min(wanted, 128 * 1024 // (copied * partial_bytes)),
+    )
+
+
+def padded_partitions(num_partitions: int) -> int:
+    """How many partials the arrays must have room for, so that no copy reaches past their end."""
+    return round_up(num_partitions, WEIGHTS)
+
+
+def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> None:
+    out_gmem = refs["partial_out"]  # f32 [seqs * kv_heads * padded partitions, width, rows]
+    ml_gmem = refs["partial_ml"]  # f32 [seqs * kv_heads * 2, padded partitions, rows]
+    lengths_gmem = refs["lengths"]  # int32 [seqs]
+    window_gmem = refs.get("sliding_window")  # int32 [1]
+    sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
+    ring_smem = refs["ring_smem"]  # f32 [stages, copied, 64, rows]
+    ml_smem = refs["ml_smem"]  # f32 [2, 64, rows]
+    weights_smem = refs["weights_smem"]  # f32 [64, rows]
+    result_smem = refs["result_smem"]  # [rows, 64]
+    lse_smem = refs["lse_smem"]  # f32 [rows]
+    ring_full, ml_full = refs["ring_full"], refs["ml_full"]  # [stages], []
+
+    seq, columns, kv_head = lax.axis_index("seq"), lax.axis_index("columns"), lax.axis_index("kv_head")
+    num_kv_heads = refs["lse"].shape[1]
+    # One axis for these and the partitions: with more, a copy has more axes than the copy engine can take.
+    pair, padded = seq * num_kv_heads + kv_head, ml_gmem.shape[1]
+    rows = lse_smem.shape[0]
+    copied, stages = config.copied, config.num_stages
+
+    # 1. How many partitions wrote something.
+    length = lengths_gmem[seq]
+    window = None if window_gmem is None else window_gmem[0]
+    first_tile, end_tile = _rows.tile_range(length, window, q_len, config.tile)
+    count = jnp.clip(end_tile - first_tile, 0, config.num_partitions)
+    num_copies = _rows.ceil_div(count, copied)
+
+    def copy_partials(i: jax.Array) -> None:
+        stage = lax.rem(i, jnp.int32(stages))
+        plgpu.copy_gmem_to_smem(
+            out_gmem.at[pl.ds(pair * padded + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
+            ring_smem.at[stage],
+            ring_full.at[stage],
+        )
+
+    for i in range(stages):
+
+        @pl.when(i < num_copies)
+        def _start(i: int = i) -> None:
+            copy_partials(jnp.int32(i))
+
+    # 2. 64 partitions at a time: their weights, then their weighted sum.
+    def merge_group(g: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        acc, m, l = carry  # f32 [64, rows], [rows], [rows]
+        shape = (WEIGHTS, rows)
+        for i in range(2):
+            plgpu.copy_gmem_to_smem(ml_gmem.at[2 * pair + i, pl.ds(g * WEIGHTS, WEIGHTS)], ml_smem.at[i], ml_full)
+        plgpu.barrier_wait(ml_full)
+        written = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + g * WEIGHTS < count
+        m_p = plgpu.load(ml_smem.at[0], layout=ROWS, optimized=False)
+        l_p = plgpu.load(ml_smem.at[1], layout=ROWS, optimized=False)
+        m_p = jnp.where(written, m_p, jnp.full(shape, LOWEST, jnp.float32))
+        m_new = jnp.maximum(m, m_p.max(axis=0))
+        weights = jnp.exp2(m_p - over_rows(m_new, shape))
+        alpha = jnp.exp2(m - m_new)
+        l = l * alpha + jnp.where(written, weights * l_p, jnp.zeros_like(l_p)).sum(axis=0)
+        acc = acc * over_rows(alpha, acc.shape)
+        _rows.store(weights_smem, weights)
+        plgpu.commit_smem()
+
+        def merge_copy(i: jax.Array, acc: jax.Array) -> jax.Array:
+            stage = lax.rem(i, jnp.int32(stages))
+            plgpu.barrier_wait(ring_full.at[stage])
+
+            def add(j: jax.Array, acc: jax.Array) -> jax.Array:
+                weight = _rows.load_rows(weights_smem.at[i * copied - g * WEIGHTS + j])
+                part = plgpu.load(ring_smem.at[stage, j], layout=ROWS, optimized=False)
+                return acc + over_rows(weight, part.shape) * part
+
+            acc = lax.fori_loop(0, jnp.minimum(copied, count - i * copied), add, acc)
+
+            @pl.when(i + stages < num_copies)
+            def _refill() -> None:
+                plgpu.commit_smem()  # our reads come before the copy engine's writes
+                copy_partials(i + stages)
+
+            return acc
+
+        first_copy = g * (WEIGHTS // copied)
+        end_copy = jnp.minimum(first_copy + WEIGHTS // copied, num_copies)
+        return lax.fori_loop(first_copy, end_copy, merge_copy, acc), m_new, l
+
+    acc = plgpu.layout_cast(jnp.full((COLUMNS, rows), 0.0, jnp.float32), ROWS)
+    m = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR)
+    l = plgpu.layout_cast(jnp.full((rows,), 0.0, jnp.float32), _rows.ROW_VECTOR)
+    acc, m, l = lax.fori_loop(0, _rows.ceil_div(count, WEIGHTS), merge_group, (acc, m, l))
+
+    # 3. Write the finished rows.
+    sinks = None if sinks_gmem is None else _rows.load_rows(sinks_gmem.at[kv_head])
+    factor, lse = _rows.normalise(m, l, sinks)
+    _rows.store(result_smem.T, (acc * over_rows(factor, acc.shape)).astype(result_smem.dtype))
+    lse_smem[...] = lse
+    plgpu.commit_smem()
+    for token in range(q_len):
+        plgpu.copy_smem_to_gmem(
+            result_smem.at[pl.ds(token * group, group)],
+            # [seqs, q_len, heads, width]
+            refs["out"].at[seq, token, pl.ds(kv_head * group, group), pl.ds(columns * COLUMNS, COLUMNS)],
+        )
+
+    @pl.when(columns == 0)
+    def _write_lse() -> None:
+        plgpu.copy_smem_to_gmem(lse_smem, refs["lse"].at[seq, kv_head])  # [seqs, kv_heads, rows]
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def launch(
+    partial_out: jax.Array,  # f32 [seqs * kv_heads * padded partitions, width, rows]
+    partial_ml: jax.Array,  # f32 [seqs * kv_heads * 2, padded partitions, rows]
+    lengths: jax.Array,  # int32 [seqs]
+    *,
+    sliding_window: jax.Array | None,  # int32 [1]
+    sinks: jax.Array | None,  # f32 [kv_heads, rows]
+    q_len: int,
+    heads: int,
+    dtype: Any,  # of the output
+    config: Config,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [seqs, q_len, heads, width] in `dtype`, and lse f32 [seqs, kv_heads, rows]."""
+    pairs = partial_ml.shape[0] // 2
+    _, width, rows = partial_out.shape
+    seqs = lengths.shape[0]
+    kv_heads = pairs // seqs
+    check_supported(num_partitions=config.num_partitions, rows=rows)
+    inputs = {"partial_out": partial_out, "partial_ml": partial_ml, "lengths": lengths}
+    if sliding_window is not None:
+        inputs["sliding_window"] = sliding_window
+    if sinks is not None:
+        inputs["sinks"] = sinks
+    names = (*inputs, "out", "lse")
+
+    def paged_merge(*operands: Any, **scratch_refs: Any) -> None:
+        refs = dict(zip(names, operands, strict=True)) | scratch_refs
+        _kernel(refs, config=config, q_len=q_len, group=heads // kv_heads)
+
+    return plgpu.kernel(
+        paged_merge,
+        out_type=(
+            jax.ShapeDtypeStruct((seqs, q_len, heads, width), dtype),
+            jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
+        ),
+        grid=(seqs, width // COLUMNS, kv_heads),
+        grid_names=("seq", "columns", "kv_head"),
+        scratch_types=dict(
+            ring_smem=plgpu.SMEM((config.num_stages, config.copied, COLUMNS, rows), jnp.float32),
+            ml_smem=plgpu.SMEM((2, WEIGHTS, rows), jnp.float32),
+            weights_smem=plgpu.SMEM((WEIGHTS, rows), jnp.float32),
+            result_smem=plgpu.SMEM((rows, COLUMNS), dtype),
+            lse_smem=plgpu.SMEM((rows,), jnp.float32),
+            ring_full=plgpu.Barrier(num_barriers=config.num_stages),
+            ml_full=plgpu.Barrier(num_arrivals=2),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*inputs.values())

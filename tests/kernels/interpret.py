@@ -1,0 +1,58 @@
+"""Runs the kernels of paged decode in interpret mode, with race detection, on a CPU."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged import _mosaic_gpu
+from jaxpaged._arguments import check_arguments
+from pallas_kernels import paged_decode
+from tests.cases import Case, assert_lse, assert_within_budget
+
+OPTION_NAMES = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
+
+
+def arguments_of(case: Case) -> Any:
+    return check_arguments(*case.arrays, **(dict.fromkeys(OPTION_NAMES) | case.options))
+
+
+def races_found() -> bool:
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # there is no public way to ask
+
+    return gpu_callbacks.get_races().races_found
+
+
+def attend(
+    case: Case, *, num_partitions: int | None = 1, zero_fill: bool = False, **config: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`config` overrides fields of the default. `zero_fill`: what is read past the end of an array is zero, as the copy
+    engine does it; otherwise reading there raises."""
+    fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
+    interpret = plgpu.InterpretGPUParams(detect_races=True, **fill)
+    a = arguments_of(case)
+    chosen = paged_decode.default_config(
+        seqs=a.q.shape[0],
+        kv_heads=a.k_cache.shape[2],
+        group=a.group,
+        q_len=a.q.shape[1],
+        head_dim=a.q.shape[-1],
+        capacity=a.block_tables.shape[1] * a.block_size,
+        num_sms=_mosaic_gpu.H100_SMS,
+        num_partitions=num_partitions,
+    )
+    out, lse = _mosaic_gpu._launch(a, config=dataclasses.replace(chosen, **config), interpret=interpret)
+    jax.block_until_ready(out)
+    return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
+
+
+def check(case: Case, **how: Any) -> np.ndarray:
+    out, lse = attend(case, **how)
+    assert not races_found()
+    assert out.shape == case.q.shape
+    assert out.dtype == case.q.dtype
+    assert_within_budget(case, out)
+    assert_lse(case, lse)
+    return np.asarray(out, np.float32)

@@ -1,0 +1,88 @@
+"""The rules that choose a configuration: pure functions of ints."""
+
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import paged_decode, paged_merge
+
+SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
+SUPPORTED = dict(
+    head_dim=128,
+    block_size=16,
+    group=4,
+    q_len=1,
+    q_dtype=jnp.bfloat16,
+    cache_dtype=jnp.bfloat16,
+    compute_capability=9.0,
+)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("seqs", [1, 8, 64, 512])
+@pytest.mark.parametrize("num_partitions", [None, 1, 7])
+def test_fits_a_gpu(head_dim, group, seqs, num_partitions):
+    shape = SHAPE | dict(head_dim=head_dim, group=group, seqs=seqs, num_partitions=num_partitions)
+    config = paged_decode.default_config(**shape)
+    width, rows = -(-head_dim // 64) * 64, -(-group // 8) * 8
+    assert config.num_partitions == (num_partitions or config.num_partitions)
+    assert config.num_stages >= 1
+    assert width % config.chunk == 0
+    assert config.chunk % 64 == config.tile % 64 == 0
+    ring = 2 * config.num_stages * config.tile * width * 2
+    assert ring + 2 * rows * width * 2 + rows * config.tile * 2 < 227 * 1024
+
+
+def test_partitions_do_not_grow_with_the_batch():
+    counts = [paged_decode.default_config(**(SHAPE | dict(seqs=seqs))).num_partitions for seqs in range(1, 600)]
+    assert counts[-1] == 1
+    assert all(few <= many for many, few in itertools.pairwise(counts))
+
+
+@pytest.mark.parametrize("num_partitions", [1, 4])
+def test_fixed_partitions_add_up_alike_whatever_the_batch(num_partitions):
+    """The order of the sums follows from the tile, the chunk and the partitions."""
+    configs = (
+        paged_decode.default_config(**(SHAPE | dict(seqs=seqs, num_partitions=num_partitions)))
+        for seqs in (1, 2, 8, 64, 512)
+    )
+    assert len({(config.tile, config.chunk, config.num_partitions) for config in configs}) == 1
+
+
+def test_no_more_partitions_than_tiles():
+    assert paged_decode.default_config(**(SHAPE | dict(seqs=1, capacity=64))).num_partitions == 1
+
+
+def test_supported():
+    paged_decode.check_supported(**SUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("change", "quoted"),
+    [
+        ({"head_dim": 120}, "head_dim=120"),
+        ({"head_dim": 512}, "head_dim=512"),
+        ({"block_size": 24}, "block_size=24"),
+        ({"group": 65}, "group=65"),
+        ({"q_len": 17}, "q_len=17"),
+        ({"q_dtype": jnp.float32}, "float32"),
+        ({"cache_dtype": jnp.int8}, "int8"),
+        ({"compute_capability": 8.0}, "compute_capability=8.0"),
+        ({"compute_capability": 10.0}, "compute_capability=10.0"),
+    ],
+)
+def test_not_supported(change, quoted):
+    with pytest.raises(NotImplementedError, match=quoted):
+        paged_decode.check_supported(**(SUPPORTED | change))
+
+
+@pytest.mark.parametrize("rows", [8, 16, 64])
+@pytest.mark.parametrize("num_partitions", [2, 33, 264])
+def test_merge(rows, num_partitions):
+    config = paged_merge.default_config(num_partitions=num_partitions, rows=rows, tile=64)
+    assert paged_merge.WEIGHTS % config.copied == 0
+    assert config.num_stages * config.copied * paged_merge.COLUMNS * rows * 4 <= 128 * 1024
+    with pytest.raises(NotImplementedError, match="rows=65"):
+        paged_merge.check_supported(num_partitions=2, rows=65)

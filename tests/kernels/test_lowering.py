@@ -1,0 +1,69 @@
+"""The kernels lower for a Hopper GPU on a machine without one: catches what interpret mode alone would let pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import paged_decode
+
+OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
+
+
+def lower(*, head_dim=128, block_size=16, group=4, q_len=1, dtype=jnp.bfloat16, num_partitions=1, options=()):
+    seqs, kv_heads, max_blocks = 2, 2, 1024 // block_size
+    shape = jax.ShapeDtypeStruct
+    cache = shape((64, block_size, kv_heads, head_dim), dtype)
+    config = paged_decode.default_config(
+        seqs=seqs,
+        kv_heads=kv_heads,
+        group=group,
+        q_len=q_len,
+        head_dim=head_dim,
+        capacity=max_blocks * block_size,
+        num_sms=132,
+        num_partitions=num_partitions,
+    )
+    types = {
+        "scale": shape((), jnp.float32),
+        "sliding_window": shape((), jnp.int32),
+        "logits_soft_cap": shape((), jnp.float32),
+        "alibi_slopes": shape((kv_heads * group,), jnp.float32),
+        "sinks": shape((kv_heads * group,), jnp.float32),
+    }
+    jitted = jax.jit(functools.partial(paged_decode.launch, config=config))
+    q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
+    arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)
+    named = {name: types[name] for name in ("scale", *options)}
+    text = jitted.trace(*arrays, **named).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == (1 if num_partitions == 1 else 2)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 192, 256])
+def test_heads_and_blocks(head_dim, block_size):
+    lower(head_dim=head_dim, block_size=block_size)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 16, 32, 64])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_groups_and_dtypes(group, dtype):
+    lower(group=group, dtype=dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_partitions(head_dim, group):
+    lower(head_dim=head_dim, group=group, num_partitions=8)
+
+
+@pytest.mark.parametrize("num_partitions", [1, 3])
+@pytest.mark.parametrize("q_len", [1, 2, 16])
+def test_options(q_len, num_partitions):
+    lower(q_len=q_len, num_partitions=num_partitions, options=OPTIONS)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_alone(option):
+    lower(options=(option,))

@@ -1,0 +1,146 @@
+"""The decode kernel and its merge in interpret mode: every code path at toy sizes, and no races."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import _mosaic_gpu
+from tests.cases import OPTIONS, make_case, within_budget
+from tests.kernels.interpret import arguments_of, attend, check
+
+BF16 = jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    check(
+        make_case(
+            lengths=(0, 1, 70), max_blocks=5, kv_heads=2 if name == "all" else 1, dtype=BF16, options=OPTIONS[name]
+        )
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "sinks", "all"])
+def test_options_with_partitions(name):
+    case = make_case(lengths=(0, 1, 300), max_blocks=19, kv_heads=1, dtype=BF16, options=OPTIONS[name])
+    check(case, num_partitions=3)
+
+
+@pytest.mark.parametrize(("q_len", "num_partitions"), [(2, 1), (5, 2), (16, 1)])  # 3 heads: 6, 15 and 48 rows
+def test_several_query_tokens(q_len, num_partitions):
+    case = make_case(
+        lengths=(3, 66, 130), max_blocks=9, q_len=q_len, kv_heads=1, heads=3, dtype=BF16, options=OPTIONS["window"]
+    )
+    check(case, num_partitions=num_partitions)
+
+
+@pytest.mark.parametrize("head_dim", [32, 80, 96, 112])
+def test_heads_that_the_copy_fills_up(head_dim):
+    check(make_case(lengths=(1, 70), kv_heads=1, head_dim=head_dim, dtype=BF16), zero_fill=True)
+
+
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_wide_heads(head_dim):
+    check(make_case(lengths=(1, 70), kv_heads=1, head_dim=head_dim, dtype=BF16))
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
+def test_block_sizes(block_size):
+    check(
+        make_case(
+            lengths=(1, block_size, 70),
+            kv_heads=1,
+            block_size=block_size,
+            max_blocks=-(-70 // block_size) + 1,
+            dtype=BF16,
+        )
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (5, 1), (14, 2), (24, 2), (64, 1)])
+def test_groups(heads, kv_heads):
+    check(make_case(lengths=(1, 70), heads=heads, kv_heads=kv_heads, dtype=BF16))
+
+
+def test_many_rows_with_partitions():
+    check(make_case(lengths=(1, 130), max_blocks=9, heads=64, kv_heads=1, head_dim=128, dtype=BF16), num_partitions=2)
+
+
+def test_float16():
+    check(make_case(lengths=(0, 1, 70), dtype=jnp.float16, options=OPTIONS["all"]))
+
+
+@pytest.mark.parametrize("num_partitions", [1, 2])
+def test_wide_tiles(num_partitions):
+    case = make_case(lengths=(0, 128, 300), max_blocks=20, kv_heads=1, dtype=BF16, options=OPTIONS["window"])
+    check(case, num_partitions=num_partitions, tile=128, num_stages=2)
+
+
+def test_the_ring_goes_round():
+    check(make_case(lengths=(64 * 5,), max_blocks=20, heads=2, kv_heads=1, dtype=BF16), num_stages=2)
+
+
+def test_more_partitions_than_one_group_of_the_merge():
+    case = make_case(lengths=(64 * 66,), block_size=64, max_blocks=66, heads=1, kv_heads=1, dtype=BF16)
+    check(case, num_partitions=66, tile=64)
+
+
+def test_traced_scalars_and_a_batch_neighbour():
+    """Scale, window and cap traced; with the partitions fixed, who else is in the batch changes no bit."""
+    case = make_case(lengths=(70, 17), kv_heads=1, dtype=BF16, options=OPTIONS["all"])
+    whole = check(case, num_partitions=2)
+    alone = case.replace(q=case.q[:1], block_tables=case.block_tables[:1], lengths=case.lengths[:1])
+    assert (check(alone, num_partitions=2) == whole[:1]).all()
+
+
+def test_table_width_changes_no_bit():
+    case = make_case(lengths=(70, 17), max_blocks=5, kv_heads=1, dtype=BF16)
+    wide = case.replace(block_tables=jnp.pad(case.block_tables, ((0, 0), (0, 50)), constant_values=2**31 - 1))
+    assert (check(case, num_partitions=2) == check(wide, num_partitions=2)).all()
+
+
+@pytest.mark.parametrize("fault", ["values replaced by keys", "table rolled", "scale left out", "one token fewer"])
+def test_a_wrong_result_is_noticed(fault):
+    case = make_case(lengths=(70, 33), kv_heads=1, dtype=BF16, options=OPTIONS["scale"])
+    wrong = {
+        "values replaced by keys": case.replace(v_cache=case.k_cache),
+        "table rolled": case.replace(block_tables=jnp.roll(case.block_tables, 1, axis=0)),
+        "scale left out": case.replace(options={}),
+        "one token fewer": case.replace(lengths=case.lengths - 1),
+    }[fault]
+    assert not within_budget(case, attend(wrong)[0]).all()
+
+
+def test_a_dropped_partition_is_noticed(monkeypatch):
+    from pallas_kernels import paged_merge
+
+    case = make_case(lengths=(200,), max_blocks=13, kv_heads=1, dtype=BF16)
+    real = paged_merge.default_config
+    monkeypatch.setattr(
+        paged_merge, "default_config", lambda **shape: real(**(shape | {"num_partitions": shape["num_partitions"] - 1}))
+    )
+    jax.clear_caches()
+    assert not within_budget(case, attend(case, num_partitions=4, tile=64)[0]).all()
+    jax.clear_caches()
+
+
+def test_what_cannot_be_taken_says_so():
+    def refused(case, match):
+        with pytest.raises(NotImplementedError, match=match):
+            _mosaic_gpu.attend(arguments_of(case), num_partitions=1, interpret=object())
+
+    refused(make_case(dtype=jnp.float32), "float32")
+    refused(make_case(dtype=BF16, cache_dtype=jnp.float8_e4m3fn), "float8_e4m3fn")
+    refused(make_case(dtype=BF16, head_dim=120), "head_dim=120")
+    refused(make_case(dtype=BF16, block_size=24), "block_size=24")
+    refused(make_case(dtype=BF16, q_len=40), "q_len=40")
+    with pytest.raises(NotImplementedError, match="GPU"):
+        _mosaic_gpu.attend(arguments_of(make_case(dtype=BF16)), num_partitions=1)
+
+
+def test_the_tests_can_see_a_nan():
+    """A kernel that lets one slot past the end through would be noticed: the builder poisons them."""
+    case = make_case(lengths=(70,), dtype=BF16)
+    out, _ = attend(case.replace(lengths=case.lengths + 1))
+    assert np.isnan(np.asarray(out, np.float32)).any()

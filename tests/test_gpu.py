@@ -1,0 +1,125 @@
+"""The kernels on a GPU, at real sizes: `pytest -m gpu`. Poisoned pools and garbage ids come with every case."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import _mosaic_gpu
+from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case
+from tests.kernels.interpret import arguments_of
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (0, 1, 15, 16, 17, 700, 1000, 2048)
+BF16 = jnp.bfloat16
+
+
+def attend(case: Case, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
+    out, lse = _mosaic_gpu.attend(arguments_of(case), num_partitions=num_partitions)
+    return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
+
+
+def check(case: Case, num_partitions: int | None = None) -> np.ndarray:
+    out, lse = attend(case, num_partitions)
+    assert_within_budget(case, out)
+    assert_lse(case, lse)
+    again, lse_again = attend(case, num_partitions)
+    for first, second in ((out, again), (lse, lse_again)):
+        assert (np.asarray(first, np.float32) == np.asarray(second, np.float32)).all()
+    return np.asarray(out, np.float32)
+
+
+def real(**shape) -> Case:
+    block_size = shape.get("block_size", 16)
+    return make_case(**(dict(lengths=LENGTHS, max_blocks=2048 // block_size, dtype=BF16) | shape))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("num_partitions", [1, 4])
+def test_heads(head_dim, num_partitions):
+    check(real(head_dim=head_dim), num_partitions)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
+@pytest.mark.parametrize("num_partitions", [None, 3])
+def test_block_sizes(block_size, num_partitions):
+    check(real(block_size=block_size, head_dim=128), num_partitions)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (5, 1), (7, 1), (24, 2), (32, 8), (64, 4), (64, 2), (64, 1)])
+@pytest.mark.parametrize("num_partitions", [1, 5])
+def test_groups(heads, kv_heads, num_partitions):
+    check(real(heads=heads, kv_heads=kv_heads, head_dim=128), num_partitions)
+
+
+def test_the_most_registers():
+    check(real(heads=64, kv_heads=1, head_dim=256), 2)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("q_len", [None, 4])
+def test_options(name, q_len):
+    check(real(options=OPTIONS[name], q_len=q_len, head_dim=128), 2 if q_len is None else 1)
+
+
+@pytest.mark.parametrize("q_len", [2, 16])
+def test_several_query_tokens(q_len):
+    check(real(q_len=q_len, options=OPTIONS["all"]), 3)
+
+
+def test_float16():
+    check(real(dtype=jnp.float16, options=OPTIONS["all"]), 2)
+
+
+def test_many_partitions():
+    check(make_case(lengths=(64 * 140, 64), max_blocks=64 * 10, heads=2, kv_heads=1, dtype=BF16), 140)
+
+
+@pytest.mark.parametrize("num_partitions", [1, 4])
+def test_batch_neighbours_change_no_bit(num_partitions):
+    case = real(head_dim=128)
+    whole = check(case, num_partitions)
+    alone = dataclasses.replace(case, q=case.q[5:6], block_tables=case.block_tables[5:6], lengths=case.lengths[5:6])
+    wider = dataclasses.replace(alone, block_tables=jnp.pad(alone.block_tables, ((0, 0), (0, 3000))))
+    for one in (alone, wider):
+        out, _ = attend(one, num_partitions)
+        assert (np.asarray(out, np.float32) == whole[5:6]).all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random(seed):
+    rng = np.random.default_rng(seed)
+    block_size = int(rng.choice([8, 16, 32, 64, 128]))
+    lengths = tuple(int(n) for n in rng.integers(0, 1500, 6))
+    heads, kv_heads = [(8, 2), (6, 6), (21, 3), (16, 1)][rng.integers(4)]
+    case = make_case(
+        seed,
+        lengths=lengths,
+        block_size=block_size,
+        max_blocks=-(-1500 // block_size) + int(rng.integers(5)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=int(rng.choice([64, 96, 128, 192])),
+        dtype=[BF16, jnp.float16][rng.integers(2)],
+        options={"sliding_window": int(rng.integers(1, 1500))} if rng.integers(2) else {},
+    )
+    check(case, int(rng.integers(1, 9)))
+
+
+def test_a_pool_of_more_than_2_to_the_31_numbers():
+    small = real(head_dim=128, kv_heads=8, heads=32)
+    num_blocks = 2**31 // (16 * 8 * 128) + 1000
+    shift = num_blocks - small.k_cache.shape[0]  # the blocks in use stand at the very end
+
+    def grow(cache):
+        return jnp.full((num_blocks, *cache.shape[1:]), jnp.nan, cache.dtype).at[shift:].set(cache)
+
+    tables = jnp.where(small.block_tables < small.k_cache.shape[0], small.block_tables + shift, small.block_tables)
+    large = small.replace(k_cache=grow(small.k_cache), v_cache=grow(small.v_cache), block_tables=tables)
+    for num_partitions in (1, 4):
+        expected, _ = attend(small, num_partitions)
+        out, _ = attend(large, num_partitions)
+        assert (np.asarray(out, np.float32) == np.asarray(expected, np.float32)).all()

@@ -197,11 +197,12 @@ def pad_prompts(prompts: list[list[int]]) -> np.ndarray:
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds, each waited for to the end."""
+    """Seconds, each waited for to the end, and which attention the decode loop was compiled with."""
 
     compile: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
+    attention: str = ""
 
 
 class Stream:
@@ -245,6 +246,7 @@ def generate(
     num_steps = jnp.int32(steps_at_once)
     first = timed("compile", prefill.lower(graph, weights, state, padded, lengths, eos_ids, sampling).compile)
     more = timed("compile", decode.lower(graph, weights, state, num_steps, eos_ids, sampling).compile)
+    timing.attention = "mosaic_gpu" if "mosaic_gpu" in more.as_text() else "xla"
     state = timed("prefill", first, weights, state, padded, lengths)
     look(state)
     while bool(state.running.any()):
@@ -407,7 +409,7 @@ def report(
         f"cache:   {peak} blocks of {args.block_size} tokens in use at the peak, {peak * block_bytes / 1e6:.1f} MB; a "
         f"contiguous cache for this batch would reserve {reserved}, {reserved * block_bytes / 1e6:.1f} MB: "
         f"paging saved {100 * (1 - peak / reserved):.0f}%",
-        f"compile: {timing.compile:.1f} s, on {jax.devices()[0].device_kind}",
+        f"kernel:  {timing.attention}, compiled in {timing.compile:.1f} s for {jax.devices()[0].device_kind}",
         sep="\n",
         file=sys.stderr if args.json else sys.stdout,
     )

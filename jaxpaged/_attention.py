@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged import _xla
-from jaxpaged._arguments import check_arguments
+from jaxpaged import _mosaic_gpu, _xla
+from jaxpaged._arguments import AttentionArguments, check_arguments
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -105,9 +105,12 @@ def paged_attention(
         k_scale: f32 `[]`, `[kv_heads]` or `[blocks, block_size, kv_heads]`: what stored keys are multiplied with.
         v_scale: likewise for values.
         num_partitions: in how many runs each sequence's tokens are worked on side by side, to be merged at the end.
-            With it fixed, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1.
+            With it fixed, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1,
+            "mosaic_gpu" what fills the GPU.
         return_lse: also return the lse.
-        implementation: None takes the best that can run here, today always "xla". A named one never falls back.
+        implementation: "mosaic_gpu", kernels for Hopper GPUs (compute capability 9.0) in bfloat16 and float16; "xla",
+            anything anywhere; None, the first of these that JAX's default device and these arguments allow. A named one
+            never falls back.
 
     Returns:
         The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`
@@ -146,13 +149,25 @@ def paged_attention(
     )
     if num_partitions is not None and num_partitions < 1:
         raise ValueError(f"num_partitions must be at least 1; got {num_partitions=}. None lets jaxpaged choose.")
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(
-            f'{implementation=} is not part of this version yet; pass "xla", or None for the best there is.'
-        )
-    if implementation not in (None, "xla"):
+    if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
-    out, lse = _xla.attend(arguments, num_partitions=num_partitions or 1)
+    if _use_kernel(arguments, implementation):
+        out, lse = _mosaic_gpu.attend(arguments, num_partitions=num_partitions)
+    else:
+        out, lse = _xla.attend(arguments, num_partitions=num_partitions or 1)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
+
+
+def _use_kernel(arguments: AttentionArguments, implementation: Implementation | None) -> bool:
+    """Whether the Mosaic GPU kernels do it. Raises `NotImplementedError` where they are named and cannot."""
+    if implementation == "xla":
+        return False
+    try:
+        _mosaic_gpu.check_supported(arguments)
+    except NotImplementedError:
+        if implementation == "mosaic_gpu":
+            raise
+        return False
+    return True

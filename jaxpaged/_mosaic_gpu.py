@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxpaged import _xla
 from jaxpaged._arguments import AttentionArguments
 from pallas_kernels import paged_decode
 
@@ -14,24 +15,9 @@ H100_SMS = 132  # assumed where no GPU says otherwise: in interpret mode, and wh
 def attend(a: AttentionArguments, *, num_partitions: int | None, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
 
-    Raises:
-        NotImplementedError: the kernels, or the GPU, cannot; the message names the limit and the value.
+    What `check_supported` lets through.
     """
-    if a.k_scale is not None or a.v_scale is not None:
-        raise NotImplementedError(
-            f"the Mosaic GPU kernels take no k_scale or v_scale yet; got k_cache.dtype={a.k_cache.dtype!s}. "
-            'Pass implementation="xla".'
-        )
-    num_sms, compute_capability = (H100_SMS, 9.0) if interpret is not None else _gpu()
-    paged_decode.check_supported(
-        head_dim=a.q.shape[-1],
-        block_size=a.block_size,
-        group=a.group,
-        q_len=a.q.shape[1],
-        q_dtype=a.q.dtype,
-        cache_dtype=a.k_cache.dtype,
-        compute_capability=compute_capability,
-    )
+    num_sms, _ = (H100_SMS, 9.0) if interpret is not None else _gpu()
     config = paged_decode.default_config(
         seqs=a.q.shape[0],
         kv_heads=a.k_cache.shape[2],
@@ -42,12 +28,32 @@ def attend(a: AttentionArguments, *, num_partitions: int | None, interpret: Any 
         num_sms=num_sms,
         num_partitions=num_partitions,
     )
-    return _launch(a, config=config, interpret=interpret)
+    return _launch(config, interpret, a)
+
+
+def check_supported(a: AttentionArguments) -> None:
+    """Raises `NotImplementedError` where the kernels, or the GPU, cannot; the message names the limit and the value."""
+    if a.k_scale is not None or a.v_scale is not None:
+        raise NotImplementedError(
+            f"the Mosaic GPU kernels take no k_scale or v_scale yet; got k_cache.dtype={a.k_cache.dtype!s}. "
+            'Pass implementation="xla".'
+        )
+    _, compute_capability = _gpu()
+    paged_decode.check_supported(
+        head_dim=a.q.shape[-1],
+        block_size=a.block_size,
+        group=a.group,
+        q_len=a.q.shape[1],
+        q_dtype=a.q.dtype,
+        cache_dtype=a.k_cache.dtype,
+        compute_capability=compute_capability,
+    )
 
 
 # Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
-def _launch(a: AttentionArguments, *, config: paged_decode.Config, interpret: Any) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _launch(config: paged_decode.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     return paged_decode.launch(
         a.q,
         a.k_cache,
@@ -62,6 +68,12 @@ def _launch(a: AttentionArguments, *, config: paged_decode.Config, interpret: An
         config=config,
         interpret=interpret,
     )
+
+
+@_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
+def _launch_jvp(config: paged_decode.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
+    # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
+    return jax.jvp(functools.partial(_xla.attend, num_partitions=1), primals, tangents)
 
 
 def _gpu() -> tuple[int, float]:

@@ -43,7 +43,7 @@ def attend(
         num_sms=_mosaic_gpu.H100_SMS,
         num_partitions=num_partitions,
     )
-    out, lse = _mosaic_gpu._launch(a, config=dataclasses.replace(chosen, **config), interpret=interpret)
+    out, lse = _mosaic_gpu._launch(dataclasses.replace(chosen, **config), interpret, a)
     jax.block_until_ready(out)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 

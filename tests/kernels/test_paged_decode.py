@@ -1,12 +1,18 @@
 """The decode kernel and its merge in interpret mode: every code path at toy sizes, and no races."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _mosaic_gpu
-from tests.cases import OPTIONS, make_case, within_budget
+from jaxpaged import _mosaic_gpu, _xla
+from pallas_kernels import paged_decode
+from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 
 BF16 = jnp.bfloat16
@@ -125,18 +131,52 @@ def test_a_dropped_partition_is_noticed(monkeypatch):
     jax.clear_caches()
 
 
-def test_what_cannot_be_taken_says_so():
+def test_what_cannot_be_taken_says_so(monkeypatch):
+    if jax.default_backend() != "gpu":
+        with pytest.raises(NotImplementedError, match=r"need an NVIDIA GPU; got device.platform='cpu'"):
+            _mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16)))
+    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    _mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16)))
+
     def refused(case, match):
         with pytest.raises(NotImplementedError, match=match):
-            _mosaic_gpu.attend(arguments_of(case), num_partitions=1, interpret=object())
+            _mosaic_gpu.check_supported(arguments_of(case))
 
     refused(make_case(dtype=jnp.float32), "float32")
     refused(make_case(dtype=BF16, cache_dtype=jnp.float8_e4m3fn), "float8_e4m3fn")
     refused(make_case(dtype=BF16, head_dim=120), "head_dim=120")
     refused(make_case(dtype=BF16, block_size=24), "block_size=24")
     refused(make_case(dtype=BF16, q_len=40), "q_len=40")
-    with pytest.raises(NotImplementedError, match="GPU"):
-        _mosaic_gpu.attend(arguments_of(make_case(dtype=BF16)), num_partitions=1)
+    refused(make_case(dtype=BF16, cache_dtype=BF16, scale_shape="head"), "take no k_scale or v_scale")
+    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (108, 8.0))
+    refused(make_case(dtype=BF16), "compute_capability=8.0")
+
+
+@pytest.mark.parametrize("num_partitions", [1, 2])
+def test_vmap_gradient_and_export(num_partitions):
+    cases = [make_case(seed, lengths=(3, 50), max_blocks=4, dtype=BF16, options=OPTIONS["all"]) for seed in range(2)]
+    config = paged_decode.default_config(
+        seqs=2, kv_heads=2, group=3, q_len=1, head_dim=64, capacity=64, num_sms=132, num_partitions=num_partitions
+    )
+    interpreted = functools.partial(_mosaic_gpu._launch, config, plgpu.InterpretGPUParams(detect_races=True))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
+    out, _ = jax.vmap(interpreted)(stacked)
+    for case, its in zip(cases, out, strict=True):
+        assert_within_budget(case, its[:, 0])
+
+    # Differentiated, it is the XLA path that runs.
+    def loss(attend, q):
+        return attend(dataclasses.replace(arguments_of(cases[0]), q=q))[0].astype(jnp.float32).sum()
+
+    q = arguments_of(cases[0]).q
+    ours = jax.grad(functools.partial(loss, interpreted))(q)
+    theirs = jax.grad(functools.partial(loss, functools.partial(_xla.attend, num_partitions=1)))(q)
+    assert (ours == theirs).all()
+
+    for_gpu = functools.partial(_mosaic_gpu._launch, config, None)
+    jax.jit(jax.vmap(for_gpu)).trace(stacked).lower(lowering_platforms=("cuda",))
+    exported = export.export(jax.jit(for_gpu), platforms=["cuda"])(*[arguments_of(cases[0])])
+    assert exported.platforms == ("cuda",)
 
 
 def test_the_tests_can_see_a_nan():

@@ -71,16 +71,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
-    bandwidth = copy_bandwidth()
     checkpoint = read_checkpoint(default_path())
     model = load_model(checkpoint, "float32")
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    floor = bandwidth / weight_bytes  # steps a second
     rows, peak = [], 0
     for batch in (1, 2, 4, 8, 16):
         rows.append(decode_rate(model, checkpoint.config, checkpoint.tokenizer, batch))
         # Of the first batch alone: what was compiled for one stays while the next ones run.
         peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    bandwidth = copy_bandwidth()  # last: its arrays would count as memory of the run
+    floor = bandwidth / weight_bytes  # steps a second
     print(f"{platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}, copy {bandwidth / 1e9:.1f} GB/s")
     print(f"weights {weight_bytes / 1e6:.0f} MB: at most {floor:.1f} steps/s by the copy bandwidth")
     for row in rows:

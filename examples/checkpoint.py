@@ -1,6 +1,7 @@
 """Reads a Llama-family checkpoint: a GGUF file, or a folder in Hugging Face form."""
 
 import dataclasses
+import datetime
 import functools
 import importlib.util
 import json
@@ -24,7 +25,16 @@ from tqdm import tqdm
 
 import jaxpaged
 
-READ_ERRORS = (OSError, ValueError, IndexError, KeyError, TypeError, safetensors.SafetensorError)
+# What reading a file that is not what it says can raise.
+READ_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    safetensors.SafetensorError,
+)
 
 
 class CheckpointError(Exception):
@@ -45,11 +55,17 @@ class Tokenizer:
         """The ids of a conversation that holds one message of the user, up to where the answer begins."""
         if self.chat_template is None:
             raise CheckpointError("This checkpoint has no chat template; leave --chat out.")
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        message = {"role": "user", "content": text}
-        rendered = environment.from_string(self.chat_template).render(
-            messages=[message], add_generation_prompt=True, **self.special_tokens
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": datetime.datetime.now().strftime}
+        message = {"role": "user", "content": text}
+        try:
+            rendered = environment.from_string(self.chat_template).render(
+                messages=[message], add_generation_prompt=True, **self.special_tokens
+            )
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"The checkpoint's chat template failed: {_one_line(error)}.") from error
         return self.tokenizer.encode(rendered, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
@@ -75,10 +91,12 @@ def default_path() -> Path:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Raises `CheckpointError` for a path that is missing, broken, or not of the Llama family."""
-    if not path.exists():
-        raise CheckpointError(f"There is no checkpoint at {path}.")
     try:
+        if not path.exists():
+            raise CheckpointError(f"There is no checkpoint at {path}.")
         return _read_folder(path) if path.is_dir() else _read_gguf(path)
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error}, which a Llama checkpoint has.") from error
     except READ_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {_one_line(error)}.") from error
 
@@ -103,6 +121,10 @@ def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
             raise CheckpointError(f"The checkpoint's tensor {name} is {tensor.shape}; its config says {leaf.shape}.")
         leaf.set_value(jnp.asarray(np.ascontiguousarray(tensor), dtype))
     return nnx.merge(graph, nnx.from_flat_state(leaves.items()))
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
 
 
 def _one_line(error: Exception) -> str:
@@ -225,6 +247,8 @@ def _read_folder(folder: Path) -> Checkpoint:
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") != "llama":
         raise CheckpointError(f"{folder} is of the type {config.get('model_type')!r}; only 'llama' is known here.")
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{folder} has the activation {config['hidden_act']!r}; only 'silu' is known here.")
     num_heads, features = config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or features // num_heads
     return Checkpoint(
@@ -292,14 +316,20 @@ def _folder_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     settings = read("tokenizer_config.json")
     eos = read("generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     template = settings.get("chat_template")
+    if isinstance(template, list):  # named templates
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text()
     special_tokens = {}
     for name in ("bos_token", "eos_token"):
         token = settings.get(name)
         special_tokens[name] = token["content"] if isinstance(token, dict) else token or ""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises no narrower class
+        raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be read: {_one_line(error)}.") from error
     return Tokenizer(
-        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+        tokenizer,
         tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         template if isinstance(template, str) else None,
         special_tokens,

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import sys
 import time
 import zlib
@@ -31,6 +32,7 @@ from tqdm import tqdm
 import jaxpaged
 
 PREFILL_CHUNK = 256  # tokens a sequence; bounds the memory that a long prompt's activations take
+MOST_CACHE_BYTES = 64e9  # beyond this a pool is a slip of the keyboard
 STREAM_STEPS = 8  # decode steps between two looks at the tokens
 
 
@@ -160,11 +162,17 @@ def start(
             f"{num_blocks - 1} beside the null block; pass at least --num-blocks {blocks_at_start + 1}."
         )
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    cache_bytes = 2 * config.num_layers * math.prod(shape) * jnp.dtype(dtype).itemsize
+    if cache_bytes > MOST_CACHE_BYTES:
+        raise ValueError(
+            f"A pool of {num_blocks} blocks of {block_size} tokens takes {cache_bytes / 1e9:.0f} GB; "
+            "pass smaller --num-blocks, --block-size or --max-new-tokens."
+        )
     return Generation(
         caches=tuple(jaxpaged.KVCache.create(*shape, dtype=dtype) for _ in range(config.num_layers)),
         allocator=jaxpaged.BlockAllocator.create(num_blocks, block_size, len(prompts), max(blocks_at_end)),
         keys=prompt_keys(prompts, seed),
-        tokens=jnp.zeros((len(prompts), max_new_tokens), jnp.int32),
+        tokens=jnp.zeros((len(prompts), max(limits)), jnp.int32),
         num_tokens=jnp.zeros(len(prompts), jnp.int32),
         limits=jnp.asarray(limits, jnp.int32),
         running=jnp.zeros(len(prompts), bool),
@@ -270,7 +278,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", type=Path, help="a GGUF file or a Hugging Face folder; default: SmolLM2-135M-Instruct"
     )
-    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        help="may be given several times; --prompt=TEXT if it begins with a dash",
+    )
     parser.add_argument(
         "--prompt-file", type=Path, help="one prompt a line, after those of --prompt; empty lines are skipped"
     )
@@ -307,14 +320,16 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt)
     if args.prompt_file is not None:
         try:
-            lines = args.prompt_file.read_text(encoding="utf-8").splitlines()
+            lines = args.prompt_file.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"The prompt file {args.prompt_file} cannot be read: {error}.") from error
-        prompts += [line for line in lines if line.strip()]
+        prompts += [line.rstrip("\r") for line in lines if line.strip()]
     if not prompts:
         raise ValueError("There is no prompt; pass --prompt TEXT or a --prompt-file that has a line.")
     if not all(prompts):
         raise ValueError("A prompt is empty; write something in it or leave it out.")
+    if any("\udc80" <= character <= "\udcff" for prompt in prompts for character in prompt):
+        raise ValueError("A prompt is not valid UTF-8.")
     return prompts
 
 
@@ -334,8 +349,10 @@ def encode_prompts(prompts: list[str], tokenizer: Tokenizer, config: LlamaConfig
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     try:
-        if args.temperature < 0 or not 0 < args.top_p <= 1:
-            raise ValueError("--temperature must not be negative, and --top-p must be above 0 and at most 1.")
+        if not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
+            raise ValueError("--temperature must be 0 or a positive number, --top-p above 0 and at most 1.")
+        if not 0 <= args.seed < 2**32:
+            raise ValueError(f"--seed must be within 0 and 2^32 - 1; got {args.seed}.")
         texts = read_prompts(args)
         checkpoint = read_checkpoint(args.model or default_path())
         prompts = encode_prompts(texts, checkpoint.tokenizer, checkpoint.config, chat=args.chat)
@@ -371,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
             prompts,
             () if args.ignore_eos else tokenizer.eos_ids,
             Sampling(args.temperature, args.top_k, args.top_p),
-            steps_at_once=STREAM_STEPS if watched else args.max_new_tokens,
+            steps_at_once=STREAM_STEPS if watched else state.tokens.shape[1],
             look=look,
         )
     report(state, timing, texts, prompts, tokenizer, args)
@@ -399,8 +416,10 @@ def report(
     if args.stream and not args.json:
         print()
 
+    tokens_wide = state.tokens.shape[1]
     num_prompt_tokens, num_decoded = sum(map(len, prompts)), sum(map(len, tokens)) - len(prompts)
-    reserved = len(prompts) * -(-(max(map(len, prompts)) + args.max_new_tokens) // args.block_size)
+    longest = max(map(len, prompts)) + tokens_wide - 1  # the last token is never written
+    reserved = len(prompts) * -(-longest // args.block_size)
     peak, cache = int(state.peak_blocks), state.caches[0].k
     block_bytes = 2 * len(state.caches) * cache.nbytes // cache.shape[0]
     print(

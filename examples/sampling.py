@@ -17,12 +17,13 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
     """One token for each row of logits, f32 [seqs, vocab_size], with its key; int32 [seqs]."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
+    # The best stands at 0, so that the coldest temperature cannot overflow.
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / max(sampling.temperature, 1e-6)
     if sampling.top_k is not None or sampling.top_p < 1:
         best_first = jnp.sort(logits, axis=-1, descending=True)
         if sampling.top_k is not None:
             rank = jnp.arange(logits.shape[-1])[None]
-            best_first = jnp.where(rank < sampling.top_k, best_first, -jnp.inf)
+            best_first = jnp.where(rank < min(sampling.top_k, logits.shape[-1]), best_first, -jnp.inf)
         probabilities = jax.nn.softmax(best_first, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         kept = (before < sampling.top_p) & (probabilities > 0)

@@ -22,9 +22,8 @@ class BlockAllocator:
         block_size: tokens in a block (static).
 
     Invariants: block 0, the null block, is never handed out; every other block is in exactly one place, the free
-    stack or one table row. Keeping an old allocator and returning to it is a rollback, sound as long as nothing was
-    written since into a block that is free in the old one and needed again, which it never is, or that the old one
-    holds and the new one has handed to another sequence after a `free`.
+    stack or one table row. Keeping an old allocator and returning to it is a rollback. It is sound while no block that
+    the old one holds was freed since, handed to another sequence, and written by it.
 
     All operations work on all sequences at once with prefix sums: no loop, no sort, no host. They run inside jit,
     scan, while_loop and vmap.
@@ -47,7 +46,7 @@ class BlockAllocator:
             max_blocks: the most blocks that one sequence may hold, the width of its table row.
 
         Raises:
-            ValueError: a size below 1, or `num_blocks` below 2.
+            ValueError: a size below 1, `num_blocks` below 2, or 2^31 slots and more.
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
@@ -64,6 +63,8 @@ class BlockAllocator:
         ):
             if size < least:
                 raise ValueError(f"{name} must be at least {least}; got {name}={size}.")
+        if num_blocks * block_size >= 2**31:
+            raise ValueError(f"slots are int32: a pool holds less than 2^31 tokens; got {num_blocks=}, {block_size=}.")
         return cls(
             block_tables=jnp.zeros((num_seqs, max_blocks), jnp.int32),
             lengths=jnp.zeros(num_seqs, jnp.int32),
@@ -119,7 +120,7 @@ class BlockAllocator:
         # 1. Who gets blocks: a prefix of the rows that need some.
         held = self._blocks_of(self.lengths)
         needed = jnp.where(legal, self._blocks_of(lengths) - held, 0)
-        ends = jnp.cumsum(needed)
+        ends = jnp.cumsum(needed, dtype=jnp.int32)
         ok = legal & ((needed == 0) | (ends <= self.num_free))
         granted = jnp.where(ok, needed, 0)
         lengths = jnp.where(ok, lengths, self.lengths)
@@ -140,7 +141,7 @@ class BlockAllocator:
         slots = jnp.where(is_new, slots, self.num_blocks * self.block_size)
 
         allocator = dataclasses.replace(
-            self, block_tables=block_tables, lengths=lengths, num_free=self.num_free - granted.sum()
+            self, block_tables=block_tables, lengths=lengths, num_free=self.num_free - granted.sum(dtype=jnp.int32)
         )
         return allocator, slots, ok
 
@@ -158,8 +159,8 @@ class BlockAllocator:
         seqs = self._rows("seqs", seqs, jnp.bool_)
         max_blocks = self.block_tables.shape[1]
         returned = jnp.where(seqs, self._blocks_of(self.lengths), 0)
-        ends = jnp.cumsum(returned)
-        total = returned.sum()
+        ends = jnp.cumsum(returned, dtype=jnp.int32)
+        total = returned.sum(dtype=jnp.int32)
         rank = jnp.arange(max_blocks, dtype=jnp.int32)[None]
         place = self.num_free + total - 1 - ((ends - returned)[:, None] + rank)
         dropped = self.num_blocks + jnp.arange(self.block_tables.size, dtype=jnp.int32).reshape(place.shape)

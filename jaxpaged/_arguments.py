@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -48,7 +49,8 @@ class AttentionArguments:
         """The first position that any query of a sequence sees, int32 [seqs]."""
         if self.sliding_window is None:
             return jnp.zeros_like(self.lengths)
-        return jnp.maximum(self.query_positions()[:, 0] - self.sliding_window + 1, 0)
+        # A window of 2^31 - 1 stands for none in a scan over layers: nothing here may overflow.
+        return jnp.maximum(jnp.maximum(self.query_positions()[:, 0], 0) - (self.sliding_window - 1), 0)
 
     def readable_ids(self, entries: jax.Array, readable: jax.Array | bool = True) -> jax.Array:
         """Block ids at table `entries` [seqs, ...], the null block where nothing may be read.
@@ -131,8 +133,8 @@ def _check_shapes(
         )
     if k_cache.shape != v_cache.shape:
         raise ValueError(f"k_cache and v_cache must have one shape; got {k_cache.shape=}, {v_cache.shape=}.")
-    if 0 in k_cache.shape or 0 in q.shape[1:]:
-        raise ValueError(f"no axis but seqs may be empty; got {q.shape=}, {k_cache.shape=}.")
+    if 0 in k_cache.shape or 0 in q.shape:
+        raise ValueError(f"no axis may be empty; got {q.shape=}, {k_cache.shape=}.")
     seqs, heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     kv_heads = k_cache.shape[2]
     if head_dim != k_cache.shape[3]:
@@ -161,16 +163,20 @@ def _optional(
     """An option as an array of `dtype`, after its shape, kind and (where it is known) its sign were checked."""
     if value is None:
         return None
-    array = jnp.asarray(value)
+    # Under jit an option that is a plain number is still known: NumPy looks at it before JAX makes a tracer of it.
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
     if array.shape not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} must have shape {wanted}; got {list(array.shape)}.")
     kind = jnp.integer if dtype == jnp.int32 else jnp.number
     if not jnp.issubdtype(array.dtype, kind):
         raise ValueError(f"{name} must be {jnp.dtype(dtype).name}; got {array.dtype}.")
-    if positive and not isinstance(array, jax.core.Tracer) and not bool((array > 0).all()):
-        raise ValueError(f"{name} must be positive; got {name}={value}. Pass None to leave it out.")
-    return array.astype(dtype)
+    if positive and isinstance(array, np.ndarray):
+        if not (array > 0).all():
+            raise ValueError(f"{name} must be positive; got {name}={value}. Pass None to leave it out.")
+        if dtype == jnp.int32:
+            array = np.minimum(array, np.iinfo(np.int32).max)  # a window that is larger still is none either
+    return jnp.asarray(array, dtype)
 
 
 def _names(dtypes: tuple) -> str:

@@ -100,6 +100,11 @@ def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KV
             f"write_kv takes one layer's cache; got {cache.k.shape=}. "
             "Fold a stack with jaxpaged.fold_layers and shift the slots with jaxpaged.layer_slots."
         )
+    if cache.k.dtype not in _DTYPES or cache.k.dtype != cache.v.dtype or cache.k.shape != cache.v.shape:
+        raise ValueError(
+            "write_kv writes to k and v of one shape and dtype, float32, bfloat16 or float16; "
+            f"got {cache.k.dtype=!s}, {cache.v.dtype=!s}, {cache.k.shape=}, {cache.v.shape=}."
+        )
     num_blocks, block_size, *token_shape = cache.k.shape
     if k.shape != v.shape or k.shape != (*slots.shape, *token_shape):
         raise ValueError(
@@ -129,10 +134,12 @@ def fold_layers(cache: KVCache) -> KVCache:
     Layer i's block b is block `i * blocks + b` of the pool; `layer_block_tables` and `layer_slots` shift to it.
 
     Raises:
-        ValueError: the cache is not stacked.
+        ValueError: the cache is not stacked, or has 2^31 slots and more.
     """
     if cache.k.ndim != 5:
         raise ValueError(f"fold_layers takes a stack [layers, blocks, ...]; got {cache.k.shape=}.")
+    if math.prod(cache.k.shape[:3]) >= 2**31:
+        raise ValueError(f"slots are int32: a folded stack holds less than 2^31 of them; got {cache.k.shape=}.")
     return jax.tree.map(lambda pool: pool.reshape(math.prod(pool.shape[:2]), *pool.shape[2:]), cache)
 
 

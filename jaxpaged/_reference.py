@@ -55,15 +55,16 @@ def paged_attention_reference(
 def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     seqs, _, heads, _ = a.q.shape
     max_blocks = a.block_tables.shape[1]
-    entries = jnp.broadcast_to(jnp.arange(max_blocks, dtype=jnp.int32), (seqs, max_blocks))
-    ids = a.readable_ids(entries)
-
     token_positions = jnp.arange(max_blocks * a.block_size, dtype=jnp.int32)  # [tokens]
     query_positions = a.query_positions()  # [seqs, q_len]
     distance = query_positions[:, :, None] - token_positions[None, None]  # [seqs, q_len, tokens]
     visible = (distance >= 0) & (query_positions >= 0)[:, :, None]
     if a.sliding_window is not None:
         visible &= distance < a.sliding_window
+
+    # A block that no query sees is not followed: its entry may be any garbage.
+    followed = visible.any(axis=1).reshape(seqs, max_blocks, a.block_size).any(axis=-1)
+    ids = jnp.where(followed, jnp.clip(a.block_tables, 0, a.k_cache.shape[0] - 1), 0)
 
     def gather(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:  # -> [seqs, tokens, heads, head_dim]
         values = cache[ids].astype(jnp.float32)  # [seqs, max_blocks, block_size, kv_heads, head_dim]

@@ -5,7 +5,7 @@
 The tokens of a sequence are walked in tiles of 128 with an online softmax, as far as the longest sequence of the
 batch goes. At any time one tile of keys and one of values of every sequence and partition is held:
 `2 * seqs * num_partitions * 128 * kv_heads * head_dim` numbers in the cache's dtype (in float32 where the cache has
-another dtype than q), and the logits of that tile, `seqs * num_partitions * heads * q_len * 128` float32.
+another dtype than q, or scales), and the logits of that tile, `seqs * num_partitions * heads * q_len * 128` float32.
 Nothing is ever as large as the gathered cache. (XLA itself widens a bfloat16 tile to float32 on a CPU.)
 
 The tile is a constant, whatever the block size, so that the block size does not change the arithmetic.
@@ -128,11 +128,11 @@ def _load_tile(
 
     def load(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:
         values = cache[ids]  # [seqs, partitions, blocks of a tile, block_size, kv_heads, head_dim]
-        if cache.dtype != a.q.dtype:
+        if cache.dtype != a.q.dtype or cache_scale is not None:
             values = values.astype(jnp.float32)
         if cache_scale is not None:
             factor = cache_scale[ids] if cache_scale.ndim == 3 else jnp.broadcast_to(cache_scale, values.shape[:-1])
-            values = (values.astype(jnp.float32) * factor[..., None]).astype(values.dtype)
+            values *= factor[..., None]
         values = values.reshape(*tokens.shape, *cache.shape[2:])
         # Zero times NaN is NaN: what no query sees must be zero itself, a weight of zero is not enough.
         return jnp.where(seen[..., None, None], values, jnp.zeros_like(values))
@@ -184,8 +184,8 @@ def _reduce(
     lse = jnp.where(sees_any, m_all + jnp.log(denominator), -jnp.inf)
 
     def unfold(rows: jax.Array) -> jax.Array:  # [seqs, kv_heads, q_len * group, ...] -> [seqs, q_len, heads, ...]
-        split = rows.reshape(seqs, -1, q_len, a.group, *rows.shape[3:])
-        return split.swapaxes(1, 2).reshape(seqs, q_len, heads, *rows.shape[3:])
+        by_head = rows.reshape(seqs, -1, q_len, a.group, *rows.shape[3:])
+        return by_head.swapaxes(1, 2).reshape(seqs, q_len, heads, *rows.shape[3:])
 
     return unfold(jnp.where(sees_any[..., None], out, 0.0)).astype(a.q.dtype), unfold(lse)
 

@@ -17,6 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.3},
     "window": {"sliding_window": 20},
+    "window of all": {"sliding_window": 2**31 - 1},
     "window of one": {"sliding_window": 1},
     "soft cap": {"logits_soft_cap": 3.0},
     "alibi": {"alibi_slopes": np.linspace(0.02, 0.5, 6, dtype=np.float32)},
@@ -92,7 +93,7 @@ def make_case(
     def cache(name: str) -> jax.Array:
         values = rng.normal(size=cache_shape).astype(np.float32)
         if cache_dtype == jnp.int8:
-            values = np.clip(np.round(values * 40), -127, 127)
+            values = np.where(legal[..., None, None], np.clip(np.round(values * 40), -127, 127), 127)
         else:
             values[~legal] = np.nan
         if scale_shape is not None:
@@ -124,7 +125,8 @@ def plain_jnp(case: Case) -> np.ndarray:
     """What plain jnp gives at the case's own precision: logits and sums in float32, weights and output rounded to q's
     dtype. Its distance from the oracle is the yardstick of the error budget."""
     options = dict(case.options)
-    wide = case.q.dtype if case.k_cache.dtype == case.q.dtype else jnp.float32
+    same = case.k_cache.dtype == case.q.dtype and "k_scale" not in options
+    wide = case.q.dtype if same else jnp.float32
     k, v = _dequantised(case, "k", wide), _dequantised(case, "v", wide)
     return np.asarray(
         _plain(case.q.astype(wide), k, v, case.block_tables, case.lengths, case.q.dtype, options), np.float32
@@ -198,5 +200,5 @@ def assert_within_budget(case: Case, out: Any) -> None:
 def assert_lse(case: Case, lse: Any) -> None:
     _, expected = oracle(case)
     assert lse.dtype == jnp.float32
-    tolerance = 1e-5 if case.q.dtype == jnp.float32 else 1e-2
+    tolerance = 1e-5 if case.q.dtype == jnp.float32 else 2e-3
     np.testing.assert_allclose(np.asarray(lse), expected, rtol=tolerance, atol=tolerance)

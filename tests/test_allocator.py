@@ -123,6 +123,7 @@ def test_positions_are_those_of_the_newest_tokens():
         (lambda a: BlockAllocator.create(4, 0, 1, 1), r"block_size must be at least 1; got block_size=0"),
         (lambda a: BlockAllocator.create(4, 4, 0, 1), r"num_seqs must be at least 1; got num_seqs=0"),
         (lambda a: BlockAllocator.create(4, 4, 1, 0), r"max_blocks must be at least 1; got max_blocks=0"),
+        (lambda a: BlockAllocator.create(2**27, 16, 1, 1), r"less than 2\^31 tokens; got num_blocks=134217728"),
         (lambda a: a.append(counts(1)), r"num_tokens must be int32 \[2\], one for each sequence; got int32 \[1\]"),
         (lambda a: a.append(jnp.ones(2)), r"num_tokens must be int32 \[2\].*got float32 \[2\]"),
         (lambda a: a.append(counts(1, 1), max_tokens=0), r"max_tokens must be at least 1; got max_tokens=0"),
@@ -275,6 +276,15 @@ TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = settings(max_examples=40, stateful_step_count=40)
 TestVmapped = VmappedMachine.TestCase
 TestVmapped.settings = settings(max_examples=8, stateful_step_count=15)
+
+
+def test_dtypes_hold_with_64_bits_switched_on():
+    with jax.enable_x64(True):
+        allocator = BlockAllocator.create(num_blocks=20, block_size=2, num_seqs=3, max_blocks=6)
+        step = lambda i, a: a.append(counts(1, 1, 0))[0].free(jnp.asarray([True, False, False]))  # noqa: E731
+        allocator = jax.lax.fori_loop(0, 5, step, allocator)
+    assert allocator.lengths.tolist() == [0, 5, 0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(allocator)} == {jnp.dtype("int32")}
 
 
 def test_inside_scan_and_while_loop():

@@ -70,6 +70,11 @@ def test_narrow_caches(cache_dtype, scale_shape):
     check(make_case(cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_scale_on_a_cache_of_qs_own_dtype(dtype):
+    check(make_case(dtype=dtype, cache_dtype=dtype, scale_shape="head"))
+
+
 def test_blocks_of_several_tiles_with_a_scale_a_token():
     check(make_case(block_size=256, max_blocks=3, cache_dtype=jnp.int8, scale_shape="token_head"), num_partitions=2)
 

@@ -1,5 +1,6 @@
 """What paged_attention refuses, and that each refusal says what it got and what to do."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -26,7 +27,7 @@ MISTAKES = {
         r"got k_cache.shape=\(4, 9, 16, 2, 64\).*fold_layers",
     ),
     "two cache shapes": (dict(v_cache=jnp.zeros((9, 16, 2, 32))), r"k_cache and v_cache must have one shape"),
-    "empty axis": (dict(q=jnp.zeros((3, 0, 6, 64))), r"no axis but seqs may be empty; got q.shape=\(3, 0, 6, 64\)"),
+    "empty axis": (dict(q=jnp.zeros((3, 0, 6, 64))), r"no axis may be empty; got q.shape=\(3, 0, 6, 64\)"),
     "head_dim": (dict(q=jnp.zeros((3, 6, 32))), r"one head_dim; got q.shape=\(3, 6, 32\), k_cache.shape"),
     "heads": (dict(q=jnp.zeros((3, 5, 64))), r"multiple of kv_heads; got heads=5, kv_heads=2.*kv_heads third"),
     "table shape": (
@@ -41,7 +42,7 @@ MISTAKES = {
         dict(k_scale=jnp.ones(6)),
         r"k_scale must have shape \[\] or \[2\] or \[\d+, 16, 2\]; got \[6\]",
     ),
-    "window kind": (dict(sliding_window=2.5), r"sliding_window must be int32; got float32"),
+    "window kind": (dict(sliding_window=2.5), r"sliding_window must be int32; got float64"),
     "window sign": (dict(sliding_window=0), r"sliding_window must be positive; got sliding_window=0. Pass None"),
     "cap sign": (dict(logits_soft_cap=-1.0), r"logits_soft_cap must be positive; got logits_soft_cap=-1.0"),
 }
@@ -57,6 +58,13 @@ def test_value_errors(function, mistake):
     arrays = [arguments.pop(name) for name in names]
     with pytest.raises(ValueError, match=message):
         function(*arrays, **arguments)
+
+
+@pytest.mark.parametrize("options", [dict(sliding_window=0), dict(logits_soft_cap=-1.0)])
+def test_numbers_are_checked_under_jit_too(options):
+    case = make_case(lengths=(1, 20, 0))
+    with pytest.raises(ValueError, match="must be positive"):
+        jax.jit(lambda *arrays: paged_attention(*arrays, **options))(*case.arrays)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,12 @@ def test_write_errors(cache, k, slots, message):
         write_kv(KVCache.create(**cache), jnp.zeros(k), jnp.zeros(k), slots)
 
 
+def test_a_cache_that_write_kv_cannot_write():
+    narrow = jnp.zeros((4, 2, 1, 8), jnp.int8)
+    with pytest.raises(ValueError, match=r"got cache.k.dtype=int8, cache.v.dtype=int8"):
+        write_kv(KVCache(narrow, narrow), tokens(1), tokens(1), jnp.zeros(1, jnp.int32))
+
+
 def test_a_folded_stack_is_each_layer_by_itself():
     layers = [make_case(seed, lengths=(20, 33), max_blocks=3) for seed in (1, 2, 3)]
     stack = KVCache(k=jnp.stack([c.k_cache for c in layers]), v=jnp.stack([c.v_cache for c in layers]))

@@ -99,7 +99,7 @@ def test_the_narrowest_sampling_is_greedy(run, option):
 def test_eos_stops_and_is_the_last_token_unless_ignored(run, folder):
     _, lines, _ = run(tokens=40, prompts=[*PROMPTS, "b", "c", "d"])
     ended = [line for line in lines if EOS in line["tokens"]]
-    for line in ended:
+    for line in ended:  # none with some seeds; a token that surely comes follows
         assert line["tokens"].index(EOS) == len(line["tokens"]) - 1
     # Some token that did come out, taken for the end.
     eos = lines[0]["tokens"][3]
@@ -143,9 +143,9 @@ def test_a_prompt_as_long_as_the_context_gives_one_token(run):
 
 
 def test_chat_and_prompt_file(run, tmp_path):
-    (tmp_path / "prompts.txt").write_text("first\n\nsecond\n")
+    (tmp_path / "prompts.txt").write_text("\ufefffirst\r\n\nsec\u2028ond\n")
     _, lines, _ = run("--chat", "--prompt-file", tmp_path / "prompts.txt", prompts=["zeroth"])
-    assert [line["prompt"] for line in lines] == ["zeroth", "first", "second"]
+    assert [line["prompt"] for line in lines] == ["zeroth", "first", "sec\u2028ond"]
     _, raw, _ = run(prompts=["first:"])
     assert lines[1]["prompt_tokens"] == [EOS, *raw[0]["prompt_tokens"]]
 
@@ -175,6 +175,27 @@ def test_a_stream_is_the_text(run):
     assert {"[0]", "[1]", "[2]"} <= set(re.findall(r"^\[\d\]", out, re.MULTILINE))
 
 
+def test_chat_templates(run, tmp_path):
+    def chat(template, code):
+        model = tmp_path / "model"
+        write_checkpoint(model)
+        (model / "chat_template.jinja").write_text(template)
+        done, lines, err = run("--chat", prompts=["hi"], model=model, tokens=2)
+        assert done == code
+        return err if code else lines[0]["prompt_tokens"]
+
+    loop = "{% for m in messages %}{{ m.content }}{{ strftime_now('') }}{% break %}{% endfor %}"
+    assert chat(loop, 0) == chat("hi", 0)
+    assert "chat template failed: no system" in chat("{{ raise_exception('no system') }}", 2)
+    assert "chat template failed" in chat("{% for %}", 2)
+
+
+def test_a_limit_beyond_the_context_reserves_no_more_than_the_context(run):
+    code, _, err = run(prompts=PROMPTS[:1], tokens=10**10)
+    assert code == 0
+    assert f"would reserve {CONTEXT // 16}," in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "prompts", "message"),
     [
@@ -184,8 +205,13 @@ def test_a_stream_is_the_text(run):
         (["--num-blocks", 3], PROMPTS, r"The prompts need 6 blocks of 16 tokens .* at least --num-blocks 7"),
         ([], ["x" * (CONTEXT + 1)], r"has 129 tokens; the model's context is 128"),
         (["--model", "/nowhere"], PROMPTS, r"There is no checkpoint at /nowhere"),
-        (["--temperature", -1], PROMPTS, r"--temperature must not be negative"),
-        (["--top-p", 0], PROMPTS, r"--top-p must be above 0"),
+        (["--temperature", -1], PROMPTS, r"--temperature must be 0 or a positive number"),
+        (["--temperature", "nan"], PROMPTS, r"--temperature must be 0 or a positive number"),
+        (["--top-p", 0], PROMPTS, r"--top-p above 0"),
+        (["--seed", 2**63], PROMPTS, r"--seed must be within 0 and"),
+        (["--num-blocks", 10**9], PROMPTS, r"A pool of 1000000000 blocks .* takes \d+ GB"),
+        ([], ["\udcff"], r"A prompt is not valid UTF-8"),
+        (["--model", "x" * 300], PROMPTS, r"cannot be read as a checkpoint"),
     ],
 )
 def test_refusals_are_one_sentence_and_exit_code_2(run, arguments, prompts, message):
@@ -222,6 +248,15 @@ def test_broken_checkpoints(run, tmp_path):
     assert "holds no tensor layers.2" in refused(model)
     write_checkpoint(model, intermediate_size=97)
     assert re.search(r"mlp.\w+_proj.weight is .*; its config says", refused(model))
+    write_checkpoint(model, hidden_act="gelu")
+    assert "has the activation 'gelu'" in refused(model)
+    (model / "tokenizer.json").write_text("[]")
+    write_checkpoint(model, rope_scaling="yarn")
+    assert "cannot be read as a checkpoint" in refused(model)
+    (model / "tokenizer.json").write_text("[]")
+    assert "cannot be read" in refused(model)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    assert "lacks 'num_attention_heads'" in refused(model)
     write_checkpoint(model, rope_scaling={"rope_type": "yarn"})
     assert "scaled by 'yarn'" in refused(model)
     (model / "config.json").write_text("{")

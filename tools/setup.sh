@@ -6,6 +6,10 @@ venv=$1
 cd "$(dirname "$0")/.."
 
 if ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then
+    if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ]; then
+        echo "$venv is there and is no virtual environment: it is left alone." >&2
+        exit 1
+    fi
     python=$(tools/find_python.sh)
     echo "Making $venv with $python"
     rm -rf "$venv"

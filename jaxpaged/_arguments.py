@@ -25,7 +25,7 @@ class AttentionArguments:
     block_tables: jax.Array  # int32 [seqs, max_blocks]
     lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
     scale: jax.Array  # f32 []
-    sliding_window: jax.Array | None  # int32 []
+    sliding_window: jax.Array | None  # int32 [], within 1 and the capacity of a table row
     logits_soft_cap: jax.Array | None  # f32 []
     alibi_slopes: jax.Array | None  # f32 [heads]
     sinks: jax.Array | None  # f32 [heads]
@@ -49,8 +49,7 @@ class AttentionArguments:
         """The first position that any query of a sequence sees, int32 [seqs]."""
         if self.sliding_window is None:
             return jnp.zeros_like(self.lengths)
-        # A window of 2^31 - 1 stands for none in a scan over layers: nothing here may overflow.
-        return jnp.maximum(jnp.maximum(self.query_positions()[:, 0], 0) - (self.sliding_window - 1), 0)
+        return jnp.maximum(self.query_positions()[:, 0] - self.sliding_window + 1, 0)
 
     def readable_ids(self, entries: jax.Array, readable: jax.Array | bool = True) -> jax.Array:
         """Block ids at table `entries` [seqs, ...], the null block where nothing may be read.
@@ -89,15 +88,17 @@ def check_arguments(
     heads, head_dim = q.shape[-2:]
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     scale_shapes = [(), (kv_heads,), (num_blocks, block_size, kv_heads)]
+    capacity = block_tables.shape[1] * block_size
     window = _optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     return AttentionArguments(
         q=q if q.ndim == 4 else q[:, None],
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=block_tables,
-        lengths=jnp.clip(lengths, 0, block_tables.shape[1] * block_size),
+        lengths=jnp.clip(lengths, 0, capacity),
         scale=jnp.asarray(head_dim**-0.5 if scale is None else _optional("scale", scale, [()]), jnp.float32),
-        sliding_window=None if window is None else jnp.maximum(window, 1),
+        # 2^31 - 1 stands for no window in a scan over layers: cut down, so that no position less a window overflows.
+        sliding_window=None if window is None else jnp.clip(window, 1, capacity),
         logits_soft_cap=_optional("logits_soft_cap", logits_soft_cap, [()], positive=True),
         alibi_slopes=_optional("alibi_slopes", alibi_slopes, [(heads,)]),
         sinks=_optional("sinks", sinks, [(heads,)]),

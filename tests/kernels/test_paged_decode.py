@@ -33,10 +33,12 @@ def test_options_with_partitions(name):
     check(case, num_partitions=3)
 
 
-@pytest.mark.parametrize(("q_len", "num_partitions"), [(2, 1), (5, 2), (16, 1)])  # 3 heads: 6, 15 and 48 rows
-def test_several_query_tokens(q_len, num_partitions):
+@pytest.mark.parametrize(  # 3 heads: 6, 15 and 48 rows
+    ("q_len", "num_partitions", "options"), [(2, 1, "window"), (5, 2, "window of all"), (16, 1, "window")]
+)
+def test_several_query_tokens(q_len, num_partitions, options):
     case = make_case(
-        lengths=(3, 66, 130), max_blocks=9, q_len=q_len, kv_heads=1, heads=3, dtype=BF16, options=OPTIONS["window"]
+        lengths=(3, 66, 130), max_blocks=9, q_len=q_len, kv_heads=1, heads=3, dtype=BF16, options=OPTIONS[options]
     )
     check(case, num_partitions=num_partitions)
 

@@ -104,7 +104,7 @@ def paged_attention(
         sinks: f32 `[heads]`, one more logit a head in the denominator; it is part of the lse.
         k_scale: f32 `[]`, `[kv_heads]` or `[blocks, block_size, kv_heads]`: what stored keys are multiplied with.
         v_scale: likewise for values.
-        num_partitions: in how many runs each sequence's tokens are worked on side by side, to be merged at the end.
+        num_partitions: in how many parts each sequence's tokens are worked on side by side, to be merged at the end.
             With it fixed, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1,
             "mosaic_gpu" what fills the GPU.
         return_lse: also return the lse.

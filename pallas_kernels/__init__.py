@@ -1,1 +1,1 @@
-"""Raw Pallas (Mosaic GPU) kernels, one a file. Never imports jaxpaged or flax. Empty until the decode kernel lands."""
+"""Raw Pallas (Mosaic GPU) kernels, one a file. Never imports jaxpaged or flax."""

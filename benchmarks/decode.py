@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import COLD_BYTES, chain_microseconds, floor_microseconds, random
-from jaxpaged import _mosaic_gpu, paged_attention_reference
-from jaxpaged._arguments import check_arguments
+from jaxpaged import paged_attention, paged_attention_reference
 
 # batch, length; "ragged": lengths drawn uniformly from 1..length.
 POINTS = (
@@ -96,12 +95,7 @@ def make_inputs(point: Point, num_calls: int, seed: int = 0) -> Inputs:
 
 
 def attend(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, table: jax.Array, lengths: jax.Array, **options: Any):  # type: ignore[no-untyped-def]
-    no_option = dict.fromkeys(
-        ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
-    )
-    num_partitions = options.pop("num_partitions", None)
-    arguments = check_arguments(q, k_cache, v_cache, table, lengths, **(no_option | options))
-    return _mosaic_gpu.attend(arguments, num_partitions=num_partitions)
+    return paged_attention(q, k_cache, v_cache, table, lengths, return_lse=True, implementation="mosaic_gpu", **options)
 
 
 def check(point: Point, inputs: Inputs, **options: Any) -> float:

@@ -9,16 +9,18 @@ from jaxpaged import _xla
 from jaxpaged._arguments import AttentionArguments
 from pallas_kernels import paged_decode
 
-H100_SMS = 132  # assumed where no GPU says otherwise: in interpret mode, and when lowering for another machine
 
-
-def attend(a: AttentionArguments, *, num_partitions: int | None, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
 
     What `check_supported` lets through.
     """
-    num_sms, _ = (H100_SMS, 9.0) if interpret is not None else _gpu()
-    config = paged_decode.default_config(
+    num_sms, _ = _gpu()
+    return _launch(config_of(a, num_sms=num_sms, num_partitions=num_partitions), None, a)
+
+
+def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: int | None) -> paged_decode.Config:
+    return paged_decode.default_config(
         seqs=a.q.shape[0],
         kv_heads=a.k_cache.shape[2],
         group=a.group,
@@ -28,7 +30,6 @@ def attend(a: AttentionArguments, *, num_partitions: int | None, interpret: Any 
         num_sms=num_sms,
         num_partitions=num_partitions,
     )
-    return _launch(config, interpret, a)
 
 
 def check_supported(a: AttentionArguments) -> None:

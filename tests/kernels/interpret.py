@@ -9,7 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _mosaic_gpu
 from jaxpaged._arguments import check_arguments
-from pallas_kernels import paged_decode
 from tests.cases import Case, assert_lse, assert_within_budget
 
 OPTION_NAMES = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
@@ -33,16 +32,7 @@ def attend(
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
     interpret = plgpu.InterpretGPUParams(detect_races=True, **fill)
     a = arguments_of(case)
-    chosen = paged_decode.default_config(
-        seqs=a.q.shape[0],
-        kv_heads=a.k_cache.shape[2],
-        group=a.group,
-        q_len=a.q.shape[1],
-        head_dim=a.q.shape[-1],
-        capacity=a.block_tables.shape[1] * a.block_size,
-        num_sms=_mosaic_gpu.H100_SMS,
-        num_partitions=num_partitions,
-    )
+    chosen = _mosaic_gpu.config_of(a, num_sms=132, num_partitions=num_partitions)  # of an H100
     out, lse = _mosaic_gpu._launch(dataclasses.replace(chosen, **config), interpret, a)
     jax.block_until_ready(out)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])

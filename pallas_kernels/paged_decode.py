@@ -40,7 +40,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _finish, _rows, paged_merge
+from pallas_kernels import _finish, _rows, _widen, paged_merge
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows, round_up
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -75,8 +75,11 @@ def check_supported(
         )
     if q_dtype not in DTYPES:
         raise NotImplementedError(f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.")
-    if cache_dtype != q_dtype:
-        raise NotImplementedError(f"the decode kernel takes a cache in q's dtype; got {cache_dtype=!s}, {q_dtype=!s}.")
+    if cache_dtype != q_dtype and not _widen.is_narrow(cache_dtype):
+        raise NotImplementedError(
+            "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
+            f"got {cache_dtype=!s}, {q_dtype=!s}."
+        )
     if head_dim > 256 or (head_dim % 16):
         raise NotImplementedError(f"the decode kernel takes a head_dim up to 256, a multiple of 16; got {head_dim=}.")
     if block_size not in (8, 16, 32) and block_size % 128 and block_size != 64:

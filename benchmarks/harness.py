@@ -47,11 +47,19 @@ def slope_microseconds(dispatch: Callable[[int], Any], num_calls: int, seconds: 
     return statistics.median(slopes) / num_calls * 1e6
 
 
-def kernel_times(compiled: Any, args: tuple) -> list[tuple[str, float]]:
-    """(name, microseconds) of every kernel that one execution runs, in order, from CUPTI. GPU only."""
-    from jax.experimental.mosaic.gpu import profiler  # it fails to import where there is no GPU build of jaxlib
+def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """(name, microseconds) of every kernel that runs because of `run`, in order, from CUPTI. GPU only.
 
-    _, times = profiler.Cupti(finalize=False).measure(compiled, aggregate=False)(*args)
+    Not through `profiler.measure`, which calls twice with the same arguments: a donated state cannot be given twice.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        jax.block_until_ready(run())
+    finally:
+        times = cupti._cupti_get_timings(False)  # False: CUPTI stays, for the next time
     return [(name, milliseconds * 1e3) for name, milliseconds in times or ()]
 
 

@@ -202,7 +202,8 @@ def measure(name: str, config: LlamaConfig, weights: Any, apply: Apply, shape: s
     result["over_floor"] = result["ms"] / result["floor_ms"]
     print(
         f"{name:<20} {shape:>8} {result['ms']:7.3f} ms, floor {result['floor_ms']:6.3f}, "
-        f"ratio {result['over_floor']:.3f}, compile {result['compile_s']:.0f} s, copies of a cache {result['cache_copies']}, error {result['error']:.1e}",
+        f"ratio {result['over_floor']:.3f}, compile {result['compile_s']:.0f} s, "
+        f"copies of a cache {result['cache_copies']}, error {result['error']:.1e}",
         flush=True,
     )
     if options.profile:

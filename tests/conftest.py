@@ -4,9 +4,9 @@ import os
 # (2 were too few for a cluster of 2: a deadlock), unless it is told before it starts.
 os.environ.setdefault("NPROC", "32")
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+import jax
+import pytest
+from hypothesis import HealthCheck, settings
 
 # A dtype or a rank that changes by itself is a defect here; so is a leaked tracer.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -5,12 +5,14 @@ from jaxpaged._attention import paged_attention
 from jaxpaged._cache import KVCache, fold_layers, layer_block_tables, layer_slots, unfold_layers, write_kv
 from jaxpaged._reference import paged_attention_reference
 from jaxpaged._rotary import rotary_frequencies
+from jaxpaged._transfer import copy_blocks
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockAllocator",
     "KVCache",
+    "copy_blocks",
     "fold_layers",
     "layer_block_tables",
     "layer_slots",

@@ -57,7 +57,7 @@ def test_copy_blocks(source_ids, destination_ids, expected, num_layers):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_blocks_keeps_every_bit(dtype):
     width = np.uint32 if dtype == jnp.float32 else np.uint16
-    bits = np.random.default_rng(0).integers(0, np.iinfo(width).max, (6, 2, 3, 8), width)  # NaN of many kinds among them
+    bits = np.random.default_rng(0).integers(0, np.iinfo(width).max, (6, 2, 3, 8), width)  # many kinds of NaN
     k = jax.lax.bitcast_convert_type(jnp.asarray(bits), dtype)
     copied = copy_blocks(KVCache(k, k), ids(1, 2), ids(4, 5)).k
     expected = np.asarray(k)[[0, 1, 2, 3, 1, 2]]

@@ -4,8 +4,9 @@ import jax
 
 from jaxpaged._allocator import BlockAllocator
 from jaxpaged._attention import Implementation, paged_attention
-from jaxpaged._cache import KVCache, write_kv
+from jaxpaged._cache import KVCache
 from jaxpaged._rotary import rotate
+from jaxpaged._write_kv import write_kv
 
 
 def rotate_write_attend(

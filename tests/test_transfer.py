@@ -86,8 +86,8 @@ def test_copy_blocks_in_place():
     ("source_ids", "destination_ids", "message"),
     [
         (ids(1), ids(1, 2), r"got source_ids.shape=\(1,\), destination_ids.shape=\(2,\). Pad with the null block"),
-        (ids(1)[None], ids(1), r"source_ids must be int32 \[pairs\]; got int32 \[1, 1\]"),
-        (ids(1), jnp.zeros(1), r"destination_ids must be int32 \[pairs\]; got float32 \[1\]"),
+        (ids(1)[None], ids(1), r"source_ids must be int32, of one axis; got int32 \[1, 1\]"),
+        (ids(1), jnp.zeros(1), r"destination_ids must be int32, of one axis; got float32 \[1\]"),
     ],
 )
 def test_copy_blocks_errors(source_ids, destination_ids, message):
@@ -96,5 +96,5 @@ def test_copy_blocks_errors(source_ids, destination_ids, message):
 
 
 def test_what_is_no_cache():
-    with pytest.raises(ValueError, match=r"got cache.k.shape=\(3, 8\)"):
+    with pytest.raises(ValueError, match=r"got k.shape=\(3, 8\)"):
         copy_blocks(KVCache(jnp.zeros((3, 8)), jnp.zeros((3, 8))), ids(1), ids(2))

@@ -39,6 +39,8 @@ def rotate_write_attend(
         scale=scale,
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
         implementation=implementation,
     )
     return cache, out.reshape(seqs, q_len, -1)

@@ -9,6 +9,8 @@ from jaxpaged._cache import LARGEST, Granularity, KVCache, check_cache
 # A vector of zeros, or of numbers that no one can tell from zero, must not divide by zero, and its scale must stay a
 # normal float32, which GPUs do not flush to zero.
 LEAST_SCALE = 1e-30
+# An infinity is taken for this, so that its scale times the dtype's largest number is finite again.
+MOST = 3.4e38
 
 
 def kv_scale(x: ArrayLike, dtype: DTypeLike, scale: Granularity) -> jax.Array:
@@ -26,8 +28,7 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale: Granularity) -> jax.Array:
         scale: "tensor", "head" or "token_head".
 
     Returns:
-        f32 `[]`, `[kv_heads]` or `[..., kv_heads]`; at least 1e-30. Infinities count as the largest float32, NaN gives
-        NaN.
+        f32 `[]`, `[kv_heads]` or `[..., kv_heads]`; at least 1e-30. Infinities count as 3.4e38, NaN gives NaN.
 
     Raises:
         ValueError: another dtype or granularity.
@@ -46,7 +47,7 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale: Granularity) -> jax.Array:
             f'x must be [..., kv_heads, head_dim] and scale "tensor", "head" or "token_head"; got {x.shape=}, {scale=}.'
         )
     largest = jnp.abs(x).max(axis=axes[scale]).astype(jnp.float32)
-    largest = jnp.minimum(largest, jnp.finfo(jnp.float32).max)
+    largest = jnp.minimum(largest, MOST)
     return jnp.maximum(largest / LARGEST[jnp.dtype(dtype)], LEAST_SCALE)
 
 

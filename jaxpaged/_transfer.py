@@ -6,6 +6,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxpaged._cache import KVCache, check_cache, map_blocks
+from jaxpaged._rows import put_rows, take_rows
 from jaxpaged._write_kv import scatter_slots
 
 
@@ -210,9 +211,7 @@ def scatter_kv(cache: KVCache, contiguous: KVCache, block_tables: ArrayLike, len
     in_layers = _in_every_layer(slots.ravel(), num_layers, num_slots, slots.ravel() < num_slots)
 
     def scatter(pool: jax.Array, tokens: jax.Array) -> jax.Array:
-        flat = pool.reshape(-1, *pool.shape[_layer_axes(cache) + 1 :])
-        rows = tokens.reshape(-1, *tokens.shape[_layer_axes(cache) + 2 :])
-        return scatter_slots(flat, rows, in_layers).reshape(pool.shape)
+        return scatter_slots(pool, tokens.reshape(-1, *tokens.shape[_layer_axes(cache) + 2 :]), in_layers)
 
     return map_blocks(scatter, cache, contiguous)
 
@@ -223,22 +222,23 @@ def _layer_axes(cache: KVCache) -> int:
 
 def _take_blocks(pool: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
     """Blocks of a pool `[(layers,) blocks, ...]`, in every layer; the ids are legal."""
-    if not _layer_axes(cache):
-        return pool.at[ids].get(mode="promise_in_bounds")
     # A stack is seen as one pool, its layer axis in the index: a window over a leading axis makes XLA transpose.
-    num_layers, num_blocks, *block = pool.shape
+    num_layers, num_blocks = _layers_and_blocks(pool, cache)
+    block = pool.shape[_layer_axes(cache) + 1 :]
     every = _in_every_layer(ids, num_layers, num_blocks)
-    return pool.reshape(-1, *block).at[every].get(mode="promise_in_bounds").reshape(num_layers, -1, *block)
+    return take_rows(pool.reshape(-1, *block), every).reshape(*pool.shape[: _layer_axes(cache)], ids.size, *block)
 
 
 def _put_blocks(pool: jax.Array, blocks: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
     """The inverse; the ids are legal and distinct, or below zero, which drops a block."""
-    num_layers, num_blocks = pool.shape[:2] if _layer_axes(cache) else (1, pool.shape[0])
+    num_layers, num_blocks = _layers_and_blocks(pool, cache)
     block = pool.shape[_layer_axes(cache) + 1 :]
     every = _in_every_layer(ids, num_layers, num_blocks, ids >= 0)
-    flat = pool.reshape(-1, *block)
-    flat = flat.at[every].set(blocks.reshape(-1, *block), mode="drop", unique_indices=True, wrap_negative_indices=False)
-    return flat.reshape(pool.shape)
+    return put_rows(pool, every, blocks.reshape(-1, *block))
+
+
+def _layers_and_blocks(pool: jax.Array, cache: KVCache) -> tuple[int, int]:
+    return (pool.shape[0], pool.shape[1]) if _layer_axes(cache) else (1, pool.shape[0])
 
 
 def _only_where(mask: jax.Array, values: jax.Array, cache: KVCache) -> jax.Array:

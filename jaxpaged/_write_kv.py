@@ -1,11 +1,14 @@
 """Writing new tokens into the cache: a scatter, and the quantisation of what it scatters."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._cache import KVCache, check_cache
 from jaxpaged._quantisation import kv_scale, quantise
+from jaxpaged._rows import put_rows
 
 
 def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KVCache:
@@ -31,7 +34,8 @@ def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KV
         ValueError: shapes or dtypes that do not fit.
 
     Bytes moved: the tokens are read and written, `2 * tokens * kv_heads * head_dim * (itemsize of k + itemsize of the
-    cache)`, plus the slots, plus `2 * tokens * kv_heads * 4` where scales of a token and head are stored.
+    cache)`, plus the slots, plus `2 * tokens * kv_heads * 4` where scales of a token and head are stored. (On a CPU
+    XLA knows no float8, and writing such a cache passes over all of it, in place.)
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -79,12 +83,10 @@ def _write(
 
 
 def scatter_slots(pool: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
-    """Tokens [tokens, ...] at their slots of a pool [blocks, block_size, ...]; those outside the pool are dropped."""
-    num_slots = pool.shape[0] * pool.shape[1]
-    # XLA is told that no two writes meet: without that promise it serialises the scatter on GPUs. So padding goes to
-    # distinct places outside the pool, below zero, where nothing overflows however large the pool is.
+    """Tokens [tokens, ...] at their slots of a pool [blocks, block_size, ...], or of a stack of layers, whose slots are
+    counted through; those outside are dropped."""
+    num_slots = math.prod(pool.shape[: pool.ndim - tokens.ndim + 1])
+    # Padding goes to distinct places below zero: past the end a large pool would leave no room in int32.
     dropped = -1 - jnp.arange(slots.size, dtype=jnp.int32)
     slots = jnp.where((slots >= 0) & (slots < num_slots), slots, dropped)
-    flat = pool.reshape(num_slots, *pool.shape[2:])
-    flat = flat.at[slots].set(tokens, mode="drop", unique_indices=True, wrap_negative_indices=False)
-    return flat.reshape(pool.shape)
+    return put_rows(pool, slots, tokens)

@@ -47,7 +47,8 @@ def main() -> None:
     for name, shape, num_partitions in CALLS:
         start = time.monotonic()
         with jax.default_device(cpu):
-            case = make_case(**({"head_dim": 128, "dtype": jnp.bfloat16} | shape))
+            settings: dict[str, Any] = {"head_dim": 128, "dtype": jnp.bfloat16} | shape
+            case = make_case(**settings)
         with jax.default_device(device):
             out = paged_attention(
                 *jax.device_put(case.arrays, device),

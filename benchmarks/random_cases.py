@@ -224,8 +224,8 @@ def main() -> None:
 
     def job(family: Family) -> Any:
         program = jax.jit(functools.partial(loop, family, options.implementation))
-        # What is drawn is rounded to `dtype` for the kernel: unless told so, XLA hands the oracle the unrounded numbers,
-        # and plain jnp an unrounded p.
+        # What is drawn is rounded to `dtype` for the kernel. Unless told so, XLA hands the oracle the unrounded numbers
+        # and leaves p of plain jnp unrounded.
         return program.lower(keys_of(family), is_twin).compile({"xla_allow_excess_precision": False})
 
     print(

@@ -155,13 +155,14 @@ def _merge_cluster(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Arra
         m_all = m_peers[0]
         for m_peer in m_peers[1:]:
             m_all = jnp.maximum(m_all, m_peer)
-        merged, l_all = None, None
+        merged = plgpu.layout_cast(jnp.full((COLUMNS, m.shape[0]), 0.0, jnp.float32), ROWS)
+        l_all = plgpu.layout_cast(jnp.full(m.shape, 0.0, jnp.float32), _rows.ROW_VECTOR)
         for peer, m_peer in zip(peers, m_peers, strict=True):
             weight = jnp.exp2(m_peer - m_all)
             part = plgpu.load(of_peer(f"acc{group}", peer), layout=ROWS, optimized=False)
             part *= over_rows(weight, part.shape)
             l_peer = _rows.load_rows(of_peer("l", peer)) * weight
-            merged, l_all = (part, l_peer) if merged is None else (merged + part, l_all + l_peer)
+            merged, l_all = merged + part, l_all + l_peer
         if place.num_partials == 1:
             factor, lse = _rows.normalise(m_all, l_all, _sinks(refs, place))
             _rows.store(columns_smem.T, (merged * over_rows(factor, merged.shape)).astype(columns_smem.dtype))

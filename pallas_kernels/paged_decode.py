@@ -502,12 +502,15 @@ def launch(
             refs, config=config, num_blocks=num_blocks, block_size=block_size, q_len=q_len, group=group, width=width
         )
 
+    clusters: dict[str, Any] = {}
+    if config.cluster > 1:
+        clusters = {"cluster": (config.cluster,), "cluster_names": ("member",)}
     results = plgpu.kernel(
         paged_decode,
         out_type=tuple(out_types.values()),
         grid=(seqs, config.num_partials, kv_heads),
         grid_names=("seq", "partial", "kv_head"),
-        **({} if config.cluster == 1 else {"cluster": (config.cluster,), "cluster_names": ("member",)}),
+        **clusters,
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=scratch,

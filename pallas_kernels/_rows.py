@@ -24,11 +24,6 @@ def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def matrix(columns: int, itemsize: int) -> tuple:
-    """How an operand of a product lies in SMEM: tiles of 8 x `columns`, swizzled."""
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * itemsize)  # type: ignore[abstract]
-
-
 def ceil_div(x: jax.Array, y: int) -> jax.Array:
     return lax.div(x + jnp.int32(y - 1), jnp.int32(y))
 

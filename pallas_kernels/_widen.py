@@ -1,20 +1,23 @@
-"""8-bit caches on chip: two neighbouring columns of the head at a time, from SMEM straight to the operands of a product.
+"""8-bit caches on chip: from SMEM straight to the left operands of the products, widened to float16 in registers.
 
-The tensor cores multiply 16-bit numbers, and they transpose only such. So a tile of 8-bit numbers is read as 16-bit
-words, transposed where it holds V, and each word is taken apart in registers: its low byte is an even column of the
-head, its high byte the odd one beside it. Widened to float16 the two halves are the left operands of one product each:
+The tensor cores multiply 16-bit numbers, and only such are transposed on the way out of SMEM. So a tile is read as
+words of two neighbouring columns of the head, that of V transposed, and each register, which holds two words, is taken
+apart into two registers of two float16 each. Nothing widened goes back to SMEM.
 
-    S^T = K_even Q_even^T + K_odd Q_odd^T,    O_even^T += V_even^T P^T,    O_odd^T += V_odd^T P^T
+What is cheapest leaves the columns of the head out of order, though only within each 16:
 
-Nothing widened ever goes back to SMEM. Q is split into its even and odd columns once, before the first tile, and O is
-put together again once, after the last, both through a small buffer in SMEM.
+    K: position 8 h + 2 i + j holds column 4 i + 2 h + j,    V: position 8 h + i holds column 2 i + h
 
-float16 holds every number that float8_e4m3fn, float8_e5m2 or int8 can, subnormals, infinities and NaN among them. It
-does not hold every bfloat16: so each row of a Q in bfloat16 is first divided by the power of two of its largest number.
-Then no number of it is above 2, those down to 2^-14 of the largest are exact, and the logits are multiplied with that
-power again.
+So Q is brought into the order of K once, before the first tile, and O back from the order of V once, after the last.
 
-Everything here is traced inside the decode kernel.
+float16 holds every float8_e4m3fn, float8_e5m2 and int8, subnormals, infinities and NaN among them. It does not hold
+every bfloat16: each row of such a Q is divided by a power of two that brings its largest number to between 1 and 2, and
+its logits are multiplied with that power again; what is less than 2^-14 of the largest loses bits, those below 2^-24.
+Weights of a softmax up to 2^HEADROOM use the whole of float16's range: one is off by 2^-11 of itself at most down to
+2^-29 of the largest, where bfloat16 is off by 2^-9.
+
+Everything here is traced inside the decode kernel. Interpret mode has neither two views of one buffer nor products with
+an operand in registers: there the same orders come about by reshaping.
 """
 
 import dataclasses
@@ -22,144 +25,98 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
 
-from pallas_kernels import _rows
-from pallas_kernels._rows import ROWS, over_rows
+from pallas_kernels._rows import ROWS
 
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
-WORDS = 64  # 16-bit words, the M of one product
-COLUMNS = 2 * WORDS  # of the head
+HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
+# [32 words, tokens], 8 words to a warp: widened, the 16 rows that ROWS gives it.
+WORDS = plgpu.Layout.TILED(
+    fragmented_array.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+K_ORDER = tuple(4 * i + 2 * h + j for h in range(2) for i in range(4) for j in range(2))
+V_ORDER = tuple(2 * i + h for h in range(2) for i in range(8))
 
 
 def is_narrow(cache_dtype: Any) -> bool:
     return cache_dtype in DTYPES
 
 
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Tiles of an 8-bit cache in SMEM, [stages, tile, width], and the same bytes as words.
-
-    Interpret mode knows no two views of one buffer: there `words` is None and the bytes are split instead.
-    """
-
-    narrow: Any
-    words: Any | None  # int16 [stages, tile, width / 2]
-
-    @staticmethod
-    def scratch(shape: tuple[int, int, int], dtype: Any, head_dim: int, interpret: Any) -> Any:
-        stages, tile, width = shape
-        columns = columns_of_copy(head_dim, 128)
-        narrow = plgpu.SMEM(shape, dtype, transforms=_matrix(columns, columns))
-        if interpret:
-            return narrow
+def scratch(shape: tuple[int, int, int], rows: int, dtype: Any, head_dim: int, interpret: Any) -> dict[str, Any]:
+    """SMEM for rings of K and V, [stages, tile, width], as the copies write them and as words, and for Q and P."""
+    stages, tile, width = shape
+    # The copy engine takes no tile that does not divide the head, unless it holds all of it.
+    columns = next(n for n in (128, 64, 32, 16) if n <= width and (head_dim % n == 0 or head_dim < n))
+    ring = plgpu.SMEM(shape, dtype, transforms=_matrix(columns, columns))
+    if not interpret:
         words = plgpu.SMEM((stages, tile, width // 2), jnp.int16, transforms=_matrix(columns // 2, columns))
-        return plgpu.RefUnion(narrow, words)
-
-    @classmethod
-    def of(cls, ref: Any) -> "Ring":
-        return cls(*ref) if isinstance(ref, (tuple, list)) else cls(ref, None)
-
-    def halves(self, stage: jax.Array, piece: int, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
-        """Even and odd columns of piece `piece` of 128, float16 [tile, 64], or [64, tile] where `transposed`."""
-        if self.words is None:
-            columns = self.narrow[stage, :, pl.ds(piece * COLUMNS, COLUMNS)].astype(jnp.float16)
-            pairs = columns.reshape(-1, WORDS, 2)
-            even, odd = pairs[..., 0], pairs[..., 1]
-            return (even.T, odd.T) if transposed else (even, odd)
-        words = self.words.at[stage, :, pl.ds(piece * WORDS, WORDS)]
-        return widen(plgpu.load(words.T if transposed else words, layout=ROWS), self.narrow.dtype)
-
-
-def columns_of_copy(head_dim: int, most: int) -> int:
-    """Columns of a tile that the copy engine takes: it must divide the head, or hold all of it."""
-    return next(
-        columns for columns in (128, 64, 32, 16) if columns <= most and (head_dim % columns == 0 or head_dim < columns)
-    )
+        ring = plgpu.RefUnion(ring, words)
+    return {
+        "q_smem": plgpu.SMEM((rows, width), jnp.float16, transforms=_matrix(64, 128)),
+        "k_smem": ring,
+        "v_smem": ring,
+        "p_smem": plgpu.SMEM((rows, tile), jnp.float16, transforms=_matrix(64, 128)),
+    }
 
 
 def _matrix(columns: int, row_bytes: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes)  # type: ignore[abstract]
 
 
-def widen(words: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The low and the high bytes of int16 `words`, each a number of type `dtype`, as float16."""
-    eight = jnp.full(words.shape, 8, jnp.int16)
-    if dtype == jnp.int8:
-        # 0x6400 + u is the float16 1024 + u for a u of 8 bits, and u = x + 128 is x with its sign bit turned over. The
-        # conversion that the compiler knows goes number by number.
-        low, high = words & jnp.int16(0xFF), lax.shift_right_logical(words, eight)
-        both = (lax.bitcast_convert_type(u ^ jnp.int16(0x6480), jnp.float16) for u in (low, high))
-        low, high = (biased - jnp.full(words.shape, 1152, jnp.float16) for biased in both)
-        return low, high
-    if dtype == jnp.float8_e5m2:  # the upper half of a float16
-        low, high = lax.shift_left(words, eight), words & jnp.int16(-256)
-        return lax.bitcast_convert_type(low, jnp.float16), lax.bitcast_convert_type(high, jnp.float16)
-    low, high = words.astype(jnp.int8), lax.shift_right_logical(words, eight).astype(jnp.int8)
-    low, high = (lax.bitcast_convert_type(x, dtype).astype(jnp.float16) for x in (low, high))
-    return low, high
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A ring of tiles, [stages, tile, width], and the same bytes as words; None in interpret mode."""
+
+    narrow: Any
+    words: Any | None  # int16 [stages, tile, width / 2]
+
+    @classmethod
+    def of(cls, ref: Any, interpret: Any) -> "Tiles":
+        return cls(ref, None) if interpret else cls(*ref)
+
+    def keys(self, stage: jax.Array) -> jax.Array:
+        """float16 [tile, width], the columns in the order of K."""
+        if self.words is None:
+            return _in_order(self.narrow[stage].astype(jnp.float16).T, K_ORDER).T
+        return _widen(plgpu.load(self.words.at[stage], layout=ROWS), self.narrow.dtype, transposed=False)
+
+    def values(self, stage: jax.Array, start: int, size: int) -> jax.Array:
+        """float16 [size, tile] of columns `start` to `start + size - 1`, in the order of V."""
+        if self.words is None:
+            columns = self.narrow[stage, :, pl.ds(start, size)].astype(jnp.float16)
+            return _in_order(columns.T, V_ORDER)
+        words = self.words.at[stage, :, pl.ds(start // 2, size // 2)]
+        return _widen(plgpu.load(words.T, layout=WORDS), self.narrow.dtype, transposed=True)
 
 
-def scratch(*, rows: int, width: int, tile: int) -> dict[str, Any]:
-    matrix = _matrix(WORDS, 2 * WORDS)
-    return {
-        "q_halves_smem": plgpu.SMEM((2, rows, width // 2), jnp.float16, transforms=matrix),
-        "p_smem": plgpu.SMEM((rows, tile), jnp.float16, transforms=matrix),
-        "pairs_smem": plgpu.SMEM((WORDS, 2, rows), jnp.float32),
-    }
-
-
-def split_q(refs: dict[str, Any], rows: int) -> jax.Array | None:
-    """Writes the even and the odd columns of Q; returns what the logits of each row must be multiplied with, f32 [rows].
+def load_q(q_flat: Any, q_smem: Any, interpret: Any) -> jax.Array | None:
+    """Q [rows, width] in the order of K; what the products with each row must be multiplied with, f32 [rows], or None.
 
     None stands for ones.
     """
-    q_flat_smem, halves_smem = refs["q_flat_smem"], refs["q_halves_smem"]  # [rows + 1, width], [2, rows, width / 2]
-    width = q_flat_smem.shape[1]
-    pieces = [
-        plgpu.load(q_flat_smem.at[pl.ds(0, rows), pl.ds(piece, COLUMNS)].T, layout=ROWS, optimized=False)
-        for piece in range(0, width, COLUMNS)
-    ]
-    pieces = [piece.astype(jnp.float32) for piece in pieces]
+    q = plgpu.load(q_flat.T, layout=ROWS, optimized=False)
     unit = None
-    if q_flat_smem.dtype == jnp.bfloat16:
-        largest = None
-        for piece in pieces:
-            most = jnp.abs(piece).max(axis=0)
-            largest = most if largest is None else jnp.maximum(largest, most)
-        unit = _power_of_two(largest)
-        inverse = 1.0 / unit
-        pieces = [piece * over_rows(inverse, piece.shape) for piece in pieces]
-    for i, piece in enumerate(pieces):
-        for h, half in enumerate(_split(piece, refs["pairs_smem"])):
-            halves_smem.at[h, :, pl.ds(i * WORDS, WORDS)].T[...] = half.astype(jnp.float16)
+    if q.dtype == jnp.bfloat16:
+        wide = q.astype(jnp.float32)
+        unit = _power_of_two(jnp.abs(wide).max(axis=0))
+        q = (wide * lax.broadcast_in_dim(1.0 / unit, wide.shape, [1])).astype(jnp.float16)
+    q_smem.T[...] = _in_order(q, K_ORDER) if interpret else _exchange(q, K_ORDER)
     plgpu.commit_smem()
     return unit
 
 
-def join(acc: tuple[jax.Array, ...], chunk: int, pairs_smem: Any) -> tuple[jax.Array, ...]:
-    """`acc`: even and odd columns in turn, f32 [64, rows] each; returns the columns in order, f32 [chunk, rows] each."""
-    joined = []
-    columns_smem = pairs_smem.reshape(COLUMNS, pairs_smem.shape[-1])
-    for halves in zip(acc[::2], acc[1::2], strict=True):
-        plgpu.commit_smem()  # what was read from the buffer before has been read
-        for h, half in enumerate(halves):
-            _rows.store(pairs_smem.at[:, h], half)
-        plgpu.commit_smem()
-        for start in range(0, COLUMNS, chunk):
-            joined.append(plgpu.load(columns_smem.at[pl.ds(start, chunk)], layout=ROWS, optimized=False))
-    return tuple(joined)
-
-
-def _split(columns: jax.Array, pairs_smem: Any) -> tuple[jax.Array, jax.Array]:
-    """f32 [128, rows] to its even and its odd rows, [64, rows] each."""
-    plgpu.commit_smem()  # what was read from the buffer before has been read
-    _rows.store(pairs_smem.reshape(columns.shape), columns)
-    plgpu.commit_smem()
-    even, odd = (plgpu.load(pairs_smem.at[:, h], layout=ROWS, optimized=False) for h in range(2))
-    return even, odd
+def ordered(acc: jax.Array, interpret: Any) -> jax.Array:
+    """f32 [columns, rows], the columns from the order of V to their own."""
+    own = tuple(V_ORDER.index(column) for column in range(16))
+    return _in_order(acc, own) if interpret else _exchange(acc, own)
 
 
 def _power_of_two(x: jax.Array) -> jax.Array:
@@ -170,18 +127,121 @@ def _power_of_two(x: jax.Array) -> jax.Array:
 
 
 def product(
-    shape: tuple[int, int], lefts: tuple[jax.Array, ...], rights: tuple[Any, ...], interpret: Any
-) -> jax.Array:
-    """The sum of left @ right over the pairs, f32 `shape`; the left ones in registers, the right ones in SMEM."""
-    if interpret:  # which has no product with an operand in registers
-        return sum(
-            jnp.dot(left, right[...], preferred_element_type=jnp.float32)
-            for left, right in zip(lefts, rights, strict=True)
-        )
+    shape: tuple[int, int], left: jax.Array, right: Any, interpret: Any, meanwhile: Any = None
+) -> tuple[jax.Array, Any]:
+    """left @ right, f32 `shape`, the left one in registers and the right one in SMEM; and what `meanwhile()` returns,
+    which is worked on while the tensor cores are."""
+    if interpret:
+        result = jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+        return result, None if meanwhile is None else meanwhile()
 
-    def multiply(acc: Any) -> jax.Array:
-        for left, right in zip(lefts, rights, strict=True):
-            plgpu.wgmma(acc, left, right)
-        return acc[...]
+    def multiply(ref: Any) -> tuple[jax.Array, Any]:
+        plgpu.wgmma(ref, left, right)
+        other = None if meanwhile is None else meanwhile()
+        return ref[...], other
 
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def _widen(words: jax.Array, dtype: Any, *, transposed: bool) -> jax.Array:
+    """int16 words [m, n] in ROWS to float16 [m, 2 n], or where `transposed` [m, n] in WORDS to [2 m, n]."""
+    m, n = words.shape
+    shape = (2 * m, n) if transposed else (m, 2 * n)
+
+    def widen(_: Any, narrow: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        wide = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+        for (i, j, *rest), register in np.ndenumerate(narrow.registers):
+            for h, half in enumerate(_halves(register, dtype, transposed)):
+                # [rows / 64, columns / 8, -, -, which eight of the 16 rows of a warp, -, -, -, -]
+                target = (i, j, 0, 0, h) if transposed else (i, 2 * j + h, 0, 0, rest[2])
+                wide[(*target, 0, 0, 0, 0)] = half
+        return mgpu.FragmentedArray(_registers=wide, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return plgpu.inline_mgpu(
+        arg_types=(WORDS if transposed else ROWS,),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float16, layout=ROWS),
+    )(widen)(words)
+
+
+def _halves(register: ir.Value, dtype: Any, transposed: bool) -> list[ir.Value]:
+    """The bytes 0 to 3 of a register as two of two float16 each: 0, 1 and 2, 3; where `transposed` 0, 2 and 1, 3."""
+    i32 = ir.IntegerType.get_signless(32)
+    pairs = ((0, 2), (1, 3)) if transposed else ((0, 1), (2, 3))
+    narrow = utils.bitcast(register, i32)
+
+    def ptx(template: str, x: ir.Value) -> ir.Value:
+        return utils.inline_ptx(template, x, result_types=i32)
+
+    if dtype == jnp.float8_e4m3fn:
+        if transposed:
+            narrow = ptx("prmt.b32 $0, $1, 0, 0x3120;", narrow)
+        wide = [
+            ptx(f"{{ .reg .b16 h<2>; mov.b32 {{h0, h1}}, $1; cvt.rn.f16x2.e4m3x2 $0, h{h}; }}", narrow)
+            for h in range(2)
+        ]
+    elif dtype == jnp.float8_e5m2:  # the upper half of a float16
+        wide = [ptx(f"prmt.b32 $0, $1, 0, 0x{b}4{a}4;", narrow) for a, b in pairs]
+    else:
+        # 0x6400 + u is the float16 1024 + u for a u of 8 bits, and u = x + 128 is x with its sign bit turned over. The
+        # conversion that the compiler knows goes number by number.
+        biased = ptx("xor.b32 $0, $1, 0x80808080;", narrow)
+        wide = [ptx(f"prmt.b32 $0, $1, 0x64646464, 0x4{b}4{a};", biased) for a, b in pairs]
+        wide = [ptx("{ .reg .b32 c; mov.b32 c, 0x64806480; sub.rn.f16x2 $0, $1, c; }", x) for x in wide]
+    return [utils.bitcast(x, ir.VectorType.get((2,), ir.F16Type.get())) for x in wide]
+
+
+def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """x [m, n] in ROWS, row p of each 16 taken from row `order[p]` of them: another lane of the same warp has it."""
+    # Lane l holds rows l // 4 and 8 + l // 4: four bits a row, at bit 4 (l // 4), say which one to take.
+    rows = [sum(row << 4 * i for i, row in enumerate(order[8 * h : 8 * h + 8])) for h in range(2)]
+
+    def exchange(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        lane = utils.inline_ptx("mov.u32 $0, %laneid;", result_types=i32)
+        sources = [
+            utils.inline_ptx(
+                f"{{ .reg .b32 a, b; and.b32 a, $1, 28; shr.b32 a, {row:#x}, a; and.b32 b, $1, 3; "
+                "shl.b32 a, a, 2; and.b32 a, a, 60; or.b32 $0, a, b; }",  # lane in bits 0 to 4, which eight in bit 5
+                lane,
+                result_types=i32,
+            )
+            for row in rows
+        ]
+        taken = np.empty_like(x.registers)
+        for index in np.ndindex(*x.registers.shape):
+            eights = [_words_of(x.registers[(*index[:4], h, *index[5:])]) for h in range(2)]
+            words = [
+                utils.inline_ptx(
+                    "{ .reg .b32 a, b; .reg .pred p; shfl.sync.idx.b32 a, $1, $3, 31, -1; "
+                    "shfl.sync.idx.b32 b, $2, $3, 31, -1; setp.lt.u32 p, $3, 32; selp.b32 $0, a, b, p; }",
+                    *pair,
+                    sources[index[4]],
+                    result_types=i32,
+                    has_side_effects=True,
+                    convergent=True,
+                )
+                for pair in zip(*eights, strict=True)
+            ]
+            taken[index] = _from_words(words, x.registers[index].type)
+        return mgpu.FragmentedArray(_registers=taken, _layout=x.layout, _is_signed=x.is_signed)
+
+    return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=ROWS))(
+        exchange
+    )(x)
+
+
+def _words_of(register: ir.Value) -> list[ir.Value]:
+    """A vector of registers of 32 bits."""
+    bits = utils.bitwidth(register.type)
+    words = vector.bitcast(ir.VectorType.get((bits // 32,), ir.IntegerType.get_signless(32)), register)
+    return [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(bits // 32)]
+
+
+def _from_words(words: list[ir.Value], dtype: ir.Type) -> ir.Value:
+    return vector.bitcast(dtype, vector.from_elements(ir.VectorType.get((len(words),), words[0].type), words))
+
+
+def _in_order(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """The same as `_exchange`, without lanes."""
+    groups = x.reshape(-1, 16, x.shape[1])
+    return jnp.stack([groups[:, row] for row in order], axis=1).reshape(x.shape)

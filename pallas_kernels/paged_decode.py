@@ -40,7 +40,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _finish, _rows, paged_merge
+from pallas_kernels import _finish, _rows, _scales, _widen, paged_merge
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows, round_up
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -75,8 +75,11 @@ def check_supported(
         )
     if q_dtype not in DTYPES:
         raise NotImplementedError(f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.")
-    if cache_dtype != q_dtype:
-        raise NotImplementedError(f"the decode kernel takes a cache in q's dtype; got {cache_dtype=!s}, {q_dtype=!s}.")
+    if cache_dtype != q_dtype and not _widen.is_narrow(cache_dtype):
+        raise NotImplementedError(
+            "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
+            f"got {cache_dtype=!s}, {q_dtype=!s}."
+        )
     if head_dim > 256 or (head_dim % 16):
         raise NotImplementedError(f"the decode kernel takes a head_dim up to 256, a multiple of 16; got {head_dim=}.")
     if block_size not in (8, 16, 32) and block_size % 128 and block_size != 64:
@@ -99,6 +102,7 @@ def default_config(
     capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and nothing else
     num_sms: int,
     num_partitions: int | None = None,  # fixed by the caller
+    itemsize: int = 2,  # of the cache, in bytes
 ) -> Config:
     width, rows = round_up(head_dim, 64), round_up(q_len * group, 8)
     pairs = max(1, seqs * kv_heads)
@@ -127,6 +131,7 @@ def default_config(
             cluster=cluster,
             tile=tile,
             resident=resident,
+            itemsize=itemsize,
         ),
         chunk=chunk,
     )
@@ -151,7 +156,7 @@ def cluster_of(num_partitions: int) -> int:
 
 
 def fitting_stages(
-    *, width: int, rows: int, chunk: int, num_partitions: int, cluster: int, tile: int, resident: int
+    *, width: int, rows: int, chunk: int, num_partitions: int, cluster: int, tile: int, resident: int, itemsize: int
 ) -> int:
     """As many as fit where `resident` programs share a SM, up to 8."""
     fixed = (
@@ -163,23 +168,37 @@ def fitting_stages(
         )
     )
     room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
-    return max(1, min(8, room // (2 * tile * width * 2)))
+    return max(1, min(8, room // (2 * tile * width * itemsize)))
 
 
-def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_tile: int, dtype: Any) -> dict:
+def _scratch(
+    config: Config,
+    q_len: int,
+    rows: int,
+    head_dim: int,
+    blocks_of_tile: int,
+    dtype: Any,
+    cache_dtype: Any,
+    interpret: Any,
+) -> dict:
     # The copy engine takes no tile that does not divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The
     # operands of a product must be tiled alike.
     columns = next(columns for columns in (64, 32, 16) if head_dim % columns == 0 or head_dim < columns)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
     stages, width = config.num_stages, round_up(head_dim, 64)
-    return dict(
-        # Row after row: in comes Q, out goes O. One row too many, or Mosaic may tile it, which a copy of a narrow head
-        # cannot do.
-        q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
+    tiles: dict[str, Any] = dict(
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
         k_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
         v_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
         p_smem=plgpu.SMEM((rows, config.tile), dtype, transforms=matrix),
+    )
+    if _widen.is_narrow(cache_dtype):
+        tiles = _widen.scratch((stages, config.tile, width), rows, cache_dtype, head_dim, interpret)
+    return dict(
+        # Row after row: in comes Q, out goes O. One row too many, or Mosaic may tile it, which a copy of a narrow head
+        # cannot do.
+        q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
+        **tiles,
         row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
         q_full=plgpu.Barrier(num_arrivals=q_len),
         k_full=plgpu.Barrier(num_arrivals=blocks_of_tile, num_barriers=stages),
@@ -207,6 +226,7 @@ def _kernel(
     q_len: int,
     group: int,
     width: int,  # head_dim rounded up to a multiple of 64
+    interpret: Any,
 ) -> None:
     q_gmem = refs["q"]  # [seqs, q_len, heads, head_dim]
     k_gmem = refs["k_cache"]  # [blocks, block_size, kv_heads, head_dim]
@@ -217,10 +237,14 @@ def _kernel(
     window_gmem = refs.get("sliding_window")  # int32 [1]
     cap_gmem = refs.get("logits_soft_cap")  # f32 [1]
     slopes_gmem = refs.get("alibi_slopes")  # f32 [kv_heads, rows]
-    # and sinks, f32 [kv_heads, rows]
+    # and sinks, f32 [kv_heads, rows], k_scale and v_scale, f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     q_smem = refs["q_smem"]  # [rows, width]
     q_flat_smem = refs["q_flat_smem"].at[pl.ds(0, q_smem.shape[0])]  # [rows, width]
+    narrow = _widen.is_narrow(k_gmem.dtype)
     k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages, tile, width]
+    if narrow:
+        k_tiles, v_tiles = _widen.Tiles.of(k_smem, interpret), _widen.Tiles.of(v_smem, interpret)
+        k_smem, v_smem = k_tiles.narrow, v_tiles.narrow
     p_smem = refs["p_smem"]  # [rows, tile]
     k_full, v_full, k_free, v_free = refs["k_full"], refs["v_full"], refs["k_free"], refs["v_free"]  # [stages]
 
@@ -246,11 +270,15 @@ def _kernel(
         """The i-th of our tiles, as a tile of the sequence."""
         return first_tile + partition + i * config.num_partitions
 
+    def entries_to_follow() -> tuple[jax.Array, jax.Array]:
+        """The entries of the table row that may be followed: the first, and one past the last."""
+        first = lax.div(_rows.first_visible(length, window, q_len), jnp.int32(block_size))
+        return first, _rows.ceil_div(length, block_size)
+
     # 2. Warpgroup 1 fetches: warp w every fourth block of each tile.
     @pl.when(warpgroup == 1)
     def _fetch() -> None:
-        first_entry = lax.div(_rows.first_visible(length, window, q_len), jnp.int32(block_size))
-        end_entry = _rows.ceil_div(length, block_size)
+        first_entry, end_entry = entries_to_follow()
         max_blocks = tables_gmem.shape[1]
 
         @plgpu.warp_map
@@ -318,11 +346,28 @@ def _kernel(
         cap = None if cap_gmem is None else cap_gmem[0]
         slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head])
         first_query = length - q_len
+        scales = _scales.Scales(
+            k=refs.get("k_scale"),
+            v=refs.get("v_scale"),
+            tables=tables_gmem,
+            seq=seq,
+            kv_head=kv_head,
+            entries=entries_to_follow,
+            tile=tile_tokens,
+            interpret=interpret,
+        )
+        k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
+        if k_scale is not None:
+            scale = scale * k_scale
 
         plgpu.barrier_wait(refs["q_full"])
         # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
-        q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
-        plgpu.commit_smem()
+        unit = None
+        if narrow:
+            unit = _widen.load_q(q_flat_smem, q_smem, interpret)
+        else:
+            q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
+            plgpu.commit_smem()
 
         def logits_of(products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
             """Logits in units of log2, and what is visible."""
@@ -347,48 +392,80 @@ def _kernel(
                 visible = jnp.logical_and(visible, distance < window)
             return jnp.where(visible, logits, jnp.full(shape, LOWEST, jnp.float32)), visible
 
+        def seen(shape: tuple[int, int], axis: int, tile: jax.Array) -> jax.Array:
+            """bool `shape`: which tokens, on `axis`, some query may see."""
+            tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ROWS) + tile * tile_tokens
+            seen = tokens < length
+            if window is not None:
+                seen = jnp.logical_and(seen, tokens >= _rows.first_visible(length, window, q_len))
+            return seen
+
         def zero_unseen(values: Any, tile: jax.Array) -> None:
             """`values` [tile, width] in SMEM: zero in the slots that no query may see."""
             for c in range(width // 64):
                 part = values.at[:, pl.ds(c * 64, 64)]
-                tokens = plgpu.broadcasted_iota(jnp.int32, (tile_tokens, 64), 0, layout=ROWS) + tile * tile_tokens
-                seen = tokens < length
-                if window is not None:
-                    seen = jnp.logical_and(seen, tokens >= _rows.first_visible(length, window, q_len))
+                visible = seen((tile_tokens, 64), 0, tile)
                 v = plgpu.load(part, layout=ROWS)
-                part[...] = jnp.where(seen, v, jnp.zeros_like(v))
+                part[...] = jnp.where(visible, v, jnp.zeros_like(v))
+
+        def widened_values(stage: jax.Array) -> list[jax.Array]:
+            plgpu.barrier_wait(v_full.at[stage])
+            values = [v_tiles.values(stage, c * config.chunk, config.chunk) for c in range(num_chunks)]
+            plgpu.barrier_arrive(v_free.at[stage])
+            return values
 
         def step(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
-            acc, m, l = carry  # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end
+            # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end; scales of tokens
+            acc, m, l, ahead = carry
             tile = tile_of(i)
             stage = lax.rem(i, jnp.int32(stages))
 
+            k_scales, v_scales, ahead = scales.step(ahead, tile_of(i + 2))
+
             # 3a. S^T = K Q^T
             plgpu.barrier_wait(k_full.at[stage])
+            if narrow:
+                keys = k_tiles.keys(stage)
+                plgpu.barrier_arrive(k_free.at[stage])
+                meanwhile = functools.partial(widened_values, stage) if num_chunks == 1 else None
+                products, values = _widen.product((tile_tokens, rows), keys, q_smem.T, interpret, meanwhile)
+                if unit is not None:
+                    products *= over_rows(unit, products.shape)
+                if k_scales is not None:
+                    products *= _scales.over_tokens(k_scales, products.shape)
+            else:
 
-            def scores(ref: Any) -> jax.Array:
-                plgpu.wgmma(ref, k_smem.at[stage], q_smem.T)
-                return ref[...]
+                def scores(ref: Any) -> jax.Array:
+                    plgpu.wgmma(ref, k_smem.at[stage], q_smem.T)
+                    return ref[...]
 
-            products = pl.run_scoped(scores, plgpu.ACC((tile_tokens, rows), jnp.float32))
-            plgpu.barrier_arrive(k_free.at[stage])
+                products = pl.run_scoped(scores, plgpu.ACC((tile_tokens, rows), jnp.float32))
+                plgpu.barrier_arrive(k_free.at[stage])
 
             # 3b. Online softmax.
             logits, visible = logits_of(products, tile, masked)
-            m_new = jnp.maximum(m, logits.max(axis=0))
+            highest = logits if v_scales is None else _scales.peaks(logits, v_scales, visible)
+            highest = highest.max(axis=0)
+            m_new = jnp.maximum(m, highest - _widen.HEADROOM if narrow else highest)
             alpha = jnp.exp2(m - m_new)
             p = jnp.exp2(logits - over_rows(m_new, logits.shape))
             if visible is not None:
                 # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
                 p = jnp.where(visible, p, jnp.zeros_like(p))
             l = l * over_rows(alpha, l.shape) + p
+            if v_scales is not None:
+                p *= _scales.over_tokens(v_scales, p.shape)
+                p = p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
             p_smem.T[...] = p.astype(p_smem.dtype)
 
             # 3c. O^T += V^T P^T
-            plgpu.barrier_wait(v_full.at[stage])
-            if masked:
-                zero_unseen(v_smem.at[stage], tile)
+            if not narrow:
+                plgpu.barrier_wait(v_full.at[stage])
+                if masked:
+                    zero_unseen(v_smem.at[stage], tile)
             plgpu.commit_smem()
+            if narrow and values is None:
+                values = widened_values(stage)
             acc_new = []
             for c, part in enumerate(acc):
 
@@ -401,10 +478,17 @@ def _kernel(
                     plgpu.wgmma(ref, values.T, p_smem.T)
                     return ref[...]
 
-                o = pl.run_scoped(weighted, plgpu.ACC((config.chunk, rows), jnp.float32))
+                if narrow:
+                    v = values[c]
+                    if masked:
+                        v = jnp.where(seen(v.shape, 1, tile), v, jnp.zeros_like(v))
+                    o, _ = _widen.product((config.chunk, rows), v, p_smem.T, interpret)
+                else:
+                    o = pl.run_scoped(weighted, plgpu.ACC((config.chunk, rows), jnp.float32))
                 acc_new.append(part * over_rows(alpha, part.shape) + o)
-            plgpu.barrier_arrive(v_free.at[stage])
-            return tuple(acc_new), m_new, l
+            if not narrow:
+                plgpu.barrier_arrive(v_free.at[stage])
+            return tuple(acc_new), m_new, l, ahead
 
         def zeros(shape: tuple[int, ...]) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), ROWS)
@@ -413,6 +497,7 @@ def _kernel(
             tuple(zeros((config.chunk, rows)) for _ in range(num_chunks)),
             plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR),
             zeros((tile_tokens, rows)),
+            scales.start(tile_of(jnp.int32(0)), tile_of(jnp.int32(1))),
         )
 
         def ours_before(end: jax.Array) -> jax.Array:
@@ -428,7 +513,11 @@ def _kernel(
             full_end = jnp.maximum(full_end, full_start)
             carry = lax.fori_loop(0, full_start, functools.partial(step, masked=True), carry)
         carry = lax.fori_loop(full_start, full_end, functools.partial(step, masked=False), carry)
-        acc, m, l = lax.fori_loop(full_end, num_tiles, functools.partial(step, masked=True), carry)
+        acc, m, l, _ = lax.fori_loop(full_end, num_tiles, functools.partial(step, masked=True), carry)
+        if narrow:
+            acc = tuple(_widen.ordered(part, interpret) for part in acc)
+        if v_scale is not None:
+            acc = tuple(part * v_scale for part in acc)
         place = _finish.Place(
             seq=seq,
             kv_head=kv_head,
@@ -454,6 +543,8 @@ def launch(
     logits_soft_cap: jax.Array | None = None,  # f32 []
     alibi_slopes: jax.Array | None = None,  # f32 [heads]
     sinks: jax.Array | None = None,  # f32 [heads]
+    k_scale: jax.Array | None = None,  # f32 [], [kv_heads] or [blocks, block_size, kv_heads], of an 8-bit cache
+    v_scale: jax.Array | None = None,  # likewise
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -468,6 +559,8 @@ def launch(
         "logits_soft_cap": None if logits_soft_cap is None else logits_soft_cap.reshape(1),
         "alibi_slopes": None if alibi_slopes is None else by_row(alibi_slopes, kv_heads, q_len, rows),
         "sinks": None if sinks is None else by_row(sinks, kv_heads, q_len, rows),
+        "k_scale": None if k_scale is None else jnp.atleast_1d(k_scale),
+        "v_scale": None if v_scale is None else jnp.atleast_1d(v_scale),
     }
     if config.num_partials > 1:
         del options["sinks"]  # the merge kernel adds them
@@ -493,13 +586,22 @@ def launch(
         }
     if interpret and config.cluster > 1:
         out_types |= _finish.exchange(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
-    scratch = _scratch(config, q_len, rows, head_dim, max(1, config.tile // block_size), q.dtype)
+    scratch = _scratch(
+        config, q_len, rows, head_dim, max(1, config.tile // block_size), q.dtype, k_cache.dtype, interpret
+    )
     names = (*inputs, *out_types)
 
     def paged_decode(*operands: Any, **scratch_refs: Any) -> None:
         refs = dict(zip(names, operands, strict=True)) | scratch_refs
         _kernel(
-            refs, config=config, num_blocks=num_blocks, block_size=block_size, q_len=q_len, group=group, width=width
+            refs,
+            config=config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            q_len=q_len,
+            group=group,
+            width=width,
+            interpret=interpret,
         )
 
     clusters: dict[str, Any] = {}

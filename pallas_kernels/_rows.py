@@ -76,7 +76,7 @@ def over_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def normalise(m: jax.Array, l: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """What to multiply a row's sum with, and its lse, natural logarithm; a row that saw nothing gives 0 and -inf.
 
-    m, in units of log2, and l are f32 [rows]. A row that saw a token has l >= 1, or NaN.
+    m, in units of log2, and l are f32 [rows]. A row that saw a token has l > 0, or NaN.
     """
     nothing = l == 0.0
     if sinks is None:

@@ -50,11 +50,13 @@ def is_narrow(cache_dtype: Any) -> bool:
     return cache_dtype in DTYPES
 
 
-def scratch(shape: tuple[int, int, int], rows: int, dtype: Any, head_dim: int, interpret: Any) -> dict[str, Any]:
+def scratch(
+    shape: tuple[int, int, int], *, rows: int, chunk: int, dtype: Any, head_dim: int, interpret: Any
+) -> dict[str, Any]:
     """SMEM for rings of K and V, [stages, tile, width], as the copies write them and as words, and for Q and P."""
     stages, tile, width = shape
     # The copy engine takes no tile that does not divide the head, unless it holds all of it.
-    columns = next(n for n in (128, 64, 32, 16) if n <= width and (head_dim % n == 0 or head_dim < n))
+    columns = next(n for n in (128, 64, 32, 16) if n <= chunk and (head_dim % n == 0 or head_dim < n))
     ring = plgpu.SMEM(shape, dtype, transforms=_matrix(columns, columns))
     if not interpret:
         words = plgpu.SMEM((stages, tile, width // 2), jnp.int16, transforms=_matrix(columns // 2, columns))
@@ -88,13 +90,24 @@ class Tiles:
             return _in_order(self.narrow[stage].astype(jnp.float16).T, K_ORDER).T
         return _widen(plgpu.load(self.words.at[stage], layout=ROWS), self.narrow.dtype, transposed=False)
 
-    def values(self, stage: jax.Array, start: int, size: int) -> jax.Array:
-        """float16 [size, tile] of columns `start` to `start + size - 1`, in the order of V."""
+    def load_values(self, stage: jax.Array, start: int, size: int) -> jax.Array:
+        """Columns `start` to `start + size - 1`, transposed, as they lie in SMEM."""
         if self.words is None:
-            columns = self.narrow[stage, :, pl.ds(start, size)].astype(jnp.float16)
-            return _in_order(columns.T, V_ORDER)
-        words = self.words.at[stage, :, pl.ds(start // 2, size // 2)]
-        return _widen(plgpu.load(words.T, layout=WORDS), self.narrow.dtype, transposed=True)
+            return self.narrow[stage, :, pl.ds(start, size)].T
+        return plgpu.load(self.words.at[stage, :, pl.ds(start // 2, size // 2)].T, layout=WORDS)
+
+    def zero_unseen(self, loaded: jax.Array, seen: Any) -> jax.Array:
+        """What `load_values` gave, zero for the tokens outside of `seen(shape, axis, layout)`."""
+        ours = seen(loaded.shape, 1, WORDS)
+        if self.words is None:
+            return jnp.where(ours, loaded, jnp.zeros_like(loaded))
+        return loaded & jnp.where(ours, jnp.full(loaded.shape, -1, jnp.int16), jnp.zeros_like(loaded))
+
+    def values(self, loaded: jax.Array) -> jax.Array:
+        """The same, float16 [size, tile], the columns in the order of V."""
+        if self.words is None:
+            return _in_order(loaded.astype(jnp.float16), V_ORDER)
+        return _widen(loaded, self.narrow.dtype, transposed=True)
 
 
 def load_q(q_flat: Any, q_smem: Any, interpret: Any) -> jax.Array | None:

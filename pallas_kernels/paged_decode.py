@@ -18,6 +18,9 @@ that a group of 4 is padded to 8 columns, not to 64 rows:
 | P | registers to SMEM, transposed |
 | m, l, O^T | registers, float32; at the end to GMEM through SMEM, as finished rows or float32 partials |
 
+Caches of 8 bits are widened to float16 on the way from SMEM to the products, see `_widen`, and K and V leave SMEM as
+soon as they are read; `_scales` says where their scales come in.
+
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
 filled up with zeros by the copy itself: the cache is read as it stands.
 
@@ -82,6 +85,10 @@ def check_supported(
         )
     if head_dim > 256 or (head_dim % 16):
         raise NotImplementedError(f"the decode kernel takes a head_dim up to 256, a multiple of 16; got {head_dim=}.")
+    if _widen.is_narrow(cache_dtype) and head_dim > 128 and head_dim % 32:
+        raise NotImplementedError(
+            f"above 128 the decode kernel takes a head_dim of an 8-bit cache in multiples of 32; got {head_dim=}."
+        )
     if block_size not in (8, 16, 32) and block_size % 128 and block_size != 64:
         raise NotImplementedError(
             f"the decode kernel takes block sizes 8, 16, 32, 64, or multiples of 128; got {block_size=}."
@@ -102,16 +109,22 @@ def default_config(
     capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and nothing else
     num_sms: int,
     num_partitions: int | None = None,  # fixed by the caller
-    itemsize: int = 2,  # of the cache, in bytes
+    itemsize: int = 2,  # of the cache's numbers, in bytes
 ) -> Config:
     width, rows = round_up(head_dim, 64), round_up(q_len * group, 8)
     pairs = max(1, seqs * kv_heads)
     # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
     chunk = width if width * rows <= 128 * 32 else 64
+    if itemsize == 1 and head_dim % 32:
+        chunk = width  # the copy engine takes such a head whole alone
     resident = 2 if width <= 192 and rows <= 32 else 1
     chosen_here = num_partitions is None
     if num_partitions is None:
         num_partitions = partitions_for(pairs, capacity, num_sms)
+        # A tile of 8-bit numbers is half the bytes and as much work: half the SMs would no longer reach the bandwidth.
+        # (By reckoning, not yet measured. Clusters of 8 on all SMs would wait for room, so up to 4.)
+        if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and capacity >= 1024:
+            num_partitions *= 2
     cluster = cluster_of(num_partitions) if chunk == width else 1
     # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
     # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9).
@@ -193,7 +206,14 @@ def _scratch(
         p_smem=plgpu.SMEM((rows, config.tile), dtype, transforms=matrix),
     )
     if _widen.is_narrow(cache_dtype):
-        tiles = _widen.scratch((stages, config.tile, width), rows, cache_dtype, head_dim, interpret)
+        tiles = _widen.scratch(
+            (stages, config.tile, width),
+            rows=rows,
+            chunk=config.chunk,
+            dtype=cache_dtype,
+            head_dim=head_dim,
+            interpret=interpret,
+        )
     return dict(
         # Row after row: in comes Q, out goes O. One row too many, or Mosaic may tile it, which a copy of a narrow head
         # cannot do.
@@ -392,9 +412,9 @@ def _kernel(
                 visible = jnp.logical_and(visible, distance < window)
             return jnp.where(visible, logits, jnp.full(shape, LOWEST, jnp.float32)), visible
 
-        def seen(shape: tuple[int, int], axis: int, tile: jax.Array) -> jax.Array:
+        def seen(tile: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
             """bool `shape`: which tokens, on `axis`, some query may see."""
-            tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ROWS) + tile * tile_tokens
+            tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * tile_tokens
             seen = tokens < length
             if window is not None:
                 seen = jnp.logical_and(seen, tokens >= _rows.first_visible(length, window, q_len))
@@ -404,13 +424,13 @@ def _kernel(
             """`values` [tile, width] in SMEM: zero in the slots that no query may see."""
             for c in range(width // 64):
                 part = values.at[:, pl.ds(c * 64, 64)]
-                visible = seen((tile_tokens, 64), 0, tile)
+                visible = seen(tile, (tile_tokens, 64), 0, ROWS)
                 v = plgpu.load(part, layout=ROWS)
                 part[...] = jnp.where(visible, v, jnp.zeros_like(v))
 
-        def widened_values(stage: jax.Array) -> list[jax.Array]:
+        def load_values(stage: jax.Array) -> list[jax.Array]:
             plgpu.barrier_wait(v_full.at[stage])
-            values = [v_tiles.values(stage, c * config.chunk, config.chunk) for c in range(num_chunks)]
+            values = [v_tiles.load_values(stage, c * config.chunk, config.chunk) for c in range(num_chunks)]
             plgpu.barrier_arrive(v_free.at[stage])
             return values
 
@@ -427,7 +447,7 @@ def _kernel(
             if narrow:
                 keys = k_tiles.keys(stage)
                 plgpu.barrier_arrive(k_free.at[stage])
-                meanwhile = functools.partial(widened_values, stage) if num_chunks == 1 else None
+                meanwhile = functools.partial(load_values, stage) if num_chunks == 1 else None
                 products, values = _widen.product((tile_tokens, rows), keys, q_smem.T, interpret, meanwhile)
                 if unit is not None:
                     products *= over_rows(unit, products.shape)
@@ -465,7 +485,7 @@ def _kernel(
                     zero_unseen(v_smem.at[stage], tile)
             plgpu.commit_smem()
             if narrow and values is None:
-                values = widened_values(stage)
+                values = load_values(stage)
             acc_new = []
             for c, part in enumerate(acc):
 
@@ -479,10 +499,8 @@ def _kernel(
                     return ref[...]
 
                 if narrow:
-                    v = values[c]
-                    if masked:
-                        v = jnp.where(seen(v.shape, 1, tile), v, jnp.zeros_like(v))
-                    o, _ = _widen.product((config.chunk, rows), v, p_smem.T, interpret)
+                    v = v_tiles.zero_unseen(values[c], functools.partial(seen, tile)) if masked else values[c]
+                    o, _ = _widen.product((config.chunk, rows), v_tiles.values(v), p_smem.T, interpret)
                 else:
                     o = pl.run_scoped(weighted, plgpu.ACC((config.chunk, rows), jnp.float32))
                 acc_new.append(part * over_rows(alpha, part.shape) + o)

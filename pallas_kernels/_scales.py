@@ -56,27 +56,27 @@ class Scales:
         return scales[self.kv_head if scales.shape[0] > 1 else 0]
 
     @property
-    def _of_tokens(self) -> tuple[Any, ...]:
+    def of_tokens(self) -> tuple[Any, ...]:
         return tuple(scales for scales in (self.k, self.v) if scales is not None and len(scales.shape) == 3)
 
     def start(self, tile: jax.Array, next_tile: jax.Array) -> tuple[Any, ...]:
         """The loop's carry before the first tile."""
-        if not self._of_tokens:
+        if not self.of_tokens:
             return ()
         return self._load(self._slots(tile)), self._slots(next_tile)
 
     def step(self, ahead: tuple[Any, ...], tile: jax.Array) -> tuple[jax.Array | None, jax.Array | None, tuple]:
         """Those of K and V, f32 [tile] or None, at the tile the carry was for; the carry with `tile`, two ahead."""
-        if not self._of_tokens:
+        if not self.of_tokens:
             return None, None, ()
         loaded, slots = ahead
-        k = loaded[0] if self.k is self._of_tokens[0] else None
-        v = loaded[-1] if self.v is self._of_tokens[-1] else None
+        k = loaded[0] if self.k is self.of_tokens[0] else None
+        v = loaded[-1] if self.v is self.of_tokens[-1] else None
         return k, v, (self._load(slots), self._slots(tile))
 
     def _slots(self, tile: jax.Array) -> jax.Array:
         """The slots of the tokens of a tile, int32 [tile]; those of the null block where nothing may be read."""
-        num_blocks, block_size, _ = self._of_tokens[0].shape
+        num_blocks, block_size, _ = self.of_tokens[0].shape
         max_blocks = self.tables.shape[1]
         tokens = plgpu.broadcasted_iota(jnp.int32, (self.tile,), 0, layout=TOKENS) + tile * self.tile
         entries = lax.div(tokens, jnp.full(tokens.shape, block_size, jnp.int32))
@@ -88,7 +88,7 @@ class Scales:
 
     def _load(self, slots: jax.Array) -> tuple[jax.Array, ...]:
         """f32 [tile] each."""
-        return tuple(self._gather(scale, slots, scale.shape[2], self.kv_head) for scale in self._of_tokens)
+        return tuple(self._gather(scale, slots, scale.shape[2], self.kv_head) for scale in self.of_tokens)
 
     def _gather(self, ref: Any, indices: jax.Array, stride: int, offset: jax.Array) -> jax.Array:
         """ref[indices * stride + offset] of the flattened array, with an index of 64 bits."""

@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels._rows import ROWS
+from pallas_kernels._rows import ROW_VECTOR, ROWS, over_rows
 
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
@@ -115,13 +115,24 @@ def load_q(q_flat: Any, q_smem: Any, interpret: Any) -> jax.Array | None:
 
     None stands for ones.
     """
-    q = plgpu.load(q_flat.T, layout=ROWS, optimized=False)
+    rows, width = q_smem.shape
+
+    def load(start: int) -> jax.Array:
+        columns = q_flat.at[:, pl.ds(start, 64)]  # few at a time: many rows would not fit the registers
+        return plgpu.load(columns.T, layout=ROWS, optimized=False)
+
     unit = None
-    if q.dtype == jnp.bfloat16:
-        wide = q.astype(jnp.float32)
-        unit = _power_of_two(jnp.abs(wide).max(axis=0))
-        q = (wide * lax.broadcast_in_dim(1.0 / unit, wide.shape, [1])).astype(jnp.float16)
-    q_smem.T[...] = _in_order(q, K_ORDER) if interpret else _exchange(q, K_ORDER)
+    if q_flat.dtype == jnp.bfloat16:
+        largest = plgpu.layout_cast(jnp.full((rows,), 0.0, jnp.float32), ROW_VECTOR)
+        for start in range(0, width, 64):
+            largest = jnp.maximum(largest, jnp.abs(load(start).astype(jnp.float32)).max(axis=0))
+        unit = _power_of_two(largest)
+    for start in range(0, width, 64):
+        q = load(start)
+        if unit is not None:
+            q = (q.astype(jnp.float32) * over_rows(1.0 / unit, q.shape)).astype(jnp.float16)
+        target = q_smem.at[:, pl.ds(start, 64)]
+        target.T[...] = _in_order(q, K_ORDER) if interpret else _exchange(q, K_ORDER)
     plgpu.commit_smem()
     return unit
 

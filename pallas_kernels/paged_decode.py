@@ -428,11 +428,13 @@ def _kernel(
                 v = plgpu.load(part, layout=ROWS)
                 part[...] = jnp.where(visible, v, jnp.zeros_like(v))
 
-        def load_values(stage: jax.Array) -> list[jax.Array]:
-            plgpu.barrier_wait(v_full.at[stage])
-            values = [v_tiles.load_values(stage, c * config.chunk, config.chunk) for c in range(num_chunks)]
-            plgpu.barrier_arrive(v_free.at[stage])
-            return values
+        # Where the registers allow it, V leaves SMEM while the tensor cores work on K.
+        early = narrow and width * rows <= 128 * 8 and not scales.of_tokens
+
+        def load_values(stage: jax.Array, c: int = 0) -> jax.Array:
+            if c == 0:
+                plgpu.barrier_wait(v_full.at[stage])
+            return v_tiles.load_values(stage, c * config.chunk, config.chunk)
 
         def step(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
             # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end; scales of tokens
@@ -446,8 +448,7 @@ def _kernel(
             plgpu.barrier_wait(k_full.at[stage])
             if narrow:
                 keys = k_tiles.keys(stage)
-                plgpu.barrier_arrive(k_free.at[stage])
-                meanwhile = functools.partial(load_values, stage) if num_chunks == 1 else None
+                meanwhile = functools.partial(load_values, stage) if early else None
                 products, values = _widen.product((tile_tokens, rows), keys, q_smem.T, interpret, meanwhile)
                 if unit is not None:
                     products *= over_rows(unit, products.shape)
@@ -476,6 +477,8 @@ def _kernel(
             if v_scales is not None:
                 p *= _scales.over_tokens(v_scales, p.shape)
                 p = p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
+            if narrow and num_chunks == 1 and not early:
+                values = load_values(stage)
             p_smem.T[...] = p.astype(p_smem.dtype)
 
             # 3c. O^T += V^T P^T
@@ -483,9 +486,11 @@ def _kernel(
                 plgpu.barrier_wait(v_full.at[stage])
                 if masked:
                     zero_unseen(v_smem.at[stage], tile)
-            plgpu.commit_smem()
-            if narrow and values is None:
-                values = load_values(stage)
+            plgpu.commit_smem()  # also our reads of narrow tiles, which come before the copy engine's writes
+            if narrow:
+                plgpu.barrier_arrive(k_free.at[stage])
+                if num_chunks == 1:
+                    plgpu.barrier_arrive(v_free.at[stage])
             acc_new = []
             for c, part in enumerate(acc):
 
@@ -499,12 +504,16 @@ def _kernel(
                     return ref[...]
 
                 if narrow:
-                    v = v_tiles.zero_unseen(values[c], functools.partial(seen, tile)) if masked else values[c]
+                    v = values if num_chunks == 1 else load_values(stage, c)
+                    if masked:
+                        v = v_tiles.zero_unseen(v, functools.partial(seen, tile))
                     o, _ = _widen.product((config.chunk, rows), v_tiles.values(v), p_smem.T, interpret)
                 else:
                     o = pl.run_scoped(weighted, plgpu.ACC((config.chunk, rows), jnp.float32))
                 acc_new.append(part * over_rows(alpha, part.shape) + o)
-            if not narrow:
+            if not narrow or num_chunks > 1:
+                if narrow:
+                    plgpu.commit_smem()
                 plgpu.barrier_arrive(v_free.at[stage])
             return tuple(acc_new), m_new, l, ahead
 

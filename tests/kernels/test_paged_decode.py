@@ -151,11 +151,11 @@ def test_what_cannot_be_taken_says_so(monkeypatch):
             _mosaic_gpu.check_supported(arguments_of(case))
 
     refused(make_case(dtype=jnp.float32), "float32")
-    refused(make_case(dtype=BF16, cache_dtype=jnp.float8_e4m3fn), "float8_e4m3fn")
+    refused(make_case(dtype=BF16, cache_dtype=jnp.float16), "cache_dtype=float16")
     refused(make_case(dtype=BF16, head_dim=120), "head_dim=120")
     refused(make_case(dtype=BF16, block_size=24), "block_size=24")
     refused(make_case(dtype=BF16, q_len=40), "q_len=40")
-    refused(make_case(dtype=BF16, cache_dtype=BF16, scale_shape="head"), "take no k_scale or v_scale")
+    refused(make_case(dtype=BF16, cache_dtype=BF16, scale_shape="head"), "take k_scale and v_scale with 8-bit caches")
     monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (108, 8.0))
     refused(make_case(dtype=BF16), "compute_capability=8.0")
 

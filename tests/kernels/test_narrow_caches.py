@@ -1,0 +1,143 @@
+"""The decode kernel on 8-bit caches in interpret mode: widening, scales, and no races."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import _mosaic_gpu, paged_attention
+from pallas_kernels import _scales, _widen
+from tests.cases import OPTIONS, make_case, within_budget
+from tests.kernels.interpret import arguments_of, attend, check
+
+BF16, E4M3, E5M2, INT8 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
+DTYPES = (E4M3, E5M2, INT8)
+
+
+def narrow_case(seed=0, **shape):
+    return make_case(
+        seed,
+        **(dict(lengths=(1, 70), kv_heads=1, dtype=BF16, cache_dtype=INT8, scale_shape="token_head") | shape),
+    )
+
+
+@pytest.mark.parametrize("scale_shape", [None, "tensor", "head", "token_head"])
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+def test_dtypes_and_scales(cache_dtype, scale_shape):
+    check(narrow_case(lengths=(0, 70), kv_heads=2, cache_dtype=cache_dtype, scale_shape=scale_shape))
+
+
+@pytest.mark.parametrize("name", ["window", "window of one", "soft cap", "alibi", "sinks", "all"])
+def test_options(name):
+    check(narrow_case(cache_dtype=E4M3, options=OPTIONS[name]))
+
+
+@pytest.mark.parametrize(("num_partitions", "cluster"), [(3, 3), (3, 1), (4, 2)])
+def test_partitions(num_partitions, cluster):
+    case = narrow_case(lengths=(0, 1, 300), max_blocks=19, options=OPTIONS["all"])
+    check(case, num_partitions=num_partitions, cluster=cluster)
+
+
+@pytest.mark.parametrize(("q_len", "num_partitions", "options"), [(2, 1, "window"), (5, 2, "all")])
+def test_several_query_tokens(q_len, num_partitions, options):
+    case = narrow_case(lengths=(3, 130), max_blocks=9, q_len=q_len, cache_dtype=E4M3, options=OPTIONS[options])
+    check(case, num_partitions=num_partitions)
+
+
+@pytest.mark.parametrize("head_dim", [32, 80, 96, 112])
+def test_heads_that_the_copy_fills_up(head_dim):
+    check(narrow_case(head_dim=head_dim, cache_dtype=E5M2), zero_fill=True)
+
+
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_wide_heads(head_dim):
+    check(narrow_case(head_dim=head_dim, cache_dtype=E4M3))
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 128])
+def test_block_sizes(block_size):
+    check(narrow_case(lengths=(1, block_size, 70), block_size=block_size, max_blocks=-(-70 // block_size) + 1))
+
+
+@pytest.mark.parametrize("head_dim", [112, 128])
+def test_many_rows(head_dim):
+    check(narrow_case(lengths=(130,), max_blocks=9, heads=64, head_dim=head_dim), num_partitions=2, zero_fill=True)
+
+
+def test_float16():
+    check(narrow_case(dtype=jnp.float16, options=OPTIONS["all"]))
+
+
+def test_wide_tiles():
+    check(narrow_case(lengths=(0, 128, 300), max_blocks=20, options=OPTIONS["window"]), tile=128, num_stages=2)
+
+
+def test_the_ring_goes_round():
+    check(narrow_case(lengths=(64 * 5,), max_blocks=20, heads=2, cache_dtype=E4M3), num_stages=2)
+
+
+def test_one_scale_of_each_kind():
+    case = narrow_case(kv_heads=2, cache_dtype=E4M3)
+    tensor, head = jnp.float32(0.03), jnp.array([0.02, 0.05])
+    check(case.replace(options=case.options | {"k_scale": tensor}))
+    check(case.replace(options=case.options | {"v_scale": head}))
+    check(case.replace(options={"v_scale": case.options["v_scale"]}))
+
+
+@pytest.mark.parametrize("num_partitions", [1, 2])
+def test_scales_and_queries_of_any_size(num_partitions):
+    """float16 holds neither the scales, nor the queries, nor the weights times their scales."""
+    case = narrow_case(lengths=(200,), max_blocks=13, dtype=BF16, options={"scale": 1e-6})
+    rng = np.random.default_rng(1)
+    powers = jnp.asarray(2.0 ** rng.integers(-30, 30, case.k_cache.shape[:3]), jnp.float32)
+    scales = {"v_scale": case.options["v_scale"] * powers * rng.choice([-1.0, 1.0], powers.shape).astype(np.float32)}
+    check(case.replace(q=case.q * jnp.asarray(1e6, BF16), options=case.options | scales), num_partitions=num_partitions)
+
+
+def test_no_scale_at_all_in_some_tokens():
+    case = narrow_case(lengths=(40, 17))
+    check(case.replace(options=case.options | {"v_scale": case.options["v_scale"] * 0.0}))
+
+
+@pytest.mark.parametrize("fault", ["k_scale left out", "scales exchanged", "scales rolled", "eight tokens fewer"])
+def test_a_wrong_result_is_noticed(fault):
+    case = narrow_case(lengths=(70, 33))
+    k_scale, v_scale = case.options["k_scale"] * 5.0, case.options["v_scale"]
+    case = case.replace(options={"k_scale": k_scale, "v_scale": v_scale})
+    wrong = {
+        "k_scale left out": case.replace(options={"v_scale": v_scale}),
+        "scales exchanged": case.replace(options={"k_scale": v_scale, "v_scale": k_scale}),
+        "scales rolled": case.replace(options={"k_scale": k_scale, "v_scale": jnp.roll(v_scale, 1, axis=1)}),
+        "eight tokens fewer": case.replace(lengths=case.lengths - 8),
+    }[fault]
+    assert not within_budget(case, attend(wrong)[0]).all()
+
+
+def test_weights_without_their_maximum_would_not_do(monkeypatch):
+    """The negative twin of the scales of any size: with the maximum of the logits alone, float16 overflows."""
+    case = narrow_case(lengths=(70,))
+    case = case.replace(options=case.options | {"v_scale": case.options["v_scale"] * 1e6})
+    check(case)
+    monkeypatch.setattr(_scales, "peaks", lambda logits, v_scales, visible: logits)
+    assert not within_budget(case, attend(case, num_stages=3)[0]).all()
+
+
+def test_nan_in_a_slot_in_use_shows():
+    case = narrow_case(lengths=(70,), cache_dtype=E4M3, scale_shape="head")
+    out, _ = attend(case.replace(lengths=case.lengths + 1))
+    assert np.isnan(np.asarray(out, np.float32)).any()
+
+
+def test_by_name_only(monkeypatch):
+    """The default takes 8-bit caches to XLA until a GPU has run the kernels on them."""
+    case = narrow_case()
+    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    _mosaic_gpu.check_supported(arguments_of(case))
+    paged_attention(*case.arrays, **case.options)
+    with pytest.raises(NotImplementedError, match="head_dim=144"):
+        _mosaic_gpu.check_supported(arguments_of(narrow_case(head_dim=144)))
+    with pytest.raises(NotImplementedError, match="float32"):
+        _mosaic_gpu.check_supported(arguments_of(narrow_case(dtype=jnp.float32)))
+
+
+def test_orders():
+    assert sorted(_widen.K_ORDER) == sorted(_widen.V_ORDER) == list(range(16))

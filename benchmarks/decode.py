@@ -12,6 +12,7 @@ cut into pieces. `--points` takes names such as those that are printed, see benc
     python -m benchmarks.decode --output decode.json                    # the grid, ours alone
     python -m benchmarks.decode --output decode.json --peers fa3 flashinfer xqa
     python -m benchmarks.decode --output variants.json --set variants
+    python -m benchmarks.decode --output quantised.json --set quantised --no-kernels   # 8-bit caches beside bfloat16
     python -m benchmarks.plot decode.json decode.svg
 """
 
@@ -38,7 +39,7 @@ from benchmarks.harness import (
     read_chain,
     slope_microseconds,
 )
-from benchmarks.points import GRID, HEADS, VARIANTS, Inputs, Point, make_inputs, parse, shapes_of
+from benchmarks.points import GRID, HEADS, QUANTISED, VARIANTS, Inputs, Point, make_inputs, parse, shapes_of
 from jaxpaged import paged_attention, paged_attention_reference
 
 MAX_CHECKED = 4  # sequences of a point that are compared with the reference
@@ -46,6 +47,13 @@ MAX_CHECKED = 4  # sequences of a point that are compared with the reference
 
 def options_of(point: Point) -> dict[str, Any]:
     return {"sliding_window": point.window} if point.window else {}
+
+
+def with_scales(attention: Any, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, **options: Any) -> Any:
+    """`attention(q, k, v, block_tables, lengths)`, with the scales of a quantised cache between v and the tables."""
+    *scales, block_tables, lengths = rest
+    named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+    return attention(q, k, v, block_tables, lengths, **named, **options)
 
 
 def chain(point: Point, attend: Any, q: jax.Array, caches: tuple, block_tables: jax.Array, lengths: jax.Array) -> Any:
@@ -89,14 +97,17 @@ def compile_point(
     shapes = shapes_of(point)
     args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
     attend = functools.partial(
-        paged_attention, num_partitions=num_partitions, implementation=implementation, **options_of(point)
+        *(with_scales, paged_attention),
+        num_partitions=num_partitions,
+        implementation=implementation,
+        **options_of(point),
     )
     rows = len(checked_rows(point))
 
     def few(array: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
 
-    reference = functools.partial(paged_attention_reference, **options_of(point))
+    reference = functools.partial(with_scales, paged_attention_reference, **options_of(point))
     floor = functools.partial(read_chain, slots=point.slots, num_calls=point.num_calls)
     pair = shapes.caches[0][0]
     jobs: dict[Any, Any] = {
@@ -109,7 +120,7 @@ def compile_point(
         ),
     }
     for name in peer_names:
-        if peers.PEERS[name].takes(point):
+        if not point.cache and peers.PEERS[name].takes(point):
             jobs[point, name] = functools.partial(peers.compile_peer, name, point, chain)
     return jobs
 
@@ -178,6 +189,10 @@ def summarise(results: dict[str, Any]) -> None:
     names = [name for name in GRID if name in results and not name.startswith("8/1 ")]
     if names:
         print(f"geometric mean of time over floor, 32/8, 64/8 and 32/32: {mean(names)}")
+    for name, result in results.items():
+        wide = results.get(" ".join(word for word in name.split() if not word.startswith(("cache=", "scale="))))
+        if wide is not None and wide is not result:
+            print(f"{name}: {wide['us'] / result['us']:.2f} times as fast as bfloat16")
     beaten = []
     for name, result in results.items():
         times = {peer: found["us"] for peer, found in result.get("peers", {}).items() if "us" in found}
@@ -190,7 +205,7 @@ def summarise(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=("grid", "variants", "all"), default="grid", help="which points")
+    parser.add_argument("--set", choices=("grid", "variants", "quantised", "all"), default="grid", help="which points")
     parser.add_argument("--points", nargs="+", help="names of points, instead of a set; the heads may be left out")
     parser.add_argument("--heads", nargs="+", help="only points with these, for example 32/8 64/8")
     parser.add_argument("--num-partitions", type=int)
@@ -214,7 +229,8 @@ def main() -> None:
             for heads in ((options.heads or HEADS) if "/" not in name else ("",))
         ]
     else:
-        chosen = {"grid": GRID, "variants": VARIANTS, "all": GRID + VARIANTS}[options.set]
+        sets = {"grid": GRID, "variants": VARIANTS, "quantised": QUANTISED, "all": GRID + VARIANTS + QUANTISED}
+        chosen = sets[options.set]
         names = [name for name in chosen if not options.heads or name.split()[0] in options.heads]
     store = Store(options.output, **header())
     todo = [parse(name) for name in names if options.again or name not in store.results]

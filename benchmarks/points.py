@@ -2,6 +2,7 @@
 
 A point is written as heads, batch x length and options, for example `32/8 64x8192 block_size=64`. In the place of the
 length, `ragged8192` draws lengths uniformly from 1..8192, and `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled.
+`cache=float8_e4m3fn scale=head` is a quantised cache.
 """
 
 import dataclasses
@@ -27,6 +28,24 @@ VARIANTS = (
     *(f"32/8 {shape} q_len=4" for shape in ("1x8192", "8x2048", "64x8192")),
     *("32/8 64xzipf8192", "64/8 64xzipf8192", "32/32 64xzipf8192"),
 )
+_CACHES = (
+    "",
+    *(f" cache={dtype} scale={scale}" for dtype in ("float8_e4m3fn", "int8") for scale in ("head", "token_head")),
+)
+# Every 8-bit cache at the points where their speed is judged; elsewhere one, which must not be slower than bfloat16.
+QUANTISED = (
+    *(
+        f"32/8 {shape}{cache}"
+        for shape in ("64x8192", "8x4096")
+        for cache in (*_CACHES, " cache=float8_e5m2 scale=head")
+    ),
+    *(
+        f"{point}{cache}"
+        for point in ("32/8 1x512", "32/8 64x2048", "64/8 8x8192", "8/1 64x2048")
+        for cache in _CACHES[:3:2]
+    ),
+    *(f"32/8 64x2048 head_dim=64{cache}" for cache in _CACHES[:3:2]),
+)
 MAX_CALLS, MAX_PAIRS = 256, 512
 L2_BYTES = 60_000_000  # more than an H100 or an H200 holds; what is read before the same bytes come again exceeds it
 
@@ -43,6 +62,16 @@ class Point:
     window: int = 0  # 0: none
     contiguous: bool = False  # the blocks of a sequence in order, instead of shuffled
     dtype: str = "bfloat16"
+    cache: str = ""  # the cache's dtype, where it is not `dtype`
+    scale: str = ""  # of a quantised cache: head or token_head
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.cache or self.dtype
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        return (self.kv_heads,) if self.scale == "head" else self.cache_shape[:3]
 
     @property
     def slots(self) -> int:
@@ -53,7 +82,8 @@ class Point:
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self.slots * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        scale_bytes = 4 if self.scale == "token_head" else 0
+        return 2 * self.slots * self.kv_heads * (self.head_dim * jnp.dtype(self.cache_dtype).itemsize + scale_bytes)
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -105,7 +135,10 @@ def parse(name: str) -> Point:
         lengths = tuple(rng.permutation(int(length[4:]) // np.arange(1, num_seqs + 1)).tolist())
     else:
         lengths = (int(length),) * num_seqs
-    fields: dict[str, Any] = {key: int(value) for key, value in (option.split("=") for option in options)}
+    fields: dict[str, Any] = {
+        key: value if key in ("cache", "scale") else int(value)
+        for key, value in (option.split("=") for option in options)
+    }
     contiguous = bool(fields.pop("contiguous", 0))
     return Point(name, num_heads, kv_heads, lengths, contiguous=contiguous, **fields)
 
@@ -113,7 +146,7 @@ def parse(name: str) -> Point:
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     q: jax.Array  # [seqs, q_len, heads, head_dim]
-    caches: tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]  # sets of (k_cache, v_cache), one pair a layer
+    caches: tuple[tuple[tuple[jax.Array, ...], ...], ...]  # sets of (k_cache, v_cache, and their scales), one a layer
     block_tables: jax.Array  # int32 [seqs, max_blocks], the same for all layers, as in a model
     lengths: jax.Array  # int32 [seqs]
 
@@ -130,17 +163,18 @@ def make_tables(held: tuple[int, ...], *, contiguous: bool = False, seed: int = 
 
 
 def make_inputs(point: Point) -> Inputs:
-    seeds = iter(range(2 * point.num_sets * point.num_caches))
-    caches = tuple(
-        tuple(
-            (
-                random(next(seeds), shape=point.cache_shape, dtype=point.dtype),
-                random(next(seeds), shape=point.cache_shape, dtype=point.dtype),
-            )
-            for _ in range(point.num_caches)
+    seeds = iter(range(4 * point.num_sets * point.num_caches))
+
+    def layer() -> tuple[jax.Array, ...]:
+        pools = tuple(random(next(seeds), shape=point.cache_shape, dtype=point.cache_dtype) for _ in range(2))
+        if not point.scale:
+            return pools
+        size = 1.0 / 40 if point.cache_dtype == "int8" else 1.0  # as `random` has it
+        return pools + tuple(
+            (1.0 + 0.1 * random(next(seeds), shape=point.scale_shape, dtype="float32")) * size for _ in range(2)
         )
-        for _ in range(point.num_sets)
-    )
+
+    caches = tuple(tuple(layer() for _ in range(point.num_caches)) for _ in range(point.num_sets))
     q = random(2**20, shape=point.q_shape, dtype=point.dtype)
     tables = make_tables(point.held, contiguous=point.contiguous)
     return Inputs(q, caches, jnp.asarray(tables), jnp.asarray(point.lengths, jnp.int32))
@@ -148,10 +182,11 @@ def make_inputs(point: Point) -> Inputs:
 
 def shapes_of(point: Point) -> Inputs:
     """The same as `make_inputs`, one set of it, as shapes to compile for."""
-    cache = jax.ShapeDtypeStruct(point.cache_shape, point.dtype)
+    cache = jax.ShapeDtypeStruct(point.cache_shape, point.cache_dtype)
+    scales = (jax.ShapeDtypeStruct(point.scale_shape, jnp.float32),) * (2 if point.scale else 0)
     return Inputs(
         jax.ShapeDtypeStruct(point.q_shape, point.dtype),  # type: ignore[arg-type]
-        (((cache, cache),) * point.num_caches,),  # type: ignore[arg-type]
+        (((cache, cache, *scales),) * point.num_caches,),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct((len(point.held), max(point.held)), jnp.int32),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct((len(point.held),), jnp.int32),  # type: ignore[arg-type]
     )

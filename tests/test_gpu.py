@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import _mosaic_gpu
-from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case
+from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of
 
 pytestmark = pytest.mark.gpu
@@ -72,6 +72,54 @@ def test_several_query_tokens(q_len):
 
 def test_float16():
     check(real(dtype=jnp.float16, options=OPTIONS["all"]), 2)
+
+
+NARROW = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+
+
+@pytest.mark.parametrize("scale_shape", [None, "tensor", "head", "token_head"])
+@pytest.mark.parametrize("cache_dtype", NARROW)
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_narrow_caches(cache_dtype, scale_shape, name):
+    case = real(head_dim=128, cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS[name])
+    for num_partitions in (1, 5):
+        check(case, num_partitions)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 160, 192, 256])
+@pytest.mark.parametrize("cache_dtype", NARROW)
+def test_narrow_heads(head_dim, cache_dtype):
+    case = real(head_dim=head_dim, cache_dtype=cache_dtype, scale_shape="token_head")
+    for num_partitions in (None, 4):
+        check(case, num_partitions)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(5, 1), (24, 2), (32, 8), (64, 2), (64, 1)])
+def test_narrow_blocks_and_groups(block_size, heads, kv_heads):
+    shape = dict(block_size=block_size, heads=heads, kv_heads=kv_heads, head_dim=128)
+    check(real(**shape, cache_dtype=jnp.float8_e4m3fn, scale_shape="token_head"), 2)
+    check(real(**shape, cache_dtype=jnp.int8, scale_shape="head"))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("q_len", [None, 4])
+def test_narrow_options(name, q_len):
+    shape = dict(options=OPTIONS[name], q_len=q_len, head_dim=128, scale_shape="token_head")
+    check(real(cache_dtype=jnp.float8_e4m3fn, **shape), 8)
+    check(real(cache_dtype=jnp.int8, dtype=jnp.float16, **shape), 3)
+
+
+@pytest.mark.parametrize("fault", ["k_scale left out", "scales rolled", "values replaced by keys"])
+def test_a_wrong_narrow_result_is_noticed(fault):
+    case = real(lengths=(700, 1000), head_dim=128, cache_dtype=jnp.int8, scale_shape="token_head")
+    case = case.replace(options=case.options | {"k_scale": case.options["k_scale"] * 5.0})
+    wrong = {
+        "k_scale left out": case.replace(options={"v_scale": case.options["v_scale"]}),
+        "scales rolled": case.replace(options=case.options | {"v_scale": jnp.roll(case.options["v_scale"], 1, axis=1)}),
+        "values replaced by keys": case.replace(v_cache=case.k_cache),
+    }[fault]
+    assert not within_budget(case, attend(wrong, 2)[0]).all()
 
 
 def test_many_partitions():

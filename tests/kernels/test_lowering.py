@@ -11,10 +11,21 @@ from pallas_kernels import paged_decode
 OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 
 
-def lower(*, head_dim=128, block_size=16, group=4, q_len=1, dtype=jnp.bfloat16, num_partitions=1, options=()):
+def lower(
+    *,
+    head_dim=128,
+    block_size=16,
+    group=4,
+    q_len=1,
+    dtype=jnp.bfloat16,
+    num_partitions=1,
+    options=(),
+    cache_dtype=None,
+    scales=(None, None),
+):
     seqs, kv_heads, max_blocks = 2, 2, 1024 // block_size
     shape = jax.ShapeDtypeStruct
-    cache = shape((64, block_size, kv_heads, head_dim), dtype)
+    cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
     config = paged_decode.default_config(
         seqs=seqs,
         kv_heads=kv_heads,
@@ -24,7 +35,9 @@ def lower(*, head_dim=128, block_size=16, group=4, q_len=1, dtype=jnp.bfloat16, 
         capacity=max_blocks * block_size,
         num_sms=132,
         num_partitions=num_partitions,
+        itemsize=cache.dtype.itemsize,
     )
+    scale_shapes = {"tensor": (), "head": (kv_heads,), "token_head": cache.shape[:3]}
     types = {
         "scale": shape((), jnp.float32),
         "sliding_window": shape((), jnp.int32),
@@ -36,6 +49,9 @@ def lower(*, head_dim=128, block_size=16, group=4, q_len=1, dtype=jnp.bfloat16, 
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)
     named = {name: types[name] for name in ("scale", *options)}
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if scale is not None:
+            named[name] = shape(scale_shapes[scale], jnp.float32)
     text = jitted.trace(*arrays, **named).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == (1 if config.num_partials == 1 else 2)
 
@@ -68,3 +84,32 @@ def test_options(q_len, num_partitions):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_alone(option):
     lower(options=(option,))
+
+
+NARROW = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+
+
+@pytest.mark.parametrize(
+    "scales", [(None, None), ("tensor", "head"), ("token_head", "token_head"), ("head", "token_head")]
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("cache_dtype", NARROW)
+def test_narrow_caches(cache_dtype, dtype, scales):
+    lower(cache_dtype=cache_dtype, dtype=dtype, scales=scales)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 160, 192, 256])
+def test_narrow_heads_and_blocks(head_dim, block_size):
+    lower(head_dim=head_dim, block_size=block_size, cache_dtype=jnp.float8_e4m3fn, scales=("token_head",) * 2)
+
+
+@pytest.mark.parametrize("group", [1, 5, 16, 64])
+@pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
+def test_narrow_groups(group, head_dim):
+    lower(group=group, head_dim=head_dim, cache_dtype=jnp.int8, scales=("head",) * 2, num_partitions=8)
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_narrow_options(q_len):
+    lower(q_len=q_len, num_partitions=3, options=OPTIONS, cache_dtype=jnp.int8, scales=("token_head",) * 2)

@@ -96,11 +96,9 @@ def compile_point(
     """Jobs for `compile_all`, by (point, what)."""
     shapes = shapes_of(point)
     args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
+    ours: Any = paged_attention
     attend = functools.partial(
-        *(with_scales, paged_attention),
-        num_partitions=num_partitions,
-        implementation=implementation,
-        **options_of(point),
+        with_scales, ours, num_partitions=num_partitions, implementation=implementation, **options_of(point)
     )
     rows = len(checked_rows(point))
 

@@ -231,7 +231,7 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
             )
             for row in rows
         ]
-        taken = np.empty_like(x.registers)
+        taken, dtype = np.empty_like(x.registers), x.registers.flat[0].type
         for index in np.ndindex(*x.registers.shape):
             eights = [_words_of(x.registers[(*index[:4], h, *index[5:])]) for h in range(2)]
             words = [
@@ -246,7 +246,7 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
                 )
                 for pair in zip(*eights, strict=True)
             ]
-            taken[index] = _from_words(words, x.registers[index].type)
+            taken[index] = _from_words(words, dtype)
         return mgpu.FragmentedArray(_registers=taken, _layout=x.layout, _is_signed=x.is_signed)
 
     return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=ROWS))(

@@ -87,29 +87,32 @@ def test_each_option_alone(option):
 
 
 NARROW = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+TOKEN_HEAD = ("token_head", "token_head")
+
+
+@pytest.mark.parametrize("scales", [(None, None), ("tensor", "head"), TOKEN_HEAD, ("head", "token_head")])
+@pytest.mark.parametrize("cache_dtype", NARROW)
+def test_narrow_caches(cache_dtype, scales):
+    lower(cache_dtype=cache_dtype, scales=scales)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 160, 192, 256])
+def test_narrow_heads(head_dim):
+    lower(head_dim=head_dim, dtype=jnp.float16, cache_dtype=jnp.float8_e4m3fn, scales=TOKEN_HEAD)
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 256])
+def test_narrow_blocks(block_size):
+    lower(block_size=block_size, cache_dtype=jnp.float8_e4m3fn, scales=TOKEN_HEAD)
 
 
 @pytest.mark.parametrize(
-    "scales", [(None, None), ("tensor", "head"), ("token_head", "token_head"), ("head", "token_head")]
+    ("group", "head_dim"), [(1, 64), (5, 128), (16, 128), (64, 80), (64, 96), (64, 192), (64, 256)]
 )
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("cache_dtype", NARROW)
-def test_narrow_caches(cache_dtype, dtype, scales):
-    lower(cache_dtype=cache_dtype, dtype=dtype, scales=scales)
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 64, 256])
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 160, 192, 256])
-def test_narrow_heads_and_blocks(head_dim, block_size):
-    lower(head_dim=head_dim, block_size=block_size, cache_dtype=jnp.float8_e4m3fn, scales=("token_head",) * 2)
-
-
-@pytest.mark.parametrize("group", [1, 5, 16, 64])
-@pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
 def test_narrow_groups(group, head_dim):
-    lower(group=group, head_dim=head_dim, cache_dtype=jnp.int8, scales=("head",) * 2, num_partitions=8)
+    lower(group=group, head_dim=head_dim, cache_dtype=jnp.int8, scales=("head", "head"), num_partitions=8)
 
 
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_narrow_options(q_len):
-    lower(q_len=q_len, num_partitions=3, options=OPTIONS, cache_dtype=jnp.int8, scales=("token_head",) * 2)
+    lower(q_len=q_len, num_partitions=3, options=OPTIONS, cache_dtype=jnp.int8, scales=TOKEN_HEAD)

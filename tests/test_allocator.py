@@ -20,7 +20,7 @@ def counts(*values: int) -> jax.Array:
 
 def free_ids(allocator: BlockAllocator) -> list[int]:
     """The free blocks, the next one last."""
-    return allocator.free_list[: int(allocator.num_free)].tolist()
+    return allocator.pool.free_list[: int(allocator.num_free)].tolist()
 
 
 def assert_same(left: BlockAllocator, right: BlockAllocator) -> None:

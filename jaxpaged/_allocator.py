@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged import _allocator_report, _snapshots
+from jaxpaged import _allocator_report, _sharing, _snapshots, _swapping
 from jaxpaged._block_pool import BlockPool
 
 Copies = tuple[jax.Array, jax.Array]  # (source_ids, destination_ids) for copy_blocks, int32 [seqs] each
@@ -21,7 +21,8 @@ class BlockAllocator:
     Attributes:
         block_tables: int32 `[seqs, max_blocks]`; row i's first `ceil(lengths[i] / block_size)` entries are its blocks,
             in order; the others are 0.
-        lengths: int32 `[seqs]`, in tokens. A sequence of length 0 is a free seat.
+        lengths: int32 `[seqs]`, in tokens. A sequence of length 0 is a free seat, unless it is swapped out.
+        swapped_lengths: int32 `[seqs]`, in tokens, of sequences that are swapped out; 0 for the others.
         pool: the free blocks, and how many hold each of the others.
         block_size: tokens in a block (static).
 
@@ -42,6 +43,7 @@ class BlockAllocator:
 
     block_tables: jax.Array
     lengths: jax.Array
+    swapped_lengths: jax.Array
     pool: BlockPool
     block_size: int = dataclasses.field(metadata=dict(static=True))
 
@@ -78,6 +80,7 @@ class BlockAllocator:
         return cls(
             block_tables=jnp.zeros((num_seqs, max_blocks), jnp.int32),
             lengths=jnp.zeros(num_seqs, jnp.int32),
+            swapped_lengths=jnp.zeros(num_seqs, jnp.int32),
             pool=BlockPool.create(num_blocks),
             block_size=block_size,
         )
@@ -108,6 +111,11 @@ class BlockAllocator:
         return (self.pool.extra_holders > 0).sum(dtype=jnp.int32)
 
     @property
+    def is_seat_free(self) -> jax.Array:
+        """Rows that hold nothing, here or swapped out, bool `[seqs]`."""
+        return (self.lengths == 0) & (self.swapped_lengths == 0)
+
+    @property
     def utilization(self) -> jax.Array:
         """The part of the pool that is held, 0 to 1, float32 `[]`."""
         return self.num_held.astype(jnp.float32) / (self.num_blocks - 1)
@@ -128,8 +136,8 @@ class BlockAllocator:
 
         All or nothing per sequence: one that is refused is exactly as it was. Blocks are granted in row order, and
         nobody overtakes: behind the first row that finds too few, every row that needs a new block is refused too
-        (those whose last block still has room are not). A row is also refused where its table is too narrow, or its
-        count is negative or above `max_tokens`.
+        (those whose last block still has room are not). A row is also refused where its table is too narrow, its
+        count is negative or above `max_tokens`, or it is swapped out and its count is not 0.
 
         Args:
             num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is.
@@ -149,7 +157,7 @@ class BlockAllocator:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1; got {max_tokens=}.")
         num_seqs, max_blocks = self.block_tables.shape
-        legal = (num_tokens >= 0) & (num_tokens <= max_tokens)
+        legal = (num_tokens >= 0) & (num_tokens <= jnp.where(self.swapped_lengths == 0, max_tokens, 0))
         lengths = self.lengths + jnp.where(legal, num_tokens, 0)
         legal &= lengths <= max_blocks * self.block_size
 
@@ -179,6 +187,7 @@ class BlockAllocator:
     def free(self, seqs: ArrayLike) -> "BlockAllocator":
         """Gives back all blocks of the marked sequences, which become empty. Freeing an empty one changes nothing.
 
+        One that is swapped out is given up, and its seat is free.
         A block that another sequence or a pin holds too stays with them. Blocks go back last first, so that a `free`
         right after an `append` restores the free list.
 
@@ -190,7 +199,13 @@ class BlockAllocator:
         """
         seqs = self._rows("seqs", seqs, jnp.bool_)
         pool = self.pool.let_go(self.block_tables, seqs[:, None] & self._is_entry(self.lengths))
-        return self._replace(jnp.where(seqs[:, None], 0, self.block_tables), jnp.where(seqs, 0, self.lengths), pool)
+        return dataclasses.replace(
+            self,
+            block_tables=jnp.where(seqs[:, None], 0, self.block_tables),
+            lengths=jnp.where(seqs, 0, self.lengths),
+            swapped_lengths=jnp.where(seqs, 0, self.swapped_lengths),
+            pool=pool,
+        )
 
     def fork(self, parents: ArrayLike, *, replace: bool = False) -> tuple["BlockAllocator", Copies, jax.Array]:
         """Makes rows into copies of others: parallel sampling, beam search.
@@ -210,7 +225,8 @@ class BlockAllocator:
         Returns:
             allocator: the new one.
             copies: (source_ids, destination_ids), int32 `[seqs]` each, for `copy_blocks`; 0, 0 where there is none.
-            ok: bool `[seqs]`; false for a parent that does not exist, a row that is occupied, or too few free blocks.
+            ok: bool `[seqs]`; false for a parent that does not exist, a row that is occupied, a parent or row that is
+                swapped out, or too few free blocks.
 
         Raises:
             ValueError: `parents` is not int32 `[seqs]`.
@@ -223,42 +239,7 @@ class BlockAllocator:
             >>> allocator.block_tables.tolist(), source_ids.tolist(), destination_ids.tolist()
             ([[1, 2, 0], [1, 3, 0], [1, 4, 0]], [0, 2, 2], [0, 3, 4])
         """
-        parents = self._rows("parents", parents, jnp.int32)
-        num_seqs, _ = self.block_tables.shape
-        rows = jnp.arange(num_seqs, dtype=jnp.int32)
-        unchanged = (parents == -1) | (parents == rows)
-        legal = ~unchanged & (parents >= 0) & (parents < num_seqs) & (replace | (self.lengths == 0))
-        parents = jnp.where(legal, parents, rows)
-        lengths, tables = self.lengths[parents], self.block_tables[parents]
-        entry, partial = lengths // self.block_size, lengths % self.block_size > 0
-
-        # 1. Who needs a block of its own: every child of a parent whose last block is partly filled, but one that
-        # inherits it. Inheriting is sound only where the parent is replaced for certain: where nobody is refused.
-        first = jnp.full(num_seqs, num_seqs, jnp.int32).at[jnp.where(legal, parents, num_seqs)].min(rows, mode="drop")
-        heir = legal & legal[parents] & (first[parents] == rows)
-        needed = (legal & partial & ~heir).astype(jnp.int32)
-        enough = needed.sum(dtype=jnp.int32) <= self.num_free
-        heir &= enough
-        needed = (legal & partial & ~heir).astype(jnp.int32)
-        ok, starts, total = self._grant(legal, needed)
-
-        # 2. The tables, with the new blocks in them.
-        copied = ok & (needed > 0)
-        ids = self.pool.peek(starts)
-        source_ids = tables.at[rows, entry].get(mode="clip")
-        is_copy = copied[:, None] & (jnp.arange(tables.shape[1], dtype=jnp.int32)[None] == entry[:, None])
-        tables = jnp.where(is_copy, ids[:, None], tables)
-
-        # 3. The children hold what they share, and let go of what they held.
-        pool = self.pool.take(total)
-        pool = pool.share(tables, ok[:, None] & ~is_copy & self._is_entry(lengths))
-        if replace:
-            pool = pool.let_go(self.block_tables, ok[:, None] & self._is_entry(self.lengths))
-        allocator = self._replace(
-            jnp.where(ok[:, None], tables, self.block_tables), jnp.where(ok, lengths, self.lengths), pool
-        )
-        copies = jnp.where(copied, source_ids, 0), jnp.where(copied, ids, 0)
-        return allocator, copies, ok | unchanged
+        return _sharing.fork(self, self._rows("parents", parents, jnp.int32), replace)
 
     def rollback(self, lengths: ArrayLike) -> tuple["BlockAllocator", Copies, jax.Array]:
         """Shortens sequences to the given lengths, as when speculative decoding rejects tokens.
@@ -282,30 +263,53 @@ class BlockAllocator:
         Raises:
             ValueError: `lengths` is not int32 `[seqs]`.
         """
-        lengths = self._rows("lengths", lengths, jnp.int32)
-        num_seqs, max_blocks = self.block_tables.shape
-        rows = jnp.arange(num_seqs, dtype=jnp.int32)
-        legal = (lengths >= 0) & (lengths <= self.lengths)
-        entry, partial = lengths // self.block_size, lengths % self.block_size > 0
-        cut = legal & partial & (lengths < self.lengths)  # ends inside a block whose further tokens it gives up
-        last_ids = self.block_tables.at[rows, entry].get(mode="clip")
-        kept_by_others = (self.pool.extra_holders[last_ids] > 0) | (
-            self.pool.cached_at[last_ids] == self.pool.num_blocks
-        )
-        needed = (cut & kept_by_others).astype(jnp.int32)
-        ok, starts, total = self._grant(legal, needed)
-        copied = ok & (needed > 0)
-        ids = self.pool.peek(starts)
-        lengths = jnp.where(ok, lengths, self.lengths)
+        return _sharing.rollback(self, self._rows("lengths", lengths, jnp.int32))
 
-        is_copy = copied[:, None] & (jnp.arange(max_blocks, dtype=jnp.int32)[None] == entry[:, None])
-        stays = self._is_entry(lengths) & ~is_copy
-        pool = self.pool.take(total).let_go(self.block_tables, self._is_entry(self.lengths) & ~stays)
-        given_up = jnp.where(ok & cut & ~copied, last_ids, self.num_blocks + rows)
-        generations = pool.generations.at[given_up].add(1, mode="drop", unique_indices=True)
-        tables = jnp.where(is_copy, ids[:, None], jnp.where(stays, self.block_tables, 0))
-        copies = jnp.where(copied, last_ids, 0), jnp.where(copied, ids, 0)
-        return self._replace(tables, lengths, dataclasses.replace(pool, generations=generations)), copies, ok
+    def swap_out(self, seqs: ArrayLike) -> tuple["BlockAllocator", jax.Array]:
+        """Gives back the blocks of sequences whose tokens move to the host, and keeps their seats.
+
+        The tokens are moved by whoever has the cache, in the same jit and before anything else is written: from the
+        blocks returned, and later, at the same places, to those that `swap_in` returns. A block that a sequence
+        shares stays with the others, and comes back as one of its own.
+
+        Args:
+            seqs: bool `[seqs]`; for a sequence that is empty or swapped out already nothing happens.
+
+        Returns:
+            allocator: the new one. What left has length 0 and a `swapped_lengths`; `append` and `fork` refuse it,
+                `free` gives it up.
+            block_ids: int32 `[seqs, max_blocks]`, the blocks that they had, in order; 0 elsewhere.
+
+        Raises:
+            ValueError: `seqs` is not bool `[seqs]`.
+        """
+        return _swapping.swap_out(self, self._rows("seqs", seqs, jnp.bool_))
+
+    def swap_in(self, seqs: ArrayLike) -> tuple["BlockAllocator", jax.Array, jax.Array]:
+        """Gives new blocks to sequences that were swapped out: all or nothing for each, in row order, as in `append`.
+
+        Args:
+            seqs: bool `[seqs]`.
+
+        Returns:
+            allocator: the new one.
+            block_ids: int32 `[seqs, max_blocks]`, where each block of what came back goes; 0 elsewhere.
+            ok: bool `[seqs]`; false for a marked row that is not swapped out, or for too few free blocks.
+
+        Raises:
+            ValueError: `seqs` is not bool `[seqs]`.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpaged
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks=3)
+            >>> allocator, _, _ = allocator.append(jnp.array([6, 0]), max_tokens=6)
+            >>> allocator, old_ids = allocator.swap_out(jnp.array([True, False]))
+            >>> allocator, _, _ = allocator.append(jnp.array([0, 3]), max_tokens=3)
+            >>> allocator, new_ids, ok = allocator.swap_in(jnp.array([True, False]))
+            >>> old_ids[0].tolist(), new_ids[0].tolist()
+            ([1, 2, 0], [2, 3, 0])
+        """
+        return _swapping.swap_in(self, self._rows("seqs", seqs, jnp.bool_))
 
     def still_holds(self, snapshot: "BlockAllocator") -> jax.Array:
         """Whether going back to `snapshot` is sound, bool `[]`.

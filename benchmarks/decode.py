@@ -1,174 +1,253 @@
-"""Paged decode attention against the floor of its bytes: `python -m benchmarks.decode --output decode.json`.
+"""Paged decode attention against the floor of its bytes, and against other libraries: `python -m benchmarks.decode`.
 
-Every point is checked against the reference first. Times are device time a call, of calls chained in one jit; tables
-are shuffled and rotated through pools far larger than the L2 cache. The floor is a kernel that only reads the K and V
-bytes of the point, in the same run.
+Every point is checked against the reference before it is timed. Times are microseconds a call on the device:
+
+  us       of calls chained in one jit, as the layers of a model are, everything between the kernels included
+  kernels  the kernels alone, by CUPTI, the sum over one call
+  floor    a kernel that only reads the K and V bytes of the point, in the same kind of chain, in the same run
+
+The caches take turns, so that L2 is cold. A point that is in the output file already is left out, so that a run may be
+cut into pieces. `--points` takes names such as those that are printed, see benchmarks/points.py.
+
+    python -m benchmarks.decode --output decode.json                    # the grid, ours alone
+    python -m benchmarks.decode --output decode.json --peers fa3 flashinfer xqa
+    python -m benchmarks.decode --output variants.json --set variants
+    python -m benchmarks.plot decode.json decode.svg
 """
 
 import argparse
 import dataclasses
 import functools
-import json
-import math
+import itertools
+import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import COLD_BYTES, chain_microseconds, floor_microseconds, random
+from benchmarks import peers
+from benchmarks.harness import (
+    Store,
+    compile_all,
+    geometric_mean,
+    header,
+    kernel_times,
+    read_chain,
+    slope_microseconds,
+)
+from benchmarks.points import GRID, HEADS, VARIANTS, Inputs, Point, make_inputs, parse, shapes_of
 from jaxpaged import paged_attention, paged_attention_reference
 
-# batch, length; "ragged": lengths drawn uniformly from 1..length.
-POINTS = (
-    *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
-    *("128x1024", "256x1024", "64xragged8192", "64x8192"),
-)
-HEADS = ("32/8", "64/8", "32/32")
+MAX_CHECKED = 4  # sequences of a point that are compared with the reference
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    heads: int
-    kv_heads: int
-    lengths: tuple[int, ...]
-    head_dim: int = 128
-    block_size: int = 16
-    q_len: int = 1
-    dtype: str = "bfloat16"
-
-    @property
-    def slots(self) -> int:
-        """What a call reads, in slots: whole blocks only where a token stands."""
-        return sum(self.lengths)
-
-    @property
-    def num_bytes(self) -> int:
-        return 2 * self.slots * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+def options_of(point: Point) -> dict[str, Any]:
+    return {"sliding_window": point.window} if point.window else {}
 
 
-def parse(heads: str, point: str, seed: int = 0, **shape: Any) -> Point:
-    batch, length = point.split("x")
-    if length.startswith("ragged"):
-        drawn = np.random.default_rng(seed).integers(1, int(length[6:]) + 1, int(batch))
-        lengths = tuple(int(n) for n in drawn)
-    else:
-        lengths = (int(length),) * int(batch)
-    num_heads, kv_heads = map(int, heads.split("/"))
-    return Point(num_heads, kv_heads, lengths, **shape)
+def chain(point: Point, attend: Any, q: jax.Array, caches: tuple, block_tables: jax.Array, lengths: jax.Array) -> Any:
+    """As many calls as `point` says, each on the output of the one before. Returns the last output and the first."""
+    first = None
+    for i in range(point.num_calls):
+        q = attend(q, *caches[i % len(caches)], block_tables, lengths)
+        first = q if first is None else first
+    return q, first
 
 
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    q: jax.Array
-    k_cache: jax.Array
-    v_cache: jax.Array
-    tables: tuple[jax.Array, ...]  # one a chained call
-    lengths: jax.Array
-
-
-@functools.lru_cache(maxsize=1)  # pools of the same shape are used again, one pair at a time
-def pools(num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str) -> tuple[jax.Array, jax.Array]:
-    shape = num_blocks, block_size, kv_heads, head_dim
-    return random(1, shape, dtype), random(2, shape, dtype)
-
-
-def make_inputs(point: Point, num_calls: int, seed: int = 0) -> Inputs:
-    rng = np.random.default_rng(seed)
-    held = [-(-n // point.block_size) for n in point.lengths]
-    block_bytes = 2 * point.block_size * point.kv_heads * point.head_dim * jnp.dtype(point.dtype).itemsize
-    num_blocks = max(sum(held), COLD_BYTES // block_bytes) + 1
-    num_blocks = 2 ** math.ceil(math.log2(num_blocks))
-    k_cache, v_cache = pools(num_blocks, point.block_size, point.kv_heads, point.head_dim, point.dtype)
-    free, tables = np.zeros(0, np.int32), []
-    for _ in range(num_calls):
-        if len(free) < sum(held):
-            free = (rng.permutation(num_blocks - 1) + 1).astype(np.int32)
-        table = np.zeros((len(held), max(held)), np.int32)
-        for row, count in zip(table, held, strict=True):
-            row[:count], free = free[:count], free[count:]
-        tables.append(jnp.asarray(table))
-    q_shape = (len(held), point.q_len, point.heads, point.head_dim)
-    return Inputs(
-        random(3, q_shape, point.dtype), k_cache, v_cache, tuple(tables), jnp.asarray(point.lengths, jnp.int32)
-    )
-
-
-def attend(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, table: jax.Array, lengths: jax.Array, **options: Any):  # type: ignore[no-untyped-def]
-    return paged_attention(q, k_cache, v_cache, table, lengths, return_lse=True, implementation="mosaic_gpu", **options)
-
-
-def check(point: Point, inputs: Inputs, **options: Any) -> float:
-    """The worst error of a row over the largest number of that row, of up to four sequences; raises where it is bad."""
-    out, lse = jax.jit(functools.partial(attend, **options))(
-        inputs.q, inputs.k_cache, inputs.v_cache, inputs.tables[0], inputs.lengths
-    )
-    options.pop("num_partitions", None)
+def checked_rows(point: Point) -> list[int]:
+    """The shortest sequence, the longest, and the ends of the batch."""
     order = np.argsort(point.lengths, kind="stable")
-    worst = 0.0
-    for i in sorted({int(order[0]), int(order[-1]), 0, len(order) - 1}):
-        expected, expected_lse = jax.jit(functools.partial(paged_attention_reference, **options))(
-            inputs.q[i : i + 1], inputs.k_cache, inputs.v_cache, inputs.tables[0][i : i + 1], inputs.lengths[i : i + 1]
-        )
-        error = jnp.abs(out[i].astype(jnp.float32) - expected[0]).max(axis=-1) / jnp.abs(expected[0]).max(axis=-1)
-        worst = max(worst, float(error.max()))
-        lse_error = float(jnp.abs(lse[i] - expected_lse[0]).max())
-        # bfloat16: one rounding of p and one of the output, 2^-9 each of the largest number or less.
-        if not worst < 2e-2 or not lse_error < 1e-2:
-            raise AssertionError(f"wrong result at {point}: sequence {i}, error {worst}, lse error {lse_error}")
+    rows = dict.fromkeys((0, len(order) - 1, int(order[0]), int(order[-1])))
+    return list(rows)[:MAX_CHECKED]
+
+
+def check(point: Point, out: jax.Array, expected: jax.Array) -> float:
+    """The worst error of a row and head over its largest number; raises where it is too large."""
+    error = jnp.abs(out.astype(jnp.float32) - expected).max(axis=-1) / jnp.abs(expected).max(axis=-1)
+    worst = float(error.max())
+    # bfloat16: one rounding of p and one of the output, 2^-9 each of the largest number or less.
+    if not worst < 2e-2:
+        raise AssertionError(f"wrong result at {point.name}: {worst} of the largest number of a row")
     return worst
 
 
-def measure(point: Point, *, floor: bool = True, **options: Any) -> dict[str, Any]:
-    # A chain long enough that what one dispatch costs is lost in it, and that its tables pass through the whole pool.
-    num_calls = int(min(64, max(8, 4e9 // point.num_bytes)))
-    inputs = make_inputs(point, num_calls)
-    error = check(point, inputs, **options)
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    ours: Any
+    floor: Any
+    reference: Any
+    peers: dict[str, Any]
 
-    def chain(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, tables: tuple, lengths: jax.Array) -> jax.Array:
-        for table in tables:
-            q, _ = attend(q, k_cache, v_cache, table, lengths, **options)
-        return q
 
-    args = inputs.q, inputs.k_cache, inputs.v_cache, inputs.tables, inputs.lengths
-    result: dict[str, Any] = {"microseconds": chain_microseconds(chain, args, num_calls), "error": error}
-    if floor:
-        result["floor"] = floor_microseconds(inputs.k_cache, inputs.v_cache, point.slots, num_calls)
-        result["over_floor"] = result["microseconds"] / result["floor"]
-    result["gigabytes_per_second"] = point.num_bytes / result["microseconds"] / 1e3
+def compile_point(
+    point: Point, implementation: str, num_partitions: int | None, peer_names: list[str]
+) -> dict[Any, Any]:
+    """Jobs for `compile_all`, by (point, what)."""
+    shapes = shapes_of(point)
+    args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
+    attend = functools.partial(
+        paged_attention, num_partitions=num_partitions, implementation=implementation, **options_of(point)
+    )
+    rows = len(checked_rows(point))
+
+    def few(array: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
+
+    reference = functools.partial(paged_attention_reference, **options_of(point))
+    floor = functools.partial(read_chain, slots=point.slots, num_calls=point.num_calls)
+    pair = shapes.caches[0][0]
+    jobs: dict[Any, Any] = {
+        (point, "ours"): lambda: jax.jit(functools.partial(chain, point, attend)).lower(*args).compile(),
+        (point, "reference"): lambda: (
+            jax.jit(reference).lower(few(shapes.q), *pair, few(shapes.block_tables), few(shapes.lengths)).compile()
+        ),
+        (point, "floor"): lambda: (
+            jax.jit(floor).lower(jax.ShapeDtypeStruct((128,), jnp.float32), shapes.caches[0]).compile()
+        ),
+    }
+    for name in peer_names:
+        if peers.PEERS[name].takes(point):
+            jobs[point, name] = functools.partial(peers.compile_peer, name, point, chain)
+    return jobs
+
+
+def measure(point: Point, programs: Programs, inputs: Inputs) -> dict[str, Any]:
+    def dispatch(i: int) -> Any:
+        return programs.ours(inputs.q, inputs.caches[i % point.num_sets], inputs.block_tables, inputs.lengths)
+
+    token = jnp.ones(128)
+    rows = np.asarray(checked_rows(point))
+    _, out = dispatch(0)
+    expected, _ = programs.reference(
+        inputs.q[rows], *inputs.caches[0][0], inputs.block_tables[rows], inputs.lengths[rows]
+    )
+    result: dict[str, Any] = {"bytes": point.num_bytes, "calls": point.num_calls}
+    result["error"] = check(point, out[rows], expected)
+    result["floor"] = slope_microseconds(
+        lambda i: programs.floor(token, inputs.caches[i % point.num_sets]), point.num_calls
+    )
+    result["us"] = slope_microseconds(dispatch, point.num_calls)
+    result["over_floor"] = result["us"] / result["floor"]
+    result["gigabytes_per_second"] = point.num_bytes / result["us"] / 1e3
+    for name, compiled in programs.peers.items():
+        result.setdefault("peers", {})[name] = peers.measure_peer(name, point, inputs, out, compiled)
     return result
+
+
+def measure_kernels(point: Point, programs: Programs, inputs: Inputs) -> dict[str, Any]:
+    """What runs within one call: kernels, and the time of each."""
+    args = inputs.q, inputs.caches[0], inputs.block_tables, inputs.lengths
+    jax.block_until_ready(programs.ours(*args))
+    times = kernel_times(lambda: programs.ours(*args))
+    total: Counter[str] = Counter()
+    for name, microseconds in times:
+        total[name[:60]] += microseconds / point.num_calls  # type: ignore[assignment]
+    return {
+        "kernels": sum(total.values()),
+        "launches": len(times) / point.num_calls,
+        "by_kernel": dict(total.most_common(6)),
+    }
+
+
+def of_peer(found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return found["failed"][:80]
+    return f"{found['us']:.1f}" + (f" ({found['best']})" if "best" in found else "")
+
+
+def print_row(point: Point, result: dict[str, Any]) -> None:
+    them = "  ".join(f"{name} {of_peer(found)}" for name, found in result.get("peers", {}).items())
+    print(
+        f"{point.name:<32} {result['us']:8.1f} {result['floor']:8.1f} {result['over_floor']:6.3f} "
+        f"{result['gigabytes_per_second']:6.0f} {result['error']:8.1e}  {them}",
+        flush=True,
+    )
+
+
+def summarise(results: dict[str, Any]) -> None:
+    def mean(names: list[str]) -> str:
+        return f"{geometric_mean([results[name]['over_floor'] for name in names]):.3f} ({len(names)} points)"
+
+    for heads in HEADS:
+        names = [name for name in GRID if name in results and name.startswith(heads + " ")]
+        if names:
+            print(f"geometric mean of time over floor, {heads}: {mean(names)}")
+    names = [name for name in GRID if name in results and not name.startswith("8/1 ")]
+    if names:
+        print(f"geometric mean of time over floor, 32/8, 64/8 and 32/32: {mean(names)}")
+    beaten = []
+    for name, result in results.items():
+        times = {peer: found["us"] for peer, found in result.get("peers", {}).items() if "us" in found}
+        if times:
+            beaten.append((result["us"] / min(times.values()), name, min(times, key=lambda peer: times[peer])))
+    if beaten:
+        ratios = [ratio for ratio, _, _ in beaten]
+        print(f"time over the best peer's: geometric mean {geometric_mean(ratios):.3f}, worst {max(beaten)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", nargs="+", default=list(HEADS), help="query heads / KV heads")
-    parser.add_argument("--points", nargs="+", default=list(POINTS), help="batch x length")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--q-len", type=int, default=1)
-    parser.add_argument("--num-partitions", type=int, default=None)
-    parser.add_argument("--output", help="a JSON file for the results")
+    parser.add_argument("--set", choices=("grid", "variants", "all"), default="grid", help="which points")
+    parser.add_argument("--points", nargs="+", help="names of points, instead of a set; the heads may be left out")
+    parser.add_argument("--heads", nargs="+", help="only points with these, for example 32/8 64/8")
+    parser.add_argument("--num-partitions", type=int)
+    parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), default="mosaic_gpu")
+    parser.add_argument(
+        "--peers", nargs="*", default=[], choices=tuple(peers.PEERS), help="what is not installed is left out"
+    )
+    parser.add_argument("--no-kernels", action="store_true", help="leave the times by kernel out")
+    parser.add_argument("--again", action="store_true", help="measure also what the output file has")
+    parser.add_argument("--at-once", type=int, default=12, help="points that are compiled together")
+    parser.add_argument("--seconds", type=float, default=9e9, help="start no more points after this")
+    parser.add_argument("--output", type=Path, help="a JSON file for the results, written point by point")
     options = parser.parse_args()
 
-    device = jax.devices()[0]
-    print(f"{device.device_kind}, jax {jax.__version__}, bfloat16, {options}", flush=True)
-    print(f"{'heads':>6} {'point':>14} {'us':>8} {'floor':>8} {'ratio':>6} {'GB/s':>6}", flush=True)
-    results = []
-    for heads in options.heads:
-        for name in options.points:
-            point = parse(heads, name, head_dim=options.head_dim, block_size=options.block_size, q_len=options.q_len)
-            result = measure(point, num_partitions=options.num_partitions)
-            results.append({"heads": heads, "point": name, **result})
-            print(
-                f"{heads:>6} {name:>14} {result['microseconds']:8.1f} {result['floor']:8.1f} "
-                f"{result['over_floor']:6.3f} {result['gigabytes_per_second']:6.0f}",
-                flush=True,
+    start = time.monotonic()
+    peer_names = [name for name in options.peers if peers.installed(name)]
+    if options.points:
+        names = [
+            name if "/" in name else f"{heads} {name}"
+            for name in options.points
+            for heads in ((options.heads or HEADS) if "/" not in name else ("",))
+        ]
+    else:
+        chosen = {"grid": GRID, "variants": VARIANTS, "all": GRID + VARIANTS}[options.set]
+        names = [name for name in chosen if not options.heads or name.split()[0] in options.heads]
+    store = Store(options.output, **header())
+    todo = [parse(name) for name in names if options.again or name not in store.results]
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16, peers: {', '.join(peer_names) or 'none'}")
+    print(f"{'':32} {'us':>8} {'floor':>8} {'ratio':>6} {'GB/s':>6} {'error':>8}", flush=True)
+    for batch in itertools.batched(todo, options.at_once):
+        if time.monotonic() - start > options.seconds:
+            print("out of time; the rest is for another run with the same output file")
+            break
+        jobs: dict[Any, Any] = {}
+        for point in batch:
+            jobs |= compile_point(point, options.implementation, options.num_partitions, peer_names)
+        compiled = compile_all(jobs)
+        programs = {
+            point: Programs(
+                ours=compiled[point, "ours"],
+                floor=compiled[point, "floor"],
+                reference=compiled[point, "reference"],
+                peers={name: compiled[point, name] for name in peer_names if (point, name) in compiled},
             )
-    mean = math.exp(sum(math.log(result["over_floor"]) for result in results) / len(results))
-    print(f"geometric mean of time over floor, {len(results)} points: {mean:.3f}")
-    if options.output:
-        with open(options.output, "w") as file:
-            json.dump({"device": device.device_kind, "jax": jax.__version__, "results": results}, file, indent=1)
+            for point in batch
+        }
+        for point in batch:
+            store.add(point.name, measure(point, programs[point], make_inputs(point)))
+            print_row(point, store.results[point.name])
+        if not options.no_kernels and jax.default_backend() == "gpu":
+            # Last: nobody knows what CUPTI leaves behind in a process.
+            for point in batch:
+                found = measure_kernels(point, programs[point], make_inputs(point))
+                store.add(point.name, store.results[point.name] | found)
+                print(f"{point.name:<32} kernels {found['kernels']:.1f} us, {found['launches']:.1f} a call", flush=True)
+        print(f"{time.monotonic() - start:.0f} s", flush=True)
+    summarise({name: store.results[name] for name in names if name in store.results})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""How the benchmarks time: device time a call, and the floor that no kernel can go below."""
+"""How the benchmarks time: device time of calls chained in one jit, kernel times, and their floor."""
 
 import functools
+import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,39 +19,65 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 COLD_BYTES = 600_000_000  # what the rotated inputs take together: 12 times the L2 cache of an H100
 
 
-def chain_microseconds(chain: Callable[..., Any], args: tuple, num_calls: int, seconds: float = 0.05) -> float:
-    """Device time of one of the `num_calls` calls that `chain` makes one after the other.
+def compile_all(jobs: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """Calls every job, each of which compiles something, in threads: XLA compiles outside of Python's lock."""
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as threads:
+        futures = {key: threads.submit(job) for key, job in jobs.items()}
+        return {key: future.result() for key, future in futures.items()}
 
-    The slope between two numbers of repetitions, so that what is paid once (dispatch of the first, the final wait)
-    drops out; the median of five such slopes.
+
+def slope_microseconds(dispatch: Callable[[int], Any], num_calls: int, seconds: float = 0.25) -> float:
+    """Device time of one of the `num_calls` calls of which `dispatch(i)` starts a chain, the i-th time.
+
+    The slope between two numbers of dispatches, so that what is paid once (the start of the first, the final wait: 1.4
+    ms on a virtual machine) drops out; the median of five such slopes, which together take about `seconds`.
     """
-    compiled = jax.jit(chain).lower(*args).compile()
-    jax.block_until_ready(compiled(*args))
 
     def run(repetitions: int) -> float:
         start = time.perf_counter()
-        for _ in range(repetitions):
-            result = compiled(*args)
+        for i in range(repetitions):
+            result = dispatch(i)
         jax.block_until_ready(result)
         return time.perf_counter() - start
 
-    once = (run(5) - run(1)) / 4
-    few = max(2, min(200, int(seconds / 4 / max(once, 1e-6))))
+    run(1)
+    once = max((run(5) - run(1)) / 4, 1e-6) if num_calls < 1000 else run(1)
+    few = max(1, min(400, int(seconds / 25 / once)))
     slopes = [(run(4 * few) - run(few)) / (3 * few) for _ in range(5)]
     return statistics.median(slopes) / num_calls * 1e6
 
 
-READ_STAGES, READ_ROWS = 6, 64  # a ring of 6 x 64 rows of a head: 96 KiB at 128 numbers of 2 bytes, two programs a SM
+def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """(name, microseconds) of every kernel that runs because of `run`, in order, from CUPTI. GPU only.
 
-
-def read_only(k_cache: jax.Array, v_cache: jax.Array, token: jax.Array, *, start: int, slots: int) -> jax.Array:
-    """Reads `slots` consecutive slots of both caches into shared memory and does nothing with them: the floor.
-
-    `token` f32 [128] is handed through, so that calls can be chained.
+    Not through `profiler.measure`, which calls twice with the same arguments: a donated state cannot be given twice.
     """
+    from jax.experimental.mosaic.gpu import profiler
+
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        jax.block_until_ready(run())
+    finally:
+        times = cupti._cupti_get_timings(False)  # False: CUPTI stays, for the next time
+    return [(name, milliseconds * 1e3) for name, milliseconds in times or ()]
+
+
+READ_STAGES, READ_BYTES = 6, 16384  # a ring of 6 x 16 KiB, that is 64 rows of a head of 128 numbers; two programs a SM
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def read_only(k_cache: jax.Array, v_cache: jax.Array, token: jax.Array, *, slots: int) -> jax.Array:
+    """Reads the first `slots` slots of both caches into shared memory and does nothing with them: the floor.
+
+    `token` f32 [128] is handed through, so that calls can be chained. On a CPU, for trying the scripts out, a sum.
+    """
+    if jax.default_backend() != "gpu":
+        return token + k_cache.sum(dtype=jnp.float32) + v_cache.sum(dtype=jnp.float32)
     k_rows, v_rows = (cache.reshape(-1, cache.shape[-1]) for cache in (k_cache, v_cache))
     kv_heads, head_dim = k_cache.shape[2:]
-    first, num_tiles = start * kv_heads, slots * kv_heads // READ_ROWS  # a tile of K and one of V
+    tile = READ_BYTES // (head_dim * k_cache.dtype.itemsize)
+    num_tiles = max(1, slots * kv_heads // tile)  # a tile of K and one of V
     programs = min(2 * int(jax.devices()[0].core_count), num_tiles)
 
     def kernel(k_gmem, v_gmem, token_gmem, out_gmem, ring_smem, token_smem, full, token_full):  # type: ignore[no-untyped-def]
@@ -55,13 +85,13 @@ def read_only(k_cache: jax.Array, v_cache: jax.Array, token: jax.Array, *, start
         mine = lax.div(num_tiles - program + programs - 1, jnp.int32(programs)) * 2
 
         def fetch(i: jax.Array) -> None:
-            row = first + (program + lax.div(i, jnp.int32(2)) * programs) * READ_ROWS
+            row = (program + lax.div(i, jnp.int32(2)) * programs) * tile
             for which, source in enumerate((k_gmem, v_gmem)):
 
                 @pl.when(lax.rem(i, jnp.int32(2)) == which)
                 def _copy(source: Any = source) -> None:
                     stage = lax.rem(i, jnp.int32(READ_STAGES))
-                    plgpu.copy_gmem_to_smem(source.at[pl.ds(row, READ_ROWS)], ring_smem.at[stage], full.at[stage])
+                    plgpu.copy_gmem_to_smem(source.at[pl.ds(row, tile)], ring_smem.at[stage], full.at[stage])
 
         for i in range(READ_STAGES):
 
@@ -92,7 +122,7 @@ def read_only(k_cache: jax.Array, v_cache: jax.Array, token: jax.Array, *, start
         grid=(programs,),
         grid_names=("program",),
         scratch_types=(
-            plgpu.SMEM((READ_STAGES, READ_ROWS, head_dim), k_cache.dtype),
+            plgpu.SMEM((READ_STAGES, tile, head_dim), k_cache.dtype),
             plgpu.SMEM(token.shape, token.dtype),
             plgpu.Barrier(num_barriers=READ_STAGES),
             plgpu.Barrier(),
@@ -100,19 +130,52 @@ def read_only(k_cache: jax.Array, v_cache: jax.Array, token: jax.Array, *, start
     )(k_rows, v_rows, token)
 
 
-def floor_microseconds(k_cache: jax.Array, v_cache: jax.Array, slots: int, num_calls: int) -> float:
-    """Device time to read `slots` slots of both caches, a different run of them in each of `num_calls` calls."""
-    available = k_cache.shape[0] * k_cache.shape[1]
-    starts = [(i * slots) % (available - slots + 1) for i in range(num_calls)]
+def read_chain(token: jax.Array, caches: tuple, *, slots: int, num_calls: int) -> jax.Array:
+    for i in range(num_calls):
+        token = read_only(*caches[i % len(caches)], token, slots=slots)
+    return token
 
-    def chain(k_cache: jax.Array, v_cache: jax.Array, token: jax.Array) -> jax.Array:
-        for start in starts:
-            token = read_only(k_cache, v_cache, token, start=start, slots=slots)
-        return token
 
-    return chain_microseconds(chain, (k_cache, v_cache, jnp.ones(128, jnp.float32)), num_calls)
+def read_bandwidth(seconds: float = 0.3) -> float:
+    """Bytes a second that a kernel that only reads gets from 4 GiB: the read ceiling of the card."""
+    slots = 2**20 if jax.default_backend() == "gpu" else 2**10
+    cache = random(0, shape=(slots // 16, 16, 8, 128), dtype="bfloat16")
+    caches = ((cache, random(1, shape=cache.shape, dtype="bfloat16")),)
+    chain = jax.jit(functools.partial(read_chain, slots=slots, num_calls=4))
+    token = jnp.ones(128)
+    return 2 * cache.nbytes / slope_microseconds(lambda _: chain(token, caches), 4, seconds) * 1e6
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def random(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+def random(seed: Any, *, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16).astype(dtype)
+
+
+class Store:
+    """A JSON file of results by key, written whenever one is added: a run that is cut off loses nothing, and the next
+    one goes on where it stopped. None: results are kept in memory only."""
+
+    def __init__(self, path: Path | None, **header: Any):
+        self.path = path
+        self.header = header
+        self.results: dict[str, Any] = {}
+        if path is not None and path.exists():
+            kept = json.loads(path.read_text())
+            if any(kept.get(key) != value for key, value in header.items()):
+                raise SystemExit(f"{path} holds results of another machine or version; name another file.")
+            self.results = kept["results"]
+
+    def add(self, key: str, result: Any) -> None:
+        self.results[key] = result
+        if self.path is not None:
+            part = self.path.with_suffix(".part")
+            part.write_text(json.dumps({**self.header, "results": self.results}, indent=1) + "\n")
+            part.replace(self.path)
+
+
+def header() -> dict[str, str]:
+    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return statistics.geometric_mean(values) if values else float("nan")

@@ -17,7 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ import jaxpaged
 PREFILL_CHUNK = 256  # tokens a sequence; bounds the memory that a long prompt's activations take
 MOST_CACHE_BYTES = 64e9  # beyond this a pool is a slip of the keyboard
 STREAM_STEPS = 8  # decode steps between two looks at the tokens
+QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
+Granularity = Literal["token_head", "head", "tensor"]  # of a quantised cache's scales
 
 
 @jax.tree_util.register_dataclass
@@ -147,8 +149,10 @@ def start(
     num_blocks: int | None,
     dtype: str,
     seed: int,
+    scale: Granularity | None = None,
 ) -> Generation:
-    """An empty generation. Raises `ValueError` with one sentence where the prompts do not fit."""
+    """An empty generation; `dtype` and `scale` are the cache's, whose scales of a tensor or a head `calibrate` sets.
+    Raises `ValueError` with one sentence where the prompts do not fit."""
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(max_new_tokens, config.context - length + 1) for length in lengths]
     blocks_at_start = sum(-(-length // block_size) for length in lengths)
@@ -161,15 +165,26 @@ def start(
             f"The prompts need {blocks_at_start} blocks of {block_size} tokens and --num-blocks {num_blocks} leaves "
             f"{num_blocks - 1} beside the null block; pass at least --num-blocks {blocks_at_start + 1}."
         )
-    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    cache_bytes = 2 * config.num_layers * math.prod(shape) * jnp.dtype(dtype).itemsize
+    placeholder = 1.0 if scale in ("tensor", "head") else None
+    create = functools.partial(
+        jaxpaged.KVCache.create,
+        num_blocks,
+        block_size,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype=dtype,
+        scale=scale,
+        k_scale=placeholder,
+        v_scale=placeholder,
+    )
+    cache_bytes = config.num_layers * num_bytes(jax.eval_shape(create))
     if cache_bytes > MOST_CACHE_BYTES:
         raise ValueError(
             f"A pool of {num_blocks} blocks of {block_size} tokens takes {cache_bytes / 1e9:.0f} GB; "
             "pass smaller --num-blocks, --block-size or --max-new-tokens."
         )
     return Generation(
-        caches=tuple(jaxpaged.KVCache.create(*shape, dtype=dtype) for _ in range(config.num_layers)),
+        caches=tuple(create() for _ in range(config.num_layers)),
         allocator=jaxpaged.BlockAllocator.create(num_blocks, block_size, len(prompts), max(blocks_at_end)),
         keys=prompt_keys(prompts, seed),
         tokens=jnp.zeros((len(prompts), max(limits)), jnp.int32),
@@ -179,6 +194,29 @@ def start(
         starved=jnp.zeros(len(prompts), bool),
         peak_blocks=jnp.int32(0),
     )
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def calibrate(
+    model: Llama, state: Generation, config: LlamaConfig, prompts: list[list[int]], *, dtype: str, scale: Granularity
+) -> Generation:
+    """`state` with the scales of each layer's cache set so that the keys and values of the prompts just fit."""
+    trial = start(config, prompts, max_new_tokens=1, block_size=16, num_blocks=None, dtype=dtype, seed=0)
+    lengths = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+    graph, weights = nnx.split(model)
+    trial = prefill(graph, weights, trial, jnp.asarray(pad_prompts(prompts)), lengths, (), Sampling())
+    caches = tuple(
+        dataclasses.replace(
+            cache,
+            k_scale=jaxpaged.kv_scale(seen.k, cache.k.dtype, scale),  # slots that hold no token are zeros
+            v_scale=jaxpaged.kv_scale(seen.v, cache.v.dtype, scale),
+        )
+        for cache, seen in zip(state.caches, trial.caches, strict=True)
+    )
+    return dataclasses.replace(state, caches=caches)
 
 
 def prompt_keys(prompts: list[list[int]], seed: int) -> jax.Array:
@@ -297,6 +335,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--cache-dtype",
+        choices=("float32", "bfloat16", "float16", *QUANTISED),
+        help="of the keys and values in the cache; default: --dtype",
+    )
+    parser.add_argument(
+        "--cache-scale",
+        choices=get_args(Granularity),
+        help="what one scale of a quantised cache is for: a token and head, which is the default; a head or a whole "
+        "layer, calibrated on all the prompts together",
+    )
     parser.add_argument("--block-size", type=positive, default=16, metavar="TOKENS")
     parser.add_argument(
         "--num-blocks", type=positive, help="blocks in the pool, the null block included; default: what is needed"
@@ -305,7 +354,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a prompt on stdout, and nothing else there"
     )
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.cache_dtype = args.cache_dtype or args.dtype
+    if args.cache_scale is None and args.cache_dtype in QUANTISED:
+        args.cache_scale = "token_head"
+    return args
 
 
 def positive(text: str) -> int:
@@ -353,6 +406,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("--temperature must be 0 or a positive number, --top-p above 0 and at most 1.")
         if not 0 <= args.seed < 2**32:
             raise ValueError(f"--seed must be within 0 and 2^32 - 1; got {args.seed}.")
+        if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
+            raise ValueError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")
         texts = read_prompts(args)
         checkpoint = read_checkpoint(args.model or default_path())
         prompts = encode_prompts(texts, checkpoint.tokenizer, checkpoint.config, chat=args.chat)
@@ -362,8 +417,9 @@ def main(arguments: list[str] | None = None) -> int:
             max_new_tokens=args.max_new_tokens,
             block_size=args.block_size,
             num_blocks=args.num_blocks,
-            dtype=args.dtype,
+            dtype=args.cache_dtype,
             seed=args.seed,
+            scale=args.cache_scale,
         )
         model = load_model(checkpoint, args.dtype)
     except (ValueError, CheckpointError) as error:
@@ -382,6 +438,8 @@ def main(arguments: list[str] | None = None) -> int:
             stream.show(generated(state))
 
     with bar, jax.default_matmul_precision("highest" if args.dtype == "float32" else "default"):
+        if args.cache_scale in ("tensor", "head"):
+            state = calibrate(model, state, checkpoint.config, prompts, dtype=args.dtype, scale=args.cache_scale)
         state, timing = generate(
             model,
             state,
@@ -420,8 +478,8 @@ def report(
     num_prompt_tokens, num_decoded = sum(map(len, prompts)), sum(map(len, tokens)) - len(prompts)
     longest = max(map(len, prompts)) + tokens_wide - 1  # the last token is never written
     reserved = len(prompts) * -(-longest // args.block_size)
-    peak, cache = int(state.peak_blocks), state.caches[0].k
-    block_bytes = 2 * len(state.caches) * cache.nbytes // cache.shape[0]
+    peak = int(state.peak_blocks)
+    block_bytes = num_bytes(state.caches) // state.caches[0].k.shape[0]
     print(
         f"prefill: {rate(num_prompt_tokens, timing.prefill)}",
         f"decode:  {rate(num_decoded, timing.decode)}",

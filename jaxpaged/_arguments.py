@@ -86,8 +86,7 @@ def check_arguments(
     _check_dtypes(q, k_cache, v_cache, block_tables, lengths)
     _check_shapes(q, k_cache, v_cache, block_tables, lengths)
     heads, head_dim = q.shape[-2:]
-    num_blocks, block_size, kv_heads, _ = k_cache.shape
-    scale_shapes = [(), (kv_heads,), (num_blocks, block_size, kv_heads)]
+    block_size = k_cache.shape[1]
     capacity = block_tables.shape[1] * block_size
     window = _optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     return AttentionArguments(
@@ -102,8 +101,8 @@ def check_arguments(
         logits_soft_cap=_optional("logits_soft_cap", logits_soft_cap, [()], positive=True),
         alibi_slopes=_optional("alibi_slopes", alibi_slopes, [(heads,)]),
         sinks=_optional("sinks", sinks, [(heads,)]),
-        k_scale=_optional("k_scale", k_scale, scale_shapes),
-        v_scale=_optional("v_scale", v_scale, scale_shapes),
+        k_scale=_cache_scale("k_scale", k_scale, k_cache.shape[:3]),
+        v_scale=_cache_scale("v_scale", v_scale, k_cache.shape[:3]),
     )
 
 
@@ -178,6 +177,31 @@ def _optional(
         if dtype == jnp.int32:
             array = np.minimum(array, np.iinfo(np.int32).max)  # a window that is larger still is none either
     return jnp.asarray(array, dtype)
+
+
+def _cache_scale(name: str, value: ArrayLike | None, cache_shape: tuple[int, ...]) -> jax.Array | None:
+    """A scale of the cache in one of three shapes: `[]`, `[kv_heads]` or `[blocks, block_size, kv_heads]`.
+
+    Leading axes of 1 are dropped, and a single number is one of the tensor, however many axes of 1 it has.
+    """
+    if value is None:
+        return None
+    array = jnp.asarray(value)
+    num_blocks, block_size, kv_heads = cache_shape
+    wanted = (kv_heads,)
+    if array.size == 1 and array.ndim <= 3:
+        array = array.reshape(())
+    elif array.shape in ((1, *wanted), (1, 1, *wanted)):
+        array = array.reshape(wanted)
+    if array.shape not in ((), wanted, cache_shape):
+        hint = " For one layer of a folded stack take jaxpaged.layer_scales." if array.ndim in (2, 4) else ""
+        raise ValueError(
+            f"{name} must have shape [] or [kv_heads]={[kv_heads]} or [blocks, block_size, kv_heads]="
+            f"{[num_blocks, block_size, kv_heads]}; got {list(array.shape)}.{hint}"
+        )
+    if array.dtype != jnp.float32 and isinstance(value, jax.Array | np.ndarray):
+        raise ValueError(f"{name} must be float32; got {array.dtype}. Cast with .astype(jnp.float32).")
+    return array.astype(jnp.float32)
 
 
 def _names(dtypes: tuple) -> str:

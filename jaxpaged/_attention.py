@@ -102,7 +102,10 @@ def paged_attention(
         logits_soft_cap: float or f32 `[]`: `cap * tanh(logit / cap)`, after the scale and before ALiBi.
         alibi_slopes: f32 `[heads]`, the penalty per token of distance.
         sinks: f32 `[heads]`, one more logit a head in the denominator; it is part of the lse.
-        k_scale: f32 `[]`, `[kv_heads]` or `[blocks, block_size, kv_heads]`: what stored keys are multiplied with.
+        k_scale: what stored keys are multiplied with, f32: `[]`, one number for all; `[kv_heads]`, one a KV head; or
+            `[blocks, block_size, kv_heads]`, one a slot and KV head: `k_cache * k_scale[..., None]`. It is read where
+            k_cache is, so that what stands in unused slots never reaches the output. Pass `cache.k_scale`, or of a
+            folded stack `layer_scales(cache, layer)`.
         v_scale: likewise for values.
         num_partitions: in how many parts each sequence's tokens are worked on side by side, to be merged at the end.
             With it fixed, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1,

@@ -1,13 +1,21 @@
-"""The paged key/value cache: an immutable pytree, and the functions that write and fold it."""
+"""The paged key/value cache: an immutable pytree, its creation, and folding a stack of layers into one pool."""
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+from jaxpaged._arguments import CACHE_DTYPES
+
+Granularity = Literal["tensor", "head", "token_head"]
+
+# The largest number of each narrow dtype. What is larger would become NaN (float8_e4m3fn), infinity (float8_e5m2), or
+# anything at all (int8), so that writing clips to it. int8 leaves -128 out: its scale then serves both signs.
+LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0, jnp.dtype(jnp.int8): 127.0}
 
 
 @jax.tree_util.register_dataclass
@@ -18,16 +26,22 @@ class KVCache:
     Attributes:
         k: `[blocks, block_size, kv_heads, head_dim]`, or with a leading layer axis.
         v: likewise.
+        k_scale: None, or for a quantised cache what the stored keys are multiplied with, f32: `[]` (one number a
+            tensor), `[kv_heads]`, or `[blocks, block_size, kv_heads]` (one a token and head). In a stack the first two
+            are `[layers, 1]` and `[layers, kv_heads]`, the last has a leading layer axis as k has.
+        v_scale: likewise.
 
     Block 0 is the null block: it pads every block table and holds no sequence's tokens.
 
     Hold one cache per layer and unroll the layers where speed matters. To scan over layers, stack (`num_layers`),
-    and inside the scan treat the stack as one pool: `fold_layers`, `layer_block_tables`, `layer_slots`. Slicing a
-    layer out of a stack copies it.
+    and inside the scan treat the stack as one pool: `fold_layers`, `layer_block_tables`, `layer_slots`,
+    `layer_scales`. Slicing a layer out of a stack copies it.
     """
 
     k: jax.Array
     v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
     @classmethod
     def create(
@@ -39,6 +53,9 @@ class KVCache:
         *,
         dtype: DTypeLike = jnp.float32,
         num_layers: int | None = None,
+        scale: Granularity | None = None,
+        k_scale: ArrayLike | None = None,
+        v_scale: ArrayLike | None = None,
     ) -> "KVCache":
         """An empty cache of `num_blocks` blocks, the null block included.
 
@@ -47,91 +64,130 @@ class KVCache:
             block_size: tokens in a block.
             num_kv_heads: KV heads.
             head_dim: numbers a head.
-            dtype: float32, bfloat16 or float16.
+            dtype: float32, bfloat16, float16; or float8_e4m3fn, float8_e5m2, int8, to which `write_kv` quantises.
             num_layers: None for one layer's cache; a number for a stack of that many.
+            scale: of a quantised cache. "token_head", the default there: `write_kv` takes a scale from every token and
+                KV head itself, and stores it beside them, 4 bytes. "tensor" and "head": one number, or one a KV head,
+                which the caller found by calibration (`jaxpaged.kv_scale`); tokens that reach beyond it are clipped.
+            k_scale: with "tensor" f32 `[]`, or `[layers]`; with "head" f32 `[kv_heads]`, or `[layers, kv_heads]`.
+                Left out for a float8 cache, it is 1.
+            v_scale: likewise.
 
         Raises:
-            ValueError: a size below 1, or another dtype.
+            ValueError: a size below 1, another dtype, scales that do not fit it, or none for int8.
 
         Example:
             >>> import jaxpaged
             >>> jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64).k.shape
             (8, 16, 2, 64)
+            >>> cache = jaxpaged.KVCache.create(8, 16, 2, 64, dtype="int8")
+            >>> cache.k.dtype, cache.k_scale.shape
+            (dtype('int8'), (8, 16, 2))
         """
         sizes = dict(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
         sizes |= {} if num_layers is None else dict(num_layers=num_layers)
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1; got {name}={size}.")
-        if jnp.dtype(dtype) not in _DTYPES:
-            raise ValueError(f"dtype must be float32, bfloat16 or float16; got dtype={jnp.dtype(dtype).name}.")
+        if jnp.dtype(dtype) not in CACHE_DTYPES:
+            names = ", ".join(jnp.dtype(known).name for known in CACHE_DTYPES)
+            raise ValueError(f"dtype must be one of {names}; got dtype={jnp.dtype(dtype).name}.")
         layers = () if num_layers is None else (num_layers,)
         shape = (*layers, num_blocks, block_size, num_kv_heads, head_dim)
-        return cls(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
-
-
-def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KVCache:
-    """Writes new tokens into their slots; in place where the cache is donated.
-
-    Args:
-        cache: one layer's cache, or a folded stack.
-        k: `[..., kv_heads, head_dim]`, cast to the cache's dtype.
-        v: likewise.
-        slots: int32 `[...]`, as `BlockAllocator.append` returns them. A slot outside the pool, below zero or past
-            its end, is padding: its token is dropped. The other slots must differ from each other; where two are
-            the same, which of the two tokens stays is not defined.
-
-    Returns:
-        The new cache.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxpaged
-        >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
-        >>> cache = jaxpaged.write_kv(cache, jnp.ones((3, 1, 8)), jnp.ones((3, 1, 8)), jnp.array([2, 3, 99]))
-        >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
-        [0, 0, 1, 1, 0, 0, 0, 0]
-    """
-    k, v, slots = jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots)
-    if cache.k.ndim != 4:
-        raise ValueError(
-            f"write_kv takes one layer's cache; got {cache.k.shape=}. "
-            "Fold a stack with jaxpaged.fold_layers and shift the slots with jaxpaged.layer_slots."
+        return cls(
+            k=jnp.zeros(shape, dtype),
+            v=jnp.zeros(shape, dtype),
+            k_scale=_create_scale("k_scale", k_scale, scale, jnp.dtype(dtype), layers, shape),
+            v_scale=_create_scale("v_scale", v_scale, scale, jnp.dtype(dtype), layers, shape),
         )
-    if cache.k.dtype not in _DTYPES or cache.k.dtype != cache.v.dtype or cache.k.shape != cache.v.shape:
-        raise ValueError(
-            "write_kv writes to k and v of one shape and dtype, float32, bfloat16 or float16; "
-            f"got {cache.k.dtype=!s}, {cache.v.dtype=!s}, {cache.k.shape=}, {cache.v.shape=}."
-        )
-    num_blocks, block_size, *token_shape = cache.k.shape
-    if k.shape != v.shape or k.shape != (*slots.shape, *token_shape):
-        raise ValueError(
-            f"k and v must be [..., kv_heads, head_dim] with slots [...] and the cache's {token_shape}; "
-            f"got {k.shape=}, {v.shape=}, {slots.shape=}."
-        )
-    if slots.dtype != jnp.int32:
-        raise ValueError(f"slots must be int32; got {slots.dtype=!s}. Cast with .astype(jnp.int32).")
-    num_slots = num_blocks * block_size
-    slots = slots.ravel()
-    # Padding goes to distinct places past the end, so that XLA may be told that no two writes meet: without that
-    # promise it serialises the scatter on GPUs. (Below zero would wrap around to the end of the pool.)
-    dropped = num_slots + jnp.arange(slots.size, dtype=jnp.int32)
-    slots = jnp.where((slots >= 0) & (slots < num_slots), slots, dropped)
 
-    def write(pool: jax.Array, tokens: jax.Array) -> jax.Array:
-        flat = pool.reshape(num_slots, *token_shape)
-        tokens = tokens.reshape(slots.size, *token_shape).astype(pool.dtype)
-        return flat.at[slots].set(tokens, mode="drop", unique_indices=True).reshape(pool.shape)
 
-    return KVCache(k=write(cache.k, k), v=write(cache.v, v))
+def _create_scale(
+    name: str,
+    value: ArrayLike | None,
+    scale: str | None,
+    dtype: jnp.dtype,
+    layers: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> jax.Array | None:
+    if scale not in (None, "tensor", "head", "token_head"):
+        raise ValueError(f'scale must be "tensor", "head", "token_head" or None; got {scale=}.')
+    if dtype not in LARGEST:
+        if scale is not None or value is not None:
+            raise ValueError(f"a {dtype} cache is not quantised: leave scale and {name} out; got {scale=}.")
+        return None
+    if scale in (None, "token_head"):
+        if value is not None:
+            raise ValueError(f'{name} goes with scale="tensor" or "head": write_kv finds those of each token itself.')
+        return jnp.zeros(shape[:-1], jnp.float32)
+    if value is None and dtype == jnp.int8:
+        raise ValueError(
+            f'an int8 cache with {scale=} needs {name}, from jaxpaged.kv_scale; or take scale="token_head", which '
+            "needs none."
+        )
+    heads = () if scale == "tensor" else (shape[-2],)
+    array = jnp.ones((), jnp.float32) if value is None else jnp.asarray(value)
+    if array.ndim and array.shape not in (heads, (*layers, *heads)):
+        raise ValueError(f"{name} with {scale=} must be {[*layers, *heads]}; got {list(array.shape)}.")
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"{name} must be float32; got {array.dtype}.")
+    if array.shape == layers and not heads:
+        array = array.reshape(*layers, *(1 for _ in layers))
+    stored = (*layers, *(heads or (1,))) if layers else heads
+    array = array.reshape((1,) * (len(stored) - array.ndim) + array.shape)
+    return jnp.broadcast_to(array, stored).astype(jnp.float32)
+
+
+def check_cache(cache: KVCache) -> None:
+    """Raises `ValueError` where a cache's arrays do not fit together."""
+    k, v = cache.k, cache.v
+    if k.ndim not in (4, 5) or k.shape != v.shape or k.dtype != v.dtype or k.dtype not in CACHE_DTYPES:
+        raise ValueError(
+            "k and v of a cache must be [blocks, block_size, kv_heads, head_dim], or that with a leading layer axis, "
+            f"of one shape and dtype; got {k.shape=}, {v.shape=}, {k.dtype=!s}, {v.dtype=!s}."
+        )
+    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+        if (scale is None) != (k.dtype not in LARGEST):
+            raise ValueError(
+                f"a quantised cache has scales and no other has them; got {k.dtype=!s} and {name} "
+                f"{'missing' if scale is None else list(scale.shape)}. Create it with KVCache.create(..., scale=...)."
+            )
+        if scale is not None and not _scale_fits(scale.shape, k.shape):
+            raise ValueError(
+                f"{name} must be [], [kv_heads] or [blocks, block_size, kv_heads], in a stack [layers, 1], "
+                f"[layers, kv_heads] or [layers, blocks, block_size, kv_heads]; "
+                f"got {list(scale.shape)} with {k.shape=}."
+            )
+
+
+def _scale_fits(scale: tuple[int, ...], pool: tuple[int, ...]) -> bool:
+    kv_heads = pool[-2]
+    if scale == pool[:-1]:
+        return True
+    if len(scale) == 2 and scale[1] in (1, kv_heads):  # of a stack, folded where the pool has no layer axis
+        return scale[0] == pool[0] if len(pool) == 5 else pool[0] % scale[0] == 0
+    return len(pool) == 4 and scale in ((), (kv_heads,))
+
+
+def map_blocks(function: Callable[..., jax.Array], cache: KVCache, *others: KVCache) -> KVCache:
+    """`function` of every array that has a block axis; scales of a tensor or a head stay as they are in `cache`."""
+
+    def of_scale(scale: jax.Array | None, *other_scales: jax.Array | None) -> jax.Array | None:
+        return scale if scale is None or scale.ndim != cache.k.ndim - 1 else function(scale, *other_scales)
+
+    return KVCache(
+        k=function(cache.k, *(other.k for other in others)),
+        v=function(cache.v, *(other.v for other in others)),
+        k_scale=of_scale(cache.k_scale, *(other.k_scale for other in others)),
+        v_scale=of_scale(cache.v_scale, *(other.v_scale for other in others)),
+    )
 
 
 def fold_layers(cache: KVCache) -> KVCache:
     """A stack `[layers, blocks, ...]` as one pool `[layers * blocks, ...]`: no copy.
 
-    Layer i's block b is block `i * blocks + b` of the pool; `layer_block_tables` and `layer_slots` shift to it.
+    Layer i's block b is block `i * blocks + b` of the pool; `layer_block_tables` and `layer_slots` shift to it,
+    `layer_scales` takes a quantised cache's scales.
 
     Raises:
         ValueError: the cache is not stacked, or has 2^31 slots and more.
@@ -140,7 +196,7 @@ def fold_layers(cache: KVCache) -> KVCache:
         raise ValueError(f"fold_layers takes a stack [layers, blocks, ...]; got {cache.k.shape=}.")
     if math.prod(cache.k.shape[:3]) >= 2**31:
         raise ValueError(f"slots are int32: a folded stack holds less than 2^31 of them; got {cache.k.shape=}.")
-    return jax.tree.map(lambda pool: pool.reshape(math.prod(pool.shape[:2]), *pool.shape[2:]), cache)
+    return map_blocks(lambda pool: pool.reshape(math.prod(pool.shape[:2]), *pool.shape[2:]), cache)
 
 
 def unfold_layers(cache: KVCache, num_layers: int) -> KVCache:
@@ -151,7 +207,7 @@ def unfold_layers(cache: KVCache, num_layers: int) -> KVCache:
     """
     if cache.k.ndim != 4 or num_layers < 1 or cache.k.shape[0] % num_layers:
         raise ValueError(f"the pool must be [layers * blocks, ...]; got {cache.k.shape=}, {num_layers=}.")
-    return jax.tree.map(lambda pool: pool.reshape(num_layers, -1, *pool.shape[1:]), cache)
+    return map_blocks(lambda pool: pool.reshape(num_layers, -1, *pool.shape[1:]), cache)
 
 
 def layer_block_tables(block_tables: jax.Array, layer: ArrayLike, num_blocks: int) -> jax.Array:
@@ -166,3 +222,18 @@ def layer_slots(slots: jax.Array, layer: ArrayLike, num_slots: int) -> jax.Array
     """
     shifted = slots + jnp.asarray(layer, jnp.int32) * num_slots
     return jnp.where((slots >= 0) & (slots < num_slots), shifted, -1)
+
+
+def layer_scales(cache: KVCache, layer: ArrayLike) -> tuple[jax.Array | None, jax.Array | None]:
+    """`k_scale` and `v_scale` for `layer` (may be traced) of a folded stack, as `paged_attention` takes them.
+
+    Those of a token and head are the pool's own, whose ids are shifted already; None where nothing is quantised.
+    """
+
+    def of_layer(scale: jax.Array | None) -> jax.Array | None:
+        if scale is None or scale.ndim != 2:
+            return scale
+        row = jax.lax.dynamic_index_in_dim(scale, jnp.asarray(layer, jnp.int32), keepdims=False)
+        return row.reshape(()) if row.shape == (1,) and cache.k.shape[-2] != 1 else row
+
+    return of_layer(cache.k_scale), of_layer(cache.v_scale)

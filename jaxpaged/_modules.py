@@ -4,8 +4,9 @@ import jax
 
 from jaxpaged._allocator import BlockAllocator
 from jaxpaged._attention import Implementation, paged_attention
-from jaxpaged._cache import KVCache, write_kv
+from jaxpaged._cache import KVCache
 from jaxpaged._rotary import rotate
+from jaxpaged._write_kv import write_kv
 
 
 def rotate_write_attend(
@@ -38,6 +39,8 @@ def rotate_write_attend(
         scale=scale,
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
         implementation=implementation,
     )
     return cache, out.reshape(seqs, q_len, -1)

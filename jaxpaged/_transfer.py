@@ -1,16 +1,19 @@
-"""Moving whole blocks: from block to block within a cache."""
+"""Moving what a cache holds: from block to block, to contiguous arrays, to host memory, and back."""
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._cache import KVCache
+from jaxpaged._cache import KVCache, check_cache, map_blocks
+from jaxpaged._rows import put_rows, take_rows
+from jaxpaged._write_kv import scatter_slots
 
 
 def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLike) -> KVCache:
     """Copies blocks over other blocks of the same cache; in place where the cache is donated.
 
-        new[destination_ids[i]] = old[source_ids[i]],    keys and values, in every layer of a stack
+        new[destination_ids[i]] = old[source_ids[i]],    keys, values and their scales, in every layer of a stack
 
     All sources are read before anything is written, so a block may be both: pairs (1, 2), (2, 3) move the old block 2.
     Where several pairs have one destination, the last one counts. Caches held one a layer are copied one by one:
@@ -30,8 +33,8 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
         ValueError: shapes or dtypes that do not fit.
 
     Bytes moved: the pairs' blocks are read, set aside, and written, `2 * pairs * block_bytes` at the least, where
-    `block_bytes = 2 * layers * block_size * kv_heads * head_dim * itemsize`. What is set aside is as large as what is
-    copied, padding included; nothing is as large as the cache.
+    `block_bytes = 2 * layers * block_size * kv_heads * head_dim * itemsize`, plus the scales of each token and head.
+    What is set aside is as large as what is copied, padding included; nothing is as large as the cache.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -41,55 +44,271 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
         >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
         [0, 0, 0, 1, 0, 0, 0, 1]
     """
-    source_ids, destination_ids = jnp.asarray(source_ids), jnp.asarray(destination_ids)
-    num_layers, num_blocks = _layers_and_blocks(cache)
-    _check_ids("source_ids", source_ids)
-    _check_ids("destination_ids", destination_ids)
+    check_cache(cache)
+    source_ids, destination_ids = _ids("source_ids", source_ids), _ids("destination_ids", destination_ids)
     if source_ids.shape != destination_ids.shape:
         raise ValueError(
             "source_ids and destination_ids must be of one length; "
             f"got {source_ids.shape=}, {destination_ids.shape=}. Pad with the null block, 0."
         )
-    legal = (source_ids > 0) & (source_ids < num_blocks) & (destination_ids > 0) & (destination_ids < num_blocks)
-    legal &= _is_last(jnp.where(legal, destination_ids, 0), num_blocks)
-    sources = _in_every_layer(jnp.where(legal, source_ids, 0), num_layers, num_blocks)
-    # Padding goes to distinct places past the end: XLA may be told that no two writes meet (see `write_kv`).
-    dropped = num_layers * num_blocks + jnp.arange(sources.size, dtype=jnp.int32)
-    destinations = _in_every_layer(destination_ids, num_layers, num_blocks)
-    destinations = jnp.where(jnp.tile(legal, num_layers), destinations, dropped)
-
-    def copy(pool: jax.Array) -> jax.Array:
-        # A stack is seen as one pool, its layer axis in the index: a window over a leading axis makes XLA transpose.
-        flat = pool.reshape(num_layers * num_blocks, *pool.shape[-3:])
-        moved = flat.at[sources].get(mode="promise_in_bounds")
-        return flat.at[destinations].set(moved, mode="drop", unique_indices=True).reshape(pool.shape)
-
-    return KVCache(k=copy(cache.k), v=copy(cache.v))
+    num_blocks = cache.k.shape[-4]
+    legal = _holds_tokens(source_ids, num_blocks)
+    sources = jnp.where(legal, source_ids, 0)
+    destinations = _distinct(jnp.where(legal, destination_ids, 0), num_blocks)
+    return map_blocks(lambda pool: _put_blocks(pool, _take_blocks(pool, sources, cache), destinations, cache), cache)
 
 
-def _layers_and_blocks(cache: KVCache) -> tuple[int, int]:
-    """The layers of a cache, 1 where it is not stacked, and the blocks of each."""
-    if cache.k.ndim not in (4, 5) or cache.k.shape != cache.v.shape:
-        raise ValueError(
-            "k and v of a cache must be [blocks, block_size, kv_heads, head_dim], or that with a leading layer axis, "
-            f"both alike; got {cache.k.shape=}, {cache.v.shape=}."
-        )
-    return (1 if cache.k.ndim == 4 else cache.k.shape[0]), cache.k.shape[-4]
+def swap_out(cache: KVCache, block_ids: ArrayLike) -> KVCache:
+    """Copies blocks to host memory, for `swap_in` to bring back, under these ids or others.
+
+    The blocks land in JAX's `pinned_host` memory space, on a machine without a GPU in ordinary memory. Works inside
+    `jax.jit`, where XLA may overlap the transfer with what else the step computes, and outside it, where the call
+    returns at once. The cache is not changed: freeing the blocks is the allocator's business, and they may be
+    handed on and written as soon as this call was made, since JAX keeps the order of what it runs.
+
+    Args:
+        cache: one layer's cache, or a stack of layers.
+        block_ids: int32 `[ids]`. The null block 0, or an id outside the pool, is padding.
+
+    Returns:
+        The blocks, a cache of its own: `[ids, block_size, kv_heads, head_dim]`, with a leading layer axis where `cache`
+        has one. Block i is `block_ids[i]`, zeros where that is padding. Scales of a tensor or a head are `cache`'s own.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+
+    Bytes moved: `ids * block_bytes` read, gathered side by side on the device, and sent over the host link once.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged
+        >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
+        >>> cache = jaxpaged.write_kv(cache, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), jnp.array([3]))
+        >>> blocks = jaxpaged.swap_out(cache, jnp.array([1]))
+        >>> blocks.k.sharding.memory_kind
+        'pinned_host'
+        >>> cache = jaxpaged.swap_in(cache, blocks, jnp.array([2]))
+        >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
+        [0, 0, 0, 1, 0, 1, 0, 0]
+    """
+    check_cache(cache)
+    block_ids = _ids("block_ids", block_ids)
+    legal = _holds_tokens(block_ids, cache.k.shape[-4])
+    sources = jnp.where(legal, block_ids, 0)
+
+    def out(pool: jax.Array) -> jax.Array:
+        taken = _only_where(legal, _take_blocks(pool, sources, cache), cache)
+        return jax.device_put(taken, jax.memory.Space.Host)
+
+    return map_blocks(out, cache)
 
 
-def _check_ids(name: str, ids: jax.Array) -> None:
-    if ids.ndim != 1 or ids.dtype != jnp.int32:
-        raise ValueError(f"{name} must be int32 [pairs]; got {ids.dtype} {list(ids.shape)}.")
+def swap_in(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> KVCache:
+    """Writes what `swap_out` returned into blocks of a cache, bit for bit; in place where the cache is donated.
+
+    Args:
+        cache: as the one that the blocks came from, in all but the number of blocks.
+        blocks: from `swap_out`.
+        block_ids: int32 `[ids]`, where each block goes. The null block 0, or an id outside the pool, is padding: that
+            block is dropped. Of several that are equal the last one counts.
+
+    Returns:
+        The new cache. Scales of a tensor or a head are those it had.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+
+    Bytes moved: `ids * block_bytes` over the host link, once, then read and written on the device.
+
+    Example: see `swap_out`.
+    """
+    check_cache(cache)
+    check_cache(blocks)
+    block_ids = _ids("block_ids", block_ids)
+    _check_blocks("blocks", blocks, cache, block_ids.size, cache.k.shape[-3])
+    destinations = _distinct(block_ids, cache.k.shape[-4])
+
+    def bring(pool: jax.Array, block: jax.Array) -> jax.Array:
+        return _put_blocks(pool, jax.device_put(block, jax.memory.Space.Device), destinations, cache)
+
+    return map_blocks(bring, cache, blocks)
 
 
-def _is_last(ids: jax.Array, num_blocks: int) -> jax.Array:
-    """Whether no later entry holds the same id, bool [ids]."""
+def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KVCache:
+    """Each sequence's keys and values as one contiguous array.
+
+    Args:
+        cache: one layer's cache, or a stack of layers.
+        block_tables: int32 `[seqs, max_blocks]`. Entries past a sequence's length may be any garbage.
+        lengths: int32 `[seqs]`, in tokens; cut to what a table row can hold.
+
+    Returns:
+        A cache in which sequence i is block i and the block size is `max_tokens = max_blocks * block_size`: k and v
+        are `[seqs, max_tokens, kv_heads, head_dim]` as they are stored, their scales beside them, with a leading layer
+        axis where `cache` has one. Zeros past the length. `widen_kv` makes plain numbers of a quantised one.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+
+    Bytes moved: `2 * seqs * max_blocks * block_bytes`, read and written: the whole width of the tables.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged
+        >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
+        >>> k = jnp.broadcast_to(jnp.array([1.0, 2.0, 3.0])[:, None, None], (3, 1, 8))
+        >>> cache = jaxpaged.write_kv(cache, k, k, jnp.array([6, 7, 2]))
+        >>> contiguous = jaxpaged.gather_kv(cache, jnp.array([[3, 1]]), jnp.array([3]))
+        >>> contiguous.k[..., 0, 0].tolist()
+        [[1.0, 2.0, 3.0, 0.0]]
+        >>> empty = jaxpaged.KVCache.create(num_blocks=8, block_size=2, num_kv_heads=1, head_dim=8)
+        >>> other = jaxpaged.scatter_kv(empty, contiguous, jnp.array([[5, 4]]), jnp.array([3]))
+        >>> [int(x) for x in other.k[:, :, 0, 0].ravel()]
+        [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 1, 2, 0, 0, 0, 0]
+    """
+    check_cache(cache)
+    slots = _slots_of(cache, block_tables, lengths)  # [seqs, max_tokens], num_slots where there is no token
+    num_slots = cache.k.shape[-4] * cache.k.shape[-3]
+    # Whole blocks are fetched, then masked: a row of a block is too short to be fetched by itself at full speed.
+    ids = jnp.where(slots < num_slots, slots // cache.k.shape[-3], 0)[:, :: cache.k.shape[-3]]
+
+    def gather(pool: jax.Array) -> jax.Array:
+        taken = _take_blocks(pool, ids.ravel(), cache)
+        axes = _layer_axes(cache)
+        taken = taken.reshape(*taken.shape[:axes], *slots.shape, *taken.shape[axes + 2 :])
+        return _only_where(slots < num_slots, taken, cache)
+
+    return map_blocks(gather, cache)
+
+
+def scatter_kv(cache: KVCache, contiguous: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KVCache:
+    """The inverse of `gather_kv`: writes each sequence's tokens into its blocks, bit for bit; in place where the cache
+    is donated.
+
+    Args:
+        cache: as the one that the tokens came from, in all but the number of blocks.
+        contiguous: from `gather_kv`: sequence i is block i, `max_blocks * block_size` tokens long.
+        block_tables: int32 `[seqs, max_blocks]`. Where two sequences share a block, both must hold the same in it.
+        lengths: int32 `[seqs]`, in tokens. Slots past a sequence's length are not written.
+
+    Returns:
+        The new cache. Scales of a tensor or a head are those it had.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+
+    Bytes moved: `2 * tokens * 2 * layers * kv_heads * head_dim * itemsize`, read and written, plus the scales of each
+    token and head.
+
+    Example: see `gather_kv`.
+    """
+    check_cache(cache)
+    check_cache(contiguous)
+    slots = _slots_of(cache, block_tables, lengths)
+    _check_blocks("contiguous", contiguous, cache, *slots.shape)
+    num_layers = cache.k.shape[0] if _layer_axes(cache) else 1
+    num_slots = cache.k.shape[-4] * cache.k.shape[-3]
+    if num_layers * num_slots >= 2**31:
+        raise ValueError(f"slots are int32: a stack holds less than 2^31 of them; got {cache.k.shape=}.")
+    in_layers = _in_every_layer(slots.ravel(), num_layers, num_slots, slots.ravel() < num_slots)
+
+    def scatter(pool: jax.Array, tokens: jax.Array) -> jax.Array:
+        return scatter_slots(pool, tokens.reshape(-1, *tokens.shape[_layer_axes(cache) + 2 :]), in_layers)
+
+    return map_blocks(scatter, cache, contiguous)
+
+
+def _layer_axes(cache: KVCache) -> int:
+    return cache.k.ndim - 4
+
+
+def _take_blocks(pool: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
+    """Blocks of a pool `[(layers,) blocks, ...]`, in every layer; the ids are legal."""
+    # A stack is seen as one pool, its layer axis in the index: a window over a leading axis makes XLA transpose.
+    num_layers, num_blocks = _layers_and_blocks(pool, cache)
+    block = pool.shape[_layer_axes(cache) + 1 :]
+    every = _in_every_layer(ids, num_layers, num_blocks)
+    return take_rows(pool.reshape(-1, *block), every).reshape(*pool.shape[: _layer_axes(cache)], ids.size, *block)
+
+
+def _put_blocks(pool: jax.Array, blocks: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
+    """The inverse; the ids are legal and distinct, or below zero, which drops a block."""
+    num_layers, num_blocks = _layers_and_blocks(pool, cache)
+    block = pool.shape[_layer_axes(cache) + 1 :]
+    every = _in_every_layer(ids, num_layers, num_blocks, ids >= 0)
+    return put_rows(pool, every, blocks.reshape(-1, *block))
+
+
+def _layers_and_blocks(pool: jax.Array, cache: KVCache) -> tuple[int, int]:
+    return (pool.shape[0], pool.shape[1]) if _layer_axes(cache) else (1, pool.shape[0])
+
+
+def _only_where(mask: jax.Array, values: jax.Array, cache: KVCache) -> jax.Array:
+    """`values` [(layers,) *mask.shape, ...], zeros where the mask is false: not multiplied, for NaN may stand there."""
+    axes = _layer_axes(cache)
+    mask = lax.broadcast_in_dim(mask, values.shape, tuple(range(axes, axes + mask.ndim)))
+    return jnp.where(mask, values, jnp.zeros_like(values))
+
+
+def _in_every_layer(ids: jax.Array, num_layers: int, stride: int, legal: jax.Array | None = None) -> jax.Array:
+    """[ids] -> [layers * ids], shifted to each layer of a stack that is seen as one pool. What is not legal becomes
+    distinct numbers below zero."""
+    shifted = (jnp.arange(num_layers, dtype=jnp.int32)[:, None] * stride + ids[None]).ravel()
+    if legal is None:
+        return shifted
+    return jnp.where(jnp.tile(legal, num_layers), shifted, -1 - jnp.arange(shifted.size, dtype=jnp.int32))
+
+
+def _holds_tokens(ids: jax.Array, num_blocks: int) -> jax.Array:
+    """Whether an id is of the pool and not the null block, bool [ids]."""
+    return (ids > 0) & (ids < num_blocks)
+
+
+def _distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
+    """The ids, but -1 where one is padding, or where a later one is equal."""
+    legal = _holds_tokens(ids, num_blocks)
     order = jnp.arange(ids.size, dtype=jnp.int32)
-    last = jnp.zeros(num_blocks, jnp.int32).at[ids].max(order, mode="promise_in_bounds")
-    return last[ids] == order
+    inside = jnp.where(legal, ids, 0)
+    last = jnp.zeros(num_blocks, jnp.int32).at[inside].max(order, mode="promise_in_bounds")
+    return jnp.where(legal & (last[inside] == order), ids, -1)
 
 
-def _in_every_layer(ids: jax.Array, num_layers: int, num_blocks: int) -> jax.Array:
-    """[ids] -> [layers * ids], shifted to each layer of a stack that is seen as one pool."""
-    starts = jnp.arange(num_layers, dtype=jnp.int32) * num_blocks
-    return (starts[:, None] + ids[None]).ravel()
+def _slots_of(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> jax.Array:
+    """The slot of each token of each sequence, int32 [seqs, max_tokens]; the number of slots where there is none."""
+    block_tables, lengths = jnp.asarray(block_tables), jnp.asarray(lengths)
+    if block_tables.ndim != 2 or block_tables.dtype != jnp.int32:
+        raise ValueError(
+            f"block_tables must be int32 [seqs, max_blocks]; got {block_tables.dtype} {list(block_tables.shape)}."
+        )
+    if lengths.shape != block_tables.shape[:1] or lengths.dtype != jnp.int32:
+        raise ValueError(
+            f"lengths must be int32 [seqs] with seqs={block_tables.shape[0]} as in block_tables; "
+            f"got {lengths.dtype} {list(lengths.shape)}."
+        )
+    num_blocks, block_size = cache.k.shape[-4:-2]
+    seqs, max_blocks = block_tables.shape
+    offsets = jnp.arange(block_size, dtype=jnp.int32)
+    slots = (jnp.clip(block_tables, 0, num_blocks - 1)[..., None] * block_size + offsets[None, None]).reshape(seqs, -1)
+    positions = jnp.arange(max_blocks * block_size, dtype=jnp.int32)
+    return jnp.where(positions[None] < lengths[:, None], slots, num_blocks * block_size)
+
+
+def _ids(name: str, ids: ArrayLike) -> jax.Array:
+    array = jnp.asarray(ids)
+    if array.ndim != 1 or array.dtype != jnp.int32:
+        raise ValueError(f"{name} must be int32, of one axis; got {array.dtype} {list(array.shape)}.")
+    return array
+
+
+def _check_blocks(name: str, blocks: KVCache, cache: KVCache, num_blocks: int, block_size: int) -> None:
+    layers, token_shape = cache.k.shape[: _layer_axes(cache)], cache.k.shape[-2:]
+    wanted = (*layers, num_blocks, block_size, *token_shape)
+    if blocks.k.shape != wanted or blocks.k.dtype != cache.k.dtype:
+        raise ValueError(
+            f"{name} must be {list(wanted)} in {cache.k.dtype}, as the ids and the cache are; "
+            f"got {name}.k.shape={blocks.k.shape} in {blocks.k.dtype}."
+        )
+    if _scale_kinds(blocks) != _scale_kinds(cache):
+        raise ValueError(f"{name} must have scales of the kind that the cache has.")
+
+
+def _scale_kinds(cache: KVCache) -> list[int | None]:
+    return [None if scale is None else scale.ndim for scale in (cache.k_scale, cache.v_scale)]

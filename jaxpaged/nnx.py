@@ -98,7 +98,7 @@ class PagedAttention(nnx.Module):
 
         Args:
             x: `[seqs, q_len, in_features]`, the newest q_len tokens of each sequence, the last one last.
-            cache: of this layer.
+            cache: of this layer, of any dtype, with its scales where it is quantised.
             allocator: after the `append` that made room for these tokens. One `append` serves all layers.
             slots: int32 `[seqs, q_len]`, which that `append` returned. Rows of padding have a slot outside the pool.
 

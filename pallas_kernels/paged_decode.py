@@ -40,22 +40,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows, paged_merge
+from pallas_kernels import _finish, _rows, paged_merge
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows, round_up
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
 SMEM_PER_SM = 227 * 1024  # bytes, Hopper
 PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside its own
+MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
 SMALL_BYTES = 4096  # m, l, lse and the barriers, each rounded up to 1024 bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    num_partitions: int  # programs for each sequence and KV head; 1 writes the output itself, more need the merge
+    num_partitions: int  # programs for each sequence and KV head
+    cluster: int  # partitions that merge in shared memory, a divisor of num_partitions, at most 8
     num_stages: int  # tiles of K and of V in SMEM at a time
     tile: int  # tokens, a multiple of 64
     chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
+
+    @property
+    def num_partials(self) -> int:
+        """What reaches memory for each sequence and KV head: 1 is the finished rows, more need the merge kernel."""
+        return self.num_partitions // self.cluster
 
 
 def check_supported(
@@ -100,10 +107,8 @@ def default_config(
     resident = 2 if width <= 192 and rows <= 32 else 1
     chosen_here = num_partitions is None
     if num_partitions is None:
-        # A merge costs 3 us, so split only where a third of the SMs or more would have nothing to do, and only runs of
-        # 512 tokens or more. H100, 32/8 heads, head_dim 128: 8 x 2048 26.7 us in 1 partition, 29.7 in 2; 8 x 8192 94.0
-        # and 95.7; 1 x 512 6.2 in 1, 6.3 in 4; 1 x 32768 51.9 in 16, 53.3 in 33.
-        num_partitions = max(1, min(num_sms // pairs, -(-capacity // 512))) if 3 * pairs < num_sms else 1
+        num_partitions = partitions_for(pairs, capacity, num_sms)
+    cluster = cluster_of(num_partitions) if chunk == width else 1
     # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
     # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9).
     # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
@@ -112,15 +117,51 @@ def default_config(
         tile, resident = 128, 1
     return Config(
         num_partitions=num_partitions,
+        cluster=cluster,
         tile=tile,
-        num_stages=fitting_stages(width, rows, chunk, num_partitions, tile, resident),
+        num_stages=fitting_stages(
+            width=width,
+            rows=rows,
+            chunk=chunk,
+            num_partitions=num_partitions,
+            cluster=cluster,
+            tile=tile,
+            resident=resident,
+        ),
         chunk=chunk,
     )
 
 
-def fitting_stages(width: int, rows: int, chunk: int, num_partitions: int, tile: int, resident: int) -> int:
+def partitions_for(pairs: int, capacity: int, num_sms: int) -> int:
+    """A power of two, for `pairs` sequences times KV heads whose tables hold `capacity` tokens each."""
+    # Half the SMs reach the bandwidth; clusters on more of them wait for room. H100, 8 KV heads, head_dim 128, us:
+    # 1 x 512 5.0 in 4 partitions, 6.3 in 1; 1 x 8192 16.5 in 8, 17.6 in 4, 23 in 16; 1 x 32768 49.4 in 8, 61 in 16;
+    # 2 x 8192 27.6 in 4, 33 in 8; 8 x 2048 26.8 in 1, 27.4 in 2. 1 KV head, 1 x 32768: 13.5 in 64, 17.7 in 128.
+    wanted = min(num_sms // 2 // pairs, capacity // 128)
+    if wanted >= 4 or (wanted >= 2 and capacity >= 1024):
+        return 1 << (wanted.bit_length() - 1)
+    # With several waves of long sequences, halves even out what the last programs have left: 64 x U(1..8192) 367 in 2,
+    # 377 in 1; 64 x 8192 702 and 705. Short ones pay more than that brings: 64 x 2048 184 and 181.
+    return 2 if num_sms < pairs <= 8 * num_sms and capacity >= 4096 else 1
+
+
+def cluster_of(num_partitions: int) -> int:
+    """The most partitions, up to 8, that can merge in shared memory with none left over."""
+    return next(cluster for cluster in range(MAX_CLUSTER, 0, -1) if num_partitions % cluster == 0)
+
+
+def fitting_stages(
+    *, width: int, rows: int, chunk: int, num_partitions: int, cluster: int, tile: int, resident: int
+) -> int:
     """As many as fit where `resident` programs share a SM, up to 8."""
-    fixed = 2 * rows * width * 2 + rows * tile * 2 + (chunk * rows * 4 if num_partitions > 1 else 0) + SMALL_BYTES
+    fixed = (
+        2 * rows * width * 2
+        + rows * tile * 2
+        + SMALL_BYTES
+        + _finish.scratch_bytes(
+            cluster=cluster, num_partials=num_partitions // cluster, rows=rows, width=width, chunk=chunk
+        )
+    )
     room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
     return max(1, min(8, room // (2 * tile * width * 2)))
 
@@ -131,7 +172,7 @@ def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_til
     columns = next(columns for columns in (64, 32, 16) if head_dim % columns == 0 or head_dim < columns)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
     stages, width = config.num_stages, round_up(head_dim, 64)
-    scratch = dict(
+    return dict(
         # Row after row: in comes Q, out goes O. One row too many, or Mosaic may tile it, which a copy of a narrow head
         # cannot do.
         q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
@@ -145,10 +186,15 @@ def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_til
         v_full=plgpu.Barrier(num_arrivals=blocks_of_tile, num_barriers=stages),
         k_free=plgpu.Barrier(num_barriers=stages),
         v_free=plgpu.Barrier(num_barriers=stages),
+        **_finish.scratch(
+            cluster=config.cluster,
+            num_partials=config.num_partials,
+            rows=rows,
+            width=width,
+            chunk=config.chunk,
+            dtype=dtype,
+        ),
     )
-    if config.num_partitions > 1:
-        scratch["acc_smem"] = plgpu.SMEM((config.chunk, rows), jnp.float32)
-    return scratch
 
 
 def _kernel(
@@ -171,15 +217,15 @@ def _kernel(
     window_gmem = refs.get("sliding_window")  # int32 [1]
     cap_gmem = refs.get("logits_soft_cap")  # f32 [1]
     slopes_gmem = refs.get("alibi_slopes")  # f32 [kv_heads, rows]
-    sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
+    # and sinks, f32 [kv_heads, rows]
     q_smem = refs["q_smem"]  # [rows, width]
     q_flat_smem = refs["q_flat_smem"].at[pl.ds(0, q_smem.shape[0])]  # [rows, width]
     k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages, tile, width]
     p_smem = refs["p_smem"]  # [rows, tile]
-    row_smem = refs["row_smem"]  # f32 [2, rows]
     k_full, v_full, k_free, v_free = refs["k_full"], refs["v_full"], refs["k_free"], refs["v_free"]  # [stages]
 
-    seq, partition, kv_head = lax.axis_index("seq"), lax.axis_index("partition"), lax.axis_index("kv_head")
+    seq, partial, kv_head = lax.axis_index("seq"), lax.axis_index("partial"), lax.axis_index("kv_head")
+    partition = partial if config.cluster == 1 else partial * config.cluster + lax.axis_index("member")
     warpgroup = lax.axis_index("warpgroup")
     rows, tile_tokens = p_smem.shape
     num_chunks = width // config.chunk
@@ -360,47 +406,6 @@ def _kernel(
             plgpu.barrier_arrive(v_free.at[stage])
             return tuple(acc_new), m_new, l
 
-        def write(acc: tuple[jax.Array, ...], m: jax.Array, l: jax.Array) -> None:
-            """The finished rows, or a partial for the merge, which does not look at empty partitions."""
-            if config.num_partitions == 1:
-                sinks = None if sinks_gmem is None else _rows.load_rows(sinks_gmem.at[kv_head])
-                factor, lse = _rows.normalise(m, l, sinks)
-                for c, part in enumerate(acc):
-                    out = part * over_rows(factor, part.shape)
-                    columns = q_flat_smem.at[:, pl.ds(c * config.chunk, config.chunk)]
-                    _rows.store(columns.T, out.astype(columns.dtype))
-                row_smem[0] = lse
-                plgpu.commit_smem()
-                for token in range(q_len):
-                    plgpu.copy_smem_to_gmem(
-                        q_flat_smem.at[pl.ds(token * group, group)],
-                        refs["out"].at[seq, token, pl.ds(kv_head * group, group)],  # [seqs, q_len, heads, width]
-                    )
-                plgpu.copy_smem_to_gmem(row_smem.at[0], refs["lse"].at[seq, kv_head])  # [seqs, kv_heads, rows]
-                plgpu.wait_smem_to_gmem(0)
-            else:
-
-                @pl.when(num_tiles > 0)
-                def _write_partial() -> None:
-                    pair = seq * k_gmem.shape[2] + kv_head
-                    padded = refs["partial_ml"].shape[1]
-                    row_smem[0] = m
-                    row_smem[1] = l
-                    for c, part in enumerate(acc):
-                        if c > 0:
-                            plgpu.wait_smem_to_gmem(0)
-                        refs["acc_smem"][...] = part
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(
-                            refs["acc_smem"],
-                            # [seqs * kv_heads * padded partitions, width, rows]
-                            refs["partial_out"].at[pair * padded + partition, pl.ds(c * config.chunk, config.chunk)],
-                        )
-                    # [seqs * kv_heads * 2, padded partitions, rows]
-                    for i in range(2):
-                        plgpu.copy_smem_to_gmem(row_smem.at[i], refs["partial_ml"].at[2 * pair + i, partition])
-                    plgpu.wait_smem_to_gmem(0)
-
         def zeros(shape: tuple[int, ...]) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), ROWS)
 
@@ -424,7 +429,17 @@ def _kernel(
             carry = lax.fori_loop(0, full_start, functools.partial(step, masked=True), carry)
         carry = lax.fori_loop(full_start, full_end, functools.partial(step, masked=False), carry)
         acc, m, l = lax.fori_loop(full_end, num_tiles, functools.partial(step, masked=True), carry)
-        write(acc, m, l.sum(axis=0))
+        place = _finish.Place(
+            seq=seq,
+            kv_head=kv_head,
+            num_kv_heads=k_gmem.shape[2],
+            partial=partial,
+            num_partials=config.num_partials,
+            cluster=config.cluster,
+            q_len=q_len,
+            group=group,
+        )
+        _finish.finish(refs, acc, m, l.sum(axis=0), place)
 
 
 def launch(
@@ -454,8 +469,8 @@ def launch(
         "alibi_slopes": None if alibi_slopes is None else by_row(alibi_slopes, kv_heads, q_len, rows),
         "sinks": None if sinks is None else by_row(sinks, kv_heads, q_len, rows),
     }
-    if config.num_partitions > 1:
-        del options["sinks"]  # the merge adds them
+    if config.num_partials > 1:
+        del options["sinks"]  # the merge kernel adds them
     inputs = {
         "q": q,
         "k_cache": k_cache,
@@ -465,17 +480,19 @@ def launch(
         "scale": scale.reshape(1),
         **{name: value for name, value in options.items() if value is not None},
     }
-    if config.num_partitions == 1:
+    if config.num_partials == 1:
         out_types = {
             "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
             "lse": jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
         }
     else:
-        padded = paged_merge.padded_partitions(config.num_partitions)
+        padded = paged_merge.padded_partials(config.num_partials)
         out_types = {
             "partial_out": jax.ShapeDtypeStruct((seqs * kv_heads * padded, width, rows), jnp.float32),
             "partial_ml": jax.ShapeDtypeStruct((seqs * kv_heads * 2, padded, rows), jnp.float32),
         }
+    if interpret and config.cluster > 1:
+        out_types |= _finish.exchange(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
     scratch = _scratch(config, q_len, rows, head_dim, max(1, config.tile // block_size), q.dtype)
     names = (*inputs, *out_types)
 
@@ -485,11 +502,15 @@ def launch(
             refs, config=config, num_blocks=num_blocks, block_size=block_size, q_len=q_len, group=group, width=width
         )
 
+    clusters: dict[str, Any] = {}
+    if config.cluster > 1:
+        clusters = {"cluster": (config.cluster,), "cluster_names": ("member",)}
     results = plgpu.kernel(
         paged_decode,
         out_type=tuple(out_types.values()),
-        grid=(seqs, config.num_partitions, kv_heads),
-        grid_names=("seq", "partition", "kv_head"),
+        grid=(seqs, config.num_partials, kv_heads),
+        grid_names=("seq", "partial", "kv_head"),
+        **clusters,
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=scratch,
@@ -497,9 +518,10 @@ def launch(
         interpret=interpret,
     )(*inputs.values())
 
-    if config.num_partitions > 1:
-        partial_out, partial_ml = results
-        results = paged_merge.launch(
+    out, lse = results[:2]
+    if config.num_partials > 1:
+        partial_out, partial_ml = out, lse
+        out, lse = paged_merge.launch(
             partial_out,
             partial_ml,
             lengths,
@@ -508,10 +530,11 @@ def launch(
             q_len=q_len,
             heads=heads,
             dtype=q.dtype,
-            config=paged_merge.default_config(num_partitions=config.num_partitions, rows=rows, tile=config.tile),
+            config=paged_merge.default_config(
+                num_partials=config.num_partials, cluster=config.cluster, rows=rows, tile=config.tile
+            ),
             interpret=interpret,
         )
-    out, lse = results
     # [seqs, kv_heads, rows] -> [seqs, q_len, heads]: a kernel of its own, which XLA drops where nobody asks for lse.
     lse = lse[..., : q_len * group].reshape(seqs, kv_heads, q_len, group).swapaxes(1, 2).reshape(seqs, q_len, heads)
     return out[..., :head_dim], lse

@@ -33,40 +33,42 @@ WEIGHTS = 64  # partitions whose weights are worked out at once: likewise
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    num_partitions: int  # as in the decode kernel that wrote the partials
-    tile: int  # tokens, likewise
+    num_partials: int  # as in the decode kernel that wrote them
+    cluster: int  # likewise, partitions that one partial is made of
+    tile: int  # likewise, tokens
     copied: int  # partials in one copy, a divisor of 64
     num_stages: int  # copies in SMEM at a time
 
 
-def check_supported(*, num_partitions: int, rows: int) -> None:
+def check_supported(*, num_partials: int, rows: int) -> None:
     """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
     if rows % 8 or rows > 64:
         raise NotImplementedError(f"the merge takes up to 64 rows, a multiple of 8; got {rows=}.")
-    if num_partitions < 2:
-        raise NotImplementedError(f"the merge takes 2 partitions or more; got {num_partitions=}.")
+    if num_partials < 2:
+        raise NotImplementedError(f"the merge takes 2 partials or more; got {num_partials=}.")
 
 
-def default_config(*, num_partitions: int, rows: int, tile: int) -> Config:
+def default_config(*, num_partials: int, cluster: int, rows: int, tile: int) -> Config:
     partial_bytes = COLUMNS * rows * 4
     copied = max(1, 16 * 1024 // partial_bytes)  # 8 partials of 8 rows: 16 KiB a copy
-    wanted = -(-num_partitions // copied)
+    wanted = -(-num_partials // copied)
     return Config(
-        num_partitions=num_partitions,
+        num_partials=num_partials,
+        cluster=cluster,
         tile=tile,
         copied=copied,
         num_stages=min(wanted, 128 * 1024 // (copied * partial_bytes)),
     )
 
 
-def padded_partitions(num_partitions: int) -> int:
+def padded_partials(num_partials: int) -> int:
     """How many partials the arrays must have room for, so that no copy reaches past their end."""
-    return round_up(num_partitions, WEIGHTS)
+    return round_up(num_partials, WEIGHTS)
 
 
 def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> None:
-    out_gmem = refs["partial_out"]  # f32 [seqs * kv_heads * padded partitions, width, rows]
-    ml_gmem = refs["partial_ml"]  # f32 [seqs * kv_heads * 2, padded partitions, rows]
+    out_gmem = refs["partial_out"]  # f32 [seqs * kv_heads * padded partials, width, rows]
+    ml_gmem = refs["partial_ml"]  # f32 [seqs * kv_heads * 2, padded partials, rows]
     lengths_gmem = refs["lengths"]  # int32 [seqs]
     window_gmem = refs.get("sliding_window")  # int32 [1]
     sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
@@ -88,7 +90,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
     length = lengths_gmem[seq]
     window = None if window_gmem is None else window_gmem[0]
     first_tile, end_tile = _rows.tile_range(length, window, q_len, config.tile)
-    count = jnp.clip(end_tile - first_tile, 0, config.num_partitions)
+    count = jnp.clip(_rows.ceil_div(end_tile - first_tile, config.cluster), 0, config.num_partials)
     num_copies = _rows.ceil_div(count, copied)
 
     def copy_partials(i: jax.Array) -> None:
@@ -172,8 +174,8 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
 
 
 def launch(
-    partial_out: jax.Array,  # f32 [seqs * kv_heads * padded partitions, width, rows]
-    partial_ml: jax.Array,  # f32 [seqs * kv_heads * 2, padded partitions, rows]
+    partial_out: jax.Array,  # f32 [seqs * kv_heads * padded partials, width, rows]
+    partial_ml: jax.Array,  # f32 [seqs * kv_heads * 2, padded partials, rows]
     lengths: jax.Array,  # int32 [seqs]
     *,
     sliding_window: jax.Array | None,  # int32 [1]
@@ -189,7 +191,7 @@ def launch(
     _, width, rows = partial_out.shape
     seqs = lengths.shape[0]
     kv_heads = pairs // seqs
-    check_supported(num_partitions=config.num_partitions, rows=rows)
+    check_supported(num_partials=config.num_partials, rows=rows)
     inputs = {"partial_out": partial_out, "partial_ml": partial_ml, "lengths": lengths}
     if sliding_window is not None:
         inputs["sliding_window"] = sliding_window

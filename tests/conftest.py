@@ -1,5 +1,9 @@
 import os
 
+# Interpret mode runs every warp of a cluster in a thread that may wait for another; XLA has as many as there are cores
+# (2 were too few for a cluster of 2: a deadlock), unless it is told before it starts.
+os.environ.setdefault("NPROC", "32")
+
 import jax
 import pytest
 from hypothesis import HealthCheck, settings

@@ -40,8 +40,12 @@ MISTAKES = {
     "sinks shape": (dict(sinks=jnp.ones((6, 1))), r"sinks must have shape \[6\]; got \[6, 1\]"),
     "k_scale shape": (
         dict(k_scale=jnp.ones(6)),
-        r"k_scale must have shape \[\] or \[2\] or \[\d+, 16, 2\]; got \[6\]",
+        r"k_scale must have shape \[\] or \[kv_heads\]=\[2\] or .*=\[\d+, 16, 2\]; got \[6\]\.$",
     ),
+    "v_scale of a stack": (dict(v_scale=jnp.ones((4, 2))), r"v_scale must have .*; got \[4, 2\].*layer_scales"),
+    "v_scale with kv_heads first": (dict(v_scale=jnp.ones((2, 9, 16))), r"v_scale must have .*; got \[2, 9, 16\]"),
+    "v_scale with head_dim": (dict(v_scale=jnp.ones((9, 16, 2, 64))), r"v_scale must have .*; got \[9, 16, 2, 64\]"),
+    "k_scale dtype": (dict(k_scale=jnp.ones(2, jnp.bfloat16)), r"k_scale must be float32; got bfloat16. Cast"),
     "window kind": (dict(sliding_window=2.5), r"sliding_window must be int32; got float64"),
     "window sign": (dict(sliding_window=0), r"sliding_window must be positive; got sliding_window=0. Pass None"),
     "cap sign": (dict(logits_soft_cap=-1.0), r"logits_soft_cap must be positive; got logits_soft_cap=-1.0"),

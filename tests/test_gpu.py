@@ -38,7 +38,7 @@ def real(**shape) -> Case:
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 192, 256])
-@pytest.mark.parametrize("num_partitions", [1, 4])
+@pytest.mark.parametrize("num_partitions", [1, 4, 16])
 def test_heads(head_dim, num_partitions):
     check(real(head_dim=head_dim), num_partitions)
 
@@ -50,7 +50,7 @@ def test_block_sizes(block_size, num_partitions):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (5, 1), (7, 1), (24, 2), (32, 8), (64, 4), (64, 2), (64, 1)])
-@pytest.mark.parametrize("num_partitions", [1, 5])
+@pytest.mark.parametrize("num_partitions", [1, 5, 11])
 def test_groups(heads, kv_heads, num_partitions):
     check(real(heads=heads, kv_heads=kv_heads, head_dim=128), num_partitions)
 

@@ -5,10 +5,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import KVCache, copy_blocks, fold_layers, unfold_layers
-from tests.test_compiled import CACHE_ELEMENTS, cache_sized_copies, inputs
+from jaxpaged import (
+    KVCache,
+    copy_blocks,
+    fold_layers,
+    gather_kv,
+    scatter_kv,
+    swap_in,
+    swap_out,
+    unfold_layers,
+    widen_kv,
+    write_kv,
+)
+from tests.test_compiled import BLOCK_SIZE, HEAD_DIM, KV_HEADS, NUM_BLOCKS, cache_sized_copies, inputs
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+NARROW = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+EVERY_CACHE = pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(dtype, None) for dtype in DTYPES]
+    + [(dtype, scale) for dtype in NARROW for scale in ("tensor", "head", "token_head")],
+    ids=lambda x: x if isinstance(x, str) else x and jnp.dtype(x).name,
+)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", [*DTYPES, *NARROW], ids=lambda dtype: jnp.dtype(dtype).name)
+STACKED = pytest.mark.parametrize("num_layers", [None, 3])
 
 
 def numbered(num_layers: int | None = None, num_blocks: int = 6, dtype=jnp.float32) -> KVCache:
@@ -54,14 +74,127 @@ def test_copy_blocks(source_ids, destination_ids, expected, num_layers):
     assert shown(cache.v) == jax.tree.map(lambda x: x + 100, layers[0] if num_layers is None else layers)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_copy_blocks_keeps_every_bit(dtype):
-    width = np.uint32 if dtype == jnp.float32 else np.uint16
-    bits = np.random.default_rng(0).integers(0, np.iinfo(width).max, (6, 2, 3, 8), width)  # many kinds of NaN
-    k = jax.lax.bitcast_convert_type(jnp.asarray(bits), dtype)
-    copied = copy_blocks(KVCache(k, k), ids(1, 2), ids(4, 5)).k
-    expected = np.asarray(k)[[0, 1, 2, 3, 1, 2]]
-    assert np.asarray(copied).tobytes() == expected.tobytes()
+def filled(dtype, scale, num_layers=None, num_blocks=6) -> KVCache:
+    """A cache with other bits in every number and in every scale."""
+    rng = np.random.default_rng(0)
+    given = dict(k_scale=0.5, v_scale=0.25) if scale in ("tensor", "head") else {}
+    empty = KVCache.create(num_blocks, 4, 3, 8, dtype=dtype, num_layers=num_layers, scale=scale, **given)
+
+    def fill(leaf):
+        numbers = jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+        return (jnp.round(40 * numbers) if leaf.dtype == jnp.int8 else numbers).astype(leaf.dtype)
+
+    return (
+        jax.tree.map(fill, empty)
+        if scale in (None, "token_head")
+        else KVCache(fill(empty.k), fill(empty.v), empty.k_scale, empty.v_scale)
+    )
+
+
+def block_leaves(cache: KVCache) -> list[np.ndarray]:
+    """Every array that has a block axis, as [layers, blocks, bytes]."""
+    layers = cache.k.shape[0] if cache.k.ndim == 5 else 1
+    blocks = cache.k.shape[-4]
+    leaves = [leaf for leaf in jax.tree.leaves(cache) if leaf.ndim >= cache.k.ndim - 1]
+    return [np.ascontiguousarray(leaf).view(np.uint8).reshape(layers, blocks, -1) for leaf in leaves]
+
+
+def same_bits(cache: KVCache, other: KVCache) -> bool:
+    return all((a == b).all() for a, b in zip(block_leaves(cache), block_leaves(other), strict=True))
+
+
+@EVERY_CACHE
+@STACKED
+def test_copy_blocks_keeps_every_bit(dtype, scale, num_layers):
+    before = filled(dtype, scale, num_layers)
+    after = copy_blocks(before, ids(1, 2), ids(4, 5))
+    for old, new in zip(block_leaves(before), block_leaves(after), strict=True):
+        assert (new == old[:, [0, 1, 2, 3, 1, 2]]).all()
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
+
+
+@EVERY_CACHE
+@STACKED
+@pytest.mark.parametrize("jit", [False, True])
+def test_blocks_come_back_from_host_memory_under_new_ids(dtype, scale, num_layers, jit):
+    wrap = jax.jit if jit else lambda function: function
+    before = filled(dtype, scale, num_layers)
+    blocks = wrap(swap_out)(before, ids(4, 0, 1, 5, 6, -1))
+    assert blocks.k.sharding.memory_kind == "pinned_host"
+    poisoned = jax.tree.map(lambda leaf: jnp.full_like(leaf, 99) if leaf.ndim >= before.k.ndim - 1 else leaf, before)
+    after = wrap(swap_in)(poisoned, blocks, ids(2, 3, 5, 1, 0, 7))
+    assert after.k.sharding.memory_kind == jnp.zeros(1).sharding.memory_kind
+    for old, poison, new in zip(*map(block_leaves, (before, poisoned, after)), strict=True):
+        assert (new[:, [2, 5, 1]] == old[:, [4, 1, 5]]).all()
+        assert (new[:, [0, 4]] == poison[:, [0, 4]]).all()
+        assert (new[:, 3] == 0).all()  # what stood for padding when it was swapped out
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
+
+
+def test_swapping_in_keeps_the_last_of_one_id():
+    blocks = swap_out(numbered(), ids(1, 2, 3))
+    assert shown(swap_in(numbered(), blocks, ids(5, 4, 5)).k) == [0, 1, 2, 3, 2, 3]
+
+
+@EVERY_CACHE
+@STACKED
+def test_gathered_tokens_are_those_of_the_blocks_in_order(dtype, scale, num_layers):
+    cache = filled(dtype, scale, num_layers)
+    tables = jnp.asarray([[3, 1, 2**31 - 1], [5, -7, 10**6], [2, 4, 1]], jnp.int32)
+    lengths = ids(6, 0, 12)
+    contiguous = jax.jit(gather_kv)(cache, tables, lengths)
+    assert contiguous.k.dtype == cache.k.dtype
+    assert contiguous.k.shape == (*cache.k.shape[:-4], 3, 12, 3, 8)
+    for name in ("k", "v", "k_scale", "v_scale"):
+        pool, tokens = getattr(cache, name), getattr(contiguous, name)
+        if name in ("k", "v") or scale == "token_head":
+            layers, count = (num_layers or 1), pool.ndim - (num_layers is not None)
+            pool = np.asarray(pool, np.float32).reshape(layers, 6, 4, *pool.shape[-(count - 2) :])
+            tokens = np.asarray(tokens, np.float32).reshape(layers, 3, 12, *pool.shape[3:])
+            assert (tokens[:, 0, :6] == pool[:, [3, 1]].reshape(layers, 8, *pool.shape[3:])[:, :6]).all()
+            assert (tokens[:, 2] == pool[:, [2, 4, 1]].reshape(layers, 12, *pool.shape[3:])).all()
+            assert (tokens[:, 0, 6:] == 0).all()
+            assert (tokens[:, 1] == 0).all()
+
+
+@EVERY_CACHE
+@STACKED
+def test_scattering_is_the_inverse_of_gathering(dtype, scale, num_layers):
+    before = filled(dtype, scale, num_layers)
+    tables, lengths = jnp.asarray([[3, 1, 99], [5, 0, -1], [2, -5, 7]], jnp.int32), ids(8, 4, 0)
+    contiguous = gather_kv(before, tables, lengths)
+    moved = jnp.asarray([[7, 8, 99], [1, 0, -1], [2, -5, 7]], jnp.int32)
+    empty = filled(dtype, scale, num_layers, num_blocks=9)
+    after = jax.jit(scatter_kv)(empty, contiguous, moved, lengths)
+    for old, untouched, new in zip(*map(block_leaves, (before, empty, after)), strict=True):
+        assert (new[:, [7, 8, 1]] == old[:, [3, 1, 5]]).all()
+        assert (new[:, [0, 2, 3, 4, 5, 6]] == untouched[:, [0, 2, 3, 4, 5, 6]]).all()
+    back = gather_kv(after, moved, lengths)
+    assert same_bits(back, contiguous)
+
+
+def test_scattering_writes_no_slot_past_the_length():
+    contiguous = gather_kv(numbered(), ids(3, 5)[None], ids(3))
+    cache = scatter_kv(numbered(), contiguous, ids(1, 2)[None], ids(3))
+    assert cache.k[..., 0, 0].tolist() == [[0, 0], [3, 3], [5, 2], [3, 3], [4, 4], [5, 5]]
+
+
+def test_gathering_hides_nan_past_the_length():
+    cache = numbered()
+    cache = KVCache(cache.k.at[3, 1:].set(jnp.nan), cache.v.at[4].set(jnp.nan))
+    contiguous = gather_kv(cache, ids(3, 4)[None], ids(1))
+    assert contiguous.k[..., 0, 0].tolist() == [[3, 0, 0, 0]]
+    assert contiguous.v[..., 0, 0].tolist() == [[103, 0, 0, 0]]
+
+
+def test_what_was_written_is_what_is_gathered():
+    k = jax.random.normal(jax.random.key(0), (2, 5, 1, 8))
+    cache = KVCache.create(8, 4, 1, 8, dtype="float8_e4m3fn")
+    slots = jnp.asarray([[8, 9, 10, 11, 20], [-1, -1, 4, 5, 6]], jnp.int32)
+    cache = write_kv(cache, k, -k, slots)
+    wide = widen_kv(gather_kv(cache, jnp.asarray([[2, 5], [1, 0]], jnp.int32), ids(5, 3)))
+    np.testing.assert_allclose(wide.k[0, :5], k[0], atol=0.2)
+    np.testing.assert_allclose(wide.v[1, :3], -k[1, 2:], atol=0.2)
 
 
 def test_copying_within_a_stack_is_copying_in_each_of_its_layers():
@@ -73,21 +206,41 @@ def test_copying_within_a_stack_is_copying_in_each_of_its_layers():
     assert shown(copy_blocks(stack, ids(1), ids(5)).v) == [shown(cache.v) for cache in alone]
 
 
-def test_copy_blocks_in_place():
+@EVERY_DTYPE
+@pytest.mark.parametrize("num_layers", [None, 2])
+def test_no_operation_holds_a_second_cache(dtype, num_layers):
+    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype, num_layers=num_layers)
+    some, tables, lengths = ids(*range(1, 9)), ids(*range(1, 9)).reshape(2, 4), ids(33, 64)
+    blocks, contiguous = swap_out(cache, some), gather_kv(cache, tables, lengths)
+    calls = (
+        (copy_blocks, (cache, some, some + 8), True),
+        (swap_in, (cache, blocks, some), True),
+        (scatter_kv, (cache, contiguous, tables, lengths), True),
+        (swap_out, (cache, some), False),
+        (gather_kv, (cache, tables, lengths), False),
+    )
+    size = 2 * cache.k.nbytes
+    for function, arguments, in_place in calls:
+        compiled = jax.jit(function, donate_argnums=(0,) if in_place else ()).lower(*arguments).compile()
+        assert cache_sized_copies(compiled.as_text()) == [], function.__name__
+        memory = compiled.memory_analysis()
+        assert memory.temp_size_in_bytes < size / 8, function.__name__
+        if in_place:
+            assert memory.alias_size_in_bytes >= size, function.__name__
+
+
+def test_without_donation_a_copy_is_seen():
     cache, *_ = inputs()
-    some = ids(*range(1, 9))
-    compiled = jax.jit(copy_blocks, donate_argnums=0).lower(cache, some, some + 8).compile()
-    assert cache_sized_copies(compiled.as_text()) == []
-    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * 4 * CACHE_ELEMENTS
-    assert compiled.memory_analysis().temp_size_in_bytes < CACHE_ELEMENTS
+    compiled = jax.jit(copy_blocks).lower(cache, ids(1), ids(2)).compile()
+    assert len(cache_sized_copies(compiled.as_text())) >= 2
 
 
 @pytest.mark.parametrize(
     ("source_ids", "destination_ids", "message"),
     [
         (ids(1), ids(1, 2), r"got source_ids.shape=\(1,\), destination_ids.shape=\(2,\). Pad with the null block"),
-        (ids(1)[None], ids(1), r"source_ids must be int32 \[pairs\]; got int32 \[1, 1\]"),
-        (ids(1), jnp.zeros(1), r"destination_ids must be int32 \[pairs\]; got float32 \[1\]"),
+        (ids(1)[None], ids(1), r"source_ids must be int32, of one axis; got int32 \[1, 1\]"),
+        (ids(1), jnp.zeros(1), r"destination_ids must be int32, of one axis; got float32 \[1\]"),
     ],
 )
 def test_copy_blocks_errors(source_ids, destination_ids, message):
@@ -96,5 +249,37 @@ def test_copy_blocks_errors(source_ids, destination_ids, message):
 
 
 def test_what_is_no_cache():
-    with pytest.raises(ValueError, match=r"got cache.k.shape=\(3, 8\)"):
+    with pytest.raises(ValueError, match=r"got k.shape=\(3, 8\)"):
         copy_blocks(KVCache(jnp.zeros((3, 8)), jnp.zeros((3, 8))), ids(1), ids(2))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (numbered(num_blocks=3), r"blocks must be \[2, 2, 1, 8\] in float32, .* got blocks.k.shape=\(3, 2, 1, 8\)"),
+        (numbered(num_blocks=2, dtype=jnp.bfloat16), r"blocks must be .* in float32, .* in bfloat16"),
+        (numbered(3, num_blocks=2), r"got blocks.k.shape=\(3, 2, 2, 1, 8\)"),
+    ],
+)
+def test_swap_errors(blocks, message):
+    with pytest.raises(ValueError, match=message):
+        swap_in(numbered(), blocks, ids(1, 2))
+
+
+def test_blocks_with_other_scales():
+    cache, other = (KVCache.create(4, 2, 1, 8, dtype="float8_e5m2", scale=scale) for scale in ("token_head", "head"))
+    with pytest.raises(ValueError, match="blocks must have scales of the kind that the cache has"):
+        swap_in(cache, swap_out(other, ids(1)), ids(1))
+
+
+@pytest.mark.parametrize(
+    ("tables", "lengths", "message"),
+    [
+        (ids(1, 2), ids(1), r"block_tables must be int32 \[seqs, max_blocks\]; got int32 \[2\]"),
+        (ids(1, 2)[None], ids(1, 2), r"lengths must be int32 \[seqs\] with seqs=1 .* got int32 \[2\]"),
+        (ids(1, 2)[None], jnp.zeros(1), r"lengths must be .* got float32 \[1\]"),
+    ],
+)
+def test_gather_errors(tables, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        gather_kv(numbered(), tables, lengths)

@@ -22,12 +22,14 @@ SUPPORTED = dict(
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("group", [1, 8, 16, 32, 64])
 @pytest.mark.parametrize("seqs", [1, 8, 64, 512])
-@pytest.mark.parametrize("num_partitions", [None, 1, 7])
+@pytest.mark.parametrize("num_partitions", [None, 1, 7, 16])
 def test_fits_a_gpu(head_dim, group, seqs, num_partitions):
     shape = SHAPE | dict(head_dim=head_dim, group=group, seqs=seqs, num_partitions=num_partitions)
     config = paged_decode.default_config(**shape)
     width, rows = -(-head_dim // 64) * 64, -(-group // 8) * 8
     assert config.num_partitions == (num_partitions or config.num_partitions)
+    assert config.num_partials * config.cluster == config.num_partitions
+    assert config.cluster <= 8
     assert config.num_stages >= 1
     assert width % config.chunk == 0
     assert config.chunk % 64 == config.tile % 64 == 0
@@ -35,10 +37,18 @@ def test_fits_a_gpu(head_dim, group, seqs, num_partitions):
     assert ring + 2 * rows * width * 2 + rows * config.tile * 2 < 227 * 1024
 
 
-def test_partitions_do_not_grow_with_the_batch():
-    counts = [paged_decode.default_config(**(SHAPE | dict(seqs=seqs))).num_partitions for seqs in range(1, 600)]
-    assert counts[-1] == 1
+def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
+    counts = [paged_decode.partitions_for(pairs, 8192, 132) for pairs in range(1, 133)]
+    assert counts[0] == 64
+    assert counts[7] == 8
+    assert counts[63] == 1
     assert all(few <= many for many, few in itertools.pairwise(counts))
+
+
+def test_halves_for_several_waves_of_long_sequences_alone():
+    assert paged_decode.partitions_for(512, 8192, 132) == 2
+    assert paged_decode.partitions_for(512, 2048, 132) == 1
+    assert paged_decode.partitions_for(2048, 8192, 132) == 1
 
 
 @pytest.mark.parametrize("num_partitions", [1, 4])
@@ -48,7 +58,7 @@ def test_fixed_partitions_add_up_alike_whatever_the_batch(num_partitions):
         paged_decode.default_config(**(SHAPE | dict(seqs=seqs, num_partitions=num_partitions)))
         for seqs in (1, 2, 8, 64, 512)
     )
-    assert len({(config.tile, config.chunk, config.num_partitions) for config in configs}) == 1
+    assert len({(config.tile, config.chunk, config.num_partitions, config.cluster) for config in configs}) == 1
 
 
 def test_no_more_partitions_than_tiles():
@@ -79,10 +89,10 @@ def test_not_supported(change, quoted):
 
 
 @pytest.mark.parametrize("rows", [8, 16, 64])
-@pytest.mark.parametrize("num_partitions", [2, 33, 264])
-def test_merge(rows, num_partitions):
-    config = paged_merge.default_config(num_partitions=num_partitions, rows=rows, tile=64)
+@pytest.mark.parametrize("num_partials", [2, 33, 264])
+def test_merge(rows, num_partials):
+    config = paged_merge.default_config(num_partials=num_partials, cluster=1, rows=rows, tile=64)
     assert paged_merge.WEIGHTS % config.copied == 0
     assert config.num_stages * config.copied * paged_merge.COLUMNS * rows * 4 <= 128 * 1024
     with pytest.raises(NotImplementedError, match="rows=65"):
-        paged_merge.check_supported(num_partitions=2, rows=65)
+        paged_merge.check_supported(num_partials=2, rows=65)

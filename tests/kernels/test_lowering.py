@@ -37,7 +37,7 @@ def lower(*, head_dim=128, block_size=16, group=4, q_len=1, dtype=jnp.bfloat16, 
     arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)
     named = {name: types[name] for name in ("scale", *options)}
     text = jitted.trace(*arrays, **named).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == (1 if num_partitions == 1 else 2)
+    assert text.count("@mosaic_gpu_v2") == (1 if config.num_partials == 1 else 2)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
@@ -54,8 +54,9 @@ def test_groups_and_dtypes(group, dtype):
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 4, 16])
-def test_partitions(head_dim, group):
-    lower(head_dim=head_dim, group=group, num_partitions=8)
+@pytest.mark.parametrize("num_partitions", [8, 11, 16])
+def test_partitions(head_dim, group, num_partitions):
+    lower(head_dim=head_dim, group=group, num_partitions=num_partitions)
 
 
 @pytest.mark.parametrize("num_partitions", [1, 3])

@@ -11,7 +11,7 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _mosaic_gpu, _xla
-from pallas_kernels import paged_decode
+from pallas_kernels import _rows, paged_decode
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 
@@ -28,9 +28,10 @@ def test_options(name):
 
 
 @pytest.mark.parametrize("name", ["plain", "sinks", "all"])
-def test_options_with_partitions(name):
+@pytest.mark.parametrize(("num_partitions", "cluster"), [(3, 3), (3, 1), (4, 2)])
+def test_options_with_partitions(name, num_partitions, cluster):
     case = make_case(lengths=(0, 1, 300), max_blocks=19, kv_heads=1, dtype=BF16, options=OPTIONS[name])
-    check(case, num_partitions=3)
+    check(case, num_partitions=num_partitions, cluster=cluster)
 
 
 @pytest.mark.parametrize(  # 3 heads: 6, 15 and 48 rows
@@ -91,7 +92,11 @@ def test_the_ring_goes_round():
 
 def test_more_partitions_than_one_group_of_the_merge():
     case = make_case(lengths=(64 * 66,), block_size=64, max_blocks=66, heads=1, kv_heads=1, dtype=BF16)
-    check(case, num_partitions=66, tile=64)
+    check(case, num_partitions=66, cluster=1, tile=64)
+
+
+def test_the_largest_cluster():
+    check(make_case(lengths=(1, 64 * 7), max_blocks=28, heads=2, kv_heads=1, dtype=BF16), num_partitions=8)
 
 
 def test_traced_scalars_and_a_batch_neighbour():
@@ -120,16 +125,17 @@ def test_a_wrong_result_is_noticed(fault):
     assert not within_budget(case, attend(wrong)[0]).all()
 
 
-def test_a_dropped_partition_is_noticed(monkeypatch):
-    from pallas_kernels import paged_merge
-
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_a_dropped_partition_is_noticed(monkeypatch, cluster):
     case = make_case(lengths=(200,), max_blocks=13, kv_heads=1, dtype=BF16)
-    real = paged_merge.default_config
+    real = _rows.tiles_of_partition
     monkeypatch.setattr(
-        paged_merge, "default_config", lambda **shape: real(**(shape | {"num_partitions": shape["num_partitions"] - 1}))
+        _rows,
+        "tiles_of_partition",
+        lambda first, end, count, partition: jnp.where(partition == 1, 0, real(first, end, count, partition)),
     )
     jax.clear_caches()
-    assert not within_budget(case, attend(case, num_partitions=4, tile=64)[0]).all()
+    assert not within_budget(case, attend(case, num_partitions=4, cluster=cluster)[0]).all()
     jax.clear_caches()
 
 

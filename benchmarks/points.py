@@ -1,0 +1,157 @@
+"""What the decode benchmark measures: shapes by name, the grid of them, and their inputs.
+
+A point is written as heads, batch x length and options, for example `32/8 64x8192 block_size=64`. In the place of the
+length, `ragged8192` draws lengths uniformly from 1..8192, and `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness import COLD_BYTES, random
+
+HEADS = ("32/8", "64/8", "32/32", "8/1")
+SHAPES = (
+    *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
+    *("128x1024", "256x1024", "64xragged8192", "64x8192"),
+)
+GRID = tuple(f"{heads} {shape}" for heads in HEADS for shape in SHAPES)
+VARIANTS = (
+    *(f"32/8 {shape} {option}" for option in ("block_size=64", "contiguous=1") for shape in ("8x2048", "64x8192")),
+    *(f"32/8 {shape} head_dim={n}" for n in (64, 256) for shape in ("1x8192", "64x2048", "64x8192")),
+    *(f"32/8 {shape} window=1024" for shape in ("1x32768", "64x8192")),
+    *(f"32/8 {shape} q_len=4" for shape in ("1x8192", "8x2048", "64x8192")),
+    *("32/8 64xzipf8192", "64/8 64xzipf8192", "32/32 64xzipf8192"),
+)
+MAX_CALLS, MAX_PAIRS = 256, 512
+L2_BYTES = 60_000_000  # more than an H100 or an H200 holds; what is read before the same bytes come again exceeds it
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    name: str
+    heads: int
+    kv_heads: int
+    lengths: tuple[int, ...]
+    head_dim: int = 128
+    block_size: int = 16
+    q_len: int = 1
+    window: int = 0  # 0: none
+    contiguous: bool = False  # the blocks of a sequence in order, instead of shuffled
+    dtype: str = "bfloat16"
+
+    @property
+    def slots(self) -> int:
+        """What a call has to read, in slots."""
+        if not self.window:
+            return sum(self.lengths)
+        return sum(min(length, self.window + self.q_len - 1) for length in self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.slots * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Blocks of each sequence."""
+        return tuple(-(-length // self.block_size) for length in self.lengths)
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, int]:
+        """[blocks, block_size, kv_heads, head_dim]; block 0 belongs to nobody."""
+        return sum(self.held) + 1, self.block_size, self.kv_heads, self.head_dim
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        return len(self.lengths), self.q_len, self.heads, self.head_dim
+
+    @property
+    def num_calls(self) -> int:
+        """Calls in one jit. 32 stand for the layers of a model; more where one dispatch of 32 would take longer on the
+        host than on the GPU, fewer where they would only repeat a long measurement."""
+        microseconds = 4 + self.num_bytes / 2.8e6  # about
+        if microseconds < 20:
+            return max(64, min(MAX_CALLS, math.ceil(2 * L2_BYTES / self.num_bytes)))
+        return 32 if microseconds < 500 else 8
+
+    @property
+    def num_caches(self) -> int:
+        """Caches that the calls of one jit take turns with: as many layers as make sure that L2 is cold."""
+        return min(self.num_calls, math.ceil(COLD_BYTES / self.num_bytes))
+
+    @property
+    def num_sets(self) -> int:
+        """Sets of caches that successive dispatches take turns with, where those of one dispatch would fit into L2.
+
+        No more than that needs: where arguments move between dispatches, XLA may have to bring its CUDA graphs up to
+        date on the host (not measured), and a dispatch of very short kernels would then wait for the host."""
+        wanted = math.ceil(L2_BYTES / (self.num_caches * self.num_bytes))
+        return max(1, min(wanted, MAX_PAIRS // self.num_caches))
+
+
+def parse(name: str) -> Point:
+    heads, shape, *options = name.split()
+    num_heads, kv_heads = map(int, heads.split("/"))
+    batch, length = shape.split("x", 1)
+    num_seqs = int(batch)
+    rng = np.random.default_rng(0)
+    if length.startswith("ragged"):
+        lengths = tuple(rng.integers(1, int(length[6:]) + 1, num_seqs).tolist())
+    elif length.startswith("zipf"):
+        lengths = tuple(rng.permutation(int(length[4:]) // np.arange(1, num_seqs + 1)).tolist())
+    else:
+        lengths = (int(length),) * num_seqs
+    fields: dict[str, Any] = {key: int(value) for key, value in (option.split("=") for option in options)}
+    contiguous = bool(fields.pop("contiguous", 0))
+    return Point(name, num_heads, kv_heads, lengths, contiguous=contiguous, **fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    q: jax.Array  # [seqs, q_len, heads, head_dim]
+    caches: tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]  # sets of (k_cache, v_cache), one pair a layer
+    block_tables: jax.Array  # int32 [seqs, max_blocks], the same for all layers, as in a model
+    lengths: jax.Array  # int32 [seqs]
+
+
+def make_tables(held: tuple[int, ...], *, contiguous: bool = False, seed: int = 0) -> np.ndarray:
+    """Blocks 1, 2, ... of the pool, shuffled over all sequences; block 0 pads."""
+    ids = np.arange(1, sum(held) + 1, dtype=np.int32)
+    if not contiguous:
+        ids = np.random.default_rng(seed).permutation(ids)
+    tables = np.zeros((len(held), max(held)), np.int32)
+    for row, count, end in zip(tables, held, np.cumsum(held), strict=True):
+        row[:count] = ids[end - count : end]
+    return tables
+
+
+def make_inputs(point: Point) -> Inputs:
+    seeds = iter(range(2 * point.num_sets * point.num_caches))
+    caches = tuple(
+        tuple(
+            (
+                random(next(seeds), shape=point.cache_shape, dtype=point.dtype),
+                random(next(seeds), shape=point.cache_shape, dtype=point.dtype),
+            )
+            for _ in range(point.num_caches)
+        )
+        for _ in range(point.num_sets)
+    )
+    q = random(2**20, shape=point.q_shape, dtype=point.dtype)
+    tables = make_tables(point.held, contiguous=point.contiguous)
+    return Inputs(q, caches, jnp.asarray(tables), jnp.asarray(point.lengths, jnp.int32))
+
+
+def shapes_of(point: Point) -> Inputs:
+    """The same as `make_inputs`, one set of it, as shapes to compile for."""
+    cache = jax.ShapeDtypeStruct(point.cache_shape, point.dtype)
+    return Inputs(
+        jax.ShapeDtypeStruct(point.q_shape, point.dtype),  # type: ignore[arg-type]
+        (((cache, cache),) * point.num_caches,),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct((len(point.held), max(point.held)), jnp.int32),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct((len(point.held),), jnp.int32),  # type: ignore[arg-type]
+    )

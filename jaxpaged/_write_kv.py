@@ -1,0 +1,92 @@
+"""Writing new tokens into the cache: a scatter, and the quantisation of what it scatters."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged._cache import KVCache, check_cache
+from jaxpaged._quantisation import kv_scale, quantise
+from jaxpaged._rows import put_rows
+
+
+def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KVCache:
+    """Writes new tokens into their slots; in place where the cache is donated.
+
+    A quantised cache is given `round(k / k_scale)`, clipped to what its dtype holds, so that nothing overflows to NaN
+    or infinity. With one scale a token and head, `k_scale = max |k| / (largest number of the dtype)` is taken from the
+    token and stored with it; with the others it is the cache's own, and does not change.
+
+    Args:
+        cache: one layer's cache, or a folded stack.
+        k: `[..., kv_heads, head_dim]`, cast to the cache's dtype or quantised to it.
+        v: likewise.
+        slots: int32 `[...]`, as `BlockAllocator.append` returns them. A slot outside the pool, below zero or past
+            its end, is padding: its token is dropped. The other slots must differ from each other: XLA is told so.
+            Where two are the same, each number of that slot comes from one of its tokens, it is not defined which, and
+            every other slot is as it should be.
+
+    Returns:
+        The new cache.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+
+    Bytes moved: the tokens are read and written, `2 * tokens * kv_heads * head_dim * (itemsize of k + itemsize of the
+    cache)`, plus the slots, plus `2 * tokens * kv_heads * 4` where scales of a token and head are stored. (On a CPU
+    XLA knows no float8, and writing such a cache passes over all of it, in place.)
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged
+        >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
+        >>> cache = jaxpaged.write_kv(cache, jnp.ones((3, 1, 8)), jnp.ones((3, 1, 8)), jnp.array([2, 3, 99]))
+        >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
+        [0, 0, 1, 1, 0, 0, 0, 0]
+    """
+    k, v, slots = jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots)
+    check_cache(cache)
+    if cache.k.ndim != 4:
+        raise ValueError(
+            f"write_kv takes one layer's cache; got {cache.k.shape=}. "
+            "Fold a stack with jaxpaged.fold_layers and shift the slots with jaxpaged.layer_slots."
+        )
+    token_shape = cache.k.shape[2:]
+    if k.shape != v.shape or k.shape != (*slots.shape, *token_shape):
+        raise ValueError(
+            f"k and v must be [..., kv_heads, head_dim] with slots [...] and the cache's {list(token_shape)}; "
+            f"got {k.shape=}, {v.shape=}, {slots.shape=}."
+        )
+    if slots.dtype != jnp.int32:
+        raise ValueError(f"slots must be int32; got {slots.dtype=!s}. Cast with .astype(jnp.int32).")
+    slots = slots.ravel()
+    k, v = k.reshape(-1, *token_shape), v.reshape(-1, *token_shape)
+    new_k, k_scale = _write(cache.k, cache.k_scale, k, slots)
+    new_v, v_scale = _write(cache.v, cache.v_scale, v, slots)
+    return KVCache(k=new_k, v=new_v, k_scale=k_scale, v_scale=v_scale)
+
+
+def _write(
+    pool: jax.Array, pool_scale: jax.Array | None, tokens: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """New tokens [tokens, kv_heads, head_dim] in the pool, and their scales where it holds those of each token."""
+    if pool_scale is None:
+        return scatter_slots(pool, tokens.astype(pool.dtype), slots), None
+    scale = stored = pool_scale
+    if pool_scale.ndim == 3:
+        scale = kv_scale(tokens, pool.dtype, "token_head")
+        stored = scatter_slots(pool_scale, scale, slots)
+    elif pool_scale.ndim == 2:  # of a folded stack: the slot says which layer's
+        num_slots = pool.shape[0] * pool.shape[1] // pool_scale.shape[0]
+        scale = pool_scale.at[slots // num_slots].get(mode="clip")
+    return scatter_slots(pool, quantise(tokens, scale, pool.dtype), slots), stored
+
+
+def scatter_slots(pool: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
+    """Tokens [tokens, ...] at their slots of a pool [blocks, block_size, ...], or of a stack of layers, whose slots are
+    counted through; those outside are dropped."""
+    num_slots = math.prod(pool.shape[: pool.ndim - tokens.ndim + 1])
+    # Padding goes to distinct places below zero: past the end a large pool would leave no room in int32.
+    dropped = -1 - jnp.arange(slots.size, dtype=jnp.int32)
+    slots = jnp.where((slots >= 0) & (slots < num_slots), slots, dropped)
+    return put_rows(pool, slots, tokens)

@@ -35,7 +35,7 @@ def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KV
 
     Bytes moved: the tokens are read and written, `2 * tokens * kv_heads * head_dim * (itemsize of k + itemsize of the
     cache)`, plus the slots, plus `2 * tokens * kv_heads * 4` where scales of a token and head are stored. (On a CPU
-    XLA knows no float8, and writing such a cache passes over all of it, in place.)
+    XLA knows no float8, and writing such a cache passes over all of it.)
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged

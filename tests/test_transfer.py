@@ -115,9 +115,8 @@ def test_copy_blocks_keeps_every_bit(dtype, scale, num_layers):
 
 @EVERY_CACHE
 @STACKED
-@pytest.mark.parametrize("jit", [False, True])
-def test_blocks_come_back_from_host_memory_under_new_ids(dtype, scale, num_layers, jit):
-    wrap = jax.jit if jit else lambda function: function
+def test_blocks_come_back_from_host_memory_under_new_ids(dtype, scale, num_layers):
+    wrap = (lambda function: function) if scale == "head" else jax.jit  # some not jitted
     before = filled(dtype, scale, num_layers)
     blocks = wrap(swap_out)(before, ids(4, 0, 1, 5, 6, -1))
     assert blocks.k.sharding.memory_kind == "pinned_host"

@@ -6,6 +6,7 @@ import re
 import generate
 import jax
 import numpy as np
+import prefill
 import pytest
 
 from tests.tiny_checkpoint import CONTEXT, EOS, next_logits, write_checkpoint
@@ -73,7 +74,7 @@ def test_the_result_depends_on_the_prompt_alone(run):
 def test_long_prompts_are_prefilled_in_chunks(run, monkeypatch):
     prompts = ["x" * 100, "hello", "y" * 33]
     _, whole, _ = run(prompts=prompts)
-    monkeypatch.setattr(generate, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
     _, chunked, _ = run(prompts=prompts)
     assert [line["tokens"] for line in whole] == [line["tokens"] for line in chunked]
 

@@ -6,21 +6,19 @@ Of all continuations of a prompt's beams by one token the best are kept, as many
 eos is complete and keeps its place for good; the search ends where all are. They are ranked by their summed log
 probability over `length ** length_penalty`.
 
-Beams are rows of the allocator, and reordering them is one `fork`: a beam may go on in several rows, in none, or stay in
-its own. They share full blocks; a partly filled last block is copied where two beams would write to it. The whole search
-is one `jax.jit`, prefill, allocator and copies included.
+Beams are rows of the allocator, and reordering them is one `fork`: a beam may go on in several rows, in none, or stay
+in its own. They share full blocks; a partly filled last block is copied where two beams would write to it. The whole
+search is one `jax.jit`, prefill, allocator and copies included.
 """
 
 import argparse
 import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checkpoint import CheckpointError, load_model
-from command_line import matmul_precision, model_arguments, positive, read_request, say
+from command_line import compute, model_arguments, positive
 from flax import nnx
 from generation import start
 from jax import lax
@@ -51,7 +49,7 @@ class Beams:
 
 
 def choose(beams: Beams, step: jax.Array, logits: jax.Array, limits: jax.Array, eos_ids: tuple[int, ...]) -> Beams:
-    """Puts the best continuations in the places of the beams that are not complete; logits f32 [prompts, width, vocab]."""
+    """Puts the best continuations in the places that are not complete; logits are f32 [prompts, width, vocab_size]."""
     num_prompts, width, vocab_size = logits.shape
     places = jnp.arange(width, dtype=jnp.int32)[None]
 
@@ -127,3 +125,80 @@ def search(
     logits = jnp.broadcast_to(logits[:, None], (num_prompts, width, logits.shape[-1]))
     beams = choose(beams, jnp.int32(0), logits, limits, eos_ids)
     return lax.while_loop(lambda carry: carry[1].running.any(), one_step, (jnp.int32(1), beams))[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hypothesis:
+    tokens: list[int]
+    score: float  # summed log probability / length ** length_penalty
+
+
+def beam_search(
+    model: Llama,
+    config: LlamaConfig,
+    prompts: list[list[int]],
+    *,
+    width: int,
+    max_new_tokens: int,
+    block_size: int,
+    length_penalty: float = 1.0,
+    eos_ids: tuple[int, ...] = (),
+    dtype: str = "float32",
+) -> tuple[list[list[Hypothesis]], Beams]:
+    """Up to `width` hypotheses a prompt, the best first, and the final state.
+
+    Raises `PoolError` where the prompts do not fit."""
+    empty = start(
+        config,
+        [prompt for prompt in prompts for _ in range(width)],
+        max_new_tokens=max_new_tokens,
+        block_size=block_size,
+        num_blocks=None,
+        dtype=dtype,
+        seed=0,
+        # The beams of a prompt share its full blocks; a fork takes a block for each before the old ones come back.
+        num_spared=sum((width - 1) * (len(prompt) // block_size) - width for prompt in prompts),
+    )
+    shape = len(prompts), width
+    beams = Beams(
+        caches=empty.caches,
+        allocator=empty.allocator,
+        tokens=jnp.zeros((*shape, empty.tokens.shape[1]), jnp.int32),
+        num_tokens=jnp.zeros(shape, jnp.int32),
+        log_probabilities=jnp.full(shape, -jnp.inf, jnp.float32),
+        complete=jnp.zeros(shape, bool),
+        peak_blocks=empty.peak_blocks,
+        peak_unshared=empty.peak_unshared,
+    )
+    beams = search(*nnx.split(model), beams, pad_prompts(prompts), empty.limits[::width], eos_ids)
+    scores = np.asarray(beams.log_probabilities) / np.maximum(beams.num_tokens, 1) ** length_penalty
+    tokens, counts = np.asarray(beams.tokens), np.asarray(beams.num_tokens)
+    found = [
+        [Hypothesis(tokens[i, j, : counts[i, j]].tolist(), float(scores[i, j])) for j in np.argsort(-scores[i])]
+        for i in range(len(prompts))
+    ]
+    return [[one for one in hypotheses if one.score > -np.inf] for hypotheses in found], beams
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], parents=[model_arguments()])
+    parser.add_argument("--width", type=positive, default=4, metavar="N", help="beams of each prompt")
+    parser.add_argument("--length-penalty", type=float, default=1.0, metavar="P", help="0: none; default: %(default)s")
+    args = parser.parse_args(arguments)
+    request, (hypotheses, beams) = compute(
+        parser, args, beam_search, width=args.width, length_penalty=args.length_penalty
+    )
+    for i, (text, found) in enumerate(zip(request.texts, hypotheses, strict=True)):
+        print(f"[{i}] {text}")
+        for one in found:
+            print(f"--> {one.score:7.3f}  {request.checkpoint.tokenizer.decode(one.tokens).strip()}")
+        print()
+    peak, unshared = int(beams.peak_blocks), int(beams.peak_unshared)
+    print(
+        f"blocks:  {peak} of {args.block_size} tokens in use at the peak where a loop that never shares takes "
+        f"{unshared}: {unshared - peak} saved"
+    )
+
+
+if __name__ == "__main__":
+    main()

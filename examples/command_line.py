@@ -3,11 +3,14 @@
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import jax
-from checkpoint import Checkpoint, Tokenizer, default_path, read_checkpoint
+from checkpoint import Checkpoint, CheckpointError, Tokenizer, default_path, load_model, read_checkpoint
+from generation import PoolError
 from llama import LlamaConfig
 from sampling import Sampling
 
@@ -71,6 +74,35 @@ def read_request(args: argparse.Namespace, *, prefix: str = "") -> Request:
     checkpoint = read_checkpoint(args.model or default_path())
     prompts = encode_prompts([prefix + text for text in texts], checkpoint.tokenizer, checkpoint.config, chat=args.chat)
     return Request(checkpoint, texts, prompts)
+
+
+def compute[Result](
+    parser: argparse.ArgumentParser, args: argparse.Namespace, function: Callable[..., Result], **options: Any
+) -> tuple[Request, Result]:
+    """What the command line asks for, and what the function makes of it.
+
+    Calls `function(model, config, prompts, max_new_tokens=, block_size=, eos_ids=, dtype=, **options)`. Exits with 2
+    and one sentence where the model, the prompts or the pool cannot be had.
+    """
+    try:
+        request = read_request(args)
+        model = load_model(request.checkpoint, args.dtype)
+    except (ValueError, CheckpointError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    try:
+        with matmul_precision(args):
+            return request, function(
+                model,
+                request.checkpoint.config,
+                request.prompts,
+                max_new_tokens=args.max_new_tokens,
+                block_size=args.block_size,
+                eos_ids=() if args.ignore_eos else request.checkpoint.tokenizer.eos_ids,
+                dtype=args.dtype,
+                **options,
+            )
+    except PoolError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 def read_text(path: Path, name: str) -> str:

@@ -29,6 +29,10 @@ MOST_CACHE_BYTES = 64e9  # beyond this a pool is a slip of the keyboard
 Granularity = Literal["token_head", "head", "tensor"]  # of a quantised cache's scales
 
 
+class PoolError(ValueError):
+    """The prompts do not fit into the pool; the message is one sentence for the user."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Generation:
@@ -163,7 +167,7 @@ def start(
 ) -> Generation:
     """An empty generation; `dtype` and `scale` are the cache's, whose scales of a tensor or a head `calibrate` sets.
     The sequences get by with `num_spared` blocks less because they share them.
-    Raises `ValueError` with one sentence where the prompts do not fit."""
+    Raises `PoolError` where the prompts do not fit."""
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(max_new_tokens, config.context - length + 1) for length in lengths]
     blocks_at_start = sum(-(-length // block_size) for length in lengths) - num_spared
@@ -172,7 +176,7 @@ def start(
     if num_blocks is None:
         num_blocks = 1 + sum(blocks_at_end) - num_spared
     if num_blocks - 1 < blocks_at_start:
-        raise ValueError(
+        raise PoolError(
             f"The prompts need {blocks_at_start} blocks of {block_size} tokens and --num-blocks {num_blocks} leaves "
             f"{num_blocks - 1} beside the null block; pass at least --num-blocks {blocks_at_start + 1}."
         )
@@ -190,7 +194,7 @@ def start(
     )
     cache_bytes = config.num_layers * num_bytes(jax.eval_shape(create))
     if cache_bytes > MOST_CACHE_BYTES:
-        raise ValueError(
+        raise PoolError(
             f"A pool of {num_blocks} blocks of {block_size} tokens takes {cache_bytes / 1e9:.0f} GB; "
             "pass smaller --num-blocks, --block-size or --max-new-tokens."
         )

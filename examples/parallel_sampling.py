@@ -10,20 +10,10 @@ The full blocks of the prompt are shared for as long as a completion that holds 
 import argparse
 import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
-from checkpoint import CheckpointError, load_model
-from command_line import (
-    matmul_precision,
-    model_arguments,
-    positive,
-    read_request,
-    read_sampling,
-    sampling_arguments,
-    say,
-)
+from command_line import compute, model_arguments, positive, read_sampling, sampling_arguments
 from flax import nnx
 from generation import Generation, accept, decode, generated, start
 from llama import Llama, LlamaConfig
@@ -64,8 +54,8 @@ def sample_in_parallel(
     model: Llama,
     config: LlamaConfig,
     prompts: list[list[int]],
-    num_completions: int,
     *,
+    num_completions: int,
     max_new_tokens: int,
     block_size: int,
     sampling: Sampling,
@@ -75,7 +65,7 @@ def sample_in_parallel(
 ) -> tuple[Generation, int]:
     """The final state, `num_completions` rows a prompt, and the number of blocks shared after the fork.
 
-    Raises `ValueError` with one sentence where the prompts do not fit."""
+    Raises `PoolError` where the prompts do not fit."""
     state = start(
         config,
         [prompt for prompt in prompts for _ in range(num_completions)],  # so each has a random key of its own
@@ -90,46 +80,31 @@ def sample_in_parallel(
     return state, int(num_shared)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], parents=[model_arguments(), sampling_arguments(temperature=0.8)]
     )
     parser.add_argument("-n", "--num-completions", type=positive, default=4, metavar="N", help="of each prompt")
     args = parser.parse_args(arguments)
     try:
-        sampling, request = read_sampling(args), read_request(args)
-        model = load_model(request.checkpoint, args.dtype)
-        tokenizer = request.checkpoint.tokenizer
-        with matmul_precision(args):
-            state, num_shared = sample_in_parallel(
-                model,
-                request.checkpoint.config,
-                request.prompts,
-                args.num_completions,
-                max_new_tokens=args.max_new_tokens,
-                block_size=args.block_size,
-                sampling=sampling,
-                seed=args.seed,
-                eos_ids=() if args.ignore_eos else tokenizer.eos_ids,
-                dtype=args.dtype,
-            )
-    except (ValueError, CheckpointError) as error:
-        say(f"parallel_sampling.py: {error}")
-        return 2
-
+        sampling = read_sampling(args)
+    except ValueError as error:
+        parser.error(str(error))
+    request, (state, num_shared) = compute(
+        parser, args, sample_in_parallel, num_completions=args.num_completions, sampling=sampling, seed=args.seed
+    )
     completions = iter(generated(state))
     for i, text in enumerate(request.texts):
         print(f"[{i}] {text}")
         for _ in range(args.num_completions):
-            print(f"--> {tokenizer.decode(next(completions)).strip()}")
+            print(f"--> {request.checkpoint.tokenizer.decode(next(completions)).strip()}")
         print()
     peak, unshared = int(state.peak_blocks), int(state.peak_unshared)
     print(
         f"blocks:  {num_shared} shared after the fork; {peak} of {args.block_size} tokens in use at the peak where a "
         f"loop that never shares takes {unshared}: {unshared - peak} saved"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

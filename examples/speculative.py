@@ -10,12 +10,10 @@ token of the model's own behind it; and takes back the room of the others with `
 import argparse
 import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
-from checkpoint import CheckpointError, load_model
-from command_line import matmul_precision, model_arguments, positive, read_request, say
+from command_line import compute, model_arguments, positive
 from flax import nnx
 from generation import Generation, claim, extend, generated, prefill, start
 from jax import lax
@@ -134,40 +132,20 @@ def decode_speculatively(
     return speculate(graph, weights, state, padded, eos_ids, ngram, num_draft)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], parents=[model_arguments()])
     parser.add_argument("--ngram", type=positive, default=2, metavar="N", help="look for the newest N tokens")
     parser.add_argument("--num-draft", type=positive, default=4, metavar="N", help="draft at most N tokens a step")
     args = parser.parse_args(arguments)
-    try:
-        request = read_request(args)
-        model = load_model(request.checkpoint, args.dtype)
-        tokenizer = request.checkpoint.tokenizer
-        with matmul_precision(args):
-            state, tally = decode_speculatively(
-                model,
-                request.checkpoint.config,
-                request.prompts,
-                max_new_tokens=args.max_new_tokens,
-                block_size=args.block_size,
-                ngram=args.ngram,
-                num_draft=args.num_draft,
-                eos_ids=() if args.ignore_eos else tokenizer.eos_ids,
-                dtype=args.dtype,
-            )
-    except (ValueError, CheckpointError) as error:
-        say(f"speculative.py: {error}")
-        return 2
-
+    request, (state, tally) = compute(parser, args, decode_speculatively, ngram=args.ngram, num_draft=args.num_draft)
     for i, (text, tokens) in enumerate(zip(request.texts, generated(state), strict=True)):
         steps, drafted, accepted = (int(count[i]) for count in (tally.steps, tally.drafted, tally.accepted))
-        print(f"[{i}] {text}\n--> {tokenizer.decode(tokens).strip()}")
+        print(f"[{i}] {text}\n--> {request.checkpoint.tokenizer.decode(tokens).strip()}")
         print(
             f"    {len(tokens) - 1} tokens in {steps} steps: {accepted} of {drafted} drafted tokens accepted, "
             f"{accepted / max(steps, 1):.2f} a step\n"
         )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

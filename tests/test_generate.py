@@ -9,7 +9,7 @@ import numpy as np
 import prefill
 import pytest
 
-from tests.tiny_checkpoint import CONTEXT, EOS, next_logits, write_checkpoint
+from tests.tiny_checkpoint import CONTEXT, EOS, greedy, write_checkpoint
 
 PROMPTS = ["Hello there, paged world", "a", "The quick brown fox jumps over it"]
 
@@ -34,15 +34,6 @@ def run(folder, capsys):
         return code, out, captured.err
 
     return call
-
-
-def greedy(tensors, prompt, count):
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(next_logits(tensors, tokens).argmax()))
-        if tokens[-1] == EOS:
-            break
-    return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,11 +1,12 @@
 """examples/shared_prefix.py, and --shared-prefix of examples/generate.py: the tokens are those without sharing."""
 
 import json
-import re
 
 import generate
 import pytest
 import shared_prefix
+
+from tests.tiny_checkpoint import greedy
 
 PREFIX = "All of these begin with the same fifty-odd characters: "  # a byte is a token of the tiny model
 PROMPTS = ["a", "Hello there, paged world", "The quick brown fox"]
@@ -29,27 +30,23 @@ def prefix_file(tmp_path):
     return file
 
 
-def test_tokens_are_those_without_sharing_in_fewer_blocks(run, prefix_file):
-    _, plain, plain_err = run("--block-size", 8, prompts=[PREFIX + prompt for prompt in PROMPTS])
-    code, shared, err = run("--block-size", 8, "--shared-prefix", prefix_file)
+def test_tokens_are_those_without_sharing_in_fewer_blocks(tiny, run, prefix_file):
+    code, lines, err = run("--block-size", 8, "--shared-prefix", prefix_file)
     assert code == 0
-    assert [line["prompt"] for line in shared] == PROMPTS
-    for name in ("prompt_tokens", "tokens", "text"):
-        assert [line[name] for line in shared] == [line[name] for line in plain]
-
-    full, prompt_tokens = len(PREFIX) // 8, sum(len(PREFIX + prompt) for prompt in PROMPTS)
-    left = prompt_tokens - 2 * full * 8
-    found = f"{8 * full} tokens in {full} full blocks; the prompts found {3 * full} blocks again, {24 * full} tokens"
-    assert f"prefix:  {found}: {left} prefilled instead of {prompt_tokens}" in err
-    assert f"prefill: {left} tokens" in err
-    assert "prefix:" not in plain_err
-    in_use, in_use_plain = (int(re.search(r"(\d+) blocks of 8 tokens in use", text)[1]) for text in (err, plain_err))
-    assert in_use == in_use_plain - 2 * full
+    encoded = [tiny.tokenizer.encode(PREFIX + prompt) for prompt in PROMPTS]
+    expected = [greedy(tiny.tensors, tokens, 10) for tokens in encoded]
+    assert [line["prompt"] for line in lines] == PROMPTS
+    assert [line["prompt_tokens"] for line in lines] == encoded
+    assert [line["tokens"] for line in lines] == expected
+    # The prefix has 55 tokens, the prompts 56, 79 and 74, and with what they generate they fill 9, 11 and 11 blocks.
+    assert "prefix:  48 tokens in 6 full blocks; the prompts found 18 blocks again, 144 tokens: 113 prefilled " in err
+    assert "prefilled instead of 209\nprefill: 113 tokens" in err
+    assert f"{9 + 11 + 11 - 2 * 6} blocks of 8 tokens in use at the peak" in err
 
     # A prefix that fills no block: each computes it for itself.
-    code, alone, err = run("--block-size", 64, "--shared-prefix", prefix_file)
+    code, lines, err = run("--block-size", 64, "--shared-prefix", prefix_file)
     assert code == 0
-    assert [line["tokens"] for line in alone] == [line["tokens"] for line in plain]
+    assert [line["tokens"] for line in lines] == expected
     assert "the prompts found 0 blocks again" in err
 
 

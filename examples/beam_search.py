@@ -18,9 +18,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import compute, model_arguments, positive
+from command_line import compute, describe_blocks, model_arguments, positive
 from flax import nnx
-from generation import start
+from generation import num_entries, start
 from jax import lax
 from llama import Llama, LlamaConfig
 from prefill import Caches, Prompts, pad_prompts, write_prompts
@@ -106,7 +106,6 @@ def search(
     def one_step(carry: tuple[jax.Array, Beams]) -> tuple[jax.Array, Beams]:
         step, beams = carry
         allocator, slots, ok = beams.allocator.append(beams.running.ravel().astype(jnp.int32))
-        entries = (-(-allocator.lengths // allocator.block_size)).sum()
         last = beams.tokens[:, :, step - 1].reshape(-1, 1)
         caches, logits = model(last, beams.caches, allocator, slots)
         beams = dataclasses.replace(
@@ -114,7 +113,7 @@ def search(
             caches=caches,
             allocator=allocator,
             peak_blocks=jnp.maximum(beams.peak_blocks, allocator.num_held),
-            peak_unshared=jnp.maximum(beams.peak_unshared, entries),
+            peak_unshared=jnp.maximum(beams.peak_unshared, num_entries(allocator)),
         )
         return step + 1, choose(drop(beams, ~ok), step, logits.reshape(num_prompts, width, -1), limits, eos_ids)
 
@@ -193,11 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
         for one in found:
             print(f"--> {one.score:7.3f}  {request.checkpoint.tokenizer.decode(one.tokens).strip()}")
         print()
-    peak, unshared = int(beams.peak_blocks), int(beams.peak_unshared)
-    print(
-        f"blocks:  {peak} of {args.block_size} tokens in use at the peak where a loop that never shares takes "
-        f"{unshared}: {unshared - peak} saved"
-    )
+    print(f"blocks:  {describe_blocks(beams.peak_blocks, beams.peak_unshared, args.block_size)}")
 
 
 if __name__ == "__main__":

@@ -66,15 +66,18 @@ def claim(state: Generation, num_tokens: jax.Array, *, max_tokens: int = 1) -> t
     return state, slots, advanced
 
 
+def num_entries(allocator: jaxpaged.BlockAllocator) -> jax.Array:
+    """How many blocks it would take if none were shared, int32 []."""
+    return (-(-allocator.lengths // allocator.block_size)).sum()
+
+
 def retire(state: Generation) -> Generation:
     """Frees the sequences that no longer run, and keeps count of the blocks held until then."""
-    allocator = state.allocator
-    entries = (-(-allocator.lengths // allocator.block_size)).sum()
     return dataclasses.replace(
         state,
-        allocator=allocator.free(~state.running),
-        peak_blocks=jnp.maximum(state.peak_blocks, allocator.num_held),
-        peak_unshared=jnp.maximum(state.peak_unshared, entries),
+        allocator=state.allocator.free(~state.running),
+        peak_blocks=jnp.maximum(state.peak_blocks, state.allocator.num_held),
+        peak_unshared=jnp.maximum(state.peak_unshared, num_entries(state.allocator)),
     )
 
 

@@ -13,7 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from command_line import compute, model_arguments, positive, read_sampling, sampling_arguments
+from command_line import compute, describe_blocks, model_arguments, positive, read_sampling, sampling_arguments
 from flax import nnx
 from generation import Generation, accept, decode, generated, start
 from llama import Llama, LlamaConfig
@@ -99,11 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
         for _ in range(args.num_completions):
             print(f"--> {request.checkpoint.tokenizer.decode(next(completions)).strip()}")
         print()
-    peak, unshared = int(state.peak_blocks), int(state.peak_unshared)
-    print(
-        f"blocks:  {num_shared} shared after the fork; {peak} of {args.block_size} tokens in use at the peak where a "
-        f"loop that never shares takes {unshared}: {unshared - peak} saved"
-    )
+    blocks = describe_blocks(state.peak_blocks, state.peak_unshared, args.block_size)
+    print(f"blocks:  {num_shared} shared after the fork; {blocks}")
 
 
 if __name__ == "__main__":

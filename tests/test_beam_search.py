@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from generation import start
 
+from tests.compiled_examples import read_compiled
 from tests.tiny_checkpoint import EOS, greedy, next_logits
 
 PROMPTS = ["Hello there, paged world", "a", "The quick brown fox"]
@@ -48,7 +49,8 @@ def frequent_tokens(tiny, prompts):
     return best[0][1][4], best[1][1][7]
 
 
-def test_hypotheses_are_those_of_a_plain_search(tiny, prompts):
+def test_hypotheses_are_those_of_a_plain_search(tiny, prompts, monkeypatch):
+    checked = read_compiled(monkeypatch, beam_search, "search")
     eos_ids = frequent_tokens(tiny, prompts)
     lengths, orders = set(), []
     for length_penalty in (0.0, 1.0, 3.0):
@@ -62,6 +64,7 @@ def test_hypotheses_are_those_of_a_plain_search(tiny, prompts):
         assert beams.allocator.check() == ()
         assert int(beams.allocator.num_held) == 0
         assert int(beams.peak_blocks) < int(beams.peak_unshared)
+    assert len(checked) == 3
     assert len(lengths) > 1  # some did end early, and where they rank depends on the penalty
     assert orders[0] != orders[2]
 

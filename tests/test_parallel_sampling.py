@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import parallel_sampling
 import pytest
-from generation import generate, generated, start
+from generation import generated
 from sampling import Sampling
 
+from tests.compiled_examples import read_compiled
 from tests.tiny_checkpoint import greedy
 
 PROMPTS = ["The quick brown fox jum", "a", "12345678"]  # 23, 1 and 8 tokens: 2 full blocks, none and 1
@@ -19,9 +20,15 @@ def prompts(tiny):
     return [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
 
 
-def complete(tiny, prompts, temperature):
+def complete(tiny, prompts, temperature, num_completions=3):
     return parallel_sampling.sample_in_parallel(
-        tiny.model, tiny.config, prompts, **SIZES, num_completions=3, sampling=Sampling(temperature), seed=4
+        tiny.model,
+        tiny.config,
+        prompts,
+        **SIZES,
+        num_completions=num_completions,
+        sampling=Sampling(temperature),
+        seed=4,
     )
 
 
@@ -49,12 +56,14 @@ def test_greedy_tokens_are_those_of_a_model_that_shares_nothing(tiny, prompts, m
     assert wrong[1] != expected[0]
 
 
-def test_samples_are_those_of_a_loop_that_never_shares(tiny, prompts):
-    apart = start(tiny.config, repeat(prompts), **SIZES, num_blocks=None, dtype="float32", seed=4)
-    apart, _ = generate(tiny.model, apart, repeat(prompts), (), Sampling(2.0), steps_at_once=12)
+def test_samples_are_those_of_a_loop_that_never_shares(tiny, prompts, monkeypatch):
+    apart, none_shared = complete(tiny, repeat(prompts), 2.0, num_completions=1)
+    checked = read_compiled(monkeypatch, parallel_sampling, "complete")
     state, num_shared = complete(tiny, prompts, 2.0)
+    assert checked == [True]
     assert generated(state) == generated(apart)
     assert len(set(map(tuple, generated(state)))) == 9
+    assert (none_shared, int(apart.peak_blocks)) == (0, int(apart.peak_unshared))
     assert int(state.peak_blocks) == int(apart.peak_blocks) - 2 * num_shared
 
 

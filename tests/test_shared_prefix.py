@@ -5,6 +5,10 @@ import json
 import generate
 import pytest
 import shared_prefix
+from flax import nnx
+from generation import generated, prefill, start
+from prefill import pad_prompts
+from sampling import Sampling
 
 from tests.tiny_checkpoint import greedy
 
@@ -43,11 +47,16 @@ def test_tokens_are_those_without_sharing_in_fewer_blocks(tiny, run, prefix_file
     assert "prefilled instead of 209\nprefill: 113 tokens" in err
     assert f"{9 + 11 + 11 - 2 * 6} blocks of 8 tokens in use at the peak" in err
 
-    # A prefix that fills no block: each computes it for itself.
-    code, lines, err = run("--block-size", 64, "--shared-prefix", prefix_file)
-    assert code == 0
-    assert [line["tokens"] for line in lines] == expected
-    assert "the prompts found 0 blocks again" in err
+
+def test_a_prefix_that_fills_no_block_is_computed_by_each(tiny):
+    prompts = [tiny.tokenizer.encode(PREFIX + prompt) for prompt in PROMPTS]
+    prefix = shared_prefix.common_prefix(prompts, 64)
+    assert prefix == []
+    state = start(tiny.config, prompts, max_new_tokens=1, block_size=64, num_blocks=None, dtype="float32", seed=0)
+    graph, weights = nnx.split(tiny.model)
+    state = prefill(graph, weights, state, pad_prompts(prompts), pad_prompts([prefix]), (), Sampling())
+    assert generated(state) == [greedy(tiny.tensors, prompt, 1) for prompt in prompts]
+    assert state.num_cached.tolist() == [0, 0, 0]
 
 
 def test_the_pool_holds_a_shared_prefix_once(run, prefix_file):

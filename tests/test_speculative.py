@@ -8,6 +8,7 @@ import pytest
 import speculative
 from generation import generated
 
+from tests.compiled_examples import read_compiled
 from tests.tiny_checkpoint import greedy
 
 PROMPTS = ["Hello there, paged world", "a", "one two one two one two", "The quick brown fox jumps over it"]
@@ -28,7 +29,8 @@ def cut(tokens, eos):
     return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
 
 
-def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain):
+def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch):
+    checked = read_compiled(monkeypatch, speculative, "speculate")
     eos = plain[0][17]  # some token that does come out ends the sequences
     state, tally = speculative.decode_speculatively(
         tiny.model, tiny.config, prompts, **SIZES, ngram=1, num_draft=7, eos_ids=(eos,)
@@ -42,6 +44,7 @@ def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain):
     assert [len(row) - 1 for row in tokens] == (accepted + steps).tolist()
     assert (accepted <= np.asarray(tally.drafted)).all()
     assert accepted.sum() > 0
+    assert checked == [True]
 
 
 def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkeypatch):

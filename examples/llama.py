@@ -106,14 +106,19 @@ class Llama(nnx.Module):
         caches: tuple[jaxpaged.KVCache, ...],  # one a layer
         allocator: jaxpaged.BlockAllocator,  # after the append that made room for the tokens
         slots: jax.Array,  # int32 [seqs, q_len], from that append
+        num_logits: int | None = None,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
-        """Returns the new caches and the logits after each sequence's last token, f32 [seqs, vocab_size]."""
+        """Returns the new caches and the logits after each sequence's last token, f32 [seqs, vocab_size].
+
+        With `num_logits` those after its last so many tokens, f32 [seqs, num_logits, vocab_size].
+        """
         x = self.embed_tokens(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
             cache, x = layer(x, cache, allocator, slots)
             new_caches.append(cache)
-        x = self.norm(x[:, -1:])
+        x = self.norm(x[:, -(num_logits or 1) :])
         # Not embed_tokens.attend: x @ embedding.T transposes the embedding at every step on a CPU.
         head = self.embed_tokens.embedding if self.lm_head is None else self.lm_head.weight
-        return tuple(new_caches), jnp.einsum("vf,sqf->sqv", head[...], x)[:, 0].astype(jnp.float32)
+        logits = jnp.einsum("vf,sqf->sqv", head[...], x).astype(jnp.float32)
+        return tuple(new_caches), logits if num_logits else logits[:, 0]

@@ -7,7 +7,7 @@ import jax
 
 from jaxpaged import _xla
 from jaxpaged._arguments import AttentionArguments
-from pallas_kernels import paged_decode
+from pallas_kernels import decode_config, paged_decode
 
 
 def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
@@ -19,8 +19,8 @@ def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Ar
     return _launch(config_of(a, num_sms=num_sms, num_partitions=num_partitions), None, a)
 
 
-def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: int | None) -> paged_decode.Config:
-    return paged_decode.default_config(
+def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: int | None) -> decode_config.Config:
+    return decode_config.default_config(
         seqs=a.q.shape[0],
         kv_heads=a.k_cache.shape[2],
         group=a.group,
@@ -40,7 +40,7 @@ def check_supported(a: AttentionArguments) -> None:
             'Pass implementation="xla".'
         )
     _, compute_capability = _gpu()
-    paged_decode.check_supported(
+    decode_config.check_supported(
         head_dim=a.q.shape[-1],
         block_size=a.block_size,
         group=a.group,
@@ -54,7 +54,7 @@ def check_supported(a: AttentionArguments) -> None:
 # Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _launch(config: paged_decode.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+def _launch(config: decode_config.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     return paged_decode.launch(
         a.q,
         a.k_cache,
@@ -72,7 +72,7 @@ def _launch(config: paged_decode.Config, interpret: Any, a: AttentionArguments) 
 
 
 @_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
-def _launch_jvp(config: paged_decode.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
+def _launch_jvp(config: decode_config.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
     return jax.jvp(functools.partial(_xla.attend, num_partitions=1), primals, tangents)
 

@@ -5,7 +5,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import paged_decode, paged_merge
+from pallas_kernels import decode_config, paged_merge
 
 SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
 SUPPORTED = dict(
@@ -25,7 +25,7 @@ SUPPORTED = dict(
 @pytest.mark.parametrize("num_partitions", [None, 1, 7, 16])
 def test_fits_a_gpu(head_dim, group, seqs, num_partitions):
     shape = SHAPE | dict(head_dim=head_dim, group=group, seqs=seqs, num_partitions=num_partitions)
-    config = paged_decode.default_config(**shape)
+    config = decode_config.default_config(**shape)
     width, rows = -(-head_dim // 64) * 64, -(-group // 8) * 8
     assert config.num_partitions == (num_partitions or config.num_partitions)
     assert config.num_partials * config.cluster == config.num_partitions
@@ -38,7 +38,7 @@ def test_fits_a_gpu(head_dim, group, seqs, num_partitions):
 
 
 def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
-    counts = [paged_decode.partitions_for(pairs, 8192, 132) for pairs in range(1, 133)]
+    counts = [decode_config.partitions_for(pairs, 8192, 132) for pairs in range(1, 133)]
     assert counts[0] == 64
     assert counts[7] == 8
     assert counts[63] == 1
@@ -46,27 +46,27 @@ def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
 
 
 def test_halves_for_several_waves_of_long_sequences_alone():
-    assert paged_decode.partitions_for(512, 8192, 132) == 2
-    assert paged_decode.partitions_for(512, 2048, 132) == 1
-    assert paged_decode.partitions_for(2048, 8192, 132) == 1
+    assert decode_config.partitions_for(512, 8192, 132) == 2
+    assert decode_config.partitions_for(512, 2048, 132) == 1
+    assert decode_config.partitions_for(2048, 8192, 132) == 1
 
 
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_fixed_partitions_add_up_alike_whatever_the_batch(num_partitions):
     """The order of the sums follows from the tile, the chunk and the partitions."""
     configs = (
-        paged_decode.default_config(**(SHAPE | dict(seqs=seqs, num_partitions=num_partitions)))
+        decode_config.default_config(**(SHAPE | dict(seqs=seqs, num_partitions=num_partitions)))
         for seqs in (1, 2, 8, 64, 512)
     )
     assert len({(config.tile, config.chunk, config.num_partitions, config.cluster) for config in configs}) == 1
 
 
 def test_no_more_partitions_than_tiles():
-    assert paged_decode.default_config(**(SHAPE | dict(seqs=1, capacity=64))).num_partitions == 1
+    assert decode_config.default_config(**(SHAPE | dict(seqs=1, capacity=64))).num_partitions == 1
 
 
 def test_supported():
-    paged_decode.check_supported(**SUPPORTED)
+    decode_config.check_supported(**SUPPORTED)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_supported():
 )
 def test_not_supported(change, quoted):
     with pytest.raises(NotImplementedError, match=quoted):
-        paged_decode.check_supported(**(SUPPORTED | change))
+        decode_config.check_supported(**(SUPPORTED | change))
 
 
 @pytest.mark.parametrize("rows", [8, 16, 64])

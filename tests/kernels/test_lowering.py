@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import paged_decode
+from pallas_kernels import decode_config, paged_decode
 
 OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 
@@ -15,7 +15,7 @@ def lower(*, head_dim=128, block_size=16, group=4, q_len=1, dtype=jnp.bfloat16, 
     seqs, kv_heads, max_blocks = 2, 2, 1024 // block_size
     shape = jax.ShapeDtypeStruct
     cache = shape((64, block_size, kv_heads, head_dim), dtype)
-    config = paged_decode.default_config(
+    config = decode_config.default_config(
         seqs=seqs,
         kv_heads=kv_heads,
         group=group,

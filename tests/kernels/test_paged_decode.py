@@ -11,7 +11,7 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _mosaic_gpu, _xla
-from pallas_kernels import _rows, paged_decode
+from pallas_kernels import _rows, decode_config
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_taken_says_so(monkeypatch):
 @pytest.mark.parametrize("num_partitions", [1, 2])
 def test_vmap_gradient_and_export(num_partitions):
     cases = [make_case(seed, lengths=(3, 50), max_blocks=4, dtype=BF16, options=OPTIONS["all"]) for seed in range(2)]
-    config = paged_decode.default_config(
+    config = decode_config.default_config(
         seqs=2, kv_heads=2, group=3, q_len=1, head_dim=64, capacity=64, num_sms=132, num_partitions=num_partitions
     )
     interpreted = functools.partial(_mosaic_gpu._launch, config, plgpu.InterpretGPUParams(detect_races=True))

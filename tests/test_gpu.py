@@ -70,6 +70,12 @@ def test_several_query_tokens(q_len):
     check(real(q_len=q_len, options=OPTIONS["all"]), 3)
 
 
+@pytest.mark.parametrize("num_partitions", [None, 3])
+@pytest.mark.parametrize(("q_len", "heads", "options"), [(13, 6, "all"), (16, 6, "window"), (16, 64, "plain")])
+def test_query_tokens_in_runs(q_len, heads, options, num_partitions):
+    check(real(q_len=q_len, heads=heads, kv_heads=1, options=OPTIONS[options]), num_partitions)
+
+
 def test_float16():
     check(real(dtype=jnp.float16, options=OPTIONS["all"]), 2)
 

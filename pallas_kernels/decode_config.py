@@ -45,8 +45,11 @@ def check_supported(
         raise NotImplementedError(f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.")
     if cache_dtype != q_dtype:
         raise NotImplementedError(f"the decode kernel takes a cache in q's dtype; got {cache_dtype=!s}, {q_dtype=!s}.")
-    if head_dim > 256 or (head_dim % 16):
-        raise NotImplementedError(f"the decode kernel takes a head_dim up to 256, a multiple of 16; got {head_dim=}.")
+    if head_dim % 8 or padded_width(head_dim) > 256:
+        raise NotImplementedError(
+            f"the decode kernel takes a head_dim that is a multiple of 16 up to 256, a multiple of 8 below 64, "
+            f"or 72, 120 or 168; got {head_dim=}."
+        )
     if block_size not in (8, 16, 32) and block_size % 128 and block_size != 64:
         raise NotImplementedError(
             f"the decode kernel takes block sizes 8, 16, 32, 64, or multiples of 128; got {block_size=}."
@@ -68,10 +71,10 @@ def default_config(
     num_sms: int,
     num_partitions: int | None = None,  # fixed by the caller
 ) -> Config:
-    width, rows = round_up(head_dim, 64), round_up(q_len * group, 8)
+    width, rows = padded_width(head_dim), round_up(q_len * group, 8)
     pairs = max(1, seqs * kv_heads)
     # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
-    chunk = width if width * rows <= 128 * 32 else 64
+    chunk = width if width * rows <= 128 * 32 and num_parts(head_dim) == 1 else 64
     resident = 2 if width <= 192 and rows <= 32 else 1
     chosen_here = num_partitions is None
     if num_partitions is None:
@@ -98,6 +101,23 @@ def default_config(
         ),
         chunk=chunk,
     )
+
+
+def num_parts(head_dim: int) -> int:
+    """In how many parts of equal width a head is copied, each of which is filled up to 64 columns with zeros.
+
+    The copy engine's tiles must divide a head that is wider than one, and be 16, 32 or 64 columns wide: a product takes
+    no others (Mosaic GPU of jax 0.11.2 and 0.12.0: "No swizzle is not supported" for 8 columns). 120 is 3 parts of 40.
+    """
+    if head_dim % 16 == 0 or head_dim < 64:
+        return 1
+    return next(parts for parts in range(2, head_dim + 1) if head_dim % (8 * parts) == 0 and head_dim // parts <= 64)
+
+
+def padded_width(head_dim: int) -> int:
+    """Columns of a head in SMEM."""
+    parts = num_parts(head_dim)
+    return parts * round_up(head_dim // parts, 64)
 
 
 def partitions_for(pairs: int, capacity: int, num_sms: int) -> int:

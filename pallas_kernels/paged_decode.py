@@ -21,7 +21,8 @@ that a group of 4 is padded to 8 columns, not to 64 rows:
 `decode_config` holds what it takes and how a call is cut up.
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
-filled up with zeros by the copy itself: the cache is read as it stands.
+filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is
+copied in parts, each filled up to 64 columns (`decode_config.num_parts`).
 
 Only table entries of blocks that hold a token some query sees are followed, and ids are clamped into the pool; for
 the others block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the product, since
@@ -41,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _finish, _rows, paged_merge
+from pallas_kernels import _finish, _rows, decode_config, paged_merge
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows, round_up
 from pallas_kernels.decode_config import Config
 
@@ -49,21 +50,23 @@ from pallas_kernels.decode_config import Config
 def _scratch(config: Config, q_len: int, rows: int, head_dim: int, blocks_of_tile: int, dtype: Any) -> dict:
     # The copy engine takes no tile that does not divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The
     # operands of a product must be tiled alike.
-    columns = next(columns for columns in (64, 32, 16) if head_dim % columns == 0 or head_dim < columns)
+    num_parts, width = decode_config.num_parts(head_dim), decode_config.padded_width(head_dim)
+    part = head_dim // num_parts
+    columns = next(columns for columns in (64, 32, 16) if part % columns == 0 or part < columns)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
-    stages, width = config.num_stages, round_up(head_dim, 64)
+    stages = config.num_stages
     return dict(
         # Row after row: in comes Q, out goes O. One row too many, or Mosaic may tile it, which a copy of a narrow head
         # cannot do.
         q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
-        k_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
-        v_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
+        k_smem=plgpu.SMEM((stages * num_parts, config.tile, width // num_parts), dtype, transforms=matrix),
+        v_smem=plgpu.SMEM((stages * num_parts, config.tile, width // num_parts), dtype, transforms=matrix),
         p_smem=plgpu.SMEM((rows, config.tile), dtype, transforms=matrix),
         row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
         q_full=plgpu.Barrier(num_arrivals=q_len),
-        k_full=plgpu.Barrier(num_arrivals=blocks_of_tile, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=blocks_of_tile, num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=blocks_of_tile * num_parts, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=blocks_of_tile * num_parts, num_barriers=stages),
         k_free=plgpu.Barrier(num_barriers=stages),
         v_free=plgpu.Barrier(num_barriers=stages),
         **_finish.scratch(
@@ -86,11 +89,12 @@ def _kernel(
     block_size: int,
     q_len: int,
     group: int,
-    width: int,  # head_dim rounded up to a multiple of 64
+    num_parts: int,  # of a head
+    width: int,  # head_dim, or each of its parts, rounded up to a multiple of 64
 ) -> None:
-    q_gmem = refs["q"]  # [seqs, q_len, heads, head_dim]
-    k_gmem = refs["k_cache"]  # [blocks, block_size, kv_heads, head_dim]
-    v_gmem = refs["v_cache"]  # [blocks, block_size, kv_heads, head_dim]
+    q_gmem = refs["q"]  # [seqs, q_len, heads, head_dim], or of `width` where a head has several parts
+    k_gmem = refs["k_cache"]  # [blocks, block_size, kv_heads * parts, head_dim / parts]
+    v_gmem = refs["v_cache"]  # [blocks, block_size, kv_heads * parts, head_dim / parts]
     tables_gmem = refs["block_tables"]  # int32 [seqs, max_blocks]
     lengths_gmem = refs["lengths"]  # int32 [seqs]
     scale_gmem = refs["scale"]  # f32 [1]
@@ -100,7 +104,7 @@ def _kernel(
     # and sinks, f32 [kv_heads, rows]
     q_smem = refs["q_smem"]  # [rows, width]
     q_flat_smem = refs["q_flat_smem"].at[pl.ds(0, q_smem.shape[0])]  # [rows, width]
-    k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages, tile, width]
+    k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages * parts, tile, width / parts]
     p_smem = refs["p_smem"]  # [rows, tile]
     k_full, v_full, k_free, v_free = refs["k_full"], refs["v_full"], refs["k_free"], refs["v_free"]  # [stages]
 
@@ -115,6 +119,11 @@ def _kernel(
     # A copy as wide as SMEM reaches past the end of a narrower head: from there the copy engine fills in zeros. The
     # start has to look dynamic, or tracing refuses the slice.
     whole = pl.ds(0, width) if q_gmem.shape[-1] == width else pl.ds(seq - seq, width)
+    filled = whole if num_parts == 1 else pl.ds(seq - seq, width // num_parts)
+
+    def parts_of(x: Any) -> list[Any]:
+        """The parts of kv head or stage x, in the cache or in SMEM."""
+        return [x] if num_parts == 1 else [x * num_parts + part for part in range(num_parts)]
 
     # 1. Which tiles are ours, from the true length.
     length = lengths_gmem[seq]
@@ -164,11 +173,12 @@ def _kernel(
 
                     for j in mine:
                         row = (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
-                        plgpu.copy_gmem_to_smem(
-                            source.at[ids[j], pl.ds(offset, block_rows), kv_head, whole],
-                            target.at[stage, pl.ds(row, block_rows)],
-                            full.at[stage],
-                        )
+                        for head, place in zip(parts_of(kv_head), parts_of(stage), strict=True):
+                            plgpu.copy_gmem_to_smem(
+                                source.at[ids[j], pl.ds(offset, block_rows), head, filled],
+                                target.at[place, pl.ds(row, block_rows)],
+                                full.at[stage],
+                            )
                 return next_ids
 
             ids = ids_of(tile_of(jnp.int32(0)))
@@ -228,8 +238,8 @@ def _kernel(
             return jnp.where(visible, logits, jnp.full(shape, LOWEST, jnp.float32)), visible
 
         def zero_unseen(values: Any, tile: jax.Array) -> None:
-            """`values` [tile, width] in SMEM: zero in the slots that no query may see."""
-            for c in range(width // 64):
+            """`values` [tile, columns] in SMEM: zero in the slots that no query may see."""
+            for c in range(values.shape[-1] // 64):
                 part = values.at[:, pl.ds(c * 64, 64)]
                 tokens = plgpu.broadcasted_iota(jnp.int32, (tile_tokens, 64), 0, layout=ROWS) + tile * tile_tokens
                 seen = tokens < length
@@ -247,7 +257,9 @@ def _kernel(
             plgpu.barrier_wait(k_full.at[stage])
 
             def scores(ref: Any) -> jax.Array:
-                plgpu.wgmma(ref, k_smem.at[stage], q_smem.T)
+                for part, place in enumerate(parts_of(stage)):
+                    q = q_smem if num_parts == 1 else q_smem.at[:, pl.ds(part * 64, 64)]
+                    plgpu.wgmma(ref, k_smem.at[place], q.T)
                 return ref[...]
 
             products = pl.run_scoped(scores, plgpu.ACC((tile_tokens, rows), jnp.float32))
@@ -267,17 +279,17 @@ def _kernel(
             # 3c. O^T += V^T P^T
             plgpu.barrier_wait(v_full.at[stage])
             if masked:
-                zero_unseen(v_smem.at[stage], tile)
+                for place in parts_of(stage):
+                    zero_unseen(v_smem.at[place], tile)
             plgpu.commit_smem()
             acc_new = []
             for c, part in enumerate(acc):
 
                 def weighted(ref: Any, c: int = c) -> jax.Array:
-                    values = (
-                        v_smem.at[stage]
-                        if num_chunks == 1
-                        else v_smem.at[stage, :, pl.ds(c * config.chunk, config.chunk)]
-                    )
+                    if num_parts > 1 or num_chunks == 1:  # of several parts each is a chunk
+                        values = v_smem.at[parts_of(stage)[c]]
+                    else:
+                        values = v_smem.at[stage, :, pl.ds(c * config.chunk, config.chunk)]
                     plgpu.wgmma(ref, values.T, p_smem.T)
                     return ref[...]
 
@@ -312,7 +324,7 @@ def _kernel(
         place = _finish.Place(
             seq=seq,
             kv_head=kv_head,
-            num_kv_heads=k_gmem.shape[2],
+            num_kv_heads=k_gmem.shape[2] // num_parts,
             partial=partial,
             num_partials=config.num_partials,
             cluster=config.cluster,
@@ -341,7 +353,13 @@ def launch(
     seqs, q_len, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
-    rows, width = round_up(q_len * group, 8), round_up(head_dim, 64)
+    rows, width = round_up(q_len * group, 8), decode_config.padded_width(head_dim)
+    num_parts = decode_config.num_parts(head_dim)
+    if num_parts > 1:
+        part = head_dim // num_parts
+        q = q.reshape(*q.shape[:3], num_parts, part)
+        q = jnp.pad(q, ((0, 0),) * 4 + ((0, width // num_parts - part),)).reshape(*q.shape[:3], width)
+        k_cache, v_cache = (c.reshape(num_blocks, block_size, kv_heads * num_parts, part) for c in (k_cache, v_cache))
 
     options = {
         "sliding_window": None if sliding_window is None else sliding_window.reshape(1),
@@ -379,7 +397,14 @@ def launch(
     def paged_decode(*operands: Any, **scratch_refs: Any) -> None:
         refs = dict(zip(names, operands, strict=True)) | scratch_refs
         _kernel(
-            refs, config=config, num_blocks=num_blocks, block_size=block_size, q_len=q_len, group=group, width=width
+            refs,
+            config=config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            q_len=q_len,
+            group=group,
+            num_parts=num_parts,
+            width=width,
         )
 
     clusters: dict[str, Any] = {}
@@ -417,7 +442,10 @@ def launch(
         )
     # [seqs, kv_heads, rows] -> [seqs, q_len, heads]: a kernel of its own, which XLA drops where nobody asks for lse.
     lse = lse[..., : q_len * group].reshape(seqs, kv_heads, q_len, group).swapaxes(1, 2).reshape(seqs, q_len, heads)
-    return out[..., :head_dim], lse
+    if num_parts == 1:
+        return out[..., :head_dim], lse
+    out = out.reshape(*out.shape[:3], num_parts, -1)[..., : head_dim // num_parts]
+    return out.reshape(*out.shape[:3], head_dim), lse
 
 
 def by_row(by_head: jax.Array, kv_heads: int, q_len: int, rows: int) -> jax.Array:

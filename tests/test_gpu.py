@@ -37,7 +37,7 @@ def real(**shape) -> Case:
     return make_case(**(dict(lengths=LENGTHS, max_blocks=2048 // block_size, dtype=BF16) | shape))
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 72, 80, 96, 112, 120, 128, 168, 192, 256])
 @pytest.mark.parametrize("num_partitions", [1, 4, 16])
 def test_heads(head_dim, num_partitions):
     check(real(head_dim=head_dim), num_partitions)

@@ -19,14 +19,14 @@ SUPPORTED = dict(
 )
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 120, 128, 192, 256])
 @pytest.mark.parametrize("group", [1, 8, 16, 32, 64])
 @pytest.mark.parametrize("seqs", [1, 8, 64, 512])
 @pytest.mark.parametrize("num_partitions", [None, 1, 7, 16])
 def test_fits_a_gpu(head_dim, group, seqs, num_partitions):
     shape = SHAPE | dict(head_dim=head_dim, group=group, seqs=seqs, num_partitions=num_partitions)
     config = decode_config.default_config(**shape)
-    width, rows = -(-head_dim // 64) * 64, -(-group // 8) * 8
+    width, rows = decode_config.padded_width(head_dim), -(-group // 8) * 8
     assert config.num_partitions == (num_partitions or config.num_partitions)
     assert config.num_partials * config.cluster == config.num_partitions
     assert config.cluster <= 8
@@ -35,6 +35,16 @@ def test_fits_a_gpu(head_dim, group, seqs, num_partitions):
     assert config.chunk % 64 == config.tile % 64 == 0
     ring = 2 * config.num_stages * config.tile * width * 2
     assert ring + 2 * rows * width * 2 + rows * config.tile * 2 < 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "parts", "width"),
+    [(8, 1, 64), (40, 1, 64), (72, 3, 192), (80, 1, 128), (112, 1, 128), (120, 3, 192), (168, 3, 192), (256, 1, 256)],
+)
+def test_parts_of_a_head(head_dim, parts, width):
+    assert decode_config.num_parts(head_dim) == parts
+    assert decode_config.padded_width(head_dim) == width
+    decode_config.check_supported(**(SUPPORTED | {"head_dim": head_dim}))
 
 
 def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
@@ -72,7 +82,8 @@ def test_supported():
 @pytest.mark.parametrize(
     ("change", "quoted"),
     [
-        ({"head_dim": 120}, "head_dim=120"),
+        ({"head_dim": 100}, "head_dim=100"),
+        ({"head_dim": 104}, "head_dim=104"),
         ({"head_dim": 512}, "head_dim=512"),
         ({"block_size": 24}, "block_size=24"),
         ({"group": 65}, "group=65"),

@@ -62,6 +62,12 @@ def test_heads_that_the_copy_fills_up(head_dim):
     check(make_case(lengths=(1, 70), kv_heads=1, head_dim=head_dim, dtype=BF16), zero_fill=True)
 
 
+@pytest.mark.parametrize(("head_dim", "num_partitions"), [(40, 1), (72, 1), (120, 1), (120, 2)])
+def test_heads_that_are_no_multiple_of_16(head_dim, num_partitions):
+    case = make_case(lengths=(1, 130), max_blocks=9, kv_heads=2, head_dim=head_dim, dtype=BF16, options=OPTIONS["all"])
+    check(case, num_partitions=num_partitions, zero_fill=True)
+
+
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
 def test_wide_heads(head_dim):
     check(make_case(lengths=(1, 70), kv_heads=1, head_dim=head_dim, dtype=BF16))
@@ -165,7 +171,7 @@ def test_what_cannot_be_taken_says_so(monkeypatch):
 
     refused(make_case(dtype=jnp.float32), "float32")
     refused(make_case(dtype=BF16, cache_dtype=jnp.float8_e4m3fn), "float8_e4m3fn")
-    refused(make_case(dtype=BF16, head_dim=120), "head_dim=120")
+    refused(make_case(dtype=BF16, head_dim=104), "head_dim=104")
     refused(make_case(dtype=BF16, block_size=24), "block_size=24")
     _mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=16, heads=64, kv_heads=1)))
     _mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=64, heads=1, kv_heads=1)))

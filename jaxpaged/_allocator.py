@@ -9,10 +9,12 @@ from jax.typing import ArrayLike
 
 from jaxpaged import _allocator_report, _sharing, _snapshots, _swapping
 from jaxpaged._block_pool import BlockPool
+from jaxpaged._export import exportable
 
 Copies = tuple[jax.Array, jax.Array]  # (source_ids, destination_ids) for copy_blocks, int32 [seqs] each
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockAllocator:

@@ -5,7 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxpaged._export import exportable
 
+
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockPool:

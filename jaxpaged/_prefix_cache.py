@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator import BlockAllocator
 from jaxpaged._block_pool import BlockPool
+from jaxpaged._export import exportable
 
 PROBES = 6  # places of the table in which a block may be listed
 PLACES = (
@@ -17,6 +18,7 @@ PLACES = (
 )
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixCache:

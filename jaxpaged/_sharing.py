@@ -64,8 +64,8 @@ def rollback(allocator: BlockAllocator, lengths: jax.Array) -> tuple[BlockAlloca
     )
     needed = (cut & kept_by_others).astype(jnp.int32)
     ok, starts, total = allocator._grant(legal, needed)
-    copied = ok & (needed > 0)
-    ids = allocator.pool.peek(starts)
+    # Read once, before the pool is written: left to itself XLA reads again later, from copies of the pool.
+    ids, copied = jax.lax.optimization_barrier((allocator.pool.peek(starts), ok & (needed > 0)))
     lengths = jnp.where(ok, lengths, allocator.lengths)
 
     is_copy = copied[:, None] & (jnp.arange(max_blocks, dtype=jnp.int32)[None] == entry[:, None])

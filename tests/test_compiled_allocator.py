@@ -149,7 +149,7 @@ def pool_sized_copies(text):
     return [line for operation, line in pool_sized(text) if operation.startswith("copy")]
 
 
-@pytest.mark.parametrize("num_seqs", BATCHES)
+@pytest.mark.parametrize("num_seqs", [1, *BATCHES])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_donated_state_is_updated_in_place(name, num_seqs):
     module = compiled(name, num_seqs)

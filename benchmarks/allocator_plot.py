@@ -6,11 +6,6 @@ from typing import Any
 from benchmarks.harness import Store
 
 AXES = {"batch": "num_seqs", "pool": "num_blocks", "held": "held"}
-TITLES = {
-    "batch": "sequences (65,536 blocks)",
-    "pool": "blocks in the pool (64 sequences)",
-    "held": "part of the pool held",
-}
 # Colours that the colour-blind can tell apart (Okabe and Ito).
 STYLES = (
     ("#000000", "."),
@@ -21,6 +16,15 @@ STYLES = (
     ("#CC79A7", "D"),
     ("#E69F00", "x"),
 )
+
+
+def label(title: str, point: Any) -> str:
+    """What stands under a panel, one of whose points this is."""
+    if title == "batch":
+        return f"sequences (of {point.length} tokens, {point.num_blocks} blocks in the pool)"
+    if title == "pool":
+        return f"blocks in the pool ({point.num_seqs} sequences of {point.length} tokens)"
+    return f"part of the pool held ({point.num_seqs} sequences, {point.num_blocks} blocks)"
 
 
 def draw(store: Store, sweeps: dict[str, list[Any]], path: Path) -> None:
@@ -45,7 +49,7 @@ def draw(store: Store, sweeps: dict[str, list[Any]], path: Path) -> None:
         if title != "held":
             axis.set_xscale("log", base=2)
         axis.set_ylim(bottom=0)
-        axis.set_xlabel(TITLES[title])
+        axis.set_xlabel(label(title, points[0]))
         axis.grid(linewidth=0.4, alpha=0.6)
     axes[0].set_ylabel("microseconds a step, inside one jit")
     axes[0].legend(fontsize=8)

@@ -118,7 +118,7 @@ class BlockAllocator:
         return (self.lengths == 0) & (self.swapped_lengths == 0)
 
     @property
-    def utilization(self) -> jax.Array:
+    def utilisation(self) -> jax.Array:
         """The part of the pool that is held, 0 to 1, float32 `[]`."""
         return self.num_held.astype(jnp.float32) / (self.num_blocks - 1)
 

@@ -34,8 +34,7 @@ def fork(allocator: BlockAllocator, parents: jax.Array, replace: bool) -> tuple[
     ok, starts, total = allocator._grant(legal, needed)
 
     # 2. The tables, with the new blocks in them.
-    copied = ok & (needed > 0)
-    ids = allocator.pool.peek(starts)
+    ids, copied = _read_once(allocator.pool.peek(starts), ok & (needed > 0))
     source_ids = tables.at[rows, entry].get(mode="clip")
     is_copy = copied[:, None] & (jnp.arange(tables.shape[1], dtype=jnp.int32)[None] == entry[:, None])
     tables = jnp.where(is_copy, ids[:, None], tables)
@@ -62,10 +61,10 @@ def rollback(allocator: BlockAllocator, lengths: jax.Array) -> tuple[BlockAlloca
     kept_by_others = (allocator.pool.extra_holders[last_ids] > 0) | (
         allocator.pool.cached_at[last_ids] == allocator.pool.num_blocks
     )
+    (kept_by_others,) = _read_once(kept_by_others)
     needed = (cut & kept_by_others).astype(jnp.int32)
     ok, starts, total = allocator._grant(legal, needed)
-    copied = ok & (needed > 0)
-    ids = allocator.pool.peek(starts)
+    ids, copied = _read_once(allocator.pool.peek(starts), ok & (needed > 0))
     lengths = jnp.where(ok, lengths, allocator.lengths)
 
     is_copy = copied[:, None] & (jnp.arange(max_blocks, dtype=jnp.int32)[None] == entry[:, None])
@@ -76,3 +75,8 @@ def rollback(allocator: BlockAllocator, lengths: jax.Array) -> tuple[BlockAlloca
     tables = jnp.where(is_copy, ids[:, None], jnp.where(stays, allocator.block_tables, 0))
     copies = jnp.where(copied, last_ids, 0), jnp.where(copied, ids, 0)
     return allocator._replace(tables, lengths, dataclasses.replace(pool, generations=generations)), copies, ok
+
+
+def _read_once(*values: jax.Array) -> tuple[jax.Array, ...]:
+    """What is read from the pool before it is written: left to itself XLA reads again later, from copies of it."""
+    return jax.lax.optimization_barrier(values)

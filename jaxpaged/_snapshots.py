@@ -30,9 +30,11 @@ def hold(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockAllo
 
 def release(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
     ids, entries = snapshot.block_tables, snapshot._is_entry(snapshot.lengths)
-    pins = _pin(allocator.pool, ids, entries, -1).pins
-    ok = still_holds(allocator, snapshot) & ((pins[ids] >= 0) | ~entries).all()
-    pool = _pin(allocator.pool, ids, entries & ok, -1).let_go(ids, entries & ok)
+    # The pins go, and come back where there were too few: two updates of one array, each in place. To look first in a
+    # copy would cost that copy, which is as large as the pool.
+    pool = _pin(allocator.pool, ids, entries, -1)
+    ok = still_holds(allocator, snapshot) & ((pool.pins[ids] >= 0) | ~entries).all()
+    pool = _pin(pool, ids, entries & ~ok, 1).let_go(ids, entries & ok)
     return dataclasses.replace(allocator, pool=pool), ok
 
 
@@ -53,6 +55,8 @@ def restore(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockA
     waited = now.is_cached(every_id) & (now.cached_at < num_blocks) & (now.generations == old.generations)
     cached_at = jnp.where(held | waited, old.cached_at, -1)
 
+    # Read all that is replaced before any of it is, or XLA keeps copies to read from.
+    ok, generations, cached_at = jax.lax.optimization_barrier((ok, generations, cached_at))
     pool = dataclasses.replace(old, generations=generations, cached_at=cached_at)
     restored = dataclasses.replace(snapshot, pool=pool)
     return jax.tree.map(lambda new, same: jnp.where(ok, new, same), restored, allocator), ok

@@ -125,10 +125,11 @@ class Model:
             heirs = set()
         oks = self.grant([int(partial(i) and i not in heirs) if legal(i) else None for i in rows])
         old, blocks, tokens, pairs = self.blocks, list(self.blocks), list(self.tokens), []
+        salts = list(self.salts)
         for i in rows:
             if not oks[i]:
                 continue
-            blocks[i], tokens[i], self.salts[i] = list(old[parents[i]]), self.tokens[parents[i]], self.salts[parents[i]]
+            blocks[i], tokens[i], salts[i] = list(old[parents[i]]), self.tokens[parents[i]], self.salts[parents[i]]
             shared = list(blocks[i])
             if partial(i) and i not in heirs:
                 source = shared.pop()
@@ -136,7 +137,7 @@ class Model:
                 pairs.append((source, blocks[i][-1]))
             self.holders.update(shared)
         self.let_go([old[i] if oks[i] else [] for i in rows])
-        self.blocks, self.tokens = blocks, tokens
+        self.blocks, self.tokens, self.salts = blocks, tokens, salts
         return pairs, [ok or parent in (-1, i) for i, (ok, parent) in enumerate(zip(oks, parents, strict=True))]
 
     def rollback(self, lengths: list[int]) -> tuple[list[Pair], list[bool]]:

@@ -1,13 +1,26 @@
 """Zeroing what was freed, and swapping out and in: what stands where, with poison in all that is nobody's."""
 
 import dataclasses
+import inspect
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, KVCache, PrefixCache, fold_layers, swap_in, swap_out, zero_blocks
+from jaxpaged import (
+    BlockAllocator,
+    KVCache,
+    PrefixCache,
+    _allocator_report,
+    fold_layers,
+    plot_blocks,
+    swap_in,
+    swap_out,
+    zero_blocks,
+)
+from jaxpaged._plot import FREE, NULL, PINNED, WAITING, block_owners
 from tests.test_allocator import assert_same, counts
 from tests.test_sharing import attend, make, marks, write
 
@@ -140,7 +153,7 @@ def test_an_allocator_as_text():
         "  seq 1: 6 tokens in blocks 1 4\n"
         "  seq 2: 3 tokens swapped out"
     )
-    assert float(allocator.utilization) == pytest.approx(3 / 11)
+    assert float(allocator.utilisation) == pytest.approx(3 / 11)
     assert float(allocator.fragmentation) == pytest.approx(4 / 12)
     assert int(allocator.num_shared) == 1
     many = str(make(*[1] * 20, num_blocks=30))
@@ -186,3 +199,39 @@ def test_check_names_what_is_broken(broken, name):
 
 def pool(allocator, **changes):
     return dict(pool=dataclasses.replace(allocator.pool, **changes))
+
+
+def test_every_invariant_has_a_state_that_breaks_it():
+    names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(_allocator_report.check), re.MULTILINE))
+    (table,) = (mark for mark in test_check_names_what_is_broken.pytestmark if mark.name == "parametrize")
+    assert {name for _, name in table.args[1]} == names
+    assert len(names) == 19
+
+
+def test_a_drawing_has_a_colour_for_each_owner_and_a_dot_for_each_shared_block():
+    allocator, _, _ = make(6, 0, 3).fork(counts(-1, 0, -1))
+    held, _ = allocator.hold(allocator)
+    allocator = held.free(marks(0, 0, 1))
+    owners, shared = block_owners(allocator)
+    assert owners.tolist() == [NULL, 0, 0, PINNED, 1] + [FREE] * 7
+    assert np.flatnonzero(shared).tolist() == [1, 2, 4]  # a pin is a holder too
+    prefix_cache, cached = PrefixCache.create(12, 4).insert(make(9, 0), jnp.ones((2, 9), jnp.int32))
+    assert block_owners(cached.free(marks(1, 0)))[0].tolist() == [NULL, WAITING, WAITING] + [FREE] * 9
+
+
+def test_plot_blocks_draws_every_block():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")  # no display
+    allocator, _, _ = make(6, 0, 3).fork(counts(-1, 0, -1))
+    axes = plot_blocks(allocator)
+    (image,) = axes.images
+    cells = np.asarray(image.get_array()).reshape(-1, 3)
+    assert cells[0].tolist() == [0, 0, 0]  # the null block
+    assert (cells[1] == cells[2]).all()
+    assert not (cells[1] == cells[3]).all()
+    assert (cells[5:12] == 1).all()
+    columns = image.get_array().shape[1]
+    (dots,) = axes.lines
+    assert [x + y * columns for x, y in dots.get_xydata()] == [1]
+    assert plot_blocks(allocator, axes=axes) is axes
+    matplotlib.pyplot.close(axes.figure)

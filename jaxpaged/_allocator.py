@@ -216,7 +216,8 @@ class BlockAllocator:
         one owner: each child gets a block of its own, and the tokens in it must be copied, in the same jit, before
         anything else is written: `cache = copy_blocks(cache, *copies)`. With `replace`, where a parent is itself
         replaced, its first child takes the block over without a copy, if the free blocks suffice for the other copies.
-        So sequences of one beam search need at most one free block for each child of a parent beyond its first.
+        So a beam search in which every beam goes on needs at most one free block for each child of a parent beyond its
+        first; one that ends, and whose row stays, leaves its parent's children to take a block each.
 
         All or nothing per row, in row order, as in `append`. A refused row is as it was.
 

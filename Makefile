@@ -1,7 +1,7 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test test-oldest lint format setup lock clean
+.PHONY: demo test test-oldest test-ptxas lint format setup lock clean
 .DEFAULT_GOAL := demo
 
 demo: setup ## text from a real model through a paged cache
@@ -12,6 +12,12 @@ test: setup lint ## what CI runs
 
 test-oldest: ## the same with the oldest JAX that is supported
 	$(MAKE) test VENV=.venv-oldest JAX=0.11.2
+
+test-ptxas: ## registers, spills and shared memory of the kernels, compiled for an H100 without one
+	$(MAKE) setup VENV=$(VENV)-ptxas
+	$(VENV)-ptxas/bin/python -m pip install --quiet nvidia-cuda-nvcc \
+		"jax-cuda13-plugin==$$($(VENV)-ptxas/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
+	$(VENV)-ptxas/bin/python -m pytest tests/kernels/test_resources.py
 
 lint: setup
 	$(PYTHON) -m ruff check
@@ -32,4 +38,4 @@ lock: ## renew requirements.lock; needs uv
 		--no-annotate --no-emit-index-url --custom-compile-command "make lock" --upgrade -o requirements.lock
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-ptxas

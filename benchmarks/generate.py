@@ -22,7 +22,7 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from checkpoint import Tokenizer, default_path, load_model, read_checkpoint
-from generate import Generation, generate, start
+from generation import generate, start
 from llama import Llama, LlamaConfig
 from sampling import Sampling
 
@@ -46,10 +46,6 @@ def copy_bandwidth() -> float:
     return best
 
 
-def ignore(state: Generation) -> None:
-    pass
-
-
 def decode_rate(model: Llama, config: LlamaConfig, tokenizer: Tokenizer, batch: int) -> dict:
     """Tokens a second over STEPS decode steps, the median of REPEATS runs."""
     prompts = [tokenizer.encode(PROMPT)] * batch
@@ -59,7 +55,7 @@ def decode_rate(model: Llama, config: LlamaConfig, tokenizer: Tokenizer, batch: 
             config, prompts, max_new_tokens=STEPS + 1, block_size=16, num_blocks=None, dtype="float32", seed=0
         )
         cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches))
-        state, timing = generate(model, state, prompts, (), Sampling(), steps_at_once=STEPS, look=ignore)
+        state, timing = generate(model, state, prompts, (), Sampling(), steps_at_once=STEPS)
         tokens.append(np.asarray(state.tokens).tolist())
         rates.append(batch * STEPS / timing.decode)
     assert all(rows == tokens[0] for rows in tokens), "two runs gave different tokens"

@@ -27,7 +27,7 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from checkpoint import Tokenizer, default_path, load_model, read_checkpoint
-from generate import Generation, generate, start
+from generation import generate, start
 from llama import Llama, LlamaConfig
 from sampling import Sampling
 
@@ -114,11 +114,7 @@ def greedy_tokens(model: Llama, config: LlamaConfig, prompts: list[list[int]], c
         config, prompts, max_new_tokens=NEW_TOKENS, block_size=BLOCK_SIZE, num_blocks=None, dtype="float32", seed=0
     )
     state = dataclasses.replace(state, caches=caches_of(state.caches[0].k.shape[0]))
-
-    def ignore(state: Generation) -> None:
-        pass
-
-    state, _ = generate(model, state, prompts, (), Sampling(), steps_at_once=NEW_TOKENS, look=ignore)
+    state, _ = generate(model, state, prompts, (), Sampling(), steps_at_once=NEW_TOKENS)
     return np.asarray(state.tokens).tolist()
 
 

@@ -20,7 +20,7 @@ import safetensors
 import tokenizers
 from flax import nnx
 from jax.typing import DTypeLike
-from llama import Llama, LlamaConfig
+from llama import Llama, LlamaConfig, fused_parts
 from tqdm import tqdm
 
 import jaxpaged
@@ -106,21 +106,30 @@ def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
     model = nnx.eval_shape(lambda: Llama(checkpoint.config, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, parameters = nnx.split(model)
     leaves = dict(nnx.to_flat_state(parameters))
+    fused = fused_parts(checkpoint.config)
     for path, leaf in tqdm(leaves.items(), desc="loading weights", unit="tensor", disable=None, leave=False):
-        *modules, kind = path
-        name = ".".join(map(str, modules)) + (".bias" if kind == "bias" else ".weight")
-        if name not in checkpoint.tensors:
-            raise CheckpointError(f"The checkpoint holds no tensor {name}; is it complete, and of the Llama family?")
-        try:
-            tensor = checkpoint.tensors[name]()
-        except READ_ERRORS as error:
-            raise CheckpointError(f"The checkpoint's tensor {name} cannot be read: {_one_line(error)}.") from error
-        if kind == "kernel":  # of an nnx.Linear, which holds [in, out]
-            tensor = tensor.T
-        if tensor.shape != leaf.shape:
-            raise CheckpointError(f"The checkpoint's tensor {name} is {tensor.shape}; its config says {leaf.shape}.")
-        leaf.set_value(jnp.asarray(np.ascontiguousarray(tensor), dtype))
+        *modules, module, kind = map(str, path)
+        suffix = "bias" if kind == "bias" else "weight"
+        shape = leaf.shape[::-1] if kind == "kernel" else leaf.shape  # an nnx.Linear holds [in, out]
+        tensors = [
+            _read_tensor(checkpoint, ".".join((*modules, part, suffix)), (outputs, *shape[1:]))
+            for part, outputs in fused.get(module, {module: shape[0]}).items()
+        ]
+        tensor = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
+        leaf.set_value(jnp.asarray(np.ascontiguousarray(tensor.T if kind == "kernel" else tensor), dtype))
     return nnx.merge(graph, nnx.from_flat_state(leaves.items()))
+
+
+def _read_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name not in checkpoint.tensors:
+        raise CheckpointError(f"The checkpoint holds no tensor {name}; is it complete, and of the Llama family?")
+    try:
+        tensor = checkpoint.tensors[name]()
+    except READ_ERRORS as error:
+        raise CheckpointError(f"The checkpoint's tensor {name} cannot be read: {_one_line(error)}.") from error
+    if tensor.shape != shape:
+        raise CheckpointError(f"The checkpoint's tensor {name} is {tensor.shape}; its config says {shape}.")
+    return tensor
 
 
 def _refuse(message: str) -> None:

@@ -28,6 +28,20 @@ class LlamaConfig:
     tie_embeddings: bool = True
 
 
+def fused_parts(config: LlamaConfig) -> dict[str, dict[str, int]]:
+    """Which projections the model holds as one: by its name, their names in a checkpoint and how wide they are.
+
+    A checkpoint holds each part `[outputs, features]`. One after the other they are
+        qkv_proj      [(num_heads + 2 * num_kv_heads) * head_dim, features], here transposed, as nnx.Linear holds it
+        gate_up_proj  [2 * hidden_features, features]
+    """
+    kv_outputs = config.num_kv_heads * config.head_dim
+    return {
+        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv_outputs, "v_proj": kv_outputs},
+        "gate_up_proj": {"gate_proj": config.hidden_features, "up_proj": config.hidden_features},
+    }
+
+
 class Linear(nnx.Module):
     """x W^T + b, the weight [out, in] as checkpoints hold it.
 
@@ -52,12 +66,12 @@ class MLP(nnx.Module):
         def linear(features_in: int, features_out: int) -> Linear:
             return Linear(features_in, features_out, use_bias=config.mlp_bias, dtype=dtype, rngs=rngs)
 
-        self.gate_proj = linear(config.features, config.hidden_features)
-        self.up_proj = linear(config.features, config.hidden_features)
+        self.gate_up_proj = linear(config.features, 2 * config.hidden_features)
         self.down_proj = linear(config.hidden_features, config.features)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(nnx.silu(gate) * up)
 
 
 class Layer(nnx.Module):
@@ -90,7 +104,10 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Parameter names are those of a Hugging Face checkpoint."""
+    """Parameter names are those of a Hugging Face checkpoint, but for two of each layer that stand for several there.
+
+    Fewer and larger products read the weights of a decode step faster; `fused_parts` says what goes where.
+    """
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.embed_tokens = nnx.Embed(config.vocab_size, config.features, dtype=dtype, param_dtype=dtype, rngs=rngs)
@@ -106,14 +123,19 @@ class Llama(nnx.Module):
         caches: tuple[jaxpaged.KVCache, ...],  # one a layer
         allocator: jaxpaged.BlockAllocator,  # after the append that made room for the tokens
         slots: jax.Array,  # int32 [seqs, q_len], from that append
+        num_logits: int | None = None,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
-        """Returns the new caches and the logits after each sequence's last token, f32 [seqs, vocab_size]."""
+        """Returns the new caches and the logits after each sequence's last token, f32 [seqs, vocab_size].
+
+        With `num_logits` those after its last so many tokens, f32 [seqs, num_logits, vocab_size].
+        """
         x = self.embed_tokens(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
             cache, x = layer(x, cache, allocator, slots)
             new_caches.append(cache)
-        x = self.norm(x[:, -1:])
+        x = self.norm(x[:, -(num_logits or 1) :])
         # Not embed_tokens.attend: x @ embedding.T transposes the embedding at every step on a CPU.
         head = self.embed_tokens.embedding if self.lm_head is None else self.lm_head.weight
-        return tuple(new_caches), jnp.einsum("vf,sqf->sqv", head[...], x)[:, 0].astype(jnp.float32)
+        logits = jnp.einsum("vf,sqf->sqv", head[...], x).astype(jnp.float32)
+        return tuple(new_caches), logits if num_logits else logits[:, 0]

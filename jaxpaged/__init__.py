@@ -3,17 +3,21 @@
 from jaxpaged._allocator import BlockAllocator
 from jaxpaged._attention import paged_attention
 from jaxpaged._cache import KVCache, fold_layers, layer_block_tables, layer_scales, layer_slots, unfold_layers
+from jaxpaged._plot import plot_blocks
+from jaxpaged._prefix_cache import PrefixCache
 from jaxpaged._quantisation import kv_scale, widen_kv
 from jaxpaged._reference import paged_attention_reference
 from jaxpaged._rotary import rotary_frequencies
 from jaxpaged._transfer import copy_blocks, gather_kv, scatter_kv, swap_in, swap_out
 from jaxpaged._write_kv import write_kv
+from jaxpaged._zeroing import zero_blocks
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockAllocator",
     "KVCache",
+    "PrefixCache",
     "copy_blocks",
     "fold_layers",
     "gather_kv",
@@ -23,6 +27,7 @@ __all__ = [
     "layer_slots",
     "paged_attention",
     "paged_attention_reference",
+    "plot_blocks",
     "rotary_frequencies",
     "scatter_kv",
     "swap_in",
@@ -30,4 +35,5 @@ __all__ = [
     "unfold_layers",
     "widen_kv",
     "write_kv",
+    "zero_blocks",
 ]

@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpaged import _allocator_report, _sharing, _snapshots, _swapping
+from jaxpaged._block_pool import BlockPool
+from jaxpaged._export import exportable
 
+Copies = tuple[jax.Array, jax.Array]  # (source_ids, destination_ids) for copy_blocks, int32 [seqs] each
+
+
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockAllocator:
@@ -16,23 +23,30 @@ class BlockAllocator:
     Attributes:
         block_tables: int32 `[seqs, max_blocks]`; row i's first `ceil(lengths[i] / block_size)` entries are its blocks,
             in order; the others are 0.
-        lengths: int32 `[seqs]`, in tokens. A sequence of length 0 is a free seat.
-        free_list: int32 `[blocks]`, a stack: its first `num_free` entries are the free blocks, the last of them next.
-        num_free: int32 `[]`.
+        lengths: int32 `[seqs]`, in tokens. A sequence of length 0 is a free seat, unless it is swapped out.
+        swapped_lengths: int32 `[seqs]`, in tokens, of sequences that are swapped out; 0 for the others.
+        pool: the free blocks, and how many hold each of the others.
         block_size: tokens in a block (static).
 
-    Invariants: block 0, the null block, is never handed out; every other block is in exactly one place, the free
-    stack or one table row. Keeping an old allocator and returning to it is a rollback. It is sound while no block that
-    the old one holds was freed since, handed to another sequence, and written by it.
+    Invariants, which `check` tests:
+
+    - Block 0, the null block, is never handed out. Every other block is either free or held, never both.
+    - A block's holders are the table entries that name it and the pins that `hold` put on it. It is free when there
+      are none.
+    - Sequences share full blocks only. A partly filled last block is in one table row, and whoever writes to a
+      sequence's slots past its length disturbs nobody.
+    - A block's tokens stay as they are while it is held by whoever wrote or was given them: `fork` and `rollback`
+      return the copies that keep it so.
+    - What is refused is exactly as it was.
 
     All operations work on all sequences at once with prefix sums: no loop, no sort, no host. They run inside jit,
-    scan, while_loop and vmap.
+    scan, while_loop and vmap. `docs/allocator.md` says what each costs.
     """
 
     block_tables: jax.Array
     lengths: jax.Array
-    free_list: jax.Array
-    num_free: jax.Array
+    swapped_lengths: jax.Array
+    pool: BlockPool
     block_size: int = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
@@ -68,20 +82,52 @@ class BlockAllocator:
         return cls(
             block_tables=jnp.zeros((num_seqs, max_blocks), jnp.int32),
             lengths=jnp.zeros(num_seqs, jnp.int32),
-            free_list=jnp.arange(num_blocks - 1, -1, -1, dtype=jnp.int32),
-            num_free=jnp.asarray(num_blocks - 1, jnp.int32),
+            swapped_lengths=jnp.zeros(num_seqs, jnp.int32),
+            pool=BlockPool.create(num_blocks),
             block_size=block_size,
         )
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, the null block included."""
-        return self.free_list.shape[-1]
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> jax.Array:
+        """Blocks that can be handed out, int32 `[]`; those where a cached prefix waits are among them."""
+        return self.pool.num_free
 
     @property
     def num_held(self) -> jax.Array:
-        """Blocks that sequences hold, int32 `[]`."""
+        """Blocks that sequences or pins hold, int32 `[]`; a shared one counts once."""
         return self.num_blocks - 1 - self.num_free
+
+    @property
+    def num_waiting(self) -> jax.Array:
+        """Free blocks that may still hold a cached prefix, int32 `[]`."""
+        return self.pool.num_waiting
+
+    @property
+    def num_shared(self) -> jax.Array:
+        """Blocks with more than one holder, int32 `[]`."""
+        return (self.pool.extra_holders > 0).sum(dtype=jnp.int32)
+
+    @property
+    def is_seat_free(self) -> jax.Array:
+        """Rows that hold nothing, here or swapped out, bool `[seqs]`."""
+        return (self.lengths == 0) & (self.swapped_lengths == 0)
+
+    @property
+    def utilisation(self) -> jax.Array:
+        """The part of the pool that is held, 0 to 1, float32 `[]`."""
+        return self.num_held.astype(jnp.float32) / (self.num_blocks - 1)
+
+    @property
+    def fragmentation(self) -> jax.Array:
+        """The part of the held slots that stands empty behind the sequences' last tokens, 0 to 1, float32 `[]`."""
+        empty = (self._blocks_of(self.lengths) * self.block_size - self.lengths).sum(dtype=jnp.int32)
+        held = jnp.maximum(self.num_held, 1).astype(jnp.float32) * self.block_size
+        return empty.astype(jnp.float32) / held
 
     def positions(self, q_len: int) -> jax.Array:
         """Where the newest `q_len` tokens of each sequence stand, int32 `[seqs, q_len]`; negative: no such token."""
@@ -92,8 +138,8 @@ class BlockAllocator:
 
         All or nothing per sequence: one that is refused is exactly as it was. Blocks are granted in row order, and
         nobody overtakes: behind the first row that finds too few, every row that needs a new block is refused too
-        (those whose last block still has room are not). A row is also refused where its table is too narrow, or its
-        count is negative or above `max_tokens`.
+        (those whose last block still has room are not). A row is also refused where its table is too narrow, its
+        count is negative or above `max_tokens`, or it is swapped out and its count is not 0.
 
         Args:
             num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is.
@@ -113,22 +159,20 @@ class BlockAllocator:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1; got {max_tokens=}.")
         num_seqs, max_blocks = self.block_tables.shape
-        legal = (num_tokens >= 0) & (num_tokens <= max_tokens)
+        legal = (num_tokens >= 0) & (num_tokens <= jnp.where(self.swapped_lengths == 0, max_tokens, 0))
         lengths = self.lengths + jnp.where(legal, num_tokens, 0)
         legal &= lengths <= max_blocks * self.block_size
 
         # 1. Who gets blocks: a prefix of the rows that need some.
         held = self._blocks_of(self.lengths)
         needed = jnp.where(legal, self._blocks_of(lengths) - held, 0)
-        ends = jnp.cumsum(needed, dtype=jnp.int32)
-        ok = legal & ((needed == 0) | (ends <= self.num_free))
+        ok, starts, total = self._grant(legal, needed)
         granted = jnp.where(ok, needed, 0)
         lengths = jnp.where(ok, lengths, self.lengths)
 
-        # 2. Their ids, from the top of the stack into the tables behind the blocks already held.
+        # 2. Their ids, from the top of the free blocks into the tables behind the blocks already held.
         rank = jnp.arange(-(-max_tokens // self.block_size), dtype=jnp.int32)[None]  # no row needs more new blocks
-        from_top = (ends - needed)[:, None] + rank
-        ids = self.free_list.at[self.num_free - 1 - from_top].get(mode="clip")
+        ids = self.pool.peek(starts[:, None] + rank)
         entries = jnp.where(rank < granted[:, None], held[:, None] + rank, max_blocks + rank)
         rows = jnp.arange(num_seqs, dtype=jnp.int32)[:, None]
         block_tables = self.block_tables.at[rows, entries].set(ids, mode="drop", unique_indices=True)
@@ -140,15 +184,14 @@ class BlockAllocator:
         slots = block_ids * self.block_size + positions % self.block_size
         slots = jnp.where(is_new, slots, self.num_blocks * self.block_size)
 
-        allocator = dataclasses.replace(
-            self, block_tables=block_tables, lengths=lengths, num_free=self.num_free - granted.sum(dtype=jnp.int32)
-        )
-        return allocator, slots, ok
+        return self._replace(block_tables, lengths, self.pool.take(total)), slots, ok
 
     def free(self, seqs: ArrayLike) -> "BlockAllocator":
         """Gives back all blocks of the marked sequences, which become empty. Freeing an empty one changes nothing.
 
-        Blocks go back last first, so that a `free` right after an `append` restores the stack.
+        One that is swapped out is given up, and its seat is free.
+        A block that another sequence or a pin holds too stays with them. Blocks go back last first, so that a `free`
+        right after an `append` restores the free list.
 
         Args:
             seqs: bool `[seqs]`.
@@ -157,24 +200,228 @@ class BlockAllocator:
             ValueError: `seqs` is not bool `[seqs]`.
         """
         seqs = self._rows("seqs", seqs, jnp.bool_)
-        max_blocks = self.block_tables.shape[1]
-        returned = jnp.where(seqs, self._blocks_of(self.lengths), 0)
-        ends = jnp.cumsum(returned, dtype=jnp.int32)
-        total = returned.sum(dtype=jnp.int32)
-        rank = jnp.arange(max_blocks, dtype=jnp.int32)[None]
-        place = self.num_free + total - 1 - ((ends - returned)[:, None] + rank)
-        dropped = self.num_blocks + jnp.arange(self.block_tables.size, dtype=jnp.int32).reshape(place.shape)
-        place = jnp.where(rank < returned[:, None], place, dropped)
+        pool = self.pool.let_go(self.block_tables, seqs[:, None] & self._is_entry(self.lengths))
         return dataclasses.replace(
             self,
             block_tables=jnp.where(seqs[:, None], 0, self.block_tables),
             lengths=jnp.where(seqs, 0, self.lengths),
-            free_list=self.free_list.at[place].set(self.block_tables, mode="drop", unique_indices=True),
-            num_free=self.num_free + total,
+            swapped_lengths=jnp.where(seqs, 0, self.swapped_lengths),
+            pool=pool,
         )
+
+    def fork(self, parents: ArrayLike, *, replace: bool = False) -> tuple["BlockAllocator", Copies, jax.Array]:
+        """Makes rows into copies of others: parallel sampling, beam search.
+
+        Row i becomes what row `parents[i]` was before the call. Full blocks are shared. A partly filled last block has
+        one owner: each child gets a block of its own, and the tokens in it must be copied, in the same jit, before
+        anything else is written: `cache = copy_blocks(cache, *copies)`. With `replace`, where a parent is itself
+        replaced, its first child takes the block over without a copy, if the free blocks suffice for the other copies.
+        So a beam search in which every beam goes on needs at most one free block for each child of a parent beyond its
+        first; one that ends, and whose row stays, leaves its parent's children to take a block each.
+
+        All or nothing per row, in row order, as in `append`. A refused row is as it was.
+
+        Args:
+            parents: int32 `[seqs]`; -1, or a row's own number, leaves it as it is, and is ok.
+            replace: false: a row that holds tokens is refused as a child. True: what it held is given back. (Static.)
+
+        Returns:
+            allocator: the new one.
+            copies: (source_ids, destination_ids), int32 `[seqs]` each, for `copy_blocks`; 0, 0 where there is none.
+            ok: bool `[seqs]`; false for a parent that does not exist, a row that is occupied, a parent or row that is
+                swapped out, or too few free blocks.
+
+        Raises:
+            ValueError: `parents` is not int32 `[seqs]`.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpaged
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=3, max_blocks=3)
+            >>> allocator, _, _ = allocator.append(jnp.array([6, 0, 0]), max_tokens=6)
+            >>> allocator, (source_ids, destination_ids), ok = allocator.fork(jnp.array([0, 0, 0]))
+            >>> allocator.block_tables.tolist(), source_ids.tolist(), destination_ids.tolist()
+            ([[1, 2, 0], [1, 3, 0], [1, 4, 0]], [0, 2, 2], [0, 3, 4])
+        """
+        return _sharing.fork(self, self._rows("parents", parents, jnp.int32), replace)
+
+    def rollback(self, lengths: ArrayLike) -> tuple["BlockAllocator", Copies, jax.Array]:
+        """Shortens sequences to the given lengths, as when speculative decoding rejects tokens.
+
+        Blocks beyond are let go. Where a sequence then ends inside a block that is shared, pinned or cached, it gets a
+        block of its own in place of that one, and its tokens must be copied before anything else is written:
+        `cache = copy_blocks(cache, *copies)`. A sequence never ends so where all that it gives up was appended to it
+        since its last `fork`, `hold` and `insert` (speculative decoding behind a prompt): the copies are then all 0
+        and may be left alone, and cost nothing.
+
+        All or nothing per row, in row order, as in `append`.
+
+        Args:
+            lengths: int32 `[seqs]`, at most the present ones. A row's present length leaves it as it is.
+
+        Returns:
+            allocator: the new one.
+            copies: (source_ids, destination_ids), int32 `[seqs]` each, for `copy_blocks`; 0, 0 where there is none.
+            ok: bool `[seqs]`; false for a length that is negative or beyond the present one, or too few free blocks.
+
+        Raises:
+            ValueError: `lengths` is not int32 `[seqs]`.
+        """
+        return _sharing.rollback(self, self._rows("lengths", lengths, jnp.int32))
+
+    def swap_out(self, seqs: ArrayLike) -> tuple["BlockAllocator", jax.Array]:
+        """Gives back the blocks of sequences whose tokens move to the host, and keeps their seats.
+
+        The tokens are moved by whoever has the cache, in the same jit and before anything else is written: from the
+        blocks returned, and later, at the same places, to those that `swap_in` returns. A block that a sequence
+        shares stays with the others, and comes back as one of its own.
+
+        Args:
+            seqs: bool `[seqs]`; for a sequence that is empty or swapped out already nothing happens.
+
+        Returns:
+            allocator: the new one. What left has length 0 and a `swapped_lengths`; `append` and `fork` refuse it,
+                `free` gives it up.
+            block_ids: int32 `[seqs, max_blocks]`, the blocks that they had, in order; 0 elsewhere.
+
+        Raises:
+            ValueError: `seqs` is not bool `[seqs]`.
+        """
+        return _swapping.swap_out(self, self._rows("seqs", seqs, jnp.bool_))
+
+    def swap_in(self, seqs: ArrayLike) -> tuple["BlockAllocator", jax.Array, jax.Array]:
+        """Gives new blocks to sequences that were swapped out: all or nothing for each, in row order, as in `append`.
+
+        Args:
+            seqs: bool `[seqs]`.
+
+        Returns:
+            allocator: the new one.
+            block_ids: int32 `[seqs, max_blocks]`, where each block of what came back goes; 0 elsewhere.
+            ok: bool `[seqs]`; false for a marked row that is not swapped out, or for too few free blocks.
+
+        Raises:
+            ValueError: `seqs` is not bool `[seqs]`.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpaged
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks=3)
+            >>> allocator, _, _ = allocator.append(jnp.array([6, 0]), max_tokens=6)
+            >>> allocator, old_ids = allocator.swap_out(jnp.array([True, False]))
+            >>> allocator, _, _ = allocator.append(jnp.array([0, 3]), max_tokens=3)
+            >>> allocator, new_ids, ok = allocator.swap_in(jnp.array([True, False]))
+            >>> old_ids[0].tolist(), new_ids[0].tolist()
+            ([1, 2, 0], [2, 3, 0])
+        """
+        return _swapping.swap_in(self, self._rows("seqs", seqs, jnp.bool_))
+
+    def still_holds(self, snapshot: "BlockAllocator") -> jax.Array:
+        """Whether going back to `snapshot` is sound, bool `[]`.
+
+        That is, whether every block of its sequences was held ever since, and none of their tokens given up: then
+        what was written for them is still there. (Sequences that were shortened inside a block after the snapshot
+        count as having given up that block's tokens, even those past the snapshot's length.)
+
+        Args:
+            snapshot: an allocator that this one came from, by any operations.
+
+        Raises:
+            ValueError: `snapshot` is of other sizes.
+        """
+        return _snapshots.still_holds(self, snapshot)
+
+    def hold(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
+        """Pins the blocks of a snapshot's sequences: whoever frees them, they stay, until `release(snapshot)`.
+
+        Args:
+            snapshot: an allocator that this one came from, or this one itself.
+
+        Returns:
+            allocator: the new one, unchanged where not ok.
+            ok: bool `[]`, `still_holds(snapshot)`.
+
+        Raises:
+            ValueError: `snapshot` is of other sizes.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpaged
+            >>> snapshot = jaxpaged.BlockAllocator.create(num_blocks=4, block_size=4, num_seqs=1, max_blocks=3)
+            >>> snapshot, _, _ = snapshot.append(jnp.array([6]), max_tokens=6)
+            >>> allocator, ok = snapshot.hold(snapshot)
+            >>> allocator = allocator.free(jnp.array([True]))
+            >>> int(allocator.num_held)
+            2
+            >>> allocator, ok = allocator.restore(snapshot)
+            >>> allocator.lengths.tolist()
+            [6]
+        """
+        return _snapshots.hold(self, snapshot)
+
+    def release(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
+        """Takes back the pins of `hold(snapshot)`; blocks that nobody else holds are free.
+
+        Returns:
+            allocator: the new one, unchanged where not ok.
+            ok: bool `[]`; false where a block of the snapshot is not pinned, as after releasing it before.
+
+        Raises:
+            ValueError: `snapshot` is of other sizes.
+        """
+        return _snapshots.release(self, snapshot)
+
+    def restore(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
+        """Goes back to `snapshot` if that is sound; everything since, pins included, is undone.
+
+        Using the old allocator itself does the same where `still_holds(snapshot)`, but for three things that `restore`
+        sees to: snapshots taken since are no longer held to be sound, cached prefixes whose blocks may have been
+        overwritten since are forgotten, and where it is not sound nothing changes. To go back twice, keep what the
+        first `restore` returned.
+
+        Returns:
+            allocator: the snapshot, or where not ok this one, unchanged.
+            ok: bool `[]`, `still_holds(snapshot)`.
+
+        Raises:
+            ValueError: `snapshot` is of other sizes.
+        """
+        return _snapshots.restore(self, snapshot)
+
+    def freed_since(self, before: "BlockAllocator") -> jax.Array:
+        """Blocks that sequences held in `before` and that are free now, for `zero_blocks`.
+
+        Args:
+            before: an allocator that this one came from.
+
+        Returns:
+            int32 `[seqs * max_blocks]`, 0 where there is none. Blocks in which a cached prefix waits are not among
+            them, nor those that were handed out again, so that zeroing them takes nothing from anybody.
+
+        Raises:
+            ValueError: `before` is of other sizes.
+        """
+        return _snapshots.freed_since(self, before)
+
+    def check(self) -> tuple[str, ...]:
+        """The names of the invariants that this state breaks; empty if all is well. On the host, for tests."""
+        return _allocator_report.check(self)
+
+    def __str__(self) -> str:
+        return _allocator_report.describe(self)
+
+    def _grant(self, legal: jax.Array, needed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(which rows get the blocks they need, where each row's begin counted from the top, how many in all)."""
+        ends = jnp.cumsum(needed, dtype=jnp.int32)
+        ok = legal & ((needed == 0) | (ends <= self.num_free))
+        return ok, ends - needed, jnp.where(ok, needed, 0).sum(dtype=jnp.int32)
+
+    def _is_entry(self, lengths: jax.Array) -> jax.Array:
+        """Which table entries are blocks, for sequences of these lengths, bool `[seqs, max_blocks]`."""
+        return jnp.arange(self.block_tables.shape[1], dtype=jnp.int32)[None] < self._blocks_of(lengths)[:, None]
 
     def _blocks_of(self, lengths: jax.Array) -> jax.Array:
         return -(-lengths // self.block_size)
+
+    def _replace(self, block_tables: jax.Array, lengths: jax.Array, pool: BlockPool) -> "BlockAllocator":
+        return dataclasses.replace(self, block_tables=block_tables, lengths=lengths, pool=pool)
 
     def _rows(self, name: str, values: ArrayLike, dtype: Any) -> jax.Array:
         array = jnp.asarray(values)

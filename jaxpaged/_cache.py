@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._arguments import CACHE_DTYPES
+from jaxpaged._export import exportable
 
 Granularity = Literal["tensor", "head", "token_head"]
 
@@ -18,6 +19,7 @@ Granularity = Literal["tensor", "head", "token_head"]
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0, jnp.dtype(jnp.int8): 127.0}
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:

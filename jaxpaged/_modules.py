@@ -1,6 +1,7 @@
 """What the NNX and the Linen module share: everything between the projections."""
 
 import jax
+import jax.numpy as jnp
 
 from jaxpaged._allocator import BlockAllocator
 from jaxpaged._attention import Implementation, paged_attention
@@ -10,9 +11,7 @@ from jaxpaged._write_kv import write_kv
 
 
 def rotate_write_attend(
-    q: jax.Array,  # [seqs, q_len, heads * head_dim]
-    k: jax.Array,  # [seqs, q_len, kv_heads * head_dim]
-    v: jax.Array,  # [seqs, q_len, kv_heads * head_dim]
+    qkv: jax.Array,  # [seqs, q_len, (heads + 2 * kv_heads) * head_dim], the heads of q, then of k, then of v
     cache: KVCache,
     allocator: BlockAllocator,
     slots: jax.Array,  # int32 [seqs, q_len]
@@ -24,8 +23,10 @@ def rotate_write_attend(
     implementation: Implementation | None,
 ) -> tuple[KVCache, jax.Array]:  # and [seqs, q_len, heads * head_dim]
     seqs, q_len = slots.shape
-    head_dim = cache.k.shape[-1]
-    q, k, v = (x.reshape(seqs, q_len, -1, head_dim) for x in (q, k, v))
+    num_kv_heads, head_dim = cache.k.shape[2:]
+    projected = qkv.reshape(seqs, q_len, -1, head_dim)
+    num_heads = projected.shape[2] - 2 * num_kv_heads
+    q, k, v = jnp.split(projected, [num_heads, num_heads + num_kv_heads], axis=2)
     if frequencies is not None:
         positions = allocator.positions(q_len)
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)

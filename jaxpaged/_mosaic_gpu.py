@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 
-from jaxpaged import _xla
+from jaxpaged import _query_runs, _xla
 from jaxpaged._arguments import AttentionArguments
-from pallas_kernels import paged_decode
+from pallas_kernels import decode_config, paged_decode
+
+MAX_QUERY_TOKENS = 16  # where they must be cut into runs: each run reads K and V again, so a prompt goes to "xla"
 
 
 def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
@@ -19,12 +21,13 @@ def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Ar
     return _launch(config_of(a, num_sms=num_sms, num_partitions=num_partitions), None, a)
 
 
-def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: int | None) -> paged_decode.Config:
-    return paged_decode.default_config(
-        seqs=a.q.shape[0],
+def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: int | None) -> decode_config.Config:
+    num_runs, run = _query_runs.runs_of(a.q.shape[1], a.group)
+    return decode_config.default_config(
+        seqs=a.q.shape[0] * num_runs,
         kv_heads=a.k_cache.shape[2],
         group=a.group,
-        q_len=a.q.shape[1],
+        q_len=run,
         head_dim=a.q.shape[-1],
         capacity=a.block_tables.shape[1] * a.block_size,
         num_sms=num_sms,
@@ -40,12 +43,23 @@ def check_supported(a: AttentionArguments) -> None:
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
             f'got k_cache.dtype={a.k_cache.dtype!s}. Pass implementation="xla".'
         )
+    q_len, group = a.q.shape[1], a.group
+    num_runs, run = _query_runs.runs_of(q_len, group)
+    if group > decode_config.MAX_ROWS:
+        raise NotImplementedError(
+            f"the decode kernel takes up to {decode_config.MAX_ROWS} query heads a KV head; got {group=}."
+        )
+    if num_runs > 1 and q_len > MAX_QUERY_TOKENS:
+        raise NotImplementedError(
+            f"the decode kernel takes up to {MAX_QUERY_TOKENS} query tokens, or more while q_len * heads / kv_heads is "
+            f"up to {decode_config.MAX_ROWS}; got {q_len=}, {group=}."
+        )
     _, compute_capability = _gpu()
-    paged_decode.check_supported(
+    decode_config.check_supported(
         head_dim=a.q.shape[-1],
         block_size=a.block_size,
-        group=a.group,
-        q_len=a.q.shape[1],
+        group=group,
+        q_len=run,
         q_dtype=a.q.dtype,
         cache_dtype=a.k_cache.dtype,
         compute_capability=compute_capability,
@@ -55,27 +69,29 @@ def check_supported(a: AttentionArguments) -> None:
 # Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _launch(config: paged_decode.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
-    return paged_decode.launch(
-        a.q,
-        a.k_cache,
-        a.v_cache,
-        a.block_tables,
-        a.lengths,
-        scale=a.scale,
-        sliding_window=a.sliding_window,
-        logits_soft_cap=a.logits_soft_cap,
-        alibi_slopes=a.alibi_slopes,
-        sinks=a.sinks,
-        k_scale=a.k_scale,
-        v_scale=a.v_scale,
+def _launch(config: decode_config.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+    runs = _query_runs.cut(a)
+    out, lse = paged_decode.launch(
+        runs.q,
+        runs.k_cache,
+        runs.v_cache,
+        runs.block_tables,
+        runs.lengths,
+        scale=runs.scale,
+        sliding_window=runs.sliding_window,
+        logits_soft_cap=runs.logits_soft_cap,
+        alibi_slopes=runs.alibi_slopes,
+        sinks=runs.sinks,
+        k_scale=runs.k_scale,
+        v_scale=runs.v_scale,
         config=config,
         interpret=interpret,
     )
+    return _query_runs.join(out, a), _query_runs.join(lse, a)
 
 
 @_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
-def _launch_jvp(config: paged_decode.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
+def _launch_jvp(config: decode_config.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
     return jax.jvp(functools.partial(_xla.attend, num_partitions=1), primals, tangents)
 

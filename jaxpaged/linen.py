@@ -61,9 +61,7 @@ class PagedAttention(linen.Module):
             return linen.Dense(features, use_bias=bias, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
 
         cache, out = rotate_write_attend(
-            linear("q_proj", self.num_heads * self.head_dim, self.use_bias)(x),
-            linear("k_proj", self.num_kv_heads * self.head_dim, self.use_bias)(x),
-            linear("v_proj", self.num_kv_heads * self.head_dim, self.use_bias)(x),
+            linear("qkv_proj", (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, self.use_bias)(x),
             cache,
             allocator,
             slots,

@@ -18,6 +18,11 @@ class PagedAttention(nnx.Module):
     Projects, rotates q and k, writes k and v into the cache, attends, projects back. The cache and the allocator are
     arguments, the new cache is a result: the module holds weights alone.
 
+    q, k and v come from one product, which reads its weights faster than three. `qkv_proj.kernel` is
+    `[in_features, (num_heads + 2 * num_kv_heads) * head_dim]`, the columns of q, then of k, then of v; its bias
+    likewise. Of separate kernels it is made with `jnp.concatenate([q, k, v], axis=-1)`. `o_proj.kernel` is
+    `[num_heads * head_dim, in_features]`.
+
     Args:
         in_features: width of the input and the output.
         num_heads: query heads.
@@ -82,9 +87,7 @@ class PagedAttention(nnx.Module):
         def linear(features_in: int, features_out: int, bias: bool) -> nnx.Linear:
             return nnx.Linear(features_in, features_out, use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        self.q_proj = linear(in_features, num_heads * head_dim, use_bias)
-        self.k_proj = linear(in_features, num_kv_heads * head_dim, use_bias)
-        self.v_proj = linear(in_features, num_kv_heads * head_dim, use_bias)
+        self.qkv_proj = linear(in_features, (num_heads + 2 * num_kv_heads) * head_dim, use_bias)
         self.o_proj = linear(num_heads * head_dim, in_features, use_output_bias)
 
     def __call__(
@@ -110,9 +113,7 @@ class PagedAttention(nnx.Module):
         """
         check_call(x, cache, slots, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         cache, out = rotate_write_attend(
-            self.q_proj(x),
-            self.k_proj(x),
-            self.v_proj(x),
+            self.qkv_proj(x),
             cache,
             allocator,
             slots,

@@ -21,8 +21,11 @@ that a group of 4 is padded to 8 columns, not to 64 rows:
 Caches of 8 bits are widened to float16 on the way from SMEM to the products, see `_widen`, and K and V leave SMEM as
 soon as they are read; `_scales` says where their scales come in.
 
+`decode_config` holds what it takes and how a call is cut up.
+
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
-filled up with zeros by the copy itself: the cache is read as it stands.
+filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is
+copied in parts, each filled up to 64 columns (`decode_config.num_parts`).
 
 Only table entries of blocks that hold a token some query sees are followed, and ids are clamped into the pool; for
 the others block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the product, since
@@ -33,7 +36,6 @@ FlashDecoding++, 2023 (https://arxiv.org/abs/2311.01282) for padding the few row
 2023 (https://arxiv.org/abs/2309.06180) for the blocks.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -43,145 +45,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _finish, _rows, _scales, _widen, paged_merge
+from pallas_kernels import _finish, _rows, _scales, _widen, decode_config, paged_merge
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows, round_up
-
-DTYPES = (jnp.bfloat16, jnp.float16)
-MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
-SMEM_PER_SM = 227 * 1024  # bytes, Hopper
-PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside its own
-MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
-SMALL_BYTES = 4096  # m, l, lse and the barriers, each rounded up to 1024 bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    num_partitions: int  # programs for each sequence and KV head
-    cluster: int  # partitions that merge in shared memory, a divisor of num_partitions, at most 8
-    num_stages: int  # tiles of K and of V in SMEM at a time
-    tile: int  # tokens, a multiple of 64
-    chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
-
-    @property
-    def num_partials(self) -> int:
-        """What reaches memory for each sequence and KV head: 1 is the finished rows, more need the merge kernel."""
-        return self.num_partitions // self.cluster
-
-
-def check_supported(
-    *, head_dim: int, block_size: int, group: int, q_len: int, q_dtype: Any, cache_dtype: Any, compute_capability: float
-) -> None:
-    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
-    if compute_capability != 9.0:
-        raise NotImplementedError(
-            f"the decode kernel needs compute capability 9.0 (Hopper); got {compute_capability=}."
-        )
-    if q_dtype not in DTYPES:
-        raise NotImplementedError(f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.")
-    if cache_dtype != q_dtype and not _widen.is_narrow(cache_dtype):
-        raise NotImplementedError(
-            "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
-            f"got {cache_dtype=!s}, {q_dtype=!s}."
-        )
-    if head_dim > 256 or (head_dim % 16):
-        raise NotImplementedError(f"the decode kernel takes a head_dim up to 256, a multiple of 16; got {head_dim=}.")
-    if _widen.is_narrow(cache_dtype) and head_dim > 128 and head_dim % 32:
-        raise NotImplementedError(
-            f"above 128 the decode kernel takes a head_dim of an 8-bit cache in multiples of 32; got {head_dim=}."
-        )
-    if block_size not in (8, 16, 32) and block_size % 128 and block_size != 64:
-        raise NotImplementedError(
-            f"the decode kernel takes block sizes 8, 16, 32, 64, or multiples of 128; got {block_size=}."
-        )
-    if q_len * group > MAX_ROWS:
-        raise NotImplementedError(
-            f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
-        )
-
-
-def default_config(
-    *,
-    seqs: int,
-    kv_heads: int,
-    group: int,
-    q_len: int,
-    head_dim: int,
-    capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and nothing else
-    num_sms: int,
-    num_partitions: int | None = None,  # fixed by the caller
-    itemsize: int = 2,  # of the cache's numbers, in bytes
-) -> Config:
-    width, rows = round_up(head_dim, 64), round_up(q_len * group, 8)
-    pairs = max(1, seqs * kv_heads)
-    # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
-    chunk = width if width * rows <= 128 * 32 else 64
-    if itemsize == 1 and head_dim % 32:
-        chunk = width  # the copy engine takes such a head whole alone
-    resident = 2 if width <= 192 and rows <= 32 else 1
-    chosen_here = num_partitions is None
-    if num_partitions is None:
-        num_partitions = partitions_for(pairs, capacity, num_sms)
-        # A tile of 8-bit numbers is half the bytes and as much work: half the SMs would no longer reach the bandwidth.
-        # (By reckoning, not yet measured. Clusters of 8 on all SMs would wait for room, so up to 4.)
-        if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and capacity >= 1024:
-            num_partitions *= 2
-    cluster = cluster_of(num_partitions) if chunk == width else 1
-    # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
-    # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9).
-    # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
-    tile = 64
-    if chosen_here and pairs * num_partitions <= num_sms and width <= 128 and rows <= 32:
-        tile, resident = 128, 1
-    return Config(
-        num_partitions=num_partitions,
-        cluster=cluster,
-        tile=tile,
-        num_stages=fitting_stages(
-            width=width,
-            rows=rows,
-            chunk=chunk,
-            num_partitions=num_partitions,
-            cluster=cluster,
-            tile=tile,
-            resident=resident,
-            itemsize=itemsize,
-        ),
-        chunk=chunk,
-    )
-
-
-def partitions_for(pairs: int, capacity: int, num_sms: int) -> int:
-    """A power of two, for `pairs` sequences times KV heads whose tables hold `capacity` tokens each."""
-    # Half the SMs reach the bandwidth; clusters on more of them wait for room. H100, 8 KV heads, head_dim 128, us:
-    # 1 x 512 5.0 in 4 partitions, 6.3 in 1; 1 x 8192 16.5 in 8, 17.6 in 4, 23 in 16; 1 x 32768 49.4 in 8, 61 in 16;
-    # 2 x 8192 27.6 in 4, 33 in 8; 8 x 2048 26.8 in 1, 27.4 in 2. 1 KV head, 1 x 32768: 13.5 in 64, 17.7 in 128.
-    wanted = min(num_sms // 2 // pairs, capacity // 128)
-    if wanted >= 4 or (wanted >= 2 and capacity >= 1024):
-        return 1 << (wanted.bit_length() - 1)
-    # With several waves of long sequences, halves even out what the last programs have left: 64 x U(1..8192) 367 in 2,
-    # 377 in 1; 64 x 8192 702 and 705. Short ones pay more than that brings: 64 x 2048 184 and 181.
-    return 2 if num_sms < pairs <= 8 * num_sms and capacity >= 4096 else 1
-
-
-def cluster_of(num_partitions: int) -> int:
-    """The most partitions, up to 8, that can merge in shared memory with none left over."""
-    return next(cluster for cluster in range(MAX_CLUSTER, 0, -1) if num_partitions % cluster == 0)
-
-
-def fitting_stages(
-    *, width: int, rows: int, chunk: int, num_partitions: int, cluster: int, tile: int, resident: int, itemsize: int
-) -> int:
-    """As many as fit where `resident` programs share a SM, up to 8."""
-    fixed = (
-        2 * rows * width * 2
-        + rows * tile * 2
-        + SMALL_BYTES
-        + _finish.scratch_bytes(
-            cluster=cluster, num_partials=num_partitions // cluster, rows=rows, width=width, chunk=chunk
-        )
-    )
-    room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
-    return max(1, min(8, room // (2 * tile * width * itemsize)))
+from pallas_kernels.decode_config import Config
 
 
 def _scratch(
@@ -196,13 +62,15 @@ def _scratch(
 ) -> dict:
     # The copy engine takes no tile that does not divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The
     # operands of a product must be tiled alike.
-    columns = next(columns for columns in (64, 32, 16) if head_dim % columns == 0 or head_dim < columns)
+    num_parts, width = decode_config.num_parts(head_dim), decode_config.padded_width(head_dim)
+    part = head_dim // num_parts
+    columns = next(columns for columns in (64, 32, 16) if part % columns == 0 or part < columns)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
-    stages, width = config.num_stages, round_up(head_dim, 64)
+    stages = config.num_stages
     tiles: dict[str, Any] = dict(
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
-        k_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
-        v_smem=plgpu.SMEM((stages, config.tile, width), dtype, transforms=matrix),
+        k_smem=plgpu.SMEM((stages * num_parts, config.tile, width // num_parts), dtype, transforms=matrix),
+        v_smem=plgpu.SMEM((stages * num_parts, config.tile, width // num_parts), dtype, transforms=matrix),
         p_smem=plgpu.SMEM((rows, config.tile), dtype, transforms=matrix),
     )
     if _widen.is_narrow(cache_dtype):
@@ -221,8 +89,8 @@ def _scratch(
         **tiles,
         row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
         q_full=plgpu.Barrier(num_arrivals=q_len),
-        k_full=plgpu.Barrier(num_arrivals=blocks_of_tile, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=blocks_of_tile, num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=blocks_of_tile * num_parts, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=blocks_of_tile * num_parts, num_barriers=stages),
         k_free=plgpu.Barrier(num_barriers=stages),
         v_free=plgpu.Barrier(num_barriers=stages),
         **_finish.scratch(
@@ -245,12 +113,13 @@ def _kernel(
     block_size: int,
     q_len: int,
     group: int,
-    width: int,  # head_dim rounded up to a multiple of 64
+    num_parts: int,  # of a head
+    width: int,  # head_dim, or each of its parts, rounded up to a multiple of 64
     interpret: Any,
 ) -> None:
-    q_gmem = refs["q"]  # [seqs, q_len, heads, head_dim]
-    k_gmem = refs["k_cache"]  # [blocks, block_size, kv_heads, head_dim]
-    v_gmem = refs["v_cache"]  # [blocks, block_size, kv_heads, head_dim]
+    q_gmem = refs["q"]  # [seqs, q_len, heads, head_dim], or of `width` where a head has several parts
+    k_gmem = refs["k_cache"]  # [blocks, block_size, kv_heads * parts, head_dim / parts]
+    v_gmem = refs["v_cache"]  # [blocks, block_size, kv_heads * parts, head_dim / parts]
     tables_gmem = refs["block_tables"]  # int32 [seqs, max_blocks]
     lengths_gmem = refs["lengths"]  # int32 [seqs]
     scale_gmem = refs["scale"]  # f32 [1]
@@ -261,7 +130,7 @@ def _kernel(
     q_smem = refs["q_smem"]  # [rows, width]
     q_flat_smem = refs["q_flat_smem"].at[pl.ds(0, q_smem.shape[0])]  # [rows, width]
     narrow = _widen.is_narrow(k_gmem.dtype)
-    k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages, tile, width]
+    k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages * parts, tile, width / parts]
     if narrow:
         k_tiles, v_tiles = _widen.Tiles.of(k_smem, interpret), _widen.Tiles.of(v_smem, interpret)
         k_smem, v_smem = k_tiles.narrow, v_tiles.narrow
@@ -279,6 +148,11 @@ def _kernel(
     # A copy as wide as SMEM reaches past the end of a narrower head: from there the copy engine fills in zeros. The
     # start has to look dynamic, or tracing refuses the slice.
     whole = pl.ds(0, width) if q_gmem.shape[-1] == width else pl.ds(seq - seq, width)
+    filled = whole if num_parts == 1 else pl.ds(seq - seq, width // num_parts)
+
+    def parts_of(x: Any) -> list[Any]:
+        """The parts of kv head or stage x, in the cache or in SMEM."""
+        return [x] if num_parts == 1 else [x * num_parts + part for part in range(num_parts)]
 
     # 1. Which tiles are ours, from the true length.
     length = lengths_gmem[seq]
@@ -332,11 +206,12 @@ def _kernel(
 
                     for j in mine:
                         row = (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
-                        plgpu.copy_gmem_to_smem(
-                            source.at[ids[j], pl.ds(offset, block_rows), kv_head, whole],
-                            target.at[stage, pl.ds(row, block_rows)],
-                            full.at[stage],
-                        )
+                        for head, place in zip(parts_of(kv_head), parts_of(stage), strict=True):
+                            plgpu.copy_gmem_to_smem(
+                                source.at[ids[j], pl.ds(offset, block_rows), head, filled],
+                                target.at[place, pl.ds(row, block_rows)],
+                                full.at[stage],
+                            )
                 return next_ids
 
             ids = ids_of(tile_of(jnp.int32(0)))
@@ -421,8 +296,8 @@ def _kernel(
             return seen
 
         def zero_unseen(values: Any, tile: jax.Array) -> None:
-            """`values` [tile, width] in SMEM: zero in the slots that no query may see."""
-            for c in range(width // 64):
+            """`values` [tile, columns] in SMEM: zero in the slots that no query may see."""
+            for c in range(values.shape[-1] // 64):
                 part = values.at[:, pl.ds(c * 64, 64)]
                 visible = seen(tile, (tile_tokens, 64), 0, ROWS)
                 v = plgpu.load(part, layout=ROWS)
@@ -457,7 +332,9 @@ def _kernel(
             else:
 
                 def scores(ref: Any) -> jax.Array:
-                    plgpu.wgmma(ref, k_smem.at[stage], q_smem.T)
+                    for part, place in enumerate(parts_of(stage)):
+                        q = q_smem if num_parts == 1 else q_smem.at[:, pl.ds(part * 64, 64)]
+                        plgpu.wgmma(ref, k_smem.at[place], q.T)
                     return ref[...]
 
                 products = pl.run_scoped(scores, plgpu.ACC((tile_tokens, rows), jnp.float32))
@@ -485,7 +362,8 @@ def _kernel(
             if not narrow:
                 plgpu.barrier_wait(v_full.at[stage])
                 if masked:
-                    zero_unseen(v_smem.at[stage], tile)
+                    for place in parts_of(stage):
+                        zero_unseen(v_smem.at[place], tile)
             plgpu.commit_smem()  # also our reads of narrow tiles, which come before the copy engine's writes
             if narrow:
                 plgpu.barrier_arrive(k_free.at[stage])
@@ -495,11 +373,10 @@ def _kernel(
             for c, part in enumerate(acc):
 
                 def weighted(ref: Any, c: int = c) -> jax.Array:
-                    values = (
-                        v_smem.at[stage]
-                        if num_chunks == 1
-                        else v_smem.at[stage, :, pl.ds(c * config.chunk, config.chunk)]
-                    )
+                    if num_parts > 1 or num_chunks == 1:  # of several parts each is a chunk
+                        values = v_smem.at[parts_of(stage)[c]]
+                    else:
+                        values = v_smem.at[stage, :, pl.ds(c * config.chunk, config.chunk)]
                     plgpu.wgmma(ref, values.T, p_smem.T)
                     return ref[...]
 
@@ -548,7 +425,7 @@ def _kernel(
         place = _finish.Place(
             seq=seq,
             kv_head=kv_head,
-            num_kv_heads=k_gmem.shape[2],
+            num_kv_heads=k_gmem.shape[2] // num_parts,
             partial=partial,
             num_partials=config.num_partials,
             cluster=config.cluster,
@@ -579,7 +456,13 @@ def launch(
     seqs, q_len, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
-    rows, width = round_up(q_len * group, 8), round_up(head_dim, 64)
+    rows, width = round_up(q_len * group, 8), decode_config.padded_width(head_dim)
+    num_parts = decode_config.num_parts(head_dim)
+    if num_parts > 1:
+        part = head_dim // num_parts
+        q = q.reshape(*q.shape[:3], num_parts, part)
+        q = jnp.pad(q, ((0, 0),) * 4 + ((0, width // num_parts - part),)).reshape(*q.shape[:3], width)
+        k_cache, v_cache = (c.reshape(num_blocks, block_size, kv_heads * num_parts, part) for c in (k_cache, v_cache))
 
     options = {
         "sliding_window": None if sliding_window is None else sliding_window.reshape(1),
@@ -627,6 +510,7 @@ def launch(
             block_size=block_size,
             q_len=q_len,
             group=group,
+            num_parts=num_parts,
             width=width,
             interpret=interpret,
         )
@@ -666,7 +550,10 @@ def launch(
         )
     # [seqs, kv_heads, rows] -> [seqs, q_len, heads]: a kernel of its own, which XLA drops where nobody asks for lse.
     lse = lse[..., : q_len * group].reshape(seqs, kv_heads, q_len, group).swapaxes(1, 2).reshape(seqs, q_len, heads)
-    return out[..., :head_dim], lse
+    if num_parts == 1:
+        return out[..., :head_dim], lse
+    out = out.reshape(*out.shape[:3], num_parts, -1)[..., : head_dim // num_parts]
+    return out.reshape(*out.shape[:3], head_dim), lse
 
 
 def by_row(by_head: jax.Array, kv_heads: int, q_len: int, rows: int) -> jax.Array:

@@ -1,4 +1,5 @@
 import os
+from types import SimpleNamespace
 
 # Interpret mode runs every warp of a cluster in a thread that may wait for another; XLA has as many as there are cores
 # (2 were too few for a cluster of 2: a deadlock), unless it is told before it starts.
@@ -13,9 +14,24 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 if jax.default_backend() == "gpu":  # float32 is float32 in the models that tests compare, not TF32
     jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """The tiny random model of `tests.tiny_checkpoint`: its path, tensors, config, tokenizer and the model itself."""
+    from checkpoint import load_model, read_checkpoint
+
+    from tests.tiny_checkpoint import write_checkpoint
+
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    tensors = write_checkpoint(path)
+    read = read_checkpoint(path)
+    model = load_model(read, "float32")
+    return SimpleNamespace(path=path, tensors=tensors, config=read.config, tokenizer=read.tokenizer, model=model)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,15 +1,11 @@
-"""The allocator, as traces with literal free lists, and against a plain Python model."""
+"""Appending and freeing, as traces with literal free lists."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxpaged import BlockAllocator, KVCache, paged_attention, write_kv
 
@@ -20,7 +16,7 @@ def counts(*values: int) -> jax.Array:
 
 def free_ids(allocator: BlockAllocator) -> list[int]:
     """The free blocks, the next one last."""
-    return allocator.free_list[: int(allocator.num_free)].tolist()
+    return allocator.pool.free_list[: int(allocator.num_free)].tolist()
 
 
 def assert_same(left: BlockAllocator, right: BlockAllocator) -> None:
@@ -149,133 +145,6 @@ def test_a_block_handed_on_never_shows_its_last_owners_tokens():
     out = paged_attention(jnp.ones((2, 1, 32)), cache.k, cache.v, allocator.block_tables, allocator.lengths)
     np.testing.assert_allclose(out[1], 1.0, rtol=1e-6)
     assert (out[0] == 0).all()
-
-
-# Random interleavings against a model in dicts and lists, written for clarity; eager, under jit, and under vmap.
-
-
-class Model:
-    def __init__(self, num_blocks: int, block_size: int, num_seqs: int, max_blocks: int):
-        self.block_size, self.max_blocks = block_size, max_blocks
-        self.free = list(range(num_blocks - 1, 0, -1))
-        self.blocks: list[list[int]] = [[] for _ in range(num_seqs)]
-        self.lengths = [0] * num_seqs
-
-    def append(self, numbers: list[int], max_tokens: int) -> tuple[list[list[int]], list[bool]]:
-        slots: list[list[int]] = []
-        oks: list[bool] = []
-        short = False  # whether a row before was refused for want of blocks
-        for i, number in enumerate(numbers):
-            length = self.lengths[i] + number
-            needed = -(-length // self.block_size) - len(self.blocks[i])
-            legal = 0 <= number <= max_tokens and length <= self.max_blocks * self.block_size
-            ok = legal and (needed == 0 or (not short and needed <= len(self.free)))
-            short = short or (legal and not ok)
-            oks.append(ok)
-            slots.append([])
-            if ok:
-                self.blocks[i] += [self.free.pop() for _ in range(needed)]
-                slots[i] = [self.slot(i, t) for t in range(self.lengths[i], length)]
-                self.lengths[i] = length
-        return slots, oks
-
-    def slot(self, row: int, token: int) -> int:
-        return self.blocks[row][token // self.block_size] * self.block_size + token % self.block_size
-
-    def free_rows(self, marked: list[bool]) -> None:
-        for i in reversed(range(len(marked))):
-            if marked[i]:
-                self.free += reversed(self.blocks[i])
-                self.blocks[i], self.lengths[i] = [], 0
-
-
-_append = jax.jit(BlockAllocator.append, static_argnames="max_tokens")
-_free = jax.jit(BlockAllocator.free)
-_free_four = jax.jit(jax.vmap(BlockAllocator.free))
-
-
-@functools.partial(jax.jit, static_argnames="max_tokens")
-def _append_four(allocators, num_tokens, max_tokens):
-    return jax.vmap(lambda a, n: a.append(n, max_tokens=max_tokens))(allocators, num_tokens)
-
-
-class AllocatorMachine(RuleBasedStateMachine):
-    SHAPES = ((4, 1, 1, 3), (9, 4, 3, 3), (40, 2, 6, 8), (500, 16, 4, 200))  # few, since each compiles
-
-    @initialize(shape=st.sampled_from(SHAPES))
-    def create(self, shape: tuple[int, int, int, int]) -> None:
-        self.num_blocks = shape[0]
-        self.model = Model(*shape)
-        self.make(shape)
-
-    def make(self, shape: tuple[int, int, int, int]) -> None:
-        self.allocator = BlockAllocator.create(*shape)
-
-    def do_append(self, numbers: list[int], max_tokens: int) -> tuple[list[list[int]], list[bool]]:
-        self.allocator, slots, ok = _append(self.allocator, counts(*numbers), max_tokens=max_tokens)
-        return slots.tolist(), ok.tolist()
-
-    def do_free(self, marked: list[bool]) -> None:
-        self.allocator = _free(self.allocator, jnp.asarray(marked))
-
-    @rule(data=st.data(), max_tokens=st.sampled_from([1, 7, 40]))
-    def append(self, data: st.DataObject, max_tokens: int) -> None:
-        one = st.integers(-1, max_tokens + 1) | st.just(max_tokens)
-        rows = len(self.model.lengths)
-        numbers = data.draw(st.lists(one, min_size=rows, max_size=rows))
-        expected_slots, expected_ok = self.model.append(numbers, max_tokens)
-        slots, ok = self.do_append(numbers, max_tokens)
-        assert ok == expected_ok
-        for row, new in zip(slots, expected_slots, strict=True):
-            padding = max_tokens - len(new)
-            assert row[padding:] == new
-            assert all(slot >= self.num_blocks * self.model.block_size for slot in row[:padding])
-
-    @precondition(lambda self: any(self.model.lengths))
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        rows = len(self.model.lengths)
-        marked = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
-        self.model.free_rows(marked)
-        self.do_free(marked)
-
-    @invariant()
-    def agrees(self) -> None:
-        self.compare(self.allocator)
-
-    def compare(self, allocator: BlockAllocator) -> None:
-        assert allocator.lengths.tolist() == self.model.lengths
-        assert free_ids(allocator) == self.model.free
-        for row, blocks in zip(allocator.block_tables.tolist(), self.model.blocks, strict=True):
-            assert row == blocks + [0] * (len(row) - len(blocks))
-        held = [block for blocks in self.model.blocks for block in blocks]
-        assert sorted([0, *held, *free_ids(allocator)]) == list(range(self.num_blocks))
-
-
-class VmappedMachine(AllocatorMachine):
-    """Four independent pools under vmap; the others do the same a little differently, the second is compared."""
-
-    def make(self, shape: tuple[int, int, int, int]) -> None:
-        self.allocator = jax.tree.map(lambda x: jnp.stack([x] * 4), BlockAllocator.create(*shape))
-
-    def do_append(self, numbers: list[int], max_tokens: int) -> tuple[list[list[int]], list[bool]]:
-        others = np.asarray([numbers[::-1], numbers, [0] * len(numbers), numbers], np.int32)
-        self.allocator, slots, ok = _append_four(self.allocator, jnp.asarray(others), max_tokens)
-        return slots[1].tolist(), ok[1].tolist()
-
-    def do_free(self, marked: list[bool]) -> None:
-        others = jnp.asarray([marked[::-1], marked, marked, [True] * len(marked)])
-        self.allocator = _free_four(self.allocator, others)
-
-    @invariant()
-    def agrees(self) -> None:
-        self.compare(jax.tree.map(lambda x: x[1], self.allocator))
-
-
-TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=40, stateful_step_count=40)
-TestVmapped = VmappedMachine.TestCase
-TestVmapped.settings = settings(max_examples=8, stateful_step_count=15)
 
 
 def test_dtypes_hold_with_64_bits_switched_on():

@@ -1,4 +1,4 @@
-"""The README's example runs, and its links lead somewhere."""
+"""The examples of the README and the docs run, and their links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -17,6 +17,13 @@ def test_the_readme_example_runs():
     assert names["out"].shape == (4, 8, 64)
     assert names["ok"].all()
     assert len(code.strip().splitlines()) <= 12
+
+
+@pytest.mark.parametrize("page", [page.name for page in ROOT.glob("docs/*.md") if "```python" in page.read_text()])
+def test_the_examples_of_the_docs_run(page):
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
+        with jax.numpy_dtype_promotion("strict"):
+            exec(code, {})
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])

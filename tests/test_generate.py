@@ -6,9 +6,10 @@ import re
 import generate
 import jax
 import numpy as np
+import prefill
 import pytest
 
-from tests.tiny_checkpoint import CONTEXT, EOS, next_logits, write_checkpoint
+from tests.tiny_checkpoint import CONTEXT, EOS, greedy, write_checkpoint
 
 PROMPTS = ["Hello there, paged world", "a", "The quick brown fox jumps over it"]
 
@@ -33,15 +34,6 @@ def run(folder, capsys):
         return code, out, captured.err
 
     return call
-
-
-def greedy(tensors, prompt, count):
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(next_logits(tensors, tokens).argmax()))
-        if tokens[-1] == EOS:
-            break
-    return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -73,7 +65,7 @@ def test_the_result_depends_on_the_prompt_alone(run):
 def test_long_prompts_are_prefilled_in_chunks(run, monkeypatch):
     prompts = ["x" * 100, "hello", "y" * 33]
     _, whole, _ = run(prompts=prompts)
-    monkeypatch.setattr(generate, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
     _, chunked, _ = run(prompts=prompts)
     assert [line["tokens"] for line in whole] == [line["tokens"] for line in chunked]
 

@@ -37,7 +37,7 @@ def real(**shape) -> Case:
     return make_case(**(dict(lengths=LENGTHS, max_blocks=2048 // block_size, dtype=BF16) | shape))
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 72, 80, 96, 112, 120, 128, 168, 192, 256])
 @pytest.mark.parametrize("num_partitions", [1, 4, 16])
 def test_heads(head_dim, num_partitions):
     check(real(head_dim=head_dim), num_partitions)
@@ -68,6 +68,12 @@ def test_options(name, q_len):
 @pytest.mark.parametrize("q_len", [2, 16])
 def test_several_query_tokens(q_len):
     check(real(q_len=q_len, options=OPTIONS["all"]), 3)
+
+
+@pytest.mark.parametrize("num_partitions", [None, 3])
+@pytest.mark.parametrize(("q_len", "heads", "options"), [(13, 6, "all"), (16, 6, "window"), (16, 64, "plain")])
+def test_query_tokens_in_runs(q_len, heads, options, num_partitions):
+    check(real(q_len=q_len, heads=heads, kv_heads=1, options=OPTIONS[options]), num_partitions)
 
 
 def test_float16():

@@ -31,13 +31,13 @@ def make(options):
     """Both modules with the same weights."""
     ours = jaxpaged.nnx.PagedAttention(FEATURES, **SIZES | options, rngs=nnx.Rngs(1))
     # Biases start at zero: give them something to do.
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    for name in ("qkv_proj", "o_proj"):
         bias = getattr(ours, name).bias
         if bias is not None:
             bias.set_value(jax.random.normal(jax.random.key(3), bias.shape))
     weights = {
         name: {kind: p for kind in ("kernel", "bias") if (p := getattr(ours, name).__dict__.get(kind)) is not None}
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        for name in ("qkv_proj", "o_proj")
     }
     weights = jax.tree.map(lambda p: p.get_value(), weights, is_leaf=lambda p: isinstance(p, nnx.Param))
     linen = jaxpaged.linen.PagedAttention(**SIZES | options)
@@ -60,7 +60,7 @@ def prompt_batch(sequences, q_len):
 def dense(module, x, options):
     """The same attention over one whole sequence [tokens, features], in jnp, with nothing paged."""
     length = x.shape[0]
-    q, k, v = (getattr(module, f"{n}_proj")(x).reshape(length, -1, HEAD_DIM) for n in "qkv")
+    q, k, v = jnp.split(module.qkv_proj(x).reshape(length, -1, HEAD_DIM), [HEADS, HEADS + KV_HEADS], axis=1)
     frequencies = (SIZES | options)["rotary_frequencies"]
     if frequencies is not None:
         angles = np.outer(np.arange(length), frequencies)

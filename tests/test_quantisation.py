@@ -258,8 +258,8 @@ def test_a_donated_decode_step_widens_tiles_not_the_cache(dtype, scale):
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(cache, allocator, q, k).compile()
     assert cache_sized_copies(compiled.as_text()) == []
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * cache.k.nbytes
-    # One wider pool set aside would take twice a pool's bytes. A CPU writes float8 in a pass over the pool, for which XLA
-    # may set aside its bytes once (docs/cache.md).
+    # One wider pool set aside would take twice a pool's bytes. A CPU writes float8 in a pass over the pool, for which
+    # XLA may set aside its bytes once (docs/cache.md).
     allowed = 0.5 if dtype == jnp.int8 else 1.5
     assert compiled.memory_analysis().temp_size_in_bytes < allowed * cache.k.nbytes
 

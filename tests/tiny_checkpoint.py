@@ -94,3 +94,13 @@ def next_logits(tensors: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray
         gate = h @ w["mlp.gate_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
     return norm(x[-1], "norm") @ t.get("lm_head.weight", t["embed_tokens.weight"]).T
+
+
+def greedy(tensors: dict[str, np.ndarray], prompt: list[int], count: int, eos: int | None = EOS) -> list[int]:
+    """Up to `count` tokens behind the prompt, always the most likely."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(next_logits(tensors, tokens).argmax()))
+        if tokens[-1] == eos:
+            break
+    return tokens[len(prompt) :]

@@ -5,7 +5,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import paged_decode, paged_merge
+from pallas_kernels import decode_config, paged_merge
 
 SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
 SUPPORTED = dict(
@@ -19,14 +19,14 @@ SUPPORTED = dict(
 )
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 120, 128, 192, 256])
 @pytest.mark.parametrize("group", [1, 8, 16, 32, 64])
 @pytest.mark.parametrize("seqs", [1, 8, 64, 512])
 @pytest.mark.parametrize("num_partitions", [None, 1, 7, 16])
 def test_fits_a_gpu(head_dim, group, seqs, num_partitions):
     shape = SHAPE | dict(head_dim=head_dim, group=group, seqs=seqs, num_partitions=num_partitions)
-    config = paged_decode.default_config(**shape)
-    width, rows = -(-head_dim // 64) * 64, -(-group // 8) * 8
+    config = decode_config.default_config(**shape)
+    width, rows = decode_config.padded_width(head_dim), -(-group // 8) * 8
     assert config.num_partitions == (num_partitions or config.num_partitions)
     assert config.num_partials * config.cluster == config.num_partitions
     assert config.cluster <= 8
@@ -37,8 +37,18 @@ def test_fits_a_gpu(head_dim, group, seqs, num_partitions):
     assert ring + 2 * rows * width * 2 + rows * config.tile * 2 < 227 * 1024
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "parts", "width"),
+    [(8, 1, 64), (40, 1, 64), (72, 3, 192), (80, 1, 128), (112, 1, 128), (120, 3, 192), (168, 3, 192), (256, 1, 256)],
+)
+def test_parts_of_a_head(head_dim, parts, width):
+    assert decode_config.num_parts(head_dim) == parts
+    assert decode_config.padded_width(head_dim) == width
+    decode_config.check_supported(**(SUPPORTED | {"head_dim": head_dim}))
+
+
 def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
-    counts = [paged_decode.partitions_for(pairs, 8192, 132) for pairs in range(1, 133)]
+    counts = [decode_config.partitions_for(pairs, 8192, 132) for pairs in range(1, 133)]
     assert counts[0] == 64
     assert counts[7] == 8
     assert counts[63] == 1
@@ -46,33 +56,34 @@ def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
 
 
 def test_halves_for_several_waves_of_long_sequences_alone():
-    assert paged_decode.partitions_for(512, 8192, 132) == 2
-    assert paged_decode.partitions_for(512, 2048, 132) == 1
-    assert paged_decode.partitions_for(2048, 8192, 132) == 1
+    assert decode_config.partitions_for(512, 8192, 132) == 2
+    assert decode_config.partitions_for(512, 2048, 132) == 1
+    assert decode_config.partitions_for(2048, 8192, 132) == 1
 
 
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_fixed_partitions_add_up_alike_whatever_the_batch(num_partitions):
     """The order of the sums follows from the tile, the chunk and the partitions."""
     configs = (
-        paged_decode.default_config(**(SHAPE | dict(seqs=seqs, num_partitions=num_partitions)))
+        decode_config.default_config(**(SHAPE | dict(seqs=seqs, num_partitions=num_partitions)))
         for seqs in (1, 2, 8, 64, 512)
     )
     assert len({(config.tile, config.chunk, config.num_partitions, config.cluster) for config in configs}) == 1
 
 
 def test_no_more_partitions_than_tiles():
-    assert paged_decode.default_config(**(SHAPE | dict(seqs=1, capacity=64))).num_partitions == 1
+    assert decode_config.default_config(**(SHAPE | dict(seqs=1, capacity=64))).num_partitions == 1
 
 
 def test_supported():
-    paged_decode.check_supported(**SUPPORTED)
+    decode_config.check_supported(**SUPPORTED)
 
 
 @pytest.mark.parametrize(
     ("change", "quoted"),
     [
-        ({"head_dim": 120}, "head_dim=120"),
+        ({"head_dim": 100}, "head_dim=100"),
+        ({"head_dim": 104}, "head_dim=104"),
         ({"head_dim": 512}, "head_dim=512"),
         ({"block_size": 24}, "block_size=24"),
         ({"group": 65}, "group=65"),
@@ -86,7 +97,7 @@ def test_supported():
 )
 def test_not_supported(change, quoted):
     with pytest.raises(NotImplementedError, match=quoted):
-        paged_decode.check_supported(**(SUPPORTED | change))
+        decode_config.check_supported(**(SUPPORTED | change))
 
 
 @pytest.mark.parametrize("rows", [8, 16, 64])

@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import paged_decode
+from pallas_kernels import decode_config, paged_decode
 
 OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 
 
-def lower(
+def traced(
     *,
+    seqs=2,
+    kv_heads=2,
+    capacity=1024,
     head_dim=128,
     block_size=16,
     group=4,
@@ -22,17 +25,19 @@ def lower(
     options=(),
     cache_dtype=None,
     scales=(None, None),
+    sharding=None,
 ):
-    seqs, kv_heads, max_blocks = 2, 2, 1024 // block_size
-    shape = jax.ShapeDtypeStruct
+    """The traced call, for an H100, and its configuration."""
+    max_blocks = capacity // block_size
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
-    config = paged_decode.default_config(
+    config = decode_config.default_config(
         seqs=seqs,
         kv_heads=kv_heads,
         group=group,
         q_len=q_len,
         head_dim=head_dim,
-        capacity=max_blocks * block_size,
+        capacity=capacity,
         num_sms=132,
         num_partitions=num_partitions,
         itemsize=cache.dtype.itemsize,
@@ -52,12 +57,17 @@ def lower(
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         if scale is not None:
             named[name] = shape(scale_shapes[scale], jnp.float32)
-    text = jitted.trace(*arrays, **named).lower(lowering_platforms=("cuda",)).as_text()
+    return jitted.trace(*arrays, **named), config
+
+
+def lower(**shape):
+    trace, config = traced(**shape)
+    text = trace.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == (1 if config.num_partials == 1 else 2)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 120, 128, 192, 256])
 def test_heads_and_blocks(head_dim, block_size):
     lower(head_dim=head_dim, block_size=block_size)
 
@@ -68,11 +78,16 @@ def test_groups_and_dtypes(group, dtype):
     lower(group=group, dtype=dtype)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 120, 128, 256])
 @pytest.mark.parametrize("group", [1, 4, 16])
 @pytest.mark.parametrize("num_partitions", [8, 11, 16])
 def test_partitions(head_dim, group, num_partitions):
     lower(head_dim=head_dim, group=group, num_partitions=num_partitions)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 168])
+def test_heads_of_other_models(head_dim):
+    lower(head_dim=head_dim)
 
 
 @pytest.mark.parametrize("num_partitions", [1, 3])

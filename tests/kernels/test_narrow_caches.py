@@ -71,8 +71,10 @@ def test_wide_tiles():
     check(narrow_case(lengths=(0, 128, 300), max_blocks=20, options=OPTIONS["window"]), tile=128, num_stages=2)
 
 
-def test_the_ring_goes_round():
-    check(narrow_case(lengths=(64 * 5,), max_blocks=20, heads=2, cache_dtype=E4M3), num_stages=2)
+@pytest.mark.parametrize("shape", [dict(scale_shape="head"), dict(), dict(heads=64, head_dim=128)])
+def test_the_ring_goes_round(shape):
+    """V leaves SMEM during the first product, after it, or in chunks."""
+    check(narrow_case(**(dict(lengths=(64 * 4,), max_blocks=16, heads=2, cache_dtype=E4M3) | shape)), num_stages=2)
 
 
 def test_one_scale_of_each_kind():

@@ -11,7 +11,7 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _mosaic_gpu, _xla
-from pallas_kernels import _rows, paged_decode
+from pallas_kernels import _rows, decode_config
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 
@@ -44,9 +44,28 @@ def test_several_query_tokens(q_len, num_partitions, options):
     check(case, num_partitions=num_partitions)
 
 
+@pytest.mark.parametrize(  # 6 heads: more than 64 rows, in 2 runs of 7 or 8 tokens
+    ("q_len", "num_partitions", "options"), [(13, 1, "all"), (16, 2, "window of one"), (16, 1, "sinks")]
+)
+def test_query_tokens_in_runs(q_len, num_partitions, options):
+    case = make_case(lengths=(3, 66, 130), max_blocks=9, q_len=q_len, kv_heads=1, dtype=BF16, options=OPTIONS[options])
+    check(case, num_partitions=num_partitions)
+
+
+def test_the_most_rows():
+    """64 heads of 16 tokens, in 16 runs."""
+    check(make_case(lengths=(9, 70), q_len=16, heads=64, kv_heads=1, dtype=BF16))
+
+
 @pytest.mark.parametrize("head_dim", [32, 80, 96, 112])
 def test_heads_that_the_copy_fills_up(head_dim):
     check(make_case(lengths=(1, 70), kv_heads=1, head_dim=head_dim, dtype=BF16), zero_fill=True)
+
+
+@pytest.mark.parametrize(("head_dim", "num_partitions"), [(40, 1), (72, 1), (120, 1), (120, 2)])
+def test_heads_that_are_no_multiple_of_16(head_dim, num_partitions):
+    case = make_case(lengths=(1, 130), max_blocks=9, kv_heads=2, head_dim=head_dim, dtype=BF16, options=OPTIONS["all"])
+    check(case, num_partitions=num_partitions, zero_fill=True)
 
 
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
@@ -152,9 +171,12 @@ def test_what_cannot_be_taken_says_so(monkeypatch):
 
     refused(make_case(dtype=jnp.float32), "float32")
     refused(make_case(dtype=BF16, cache_dtype=jnp.float16), "cache_dtype=float16")
-    refused(make_case(dtype=BF16, head_dim=120), "head_dim=120")
+    refused(make_case(dtype=BF16, head_dim=104), "head_dim=104")
     refused(make_case(dtype=BF16, block_size=24), "block_size=24")
-    refused(make_case(dtype=BF16, q_len=40), "q_len=40")
+    _mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=16, heads=64, kv_heads=1)))
+    _mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=64, heads=1, kv_heads=1)))
+    refused(make_case(dtype=BF16, q_len=22), "up to 16 query tokens.*got q_len=22, group=3")
+    refused(make_case(dtype=BF16, heads=65, kv_heads=1), "up to 64 query heads a KV head; got group=65")
     refused(make_case(dtype=BF16, cache_dtype=BF16, scale_shape="head"), "take k_scale and v_scale with 8-bit caches")
     monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (108, 8.0))
     refused(make_case(dtype=BF16), "compute_capability=8.0")
@@ -163,7 +185,7 @@ def test_what_cannot_be_taken_says_so(monkeypatch):
 @pytest.mark.parametrize("num_partitions", [1, 2])
 def test_vmap_gradient_and_export(num_partitions):
     cases = [make_case(seed, lengths=(3, 50), max_blocks=4, dtype=BF16, options=OPTIONS["all"]) for seed in range(2)]
-    config = paged_decode.default_config(
+    config = decode_config.default_config(
         seqs=2, kv_heads=2, group=3, q_len=1, head_dim=64, capacity=64, num_sms=132, num_partitions=num_partitions
     )
     interpreted = functools.partial(_mosaic_gpu._launch, config, plgpu.InterpretGPUParams(detect_races=True))

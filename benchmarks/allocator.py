@@ -1,0 +1,209 @@
+"""What the allocator costs: `python -m benchmarks.allocator --output allocator.json`, then its last table.
+
+1. Each operation as the body of a loop inside one jit, microseconds of device time a step by the slope between few and
+   many steps: against the batch, the size of the pool, and the blocks that are held.
+2. A decode step of a model of Llama-3-8B's shape with random weights, three times in turn in the same run: with the
+   allocator; with tables that were filled beforehand; and with an allocator on the host (a deque and lists), which has
+   to wait for the tokens of each step before it knows which sequences end.
+3. That host allocator by itself: its own time, and a step of it with the wait and the transfers.
+
+Every loop is checked before it is timed: no invariant broken, nobody refused, the lengths as they must be; the tables
+and slots are those of the host allocator; the three decode loops give the same tokens. `--toy` runs it all at toy
+sizes, `--figure` draws the first part, `--no-model` leaves the second out.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import allocator_loops as loops
+from benchmarks import allocator_model_step as model_step
+from benchmarks.allocator_loops import BLOCK_SIZE, BODIES, LoopState, Point
+from benchmarks.harness import Store, compile_all, header, slope_microseconds
+from benchmarks.host_allocator import HostAllocator
+
+THE_POINT = Point(256, 65_536, 256, 2048)  # what the bar of 15 us a step is about
+# The sweeps, each along one size. In the first two a sequence holds 18 blocks at the start.
+SWEEPS = {
+    "batch": [Point(n, 65_536, 40, 288) for n in (1, 16, 64, 256, 1024)],
+    "pool": [Point(16, n, 40, 288) for n in (1024, 16_384, 65_536, 262_144, 1_048_576)],
+    "held": [Point(256, 65_536, 256, n) for n in (288, 2048, 3680)],
+}
+TOY_POINT = Point(8, 512, 40, 288)
+TOY_SWEEPS = {
+    "batch": [dataclasses.replace(TOY_POINT, num_seqs=1), TOY_POINT],
+    "pool": [TOY_POINT],
+    "held": [TOY_POINT],
+}
+FEW_STEPS, MANY_STEPS = 64, 256  # the few take longer than a dispatch does, or the slope would be too small
+SECONDS = 0.06  # of timing, for each of the two numbers of steps
+
+
+def key(operation: str, point: Point) -> str:
+    return f"{operation} | {point.num_seqs} seqs, {point.num_blocks} blocks, {point.length} tokens"
+
+
+def jobs(operations: list[str], points: list[Point]) -> dict[str, tuple[str, Point]]:
+    """What is measured, by its key: every operation at every point, the prompts' where they fit."""
+    return {key(name, p): (name, p) for p in points for name in operations if fits(name, p)}
+
+
+def fits(name: str, point: Point) -> bool:
+    prompts = (point.num_seqs + 1) // 2 * loops.PROMPT_LENGTH // BLOCK_SIZE
+    return "match" not in name or prompts < point.num_blocks
+
+
+def measure(name: str, point: Point, compiled: Any, state: LoopState, seconds: float) -> dict[str, Any]:
+    def dispatch(num_steps: int) -> LoopState:
+        return compiled(state, jnp.int32(num_steps))
+
+    loops.check(name, state, dispatch(MANY_STEPS), MANY_STEPS)
+
+    def microseconds_of(num_steps: int) -> float:
+        return slope_microseconds(lambda _: dispatch(num_steps), 1, seconds)
+
+    microseconds = (microseconds_of(MANY_STEPS) - microseconds_of(FEW_STEPS)) / (MANY_STEPS - FEW_STEPS)
+    held = float(state.allocator.num_held) / (point.num_blocks - 1)
+    return {"operation": name, **dataclasses.asdict(point), "held": held, "us": microseconds}
+
+
+def measure_loops(store: Store, operations: list[str], points: list[Point], seconds: float) -> None:
+    todo = {k: job for k, job in jobs(operations, points).items() if k not in store.results}
+    starts = {("match" in name, p) for name, p in todo.values()}
+    states = compile_all({(prompts, p): functools.partial(loops.start, p, prompts=prompts) for prompts, p in starts})
+    of = {k: states["match" in name, p] for k, (name, p) in todo.items()}
+
+    def compiling(body: loops.Body, state: LoopState) -> Callable[[], Any]:
+        return lambda: loops.run.lower(state, jnp.int32(1), body=body).compile()
+
+    compiled = compile_all({k: compiling(BODIES[name], of[k]) for k, (name, _) in todo.items()})
+    for k, (name, p) in todo.items():
+        store.add(k, measure(name, p, compiled[k], of[k], seconds))
+        print(f"{k}: {store.results[k]['us']:.2f} us", flush=True)
+
+
+def host_copy(state: LoopState, point: Point) -> HostAllocator:
+    """The host allocator in the same state."""
+    host = HostAllocator(point.num_blocks, BLOCK_SIZE, point.num_seqs, point.max_blocks)
+    allocator = state.allocator
+    host.free_blocks.clear()
+    host.free_blocks.extend(allocator.pool.free_list[: int(allocator.num_free)].tolist())
+    host.lengths = allocator.lengths.tolist()
+    host.block_tables[:] = allocator.block_tables
+    held = -(-np.asarray(host.lengths) // BLOCK_SIZE)
+    host.blocks = [row[:count].tolist() for row, count in zip(host.block_tables, held, strict=True)]
+    return host
+
+
+def ended(rows: np.ndarray, i: int) -> np.ndarray:
+    return (rows + i) % 64 == 0  # as in allocator_loops.append_and_free
+
+
+def check_by_host(point: Point, num_steps: int = 50) -> None:
+    """The device's tables, lengths and slots are those of the host allocator, to the last block id."""
+    state = loops.start(point)
+    host, rows = host_copy(state, point), np.arange(point.num_seqs)
+    for i in range(num_steps):
+        slots = host.append()
+        host.free(ended(rows, i))
+    after = loops.run(state, jnp.int32(num_steps), body=BODIES["append, free"])
+    for got, wanted in (
+        (after.allocator.block_tables, host.block_tables),
+        (after.allocator.lengths, host.lengths),
+        (after.result, slots),
+    ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def measure_host(point: Point, num_steps: int) -> dict[str, float]:
+    """Microseconds a step: of the host allocator by itself, and with what it forces."""
+    state, rows = loops.start(point), np.arange(point.num_seqs)
+    host, times = host_copy(state, point), []
+    for i in range(num_steps):
+        begun = time.perf_counter()
+        host.append()
+        host.free(ended(rows, i))
+        times.append(time.perf_counter() - begun)
+
+    @jax.jit
+    def step(tokens: jax.Array, slots: jax.Array, block_tables: jax.Array, lengths: jax.Array) -> jax.Array:
+        return (tokens * 5 + slots + block_tables[:, 0] + lengths) % 1021
+
+    host, waits = host_copy(state, point), []
+    tokens = jnp.zeros(point.num_seqs, jnp.int32)
+    for _ in range(num_steps):
+        begun = time.perf_counter()
+        slots = host.append()
+        tokens = step(tokens, *jax.device_put((slots, host.block_tables, np.asarray(host.lengths, np.int32))))
+        host.free(np.asarray(tokens) % 64 == 0)  # the wait
+        waits.append(time.perf_counter() - begun)
+    return {"host_us": statistics.median(times) * 1e6, "host_with_sync_us": statistics.median(waits) * 1e6}
+
+
+def table(store: Store, operations: list[str], sweeps: dict[str, list[Point]], point: Point) -> str:
+    lines = []
+    for title, points in sweeps.items():
+        rows = {name: [store.results.get(key(name, p)) for p in points] for name in operations}
+        heads = [heading(title, point, result) for point, result in zip(points, rows[operations[0]], strict=True)]
+        lines.append(f"{title + ', us a step':<26}" + "".join(f"{head:>10}" for head in heads))
+        for name, results in rows.items():
+            cells = [f"{result['us']:10.2f}" if result else f"{'-':>10}" for result in results]
+            lines.append(f"  {name:<24}" + "".join(cells))
+    at = store.results[key("append", point)]
+    lines.append(f"append + slots, {point.num_seqs} sequences, {point.num_blocks} blocks: {at['us']:.2f} us a step")
+    host = store.results["host"]
+    waiting = f"with the wait and the transfers {host['host_with_sync_us']:.0f} us"
+    lines.append(f"the same on the host: {host['host_us']:.0f} us, {waiting}")
+    models = {name: result for name, result in store.results.items() if name.startswith("model ")}
+    return "\n".join([*lines, *(model_step.line(name, result) for name, result in models.items())])
+
+
+def heading(title: str, point: Point, result: dict[str, Any] | None) -> str:
+    if title == "held":
+        return f"{result['held']:.0%}" if result else "-"
+    return str(point.num_seqs if title == "batch" else point.num_blocks)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--toy", action="store_true", help="toy sizes, to see on any machine that it runs")
+    parser.add_argument("--operations", nargs="+", default=list(BODIES), choices=list(BODIES), help="append is added")
+    parser.add_argument("--no-model", action="store_true", help="leave the decode steps out")
+    parser.add_argument("--shapes", nargs="+", default=["64x2048", "256x512"], help="of the model: sequences x length")
+    parser.add_argument("--output", type=Path, help="a JSON file; a second run goes on where the first stopped")
+    parser.add_argument("--figure", type=Path, help="an .svg or .png of the sweeps; needs matplotlib")
+    options = parser.parse_args(arguments)
+    sweeps, point = (TOY_SWEEPS, TOY_POINT) if options.toy else (SWEEPS, THE_POINT)
+    operations = list(dict.fromkeys([*options.operations, "append"]))
+    begun = time.perf_counter()
+    store = Store(options.output, **header())
+    check_by_host(point)
+    points = [point, *itertools.chain(*sweeps.values())]
+    measure_loops(store, operations, points, 0.002 if options.toy else SECONDS)
+    if "host" not in store.results:
+        store.add("host", dataclasses.asdict(point) | measure_host(point, 20 if options.toy else 300))
+    if not options.no_model:
+        append_us = store.results[key("append", point)]["us"]
+        for name, result in model_step.measure(["2x40"] if options.toy else options.shapes, options.toy, append_us):
+            store.add(name, result)
+            print(model_step.line(name, result), flush=True)
+    if options.figure:
+        from benchmarks.allocator_plot import draw
+
+        draw(store, sweeps, options.figure)
+    print(f"\n{store.header['device']}, jax {store.header['jax']}, {time.perf_counter() - begun:.0f} s")
+    print(table(store, operations, sweeps, point))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The sweeps of benchmarks/allocator.py as a figure: microseconds a step against batch, pool and blocks held."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Store
+
+AXES = {"batch": "num_seqs", "pool": "num_blocks", "held": "held"}
+# Colours that the colour-blind can tell apart (Okabe and Ito).
+STYLES = (
+    ("#000000", "."),
+    ("#0072B2", "o"),
+    ("#56B4E9", "v"),
+    ("#009E73", "s"),
+    ("#D55E00", "^"),
+    ("#CC79A7", "D"),
+    ("#E69F00", "x"),
+)
+
+
+def label(title: str, point: Any) -> str:
+    """What stands under a panel, one of whose points this is."""
+    if title == "batch":
+        return f"sequences (of {point.length} tokens, {point.num_blocks} blocks in the pool)"
+    if title == "pool":
+        return f"blocks in the pool ({point.num_seqs} sequences of {point.length} tokens)"
+    return f"part of the pool held ({point.num_seqs} sequences, {point.num_blocks} blocks)"
+
+
+def draw(store: Store, sweeps: dict[str, list[Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display
+    matplotlib.rcParams["svg.hashsalt"] = "jaxpaged"  # the same ids, so that an unchanged figure is an unchanged file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(sweeps), figsize=(4.6 * len(sweeps), 4), sharey=True)
+    for axis, (title, points) in zip(axes, sweeps.items(), strict=True):
+        sizes = {(p.num_seqs, p.num_blocks, p.max_blocks, p.length) for p in points}
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for result in store.results.values():
+            if (
+                "operation" in result
+                and tuple(result[n] for n in ("num_seqs", "num_blocks", "max_blocks", "length")) in sizes
+            ):
+                lines.setdefault(result["operation"], []).append((result[AXES[title]], result["us"]))
+        for (operation, found), (colour, marker) in zip(lines.items(), STYLES, strict=False):
+            axis.plot(*zip(*sorted(found), strict=True), color=colour, marker=marker, label=operation)
+        if title != "held":
+            axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel(label(title, points[0]))
+        axis.grid(linewidth=0.4, alpha=0.6)
+    axes[0].set_ylabel("microseconds a step, inside one jit")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"The allocator's operations, {store.header['device']}, jax {store.header['jax']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)

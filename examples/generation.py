@@ -1,0 +1,302 @@
+"""A batch of sequences being generated: prefill, the decode loop, and what runs them from the host.
+
+Prefill is one jitted call over the ragged batch. Decoding is one `jax.jit` around `lax.while_loop`: allocate, write,
+attend, sample, stop, free, with no way back to the host until it ends.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from llama import Llama, LlamaConfig
+from prefill import Caches, Prompts, pad_prompts, write_prompts
+from sampling import Sampling, sample
+from shared_prefix import share_prefix
+
+import jaxpaged
+
+MOST_CACHE_BYTES = 64e9  # beyond this a pool is a slip of the keyboard
+Granularity = Literal["token_head", "head", "tensor"]  # of a quantised cache's scales
+
+
+class PoolError(ValueError):
+    """The prompts do not fit into the pool; the message is one sentence for the user."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A batch of sequences being generated."""
+
+    caches: Caches
+    allocator: jaxpaged.BlockAllocator
+    keys: jax.Array  # a random key a sequence
+    tokens: jax.Array  # int32 [seqs, max_new_tokens], generated so far
+    num_tokens: jax.Array  # int32 [seqs], how many that is
+    limits: jax.Array  # int32 [seqs], how many it may become
+    running: jax.Array  # bool [seqs]
+    starved: jax.Array  # bool [seqs], stopped for want of a block
+    num_cached: jax.Array  # int32 [seqs], tokens of the prompt that were found in the cache
+    peak_blocks: jax.Array  # int32 [], the most blocks held at one time
+    peak_unshared: jax.Array  # int32 [], the most that it would have been if none were shared
+
+
+def claim(state: Generation, num_tokens: jax.Array, *, max_tokens: int = 1) -> tuple[Generation, jax.Array, jax.Array]:
+    """Makes room for new tokens of the running sequences: the new state, their slots, and which may advance.
+
+    Who finds no block waits for one to come back. Where all wait, the last of them stops and makes room for the others.
+    """
+    allocator, slots, ok = state.allocator.append(jnp.where(state.running, num_tokens, 0), max_tokens=max_tokens)
+    advanced = state.running & ok
+    seqs = jnp.arange(advanced.shape[0])
+    stopped = ~advanced.any() & (seqs == jnp.where(state.running, seqs, -1).max())
+    state = dataclasses.replace(
+        state, allocator=allocator, running=state.running & ~stopped, starved=state.starved | stopped
+    )
+    return state, slots, advanced
+
+
+def num_entries(allocator: jaxpaged.BlockAllocator) -> jax.Array:
+    """How many blocks it would take if none were shared, int32 []."""
+    return (-(-allocator.lengths // allocator.block_size)).sum()
+
+
+def retire(state: Generation) -> Generation:
+    """Frees the sequences that no longer run, and keeps count of the blocks held until then."""
+    return dataclasses.replace(
+        state,
+        allocator=state.allocator.free(~state.running),
+        peak_blocks=jnp.maximum(state.peak_blocks, state.allocator.num_held),
+        peak_unshared=jnp.maximum(state.peak_unshared, num_entries(state.allocator)),
+    )
+
+
+def extend(state: Generation, tokens: jax.Array, counts: jax.Array, eos_ids: tuple[int, ...]) -> Generation:
+    """Puts the first `counts` of each row of tokens, int32 [seqs, n], behind it, and frees the sequences that end."""
+    rank = jnp.arange(tokens.shape[1])[None]
+    is_eos = jnp.isin(tokens, jnp.asarray(eos_ids, jnp.int32))
+    num_eos_before = jnp.cumsum(is_eos, axis=1, dtype=jnp.int32) - is_eos.astype(jnp.int32)
+    is_new = (rank < counts[:, None]) & (num_eos_before == 0)
+    place = jnp.where(is_new, state.num_tokens[:, None] + rank, state.tokens.shape[1])  # past the end: dropped
+    num_tokens = state.num_tokens + is_new.sum(axis=1, dtype=jnp.int32)
+    ended = (num_tokens >= state.limits) | (is_new & is_eos).any(axis=1)
+    seqs = jnp.arange(tokens.shape[0])[:, None]
+    state = dataclasses.replace(
+        state,
+        tokens=state.tokens.at[seqs, place].set(tokens, mode="drop"),
+        num_tokens=num_tokens,
+        running=state.running & ~ended,
+    )
+    return retire(state)
+
+
+def accept(
+    state: Generation, advanced: jax.Array, logits: jax.Array, eos_ids: tuple[int, ...], sampling: Sampling
+) -> Generation:
+    """Samples the next token of the sequences that advanced."""
+    token = sample(logits, jax.vmap(jax.random.fold_in)(state.keys, state.num_tokens), sampling)
+    return extend(state, token[:, None], advanced.astype(jnp.int32), eos_ids)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "eos_ids", "sampling"), donate_argnames="state")
+def prefill(
+    graph: nnx.GraphDef,
+    weights: nnx.State,
+    state: Generation,
+    prompts: Prompts,
+    prefix: Prompts | None,  # one, which all the prompts begin with
+    eos_ids: tuple[int, ...],
+    sampling: Sampling,
+) -> Generation:
+    """Writes the prompts into the cache and samples each sequence's first token."""
+    model = nnx.merge(graph, weights)
+    caches, allocator, num_cached = state.caches, state.allocator, state.num_cached
+    if prefix is not None:
+        caches, allocator, num_cached = share_prefix(model, caches, allocator, prefix, prompts)
+    caches, allocator, logits, ok = write_prompts(model, caches, allocator, prompts, num_cached=num_cached)
+    state = dataclasses.replace(
+        state, caches=caches, allocator=allocator, running=ok, starved=~ok, num_cached=num_cached
+    )
+    return accept(state, ok, logits, eos_ids, sampling)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "eos_ids", "sampling"), donate_argnames="state")
+def decode(
+    graph: nnx.GraphDef,
+    weights: nnx.State,
+    state: Generation,
+    num_steps: jax.Array,
+    eos_ids: tuple[int, ...],
+    sampling: Sampling,
+) -> Generation:
+    """Up to `num_steps` more tokens for every running sequence."""
+    model = nnx.merge(graph, weights)
+
+    def go_on(carry: tuple[jax.Array, Generation]) -> jax.Array:
+        step, state = carry
+        return (step < num_steps) & state.running.any()
+
+    def one_token(carry: tuple[jax.Array, Generation]) -> tuple[jax.Array, Generation]:
+        step, state = carry
+        state, slots, advanced = claim(state, state.running.astype(jnp.int32))
+        last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
+        caches, logits = model(last, state.caches, state.allocator, slots)
+        return step + 1, accept(dataclasses.replace(state, caches=caches), advanced, logits, eos_ids, sampling)
+
+    return lax.while_loop(go_on, one_token, (jnp.int32(0), state))[1]
+
+
+def start(
+    config: LlamaConfig,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    block_size: int,
+    num_blocks: int | None,
+    dtype: str,
+    seed: int,
+    scale: Granularity | None = None,
+    num_spared: int = 0,
+) -> Generation:
+    """An empty generation; `dtype` and `scale` are the cache's, whose scales of a tensor or a head `calibrate` sets.
+    The sequences get by with `num_spared` blocks less because they share them.
+    Raises `PoolError` where the prompts do not fit."""
+    lengths = [len(prompt) for prompt in prompts]
+    limits = [min(max_new_tokens, config.context - length + 1) for length in lengths]
+    blocks_at_start = sum(-(-length // block_size) for length in lengths) - num_spared
+    # The last token of a sequence is never written: nothing attends to it.
+    blocks_at_end = [-(-(length + limit - 1) // block_size) for length, limit in zip(lengths, limits, strict=True)]
+    if num_blocks is None:
+        num_blocks = 1 + sum(blocks_at_end) - num_spared
+    if num_blocks - 1 < blocks_at_start:
+        raise PoolError(
+            f"The prompts need {blocks_at_start} blocks of {block_size} tokens and --num-blocks {num_blocks} leaves "
+            f"{num_blocks - 1} beside the null block; pass at least --num-blocks {blocks_at_start + 1}."
+        )
+    placeholder = 1.0 if scale in ("tensor", "head") else None
+    create = functools.partial(
+        jaxpaged.KVCache.create,
+        num_blocks,
+        block_size,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype=dtype,
+        scale=scale,
+        k_scale=placeholder,
+        v_scale=placeholder,
+    )
+    cache_bytes = config.num_layers * num_bytes(jax.eval_shape(create))
+    if cache_bytes > MOST_CACHE_BYTES:
+        raise PoolError(
+            f"A pool of {num_blocks} blocks of {block_size} tokens takes {cache_bytes / 1e9:.0f} GB; "
+            "pass smaller --num-blocks, --block-size or --max-new-tokens."
+        )
+    return Generation(
+        caches=tuple(create() for _ in range(config.num_layers)),
+        allocator=jaxpaged.BlockAllocator.create(num_blocks, block_size, len(prompts), max(blocks_at_end)),
+        keys=prompt_keys(prompts, seed),
+        tokens=jnp.zeros((len(prompts), max(limits)), jnp.int32),
+        num_tokens=jnp.zeros(len(prompts), jnp.int32),
+        limits=jnp.asarray(limits, jnp.int32),
+        running=jnp.zeros(len(prompts), bool),
+        starved=jnp.zeros(len(prompts), bool),
+        num_cached=jnp.zeros(len(prompts), jnp.int32),
+        peak_blocks=jnp.zeros((), jnp.int32),
+        peak_unshared=jnp.zeros((), jnp.int32),
+    )
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def calibrate(
+    model: Llama, state: Generation, config: LlamaConfig, prompts: list[list[int]], *, dtype: str, scale: Granularity
+) -> Generation:
+    """`state` with the scales of each layer's cache set so that the keys and values of the prompts just fit."""
+    trial = start(config, prompts, max_new_tokens=1, block_size=16, num_blocks=None, dtype=dtype, seed=0)
+    graph, weights = nnx.split(model)
+    trial = prefill(graph, weights, trial, pad_prompts(prompts), None, (), Sampling())
+    caches = tuple(
+        dataclasses.replace(
+            cache,
+            k_scale=jaxpaged.kv_scale(seen.k, cache.k.dtype, scale),  # slots that hold no token are zeros
+            v_scale=jaxpaged.kv_scale(seen.v, cache.v.dtype, scale),
+        )
+        for cache, seen in zip(state.caches, trial.caches, strict=True)
+    )
+    return dataclasses.replace(state, caches=caches)
+
+
+def prompt_keys(prompts: list[list[int]], seed: int) -> jax.Array:
+    """A random key a prompt that depends on its own tokens, not on its place in the batch; repeats get other ones."""
+    seen: Counter[int] = Counter()
+    keys = []
+    for prompt in prompts:
+        digest = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
+        keys.append(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), digest), seen[digest]))
+        seen[digest] += 1
+    return jnp.stack(keys)
+
+
+@dataclasses.dataclass
+class Timing:
+    """Seconds, each waited for to the end, and which attention the decode loop was compiled with."""
+
+    compile: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    attention: str = ""
+
+
+def generate(
+    model: Llama,
+    state: Generation,
+    prompts: list[list[int]],
+    eos_ids: tuple[int, ...],
+    sampling: Sampling,
+    *,
+    steps_at_once: int,
+    look: Callable[[Generation], None] = lambda state: None,
+    prefix: list[int] | None = None,
+) -> tuple[Generation, Timing]:
+    """Runs `state` to its end, calling `look` after the prefill and after every `steps_at_once` decode steps.
+
+    All prompts begin with the `prefix`, if there is one; it is computed once.
+    """
+    graph, weights = nnx.split(model)
+    timing = Timing()
+
+    def timed(name: str, function: Callable, *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        result = jax.block_until_ready(function(*arguments))
+        setattr(timing, name, getattr(timing, name) + time.perf_counter() - begin)
+        return result
+
+    shared = None if prefix is None else pad_prompts([prefix])
+    padded = pad_prompts(prompts, num_cached=0 if prefix is None else len(prefix))
+    num_steps = jnp.int32(steps_at_once)
+    first = timed("compile", prefill.lower(graph, weights, state, padded, shared, eos_ids, sampling).compile)
+    more = timed("compile", decode.lower(graph, weights, state, num_steps, eos_ids, sampling).compile)
+    timing.attention = "mosaic_gpu" if "mosaic_gpu" in more.as_text() else "xla"
+    state = timed("prefill", first, weights, state, padded, shared)
+    look(state)
+    while bool(state.running.any()):
+        state = timed("decode", more, weights, state, num_steps)
+        look(state)
+    return state, timing
+
+
+def generated(state: Generation) -> list[list[int]]:
+    rows, counts = np.asarray(state.tokens), np.asarray(state.num_tokens)
+    return [row[:count].tolist() for row, count in zip(rows, counts, strict=True)]

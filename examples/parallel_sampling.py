@@ -1,0 +1,107 @@
+"""Several completions of each prompt, whose keys and values are computed once.
+
+    python examples/parallel_sampling.py --num-completions 4 --prompt "The old lighthouse keeper opened the door and"
+
+All of it is one `jax.jit`: a prompt is prefilled into the row of its first completion, one `fork` makes the others
+from it, `copy_blocks` gives each its own copy of a last block that is partly filled, and the decode loop samples on.
+The full blocks of the prompt are shared for as long as a completion that holds them runs.
+"""
+
+import argparse
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from command_line import compute, describe_blocks, model_arguments, positive, read_sampling, sampling_arguments
+from flax import nnx
+from generation import Generation, accept, decode, generated, start
+from llama import Llama, LlamaConfig
+from prefill import Prompts, pad_prompts, write_prompts
+from sampling import Sampling
+
+from jaxpaged import copy_blocks
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "eos_ids", "sampling"), donate_argnames="state")
+def complete(
+    graph: nnx.GraphDef,
+    weights: nnx.State,
+    state: Generation,  # a row for each completion, those of one prompt side by side
+    prompts: Prompts,
+    eos_ids: tuple[int, ...],
+    sampling: Sampling,
+) -> tuple[Generation, jax.Array]:
+    """From an empty state to its end, and how many blocks were shared after the fork, int32 []."""
+    model = nnx.merge(graph, weights)
+    num_seqs, num_prompts = state.running.shape[0], prompts.lengths.shape[0]
+    num_completions = num_seqs // num_prompts
+    prompt_of = jnp.arange(num_seqs, dtype=jnp.int32) // num_completions
+    firsts = jnp.arange(num_prompts, dtype=jnp.int32) * num_completions
+
+    caches, allocator, logits, ok = write_prompts(model, state.caches, state.allocator, prompts, seqs=firsts)
+    allocator, copies, forked = allocator.fork(firsts[prompt_of])  # the first is its own parent, and stays as it is
+    caches = tuple(copy_blocks(cache, *copies) for cache in caches)
+    num_shared = allocator.num_shared
+
+    ok = ok[prompt_of] & forked
+    state = dataclasses.replace(state, caches=caches, allocator=allocator, running=ok, starved=~ok)
+    state = accept(state, ok, logits[prompt_of], eos_ids, sampling)
+    return decode(graph, weights, state, state.limits.max(), eos_ids, sampling), num_shared
+
+
+def sample_in_parallel(
+    model: Llama,
+    config: LlamaConfig,
+    prompts: list[list[int]],
+    *,
+    num_completions: int,
+    max_new_tokens: int,
+    block_size: int,
+    sampling: Sampling,
+    seed: int = 0,
+    eos_ids: tuple[int, ...] = (),
+    dtype: str = "float32",
+) -> tuple[Generation, int]:
+    """The final state, `num_completions` rows a prompt, and the number of blocks shared after the fork.
+
+    Raises `PoolError` where the prompts do not fit."""
+    state = start(
+        config,
+        [prompt for prompt in prompts for _ in range(num_completions)],  # so each has a random key of its own
+        max_new_tokens=max_new_tokens,
+        block_size=block_size,
+        num_blocks=None,
+        dtype=dtype,
+        seed=seed,
+        num_spared=sum((num_completions - 1) * (len(prompt) // block_size) for prompt in prompts),
+    )
+    state, num_shared = complete(*nnx.split(model), state, pad_prompts(prompts), eos_ids, sampling)
+    return state, int(num_shared)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], parents=[model_arguments(), sampling_arguments(temperature=0.8)]
+    )
+    parser.add_argument("-n", "--num-completions", type=positive, default=4, metavar="N", help="of each prompt")
+    args = parser.parse_args(arguments)
+    try:
+        sampling = read_sampling(args)
+    except ValueError as error:
+        parser.error(str(error))
+    request, (state, num_shared) = compute(
+        parser, args, sample_in_parallel, num_completions=args.num_completions, sampling=sampling, seed=args.seed
+    )
+    completions = iter(generated(state))
+    for i, text in enumerate(request.texts):
+        print(f"[{i}] {text}")
+        for _ in range(args.num_completions):
+            print(f"--> {request.checkpoint.tokenizer.decode(next(completions)).strip()}")
+        print()
+    blocks = describe_blocks(state.peak_blocks, state.peak_unshared, args.block_size)
+    print(f"blocks:  {num_shared} shared after the fork; {blocks}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A prefix that all prompts of a batch begin with: computed once, found again by each of them in the prefix cache."""
+
+import jax
+import jax.numpy as jnp
+from llama import Llama
+from prefill import Caches, Prompts, write_prompts
+
+import jaxpaged
+
+
+def common_prefix(prompts: list[list[int]], block_size: int) -> list[int]:
+    """The tokens that all prompts begin with, as far as they fill blocks: full ones alone are shared."""
+    first, last = min(prompts), max(prompts)  # in the order of lists: what these two share all share
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first[: length // block_size * block_size]
+
+
+def num_spared_blocks(prompts: list[list[int]], prefix: list[int], block_size: int) -> int:
+    """How many blocks less the prompts take, since each finds the prefix's, but never the one with its last token."""
+    found = sum(min(len(prefix), len(prompt) - 1) // block_size for prompt in prompts)
+    return max(found - len(prefix) // block_size, 0)
+
+
+def share_prefix(
+    model: Llama, caches: Caches, allocator: jaxpaged.BlockAllocator, prefix: Prompts, prompts: Prompts
+) -> tuple[Caches, jaxpaged.BlockAllocator, jax.Array]:
+    """Begins each prompt's row with the prefix's blocks, inside the caller's jit.
+
+    Returns the new caches and allocator, and how many tokens of each prompt are in the cache, int32 [prompts].
+    """
+    prefix_cache = jaxpaged.PrefixCache.create(allocator.num_blocks, allocator.block_size)
+
+    # 1. The prefix stands in the first row for as long as it takes to write it. Freed, its blocks wait to be found.
+    caches, allocator, _, _ = write_prompts(model, caches, allocator, prefix)
+    num_seqs, num_tokens = allocator.lengths.shape[0], prefix.rows.shape[1]
+    rows = jnp.zeros((num_seqs, num_tokens), jnp.int32).at[:1].set(prefix.rows)
+    prefix_cache, allocator = prefix_cache.insert(allocator, rows)
+    allocator = allocator.free(allocator.lengths > 0)
+
+    # 2. One lookup for the whole batch.
+    _, allocator, num_cached = prefix_cache.match_prefix(allocator, prompts.rows, prompts.lengths)
+    return caches, allocator, num_cached

@@ -1,0 +1,86 @@
+"""What a person or a test asks an allocator, on the host: the invariants that it breaks, and itself as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxpaged._allocator import BlockAllocator
+
+SHOWN_SEQS = 16  # rows of a printed allocator
+
+
+def check(allocator: BlockAllocator) -> tuple[str, ...]:
+    """The names of the broken invariants, each a line below. Those that stand on a broken one are not looked at."""
+    pool, num_blocks, block_size = allocator.pool, allocator.num_blocks, allocator.block_size
+    tables, lengths = np.asarray(allocator.block_tables), np.asarray(allocator.lengths)
+    num_free, num_waiting, bottom = int(pool.num_free), int(pool.num_waiting), int(pool.bottom)
+    first = {
+        "lengths_fit_their_rows": ((lengths >= 0) & (lengths <= tables.shape[1] * block_size)).all(),
+        "table_entries_are_blocks": ((tables >= 0) & (tables < num_blocks)).all(),
+        "free_count_is_within_the_pool": 0 <= num_free < num_blocks,
+        "waiting_are_among_the_free": 0 <= num_waiting <= num_free,
+        "bottom_is_within_the_ring": 0 <= bottom < num_blocks,
+        "free_list_holds_blocks": ((np.asarray(pool.free_list) >= 0) & (np.asarray(pool.free_list) < num_blocks)).all(),
+    }
+    if not all(first.values()):
+        return _broken(first)
+
+    num_held = -(-lengths // block_size)
+    is_entry = np.arange(tables.shape[1])[None] < num_held[:, None]
+    places = (bottom + np.arange(num_free)) % num_blocks
+    free = np.asarray(pool.free_list)[places]
+    extra, pins, cached_at = (np.asarray(x) for x in (pool.extra_holders, pool.pins, pool.cached_at))
+    named = np.bincount(tables[is_entry], minlength=num_blocks)
+    is_free = np.bincount(free, minlength=num_blocks) > 0
+    held = np.setdiff1d(np.arange(1, num_blocks), free)
+    waiting_at = cached_at[free[:num_waiting]]  # -1: a prefix that was forgotten
+    swapped = np.asarray(allocator.swapped_lengths)
+    has_partial = lengths % block_size > 0
+    partial = tables[has_partial, num_held[has_partial] - 1]
+    rows = [row[entries] for row, entries in zip(tables, is_entry, strict=True)]
+    return _broken(
+        {
+            "entries_beyond_a_sequence_are_null": (tables[~is_entry] == 0).all(),
+            "who_is_swapped_out_holds_nothing": not ((lengths > 0) & (swapped > 0)).any() and (swapped >= 0).all(),
+            "null_block_is_never_handed_out": named[0] == 0 and not is_free[0],
+            "no_sequence_names_a_block_twice": all(len(set(row)) == len(row) for row in rows),
+            "no_block_is_free_twice": len(set(free)) == len(free),
+            "free_and_held_and_null_are_all": not (is_free & (named > 0)).any() and (named + pins)[held].all(),
+            "holders_are_the_entries_and_pins": (1 + extra == named + pins)[held].all(),
+            "free_blocks_have_no_holders": not extra[is_free].any() and not pins[is_free].any(),
+            "pins_are_not_negative": (pins >= 0).all(),
+            "a_partly_filled_block_has_one_sequence": len(set(partial)) == len(partial) and (named[partial] == 1).all(),
+            "no_partly_filled_block_is_cached": (cached_at[partial] != num_blocks).all(),
+            "free_blocks_are_not_cached_as_held": not (cached_at[is_free] == num_blocks).any(),
+            "waiting_blocks_know_their_places": ((waiting_at == places[:num_waiting]) | (waiting_at == -1)).all(),
+        }
+    )
+
+
+def _broken(invariants: dict[str, object]) -> tuple[str, ...]:
+    return tuple(name for name, holds in invariants.items() if not holds)
+
+
+def describe(allocator: BlockAllocator) -> str:
+    """A line for the pool and one for each sequence, the first of them."""
+    if np.ndim(allocator.lengths) != 1 or isinstance(allocator.lengths, jax.core.Tracer):
+        return repr(allocator)  # under vmap, or while tracing: there are no numbers to show
+    tables, lengths = np.asarray(allocator.block_tables), np.asarray(allocator.lengths)
+    lines = [
+        f"BlockAllocator: {int(allocator.num_held)} of {allocator.num_blocks - 1} blocks of {allocator.block_size} "
+        f"tokens held ({int(allocator.num_shared)} shared), {int(allocator.num_free)} free "
+        f"({int(allocator.num_waiting)} with a cached prefix)"
+    ]
+    for i in np.flatnonzero(lengths)[:SHOWN_SEQS]:
+        ids = tables[i, : -(-lengths[i] // allocator.block_size)].tolist()
+        text = " ".join(map(str, ids if len(ids) <= 12 else [*ids[:6], "...", *ids[-5:]]))
+        lines.append(f"  seq {i}: {lengths[i]} tokens in blocks {text}")
+    lines += [f"  seq {i}: {n} tokens swapped out" for i, n in enumerate(allocator.swapped_lengths.tolist()) if n]
+    num_held = int((lengths > 0).sum())
+    if num_held > SHOWN_SEQS:
+        lines.append(f"  and {num_held - SHOWN_SEQS} more sequences")
+    return "\n".join(lines)

@@ -1,0 +1,189 @@
+"""The pool: which blocks are free, in which order they go, and how many hold each. It knows no sequences."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged._export import exportable
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockPool:
+    """The free blocks and the holders of the others. Immutable.
+
+    Attributes:
+        free_list: int32 `[blocks]`, a ring: `num_free` entries from `bottom` on are the free blocks. The one on top,
+            the last of them, goes next.
+        bottom: int32 `[]`. It is 0 until a prefix cache is used, and then `free_list[:num_free]` is a plain stack.
+        num_free: int32 `[]`.
+        num_waiting: int32 `[]`: so many free blocks, those from `bottom` on, may still hold a cached prefix. They
+            wait below the others, the one that went unused longest on top, so that it is the first to be overwritten.
+        extra_holders: int32 `[blocks]`, how many hold a block beside the first; 0 for a free block. Counted from the
+            second on, so that handing out a block does not touch it: `append` stays a few operations on the batch.
+        pins: int32 `[blocks]`, how many of its holders are pins (`BlockAllocator.hold`), not sequences.
+        generations: int32 `[blocks]`, how often tokens of a block were given up: it was let go by its last holder, or
+            its sequence was shortened inside it. While it stays the same, what was written to the block stays.
+        cached_at: int32 `[blocks]`, for the prefix cache: `num_blocks` while a cached block is held; where in
+            `free_list` it waits once it is free; -1 for a block that never was cached. Of a block that was handed out
+            from there the place is stale: `is_cached` sees that the place has left the waiting ones.
+
+    A cached block is never written again while it is held: whoever would shorten into it takes a copy.
+    """
+
+    free_list: jax.Array
+    bottom: jax.Array
+    num_free: jax.Array
+    num_waiting: jax.Array
+    extra_holders: jax.Array
+    pins: jax.Array
+    generations: jax.Array
+    cached_at: jax.Array
+
+    @classmethod
+    def create(cls, num_blocks: int) -> "BlockPool":
+        # One array each: two leaves that are one buffer cannot both be donated.
+        return cls(
+            free_list=jnp.arange(num_blocks - 1, -1, -1, dtype=jnp.int32),
+            bottom=jnp.zeros((), jnp.int32),
+            num_free=jnp.asarray(num_blocks - 1, jnp.int32),
+            num_waiting=jnp.zeros((), jnp.int32),
+            extra_holders=jnp.zeros(num_blocks, jnp.int32),
+            pins=jnp.zeros(num_blocks, jnp.int32),
+            generations=jnp.zeros(num_blocks, jnp.int32),
+            cached_at=jnp.full(num_blocks, -1, jnp.int32),
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return self.free_list.shape[-1]
+
+    def peek(self, from_top: jax.Array) -> jax.Array:
+        """The ids that stand so far below the top of the free blocks; any id where there are not as many."""
+        return self.free_list[self._ring(self.bottom + self.num_free - 1 - from_top)]
+
+    def take(self, count: jax.Array) -> "BlockPool":
+        """Hands out the `count` blocks on top, which `peek` has named. Waiting ones among them are no longer cached."""
+        num_free = self.num_free - count
+        return dataclasses.replace(self, num_free=num_free, num_waiting=jnp.minimum(self.num_waiting, num_free))
+
+    def share(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
+        """One more holder for each wanted entry of `ids`, blocks that are held."""
+        return dataclasses.replace(self, extra_holders=_add(self.extra_holders, ids, wanted, 1))
+
+    def let_go(self, ids: jax.Array, given: jax.Array) -> "BlockPool":
+        """One holder less for each given entry of `ids`; a block that nobody holds then is free.
+
+        Args:
+            ids: int32 `[seqs, max_blocks]`. No row names a block twice; several rows may.
+            given: bool, likewise.
+
+        As if one row came after the other, the last one first, and in each its last block first: cached blocks are
+        laid under all that are free, the others on top. So a sequence's tail is overwritten before its head, and what
+        was freed right after it was handed out goes out again in the same order.
+        """
+        rows = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
+        holders = _add(self.extra_holders, ids, given, -1)
+        unheld = given & (holders[ids] < 0)
+        # Of several rows that let go of one block the first puts it back. They settle it in the count itself, which
+        # is below zero here and is set to zero by the one.
+        claim = rows - ids.shape[0] - 1
+        holders = holders.at[self._where(unheld, ids)].min(claim, mode="drop")
+        mine = unheld & (holders[ids] == claim)
+        mine_ids = self._distinct(mine, ids)
+        cached = mine & (self.cached_at[ids] == self.num_blocks)
+
+        # Where each goes: rank among those on top, and among those below.
+        both = jnp.stack([(mine & ~cached).ravel(), cached.ravel()]).astype(jnp.int32)
+        ranks = jnp.cumsum(both, axis=1, dtype=jnp.int32)
+        num_top, num_below = ranks[0, -1], ranks[1, -1]
+        rank_top, rank_below = (ranks - both).reshape(2, *ids.shape)
+        bottom = self._ring(self.bottom - num_below)
+        place_below = self._ring(bottom + rank_below)
+        place = jnp.where(cached, place_below, self._ring(self.bottom + self.num_free + num_top - 1 - rank_top))
+        return dataclasses.replace(
+            self,
+            free_list=self.free_list.at[self._distinct(mine, place)].set(ids, mode="drop", unique_indices=True),
+            bottom=bottom,
+            num_free=self.num_free + num_top + num_below,
+            num_waiting=self.num_waiting + num_below,
+            extra_holders=holders.at[mine_ids].set(0, mode="drop", unique_indices=True),
+            generations=self.generations.at[mine_ids].add(1, mode="drop", unique_indices=True),
+            cached_at=self.cached_at.at[self._distinct(cached, ids)].set(place_below, mode="drop", unique_indices=True),
+        )
+
+    def is_cached(self, ids: jax.Array) -> jax.Array:
+        """Whether these blocks, held or free, are known to the prefix cache and unwritten since."""
+        place = self.cached_at[ids]
+        waits = (place >= 0) & (self._ring(place - self.bottom) < self.num_waiting)
+        waits &= self.free_list.at[place].get(mode="clip") == ids
+        return (place == self.num_blocks) | waits
+
+    def mark_cached(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
+        """The wanted ids, held blocks that are all different, are known to the prefix cache from now on."""
+        places = self._distinct(wanted, ids)
+        cached_at = self.cached_at.at[places].set(self.num_blocks, mode="drop", unique_indices=True)
+        return dataclasses.replace(self, cached_at=cached_at)
+
+    def acquire_cached(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
+        """One more holder for each wanted entry of `ids`, cached blocks, held or waiting.
+
+        Those that waited leave the free list; the others close ranks. This alone costs as much as the pool is large:
+        one prefix sum over the free list.
+        """
+        waiting = wanted & (self.cached_at[ids] != self.num_blocks)
+        waiting_ids = self._where(waiting, ids)
+        # -1 before the first of them is counted. Repeats write the same.
+        holders = self.extra_holders.at[waiting_ids].set(-1, mode="drop")
+        cached_at = self.cached_at.at[waiting_ids].set(self.num_blocks, mode="drop")
+
+        # In the order of the ring: who stays among the waiting. (A waiting block need not be cached: see `forget`.)
+        order = jnp.arange(self.num_blocks, dtype=jnp.int32)
+        blocks = self.free_list[self._ring(self.bottom + order)]
+        stays = (order < self.num_waiting) & (cached_at[blocks] != self.num_blocks)
+        rank = jnp.cumsum(stays.astype(jnp.int32), dtype=jnp.int32)
+        num_waiting = rank[-1]
+        num_taken = self.num_waiting - num_waiting
+        bottom = self._ring(self.bottom + num_taken)
+        place = self._ring(bottom + rank - 1)
+        still_cached = stays & (cached_at[blocks] >= 0) & (self._ring(self.bottom + order) == cached_at[blocks])
+        return dataclasses.replace(
+            self,
+            free_list=self.free_list.at[self._distinct(stays, place)].set(blocks, mode="drop", unique_indices=True),
+            bottom=bottom,
+            num_free=self.num_free - num_taken,
+            num_waiting=num_waiting,
+            extra_holders=_add(holders, ids, wanted, 1),
+            cached_at=cached_at.at[self._distinct(still_cached, blocks)].set(place, mode="drop", unique_indices=True),
+        )
+
+    def is_free(self) -> jax.Array:
+        """bool `[blocks]`, false for the null block. As large as the pool: for figures, not for a decode step."""
+        order = jnp.arange(self.num_blocks, dtype=jnp.int32)
+        blocks = self.free_list[self._ring(self.bottom + order)]
+        free = jnp.zeros(self.num_blocks, jnp.bool_)
+        return free.at[self._distinct(order < self.num_free, blocks)].set(True, mode="drop", unique_indices=True)
+
+    def num_holders(self) -> jax.Array:
+        """int32 `[blocks]`, 0 for the free ones and the null block. As large as the pool, as `is_free`."""
+        return jnp.where(self.is_free(), 0, 1 + self.extra_holders).at[0].set(0)
+
+    def _ring(self, places: jax.Array) -> jax.Array:
+        return places % self.num_blocks
+
+    def _where(self, wanted: jax.Array, places: jax.Array) -> jax.Array:
+        return jnp.where(wanted, places, self.num_blocks)
+
+    def _distinct(self, wanted: jax.Array, places: jax.Array) -> jax.Array:
+        """The wanted places, and for the others different ones past the end.
+
+        So XLA may be told that no two writes meet; without that promise it serialises a scatter on GPUs.
+        """
+        dropped = self.num_blocks + jnp.arange(places.size, dtype=jnp.int32).reshape(places.shape)
+        return jnp.where(wanted, places, dropped)
+
+
+def _add(counts: jax.Array, ids: jax.Array, wanted: jax.Array, amount: int) -> jax.Array:
+    return counts.at[jnp.where(wanted, ids, counts.shape[0])].add(amount, mode="drop")

@@ -1,0 +1,351 @@
+"""The prefix cache: full blocks found again by their tokens and all tokens before them, inside jit."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxpaged._allocator import BlockAllocator
+from jaxpaged._block_pool import BlockPool
+from jaxpaged._export import exportable
+
+PROBES = 6  # places of the table in which a block may be listed
+PLACES = (
+    8  # places for each block of the pool, at least: if all blocks are cached a probe meets one of them 1 time in 8
+)
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefixCache:
+    """What stands in the full blocks of a `BlockAllocator`'s pool, so that a later prompt can share them. Immutable.
+
+    It is a pytree beside the allocator, so that whoever needs no prefix cache neither carries nor pays for one. What
+    it knows is about the pool: it goes with that allocator and its successors, one prefix cache to an allocator.
+
+    Attributes:
+        tokens: int32 `[blocks, block_size]`, what a cached block holds.
+        salts: int32 `[blocks]`, whose it is: sequences of different salts find nothing of each other.
+        serials: int32 `[blocks]`, a number that each cached block has for itself, from 1 on.
+        parents: int32 `[blocks]`, the serial of the block before it in its sequence; 0 for a first block.
+        tags: uint32 `[blocks]`, a hash of the salt, of the block's tokens and of all before them.
+        homes: int32 `[blocks]`, the block's place in `table`.
+        table: int32 `[places]`, a hash table of block ids. An entry counts only if the block's home is there and the
+            pool still knows the block as cached; others are free places.
+        next_serial: int32 `[]`.
+        num_lookups: int32 `[]`, full blocks that `match_prefix` was asked for; modulo 2^32, as is the next.
+        num_hits: int32 `[]`, those that it found.
+
+    A match is exact. The hashes only say where to look: what is found there is compared token by token, with its salt
+    and with the serial of the block matched before it, so that no collision serves one sequence another's tokens. A
+    collision costs a miss at the most.
+
+    A block stays to be found while somebody holds it, and after that until its space is needed: other free blocks are
+    handed out first, then those that went unused longest, of a sequence the tail before the head. Cached blocks are
+    never written; the `KVCache` is not touched by any of this.
+    """
+
+    tokens: jax.Array
+    salts: jax.Array
+    serials: jax.Array
+    parents: jax.Array
+    tags: jax.Array
+    homes: jax.Array
+    table: jax.Array
+    next_serial: jax.Array
+    num_lookups: jax.Array
+    num_hits: jax.Array
+
+    @classmethod
+    def create(cls, num_blocks: int, block_size: int) -> "PrefixCache":
+        """An empty one for an allocator of `num_blocks` blocks of `block_size` tokens.
+
+        Raises:
+            ValueError: `num_blocks` below 2, `block_size` below 1, or a table of 2^31 places and more.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpaged
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=2, num_seqs=2, max_blocks=4)
+            >>> prefix_cache = jaxpaged.PrefixCache.create(num_blocks=8, block_size=2)
+            >>> prompts = jnp.array([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]])
+            >>> allocator, slots, ok = allocator.append(jnp.array([5, 0]), max_tokens=5)  # the first prompt, and ...
+            >>> prefix_cache, allocator = prefix_cache.insert(allocator, prompts)  # ... once its tokens are written
+            >>> lengths = jnp.array([0, 5])  # the second
+            >>> prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, prompts, lengths)
+            >>> num_cached.tolist(), allocator.block_tables.tolist()
+            ([0, 4], [[1, 2, 3, 0], [1, 2, 0, 0]])
+            >>> allocator, slots, ok = allocator.append(lengths - num_cached, max_tokens=5)  # the rest of it
+        """
+        if num_blocks < 2 or block_size < 1 or PLACES * num_blocks > 2**30:
+            raise ValueError(
+                "num_blocks must be at least 2 and at most 2^27, block_size at least 1; "
+                f"got {num_blocks=}, {block_size=}."
+            )
+        return cls(
+            tokens=jnp.zeros((num_blocks, block_size), jnp.int32),
+            salts=jnp.zeros(num_blocks, jnp.int32),
+            serials=jnp.zeros(num_blocks, jnp.int32),
+            parents=jnp.zeros(num_blocks, jnp.int32),
+            tags=jnp.zeros(num_blocks, jnp.uint32),
+            homes=jnp.full(num_blocks, -1, jnp.int32),
+            table=jnp.zeros(1 << (PLACES * num_blocks - 1).bit_length(), jnp.int32),
+            next_serial=jnp.ones((), jnp.int32),
+            num_lookups=jnp.zeros((), jnp.int32),
+            num_hits=jnp.zeros((), jnp.int32),
+        )
+
+    @property
+    def hit_rate(self) -> jax.Array:
+        """Blocks found of those looked up, float32 `[]`; 0 before the first lookup."""
+        return self.num_hits.astype(jnp.float32) / jnp.maximum(self.num_lookups, 1).astype(jnp.float32)
+
+    def match_prefix(
+        self, allocator: BlockAllocator, tokens: ArrayLike, lengths: ArrayLike, *, salts: ArrayLike | None = None
+    ) -> tuple["PrefixCache", BlockAllocator, jax.Array]:
+        """Begins sequences in empty rows with the blocks that are already there.
+
+        Only full blocks are shared, and never all of a prompt: at least its last token is left to be computed, since
+        its logits are wanted. What is left goes the usual way: `append(lengths - num_cached, max_tokens=...)`; with
+        the prompts at the end of their rows the same tokens serve there too, and the slots of those that are cached
+        are padding.
+
+        Args:
+            allocator: the allocator whose blocks these are.
+            tokens: int32 `[seqs, max_tokens]`, each prompt at the end of its row.
+            lengths: int32 `[seqs]`, the prompts' lengths; 0: begin nothing in this row.
+            salts: int32 `[seqs]`: only blocks of sequences that were inserted with the same salt are found. None: 0.
+
+        Returns:
+            prefix_cache: with the counts of hits renewed.
+            allocator: the new one. Each matching row holds its blocks.
+            num_cached: int32 `[seqs]`, in tokens, a multiple of the block size. It is 0, and the row unchanged, where
+                nothing was found, the row is occupied, or the length is negative or above `max_tokens`.
+
+        Raises:
+            ValueError: shapes, dtypes or sizes that do not fit.
+
+        Example: see `create`.
+        """
+        tokens, salts = self._check(allocator, tokens, salts)
+        lengths = allocator._rows("lengths", lengths, jnp.int32)
+        num_columns = self._num_columns(allocator, tokens)
+        if num_columns == 0:
+            return self, allocator, jnp.zeros_like(lengths)
+        legal = (lengths > 0) & (lengths <= tokens.shape[1]) & allocator.is_seat_free
+        num_full = jnp.where(legal, (lengths - 1) // allocator.block_size, 0)
+        asked = jnp.arange(num_columns, dtype=jnp.int32)[None] < num_full[:, None]
+        blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
+        tags, probes = self._hash(blocks, salts)
+        ids, listed, _ = self._look_up(allocator.pool, tags, probes)
+        found = _all_before(asked & listed & self._confirm(ids, listed, blocks, salts))
+
+        num_cached = found.sum(axis=1, dtype=jnp.int32) * allocator.block_size
+        tables = allocator.block_tables
+        tables = tables.at[:, :num_columns].set(jnp.where(found, ids, tables[:, :num_columns]))
+        allocator = allocator._replace(
+            tables,
+            jnp.where(num_cached > 0, num_cached, allocator.lengths),
+            allocator.pool.acquire_cached(ids, found),
+        )
+        prefix_cache = dataclasses.replace(
+            self,
+            num_lookups=self.num_lookups + num_full.sum(dtype=jnp.int32),
+            num_hits=self.num_hits + found.sum(dtype=jnp.int32),
+        )
+        return prefix_cache, allocator, num_cached
+
+    def insert(
+        self, allocator: BlockAllocator, tokens: ArrayLike, *, salts: ArrayLike | None = None
+    ) -> tuple["PrefixCache", BlockAllocator]:
+        """Makes the full blocks of sequences known, after their keys and values were written.
+
+        A block whose tokens and predecessors are cached already is given back, and the sequence shares the cached one
+        from then on: so a prefix that several sequences computed side by side is kept once.
+
+        Where all places of the table in which a block may be listed are taken, it is not cached, nor is what follows
+        it in its sequence. With every block of the pool cached that befalls fewer than 1 in 100,000.
+
+        Args:
+            allocator: the allocator whose blocks these are.
+            tokens: int32 `[seqs, max_tokens]`, all tokens of each sequence, its newest at the end of the row. Rows of
+                sequences longer than that are left out.
+            salts: int32 `[seqs]`, as in `match_prefix`. None: 0.
+
+        Returns:
+            prefix_cache: the new one.
+            allocator: the new one. Tables may name other blocks with the same tokens; lengths are as they were.
+
+        Raises:
+            ValueError: shapes, dtypes or sizes that do not fit.
+
+        Example: see `create`.
+        """
+        tokens, salts = self._check(allocator, tokens, salts)
+        num_columns = self._num_columns(allocator, tokens)
+        if num_columns == 0:
+            return self, allocator
+        lengths = allocator.lengths
+        num_full = jnp.where(lengths <= tokens.shape[1], lengths // allocator.block_size, 0)
+        is_full = jnp.arange(num_columns, dtype=jnp.int32)[None] < num_full[:, None]
+        own = allocator.block_tables[:, :num_columns]
+        blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
+        tags, probes = self._hash(blocks, salts)
+        ids, listed, taken = self._look_up(allocator.pool, tags, probes)
+
+        # 1. Who is new gets a place, and of those that are the same one gets it for all.
+        wanted = is_full & ~listed & ~allocator.pool.is_cached(own)
+        table, firsts, homes = _find_places(self.table, wanted, taken, tags, probes)
+        placed = firsts >= 0
+        entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
+        canonical = jnp.where(listed, ids, own.ravel()[firsts])
+        before = jnp.pad(canonical[:, :-1], ((0, 0), (1, 0)))  # the null block before the first
+
+        # 2. Exact: the one found or placed has the same tokens, and the same one before it.
+        same = (blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before.ravel()[firsts] == before)
+        same &= (firsts % num_columns == entries % num_columns) & (salts[firsts // num_columns] == salts[:, None])
+        same = jnp.where(listed, self._confirm(ids, listed, blocks, salts), placed & same)
+        good = _all_before(is_full & same)
+        new = good & placed & ~listed & (firsts == entries)
+        prefix_cache = self._list(new, own, before, blocks, salts, tags, homes)
+        winners = placed & (firsts == entries)
+        places = jnp.where(winners, homes, table.size + entries)
+        table = table.at[places].set(jnp.where(new, own, 0), mode="drop", unique_indices=True)
+
+        # 3. Duplicates are given back.
+        pool = allocator.pool.mark_cached(own, new)
+        shared = _all_before(good & pool.is_cached(canonical)) & (canonical != own)
+        pool = pool.acquire_cached(canonical, shared).let_go(own, shared)
+        tables = allocator.block_tables.at[:, :num_columns].set(jnp.where(shared, canonical, own))
+        return dataclasses.replace(prefix_cache, table=table), allocator._replace(tables, lengths, pool)
+
+    def _list(
+        self,
+        new: jax.Array,
+        own: jax.Array,
+        before: jax.Array,
+        blocks: jax.Array,
+        salts: jax.Array,
+        tags: jax.Array,
+        homes: jax.Array,
+    ) -> "PrefixCache":
+        rank = jnp.cumsum(new.ravel().astype(jnp.int32), dtype=jnp.int32).reshape(new.shape)
+        dropped = self.serials.shape[0] + jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
+        places = jnp.where(new, own, dropped)
+
+        def put(old: jax.Array, values: jax.Array) -> jax.Array:
+            return old.at[places].set(values, mode="drop", unique_indices=True)
+
+        serials = put(self.serials, self.next_serial + rank - 1)
+        return dataclasses.replace(
+            self,
+            tokens=put(self.tokens, blocks),
+            salts=put(self.salts, jnp.broadcast_to(salts[:, None], own.shape)),
+            serials=serials,
+            parents=put(self.parents, jnp.where(before > 0, serials[before], 0)),
+            tags=put(self.tags, tags),
+            homes=put(self.homes, homes),
+            next_serial=self.next_serial + rank[-1, -1],
+        )
+
+    def _hash(self, blocks: jax.Array, salts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """tags `[seqs, columns]`, and the places where each may be listed, `[seqs, columns, PROBES]`."""
+        tags, starts = (chain_hashes(blocks, salts, seed=seed) for seed in (1, 2))
+        steps = tags * np.uint32(2) + np.uint32(1)  # odd: the probes differ
+        probes = starts[..., None] + jnp.arange(PROBES, dtype=jnp.uint32)[None, None] * steps[..., None]
+        return tags, (probes & np.uint32(self.table.shape[0] - 1)).astype(jnp.int32)
+
+    def _look_up(self, pool: BlockPool, tags: jax.Array, probes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(ids, listed: whether there is a block with that tag, taken: whether each probed place is)."""
+        ids = self.table[probes]
+        taken = pool.is_cached(ids) & (self.homes[ids] == probes)
+        hits = taken & (self.tags[ids] == tags[..., None])
+        first = hits & (jnp.cumsum(hits, axis=-1, dtype=jnp.int32) == 1)
+        return jnp.where(first, ids, 0).sum(axis=-1, dtype=jnp.int32), hits.any(axis=-1), taken
+
+    def _confirm(self, ids: jax.Array, listed: jax.Array, blocks: jax.Array, salts: jax.Array) -> jax.Array:
+        """Whether the listed blocks hold these tokens, under this salt, behind the one in the column before."""
+        before = jnp.pad(jnp.where(listed, self.serials[ids], -1)[:, :-1], ((0, 0), (1, 0)))  # 0 before the first
+        same = (self.tokens[ids] == blocks).all(axis=-1) & (self.salts[ids] == salts[:, None])
+        return listed & same & (self.parents[ids] == before)
+
+    def _num_columns(self, allocator: BlockAllocator, tokens: jax.Array) -> int:
+        return min(tokens.shape[1] // allocator.block_size, allocator.block_tables.shape[1])
+
+    def _check(self, allocator: BlockAllocator, tokens: Any, salts: Any) -> tuple[jax.Array, jax.Array]:
+        sizes, wanted = self.tokens.shape, (allocator.num_blocks, allocator.block_size)
+        if sizes != wanted:
+            raise ValueError(f"a prefix cache has its allocator's (num_blocks, block_size), {wanted}; got {sizes}.")
+        tokens = jnp.asarray(tokens)
+        num_seqs = allocator.lengths.shape[0]
+        if tokens.ndim != 2 or tokens.shape[0] != num_seqs or tokens.dtype != jnp.int32:
+            raise ValueError(
+                f"tokens must be int32 [{num_seqs}, max_tokens], a row for each sequence; "
+                f"got {tokens.dtype} {list(tokens.shape)}."
+            )
+        salts = jnp.zeros(num_seqs, jnp.int32) if salts is None else salts
+        return tokens, allocator._rows("salts", salts, jnp.int32)
+
+
+def chain_hashes(blocks: jax.Array, salts: jax.Array, *, seed: int) -> jax.Array:
+    """A hash for each block, of its salt, of its tokens and of all before it, uint32 `[seqs, columns]`.
+
+        hash[i] = mix(salt + sum over j <= i of mix(j, sum over t of mix(t, tokens[j, t])))
+
+    The chain is a sum, so that one prefix sum makes them all. (`mix` is the finaliser of MurmurHash3.)
+    """
+
+    def places(count: int) -> jax.Array:
+        return jnp.arange(count, dtype=jnp.uint32) * np.uint32(0x9E3779B9) + np.uint32(seed * 0x3C6EF372)
+
+    of_tokens = _mix(_mix(blocks.astype(jnp.uint32)) + places(blocks.shape[2])[None, None])
+    of_blocks = _mix(of_tokens.sum(axis=2, dtype=jnp.uint32) + places(blocks.shape[1])[None])
+    of_salts = _mix(salts.astype(jnp.uint32) + np.uint32(seed))
+    return _mix(jnp.cumsum(of_blocks, axis=1, dtype=jnp.uint32) + of_salts[:, None])
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))
+
+
+def _find_places(
+    table: jax.Array, wanted: jax.Array, taken: jax.Array, tags: jax.Array, probes: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lists new blocks, all at once: one round a probe, in each of which the first entry to ask for a place gets it.
+
+    Returns:
+        table: with a number below 0 in the places that were given out.
+        firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the place for this one and all
+            of the same tag, itself among them; -1: there was none.
+        homes: int32, likewise, that place.
+    """
+    num_entries = wanted.size
+    entries = jnp.arange(num_entries, dtype=jnp.int32).reshape(wanted.shape)
+    claims = entries - num_entries - 1  # below 0, the first is the least
+    firsts, homes = jnp.full_like(entries, -1), jnp.full_like(entries, -1)
+    for probe in range(probes.shape[-1]):
+        place = probes[..., probe]
+        asks = wanted & (firsts < 0) & ~taken[..., probe] & (table[place] >= 0)
+        table = table.at[jnp.where(asks, place, table.size)].min(claims, mode="drop")
+        claim = table[place]
+        first = jnp.where(claim < 0, claim + num_entries + 1, 0)
+        served = wanted & (firsts < 0) & (claim < 0) & (tags.ravel()[first] == tags)
+        firsts, homes = jnp.where(served, first, firsts), jnp.where(served, place, homes)
+    return table, firsts, homes
+
+
+def _cut(tokens: jax.Array, lengths: jax.Array, num_columns: int, block_size: int) -> jax.Array:
+    """Rows with the newest token last -> the full blocks from the first token on, `[seqs, columns, block_size]`."""
+    position = jnp.arange(num_columns * block_size, dtype=jnp.int32)[None]
+    column = jnp.clip(tokens.shape[1] - lengths[:, None] + position, 0, tokens.shape[1] - 1)
+    return jnp.take_along_axis(tokens, column, axis=1).reshape(-1, num_columns, block_size)
+
+
+def _all_before(flags: jax.Array) -> jax.Array:
+    """Whether a row's flags are true up to here."""
+    return jnp.cumsum(~flags, axis=1, dtype=jnp.int32) == 0

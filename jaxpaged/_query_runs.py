@@ -1,0 +1,42 @@
+"""Many query tokens in runs of a few: each run becomes a sequence of its own, which ends with the run.
+
+The kernels take at most `MAX_ROWS` rows (query tokens times heads) a KV head. A run of tokens sees what a sequence that
+ends with it would see, whatever the window, so that cutting needs no more than shorter lengths: run r of sequence s is
+row `s * runs + r` of a larger batch, and one launch serves all of them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged._arguments import AttentionArguments
+from pallas_kernels.decode_config import MAX_ROWS
+
+
+def runs_of(q_len: int, group: int) -> tuple[int, int]:
+    """Into how many runs of how many tokens `q_len` tokens of `group` heads a KV head are cut."""
+    num_runs = -(-q_len // max(1, MAX_ROWS // group))
+    return num_runs, -(-q_len // num_runs)
+
+
+def cut(a: AttentionArguments) -> AttentionArguments:
+    """The same call on `seqs * runs` sequences; where the runs are longer than q_len together, padding stands first."""
+    seqs, q_len, heads, head_dim = a.q.shape
+    num_runs, run = runs_of(q_len, a.group)
+    if num_runs == 1:
+        return a
+    q = jnp.pad(a.q, ((0, 0), (num_runs * run - q_len, 0), (0, 0), (0, 0)))
+    tokens_after = jnp.arange(num_runs - 1, -1, -1, dtype=jnp.int32) * run
+    return dataclasses.replace(
+        a,
+        q=q.reshape(seqs * num_runs, run, heads, head_dim),
+        block_tables=jnp.repeat(a.block_tables, num_runs, axis=0),
+        lengths=jnp.maximum(a.lengths[:, None] - tokens_after[None], 0).reshape(-1),
+    )
+
+
+def join(x: jax.Array, a: AttentionArguments) -> jax.Array:
+    """[seqs * runs, run, ...], of the call on `cut(a)`, as [seqs, q_len, ...]."""
+    seqs, q_len = a.q.shape[:2]
+    return x.reshape(seqs, -1, *x.shape[2:])[:, -q_len:]

@@ -1,0 +1,82 @@
+"""Sequences that share blocks: children of a fork, and shortening without disturbing who else holds a block."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxpaged._allocator import BlockAllocator, Copies
+
+
+def fork(allocator: BlockAllocator, parents: jax.Array, replace: bool) -> tuple[BlockAllocator, Copies, jax.Array]:
+    num_seqs, _ = allocator.block_tables.shape
+    rows = jnp.arange(num_seqs, dtype=jnp.int32)
+    unchanged = (parents == -1) | (parents == rows)
+    legal = ~unchanged & (parents >= 0) & (parents < num_seqs) & (replace | (allocator.lengths == 0))
+    legal &= allocator.swapped_lengths == 0
+    legal &= allocator.swapped_lengths.at[parents].get(mode="clip") == 0
+    parents = jnp.where(legal, parents, rows)
+    lengths, tables = allocator.lengths[parents], allocator.block_tables[parents]
+    entry, partial = lengths // allocator.block_size, lengths % allocator.block_size > 0
+
+    # 1. Who needs a block of its own: every child of a parent whose last block is partly filled, but one that
+    # inherits it. Inheriting is sound only where the parent is replaced for certain: where nobody is refused.
+    first = jnp.full(num_seqs, num_seqs, jnp.int32).at[jnp.where(legal, parents, num_seqs)].min(rows, mode="drop")
+    heir = legal & legal[parents] & (first[parents] == rows)
+    needed = (legal & partial & ~heir).astype(jnp.int32)
+    enough = needed.sum(dtype=jnp.int32) <= allocator.num_free
+    heir &= enough
+    needed = (legal & partial & ~heir).astype(jnp.int32)
+    ok, starts, total = allocator._grant(legal, needed)
+
+    # 2. The tables, with the new blocks in them.
+    ids, copied = _read_once(allocator.pool.peek(starts), ok & (needed > 0))
+    source_ids = tables.at[rows, entry].get(mode="clip")
+    is_copy = copied[:, None] & (jnp.arange(tables.shape[1], dtype=jnp.int32)[None] == entry[:, None])
+    tables = jnp.where(is_copy, ids[:, None], tables)
+
+    # 3. The children hold what they share, and let go of what they held.
+    pool = allocator.pool.take(total)
+    pool = pool.share(tables, ok[:, None] & ~is_copy & allocator._is_entry(lengths))
+    if replace:
+        pool = pool.let_go(allocator.block_tables, ok[:, None] & allocator._is_entry(allocator.lengths))
+    forked = allocator._replace(
+        jnp.where(ok[:, None], tables, allocator.block_tables), jnp.where(ok, lengths, allocator.lengths), pool
+    )
+    copies = jnp.where(copied, source_ids, 0), jnp.where(copied, ids, 0)
+    return forked, copies, ok | unchanged
+
+
+def rollback(allocator: BlockAllocator, lengths: jax.Array) -> tuple[BlockAllocator, Copies, jax.Array]:
+    num_seqs, max_blocks = allocator.block_tables.shape
+    rows = jnp.arange(num_seqs, dtype=jnp.int32)
+    legal = (lengths >= 0) & (lengths <= allocator.lengths)
+    entry, partial = lengths // allocator.block_size, lengths % allocator.block_size > 0
+    cut = legal & partial & (lengths < allocator.lengths)  # ends inside a block whose further tokens it gives up
+    last_ids = allocator.block_tables.at[rows, entry].get(mode="clip")
+    kept_by_others = (allocator.pool.extra_holders[last_ids] > 0) | (
+        allocator.pool.cached_at[last_ids] == allocator.pool.num_blocks
+    )
+    (kept_by_others,) = _read_once(kept_by_others)
+    needed = (cut & kept_by_others).astype(jnp.int32)
+    ok, starts, total = allocator._grant(legal, needed)
+    ids, copied = _read_once(allocator.pool.peek(starts), ok & (needed > 0))
+    lengths = jnp.where(ok, lengths, allocator.lengths)
+
+    is_copy = copied[:, None] & (jnp.arange(max_blocks, dtype=jnp.int32)[None] == entry[:, None])
+    stays = allocator._is_entry(lengths) & ~is_copy
+    pool = allocator.pool.take(total).let_go(allocator.block_tables, allocator._is_entry(allocator.lengths) & ~stays)
+    given_up = jnp.where(ok & cut & ~copied, last_ids, allocator.num_blocks + rows)
+    generations = pool.generations.at[given_up].add(1, mode="drop", unique_indices=True)
+    tables = jnp.where(is_copy, ids[:, None], jnp.where(stays, allocator.block_tables, 0))
+    copies = jnp.where(copied, last_ids, 0), jnp.where(copied, ids, 0)
+    return allocator._replace(tables, lengths, dataclasses.replace(pool, generations=generations)), copies, ok
+
+
+def _read_once(*values: jax.Array) -> tuple[jax.Array, ...]:
+    """What is read from the pool before it is written: left to itself XLA reads again later, from copies of it."""
+    return jax.lax.optimization_barrier(values)

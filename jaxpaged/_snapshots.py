@@ -1,0 +1,83 @@
+"""Old allocators: whether going back to one is sound, pinning its blocks, going back, and what was freed since."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged._block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from jaxpaged._allocator import BlockAllocator
+
+
+def still_holds(allocator: BlockAllocator, snapshot: BlockAllocator) -> jax.Array:
+    _check_sizes(allocator, snapshot)
+    ids = snapshot.block_tables
+    same = allocator.pool.generations[ids] == snapshot.pool.generations[ids]
+    return (same | ~snapshot._is_entry(snapshot.lengths)).all()
+
+
+def hold(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
+    ok = still_holds(allocator, snapshot)
+    entries = ok & snapshot._is_entry(snapshot.lengths)
+    pool = allocator.pool.share(snapshot.block_tables, entries)
+    return dataclasses.replace(allocator, pool=_pin(pool, snapshot.block_tables, entries, 1)), ok
+
+
+def release(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
+    ids, entries = snapshot.block_tables, snapshot._is_entry(snapshot.lengths)
+    # The pins go, and come back where there were too few: two updates of one array, each in place. To look first in a
+    # copy would cost that copy, which is as large as the pool.
+    pool = _pin(allocator.pool, ids, entries, -1)
+    ok = still_holds(allocator, snapshot) & ((pool.pins[ids] >= 0) | ~entries).all()
+    pool = _pin(pool, ids, entries & ~ok, 1).let_go(ids, entries & ok)
+    return dataclasses.replace(allocator, pool=pool), ok
+
+
+def restore(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
+    ok = still_holds(allocator, snapshot)
+    now, old = allocator.pool, snapshot.pool
+    ids, num_blocks = snapshot.block_tables, snapshot.num_blocks
+
+    # What the snapshot's sequences filled is as it was. All else was given up: so no snapshot of what is undone here
+    # is taken to be sound any more.
+    full = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < (snapshot.lengths // snapshot.block_size)[:, None]
+    kept = jnp.zeros(num_blocks, jnp.bool_).at[jnp.where(full, ids, num_blocks)].set(True, mode="drop")
+    generations = jnp.where(kept, old.generations, now.generations + 1)
+
+    # A free block's cached prefix is surely still there if it waited all the time.
+    every_id = jnp.arange(num_blocks, dtype=jnp.int32)
+    held = old.cached_at == num_blocks
+    waited = now.is_cached(every_id) & (now.cached_at < num_blocks) & (now.generations == old.generations)
+    cached_at = jnp.where(held | waited, old.cached_at, -1)
+
+    # Read all that is replaced before any of it is, or XLA keeps copies to read from.
+    ok, generations, cached_at = jax.lax.optimization_barrier((ok, generations, cached_at))
+    pool = dataclasses.replace(old, generations=generations, cached_at=cached_at)
+    restored = dataclasses.replace(snapshot, pool=pool)
+    return jax.tree.map(lambda new, same: jnp.where(ok, new, same), restored, allocator), ok
+
+
+def freed_since(allocator: BlockAllocator, before: BlockAllocator) -> jax.Array:
+    _check_sizes(allocator, before)
+    ids, pool = before.block_tables, allocator.pool
+    let_go = before._is_entry(before.lengths) & (pool.generations[ids] != before.pool.generations[ids])
+    return jnp.where(let_go & pool.is_free()[ids] & ~pool.is_cached(ids), ids, 0).ravel()
+
+
+def _pin(pool: BlockPool, ids: jax.Array, entries: jax.Array, amount: int) -> BlockPool:
+    pins = pool.pins.at[jnp.where(entries, ids, pool.num_blocks)].add(amount, mode="drop")
+    return dataclasses.replace(pool, pins=pins)
+
+
+def _check_sizes(allocator: BlockAllocator, snapshot: BlockAllocator) -> None:
+    sizes, wanted = ((*x.block_tables.shape, x.num_blocks, x.block_size) for x in (snapshot, allocator))
+    if sizes != wanted:
+        raise ValueError(
+            "a snapshot is an earlier state of the same allocator; got (seqs, max_blocks, num_blocks, block_size) = "
+            f"{sizes} and {wanted}."
+        )

@@ -1,0 +1,67 @@
+"""Hygiene: blocks that were given back are overwritten with zeros."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxpaged._cache import KVCache
+
+ZEROED_AT_ONCE = 64  # blocks; what a step without any costs is the test that there are none
+
+
+def zero_blocks(cache: KVCache, block_ids: ArrayLike) -> KVCache:
+    """Overwrites blocks with zeros, in every layer of a stack, tokens' scales included; in place if donated.
+
+    Attention never shows a block's new owner what its last one wrote, whether it is zeroed or not. This is for those
+    who want the tokens gone from memory as soon as they are given back:
+
+        before, allocator = allocator, allocator.free(ended)
+        cache = zero_blocks(cache, allocator.freed_since(before))
+
+    Args:
+        cache: one layer's cache, or a stack of layers.
+        block_ids: int32 `[ids]`. The null block 0, or an id outside the pool, is padding.
+
+    Returns:
+        The new cache.
+
+    Raises:
+        ValueError: `block_ids` is not int32 `[ids]`.
+
+    Bytes moved: those of the blocks, written once; padding costs nothing but a prefix sum over the ids.
+    """
+    block_ids = jnp.asarray(block_ids)
+    if block_ids.ndim != 1 or block_ids.dtype != jnp.int32:
+        raise ValueError(f"block_ids must be int32 [ids]; got {block_ids.dtype} {list(block_ids.shape)}.")
+    if block_ids.size == 0:
+        return cache
+    num_blocks = cache.k.shape[-4]
+    legal = (block_ids > 0) & (block_ids < num_blocks)
+    rank = jnp.cumsum(legal, dtype=jnp.int32)
+    count = rank[-1]
+    # The ids closed up, then a few at a time for as long as there are some: a scatter of all of them, padding
+    # included, would take its time over every number of every block even where it writes none.
+    places = jnp.where(legal, rank - 1, block_ids.size)
+    num_rounds = -(-block_ids.size // ZEROED_AT_ONCE)
+    ids = jnp.full(num_rounds * ZEROED_AT_ONCE, num_blocks, jnp.int32).at[places].set(block_ids, mode="drop")
+
+    layer_axes = cache.k.ndim - 4
+    leaves, tree = jax.tree.flatten(cache)
+    # Scales of a tensor or a head are not any token's.
+    has_blocks = [leaf.ndim >= layer_axes + 3 for leaf in leaves]
+
+    def zero(i: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+        some = lax.dynamic_slice_in_dim(ids, i * ZEROED_AT_ONCE, ZEROED_AT_ONCE)
+        return [_overwrite(x, some, layer_axes) if has else x for x, has in zip(leaves, has_blocks, strict=True)]
+
+    return jax.tree.unflatten(tree, lax.fori_loop(0, -(-count // ZEROED_AT_ONCE), zero, leaves))
+
+
+def _overwrite(pool: jax.Array, ids: jax.Array, layer_axes: int) -> jax.Array:
+    num_layers, num_blocks = (pool.shape[0] if layer_axes else 1), pool.shape[layer_axes]
+    starts = jnp.arange(num_layers, dtype=jnp.int32) * num_blocks
+    # Past the end of one layer is past the end of all.
+    all_ids = jnp.where(ids[None] < num_blocks, starts[:, None] + ids[None], num_layers * num_blocks).ravel()
+    flat = pool.reshape(num_layers * num_blocks, *pool.shape[layer_axes + 1 :])
+    return flat.at[all_ids].set(jnp.zeros((), pool.dtype), mode="drop").reshape(pool.shape)

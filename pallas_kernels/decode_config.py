@@ -1,0 +1,171 @@
+"""What the kernel of `paged_decode` takes, and how a call is cut into partitions, clusters, tiles and stages.
+
+Pure functions of ints: nothing here is traced, and all of it is tested on a CPU.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels import _finish, _widen
+from pallas_kernels._rows import round_up
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
+SMEM_PER_SM = 227 * 1024  # bytes, Hopper
+PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside its own
+MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
+SMALL_BYTES = 4096  # m, l, lse and the barriers, each rounded up to 1024 bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    num_partitions: int  # programs for each sequence and KV head
+    cluster: int  # partitions that merge in shared memory, a divisor of num_partitions, at most 8
+    num_stages: int  # tiles of K and of V in SMEM at a time
+    tile: int  # tokens, a multiple of 64
+    chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
+
+    @property
+    def num_partials(self) -> int:
+        """What reaches memory for each sequence and KV head: 1 is the finished rows, more need the merge kernel."""
+        return self.num_partitions // self.cluster
+
+
+def check_supported(
+    *, head_dim: int, block_size: int, group: int, q_len: int, q_dtype: Any, cache_dtype: Any, compute_capability: float
+) -> None:
+    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
+    if compute_capability != 9.0:
+        raise NotImplementedError(
+            f"the decode kernel needs compute capability 9.0 (Hopper); got {compute_capability=}."
+        )
+    if q_dtype not in DTYPES:
+        raise NotImplementedError(f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.")
+    narrow = _widen.is_narrow(cache_dtype)
+    if cache_dtype != q_dtype and not narrow:
+        raise NotImplementedError(
+            "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
+            f"got {cache_dtype=!s}, {q_dtype=!s}."
+        )
+    if narrow and (head_dim % 16 or (head_dim > 128 and head_dim % 32)):
+        raise NotImplementedError(
+            "the decode kernel takes a head_dim of an 8-bit cache in multiples of 16, above 128 in multiples of 32; "
+            f"got {head_dim=}."
+        )
+    if head_dim % 8 or padded_width(head_dim) > 256:
+        raise NotImplementedError(
+            f"the decode kernel takes a head_dim that is a multiple of 16 up to 256, a multiple of 8 below 64, "
+            f"or 72, 120 or 168; got {head_dim=}."
+        )
+    if block_size not in (8, 16, 32) and block_size % 128 and block_size != 64:
+        raise NotImplementedError(
+            f"the decode kernel takes block sizes 8, 16, 32, 64, or multiples of 128; got {block_size=}."
+        )
+    if q_len * group > MAX_ROWS:
+        raise NotImplementedError(
+            f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
+        )
+
+
+def default_config(
+    *,
+    seqs: int,
+    kv_heads: int,
+    group: int,
+    q_len: int,
+    head_dim: int,
+    capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and nothing else
+    num_sms: int,
+    num_partitions: int | None = None,  # fixed by the caller
+    itemsize: int = 2,  # of the cache's numbers, in bytes
+) -> Config:
+    width, rows = padded_width(head_dim), round_up(q_len * group, 8)
+    pairs = max(1, seqs * kv_heads)
+    # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
+    chunk = width if width * rows <= 128 * 32 and num_parts(head_dim) == 1 else 64
+    if itemsize == 1 and head_dim % 32:
+        chunk = width  # the copy engine takes such a head whole alone
+    resident = 2 if width <= 192 and rows <= 32 else 1
+    chosen_here = num_partitions is None
+    if num_partitions is None:
+        num_partitions = partitions_for(pairs, capacity, num_sms)
+        # A tile of 8-bit numbers is half the bytes and as much work: half the SMs would no longer reach the bandwidth.
+        # (By reckoning, not yet measured. Clusters of 8 on all SMs would wait for room, so up to 4.)
+        if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and capacity >= 1024:
+            num_partitions *= 2
+    cluster = cluster_of(num_partitions) if chunk == width else 1
+    # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
+    # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9).
+    # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
+    tile = 64
+    if chosen_here and pairs * num_partitions <= num_sms and width <= 128 and rows <= 32:
+        tile, resident = 128, 1
+    return Config(
+        num_partitions=num_partitions,
+        cluster=cluster,
+        tile=tile,
+        num_stages=fitting_stages(
+            width=width,
+            rows=rows,
+            chunk=chunk,
+            num_partitions=num_partitions,
+            cluster=cluster,
+            tile=tile,
+            resident=resident,
+            itemsize=itemsize,
+        ),
+        chunk=chunk,
+    )
+
+
+def num_parts(head_dim: int) -> int:
+    """In how many parts of equal width a head is copied, each of which is filled up to 64 columns with zeros.
+
+    The copy engine's tiles must divide a head that is wider than one, and be 16, 32 or 64 columns wide: a product takes
+    no others (Mosaic GPU of jax 0.11.2 and 0.12.0: "No swizzle is not supported" for 8 columns). 120 is 3 parts of 40.
+    """
+    if head_dim % 16 == 0 or head_dim < 64:
+        return 1
+    return next(parts for parts in range(2, head_dim + 1) if head_dim % (8 * parts) == 0 and head_dim // parts <= 64)
+
+
+def padded_width(head_dim: int) -> int:
+    """Columns of a head in SMEM."""
+    parts = num_parts(head_dim)
+    return parts * round_up(head_dim // parts, 64)
+
+
+def partitions_for(pairs: int, capacity: int, num_sms: int) -> int:
+    """A power of two, for `pairs` sequences times KV heads whose tables hold `capacity` tokens each."""
+    # Half the SMs reach the bandwidth; clusters on more of them wait for room. H100, 8 KV heads, head_dim 128, us:
+    # 1 x 512 5.0 in 4 partitions, 6.3 in 1; 1 x 8192 16.5 in 8, 17.6 in 4, 23 in 16; 1 x 32768 49.4 in 8, 61 in 16;
+    # 2 x 8192 27.6 in 4, 33 in 8; 8 x 2048 26.8 in 1, 27.4 in 2. 1 KV head, 1 x 32768: 13.5 in 64, 17.7 in 128.
+    wanted = min(num_sms // 2 // pairs, capacity // 128)
+    if wanted >= 4 or (wanted >= 2 and capacity >= 1024):
+        return 1 << (wanted.bit_length() - 1)
+    # With several waves of long sequences, halves even out what the last programs have left: 64 x U(1..8192) 367 in 2,
+    # 377 in 1; 64 x 8192 702 and 705. Short ones pay more than that brings: 64 x 2048 184 and 181.
+    return 2 if num_sms < pairs <= 8 * num_sms and capacity >= 4096 else 1
+
+
+def cluster_of(num_partitions: int) -> int:
+    """The most partitions, up to 8, that can merge in shared memory with none left over."""
+    return next(cluster for cluster in range(MAX_CLUSTER, 0, -1) if num_partitions % cluster == 0)
+
+
+def fitting_stages(
+    *, width: int, rows: int, chunk: int, num_partitions: int, cluster: int, tile: int, resident: int, itemsize: int
+) -> int:
+    """As many as fit where `resident` programs share a SM, up to 8."""
+    fixed = (
+        2 * rows * width * 2
+        + rows * tile * 2
+        + SMALL_BYTES
+        + _finish.scratch_bytes(
+            cluster=cluster, num_partials=num_partitions // cluster, rows=rows, width=width, chunk=chunk
+        )
+    )
+    room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
+    return max(1, min(8, room // (2 * tile * width * itemsize)))

@@ -1,0 +1,35 @@
+"""Reads what an example's loop compiled to, on the way to running it: no copy of a cache, no host."""
+
+from types import ModuleType
+
+import generation
+import pytest
+
+from tests.test_compiled import instructions
+
+NUM_BLOCKS = 4096  # a cache is larger than all else that the tiny model has
+
+
+def read_compiled(monkeypatch: pytest.MonkeyPatch, example: ModuleType, name: str) -> list[bool]:
+    """Has the example use a large pool, and its jitted function `name` checked at each call; one True a check."""
+    function = getattr(example, name)
+    checked = []
+
+    def start(*arguments, **options):
+        return generation.start(*arguments, **options | {"num_blocks": NUM_BLOCKS})
+
+    def check(*arguments):
+        module = function.lower(*arguments).compile()
+        caches = next(argument.caches for argument in arguments if hasattr(argument, "caches"))
+        text, found = module.as_text(), instructions(module.as_text())
+        size = caches[0].k.size
+        assert [line for operation, elements, line in found if operation[:4] == "copy" and elements >= size] == []
+        assert module.memory_analysis().alias_size_in_bytes >= len(caches) * 2 * 4 * size
+        assert not {operation for operation, _, _ in found} & {"outfeed", "infeed", "send", "recv"}
+        assert "callback" not in text
+        checked.append(True)
+        return function(*arguments)
+
+    monkeypatch.setattr(example, "start", start)
+    monkeypatch.setattr(example, name, check)
+    return checked

@@ -1,0 +1,106 @@
+"""The kernels inside JAX's transformations, as lowered for a Hopper GPU: how often they are called, and on what."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export, lax
+
+from jaxpaged import (
+    BlockAllocator,
+    KVCache,
+    _mosaic_gpu,
+    fold_layers,
+    layer_block_tables,
+    layer_slots,
+    paged_attention,
+    write_kv,
+)
+
+SEQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 100, 16, 8, 2, 128
+attend = functools.partial(paged_attention, implementation="mosaic_gpu")
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """As if JAX's default device were an H100."""
+    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+
+
+def inputs(num_layers=None):
+    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=jnp.bfloat16, num_layers=num_layers)
+    allocator = BlockAllocator.create(NUM_BLOCKS, BLOCK_SIZE, SEQS, MAX_BLOCKS)
+    return cache, allocator, jnp.ones((SEQS, HEADS, HEAD_DIM), jnp.bfloat16)
+
+
+def step(cache, allocator, q):
+    allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
+    cache = write_kv(cache, q[:, :KV_HEADS], q[:, :KV_HEADS], slots[:, 0])
+    return cache, allocator, attend(q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
+
+
+def lowered(function, *arguments) -> str:
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernel_calls(text: str) -> int:
+    """Calls of a kernel in a module, those in the functions that it calls several times counted once."""
+    return text.count("@mosaic_gpu_v2")
+
+
+def test_a_decode_step_in_a_while_loop():
+    def loop(cache, allocator, q):
+        return lax.while_loop(
+            lambda carry: (carry[1].lengths < 9).all(), lambda carry: step(*carry), (cache, allocator, q)
+        )
+
+    text = lowered(loop, *inputs())
+    assert kernel_calls(text) == 1
+    assert "stablehlo.while" in text
+
+
+def test_a_scan_over_layers_of_a_folded_pool_with_mixed_windows():
+    stack, allocator, q = inputs(num_layers=3)
+
+    def layers(stack, allocator, q, windows):
+        allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
+
+        def layer(carry, i_and_window):
+            (pool, q), (i, window) = carry, i_and_window
+            pool = write_kv(
+                pool, q[:, :KV_HEADS], q[:, :KV_HEADS], layer_slots(slots[:, 0], i, NUM_BLOCKS * BLOCK_SIZE)
+            )
+            tables = layer_block_tables(allocator.block_tables, i, NUM_BLOCKS)
+            return (pool, attend(q, pool.k, pool.v, tables, allocator.lengths, sliding_window=window)), None
+
+        return lax.scan(layer, (fold_layers(stack), q), (jnp.arange(3), windows))[0]
+
+    text = lowered(layers, stack, allocator, q, jnp.asarray([5, 1000, 17], jnp.int32))
+    assert kernel_calls(text) == 1
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, 0, 0, 0), (0, None, None, 0, 0)], ids=["pools", "one pool"])
+def test_vmap_is_one_more_grid_axis(in_axes):
+    """Neither a loop over the batch nor a copy of the pool for each of its members."""
+    cache, allocator, q = inputs()
+    arrays = q, cache.k, cache.v, allocator.block_tables, allocator.lengths
+    mapped = [x if axis is None else jnp.stack([x] * 3) for x, axis in zip(arrays, in_axes, strict=True)]
+    text = lowered(jax.vmap(attend, in_axes=in_axes), *mapped)
+    assert kernel_calls(text) == 1
+    assert "stablehlo.while" not in text
+    pool = "x".join(map(str, cache.k.shape))
+    made = [line for line in text.splitlines() if re.search(rf"-> tensor<(\d+x)?{pool}xbf16>", line)]
+    assert [line for line in made if "func.func" not in line and "custom_call" not in line] == []
+
+
+def test_an_exported_decode_step_comes_back():
+    pytest.importorskip("flatbuffers")
+    exported = export.export(jax.jit(step, donate_argnums=(0, 1)), platforms=["cuda"])(*inputs())
+    restored = export.deserialize(exported.serialize())
+    assert restored.platforms == ("cuda",)
+    assert restored.in_tree == exported.in_tree
+    assert restored.out_tree == exported.out_tree
+    assert restored.out_avals == exported.out_avals
+    assert kernel_calls(restored.mlir_module()) == 1

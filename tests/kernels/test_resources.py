@@ -1,0 +1,74 @@
+"""What ptxas makes of the kernels for an H100, without one: registers, spills and shared memory do not creep up.
+
+Optional: skipped where the wheels are missing that `make test-ptxas` installs.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import resources
+
+pytestmark = pytest.mark.skipif(not resources.installed(), reason="no ptxas: run make test-ptxas")
+
+SMEM_OF_ONE, SMEM_OF_TWO = 227 * 1024, 113 * 1024  # bytes, where one or two programs share a SM
+# By shape, as tests/kernels/test_lowering.py takes it: the most registers, and the most bytes of shared memory. None
+# spills. 128 registers let two programs of 256 threads share a SM. (ptxas 13.5 is up to 14 registers below these.)
+SHAPES = {
+    "1 x 512": (dict(seqs=1, kv_heads=8, capacity=512, num_partitions=None), 128, SMEM_OF_ONE),
+    "1 x 8192": (dict(seqs=1, kv_heads=8, capacity=8192, num_partitions=None), 128, SMEM_OF_ONE),
+    "64 x 8192": (dict(seqs=64, kv_heads=8, capacity=8192, num_partitions=None), 80, SMEM_OF_TWO),
+    "64 x 8192 of float16": (
+        dict(seqs=64, kv_heads=8, capacity=8192, num_partitions=None, dtype="float16"),
+        80,
+        SMEM_OF_TWO,
+    ),
+    "group 8": (dict(group=8), 80, SMEM_OF_TWO),
+    "group 16": (dict(group=16), 96, SMEM_OF_TWO),
+    "group 32": (dict(group=32), 128, SMEM_OF_TWO),
+    "group 64": (dict(group=64), 232, SMEM_OF_ONE),
+    "4 tokens": (dict(q_len=4), 104, SMEM_OF_TWO),
+    "all options": (
+        dict(options=("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")),
+        96,
+        SMEM_OF_TWO,
+    ),
+    "partitions and a merge": (dict(num_partitions=11), 80, SMEM_OF_TWO),
+    "head_dim 64": (dict(head_dim=64), 80, SMEM_OF_TWO),
+    "head_dim 96": (dict(head_dim=96), 80, SMEM_OF_TWO),
+    "head_dim 120": (dict(head_dim=120), 88, SMEM_OF_TWO),
+    "head_dim 192": (dict(head_dim=192), 88, SMEM_OF_TWO),
+    "head_dim 256": (dict(head_dim=256), 104, SMEM_OF_ONE),
+    "head_dim 256, group 32": (dict(head_dim=256, group=32), 216, SMEM_OF_ONE),
+}
+# The accumulators alone take half of the 255 registers that a thread has: bytes that are spilled and read back.
+SPILLING = {
+    "head_dim 192, group 64": (dict(head_dim=192, group=64), 768),
+    "head_dim 256, group 64": (dict(head_dim=256, group=64), 1440),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    cases = SHAPES | SPILLING
+    command = [sys.executable, "-m", "tests.kernels.resources", json.dumps([case[0] for case in cases.values()])]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    return dict(zip(cases, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_fits(compiled, name):
+    _, registers, smem_bytes = SHAPES[name]
+    for its in compiled[name].values():
+        assert its["spill_bytes"] == 0
+        assert its["registers"] <= registers
+        assert its["smem_bytes"] <= smem_bytes
+
+
+@pytest.mark.parametrize("name", SPILLING)
+def test_spills_little(compiled, name):
+    """Exactly as much as is known: a shape that stops spilling moves to the other table."""
+    assert 0 < compiled[name]["paged_decode"]["spill_bytes"] <= SPILLING[name][1]

@@ -1,0 +1,385 @@
+"""Random interleavings of every operation against a plain model: under jit, under vmap over four pools, and eagerly.
+
+`HYPOTHESIS_PROFILE=long` runs 20 times as many steps, with new random numbers each time.
+
+Beside the books the machine keeps what a cache would hold, a number a slot: written where `append` says, copied as
+`fork` and `rollback` say, overwritten with poison in every block that is free and not cached. Each sequence must read
+its own tokens through its table after every step.
+"""
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxpaged import BlockAllocator, PrefixCache
+from tests.allocator_model import Model, Snapshot
+
+POISON = -1
+LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    allocator: BlockAllocator
+    prefix_cache: PrefixCache
+
+
+def append(state, num_tokens, *, max_tokens):
+    allocator, slots, ok = state.allocator.append(num_tokens, max_tokens=max_tokens)
+    return dataclasses.replace(state, allocator=allocator), slots, ok
+
+
+def free(state, seqs):
+    return (dataclasses.replace(state, allocator=state.allocator.free(seqs)),)
+
+
+def fork(state, parents, *, replace):
+    allocator, copies, ok = state.allocator.fork(parents, replace=replace)
+    return dataclasses.replace(state, allocator=allocator), copies, ok
+
+
+def rollback(state, lengths):
+    allocator, copies, ok = state.allocator.rollback(lengths)
+    return dataclasses.replace(state, allocator=allocator), copies, ok
+
+
+def swap_out(state, seqs):
+    allocator, ids = state.allocator.swap_out(seqs)
+    return dataclasses.replace(state, allocator=allocator), ids
+
+
+def swap_in(state, seqs):
+    allocator, ids, ok = state.allocator.swap_in(seqs)
+    return dataclasses.replace(state, allocator=allocator), ids, ok
+
+
+def match_prefix(state, tokens, lengths, salts):
+    prefix_cache, allocator, num_cached = state.prefix_cache.match_prefix(state.allocator, tokens, lengths, salts=salts)
+    return State(allocator, prefix_cache), num_cached
+
+
+def insert(state, tokens, salts):
+    return (State(*reversed(state.prefix_cache.insert(state.allocator, tokens, salts=salts))),)
+
+
+def hold(state, snapshot):
+    allocator, ok = state.allocator.hold(snapshot)
+    return dataclasses.replace(state, allocator=allocator), ok
+
+
+def release(state, snapshot):
+    allocator, ok = state.allocator.release(snapshot)
+    return dataclasses.replace(state, allocator=allocator), ok
+
+
+def restore(state, snapshot):
+    allocator, ok = state.allocator.restore(snapshot)
+    return dataclasses.replace(state, allocator=allocator), ok
+
+
+def look(state):
+    """What the machine compares that is not an attribute."""
+    allocator = state.allocator
+    return allocator.pool.is_cached(jnp.arange(allocator.num_blocks, dtype=jnp.int32)), allocator.num_held
+
+
+OPERATIONS = (append, free, fork, rollback, swap_out, swap_in, match_prefix, insert, hold, release, restore, look)
+STATIC = ("max_tokens", "replace")
+EAGER = {f.__name__: f for f in OPERATIONS}
+
+
+def jitted(operation):
+    return jax.jit(lambda *args, **static: operation(*args, **static), static_argnames=STATIC)
+
+
+def over_pools(operation):
+    return jitted(lambda *args, **static: jax.vmap(lambda *each: operation(*each, **static))(*args))
+
+
+JITTED = {f.__name__: jitted(f) for f in OPERATIONS}
+VMAPPED = {f.__name__: over_pools(f) for f in OPERATIONS}
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    SHAPES = ((4, 1, 2, 3), (40, 2, 6, 8), (500, 16, 4, 40))  # few, since each compiles
+    NUM_POOLS = 1
+    num_steps = 0
+    operations = JITTED
+
+    @initialize(data=st.data())
+    def create(self, data: st.DataObject) -> None:
+        self.shape = data.draw(st.sampled_from(self.SHAPES))
+        num_blocks, block_size, _, max_blocks = self.shape
+        self.width = max_blocks * block_size
+        self.models = [Model(*self.shape) for _ in range(self.NUM_POOLS)]
+        self.contents = [np.full(num_blocks * block_size, POISON) for _ in self.models]
+        state = State(BlockAllocator.create(*self.shape), PrefixCache.create(num_blocks, block_size))
+        self.state = state if self.NUM_POOLS == 1 else jax.tree.map(lambda x: jnp.stack([x] * self.NUM_POOLS), state)
+        self.snapshots: list[tuple[BlockAllocator, list[Snapshot], list[np.ndarray]]] = []
+
+    # What runs it: arrays for each pool in, a list of results for each pool out.
+
+    def run(self, name: str, *args: list[np.ndarray] | BlockAllocator, **static: object) -> list[list]:
+        def one(arg: list[np.ndarray] | BlockAllocator) -> object:
+            if isinstance(arg, BlockAllocator):
+                return arg
+            return jnp.asarray(arg[0] if self.NUM_POOLS == 1 else np.stack(arg))
+
+        self.state, *results = self.operations[name](self.state, *map(one, args), **static)
+        return self.by_pool(results)
+
+    def by_pool(self, tree: object) -> list:
+        tree = jax.tree.map(np.asarray, tree)
+        return [tree if self.NUM_POOLS == 1 else jax.tree.map(lambda x, i=i: x[i], tree) for i in range(self.NUM_POOLS)]
+
+    def rngs(self, seed: int) -> list[tuple[int, Model, np.random.Generator]]:
+        return [(i, model, np.random.default_rng([seed, i])) for i, model in enumerate(self.models)]
+
+    def tokens_of(self, rng: np.random.Generator, count: int) -> list[int]:
+        return [int(token) for token in rng.integers(0, 2, count)]  # few different ones, so that prefixes meet
+
+    @rule(seed=st.integers(0, 2**31), max_tokens=st.sampled_from([1, 7, 40]))
+    def append(self, seed: int, max_tokens: int) -> None:
+        counts, expected = [], []
+        for _, model, rng in self.rngs(seed):
+            kind = rng.integers(4)
+            few = rng.integers(-1 if kind == 0 else 0, max_tokens + 2 if kind < 2 else 4, len(model.blocks))
+            counts.append(few.astype(np.int32))
+            new = [self.tokens_of(rng, max(int(n), 0)) for n in few]
+            expected.append((new, *model.append(new, few.tolist(), max_tokens)))
+        for i, (slots, ok) in enumerate(self.run("append", counts, max_tokens=max_tokens)):
+            new, expected_slots, expected_ok = expected[i]
+            assert ok.tolist() == expected_ok
+            for row, tokens, these, fine in zip(slots.tolist(), new, expected_slots, ok, strict=True):
+                padding = max_tokens - len(these)
+                assert row[padding:] == these
+                assert all(slot >= len(self.contents[i]) for slot in row[:padding])
+                if fine:
+                    self.contents[i][these] = tokens
+
+    def marks(self, seed: int) -> list[np.ndarray]:
+        return [rng.random(len(model.blocks)) < rng.choice([0.2, 0.5, 1]) for _, model, rng in self.rngs(seed)]
+
+    @rule(seed=st.integers(0, 2**31))
+    def free(self, seed: int) -> None:
+        marks = self.marks(seed)
+        for model, mark in zip(self.models, marks, strict=True):
+            model.free_rows(mark.tolist())
+        self.run("free", marks)
+
+    @rule(seed=st.integers(0, 2**31), replace=st.booleans())
+    def fork(self, seed: int, replace: bool) -> None:
+        args, expected = [], []
+        for _, model, rng in self.rngs(seed):
+            rows = len(model.blocks)
+            low, high = (-2, rows + 1) if rng.integers(3) == 0 else (0, rows)
+            args.append(rng.integers(low, high, rows).astype(np.int32))
+            expected.append(model.fork(args[-1].tolist(), replace))
+        self.check_copies(expected, self.run("fork", args, replace=replace))
+
+    @rule(seed=st.integers(0, 2**31))
+    def rollback(self, seed: int) -> None:
+        args, expected = [], []
+        for _, model, rng in self.rngs(seed):
+            lengths = np.asarray(model.lengths)
+            cut = rng.integers(0, 1 + np.maximum(np.where(rng.random(len(lengths)) < 0.5, lengths, 3), 0))
+            odd = rng.integers(-2, 2, len(lengths)) if rng.integers(4) == 0 else 0
+            args.append((np.maximum(lengths - cut, 0) + odd).astype(np.int32))
+            expected.append(model.rollback(args[-1].tolist()))
+        self.check_copies(expected, self.run("rollback", args))
+
+    def check_copies(self, expected: list, results: list) -> None:
+        block_size = self.shape[1]
+        for contents, (pairs, expected_ok), (copies, ok) in zip(self.contents, expected, results, strict=True):
+            assert ok.tolist() == expected_ok
+            sources, destinations = (ids[copies[1] > 0] for ids in copies)
+            assert list(zip(sources.tolist(), destinations.tolist(), strict=True)) == pairs
+            view = contents.reshape(-1, block_size)
+            view[destinations] = view[sources]
+
+    @rule(seed=st.integers(0, 2**31))
+    def swap_out(self, seed: int) -> None:
+        marks = self.marks(seed)
+        expected = [model.swap_out(mark.tolist()) for model, mark in zip(self.models, marks, strict=True)]
+        for ids, (got,) in zip(expected, self.run("swap_out", marks), strict=True):
+            assert [[block for block in row if block] for row in got.tolist()] == ids
+
+    @rule(seed=st.integers(0, 2**31))
+    def swap_in(self, seed: int) -> None:
+        marks = self.marks(seed)
+        expected = [model.swap_in(mark.tolist()) for model, mark in zip(self.models, marks, strict=True)]
+        for i, (got, ok) in enumerate(self.run("swap_in", marks)):
+            ids, expected_ok = expected[i]
+            assert ok.tolist() == expected_ok
+            assert [[block for block in row if block] for row in got.tolist()] == ids
+            for row, blocks in enumerate(ids):  # what the host kept comes back
+                for token, value in enumerate(self.models[i].tokens[row]):
+                    if blocks:
+                        self.contents[i][self.models[i].slot(row, token)] = value
+
+    @rule(seed=st.integers(0, 2**31))
+    def match_prefix(self, seed: int) -> None:
+        tokens, lengths, salts, expected = [], [], [], []
+        for _, model, rng in self.rngs(seed):
+            rows = len(model.blocks)
+            keys = [list(key) for key in model.cached.values()] or [[0]]
+            prompts, of_rows = [], []
+            for _ in range(rows):
+                salt, *prompt = keys[rng.integers(len(keys))]
+                prompt = (prompt + self.tokens_of(rng, int(rng.integers(0, 4))))[: self.width]
+                prompts.append(prompt if rng.random() < 0.7 else self.tokens_of(rng, int(rng.integers(0, self.width))))
+                of_rows.append(salt if rng.random() < 0.8 else 1 - salt)
+            expected.append(model.match_prefix(prompts, of_rows))
+            tokens.append(self.padded(rng, prompts))
+            lengths.append(np.asarray([len(prompt) for prompt in prompts], np.int32))
+            salts.append(np.asarray(of_rows, np.int32))
+        for (num_cached,), wanted in zip(self.run("match_prefix", tokens, lengths, salts), expected, strict=True):
+            assert num_cached.tolist() == wanted
+
+    @rule(seed=st.integers(0, 2**31))
+    def insert(self, seed: int) -> None:
+        tokens, salts = [], []
+        for _, model, rng in self.rngs(seed):
+            model.salts = [
+                salt if blocks or swapped else int(rng.integers(2))
+                for salt, blocks, swapped in zip(model.salts, model.blocks, model.swapped, strict=True)
+            ]
+            tokens.append(self.padded(rng, model.tokens))
+            salts.append(np.asarray(model.salts, np.int32))
+            model.insert(self.width)
+        self.run("insert", tokens, salts)
+
+    def padded(self, rng: np.random.Generator, rows: list[list[int]]) -> np.ndarray:
+        array = rng.integers(0, 2, (len(rows), self.width), np.int32)
+        for row, tokens in zip(array, rows, strict=True):
+            row[self.width - len(tokens) :] = tokens
+        return array
+
+    @rule()
+    def take_snapshot(self) -> None:
+        models = [model.snapshot() for model in self.models]
+        self.snapshots = [*self.snapshots[-2:], (self.state.allocator, models, [c.copy() for c in self.contents])]
+
+    @rule(which=st.integers(0, 2), name=st.sampled_from(["hold", "release", "restore"]))
+    def go_back(self, which: int, name: str) -> None:
+        if not self.snapshots:
+            return
+        allocator, old, contents = self.snapshots[which % len(self.snapshots)]
+        sound = [model.still_holds(each) for model, each in zip(self.models, old, strict=True)]
+        for i, (fine, each) in enumerate(zip(sound, old, strict=True)):
+            if fine:  # what the snapshot's sequences wrote is still there
+                for row, tokens in enumerate(each.model.tokens):
+                    slots = [each.model.slot(row, token) for token in range(len(tokens))]
+                    assert self.contents[i][slots].tolist() == tokens == contents[i][slots].tolist()
+        if name == "restore":
+            self.models = [model.restored(each) for model, each in zip(self.models, old, strict=True)]
+            oks = sound
+        else:
+            oks = [getattr(model, name)(each) for model, each in zip(self.models, old, strict=True)]
+        for (ok,), wanted in zip(self.run(name, allocator), oks, strict=True):
+            assert bool(ok) == wanted
+
+    @invariant()
+    def agrees(self) -> None:
+        type(self).num_steps += 1
+        cached_and_held = self.by_pool(self.operations["look"](self.state))
+        for i, state in enumerate(self.by_pool(self.state)):
+            self.compare(state.allocator, self.models[i], self.contents[i], *cached_and_held[i])
+
+    def compare(
+        self, allocator: BlockAllocator, model: Model, contents: np.ndarray, cached: np.ndarray, num_held: np.ndarray
+    ) -> None:
+        assert allocator.check() == ()
+        assert allocator.lengths.tolist() == model.lengths
+        assert allocator.swapped_lengths.tolist() == [len(tokens) for tokens in model.swapped]
+        pool, num_free = allocator.pool, len(model.free)
+        places = (int(pool.bottom) + np.arange(num_free)) % allocator.num_blocks
+        assert pool.free_list[places].tolist() == model.free
+        assert (int(pool.num_free), int(pool.num_waiting)) == (num_free, model.num_waiting)
+        for row, blocks in zip(allocator.block_tables.tolist(), model.blocks, strict=True):
+            assert row == blocks + [0] * (len(row) - len(blocks))
+        assert set(np.flatnonzero(cached).tolist()) == set(model.cached)
+        held = {block for blocks in model.blocks for block in blocks} | {b for b, n in model.pins.items() if n}
+        assert sorted([0, *held, *model.free]) == list(range(allocator.num_blocks))
+        assert int(num_held) == len(held)
+        free = [block for block in model.free if block not in model.cached]
+        contents.reshape(-1, allocator.block_size)[free] = POISON
+        for row, tokens in enumerate(model.tokens):
+            assert contents[[model.slot(row, token) for token in range(len(tokens))]].tolist() == tokens
+        for block, (_, *tokens) in model.cached.items():
+            assert contents.reshape(-1, allocator.block_size)[block].tolist() == tokens[-allocator.block_size :]
+
+
+class VmappedMachine(AllocatorMachine):
+    """Four independent pools at once, each with arguments of its own."""
+
+    NUM_POOLS = 4
+    SHAPES = AllocatorMachine.SHAPES[1:2]
+    operations = VMAPPED
+
+
+def each_way(name):
+    """An operation on four pools under vmap, on each of them under jit, and on each eagerly: to the bit the same."""
+
+    def operation(state, *args, **static):
+        together = VMAPPED[name](state, *args, **static)
+        for i in range(VmappedMachine.NUM_POOLS):
+            one, *of_one = jax.tree.map(lambda x, i=i: x[i], (state, *args))
+            for apart in (EAGER[name](one, *of_one, **static), JITTED[name](one, *of_one, **static)):
+                same = jax.tree.map(lambda x, y, i=i: np.array_equal(x[i], y), tuple(together), tuple(apart))
+                assert jax.tree.all(same), (name, i)
+        return together
+
+    return operation
+
+
+EACH_WAY = {name: each_way(name) for name in EAGER}
+
+
+class EagerMachine(VmappedMachine):
+    SHAPES = ((9, 4, 4, 3),)
+    operations = EACH_WAY
+
+
+def run_machine(machine: type[AllocatorMachine], max_examples: int, steps: int) -> int:
+    """How many steps were taken."""
+    machine.num_steps = 0
+    # Not shrunk: that takes minutes, and the steps of a failure are printed all the same.
+    phases = (Phase.generate,)
+    examples = settings(max_examples=max_examples * LONGER, stateful_step_count=steps, phases=phases)
+    run_state_machine_as_test(machine, settings=examples)
+    return machine.num_steps
+
+
+def test_under_jit():
+    assert run_machine(AllocatorMachine, 260, 50) >= 10_000
+
+
+def test_under_vmap_over_four_pools():
+    assert run_machine(VmappedMachine, 8, 40) >= 200
+
+
+def test_jit_and_vmap_equal_the_eager_run():
+    assert run_machine(EagerMachine, 2, 20) >= 15
+
+
+def test_a_mistake_is_found(monkeypatch):
+    # The twin: a token too many.
+    wrong = {**JITTED, "append": lambda state, counts, **static: JITTED["append"](state, counts + 1, **static)}
+    monkeypatch.setattr(AllocatorMachine, "operations", wrong)
+    with pytest.raises(AssertionError):
+        run_machine(AllocatorMachine, 20, 20)

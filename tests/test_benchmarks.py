@@ -1,0 +1,39 @@
+"""The benchmark of the allocator runs at toy sizes, and what it checks before it times can fail."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import allocator, allocator_loops
+from benchmarks.host_allocator import HostAllocator
+
+
+def test_the_allocators_benchmark_runs_and_keeps_its_results(tmp_path, capsys):
+    output = tmp_path / "allocator.json"
+    command = ["--toy", "--no-model", "--operations", "append", "match_prefix, free", "--output", str(output)]
+    allocator.main(command)
+    results = json.loads(output.read_text())["results"]
+    assert {result.get("operation") for result in results.values()} == {"append", "match_prefix, free", None}
+    assert len(results) == 2 * 2 + 1
+    assert "append + slots, 8 sequences, 512 blocks" in capsys.readouterr().out
+    kept = output.stat().st_mtime_ns
+    allocator.main(command)  # all is there
+    assert output.stat().st_mtime_ns == kept
+
+
+def test_the_checks_see_a_host_allocator_that_goes_another_way(monkeypatch):
+    allocator.check_by_host(allocator.TOY_POINT, 20)
+    monkeypatch.setattr(HostAllocator, "free", lambda self, ended: None)
+    with pytest.raises(AssertionError):
+        allocator.check_by_host(allocator.TOY_POINT, 20)
+
+
+def test_the_checks_see_a_loop_that_did_nothing():
+    state = allocator_loops.start(allocator.TOY_POINT)
+    with pytest.raises(AssertionError, match="append"):
+        allocator_loops.check("append", state, state, 3)
+    refused = dataclasses.replace(state, ok=jnp.zeros_like(state.ok))
+    with pytest.raises(AssertionError, match="the loop alone"):
+        allocator_loops.check("the loop alone", state, refused, 3)

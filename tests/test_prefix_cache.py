@@ -1,0 +1,238 @@
+"""The prefix cache, as traces with literal tables and free lists; and that no collision makes a match."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import BlockAllocator, KVCache, PrefixCache, _prefix_cache, paged_attention, write_kv
+from tests.test_allocator import counts, free_ids
+from tests.test_sharing import marks
+
+A, B, C = [1, 2], [3, 4], [5, 6]  # blocks of two tokens
+
+
+def make(num_blocks=8, num_seqs=3, block_size=2, max_blocks=4):
+    allocator = BlockAllocator.create(num_blocks, block_size, num_seqs, max_blocks)
+    return PrefixCache.create(num_blocks, block_size), allocator
+
+
+def rows(*prompts: list[int], width: int = 8) -> jax.Array:
+    """Each prompt at the end of its row, behind padding that is a token too."""
+    return jnp.asarray([[9] * (width - len(prompt)) + prompt for prompt in prompts], jnp.int32)
+
+
+def begin(prefix_cache, allocator, *prompts, salts=None, insert=True):
+    """Matches, appends the rest and inserts: what a server does with new prompts. [] leaves a row alone."""
+    tokens, lengths = rows(*prompts), counts(*map(len, prompts))
+    salts = None if salts is None else counts(*salts)
+    prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, tokens, lengths, salts=salts)
+    rest = jnp.where(lengths > 0, lengths - num_cached, 0)
+    allocator, _, ok = allocator.append(rest, max_tokens=8)
+    assert ok.all()
+    if insert:
+        prefix_cache, allocator = prefix_cache.insert(allocator, tokens, salts=salts)
+    assert allocator.check() == ()
+    return prefix_cache, allocator, num_cached.tolist()
+
+
+def test_a_prompt_shares_the_blocks_of_one_that_began_alike():
+    prefix_cache, allocator, hits = begin(*make(), [*A, *B, 7], [], [])
+    assert hits == [0, 0, 0]
+    prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])
+    assert hits == [0, 4, 2]
+    assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [1, 2, 4, 0], [1, 5, 6, 0]]
+    assert allocator.pool.num_holders().tolist() == [0, 3, 2, 1, 1, 1, 1, 0]
+    assert int(prefix_cache.num_lookups) == 2 + 2 + 2
+    assert int(prefix_cache.num_hits) == 2 + 1
+    assert float(prefix_cache.hit_rate) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hits"),
+    [
+        ([*A, *B], 2),  # the last token is always left to be computed
+        ([*A, *B, 5], 4),
+        ([*A], 0),
+        ([*A, 3], 2),
+        ([*B, *A, 7], 0),  # the same blocks behind others are not the same
+        ([9, *A, *B], 0),
+        ([*A, *C, *B, 7], 2),
+    ],
+)
+def test_what_counts_as_the_same_prefix(prompt, hits):
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C], [], [])
+    assert begin(prefix_cache, allocator, [], prompt, [])[2] == [0, hits, 0]
+
+
+def test_blocks_that_nobody_holds_are_found_until_their_space_is_needed():
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C, 7], [], [])
+    allocator = allocator.free(marks(1, 0, 0))
+    # The one that is not cached goes first, then the tail before the head.
+    assert int(allocator.num_waiting) == 3
+    pool = allocator.pool
+    places = (int(pool.bottom) + np.arange(7)) % 8
+    assert pool.free_list[places].tolist() == [1, 2, 3, 7, 6, 5, 4]
+    prefix_cache, other, hits = begin(prefix_cache, allocator, [*A, *B, *C, 8], [], [])
+    assert hits == [6, 0, 0]
+    assert int(other.num_waiting) == 0
+    # Four tokens too many for the blocks that are not cached: C's is overwritten, A and B stay.
+    allocator, _, ok = allocator.append(counts(0, 8, 2), max_tokens=8)
+    assert ok.all()
+    assert allocator.block_tables.tolist() == [[0, 0, 0, 0], [4, 5, 6, 7], [3, 0, 0, 0]]
+    allocator = allocator.free(marks(0, 1, 1))
+    assert begin(prefix_cache, allocator, [*A, *B, *C, 8], [], [])[2] == [4, 0, 0]
+
+
+def test_the_least_recently_used_goes_first():
+    prefix_cache, allocator, _ = begin(*make(num_blocks=7), [*A, *A], [*B, *B], [*C, *C])
+    for row in (0, 1, 2):
+        allocator = allocator.free(marks(*(row == i for i in range(3))))
+    prefix_cache, allocator, hits = begin(prefix_cache, allocator, [*A, *A, 7][:4], [], [], insert=False)
+    assert hits == [2, 0, 0]
+    allocator = allocator.free(marks(1, 0, 0))  # A's head is the newest now
+    order = []
+    for count in range(1, 7):
+        taken, _, _ = allocator.append(counts(min(2 * count, 8), max(2 * count - 8, 0), 0), max_tokens=8)
+        order += sorted(set(allocator.pool.free_list.tolist()) & set(taken.block_tables.ravel().tolist()) - set(order))
+    # The tail of A was handed out for the rest of the prompt; then B's tail and head, C's, A's head.
+    assert order[-1] == 1
+    assert order.index(4) < order.index(3) < order.index(6) < order.index(5) < order.index(1)
+
+
+def test_salts_keep_tenants_apart():
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [], salts=[5, 0, 0])
+    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [], salts=[0, 6, 0])[2] == [0, 0, 0]
+    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [], salts=[0, 5, 0])[2] == [0, 4, 0]
+
+
+def test_prompts_that_came_together_keep_one_copy():
+    prefix_cache, allocator, hits = begin(*make(num_blocks=12), [*A, *B, 7], [*A, *B, 8], [*A, *C, 8])
+    assert hits == [0, 0, 0]
+    assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [1, 2, 6, 0], [1, 8, 9, 0]]
+    assert free_ids(allocator) == [11, 10, 7, 5, 4]
+    # Inserting again changes nothing.
+    tokens = rows([*A, *B, 7], [*A, *B, 8], [*A, *C, 8])
+    again, same = prefix_cache.insert(allocator, tokens)
+    assert same.block_tables.tolist() == allocator.block_tables.tolist()
+    assert int(again.next_serial) == int(prefix_cache.next_serial) == 4
+
+
+def test_shortening_into_a_cached_block_takes_a_copy_and_the_cached_one_stays():
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B], [], [])
+    allocator, copies, ok = allocator.rollback(counts(3, 0, 0))
+    assert ok.all()
+    assert [ids.tolist()[0] for ids in copies] == [2, 3]
+    assert allocator.check() == ()
+    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [])[2] == [0, 4, 0]
+
+
+@pytest.mark.parametrize("length", [-1, 9, 2**31 - 1])
+def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [])
+    tokens = rows([*A, *B, 7], [*A, *B, 7], [*A, *B, 7])
+    prefix_cache, after, num_cached = prefix_cache.match_prefix(allocator, tokens, counts(5, length, 5))
+    assert num_cached.tolist() == [0, 0, 4]
+    assert after.lengths.tolist() == [5, 0, 4]
+    # A sequence longer than the tokens that are given is left out.
+    short = PrefixCache.create(8, 2)
+    short, _ = short.insert(allocator, tokens[:, -4:])
+    assert int(short.next_serial) == 1
+
+
+def test_a_width_below_a_block_is_never_a_hit():
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [])
+    one = jnp.ones((3, 1), jnp.int32)
+    assert prefix_cache.match_prefix(allocator, one, counts(0, 1, 1))[2].tolist() == [0, 0, 0]
+    assert prefix_cache.insert(allocator, one)[0] is prefix_cache
+
+
+@pytest.mark.parametrize("confirming", [True, False])
+def test_a_collision_of_hashes_is_no_match(monkeypatch, confirming):
+    same = lambda blocks, salts, seed: jnp.full(blocks.shape[:2], 7, jnp.uint32)  # noqa: E731
+    monkeypatch.setattr(_prefix_cache, "chain_hashes", same)
+    if not confirming:  # the twin: hashes alone
+        monkeypatch.setattr(PrefixCache, "_confirm", lambda self, ids, listed, blocks, salts: listed)
+    prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, 7], [])
+    other = rows([], [], [*B, *C, 7])
+    _, _, num_cached = prefix_cache.match_prefix(allocator, other, counts(0, 0, 5))
+    assert (num_cached == 0).all() == confirming
+    if confirming:
+        assert begin(prefix_cache, allocator, [], [], [*A, 7])[2] == [0, 0, 2]
+        # Of all that collide one is cached, and the sequences keep their own blocks.
+        assert int(prefix_cache.next_serial) == 2
+        assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [0, 0, 0, 0]]
+
+
+def test_where_the_table_has_no_place_the_block_is_not_cached(monkeypatch):
+    hashes = _prefix_cache.chain_hashes
+
+    def one_start(blocks, salts, seed):
+        return hashes(blocks, salts, seed=1) if seed == 1 else jnp.zeros(blocks.shape[:2], jnp.uint32)
+
+    monkeypatch.setattr(_prefix_cache, "chain_hashes", one_start)
+    monkeypatch.setattr(_prefix_cache, "PROBES", 1)
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7], [])
+    assert int(prefix_cache.next_serial) == 2
+    assert begin(prefix_cache, allocator, [], [], [*A, *B, 7])[2] == [0, 0, 2]
+    # Once its block is overwritten the place is free.
+    allocator = allocator.free(marks(1, 1, 0))
+    allocator, _, _ = allocator.append(counts(8, 6, 0), max_tokens=8)
+    allocator = allocator.free(marks(1, 1, 0))
+    prefix_cache, allocator, _ = begin(prefix_cache, allocator, [*C, 7], [], [])
+    assert int(prefix_cache.next_serial) == 3
+    assert begin(prefix_cache, allocator, [], [*C, 8], [])[2] == [0, 2, 0]
+
+
+def test_many_random_prompts_all_find_their_places():
+    # A pool of which every block is cached, of blocks with different tokens: none falls out of the table.
+    allocator = BlockAllocator.create(num_blocks=2049, block_size=4, num_seqs=256, max_blocks=8)
+    prefix_cache = PrefixCache.create(2049, 4)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50_000, (256, 33), np.int32))
+    allocator, _, ok = allocator.append(jnp.full(256, 32, jnp.int32), max_tokens=32)
+    assert ok.all()
+    prefix_cache, allocator = jax.jit(PrefixCache.insert)(prefix_cache, allocator, tokens[:, :32])
+    assert int(prefix_cache.next_serial) == 2049
+    allocator = allocator.free(jnp.ones(256, jnp.bool_))
+    _, _, num_cached = jax.jit(PrefixCache.match_prefix)(prefix_cache, allocator, tokens, jnp.full(256, 33, jnp.int32))
+    assert (num_cached == 32).all()
+
+
+def test_what_is_shared_is_what_attention_reads():
+    prefix_cache, allocator = make()
+    cache = KVCache.create(num_blocks=8, block_size=2, num_kv_heads=1, head_dim=8)
+    prompts = rows([*A, *B, 7], [], [])
+
+    def write(cache, allocator, tokens, count):
+        allocator, slots, _ = allocator.append(count, max_tokens=8)
+        values = jnp.broadcast_to(tokens[..., None, None].astype(jnp.float32), (3, 8, 1, 8))
+        return write_kv(cache, jnp.zeros_like(values), values, slots), allocator
+
+    cache, allocator = write(cache, allocator, prompts, counts(5, 0, 0))
+    prefix_cache, allocator = prefix_cache.insert(allocator, prompts)
+    allocator = allocator.free(marks(1, 0, 0))
+    free = np.setdiff1d(np.arange(8), [1, 2])  # all but where the prefix waits may be anything
+    cache = KVCache(cache.k.at[free].set(jnp.nan), cache.v.at[free].set(jnp.nan))
+    prompts = rows([], [*A, *B, 8, 9], [])
+    prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, prompts, counts(0, 6, 0))
+    assert num_cached.tolist() == [0, 4, 0]
+    cache, allocator = write(cache, allocator, prompts, counts(0, 6, 0) - num_cached)
+    out = paged_attention(jnp.ones((3, 1, 8)), cache.k, cache.v, allocator.block_tables, allocator.lengths)
+    np.testing.assert_allclose(out[:, 0, 0], [0, (1 + 2 + 3 + 4 + 8 + 9) / 6, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p, a: PrefixCache.create(1, 2), r"num_blocks must be at least 2.*got num_blocks=1"),
+        (lambda p, a: PrefixCache.create(2**28, 2), r"at most 2\^27"),
+        (lambda p, a: PrefixCache.create(9, 2).insert(a, rows(A, A, A)), r"allocator's .* \(8, 2\); got \(9, 2\)"),
+        (lambda p, a: p.insert(a, rows(A, A)), r"tokens must be int32 \[3, max_tokens\].*got int32 \[2, 8\]"),
+        (lambda p, a: p.insert(a, jnp.zeros((3, 8))), r"tokens must be int32 .*got float32"),
+        (lambda p, a: p.insert(a, rows(A, A, A), salts=counts(1)), r"salts must be int32 \[3\].*got int32 \[1\]"),
+        (lambda p, a: p.match_prefix(a, rows(A, A, A), counts(1)), r"lengths must be int32 \[3\]"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(*make())

@@ -183,7 +183,7 @@ def _widen(words: jax.Array, dtype: Any, *, transposed: bool) -> jax.Array:
 
     return plgpu.inline_mgpu(
         arg_types=(WORDS if transposed else ROWS,),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float16, layout=ROWS),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float16), layout=ROWS),
     )(widen)(words)
 
 

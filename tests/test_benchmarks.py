@@ -1,4 +1,4 @@
-"""The benchmark of the allocator runs at toy sizes, and what it checks before it times can fail."""
+"""The benchmark of the allocator runs at toy sizes, and what it checks before it times can fail; configs by name."""
 
 import dataclasses
 import json
@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import allocator, allocator_loops
+from benchmarks.configs import parse_config
 from benchmarks.host_allocator import HostAllocator
+from benchmarks.points import parse
+from pallas_kernels.decode_config import default_config
 
 
 def test_the_allocators_benchmark_runs_and_keeps_its_results(tmp_path, capsys):
@@ -37,3 +40,9 @@ def test_the_checks_see_a_loop_that_did_nothing():
     refused = dataclasses.replace(state, ok=jnp.zeros_like(state.ok))
     with pytest.raises(AssertionError, match="the loop alone"):
         allocator_loops.check("the loop alone", state, refused, 3)
+
+
+def test_a_config_by_name_is_what_the_library_would_make():
+    default = default_config(seqs=1, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
+    assert parse_config("8/8/128/1", parse("32/8 1x8192")) == default
+    assert parse_config("8/8/64/2", parse("32/8 1x8192")) != default

@@ -21,7 +21,8 @@ that a group of 4 is padded to 8 columns, not to 64 rows:
 Caches of 8 bits are widened to float16 on the way from SMEM to the products, see `_widen`, and K and V leave SMEM as
 soon as they are read; `_scales` says where their scales come in.
 
-`decode_config` holds what it takes and how a call is cut up.
+`decode_config` holds what it takes and how a call is cut up, `_walk` which tiles of its sequence a program works on,
+`_fetch` how they come, `_logits` what is done to the products of Q and K, `_finish` how the sums leave.
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
 filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is
@@ -45,63 +46,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _finish, _rows, _scales, _widen, decode_config, paged_merge
-from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows, round_up
+from pallas_kernels import _finish, _rows, _scales, _scratch, _widen, decode_config, paged_merge
+from pallas_kernels._fetch import Ring, fetch
+from pallas_kernels._logits import Logits
+from pallas_kernels._rows import LOWEST, ROWS, over_rows, round_up
+from pallas_kernels._walk import Walk
 from pallas_kernels.decode_config import Config
-
-
-def _scratch(
-    config: Config,
-    q_len: int,
-    rows: int,
-    head_dim: int,
-    blocks_of_tile: int,
-    dtype: Any,
-    cache_dtype: Any,
-    interpret: Any,
-) -> dict:
-    # The copy engine takes no tile that does not divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The
-    # operands of a product must be tiled alike.
-    num_parts, width = decode_config.num_parts(head_dim), decode_config.padded_width(head_dim)
-    part = head_dim // num_parts
-    columns = next(columns for columns in (64, 32, 16) if part % columns == 0 or part < columns)
-    matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
-    stages = config.num_stages
-    tiles: dict[str, Any] = dict(
-        q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
-        k_smem=plgpu.SMEM((stages * num_parts, config.tile, width // num_parts), dtype, transforms=matrix),
-        v_smem=plgpu.SMEM((stages * num_parts, config.tile, width // num_parts), dtype, transforms=matrix),
-        p_smem=plgpu.SMEM((rows, config.tile), dtype, transforms=matrix),
-    )
-    if _widen.is_narrow(cache_dtype):
-        tiles = _widen.scratch(
-            (stages, config.tile, width),
-            rows=rows,
-            chunk=config.chunk,
-            dtype=cache_dtype,
-            head_dim=head_dim,
-            interpret=interpret,
-        )
-    return dict(
-        # Row after row: in comes Q, out goes O. One row too many, or Mosaic may tile it, which a copy of a narrow head
-        # cannot do.
-        q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
-        **tiles,
-        row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
-        q_full=plgpu.Barrier(num_arrivals=q_len),
-        k_full=plgpu.Barrier(num_arrivals=blocks_of_tile * num_parts, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=blocks_of_tile * num_parts, num_barriers=stages),
-        k_free=plgpu.Barrier(num_barriers=stages),
-        v_free=plgpu.Barrier(num_barriers=stages),
-        **_finish.scratch(
-            cluster=config.cluster,
-            num_partials=config.num_partials,
-            rows=rows,
-            width=width,
-            chunk=config.chunk,
-            dtype=dtype,
-        ),
-    )
 
 
 def _kernel(
@@ -109,8 +59,6 @@ def _kernel(
     refs: dict[str, Any],
     *,
     config: Config,
-    num_blocks: int,
-    block_size: int,
     q_len: int,
     group: int,
     num_parts: int,  # of a head
@@ -141,9 +89,8 @@ def _kernel(
     partition = partial if config.cluster == 1 else partial * config.cluster + lax.axis_index("member")
     warpgroup = lax.axis_index("warpgroup")
     rows, tile_tokens = p_smem.shape
+    block_size = k_gmem.shape[1]
     num_chunks = width // config.chunk
-    block_rows = min(block_size, tile_tokens)
-    blocks_of_tile = tile_tokens // block_rows
     stages = config.num_stages
     # A copy as wide as SMEM reaches past the end of a narrower head: from there the copy engine fills in zeros. The
     # start has to look dynamic, or tracing refuses the slice.
@@ -155,77 +102,22 @@ def _kernel(
         return [x] if num_parts == 1 else [x * num_parts + part for part in range(num_parts)]
 
     # 1. Which tiles are ours, from the true length.
-    length = lengths_gmem[seq]
-    window = None if window_gmem is None else window_gmem[0]
-    first_tile, end_tile = _rows.tile_range(length, window, q_len, tile_tokens)
-    num_tiles = _rows.tiles_of_partition(first_tile, end_tile, config.num_partitions, partition)
+    walk = Walk.of(
+        seq=seq,
+        partition=partition,
+        num_partitions=config.num_partitions,
+        length=lengths_gmem[seq],
+        window=None if window_gmem is None else window_gmem[0],
+        q_len=q_len,
+        block_size=block_size,
+        tile=tile_tokens,
+    )
 
-    def tile_of(i: jax.Array) -> jax.Array:
-        """The i-th of our tiles, as a tile of the sequence."""
-        return first_tile + partition + i * config.num_partitions
-
-    def entries_to_follow() -> tuple[jax.Array, jax.Array]:
-        """The entries of the table row that may be followed: the first, and one past the last."""
-        first = lax.div(_rows.first_visible(length, window, q_len), jnp.int32(block_size))
-        return first, _rows.ceil_div(length, block_size)
-
-    # 2. Warpgroup 1 fetches: warp w every fourth block of each tile.
+    # 2. Warpgroup 1 fetches.
     @pl.when(warpgroup == 1)
-    def _fetch() -> None:
-        first_entry, end_entry = entries_to_follow()
-        max_blocks = tables_gmem.shape[1]
-
-        @plgpu.warp_map
-        def _warp(warp: jax.Array) -> None:
-            mine = range(-(-blocks_of_tile // 4))
-
-            def ids_of(tile: jax.Array) -> tuple[jax.Array, ...]:
-                ids = []
-                for i in mine:
-                    entry = lax.div(tile * tile_tokens, jnp.int32(block_size)) + (
-                        warp + 4 * i if blocks_of_tile > 1 else 0
-                    )
-                    # Read before the length is known to cover it, so that at the start the two loads overlap.
-                    block_id = tables_gmem[seq, jnp.minimum(entry, max_blocks - 1)]
-                    follow = jnp.logical_and(entry >= first_entry, entry < end_entry)
-                    ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
-                return tuple(ids)
-
-            def fetch(i: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                stage = lax.rem(i, jnp.int32(stages))
-                next_ids = ids_of(tile_of(jnp.minimum(i + 1, num_tiles - 1)))
-                offset = lax.rem(tile_of(i) * tile_tokens, jnp.int32(block_size)) if block_size > tile_tokens else 0
-                for source, target, full, free in (
-                    (k_gmem, k_smem, k_full, k_free),
-                    (v_gmem, v_smem, v_full, v_free),
-                ):
-
-                    @pl.when(i >= stages)
-                    def _wait(free: Any = free) -> None:
-                        plgpu.barrier_wait(free.at[stage])
-
-                    for j in mine:
-                        row = (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
-                        for head, place in zip(parts_of(kv_head), parts_of(stage), strict=True):
-                            plgpu.copy_gmem_to_smem(
-                                source.at[ids[j], pl.ds(offset, block_rows), head, filled],
-                                target.at[place, pl.ds(row, block_rows)],
-                                full.at[stage],
-                            )
-                return next_ids
-
-            ids = ids_of(tile_of(jnp.int32(0)))
-
-            @pl.when(jnp.logical_and(num_tiles > 0, warp < blocks_of_tile))
-            def _walk() -> None:
-                lax.fori_loop(0, num_tiles, fetch, ids)
-                # Nobody may leave while a barrier it waited on still completes a phase.
-                for stage in range(stages):
-
-                    @pl.when(num_tiles > stage)
-                    def _drain(stage: int = stage) -> None:
-                        plgpu.barrier_wait(k_free.at[stage])
-                        plgpu.barrier_wait(v_free.at[stage])
+    def _fetch_tiles() -> None:
+        rings = Ring(k_gmem, k_smem, k_full, k_free), Ring(v_gmem, v_smem, v_full, v_free)
+        fetch(walk, rings, tables_gmem, stages=stages, kv_head=kv_head, parts_of=parts_of, columns=filled)
 
     # 3. Warpgroup 0 computes. Only one can: Mosaic has one scratch buffer for reductions over all four warps, and two
     # warpgroups that use it at once overwrite each other (wrong on an H100, not seen by interpret mode; jax 0.11.2).
@@ -240,20 +132,21 @@ def _kernel(
         scale = scale_gmem[0]
         cap = None if cap_gmem is None else cap_gmem[0]
         slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head])
-        first_query = length - q_len
+        first_query = walk.first_query
         scales = _scales.Scales(
             k=refs.get("k_scale"),
             v=refs.get("v_scale"),
             tables=tables_gmem,
             seq=seq,
             kv_head=kv_head,
-            entries=entries_to_follow,
+            entries=walk.entries_to_follow,
             tile=tile_tokens,
             interpret=interpret,
         )
         k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
         if k_scale is not None:
             scale = scale * k_scale
+        logits_of = Logits(walk, first_query, scale, cap, slopes, group)
 
         plgpu.barrier_wait(refs["q_full"])
         # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
@@ -264,42 +157,11 @@ def _kernel(
             q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
             plgpu.commit_smem()
 
-        def logits_of(products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
-            """Logits in units of log2, and what is visible."""
-            shape = (tile_tokens, rows)
-            if cap is None:
-                logits = products * (scale * LOG2E)
-            else:
-                # tanh(x) = 1 - 2 / (exp(2 x) + 1): the hardware's own tanh is good to 2^-11 only.
-                e = jnp.exp2(products * (scale / cap * (2 * LOG2E)))
-                logits = (cap * LOG2E) * (1.0 - 2.0 / (e + 1.0))
-            if not masked and slopes is None:
-                return logits, None
-            tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * tile_tokens
-            queries = first_query + (_rows.row_tokens(shape, group) if q_len > 1 else jnp.int32(0))
-            distance = queries - tokens
-            if slopes is not None:
-                logits -= over_rows(slopes * LOG2E, shape) * distance.astype(jnp.float32)
-            if not masked:
-                return logits, None
-            visible = distance >= 0
-            if window is not None:
-                visible = jnp.logical_and(visible, distance < window)
-            return jnp.where(visible, logits, jnp.full(shape, LOWEST, jnp.float32)), visible
-
-        def seen(tile: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
-            """bool `shape`: which tokens, on `axis`, some query may see."""
-            tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * tile_tokens
-            seen = tokens < length
-            if window is not None:
-                seen = jnp.logical_and(seen, tokens >= _rows.first_visible(length, window, q_len))
-            return seen
-
         def zero_unseen(values: Any, tile: jax.Array) -> None:
             """`values` [tile, columns] in SMEM: zero in the slots that no query may see."""
             for c in range(values.shape[-1] // 64):
                 part = values.at[:, pl.ds(c * 64, 64)]
-                visible = seen(tile, (tile_tokens, 64), 0, ROWS)
+                visible = walk.seen(tile, (tile_tokens, 64), 0, ROWS)
                 v = plgpu.load(part, layout=ROWS)
                 part[...] = jnp.where(visible, v, jnp.zeros_like(v))
 
@@ -314,10 +176,10 @@ def _kernel(
         def step(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
             # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end; scales of tokens
             acc, m, l, ahead = carry
-            tile = tile_of(i)
+            tile = walk.tile_of(i)
             stage = lax.rem(i, jnp.int32(stages))
 
-            k_scales, v_scales, ahead = scales.step(ahead, tile_of(i + 2))
+            k_scales, v_scales, ahead = scales.step(ahead, walk.tile_of(i + 2))
 
             # 3a. S^T = K Q^T
             plgpu.barrier_wait(k_full.at[stage])
@@ -383,7 +245,7 @@ def _kernel(
                 if narrow:
                     v = values if num_chunks == 1 else load_values(stage, c)
                     if masked:
-                        v = v_tiles.zero_unseen(v, functools.partial(seen, tile))
+                        v = v_tiles.zero_unseen(v, functools.partial(walk.seen, tile))
                     o, _ = _widen.product((config.chunk, rows), v_tiles.values(v), p_smem.T, interpret)
                 else:
                     o = pl.run_scoped(weighted, plgpu.ACC((config.chunk, rows), jnp.float32))
@@ -401,23 +263,14 @@ def _kernel(
             tuple(zeros((config.chunk, rows)) for _ in range(num_chunks)),
             plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR),
             zeros((tile_tokens, rows)),
-            scales.start(tile_of(jnp.int32(0)), tile_of(jnp.int32(1))),
+            scales.start(walk.tile_of(jnp.int32(0)), walk.tile_of(jnp.int32(1))),
         )
 
-        def ours_before(end: jax.Array) -> jax.Array:
-            """How many of our tiles stand before tile `end` of the sequence."""
-            return _rows.tiles_of_partition(first_tile, end, config.num_partitions, partition)
-
-        # Tiles that every row sees whole need no mask: those between the last query's window and the first query.
-        full_end = ours_before(lax.div(jnp.maximum(first_query + 1, 0), jnp.int32(tile_tokens)))
-        full_start = jnp.int32(0)
-        if window is not None:
-            full_start = ours_before(_rows.ceil_div(jnp.maximum(length - window, 0), tile_tokens))
-            full_start = jnp.minimum(full_start, num_tiles)
-            full_end = jnp.maximum(full_end, full_start)
-            carry = lax.fori_loop(0, full_start, functools.partial(step, masked=True), carry)
-        carry = lax.fori_loop(full_start, full_end, functools.partial(step, masked=False), carry)
-        acc, m, l, _ = lax.fori_loop(full_end, num_tiles, functools.partial(step, masked=True), carry)
+        whole_start, whole_end = walk.whole_tiles()
+        if walk.window is not None:
+            carry = lax.fori_loop(0, whole_start, functools.partial(step, masked=True), carry)
+        carry = lax.fori_loop(whole_start, whole_end, functools.partial(step, masked=False), carry)
+        acc, m, l, _ = lax.fori_loop(whole_end, walk.num_tiles, functools.partial(step, masked=True), carry)
         if narrow:
             acc = tuple(_widen.ordered(part, interpret) for part in acc)
         if v_scale is not None:
@@ -496,7 +349,7 @@ def launch(
         }
     if interpret and config.cluster > 1:
         out_types |= _finish.exchange(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
-    scratch = _scratch(
+    scratch = _scratch.scratch(
         config, q_len, rows, head_dim, max(1, config.tile // block_size), q.dtype, k_cache.dtype, interpret
     )
     names = (*inputs, *out_types)
@@ -506,8 +359,6 @@ def launch(
         _kernel(
             refs,
             config=config,
-            num_blocks=num_blocks,
-            block_size=block_size,
             q_len=q_len,
             group=group,
             num_parts=num_parts,

@@ -1,0 +1,89 @@
+"""The warpgroup that fetches: blocks of K and V from GMEM into rings of tiles in SMEM.
+
+Of the four warps each fetches every fourth block of a tile, one copy a block. Everything here is traced inside the
+decode kernel.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._walk import Walk
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    source: Any  # GMEM [blocks, block_size, kv_heads * parts, head_dim / parts]
+    target: Any  # SMEM [stages * parts, tile, width / parts]
+    full: Any  # barriers [stages]
+    free: Any  # barriers [stages]
+
+
+def fetch(
+    walk: Walk,
+    rings: tuple[Ring, ...],
+    tables: Any,  # GMEM, int32 [seqs, max_blocks]
+    *,
+    stages: int,
+    kv_head: jax.Array,
+    parts_of: Callable[[Any], list[Any]],  # of a KV head or a stage, in the cache or in SMEM
+    columns: Any,  # a slice as wide as a part in SMEM: past the end of a narrower one the copy engine fills in zeros
+) -> None:
+    num_blocks, max_blocks = rings[0].source.shape[0], tables.shape[1]
+    block_size, tile_tokens, num_tiles = walk.block_size, walk.tile, walk.num_tiles
+    block_rows = min(block_size, tile_tokens)
+    blocks_of_tile = tile_tokens // block_rows
+    first_entry, end_entry = walk.entries_to_follow()
+
+    @plgpu.warp_map
+    def _warp(warp: jax.Array) -> None:
+        mine = range(-(-blocks_of_tile // 4))
+
+        def ids_of(tile: jax.Array) -> tuple[jax.Array, ...]:
+            ids = []
+            for i in mine:
+                entry = lax.div(tile * tile_tokens, jnp.int32(block_size)) + (warp + 4 * i if blocks_of_tile > 1 else 0)
+                # Read before the length is known to cover it, so that at the start the two loads overlap.
+                block_id = tables[walk.seq, jnp.minimum(entry, max_blocks - 1)]
+                follow = jnp.logical_and(entry >= first_entry, entry < end_entry)
+                ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
+            return tuple(ids)
+
+        def fetch_tile(i: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            stage = lax.rem(i, jnp.int32(stages))
+            next_ids = ids_of(walk.tile_of(jnp.minimum(i + 1, num_tiles - 1)))
+            offset = lax.rem(walk.tile_of(i) * tile_tokens, jnp.int32(block_size)) if block_size > tile_tokens else 0
+            for ring in rings:
+
+                @pl.when(i >= stages)
+                def _wait(ring: Ring = ring) -> None:
+                    plgpu.barrier_wait(ring.free.at[stage])
+
+                for j in mine:
+                    row = (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
+                    for head, place in zip(parts_of(kv_head), parts_of(stage), strict=True):
+                        plgpu.copy_gmem_to_smem(
+                            ring.source.at[ids[j], pl.ds(offset, block_rows), head, columns],
+                            ring.target.at[place, pl.ds(row, block_rows)],
+                            ring.full.at[stage],
+                        )
+            return next_ids
+
+        ids = ids_of(walk.tile_of(jnp.int32(0)))
+
+        @pl.when(jnp.logical_and(num_tiles > 0, warp < blocks_of_tile))
+        def _walk() -> None:
+            lax.fori_loop(0, num_tiles, fetch_tile, ids)
+            # Nobody may leave while a barrier it waited on still completes a phase.
+            for stage in range(stages):
+
+                @pl.when(num_tiles > stage)
+                def _drain(stage: int = stage) -> None:
+                    for ring in rings:
+                        plgpu.barrier_wait(ring.free.at[stage])

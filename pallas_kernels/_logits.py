@@ -1,0 +1,47 @@
+"""From the products of queries and keys to the logits: scale, soft cap, ALiBi, mask."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _rows
+from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows
+from pallas_kernels._walk import Walk
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """Those of one program's sequence and KV head, traced inside the decode kernel."""
+
+    walk: Walk
+    first_query: jax.Array  # int32 [], where it stands
+    scale: jax.Array  # f32 []
+    cap: jax.Array | None  # f32 []
+    slopes: jax.Array | None  # f32 [rows]
+    group: int
+
+    def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
+        """f32 [tile, rows] -> logits in units of log2, and which of them are visible: None where all are."""
+        walk, (tile_tokens, rows) = self.walk, products.shape
+        shape = tile_tokens, rows
+        if self.cap is None:
+            logits = products * (self.scale * LOG2E)
+        else:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1): the hardware's own tanh is good to 2^-11 only.
+            e = jnp.exp2(products * (self.scale / self.cap * (2 * LOG2E)))
+            logits = (self.cap * LOG2E) * (1.0 - 2.0 / (e + 1.0))
+        if not masked and self.slopes is None:
+            return logits, None
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * walk.tile
+        in_call = _rows.row_tokens(shape, self.group) if walk.q_len > 1 else jnp.int32(0)
+        distance = self.first_query + in_call - tokens
+        if self.slopes is not None:
+            logits -= over_rows(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
+        if not masked:
+            return logits, None
+        visible = distance >= 0
+        if walk.window is not None:
+            visible = jnp.logical_and(visible, distance < walk.window)
+        return jnp.where(visible, logits, jnp.full(shape, LOWEST, jnp.float32)), visible

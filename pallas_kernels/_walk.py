@@ -1,0 +1,76 @@
+"""Which tiles of its sequence a program of the decode kernel works on, and what its queries see in them.
+
+Everything here is traced inside the kernel, in scalars.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The tiles of one partition of one sequence, from the sequence's true length."""
+
+    seq: jax.Array
+    partition: jax.Array
+    num_partitions: int
+    length: jax.Array  # int32 []
+    window: jax.Array | None  # int32 []
+    q_len: int
+    block_size: int
+    tile: int  # tokens
+    first_tile: jax.Array  # of the sequence, with a token that some query sees
+    num_tiles: jax.Array  # of this partition
+
+    @classmethod
+    def of(cls, *, length: jax.Array, window: jax.Array | None, q_len: int, tile: int, **where: Any) -> "Walk":
+        first_tile, end_tile = _rows.tile_range(length, window, q_len, tile)
+        num_tiles = _rows.tiles_of_partition(first_tile, end_tile, where["num_partitions"], where["partition"])
+        return cls(
+            length=length, window=window, q_len=q_len, tile=tile, first_tile=first_tile, num_tiles=num_tiles, **where
+        )
+
+    @property
+    def first_query(self) -> jax.Array:
+        """Where the first query stands; negative where there are more of them than tokens."""
+        return self.length - self.q_len
+
+    def tile_of(self, i: jax.Array) -> jax.Array:
+        """The i-th of our tiles, as a tile of the sequence."""
+        return self.first_tile + self.partition + i * self.num_partitions
+
+    def ours_before(self, end: jax.Array) -> jax.Array:
+        """How many of our tiles stand before tile `end` of the sequence."""
+        return _rows.tiles_of_partition(self.first_tile, end, self.num_partitions, self.partition)
+
+    def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
+        """The entries of the table row that may be followed: the first, and one past the last."""
+        first = lax.div(_rows.first_visible(self.length, self.window, self.q_len), jnp.int32(self.block_size))
+        return first, _rows.ceil_div(self.length, self.block_size)
+
+    def whole_tiles(self) -> tuple[jax.Array, jax.Array]:
+        """Of our tiles the first that every row sees whole, and one past the last: they need no mask.
+
+        They stand between the last query's window and the first query.
+        """
+        end = self.ours_before(lax.div(jnp.maximum(self.first_query + 1, 0), jnp.int32(self.tile)))
+        if self.window is None:
+            return jnp.int32(0), end
+        start = self.ours_before(_rows.ceil_div(jnp.maximum(self.length - self.window, 0), self.tile))
+        start = jnp.minimum(start, self.num_tiles)
+        return start, jnp.maximum(end, start)
+
+    def seen(self, tile: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
+        """bool `shape`: which tokens of a tile of the sequence, on `axis`, some query may see."""
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * self.tile
+        seen = tokens < self.length
+        if self.window is not None:
+            seen = jnp.logical_and(seen, tokens >= _rows.first_visible(self.length, self.window, self.q_len))
+        return seen

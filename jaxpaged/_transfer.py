@@ -52,10 +52,10 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
             f"got {source_ids.shape=}, {destination_ids.shape=}. Pad with the null block, 0."
         )
     num_blocks = cache.k.shape[-4]
-    legal = _holds_tokens(source_ids, num_blocks)
+    legal = holds_tokens(source_ids, num_blocks)
     sources = jnp.where(legal, source_ids, 0)
     destinations = _distinct(jnp.where(legal, destination_ids, 0), num_blocks)
-    return map_blocks(lambda pool: _put_blocks(pool, _take_blocks(pool, sources, cache), destinations, cache), cache)
+    return map_blocks(lambda pool: put_blocks(pool, _take_blocks(pool, sources, cache), destinations, cache), cache)
 
 
 def swap_out(cache: KVCache, block_ids: ArrayLike) -> KVCache:
@@ -92,7 +92,7 @@ def swap_out(cache: KVCache, block_ids: ArrayLike) -> KVCache:
     """
     check_cache(cache)
     block_ids = _ids("block_ids", block_ids)
-    legal = _holds_tokens(block_ids, cache.k.shape[-4])
+    legal = holds_tokens(block_ids, cache.k.shape[-4])
     sources = jnp.where(legal, block_ids, 0)
 
     def out(pool: jax.Array) -> jax.Array:
@@ -128,7 +128,7 @@ def swap_in(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> KVCache:
     destinations = _distinct(block_ids, cache.k.shape[-4])
 
     def bring(pool: jax.Array, block: jax.Array) -> jax.Array:
-        return _put_blocks(pool, jax.device_put(block, jax.memory.Space.Device), destinations, cache)
+        return put_blocks(pool, jax.device_put(block, jax.memory.Space.Device), destinations, cache)
 
     return map_blocks(bring, cache, blocks)
 
@@ -229,8 +229,11 @@ def _take_blocks(pool: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
     return take_rows(pool.reshape(-1, *block), every).reshape(*pool.shape[: _layer_axes(cache)], ids.size, *block)
 
 
-def _put_blocks(pool: jax.Array, blocks: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
-    """The inverse; the ids are legal and distinct, or below zero, which drops a block."""
+def put_blocks(pool: jax.Array, blocks: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
+    """The inverse; the ids are legal and distinct, or below zero, which drops a block.
+
+    Two that are the same may only be given the same block: XLA is told that no two writes meet.
+    """
     num_layers, num_blocks = _layers_and_blocks(pool, cache)
     block = pool.shape[_layer_axes(cache) + 1 :]
     every = _in_every_layer(ids, num_layers, num_blocks, ids >= 0)
@@ -257,14 +260,14 @@ def _in_every_layer(ids: jax.Array, num_layers: int, stride: int, legal: jax.Arr
     return jnp.where(jnp.tile(legal, num_layers), shifted, -1 - jnp.arange(shifted.size, dtype=jnp.int32))
 
 
-def _holds_tokens(ids: jax.Array, num_blocks: int) -> jax.Array:
+def holds_tokens(ids: jax.Array, num_blocks: int) -> jax.Array:
     """Whether an id is of the pool and not the null block, bool [ids]."""
     return (ids > 0) & (ids < num_blocks)
 
 
 def _distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
     """The ids, but -1 where one is padding, or where a later one is equal."""
-    legal = _holds_tokens(ids, num_blocks)
+    legal = holds_tokens(ids, num_blocks)
     order = jnp.arange(ids.size, dtype=jnp.int32)
     inside = jnp.where(legal, ids, 0)
     last = jnp.zeros(num_blocks, jnp.int32).at[inside].max(order, mode="promise_in_bounds")

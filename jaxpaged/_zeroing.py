@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._cache import KVCache
+from jaxpaged._cache import KVCache, map_blocks
+from jaxpaged._transfer import holds_tokens, put_blocks
 
 ZEROED_AT_ONCE = 64  # blocks; what a step without any costs is the test that there are none
 
@@ -36,32 +37,22 @@ def zero_blocks(cache: KVCache, block_ids: ArrayLike) -> KVCache:
         raise ValueError(f"block_ids must be int32 [ids]; got {block_ids.dtype} {list(block_ids.shape)}.")
     if block_ids.size == 0:
         return cache
-    num_blocks = cache.k.shape[-4]
-    legal = (block_ids > 0) & (block_ids < num_blocks)
+    legal = holds_tokens(block_ids, cache.k.shape[-4])
     rank = jnp.cumsum(legal, dtype=jnp.int32)
-    count = rank[-1]
     # The ids closed up, then a few at a time for as long as there are some: a scatter of all of them, padding
     # included, would take its time over every number of every block even where it writes none.
     places = jnp.where(legal, rank - 1, block_ids.size)
     num_rounds = -(-block_ids.size // ZEROED_AT_ONCE)
-    ids = jnp.full(num_rounds * ZEROED_AT_ONCE, num_blocks, jnp.int32).at[places].set(block_ids, mode="drop")
-
+    ids = jnp.full(num_rounds * ZEROED_AT_ONCE, -1, jnp.int32).at[places].set(block_ids, mode="drop")
     layer_axes = cache.k.ndim - 4
-    leaves, tree = jax.tree.flatten(cache)
-    # Scales of a tensor or a head are not any token's.
-    has_blocks = [leaf.ndim >= layer_axes + 3 for leaf in leaves]
 
-    def zero(i: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+    def zero(i: jax.Array, cache: KVCache) -> KVCache:
         some = lax.dynamic_slice_in_dim(ids, i * ZEROED_AT_ONCE, ZEROED_AT_ONCE)
-        return [_overwrite(x, some, layer_axes) if has else x for x, has in zip(leaves, has_blocks, strict=True)]
 
-    return jax.tree.unflatten(tree, lax.fori_loop(0, -(-count // ZEROED_AT_ONCE), zero, leaves))
+        def overwrite(pool: jax.Array) -> jax.Array:
+            shape = (*pool.shape[:layer_axes], ZEROED_AT_ONCE, *pool.shape[layer_axes + 1 :])
+            return put_blocks(pool, jnp.zeros(shape, pool.dtype), some, cache)
 
+        return map_blocks(overwrite, cache)
 
-def _overwrite(pool: jax.Array, ids: jax.Array, layer_axes: int) -> jax.Array:
-    num_layers, num_blocks = (pool.shape[0] if layer_axes else 1), pool.shape[layer_axes]
-    starts = jnp.arange(num_layers, dtype=jnp.int32) * num_blocks
-    # Past the end of one layer is past the end of all.
-    all_ids = jnp.where(ids[None] < num_blocks, starts[:, None] + ids[None], num_layers * num_blocks).ravel()
-    flat = pool.reshape(num_layers * num_blocks, *pool.shape[layer_axes + 1 :])
-    return flat.at[all_ids].set(jnp.zeros((), pool.dtype), mode="drop").reshape(pool.shape)
+    return lax.fori_loop(0, -(-rank[-1] // ZEROED_AT_ONCE), zero, cache)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import random
+from benchmarks.harness import random, slope_microseconds
 from jaxpaged import KVCache, copy_blocks, gather_kv, rotary_frequencies, swap_in, swap_out, widen_kv, write_kv
 from jaxpaged._rotary import rotate
 
@@ -58,25 +58,16 @@ TOY = Sizes(
 
 
 def carried_microseconds(chain: Callable[..., Any], state: Any, args: tuple, num_calls: int, seconds: float) -> float:
-    """Device time of one of the `num_calls` calls that `chain` makes; its result is donated to the next repetition.
-
-    The slope between two numbers of repetitions, as `harness.chain_microseconds` takes it.
-    """
+    """Device time of one of the `num_calls` calls that `chain` makes; its result is donated to the next repetition."""
     compiled = jax.jit(chain, donate_argnums=0).lower(state, *args).compile()
-    state = jax.block_until_ready(compiled(jax.tree.map(jnp.copy, state), *args))
+    state = compiled(jax.tree.map(jnp.copy, state), *args)
 
-    def run(repetitions: int) -> float:
+    def dispatch(_: int) -> Any:
         nonlocal state
-        start = time.perf_counter()
-        for _ in range(repetitions):
-            state = compiled(state, *args)
-        jax.block_until_ready(state)
-        return time.perf_counter() - start
+        state = compiled(state, *args)
+        return state
 
-    once = (run(5) - run(1)) / 4
-    few = max(2, min(200, int(seconds / 4 / max(once, 1e-6))))
-    slopes = [(run(4 * few) - run(few)) / (3 * few) for _ in range(5)]
-    return statistics.median(slopes) / num_calls * 1e6
+    return slope_microseconds(dispatch, num_calls, seconds)
 
 
 def wall_microseconds(call: Callable[[], Any], repetitions: int = 7) -> float:
@@ -197,7 +188,7 @@ def measure_writes(sizes: Sizes) -> list[dict[str, Any]]:
         # As many new tokens as do not stay in the L2 cache for prefill; those of a decode step were just computed.
         distinct = 4 if num_tokens == sizes.prefill_tokens else 1
         tokens = tuple(
-            (random(2 * i, shape, "bfloat16"), random(2 * i + 1, shape, "bfloat16"))
+            (random(2 * i, shape=shape, dtype="bfloat16"), random(2 * i + 1, shape=shape, dtype="bfloat16"))
             for i, shape in enumerate([(num_tokens, KV_HEADS, HEAD_DIM)] * distinct)
         )
         for name, (write, created) in WRITES.items():
@@ -219,7 +210,7 @@ def measure_writes(sizes: Sizes) -> list[dict[str, Any]]:
 
 def stack_of(sizes: Sizes) -> KVCache:
     shape = sizes.layers, sizes.stack_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM
-    return KVCache(k=random(1, shape, jnp.bfloat16), v=random(2, shape, jnp.bfloat16))
+    return KVCache(k=random(1, shape=shape, dtype="bfloat16"), v=random(2, shape=shape, dtype="bfloat16"))
 
 
 def block_bytes(cache: KVCache) -> int:
@@ -288,7 +279,7 @@ def measure_gather(sizes: Sizes) -> list[dict[str, Any]]:
     seqs, length = sizes.gathered
     max_blocks = length // BLOCK_SIZE
     shape = 1 + seqs * max_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM
-    cache = KVCache(k=random(1, shape, jnp.bfloat16), v=random(2, shape, jnp.bfloat16))
+    cache = KVCache(k=random(1, shape=shape, dtype="bfloat16"), v=random(2, shape=shape, dtype="bfloat16"))
     ids = 1 + np.random.default_rng(3).permutation(seqs * max_blocks)
     tables = jnp.asarray(ids.reshape(seqs, max_blocks), jnp.int32)
     lengths = jnp.full(seqs, length, jnp.int32)

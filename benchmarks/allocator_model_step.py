@@ -38,14 +38,6 @@ def step_without(apply: Apply, weights: Any, state: State) -> tuple[State, jax.A
     return State(logits.argmax(axis=-1).astype(jnp.int32), caches, allocator), logits
 
 
-def loop_without(apply: Apply, weights: Any, state: State, num_steps: jax.Array) -> State:
-    def body(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-        i, state = carry
-        return i + 1, step_without(apply, weights, state)[0]
-
-    return jax.lax.while_loop(lambda carry: carry[0] < num_steps, body, (jnp.int32(0), state))[1]
-
-
 def host_step(apply: Apply, weights: Any, state: State, slots: jax.Array) -> State:
     caches, logits = apply(weights, state.tokens, state.caches, state.allocator, slots)
     return State(logits.argmax(axis=-1).astype(jnp.int32), caches, state.allocator)
@@ -93,7 +85,8 @@ def measure(shapes: list[str], toy: bool, append_us: float) -> Iterator[tuple[st
         state = decode_step.start(config, num_seqs, length)
         forms = {"jaxpaged": state.allocator, "filled": fill_tables(state.allocator), "host": state.allocator}
         arguments = {"jaxpaged": (jnp.int32(1),), "filled": (jnp.int32(1),), "host": (jnp.zeros(num_seqs, jnp.int32),)}
-        functions = {"jaxpaged": decode_step.loop, "filled": loop_without, "host": host_step}
+        loop_without = functools.partial(decode_step.loop, step=step_without)
+        functions: dict[str, Any] = {"jaxpaged": decode_step.loop, "filled": loop_without, "host": host_step}
         lowered = {
             form: jax.jit(functools.partial(functions[form], apply), donate_argnums=1).lower(
                 weights, state, *arguments[form]

@@ -52,7 +52,7 @@ def step(apply: Apply, weights: Any, state: State) -> tuple[State, jax.Array]:
     return State(logits.argmax(axis=-1).astype(jnp.int32), caches, allocator), logits
 
 
-def loop(apply: Apply, weights: Any, state: State, num_steps: jax.Array) -> State:
+def loop(apply: Apply, weights: Any, state: State, num_steps: jax.Array, *, step: Any = step) -> State:
     def body(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
         i, state = carry
         return i + 1, step(apply, weights, state)[0]

@@ -9,52 +9,56 @@ pallas_kernels/decode_config.py.
 """
 
 import argparse
-import functools
-import threading
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
 
-from benchmarks.decode import Programs, chain, compile_point, measure, measure_kernels, options_of, with_scales
+from benchmarks.decode import Programs, compile_point, measure, measure_kernels
 from benchmarks.harness import Store, compile_all, header
-from benchmarks.points import Point, make_inputs, parse, shapes_of
-from jaxpaged import _mosaic_gpu, paged_attention
+from benchmarks.points import Point, make_inputs, parse
+from jaxpaged import _mosaic_gpu
 from pallas_kernels._rows import round_up
-from pallas_kernels.decode_config import Config, fitting_stages, padded_width
+from pallas_kernels.decode_config import Config, default_config, fitting_stages, padded_width
 
 
 def parse_config(text: str, point: Point) -> Config:
     num_partitions, cluster, tile, resident = map(int, text.split("/"))
-    width, rows = padded_width(point.head_dim), round_up(point.q_len * point.heads // point.kv_heads, 8)
-    chunk = width if width * rows <= 128 * 32 else 64
-    shape = dict(width=width, rows=rows, chunk=chunk, num_partitions=num_partitions, cluster=cluster, tile=tile)
-    itemsize = jax.numpy.dtype(point.cache_dtype).itemsize
-    return Config(
+    group, itemsize = point.heads // point.kv_heads, jax.numpy.dtype(point.cache_dtype).itemsize
+    default = default_config(
+        seqs=len(point.lengths),
+        kv_heads=point.kv_heads,
+        group=group,
+        q_len=point.q_len,
+        head_dim=point.head_dim,
+        capacity=max(point.held) * point.block_size,
+        num_sms=1,  # for what the partitions are chosen by
+        num_partitions=num_partitions,
+        itemsize=itemsize,
+    )
+    num_stages = fitting_stages(
+        width=padded_width(point.head_dim),
+        rows=round_up(point.q_len * group, 8),
+        chunk=default.chunk,
         num_partitions=num_partitions,
         cluster=cluster,
-        num_stages=fitting_stages(**shape, resident=resident, itemsize=itemsize),
         tile=tile,
-        chunk=chunk,
+        resident=resident,
+        itemsize=itemsize,
     )
+    return dataclasses.replace(default, cluster=cluster, tile=tile, num_stages=num_stages)
 
 
-def compile_config(point: Point, text: str, lowering: threading.Lock) -> Any:
-    """The chain of `point` with one config; or, as a string, why not."""
-    shapes = shapes_of(point)
-    args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
-    attention: Any = functools.partial(paged_attention, implementation="mosaic_gpu", **options_of(point))
-    jitted = jax.jit(functools.partial(chain, point, functools.partial(with_scales, attention)))
+def compile_config(job: Callable[[], Any], point: Point, text: str) -> Any:
+    """The chain of `point`, which `job` compiles, with one config; or, as a string, why not."""
     try:
         if text == "default":
-            with lowering:
-                lowered = jitted.lower(*args)
-        else:
-            config = parse_config(text, point)
-            with lowering, mock.patch.object(_mosaic_gpu, "config_of", return_value=config):
-                lowered = jitted.lower(*args)
-        return lowered.compile()
+            return job()
+        with mock.patch.object(_mosaic_gpu, "config_of", return_value=parse_config(text, point)):
+            return job()
     except Exception as error:  # a config that does not fit is a result too
         return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
 
@@ -67,12 +71,10 @@ def main() -> None:
     options = parser.parse_args()
     store = Store(options.output, **header())
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    lowering = threading.Lock()
     for point in map(parse, options.points):
-        jobs = compile_point(point, "xla", None, [])  # for the floor and the reference
-        del jobs[point, "ours"]
-        jobs |= {text: functools.partial(compile_config, point, text, lowering) for text in options.configs}
-        compiled = compile_all(jobs)
+        jobs = compile_point(point, "mosaic_gpu", None, [])
+        ours = jobs.pop((point, "ours"))
+        compiled = compile_all(jobs) | {text: compile_config(ours, point, text) for text in options.configs}
         inputs = make_inputs(point)
         for text in options.configs:
             if isinstance(compiled[text], str):

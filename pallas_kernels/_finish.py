@@ -18,10 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
-from pallas_kernels._rows import ROWS, over_rows
+from pallas_kernels._rows import COLUMNS, ROWS, over_rows
 
 EXCHANGE = "exchange_"
-COLUMNS = 64  # of the head_dim that one member adds up: the smallest M that the register layout has
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS
+from pallas_kernels._walk import Walk
 
 TOKENS = ROWS.reduce(1)  # [tile]: every thread holds the tokens of its rows
 LEAST = 2.0**-100  # a scale of 0 has a logarithm too
@@ -43,10 +44,8 @@ class Scales:
     k: Any | None  # GMEM, f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     v: Any | None  # likewise
     tables: Any  # GMEM, int32 [seqs, max_blocks]
-    seq: jax.Array
+    walk: Walk
     kv_head: jax.Array
-    entries: Any  # () -> which of the table row may be followed: the first, and one past the last
-    tile: int  # tokens
     interpret: Any
 
     def of_head(self, scales: Any | None) -> jax.Array | None:
@@ -78,10 +77,10 @@ class Scales:
         """The slots of the tokens of a tile, int32 [tile]; those of the null block where nothing may be read."""
         num_blocks, block_size, _ = self.of_tokens[0].shape
         max_blocks = self.tables.shape[1]
-        tokens = plgpu.broadcasted_iota(jnp.int32, (self.tile,), 0, layout=TOKENS) + tile * self.tile
+        tokens = plgpu.broadcasted_iota(jnp.int32, (self.walk.tile,), 0, layout=TOKENS) + tile * self.walk.tile
         entries = lax.div(tokens, jnp.full(tokens.shape, block_size, jnp.int32))
-        ids = self._gather(self.tables, jnp.minimum(entries, max_blocks - 1), 1, self.seq * max_blocks)
-        first, end = self.entries()
+        ids = self._gather(self.tables, jnp.minimum(entries, max_blocks - 1), 1, self.walk.seq * max_blocks)
+        first, end = self.walk.entries_to_follow()
         follow = jnp.logical_and(entries >= first, entries < end)
         ids = jnp.where(follow, jnp.minimum(jnp.maximum(ids, 0), num_blocks - 1), jnp.zeros_like(ids))
         return ids * block_size + (tokens - entries * block_size)

@@ -30,12 +30,21 @@ class Walk:
     num_tiles: jax.Array  # of this partition
 
     @classmethod
-    def of(cls, *, length: jax.Array, window: jax.Array | None, q_len: int, tile: int, **where: Any) -> "Walk":
+    def of(
+        cls,
+        *,
+        seq: jax.Array,
+        partition: jax.Array,
+        num_partitions: int,
+        length: jax.Array,
+        window: jax.Array | None,
+        q_len: int,
+        block_size: int,
+        tile: int,
+    ) -> "Walk":
         first_tile, end_tile = _rows.tile_range(length, window, q_len, tile)
-        num_tiles = _rows.tiles_of_partition(first_tile, end_tile, where["num_partitions"], where["partition"])
-        return cls(
-            length=length, window=window, q_len=q_len, tile=tile, first_tile=first_tile, num_tiles=num_tiles, **where
-        )
+        num_tiles = _rows.tiles_of_partition(first_tile, end_tile, num_partitions, partition)
+        return cls(seq, partition, num_partitions, length, window, q_len, block_size, tile, first_tile, num_tiles)
 
     @property
     def first_query(self) -> jax.Array:

@@ -89,7 +89,6 @@ def _kernel(
     partition = partial if config.cluster == 1 else partial * config.cluster + lax.axis_index("member")
     warpgroup = lax.axis_index("warpgroup")
     rows, tile_tokens = p_smem.shape
-    block_size = k_gmem.shape[1]
     num_chunks = width // config.chunk
     stages = config.num_stages
     # A copy as wide as SMEM reaches past the end of a narrower head: from there the copy engine fills in zeros. The
@@ -109,7 +108,7 @@ def _kernel(
         length=lengths_gmem[seq],
         window=None if window_gmem is None else window_gmem[0],
         q_len=q_len,
-        block_size=block_size,
+        block_size=k_gmem.shape[1],
         tile=tile_tokens,
     )
 
@@ -137,10 +136,8 @@ def _kernel(
             k=refs.get("k_scale"),
             v=refs.get("v_scale"),
             tables=tables_gmem,
-            seq=seq,
+            walk=walk,
             kv_head=kv_head,
-            entries=walk.entries_to_follow,
-            tile=tile_tokens,
             interpret=interpret,
         )
         k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)

@@ -25,10 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
-from pallas_kernels._rows import LOWEST, ROWS, over_rows, round_up
+from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, over_rows, round_up
 
-COLUMNS = 64  # of the head_dim, a program: the smallest M that the register layout has
-WEIGHTS = 64  # partitions whose weights are worked out at once: likewise
+WEIGHTS = 64  # partitions whose weights are worked out at once: the smallest M, as COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._scales import Scales
 from pallas_kernels._walk import Walk
 
 
@@ -28,6 +29,7 @@ class Ring:
 def fetch(
     walk: Walk,
     rings: tuple[Ring, ...],
+    scales: Scales,
     tables: Any,  # GMEM, int32 [seqs, max_blocks]
     *,
     stages: int,
@@ -73,6 +75,10 @@ def fetch(
                             ring.target.at[place, pl.ds(row, block_rows)],
                             ring.full.at[stage],
                         )
+            for j in mine:
+                row = (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
+                scales.fetch(ids[j], offset, stage, row, block_rows)  # their place is free where that of K is
+            scales.announce(i)
             return next_ids
 
         ids = ids_of(walk.tile_of(jnp.int32(0)))
@@ -80,6 +86,7 @@ def fetch(
         @pl.when(jnp.logical_and(num_tiles > 0, warp < blocks_of_tile))
         def _walk() -> None:
             lax.fori_loop(0, num_tiles, fetch_tile, ids)
+            scales.announce_last(num_tiles)
             # Nobody may leave while a barrier it waited on still completes a phase.
             for stage in range(stages):
 

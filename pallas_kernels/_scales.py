@@ -8,11 +8,12 @@ float16, so the running maximum is then that of x_t + log2 |s^V_t|: no product o
 about 1, however large or small the scales are. (Within 2^-100 to 2^100: l, the sum of the weights without their
 scales, is relative to the same maximum.)
 
-The scales of one head's tokens lie `kv_heads` numbers apart, too finely for the copy engine, and there are only two for
-each 2 * head_dim bytes. So the computing warpgroup reads them itself: every thread those of the tokens whose rows it
-holds. Two reads hang on each other, the id of the block and what lies in it: the ids are read two tiles ahead, the
-scales one, so that nobody waits for either. The programs of all heads of a sequence run side by side: what lies between
-the scales of one head, the others find in L2.
+The scales of one head's tokens lie `kv_heads` numbers apart, too finely for the engine that copies K and V, and there
+are only two for each 2 * head_dim bytes. So the warp that fetches a block copies those of its tokens too, four bytes a
+lane, without waiting for them (cp.async), into a ring of their own beside the tiles. The programs of all heads of a
+sequence run side by side: what lies between the scales of one head, the others find in L2.
+
+Interpret mode has no such copies: there the computing warpgroup reads them from GMEM.
 
 Everything here is traced inside the decode kernel.
 """
@@ -22,19 +23,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS
 from pallas_kernels._walk import Walk
 
 TOKENS = ROWS.reduce(1)  # [tile]: every thread holds the tokens of its rows
 LEAST = 2.0**-100  # a scale of 0 has a logarithm too
+LANES = 32
+SCALAR = plgpu.Layout.WG_SPLAT
+
+
+def of_tokens(*scales: Any | None) -> tuple[Any, ...]:
+    """Those that hold one a token and KV head."""
+    return tuple(each for each in scales if each is not None and len(each.shape) == 3)
+
+
+def scratch(num_scales: int, *, stages: int, tile: int, warps: int) -> dict[str, Any]:
+    """SMEM for `num_scales` scales of each token of a ring of tiles, which `warps` warps fetch."""
+    if num_scales == 0:
+        return {}
+    return {
+        "scales_smem": plgpu.SMEM((stages, num_scales, tile), jnp.float32),
+        "scales_full": plgpu.Barrier(num_arrivals=warps, num_barriers=stages),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +61,15 @@ class Scales:
 
     k: Any | None  # GMEM, f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     v: Any | None  # likewise
-    tables: Any  # GMEM, int32 [seqs, max_blocks]
-    walk: Walk
     kv_head: jax.Array
+    ring: Any | None  # SMEM, f32 [stages, 1 or 2, tile]: of K, V, or both
+    full: Any | None  # barriers [stages]
+    stages: int
     interpret: Any
+
+    @property
+    def of_tokens(self) -> tuple[Any, ...]:
+        return of_tokens(self.k, self.v)
 
     def of_head(self, scales: Any | None) -> jax.Array | None:
         """f32 []; None where there is none, or one a token."""
@@ -54,64 +77,107 @@ class Scales:
             return None
         return scales[self.kv_head if scales.shape[0] > 1 else 0]
 
-    @property
-    def of_tokens(self) -> tuple[Any, ...]:
-        return tuple(scales for scales in (self.k, self.v) if scales is not None and len(scales.shape) == 3)
-
-    def start(self, tile: jax.Array, next_tile: jax.Array) -> tuple[Any, ...]:
-        """The loop's carry before the first tile."""
+    def of_tile(self, walk: Walk, tables: Any, i: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        """Those of K and V, f32 [tile] or None, of the i-th of our tiles."""
         if not self.of_tokens:
-            return ()
-        return self._load(self._slots(tile)), self._slots(next_tile)
-
-    def step(self, ahead: tuple[Any, ...], tile: jax.Array) -> tuple[jax.Array | None, jax.Array | None, tuple]:
-        """Those of K and V, f32 [tile] or None, at the tile the carry was for; the carry with `tile`, two ahead."""
-        if not self.of_tokens:
-            return None, None, ()
-        loaded, slots = ahead
+            return None, None
+        if self.interpret:
+            slots = _slots(walk, tables, walk.tile_of(i), *self.of_tokens[0].shape[:2])
+            loaded = [scales[...].reshape(-1)[slots * scales.shape[2] + self.kv_head] for scales in self.of_tokens]
+        else:
+            stage = lax.rem(i, jnp.int32(self.stages))
+            plgpu.barrier_wait(self.full.at[stage])
+            ring = [self.ring.at[stage, j] for j in range(len(self.of_tokens))]
+            loaded = [plgpu.load(scales, layout=TOKENS, optimized=False) for scales in ring]
         k = loaded[0] if self.k is self.of_tokens[0] else None
         v = loaded[-1] if self.v is self.of_tokens[-1] else None
-        return k, v, (self._load(slots), self._slots(tile))
+        return k, v
 
-    def _slots(self, tile: jax.Array) -> jax.Array:
-        """The slots of the tokens of a tile, int32 [tile]; those of the null block where nothing may be read."""
-        num_blocks, block_size, _ = self.of_tokens[0].shape
-        max_blocks = self.tables.shape[1]
-        tokens = plgpu.broadcasted_iota(jnp.int32, (self.walk.tile,), 0, layout=TOKENS) + tile * self.walk.tile
-        entries = lax.div(tokens, jnp.full(tokens.shape, block_size, jnp.int32))
-        ids = self._gather(self.tables, jnp.minimum(entries, max_blocks - 1), 1, self.walk.seq * max_blocks)
-        first, end = self.walk.entries_to_follow()
-        follow = jnp.logical_and(entries >= first, entries < end)
-        ids = jnp.where(follow, jnp.minimum(jnp.maximum(ids, 0), num_blocks - 1), jnp.zeros_like(ids))
-        return ids * block_size + (tokens - entries * block_size)
+    @property
+    def lag(self) -> int:
+        """How many tiles a warp goes on before it waits for the scales of one and announces them."""
+        return self.stages // 2
 
-    def _load(self, slots: jax.Array) -> tuple[jax.Array, ...]:
-        """f32 [tile] each."""
-        return tuple(self._gather(scale, slots, scale.shape[2], self.kv_head) for scale in self.of_tokens)
-
-    def _gather(self, ref: Any, indices: jax.Array, stride: int, offset: jax.Array) -> jax.Array:
-        """ref[indices * stride + offset] of the flattened array, with an index of 64 bits."""
+    def fetch(self, block_id: jax.Array, offset: jax.Array, stage: jax.Array, row: jax.Array, size: int) -> None:
+        """One warp starts to copy those of `size` tokens of a block, from `offset` on, to `row` of a stage and on."""
         if self.interpret:
-            return ref[...].reshape(-1)[indices * stride + offset]
+            return
+        for j, scales in enumerate(self.of_tokens):
+            _start_copy(scales, (block_id, offset, self.kv_head), self.ring.at[stage, j], row, size)
 
-        def gather(_: Any, ref: ir.Value, indices: mgpu.FragmentedArray, offset: mgpu.FragmentedArray) -> Any:
-            i64 = ir.IntegerType.get_signless(64)
-            dtype = ir.MemRefType(ref.type).element_type
-            start = arith.extsi(i64, offset.registers.item())
-            base = utils.memref_ptr(ref)
-            loaded = np.empty_like(indices.registers)
-            for i, register in np.ndenumerate(indices.registers):
-                index = arith.extsi(i64, vector.extract(register, dynamic_position=[], static_position=[0]))
-                index = arith.addi(arith.muli(index, utils.c(stride, i64)), start)
-                number = llvm.load(dtype, utils.getelementptr(base, [index], dtype))
-                loaded[i] = vector.broadcast(ir.VectorType.get((1,), dtype), number)
-            signed = True if isinstance(dtype, ir.IntegerType) else None
-            return mgpu.FragmentedArray(_registers=loaded, _layout=indices.layout, _is_signed=signed)
+    def announce(self, i: jax.Array) -> None:
+        """One warp has started the copies of its i-th tile."""
+        if not self.of_tokens or self.interpret:
+            return
+        _commit_and_wait(self.lag)
 
-        return plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), TOKENS, TOKENS),
-            return_type=plgpu.ShapeDtypeStruct(indices.shape, ref.dtype, layout=TOKENS),
-        )(gather)(ref, indices, offset)
+        @pl.when(i >= self.lag)
+        def _announce() -> None:
+            plgpu.barrier_arrive(self.full.at[lax.rem(i - self.lag, jnp.int32(self.stages))])
+
+    def announce_last(self, num_tiles: jax.Array) -> None:
+        """One warp has started the copies of all its tiles."""
+        if not self.of_tokens or self.interpret:
+            return
+        _commit_and_wait(0)
+        for back in range(1, self.lag + 1):
+
+            @pl.when(num_tiles >= back)
+            def _announce(back: int = back) -> None:
+                plgpu.barrier_arrive(self.full.at[lax.rem(num_tiles - back, jnp.int32(self.stages))])
+
+
+def _start_copy(scales: Any, source: tuple[jax.Array, ...], target: Any, row: jax.Array, size: int) -> None:
+    """One warp: scales[block_id, offset + t, kv_head] to target[row + t] for t below `size`, a lane each."""
+    _, block_size, kv_heads = scales.shape
+
+    def start(_: Any, scales: ir.Value, target: ir.Value, *scalars: mgpu.FragmentedArray) -> None:
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        f32 = ir.F32Type.get()
+        block_id, offset, kv_head, row = (arith.extsi(i64, scalar.registers.item()) for scalar in scalars)
+        lane = utils.inline_ptx("mov.u32 $0, %laneid;", result_types=i32)
+        token = arith.extui(i64, lane)
+        slot = arith.addi(arith.addi(arith.muli(block_id, utils.c(block_size, i64)), offset), token)
+        number = arith.addi(arith.muli(slot, utils.c(kv_heads, i64)), kv_head)
+        source = utils.getelementptr(utils.memref_ptr(scales), [number], f32)
+        source = llvm.addrspacecast(llvm.PointerType.get(address_space=1), source)
+        place = utils.getelementptr(utils.memref_ptr(target), [arith.addi(row, token)], f32)
+        for first in range(0, size, LANES):
+            more = size - first
+            ours = arith.cmpi(arith.CmpIPredicate.ult, lane, utils.c(more, i32)) if more < LANES else None
+            utils.inline_ptx(
+                "cp.async.ca.shared.global [$0], [$1], 4;",
+                utils.getelementptr(place, [first], f32),
+                utils.getelementptr(source, [first * kv_heads], f32),
+                predicate=ours,
+                has_side_effects=True,
+            )
+
+    scalars = [jnp.asarray(scalar, jnp.int32) for scalar in (*source, row)]
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[SCALAR] * len(scalars)))(start)(
+        scales, target, *scalars
+    )
+
+
+def _commit_and_wait(pending: int) -> None:
+    """One warp: those copies that it started since the last call are one group; all but the last `pending` are done."""
+
+    @plgpu.inline_mgpu()
+    def _wait(_: Any) -> None:
+        nvvm.cp_async_commit_group()
+        nvvm.cp_async_wait_group(pending)
+
+    _wait()
+
+
+def _slots(walk: Walk, tables: Any, tile: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
+    """The slots of the tokens of a tile, int32 [tile]; those of the null block where nothing may be read."""
+    tokens = jnp.arange(walk.tile, dtype=jnp.int32) + tile * walk.tile
+    entries = tokens // block_size
+    first, end = walk.entries_to_follow()
+    ids = tables[...][walk.seq][jnp.minimum(entries, tables.shape[1] - 1)]
+    ids = jnp.where((entries >= first) & (entries < end), jnp.clip(ids, 0, num_blocks - 1), 0)
+    return ids * block_size + tokens % block_size
 
 
 def over_tokens(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:

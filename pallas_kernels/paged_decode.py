@@ -112,11 +112,21 @@ def _kernel(
         tile=tile_tokens,
     )
 
+    scales = _scales.Scales(
+        k=refs.get("k_scale"),
+        v=refs.get("v_scale"),
+        kv_head=kv_head,
+        ring=refs.get("scales_smem"),
+        full=refs.get("scales_full"),
+        stages=stages,
+        interpret=interpret,
+    )
+
     # 2. Warpgroup 1 fetches.
     @pl.when(warpgroup == 1)
     def _fetch_tiles() -> None:
         rings = Ring(k_gmem, k_smem, k_full, k_free), Ring(v_gmem, v_smem, v_full, v_free)
-        fetch(walk, rings, tables_gmem, stages=stages, kv_head=kv_head, parts_of=parts_of, columns=filled)
+        fetch(walk, rings, scales, tables_gmem, stages=stages, kv_head=kv_head, parts_of=parts_of, columns=filled)
 
     # 3. Warpgroup 0 computes. Only one can: Mosaic has one scratch buffer for reductions over all four warps, and two
     # warpgroups that use it at once overwrite each other (wrong on an H100, not seen by interpret mode; jax 0.11.2).
@@ -132,14 +142,6 @@ def _kernel(
         cap = None if cap_gmem is None else cap_gmem[0]
         slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head])
         first_query = walk.first_query
-        scales = _scales.Scales(
-            k=refs.get("k_scale"),
-            v=refs.get("v_scale"),
-            tables=tables_gmem,
-            walk=walk,
-            kv_head=kv_head,
-            interpret=interpret,
-        )
         k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
         if k_scale is not None:
             scale = scale * k_scale
@@ -163,7 +165,7 @@ def _kernel(
                 part[...] = jnp.where(visible, v, jnp.zeros_like(v))
 
         # Where the registers allow it, V leaves SMEM while the tensor cores work on K.
-        early = narrow and width * rows <= 128 * 8 and not scales.of_tokens
+        early = narrow and width * rows <= 128 * 8
 
         def load_values(stage: jax.Array, c: int = 0) -> jax.Array:
             if c == 0:
@@ -171,16 +173,15 @@ def _kernel(
             return v_tiles.load_values(stage, c * config.chunk, config.chunk)
 
         def step(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
-            # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end; scales of tokens
-            acc, m, l, ahead = carry
+            # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end
+            acc, m, l = carry
             tile = walk.tile_of(i)
             stage = lax.rem(i, jnp.int32(stages))
-
-            k_scales, v_scales, ahead = scales.step(ahead, walk.tile_of(i + 2))
 
             # 3a. S^T = K Q^T
             plgpu.barrier_wait(k_full.at[stage])
             if narrow:
+                k_scales, v_scales = scales.of_tile(walk, tables_gmem, i)
                 keys = k_tiles.keys(stage)
                 meanwhile = functools.partial(load_values, stage) if early else None
                 products, values = _widen.product((tile_tokens, rows), keys, q_smem.T, interpret, meanwhile)
@@ -189,6 +190,7 @@ def _kernel(
                 if k_scales is not None:
                     products *= _scales.over_tokens(k_scales, products.shape)
             else:
+                k_scales, v_scales = None, None
 
                 def scores(ref: Any) -> jax.Array:
                     for part, place in enumerate(parts_of(stage)):
@@ -251,7 +253,7 @@ def _kernel(
                 if narrow:
                     plgpu.commit_smem()
                 plgpu.barrier_arrive(v_free.at[stage])
-            return tuple(acc_new), m_new, l, ahead
+            return tuple(acc_new), m_new, l
 
         def zeros(shape: tuple[int, ...]) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), ROWS)
@@ -260,14 +262,13 @@ def _kernel(
             tuple(zeros((config.chunk, rows)) for _ in range(num_chunks)),
             plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR),
             zeros((tile_tokens, rows)),
-            scales.start(walk.tile_of(jnp.int32(0)), walk.tile_of(jnp.int32(1))),
         )
 
         whole_start, whole_end = walk.whole_tiles()
         if walk.window is not None:
             carry = lax.fori_loop(0, whole_start, functools.partial(step, masked=True), carry)
         carry = lax.fori_loop(whole_start, whole_end, functools.partial(step, masked=False), carry)
-        acc, m, l, _ = lax.fori_loop(whole_end, walk.num_tiles, functools.partial(step, masked=True), carry)
+        acc, m, l = lax.fori_loop(whole_end, walk.num_tiles, functools.partial(step, masked=True), carry)
         if narrow:
             acc = tuple(_widen.ordered(part, interpret) for part in acc)
         if v_scale is not None:
@@ -346,8 +347,14 @@ def launch(
         }
     if interpret and config.cluster > 1:
         out_types |= _finish.exchange(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
+    blocks_of_tile = max(1, config.tile // block_size)
     scratch = _scratch.scratch(
-        config, q_len, rows, head_dim, max(1, config.tile // block_size), q.dtype, k_cache.dtype, interpret
+        config, q_len, rows, head_dim, blocks_of_tile, q.dtype, k_cache.dtype, interpret
+    ) | _scales.scratch(
+        len(_scales.of_tokens(inputs.get("k_scale"), inputs.get("v_scale"))),
+        stages=config.num_stages,
+        tile=config.tile,
+        warps=min(4, blocks_of_tile),
     )
     names = (*inputs, *out_types)
 

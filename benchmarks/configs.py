@@ -48,6 +48,7 @@ def parse_config(text: str, point: Point) -> Config:
         tile=tile,
         resident=resident,
         itemsize=itemsize,
+        token_scales=2 if point.scale == "token_head" else 0,
     )
     return dataclasses.replace(default, cluster=cluster, tile=tile, num_stages=num_stages)
 

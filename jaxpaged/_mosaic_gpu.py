@@ -33,6 +33,7 @@ def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: int | None
         num_sms=num_sms,
         num_partitions=num_partitions,
         itemsize=a.k_cache.dtype.itemsize,
+        token_scales=sum(scale is not None and scale.ndim == 3 for scale in (a.k_scale, a.v_scale)),
     )
 
 

@@ -5,6 +5,7 @@ other, and member i adds up columns 64 i to 64 i + 63 of the head_dim out of eve
 second kernel and no round trip through memory.
 
 Interpret mode cannot see a peer's shared memory: there the partials pass through an array in GMEM, `exchange`.
+A program leaves once its results have left its shared memory: who reads them is a later kernel.
 Everything here is traced inside the decode kernel.
 """
 
@@ -101,7 +102,7 @@ def _write_rows(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Array, 
             refs["out"].at[place.seq, token, place.heads],  # [seqs, q_len, heads, width]
         )
     plgpu.copy_smem_to_gmem(refs["row_smem"].at[0], refs["lse"].at[place.seq, place.kv_head])  # [seqs, kv_heads, rows]
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _write_partial(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Array, l: jax.Array, place: Place) -> None:
@@ -111,12 +112,12 @@ def _write_partial(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Arra
     chunk = acc_smem.shape[0]
     for c, part in enumerate(acc):
         if c > 0:
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         acc_smem[...] = part
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(acc_smem, _partial_out(refs, place).at[pl.ds(c * chunk, chunk)])
     _copy_rows(refs, row_smem, place)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _merge_cluster(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Array, l: jax.Array, place: Place) -> None:
@@ -184,17 +185,18 @@ def _merge_cluster(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Arra
             else:
                 _copy_rows(refs, merged_smem, place)
 
-        plgpu.wait_smem_to_gmem(0)
-
     # 2. The members share out the columns.
     for group in range(len(acc_smem)):
 
         @pl.when(member == group % place.cluster)
         def _ours(group: int = group) -> None:
+            if group >= place.cluster:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # our last columns have left
             merge(group)
 
     # 3. Nobody leaves while a peer may still read its memory.
     plgpu.barrier_arrive(refs["partials_read"])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_wait(refs["partials_read"])
 
 

@@ -80,6 +80,7 @@ def default_config(
     num_sms: int,
     num_partitions: int | None = None,  # fixed by the caller
     itemsize: int = 2,  # of the cache's numbers, in bytes
+    token_scales: int = 0,  # how many a token and KV head has: 2 where K and V have their own
 ) -> Config:
     width, rows = padded_width(head_dim), round_up(q_len * group, 8)
     pairs = max(1, seqs * kv_heads)
@@ -115,6 +116,7 @@ def default_config(
             tile=tile,
             resident=resident,
             itemsize=itemsize,
+            token_scales=token_scales,
         ),
         chunk=chunk,
     )
@@ -156,7 +158,16 @@ def cluster_of(num_partitions: int) -> int:
 
 
 def fitting_stages(
-    *, width: int, rows: int, chunk: int, num_partitions: int, cluster: int, tile: int, resident: int, itemsize: int
+    *,
+    width: int,
+    rows: int,
+    chunk: int,
+    num_partitions: int,
+    cluster: int,
+    tile: int,
+    resident: int,
+    itemsize: int,
+    token_scales: int = 0,
 ) -> int:
     """As many as fit where `resident` programs share a SM, up to 8."""
     fixed = (
@@ -168,4 +179,4 @@ def fitting_stages(
         )
     )
     room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
-    return max(1, min(8, room // (2 * tile * width * itemsize)))
+    return max(1, min(8, room // (tile * (2 * width * itemsize + 4 * token_scales))))

@@ -169,7 +169,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
     def _write_lse() -> None:
         plgpu.copy_smem_to_gmem(lse_smem, refs["lse"].at[seq, kv_head])  # [seqs, kv_heads, rows]
 
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def launch(

@@ -10,7 +10,8 @@
 
 Every loop is checked before it is timed: no invariant broken, nobody refused, the lengths as they must be; the tables
 and slots are those of the host allocator; the three decode loops have the same tables, lengths and tokens. `--toy` runs
-it all at toy sizes, `--figure` draws the first part, `--no-model` leaves the second out, `--no-kernels` CUPTI.
+it all at toy sizes, `--no-model` leaves the second part out, `--no-kernels` CUPTI; benchmarks/allocator_plot.py draws
+the first.
 """
 
 import argparse
@@ -205,7 +206,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-kernels", action="store_true", help="leave the times by kernel out")
     parser.add_argument("--shapes", nargs="+", default=["64x2048", "256x512"], help="of the model: sequences x length")
     parser.add_argument("--output", type=Path, help="a JSON file; a second run goes on where the first stopped")
-    parser.add_argument("--figure", type=Path, help="an .svg or .png of the sweeps; needs matplotlib")
     options = parser.parse_args(arguments)
     sweeps, point = (TOY_SWEEPS, TOY_POINT) if options.toy else (SWEEPS, THE_POINT)
     operations = list(dict.fromkeys([*options.operations, "append"]))
@@ -219,18 +219,16 @@ def main(arguments: list[str] | None = None) -> None:
         store.add("loop", dataclasses.asdict(point) | measure_loop_alone(point, seconds))
     if "host" not in store.results:
         store.add("host", dataclasses.asdict(point) | measure_host(point, 20 if options.toy else 300))
-    if not options.no_model:
+    shapes = [] if options.no_model else ["2x40"] if options.toy else options.shapes
+    shapes = [shape for shape in shapes if f"model {shape}" not in store.results]
+    if shapes:
         append_us = store.results[key("append", point)]["us"]
-        for name, result in model_step.measure(["2x40"] if options.toy else options.shapes, options.toy, append_us):
+        for name, result in model_step.measure(shapes, options.toy, append_us):
             store.add(name, result)
             print(model_step.line(name, result), flush=True)
     if "kernels" not in store.results and not options.no_kernels and jax.default_backend() == "gpu":
         # Last: nobody knows what CUPTI leaves behind in a process.
         store.add("kernels", dataclasses.asdict(point) | measure_kernels(point))
-    if options.figure:
-        from benchmarks.allocator_plot import draw
-
-        draw(store, sweeps, options.figure)
     print(f"\n{store.header['device']}, jax {store.header['jax']}, {time.perf_counter() - begun:.0f} s")
     print(table(store, operations, sweeps, point))
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import allocator, allocator_loops, allocator_model_step, decode_step, llama_step
 from benchmarks.configs import parse_config
+from benchmarks.harness import by_kernel
 from benchmarks.host_allocator import HostAllocator
 from benchmarks.points import parse
 from pallas_kernels.decode_config import default_config
@@ -79,6 +80,11 @@ def test_the_checks_see_decode_steps_that_differ(wrong):
         changed = dataclasses.replace(after, allocator=books)
     with pytest.raises(AssertionError, match="filled"):
         allocator_model_step.check("filled", changed, after, 40)
+
+
+def test_kernels_of_one_name_are_added_up():
+    times = [("loop_add_fusion_7", 3.0), ("copy", 4.0), ("loop_add_fusion", 5.0)]
+    assert by_kernel(times, 2) == {"loop_add_fusion": [4.0, 1.0], "copy": [2.0, 0.5]}
 
 
 def test_a_config_by_name_is_what_the_library_would_make():

@@ -1,15 +1,17 @@
 """What the allocator costs: `python -m benchmarks.allocator --output allocator.json`, then its last table.
 
-1. Each operation as the body of a loop inside one jit, microseconds of device time a step by the slope between few and
-   many steps: against the batch, the size of the pool, and the blocks that are held.
+1. Each operation in a loop inside one jit (benchmarks/allocator_loops.py says why it is unrolled), microseconds of
+   device time a step by the slope between few and many dispatches: against the batch, the size of the pool, and the
+   blocks that are held. Beside it what an iteration of a loop costs by itself, and the kernels of `append` alone.
 2. A decode step of a model of Llama-3-8B's shape with random weights, three times in turn in the same run: with the
    allocator; with tables that were filled beforehand; and with an allocator on the host (a deque and lists), which has
    to wait for the tokens of each step before it knows which sequences end.
 3. That host allocator by itself: its own time, and a step of it with the wait and the transfers.
 
 Every loop is checked before it is timed: no invariant broken, nobody refused, the lengths as they must be; the tables
-and slots are those of the host allocator; the three decode loops give the same tokens. `--toy` runs it all at toy
-sizes, `--figure` draws the first part, `--no-model` leaves the second out.
+and slots are those of the host allocator; the three decode loops have the same tables, lengths and tokens. `--toy` runs
+it all at toy sizes, `--no-model` leaves the second part out, `--no-kernels` CUPTI; benchmarks/allocator_plot.py draws
+the first.
 """
 
 import argparse
@@ -28,8 +30,8 @@ import numpy as np
 
 from benchmarks import allocator_loops as loops
 from benchmarks import allocator_model_step as model_step
-from benchmarks.allocator_loops import BLOCK_SIZE, BODIES, LoopState, Point
-from benchmarks.harness import Store, compile_all, header, slope_microseconds
+from benchmarks.allocator_loops import BLOCK_SIZE, BODIES, NUM_STEPS, UNROLL, LoopState, Point
+from benchmarks.harness import Store, by_kernel, compile_all, header, kernel_times, slope_microseconds
 from benchmarks.host_allocator import HostAllocator
 
 THE_POINT = Point(256, 65_536, 256, 2048)  # what the bar of 15 us a step is about
@@ -45,8 +47,7 @@ TOY_SWEEPS = {
     "pool": [TOY_POINT],
     "held": [TOY_POINT],
 }
-FEW_STEPS, MANY_STEPS = 64, 256  # the few take longer than a dispatch does, or the slope would be too small
-SECONDS = 0.06  # of timing, for each of the two numbers of steps
+SECONDS = 0.2  # of timing a loop
 
 
 def key(operation: str, point: Point) -> str:
@@ -64,17 +65,31 @@ def fits(name: str, point: Point) -> bool:
 
 
 def measure(name: str, point: Point, compiled: Any, state: LoopState, seconds: float) -> dict[str, Any]:
-    def dispatch(num_steps: int) -> LoopState:
-        return compiled(state, jnp.int32(num_steps))
-
-    loops.check(name, state, dispatch(MANY_STEPS), MANY_STEPS)
-
-    def microseconds_of(num_steps: int) -> float:
-        return slope_microseconds(lambda _: dispatch(num_steps), 1, seconds)
-
-    microseconds = (microseconds_of(MANY_STEPS) - microseconds_of(FEW_STEPS)) / (MANY_STEPS - FEW_STEPS)
+    loops.check(name, state, compiled(state), NUM_STEPS)
+    microseconds = slope_microseconds(lambda _: compiled(state), NUM_STEPS, seconds)
     held = float(state.allocator.num_held) / (point.num_blocks - 1)
     return {"operation": name, **dataclasses.asdict(point), "held": held, "us": microseconds}
+
+
+def measure_loop_alone(point: Point, seconds: float) -> dict[str, float]:
+    """Microseconds of an iteration in which next to nothing happens: of a known number of them, and of an unknown."""
+    state, num_steps = loops.start(point), jnp.int32(NUM_STEPS)
+    return {
+        "known_us": slope_microseconds(lambda _: loops.run(state, body=loops.nothing, unroll=1), NUM_STEPS, seconds),
+        "unknown_us": slope_microseconds(lambda _: loops.run_nothing(state, num_steps), NUM_STEPS, seconds),
+    }
+
+
+def measure_kernels(point: Point) -> dict[str, Any]:
+    """The kernels of `append`, microseconds and launches a step, without what is between them."""
+    state = loops.start(point)
+
+    def dispatch() -> LoopState:
+        return loops.run(state, body=loops.append)
+
+    jax.block_until_ready(dispatch())
+    found = by_kernel(kernel_times(dispatch), NUM_STEPS)
+    return {"us": sum(us for us, _ in found.values()), "by_kernel": found}
 
 
 def measure_loops(store: Store, operations: list[str], points: list[Point], seconds: float) -> None:
@@ -84,7 +99,7 @@ def measure_loops(store: Store, operations: list[str], points: list[Point], seco
     of = {k: states["match" in name, p] for k, (name, p) in todo.items()}
 
     def compiling(body: loops.Body, state: LoopState) -> Callable[[], Any]:
-        return lambda: loops.run.lower(state, jnp.int32(1), body=body).compile()
+        return lambda: loops.run.lower(state, body=body).compile()
 
     compiled = compile_all({k: compiling(BODIES[name], of[k]) for k, (name, _) in todo.items()})
     for k, (name, p) in todo.items():
@@ -109,18 +124,19 @@ def ended(rows: np.ndarray, i: int) -> np.ndarray:
     return (rows + i) % 64 == 0  # as in allocator_loops.append_and_free
 
 
-def check_by_host(point: Point, num_steps: int = 50) -> None:
+def check_by_host(point: Point, num_steps: int = 6 * UNROLL) -> None:
     """The device's tables, lengths and slots are those of the host allocator, to the last block id."""
     state = loops.start(point)
     host, rows = host_copy(state, point), np.arange(point.num_seqs)
+    total = np.zeros(point.num_seqs, np.int32)
     for i in range(num_steps):
-        slots = host.append()
+        total += host.append()
         host.free(ended(rows, i))
-    after = loops.run(state, jnp.int32(num_steps), body=BODIES["append, free"])
+    after = loops.run(state, body=BODIES["append, free"], num_steps=num_steps)
     for got, wanted in (
         (after.allocator.block_tables, host.block_tables),
         (after.allocator.lengths, host.lengths),
-        (after.result, slots),
+        (after.total, total),
     ):
         np.testing.assert_array_equal(got, wanted)
 
@@ -161,6 +177,14 @@ def table(store: Store, operations: list[str], sweeps: dict[str, list[Point]], p
             lines.append(f"  {name:<24}" + "".join(cells))
     at = store.results[key("append", point)]
     lines.append(f"append + slots, {point.num_seqs} sequences, {point.num_blocks} blocks: {at['us']:.2f} us a step")
+    if "kernels" in store.results:
+        kernels = store.results["kernels"]
+        lines.append(f"  of which kernels {kernels['us']:.2f} us")
+        found = kernels["by_kernel"].items()
+        lines += [f"  {us:8.2f} us, {launches:5.2f} launches a step  {kernel}" for kernel, (us, launches) in found]
+    alone = store.results["loop"]
+    lines.append(f"an iteration of a loop alone: {alone['known_us']:.2f} us, of which {UNROLL} steps above share one;")
+    lines.append(f"  {alone['unknown_us']:.2f} us where the number of iterations is unknown, as in decoding")
     host = store.results["host"]
     waiting = f"with the wait and the transfers {host['host_with_sync_us']:.0f} us"
     lines.append(f"the same on the host: {host['host_us']:.0f} us, {waiting}")
@@ -179,28 +203,32 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--toy", action="store_true", help="toy sizes, to see on any machine that it runs")
     parser.add_argument("--operations", nargs="+", default=list(BODIES), choices=list(BODIES), help="append is added")
     parser.add_argument("--no-model", action="store_true", help="leave the decode steps out")
+    parser.add_argument("--no-kernels", action="store_true", help="leave the times by kernel out")
     parser.add_argument("--shapes", nargs="+", default=["64x2048", "256x512"], help="of the model: sequences x length")
     parser.add_argument("--output", type=Path, help="a JSON file; a second run goes on where the first stopped")
-    parser.add_argument("--figure", type=Path, help="an .svg or .png of the sweeps; needs matplotlib")
     options = parser.parse_args(arguments)
     sweeps, point = (TOY_SWEEPS, TOY_POINT) if options.toy else (SWEEPS, THE_POINT)
     operations = list(dict.fromkeys([*options.operations, "append"]))
     begun = time.perf_counter()
-    store = Store(options.output, **header())
+    store = Store(options.output, **header(), num_steps=NUM_STEPS, unroll=UNROLL)
     check_by_host(point)
     points = [point, *itertools.chain(*sweeps.values())]
-    measure_loops(store, operations, points, 0.002 if options.toy else SECONDS)
+    seconds = 0.002 if options.toy else SECONDS
+    measure_loops(store, operations, points, seconds)
+    if "loop" not in store.results:
+        store.add("loop", dataclasses.asdict(point) | measure_loop_alone(point, seconds))
     if "host" not in store.results:
         store.add("host", dataclasses.asdict(point) | measure_host(point, 20 if options.toy else 300))
-    if not options.no_model:
+    shapes = [] if options.no_model else ["2x40"] if options.toy else options.shapes
+    shapes = [shape for shape in shapes if f"model {shape}" not in store.results]
+    if shapes:
         append_us = store.results[key("append", point)]["us"]
-        for name, result in model_step.measure(["2x40"] if options.toy else options.shapes, options.toy, append_us):
+        for name, result in model_step.measure(shapes, options.toy, append_us):
             store.add(name, result)
             print(model_step.line(name, result), flush=True)
-    if options.figure:
-        from benchmarks.allocator_plot import draw
-
-        draw(store, sweeps, options.figure)
+    if "kernels" not in store.results and not options.no_kernels and jax.default_backend() == "gpu":
+        # Last: nobody knows what CUPTI leaves behind in a process.
+        store.add("kernels", dataclasses.asdict(point) | measure_kernels(point))
     print(f"\n{store.header['device']}, jax {store.header['jax']}, {time.perf_counter() - begun:.0f} s")
     print(table(store, operations, sweeps, point))
 

@@ -1,9 +1,16 @@
-"""The sweeps of benchmarks/allocator.py as a figure: microseconds a step against batch, pool and blocks held."""
+"""The sweeps of benchmarks/allocator.py as a figure: microseconds a step against batch, pool and blocks held.
 
+    python -m benchmarks.allocator_plot allocator.json docs/allocator_h100.svg
+
+Needs matplotlib: pip install "jaxpaged[plot]".
+"""
+
+import argparse
+import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Store
+from benchmarks.allocator import SWEEPS
 
 AXES = {"batch": "num_seqs", "pool": "num_blocks", "held": "held"}
 # Colours that the colour-blind can tell apart (Okabe and Ito).
@@ -14,7 +21,6 @@ STYLES = (
     ("#009E73", "s"),
     ("#D55E00", "^"),
     ("#CC79A7", "D"),
-    ("#E69F00", "x"),
 )
 
 
@@ -27,18 +33,19 @@ def label(title: str, point: Any) -> str:
     return f"part of the pool held ({point.num_seqs} sequences, {point.num_blocks} blocks)"
 
 
-def draw(store: Store, sweeps: dict[str, list[Any]], path: Path) -> None:
+def draw(kept: dict[str, Any], path: Path) -> None:
+    """`kept`: what benchmarks/allocator.py wrote."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display
     matplotlib.rcParams["svg.hashsalt"] = "jaxpaged"  # the same ids, so that an unchanged figure is an unchanged file
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(sweeps), figsize=(4.6 * len(sweeps), 4), sharey=True)
-    for axis, (title, points) in zip(axes, sweeps.items(), strict=True):
+    figure, axes = pyplot.subplots(1, len(SWEEPS), figsize=(4.6 * len(SWEEPS), 4), sharey=True)
+    for axis, (title, points) in zip(axes, SWEEPS.items(), strict=True):
         sizes = {(p.num_seqs, p.num_blocks, p.max_blocks, p.length) for p in points}
         lines: dict[str, list[tuple[float, float]]] = {}
-        for result in store.results.values():
+        for result in kept["results"].values():
             if (
                 "operation" in result
                 and tuple(result[n] for n in ("num_seqs", "num_blocks", "max_blocks", "length")) in sizes
@@ -53,7 +60,19 @@ def draw(store: Store, sweeps: dict[str, list[Any]], path: Path) -> None:
         axis.grid(linewidth=0.4, alpha=0.6)
     axes[0].set_ylabel("microseconds a step, inside one jit")
     axes[0].legend(fontsize=8)
-    figure.suptitle(f"The allocator's operations, {store.header['device']}, jax {store.header['jax']}", fontsize=10)
+    figure.suptitle(f"The allocator's operations, {kept['device']}, jax {kept['jax']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="the JSON file of benchmarks/allocator.py")
+    parser.add_argument("figure", type=Path, help="an .svg or .png file")
+    options = parser.parse_args()
+    draw(json.loads(options.results.read_text()), options.figure)
+
+
+if __name__ == "__main__":
+    main()

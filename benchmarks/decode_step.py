@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import llama_step
-from benchmarks.harness import Store, header, kernel_times, random, read_bandwidth
+from benchmarks.harness import Store, by_kernel, header, kernel_times, random, read_bandwidth
 from benchmarks.llama_step import MODELS, Apply, LlamaConfig
 from jaxpaged import BlockAllocator, KVCache, paged_attention
 
@@ -136,20 +136,16 @@ def time_loop(compiled: Any, weights: Any, state: State) -> tuple[State, list[fl
     return state, slopes
 
 
-def by_kernel(compiled: Any, weights: Any, state: State) -> tuple[State, dict[str, list[float]]]:
-    """Microseconds and launches a step, by the names of the kernels without their numbers."""
+def profile(compiled: Any, weights: Any, state: State) -> tuple[State, dict[str, list[float]]]:
+    """The state after two more steps, and what their kernels took."""
     steps, result = 2, [state]
 
     def run() -> State:
         result[0] = compiled(weights, result[0], jnp.int32(steps))
         return result[0]
 
-    total: dict[str, list[float]] = {}
-    for name, microseconds in kernel_times(run):
-        entry = total.setdefault(re.sub(r"[_.]?\d+$", "", name)[:60], [0.0, 0.0])
-        entry[0] += microseconds / steps
-        entry[1] += 1 / steps
-    return result[0], dict(sorted(total.items(), key=lambda item: -item[1][0]))
+    found = by_kernel(kernel_times(run), steps)
+    return result[0], found
 
 
 def timeline(compiled: Any, weights: Any, state: State) -> tuple[State, dict[str, float]]:
@@ -207,7 +203,7 @@ def measure(name: str, config: LlamaConfig, weights: Any, apply: Apply, shape: s
         flush=True,
     )
     if options.profile:
-        state, result["by_kernel"] = by_kernel(compiled, weights, state)
+        state, result["by_kernel"] = profile(compiled, weights, state)
         for kernel, (microseconds, launches) in itertools.islice(result["by_kernel"].items(), 14):
             print(f"   {microseconds:9.1f} us a step, {launches:6.1f} launches  {kernel}", flush=True)
     if options.timeline:

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -61,6 +62,16 @@ def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
     finally:
         times = cupti._cupti_get_timings(False)  # False: CUPTI stays, for the next time
     return [(name, milliseconds * 1e3) for name, milliseconds in times or ()]
+
+
+def by_kernel(times: list[tuple[str, float]], num_steps: int) -> dict[str, list[float]]:
+    """Microseconds and launches a step, by the names of the kernels without their numbers; the longest first."""
+    total: dict[str, list[float]] = {}
+    for name, microseconds in times:
+        entry = total.setdefault(re.sub(r"[_.]?\d+$", "", name)[:60], [0.0, 0.0])
+        entry[0] += microseconds / num_steps
+        entry[1] += 1 / num_steps
+    return dict(sorted(total.items(), key=lambda item: -item[1][0]))
 
 
 READ_STAGES, READ_BYTES = 6, 16384  # a ring of 6 x 16 KiB, that is 64 rows of a head of 128 numbers; two programs a SM

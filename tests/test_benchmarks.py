@@ -3,11 +3,13 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import allocator, allocator_loops
+from benchmarks import allocator, allocator_loops, allocator_model_step, decode_step, llama_step
 from benchmarks.configs import parse_config
+from benchmarks.harness import by_kernel
 from benchmarks.host_allocator import HostAllocator
 from benchmarks.points import parse
 from pallas_kernels.decode_config import default_config
@@ -19,18 +21,20 @@ def test_the_allocators_benchmark_runs_and_keeps_its_results(tmp_path, capsys):
     allocator.main(command)
     results = json.loads(output.read_text())["results"]
     assert {result.get("operation") for result in results.values()} == {"append", "match_prefix, free", None}
-    assert len(results) == 2 * 2 + 1
-    assert "append + slots, 8 sequences, 512 blocks" in capsys.readouterr().out
+    assert len(results) == 2 * 2 + 2
+    printed = capsys.readouterr().out
+    assert "append + slots, 8 sequences, 512 blocks" in printed
+    assert "an iteration of a loop alone" in printed
     kept = output.stat().st_mtime_ns
     allocator.main(command)  # all is there
     assert output.stat().st_mtime_ns == kept
 
 
 def test_the_checks_see_a_host_allocator_that_goes_another_way(monkeypatch):
-    allocator.check_by_host(allocator.TOY_POINT, 20)
+    allocator.check_by_host(allocator.TOY_POINT, 24)
     monkeypatch.setattr(HostAllocator, "free", lambda self, ended: None)
     with pytest.raises(AssertionError):
-        allocator.check_by_host(allocator.TOY_POINT, 20)
+        allocator.check_by_host(allocator.TOY_POINT, 24)
 
 
 def test_the_checks_see_a_loop_that_did_nothing():
@@ -38,8 +42,49 @@ def test_the_checks_see_a_loop_that_did_nothing():
     with pytest.raises(AssertionError, match="append"):
         allocator_loops.check("append", state, state, 3)
     refused = dataclasses.replace(state, ok=jnp.zeros_like(state.ok))
-    with pytest.raises(AssertionError, match="the loop alone"):
-        allocator_loops.check("the loop alone", state, refused, 3)
+    with pytest.raises(AssertionError, match="append, free"):
+        allocator_loops.check("append, free", state, refused, 3)
+
+
+@pytest.fixture
+def rank_promotion():
+    """The benchmark's model broadcasts as NumPy does."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_the_decode_steps_of_the_allocators_benchmark_agree(rank_promotion):
+    ((name, result),) = allocator_model_step.measure(["2x40"], True, 1.0)
+    assert name == "model 2x40"
+    assert set(result["ms"]) == {"jaxpaged", "filled", "host"}
+
+
+def test_the_checks_see_a_decode_step_that_writes_elsewhere(monkeypatch, rank_promotion):
+    append = HostAllocator.append
+    monkeypatch.setattr(HostAllocator, "append", lambda self: append(self) - 1)
+    with pytest.raises(AssertionError, match="host"):
+        list(allocator_model_step.measure(["2x40"], True, 1.0))
+
+
+@pytest.mark.parametrize("wrong", ["lengths", "block_tables", "tokens"])
+def test_the_checks_see_decode_steps_that_differ(wrong):
+    after = decode_step.start(llama_step.toy(1), 2, 40)
+    keys = jnp.zeros_like(after.caches[0].k)
+    after = dataclasses.replace(after, caches=(dataclasses.replace(after.caches[0], k=keys),))
+    allocator_model_step.check("filled", after, after, 40)
+    if wrong == "tokens":
+        changed = dataclasses.replace(after, tokens=after.tokens.at[0].add(1))
+    else:
+        array = getattr(after.allocator, wrong)
+        books = dataclasses.replace(after.allocator, **{wrong: jnp.where(array == array.max(), 1, array)})
+        changed = dataclasses.replace(after, allocator=books)
+    with pytest.raises(AssertionError, match="filled"):
+        allocator_model_step.check("filled", changed, after, 40)
+
+
+def test_kernels_of_one_name_are_added_up():
+    times = [("loop_add_fusion_7", 3.0), ("copy", 4.0), ("loop_add_fusion", 5.0)]
+    assert by_kernel(times, 2) == {"loop_add_fusion": [4.0, 1.0], "copy": [2.0, 0.5]}
 
 
 def test_a_config_by_name_is_what_the_library_would_make():

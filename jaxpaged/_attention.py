@@ -167,8 +167,6 @@ def _use_kernel(arguments: AttentionArguments, implementation: Implementation | 
     """Whether the Mosaic GPU kernels do it. Raises `NotImplementedError` where they are named and cannot."""
     if implementation == "xla":
         return False
-    if implementation is None and arguments.k_cache.dtype.itemsize == 1:
-        return False  # the kernels take 8-bit caches, but have not been run on a GPU with them: by name only
     try:
         _mosaic_gpu.check_supported(arguments)
     except NotImplementedError:

@@ -57,6 +57,9 @@ def fetch(
                 ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
             return tuple(ids)
 
+        def row_of(j: int) -> Any:
+            return (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
+
         def fetch_tile(i: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             stage = lax.rem(i, jnp.int32(stages))
             next_ids = ids_of(walk.tile_of(jnp.minimum(i + 1, num_tiles - 1)))
@@ -68,16 +71,14 @@ def fetch(
                     plgpu.barrier_wait(ring.free.at[stage])
 
                 for j in mine:
-                    row = (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
                     for head, place in zip(parts_of(kv_head), parts_of(stage), strict=True):
                         plgpu.copy_gmem_to_smem(
                             ring.source.at[ids[j], pl.ds(offset, block_rows), head, columns],
-                            ring.target.at[place, pl.ds(row, block_rows)],
+                            ring.target.at[place, pl.ds(row_of(j), block_rows)],
                             ring.full.at[stage],
                         )
             for j in mine:
-                row = (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
-                scales.fetch(ids[j], offset, stage, row, block_rows)  # their place is free where that of K is
+                scales.fetch(ids[j], offset, stage, row_of(j), block_rows)  # their place is free where that of K is
             scales.announce(i)
             return next_ids
 

@@ -62,8 +62,8 @@ class Scales:
     k: Any | None  # GMEM, f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     v: Any | None  # likewise
     kv_head: jax.Array
-    ring: Any | None  # SMEM, f32 [stages, 1 or 2, tile]: of K, V, or both
-    full: Any | None  # barriers [stages]
+    ring: Any  # SMEM, f32 [stages, 1 or 2, tile]: of K, V, or both; None where no token has one
+    full: Any  # barriers [stages], likewise
     stages: int
     interpret: Any
 
@@ -98,7 +98,7 @@ class Scales:
         """How many tiles a warp goes on before it waits for the scales of one and announces them."""
         return self.stages // 2
 
-    def fetch(self, block_id: jax.Array, offset: jax.Array, stage: jax.Array, row: jax.Array, size: int) -> None:
+    def fetch(self, block_id: jax.Array, offset: Any, stage: jax.Array, row: Any, size: int) -> None:
         """One warp starts to copy those of `size` tokens of a block, from `offset` on, to `row` of a stage and on."""
         if self.interpret:
             return
@@ -127,7 +127,7 @@ class Scales:
                 plgpu.barrier_arrive(self.full.at[lax.rem(num_tiles - back, jnp.int32(self.stages))])
 
 
-def _start_copy(scales: Any, source: tuple[jax.Array, ...], target: Any, row: jax.Array, size: int) -> None:
+def _start_copy(scales: Any, source: tuple[Any, ...], target: Any, row: Any, size: int) -> None:
     """One warp: scales[block_id, offset + t, kv_head] to target[row + t] for t below `size`, a lane each."""
     _, block_size, kv_heads = scales.shape
 

@@ -92,17 +92,21 @@ def default_config(
     chosen_here = num_partitions is None
     if num_partitions is None:
         num_partitions = partitions_for(pairs, capacity, num_sms)
-        # A tile of 8-bit numbers is half the bytes and as much work: half the SMs would no longer reach the bandwidth.
-        # (By reckoning, not yet measured. Clusters of 8 on all SMs would wait for room, so up to 4.)
+        # A tile of 8-bit numbers is half the bytes and as much work: half the SMs no longer reach the bandwidth.
+        # Clusters of 8 on all SMs would wait for room, so up to 4 (H100, 8 x 4096: 27.8 us in 2, 31.0 in 1).
         if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and capacity >= 1024:
             num_partitions *= 2
     cluster = cluster_of(num_partitions) if chunk == width else 1
     # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
-    # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9).
+    # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9), but for so long that
+    # the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 750 with 128).
     # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
     tile = 64
-    if chosen_here and pairs * num_partitions <= num_sms and width <= 128 and rows <= 32:
-        tile, resident = 128, 1
+    if width <= 128 and rows <= 32:
+        if itemsize == 1:  # 128 tokens are as many bytes as 64 of 16 bits: 64 x 8192 369 us against 381
+            tile, resident = 128, 2 if width <= 64 else 1
+        elif chosen_here and pairs * num_partitions <= num_sms:
+            tile, resident = 128 if capacity <= 32768 * num_partitions else 64, 1
     return Config(
         num_partitions=num_partitions,
         cluster=cluster,
@@ -147,9 +151,10 @@ def partitions_for(pairs: int, capacity: int, num_sms: int) -> int:
     wanted = min(num_sms // 2 // pairs, capacity // 128)
     if wanted >= 4 or (wanted >= 2 and capacity >= 1024):
         return 1 << (wanted.bit_length() - 1)
-    # With several waves of long sequences, halves even out what the last programs have left: 64 x U(1..8192) 367 in 2,
-    # 377 in 1; 64 x 8192 702 and 705. Short ones pay more than that brings: 64 x 2048 184 and 181.
-    return 2 if num_sms < pairs <= 8 * num_sms and capacity >= 4096 else 1
+    # Halves of long sequences even out what the last programs have left, or who has the longest: 8 x U(1..8192) 38.8 in
+    # 2, 50.7 in 1; 16 x U(1..8192) 101, 108; 64 x U(1..8192) 367, 377. Equal ones do not mind: 8 x 8192 93.6, 93.2;
+    # 16 x 8192 179, 180; 64 x 8192 702, 705. Short ones pay more than that brings: 64 x 2048 184 in 2, 181 in 1.
+    return 2 if pairs <= 8 * num_sms and capacity >= 4096 else 1
 
 
 def cluster_of(num_partitions: int) -> int:

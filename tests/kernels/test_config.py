@@ -51,24 +51,37 @@ def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
     counts = [decode_config.partitions_for(pairs, 8192, 132) for pairs in range(1, 133)]
     assert counts[0] == 64
     assert counts[7] == 8
-    assert counts[63] == 1
+    assert counts[63] == 2
     assert all(few <= many for many, few in itertools.pairwise(counts))
 
 
-def test_halves_for_several_waves_of_long_sequences_alone():
-    assert decode_config.partitions_for(512, 8192, 132) == 2
+def test_halves_of_long_sequences_alone():
+    assert [decode_config.partitions_for(pairs, 8192, 132) for pairs in (64, 128, 512)] == [2, 2, 2]
+    assert decode_config.partitions_for(64, 2048, 132) == 1
     assert decode_config.partitions_for(512, 2048, 132) == 1
     assert decode_config.partitions_for(2048, 8192, 132) == 1
 
 
+@pytest.mark.parametrize("itemsize", [1, 2])
 @pytest.mark.parametrize("num_partitions", [1, 4])
-def test_fixed_partitions_add_up_alike_whatever_the_batch(num_partitions):
+def test_fixed_partitions_add_up_alike_whatever_the_batch(num_partitions, itemsize):
     """The order of the sums follows from the tile, the chunk and the partitions."""
     configs = (
-        decode_config.default_config(**(SHAPE | dict(seqs=seqs, num_partitions=num_partitions)))
+        decode_config.default_config(**(SHAPE | dict(seqs=seqs, num_partitions=num_partitions, itemsize=itemsize)))
         for seqs in (1, 2, 8, 64, 512)
     )
     assert len({(config.tile, config.chunk, config.num_partitions, config.cluster) for config in configs}) == 1
+
+
+def test_long_tiles_where_the_start_counts():
+    def tile(**shape):
+        return decode_config.default_config(**(SHAPE | shape)).tile
+
+    assert tile(seqs=1, kv_heads=32, capacity=8192) == 128
+    assert tile(seqs=1, kv_heads=32, capacity=131072) == 64
+    assert tile(seqs=64, capacity=8192) == 64
+    assert tile(seqs=64, capacity=8192, itemsize=1) == 128
+    assert tile(seqs=64, capacity=8192, itemsize=1, head_dim=192) == 64
 
 
 def test_no_more_partitions_than_tiles():

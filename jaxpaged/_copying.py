@@ -49,7 +49,7 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
     Bytes moved: `2 * pairs * block_bytes` on a GPU of compute capability 9.0, where a kernel reads and writes each
     block once, with `block_bytes = 2 * layers * block_size * kv_heads * head_dim * itemsize`, and nothing for padding.
     Where one pair's destination is another's source, those are set aside in between: twice their bytes. Memory for
-    that is reserved, at most 256 KiB a pair. Everywhere else, where JAX sees several devices, under `vmap` and where it
+    that is reserved, at most 512 KiB a pair. Everywhere else, where JAX sees several devices, under `vmap` and where it
     is differentiated XLA does it, `4 * pairs * block_bytes`, padding included, and sets all of them aside. The scales
     of each token and head are always copied so. Nothing is as large as the cache.
 

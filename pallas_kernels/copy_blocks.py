@@ -32,7 +32,8 @@ ALIGNMENT = 128  # bytes, of what the copy engine reads and writes in SMEM
 TILE_BYTES, SLICE_BYTES = 16 * 1024, 4 * 1024  # at most
 PROGRAMS_OF_SM = 4  # each starts its copies by itself, so that their latencies overlap
 SMEM_BYTES = 54 * 1024  # for the ring of one program, where four share a SM
-SLICE_PROGRAMS = 64  # what is set aside is in proportion: at most 256 KiB a pair
+SLICE_PROGRAMS = 128  # what is set aside is in proportion: at most 512 KiB a pair
+MAX_BARRIERS = 32  # in one array of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Config:
     rows: int  # of a block
     tile_rows: int  # in one copy of a direct pair, a divisor of rows
     slice_rows: int  # in one copy of another pair, a divisor of tile_rows
-    num_stages: int  # copies in SMEM at a time
+    num_stages: int  # tiles in SMEM at a time
+    stage_slices: int  # slices that take the place of one tile there
     num_programs: int
     num_slice_programs: int  # of these, how many take pairs that are not direct
 
@@ -74,12 +76,15 @@ def default_config(
     slice_rows = max(n for n in divisors(tile_rows) if n * row_bytes <= max(SLICE_BYTES, row_bytes))
     num_tiles = num_pools * num_layers * (rows // tile_rows)
     num_programs = min(PROGRAMS_OF_SM * num_sms, num_tiles * num_pairs)
+    num_stages = min(8, SMEM_BYTES // (padded_rows(tile_rows, row_bytes) * row_bytes))
+    aligned = slice_rows * row_bytes % ALIGNMENT == 0
     return Config(
         width=width,
         rows=rows,
         tile_rows=tile_rows,
         slice_rows=slice_rows,
-        num_stages=min(8, SMEM_BYTES // (padded_rows(tile_rows, row_bytes) * row_bytes)),
+        num_stages=num_stages,
+        stage_slices=min(tile_rows // slice_rows, MAX_BARRIERS // num_stages) if aligned else 1,
         num_programs=num_programs,
         num_slice_programs=min(SLICE_PROGRAMS, num_programs, num_tiles * (tile_rows // slice_rows)),
     )
@@ -111,24 +116,31 @@ def padded_rows(rows: int, row_bytes: int) -> int:
 
 def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks: int) -> None:
     pools_gmem = refs["pools"]  # each [layers * blocks * rows, width]
-    pairs_gmem = refs[
-        "pairs"
-    ]  # int32 [pairs, 2], source and destination: the direct ones from the front, the others from the back
+    # The direct ones from the front, the others from the back.
+    pairs_gmem = refs["pairs"]  # int32 [pairs, 2], source and destination
     counts_gmem = refs["counts"]  # int32 [2]: how many there are of either
     aside_gmem = refs["aside"]  # [slice programs * pairs * slice_rows, width]
     ring_smem = refs["ring_smem"]  # [stages, tile_rows, width], padded
-    full = refs["full"]  # [stages]
+    full = refs["full"]  # [stages * stage_slices]
 
     program = lax.axis_index("program")
     num_pairs = pairs_gmem.shape[0]
-    stages, lag = config.num_stages, config.num_stages // 2
 
-    def move(count: jax.Array, rows: int, source_of: Callable[..., None], target_of: Callable[..., None]) -> None:
+    def move(
+        count: jax.Array, rows: int, stage_parts: int, source_of: Callable[..., None], target_of: Callable[..., None]
+    ) -> None:
         """Copies `count` runs of rows through the ring; `source_of(i, copy)` calls `copy` with the i-th one's place."""
 
-        def load(i: jax.Array) -> None:
+        stages = config.num_stages * stage_parts
+        lag = stages // 2
+
+        def place_of(i: jax.Array) -> tuple[jax.Array, Any]:
             stage = lax.rem(i, jnp.int32(stages))
-            place = ring_smem.at[stage, pl.ds(0, rows)]
+            row = lax.rem(stage, jnp.int32(stage_parts)) * rows if stage_parts > 1 else 0
+            return stage, ring_smem.at[lax.div(stage, jnp.int32(stage_parts)), pl.ds(row, rows)]
+
+        def load(i: jax.Array) -> None:
+            stage, place = place_of(i)
             source_of(i, lambda source: plgpu.copy_gmem_to_smem(source, place, full.at[stage]))
 
         for i in range(stages):
@@ -138,10 +150,9 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
                 load(jnp.int32(i))
 
         def step(i: jax.Array, _: None) -> None:
-            stage = lax.rem(i, jnp.int32(stages))
+            stage, place = place_of(i)
             plgpu.barrier_wait(full.at[stage])
             plgpu.commit_smem()  # what was read comes before what is written: a block may be both
-            place = ring_smem.at[stage, pl.ds(0, rows)]
             target_of(i, lambda target: plgpu.copy_smem_to_gmem(place, target))
 
             # The stage that is filled again is not the one just emptied, but one whose copy had some time to end.
@@ -180,7 +191,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
 
     num_tiles = counts_gmem[0] * tiles_of_pair
     mine = lax.div(jnp.maximum(num_tiles - program + config.num_programs - 1, 0), jnp.int32(config.num_programs))
-    move(mine, config.tile_rows, tile_of(0), tile_of(1))
+    move(mine, config.tile_rows, 1, tile_of(0), tile_of(1))
 
     # 2. The others: a slice of all of them at a time.
     slices_of_block = config.rows // config.slice_rows
@@ -203,8 +214,8 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
             row = (program * num_pairs + j) * config.slice_rows
             copy(aside_gmem.at[pl.ds(row, config.slice_rows)])
 
-        move(count, config.slice_rows, slice_of(0), aside_of)
-        move(count, config.slice_rows, aside_of, slice_of(1))
+        move(count, config.slice_rows, config.stage_slices, slice_of(0), aside_of)
+        move(count, config.slice_rows, config.stage_slices, aside_of, slice_of(1))
 
     @pl.when(jnp.logical_and(count > 0, program < config.num_slice_programs))
     def _others() -> None:
@@ -239,7 +250,7 @@ def launch(
             ring_smem=plgpu.SMEM(
                 (config.num_stages, padded_rows(config.tile_rows, config.width * dtype.itemsize), config.width), dtype
             ),
-            full=plgpu.Barrier(num_barriers=config.num_stages),
+            full=plgpu.Barrier(num_barriers=config.num_stages * config.stage_slices),
         ),
         interpret=interpret,
     )

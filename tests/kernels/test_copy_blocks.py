@@ -75,13 +75,14 @@ def by_numpy(pool: np.ndarray, source_ids: jax.Array, destination_ids: jax.Array
     return new
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_pairs(seed):
     """Tiles and slices smaller than a block, and more of them than there are stages and programs."""
     before = filled(jnp.float32, None, 2, num_blocks=12)  # blocks of 96 numbers
     pairs = random_pairs(seed, num_pairs=10, num_blocks=(12, 40)[seed % 2])
     rings = dict(num_stages=2 + seed % 3, num_programs=1 + seed % 4, num_slice_programs=1 + seed % 2)
-    after = interpreted(before, *pairs, width=16, rows=6, tile_rows=(6, 2)[seed % 2], slice_rows=1 + seed % 2, **rings)
+    shape = dict(width=16, rows=6, tile_rows=(6, 2)[seed % 2], slice_rows=(2, 1)[seed % 2], stage_slices=1 + seed // 2)
+    after = interpreted(before, *pairs, **shape, **rings)
     for old, new in zip(block_leaves(before), block_leaves(after), strict=True):
         assert (new == by_numpy(old, *pairs)).all()
 
@@ -193,8 +194,11 @@ def test_configurations_fit(block_numbers, itemsize):
     assert config.num_stages >= 2
     assert config.num_stages * kernel.padded_rows(config.tile_rows, row_bytes) * row_bytes <= kernel.SMEM_BYTES
     assert 4 * (kernel.SMEM_BYTES + 1024) <= 227 * 1024 + 1024
+    assert config.num_stages * config.stage_slices <= kernel.MAX_BARRIERS
+    assert config.stage_slices == 1 or config.slice_rows * row_bytes % kernel.ALIGNMENT == 0
+    assert config.stage_slices * config.slice_rows <= config.tile_rows
     aside = config.num_slice_programs * config.slice_rows * row_bytes
-    assert aside <= min(256 * 1024, 64 * block_numbers * itemsize)
+    assert aside <= min(512 * 1024, 64 * block_numbers * itemsize)
     assert config.num_slice_programs <= config.num_programs == 4 * 132
     alone = kernel.default_config(**shape, num_layers=1, num_pairs=1, num_sms=132)
     assert alone.num_programs == 2 * config.rows // config.tile_rows

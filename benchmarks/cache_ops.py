@@ -5,7 +5,8 @@ Every operation is checked before it is timed. `bytes` are those that it must mo
 plain copy of as many bytes over the host link, both measured in the same run. Times are device time a call, of calls in
 one jit whose cache is donated; those over the host link are wall time a call.
 
-`--operations copy gather` measures these alone. `--toy` takes toy sizes, to see on any machine that it runs.
+`--operations copy gather` measures these alone, `--copy-configs` other configurations of the copy kernel as well.
+`--toy` takes toy sizes, to see on any machine that it runs.
 """
 
 import argparse
@@ -23,8 +24,9 @@ import numpy as np
 
 from benchmarks.harness import random, slope_microseconds
 from jaxpaged import KVCache, copy_blocks, gather_kv, rotary_frequencies, swap_in, swap_out, widen_kv, write_kv
-from jaxpaged._copying import copy_by_xla
+from jaxpaged._copying import copy_by_kernel, copy_by_xla
 from jaxpaged._rotary import rotate
+from pallas_kernels import copy_blocks as copy_kernel
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 COPY_FORMS = ("kernel", "memcpy")
@@ -220,7 +222,36 @@ def block_bytes(cache: KVCache) -> int:
     return 2 * cache.k.nbytes // cache.k.shape[-4]
 
 
-def measure_copies(sizes: Sizes, stack: KVCache) -> list[dict[str, Any]]:
+def with_config(text: str, sizes: Sizes) -> Callable[..., KVCache]:
+    """`copy_blocks` with another configuration of its kernel, for a stack or one of its layers; by XLA on a CPU."""
+    tile_kib, num_stages, programs_of_sm = map(int, text.split("/"))
+    num_sms = int(jax.devices()[0].core_count) if jax.default_backend() == "gpu" else 1
+
+    def copy(cache: KVCache, sources: jax.Array, destinations: jax.Array) -> KVCache:
+        default = copy_kernel.default_config(
+            block_numbers=BLOCK_SIZE * KV_HEADS * HEAD_DIM,
+            itemsize=2,
+            num_pools=2,
+            num_layers=sizes.layers if cache.k.ndim == 5 else 1,
+            num_pairs=sources.size,
+            num_sms=num_sms,
+        )
+        tile_rows = tile_kib * 1024 // (2 * default.width)
+        config = dataclasses.replace(
+            default,
+            tile_rows=tile_rows,
+            slice_rows=min(default.slice_rows, tile_rows),
+            num_stages=num_stages,
+            stage_slices=1,
+            num_programs=programs_of_sm * num_sms,
+            num_slice_programs=min(default.num_slice_programs, programs_of_sm * num_sms),
+        )
+        return copy_by_kernel(config, None, cache, sources, destinations)
+
+    return copy
+
+
+def measure_copies(sizes: Sizes, stack: KVCache, configs: list[str]) -> list[dict[str, Any]]:
     ids = 1 + np.random.default_rng(1).permutation(sizes.stack_blocks - 1)[: 2 * sizes.copied_blocks]
     halves = tuple(jnp.asarray(half, jnp.int32) for half in np.split(ids, 2))
     cycle = tuple(jnp.asarray(order, jnp.int32) for order in (ids[::2], np.roll(ids[::2], 1)))
@@ -235,6 +266,8 @@ def measure_copies(sizes: Sizes, stack: KVCache) -> list[dict[str, Any]]:
         (f"copy_blocks, {by_cache}, much padding", copy_blocks, few),
         (f"by XLA, {by_cache}", copy_by_xla, halves),
     ]
+    for text in configs:
+        cases += [(f"{text}, {form}", with_config(text, sizes), halves) for form in (by_stack, by_cache)]
     rows = []
     for name, copy, pairs in cases:
         check_copy(copy, stack, *pairs)
@@ -338,6 +371,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="what to measure; all by default"
     )
+    parser.add_argument(
+        "--copy-configs",
+        nargs="+",
+        default=[],
+        metavar="KIB/STAGES/PROGRAMS",
+        help="configurations of the kernel of copy_blocks to measure too: KiB of a tile, tiles in SMEM, programs a SM",
+    )
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     args = parser.parse_args(arguments)
     sizes, begin = TOY if args.toy else Sizes(), time.perf_counter()
@@ -346,7 +386,7 @@ def main(arguments: list[str] | None = None) -> None:
     rate = max(copy.values())
     rows = measure_writes(sizes) if "write" in args.operations else []
     if "copy" in args.operations:
-        rows += measure_copies(sizes, stack_of(sizes))
+        rows += measure_copies(sizes, stack_of(sizes), args.copy_configs)
     if "swap" in args.operations:
         rows += measure_swaps(sizes, stack_of(sizes))
     if "gather" in args.operations:

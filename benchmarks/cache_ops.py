@@ -5,7 +5,8 @@ Every operation is checked before it is timed. `bytes` are those that it must mo
 plain copy of as many bytes over the host link, both measured in the same run. Times are device time a call, of calls in
 one jit whose cache is donated; those over the host link are wall time a call.
 
-`--toy` runs everything at toy sizes, to see on any machine that it runs.
+`--operations copy gather` measures these alone, `--copy-configs` other configurations of the copy kernel as well.
+`--toy` takes toy sizes, to see on any machine that it runs.
 """
 
 import argparse
@@ -23,10 +24,13 @@ import numpy as np
 
 from benchmarks.harness import random, slope_microseconds
 from jaxpaged import KVCache, copy_blocks, gather_kv, rotary_frequencies, swap_in, swap_out, widen_kv, write_kv
+from jaxpaged._copying import copy_by_kernel, copy_by_xla
 from jaxpaged._rotary import rotate
+from pallas_kernels import copy_blocks as copy_kernel
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 COPY_FORMS = ("kernel", "memcpy")
+OPERATIONS = ("write", "copy", "swap", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,28 +222,80 @@ def block_bytes(cache: KVCache) -> int:
     return 2 * cache.k.nbytes // cache.k.shape[-4]
 
 
-def measure_copies(sizes: Sizes, stack: KVCache) -> list[dict[str, Any]]:
+def with_config(text: str, sizes: Sizes) -> Callable[..., KVCache]:
+    """`copy_blocks` with another configuration of its kernel, for a stack or one of its layers; by XLA on a CPU."""
+    tile_kib, num_stages, programs_of_sm = map(int, text.split("/"))
+    num_sms = int(jax.devices()[0].core_count) if jax.default_backend() == "gpu" else 1
+
+    def copy(cache: KVCache, sources: jax.Array, destinations: jax.Array) -> KVCache:
+        default = copy_kernel.default_config(
+            block_numbers=BLOCK_SIZE * KV_HEADS * HEAD_DIM,
+            itemsize=2,
+            num_pools=2,
+            num_layers=sizes.layers if cache.k.ndim == 5 else 1,
+            num_pairs=sources.size,
+            num_sms=num_sms,
+        )
+        tile_rows = tile_kib * 1024 // (2 * default.width)
+        config = dataclasses.replace(
+            default,
+            tile_rows=tile_rows,
+            slice_rows=min(default.slice_rows, tile_rows),
+            num_stages=num_stages,
+            stage_slices=1,
+            num_programs=programs_of_sm * num_sms,
+            num_slice_programs=min(default.num_slice_programs, programs_of_sm * num_sms),
+        )
+        return copy_by_kernel(config, None, cache, sources, destinations)
+
+    return copy
+
+
+def measure_copies(sizes: Sizes, stack: KVCache, configs: list[str]) -> list[dict[str, Any]]:
     ids = 1 + np.random.default_rng(1).permutation(sizes.stack_blocks - 1)[: 2 * sizes.copied_blocks]
-    sources, destinations = (jnp.asarray(half, jnp.int32) for half in np.split(ids, 2))
-    copied = jax.jit(copy_blocks)(stack, sources, destinations)
-    for new, old in ((copied.k, stack.k), (copied.v, stack.v)):
-        assert bool((new[:, destinations] == old[:, sources]).all() & (new[:, sources] == old[:, sources]).all())
-    del copied, new, old
-    moved = 2 * sizes.copied_blocks * block_bytes(stack)
-    size = f"{sizes.copied_blocks} blocks"
-    microseconds = carried_microseconds(copy_blocks, stack, (sources, destinations), 1, sizes.seconds)
-    rows = [{"operation": f"copy_blocks, a stack of {sizes.layers}", "size": size, "microseconds": microseconds}]
-    caches = tuple(KVCache(k=stack.k[i], v=stack.v[i]) for i in range(sizes.layers))
+    halves = tuple(jnp.asarray(half, jnp.int32) for half in np.split(ids, 2))
+    cycle = tuple(jnp.asarray(order, jnp.int32) for order in (ids[::2], np.roll(ids[::2], 1)))
+    few = tuple(jnp.where(jnp.arange(sizes.copied_blocks) % 64 == 0, half, 0) for half in halves)
+    by_stack, by_cache = f"a stack of {sizes.layers}", f"{sizes.layers} caches"
+    cases: list[tuple[str, Callable[..., KVCache], tuple[jax.Array, ...]]] = [
+        (f"copy_blocks, {by_stack}", copy_blocks, halves),
+        (f"copy_blocks, {by_stack}, in a cycle", copy_blocks, cycle),
+        (f"copy_blocks, {by_stack}, much padding", copy_blocks, few),
+        (f"by XLA, {by_stack}", copy_by_xla, halves),
+        (f"copy_blocks, {by_cache}", copy_blocks, halves),
+        (f"copy_blocks, {by_cache}, much padding", copy_blocks, few),
+        (f"by XLA, {by_cache}", copy_by_xla, halves),
+    ]
+    for text in configs:
+        cases += [(f"{text}, {form}", with_config(text, sizes), halves) for form in (by_stack, by_cache)]
+    rows = []
+    for name, copy, pairs in cases:
+        check_copy(copy, stack, *pairs)
 
-    def every_layer(caches: tuple, sources: jax.Array, destinations: jax.Array) -> tuple:
-        return tuple(copy_blocks(cache, sources, destinations) for cache in caches)
+        def every_layer(
+            caches: tuple[KVCache, ...], *pairs: jax.Array, copy: Callable[..., KVCache] = copy
+        ) -> tuple[KVCache, ...]:
+            return tuple(copy(cache, *pairs) for cache in caches)
 
-    microseconds = carried_microseconds(every_layer, caches, (sources, destinations), 1, sizes.seconds)
-    rows.append({"operation": f"copy_blocks, {sizes.layers} caches", "size": size, "microseconds": microseconds})
-    for row in rows:
-        row["bytes"] = moved
-        show(row)
+        # The state is a stack, or its layers one by one.
+        split = by_cache in name
+        state = tuple(KVCache(k=stack.k[i], v=stack.v[i]) for i in range(sizes.layers)) if split else (stack,)
+        microseconds = carried_microseconds(every_layer, state, pairs, 1, sizes.seconds)
+        del state
+        copied = int(jnp.count_nonzero(pairs[0]))
+        rows.append({"operation": name, "size": f"{copied} blocks", "microseconds": microseconds})
+        rows[-1] |= {"bytes": 2 * copied * block_bytes(stack)}
+        show(rows[-1])
     return rows
+
+
+def check_copy(copy: Callable[..., KVCache], stack: KVCache, sources: jax.Array, destinations: jax.Array) -> None:
+    """Every block of the result is the one that it should be, those that are nobody's destination included."""
+    comes_from = jnp.arange(stack.k.shape[1]).at[destinations].set(sources)
+    copied = jax.jit(copy)(stack, sources, destinations)
+    for new, old in ((copied.k, stack.k), (copied.v, stack.v)):
+        same = jax.jit(lambda new, old: (new == old[:, comes_from]).all())(new, old)
+        assert bool(same), "copy_blocks copied something else"
 
 
 def measure_swaps(sizes: Sizes, stack: KVCache) -> list[dict[str, Any]]:
@@ -288,11 +344,15 @@ def measure_gather(sizes: Sizes) -> list[dict[str, Any]]:
     assert bool((found.k.reshape(seqs, max_blocks, *shape[1:]) == cache.k[tables]).all()), (
         "gather_kv got others' tokens"
     )
+    assert bool((found.v.reshape(seqs, max_blocks, *shape[1:]) == cache.v[tables]).all()), (
+        "gather_kv got others' values"
+    )
 
     def chain(lengths: jax.Array, cache: KVCache, tables: jax.Array) -> jax.Array:
-        # The next call waits for this one: its lengths are made from one of this one's numbers.
+        # The next call waits for this one: its lengths are made from one of this one's numbers, of both arrays, or XLA
+        # would gather one alone.
         found = jax.lax.optimization_barrier(gather_kv(cache, tables, lengths))
-        return lengths + jnp.isnan(found.k[0, 0, 0, 0]).astype(jnp.int32)
+        return lengths + jnp.isnan(found.k[0, 0, 0, 0] + found.v[0, 0, 0, 0]).astype(jnp.int32)
 
     microseconds = carried_microseconds(chain, lengths, (cache, tables), 1, sizes.seconds)
     row = {"operation": "gather_kv", "size": f"{seqs} x {length} tokens", "microseconds": microseconds}
@@ -305,20 +365,32 @@ def show(row: dict[str, Any]) -> None:
     print(f"{row['operation']}, {row['size']}: {row['microseconds']:.1f} us", flush=True)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toy", action="store_true", help="toy sizes")
+    parser.add_argument(
+        "--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="what to measure; all by default"
+    )
+    parser.add_argument(
+        "--copy-configs",
+        nargs="+",
+        default=[],
+        metavar="KIB/STAGES/PROGRAMS",
+        help="configurations of the kernel of copy_blocks to measure too: KiB of a tile, tiles in SMEM, programs a SM",
+    )
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     sizes, begin = TOY if args.toy else Sizes(), time.perf_counter()
     device = jax.devices()[0]
     copy = {form: copy_rate(form, sizes) for form in COPY_FORMS}
     rate = max(copy.values())
-    rows = measure_writes(sizes)
-    stack = stack_of(sizes)
-    rows += measure_copies(sizes, stack) + measure_swaps(sizes, stack)
-    del stack
-    rows += measure_gather(sizes)
+    rows = measure_writes(sizes) if "write" in args.operations else []
+    if "copy" in args.operations:
+        rows += measure_copies(sizes, stack_of(sizes), args.copy_configs)
+    if "swap" in args.operations:
+        rows += measure_swaps(sizes, stack_of(sizes))
+    if "gather" in args.operations:
+        rows += measure_gather(sizes)
     print(
         f"\n{device.device_kind}, jax {jax.__version__}, {KV_HEADS} KV heads, head_dim {HEAD_DIM}, block {BLOCK_SIZE}"
     )

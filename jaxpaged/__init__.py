@@ -3,12 +3,13 @@
 from jaxpaged._allocator import BlockAllocator
 from jaxpaged._attention import paged_attention
 from jaxpaged._cache import KVCache, fold_layers, layer_block_tables, layer_scales, layer_slots, unfold_layers
+from jaxpaged._copying import copy_blocks
 from jaxpaged._plot import plot_blocks
 from jaxpaged._prefix_cache import PrefixCache
 from jaxpaged._quantisation import kv_scale, widen_kv
 from jaxpaged._reference import paged_attention_reference
 from jaxpaged._rotary import rotary_frequencies
-from jaxpaged._transfer import copy_blocks, gather_kv, scatter_kv, swap_in, swap_out
+from jaxpaged._transfer import gather_kv, scatter_kv, swap_in, swap_out
 from jaxpaged._write_kv import write_kv
 from jaxpaged._zeroing import zero_blocks
 

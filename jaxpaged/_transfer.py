@@ -1,4 +1,4 @@
-"""Moving what a cache holds: from block to block, to contiguous arrays, to host memory, and back."""
+"""Moving what a cache holds: to contiguous arrays, to host memory, and back."""
 
 import jax
 import jax.numpy as jnp
@@ -8,54 +8,6 @@ from jax.typing import ArrayLike
 from jaxpaged._cache import KVCache, check_cache, map_blocks
 from jaxpaged._rows import put_rows, take_rows
 from jaxpaged._write_kv import scatter_slots
-
-
-def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLike) -> KVCache:
-    """Copies blocks over other blocks of the same cache; in place where the cache is donated.
-
-        new[destination_ids[i]] = old[source_ids[i]],    keys, values and their scales, in every layer of a stack
-
-    All sources are read before anything is written, so a block may be both: pairs (1, 2), (2, 3) move the old block 2.
-    Where several pairs have one destination, the last one counts. Caches held one a layer are copied one by one:
-    `caches = tuple(copy_blocks(cache, source_ids, destination_ids) for cache in caches)`.
-
-    Args:
-        cache: one layer's cache, a stack of layers, or a folded stack (which has one layer's blocks after the other's:
-            shift the ids with `layer_block_tables`).
-        source_ids: int32 `[pairs]`, block ids.
-        destination_ids: int32 `[pairs]`. A pair in which either id is 0, the null block, or outside the pool is
-            padding: nothing is copied.
-
-    Returns:
-        The new cache.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
-
-    Bytes moved: the pairs' blocks are read, set aside, and written, `2 * pairs * block_bytes` at the least, where
-    `block_bytes = 2 * layers * block_size * kv_heads * head_dim * itemsize`, plus the scales of each token and head.
-    What is set aside is as large as what is copied, padding included; nothing is as large as the cache.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxpaged
-        >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
-        >>> cache = jaxpaged.write_kv(cache, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), jnp.array([3]))
-        >>> cache = jaxpaged.copy_blocks(cache, jnp.array([1, 0]), jnp.array([3, 0]))
-        >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
-        [0, 0, 0, 1, 0, 0, 0, 1]
-    """
-    check_cache(cache)
-    source_ids, destination_ids = _ids("source_ids", source_ids), _ids("destination_ids", destination_ids)
-    if source_ids.shape != destination_ids.shape:
-        raise ValueError(
-            "source_ids and destination_ids must be of one length; "
-            f"got {source_ids.shape=}, {destination_ids.shape=}. Pad with the null block, 0."
-        )
-    num_blocks = cache.k.shape[-4]
-    legal = holds_tokens(source_ids, num_blocks)
-    sources = jnp.where(legal, source_ids, 0)
-    destinations = _distinct(jnp.where(legal, destination_ids, 0), num_blocks)
-    return map_blocks(lambda pool: put_blocks(pool, _take_blocks(pool, sources, cache), destinations, cache), cache)
 
 
 def swap_out(cache: KVCache, block_ids: ArrayLike) -> KVCache:
@@ -91,12 +43,12 @@ def swap_out(cache: KVCache, block_ids: ArrayLike) -> KVCache:
         [0, 0, 0, 1, 0, 1, 0, 0]
     """
     check_cache(cache)
-    block_ids = _ids("block_ids", block_ids)
+    block_ids = checked_ids("block_ids", block_ids)
     legal = holds_tokens(block_ids, cache.k.shape[-4])
     sources = jnp.where(legal, block_ids, 0)
 
     def out(pool: jax.Array) -> jax.Array:
-        taken = _only_where(legal, _take_blocks(pool, sources, cache), cache)
+        taken = _only_where(legal, take_blocks(pool, sources, cache), cache)
         return jax.device_put(taken, jax.memory.Space.Host)
 
     return map_blocks(out, cache)
@@ -123,9 +75,9 @@ def swap_in(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> KVCache:
     """
     check_cache(cache)
     check_cache(blocks)
-    block_ids = _ids("block_ids", block_ids)
+    block_ids = checked_ids("block_ids", block_ids)
     _check_blocks("blocks", blocks, cache, block_ids.size, cache.k.shape[-3])
-    destinations = _distinct(block_ids, cache.k.shape[-4])
+    destinations = distinct(block_ids, cache.k.shape[-4])
 
     def bring(pool: jax.Array, block: jax.Array) -> jax.Array:
         return put_blocks(pool, jax.device_put(block, jax.memory.Space.Device), destinations, cache)
@@ -171,7 +123,7 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
     ids = jnp.where(slots < num_slots, slots // cache.k.shape[-3], 0)[:, :: cache.k.shape[-3]]
 
     def gather(pool: jax.Array) -> jax.Array:
-        taken = _take_blocks(pool, ids.ravel(), cache)
+        taken = take_blocks(pool, ids.ravel(), cache)
         axes = _layer_axes(cache)
         taken = taken.reshape(*taken.shape[:axes], *slots.shape, *taken.shape[axes + 2 :])
         return _only_where(slots < num_slots, taken, cache)
@@ -220,10 +172,10 @@ def _layer_axes(cache: KVCache) -> int:
     return cache.k.ndim - 4
 
 
-def _take_blocks(pool: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
+def take_blocks(pool: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
     """Blocks of a pool `[(layers,) blocks, ...]`, in every layer; the ids are legal."""
     # A stack is seen as one pool, its layer axis in the index: a window over a leading axis makes XLA transpose.
-    num_layers, num_blocks = _layers_and_blocks(pool, cache)
+    num_layers, num_blocks = layers_and_blocks(pool, cache)
     block = pool.shape[_layer_axes(cache) + 1 :]
     every = _in_every_layer(ids, num_layers, num_blocks)
     return take_rows(pool.reshape(-1, *block), every).reshape(*pool.shape[: _layer_axes(cache)], ids.size, *block)
@@ -234,13 +186,13 @@ def put_blocks(pool: jax.Array, blocks: jax.Array, ids: jax.Array, cache: KVCach
 
     Two that are the same may only be given the same block: XLA is told that no two writes meet.
     """
-    num_layers, num_blocks = _layers_and_blocks(pool, cache)
+    num_layers, num_blocks = layers_and_blocks(pool, cache)
     block = pool.shape[_layer_axes(cache) + 1 :]
     every = _in_every_layer(ids, num_layers, num_blocks, ids >= 0)
     return put_rows(pool, every, blocks.reshape(-1, *block))
 
 
-def _layers_and_blocks(pool: jax.Array, cache: KVCache) -> tuple[int, int]:
+def layers_and_blocks(pool: jax.Array, cache: KVCache) -> tuple[int, int]:
     return (pool.shape[0], pool.shape[1]) if _layer_axes(cache) else (1, pool.shape[0])
 
 
@@ -265,7 +217,7 @@ def holds_tokens(ids: jax.Array, num_blocks: int) -> jax.Array:
     return (ids > 0) & (ids < num_blocks)
 
 
-def _distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
+def distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
     """The ids, but -1 where one is padding, or where a later one is equal."""
     legal = holds_tokens(ids, num_blocks)
     order = jnp.arange(ids.size, dtype=jnp.int32)
@@ -294,7 +246,7 @@ def _slots_of(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> ja
     return jnp.where(positions[None] < lengths[:, None], slots, num_blocks * block_size)
 
 
-def _ids(name: str, ids: ArrayLike) -> jax.Array:
+def checked_ids(name: str, ids: ArrayLike) -> jax.Array:
     array = jnp.asarray(ids)
     if array.ndim != 1 or array.dtype != jnp.int32:
         raise ValueError(f"{name} must be int32, of one axis; got {array.dtype} {list(array.shape)}.")

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import allocator, allocator_loops, allocator_model_step, decode_step, llama_step
+from benchmarks import allocator, allocator_loops, allocator_model_step, cache_ops, decode_step, llama_step
 from benchmarks.configs import parse_config
 from benchmarks.harness import by_kernel
 from benchmarks.host_allocator import HostAllocator
 from benchmarks.points import parse
+from jaxpaged import copy_blocks
 from pallas_kernels.decode_config import default_config
 
 
@@ -91,3 +92,19 @@ def test_a_config_by_name_is_what_the_library_would_make():
     default = default_config(seqs=1, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
     assert parse_config("8/8/128/1", parse("32/8 1x8192")) == default
     assert parse_config("8/8/64/2", parse("32/8 1x8192")) != default
+
+
+def test_cache_operations_by_name(tmp_path):
+    output = tmp_path / "cache_ops.json"
+    cache_ops.main(["--toy", "--operations", "copy", "gather", "--output", str(output)])
+    results = json.loads(output.read_text())["results"]
+    assert {result["operation"].split(",")[0] for result in results} == {"copy_blocks", "by XLA", "gather_kv"}
+    assert all(result["bytes"] > 0 and result["of_copy"] > 0 for result in results)
+
+
+def test_the_check_sees_a_copy_that_was_not_made():
+    stack = cache_ops.stack_of(cache_ops.TOY)
+    pairs = jnp.asarray([1, 2]), jnp.asarray([3, 4])
+    cache_ops.check_copy(copy_blocks, stack, *pairs)
+    with pytest.raises(AssertionError, match="copied something else"):
+        cache_ops.check_copy(lambda cache, sources, destinations: cache, stack, *pairs)

@@ -31,6 +31,23 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", [*DTYPES, *NARROW], ids=lambda dt
 STACKED = pytest.mark.parametrize("num_layers", [None, 3])
 
 
+COPIES = pytest.mark.parametrize(
+    ("source_ids", "destination_ids", "expected"),
+    [
+        pytest.param([1, 2], [4, 5], [0, 1, 2, 3, 1, 2], id="plain"),
+        pytest.param([], [], [0, 1, 2, 3, 4, 5], id="none"),
+        pytest.param([0, 0, 1], [0, 0, 4], [0, 1, 2, 3, 1, 5], id="padding"),
+        pytest.param([0, 3], [2, 0], [0, 1, 2, 3, 4, 5], id="the null block is neither read nor written"),
+        pytest.param([3, 3], [3, 4], [0, 1, 2, 3, 3, 5], id="over itself"),
+        pytest.param([1, 2, 3], [2, 3, 1], [0, 3, 1, 2, 4, 5], id="a cycle reads before it writes"),
+        pytest.param([1, 2, 3], [5, 5, 5], [0, 1, 2, 3, 4, 3], id="the last of one destination"),
+        pytest.param([1, 2, -1, 9], [5, 4, 5, 4], [0, 1, 2, 3, 2, 1], id="the last legal one"),
+        pytest.param([-1, 6, 2**31 - 1, -(2**31)], [1, 2, 3, 4], [0, 1, 2, 3, 4, 5], id="sources outside"),
+        pytest.param([1, 2, 3, 4], [-1, 6, 2**31 - 1, -(2**31)], [0, 1, 2, 3, 4, 5], id="destinations outside"),
+    ],
+)
+
+
 def numbered(num_layers: int | None = None, num_blocks: int = 6, dtype=jnp.float32) -> KVCache:
     """Every number of k says which block it is in: 10 * layer + block; those of v are that + 100."""
     layers = jnp.arange(num_layers or 1, dtype=jnp.float32)[:, None] * 10
@@ -51,21 +68,7 @@ def shown(pool: jax.Array) -> list:
     return pool[..., 0, 0, 0].astype(int).tolist()
 
 
-@pytest.mark.parametrize(
-    ("source_ids", "destination_ids", "expected"),
-    [
-        pytest.param([1, 2], [4, 5], [0, 1, 2, 3, 1, 2], id="plain"),
-        pytest.param([], [], [0, 1, 2, 3, 4, 5], id="none"),
-        pytest.param([0, 0, 1], [0, 0, 4], [0, 1, 2, 3, 1, 5], id="padding"),
-        pytest.param([0, 3], [2, 0], [0, 1, 2, 3, 4, 5], id="the null block is neither read nor written"),
-        pytest.param([3, 3], [3, 4], [0, 1, 2, 3, 3, 5], id="over itself"),
-        pytest.param([1, 2, 3], [2, 3, 1], [0, 3, 1, 2, 4, 5], id="a cycle reads before it writes"),
-        pytest.param([1, 2, 3], [5, 5, 5], [0, 1, 2, 3, 4, 3], id="the last of one destination"),
-        pytest.param([1, 2, -1, 9], [5, 4, 5, 4], [0, 1, 2, 3, 2, 1], id="the last legal one"),
-        pytest.param([-1, 6, 2**31 - 1, -(2**31)], [1, 2, 3, 4], [0, 1, 2, 3, 4, 5], id="sources outside"),
-        pytest.param([1, 2, 3, 4], [-1, 6, 2**31 - 1, -(2**31)], [0, 1, 2, 3, 4, 5], id="destinations outside"),
-    ],
-)
+@COPIES
 @pytest.mark.parametrize("num_layers", [None, 3])
 def test_copy_blocks(source_ids, destination_ids, expected, num_layers):
     cache = copy_blocks(numbered(num_layers), ids(*source_ids), ids(*destination_ids))

@@ -129,12 +129,18 @@ def test_nan_in_a_slot_in_use_shows():
     assert np.isnan(np.asarray(out, np.float32)).any()
 
 
-def test_by_name_only(monkeypatch):
-    """The default takes 8-bit caches to XLA until a GPU has run the kernels on them."""
-    case = narrow_case()
+def test_taken_by_default(monkeypatch):
+    case, launched = narrow_case(), []
     monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
-    _mosaic_gpu.check_supported(arguments_of(case))
+    monkeypatch.setattr(_mosaic_gpu, "_launch", lambda *given: launched.append(given) or (case.q, None))
     paged_attention(*case.arrays, **case.options)
+    assert len(launched) == 1
+    paged_attention(*narrow_case(dtype=jnp.float32).arrays, **case.options)
+    assert len(launched) == 1, "q in float32 is not for the kernels"
+
+
+def test_not_supported(monkeypatch):
+    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
     with pytest.raises(NotImplementedError, match="head_dim=144"):
         _mosaic_gpu.check_supported(arguments_of(narrow_case(head_dim=144)))
     with pytest.raises(NotImplementedError, match="float32"):

@@ -1,0 +1,179 @@
+"""Copying blocks over other blocks of the same cache: by a kernel on the GPUs that it is for, elsewhere by XLA."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.typing import ArrayLike
+
+from jaxpaged import _mosaic_gpu
+from jaxpaged._cache import KVCache, check_cache, map_blocks
+from jaxpaged._transfer import (
+    checked_ids,
+    distinct,
+    holds_tokens,
+    layers_and_blocks,
+    put_blocks,
+    take_blocks,
+)
+from pallas_kernels import copy_blocks as kernel
+
+
+def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLike) -> KVCache:
+    """Copies blocks over other blocks of the same cache; in place where the cache is donated.
+
+        new[destination_ids[i]] = old[source_ids[i]],    keys, values and their scales, in every layer of a stack
+
+    All sources are read before anything is written, so a block may be both: pairs (1, 2), (2, 3) move the old block 2.
+    Where several pairs have one destination, the last one counts. Caches held one a layer are copied one by one:
+    `caches = tuple(copy_blocks(cache, source_ids, destination_ids) for cache in caches)`.
+
+    Args:
+        cache: one layer's cache, a stack of layers, or a folded stack (which has one layer's blocks after the other's:
+            shift the ids with `layer_block_tables`).
+        source_ids: int32 `[pairs]`, block ids.
+        destination_ids: int32 `[pairs]`. A pair in which either id is 0, the null block, or outside the pool is
+            padding: nothing is copied.
+
+    Returns:
+        The new cache.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+
+    Bytes moved: `2 * pairs * block_bytes` on a GPU of compute capability 9.0, where a kernel reads and writes each
+    block once, with `block_bytes = 2 * layers * block_size * kv_heads * head_dim * itemsize`, and nothing for padding.
+    Where one pair's destination is another's source, those are set aside in between: twice their bytes. Memory for
+    that is reserved, at most 512 KiB a pair. Everywhere else, where JAX sees several devices, under `vmap` and where it
+    is differentiated XLA does it, `4 * pairs * block_bytes`, padding included, and sets all of them aside. The scales
+    of each token and head are always copied so. Nothing is as large as the cache.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged
+        >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
+        >>> cache = jaxpaged.write_kv(cache, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), jnp.array([3]))
+        >>> cache = jaxpaged.copy_blocks(cache, jnp.array([1, 0]), jnp.array([3, 0]))
+        >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
+        [0, 0, 0, 1, 0, 0, 0, 1]
+    """
+    check_cache(cache)
+    source_ids = checked_ids("source_ids", source_ids)
+    destination_ids = checked_ids("destination_ids", destination_ids)
+    if source_ids.shape != destination_ids.shape:
+        raise ValueError(
+            "source_ids and destination_ids must be of one length; "
+            f"got {source_ids.shape=}, {destination_ids.shape=}. Pad with the null block, 0."
+        )
+    config = _config_of(cache, source_ids.size)
+    if config is None:
+        return copy_by_xla(cache, source_ids, destination_ids)
+    return copy_by_kernel(config, None, cache, source_ids, destination_ids)
+
+
+def copy_by_xla(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
+    num_blocks = cache.k.shape[-4]
+    legal = _legal(source_ids, destination_ids, num_blocks)
+    sources = jnp.where(legal, source_ids, 0)
+    destinations = distinct(jnp.where(legal, destination_ids, 0), num_blocks)
+
+    def copy(pool: jax.Array) -> jax.Array:
+        # Fused into the scatter, the gather would read what that overwrites: on a GPU XLA copied the pool, twice.
+        taken = lax.optimization_barrier(take_blocks(pool, sources, cache))
+        return put_blocks(pool, taken, destinations, cache)
+
+    return map_blocks(copy, cache)
+
+
+# Jitted by itself: otherwise every layer of a model lowers the kernel again.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def copy_by_kernel(
+    config: kernel.Config, interpret: Any, cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array
+) -> KVCache:
+    def by_kernel(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
+        pairs, counts = plan(source_ids, destination_ids, cache.k.shape[-4])
+        pools = tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in (cache.k, cache.v))
+        k, v = kernel.launch(pools, pairs, counts, config=config, interpret=interpret)
+        if cache.k_scale is not None and cache.k_scale.ndim == cache.k.ndim - 1:
+            cache = copy_by_xla(cache, source_ids, destination_ids)  # for its scales; XLA drops the rest
+        return dataclasses.replace(cache, k=k.reshape(cache.k.shape), v=v.reshape(cache.v.shape))
+
+    @custom_vmap
+    def copy(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
+        if interpret is not None:
+            return by_kernel(cache, source_ids, destination_ids)
+        # Not every computation is for the device that JAX uses by default.
+        return lax.platform_dependent(cache, source_ids, destination_ids, cuda=by_kernel, default=copy_by_xla)
+
+    @copy.def_vmap
+    def _copy_batch(axis_size: int, in_batched: list[Any], *arrays: Any) -> tuple[KVCache, KVCache]:
+        in_axes = tuple(jax.tree.map(lambda batched: 0 if batched else None, in_batched))
+        caches = jax.vmap(copy_by_xla, in_axes=in_axes, axis_size=axis_size)(*arrays)
+        return caches, jax.tree.map(lambda _: True, caches)
+
+    return copy(cache, source_ids, destination_ids)
+
+
+@copy_by_kernel.__wrapped__.defjvp  # type: ignore[attr-defined]
+def _copy_jvp(config: kernel.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(copy_by_xla, primals, tangents)  # the kernel has no backward pass
+
+
+def plan(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
+    """For the kernel: int32 [pairs, 2], and [2].
+
+    Pairs that are read and written at once stand in front, those that must all be read before one is written at the
+    back, in any order; two numbers say how many there are of either. Padding is left out, as is a pair whose
+    destination a later one has too.
+    """
+    legal = _legal(source_ids, destination_ids, num_blocks)
+    sources, destinations = jnp.where(legal, source_ids, 0), jnp.where(legal, destination_ids, 0)
+    order = jnp.arange(source_ids.size, dtype=jnp.int32)
+    # Of each block the last pair that writes it and the last that reads it, in one table.
+    places, marks = jnp.concatenate([destinations, sources + num_blocks]), jnp.concatenate([order, order])
+    last = jnp.full(2 * num_blocks, -1, jnp.int32).at[places].max(marks, mode="promise_in_bounds")
+    live = legal & (last[destinations] == order) & (sources != destinations)
+    direct = (last[sources] < 0) & (last[destinations + num_blocks] < 0)
+    ranks = jnp.cumsum(jnp.stack([live & direct, live & ~direct]), axis=1, dtype=jnp.int32)
+    place = jnp.where(direct, ranks[0] - 1, order.size - ranks[1])
+    place = jnp.where(live, place, order.size + order)  # past the end, and distinct
+    pairs = jnp.zeros((order.size, 2), jnp.int32)
+    pairs = pairs.at[place].set(jnp.stack([sources, destinations], axis=1), mode="drop", unique_indices=True)
+    return pairs, ranks[:, -1]
+
+
+def _legal(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -> jax.Array:
+    return holds_tokens(source_ids, num_blocks) & holds_tokens(destination_ids, num_blocks)
+
+
+def _config_of(cache: KVCache, num_pairs: int) -> kernel.Config | None:
+    """None where XLA does it."""
+    num_layers, num_blocks = layers_and_blocks(cache.k, cache)
+    block_numbers, itemsize = math.prod(cache.k.shape[-3:]), cache.k.dtype.itemsize
+    # A kernel cannot be partitioned as XLA partitions its own operations: of a cache on several devices it would be
+    # given all of it.
+    if len(jax.devices()) > 1 or num_pairs == 0 or cache.k.size == 0:
+        return None
+    try:
+        num_sms, compute_capability = _mosaic_gpu._gpu()
+        kernel.check_supported(
+            block_numbers=block_numbers,
+            num_blocks=num_layers * num_blocks,
+            itemsize=itemsize,
+            compute_capability=compute_capability,
+        )
+    except NotImplementedError:
+        return None
+    return kernel.default_config(
+        block_numbers=block_numbers,
+        itemsize=itemsize,
+        num_pools=2,
+        num_layers=num_layers,
+        num_pairs=num_pairs,
+        num_sms=num_sms,
+    )

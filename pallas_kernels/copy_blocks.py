@@ -1,0 +1,263 @@
+"""Copies blocks over other blocks of the same pools, in place, a Mosaic GPU kernel for Hopper (sm_90a).
+
+    new[destinations[i]] = old[sources[i]],    in every pool and every layer
+
+The copy engine moves rows of a block from GMEM to a ring in SMEM and from there to where they go: each byte is read
+once and written once. A pair is direct where its destination is nobody's source and its source nobody's destination:
+then it does not matter when it is copied, and all programs share the tiles of all such pairs. The other pairs must
+all be read before one of them is written. They are cut across: one program moves the same slice of all their blocks,
+first to a place of its own in GMEM, then, when all of it has arrived there, to the destinations. So programs never
+wait for each other, and where there is no such pair nothing is paid for them.
+
+| array | where it lives and how it moves |
+|---|---|
+| pools | GMEM; tiles of their blocks to a ring in SMEM and back |
+| pairs | GMEM, read as scalars |
+| slices set aside | GMEM, by way of the same ring; not touched where every pair is direct |
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+MAX_BOX = 256  # numbers along an axis of one copy: the copy engine's limit
+ALIGNMENT = 128  # bytes, of what the copy engine reads and writes in SMEM
+TILE_BYTES, SLICE_BYTES = 16 * 1024, 4 * 1024  # at most
+PROGRAMS_OF_SM = 4  # each starts its copies by itself, so that their latencies overlap
+SMEM_BYTES = 54 * 1024  # for the ring of one program, where four share a SM
+SLICE_PROGRAMS = 128  # what is set aside is in proportion: at most 512 KiB a pair
+MAX_BARRIERS = 32  # in one array of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    width: int  # numbers in a row: a pool is seen as [layers * blocks * rows, width]
+    rows: int  # of a block
+    tile_rows: int  # in one copy of a direct pair, a divisor of rows
+    slice_rows: int  # in one copy of another pair, a divisor of tile_rows
+    num_stages: int  # tiles in SMEM at a time
+    stage_slices: int  # slices that take the place of one tile there
+    num_programs: int
+    num_slice_programs: int  # of these, how many take pairs that are not direct
+
+
+def check_supported(*, block_numbers: int, num_blocks: int, itemsize: int, compute_capability: float) -> None:
+    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value.
+
+    `num_blocks` are those of a pool in all layers.
+    """
+    if compute_capability != 9.0:
+        raise NotImplementedError(f"the copy kernel needs a GPU of compute capability 9.0; got {compute_capability=}.")
+    if itemsize not in (1, 2, 4):
+        raise NotImplementedError(f"the copy kernel moves numbers of 1, 2 or 4 bytes; got {itemsize=}.")
+    if block_numbers % 16:
+        raise NotImplementedError(
+            f"the copy kernel takes blocks of a multiple of 16 numbers, keys or values; got {block_numbers=}."
+        )
+    width, _ = largest_tile(block_numbers, itemsize)
+    if num_blocks * (block_numbers // width) >= 2**31:
+        raise NotImplementedError(f"the copy kernel takes less than 2^31 rows of {width} numbers; got {num_blocks=}.")
+
+
+def default_config(
+    *, block_numbers: int, itemsize: int, num_pools: int, num_layers: int, num_pairs: int, num_sms: int
+) -> Config:
+    """For pools whose blocks have `block_numbers` numbers each."""
+    width, tile_rows = largest_tile(block_numbers, itemsize)
+    rows = block_numbers // width
+    row_bytes = width * itemsize
+    slice_rows = max(n for n in divisors(tile_rows) if n * row_bytes <= max(SLICE_BYTES, row_bytes))
+    num_tiles = num_pools * num_layers * (rows // tile_rows)
+    num_programs = min(PROGRAMS_OF_SM * num_sms, num_tiles * num_pairs)
+    num_stages = min(8, SMEM_BYTES // (padded_rows(tile_rows, row_bytes) * row_bytes))
+    aligned = slice_rows * row_bytes % ALIGNMENT == 0
+    return Config(
+        width=width,
+        rows=rows,
+        tile_rows=tile_rows,
+        slice_rows=slice_rows,
+        num_stages=num_stages,
+        stage_slices=min(tile_rows // slice_rows, MAX_BARRIERS // num_stages) if aligned else 1,
+        num_programs=num_programs,
+        num_slice_programs=min(SLICE_PROGRAMS, num_programs, num_tiles * (tile_rows // slice_rows)),
+    )
+
+
+def largest_tile(block_numbers: int, itemsize: int) -> tuple[int, int]:
+    """Numbers in a row, and rows; of tiles of one size the one with the longest rows."""
+    return max(
+        (
+            (width, rows)
+            for width in range(16, MAX_BOX + 1, 16)
+            if block_numbers % width == 0
+            for rows in divisors(block_numbers // width)
+            if rows <= MAX_BOX and rows * width * itemsize <= TILE_BYTES
+        ),
+        key=lambda tile: (tile[0] * tile[1], tile[0]),
+    )
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def padded_rows(rows: int, row_bytes: int) -> int:
+    """So many that what comes next to them is aligned."""
+    step = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
+    return -(-rows // step) * step
+
+
+def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks: int) -> None:
+    pools_gmem = refs["pools"]  # each [layers * blocks * rows, width]
+    # The direct ones from the front, the others from the back.
+    pairs_gmem = refs["pairs"]  # int32 [pairs, 2], source and destination
+    counts_gmem = refs["counts"]  # int32 [2]: how many there are of either
+    aside_gmem = refs["aside"]  # [slice programs * pairs * slice_rows, width]
+    ring_smem = refs["ring_smem"]  # [stages, tile_rows, width], padded
+    full = refs["full"]  # [stages * stage_slices]
+
+    program = lax.axis_index("program")
+    num_pairs = pairs_gmem.shape[0]
+
+    def move(
+        count: jax.Array, rows: int, stage_parts: int, source_of: Callable[..., None], target_of: Callable[..., None]
+    ) -> None:
+        """Copies `count` runs of rows through the ring; `source_of(i, copy)` calls `copy` with the i-th one's place."""
+
+        stages = config.num_stages * stage_parts
+        lag = stages // 2
+
+        def place_of(i: jax.Array) -> tuple[jax.Array, Any]:
+            stage = lax.rem(i, jnp.int32(stages))
+            row = lax.rem(stage, jnp.int32(stage_parts)) * rows if stage_parts > 1 else 0
+            return stage, ring_smem.at[lax.div(stage, jnp.int32(stage_parts)), pl.ds(row, rows)]
+
+        def load(i: jax.Array) -> None:
+            stage, place = place_of(i)
+            source_of(i, lambda source: plgpu.copy_gmem_to_smem(source, place, full.at[stage]))
+
+        for i in range(stages):
+
+            @pl.when(i < count)
+            def _start(i: int = i) -> None:
+                load(jnp.int32(i))
+
+        def step(i: jax.Array, _: None) -> None:
+            stage, place = place_of(i)
+            plgpu.barrier_wait(full.at[stage])
+            plgpu.commit_smem()  # what was read comes before what is written: a block may be both
+            target_of(i, lambda target: plgpu.copy_smem_to_gmem(place, target))
+
+            # The stage that is filled again is not the one just emptied, but one whose copy had some time to end.
+            @pl.when(jnp.logical_and(i >= lag, i - lag + stages < count))
+            def _refill() -> None:
+                plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+                load(i - lag + stages)
+
+        lax.fori_loop(0, count, step, None)
+        plgpu.wait_smem_to_gmem(0)  # all of it has arrived
+
+    def in_pool(which: jax.Array, row: jax.Array, rows: int, copy: Callable[..., None]) -> None:
+        for i, pool in enumerate(pools_gmem):
+
+            @pl.when(which == i)
+            def _copy(pool: Any = pool) -> None:
+                copy(pool.at[pl.ds(row, rows)])
+
+    def first_row(layer: jax.Array, block_id: jax.Array) -> jax.Array:
+        return (layer * num_blocks + block_id) * config.rows
+
+    # 1. Direct pairs: every num_programs-th of their tiles; those of one pair follow each other.
+    tiles_of_block = config.rows // config.tile_rows
+    tiles_of_pair = len(pools_gmem) * num_layers * tiles_of_block
+
+    def tile_of(end: int) -> Callable[..., None]:
+        def place(i: jax.Array, copy: Callable[..., None]) -> None:
+            tile = program + i * config.num_programs
+            pair, tile = lax.div(tile, jnp.int32(tiles_of_pair)), lax.rem(tile, jnp.int32(tiles_of_pair))
+            layer, tile = lax.div(tile, jnp.int32(tiles_of_block)), lax.rem(tile, jnp.int32(tiles_of_block))
+            which, layer = lax.div(layer, jnp.int32(num_layers)), lax.rem(layer, jnp.int32(num_layers))
+            row = first_row(layer, pairs_gmem[pair, end]) + tile * config.tile_rows
+            in_pool(which, row, config.tile_rows, copy)
+
+        return place
+
+    num_tiles = counts_gmem[0] * tiles_of_pair
+    mine = lax.div(jnp.maximum(num_tiles - program + config.num_programs - 1, 0), jnp.int32(config.num_programs))
+    move(mine, config.tile_rows, 1, tile_of(0), tile_of(1))
+
+    # 2. The others: a slice of all of them at a time.
+    slices_of_block = config.rows // config.slice_rows
+    num_slices = len(pools_gmem) * num_layers * slices_of_block
+    count = counts_gmem[1]
+
+    def move_slice(i: jax.Array, _: None) -> None:
+        part = program + i * config.num_slice_programs
+        layer, part = lax.div(part, jnp.int32(slices_of_block)), lax.rem(part, jnp.int32(slices_of_block))
+        which, layer = lax.div(layer, jnp.int32(num_layers)), lax.rem(layer, jnp.int32(num_layers))
+
+        def slice_of(end: int) -> Callable[..., None]:
+            def place(j: jax.Array, copy: Callable[..., None]) -> None:
+                row = first_row(layer, pairs_gmem[num_pairs - 1 - j, end]) + part * config.slice_rows
+                in_pool(which, row, config.slice_rows, copy)
+
+            return place
+
+        def aside_of(j: jax.Array, copy: Callable[..., None]) -> None:
+            row = (program * num_pairs + j) * config.slice_rows
+            copy(aside_gmem.at[pl.ds(row, config.slice_rows)])
+
+        move(count, config.slice_rows, config.stage_slices, slice_of(0), aside_of)
+        move(count, config.slice_rows, config.stage_slices, aside_of, slice_of(1))
+
+    @pl.when(jnp.logical_and(count > 0, program < config.num_slice_programs))
+    def _others() -> None:
+        my_slices = lax.div(num_slices - program + config.num_slice_programs - 1, jnp.int32(config.num_slice_programs))
+        lax.fori_loop(0, my_slices, move_slice, None)
+
+
+def launch(
+    pools: tuple[jax.Array, ...],  # each [layers, blocks, ...], of one shape and dtype
+    pairs: jax.Array,  # int32 [pairs, 2], source and destination: direct ones from the front, the others from the back
+    counts: jax.Array,  # int32 [2], how many there are of either
+    *,
+    config: Config,
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Returns the new pools: the old ones, where XLA may overwrite them. Ids are legal, destinations distinct."""
+    num_layers, num_blocks = pools[0].shape[:2]
+    num_pairs, dtype = pairs.shape[0], pools[0].dtype
+
+    def copy_blocks(*operands: Any, **scratch_refs: Any) -> None:
+        *pool_refs, pairs, counts, aside = operands
+        named = dict(pools=pool_refs, pairs=pairs, counts=counts, aside=aside)
+        _kernel(named | scratch_refs, config=config, num_layers=num_layers, num_blocks=num_blocks)
+
+    copy = plgpu.kernel(
+        copy_blocks,
+        # Named an output, since scratch in GMEM is filled with zeros first.
+        out_type=jax.ShapeDtypeStruct((config.num_slice_programs * num_pairs * config.slice_rows, config.width), dtype),
+        grid=(config.num_programs,),
+        grid_names=("program",),
+        scratch_types=dict(
+            ring_smem=plgpu.SMEM(
+                (config.num_stages, padded_rows(config.tile_rows, config.width * dtype.itemsize), config.width), dtype
+            ),
+            full=plgpu.Barrier(num_barriers=config.num_stages * config.stage_slices),
+        ),
+        interpret=interpret,
+    )
+
+    def overwrite(refs: tuple[Any, ...]) -> None:
+        copy(*refs, pairs, counts)
+
+    # Refs are how a kernel writes into its operands.
+    new = pl.run_state(overwrite)(tuple(pool.reshape(-1, config.width) for pool in pools))
+    return tuple(flat.reshape(pool.shape) for flat, pool in zip(new, pools, strict=True))

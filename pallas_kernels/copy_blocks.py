@@ -205,7 +205,8 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
 
         def slice_of(end: int) -> Callable[..., None]:
             def place(j: jax.Array, copy: Callable[..., None]) -> None:
-                row = first_row(layer, pairs_gmem[num_pairs - 1 - j, end]) + part * config.slice_rows
+                pair = jnp.maximum(num_pairs - 1 - j, 0)  # not skipped by `move` until it runs, where there are few
+                row = first_row(layer, pairs_gmem[pair, end]) + part * config.slice_rows
                 in_pool(which, row, config.slice_rows, copy)
 
             return place

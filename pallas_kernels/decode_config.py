@@ -179,6 +179,7 @@ def fitting_stages(
         2 * rows * width * 2
         + rows * tile * 2
         + SMALL_BYTES
+        + (2048 if token_scales else 0)  # their barriers, and what is lost to alignment
         + _finish.scratch_bytes(
             cluster=cluster, num_partials=num_partitions // cluster, rows=rows, width=width, chunk=chunk
         )

@@ -41,6 +41,7 @@ def traced(
         num_sms=132,
         num_partitions=num_partitions,
         itemsize=cache.dtype.itemsize,
+        token_scales=scales.count("token_head"),
     )
     scale_shapes = {"tensor": (), "head": (kv_heads,), "token_head": cache.shape[:3]}
     types = {
@@ -126,6 +127,12 @@ def test_narrow_blocks(block_size):
 )
 def test_narrow_groups(group, head_dim):
     lower(group=group, head_dim=head_dim, cache_dtype=jnp.int8, scales=("head", "head"), num_partitions=8)
+
+
+@pytest.mark.parametrize("num_partitions", [1, 8])
+@pytest.mark.parametrize("group", [1, 12, 16, 32])
+def test_narrow_rings_fit(group, num_partitions):
+    lower(group=group, cache_dtype=jnp.int8, scales=TOKEN_HEAD, num_partitions=num_partitions)
 
 
 @pytest.mark.parametrize("q_len", [1, 4])

@@ -132,7 +132,7 @@ def test_nan_in_a_slot_in_use_shows():
 def test_taken_by_default(monkeypatch):
     case, launched = narrow_case(), []
     monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
-    monkeypatch.setattr(_mosaic_gpu, "_launch", lambda *given: launched.append(given) or (case.q, None))
+    monkeypatch.setattr(_mosaic_gpu, "_launch", lambda *given: launched.append(given) or (case.q, case.q))
     paged_attention(*case.arrays, **case.options)
     assert len(launched) == 1
     paged_attention(*narrow_case(dtype=jnp.float32).arrays, **case.options)

@@ -44,7 +44,11 @@ QUANTISED = (
         for point in ("32/8 1x512", "32/8 64x2048", "64/8 8x8192", "8/1 64x2048")
         for cache in _CACHES[:3:2]
     ),
-    *(f"32/8 64x2048 head_dim=64{cache}" for cache in _CACHES[:3:2]),
+    *(
+        f"32/8 {shape}{cache}"
+        for shape in ("64x2048 head_dim=64", "64x2048 head_dim=256", "1x8192", "8x2048 q_len=4")
+        for cache in _CACHES[:3:2]
+    ),
 )
 MAX_CALLS, MAX_PAIRS = 256, 512
 L2_BYTES = 60_000_000  # more than an H100 or an H200 holds; what is read before the same bytes come again exceeds it

@@ -51,7 +51,8 @@ SECONDS = 0.2  # of timing a loop
 
 
 def key(operation: str, point: Point) -> str:
-    return f"{operation} | {point.num_seqs} seqs, {point.num_blocks} blocks, {point.length} tokens"
+    sizes = f"{point.num_seqs} seqs, {point.num_blocks} blocks, {point.length} tokens in {point.max_blocks}"
+    return f"{operation} | {sizes}"
 
 
 def jobs(operations: list[str], points: list[Point]) -> dict[str, tuple[str, Point]]:

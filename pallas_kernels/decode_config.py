@@ -99,7 +99,7 @@ def default_config(
     cluster = cluster_of(num_partitions) if chunk == width else 1
     # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
     # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9), but for so long that
-    # the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 750 with 128).
+    # the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 734 with 128).
     # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
     tile = 64
     if width <= 128 and rows <= 32:

@@ -33,6 +33,13 @@ def test_slots_outside_the_pool_are_dropped(padding):
     assert shown(cache.v) == [0, 0, 0, 0, 0, 5, 0, 0]
 
 
+@pytest.mark.parametrize("slot", [-1, 0, 5, 7, 8])
+def test_one_token(slot):
+    cache = write_kv(KVCache.create(**SMALL), tokens(2), tokens(3), jnp.asarray([slot], jnp.int32))
+    assert shown(cache.k) == [2 * (i == slot) for i in range(8)]
+    assert shown(cache.v) == [3 * (i == slot) for i in range(8)]
+
+
 def test_writes_take_any_leading_axes_and_cast_to_the_cache():
     cache = KVCache.create(**SMALL, dtype=jnp.bfloat16)
     k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 1, 8)), jnp.float32)

@@ -42,6 +42,7 @@ def fetch(
     block_rows = min(block_size, tile_tokens)
     blocks_of_tile = tile_tokens // block_rows
     first_entry, end_entry = walk.entries_to_follow()
+    order = walk.order(stages)
 
     @plgpu.warp_map
     def _warp(warp: jax.Array) -> None:
@@ -60,13 +61,14 @@ def fetch(
         def row_of(j: int) -> Any:
             return (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
 
-        def fetch_tile(i: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            stage = lax.rem(i, jnp.int32(stages))
-            next_ids = ids_of(walk.tile_of(jnp.minimum(i + 1, num_tiles - 1)))
-            offset = lax.rem(walk.tile_of(i) * tile_tokens, jnp.int32(block_size)) if block_size > tile_tokens else 0
+        def fetch_tile(turn: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            stage = lax.rem(turn, jnp.int32(stages))
+            next_ids = ids_of(walk.tile_of(order.fetched(jnp.minimum(turn + 1, num_tiles - 1))))
+            tile = walk.tile_of(order.fetched(turn))
+            offset = lax.rem(tile * tile_tokens, jnp.int32(block_size)) if block_size > tile_tokens else 0
             for ring in rings:
 
-                @pl.when(i >= stages)
+                @pl.when(turn >= stages)
                 def _wait(ring: Ring = ring) -> None:
                     plgpu.barrier_wait(ring.free.at[stage])
 
@@ -79,10 +81,11 @@ def fetch(
                         )
             for j in mine:
                 scales.fetch(ids[j], offset, stage, row_of(j), block_rows)  # their place is free where that of K is
-            scales.announce(i)
+            scales.announce(turn)
             return next_ids
 
-        ids = ids_of(walk.tile_of(jnp.int32(0)))
+        first = jnp.int32(0)
+        ids = ids_of(walk.tile_of(first if order.first_is_0 else order.fetched(first)))
 
         @pl.when(jnp.logical_and(num_tiles > 0, warp < blocks_of_tile))
         def _walk() -> None:

@@ -77,15 +77,16 @@ class Scales:
             return None
         return scales[self.kv_head if scales.shape[0] > 1 else 0]
 
-    def of_tile(self, walk: Walk, tables: Any, i: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-        """Those of K and V, f32 [tile] or None, of the i-th of our tiles."""
+    def of_tile(
+        self, walk: Walk, tables: Any, tile: jax.Array, stage: jax.Array
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Those of K and V, f32 [tile] or None, of a tile of the sequence that was fetched into `stage`."""
         if not self.of_tokens:
             return None, None
         if self.interpret:
-            slots = _slots(walk, tables, walk.tile_of(i), *self.of_tokens[0].shape[:2])
+            slots = _slots(walk, tables, tile, *self.of_tokens[0].shape[:2])
             loaded = [scales[...].reshape(-1)[slots * scales.shape[2] + self.kv_head] for scales in self.of_tokens]
         else:
-            stage = lax.rem(i, jnp.int32(self.stages))
             plgpu.barrier_wait(self.full.at[stage])
             ring = [self.ring.at[stage, j] for j in range(len(self.of_tokens))]
             loaded = [plgpu.load(scales, layout=TOKENS, optimized=False) for scales in ring]
@@ -105,15 +106,15 @@ class Scales:
         for j, scales in enumerate(self.of_tokens):
             _start_copy(scales, (block_id, offset, self.kv_head), self.ring.at[stage, j], row, size)
 
-    def announce(self, i: jax.Array) -> None:
-        """One warp has started the copies of its i-th tile."""
+    def announce(self, turn: jax.Array) -> None:
+        """One warp has started the copies of the tile that is fetched as the `turn`-th."""
         if not self.of_tokens or self.interpret:
             return
         _commit_and_wait(self.lag)
 
-        @pl.when(i >= self.lag)
+        @pl.when(turn >= self.lag)
         def _announce() -> None:
-            plgpu.barrier_arrive(self.full.at[lax.rem(i - self.lag, jnp.int32(self.stages))])
+            plgpu.barrier_arrive(self.full.at[lax.rem(turn - self.lag, jnp.int32(self.stages))])
 
     def announce_last(self, num_tiles: jax.Array) -> None:
         """One warp has started the copies of all its tiles."""

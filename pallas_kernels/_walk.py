@@ -1,4 +1,8 @@
-"""Which tiles of its sequence a program of the decode kernel works on, and what its queries see in them.
+"""Which tiles of its sequence a program of the decode kernel works on, in which order, and what its queries see in them.
+
+The last tiles, of which some query does not see everything, cost more and bring less: the program works on them while
+the others are still coming, not at its end, when nothing else is. But fetched first is a tile that does not hang on the
+length, where there is one, so that nobody waits for the length before the first copy.
 
 Everything here is traced inside the kernel, in scalars.
 """
@@ -55,6 +59,14 @@ class Walk:
         """The i-th of our tiles, as a tile of the sequence."""
         return self.first_tile + self.partition + i * self.num_partitions
 
+    def order(self, stages: int) -> "Order":
+        start, end = self.whole_tiles()
+        # A stage is filled again once its tile was worked on: what comes first must be there with what was fetched before.
+        most = 1 if self.q_len == 1 else 2
+        lead = 1 if 1 + most <= stages - stages // 2 else 0
+        fetched_before = start + jnp.minimum(end - start, lead)
+        return Order(start, end, self.num_tiles, fetched_before, lead > 0)
+
     def ours_before(self, end: jax.Array) -> jax.Array:
         """How many of our tiles stand before tile `end` of the sequence."""
         return _rows.tiles_of_partition(self.first_tile, end, self.num_partitions, self.partition)
@@ -83,3 +95,25 @@ class Walk:
         if self.window is not None:
             seen = jnp.logical_and(seen, tokens >= _rows.first_visible(self.length, self.window, self.q_len))
         return seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Of our tiles, by their number: worked on are 0 to `start`, `end` to `num_tiles`, and then `start` to `end`."""
+
+    start: jax.Array  # the first that every row sees whole
+    end: jax.Array  # one past the last of these
+    num_tiles: jax.Array
+    fetched_before: jax.Array  # how many are fetched before tile `end`
+    first_is_0: bool  # whatever the length
+
+    def fetched(self, turn: jax.Array) -> jax.Array:
+        """Which tile is fetched as the `turn`-th."""
+        last = self.num_tiles - self.end
+        later = jnp.where(turn < self.fetched_before + last, turn - self.fetched_before + self.end, turn - last)
+        return jnp.where(turn < self.fetched_before, turn, later)
+
+    def turn_of(self, i: jax.Array) -> jax.Array:
+        """The inverse."""
+        others = jnp.where(i < self.end, i + self.num_tiles - self.end, i - self.end + self.fetched_before)
+        return jnp.where(i < self.fetched_before, i, others)

@@ -147,6 +147,8 @@ def _kernel(
             scale = scale * k_scale
         logits_of = Logits(walk, first_query, scale, cap, slopes, group)
 
+        order = walk.order(stages)
+
         plgpu.barrier_wait(refs["q_full"])
         # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
         unit = None
@@ -176,12 +178,12 @@ def _kernel(
             # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end
             acc, m, l = carry
             tile = walk.tile_of(i)
-            stage = lax.rem(i, jnp.int32(stages))
+            stage = lax.rem(order.turn_of(i), jnp.int32(stages))
 
             # 3a. S^T = K Q^T
             plgpu.barrier_wait(k_full.at[stage])
             if narrow:
-                k_scales, v_scales = scales.of_tile(walk, tables_gmem, i)
+                k_scales, v_scales = scales.of_tile(walk, tables_gmem, tile, stage)
                 keys = k_tiles.keys(stage)
                 meanwhile = functools.partial(load_values, stage) if early else None
                 products, values = _widen.product((tile_tokens, rows), keys, q_smem.T, interpret, meanwhile)
@@ -264,11 +266,10 @@ def _kernel(
             zeros((tile_tokens, rows)),
         )
 
-        whole_start, whole_end = walk.whole_tiles()
         if walk.window is not None:
-            carry = lax.fori_loop(0, whole_start, functools.partial(step, masked=True), carry)
-        carry = lax.fori_loop(whole_start, whole_end, functools.partial(step, masked=False), carry)
-        acc, m, l = lax.fori_loop(whole_end, walk.num_tiles, functools.partial(step, masked=True), carry)
+            carry = lax.fori_loop(0, order.start, functools.partial(step, masked=True), carry)
+        carry = lax.fori_loop(order.end, walk.num_tiles, functools.partial(step, masked=True), carry)
+        acc, m, l = lax.fori_loop(order.start, order.end, functools.partial(step, masked=False), carry)
         if narrow:
             acc = tuple(_widen.ordered(part, interpret) for part in acc)
         if v_scale is not None:

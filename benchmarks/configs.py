@@ -50,7 +50,7 @@ def parse_config(text: str, point: Point) -> Config:
         itemsize=itemsize,
         token_scales=2 if point.scale == "token_head" else 0,
     )
-    return dataclasses.replace(default, cluster=cluster, tile=tile, num_stages=num_stages)
+    return dataclasses.replace(default, cluster=cluster, tile=tile, num_stages=num_stages, last_first=resident == 2)
 
 
 def compile_config(job: Callable[[], Any], point: Point, text: str) -> Any:

@@ -33,6 +33,7 @@ def fetch(
     tables: Any,  # GMEM, int32 [seqs, max_blocks]
     *,
     stages: int,
+    last_first: bool,  # see `LastFirst`
     kv_head: jax.Array,
     parts_of: Callable[[Any], list[Any]],  # of a KV head or a stage, in the cache or in SMEM
     columns: Any,  # a slice as wide as a part in SMEM: past the end of a narrower one the copy engine fills in zeros
@@ -42,7 +43,10 @@ def fetch(
     block_rows = min(block_size, tile_tokens)
     blocks_of_tile = tile_tokens // block_rows
     first_entry, end_entry = walk.entries_to_follow()
-    order = walk.order(stages)
+    order = walk.last_first(stages) if last_first else None
+
+    def fetched(turn: jax.Array) -> jax.Array:
+        return turn if order is None else order.fetched(turn)
 
     @plgpu.warp_map
     def _warp(warp: jax.Array) -> None:
@@ -63,8 +67,8 @@ def fetch(
 
         def fetch_tile(turn: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             stage = lax.rem(turn, jnp.int32(stages))
-            next_ids = ids_of(walk.tile_of(order.fetched(jnp.minimum(turn + 1, num_tiles - 1))))
-            tile = walk.tile_of(order.fetched(turn))
+            next_ids = ids_of(walk.tile_of(fetched(jnp.minimum(turn + 1, num_tiles - 1))))
+            tile = walk.tile_of(fetched(turn))
             offset = lax.rem(tile * tile_tokens, jnp.int32(block_size)) if block_size > tile_tokens else 0
             for ring in rings:
 
@@ -85,7 +89,7 @@ def fetch(
             return next_ids
 
         first = jnp.int32(0)
-        ids = ids_of(walk.tile_of(first if order.first_is_0 else order.fetched(first)))
+        ids = ids_of(walk.tile_of(first if order is None or order.first_is_0 else order.fetched(first)))
 
         @pl.when(jnp.logical_and(num_tiles > 0, warp < blocks_of_tile))
         def _walk() -> None:

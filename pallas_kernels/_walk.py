@@ -1,8 +1,4 @@
-"""Which tiles of its sequence a program of the decode kernel works on, in which order, and what its queries see in them.
-
-The last tiles, of which some query does not see everything, cost more and bring less: the program works on them while
-the others are still coming, not at its end, when nothing else is. But fetched first is a tile that does not hang on the
-length, where there is one, so that nobody waits for the length before the first copy.
+"""Which tiles of its sequence a program of the decode kernel works on, and what its queries see in them.
 
 Everything here is traced inside the kernel, in scalars.
 """
@@ -59,13 +55,13 @@ class Walk:
         """The i-th of our tiles, as a tile of the sequence."""
         return self.first_tile + self.partition + i * self.num_partitions
 
-    def order(self, stages: int) -> "Order":
+    def last_first(self, stages: int) -> "LastFirst":
         start, end = self.whole_tiles()
-        # A stage is filled again once its tile was worked on: what comes first must be there with what was fetched before.
+        # A stage is filled again once its tile was worked on: what comes first must be there with what was fetched
+        # before it.
         most = 1 if self.q_len == 1 else 2
         lead = 1 if 1 + most <= stages - stages // 2 else 0
-        fetched_before = start + jnp.minimum(end - start, lead)
-        return Order(start, end, self.num_tiles, fetched_before, lead > 0)
+        return LastFirst(start, end, self.num_tiles, start + jnp.minimum(end - start, lead), lead > 0)
 
     def ours_before(self, end: jax.Array) -> jax.Array:
         """How many of our tiles stand before tile `end` of the sequence."""
@@ -98,22 +94,27 @@ class Walk:
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
-    """Of our tiles, by their number: worked on are 0 to `start`, `end` to `num_tiles`, and then `start` to `end`."""
+class LastFirst:
+    """The order of our tiles where those at the end, of which some query does not see everything, come first.
 
-    start: jax.Array  # the first that every row sees whole
-    end: jax.Array  # one past the last of these
+    They cost more and bring less: so they are worked on while others are still coming, and not when nothing else is.
+    But fetched before them is a tile that does not hang on the length, where there is one: nobody waits for the length
+    before the first copy.
+    """
+
+    start: jax.Array  # the first tile that every row sees whole
+    end: jax.Array  # one past the last of these, and the first of those at the end
     num_tiles: jax.Array
-    fetched_before: jax.Array  # how many are fetched before tile `end`
-    first_is_0: bool  # whatever the length
+    before: jax.Array  # how many are fetched before them
+    first_is_0: bool  # fetched first is tile 0, whatever the length
 
     def fetched(self, turn: jax.Array) -> jax.Array:
-        """Which tile is fetched as the `turn`-th."""
+        """Which of our tiles is fetched as the `turn`-th."""
         last = self.num_tiles - self.end
-        later = jnp.where(turn < self.fetched_before + last, turn - self.fetched_before + self.end, turn - last)
-        return jnp.where(turn < self.fetched_before, turn, later)
+        later = jnp.where(turn < self.before + last, turn - self.before + self.end, turn - last)
+        return jnp.where(turn < self.before, turn, later)
 
     def turn_of(self, i: jax.Array) -> jax.Array:
         """The inverse."""
-        others = jnp.where(i < self.end, i + self.num_tiles - self.end, i - self.end + self.fetched_before)
-        return jnp.where(i < self.fetched_before, i, others)
+        others = jnp.where(i < self.end, i + self.num_tiles - self.end, i - self.end + self.before)
+        return jnp.where(i < self.before, i, others)

@@ -26,6 +26,7 @@ class Config:
     num_stages: int  # tiles of K and of V in SMEM at a time
     tile: int  # tokens, a multiple of 64
     chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
+    last_first: bool = False  # whether a program starts with the tiles at the end that some query does not see whole
 
     @property
     def num_partials(self) -> int:
@@ -123,6 +124,9 @@ def default_config(
             token_scales=token_scales,
         ),
         chunk=chunk,
+        # Worth it where programs follow each other: 64 x 2080 126.2 us instead of 128.0 (H200). Where each starts
+        # together with all others, to begin with what hangs on the length costs more: 1 x 8200 14.2 instead of 13.7.
+        last_first=resident == 2,
     )
 
 

@@ -126,7 +126,17 @@ def _kernel(
     @pl.when(warpgroup == 1)
     def _fetch_tiles() -> None:
         rings = Ring(k_gmem, k_smem, k_full, k_free), Ring(v_gmem, v_smem, v_full, v_free)
-        fetch(walk, rings, scales, tables_gmem, stages=stages, kv_head=kv_head, parts_of=parts_of, columns=filled)
+        fetch(
+            walk,
+            rings,
+            scales,
+            tables_gmem,
+            stages=stages,
+            last_first=config.last_first,
+            kv_head=kv_head,
+            parts_of=parts_of,
+            columns=filled,
+        )
 
     # 3. Warpgroup 0 computes. Only one can: Mosaic has one scratch buffer for reductions over all four warps, and two
     # warpgroups that use it at once overwrite each other (wrong on an H100, not seen by interpret mode; jax 0.11.2).
@@ -147,7 +157,7 @@ def _kernel(
             scale = scale * k_scale
         logits_of = Logits(walk, first_query, scale, cap, slopes, group)
 
-        order = walk.order(stages)
+        order = walk.last_first(stages) if config.last_first else None
 
         plgpu.barrier_wait(refs["q_full"])
         # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
@@ -178,7 +188,7 @@ def _kernel(
             # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end
             acc, m, l = carry
             tile = walk.tile_of(i)
-            stage = lax.rem(order.turn_of(i), jnp.int32(stages))
+            stage = lax.rem(i if order is None else order.turn_of(i), jnp.int32(stages))
 
             # 3a. S^T = K Q^T
             plgpu.barrier_wait(k_full.at[stage])
@@ -266,10 +276,19 @@ def _kernel(
             zeros((tile_tokens, rows)),
         )
 
+        start, end = walk.whole_tiles() if order is None else (order.start, order.end)
+
+        def work(start: Any, end: jax.Array, carry: Any, *, masked: bool) -> Any:
+            return lax.fori_loop(start, end, functools.partial(step, masked=masked), carry)
+
         if walk.window is not None:
-            carry = lax.fori_loop(0, order.start, functools.partial(step, masked=True), carry)
-        carry = lax.fori_loop(order.end, walk.num_tiles, functools.partial(step, masked=True), carry)
-        acc, m, l = lax.fori_loop(order.start, order.end, functools.partial(step, masked=False), carry)
+            carry = work(0, start, carry, masked=True)
+        if order is None:
+            carry = work(start, end, carry, masked=False)
+            acc, m, l = work(end, walk.num_tiles, carry, masked=True)
+        else:
+            carry = work(end, walk.num_tiles, carry, masked=True)
+            acc, m, l = work(start, end, carry, masked=False)
         if narrow:
             acc = tuple(_widen.ordered(part, interpret) for part in acc)
         if v_scale is not None:

@@ -70,7 +70,8 @@ def test_fixed_partitions_add_up_alike_whatever_the_batch(num_partitions, itemsi
         decode_config.default_config(**(SHAPE | dict(seqs=seqs, num_partitions=num_partitions, itemsize=itemsize)))
         for seqs in (1, 2, 8, 64, 512)
     )
-    assert len({(config.tile, config.chunk, config.num_partitions, config.cluster) for config in configs}) == 1
+    orders = {(c.tile, c.chunk, c.num_partitions, c.cluster, c.last_first) for c in configs}
+    assert len(orders) == 1
 
 
 def test_long_tiles_where_the_start_counts():

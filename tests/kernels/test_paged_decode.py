@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _mosaic_gpu, _xla
 from pallas_kernels import _rows, decode_config
+from pallas_kernels._walk import LastFirst
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 
@@ -103,6 +104,30 @@ def test_float16():
 def test_wide_tiles(num_partitions):
     case = make_case(lengths=(0, 128, 300), max_blocks=20, kv_heads=1, dtype=BF16, options=OPTIONS["window"])
     check(case, num_partitions=num_partitions, tile=128, num_stages=2)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("last_first", [False, True])
+def test_order_of_the_tiles(last_first, q_len, num_stages):
+    """Also where the ring has too few stages for a tile to be fetched before the last."""
+    case = make_case(lengths=(64 * 4, 5, 64 * 5 + 1), max_blocks=21, heads=2, kv_heads=1, q_len=q_len, dtype=BF16)
+    check(case, last_first=last_first, num_stages=num_stages)
+
+
+@pytest.mark.parametrize("before_whole", range(3))
+@pytest.mark.parametrize("num_whole", range(4))
+@pytest.mark.parametrize("num_last", range(3))
+@pytest.mark.parametrize("lead", [0, 1])
+def test_every_tile_has_its_turn(before_whole, num_whole, num_last, lead):
+    end = before_whole + num_whole
+    before = before_whole + min(num_whole, lead)
+    order = LastFirst(before_whole, end, jnp.int32(end + num_last), jnp.int32(before), lead > 0)
+    tiles = [int(order.fetched(jnp.int32(turn))) for turn in range(end + num_last)]
+    expected = [*range(before), *range(end, end + num_last), *range(before, end)]
+    assert tiles == expected
+    assert [int(order.turn_of(jnp.int32(i))) for i in tiles] == list(range(len(tiles)))
+    assert tiles[:1] == [0][: len(tiles)] or not order.first_is_0
 
 
 def test_the_ring_goes_round():

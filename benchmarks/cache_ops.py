@@ -23,9 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import random, slope_microseconds
-from jaxpaged import KVCache, copy_blocks, gather_kv, rotary_frequencies, swap_in, swap_out, widen_kv, write_kv
+from jaxpaged import (
+    KVCache,
+    copy_blocks,
+    gather_kv,
+    rotary_frequencies,
+    rotate_and_write_kv,
+    swap_in,
+    swap_out,
+    widen_kv,
+    write_kv,
+)
 from jaxpaged._copying import copy_by_kernel, copy_by_xla
-from jaxpaged._rotary import rotate
 from pallas_kernels import copy_blocks as copy_kernel
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
@@ -127,7 +136,8 @@ def variant(form: str, **promises: Any) -> Callable[..., KVCache]:
 
 
 def write_rotated(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVCache:
-    return write_kv(cache, rotate(k, slots, rotary_frequencies(HEAD_DIM)), v, slots)
+    new, _ = rotate_and_write_kv(cache, k, k, v, slots, slots, rotary_frequencies(HEAD_DIM))  # nobody asks for q
+    return new
 
 
 HEAD_SCALES = {"dtype": "float8_e4m3fn", "scale": "head", "k_scale": 0.02, "v_scale": 0.02}
@@ -174,7 +184,9 @@ def check_write(write: Callable[..., KVCache], cache: KVCache, k: jax.Array, v: 
     for pool, tokens in ((written.k, k), (written.v, v)):
         wide = tokens.astype(jnp.float32)
         if write is write_rotated and pool is written.k:
-            wide = rotate(tokens, slots, rotary_frequencies(HEAD_DIM)).astype(jnp.float32)
+            frequencies = rotary_frequencies(HEAD_DIM)
+            _, turned = rotate_and_write_kv(cache, tokens, tokens, tokens, slots, slots, frequencies)
+            wide = turned.astype(jnp.float32)
         stored = pool.reshape(-1, KV_HEADS, HEAD_DIM)[slots]
         # Half a step of the dtype, and never more than the largest number's: 2^-4 of it, float8_e4m3fn.
         bound = 0.0 if cache.k_scale is None else 2**-4

@@ -8,7 +8,7 @@ from jaxpaged._plot import plot_blocks
 from jaxpaged._prefix_cache import PrefixCache
 from jaxpaged._quantisation import kv_scale, widen_kv
 from jaxpaged._reference import paged_attention_reference
-from jaxpaged._rotary import rotary_frequencies
+from jaxpaged._rotary import rotary_frequencies, rotate_and_write_kv
 from jaxpaged._transfer import gather_kv, scatter_kv, swap_in, swap_out
 from jaxpaged._write_kv import write_kv
 from jaxpaged._zeroing import zero_blocks
@@ -30,6 +30,7 @@ __all__ = [
     "paged_attention_reference",
     "plot_blocks",
     "rotary_frequencies",
+    "rotate_and_write_kv",
     "scatter_kv",
     "swap_in",
     "swap_out",

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxpaged._allocator import BlockAllocator
 from jaxpaged._attention import Implementation, paged_attention
 from jaxpaged._cache import KVCache
-from jaxpaged._rotary import rotate
+from jaxpaged._rotary import rotate_and_write_kv
 from jaxpaged._write_kv import write_kv
 
 
@@ -27,10 +27,10 @@ def rotate_write_attend(
     projected = qkv.reshape(seqs, q_len, -1, head_dim)
     num_heads = projected.shape[2] - 2 * num_kv_heads
     q, k, v = jnp.split(projected, [num_heads, num_heads + num_kv_heads], axis=2)
-    if frequencies is not None:
-        positions = allocator.positions(q_len)
-        q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
-    cache = write_kv(cache, k, v, slots)
+    if frequencies is None:
+        cache = write_kv(cache, k, v, slots)
+    else:
+        cache, q = rotate_and_write_kv(cache, q, k, v, slots, allocator.positions(q_len), frequencies)
     out = paged_attention(
         q,
         cache.k,

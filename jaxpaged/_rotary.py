@@ -1,7 +1,12 @@
-"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), in the half-split order of Llama."""
+"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), in the half-split order of Llama, and
+the write to the cache that it goes with."""
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged._cache import KVCache
+from jaxpaged._write_kv import write_kv
 
 
 def rotary_frequencies(head_dim: int, theta: float = 10_000.0) -> tuple[float, ...]:
@@ -20,10 +25,76 @@ def rotary_frequencies(head_dim: int, theta: float = 10_000.0) -> tuple[float, .
     return tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
 
 
-def rotate(x: jax.Array, positions: jax.Array, frequencies: tuple[float, ...]) -> jax.Array:
-    """Turns x `[..., heads, head_dim]` by its positions, int32 `[...]`; in float32, returned in x's dtype."""
-    per_token = jnp.asarray(frequencies, jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+def rotate_and_write_kv(
+    cache: KVCache,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    slots: ArrayLike,
+    positions: ArrayLike,
+    frequencies: tuple[float, ...],
+) -> tuple[KVCache, jax.Array]:
+    """Turns q and k by their positions and writes k and v into their slots; in place where the cache is donated.
+
+    With p a token's position, f_i the i-th frequency and x a head of q or k, in float32:
+
+        x'_i         = x_i cos(p f_i) - x_{i + d/2} sin(p f_i)
+        x'_{i + d/2} = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),    i < d/2,    d = head_dim
+
+    What is written is `write_kv` of the turned k, rounded to its dtype, and of v. Under `jax.jit` on a GPU each of q, k
+    and v is one kernel that reads the new tokens and writes what becomes of them, quantised or not; the scales of each
+    token and head take another four, which find and write them (six for thousands of tokens).
+
+    Args:
+        cache: one layer's cache, or a folded stack.
+        q: `[..., heads, head_dim]`.
+        k: `[..., kv_heads, head_dim]`, not yet turned.
+        v: likewise.
+        slots: int32 `[...]`, see `write_kv`.
+        positions: int32 `[...]`, as `BlockAllocator.positions` gives them.
+        frequencies: the angle per token of each pair of dimensions, `head_dim // 2` numbers: `rotary_frequencies`.
+
+    Returns:
+        The new cache, and q turned, in its dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+
+    Bytes moved: those of `write_kv`, and q read and written.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged
+        >>> cache = jaxpaged.KVCache.create(num_blocks=2, block_size=2, num_kv_heads=1, head_dim=4)
+        >>> x = jnp.array([[[1.0, 1.0, 0.0, 0.0]]])
+        >>> slots, positions = jnp.array([2]), jnp.array([1])
+        >>> cache, q = jaxpaged.rotate_and_write_kv(cache, x, x, x, slots, positions, jaxpaged.rotary_frequencies(4))
+        >>> [round(float(number), 2) for number in q.ravel()]
+        [0.54, 1.0, 0.84, 0.01]
+        >>> bool((cache.k[1, 0] == q[0]).all())
+        True
+    """
+    q, k, positions = jnp.asarray(q), jnp.asarray(k), jnp.asarray(positions)
+    if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must differ in their heads alone; got {q.shape=}, {k.shape=}.")
+    if positions.shape != k.shape[:-2] or positions.dtype != jnp.int32:
+        raise ValueError(
+            f"positions must be int32 {list(k.shape[:-2])}, one a token; got {positions.dtype} {list(positions.shape)}."
+        )
+    if 2 * len(frequencies) != k.shape[-1]:
+        raise ValueError(
+            f"frequencies must be head_dim // 2 numbers; got {len(frequencies)} for head_dim={k.shape[-1]}."
+        )
+    cos, sin = _turn_of(positions, frequencies)
+    return write_kv(cache, _rotate(k, cos, sin), v, slots), _rotate(q, cos, sin)
+
+
+def _turn_of(positions: jax.Array, frequencies: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, f32 [..., 1, head_dim / 2]."""
+    per_token = jnp.asarray(frequencies, jnp.float32).reshape((1,) * (positions.ndim + 1) + (-1,))
     angles = positions.astype(jnp.float32)[..., None, None] * per_token
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

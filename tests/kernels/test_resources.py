@@ -15,6 +15,7 @@ from tests.kernels import resources
 pytestmark = pytest.mark.skipif(not resources.installed(), reason="no ptxas: run make test-ptxas")
 
 SMEM_OF_ONE, SMEM_OF_TWO = 227 * 1024, 113 * 1024  # bytes, where one or two programs share a SM
+E4M3 = dict(cache_dtype="float8_e4m3fn", scales=("token_head", "token_head"))
 # By shape, as tests/kernels/test_lowering.py takes it: the most registers, and the most bytes of shared memory. None
 # spills. 128 registers let two programs of 256 threads share a SM. (ptxas 13.5 is up to 14 registers below these.)
 SHAPES = {
@@ -43,6 +44,10 @@ SHAPES = {
     "head_dim 192": (dict(head_dim=192), 88, SMEM_OF_TWO),
     "head_dim 256": (dict(head_dim=256), 104, SMEM_OF_ONE),
     "head_dim 256, group 32": (dict(head_dim=256, group=32), 216, SMEM_OF_ONE),
+    "float8_e4m3fn, scales of heads": (E4M3 | dict(scales=("head", "head")), 192, SMEM_OF_ONE),
+    "float8_e4m3fn": (E4M3, 192, SMEM_OF_ONE),
+    "float8_e4m3fn, head_dim 64": (E4M3 | dict(head_dim=64), 128, SMEM_OF_TWO),
+    "float8_e4m3fn, group 32": (E4M3 | dict(group=32), 248, SMEM_OF_ONE),
 }
 # The accumulators alone take half of the 255 registers that a thread has: bytes that are spilled and read back.
 SPILLING = {

@@ -1,5 +1,6 @@
 """The public attention function: checks, then one implementation."""
 
+import warnings
 from typing import Literal, overload
 
 import jax
@@ -172,5 +173,14 @@ def _use_kernel(arguments: AttentionArguments, implementation: Implementation | 
     except NotImplementedError:
         if implementation == "mosaic_gpu":
             raise
+        return False
+    if _mosaic_gpu.varies(arguments):
+        message = (
+            "inside jax.shard_map the Mosaic GPU kernels need check_vma=False: Pallas takes no arrays that vary over a "
+            "mesh axis."
+        )
+        if implementation == "mosaic_gpu":
+            raise NotImplementedError(message)
+        warnings.warn(f"{message} XLA computes this call, slowly.", stacklevel=3)
         return False
     return True

@@ -49,9 +49,9 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
     Bytes moved: `2 * pairs * block_bytes` on a GPU of compute capability 9.0, where a kernel reads and writes each
     block once, with `block_bytes = 2 * layers * block_size * kv_heads * head_dim * itemsize`, and nothing for padding.
     Where one pair's destination is another's source, those are set aside in between: twice their bytes. Memory for
-    that is reserved, at most 512 KiB a pair. Everywhere else, where JAX sees several devices, under `vmap` and where it
-    is differentiated XLA does it, `4 * pairs * block_bytes`, padding included, and sets all of them aside. The scales
-    of each token and head are always copied so. Nothing is as large as the cache.
+    that is reserved, at most 512 KiB a pair. Everywhere else, where JAX sees several devices, inside `jax.shard_map`,
+    under `vmap` and where it is differentiated XLA does it, `4 * pairs * block_bytes`, padding included, and sets all
+    of them aside. The scales of each token and head are always copied so. Nothing is as large as the cache.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -99,7 +99,7 @@ def copy_by_kernel(
         pairs, counts = plan(source_ids, destination_ids, cache.k.shape[-4])
         pools = tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in (cache.k, cache.v))
         k, v = kernel.launch(pools, pairs, counts, config=config, interpret=interpret)
-        if cache.k_scale is not None and cache.k_scale.ndim == cache.k.ndim - 1:
+        if any(scale is not None and scale.ndim == cache.k.ndim - 1 for scale in (cache.k_scale, cache.v_scale)):
             cache = copy_by_xla(cache, source_ids, destination_ids)  # for its scales; XLA drops the rest
         return dataclasses.replace(cache, k=k.reshape(cache.k.shape), v=v.reshape(cache.v.shape))
 
@@ -157,7 +157,7 @@ def _config_of(cache: KVCache, num_pairs: int) -> kernel.Config | None:
     block_numbers, itemsize = math.prod(cache.k.shape[-3:]), cache.k.dtype.itemsize
     # A kernel cannot be partitioned as XLA partitions its own operations: of a cache on several devices it would be
     # given all of it.
-    if len(jax.devices()) > 1 or num_pairs == 0 or cache.k.size == 0:
+    if len(jax.devices()) > 1 or _mosaic_gpu.varies(cache) or num_pairs == 0 or cache.k.size == 0:
         return None
     try:
         num_sms, compute_capability = _mosaic_gpu._gpu()

@@ -67,6 +67,11 @@ def check_supported(a: AttentionArguments) -> None:
     )
 
 
+def varies(arrays: Any) -> bool:
+    """Whether one of them differs along a mesh axis, as far as JAX knows: inside `jax.shard_map` with its check_vma."""
+    return any(jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays))
+
+
 # Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -25,6 +25,8 @@ def put_rows(pool: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
     XLA is told that no two writes meet, or it would serialise the scatter on GPUs: the ids are distinct, also those
     below zero.
     """
+    if ids.size == 0:
+        return pool
     if pool.dtype not in FLOAT8:
         return _put(pool, ids, rows)
     return lax.platform_dependent(pool, ids, rows, cpu=_put_by_select, default=_put)

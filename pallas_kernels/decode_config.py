@@ -24,7 +24,7 @@ class Config:
     num_partitions: int  # programs for each sequence and KV head
     cluster: int  # partitions that merge in shared memory, a divisor of num_partitions, at most 8
     num_stages: int  # tiles of K and of V in SMEM at a time
-    tile: int  # tokens, a multiple of 64
+    tile: int  # tokens, 64 or 128
     chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
     last_first: bool = False  # whether a program starts with the tiles at the end that some query does not see whole
 

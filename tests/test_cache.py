@@ -33,6 +33,14 @@ def test_slots_outside_the_pool_are_dropped(padding):
     assert shown(cache.v) == [0, 0, 0, 0, 0, 5, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"])
+def test_no_token(dtype):
+    empty = KVCache.create(**SMALL, dtype=dtype)
+    nothing = jnp.zeros((0, 1, 8))
+    cache = write_kv(empty, nothing, nothing, jnp.zeros(0, jnp.int32))
+    assert not np.asarray(cache.k, np.float32).any()
+
+
 @pytest.mark.parametrize("slot", [-1, 0, 5, 7, 8])
 def test_one_token(slot):
     cache = write_kv(KVCache.create(**SMALL), tokens(2), tokens(3), jnp.asarray([slot], jnp.int32))

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import PartitionSpec as P
 
 from jaxpaged import (
     BlockAllocator,
     KVCache,
+    _mosaic_gpu,
     fold_layers,
     layer_block_tables,
     paged_attention,
@@ -126,6 +128,25 @@ def test_an_exported_decode_step_round_trips(dtype):
     for left, right in zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True):
         assert (left == right).all()
     assert (ours[1].lengths == 3).all()
+
+
+def test_shard_map_on_a_gpu_needs_check_vma_false(monkeypatch):
+    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    arrays = make_case(lengths=(3, 50), max_blocks=4, dtype=jnp.bfloat16).arrays
+
+    def traced(*, check_vma, implementation=None):
+        attend = functools.partial(paged_attention, implementation=implementation)
+        specs = (P("x"), P(), P(), P("x"), P("x"))
+        return jax.make_jaxpr(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=check_vma))(
+            *arrays
+        )
+
+    assert "paged_decode" in str(traced(check_vma=False))
+    with pytest.warns(UserWarning, match="need check_vma=False.* XLA computes this call"):
+        assert "paged_decode" not in str(traced(check_vma=True))
+    with pytest.raises(NotImplementedError, match="need check_vma=False"):
+        traced(check_vma=True, implementation="mosaic_gpu")
 
 
 def test_shard_map_over_kv_heads_and_over_seqs():

@@ -116,6 +116,14 @@ def test_copy_blocks_keeps_every_bit(dtype, scale, num_layers):
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
 
 
+@EVERY_DTYPE
+def test_nothing_to_copy(dtype):
+    before = filled(dtype, "token_head" if jnp.dtype(dtype).itemsize == 1 else None)
+    after = copy_blocks(before, ids(), ids())
+    for old, new in zip(block_leaves(before), block_leaves(after), strict=True):
+        assert (new == old).all()
+
+
 @EVERY_CACHE
 @STACKED
 def test_blocks_come_back_from_host_memory_under_new_ids(dtype, scale, num_layers):

@@ -59,6 +59,15 @@ def test_every_bit_of_every_cache(dtype, scale):
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
 
 
+@pytest.mark.parametrize("of", ["k", "v"])
+def test_scales_of_tokens_of_one_alone(of):
+    before = filled(jnp.int8, "token_head")
+    before = dataclasses.replace(before, **{"k_scale" if of == "v" else "v_scale": jnp.ones(())})
+    after = interpreted(before, ids(1, 2), ids(2, 4))
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert (new == (old if old.ndim == 0 else old[jnp.asarray([0, 1, 1, 3, 2, 5])])).all()
+
+
 def random_pairs(seed: int, num_pairs: int, num_blocks: int) -> tuple[jax.Array, jax.Array]:
     """Any ids, a few outside the pool: chains, cycles, duplicates, padding."""
     rng = np.random.default_rng(seed)

@@ -85,11 +85,6 @@ def _write(
 def scatter_slots(pool: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
     """Tokens [tokens, ...] at their slots of a pool [blocks, block_size, ...], or of a stack of layers, whose slots are
     counted through; those outside are dropped."""
-    if slots.size == 1:
-        # XLA makes a slice, a select and an update of the scatter of a single row: more kernels on a GPU, and slower on
-        # a CPU (11 us against 0.7). Not so of two rows, one of them padding.
-        slots = jnp.concatenate([slots, jnp.full_like(slots, -1)])
-        tokens = jnp.concatenate([tokens, jnp.zeros_like(tokens)])
     num_slots = math.prod(pool.shape[: pool.ndim - tokens.ndim + 1])
     # Padding goes to distinct places below zero: past the end a large pool would leave no room in int32.
     dropped = -1 - jnp.arange(slots.size, dtype=jnp.int32)

@@ -99,8 +99,7 @@ def copy_by_kernel(
         pairs, counts = plan(source_ids, destination_ids, cache.k.shape[-4])
         pools = tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in (cache.k, cache.v))
         k, v = kernel.launch(pools, pairs, counts, config=config, interpret=interpret)
-        if any(scale is not None and scale.ndim == cache.k.ndim - 1 for scale in (cache.k_scale, cache.v_scale)):
-            cache = copy_by_xla(cache, source_ids, destination_ids)  # for its scales; XLA drops the rest
+        cache = copy_by_xla(cache, source_ids, destination_ids)  # for scales of tokens; XLA drops the rest
         return dataclasses.replace(cache, k=k.reshape(cache.k.shape), v=v.reshape(cache.v.shape))
 
     @custom_vmap

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.harness import random
-from jaxpaged import BlockAllocator, KVCache, paged_attention, rotary_frequencies, write_kv
+from jaxpaged import BlockAllocator, KVCache, paged_attention, rotary_frequencies, rotate_and_write_kv
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from llama import Llama, LlamaConfig
@@ -131,21 +131,15 @@ def plain_model(config: LlamaConfig, form: Form) -> tuple[Any, Apply]:
         scale = jax.lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + config.norm_epsilon)
         return (wide * scale).astype(x.dtype) * weight
 
-    def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
     def apply(weights: Any, tokens: jax.Array, caches: Any, allocator: BlockAllocator, slots: jax.Array) -> Any:
         x = weights["embedding"][tokens]
-        positions = allocator.positions(1).astype(jnp.float32)[..., None]  # [seqs, 1, 1]
-        angles = positions * jnp.asarray(config.rotary_frequencies, jnp.float32)
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        positions = allocator.positions(1)[:, 0]
         new_caches = []
         for layer, cache in zip(weights["layers"], caches, strict=True):
             q, k, v = project_all(normalise(x, layer["attention_norm"]), layer["qkv"], q_out, kv_out, kv_out)
             q, k, v = (y.reshape(len(tokens), -1, head_dim) for y in (q, k, v))
-            cache = write_kv(cache, rotate(k, cos, sin), v, slots)
-            out = paged_attention(rotate(q, cos, sin), cache.k, cache.v, allocator.block_tables, allocator.lengths)
+            cache, q = rotate_and_write_kv(cache, q, k, v, slots, positions, config.rotary_frequencies)
+            out = paged_attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
             x += project(out.reshape(len(tokens), q_out), layer["out"])
             gate, up = project_all(normalise(x, layer["mlp_norm"]), layer["gate_up"], hidden, hidden)
             x += project(jax.nn.silu(gate) * up, layer["down"])

@@ -95,20 +95,23 @@ class Scales:
         return k, v
 
     @property
+    def copied(self) -> tuple[Any, ...]:
+        """Those that pass through the ring."""
+        return () if self.interpret else self.of_tokens
+
+    @property
     def lag(self) -> int:
         """How many tiles a warp goes on before it waits for the scales of one and announces them."""
         return self.stages // 2
 
     def fetch(self, block_id: jax.Array, offset: Any, stage: jax.Array, row: Any, size: int) -> None:
         """One warp starts to copy those of `size` tokens of a block, from `offset` on, to `row` of a stage and on."""
-        if self.interpret:
-            return
-        for j, scales in enumerate(self.of_tokens):
+        for j, scales in enumerate(self.copied):
             _start_copy(scales, (block_id, offset, self.kv_head), self.ring.at[stage, j], row, size)
 
     def announce(self, turn: jax.Array) -> None:
         """One warp has started the copies of the tile that is fetched as the `turn`-th."""
-        if not self.of_tokens or self.interpret:
+        if not self.copied:
             return
         _commit_and_wait(self.lag)
 
@@ -118,7 +121,7 @@ class Scales:
 
     def announce_last(self, num_tiles: jax.Array) -> None:
         """One warp has started the copies of all its tiles."""
-        if not self.of_tokens or self.interpret:
+        if not self.copied:
             return
         _commit_and_wait(0)
         for back in range(1, self.lag + 1):

@@ -114,7 +114,17 @@ class LastFirst:
         later = jnp.where(turn < self.before + last, turn - self.before + self.end, turn - last)
         return jnp.where(turn < self.before, turn, later)
 
+    @property
+    def num_masked(self) -> jax.Array:
+        """How many are worked on before those that every row sees whole."""
+        return self.start + self.num_tiles - self.end
+
+    def worked(self, j: jax.Array) -> jax.Array:
+        """Which of our tiles is worked on as the j-th."""
+        later = jnp.where(j < self.num_masked, j - self.start + self.end, j - self.num_masked + self.start)
+        return jnp.where(j < self.start, j, later)
+
     def turn_of(self, i: jax.Array) -> jax.Array:
-        """The inverse."""
+        """As the how-manieth the i-th of our tiles is fetched."""
         others = jnp.where(i < self.end, i + self.num_tiles - self.end, i - self.end + self.before)
         return jnp.where(i < self.before, i, others)

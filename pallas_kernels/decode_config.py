@@ -108,21 +108,24 @@ def default_config(
             tile, resident = 128, 2 if width <= 64 else 1
         elif chosen_here and pairs * num_partitions <= num_sms:
             tile, resident = 128 if capacity <= 32768 * num_partitions else 64, 1
+    num_stages = fitting_stages(
+        width=width,
+        rows=rows,
+        chunk=chunk,
+        num_partitions=num_partitions,
+        cluster=cluster,
+        tile=tile,
+        resident=resident,
+        itemsize=itemsize,
+        token_scales=token_scales,
+    )
+    most_tiles = max(1, -(-capacity // (tile * num_partitions)))  # of a partition
     return Config(
         num_partitions=num_partitions,
         cluster=cluster,
         tile=tile,
-        num_stages=fitting_stages(
-            width=width,
-            rows=rows,
-            chunk=chunk,
-            num_partitions=num_partitions,
-            cluster=cluster,
-            tile=tile,
-            resident=resident,
-            itemsize=itemsize,
-            token_scales=token_scales,
-        ),
+        # Each stage has barriers to set up: 1 x 512 4.5 us with 1, 4.7 with 3 (H100).
+        num_stages=min(num_stages, most_tiles),
         chunk=chunk,
         # Worth it where programs follow each other: 64 x 2080 126.2 us instead of 128.0 (H200). Where each starts
         # together with all others, to begin with what hangs on the length costs more: 1 x 8200 14.2 instead of 13.7.

@@ -97,6 +97,13 @@ def test_options(q_len, num_partitions):
     lower(q_len=q_len, num_partitions=num_partitions, options=OPTIONS)
 
 
+@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 16), (120, 12), (192, 12), (256, 8)])
+@pytest.mark.parametrize("cache", [{}, dict(cache_dtype=jnp.int8, scales=("token_head", "token_head"))])
+def test_a_run_of_a_prompt(head_dim, q_len, cache):
+    if head_dim % 16 == 0 or not cache:
+        lower(seqs=128, kv_heads=8, q_len=q_len, head_dim=head_dim, num_partitions=None, **cache)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_alone(option):
     lower(options=(option,))

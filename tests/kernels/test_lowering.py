@@ -98,10 +98,8 @@ def test_options(q_len, num_partitions):
 
 
 @pytest.mark.parametrize(("head_dim", "q_len"), [(64, 16), (120, 12), (192, 12), (256, 8)])
-@pytest.mark.parametrize("cache", [{}, dict(cache_dtype=jnp.int8, scales=("token_head", "token_head"))])
-def test_a_run_of_a_prompt(head_dim, q_len, cache):
-    if head_dim % 16 == 0 or not cache:
-        lower(seqs=128, kv_heads=8, q_len=q_len, head_dim=head_dim, num_partitions=None, **cache)
+def test_many_runs_of_prompts(head_dim, q_len):
+    lower(seqs=4096, kv_heads=8, q_len=q_len, head_dim=head_dim, num_partitions=None)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -134,6 +132,11 @@ def test_narrow_blocks(block_size):
 )
 def test_narrow_groups(group, head_dim):
     lower(group=group, head_dim=head_dim, cache_dtype=jnp.int8, scales=("head", "head"), num_partitions=8)
+
+
+@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 16), (128, 16), (192, 12), (256, 8)])
+def test_narrow_runs_of_prompts(head_dim, q_len):
+    lower(seqs=512, q_len=q_len, head_dim=head_dim, num_partitions=None, cache_dtype=jnp.int8, scales=TOKEN_HEAD)
 
 
 @pytest.mark.parametrize("num_partitions", [1, 8])

@@ -21,7 +21,7 @@ from pallas_kernels.decode_config import MAX_ROWS, padded_width
 def rows_of_run(head_dim: int) -> int:
     """The most rows of a run, where there must be several: as many as the registers hold.
 
-    With 64 the kernel spills from a width of 192 on, more bytes than are left of L1 (tests/kernels/test_resources.py).
+    With 64 the kernel spills from a width of 192 on (tests/kernels/test_resources.py); what that costs is not measured.
     """
     width = padded_width(head_dim)
     return MAX_ROWS if width <= 128 else 48 if width <= 192 else 32

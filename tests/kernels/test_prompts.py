@@ -22,7 +22,7 @@ def prompt_case(**shape):
     return make_case(**(dict(lengths=LENGTHS, max_blocks=9, q_len=26, kv_heads=1, dtype=BF16) | shape))
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "window of one", "all"])
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
 def test_a_ragged_batch_with_a_history(name):
     out = check(prompt_case(options=OPTIONS[name]))
     padding = np.arange(26) < 26 - np.asarray(LENGTHS)[:, None]
@@ -42,7 +42,7 @@ def test_groups(q_len, heads, kv_heads):
     check(prompt_case(lengths=(140,), q_len=q_len, heads=heads, kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize(("head_dim", "rows"), [(128, 64), (192, 48), (256, 32)])
+@pytest.mark.parametrize(("head_dim", "rows"), [(192, 48), (256, 32)])
 def test_wide_heads_have_shorter_runs(head_dim, rows):
     case = prompt_case(lengths=(70,), q_len=17, heads=4, head_dim=head_dim)
     assert _query_runs.cut(arguments_of(case)).q.shape[1] * 4 <= rows
@@ -53,9 +53,7 @@ def test_float16():
     check(prompt_case(lengths=(5, 60), dtype=jnp.float16, options=OPTIONS["alibi"]))
 
 
-@pytest.mark.parametrize(
-    ("cache_dtype", "scale_shape"), [(jnp.int8, "token_head"), (jnp.float8_e4m3fn, "head"), (jnp.float8_e5m2, None)]
-)
+@pytest.mark.parametrize(("cache_dtype", "scale_shape"), [(jnp.int8, "token_head"), (jnp.float8_e4m3fn, "head")])
 def test_narrow_caches(cache_dtype, scale_shape):
     check(prompt_case(lengths=(100,), cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]))
 

@@ -21,6 +21,7 @@ from benchmarks.decode import Programs, compile_point, measure, measure_kernels
 from benchmarks.harness import Store, compile_all, header
 from benchmarks.points import Point, make_inputs, parse
 from jaxpaged import _mosaic_gpu
+from jaxpaged._query_runs import runs_of
 from pallas_kernels._rows import round_up
 from pallas_kernels.decode_config import Config, default_config, fitting_stages, padded_width
 
@@ -28,11 +29,12 @@ from pallas_kernels.decode_config import Config, default_config, fitting_stages,
 def parse_config(text: str, point: Point) -> Config:
     num_partitions, cluster, tile, resident = map(int, text.split("/"))
     group, itemsize = point.heads // point.kv_heads, jax.numpy.dtype(point.cache_dtype).itemsize
+    num_runs, run = runs_of(point.q_len, group, point.head_dim)
     default = default_config(
-        seqs=len(point.lengths),
+        seqs=len(point.lengths) * num_runs,
         kv_heads=point.kv_heads,
         group=group,
-        q_len=point.q_len,
+        q_len=run,
         head_dim=point.head_dim,
         capacity=max(point.held) * point.block_size,
         num_sms=1,  # for what the partitions are chosen by
@@ -41,7 +43,7 @@ def parse_config(text: str, point: Point) -> Config:
     )
     num_stages = fitting_stages(
         width=padded_width(point.head_dim),
-        rows=round_up(point.q_len * group, 8),
+        rows=round_up(run * group, 8),
         chunk=default.chunk,
         num_partitions=num_partitions,
         cluster=cluster,

@@ -164,6 +164,7 @@ def report(
     reserved = len(prompts) * -(-longest // args.block_size)
     peak = int(state.peak_blocks)
     block_bytes = num_bytes(state.caches) // state.caches[0].k.shape[0]
+    kernels = ", ".join(f"{name} {attention}" for name, attention in timing.attention.items())
     file = sys.stderr if args.json else sys.stdout
     if prefix is not None:
         print(
@@ -178,7 +179,7 @@ def report(
         f"cache:   {peak} blocks of {args.block_size} tokens in use at the peak, {peak * block_bytes / 1e6:.1f} MB; a "
         f"contiguous cache for this batch would reserve {reserved}, {reserved * block_bytes / 1e6:.1f} MB: "
         f"paging saved {100 * (1 - peak / reserved):.0f}%",
-        f"kernel:  {timing.attention}, compiled in {timing.compile:.1f} s for {jax.devices()[0].device_kind}",
+        f"kernel:  {kernels}, compiled in {timing.compile:.1f} s for {jax.devices()[0].device_kind}",
         sep="\n",
         file=file,
     )

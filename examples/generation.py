@@ -251,12 +251,12 @@ def prompt_keys(prompts: list[list[int]], seed: int) -> jax.Array:
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds, each waited for to the end, and which attention the decode loop was compiled with."""
+    """Seconds, each waited for to the end, and which attention prefill and decode were compiled with."""
 
     compile: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
-    attention: str = ""
+    attention: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def generate(
@@ -288,7 +288,8 @@ def generate(
     num_steps = jnp.int32(steps_at_once)
     first = timed("compile", prefill.lower(graph, weights, state, padded, shared, eos_ids, sampling).compile)
     more = timed("compile", decode.lower(graph, weights, state, num_steps, eos_ids, sampling).compile)
-    timing.attention = "mosaic_gpu" if "mosaic_gpu" in more.as_text() else "xla"
+    for name, program in (("prefill", first), ("decode", more)):
+        timing.attention[name] = "mosaic_gpu" if "mosaic_gpu" in program.as_text() else "xla"
     state = timed("prefill", first, weights, state, padded, shared)
     look(state)
     while bool(state.running.any()):

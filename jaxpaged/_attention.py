@@ -113,8 +113,8 @@ def paged_attention(
             "mosaic_gpu" what fills the GPU.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for Hopper GPUs (compute capability 9.0) in bfloat16 and float16, with
-            caches in q's dtype or of 8 bits; "xla", anything anywhere; None, the first of these that JAX's default
-            device and these arguments allow, but for 8-bit caches "xla". A named one never falls back.
+            caches in q's dtype or of 8 bits, for one token or whole prompts; "xla", anything anywhere; None, the first
+            of these that JAX's default device and these arguments allow. A named one never falls back.
 
     Returns:
         The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`

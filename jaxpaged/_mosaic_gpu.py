@@ -9,8 +9,6 @@ from jaxpaged import _query_runs, _xla
 from jaxpaged._arguments import AttentionArguments
 from pallas_kernels import decode_config, paged_decode
 
-MAX_QUERY_TOKENS = 16  # where they must be cut into runs: each run reads K and V again, so a prompt goes to "xla"
-
 
 def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
@@ -22,7 +20,7 @@ def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Ar
 
 
 def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: int | None) -> decode_config.Config:
-    num_runs, run = _query_runs.runs_of(a.q.shape[1], a.group)
+    num_runs, run = _query_runs.runs_of(a.q.shape[1], a.group, a.q.shape[-1])
     return decode_config.default_config(
         seqs=a.q.shape[0] * num_runs,
         kv_heads=a.k_cache.shape[2],
@@ -44,27 +42,27 @@ def check_supported(a: AttentionArguments) -> None:
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
             f'got k_cache.dtype={a.k_cache.dtype!s}. Pass implementation="xla".'
         )
-    q_len, group = a.q.shape[1], a.group
-    num_runs, run = _query_runs.runs_of(q_len, group)
+    (seqs, q_len, _, head_dim), group = a.q.shape, a.group
     if group > decode_config.MAX_ROWS:
         raise NotImplementedError(
             f"the decode kernel takes up to {decode_config.MAX_ROWS} query heads a KV head; got {group=}."
         )
-    if num_runs > 1 and q_len > MAX_QUERY_TOKENS:
-        raise NotImplementedError(
-            f"the decode kernel takes up to {MAX_QUERY_TOKENS} query tokens, or more while q_len * heads / kv_heads is "
-            f"up to {decode_config.MAX_ROWS}; got {q_len=}, {group=}."
-        )
     _, compute_capability = _gpu()
     decode_config.check_supported(
-        head_dim=a.q.shape[-1],
+        head_dim=head_dim,
         block_size=a.block_size,
         group=group,
-        q_len=run,
+        q_len=1,  # any number, in runs
         q_dtype=a.q.dtype,
         cache_dtype=a.k_cache.dtype,
         compute_capability=compute_capability,
     )
+    num_runs, run = _query_runs.runs_of(q_len, group, head_dim)
+    if seqs * num_runs > decode_config.MAX_SEQS:
+        raise NotImplementedError(
+            f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
+            f"{q_len=}, {group=}: {seqs * num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."
+        )
 
 
 def varies(arrays: Any) -> bool:

@@ -1,8 +1,12 @@
-"""Many query tokens in runs of a few: each run becomes a sequence of its own, which ends with the run.
+"""Many query tokens, whole prompts, in runs of a few: each run becomes a sequence of its own, which ends with the run.
 
 The kernels take at most `MAX_ROWS` rows (query tokens times heads) a KV head. A run of tokens sees what a sequence that
 ends with it would see, whatever the window, so that cutting needs no more than shorter lengths: run r of sequence s is
-row `s * runs + r` of a larger batch, and one launch serves all of them.
+row `s * runs + r` of a larger batch, and one launch serves all of them. Runs of one sequence are neighbours: they are
+worked on at the same time, and the keys and values that they share come from the L2 cache.
+
+What grows with the runs are the block tables, a row a run: next to q, `max_blocks` numbers of 4 bytes for every
+`rows * kv_heads * head_dim` numbers. 8 KV heads of 128 in bfloat16 with a table for 128k tokens: a quarter of q.
 """
 
 import dataclasses
@@ -11,19 +15,30 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._arguments import AttentionArguments
-from pallas_kernels.decode_config import MAX_ROWS
+from pallas_kernels.decode_config import MAX_ROWS, padded_width
 
 
-def runs_of(q_len: int, group: int) -> tuple[int, int]:
+def rows_of_run(head_dim: int) -> int:
+    """The most rows of a run, where there must be several: as many as the registers hold.
+
+    With 64 the kernel spills from a width of 192 on (tests/kernels/test_resources.py); what that costs is not measured.
+    """
+    width = padded_width(head_dim)
+    return MAX_ROWS if width <= 128 else 48 if width <= 192 else 32
+
+
+def runs_of(q_len: int, group: int, head_dim: int) -> tuple[int, int]:
     """Into how many runs of how many tokens `q_len` tokens of `group` heads a KV head are cut."""
-    num_runs = -(-q_len // max(1, MAX_ROWS // group))
+    if q_len * group <= MAX_ROWS:
+        return 1, q_len
+    num_runs = -(-q_len // max(1, rows_of_run(head_dim) // group))
     return num_runs, -(-q_len // num_runs)
 
 
 def cut(a: AttentionArguments) -> AttentionArguments:
     """The same call on `seqs * runs` sequences; where the runs are longer than q_len together, padding stands first."""
     seqs, q_len, heads, head_dim = a.q.shape
-    num_runs, run = runs_of(q_len, a.group)
+    num_runs, run = runs_of(q_len, a.group, head_dim)
     if num_runs == 1:
         return a
     q = jnp.pad(a.q, ((0, 0), (num_runs * run - q_len, 0), (0, 0), (0, 0)))

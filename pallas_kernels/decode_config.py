@@ -13,6 +13,7 @@ from pallas_kernels._rows import round_up
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
+MAX_SEQS = 65535  # the grid's slowest axis, where CUDA allows no more
 SMEM_PER_SM = 227 * 1024  # bytes, Hopper
 PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside its own
 MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
@@ -97,6 +98,10 @@ def default_config(
         # Clusters of 8 on all SMs would wait for room, so up to 4 (H100, 8 x 4096: 27.8 us in 2, 31.0 in 1).
         if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and capacity >= 1024:
             num_partitions *= 2
+        # Partials that no cluster merges go through memory, where each pair has room for 64 of them: halves of 1024
+        # pairs of 64 rows would take 2.1 GB. So halves only as long as they are no more than the SMs.
+        if chunk != width and 2 * pairs > num_sms:
+            num_partitions = 1
     cluster = cluster_of(num_partitions) if chunk == width else 1
     # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
     # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9), but for so long that

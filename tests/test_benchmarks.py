@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import allocator, allocator_loops, allocator_model_step, cache_ops, decode_step, llama_step
+from benchmarks import allocator, allocator_loops, allocator_model_step, cache_ops, decode_step, llama_step, prefill
 from benchmarks.configs import parse_config
 from benchmarks.harness import by_kernel
 from benchmarks.host_allocator import HostAllocator
 from benchmarks.points import parse
-from jaxpaged import copy_blocks
+from jaxpaged import copy_blocks, paged_attention
 from pallas_kernels.decode_config import default_config
 
 
@@ -92,6 +92,47 @@ def test_a_config_by_name_is_what_the_library_would_make():
     default = default_config(seqs=1, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
     assert parse_config("8/8/128/1", parse("32/8 1x8192")) == default
     assert parse_config("8/8/64/2", parse("32/8 1x8192")) != default
+    prompt = default_config(seqs=128, kv_heads=8, group=4, q_len=16, head_dim=128, capacity=8192, num_sms=132)
+    assert parse_config("1/1/64/1", parse("32/8 8x8192 q_len=256")) == prompt
+
+
+def test_prompts_by_every_method_that_a_cpu_has(tmp_path):
+    output = tmp_path / "prefill.json"
+    command = ["--toy", "--output", str(output)]
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn on a CPU
+        prefill.main(command)
+    results = json.loads(output.read_text())["results"]
+    fresh, after_a_history = prefill.TOY_POINTS
+    assert set(results) == {f"{fresh} {name}" for name in ("xla", "cudnn", "gather, cudnn")} | {
+        f"{after_a_history} xla"
+    }
+    kept = output.stat().st_mtime_ns
+    prefill.main(command)  # all is there
+    assert output.stat().st_mtime_ns == kept
+
+
+def test_the_flops_of_what_is_visible():
+    def pairs(name):
+        point = prefill.prompt(name)
+        return point.flops // (4 * 6 * point.head_dim)
+
+    assert pairs("6/2 1x4 q_len=4") == 1 + 2 + 3 + 4
+    assert pairs("6/2 2x5 q_len=2") == 2 * (4 + 5)
+    assert pairs("6/2 1x5 q_len=3 window=4") == 3 + 4 + 4
+
+
+@pytest.mark.parametrize("wrong", ["history", "order"])
+def test_the_check_sees_a_prompt_that_was_not_attended(wrong, monkeypatch):
+    def attention(q, k, v, tables, lengths, **options):
+        if wrong == "history":
+            lengths = jnp.minimum(lengths, q.shape[1])
+        else:
+            q = q[:, ::-1]
+        return paged_attention(q, k, v, tables, lengths, **options)
+
+    monkeypatch.setattr(prefill, "paged_attention", attention)
+    with pytest.raises(AssertionError, match="wrong result at"):
+        prefill.main(["--points", prefill.TOY_POINTS[1], "--methods", "xla"])
 
 
 def test_cache_operations_by_name(tmp_path):

@@ -67,7 +67,7 @@ def test_while_loop():
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
-@pytest.mark.parametrize("q_len", [None, 3])
+@pytest.mark.parametrize("q_len", [None, 3, 50])  # 50: a prompt, longer than some of the sequences
 def test_gradients_are_those_of_the_reference(name, q_len):
     # The pools hold NaN wherever no sequence has a token: not one may reach a gradient.
     case = make_case(lengths=(0, 1, 40, 80), options=OPTIONS[name], q_len=q_len)

@@ -157,6 +157,8 @@ def test_what_a_person_sees(run):
     assert re.search(r"prefill: 58 tokens in [\d.]+ s, [\d.]+ tokens/s", out)
     assert re.search(r"decode:  \d+ tokens in [\d.]+ s, [\d.]+ tokens/s", out)
     assert re.search(r"cache:   \d+ blocks of 16 tokens .* contiguous .* reserve 9, .*: paging saved \d+%", out)
+    if jax.default_backend() != "gpu":
+        assert re.search(r"kernel:  prefill xla, decode xla, compiled in [\d.]+ s for cpu", out)
 
 
 def test_a_stream_is_the_text(run):

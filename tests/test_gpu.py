@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _mosaic_gpu
+from jaxpaged import _mosaic_gpu, _query_runs, paged_attention
+from pallas_kernels import decode_config
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of
 
@@ -74,6 +75,86 @@ def test_several_query_tokens(q_len):
 @pytest.mark.parametrize(("q_len", "heads", "options"), [(13, 6, "all"), (16, 6, "window"), (16, 64, "plain")])
 def test_query_tokens_in_runs(q_len, heads, options, num_partitions):
     check(real(q_len=q_len, heads=heads, kv_heads=1, options=OPTIONS[options]), num_partitions)
+
+
+PROMPTS = {
+    "fresh": dict(lengths=(1024,), q_len=1024),
+    "after a history": dict(lengths=(800, 800), q_len=300),
+    "ragged": dict(lengths=(0, 7, 300, 301, 1111, 2048), q_len=300),
+}
+
+
+@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_prompts(prompts, dtype):
+    check(real(**PROMPTS[prompts], heads=32, kv_heads=8, head_dim=128, dtype=dtype))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (16, 2), (40, 1)])
+def test_prompts_by_group(heads, kv_heads):
+    check(real(**PROMPTS["ragged"], heads=heads, kv_heads=kv_heads, head_dim=128))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 120, 192, 256])
+def test_prompts_by_head_dim(head_dim):
+    check(real(**PROMPTS["after a history"], heads=8, kv_heads=2, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("prompts", ["fresh", "ragged"])
+@pytest.mark.parametrize("options", [dict(sliding_window=100), OPTIONS["soft cap"], OPTIONS["sinks"], OPTIONS["all"]])
+def test_prompts_with_options(prompts, options):
+    check(real(**PROMPTS[prompts], head_dim=128, options=options))
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "scale_shape"), [(jnp.float8_e4m3fn, "token_head"), (jnp.int8, "head"), (jnp.float8_e5m2, None)]
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prompts_on_narrow_caches(cache_dtype, scale_shape, head_dim):
+    shape = dict(heads=8, kv_heads=2, head_dim=head_dim, options=OPTIONS["window"])
+    check(real(**PROMPTS["ragged"], **shape, cache_dtype=cache_dtype, scale_shape=scale_shape))
+
+
+def test_prompts_go_through_the_kernels_by_default_and_their_gradients_through_xla():
+    case = real(**PROMPTS["after a history"], head_dim=128)
+    out = jax.jit(paged_attention)(*case.arrays)
+    assert (out == attend(case, None)[0]).all()
+
+    def loss(q, implementation):
+        out = paged_attention(q, *case.arrays[1:], implementation=implementation)
+        return out.astype(jnp.float32).sum()
+
+    ours, theirs = (jax.jit(jax.grad(loss), static_argnums=1)(case.q, name) for name in (None, "xla"))
+    np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=1e-2)
+
+
+@pytest.mark.parametrize("q_len", [1, 17])
+def test_as_many_runs_as_a_launch_takes(q_len):
+    """The slowest axis of the grid is full. Too many sequences for the builder of cases: they share blocks freely."""
+    num_runs, _ = _query_runs.runs_of(q_len, 4, 64)
+    seqs, pool = decode_config.MAX_SEQS // num_runs, (1000, 16, 1, 64)
+    keys = jax.random.split(jax.random.key(0), 5)
+    q = jax.random.normal(keys[0], (seqs, q_len, 4, 64), BF16)
+    k, v = (jax.random.normal(key, pool, BF16) for key in keys[1:3])
+    tables = jax.random.randint(keys[3], (seqs, 3), 0, 1000, jnp.int32)
+    lengths = jax.random.randint(keys[4], (seqs,), 0, 49, jnp.int32).at[-1].set(48)
+    out, expected = (
+        paged_attention(q, k, v, tables, lengths, implementation=name).astype(jnp.float32)
+        for name in ("mosaic_gpu", "xla")
+    )
+    assert jnp.allclose(out, expected, rtol=2e-2, atol=2e-2)
+    assert not jnp.allclose(out[-1], out[-2], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("fault", ["values replaced by keys", "history left out", "runs rolled"])
+def test_a_wrong_prompt_is_noticed(fault):
+    case = real(**PROMPTS["after a history"], head_dim=128)
+    wrong = {
+        "values replaced by keys": case.replace(v_cache=case.k_cache),
+        "history left out": case.replace(lengths=case.lengths - 500),
+        "runs rolled": case.replace(q=jnp.roll(case.q, 10, axis=1)),
+    }[fault]
+    assert within_budget(case, attend(wrong, None)[0]).mean() < 0.1
 
 
 def test_float16():

@@ -12,25 +12,34 @@ NONE = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "
 
 
 @pytest.mark.parametrize(
-    ("q_len", "group", "runs"),
+    ("q_len", "group", "head_dim", "runs"),
     [
-        (1, 1, (1, 1)),
-        (64, 1, (1, 64)),
-        (16, 4, (1, 16)),
-        (16, 5, (2, 8)),
-        (13, 6, (2, 7)),
-        (16, 7, (2, 8)),
-        (16, 8, (2, 8)),
-        (5, 16, (2, 3)),
-        (16, 33, (16, 1)),
-        (16, 64, (16, 1)),
-        (2, 65, (2, 1)),
+        (1, 1, 128, (1, 1)),
+        (64, 1, 128, (1, 64)),
+        (16, 4, 128, (1, 16)),
+        (16, 5, 64, (2, 8)),
+        (13, 6, 128, (2, 7)),
+        (16, 7, 128, (2, 8)),
+        (16, 8, 128, (2, 8)),
+        (5, 16, 128, (2, 3)),
+        (16, 33, 128, (16, 1)),
+        (16, 64, 128, (16, 1)),
+        (2, 65, 128, (2, 1)),
+        (65, 1, 128, (2, 33)),
+        (300, 4, 128, (19, 16)),
+        (2049, 4, 128, (129, 16)),
+        (8192, 8, 80, (1024, 8)),
+        (16, 4, 192, (1, 16)),  # all in one: K and V are read once
+        (17, 4, 192, (2, 9)),
+        (300, 4, 120, (25, 12)),
+        (300, 4, 256, (38, 8)),
+        (16, 40, 256, (16, 1)),
     ],
 )
-def test_runs(q_len, group, runs):
-    assert _query_runs.runs_of(q_len, group) == runs
+def test_runs(q_len, group, head_dim, runs):
+    assert _query_runs.runs_of(q_len, group, head_dim) == runs
     num_runs, run = runs
-    assert num_runs * run >= q_len
+    assert q_len <= num_runs * run < q_len + run
     assert run * group <= 64 or run == 1
 
 
@@ -49,6 +58,14 @@ def test_each_run_is_a_sequence_that_ends_with_it():
     assert (a.block_tables[::2] == case.block_tables).all()
     assert (a.block_tables[1::2] == case.block_tables).all()
     assert (_query_runs.join(a.q, arguments(case)) == case.q).all()
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 12, 31, 64])
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_no_run_is_padding_alone(group, head_dim):
+    for q_len in range(1, 3000):
+        num_runs, run = _query_runs.runs_of(q_len, group, head_dim)
+        assert q_len <= num_runs * run < q_len + run
 
 
 def test_few_rows_are_left_alone():

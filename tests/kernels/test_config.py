@@ -62,6 +62,16 @@ def test_halves_of_long_sequences_alone():
     assert decode_config.partitions_for(2048, 8192, 132) == 1
 
 
+@pytest.mark.parametrize(("head_dim", "cluster"), [(64, 2), (128, 1), (256, 1)])
+def test_halves_that_merge_in_memory_only_up_to_the_sms(head_dim, cluster):
+    def config(seqs):
+        return decode_config.default_config(**(SHAPE | dict(seqs=seqs, q_len=16, head_dim=head_dim)))
+
+    assert [(c.num_partitions, c.cluster) for c in map(config, (6, 8))] == [(2, cluster)] * 2
+    many = [config(seqs).num_partitions for seqs in (9, 32, 128, 512)]
+    assert many == ([2, 2, 2, 1] if cluster == 2 else [1] * 4)
+
+
 @pytest.mark.parametrize("itemsize", [1, 2])
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_fixed_partitions_add_up_alike_whatever_the_batch(num_partitions, itemsize):

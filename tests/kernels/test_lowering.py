@@ -97,6 +97,11 @@ def test_options(q_len, num_partitions):
     lower(q_len=q_len, num_partitions=num_partitions, options=OPTIONS)
 
 
+@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 16), (120, 12), (192, 12), (256, 8)])
+def test_many_runs_of_prompts(head_dim, q_len):
+    lower(seqs=4096, kv_heads=8, q_len=q_len, head_dim=head_dim, num_partitions=None)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_alone(option):
     lower(options=(option,))
@@ -127,6 +132,11 @@ def test_narrow_blocks(block_size):
 )
 def test_narrow_groups(group, head_dim):
     lower(group=group, head_dim=head_dim, cache_dtype=jnp.int8, scales=("head", "head"), num_partitions=8)
+
+
+@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 16), (128, 16), (192, 12), (256, 8)])
+def test_narrow_runs_of_prompts(head_dim, q_len):
+    lower(seqs=512, q_len=q_len, head_dim=head_dim, num_partitions=None, cache_dtype=jnp.int8, scales=TOKEN_HEAD)
 
 
 @pytest.mark.parametrize("num_partitions", [1, 8])

@@ -1,0 +1,153 @@
+"""Prompts through the decode kernel in interpret mode: in runs of tokens, each a sequence of its own, and no races."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged import _mosaic_gpu, _query_runs, _xla, paged_attention
+from tests.cases import OPTIONS, make_case, within_budget
+from tests.kernels.interpret import arguments_of, attend, check
+
+BF16 = jnp.bfloat16
+LENGTHS = (0, 5, 26, 130)  # none, a prompt shorter than its row, one that just fills it, and one with a history
+
+
+def prompt_case(**shape):
+    """6 heads of 26 tokens: 3 runs of 9, the first of which begins with a row of padding."""
+    return make_case(**(dict(lengths=LENGTHS, max_blocks=9, q_len=26, kv_heads=1, dtype=BF16) | shape))
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
+def test_a_ragged_batch_with_a_history(name):
+    out = check(prompt_case(options=OPTIONS[name]))
+    padding = np.arange(26) < 26 - np.asarray(LENGTHS)[:, None]
+    assert padding.any()
+    assert not out[padding].any()
+
+
+def test_partitions():
+    check(prompt_case(lengths=(150,), max_blocks=10, options=OPTIONS["sinks"]), num_partitions=2)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "heads", "kv_heads"),
+    [(130, 1, 1), (33, 4, 2), (17, 8, 1), (3, 48, 1)],  # 3 runs of 44, 2 of 17, 3 of 6, 3 of 1
+)
+def test_groups(q_len, heads, kv_heads):
+    check(prompt_case(lengths=(140,), q_len=q_len, heads=heads, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize(("head_dim", "rows"), [(192, 48), (256, 32)])
+def test_wide_heads_have_shorter_runs(head_dim, rows):
+    case = prompt_case(lengths=(70,), q_len=17, heads=4, head_dim=head_dim)
+    assert _query_runs.cut(arguments_of(case)).q.shape[1] * 4 <= rows
+    check(case)
+
+
+def test_float16():
+    check(prompt_case(lengths=(5, 60), dtype=jnp.float16, options=OPTIONS["alibi"]))
+
+
+@pytest.mark.parametrize(("cache_dtype", "scale_shape"), [(jnp.int8, "token_head"), (jnp.float8_e4m3fn, "head")])
+def test_narrow_caches(cache_dtype, scale_shape):
+    check(prompt_case(lengths=(100,), cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]))
+
+
+@pytest.mark.parametrize("fault", ["values replaced by keys", "one token fewer", "runs in another order"])
+def test_a_wrong_result_is_noticed(fault, monkeypatch):
+    case = wrong = prompt_case(lengths=(27, 60))  # no run without a token
+    if fault == "values replaced by keys":
+        wrong = case.replace(v_cache=case.k_cache)
+    elif fault == "one token fewer":
+        wrong = case.replace(lengths=case.lengths - 1)
+    else:
+        cut = _query_runs.cut
+
+        def reordered(a):
+            runs = cut(a)
+            return dataclasses.replace(runs, lengths=runs.lengths.reshape(2, 3)[:, ::-1].reshape(-1))
+
+        monkeypatch.setattr(_query_runs, "cut", reordered)
+        jax.clear_caches()
+    out, _ = attend(wrong)
+    jax.clear_caches()
+    good = within_budget(case, out)
+    # The middle run is where it was.
+    assert not (good[:, [*range(8), *range(17, 26)]] if fault == "runs in another order" else good).all(axis=-1).any()
+
+
+def test_gradients_are_those_of_xla():
+    a = arguments_of(prompt_case(lengths=(5, 60), options=OPTIONS["all"]))
+    config = _mosaic_gpu.config_of(a, num_sms=132, num_partitions=1)
+    interpreted = functools.partial(_mosaic_gpu._launch, config, plgpu.InterpretGPUParams(detect_races=True))
+
+    def loss(function, q):
+        return function(dataclasses.replace(a, q=q))[0].astype(jnp.float32).sum()
+
+    ours, theirs = (
+        jax.grad(functools.partial(loss, function))(a.q)
+        for function in (interpreted, functools.partial(_xla.attend, num_partitions=1))
+    )
+    assert np.abs(np.asarray(ours, np.float32)).max() > 0
+    assert (ours == theirs).all()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if JAX's default device were an H100; the calls of the kernel."""
+    launched = []
+    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(_mosaic_gpu, "_launch", lambda *given: launched.append(given) or (given[2].q, given[2].q))
+    return launched
+
+
+def shapes(*, seqs, q_len, heads, kv_heads, max_blocks=512, head_dim=128):
+    cache = jax.ShapeDtypeStruct((99, 16, kv_heads, head_dim), BF16)
+    return (
+        jax.ShapeDtypeStruct((seqs, q_len, heads, head_dim), BF16),
+        cache,
+        cache,
+        jax.ShapeDtypeStruct((seqs, max_blocks), jnp.int32),
+        jax.ShapeDtypeStruct((seqs,), jnp.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(seqs=1, q_len=17, heads=32, kv_heads=8),
+        dict(seqs=8, q_len=8192, heads=32, kv_heads=8),
+        dict(seqs=1, q_len=65535, heads=64, kv_heads=1),
+    ],
+)
+def test_prompts_are_taken_by_default(hopper, shape):
+    jax.eval_shape(paged_attention, *shapes(**shape))
+    assert len(hopper) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "quoted"),
+    [
+        (dict(seqs=1, q_len=65536, heads=64, kv_heads=1), "seqs=1, q_len=65536, group=64: 65536 runs of 1"),
+        (dict(seqs=2, q_len=2**19, heads=32, kv_heads=8), "seqs=2, q_len=524288, group=4: 65536 runs of 16"),
+        (dict(seqs=65536, q_len=1, heads=8, kv_heads=8), "seqs=65536, q_len=1, group=1: 65536 runs of 1"),
+    ],
+)
+def test_more_runs_than_a_launch_takes_go_to_xla(hopper, shape, quoted):
+    with pytest.raises(NotImplementedError, match=f"up to 65535 runs .*{quoted}"):
+        jax.eval_shape(functools.partial(paged_attention, implementation="mosaic_gpu"), *shapes(**shape))
+    jax.eval_shape(paged_attention, *shapes(**shape))
+    assert not hopper
+
+
+@pytest.mark.parametrize("max_blocks", [64, 512, 8192])
+def test_a_wide_table_cuts_no_prompt_into_partitions(hopper, max_blocks):
+    """The partials of many runs would take gigabytes."""
+    jax.eval_shape(paged_attention, *shapes(seqs=8, q_len=256, heads=32, kv_heads=8, max_blocks=max_blocks))
+    ((config, _, _),) = hopper
+    assert config.num_partitions == 1

@@ -17,8 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._scales import Scales
 from pallas_kernels._walk import Walk
 
-NO_ENTRY = -(2**31)
-
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
@@ -54,17 +52,13 @@ def fetch(
     def _warp(warp: jax.Array) -> None:
         mine = range(-(-blocks_of_tile // 4))
 
-        def entry_of(tile: jax.Array, i: int) -> jax.Array:
-            return lax.div(tile * tile_tokens, jnp.int32(block_size)) + (warp + 4 * i if blocks_of_tile > 1 else 0)
-
-        def read(tile: jax.Array) -> tuple[jax.Array, ...]:
-            """What the table says of our blocks of a tile, be it part of the sequence or not."""
-            return tuple(tables[walk.seq, jnp.minimum(entry_of(tile, i), max_blocks - 1)] for i in mine)
-
-        def ids_of(tile: jax.Array, entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def ids_of(tile: jax.Array) -> tuple[jax.Array, ...]:
             ids = []
-            for i, block_id in zip(mine, entries, strict=True):
-                follow = jnp.logical_and(entry_of(tile, i) >= first_entry, entry_of(tile, i) < end_entry)
+            for i in mine:
+                entry = lax.div(tile * tile_tokens, jnp.int32(block_size)) + (warp + 4 * i if blocks_of_tile > 1 else 0)
+                # Read before the length is known to cover it, so that at the start the two loads overlap.
+                block_id = tables[walk.seq, jnp.minimum(entry, max_blocks - 1)]
+                follow = jnp.logical_and(entry >= first_entry, entry < end_entry)
                 ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
             return tuple(ids)
 
@@ -73,8 +67,7 @@ def fetch(
 
         def fetch_tile(turn: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             stage = lax.rem(turn, jnp.int32(stages))
-            next_tile = walk.tile_of(fetched(jnp.minimum(turn + 1, num_tiles - 1)))
-            next_ids = ids_of(next_tile, read(next_tile))
+            next_ids = ids_of(walk.tile_of(fetched(jnp.minimum(turn + 1, num_tiles - 1))))
             tile = walk.tile_of(fetched(turn))
             offset = lax.rem(tile * tile_tokens, jnp.int32(block_size)) if block_size > tile_tokens else 0
             for ring in rings:
@@ -96,18 +89,11 @@ def fetch(
             return next_ids
 
         first = jnp.int32(0)
-        first_tile = walk.tile_of(first if order is None or order.first_is_0 else order.fetched(first))
-        entries = read(first_tile)
-        # The compiler would put this first read behind the branch, where it waits for the length to come, instead of
-        # beside the read of the length (0.4 us a call, H100). So the branch asks for an entry that no table has; were
-        # it there, the loop below would still make no turn.
-        is_work = num_tiles > 0
-        for entry in entries:
-            is_work = jnp.logical_or(is_work, entry == NO_ENTRY)
+        ids = ids_of(walk.tile_of(first if order is None or order.first_is_0 else order.fetched(first)))
 
-        @pl.when(jnp.logical_and(is_work, warp < blocks_of_tile))
+        @pl.when(jnp.logical_and(num_tiles > 0, warp < blocks_of_tile))
         def _walk() -> None:
-            lax.fori_loop(0, num_tiles, fetch_tile, ids_of(first_tile, entries))
+            lax.fori_loop(0, num_tiles, fetch_tile, ids)
             scales.announce_last(num_tiles)
             # Nobody may leave while a barrier it waited on still completes a phase.
             for stage in range(stages):

@@ -85,7 +85,10 @@ def _kernel(
     p_smem = refs["p_smem"]  # [rows, tile]
     k_full, v_full, k_free, v_free = refs["k_full"], refs["v_full"], refs["k_free"], refs["v_free"]  # [stages]
 
-    seq, partial, kv_head = lax.axis_index("seq"), lax.axis_index("partial"), lax.axis_index("kv_head")
+    # From the last one: of a prompt's runs the longest begin, and the short ones fill the gaps at the end (H100, 2048
+    # tokens 219 us instead of 238, 8 x 1024 519 instead of 527).
+    seq = lengths_gmem.shape[0] - 1 - lax.axis_index("seq")
+    partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
     partition = partial if config.cluster == 1 else partial * config.cluster + lax.axis_index("member")
     warpgroup = lax.axis_index("warpgroup")
     rows, tile_tokens = p_smem.shape

@@ -29,7 +29,7 @@ from pallas_kernels.decode_config import Config, default_config, fitting_stages,
 def parse_config(text: str, point: Point) -> Config:
     num_partitions, cluster, tile, resident = map(int, text.split("/"))
     group, itemsize = point.heads // point.kv_heads, jax.numpy.dtype(point.cache_dtype).itemsize
-    num_runs, run = runs_of(point.q_len, group, point.head_dim)
+    num_runs, run = runs_of(point.q_len, group)
     default = default_config(
         seqs=len(point.lengths) * num_runs,
         kv_heads=point.kv_heads,

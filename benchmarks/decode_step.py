@@ -2,12 +2,13 @@
 
     python -m benchmarks.decode_step --output decode_step.json
     python -m benchmarks.decode_step --models fused --shapes 64x2048 --profile --timeline
+    python -m benchmarks.decode_step --shapes 64x2048 --xla xla_gpu_enable_triton_gemm=False
 
 Random bfloat16 weights; 32 unrolled layers, one cache a layer; allocation, cache writes, attention and the greedy token
 inside one `lax.while_loop` whose state is donated. The floor is the bytes that a step must read (every weight but the
 embedding, K and V) over the read bandwidth measured in the same run. Before anything is timed, the logits of the first
 two layers are compared with those of the "xla" implementation, and the compiled loop is searched for copies of a cache.
-XLA's own options come in through XLA_FLAGS.
+`--xla` compiles with options of XLA's own, and the results' names say so.
 """
 
 import argparse
@@ -182,7 +183,8 @@ def measure(name: str, config: LlamaConfig, weights: Any, apply: Apply, shape: s
     result: dict[str, Any] = {"error": check(name, config, state)}
     begin = time.perf_counter()
     lowered = jax.jit(functools.partial(loop, apply), donate_argnums=1).lower(weights, state, jnp.int32(1))
-    compiled = lowered.compile()
+    xla = dict(option.split("=") for option in options.xla)
+    compiled = lowered.compile(compiler_options=xla)
     result["compile_s"] = time.perf_counter() - begin
     result["cache_copies"] = cache_copies(compiled.as_text() or "", state.caches[0])
     memory = compiled.memory_analysis()
@@ -209,7 +211,7 @@ def measure(name: str, config: LlamaConfig, weights: Any, apply: Apply, shape: s
     if options.timeline:
         state, result["timeline"] = timeline(compiled, weights, state)
         print(f"   as compiled by default: {result['timeline']}", flush=True)
-        no_graphs = lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+        no_graphs = lowered.compile(compiler_options=xla | {"xla_gpu_enable_command_buffer": ""})
         state = no_graphs(weights, state, jnp.int32(1))
         state, result["timeline_without_graphs"] = timeline(no_graphs, weights, state)
         print(f"   without CUDA graphs:    {result['timeline_without_graphs']}", flush=True)
@@ -222,6 +224,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["64x2048", "1x8192"], help="sequences x length")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script out")
+    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
     parser.add_argument("--profile", action="store_true", help="the time of a step by kernel")
     parser.add_argument("--timeline", action="store_true", help="gaps between kernels, with CUDA graphs and without")
     parser.add_argument("--output", type=Path)
@@ -235,12 +238,14 @@ def main() -> None:
         weights, apply = MODELS[name](config)
         for shape in options.shapes:
             result = measure(name, config, weights, apply, shape, options)
-            store.add(f"{name} {shape}", result | {"read_bytes_per_s": options.bandwidth})
+            key = " ".join((name, shape, *options.xla))
+            store.add(key, result | {"read_bytes_per_s": options.bandwidth})
         del weights
     print(f"{'model':<20} {'shape':>8} {'ms':>8} {'floor':>8} {'ratio':>6}")
     for key, result in store.results.items():
-        name, shape = key.split()
-        print(f"{name:<20} {shape:>8} {result['ms']:8.3f} {result['floor_ms']:8.3f} {result['over_floor']:6.3f}")
+        name, shape, *xla = key.split()
+        figures = f"{result['ms']:8.3f} {result['floor_ms']:8.3f} {result['over_floor']:6.3f}"
+        print(f"{name:<20} {shape:>8} {figures} {' '.join(xla)}")
 
 
 if __name__ == "__main__":

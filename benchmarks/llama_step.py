@@ -88,6 +88,7 @@ class Form:
 
     fused: bool = True  # q, k and v in one matrix, gate and up in one
     out_first: bool = False  # [out, in], as checkpoints hold them, instead of [in, out]
+    sums: bool = False  # with one sequence, products as sums over [out, in], which XLA fuses with what follows
 
 
 def plain_model(config: LlamaConfig, form: Form) -> tuple[Any, Apply]:
@@ -118,6 +119,8 @@ def plain_model(config: LlamaConfig, form: Form) -> tuple[Any, Apply]:
     }
 
     def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+        if form.sums and x.shape[0] == 1:
+            return (weight.astype(jnp.float32) * x.astype(jnp.float32)).sum(axis=-1).astype(x.dtype)[None]
         return jnp.einsum("si,oi->so" if form.out_first else "si,io->so", x, weight)
 
     def project_all(x: jax.Array, weights: tuple[jax.Array, ...], *features_out: int) -> list[jax.Array]:
@@ -154,6 +157,7 @@ MODELS: dict[str, Callable[[LlamaConfig], tuple[Any, Apply]]] = {
     "example": example_model,
     "fused": lambda config: plain_model(config, Form()),
     "separate": lambda config: plain_model(config, Form(fused=False)),
+    "fused_sums": lambda config: plain_model(config, Form(out_first=True, sums=True)),
     "fused_out_first": lambda config: plain_model(config, Form(out_first=True)),
     "separate_out_first": lambda config: plain_model(config, Form(fused=False, out_first=True)),
 }

@@ -50,7 +50,7 @@ QUANTISED = (
         for cache in _CACHES[:3:2]
     ),
 )
-MAX_CALLS, MAX_PAIRS = 256, 512
+MAX_CALLS, MAX_CACHES, MAX_PAIRS = 256, 64, 512
 L2_BYTES = 60_000_000  # more than an H100 or an H200 holds; what is read before the same bytes come again exceeds it
 
 
@@ -109,13 +109,14 @@ class Point:
         host than on the GPU, fewer where they would only repeat a long measurement."""
         microseconds = 4 + self.num_bytes / 2.8e6  # about
         if microseconds < 20:
-            return max(64, min(MAX_CALLS, math.ceil(2 * L2_BYTES / self.num_bytes)))
+            return MAX_CALLS if microseconds < 10 else 64
         return 32 if microseconds < 500 else 8
 
     @property
     def num_caches(self) -> int:
-        """Caches that the calls of one jit take turns with: as many layers as make sure that L2 is cold."""
-        return min(self.num_calls, math.ceil(COLD_BYTES / self.num_bytes))
+        """Caches that the calls of one jit take turns with: as many layers as make sure that L2 is cold. Each is an
+        argument of the jit that the host hands over, so not very many of small ones: sets of them take turns too."""
+        return min(self.num_calls, MAX_CACHES, math.ceil(COLD_BYTES / self.num_bytes))
 
     @property
     def num_sets(self) -> int:

@@ -4,7 +4,7 @@ A point is one of benchmarks/points.py whose q_len is what is new of each sequen
 tokens after 2048. Every method is checked against the reference before it is timed, on tokens at the start, in the
 middle and at the end. Times are microseconds a call on the device, of calls chained in one jit.
 
-  xla, mosaic_gpu    paged_attention; mosaic_gpu/48 with runs of at most 48 rows, where the library takes others
+  xla, mosaic_gpu    paged_attention; mosaic_gpu/48 with runs of at most 48 rows, where the library takes 64
   cudnn              jax.nn.dot_product_attention on contiguous keys and values: whole fresh prompts alone
   gather, cudnn      the same, with the gather from the cache that it then needs
 
@@ -79,9 +79,8 @@ def compile_chain(point: Prompt, method: str, inputs: Inputs) -> Any:
     else:
         attend = functools.partial(with_scales, paged_attention, implementation=name, **options_of(point))
     args = inputs.q, caches, inputs.block_tables, inputs.lengths
-    rows_of_run = (lambda _: int(rows)) if rows else _query_runs.rows_of_run
     jax.clear_caches()  # what was traced with other rows
-    with mock.patch.object(_query_runs, "rows_of_run", rows_of_run):
+    with mock.patch.object(_query_runs, "MAX_ROWS", int(rows or _query_runs.MAX_ROWS)):
         return functools.partial(jax.jit(functools.partial(chain, point, attend)).lower(*args).compile(), *args)
 
 

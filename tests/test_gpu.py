@@ -131,7 +131,7 @@ def test_prompts_go_through_the_kernels_by_default_and_their_gradients_through_x
 @pytest.mark.parametrize("q_len", [1, 17])
 def test_as_many_runs_as_a_launch_takes(q_len):
     """The slowest axis of the grid is full. Too many sequences for the builder of cases: they share blocks freely."""
-    num_runs, _ = _query_runs.runs_of(q_len, 4, 64)
+    num_runs, _ = _query_runs.runs_of(q_len, 4)
     seqs, pool = decode_config.MAX_SEQS // num_runs, (1000, 16, 1, 64)
     keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (seqs, q_len, 4, 64), BF16)

@@ -97,7 +97,7 @@ def test_options(q_len, num_partitions):
     lower(q_len=q_len, num_partitions=num_partitions, options=OPTIONS)
 
 
-@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 16), (120, 12), (192, 12), (256, 8)])
+@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 16), (120, 16), (192, 16), (256, 16)])
 def test_many_runs_of_prompts(head_dim, q_len):
     lower(seqs=4096, kv_heads=8, q_len=q_len, head_dim=head_dim, num_partitions=None)
 
@@ -134,7 +134,7 @@ def test_narrow_groups(group, head_dim):
     lower(group=group, head_dim=head_dim, cache_dtype=jnp.int8, scales=("head", "head"), num_partitions=8)
 
 
-@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 16), (128, 16), (192, 12), (256, 8)])
+@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 16), (128, 16), (192, 16), (256, 16)])
 def test_narrow_runs_of_prompts(head_dim, q_len):
     lower(seqs=512, q_len=q_len, head_dim=head_dim, num_partitions=None, cache_dtype=jnp.int8, scales=TOKEN_HEAD)
 

@@ -42,11 +42,9 @@ def test_groups(q_len, heads, kv_heads):
     check(prompt_case(lengths=(140,), q_len=q_len, heads=heads, kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize(("head_dim", "rows"), [(192, 48), (256, 32)])
-def test_wide_heads_have_shorter_runs(head_dim, rows):
-    case = prompt_case(lengths=(70,), q_len=17, heads=4, head_dim=head_dim)
-    assert _query_runs.cut(arguments_of(case)).q.shape[1] * 4 <= rows
-    check(case)
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_wide_heads(head_dim):
+    check(prompt_case(lengths=(70,), q_len=17, heads=4, head_dim=head_dim))
 
 
 def test_float16():

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged._query_runs import rows_of_run
 from tests.kernels import resources
 
 pytestmark = pytest.mark.skipif(not resources.installed(), reason="no ptxas: run make test-ptxas")
@@ -21,7 +20,7 @@ E4M3 = dict(cache_dtype="float8_e4m3fn", scales=("token_head", "token_head"))
 
 def run(head_dim, **shape):
     """A run of a long prompt, 4 heads a KV head."""
-    return dict(head_dim=head_dim, q_len=rows_of_run(head_dim) // 4, **shape)
+    return dict(head_dim=head_dim, q_len=16, **shape)
 
 
 # By shape, as tests/kernels/test_lowering.py takes it: the most registers, and the most bytes of shared memory. None
@@ -52,7 +51,7 @@ SHAPES = {
     "head_dim 192": (dict(head_dim=192), 88, SMEM_OF_TWO),
     "head_dim 256": (dict(head_dim=256), 104, SMEM_OF_ONE),
     "head_dim 256, group 32": (dict(head_dim=256, group=32), 216, SMEM_OF_ONE),
-    **{f"a run, head_dim {n}": (run(n), 255, SMEM_OF_ONE) for n in (64, 72, 96, 120, 128, 168, 192, 256)},
+    **{f"a run, head_dim {n}": (run(n), 255, SMEM_OF_ONE) for n in (64, 96, 128)},
     "a run, a window": (run(128, options=("sliding_window",)), 255, SMEM_OF_ONE),
     "float8_e4m3fn, scales of heads": (E4M3 | dict(scales=("head", "head")), 192, SMEM_OF_ONE),
     "float8_e4m3fn": (E4M3, 192, SMEM_OF_ONE),

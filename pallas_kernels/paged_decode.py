@@ -22,7 +22,8 @@ Caches of 8 bits are widened to float16 on the way from SMEM to the products, se
 soon as they are read; `_scales` says where their scales come in.
 
 `decode_config` holds what it takes and how a call is cut up, `_walk` which tiles of its sequence a program works on,
-`_fetch` how they come, `_logits` what is done to the products of Q and K, `_finish` how the sums leave.
+`_fetch` how they come, `_products` what the tensor cores do with them, `_logits` what is done to the products of Q and
+K, `_finish` how the sums leave.
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
 filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is
@@ -49,6 +50,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _finish, _rows, _scales, _scratch, _widen, decode_config, paged_merge
 from pallas_kernels._fetch import Ring, fetch
 from pallas_kernels._logits import Logits
+from pallas_kernels._products import Products
 from pallas_kernels._rows import LOWEST, ROWS, over_rows, round_up
 from pallas_kernels._walk import Walk
 from pallas_kernels.decode_config import Config
@@ -83,7 +85,8 @@ def _kernel(
         k_tiles, v_tiles = _widen.Tiles.of(k_smem, interpret), _widen.Tiles.of(v_smem, interpret)
         k_smem, v_smem = k_tiles.narrow, v_tiles.narrow
     p_smem = refs["p_smem"]  # [rows, tile]
-    k_full, v_full, k_free, v_free = refs["k_full"], refs["v_full"], refs["k_free"], refs["v_free"]  # [stages]
+    k_ring = Ring(k_gmem, k_smem, refs["k_full"], refs["k_free"])  # and their barriers [stages]
+    v_ring = Ring(v_gmem, v_smem, refs["v_full"], refs["v_free"])
 
     # From the last one: of a prompt's runs the longest begin, and the short ones fill the gaps at the end (H100, 2048
     # tokens 219 us instead of 238, 8 x 1024 519 instead of 527).
@@ -128,10 +131,9 @@ def _kernel(
     # 2. Warpgroup 1 fetches.
     @pl.when(warpgroup == 1)
     def _fetch_tiles() -> None:
-        rings = Ring(k_gmem, k_smem, k_full, k_free), Ring(v_gmem, v_smem, v_full, v_free)
         fetch(
             walk,
-            rings,
+            (k_ring, v_ring),
             scales,
             tables_gmem,
             stages=stages,
@@ -176,38 +178,19 @@ def _kernel(
             q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
             plgpu.commit_smem()
 
-        def zero_unseen(values: Any, tile: jax.Array) -> None:
-            """`values` [tile, columns] in SMEM: zero in the slots that no query may see."""
-            for c in range(values.shape[-1] // 64):
-                part = values.at[:, pl.ds(c * 64, 64)]
-                visible = walk.seen(tile, (tile_tokens, 64), 0, ROWS)
-                v = plgpu.load(part, layout=ROWS)
-                part[...] = jnp.where(visible, v, jnp.zeros_like(v))
-
+        wide = Products(k_ring, v_ring, q_smem, p_smem, num_parts, parts_of, config.chunk)
         # Where the registers allow it, V leaves SMEM while the tensor cores work on K.
         early = narrow and width * rows <= 128 * 8
 
         def load_values(stage: jax.Array, c: int = 0) -> jax.Array:
             if c == 0:
-                plgpu.barrier_wait(v_full.at[stage])
+                plgpu.barrier_wait(v_ring.full.at[stage])
             return v_tiles.load_values(stage, c * config.chunk, config.chunk)
 
         # With more than one tile, the next one's keys are multiplied together with the values of this one: one wait for
         # both products (H100, 8 x 8192: 92.6 us instead of 93.6; 64 x U(1..8192): 365 instead of 367). Not so for 8-bit
         # caches, whose keys pass through registers, and where the accumulators fill these.
         ahead = not narrow and num_chunks == 1 and stages > 1
-
-        def multiply_keys(ref: Any, stage: jax.Array) -> None:
-            for part, place in enumerate(parts_of(stage)):
-                q = q_smem if num_parts == 1 else q_smem.at[:, pl.ds(part * 64, 64)]
-                plgpu.wgmma(ref, k_smem.at[place], q.T)
-
-        def products_of(stage: jax.Array) -> jax.Array:
-            def products(ref: Any) -> jax.Array:
-                multiply_keys(ref, stage)
-                return ref[...]
-
-            return pl.run_scoped(products, plgpu.ACC((tile_tokens, rows), jnp.float32))
 
         def step(j: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
             # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end; S^T, if made ahead
@@ -217,7 +200,7 @@ def _kernel(
             # 3a. S^T = K Q^T
             k_scales, v_scales = None, None
             if not ahead:
-                plgpu.barrier_wait(k_full.at[stage])
+                plgpu.barrier_wait(k_ring.full.at[stage])
             if narrow:
                 k_scales, v_scales = scales.of_tile(walk, tables_gmem, tile, stage)
                 keys = k_tiles.keys(stage)
@@ -228,8 +211,8 @@ def _kernel(
                 if k_scales is not None:
                     products *= _scales.over_tokens(k_scales, products.shape)
             elif not ahead:
-                products = products_of(stage)
-                plgpu.barrier_arrive(k_free.at[stage])
+                products = wide.of_keys(stage)
+                plgpu.barrier_arrive(k_ring.free.at[stage])
 
             # 3b. Online softmax.
             logits, visible = logits_of(products, tile, masked)
@@ -251,65 +234,31 @@ def _kernel(
 
             # 3c. O^T += V^T P^T
             if not narrow:
-                plgpu.barrier_wait(v_full.at[stage])
+                plgpu.barrier_wait(v_ring.full.at[stage])
                 if masked:
-                    for place in parts_of(stage):
-                        zero_unseen(v_smem.at[place], tile)
+                    wide.zero_unseen(stage, functools.partial(walk.seen, tile))
             plgpu.commit_smem()  # also our reads of narrow tiles, which come before the copy engine's writes
             if narrow:
-                plgpu.barrier_arrive(k_free.at[stage])
+                plgpu.barrier_arrive(k_ring.free.at[stage])
                 if num_chunks == 1:
-                    plgpu.barrier_arrive(v_free.at[stage])
+                    plgpu.barrier_arrive(v_ring.free.at[stage])
             acc_new = []
             for c, part in enumerate(acc):
-
-                def weigh_values(ref: Any, c: int = c) -> None:
-                    if num_parts > 1 or num_chunks == 1:  # of several parts each is a chunk
-                        values = v_smem.at[parts_of(stage)[c]]
-                    else:
-                        values = v_smem.at[stage, :, pl.ds(c * config.chunk, config.chunk)]
-                    plgpu.wgmma(ref, values.T, p_smem.T)
-
-                def weighted(ref: Any) -> jax.Array:
-                    weigh_values(ref)
-                    return ref[...]
-
-                def weighted_and_next(ref: Any, next_ref: Any) -> tuple[jax.Array, jax.Array]:
-                    weigh_values(ref)
-                    is_next = j + 1 < walk.num_tiles
-                    _, next_stage = place_of(j + 1)  # after the last tile an older one once more, for nobody
-
-                    @pl.when(is_next)
-                    def _wait() -> None:
-                        plgpu.barrier_wait(k_full.at[next_stage])
-
-                    multiply_keys(next_ref, next_stage)
-                    plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(v_free.at[stage])
-                    next_products = next_ref[...]
-
-                    @pl.when(is_next)
-                    def _free() -> None:
-                        plgpu.barrier_arrive(k_free.at[next_stage])
-
-                    return ref[...], next_products
-
-                accumulator = plgpu.ACC((config.chunk, rows), jnp.float32)
                 if narrow:
                     v = values if num_chunks == 1 else load_values(stage, c)
                     if masked:
                         v = v_tiles.zero_unseen(v, functools.partial(walk.seen, tile))
                     o, _ = _widen.product((config.chunk, rows), v_tiles.values(v), p_smem.T, interpret)
                 elif ahead:
-                    next_accumulator = plgpu.ACC((tile_tokens, rows), jnp.float32)
-                    o, products = pl.run_scoped(weighted_and_next, accumulator, next_accumulator)
+                    _, next_stage = place_of(j + 1)  # after the last tile an older one once more, for nobody
+                    o, products = wide.of_values_and_next_keys(stage, j + 1 < walk.num_tiles, next_stage)
                 else:
-                    o = pl.run_scoped(weighted, accumulator)
+                    o = wide.of_values(stage, c)
                 acc_new.append(part * over_rows(alpha, part.shape) + o)
             if narrow and num_chunks > 1:
                 plgpu.commit_smem()
             if not ahead and (not narrow or num_chunks > 1):
-                plgpu.barrier_arrive(v_free.at[stage])
+                plgpu.barrier_arrive(v_ring.free.at[stage])
             return tuple(acc_new), m_new, l, products if ahead else None
 
         def zeros(shape: tuple[int, ...]) -> jax.Array:
@@ -317,17 +266,8 @@ def _kernel(
 
         first_products = None
         if ahead:
-            _, stage = place_of(jnp.int32(0))
-
-            @pl.when(walk.num_tiles > 0)
-            def _wait() -> None:
-                plgpu.barrier_wait(k_full.at[stage])
-
-            first_products = products_of(stage)
-
-            @pl.when(walk.num_tiles > 0)
-            def _free() -> None:
-                plgpu.barrier_arrive(k_free.at[stage])
+            _, first_stage = place_of(jnp.int32(0))
+            first_products = wide.of_keys_if(walk.num_tiles > 0, first_stage)
 
         carry: Any = (
             tuple(zeros((config.chunk, rows)) for _ in range(num_chunks)),

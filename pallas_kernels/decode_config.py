@@ -28,6 +28,7 @@ class Config:
     tile: int  # tokens, 64 or 128
     chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
     last_first: bool = False  # whether a program starts with the tiles at the end that some query does not see whole
+    keys_ahead: bool = False  # whether a tile's keys are multiplied beside the values of the tile before it
 
     @property
     def num_partials(self) -> int:
@@ -124,17 +125,21 @@ def default_config(
         itemsize=itemsize,
         token_scales=token_scales,
     )
+    # Each stage has barriers to set up: 1 x 512 4.5 us with 1, 4.7 with 3 (H100).
     most_tiles = max(1, -(-capacity // (tile * num_partitions)))  # of a partition
+    num_stages = min(num_stages, most_tiles)
     return Config(
         num_partitions=num_partitions,
         cluster=cluster,
         tile=tile,
-        # Each stage has barriers to set up: 1 x 512 4.5 us with 1, 4.7 with 3 (H100).
-        num_stages=min(num_stages, most_tiles),
+        num_stages=num_stages,
         chunk=chunk,
         # Worth it where programs follow each other: 64 x 2080 126.2 us instead of 128.0 (H200). Where each starts
         # together with all others, to begin with what hangs on the length costs more: 1 x 8200 14.2 instead of 13.7.
         last_first=resident == 2,
+        # One wait for both: 8 x 8192 92.8 us instead of 93.6, 64 x U(1..8192) 364.7 instead of 366.6 (H100). With 32
+        # rows two programs of a SM would not have the registers; keys of 8 bits pass through registers themselves.
+        keys_ahead=num_stages > 1 and chunk == width and rows <= 16 and itemsize > 1,
     )
 
 

@@ -187,11 +187,6 @@ def _kernel(
                 plgpu.barrier_wait(v_ring.full.at[stage])
             return v_tiles.load_values(stage, c * config.chunk, config.chunk)
 
-        # With more than one tile, the next one's keys are multiplied together with the values of this one: one wait for
-        # both products (H100, 8 x 8192: 92.6 us instead of 93.6; 64 x U(1..8192): 365 instead of 367). Not so for 8-bit
-        # caches, whose keys pass through registers, and where the accumulators fill these.
-        ahead = not narrow and num_chunks == 1 and stages > 1
-
         def step(j: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
             # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end; S^T, if made ahead
             acc, m, l, products = carry
@@ -199,7 +194,7 @@ def _kernel(
 
             # 3a. S^T = K Q^T
             k_scales, v_scales = None, None
-            if not ahead:
+            if not config.keys_ahead:
                 plgpu.barrier_wait(k_ring.full.at[stage])
             if narrow:
                 k_scales, v_scales = scales.of_tile(walk, tables_gmem, tile, stage)
@@ -210,7 +205,7 @@ def _kernel(
                     products *= over_rows(unit, products.shape)
                 if k_scales is not None:
                     products *= _scales.over_tokens(k_scales, products.shape)
-            elif not ahead:
+            elif not config.keys_ahead:
                 products = wide.of_keys(stage)
                 plgpu.barrier_arrive(k_ring.free.at[stage])
 
@@ -249,7 +244,7 @@ def _kernel(
                     if masked:
                         v = v_tiles.zero_unseen(v, functools.partial(walk.seen, tile))
                     o, _ = _widen.product((config.chunk, rows), v_tiles.values(v), p_smem.T, interpret)
-                elif ahead:
+                elif config.keys_ahead:
                     _, next_stage = place_of(j + 1)  # after the last tile an older one once more, for nobody
                     o, products = wide.of_values_and_next_keys(stage, j + 1 < walk.num_tiles, next_stage)
                 else:
@@ -257,15 +252,15 @@ def _kernel(
                 acc_new.append(part * over_rows(alpha, part.shape) + o)
             if narrow and num_chunks > 1:
                 plgpu.commit_smem()
-            if not ahead and (not narrow or num_chunks > 1):
+            if not config.keys_ahead and (not narrow or num_chunks > 1):
                 plgpu.barrier_arrive(v_ring.free.at[stage])
-            return tuple(acc_new), m_new, l, products if ahead else None
+            return tuple(acc_new), m_new, l, products if config.keys_ahead else None
 
         def zeros(shape: tuple[int, ...]) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), ROWS)
 
         first_products = None
-        if ahead:
+        if config.keys_ahead:
             _, first_stage = place_of(jnp.int32(0))
             first_products = wide.of_keys_if(walk.num_tiles > 0, first_stage)
 

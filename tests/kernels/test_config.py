@@ -47,6 +47,32 @@ def test_parts_of_a_head(head_dim, parts, width):
     decode_config.check_supported(**(SUPPORTED | {"head_dim": head_dim}))
 
 
+def test_no_more_stages_than_tiles():
+    def config(**shape):
+        return decode_config.default_config(**(SHAPE | shape))
+
+    one_tile = config(seqs=1, capacity=512)
+    assert (one_tile.num_partitions, one_tile.tile, one_tile.num_stages, one_tile.keys_ahead) == (4, 128, 1, False)
+    assert config(seqs=64, capacity=100).num_stages == 2
+    assert config(seqs=64, capacity=8192).num_stages == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "ahead"),
+    [
+        (dict(), True),
+        (dict(group=16), True),
+        (dict(head_dim=256, group=8), True),
+        (dict(group=24), False),
+        (dict(head_dim=120), False),  # in parts
+        (dict(itemsize=1), False),
+        (dict(capacity=64), False),
+    ],
+)
+def test_keys_are_multiplied_ahead_where_the_registers_allow_it(shape, ahead):
+    assert decode_config.default_config(**(SHAPE | dict(seqs=64, capacity=2048) | shape)).keys_ahead == ahead
+
+
 def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
     counts = [decode_config.partitions_for(pairs, 8192, 132) for pairs in range(1, 133)]
     assert counts[0] == 64

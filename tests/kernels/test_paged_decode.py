@@ -109,10 +109,17 @@ def test_wide_tiles(num_partitions):
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("last_first", [False, True])
-def test_order_of_the_tiles(last_first, q_len, num_stages):
+@pytest.mark.parametrize("keys_ahead", [False, True])
+def test_order_of_the_tiles(keys_ahead, last_first, q_len, num_stages):
     """Also where the ring has too few stages for a tile to be fetched before the last."""
     case = make_case(lengths=(64 * 4, 5, 64 * 5 + 1), max_blocks=21, heads=2, kv_heads=1, q_len=q_len, dtype=BF16)
-    check(case, last_first=last_first, num_stages=num_stages)
+    check(case, keys_ahead=keys_ahead, last_first=last_first, num_stages=num_stages)
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_a_window_in_another_order(last_first):
+    case = make_case(lengths=(0, 70, 64 * 5 + 1), max_blocks=21, heads=2, kv_heads=1, dtype=BF16)
+    check(case.replace(options=dict(sliding_window=150)), keys_ahead=True, last_first=last_first, num_stages=2)
 
 
 @pytest.mark.parametrize("before_whole", range(3))
@@ -127,6 +134,9 @@ def test_every_tile_has_its_turn(before_whole, num_whole, num_last, lead):
     expected = [*range(before), *range(end, end + num_last), *range(before, end)]
     assert tiles == expected
     assert [int(order.turn_of(jnp.int32(i))) for i in tiles] == list(range(len(tiles)))
+    worked = [int(order.worked(jnp.int32(j))) for j in range(len(tiles))]
+    assert worked == [*range(before_whole), *range(end, end + num_last), *range(before_whole, end)]
+    assert int(order.num_masked) == before_whole + num_last
     assert tiles[:1] == [0][: len(tiles)] or not order.first_is_0
 
 

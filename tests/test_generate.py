@@ -149,6 +149,13 @@ def test_bfloat16(run):
     assert all(len(line["tokens"]) in range(1, 13) for line in lines)
 
 
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_the_default_dtype_is_one_that_the_kernels_take(monkeypatch, backend, dtype):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert generate.parse_arguments([]).dtype == dtype
+    assert generate.parse_arguments(["--dtype=float32"]).dtype == "float32"
+
+
 def test_what_a_person_sees(run):
     code, out, _ = run(as_json=False)
     assert code == 0

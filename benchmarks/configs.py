@@ -9,7 +9,6 @@ pallas_kernels/decode_config.py.
 """
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,36 +22,37 @@ from benchmarks.points import Point, make_inputs, parse
 from jaxpaged import _mosaic_gpu
 from jaxpaged._query_runs import runs_of
 from pallas_kernels._rows import round_up
-from pallas_kernels.decode_config import Config, default_config, fitting_stages, padded_width
+from pallas_kernels.decode_config import Config, completed, default_config, padded_width
 
 
 def parse_config(text: str, point: Point) -> Config:
     num_partitions, cluster, tile, resident = map(int, text.split("/"))
     group, itemsize = point.heads // point.kv_heads, jax.numpy.dtype(point.cache_dtype).itemsize
-    num_runs, run = runs_of(point.q_len, group)
+    _, run = runs_of(point.q_len, group)
+    capacity = max(point.held) * point.block_size
     default = default_config(
-        seqs=len(point.lengths) * num_runs,
+        seqs=1,
         kv_heads=point.kv_heads,
         group=group,
         q_len=run,
         head_dim=point.head_dim,
-        capacity=max(point.held) * point.block_size,
-        num_sms=1,  # for what the partitions are chosen by
+        capacity=capacity,
+        num_sms=1,
         num_partitions=num_partitions,
         itemsize=itemsize,
     )
-    num_stages = fitting_stages(
-        width=padded_width(point.head_dim),
-        rows=round_up(run * group, 8),
-        chunk=default.chunk,
+    return completed(
         num_partitions=num_partitions,
         cluster=cluster,
         tile=tile,
         resident=resident,
+        chunk=default.chunk,
+        width=padded_width(point.head_dim),
+        rows=round_up(run * group, 8),
+        capacity=capacity,
         itemsize=itemsize,
         token_scales=2 if point.scale == "token_head" else 0,
     )
-    return dataclasses.replace(default, cluster=cluster, tile=tile, num_stages=num_stages, last_first=resident == 2)
 
 
 def compile_config(job: Callable[[], Any], point: Point, text: str) -> Any:

@@ -166,7 +166,7 @@ def say(text: str) -> None:
 
 
 def default_dtype() -> str:
-    """That of the kernels where there are any; a CPU computes faster in float32."""
+    """On a GPU one that the kernels take; a CPU computes faster in float32."""
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 

@@ -5,6 +5,7 @@
 A step drafts what followed the newest tokens where they stood before, in the prompt or in what was generated; gives the
 whole draft to the model as queries of one attention; accepts it as far as the model would have chosen the same, and one
 token of the model's own behind it; and takes back the room of the others with `rollback`. All steps are one `jax.jit`.
+In bfloat16 products of several tokens may round other than those of one, and tokens that are almost tied may swap.
 """
 
 import argparse

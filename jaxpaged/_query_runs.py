@@ -5,8 +5,8 @@ ends with it would see, whatever the window, so that cutting needs no more than 
 row `s * runs + r` of a larger batch, and one launch serves all of them. Runs of one sequence are neighbours: they are
 worked on at the same time, and the keys and values that they share come from the L2 cache.
 
-What grows with the runs are the block tables, a row a run: next to q, `max_blocks` numbers of 4 bytes for every
-`rows * kv_heads * head_dim` numbers. 8 KV heads of 128 in bfloat16 with a table for 128k tokens: a quarter of q.
+What grows with the runs are the block tables, a row a run: 4 bytes for each run and block of a row's capacity. For 2048
+new tokens of a table for 128k, in blocks of 16 and with 4 heads a KV head, that is 4 MB; for 128k at once 268 MB.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from pallas_kernels.decode_config import MAX_ROWS
 def runs_of(q_len: int, group: int) -> tuple[int, int]:
     """Into how many runs of how many tokens `q_len` tokens of `group` heads a KV head are cut."""
     # As many rows as the kernel takes, also where it then spills registers: a prompt of 2048 tokens at head_dim 256
-    # took 353 us in runs of 64 rows, 379 in 48 and 398 in 32; at 128 268, 312 and 356 (H100).
+    # took 353 us in runs of 64 rows, 379 in 48 and 398 in 32; at 192 309, 323 and 352 (H100).
     num_runs = -(-q_len // max(1, MAX_ROWS // group))
     return num_runs, -(-q_len // num_runs)
 

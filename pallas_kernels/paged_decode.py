@@ -245,7 +245,7 @@ def _kernel(
                         v = v_tiles.zero_unseen(v, functools.partial(walk.seen, tile))
                     o, _ = _widen.product((config.chunk, rows), v_tiles.values(v), p_smem.T, interpret)
                 elif config.keys_ahead:
-                    _, next_stage = place_of(j + 1)  # after the last tile an older one once more, for nobody
+                    _, next_stage = place_of(j + 1)  # after the last tile whatever it holds, for nobody
                     o, products = wide.of_values_and_next_keys(stage, j + 1 < walk.num_tiles, next_stage)
                 else:
                     o = wide.of_values(stage, c)

@@ -224,6 +224,13 @@ def test_batch_neighbours_change_no_bit(num_partitions):
         assert (np.asarray(out, np.float32) == whole[5:6]).all()
 
 
+def test_a_wider_table_changes_no_bit():
+    """A table of one tile is compiled for one, without keys multiplied ahead."""
+    case = make_case(lengths=(60, 3), max_blocks=4, heads=32, kv_heads=8, head_dim=128, dtype=BF16)
+    wider = dataclasses.replace(case, block_tables=jnp.pad(case.block_tables, ((0, 0), (0, 400))))
+    assert (attend(wider, 1)[0] == check(case, 1)).all()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random(seed):
     rng = np.random.default_rng(seed)

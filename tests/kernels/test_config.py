@@ -88,14 +88,15 @@ def test_halves_of_long_sequences_alone():
     assert decode_config.partitions_for(2048, 8192, 132) == 1
 
 
-@pytest.mark.parametrize(("head_dim", "cluster"), [(64, 2), (128, 1), (256, 1)])
-def test_halves_that_merge_in_memory_only_up_to_the_sms(head_dim, cluster):
-    def config(seqs):
-        return decode_config.default_config(**(SHAPE | dict(seqs=seqs, q_len=16, head_dim=head_dim)))
+def test_halves_that_merge_in_memory_only_where_they_take_little_of_it():
+    def halves(seqs, **shape):
+        return [
+            decode_config.default_config(**(SHAPE | dict(seqs=n, q_len=16) | shape)).num_partitions == 2 for n in seqs
+        ]
 
-    assert [(c.num_partitions, c.cluster) for c in map(config, (6, 8))] == [(2, cluster)] * 2
-    many = [config(seqs).num_partitions for seqs in (9, 32, 128, 512)]
-    assert many == ([2, 2, 2, 1] if cluster == 2 else [1] * 4)
+    assert halves((8, 16, 128), head_dim=64) == [True, True, True]  # a cluster merges them
+    assert halves((8, 9, 128), head_dim=128) == [True, False, False]  # 2 MiB a pair
+    assert halves((32, 42, 43), q_len=1, head_dim=120) == [True, True, False]  # 384 KiB a pair
 
 
 @pytest.mark.parametrize("itemsize", [1, 2])

@@ -102,6 +102,14 @@ def test_many_runs_of_prompts(head_dim, q_len):
     lower(seqs=4096, kv_heads=8, q_len=q_len, head_dim=head_dim, num_partitions=None)
 
 
+@pytest.mark.parametrize(("group", "waits"), [(4, 1), (32, 0)])
+def test_values_are_freed_once_their_product_is_done(group, waits):
+    """With the next tile's keys under way. Interpret mode does a product at once and would not miss this wait."""
+    trace, config = traced(group=group)
+    assert config.keys_ahead == bool(waits)
+    assert str(trace.jaxpr).count("wgmma_wait[n=1]") == 2 * waits  # in the loop over whole tiles, and over others
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_alone(option):
     lower(options=(option,))

@@ -125,6 +125,6 @@ class LastFirst:
         return jnp.where(j < self.start, j, later)
 
     def turn_of(self, i: jax.Array) -> jax.Array:
-        """As the how-manieth the i-th of our tiles is fetched."""
+        """In which turn the i-th of our tiles is fetched."""
         others = jnp.where(i < self.end, i + self.num_tiles - self.end, i - self.end + self.before)
         return jnp.where(i < self.before, i, others)

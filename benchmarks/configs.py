@@ -22,35 +22,22 @@ from benchmarks.points import Point, make_inputs, parse
 from jaxpaged import _mosaic_gpu
 from jaxpaged._query_runs import runs_of
 from pallas_kernels._rows import round_up
-from pallas_kernels.decode_config import Config, completed, default_config, padded_width
+from pallas_kernels.decode_config import Config, completed
 
 
 def parse_config(text: str, point: Point) -> Config:
     num_partitions, cluster, tile, resident = map(int, text.split("/"))
-    group, itemsize = point.heads // point.kv_heads, jax.numpy.dtype(point.cache_dtype).itemsize
+    group = point.heads // point.kv_heads
     _, run = runs_of(point.q_len, group)
-    capacity = max(point.held) * point.block_size
-    default = default_config(
-        seqs=1,
-        kv_heads=point.kv_heads,
-        group=group,
-        q_len=run,
-        head_dim=point.head_dim,
-        capacity=capacity,
-        num_sms=1,
-        num_partitions=num_partitions,
-        itemsize=itemsize,
-    )
     return completed(
         num_partitions=num_partitions,
         cluster=cluster,
         tile=tile,
         resident=resident,
-        chunk=default.chunk,
-        width=padded_width(point.head_dim),
+        head_dim=point.head_dim,
         rows=round_up(run * group, 8),
-        capacity=capacity,
-        itemsize=itemsize,
+        capacity=max(point.held) * point.block_size,
+        itemsize=jax.numpy.dtype(point.cache_dtype).itemsize,
         token_scales=2 if point.scale == "token_head" else 0,
     )
 

@@ -43,6 +43,7 @@ def check_supported(a: AttentionArguments) -> None:
             f'got k_cache.dtype={a.k_cache.dtype!s}. Pass implementation="xla".'
         )
     (seqs, q_len, _, head_dim), group = a.q.shape, a.group
+    num_runs, run = _query_runs.runs_of(q_len, group)
     if group > decode_config.MAX_ROWS:
         raise NotImplementedError(
             f"the decode kernel takes up to {decode_config.MAX_ROWS} query heads a KV head; got {group=}."
@@ -52,12 +53,11 @@ def check_supported(a: AttentionArguments) -> None:
         head_dim=head_dim,
         block_size=a.block_size,
         group=group,
-        q_len=1,  # any number, in runs
+        q_len=run,
         q_dtype=a.q.dtype,
         cache_dtype=a.k_cache.dtype,
         compute_capability=compute_capability,
     )
-    num_runs, run = _query_runs.runs_of(q_len, group)
     if seqs * num_runs > decode_config.MAX_SEQS:
         raise NotImplementedError(
             f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "

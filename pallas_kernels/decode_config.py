@@ -90,10 +90,7 @@ def default_config(
 ) -> Config:
     width, rows = padded_width(head_dim), round_up(q_len * group, 8)
     pairs = max(1, seqs * kv_heads)
-    # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
-    chunk = width if width * rows <= 128 * 32 and num_parts(head_dim) == 1 else 64
-    if itemsize == 1 and head_dim % 32:
-        chunk = width  # the copy engine takes such a head whole alone
+    chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
     resident = 2 if width <= 192 and rows <= 32 else 1
     chosen_here = num_partitions is None
     if num_partitions is None:
@@ -120,8 +117,7 @@ def default_config(
         cluster=cluster,
         tile=tile,
         resident=resident,
-        chunk=chunk,
-        width=width,
+        head_dim=head_dim,
         rows=rows,
         capacity=capacity,
         itemsize=itemsize,
@@ -135,28 +131,28 @@ def completed(
     cluster: int,
     tile: int,
     resident: int,  # programs that share a SM
-    chunk: int,
-    width: int,
+    head_dim: int,
     rows: int,
     capacity: int,
     itemsize: int,
     token_scales: int,
 ) -> Config:
-    """The config in which the rest follows from these."""
-    num_stages = fitting_stages(
-        width=width,
-        rows=rows,
-        chunk=chunk,
-        num_partitions=num_partitions,
-        cluster=cluster,
-        tile=tile,
-        resident=resident,
-        itemsize=itemsize,
-        token_scales=token_scales,
+    """The config in which the rest follows from these: as many stages as fit and have a tile, up to 8."""
+    width, chunk = padded_width(head_dim), chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
+    fixed = (
+        2 * rows * width * 2
+        + rows * tile * 2
+        + SMALL_BYTES
+        + (2048 if token_scales else 0)  # their barriers, and what is lost to alignment
+        + _finish.scratch_bytes(
+            cluster=cluster, num_partials=num_partitions // cluster, rows=rows, width=width, chunk=chunk
+        )
     )
+    room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
+    fitting = max(1, min(8, room // (tile * (2 * width * itemsize + 4 * token_scales))))
     # Each stage has barriers to set up: 1 x 512 4.4 us with 1, 4.7 with 3 (H100).
     most_tiles = max(1, -(-capacity // (tile * num_partitions)))  # of a partition
-    num_stages = min(num_stages, most_tiles)
+    num_stages = min(fitting, most_tiles)
     return Config(
         num_partitions=num_partitions,
         cluster=cluster,
@@ -170,6 +166,14 @@ def completed(
         # rows two programs of a SM would not have the registers; keys of 8 bits pass through registers themselves.
         keys_ahead=num_stages > 1 and chunk == width and rows <= 16 and itemsize > 1,
     )
+
+
+def chunk_of(*, head_dim: int, rows: int, itemsize: int) -> int:
+    width = padded_width(head_dim)
+    if itemsize == 1 and head_dim % 32:
+        return width  # the copy engine takes such a head whole alone
+    # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
+    return width if width * rows <= 128 * 32 and num_parts(head_dim) == 1 else 64
 
 
 def num_parts(head_dim: int) -> int:
@@ -206,29 +210,3 @@ def partitions_for(pairs: int, capacity: int, num_sms: int) -> int:
 def cluster_of(num_partitions: int) -> int:
     """The most partitions, up to 8, that can merge in shared memory with none left over."""
     return next(cluster for cluster in range(MAX_CLUSTER, 0, -1) if num_partitions % cluster == 0)
-
-
-def fitting_stages(
-    *,
-    width: int,
-    rows: int,
-    chunk: int,
-    num_partitions: int,
-    cluster: int,
-    tile: int,
-    resident: int,
-    itemsize: int,
-    token_scales: int = 0,
-) -> int:
-    """As many as fit where `resident` programs share a SM, up to 8."""
-    fixed = (
-        2 * rows * width * 2
-        + rows * tile * 2
-        + SMALL_BYTES
-        + (2048 if token_scales else 0)  # their barriers, and what is lost to alignment
-        + _finish.scratch_bytes(
-            cluster=cluster, num_partials=num_partitions // cluster, rows=rows, width=width, chunk=chunk
-        )
-    )
-    room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
-    return max(1, min(8, room // (tile * (2 * width * itemsize + 4 * token_scales))))

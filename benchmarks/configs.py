@@ -1,7 +1,8 @@
 """Configs of the decode kernel against each other: `python -m benchmarks.configs --points "32/8 1x8192" --configs ...`.
 
-A config is written as partitions/cluster/tile/resident, where `resident` programs share a SM's shared memory; `default`
-is what the library takes. Each is checked against the reference before it is timed; the columns are those of
+A config is written as partitions/cluster/tile/resident, where `resident` programs share a SM's shared memory, or, with
+partitions shared out by length, as total/tile/resident; `default` is what the library takes, `balanced` what it takes
+if asked for that. Each is checked against the reference before it is timed; the columns are those of
 benchmarks/decode.py, `kernels` the time of the kernels alone. What wins here becomes a rule in
 pallas_kernels/decode_config.py.
 
@@ -9,7 +10,6 @@ pallas_kernels/decode_config.py.
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,9 @@ from pallas_kernels.decode_config import Config, completed
 
 
 def parse_config(text: str, point: Point) -> Config:
-    num_partitions, cluster, tile, resident = map(int, text.split("/"))
+    *cut, tile, resident = map(int, text.split("/"))
+    total = cut[0] if len(cut) == 1 else None
+    num_partitions, cluster = cut if total is None else (total - len(point.lengths) + 1, 1)
     group = point.heads // point.kv_heads
     _, run = runs_of(point.q_len, group)
     return completed(
@@ -39,13 +41,15 @@ def parse_config(text: str, point: Point) -> Config:
         capacity=max(point.held) * point.block_size,
         itemsize=jax.numpy.dtype(point.cache_dtype).itemsize,
         token_scales=2 if point.scale == "token_head" else 0,
+        total_partitions=total,
     )
 
 
-def compile_config(job: Callable[[], Any], point: Point, text: str) -> Any:
-    """The chain of `point`, which `job` compiles, with one config; or, as a string, why not."""
+def compile_config(point: Point, text: str) -> Any:
+    """The chain of `point` with one config; or, as a string, why not."""
+    job = compile_point(point, "mosaic_gpu", "balanced" if text == "balanced" else None, [])[point, "ours"]
     try:
-        if text == "default":
+        if text in ("default", "balanced"):
             return job()
         with mock.patch.object(_mosaic_gpu, "config_of", return_value=parse_config(text, point)):
             return job()
@@ -56,15 +60,15 @@ def compile_config(job: Callable[[], Any], point: Point, text: str) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", required=True, help="names of points, see benchmarks/points.py")
-    parser.add_argument("--configs", nargs="+", required=True, metavar="P/C/T/R", help="or default")
+    parser.add_argument("--configs", nargs="+", required=True, metavar="P/C/T/R", help="or default, balanced")
     parser.add_argument("--output", type=Path, help="a JSON file for the results, written one by one")
     options = parser.parse_args()
     store = Store(options.output, **header())
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     for point in map(parse, options.points):
         jobs = compile_point(point, "mosaic_gpu", None, [])
-        ours = jobs.pop((point, "ours"))
-        compiled = compile_all(jobs) | {text: compile_config(ours, point, text) for text in options.configs}
+        del jobs[point, "ours"]
+        compiled = compile_all(jobs) | {text: compile_config(point, text) for text in options.configs}
         inputs = make_inputs(point)
         for text in options.configs:
             if isinstance(compiled[text], str):

@@ -91,7 +91,7 @@ class Programs:
 
 
 def compile_point(
-    point: Point, implementation: str, num_partitions: int | None, peer_names: list[str]
+    point: Point, implementation: str, num_partitions: int | str | None, peer_names: list[str]
 ) -> dict[Any, Any]:
     """Jobs for `compile_all`, by (point, what)."""
     shapes = shapes_of(point)

@@ -9,7 +9,7 @@ graphs are off. Inputs are made, and results are checked, on the CPU, which leav
 import argparse
 import os
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ import numpy as np
 from jaxpaged import paged_attention
 from tests.cases import OPTIONS, make_case, within_budget
 
-CALLS: tuple[tuple[str, dict[str, Any], int | None], ...] = (  # name, shape, partitions
+CALLS: tuple[tuple[str, dict[str, Any], int | Literal["balanced"] | None], ...] = (  # name, shape, partitions
     ("single pass", {}, 1),
     ("partitions", {}, 3),
     ("chosen partitions", {}, None),
+    ("balanced", {"lengths": (1, 300, 0), "max_blocks": 20}, "balanced"),
     ("head_dim 64", {"head_dim": 64}, 2),
     ("head_dim 80", {"head_dim": 80}, 1),
     ("head_dim 256", {"head_dim": 256}, 2),

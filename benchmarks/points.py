@@ -1,7 +1,8 @@
 """What the decode benchmark measures: shapes by name, the grid of them, and their inputs.
 
 A point is written as heads, batch x length and options, for example `32/8 64x8192 block_size=64`. In the place of the
-length, `ragged8192` draws lengths uniformly from 1..8192, and `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled.
+length, `ragged8192` draws lengths uniformly from 1..8192, `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled, and
+`outlier131072` gives one sequence, in the middle, that many tokens and the others 1024.
 `cache=float8_e4m3fn scale=head` is a quantised cache.
 """
 
@@ -138,6 +139,8 @@ def parse(name: str) -> Point:
         lengths = tuple(rng.integers(1, int(length[6:]) + 1, num_seqs).tolist())
     elif length.startswith("zipf"):
         lengths = tuple(rng.permutation(int(length[4:]) // np.arange(1, num_seqs + 1)).tolist())
+    elif length.startswith("outlier"):
+        lengths = (1024,) * (num_seqs // 2) + (int(length[7:]),) + (1024,) * (num_seqs - num_seqs // 2 - 1)
     else:
         lengths = (int(length),) * num_seqs
     fields: dict[str, Any] = {

@@ -16,7 +16,7 @@ import functools
 import itertools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class Family:
     head_dim: int
     block_size: int
     max_blocks: int
-    num_partitions: int | None = None
+    num_partitions: int | Literal["balanced"] | None = None
     q_len: int = 1
     options: tuple[str, ...] = ()
     dtype: str = "bfloat16"
@@ -60,6 +60,9 @@ FAMILIES = (
     Family("seven partitions", 8, 2, 128, 16, 40, num_partitions=7),
     Family("more partitions than tiles", 4, 1, 128, 16, 10, num_partitions=16),
     Family("long", 4, 1, 128, 16, 256),
+    Family("balanced", 8, 2, 128, 16, 256, num_partitions="balanced"),
+    Family("balanced, all options, 4 queries", 6, 2, 64, 16, 40, num_partitions="balanced", options=ALL, q_len=4),
+    Family("balanced, head_dim 256, window", 4, 1, 256, 32, 20, num_partitions="balanced", options=("sliding_window",)),
     Family("mha", 6, 6, 128, 16, 24),
     Family("group of 3", 6, 2, 64, 16, 40),
     Family("group of 5", 5, 1, 128, 16, 40, num_partitions=3),

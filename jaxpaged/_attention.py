@@ -28,7 +28,7 @@ def paged_attention(
     sinks: ArrayLike | None = ...,
     k_scale: ArrayLike | None = ...,
     v_scale: ArrayLike | None = ...,
-    num_partitions: int | None = ...,
+    num_partitions: int | Literal["balanced"] | None = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...
@@ -49,7 +49,7 @@ def paged_attention(
     sinks: ArrayLike | None = ...,
     k_scale: ArrayLike | None = ...,
     v_scale: ArrayLike | None = ...,
-    num_partitions: int | None = ...,
+    num_partitions: int | Literal["balanced"] | None = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -69,7 +69,7 @@ def paged_attention(
     sinks: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
-    num_partitions: int | None = None,
+    num_partitions: int | Literal["balanced"] | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -109,8 +109,9 @@ def paged_attention(
             folded stack `layer_scales(cache, layer)`.
         v_scale: likewise for values.
         num_partitions: in how many parts each sequence's tokens are worked on side by side, to be merged at the end.
-            With it fixed, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1,
-            "mosaic_gpu" what fills the GPU.
+            With a number, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1,
+            "mosaic_gpu" what fills the GPU, as many for each. "balanced", for a few sequences that are much longer than
+            the others: "mosaic_gpu" shares them out by the true lengths, in the same jit and once for all layers.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for Hopper GPUs (compute capability 9.0) in bfloat16 and float16, with
             caches in q's dtype or of 8 bits, for one token or whole prompts; "xla", anything anywhere; None, the first
@@ -151,14 +152,17 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    if num_partitions is not None and num_partitions < 1:
-        raise ValueError(f"num_partitions must be at least 1; got {num_partitions=}. None lets jaxpaged choose.")
+    if num_partitions not in (None, "balanced") and not (isinstance(num_partitions, int) and num_partitions >= 1):
+        raise ValueError(
+            f'num_partitions must be at least 1, or "balanced"; got {num_partitions=}. None lets jaxpaged choose.'
+        )
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     if _use_kernel(arguments, implementation):
         out, lse = _mosaic_gpu.attend(arguments, num_partitions=num_partitions)
     else:
-        out, lse = _xla.attend(arguments, num_partitions=num_partitions or 1)
+        fixed = num_partitions if isinstance(num_partitions, int) else 1
+        out, lse = _xla.attend(arguments, num_partitions=fixed)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out

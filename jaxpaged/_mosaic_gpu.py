@@ -1,7 +1,8 @@
 """Paged attention by the Mosaic GPU kernels: what they take, and how many partitions they are given."""
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -10,7 +11,7 @@ from jaxpaged._arguments import AttentionArguments
 from pallas_kernels import decode_config, paged_decode
 
 
-def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
+def attend(a: AttentionArguments, *, num_partitions: int | Literal["balanced"] | None) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
 
     What `check_supported` lets through.
@@ -19,8 +20,12 @@ def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Ar
     return _launch(config_of(a, num_sms=num_sms, num_partitions=num_partitions), None, a)
 
 
-def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: int | None) -> decode_config.Config:
+def config_of(
+    a: AttentionArguments, *, num_sms: int, num_partitions: int | Literal["balanced"] | None
+) -> decode_config.Config:
     num_runs, run = _query_runs.runs_of(a.q.shape[1], a.group)
+    if num_partitions == "balanced" and num_runs > 1:
+        num_partitions = None  # a prompt's runs are many, and there is nothing to even out
     return decode_config.default_config(
         seqs=a.q.shape[0] * num_runs,
         kv_heads=a.k_cache.shape[2],
@@ -74,6 +79,23 @@ def varies(arrays: Any) -> bool:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _launch(config: decode_config.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+    if config.total_partitions is None:
+        return _kernels(config, interpret, a)
+    # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0): under vmap each sequence
+    # is worked on whole, by programs of which there are then more.
+    launch = jax.custom_batching.custom_vmap(functools.partial(_kernels, config, interpret))
+    whole = dataclasses.replace(config, num_partitions=1, total_partitions=None)
+
+    @launch.def_vmap
+    def _mapped(axis_size: int, in_batched: list[Any], a: AttentionArguments) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])
+        mapped = jax.vmap(functools.partial(_kernels, whole, interpret), in_axes=(axes,), axis_size=axis_size)
+        return mapped(a), (True, True)
+
+    return launch(a)
+
+
+def _kernels(config: decode_config.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     runs = _query_runs.cut(a)
     out, lse = paged_decode.launch(
         runs.q,

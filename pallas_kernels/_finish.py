@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
 from pallas_kernels._rows import COLUMNS, ROWS, over_rows
+from pallas_kernels._walk import Partition
 
 EXCHANGE = "exchange_"
 
@@ -28,18 +29,19 @@ EXCHANGE = "exchange_"
 class Place:
     """Which rows of the output a program works on, and what it is among the programs that work on them."""
 
-    seq: jax.Array
-    kv_head: jax.Array
-    num_kv_heads: int
-    partial: jax.Array  # of `num_partials`, each from one cluster
-    num_partials: int
+    partition: Partition
+    num_partials: int  # of its sequence and KV head, each from one cluster
     cluster: int  # members
     q_len: int
     group: int
 
     @property
-    def pair(self) -> jax.Array:
-        return self.seq * self.num_kv_heads + self.kv_head
+    def seq(self) -> jax.Array:
+        return self.partition.seq
+
+    @property
+    def kv_head(self) -> jax.Array:
+        return self.partition.kv_head
 
     @property
     def heads(self) -> Any:
@@ -79,7 +81,11 @@ def exchange(*, programs: int, rows: int, width: int) -> dict[str, jax.ShapeDtyp
 
 def finish(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Array, l: jax.Array, place: Place) -> None:
     """`acc`: f32 [chunk, rows] each, together O^T; m, in units of log2, and l: f32 [rows]."""
-    if place.cluster > 1:
+    if "partitions" in refs:
+        ours, whole = place.partition.index < place.partition.count, place.partition.count == 1
+        pl.when(jnp.logical_and(ours, whole))(lambda: _write_rows(refs, acc, m, l, place))
+        pl.when(jnp.logical_and(ours, jnp.logical_not(whole)))(lambda: _write_partial(refs, acc, m, l, place))
+    elif place.cluster > 1:
         _merge_cluster(refs, acc, m, l, place)
     elif place.num_partials > 1:
         _write_partial(refs, acc, m, l, place)
@@ -134,7 +140,7 @@ def _merge_cluster(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Arra
     l_smem[...] = l
     partial = {f"acc{i}": part for i, part in enumerate(acc_smem)} | {"m": m_smem, "l": l_smem}
     exchange = {name: refs[EXCHANGE + name] for name in partial if EXCHANGE + name in refs}
-    everybody = (place.pair * place.num_partials + place.partial) * place.cluster
+    everybody = (place.partition.row * place.num_partials + place.partition.partial) * place.cluster
     if exchange:
         plgpu.commit_smem()
         for name, target in exchange.items():
@@ -205,12 +211,11 @@ def _sinks(refs: dict[str, Any], place: Place) -> jax.Array | None:
 
 
 def _partial_out(refs: dict[str, Any], place: Place) -> Any:
-    padded = refs["partial_ml"].shape[1]
-    return refs["partial_out"].at[
-        place.pair * padded + place.partial
-    ]  # [seqs * kv_heads * padded partials, width, rows]
+    row, padded = place.partition.row, refs["partial_ml"].shape[1]
+    return refs["partial_out"].at[row * padded + place.partition.partial]  # [partial rows * padded, width, rows]
 
 
 def _copy_rows(refs: dict[str, Any], ml_smem: Any, place: Place) -> None:
-    for i in range(2):  # [seqs * kv_heads * 2, padded partials, rows]
-        plgpu.copy_smem_to_gmem(ml_smem.at[i], refs["partial_ml"].at[2 * place.pair + i, place.partial])
+    row, partial = place.partition.row, place.partition.partial
+    for i in range(2):  # [partial rows * 2, padded, rows]
+        plgpu.copy_smem_to_gmem(ml_smem.at[i], refs["partial_ml"].at[2 * row + i, partial])

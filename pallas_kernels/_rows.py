@@ -25,7 +25,7 @@ def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def ceil_div(x: jax.Array, y: int) -> jax.Array:
+def ceil_div(x: jax.Array, y: int | jax.Array) -> jax.Array:
     return lax.div(x + jnp.int32(y - 1), jnp.int32(y))
 
 
@@ -41,7 +41,9 @@ def tile_range(length: jax.Array, window: jax.Array | None, q_len: int, tile: in
     return lax.div(first_visible(length, window, q_len), jnp.int32(tile)), ceil_div(length, tile)
 
 
-def tiles_of_partition(first: jax.Array, end: jax.Array, num_partitions: int, partition: jax.Array) -> jax.Array:
+def tiles_of_partition(
+    first: jax.Array, end: jax.Array, num_partitions: int | jax.Array, partition: jax.Array
+) -> jax.Array:
     """How many tiles a partition owns: every `num_partitions`-th from `first + partition` on.
 
     From the sequence's true length alone, so that neither the width of the table nor the neighbours in the batch

@@ -4,7 +4,7 @@ Pure functions of ints: nothing here is traced, and all of it is tested on a CPU
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -32,11 +32,19 @@ class Config:
     chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
     last_first: bool = False  # whether a program starts with the tiles at the end that some query does not see whole
     keys_ahead: bool = False  # whether a tile's keys are multiplied beside the values of the tile before it
+    total_partitions: int | None = None  # of all sequences together, shared out by length; None: as many for each
 
     @property
     def num_partials(self) -> int:
         """What reaches memory for each sequence and KV head: 1 is the finished rows, more need the merge kernel."""
         return self.num_partitions // self.cluster
+
+    @property
+    def padded_partials(self) -> int:
+        """Partials that a row of them has room for, so that no copy of the merge reaches past its end."""
+        if self.total_partitions is not None:
+            return self.total_partitions + paged_merge.WEIGHTS
+        return round_up(self.num_partials, paged_merge.WEIGHTS)
 
 
 def check_supported(
@@ -84,7 +92,7 @@ def default_config(
     head_dim: int,
     capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and the stages, no more
     num_sms: int,
-    num_partitions: int | None = None,  # fixed by the caller
+    num_partitions: int | Literal["balanced"] | None = None,  # fixed by the caller
     itemsize: int = 2,  # of the cache's numbers, in bytes
     token_scales: int = 0,  # how many a token and KV head has: 2 where K and V have their own
 ) -> Config:
@@ -92,25 +100,33 @@ def default_config(
     pairs = max(1, seqs * kv_heads)
     chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
     resident = 2 if width <= 192 and rows <= 32 else 1
-    chosen_here = num_partitions is None
-    if num_partitions is None:
-        num_partitions = partitions_for(pairs, capacity, num_sms)
-        # A tile of 8-bit numbers is half the bytes and as much work: half the SMs no longer reach the bandwidth.
-        # Clusters of 8 on all SMs would wait for room, so up to 4 (H100, 8 x 4096: 27.8 us in 2, 31.0 in 1).
-        if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and capacity >= 1024:
-            num_partitions *= 2
-        if chunk != width and pairs * paged_merge.padded_partials(num_partitions) * width * rows * 4 > PARTIAL_BYTES:
-            num_partitions = 1
-    cluster = cluster_of(num_partitions) if chunk == width else 1
-    # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice as
-    # long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9), but for so long that
-    # the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 734 with 128).
-    # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
     tile = 64
-    if width <= 128 and rows <= 32:
-        if itemsize == 1:  # 128 tokens are as many bytes as 64 of 16 bits: 64 x 8192 369 us against 381
-            tile, resident = 128, 2 if width <= 64 else 1
-        elif chosen_here and pairs * num_partitions <= num_sms:
+    if width <= 128 and rows <= 32 and itemsize == 1:
+        # 128 tokens are as many bytes as 64 of 16 bits: 64 x 8192 369 us against 381.
+        tile, resident = 128, 2 if width <= 64 else 1
+    total_partitions = None
+    if num_partitions == "balanced":
+        total_partitions = balanced_partitions(seqs, kv_heads, num_sms)
+    if total_partitions is not None:
+        cluster, num_partitions = 1, total_partitions - seqs + 1  # the most that one of them can get
+    else:
+        chosen_here = not isinstance(num_partitions, int)
+        if not isinstance(num_partitions, int):
+            num_partitions = partitions_for(pairs, capacity, num_sms)
+            # A tile of 8-bit numbers is half the bytes and as much work: half the SMs no longer reach the bandwidth.
+            # Clusters of 8 on all SMs would wait for room, so up to 4 (H100, 8 x 4096: 27.8 us in 2, 31.0 in 1).
+            if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and capacity >= 1024:
+                num_partitions *= 2
+            padded = round_up(num_partitions, paged_merge.WEIGHTS)
+            if chunk != width and pairs * padded * width * rows * 4 > PARTIAL_BYTES:
+                num_partitions = 1
+        cluster = cluster_of(num_partitions) if chunk == width else 1
+        # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice
+        # as long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9), but for so long
+        # that the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 734 with 128).
+        # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
+        alone = chosen_here and pairs * num_partitions <= num_sms
+        if width <= 128 and rows <= 32 and itemsize > 1 and alone:
             tile, resident = 128 if capacity <= 32768 * num_partitions else 64, 1
     return completed(
         num_partitions=num_partitions,
@@ -122,6 +138,7 @@ def default_config(
         capacity=capacity,
         itemsize=itemsize,
         token_scales=token_scales,
+        total_partitions=total_partitions,
     )
 
 
@@ -136,6 +153,7 @@ def completed(
     capacity: int,
     itemsize: int,
     token_scales: int,
+    total_partitions: int | None = None,
 ) -> Config:
     """The config in which the rest follows from these: as many stages as fit and have a tile, up to 8."""
     width, chunk = padded_width(head_dim), chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
@@ -151,8 +169,8 @@ def completed(
     room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
     fitting = max(1, min(8, room // (tile * (2 * width * itemsize + 4 * token_scales))))
     # Each stage has barriers to set up: 1 x 512 4.4 us with 1, 4.7 with 3 (H100).
-    most_tiles = max(1, -(-capacity // (tile * num_partitions)))  # of a partition
-    num_stages = min(fitting, most_tiles)
+    most_tokens = capacity if total_partitions is not None else -(-capacity // num_partitions)  # of a partition
+    num_stages = min(fitting, max(1, -(-most_tokens // tile)))
     return Config(
         num_partitions=num_partitions,
         cluster=cluster,
@@ -165,6 +183,7 @@ def completed(
         # One wait for both: 8 x 8192 92.8 us instead of 93.6, 64 x U(1..8192) 364.7 instead of 366.6 (H100). With 32
         # rows two programs of a SM would not have the registers; keys of 8 bits pass through registers themselves.
         keys_ahead=num_stages > 1 and chunk == width and rows <= 16 and itemsize > 1,
+        total_partitions=total_partitions,
     )
 
 
@@ -205,6 +224,14 @@ def partitions_for(pairs: int, capacity: int, num_sms: int) -> int:
     # 2, 50.7 in 1; 16 x U(1..8192) 101, 108; 64 x U(1..8192) 367, 377. Equal ones do not mind: 8 x 8192 93.6, 93.2;
     # 16 x 8192 179, 180; 64 x 8192 702, 705. Short ones pay more than that brings: 64 x 2048 184 in 2, 181 in 1.
     return 2 if pairs <= 8 * num_sms and capacity >= 4096 else 1
+
+
+def balanced_partitions(seqs: int, kv_heads: int, num_sms: int) -> int | None:
+    """How many partitions to share out by length, for a KV head; None where there is nobody to share them with."""
+    # As many again as there are sequences: one that is no longer than the mean stays whole, and needs no merge.
+    # And no fewer than half the SMs can work on, which reach the bandwidth.
+    total = seqs + max(seqs, num_sms // 2 // kv_heads)
+    return total if seqs > 1 and total <= MAX_SEQS else None
 
 
 def cluster_of(num_partitions: int) -> int:

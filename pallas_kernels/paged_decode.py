@@ -47,12 +47,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _finish, _rows, _scales, _scratch, _widen, decode_config, paged_merge
+from pallas_kernels import _finish, _plan, _rows, _scales, _scratch, _widen, decode_config, paged_merge
 from pallas_kernels._fetch import Ring, fetch
 from pallas_kernels._logits import Logits
 from pallas_kernels._products import Products
 from pallas_kernels._rows import LOWEST, ROWS, over_rows, round_up
-from pallas_kernels._walk import Walk
+from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.decode_config import Config
 
 
@@ -71,7 +71,7 @@ def _kernel(
     k_gmem = refs["k_cache"]  # [blocks, block_size, kv_heads * parts, head_dim / parts]
     v_gmem = refs["v_cache"]  # [blocks, block_size, kv_heads * parts, head_dim / parts]
     tables_gmem = refs["block_tables"]  # int32 [seqs, max_blocks]
-    lengths_gmem = refs["lengths"]  # int32 [seqs]
+    # lengths, int32 [seqs]; with a plan partitions, int32 [total_partitions, 3]
     scale_gmem = refs["scale"]  # f32 [1]
     window_gmem = refs.get("sliding_window")  # int32 [1]
     cap_gmem = refs.get("logits_soft_cap")  # f32 [1]
@@ -88,12 +88,14 @@ def _kernel(
     k_ring = Ring(k_gmem, k_smem, refs["k_full"], refs["k_free"])  # and their barriers [stages]
     v_ring = Ring(v_gmem, v_smem, refs["v_full"], refs["v_free"])
 
-    # From the last one: of a prompt's runs the longest begin, and the short ones fill the gaps at the end (H100, 2048
-    # tokens 219 us instead of 238, 8 x 1024 519 instead of 527).
-    seq = lengths_gmem.shape[0] - 1 - lax.axis_index("seq")
-    partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
-    partition = partial if config.cluster == 1 else partial * config.cluster + lax.axis_index("member")
     warpgroup = lax.axis_index("warpgroup")
+    partition = Partition.of(
+        refs,
+        num_partitions=config.num_partitions,
+        cluster=config.cluster,
+        num_kv_heads=k_gmem.shape[2] // num_parts,
+    )
+    seq, kv_head = partition.seq, partition.kv_head
     rows, tile_tokens = p_smem.shape
     num_chunks = width // config.chunk
     stages = config.num_stages
@@ -108,10 +110,7 @@ def _kernel(
 
     # 1. Which tiles are ours, from the true length.
     walk = Walk.of(
-        seq=seq,
-        partition=partition,
-        num_partitions=config.num_partitions,
-        length=lengths_gmem[seq],
+        partition,
         window=None if window_gmem is None else window_gmem[0],
         q_len=q_len,
         block_size=k_gmem.shape[1],
@@ -289,14 +288,7 @@ def _kernel(
         if v_scale is not None:
             acc = tuple(part * v_scale for part in acc)
         place = _finish.Place(
-            seq=seq,
-            kv_head=kv_head,
-            num_kv_heads=k_gmem.shape[2] // num_parts,
-            partial=partial,
-            num_partials=config.num_partials,
-            cluster=config.cluster,
-            q_len=q_len,
-            group=group,
+            partition, num_partials=config.num_partials, cluster=config.cluster, q_len=q_len, group=group
         )
         _finish.finish(refs, acc, m, l.sum(axis=0), place)
 
@@ -338,28 +330,35 @@ def launch(
         "k_scale": None if k_scale is None else jnp.atleast_1d(k_scale),
         "v_scale": None if v_scale is None else jnp.atleast_1d(v_scale),
     }
-    if config.num_partials > 1:
-        del options["sinks"]  # the merge kernel adds them
+    if config.num_partials > 1 and config.total_partitions is None:
+        del options["sinks"]  # the merge kernel alone adds them
+    plan = None
+    if config.total_partitions is not None:
+        total = config.total_partitions
+        plan = _plan.make(lengths, sliding_window, q_len=q_len, tile=config.tile, total_partitions=total)
     inputs = {
         "q": q,
         "k_cache": k_cache,
         "v_cache": v_cache,
         "block_tables": block_tables,
         "lengths": lengths,
+        **({} if plan is None else {"partitions": plan.partitions}),
         "scale": scale.reshape(1),
         **{name: value for name, value in options.items() if value is not None},
     }
+    finished_types = {
+        "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
+        "lse": jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
+    }
+    partial_rows, padded = kv_heads if plan else seqs * kv_heads, config.padded_partials
+    partial_types = {
+        "partial_out": jax.ShapeDtypeStruct((partial_rows * padded, width, rows), jnp.float32),
+        "partial_ml": jax.ShapeDtypeStruct((partial_rows * 2, padded, rows), jnp.float32),
+    }
     if config.num_partials == 1:
-        out_types = {
-            "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
-            "lse": jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
-        }
+        out_types = finished_types
     else:
-        padded = paged_merge.padded_partials(config.num_partials)
-        out_types = {
-            "partial_out": jax.ShapeDtypeStruct((seqs * kv_heads * padded, width, rows), jnp.float32),
-            "partial_ml": jax.ShapeDtypeStruct((seqs * kv_heads * 2, padded, rows), jnp.float32),
-        }
+        out_types = partial_types | finished_types if plan else partial_types
     if interpret and config.cluster > 1:
         out_types |= _finish.exchange(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
     blocks_of_tile = max(1, config.tile // block_size)
@@ -391,8 +390,8 @@ def launch(
     results = plgpu.kernel(
         paged_decode,
         out_type=tuple(out_types.values()),
-        grid=(seqs, config.num_partials, kv_heads),
-        grid_names=("seq", "partial", "kv_head"),
+        grid=(total, kv_heads) if plan else (seqs, config.num_partials, kv_heads),
+        grid_names=("place", "kv_head") if plan else ("seq", "partial", "kv_head"),
         **clusters,
         num_threads=2,
         thread_name="warpgroup",
@@ -401,20 +400,27 @@ def launch(
         interpret=interpret,
     )(*inputs.values())
 
-    out, lse = results[:2]
-    if config.num_partials > 1:
-        partial_out, partial_ml = out, lse
+    made = dict(zip(out_types, results, strict=True))
+    if config.num_partials == 1:
+        out, lse = made["out"], made["lse"]
+    else:
         out, lse = paged_merge.launch(
-            partial_out,
-            partial_ml,
+            made["partial_out"],
+            made["partial_ml"],
             lengths,
+            partition_starts=plan.partition_starts if plan else None,
+            finished=(made["out"], made["lse"]) if plan else None,
             sliding_window=inputs.get("sliding_window"),
             sinks=None if sinks is None else by_row(sinks, kv_heads, q_len, rows),
             q_len=q_len,
             heads=heads,
             dtype=q.dtype,
             config=paged_merge.default_config(
-                num_partials=config.num_partials, cluster=config.cluster, rows=rows, tile=config.tile
+                num_partials=config.num_partials,
+                cluster=config.cluster,
+                rows=rows,
+                tile=config.tile,
+                planned=plan is not None,
             ),
             interpret=interpret,
         )

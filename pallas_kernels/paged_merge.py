@@ -5,6 +5,7 @@
 One program makes 64 columns of the head_dim of the finished rows of one sequence and KV head. It takes the partials
 through a ring in SMEM, several at a time, so that their latencies overlap; only those of partitions that own a tile
 are read. The weights are worked out for 64 partitions at once, and sums are taken in the order of the partitions.
+Where a plan (`_plan`) left a sequence whole, the decode kernel has written its rows, and there is nothing to do.
 
 | array | where it lives and how it moves |
 |---|---|
@@ -25,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
-from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, over_rows, round_up
+from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, over_rows
 
 WEIGHTS = 64  # partitions whose weights are worked out at once: the smallest M, as COLUMNS
 
@@ -47,7 +48,7 @@ def check_supported(*, num_partials: int, rows: int) -> None:
         raise NotImplementedError(f"the merge takes 2 partials or more; got {num_partials=}.")
 
 
-def default_config(*, num_partials: int, cluster: int, rows: int, tile: int) -> Config:
+def default_config(*, num_partials: int, cluster: int, rows: int, tile: int, planned: bool = False) -> Config:
     partial_bytes = COLUMNS * rows * 4
     copied = max(1, 16 * 1024 // partial_bytes)  # 8 partials of 8 rows: 16 KiB a copy
     wanted = -(-num_partials // copied)
@@ -56,18 +57,37 @@ def default_config(*, num_partials: int, cluster: int, rows: int, tile: int) -> 
         cluster=cluster,
         tile=tile,
         copied=copied,
-        num_stages=min(wanted, 128 * 1024 // (copied * partial_bytes)),
+        # With a plan most sequences have few partials, and programs that share a SM are better than room for many.
+        num_stages=min(wanted, (64 if planned else 128) * 1024 // (copied * partial_bytes)),
     )
 
 
-def padded_partials(num_partials: int) -> int:
-    """How many partials the arrays must have room for, so that no copy reaches past their end."""
-    return round_up(num_partials, WEIGHTS)
+@dataclasses.dataclass(frozen=True)
+class Partials:
+    """Where the partials of a sequence and KV head stand."""
+
+    row: jax.Array
+    start: int | jax.Array  # in that row
+    most: int | jax.Array  # that there can be
 
 
 def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> None:
-    out_gmem = refs["partial_out"]  # f32 [seqs * kv_heads * padded partials, width, rows]
-    ml_gmem = refs["partial_ml"]  # f32 [seqs * kv_heads * 2, padded partials, rows]
+    seq, kv_head = lax.axis_index("seq"), lax.axis_index("kv_head")
+    starts_gmem = refs.get("partition_starts")  # int32 [seqs + 1]
+    if starts_gmem is None:
+        partials = Partials(seq * refs["lse"].shape[1] + kv_head, 0, config.num_partials)
+        _merge(refs, partials, config=config, q_len=q_len, group=group)
+        return
+    start, end = starts_gmem[seq], starts_gmem[seq + 1]
+
+    @pl.when(end - start > 1)  # otherwise its rows are finished
+    def _split() -> None:
+        _merge(refs, Partials(kv_head, start, end - start), config=config, q_len=q_len, group=group)
+
+
+def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: int, group: int) -> None:
+    out_gmem = refs["partial_out"]  # f32 [partial rows * padded, width, rows]
+    ml_gmem = refs["partial_ml"]  # f32 [partial rows * 2, padded, rows]
     lengths_gmem = refs["lengths"]  # int32 [seqs]
     window_gmem = refs.get("sliding_window")  # int32 [1]
     sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
@@ -79,9 +99,9 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
     ring_full, ml_full = refs["ring_full"], refs["ml_full"]  # [stages], []
 
     seq, columns, kv_head = lax.axis_index("seq"), lax.axis_index("columns"), lax.axis_index("kv_head")
-    num_kv_heads = refs["lse"].shape[1]
-    # One axis for these and the partitions: with more, a copy has more axes than the copy engine can take.
-    pair, padded = seq * num_kv_heads + kv_head, ml_gmem.shape[1]
+    row, start = partials.row, partials.start
+    # One axis for these and the partials: with more, a copy has more axes than the copy engine can take.
+    padded = ml_gmem.shape[1]
     rows = lse_smem.shape[0]
     copied, stages = config.copied, config.num_stages
 
@@ -89,13 +109,13 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
     length = lengths_gmem[seq]
     window = None if window_gmem is None else window_gmem[0]
     first_tile, end_tile = _rows.tile_range(length, window, q_len, config.tile)
-    count = jnp.clip(_rows.ceil_div(end_tile - first_tile, config.cluster), 0, config.num_partials)
+    count = jnp.clip(_rows.ceil_div(end_tile - first_tile, config.cluster), 0, partials.most)
     num_copies = _rows.ceil_div(count, copied)
 
     def copy_partials(i: jax.Array) -> None:
         stage = lax.rem(i, jnp.int32(stages))
         plgpu.copy_gmem_to_smem(
-            out_gmem.at[pl.ds(pair * padded + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
+            out_gmem.at[pl.ds(row * padded + start + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
             ring_smem.at[stage],
             ring_full.at[stage],
         )
@@ -111,7 +131,8 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
         acc, m, l = carry  # f32 [64, rows], [rows], [rows]
         shape = (WEIGHTS, rows)
         for i in range(2):
-            plgpu.copy_gmem_to_smem(ml_gmem.at[2 * pair + i, pl.ds(g * WEIGHTS, WEIGHTS)], ml_smem.at[i], ml_full)
+            some = pl.ds(start + g * WEIGHTS, WEIGHTS)
+            plgpu.copy_gmem_to_smem(ml_gmem.at[2 * row + i, some], ml_smem.at[i], ml_full)
         plgpu.barrier_wait(ml_full)
         written = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + g * WEIGHTS < count
         m_p = plgpu.load(ml_smem.at[0], layout=ROWS, optimized=False)
@@ -173,10 +194,12 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
 
 
 def launch(
-    partial_out: jax.Array,  # f32 [seqs * kv_heads * padded partials, width, rows]
-    partial_ml: jax.Array,  # f32 [seqs * kv_heads * 2, padded partials, rows]
+    partial_out: jax.Array,  # f32 [partial rows * padded, width, rows]; a partial row is a sequence and KV head
+    partial_ml: jax.Array,  # f32 [partial rows * 2, padded, rows]
     lengths: jax.Array,  # int32 [seqs]
     *,
+    partition_starts: jax.Array | None,  # int32 [seqs + 1], of a plan: where a sequence's stand in a KV head's row
+    finished: tuple[jax.Array, jax.Array] | None,  # with a plan: the results, but for those of split sequences
     sliding_window: jax.Array | None,  # int32 [1]
     sinks: jax.Array | None,  # f32 [kv_heads, rows]
     q_len: int,
@@ -186,28 +209,31 @@ def launch(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, width] in `dtype`, and lse f32 [seqs, kv_heads, rows]."""
-    pairs = partial_ml.shape[0] // 2
     _, width, rows = partial_out.shape
     seqs = lengths.shape[0]
-    kv_heads = pairs // seqs
+    kv_heads = partial_ml.shape[0] // 2 // (seqs if partition_starts is None else 1)
     check_supported(num_partials=config.num_partials, rows=rows)
     inputs = {"partial_out": partial_out, "partial_ml": partial_ml, "lengths": lengths}
+    if partition_starts is not None:
+        inputs["partition_starts"] = partition_starts
     if sliding_window is not None:
         inputs["sliding_window"] = sliding_window
     if sinks is not None:
         inputs["sinks"] = sinks
-    names = (*inputs, "out", "lse")
+    results = ("out", "lse")
+    names = (*inputs, *results) if finished is None else (*results, *inputs)
+    out_types = (
+        jax.ShapeDtypeStruct((seqs, q_len, heads, width), dtype),
+        jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
+    )
 
     def paged_merge(*operands: Any, **scratch_refs: Any) -> None:
         refs = dict(zip(names, operands, strict=True)) | scratch_refs
         _kernel(refs, config=config, q_len=q_len, group=heads // kv_heads)
 
-    return plgpu.kernel(
+    merge = plgpu.kernel(
         paged_merge,
-        out_type=(
-            jax.ShapeDtypeStruct((seqs, q_len, heads, width), dtype),
-            jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
-        ),
+        out_type=out_types if finished is None else (),
         grid=(seqs, width // COLUMNS, kv_heads),
         grid_names=("seq", "columns", "kv_head"),
         scratch_types=dict(
@@ -221,4 +247,12 @@ def launch(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(*inputs.values())
+    )
+    if finished is None:
+        return merge(*inputs.values())
+
+    def overwrite(finished_refs: tuple[Any, Any]) -> None:
+        merge(*finished_refs, *inputs.values())
+
+    # Refs are how a kernel writes into its operands.
+    return pl.run_state(overwrite)(finished)

@@ -74,7 +74,8 @@ def test_numbers_are_checked_under_jit_too(options):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (dict(num_partitions=0), ValueError, r"num_partitions must be at least 1; got num_partitions=0"),
+        (dict(num_partitions=0), ValueError, r"num_partitions must be at least 1, .*; got num_partitions=0"),
+        (dict(num_partitions="even"), ValueError, r"num_partitions must be .* \"balanced\"; got num_partitions='even'"),
         (dict(implementation="cuda"), ValueError, r'None, "mosaic_gpu" or "xla"; got implementation=\'cuda\''),
         (dict(implementation="mosaic_gpu"), NotImplementedError, r"need an NVIDIA GPU|takes q in bfloat16"),
     ],

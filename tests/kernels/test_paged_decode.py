@@ -216,12 +216,14 @@ def test_what_cannot_be_taken_says_so(monkeypatch):
     refused(make_case(dtype=BF16), "compute_capability=8.0")
 
 
-@pytest.mark.parametrize("num_partitions", [1, 2])
-def test_vmap_gradient_and_export(num_partitions):
+@pytest.mark.parametrize(("num_partitions", "total_partitions"), [(1, None), (2, None), (3, 4)])
+def test_vmap_gradient_and_export(num_partitions, total_partitions):
     cases = [make_case(seed, lengths=(3, 50), max_blocks=4, dtype=BF16, options=OPTIONS["all"]) for seed in range(2)]
     config = decode_config.default_config(
         seqs=2, kv_heads=2, group=3, q_len=1, head_dim=64, capacity=64, num_sms=132, num_partitions=num_partitions
     )
+    if total_partitions is not None:
+        config = dataclasses.replace(config, cluster=1, total_partitions=total_partitions)
     interpreted = functools.partial(_mosaic_gpu._launch, config, plgpu.InterpretGPUParams(detect_races=True))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
     out, _ = jax.vmap(interpreted)(stacked)

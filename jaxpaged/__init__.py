@@ -4,6 +4,7 @@ from jaxpaged._allocator import BlockAllocator
 from jaxpaged._attention import paged_attention
 from jaxpaged._cache import KVCache, fold_layers, layer_block_tables, layer_scales, layer_slots, unfold_layers
 from jaxpaged._copying import copy_blocks
+from jaxpaged._partitions import PartitionPlan, plan_partitions
 from jaxpaged._plot import plot_blocks
 from jaxpaged._prefix_cache import PrefixCache
 from jaxpaged._quantisation import kv_scale, widen_kv
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockAllocator",
     "KVCache",
+    "PartitionPlan",
     "PrefixCache",
     "copy_blocks",
     "fold_layers",
@@ -28,6 +30,7 @@ __all__ = [
     "layer_slots",
     "paged_attention",
     "paged_attention_reference",
+    "plan_partitions",
     "plot_blocks",
     "rotary_frequencies",
     "rotate_and_write_kv",

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged import _mosaic_gpu, _xla
 from jaxpaged._arguments import AttentionArguments, check_arguments
+from jaxpaged._partitions import NumPartitions, check_partitions
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -28,7 +29,7 @@ def paged_attention(
     sinks: ArrayLike | None = ...,
     k_scale: ArrayLike | None = ...,
     v_scale: ArrayLike | None = ...,
-    num_partitions: int | Literal["balanced"] | None = ...,
+    num_partitions: NumPartitions = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...
@@ -49,7 +50,7 @@ def paged_attention(
     sinks: ArrayLike | None = ...,
     k_scale: ArrayLike | None = ...,
     v_scale: ArrayLike | None = ...,
-    num_partitions: int | Literal["balanced"] | None = ...,
+    num_partitions: NumPartitions = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -69,7 +70,7 @@ def paged_attention(
     sinks: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
-    num_partitions: int | Literal["balanced"] | None = None,
+    num_partitions: NumPartitions = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -111,7 +112,8 @@ def paged_attention(
         num_partitions: in how many parts each sequence's tokens are worked on side by side, to be merged at the end.
             With a number, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1,
             "mosaic_gpu" what fills the GPU, as many for each. "balanced", for a few sequences that are much longer than
-            the others: "mosaic_gpu" shares them out by the true lengths, in the same jit and once for all layers.
+            the others: "mosaic_gpu" shares them out by the true lengths; layers that are unrolled in one jit do that
+            once. Or what `plan_partitions` returns, the same made beforehand, for a scan over layers.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for Hopper GPUs (compute capability 9.0) in bfloat16 and float16, with
             caches in q's dtype or of 8 bits, for one token or whole prompts; "xla", anything anywhere; None, the first
@@ -152,10 +154,7 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    if num_partitions not in (None, "balanced") and not (isinstance(num_partitions, int) and num_partitions >= 1):
-        raise ValueError(
-            f'num_partitions must be at least 1, or "balanced"; got {num_partitions=}. None lets jaxpaged choose.'
-        )
+    num_partitions = check_partitions(num_partitions, seqs=arguments.q.shape[0])
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     if _use_kernel(arguments, implementation):

@@ -2,31 +2,35 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from jaxpaged import _query_runs, _xla
 from jaxpaged._arguments import AttentionArguments
-from pallas_kernels import decode_config, paged_decode
+from jaxpaged._partitions import NumPartitions
+from pallas_kernels import decode_config, paged_decode, partition_plan
+from pallas_kernels.partition_plan import PartitionPlan
 
 
-def attend(a: AttentionArguments, *, num_partitions: int | Literal["balanced"] | None) -> tuple[jax.Array, jax.Array]:
+def attend(a: AttentionArguments, *, num_partitions: NumPartitions) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
 
     What `check_supported` lets through.
     """
     num_sms, _ = _gpu()
-    return _launch(config_of(a, num_sms=num_sms, num_partitions=num_partitions), None, a)
+    config = config_of(a, num_sms=num_sms, num_partitions=num_partitions)
+    return _launch(config, None, a, plan_of(config, a, num_partitions))
 
 
-def config_of(
-    a: AttentionArguments, *, num_sms: int, num_partitions: int | Literal["balanced"] | None
-) -> decode_config.Config:
+def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: NumPartitions) -> decode_config.Config:
     num_runs, run = _query_runs.runs_of(a.q.shape[1], a.group)
+    plan = None
+    if isinstance(num_partitions, PartitionPlan):
+        plan, num_partitions = num_partitions, "balanced"
     if num_partitions == "balanced" and num_runs > 1:
         num_partitions = None  # a prompt's runs are many, and there is nothing to even out
-    return decode_config.default_config(
+    config = decode_config.default_config(
         seqs=a.q.shape[0] * num_runs,
         kv_heads=a.k_cache.shape[2],
         group=a.group,
@@ -37,6 +41,25 @@ def config_of(
         num_partitions=num_partitions,
         itemsize=a.k_cache.dtype.itemsize,
         token_scales=sum(scale is not None and scale.ndim == 3 for scale in (a.k_scale, a.v_scale)),
+    )
+    if plan is None or config.total_partitions is None:
+        return config
+    return dataclasses.replace(
+        config,
+        total_partitions=plan.total_partitions,
+        num_partitions=decode_config.most_of_one(plan.total_partitions, seqs=a.q.shape[0]),
+    )
+
+
+def plan_of(
+    config: decode_config.Config, a: AttentionArguments, num_partitions: NumPartitions = "balanced"
+) -> PartitionPlan | None:
+    if config.total_partitions is None:
+        return None
+    if isinstance(num_partitions, PartitionPlan):
+        return num_partitions
+    return partition_plan.make(
+        a.lengths, a.sliding_window, q_len=a.q.shape[1], total_partitions=config.total_partitions
     )
 
 
@@ -78,8 +101,10 @@ def varies(arrays: Any) -> bool:
 # Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _launch(config: decode_config.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
-    if config.total_partitions is None:
+def _launch(
+    config: decode_config.Config, interpret: Any, a: AttentionArguments, plan: PartitionPlan | None = None
+) -> tuple[jax.Array, jax.Array]:
+    if plan is None:
         return _kernels(config, interpret, a)
     # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0): under vmap each sequence
     # is worked on whole, by programs of which there are then more.
@@ -87,15 +112,17 @@ def _launch(config: decode_config.Config, interpret: Any, a: AttentionArguments)
     whole = dataclasses.replace(config, num_partitions=1, total_partitions=None)
 
     @launch.def_vmap
-    def _mapped(axis_size: int, in_batched: list[Any], a: AttentionArguments) -> tuple[Any, Any]:
+    def _mapped(axis_size: int, in_batched: list[Any], a: AttentionArguments, _: PartitionPlan) -> tuple[Any, Any]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])
         mapped = jax.vmap(functools.partial(_kernels, whole, interpret), in_axes=(axes,), axis_size=axis_size)
         return mapped(a), (True, True)
 
-    return launch(a)
+    return launch(a, plan)
 
 
-def _kernels(config: decode_config.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+def _kernels(
+    config: decode_config.Config, interpret: Any, a: AttentionArguments, plan: PartitionPlan | None = None
+) -> tuple[jax.Array, jax.Array]:
     runs = _query_runs.cut(a)
     out, lse = paged_decode.launch(
         runs.q,
@@ -110,6 +137,7 @@ def _kernels(config: decode_config.Config, interpret: Any, a: AttentionArguments
         sinks=runs.sinks,
         k_scale=runs.k_scale,
         v_scale=runs.v_scale,
+        plan=plan,
         config=config,
         interpret=interpret,
     )
@@ -119,7 +147,7 @@ def _kernels(config: decode_config.Config, interpret: Any, a: AttentionArguments
 @_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
 def _launch_jvp(config: decode_config.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
-    return jax.jvp(functools.partial(_xla.attend, num_partitions=1), primals, tangents)
+    return jax.jvp(functools.partial(_xla.attend, num_partitions=1), primals[:1], tangents[:1])
 
 
 def _gpu() -> tuple[int, float]:

@@ -108,7 +108,7 @@ def default_config(
     if num_partitions == "balanced":
         total_partitions = balanced_partitions(seqs, kv_heads, num_sms)
     if total_partitions is not None:
-        cluster, num_partitions = 1, total_partitions - seqs + 1  # the most that one of them can get
+        cluster, num_partitions = 1, most_of_one(total_partitions, seqs=seqs)
     else:
         chosen_here = not isinstance(num_partitions, int)
         if not isinstance(num_partitions, int):
@@ -232,6 +232,11 @@ def balanced_partitions(seqs: int, kv_heads: int, num_sms: int) -> int | None:
     # And no fewer than half the SMs can work on, which reach the bandwidth.
     total = seqs + max(seqs, num_sms // 2 // kv_heads)
     return total if seqs > 1 and total <= MAX_SEQS else None
+
+
+def most_of_one(total_partitions: int, *, seqs: int) -> int:
+    """The most partitions that one sequence can get of what is shared out."""
+    return total_partitions - seqs + 1
 
 
 def cluster_of(num_partitions: int) -> int:

@@ -47,13 +47,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _finish, _plan, _rows, _scales, _scratch, _widen, decode_config, paged_merge
+from pallas_kernels import _finish, _rows, _scales, _scratch, _widen, decode_config, paged_merge
 from pallas_kernels._fetch import Ring, fetch
 from pallas_kernels._logits import Logits
 from pallas_kernels._products import Products
 from pallas_kernels._rows import LOWEST, ROWS, over_rows, round_up
 from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.decode_config import Config
+from pallas_kernels.partition_plan import PartitionPlan
 
 
 def _kernel(
@@ -307,6 +308,7 @@ def launch(
     sinks: jax.Array | None = None,  # f32 [heads]
     k_scale: jax.Array | None = None,  # f32 [], [kv_heads] or [blocks, block_size, kv_heads], of an 8-bit cache
     v_scale: jax.Array | None = None,  # likewise
+    plan: PartitionPlan | None = None,  # where the config has `total_partitions`
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -332,10 +334,6 @@ def launch(
     }
     if config.num_partials > 1 and config.total_partitions is None:
         del options["sinks"]  # the merge kernel alone adds them
-    plan = None
-    if config.total_partitions is not None:
-        total = config.total_partitions
-        plan = _plan.make(lengths, sliding_window, q_len=q_len, tile=config.tile, total_partitions=total)
     inputs = {
         "q": q,
         "k_cache": k_cache,
@@ -390,7 +388,7 @@ def launch(
     results = plgpu.kernel(
         paged_decode,
         out_type=tuple(out_types.values()),
-        grid=(total, kv_heads) if plan else (seqs, config.num_partials, kv_heads),
+        grid=(plan.total_partitions, kv_heads) if plan else (seqs, config.num_partials, kv_heads),
         grid_names=("place", "kv_head") if plan else ("seq", "partial", "kv_head"),
         **clusters,
         num_threads=2,

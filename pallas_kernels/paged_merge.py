@@ -5,7 +5,7 @@
 One program makes 64 columns of the head_dim of the finished rows of one sequence and KV head. It takes the partials
 through a ring in SMEM, several at a time, so that their latencies overlap; only those of partitions that own a tile
 are read. The weights are worked out for 64 partitions at once, and sums are taken in the order of the partitions.
-Where a plan (`_plan`) left a sequence whole, the decode kernel has written its rows, and there is nothing to do.
+Where a plan (`partition_plan`) left a sequence whole, the decode kernel has written its rows: nothing is done.
 
 | array | where it lives and how it moves |
 |---|---|

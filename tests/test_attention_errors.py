@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged import paged_attention, paged_attention_reference
+from jaxpaged import paged_attention, paged_attention_reference, plan_partitions
 from tests.cases import make_case
 
 SEQS, HEADS, KV_HEADS, HEAD_DIM = 3, 6, 2, 64
@@ -75,7 +75,12 @@ def test_numbers_are_checked_under_jit_too(options):
     ("options", "error", "message"),
     [
         (dict(num_partitions=0), ValueError, r"num_partitions must be at least 1, .*; got num_partitions=0"),
-        (dict(num_partitions="even"), ValueError, r"num_partitions must be .* \"balanced\"; got num_partitions='even'"),
+        (dict(num_partitions="even"), ValueError, r"num_partitions must be .*; got num_partitions='even'"),
+        (
+            dict(num_partitions=plan_partitions(jnp.array([1, 2]), num_kv_heads=2)),
+            ValueError,
+            r"is a plan for 2 sequences; got seqs=3",
+        ),
         (dict(implementation="cuda"), ValueError, r'None, "mosaic_gpu" or "xla"; got implementation=\'cuda\''),
         (dict(implementation="mosaic_gpu"), NotImplementedError, r"need an NVIDIA GPU|takes q in bfloat16"),
     ],

@@ -33,7 +33,8 @@ def attend(
     interpret = plgpu.InterpretGPUParams(detect_races=True, **fill)
     a = arguments_of(case)
     chosen = _mosaic_gpu.config_of(a, num_sms=132, num_partitions=num_partitions)  # of an H100
-    out, lse = _mosaic_gpu._launch(dataclasses.replace(chosen, **config), interpret, a)
+    chosen = dataclasses.replace(chosen, **config)
+    out, lse = _mosaic_gpu._launch(chosen, interpret, a, _mosaic_gpu.plan_of(chosen, a))
     jax.block_until_ready(out)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 

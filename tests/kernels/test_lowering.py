@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import decode_config, paged_decode
+from pallas_kernels import decode_config, paged_decode, partition_plan
 
 OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 
@@ -51,14 +51,21 @@ def traced(
         "alibi_slopes": shape((kv_heads * group,), jnp.float32),
         "sinks": shape((kv_heads * group,), jnp.float32),
     }
-    jitted = jax.jit(functools.partial(paged_decode.launch, config=config))
+
+    @jax.jit
+    def launch(*arrays, **named):
+        plan, total = None, config.total_partitions
+        if total is not None:
+            plan = partition_plan.make(arrays[-1], named.get("sliding_window"), q_len=q_len, total_partitions=total)
+        return paged_decode.launch(*arrays, **named, plan=plan, config=config)
+
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)
     named = {name: types[name] for name in ("scale", *options)}
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         if scale is not None:
             named[name] = shape(scale_shapes[scale], jnp.float32)
-    return jitted.trace(*arrays, **named), config
+    return launch.trace(*arrays, **named), config
 
 
 def lower(**shape):
@@ -91,7 +98,7 @@ def test_heads_of_other_models(head_dim):
     lower(head_dim=head_dim)
 
 
-@pytest.mark.parametrize("num_partitions", [1, 3])
+@pytest.mark.parametrize("num_partitions", [1, 3, "balanced"])
 @pytest.mark.parametrize("q_len", [1, 2, 16])
 def test_options(q_len, num_partitions):
     lower(q_len=q_len, num_partitions=num_partitions, options=OPTIONS)

@@ -224,7 +224,11 @@ def test_vmap_gradient_and_export(num_partitions, total_partitions):
     )
     if total_partitions is not None:
         config = dataclasses.replace(config, cluster=1, total_partitions=total_partitions)
-    interpreted = functools.partial(_mosaic_gpu._launch, config, plgpu.InterpretGPUParams(detect_races=True))
+
+    def launch(interpret, a):
+        return _mosaic_gpu._launch(config, interpret, a, _mosaic_gpu.plan_of(config, a))
+
+    interpreted = functools.partial(launch, plgpu.InterpretGPUParams(detect_races=True))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
     out, _ = jax.vmap(interpreted)(stacked)
     for case, its in zip(cases, out, strict=True):
@@ -239,7 +243,7 @@ def test_vmap_gradient_and_export(num_partitions, total_partitions):
     theirs = jax.grad(functools.partial(loss, functools.partial(_xla.attend, num_partitions=1)))(q)
     assert (ours == theirs).all()
 
-    for_gpu = functools.partial(_mosaic_gpu._launch, config, None)
+    for_gpu = functools.partial(launch, None)
     jax.jit(jax.vmap(for_gpu)).trace(stacked).lower(lowering_platforms=("cuda",))
     exported = export.export(jax.jit(for_gpu), platforms=["cuda"])(*[arguments_of(cases[0])])
     assert exported.platforms == ("cuda",)

@@ -1,11 +1,14 @@
 """Partitions shared out by length: the plan, and the kernels that follow it."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _mosaic_gpu
-from pallas_kernels import _plan, decode_config
+from jaxpaged import _mosaic_gpu, paged_attention, plan_partitions
+from pallas_kernels import decode_config, partition_plan
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 from tests.kernels.test_config import SHAPE
@@ -22,7 +25,7 @@ LENGTHS = {
 
 def make(lengths, total, *, window=None, q_len=1):
     window = None if window is None else jnp.asarray(window, jnp.int32)
-    plan = _plan.make(jnp.asarray(lengths, jnp.int32), window, q_len=q_len, tile=64, total_partitions=total)
+    plan = partition_plan.make(jnp.asarray(lengths, jnp.int32), window, q_len=q_len, total_partitions=total)
     return np.asarray(plan.partitions), np.asarray(plan.partition_starts)
 
 
@@ -104,12 +107,45 @@ def test_rows_and_heads(q_len, heads, head_dim):
     check(case, zero_fill=True, **balanced(case))
 
 
+def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
+    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    case = make_case(lengths=(500, 3), max_blocks=32, dtype=BF16)
+    q, *cache = case.arrays
+
+    def layers(q, num_partitions, *rest):
+        plan = num_partitions or plan_partitions(rest[-1], num_kv_heads=2)
+
+        def layer(q, _):
+            return paged_attention(q, *rest, num_partitions=plan, implementation="mosaic_gpu"), None
+
+        return jax.lax.scan(layer, q, length=3)[0]
+
+    def plans_inside(num_partitions):
+        jaxpr = jax.make_jaxpr(layers, static_argnums=1)(q, num_partitions, *cache)
+        (scan,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
+        return str(scan.params["jaxpr"]).count("cumsum[")
+
+    assert plans_inside(None) == 0
+    assert plans_inside("balanced") == 1
+
+
+def test_a_plan_made_elsewhere_is_followed(monkeypatch):
+    """From other lengths, for other KV heads: it decides only who works on what."""
+    case = make_case(lengths=(0, 1, 500, 70), max_blocks=32, kv_heads=2, dtype=BF16)
+    other = partition_plan.make(jnp.array([900, 1, 30, 64]), None, q_len=1, total_partitions=9)
+    assert jnp.diff(other.partition_starts).tolist() == [4, 1, 1, 1]
+    monkeypatch.setattr(_mosaic_gpu, "plan_of", lambda *_: other)
+    config = _mosaic_gpu.config_of(arguments_of(case), num_sms=4, num_partitions=other)
+    assert config.total_partitions == 9
+    check(case, num_partitions=config.num_partitions, cluster=1, total_partitions=9)
+
+
 def test_a_plan_that_loses_a_partition_is_noticed(monkeypatch):
     case = make_case(lengths=(500, 3), max_blocks=32, kv_heads=1, dtype=BF16)
     how = balanced(case)
-    plan = _plan.make(jnp.asarray(case.lengths), None, q_len=1, tile=64, total_partitions=how["total_partitions"])
+    plan = partition_plan.make(jnp.asarray(case.lengths), None, q_len=1, total_partitions=how["total_partitions"])
     assert plan.partitions[1].tolist() == [0, 1, 2]
-    shorter = _plan.Plan(plan.partitions.at[1, 1].set(2), plan.partition_starts)  # now it is one left over
-    monkeypatch.setattr(_plan, "make", lambda *_, **__: shorter)
+    shorter = dataclasses.replace(plan, partitions=plan.partitions.at[1, 1].set(2))  # now it is one left over
+    monkeypatch.setattr(_mosaic_gpu, "plan_of", lambda *_: shorter)
     out, _ = attend(case, **how)
     assert not within_budget(case, out)[0].all()

@@ -42,8 +42,9 @@ def model_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     parser.add_argument(
         "--dtype",
+        type=dtype_name,
         choices=("float32", "bfloat16"),
-        default=default_dtype(),
+        default="default",  # argparse converts it once it is needed: --help does not start a backend
         help="to compute in; default: float32, on a GPU bfloat16",
     )
     parser.add_argument("--block-size", type=positive, default=16, metavar="TOKENS")
@@ -165,8 +166,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def default_dtype() -> str:
-    """On a GPU one that the kernels take; a CPU computes faster in float32."""
+def dtype_name(text: str) -> str:
+    """By default on a GPU one that the kernels take; a CPU computes faster in float32."""
+    if text != "default":
+        return text
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 

@@ -1,5 +1,7 @@
 """What the NNX and the Linen module share: everything between the projections."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -20,6 +22,7 @@ def rotate_write_attend(
     scale: float | None,
     sliding_window: int | None,
     logits_soft_cap: float | None,
+    num_partitions: int | Literal["balanced"] | None,
     implementation: Implementation | None,
 ) -> tuple[KVCache, jax.Array]:  # and [seqs, q_len, heads * head_dim]
     seqs, q_len = slots.shape
@@ -42,6 +45,7 @@ def rotate_write_attend(
         logits_soft_cap=logits_soft_cap,
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
+        num_partitions=num_partitions,
         implementation=implementation,
     )
     return cache, out.reshape(seqs, q_len, -1)

@@ -1,5 +1,7 @@
 """Paged attention as a Flax Linen module."""
 
+from typing import Literal
+
 import jax
 from flax import linen
 from jax.typing import DTypeLike
@@ -41,6 +43,7 @@ class PagedAttention(linen.Module):
     scale: float | None = None
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
+    num_partitions: int | Literal["balanced"] | None = None
     implementation: Implementation | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = "float32"
@@ -69,6 +72,7 @@ class PagedAttention(linen.Module):
             scale=self.scale,
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
+            num_partitions=self.num_partitions,
             implementation=self.implementation,
         )
         return cache, linear("o_proj", x.shape[-1], self.use_output_bias)(out)

@@ -1,5 +1,7 @@
 """Paged attention as a Flax NNX module."""
 
+from typing import Literal
+
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
@@ -31,9 +33,10 @@ class PagedAttention(nnx.Module):
         rotary_frequencies: from `jaxpaged.rotary_frequencies`, `head_dim // 2` numbers; None leaves the rotation out.
         use_bias: whether q, k and v have a bias.
         use_output_bias: whether the output projection has one.
-        scale: as in `jaxpaged.paged_attention`, like the next three.
+        scale: as in `jaxpaged.paged_attention`, like the next four.
         sliding_window: in tokens.
         logits_soft_cap: of the logits.
+        num_partitions: a number or "balanced"; a plan goes to `jaxpaged.paged_attention` itself.
         implementation: of the attention.
         dtype: of the computation; None: the one that input and parameters promote to.
         param_dtype: of the parameters.
@@ -70,6 +73,7 @@ class PagedAttention(nnx.Module):
         scale: float | None = None,
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
+        num_partitions: int | Literal["balanced"] | None = None,
         implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = "float32",
@@ -82,6 +86,7 @@ class PagedAttention(nnx.Module):
         self.scale = scale
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
+        self.num_partitions = num_partitions
         self.implementation = implementation
 
         def linear(features_in: int, features_out: int, bias: bool) -> nnx.Linear:
@@ -121,6 +126,7 @@ class PagedAttention(nnx.Module):
             scale=self.scale,
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
+            num_partitions=self.num_partitions,
             implementation=self.implementation,
         )
         return cache, self.o_proj(out)

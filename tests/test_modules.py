@@ -22,7 +22,7 @@ OPTIONS = [
     {},
     dict(use_bias=True, use_output_bias=True),
     dict(sliding_window=5, logits_soft_cap=2.0, scale=0.4),
-    dict(rotary_frequencies=None),
+    dict(rotary_frequencies=None, num_partitions="balanced"),
 ]
 LENGTHS = (11, 1, 7)
 
@@ -151,6 +151,15 @@ def test_call_errors():
     other = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM)
     with pytest.raises(ValueError, match=r"must be \[blocks, block_size, 2, 16\].*got cache.k.shape=\(4, 4, 1, 16\)"):
         module(jnp.zeros((3, 1, FEATURES)), other, allocator, slots)
+
+
+def test_the_number_of_partitions_reaches_the_attention():
+    module, apply = make(dict(num_partitions=0))
+    cache, allocator = fresh()
+    allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
+    for attend in (module, apply):
+        with pytest.raises(ValueError, match=r"num_partitions must be .*; got num_partitions=0"):
+            attend(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, allocator, slots)
 
 
 def test_rotary_frequencies_of_an_odd_head_dim():

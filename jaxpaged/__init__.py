@@ -4,7 +4,8 @@ from jaxpaged._allocator import BlockAllocator
 from jaxpaged._attention import paged_attention
 from jaxpaged._cache import KVCache, fold_layers, layer_block_tables, layer_scales, layer_slots, unfold_layers
 from jaxpaged._copying import copy_blocks
-from jaxpaged._partitions import PartitionPlan, plan_partitions
+from jaxpaged._partitions import PartitionPlan
+from jaxpaged._planning import plan_partitions
 from jaxpaged._plot import plot_blocks
 from jaxpaged._prefix_cache import PrefixCache
 from jaxpaged._quantisation import kv_scale, widen_kv

@@ -88,19 +88,19 @@ def check_arguments(
     heads, head_dim = q.shape[-2:]
     block_size = k_cache.shape[1]
     capacity = block_tables.shape[1] * block_size
-    window = _optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
+    window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     return AttentionArguments(
         q=q if q.ndim == 4 else q[:, None],
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=block_tables,
         lengths=jnp.clip(lengths, 0, capacity),
-        scale=jnp.asarray(head_dim**-0.5 if scale is None else _optional("scale", scale, [()]), jnp.float32),
+        scale=jnp.asarray(head_dim**-0.5 if scale is None else optional("scale", scale, [()]), jnp.float32),
         # 2^31 - 1 stands for no window in a scan over layers: cut down, so that no position less a window overflows.
         sliding_window=None if window is None else jnp.clip(window, 1, capacity),
-        logits_soft_cap=_optional("logits_soft_cap", logits_soft_cap, [()], positive=True),
-        alibi_slopes=_optional("alibi_slopes", alibi_slopes, [(heads,)]),
-        sinks=_optional("sinks", sinks, [(heads,)]),
+        logits_soft_cap=optional("logits_soft_cap", logits_soft_cap, [()], positive=True),
+        alibi_slopes=optional("alibi_slopes", alibi_slopes, [(heads,)]),
+        sinks=optional("sinks", sinks, [(heads,)]),
         k_scale=_cache_scale("k_scale", k_scale, k_cache.shape[:3]),
         v_scale=_cache_scale("v_scale", v_scale, k_cache.shape[:3]),
     )
@@ -117,6 +117,10 @@ def _check_dtypes(
         raise ValueError(f"k_cache and v_cache must have one dtype; got {k_cache.dtype=!s}, {v_cache.dtype=!s}.")
     if block_tables.dtype != jnp.int32:
         raise ValueError(f"block_tables must be int32; got {block_tables.dtype=!s}. Cast with .astype(jnp.int32).")
+    check_lengths_dtype(lengths)
+
+
+def check_lengths_dtype(lengths: jax.Array) -> None:
     if lengths.dtype != jnp.int32:
         raise ValueError(f"lengths must be int32; got {lengths.dtype=!s}. Cast with .astype(jnp.int32).")
 
@@ -152,7 +156,7 @@ def _check_shapes(
         raise ValueError(f"lengths must be [seqs] with seqs={seqs} as in q; got {lengths.shape=}.")
 
 
-def _optional(
+def optional(
     name: str,
     value: ArrayLike | None,
     shapes: list[tuple[int, ...]],

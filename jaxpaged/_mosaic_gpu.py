@@ -20,7 +20,8 @@ def attend(a: AttentionArguments, *, num_partitions: NumPartitions) -> tuple[jax
     """
     num_sms, _ = _gpu()
     config = config_of(a, num_sms=num_sms, num_partitions=num_partitions)
-    return _launch(config, None, a, plan_of(config, a, num_partitions))
+    mapped = config if config.total_partitions is None else config_of(a, num_sms=num_sms, num_partitions=None)
+    return _launch(config, mapped, None, a, plan_of(config, a, num_partitions))
 
 
 def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: NumPartitions) -> decode_config.Config:
@@ -51,9 +52,7 @@ def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: NumPartiti
     )
 
 
-def plan_of(
-    config: decode_config.Config, a: AttentionArguments, num_partitions: NumPartitions = "balanced"
-) -> PartitionPlan | None:
+def plan_of(config: decode_config.Config, a: AttentionArguments, num_partitions: NumPartitions) -> PartitionPlan | None:
     if config.total_partitions is None:
         return None
     if isinstance(num_partitions, PartitionPlan):
@@ -99,23 +98,27 @@ def varies(arrays: Any) -> bool:
 
 
 # Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _launch(
-    config: decode_config.Config, interpret: Any, a: AttentionArguments, plan: PartitionPlan | None = None
+    config: decode_config.Config,
+    mapped: decode_config.Config,  # what is taken under vmap
+    interpret: Any,
+    a: AttentionArguments,
+    plan: PartitionPlan | None,
 ) -> tuple[jax.Array, jax.Array]:
     if plan is None:
         return _kernels(config, interpret, a)
-    # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0): under vmap each sequence
-    # is worked on whole, by programs of which there are then more.
+    # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0).
     launch = jax.custom_batching.custom_vmap(functools.partial(_kernels, config, interpret))
-    whole = dataclasses.replace(config, num_partitions=1, total_partitions=None)
 
     @launch.def_vmap
-    def _mapped(axis_size: int, in_batched: list[Any], a: AttentionArguments, _: PartitionPlan) -> tuple[Any, Any]:
+    def _without_plan(
+        axis_size: int, in_batched: list[Any], a: AttentionArguments, _: PartitionPlan
+    ) -> tuple[Any, Any]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])
-        mapped = jax.vmap(functools.partial(_kernels, whole, interpret), in_axes=(axes,), axis_size=axis_size)
-        return mapped(a), (True, True)
+        launch_mapped = jax.vmap(functools.partial(_kernels, mapped, interpret), in_axes=(axes,), axis_size=axis_size)
+        return launch_mapped(a), (True, True)
 
     return launch(a, plan)
 
@@ -145,7 +148,9 @@ def _kernels(
 
 
 @_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
-def _launch_jvp(config: decode_config.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
+def _launch_jvp(
+    config: decode_config.Config, mapped: decode_config.Config, interpret: Any, primals: tuple, tangents: tuple
+) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
     return jax.jvp(functools.partial(_xla.attend, num_partitions=1), primals[:1], tangents[:1])
 

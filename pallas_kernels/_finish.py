@@ -140,7 +140,7 @@ def _merge_cluster(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Arra
     l_smem[...] = l
     partial = {f"acc{i}": part for i, part in enumerate(acc_smem)} | {"m": m_smem, "l": l_smem}
     exchange = {name: refs[EXCHANGE + name] for name in partial if EXCHANGE + name in refs}
-    everybody = (place.partition.row * place.num_partials + place.partition.partial) * place.cluster
+    everybody = (place.partition.stack * place.num_partials + place.partition.partial) * place.cluster
     if exchange:
         plgpu.commit_smem()
         for name, target in exchange.items():
@@ -211,11 +211,11 @@ def _sinks(refs: dict[str, Any], place: Place) -> jax.Array | None:
 
 
 def _partial_out(refs: dict[str, Any], place: Place) -> Any:
-    row, padded = place.partition.row, refs["partial_ml"].shape[1]
-    return refs["partial_out"].at[row * padded + place.partition.partial]  # [partial rows * padded, width, rows]
+    stack, padded = place.partition.stack, refs["partial_ml"].shape[1]
+    return refs["partial_out"].at[stack * padded + place.partition.partial]  # [stacks * padded, width, rows]
 
 
 def _copy_rows(refs: dict[str, Any], ml_smem: Any, place: Place) -> None:
-    row, partial = place.partition.row, place.partition.partial
-    for i in range(2):  # [partial rows * 2, padded, rows]
-        plgpu.copy_smem_to_gmem(ml_smem.at[i], refs["partial_ml"].at[2 * row + i, partial])
+    stack, partial = place.partition.stack, place.partition.partial
+    for i in range(2):  # [stacks * 2, padded, rows]
+        plgpu.copy_smem_to_gmem(ml_smem.at[i], refs["partial_ml"].at[2 * stack + i, partial])

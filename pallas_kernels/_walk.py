@@ -23,8 +23,8 @@ class Partition:
     index: jax.Array  # of this one among those of its sequence
     count: int | jax.Array
     length: jax.Array  # int32 [], of the sequence; 0 where there is nothing to do
-    row: jax.Array  # of partials: one a sequence and KV head, or, with a plan, one a KV head
-    partial: jax.Array  # in that row
+    stack: jax.Array  # of partials: one a sequence and KV head, or, with a plan, one a KV head
+    partial: jax.Array  # in that stack
 
     @classmethod
     def of(cls, refs: dict[str, Any], *, num_partitions: int, cluster: int, num_kv_heads: int) -> "Partition":
@@ -33,7 +33,7 @@ class Partition:
             place, kv_head = lax.axis_index("place"), lax.axis_index("kv_head")
             seq, index, count = (refs["partitions"][place, i] for i in range(3))
             length = jnp.where(index < count, lengths[seq], 0)
-            return cls(seq, kv_head, index, count, length, row=kv_head, partial=place)
+            return cls(seq, kv_head, index, count, length, stack=kv_head, partial=place)
         # From the last one: of a prompt's runs the longest begin, and the short ones fill the gaps at the end (H100,
         # 2048 tokens 219 us instead of 238, 8 x 1024 519 instead of 527).
         seq = lengths.shape[0] - 1 - lax.axis_index("seq")

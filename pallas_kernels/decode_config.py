@@ -25,7 +25,7 @@ SMALL_BYTES = 4096  # m, l, lse and the barriers, each rounded up to 1024 bytes
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    num_partitions: int  # programs for each sequence and KV head
+    num_partitions: int  # programs for each sequence and KV head; with `total_partitions`, the most that one can get
     cluster: int  # partitions that merge in shared memory, a divisor of num_partitions, at most 8
     num_stages: int  # tiles of K and of V in SMEM at a time
     tile: int  # tokens, 64 or 128
@@ -36,15 +36,14 @@ class Config:
 
     @property
     def num_partials(self) -> int:
-        """What reaches memory for each sequence and KV head: 1 is the finished rows, more need the merge kernel."""
+        """What reaches memory for each sequence and KV head: 1 is the finished rows, more need the merge kernel.
+
+        With a plan, at most."""
         return self.num_partitions // self.cluster
 
     @property
     def padded_partials(self) -> int:
-        """Partials that a row of them has room for, so that no copy of the merge reaches past its end."""
-        if self.total_partitions is not None:
-            return self.total_partitions + paged_merge.WEIGHTS
-        return round_up(self.num_partials, paged_merge.WEIGHTS)
+        return padded_partials(self.total_partitions or self.num_partials, planned=self.total_partitions is not None)
 
 
 def check_supported(
@@ -106,18 +105,21 @@ def default_config(
         tile, resident = 128, 2 if width <= 64 else 1
     total_partitions = None
     if num_partitions == "balanced":
+        num_partitions = None
         total_partitions = balanced_partitions(seqs, kv_heads, num_sms)
+        if kv_heads * padded_partials(total_partitions or 0, planned=True) * width * rows * 4 > PARTIAL_BYTES:
+            total_partitions = None
     if total_partitions is not None:
         cluster, num_partitions = 1, most_of_one(total_partitions, seqs=seqs)
     else:
-        chosen_here = not isinstance(num_partitions, int)
-        if not isinstance(num_partitions, int):
+        chosen_here = num_partitions is None
+        if num_partitions is None:
             num_partitions = partitions_for(pairs, capacity, num_sms)
             # A tile of 8-bit numbers is half the bytes and as much work: half the SMs no longer reach the bandwidth.
             # Clusters of 8 on all SMs would wait for room, so up to 4 (H100, 8 x 4096: 27.8 us in 2, 31.0 in 1).
             if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and capacity >= 1024:
                 num_partitions *= 2
-            padded = round_up(num_partitions, paged_merge.WEIGHTS)
+            padded = padded_partials(num_partitions, planned=False)
             if chunk != width and pairs * padded * width * rows * 4 > PARTIAL_BYTES:
                 num_partitions = 1
         cluster = cluster_of(num_partitions) if chunk == width else 1
@@ -224,6 +226,12 @@ def partitions_for(pairs: int, capacity: int, num_sms: int) -> int:
     # 2, 50.7 in 1; 16 x U(1..8192) 101, 108; 64 x U(1..8192) 367, 377. Equal ones do not mind: 8 x 8192 93.6, 93.2;
     # 16 x 8192 179, 180; 64 x 8192 702, 705. Short ones pay more than that brings: 64 x 2048 184 in 2, 181 in 1.
     return 2 if pairs <= 8 * num_sms and capacity >= 4096 else 1
+
+
+def padded_partials(num_partials: int, *, planned: bool) -> int:
+    """Partials that a stack of them has room for, so that no copy of the merge reaches past its end: a sequence's
+    begin anywhere in it where they follow a plan, and otherwise at its start."""
+    return num_partials + paged_merge.WEIGHTS if planned else round_up(num_partials, paged_merge.WEIGHTS)
 
 
 def balanced_partitions(seqs: int, kv_heads: int, num_sms: int) -> int | None:

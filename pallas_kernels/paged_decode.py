@@ -313,6 +313,7 @@ def launch(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
+    assert config.total_partitions == (plan.total_partitions if plan else None)
     seqs, q_len, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
@@ -348,10 +349,10 @@ def launch(
         "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
         "lse": jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
     }
-    partial_rows, padded = kv_heads if plan else seqs * kv_heads, config.padded_partials
+    num_stacks, padded = kv_heads if plan else seqs * kv_heads, config.padded_partials
     partial_types = {
-        "partial_out": jax.ShapeDtypeStruct((partial_rows * padded, width, rows), jnp.float32),
-        "partial_ml": jax.ShapeDtypeStruct((partial_rows * 2, padded, rows), jnp.float32),
+        "partial_out": jax.ShapeDtypeStruct((num_stacks * padded, width, rows), jnp.float32),
+        "partial_ml": jax.ShapeDtypeStruct((num_stacks * 2, padded, rows), jnp.float32),
     }
     if config.num_partials == 1:
         out_types = finished_types

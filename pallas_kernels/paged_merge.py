@@ -66,8 +66,8 @@ def default_config(*, num_partials: int, cluster: int, rows: int, tile: int, pla
 class Partials:
     """Where the partials of a sequence and KV head stand."""
 
-    row: jax.Array
-    start: int | jax.Array  # in that row
+    stack: jax.Array
+    start: int | jax.Array  # in that stack
     most: int | jax.Array  # that there can be
 
 
@@ -86,8 +86,8 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
 
 
 def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: int, group: int) -> None:
-    out_gmem = refs["partial_out"]  # f32 [partial rows * padded, width, rows]
-    ml_gmem = refs["partial_ml"]  # f32 [partial rows * 2, padded, rows]
+    out_gmem = refs["partial_out"]  # f32 [stacks * padded, width, rows]
+    ml_gmem = refs["partial_ml"]  # f32 [stacks * 2, padded, rows]
     lengths_gmem = refs["lengths"]  # int32 [seqs]
     window_gmem = refs.get("sliding_window")  # int32 [1]
     sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
@@ -99,7 +99,7 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
     ring_full, ml_full = refs["ring_full"], refs["ml_full"]  # [stages], []
 
     seq, columns, kv_head = lax.axis_index("seq"), lax.axis_index("columns"), lax.axis_index("kv_head")
-    row, start = partials.row, partials.start
+    stack, start = partials.stack, partials.start
     # One axis for these and the partials: with more, a copy has more axes than the copy engine can take.
     padded = ml_gmem.shape[1]
     rows = lse_smem.shape[0]
@@ -115,7 +115,7 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
     def copy_partials(i: jax.Array) -> None:
         stage = lax.rem(i, jnp.int32(stages))
         plgpu.copy_gmem_to_smem(
-            out_gmem.at[pl.ds(row * padded + start + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
+            out_gmem.at[pl.ds(stack * padded + start + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
             ring_smem.at[stage],
             ring_full.at[stage],
         )
@@ -132,7 +132,7 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
         shape = (WEIGHTS, rows)
         for i in range(2):
             some = pl.ds(start + g * WEIGHTS, WEIGHTS)
-            plgpu.copy_gmem_to_smem(ml_gmem.at[2 * row + i, some], ml_smem.at[i], ml_full)
+            plgpu.copy_gmem_to_smem(ml_gmem.at[2 * stack + i, some], ml_smem.at[i], ml_full)
         plgpu.barrier_wait(ml_full)
         written = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + g * WEIGHTS < count
         m_p = plgpu.load(ml_smem.at[0], layout=ROWS, optimized=False)
@@ -194,11 +194,11 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
 
 
 def launch(
-    partial_out: jax.Array,  # f32 [partial rows * padded, width, rows]; a partial row is a sequence and KV head
-    partial_ml: jax.Array,  # f32 [partial rows * 2, padded, rows]
+    partial_out: jax.Array,  # f32 [stacks * padded, width, rows]
+    partial_ml: jax.Array,  # f32 [stacks * 2, padded, rows]
     lengths: jax.Array,  # int32 [seqs]
     *,
-    partition_starts: jax.Array | None,  # int32 [seqs + 1], of a plan: where a sequence's stand in a KV head's row
+    partition_starts: jax.Array | None,  # int32 [seqs + 1], of a plan: where a sequence's stand in a KV head's stack
     finished: tuple[jax.Array, jax.Array] | None,  # with a plan: the results, but for those of split sequences
     sliding_window: jax.Array | None,  # int32 [1]
     sinks: jax.Array | None,  # f32 [kv_heads, rows]

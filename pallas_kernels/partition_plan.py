@@ -18,10 +18,11 @@ TILE = 64  # tokens by which lengths are counted
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartitionPlan:
-    """A sequence's partitions stand side by side. Those left over follow the last sequence's, as more of the same."""
+    """A sequence's partitions stand side by side, one at least. Those left over follow the last sequence's, as more of
+    the same: their index is not below the number of its partitions."""
 
     partitions: jax.Array  # int32 [total_partitions, 3]: whose each is, which of its sequence's, and how many these are
-    partition_starts: jax.Array  # int32 [seqs + 1], exclusive prefix sums
+    partition_starts: jax.Array  # int32 [seqs + 1], exclusive prefix sums, the last at most total_partitions
 
     @property
     def total_partitions(self) -> int:
@@ -31,13 +32,15 @@ class PartitionPlan:
 def make(lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_partitions: int) -> PartitionPlan:
     """Shares `total_partitions`, more than there are sequences, out over int32 lengths [seqs]; window is int32 [].
 
-    Each sequence gets one at least, and no partition more than `most` = ceil(all tiles / (total_partitions - seqs)) of
-    them, for which there are enough: ceil(tiles / most) of each sequence add up to at most `total_partitions`.
+    Whatever the lengths and the window, each sequence gets one at least, and no partition more tiles than `most` =
+    ceil(all tiles / (total_partitions - seqs)), for which there are enough: ceil(tiles / most) of each sequence add up
+    to at most `total_partitions`.
     """
     seqs = lengths.shape[0]
     first, end = jax.vmap(lambda length: _rows.tile_range(length, window, q_len, TILE))(lengths)
-    most = jnp.maximum(_ceil_div((end - first).sum(), total_partitions - seqs), 1)
-    counts = jnp.maximum(_ceil_div(end - first, most), 1)
+    tiles = jnp.clip(end - first, 0, 2**30 // seqs)  # so that their sum is an int32
+    most = jnp.maximum(_ceil_div(tiles.sum(), total_partitions - seqs), 1)
+    counts = jnp.maximum(_ceil_div(tiles, most), 1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     places = jnp.arange(total_partitions, dtype=jnp.int32)
     seq_ids = jnp.searchsorted(starts[1:], places, side="right", method="scan_unrolled").astype(jnp.int32)

@@ -74,12 +74,16 @@ def test_numbers_are_checked_under_jit_too(options):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (dict(num_partitions=0), ValueError, r"num_partitions must be at least 1, .*; got num_partitions=0"),
+        (dict(num_partitions=0), ValueError, r"num_partitions must be an int of at least 1, .*; got num_partitions=0"),
+        *(
+            (dict(num_partitions=wrong), ValueError, r"num_partitions must be an int")
+            for wrong in (True, 2.0, jnp.ones(2))
+        ),
         (dict(num_partitions="even"), ValueError, r"num_partitions must be .*; got num_partitions='even'"),
         (
             dict(num_partitions=plan_partitions(jnp.array([1, 2]), num_kv_heads=2)),
             ValueError,
-            r"is a plan for 2 sequences; got seqs=3",
+            r"must be a plan for seqs=3 as in q; got .*starts.shape=\(3,\)",
         ),
         (dict(implementation="cuda"), ValueError, r'None, "mosaic_gpu" or "xla"; got implementation=\'cuda\''),
         (dict(implementation="mosaic_gpu"), NotImplementedError, r"need an NVIDIA GPU|takes q in bfloat16"),

@@ -238,6 +238,10 @@ def test_one_sequence_much_longer_than_the_others():
     assert config.total_partitions == 6 + 33
 
 
+def test_more_partials_than_weights_at_once():
+    check(make_case(lengths=(5, 64 * 65), max_blocks=4 * 65, heads=2, kv_heads=1, dtype=BF16), "balanced")
+
+
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_batch_neighbours_change_no_bit(num_partitions):
     case = real(head_dim=128)

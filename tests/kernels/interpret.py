@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _mosaic_gpu
 from jaxpaged._arguments import check_arguments
+from jaxpaged._partitions import NumPartitions
 from tests.cases import Case, assert_lse, assert_within_budget
 
 OPTION_NAMES = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
@@ -25,16 +26,16 @@ def races_found() -> bool:
 
 
 def attend(
-    case: Case, *, num_partitions: int | None = 1, zero_fill: bool = False, **config: Any
+    case: Case, *, num_partitions: NumPartitions = 1, num_sms: int = 132, zero_fill: bool = False, **config: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """`config` overrides fields of the default. `zero_fill`: what is read past the end of an array is zero, as the copy
-    engine does it; otherwise reading there raises."""
+    """On a GPU of `num_sms`, by default an H100. `config` overrides fields of the default. `zero_fill`: what is read
+    past the end of an array is zero, as the copy engine does it; otherwise reading there raises."""
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
     interpret = plgpu.InterpretGPUParams(detect_races=True, **fill)
     a = arguments_of(case)
-    chosen = _mosaic_gpu.config_of(a, num_sms=132, num_partitions=num_partitions)  # of an H100
+    chosen = _mosaic_gpu.config_of(a, num_sms=num_sms, num_partitions=num_partitions)
     chosen = dataclasses.replace(chosen, **config)
-    out, lse = _mosaic_gpu._launch(chosen, interpret, a, _mosaic_gpu.plan_of(chosen, a))
+    out, lse = _mosaic_gpu._launch(chosen, chosen, interpret, a, _mosaic_gpu.plan_of(chosen, a, num_partitions))
     jax.block_until_ready(out)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from jaxpaged import _mosaic_gpu, paged_attention, plan_partitions
 from pallas_kernels import decode_config, partition_plan
@@ -86,17 +87,29 @@ def test_what_is_balanced():
     assert decode_config.default_config(**SHAPE).total_partitions is None
 
 
-def balanced(case):
-    """How `attend` is told to share out as "balanced" does for these lengths."""
-    config = _mosaic_gpu.config_of(arguments_of(case), num_sms=4, num_partitions="balanced")
-    return dict(num_partitions=config.num_partitions, cluster=1, total_partitions=config.total_partitions)
+def test_what_is_not_balanced():
+    """One sequence, prompts in several runs, and what would need too much memory for partials."""
+
+    def total(**shape):
+        case = make_case(**(dict(lengths=(70, 3), max_blocks=8, dtype=BF16) | shape))
+        return _mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions="balanced").total_partitions
+
+    assert total() is not None
+    assert total(lengths=(70,)) is None
+    assert total(q_len=40) is None
+    many = SHAPE | dict(num_partitions="balanced", group=64, head_dim=256)
+    assert decode_config.default_config(**many | dict(seqs=64)).total_partitions == 128
+    assert decode_config.default_config(**many | dict(seqs=256)).total_partitions is None
+
+
+FEW = dict(num_partitions="balanced", num_sms=4)
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
 def test_options(name):
     """Sequences that are whole, split, and empty."""
     case = make_case(lengths=(0, 1, 500, 70), max_blocks=32, kv_heads=2, dtype=BF16, options=OPTIONS[name])
-    check(case, **balanced(case))
+    check(case, **FEW)
 
 
 @pytest.mark.parametrize(("q_len", "heads", "head_dim"), [(5, 3, 64), (1, 64, 128), (2, 4, 120)])
@@ -104,7 +117,22 @@ def test_rows_and_heads(q_len, heads, head_dim):
     case = make_case(
         lengths=(130, 3), max_blocks=9, q_len=q_len, heads=heads, kv_heads=1, head_dim=head_dim, dtype=BF16
     )
-    check(case, zero_fill=True, **balanced(case))
+    check(case, zero_fill=True, **FEW)
+
+
+def test_narrow_caches():
+    """Tiles of 128 tokens, where the plan counts 64: of two partitions one has nothing to do."""
+    case = make_case(
+        lengths=(100, 3, 40), max_blocks=7, kv_heads=1, dtype=BF16, cache_dtype=jnp.int8, scale_shape="token_head"
+    )
+    check(case, **FEW)
+
+
+def test_more_partials_than_weights_at_once():
+    case = make_case(lengths=(5, 64 * 65), max_blocks=4 * 65, heads=2, kv_heads=1, dtype=BF16)
+    plan = partition_plan.make(case.lengths, None, q_len=1, total_partitions=68)
+    assert plan.partition_starts.tolist() == [0, 1, 66]
+    check(case, num_partitions="balanced")
 
 
 def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
@@ -129,23 +157,62 @@ def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
     assert plans_inside("balanced") == 1
 
 
-def test_a_plan_made_elsewhere_is_followed(monkeypatch):
-    """From other lengths, for other KV heads: it decides only who works on what."""
+def test_the_public_plan_is_that_of_balanced(monkeypatch):
+    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    case = make_case(lengths=(500, 3), max_blocks=32, dtype=BF16, options=OPTIONS["window"])
+    a = arguments_of(case)
+    theirs = _mosaic_gpu.plan_of(_mosaic_gpu.config_of(a, num_sms=132, num_partitions="balanced"), a, "balanced")
+    ours = plan_partitions(a.lengths, num_kv_heads=2, sliding_window=a.sliding_window)
+    assert (ours.partitions == theirs.partitions).all()
+    assert (ours.partition_starts == theirs.partition_starts).all()
+
+
+def test_a_plan_for_other_lengths_and_heads_is_followed():
+    """It decides only who works on what."""
     case = make_case(lengths=(0, 1, 500, 70), max_blocks=32, kv_heads=2, dtype=BF16)
-    other = partition_plan.make(jnp.array([900, 1, 30, 64]), None, q_len=1, total_partitions=9)
-    assert jnp.diff(other.partition_starts).tolist() == [4, 1, 1, 1]
-    monkeypatch.setattr(_mosaic_gpu, "plan_of", lambda *_: other)
-    config = _mosaic_gpu.config_of(arguments_of(case), num_sms=4, num_partitions=other)
-    assert config.total_partitions == 9
-    check(case, num_partitions=config.num_partitions, cluster=1, total_partitions=9)
+    plan = partition_plan.make(jnp.array([900, 1, 30, 64]), None, q_len=1, total_partitions=9)
+    assert jnp.diff(plan.partition_starts).tolist() == [4, 1, 1, 1]
+    check(case, num_partitions=plan)
 
 
-def test_a_plan_that_loses_a_partition_is_noticed(monkeypatch):
+def test_a_plan_that_loses_a_partition_is_noticed():
     case = make_case(lengths=(500, 3), max_blocks=32, kv_heads=1, dtype=BF16)
-    how = balanced(case)
-    plan = partition_plan.make(jnp.asarray(case.lengths), None, q_len=1, total_partitions=how["total_partitions"])
+    plan = partition_plan.make(case.lengths, None, q_len=1, total_partitions=4)
     assert plan.partitions[1].tolist() == [0, 1, 2]
     shorter = dataclasses.replace(plan, partitions=plan.partitions.at[1, 1].set(2))  # now it is one left over
-    monkeypatch.setattr(_mosaic_gpu, "plan_of", lambda *_: shorter)
-    out, _ = attend(case, **how)
-    assert not within_budget(case, out)[0].all()
+    out, _ = attend(case, num_partitions=shorter)
+    assert within_budget(case, out).all(axis=tuple(range(1, within_budget(case, out).ndim))).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("lengths", [(0, 100_000), (2**31 - 1, 3), (2**31 - 1,) * 40, (1, 2, 3)])
+@pytest.mark.parametrize(("window", "q_len"), [(None, 1), (2**31 - 1, 4), (1, 4)])
+def test_no_length_and_no_window_breaks_a_plan(lengths, window, q_len):
+    partitions, starts = make(lengths, 2 * len(lengths), window=window, q_len=q_len)
+    assert (np.diff(starts) >= 1).all()
+    assert starts[-1] <= 2 * len(lengths)
+    assert (partitions[:, 0] < len(lengths)).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(lengths=jnp.zeros(0, jnp.int32)), r"lengths must be \[seqs\], of one sequence at least; got"),
+        (dict(lengths=jnp.ones(2)), r"lengths must be int32; got lengths.dtype=float32"),
+        (dict(sliding_window=0), r"sliding_window must be positive; got sliding_window=0"),
+        (dict(num_kv_heads=0), r"at least 1; got num_kv_heads=0, q_len=1"),
+    ],
+)
+def test_plan_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan_partitions(**(dict(lengths=jnp.array([1, 2]), num_kv_heads=2) | arguments))
+
+
+def test_a_step_that_takes_a_plan_is_exported():
+    def attend(q, *rest):
+        *arrays, plan = rest
+        return paged_attention(q, *arrays, num_partitions=plan)
+
+    case = make_case(lengths=(30, 3), max_blocks=4)
+    plan = plan_partitions(case.lengths, num_kv_heads=case.k_cache.shape[2])
+    step = export.deserialize(export.export(jax.jit(attend))(*case.arrays, plan).serialize())
+    assert (step.call(*case.arrays, plan) == paged_attention(*case.arrays)).all()

@@ -1,0 +1,55 @@
+"""The plan of partitions shared out by length, for calls that cannot make it once by themselves."""
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged import _mosaic_gpu
+from jaxpaged._arguments import check_lengths_dtype, optional
+from pallas_kernels import decode_config, partition_plan
+from pallas_kernels.partition_plan import PartitionPlan
+
+
+def plan_partitions(
+    lengths: ArrayLike, *, num_kv_heads: int, q_len: int = 1, sliding_window: ArrayLike | None = None
+) -> PartitionPlan:
+    """What `paged_attention(..., num_partitions="balanced")` makes of the lengths, to be made once and passed to it.
+
+    Layers in a row share a plan without that, since XLA computes equal expressions once; in a `lax.scan` over layers it
+    would be made in each. A pytree of two small arrays, made inside jit, with no host sync. It decides only who works
+    on what: a plan that was made from other lengths costs time, never a right result.
+
+    Args:
+        lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
+        num_kv_heads: of the caches that the calls read; inside `shard_map`, of one device's.
+        q_len: query tokens of a call.
+        sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
+
+    Returns:
+        The plan, for `num_partitions` of calls on as many sequences.
+
+    Raises:
+        ValueError: lengths that are not int32 `[seqs]`; a window that is not positive; sizes below 1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpaged
+        >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64)
+        >>> q = jax.random.normal(jax.random.key(0), (2, 4, 64))
+        >>> tables, lengths = jnp.array([[3, 5], [4, 0]]), jnp.array([20, 9])
+        >>> plan = jaxpaged.plan_partitions(lengths, num_kv_heads=2)
+        >>> jaxpaged.paged_attention(q, cache.k, cache.v, tables, lengths, num_partitions=plan).shape
+        (2, 4, 64)
+    """
+    lengths = jnp.asarray(lengths)
+    if lengths.ndim != 1 or lengths.shape[0] == 0:
+        raise ValueError(f"lengths must be [seqs], of one sequence at least; got {lengths.shape=}.")
+    check_lengths_dtype(lengths)
+    if num_kv_heads < 1 or q_len < 1:
+        raise ValueError(f"num_kv_heads and q_len must be at least 1; got {num_kv_heads=}, {q_len=}.")
+    window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
+    seqs = lengths.shape[0]
+    try:
+        num_sms, _ = _mosaic_gpu._gpu()
+    except NotImplementedError:
+        num_sms = 0  # nobody will follow the plan
+    total = decode_config.balanced_partitions(seqs, num_kv_heads, num_sms) or seqs + 1
+    return partition_plan.make(jnp.maximum(lengths, 0), window, q_len=q_len, total_partitions=total)

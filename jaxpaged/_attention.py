@@ -112,8 +112,8 @@ def paged_attention(
         num_partitions: in how many parts each sequence's tokens are worked on side by side, to be merged at the end.
             With a number, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1,
             "mosaic_gpu" what fills the GPU, as many for each. "balanced", for a few sequences that are much longer than
-            the others: "mosaic_gpu" shares them out by the true lengths; layers that are unrolled in one jit do that
-            once. Or what `plan_partitions` returns, the same made beforehand, for a scan over layers.
+            the others: "mosaic_gpu" shares them out by the true lengths, once for all layers that are unrolled in one
+            jit. A plan of `plan_partitions`: the same, made beforehand, for a scan over layers. "xla" takes 1 for both.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for Hopper GPUs (compute capability 9.0) in bfloat16 and float16, with
             caches in q's dtype or of 8 bits, for one token or whole prompts; "xla", anything anywhere; None, the first

@@ -41,6 +41,7 @@ from benchmarks.harness import (
 )
 from benchmarks.points import GRID, HEADS, QUANTISED, VARIANTS, Inputs, Point, make_inputs, parse, shapes_of
 from jaxpaged import paged_attention, paged_attention_reference
+from jaxpaged._partitions import NumPartitions
 
 MAX_CHECKED = 4  # sequences of a point that are compared with the reference
 
@@ -91,7 +92,7 @@ class Programs:
 
 
 def compile_point(
-    point: Point, implementation: str, num_partitions: int | str | None, peer_names: list[str]
+    point: Point, implementation: str, num_partitions: NumPartitions, peer_names: list[str]
 ) -> dict[Any, Any]:
     """Jobs for `compile_all`, by (point, what)."""
     shapes = shapes_of(point)
@@ -206,7 +207,12 @@ def main() -> None:
     parser.add_argument("--set", choices=("grid", "variants", "quantised", "all"), default="grid", help="which points")
     parser.add_argument("--points", nargs="+", help="names of points, instead of a set; the heads may be left out")
     parser.add_argument("--heads", nargs="+", help="only points with these, for example 32/8 64/8")
-    parser.add_argument("--num-partitions", type=int)
+    parser.add_argument(
+        "--num-partitions",
+        type=lambda text: text if text == "balanced" else int(text),
+        metavar="N",
+        help="or balanced; what the library takes by default",
+    )
     parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), default="mosaic_gpu")
     parser.add_argument(
         "--peers", nargs="*", default=[], choices=tuple(peers.PEERS), help="what is not installed is left out"

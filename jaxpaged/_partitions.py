@@ -34,5 +34,5 @@ def _check_plan(plan: PartitionPlan, *, seqs: int) -> None:
     if not good or partitions.shape[0] <= seqs or {partitions.dtype, starts.dtype} != {jnp.dtype(jnp.int32)}:
         raise ValueError(
             f"num_partitions must be a plan for seqs={seqs} as in q; got {partitions.shape=}, {starts.shape=}. Make it "
-            "with plan_partitions from the lengths of this call; inside shard_map, inside shard_map."
+            "with plan_partitions of the lengths of this call, inside shard_map where the call is."
         )

@@ -22,8 +22,8 @@ Caches of 8 bits are widened to float16 on the way from SMEM to the products, se
 soon as they are read; `_scales` says where their scales come in.
 
 `decode_config` holds what it takes and how a call is cut up, `_walk` which tiles of its sequence a program works on,
-`_fetch` how they come, `_products` what the tensor cores do with them, `_logits` what is done to the products of Q and
-K, `_finish` how the sums leave.
+`_fetch` how they come, `_steps` what is done with each, of which `_products` is what the tensor cores do and `_logits`
+what follows from the products of Q and K, `_finish` how the sums leave.
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
 filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is
@@ -51,7 +51,8 @@ from pallas_kernels import _finish, _rows, _scales, _scratch, _widen, decode_con
 from pallas_kernels._fetch import Ring, fetch
 from pallas_kernels._logits import Logits
 from pallas_kernels._products import Products
-from pallas_kernels._rows import LOWEST, ROWS, over_rows, round_up
+from pallas_kernels._rows import LOWEST, ROWS, round_up
+from pallas_kernels._steps import NarrowSteps, WideSteps
 from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.decode_config import Config
 from pallas_kernels.partition_plan import PartitionPlan
@@ -171,99 +172,33 @@ def _kernel(
 
         plgpu.barrier_wait(refs["q_full"])
         # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
-        unit = None
+        steps: WideSteps | NarrowSteps
         if narrow:
             unit = _widen.load_q(q_flat_smem, q_smem, interpret)
+            steps = NarrowSteps(
+                walk,
+                logits_of,
+                place_of,
+                scales,
+                tables_gmem,
+                rings=(k_ring, v_ring),
+                tiles=(k_tiles, v_tiles),
+                q=q_smem,
+                p=p_smem,
+                unit=unit,
+                chunk=config.chunk,
+                interpret=interpret,
+            )
         else:
             q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
             plgpu.commit_smem()
-
-        wide = Products(k_ring, v_ring, q_smem, p_smem, num_parts, parts_of, config.chunk)
-        # Where the registers allow it, V leaves SMEM while the tensor cores work on K.
-        early = narrow and width * rows <= 128 * 8
-
-        def load_values(stage: jax.Array, c: int = 0) -> jax.Array:
-            if c == 0:
-                plgpu.barrier_wait(v_ring.full.at[stage])
-            return v_tiles.load_values(stage, c * config.chunk, config.chunk)
-
-        def step(j: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
-            # `num_chunks` of f32 [chunk, rows]; f32 [rows]; f32 [tile, rows], summed at the end; S^T, if made ahead
-            acc, m, l, products = carry
-            tile, stage = place_of(j)
-
-            # 3a. S^T = K Q^T
-            k_scales, v_scales = None, None
-            if not config.keys_ahead:
-                plgpu.barrier_wait(k_ring.full.at[stage])
-            if narrow:
-                k_scales, v_scales = scales.of_tile(walk, tables_gmem, tile, stage)
-                keys = k_tiles.keys(stage)
-                meanwhile = functools.partial(load_values, stage) if early else None
-                products, values = _widen.product((tile_tokens, rows), keys, q_smem.T, interpret, meanwhile)
-                if unit is not None:
-                    products *= over_rows(unit, products.shape)
-                if k_scales is not None:
-                    products *= _scales.over_tokens(k_scales, products.shape)
-            elif not config.keys_ahead:
-                products = wide.of_keys(stage)
-                plgpu.barrier_arrive(k_ring.free.at[stage])
-
-            # 3b. Online softmax.
-            logits, visible = logits_of(products, tile, masked)
-            highest = logits if v_scales is None else _scales.peaks(logits, v_scales, visible)
-            highest = highest.max(axis=0)
-            m_new = jnp.maximum(m, highest - _widen.HEADROOM if narrow else highest)
-            alpha = jnp.exp2(m - m_new)
-            p = jnp.exp2(logits - over_rows(m_new, logits.shape))
-            if visible is not None:
-                # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
-                p = jnp.where(visible, p, jnp.zeros_like(p))
-            l = l * over_rows(alpha, l.shape) + p
-            if v_scales is not None:
-                p *= _scales.over_tokens(v_scales, p.shape)
-                p = p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
-            if narrow and num_chunks == 1 and not early:
-                values = load_values(stage)
-            p_smem.T[...] = p.astype(p_smem.dtype)
-
-            # 3c. O^T += V^T P^T
-            if not narrow:
-                plgpu.barrier_wait(v_ring.full.at[stage])
-                if masked:
-                    wide.zero_unseen(stage, functools.partial(walk.seen, tile))
-            plgpu.commit_smem()  # also our reads of narrow tiles, which come before the copy engine's writes
-            if narrow:
-                plgpu.barrier_arrive(k_ring.free.at[stage])
-                if num_chunks == 1:
-                    plgpu.barrier_arrive(v_ring.free.at[stage])
-            acc_new = []
-            for c, part in enumerate(acc):
-                if narrow:
-                    v = values if num_chunks == 1 else load_values(stage, c)
-                    if masked:
-                        v = v_tiles.zero_unseen(v, functools.partial(walk.seen, tile))
-                    o, _ = _widen.product((config.chunk, rows), v_tiles.values(v), p_smem.T, interpret)
-                elif config.keys_ahead:
-                    _, next_stage = place_of(j + 1)  # after the last tile whatever it holds, for nobody
-                    o, products = wide.of_values_and_next_keys(stage, j + 1 < walk.num_tiles, next_stage)
-                else:
-                    o = wide.of_values(stage, c)
-                acc_new.append(part * over_rows(alpha, part.shape) + o)
-            if narrow and num_chunks > 1:
-                plgpu.commit_smem()
-            if not config.keys_ahead and (not narrow or num_chunks > 1):
-                plgpu.barrier_arrive(v_ring.free.at[stage])
-            return tuple(acc_new), m_new, l, products if config.keys_ahead else None
+            products = Products(k_ring, v_ring, q_smem, p_smem, num_parts, parts_of, config.chunk)
+            steps = WideSteps(walk, logits_of, place_of, products, config.keys_ahead)
 
         def zeros(shape: tuple[int, ...]) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), ROWS)
 
-        first_products = None
-        if config.keys_ahead:
-            _, first_stage = place_of(jnp.int32(0))
-            first_products = wide.of_keys_if(walk.num_tiles > 0, first_stage)
-
+        first_products = steps.first_products()
         carry: Any = (
             tuple(zeros((config.chunk, rows)) for _ in range(num_chunks)),
             plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR),
@@ -272,7 +207,7 @@ def _kernel(
         )
 
         def work(start: Any, end: jax.Array, carry: Any, *, masked: bool) -> Any:
-            return lax.fori_loop(start, end, functools.partial(step, masked=masked), carry)
+            return lax.fori_loop(start, end, functools.partial(steps.step, masked=masked), carry)
 
         if order is None:
             start, end = walk.whole_tiles()
@@ -284,8 +219,7 @@ def _kernel(
             carry = work(0, order.num_masked, carry, masked=True)
             carry = work(order.num_masked, walk.num_tiles, carry, masked=False)
         acc, m, l, _ = carry
-        if narrow:
-            acc = tuple(_widen.ordered(part, interpret) for part in acc)
+        acc = steps.finished(acc)
         if v_scale is not None:
             acc = tuple(part * v_scale for part in acc)
         place = _finish.Place(

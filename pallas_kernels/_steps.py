@@ -1,0 +1,185 @@
+"""What the warpgroup that computes does with one tile: logits, softmax, sums.
+
+A step is a loop's body: it takes and returns what is summed up so far, (acc, m, l, products):
+
+| | |
+|---|---|
+| acc | the chunks of O^T, each f32 [chunk, rows] |
+| m | the highest logit so far, in units of log2, f32 [rows] |
+| l | the sum of the weights, f32 [tile, rows], added up over the tokens at the end |
+| products | S^T of the tile of this step, f32 [tile, rows], where the step before has made it; otherwise None |
+
+Everything here is traced inside the decode kernel.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _scales, _widen
+from pallas_kernels._fetch import Ring
+from pallas_kernels._logits import Logits
+from pallas_kernels._products import Products
+from pallas_kernels._rows import over_rows
+from pallas_kernels._walk import Walk
+
+Carry = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None]
+# Of the tile that is worked on as the j-th: which of the sequence it is, and its stage in the rings.
+PlaceOf = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class WideSteps:
+    """Of a 16-bit cache, whose tiles the tensor cores read where they were fetched to."""
+
+    walk: Walk
+    logits_of: Logits
+    place_of: PlaceOf
+    products: Products
+    keys_ahead: bool
+
+    def first_products(self) -> jax.Array | None:
+        if not self.keys_ahead:
+            return None
+        _, stage = self.place_of(jnp.int32(0))
+        return self.products.of_keys_if(self.walk.num_tiles > 0, stage)
+
+    def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
+        acc, m, l, scores = carry
+        tile, stage = self.place_of(j)
+        products, keys, values = self.products, self.products.keys, self.products.values
+
+        # a. S^T = K Q^T
+        if not self.keys_ahead:
+            plgpu.barrier_wait(keys.full.at[stage])
+            scores = products.of_keys(stage)
+            plgpu.barrier_arrive(keys.free.at[stage])
+
+        # b. Online softmax.
+        assert scores is not None
+        logits, visible = self.logits_of(scores, tile, masked)
+        m, l, alpha, p = _softmax(logits, logits, visible, m, l)
+        products.p.T[...] = p.astype(products.p.dtype)
+
+        # c. O^T += V^T P^T
+        plgpu.barrier_wait(values.full.at[stage])
+        if masked:
+            products.zero_unseen(stage, functools.partial(self.walk.seen, tile))
+        plgpu.commit_smem()
+        acc_new, next_scores = [], None
+        for c, part in enumerate(acc):
+            if self.keys_ahead:
+                _, next_stage = self.place_of(j + 1)  # after the last tile whatever it holds, for nobody
+                o, next_scores = products.of_values_and_next_keys(stage, j + 1 < self.walk.num_tiles, next_stage)
+            else:
+                o = products.of_values(stage, c)
+            acc_new.append(part * over_rows(alpha, part.shape) + o)
+        if not self.keys_ahead:
+            plgpu.barrier_arrive(values.free.at[stage])
+        return tuple(acc_new), m, l, next_scores
+
+    def finished(self, acc: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The chunks with their rows in order."""
+        return acc
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowSteps:
+    """Of an 8-bit cache, whose tiles pass through registers and leave SMEM as soon as they are read."""
+
+    walk: Walk
+    logits_of: Logits
+    place_of: PlaceOf
+    scales: _scales.Scales
+    tables: Any  # GMEM, int32 [seqs, max_blocks]
+    rings: tuple[Ring, Ring]  # of K and V
+    tiles: tuple[_widen.Tiles, _widen.Tiles]  # likewise
+    q: Any  # SMEM [rows, width]
+    p: Any  # SMEM [rows, tile]
+    unit: jax.Array | None  # f32 [rows], what the products of a row are multiplied with
+    chunk: int  # rows of O^T
+    interpret: Any
+
+    def first_products(self) -> None:
+        return None
+
+    def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
+        acc, m, l, _ = carry
+        tile, stage = self.place_of(j)
+        (k_ring, v_ring), (k_tiles, v_tiles) = self.rings, self.tiles
+        (rows, width), tile_tokens = self.q.shape, self.p.shape[1]
+        one_chunk = len(acc) == 1
+        # Where the registers allow it, V leaves SMEM while the tensor cores work on K.
+        early = width * rows <= 128 * 8
+
+        def load_values(c: int = 0) -> jax.Array:
+            if c == 0:
+                plgpu.barrier_wait(v_ring.full.at[stage])
+            return v_tiles.load_values(stage, c * self.chunk, self.chunk)
+
+        # a. S^T = K Q^T
+        plgpu.barrier_wait(k_ring.full.at[stage])
+        k_scales, v_scales = self.scales.of_tile(self.walk, self.tables, tile, stage)
+        meanwhile = load_values if early else None
+        shape = tile_tokens, rows
+        scores, values = _widen.product(shape, k_tiles.keys(stage), self.q.T, self.interpret, meanwhile)
+        if self.unit is not None:
+            scores *= over_rows(self.unit, shape)
+        if k_scales is not None:
+            scores *= _scales.over_tokens(k_scales, shape)
+
+        # b. Online softmax.
+        logits, visible = self.logits_of(scores, tile, masked)
+        highest = logits if v_scales is None else _scales.peaks(logits, v_scales, visible)
+        m, l, alpha, p = _softmax(logits, highest, visible, m, l, headroom=_widen.HEADROOM)
+        if v_scales is not None:
+            p *= _scales.over_tokens(v_scales, p.shape)
+            p = p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
+        if one_chunk and not early:
+            values = load_values()
+        self.p.T[...] = p.astype(self.p.dtype)
+
+        # c. O^T += V^T P^T
+        plgpu.commit_smem()  # also our reads, which come before the copy engine's writes
+        plgpu.barrier_arrive(k_ring.free.at[stage])
+        if one_chunk:
+            plgpu.barrier_arrive(v_ring.free.at[stage])
+        acc_new = []
+        for c, part in enumerate(acc):
+            v = values if one_chunk else load_values(c)
+            if masked:
+                v = v_tiles.zero_unseen(v, functools.partial(self.walk.seen, tile))
+            o, _ = _widen.product((self.chunk, rows), v_tiles.values(v), self.p.T, self.interpret)
+            acc_new.append(part * over_rows(alpha, part.shape) + o)
+        if not one_chunk:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(v_ring.free.at[stage])
+        return tuple(acc_new), m, l, None
+
+    def finished(self, acc: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The chunks with their rows in order."""
+        return tuple(_widen.ordered(part, self.interpret) for part in acc)
+
+
+def _softmax(
+    logits: jax.Array,  # f32 [tile, rows]
+    peaks: jax.Array,  # likewise, what must not overflow
+    visible: jax.Array | None,  # bool, likewise
+    m: jax.Array,
+    l: jax.Array,
+    headroom: float | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The new m and l, what sums so far are multiplied with, f32 [rows], and the weights, f32 [tile, rows]."""
+    highest = peaks.max(axis=0)
+    m_new = jnp.maximum(m, highest if headroom is None else highest - headroom)
+    alpha = jnp.exp2(m - m_new)
+    p = jnp.exp2(logits - over_rows(m_new, logits.shape))
+    if visible is not None:
+        # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
+        p = jnp.where(visible, p, jnp.zeros_like(p))
+    return m_new, l * over_rows(alpha, l.shape) + p, alpha, p

@@ -82,7 +82,9 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch):
 def test_gradients_are_those_of_xla():
     a = arguments_of(prompt_case(lengths=(5, 60), options=OPTIONS["all"]))
     config = _mosaic_gpu.config_of(a, num_sms=132, num_partitions=1)
-    interpreted = functools.partial(_mosaic_gpu._launch, config, plgpu.InterpretGPUParams(detect_races=True))
+
+    def interpreted(a):
+        return _mosaic_gpu._launch(config, config, plgpu.InterpretGPUParams(detect_races=True), a, None)
 
     def loss(function, q):
         return function(dataclasses.replace(a, q=q))[0].astype(jnp.float32).sum()
@@ -100,7 +102,7 @@ def hopper(monkeypatch):
     """As if JAX's default device were an H100; the calls of the kernel."""
     launched = []
     monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
-    monkeypatch.setattr(_mosaic_gpu, "_launch", lambda *given: launched.append(given) or (given[2].q, given[2].q))
+    monkeypatch.setattr(_mosaic_gpu, "_launch", lambda *given: launched.append(given) or (given[3].q, given[3].q))
     return launched
 
 
@@ -147,5 +149,5 @@ def test_more_runs_than_a_launch_takes_go_to_xla(hopper, shape, quoted):
 def test_a_wide_table_cuts_no_prompt_into_partitions(hopper, max_blocks):
     """The partials of many runs would take gigabytes."""
     jax.eval_shape(paged_attention, *shapes(seqs=8, q_len=256, heads=32, kv_heads=8, max_blocks=max_blocks))
-    ((config, _, _),) = hopper
+    ((config, *_),) = hopper
     assert config.num_partitions == 1

@@ -148,11 +148,6 @@ def test_more_partitions_than_one_group_of_the_merge():
     check(case, num_partitions=66, cluster=1, tile=64)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="eight programs that wait deadlock jax 0.11.2's interpreter")
-def test_the_largest_cluster():
-    check(make_case(lengths=(1, 64 * 7), max_blocks=28, heads=2, kv_heads=1, dtype=BF16), num_partitions=8)
-
-
 def test_traced_scalars_and_a_batch_neighbour():
     """Scale, window and cap traced; with the partitions fixed, who else is in the batch changes no bit."""
     case = make_case(lengths=(70, 17), kv_heads=1, dtype=BF16, options=OPTIONS["all"])

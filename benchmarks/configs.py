@@ -22,13 +22,13 @@ from benchmarks.points import Point, make_inputs, parse
 from jaxpaged import _mosaic_gpu
 from jaxpaged._query_runs import runs_of
 from pallas_kernels._rows import round_up
-from pallas_kernels.decode_config import Config, completed
+from pallas_kernels.decode_config import Config, completed, most_of_one
 
 
 def parse_config(text: str, point: Point) -> Config:
     *cut, tile, resident = map(int, text.split("/"))
     total = cut[0] if len(cut) == 1 else None
-    num_partitions, cluster = cut if total is None else (total - len(point.lengths) + 1, 1)
+    num_partitions, cluster = cut if total is None else (most_of_one(total, seqs=len(point.lengths)), 1)
     group = point.heads // point.kv_heads
     _, run = runs_of(point.q_len, group)
     return completed(

@@ -9,16 +9,17 @@ graphs are off. Inputs are made, and results are checked, on the CPU, which leav
 import argparse
 import os
 import time
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged import paged_attention
+from jaxpaged._partitions import StaticPartitions
 from tests.cases import OPTIONS, make_case, within_budget
 
-CALLS: tuple[tuple[str, dict[str, Any], int | Literal["balanced"] | None], ...] = (  # name, shape, partitions
+CALLS: tuple[tuple[str, dict[str, Any], StaticPartitions], ...] = (  # name, shape, partitions
     ("single pass", {}, 1),
     ("partitions", {}, 3),
     ("chosen partitions", {}, None),

@@ -140,7 +140,7 @@ def parse(name: str) -> Point:
     elif length.startswith("zipf"):
         lengths = tuple(rng.permutation(int(length[4:]) // np.arange(1, num_seqs + 1)).tolist())
     elif length.startswith("outlier"):
-        lengths = (1024,) * (num_seqs // 2) + (int(length[7:]),) + (1024,) * (num_seqs - num_seqs // 2 - 1)
+        lengths = tuple(int(length[7:]) if seq == num_seqs // 2 else 1024 for seq in range(num_seqs))
     else:
         lengths = (int(length),) * num_seqs
     fields: dict[str, Any] = {

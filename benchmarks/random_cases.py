@@ -16,7 +16,7 @@ import functools
 import itertools
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax import lax
 
 from benchmarks.harness import Store, compile_all, header
 from jaxpaged import paged_attention, paged_attention_reference
+from jaxpaged._partitions import StaticPartitions
 from tests.cases import GARBAGE_IDS
 from tests.cases import _plain as plain_jnp
 
@@ -42,7 +43,7 @@ class Family:
     head_dim: int
     block_size: int
     max_blocks: int
-    num_partitions: int | Literal["balanced"] | None = None
+    num_partitions: StaticPartitions = None
     q_len: int = 1
     options: tuple[str, ...] = ()
     dtype: str = "bfloat16"

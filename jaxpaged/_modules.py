@@ -1,13 +1,12 @@
 """What the NNX and the Linen module share: everything between the projections."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator import BlockAllocator
 from jaxpaged._attention import Implementation, paged_attention
 from jaxpaged._cache import KVCache
+from jaxpaged._partitions import StaticPartitions
 from jaxpaged._rotary import rotate_and_write_kv
 from jaxpaged._write_kv import write_kv
 
@@ -22,7 +21,7 @@ def rotate_write_attend(
     scale: float | None,
     sliding_window: int | None,
     logits_soft_cap: float | None,
-    num_partitions: int | Literal["balanced"] | None,
+    num_partitions: StaticPartitions,
     implementation: Implementation | None,
 ) -> tuple[KVCache, jax.Array]:  # and [seqs, q_len, heads * head_dim]
     seqs, q_len = slots.shape

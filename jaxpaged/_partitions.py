@@ -8,7 +8,8 @@ import numpy as np
 from jaxpaged._export import exportable
 from pallas_kernels.partition_plan import PartitionPlan
 
-NumPartitions = int | Literal["balanced"] | PartitionPlan | None
+StaticPartitions = int | Literal["balanced"] | None
+NumPartitions = StaticPartitions | PartitionPlan
 
 exportable(PartitionPlan)
 

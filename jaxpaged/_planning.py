@@ -52,4 +52,4 @@ def plan_partitions(
     except NotImplementedError:
         num_sms = 0  # nobody will follow the plan
     total = decode_config.balanced_partitions(seqs, num_kv_heads, num_sms) or seqs + 1
-    return partition_plan.make(jnp.maximum(lengths, 0), window, q_len=q_len, total_partitions=total)
+    return partition_plan.make(lengths, window, q_len=q_len, total_partitions=total)

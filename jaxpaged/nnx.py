@@ -1,7 +1,5 @@
 """Paged attention as a Flax NNX module."""
 
-from typing import Literal
-
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
@@ -10,6 +8,7 @@ from jaxpaged._allocator import BlockAllocator
 from jaxpaged._attention import Implementation
 from jaxpaged._cache import KVCache
 from jaxpaged._modules import check_call, check_sizes, rotate_write_attend
+from jaxpaged._partitions import StaticPartitions
 
 __all__ = ["PagedAttention"]
 
@@ -73,7 +72,7 @@ class PagedAttention(nnx.Module):
         scale: float | None = None,
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
-        num_partitions: int | Literal["balanced"] | None = None,
+        num_partitions: StaticPartitions = None,
         implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = "float32",

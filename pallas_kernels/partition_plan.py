@@ -39,14 +39,10 @@ def make(lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_part
     seqs = lengths.shape[0]
     first, end = jax.vmap(lambda length: _rows.tile_range(length, window, q_len, TILE))(lengths)
     tiles = jnp.clip(end - first, 0, 2**30 // seqs)  # so that their sum is an int32
-    most = jnp.maximum(_ceil_div(tiles.sum(), total_partitions - seqs), 1)
-    counts = jnp.maximum(_ceil_div(tiles, most), 1)
+    most = jnp.maximum(-(-tiles.sum() // (total_partitions - seqs)), 1)
+    counts = jnp.maximum(-(-tiles // most), 1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     places = jnp.arange(total_partitions, dtype=jnp.int32)
     seq_ids = jnp.searchsorted(starts[1:], places, side="right", method="scan_unrolled").astype(jnp.int32)
     seq_ids = jnp.minimum(seq_ids, seqs - 1)
     return PartitionPlan(jnp.stack([seq_ids, places - starts[seq_ids], counts[seq_ids]], axis=1), starts)
-
-
-def _ceil_div(x: jax.Array, y: jax.Array | int) -> jax.Array:
-    return (x + y - 1) // y

@@ -1,7 +1,6 @@
 """The kernels on a GPU, at real sizes: `pytest -m gpu`. Poisoned pools and garbage ids come with every case."""
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import _mosaic_gpu, _query_runs, paged_attention
+from jaxpaged._partitions import StaticPartitions
 from pallas_kernels import decode_config
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of
@@ -19,12 +19,12 @@ LENGTHS = (0, 1, 15, 16, 17, 700, 1000, 2048)
 BF16 = jnp.bfloat16
 
 
-def attend(case: Case, num_partitions: int | Literal["balanced"] | None) -> tuple[jax.Array, jax.Array]:
+def attend(case: Case, num_partitions: StaticPartitions) -> tuple[jax.Array, jax.Array]:
     out, lse = _mosaic_gpu.attend(arguments_of(case), num_partitions=num_partitions)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 
 
-def check(case: Case, num_partitions: int | Literal["balanced"] | None = None) -> np.ndarray:
+def check(case: Case, num_partitions: StaticPartitions = None) -> np.ndarray:
     out, lse = attend(case, num_partitions)
     assert_within_budget(case, out)
     assert_lse(case, lse)

@@ -1,7 +1,7 @@
 """The warpgroup that fetches: blocks of K and V from GMEM into rings of tiles in SMEM.
 
-Of the four warps each fetches every fourth block of a tile, one copy a block. Everything here is traced inside the
-decode kernel.
+Of the four warps each fetches every fourth block of a tile, one copy a block, or a quarter of the tile where a block
+is larger than that. Everything here is traced inside the decode kernel.
 """
 
 import dataclasses
@@ -17,6 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._scales import Scales
 from pallas_kernels._walk import Walk
 
+WARPS = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
@@ -24,6 +26,11 @@ class Ring:
     target: Any  # SMEM [stages * parts, tile, width / parts]
     full: Any  # barriers [stages]
     free: Any  # barriers [stages]
+
+
+def rows_of_copy(block_size: int, tile: int) -> int:
+    """Tokens of a cache block that one copy brings."""
+    return min(block_size, tile // WARPS)
 
 
 def fetch(
@@ -40,8 +47,7 @@ def fetch(
 ) -> None:
     num_blocks, max_blocks = rings[0].source.shape[0], tables.shape[1]
     block_size, tile_tokens, num_tiles = walk.block_size, walk.tile, walk.num_tiles
-    block_rows = min(block_size, tile_tokens)
-    blocks_of_tile = tile_tokens // block_rows
+    copy_rows = rows_of_copy(block_size, tile_tokens)
     first_entry, end_entry = walk.entries_to_follow()
     order = walk.last_first(stages) if last_first else None
 
@@ -50,48 +56,51 @@ def fetch(
 
     @plgpu.warp_map
     def _warp(warp: jax.Array) -> None:
-        mine = range(-(-blocks_of_tile // 4))
+        rows = [(warp + WARPS * i) * copy_rows for i in range(tile_tokens // copy_rows // WARPS)]
+
+        def tokens_of(tile: jax.Array) -> list[jax.Array]:
+            """The token of the sequence that each of our copies of a tile begins with."""
+            return [tile * tile_tokens + row for row in rows]
 
         def ids_of(tile: jax.Array) -> tuple[jax.Array, ...]:
             ids = []
-            for i in mine:
-                entry = lax.div(tile * tile_tokens, jnp.int32(block_size)) + (warp + 4 * i if blocks_of_tile > 1 else 0)
+            for token in tokens_of(tile):
+                entry = lax.div(token, jnp.int32(block_size))
                 # Read before the length is known to cover it, so that at the start the two loads overlap.
                 block_id = tables[walk.seq, jnp.minimum(entry, max_blocks - 1)]
                 follow = jnp.logical_and(entry >= first_entry, entry < end_entry)
                 ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
             return tuple(ids)
 
-        def row_of(j: int) -> Any:
-            return (warp + 4 * j) * block_rows if blocks_of_tile > 1 else 0
-
         def fetch_tile(turn: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             stage = lax.rem(turn, jnp.int32(stages))
             next_ids = ids_of(walk.tile_of(fetched(jnp.minimum(turn + 1, num_tiles - 1))))
             tile = walk.tile_of(fetched(turn))
-            offset = lax.rem(tile * tile_tokens, jnp.int32(block_size)) if block_size > tile_tokens else 0
+            offsets = [
+                lax.rem(token, jnp.int32(block_size)) if block_size > copy_rows else 0 for token in tokens_of(tile)
+            ]
             for ring in rings:
 
                 @pl.when(turn >= stages)
                 def _wait(ring: Ring = ring) -> None:
                     plgpu.barrier_wait(ring.free.at[stage])
 
-                for j in mine:
+                for block_id, offset, row in zip(ids, offsets, rows, strict=True):
                     for head, place in zip(parts_of(kv_head), parts_of(stage), strict=True):
                         plgpu.copy_gmem_to_smem(
-                            ring.source.at[ids[j], pl.ds(offset, block_rows), head, columns],
-                            ring.target.at[place, pl.ds(row_of(j), block_rows)],
+                            ring.source.at[block_id, pl.ds(offset, copy_rows), head, columns],
+                            ring.target.at[place, pl.ds(row, copy_rows)],
                             ring.full.at[stage],
                         )
-            for j in mine:
-                scales.fetch(ids[j], offset, stage, row_of(j), block_rows)  # their place is free where that of K is
+            for block_id, offset, row in zip(ids, offsets, rows, strict=True):
+                scales.fetch(block_id, offset, stage, row, copy_rows)  # their place is free where that of K is
             scales.announce(turn)
             return next_ids
 
         first = jnp.int32(0)
         ids = ids_of(walk.tile_of(first if order is None or order.first_is_0 else order.fetched(first)))
 
-        @pl.when(jnp.logical_and(num_tiles > 0, warp < blocks_of_tile))
+        @pl.when(num_tiles > 0)
         def _walk() -> None:
             lax.fori_loop(0, num_tiles, fetch_tile, ids)
             scales.announce_last(num_tiles)

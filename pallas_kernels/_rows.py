@@ -5,11 +5,13 @@ Everything here is traced inside the kernels.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
@@ -70,6 +72,31 @@ def store(ref: Any, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def store_together(
+    *pairs: tuple[Any, jax.Array], transposed: Sequence[tuple[Any, jax.Array]] = (), layout: Any = ROWS, interpret: Any
+) -> None:
+    """Values in `layout`, or reduced to [rows], into SMEM as `store` does, each of `transposed` into its SMEM's
+    transpose.
+
+    One barrier follows them all, where an assignment has one before and one after itself: the SMEM must be such that
+    nobody reads it any more.
+    """
+    if interpret:
+        for ref, value in (*pairs, *((ref.T, value) for ref, value in transposed)):
+            ref[...] = value
+        return
+    refs, values = zip(*pairs, *transposed, strict=True)
+
+    def put(_: Any, *operands: Any) -> None:
+        targets, arrays = operands[: len(refs)], operands[len(refs) :]
+        for i, (target, array) in enumerate(zip(targets, arrays, strict=True)):
+            array.store_untiled(target if i < len(pairs) else utils.memref_transpose(target, (1, 0)), optimized=False)
+        utils.warpgroup_barrier()
+
+    layouts = [layout if value.ndim == 2 else layout.reduce(0) for value in values]
+    plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *layouts))(put)(*refs, *values)
 
 
 def over_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -12,9 +12,10 @@ from pallas_kernels.decode_config import Config
 def scratch(
     config: Config,
     q_len: int,
+    group: int,
     rows: int,
     head_dim: int,
-    blocks_of_tile: int,
+    copies_of_tile: int,
     dtype: Any,
     cache_dtype: Any,
     interpret: Any,
@@ -48,8 +49,8 @@ def scratch(
         **tiles,
         row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
         q_full=plgpu.Barrier(num_arrivals=q_len),
-        k_full=plgpu.Barrier(num_arrivals=blocks_of_tile * num_parts, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=blocks_of_tile * num_parts, num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=copies_of_tile * num_parts, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=copies_of_tile * num_parts, num_barriers=stages),
         k_free=plgpu.Barrier(num_barriers=stages),
         v_free=plgpu.Barrier(num_barriers=stages),
         **_finish.scratch(
@@ -58,6 +59,7 @@ def scratch(
             rows=rows,
             width=width,
             chunk=config.chunk,
+            columns=_finish.columns_of(width=width, cluster=config.cluster, q_len=q_len, group=group),
             dtype=dtype,
         ),
     )

@@ -48,7 +48,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _finish, _rows, _scales, _scratch, _widen, decode_config, paged_merge
-from pallas_kernels._fetch import Ring, fetch
+from pallas_kernels._fetch import WARPS, Ring, fetch, rows_of_copy
 from pallas_kernels._logits import Logits
 from pallas_kernels._products import Products
 from pallas_kernels._rows import LOWEST, ROWS, round_up
@@ -223,7 +223,12 @@ def _kernel(
         if v_scale is not None:
             acc = tuple(part * v_scale for part in acc)
         place = _finish.Place(
-            partition, num_partials=config.num_partials, cluster=config.cluster, q_len=q_len, group=group
+            partition,
+            num_partials=config.num_partials,
+            cluster=config.cluster,
+            q_len=q_len,
+            group=group,
+            interpret=interpret,
         )
         _finish.finish(refs, acc, m, l.sum(axis=0), place)
 
@@ -294,14 +299,14 @@ def launch(
         out_types = partial_types | finished_types if plan else partial_types
     if interpret and config.cluster > 1:
         out_types |= _finish.exchange(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
-    blocks_of_tile = max(1, config.tile // block_size)
+    copies_of_tile = config.tile // rows_of_copy(block_size, config.tile)
     scratch = _scratch.scratch(
-        config, q_len, rows, head_dim, blocks_of_tile, q.dtype, k_cache.dtype, interpret
+        config, q_len, group, rows, head_dim, copies_of_tile, q.dtype, k_cache.dtype, interpret
     ) | _scales.scratch(
         len(_scales.of_tokens(inputs.get("k_scale"), inputs.get("v_scale"))),
         stages=config.num_stages,
         tile=config.tile,
-        warps=min(4, blocks_of_tile),
+        warps=WARPS,
     )
     names = (*inputs, *out_types)
 

@@ -159,7 +159,9 @@ def _merge_cluster(refs: dict[str, Any], acc: tuple[jax.Array, ...], m: jax.Arra
     (whole,) = acc  # f32 [width, rows]
     shares = whole.shape[0] // columns
     partial = {name: refs[f"{name}_smem"] for name in ("acc", "m", "l")}  # f32 [width, rows], [rows], [rows]
-    _rows.store_together((partial["acc"], whole), (partial["m"], m), (partial["l"], l), interpret=place.interpret)
+    _rows.store_together(
+        (partial["acc"], whole), (partial["m"], m), (partial["l"], l), for_peers=True, interpret=place.interpret
+    )
     exchange = {name: refs[EXCHANGE + name] for name in partial} if place.interpret else {}
     everybody = (place.partition.stack * place.num_partials + place.partition.partial) * place.cluster
     if exchange:

@@ -75,13 +75,17 @@ def store(ref: Any, value: jax.Array) -> None:
 
 
 def store_together(
-    *pairs: tuple[Any, jax.Array], transposed: Sequence[tuple[Any, jax.Array]] = (), layout: Any = ROWS, interpret: Any
+    *pairs: tuple[Any, jax.Array],
+    transposed: Sequence[tuple[Any, jax.Array]] = (),
+    layout: Any = ROWS,
+    for_peers: bool = False,
+    interpret: Any,
 ) -> None:
     """Values in `layout`, or reduced to [rows], into SMEM as `store` does, each of `transposed` into its SMEM's
     transpose.
 
     One barrier follows them all, where an assignment has one before and one after itself: the SMEM must be such that
-    nobody reads it any more.
+    nobody reads it any more. `for_peers`: whoever hears of it after that may be in another program of the cluster.
     """
     if interpret:
         for ref, value in (*pairs, *((ref.T, value) for ref, value in transposed)):
@@ -93,6 +97,10 @@ def store_together(
         targets, arrays = operands[: len(refs)], operands[len(refs) :]
         for i, (target, array) in enumerate(zip(targets, arrays, strict=True)):
             array.store_untiled(target if i < len(pairs) else utils.memref_transpose(target, (1, 0)), optimized=False)
+        if for_peers:
+            # Neither a barrier nor an arrival at a peer's waits for the stores of other warps: without this one,
+            # sums of 16 rows were read before they were there (H100).
+            utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
         utils.warpgroup_barrier()
 
     layouts = [layout if value.ndim == 2 else layout.reduce(0) for value in values]

@@ -67,6 +67,26 @@ def test_options(name, q_len):
     check(real(options=OPTIONS[name], q_len=q_len, head_dim=128), 2 if q_len is None else 1)
 
 
+@pytest.mark.parametrize("num_partitions", [5, 8])
+def test_ten_thousand_calls_give_equal_bits(num_partitions):
+    """Programs of a cluster read each other's sums: never before they are there. Those of 16 rows take long to store,
+    and in short sequences one program works while all others wait for it."""
+    a = arguments_of(real(heads=64, kv_heads=4, head_dim=128))
+
+    @jax.jit
+    def differing():
+        first = _mosaic_gpu.attend(a, num_partitions=num_partitions)
+
+        def compare(_, count):
+            q, count = jax.lax.optimization_barrier((a.q, count))
+            again = _mosaic_gpu.attend(dataclasses.replace(a, q=q), num_partitions=num_partitions)
+            return count + sum((x != y).any().astype(jnp.int32) for x, y in zip(first, again, strict=True))
+
+        return jax.lax.fori_loop(0, 10_000, compare, jnp.int32(0))
+
+    assert differing() == 0
+
+
 @pytest.mark.parametrize("q_len", [2, 16])
 def test_several_query_tokens(q_len):
     check(real(q_len=q_len, options=OPTIONS["all"]), 3)

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _finish, _widen, decode_config
+from pallas_kernels import _cluster, _finish, _widen, decode_config
 from pallas_kernels.decode_config import Config
 
 
@@ -59,7 +59,7 @@ def scratch(
             rows=rows,
             width=width,
             chunk=config.chunk,
-            columns=_finish.columns_of(width=width, cluster=config.cluster, q_len=q_len, group=group),
+            columns=_cluster.columns_of(width=width, cluster=config.cluster, q_len=q_len, group=group),
             dtype=dtype,
         ),
     )

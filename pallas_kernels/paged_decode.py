@@ -23,7 +23,8 @@ soon as they are read; `_scales` says where their scales come in.
 
 `decode_config` holds what it takes and how a call is cut up, `_walk` which tiles of its sequence a program works on,
 `_fetch` how they come, `_steps` what is done with each, of which `_products` is what the tensor cores do and `_logits`
-what follows from the products of Q and K, `_finish` how the sums leave.
+what follows from the products of Q and K, `_finish` and, from a cluster, `_cluster` how the sums leave, `_place` where
+they go.
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
 filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is
@@ -47,9 +48,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _finish, _rows, _scales, _scratch, _widen, decode_config, paged_merge
+from pallas_kernels import _cluster, _finish, _rows, _scales, _scratch, _widen, decode_config, paged_merge
 from pallas_kernels._fetch import WARPS, Ring, fetch, rows_of_copy
 from pallas_kernels._logits import Logits
+from pallas_kernels._place import Place
 from pallas_kernels._products import Products
 from pallas_kernels._rows import LOWEST, ROWS, round_up
 from pallas_kernels._steps import NarrowSteps, WideSteps
@@ -222,7 +224,8 @@ def _kernel(
         acc = steps.finished(acc)
         if v_scale is not None:
             acc = tuple(part * v_scale for part in acc)
-        place = _finish.Place(
+        place = Place(
+            refs,
             partition,
             num_partials=config.num_partials,
             cluster=config.cluster,
@@ -230,7 +233,7 @@ def _kernel(
             group=group,
             interpret=interpret,
         )
-        _finish.finish(refs, acc, m, l.sum(axis=0), place)
+        _finish.finish(acc, m, l.sum(axis=0), place)
 
 
 def launch(
@@ -298,7 +301,7 @@ def launch(
     else:
         out_types = partial_types | finished_types if plan else partial_types
     if interpret and config.cluster > 1:
-        out_types |= _finish.exchange(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
+        out_types |= _cluster.exchange(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
     copies_of_tile = config.tile // rows_of_copy(block_size, config.tile)
     scratch = _scratch.scratch(
         config, q_len, group, rows, head_dim, copies_of_tile, q.dtype, k_cache.dtype, interpret

@@ -1,0 +1,59 @@
+"""Where a program's sums go: to finished rows, or to a float32 partial for the merge kernel.
+
+Everything here is traced inside the decode kernel.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._walk import Partition
+
+WHOLE = slice(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which rows of the output a program works on, and what it is among the programs that work on them."""
+
+    refs: dict[str, Any]  # of the kernel
+    partition: Partition
+    num_partials: int  # of its sequence and KV head, each from one cluster
+    cluster: int  # members
+    q_len: int
+    group: int
+    interpret: Any
+
+    def sinks(self, layout: Any) -> jax.Array | None:
+        """f32 [rows]."""
+        if "sinks" not in self.refs:
+            return None
+        return plgpu.load(self.refs["sinks"].at[self.partition.kv_head], layout=layout, optimized=False)
+
+    def copy_rows(self, rows_smem: Any, columns: Any = WHOLE) -> None:
+        """Starts to copy finished rows, [rows, columns]."""
+        heads = pl.ds(self.partition.kv_head * self.group, self.group)
+        for token in range(self.q_len):
+            plgpu.copy_smem_to_gmem(
+                rows_smem.at[pl.ds(token * self.group, self.group)],
+                self.refs["out"].at[self.partition.seq, token, heads, columns],  # [seqs, q_len, heads, width]
+            )
+
+    def copy_lse(self, lse_smem: Any) -> None:
+        """f32 [rows]."""
+        plgpu.copy_smem_to_gmem(lse_smem, self.refs["lse"].at[self.partition.seq, self.partition.kv_head])
+
+    def copy_partial(self, acc_smem: Any, columns: Any) -> None:
+        """Starts to copy some columns of O^T of a partial, f32 [columns, rows]."""
+        stack, padded = self.partition.stack, self.refs["partial_ml"].shape[1]
+        partial = self.refs["partial_out"].at[stack * padded + self.partition.partial]  # [stacks * padded, width, rows]
+        plgpu.copy_smem_to_gmem(acc_smem, partial.at[columns])
+
+    def copy_m_and_l(self, ml_smem: Any) -> None:
+        """f32 [2, rows]."""
+        for i in range(2):  # [stacks * 2, padded, rows]
+            partial = self.refs["partial_ml"].at[2 * self.partition.stack + i, self.partition.partial]
+            plgpu.copy_smem_to_gmem(ml_smem.at[i], partial)

@@ -26,7 +26,7 @@ from pallas_kernels import _rows
 from pallas_kernels._place import Place
 from pallas_kernels._rows import over_rows
 
-PARTIAL = ("acc", "m", "l")
+_PARTIAL = ("acc", "m", "l")
 # [columns, rows], a number a thread of each 16 columns of 8 rows.
 _SHARE = mgpu.TiledLayout(
     fragmented_array.Tiling(((16, 8), (4, 8), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
@@ -38,7 +38,8 @@ SHARE_ROWS = SHARE.reduce(0)  # [rows]
 def columns_of(*, width: int, cluster: int, q_len: int, group: int) -> int:
     """How many columns of the head_dim a member of a cluster adds up at a time.
 
-    As few as give everybody some. A token's rows of them begin at multiples of 128 bytes, as the copy engine wants.
+    As few as need no second turn, or 64. A token's rows of them begin at multiples of 128 bytes, as the copy engine
+    wants.
     """
     least = 16 if q_len == 1 else 64 // min(4, group & -group)
     return next((columns for columns in (16, 32) if columns >= least and columns * cluster >= width), 64)
@@ -60,13 +61,13 @@ def scratch(*, num_partials: int, rows: int, width: int, columns: int, dtype: An
 
 
 def scratch_bytes(*, num_partials: int, rows: int, width: int) -> int:
-    """No less than `scratch` takes."""
-    return width * rows * 4 + 64 * rows * (2 if num_partials == 1 else 4) + 1024
+    """No less than `scratch` takes, each array rounded up to 1024 bytes."""
+    return width * rows * 4 + 64 * rows * (2 if num_partials == 1 else 4) + 3 * 1024
 
 
 def exchange(*, programs: int, rows: int, width: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays in GMEM that stand in for the peers' shared memory in interpret mode."""
-    shapes = dict(zip(PARTIAL, ((width, rows), (rows,), (rows,)), strict=True))
+    shapes = dict(zip(_PARTIAL, ((width, rows), (rows,), (rows,)), strict=True))
     return {_exchange(name): jax.ShapeDtypeStruct((programs, *shape), jnp.float32) for name, shape in shapes.items()}
 
 
@@ -77,15 +78,15 @@ def _exchange(name: str) -> str:
 def merge(acc: jax.Array, m: jax.Array, l: jax.Array, place: Place) -> None:
     """As `_finish.finish`, in every program of a cluster."""
     refs, member = place.refs, lax.axis_index("member")
-    everybody = (place.partition.stack * place.num_partials + place.partition.partial) * place.cluster
+    first_of_cluster = (place.partition.stack * place.num_partials + place.partition.partial) * place.cluster
 
     # 1. Everybody's partial stands where everybody can read it.
-    partial = {name: refs[f"{name}_smem"] for name in PARTIAL}
+    partial = {name: refs[f"{name}_smem"] for name in _PARTIAL}
     _rows.store_together(*zip(partial.values(), (acc, m, l), strict=True), for_peers=True, interpret=place.interpret)
     if place.interpret:
         plgpu.commit_smem()
         for name, source in partial.items():
-            plgpu.copy_smem_to_gmem(source, refs[_exchange(name)].at[everybody + member])
+            plgpu.copy_smem_to_gmem(source, refs[_exchange(name)].at[first_of_cluster + member])
         plgpu.wait_smem_to_gmem(0)
     plgpu.barrier_arrive(refs["partials_written"])
     plgpu.barrier_wait(refs["partials_written"])
@@ -97,7 +98,7 @@ def merge(acc: jax.Array, m: jax.Array, l: jax.Array, place: Place) -> None:
         if turn > 0:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # our last columns have left
         share = turn * place.cluster + member
-        pl.when(share < shares)(functools.partial(_merge_share, share, columns, everybody, place))
+        pl.when(share < shares)(functools.partial(_merge_share, share, columns, first_of_cluster, place))
 
     # 3. Nobody leaves while a peer may still read its memory.
     plgpu.barrier_arrive(refs["partials_read"])
@@ -105,7 +106,7 @@ def merge(acc: jax.Array, m: jax.Array, l: jax.Array, place: Place) -> None:
     plgpu.barrier_wait(refs["partials_read"])
 
 
-def _merge_share(share: jax.Array, columns: int, everybody: jax.Array, place: Place) -> None:
+def _merge_share(share: jax.Array, columns: int, first_of_cluster: jax.Array, place: Place) -> None:
     """Adds up columns `share * columns` and on; the first share's lse, or m and l, stand for all."""
     refs = place.refs
     columns_smem, merged_smem = refs["columns_smem"], refs["merged_smem"]  # [rows, columns] or its transpose; [2, rows]
@@ -113,7 +114,7 @@ def _merge_share(share: jax.Array, columns: int, everybody: jax.Array, place: Pl
     ours = pl.ds(start, columns)
 
     # Everything is on its way before any of it is used.
-    peers = [_Peer(refs, member, everybody, place.interpret) for member in range(place.cluster)]
+    peers = [_Peer(refs, member, first_of_cluster, place.interpret) for member in range(place.cluster)]
     m_peers, l_peers = ([peer.load_rows(name) for peer in peers] for name in ("m", "l"))
     parts = [peer.load_columns(start, columns) for peer in peers]
 
@@ -154,20 +155,20 @@ class _Peer:
 
     refs: dict[str, Any]
     member: int
-    everybody: jax.Array  # where the first member's stands in `exchange`
+    first_of_cluster: jax.Array  # where the first member's stands in `exchange`
     interpret: Any
 
     def load_rows(self, name: str) -> jax.Array:
         """m or l, f32 [rows]."""
         if self.interpret:
-            return self.refs[_exchange(name)][self.everybody + self.member]
+            return self.refs[_exchange(name)][self.first_of_cluster + self.member]
         theirs = plgpu.cluster_ref(self.refs[f"{name}_smem"], {"member": jnp.int32(self.member)})
         return plgpu.load(theirs, layout=SHARE_ROWS, optimized=False)
 
     def load_columns(self, start: jax.Array, size: int) -> jax.Array:
         """`size` columns of O^T from `start` on, f32 [size, rows]."""
         if self.interpret:
-            return self.refs[_exchange("acc")][self.everybody + self.member, pl.ds(start, size)]
+            return self.refs[_exchange("acc")][self.first_of_cluster + self.member, pl.ds(start, size)]
         acc_smem = self.refs["acc_smem"]
 
         # Pallas reads an array of a peer as a whole only (jax 0.11.2).

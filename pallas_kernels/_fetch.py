@@ -1,7 +1,7 @@
 """The warpgroup that fetches: blocks of K and V from GMEM into rings of tiles in SMEM.
 
-Of the four warps each fetches every fourth block of a tile, one copy a block, or a quarter of the tile where a block
-is larger than that. Everything here is traced inside the decode kernel.
+Of the four warps each makes every fourth copy of a tile: a block, or a quarter of the tile where that is less.
+Everything here is traced inside the decode kernel.
 """
 
 import dataclasses

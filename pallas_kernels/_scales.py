@@ -9,8 +9,8 @@ about 1, however large or small the scales are. (Within 2^-100 to 2^100: l, the 
 scales, is relative to the same maximum.)
 
 The scales of one head's tokens lie `kv_heads` numbers apart, too finely for the engine that copies K and V, and there
-are only two for each 2 * head_dim bytes. So the warp that fetches a block copies those of its tokens too, four bytes a
-lane, without waiting for them (cp.async), into a ring of their own beside the tiles. The programs of all heads of a
+are only two for each 2 * head_dim bytes. So the warp that fetches some tokens copies theirs too, four bytes a lane,
+without waiting for them (cp.async), into a ring of their own beside the tiles. The programs of all heads of a
 sequence run side by side: what lies between the scales of one head, the others find in L2.
 
 Interpret mode has no such copies: there the computing warpgroup reads them from GMEM.
@@ -133,6 +133,7 @@ class Scales:
 
 def _start_copy(scales: Any, source: tuple[Any, ...], target: Any, row: Any, size: int) -> None:
     """One warp: scales[block_id, offset + t, kv_head] to target[row + t] for t below `size`, a lane each."""
+    assert size <= LANES
     _, block_size, kv_heads = scales.shape
 
     def start(_: Any, scales: ir.Value, target: ir.Value, *scalars: mgpu.FragmentedArray) -> None:
@@ -146,16 +147,10 @@ def _start_copy(scales: Any, source: tuple[Any, ...], target: Any, row: Any, siz
         source = utils.getelementptr(utils.memref_ptr(scales), [number], f32)
         source = llvm.addrspacecast(llvm.PointerType.get(address_space=1), source)
         place = utils.getelementptr(utils.memref_ptr(target), [arith.addi(row, token)], f32)
-        for first in range(0, size, LANES):
-            more = size - first
-            ours = arith.cmpi(arith.CmpIPredicate.ult, lane, utils.c(more, i32)) if more < LANES else None
-            utils.inline_ptx(
-                "cp.async.ca.shared.global [$0], [$1], 4;",
-                utils.getelementptr(place, [first], f32),
-                utils.getelementptr(source, [first * kv_heads], f32),
-                predicate=ours,
-                has_side_effects=True,
-            )
+        ours = arith.cmpi(arith.CmpIPredicate.ult, lane, utils.c(size, i32)) if size < LANES else None
+        utils.inline_ptx(
+            "cp.async.ca.shared.global [$0], [$1], 4;", place, source, predicate=ours, has_side_effects=True
+        )
 
     scalars = [jnp.asarray(scalar, jnp.int32) for scalar in (*source, row)]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[SCALAR] * len(scalars)))(start)(

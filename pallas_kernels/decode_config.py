@@ -14,13 +14,13 @@ from pallas_kernels._rows import round_up
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
 MAX_SEQS = 65535  # the grid's slowest axis, where CUDA allows no more
-SMEM_PER_SM = 227 * 1024  # bytes, Hopper
+SMEM_PER_SM = 228 * 1024  # bytes, Hopper
 PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside its own
 MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
 # What partials may take in memory where a caller leaves their number to us: each pair has room for 64. Halves of 8
 # prompts of 256 tokens, 1024 pairs of 64 rows, would take 2.1 GB; of one, 268 MB, and 196 us instead of 190 (H100).
 PARTIAL_BYTES = 128 * 1024 * 1024
-SMALL_BYTES = 4096  # m, l, lse and the barriers, each rounded up to 1024 bytes
+SMALL_BYTES = 4096  # m and l or lse, the barriers, the row too many of Q, and Mosaic's own, 1024 each
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ that a group of 4 is padded to 8 columns, not to 64 rows:
 
 | array | where it lives and how it moves |
 |---|---|
-| K, V | GMEM to a ring of SMEM tiles, one copy a cache block, each of four warps fetches every fourth block of a tile |
+| K, V | GMEM to a ring of SMEM tiles, one copy a cache block or quarter of a tile, by four warps in turn |
 | block tables, lengths, scalars | read from GMEM where they are needed, so that all of them may be traced |
 | Q | GMEM to SMEM row by row, once, and from there, through registers, to the layout that the products want |
 | P | registers to SMEM, transposed |

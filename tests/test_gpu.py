@@ -67,7 +67,14 @@ def test_options(name, q_len):
     check(real(options=OPTIONS[name], q_len=q_len, head_dim=128), 2 if q_len is None else 1)
 
 
-@pytest.mark.parametrize("num_partitions", [5, 8])
+@pytest.mark.parametrize(
+    ("head_dim", "q_len", "heads", "num_partitions"), [(256, 1, 8, 2), (256, 1, 8, 3), (128, 2, 4, 8), (128, 3, 12, 6)]
+)
+def test_columns_of_a_cluster(head_dim, q_len, heads, num_partitions):
+    check(real(head_dim=head_dim, q_len=q_len, heads=heads, kv_heads=2), num_partitions)
+
+
+@pytest.mark.parametrize("num_partitions", [5, 8, 16])
 def test_ten_thousand_calls_give_equal_bits(num_partitions):
     """Programs of a cluster read each other's sums: never before they are there. Those of 16 rows take long to store,
     and in short sequences one program works while all others wait for it."""

@@ -5,7 +5,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import decode_config, paged_merge
+from pallas_kernels import _cluster, decode_config, paged_merge
 
 SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
 SUPPORTED = dict(
@@ -124,6 +124,23 @@ def test_long_tiles_where_the_start_counts():
 
 def test_no_more_partitions_than_tiles():
     assert decode_config.default_config(**(SHAPE | dict(seqs=1, capacity=64))).num_partitions == 1
+
+
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 12, 64])
+def test_columns_that_a_member_of_a_cluster_adds_up(width, group):
+    for cluster, q_len in itertools.product(range(2, 9), range(1, 17)):
+        columns = _cluster.columns_of(width=width, cluster=cluster, q_len=q_len, group=group)
+        assert width % columns == 0
+        assert q_len == 1 or columns * group * 2 % 128 == 0  # bytes at which a token's rows begin
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns"),
+    [((128, 8, 1, 4), 16), ((128, 4, 1, 4), 32), ((256, 8, 1, 4), 32), ((256, 2, 1, 4), 64), ((64, 8, 2, 1), 64)],
+)
+def test_few_columns_where_many_share_them(shape, columns):
+    assert _cluster.columns_of(**dict(zip(("width", "cluster", "q_len", "group"), shape, strict=True))) == columns
 
 
 def test_supported():

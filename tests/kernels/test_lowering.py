@@ -93,6 +93,12 @@ def test_partitions(head_dim, group, num_partitions):
     lower(head_dim=head_dim, group=group, num_partitions=num_partitions)
 
 
+@pytest.mark.parametrize("num_partitions", [2, 3, 5, 9])
+@pytest.mark.parametrize(("q_len", "group"), [(1, 4), (2, 1), (2, 2), (3, 6)])
+def test_clusters(q_len, group, num_partitions):
+    lower(q_len=q_len, group=group, num_partitions=num_partitions)
+
+
 @pytest.mark.parametrize("head_dim", [8, 40, 72, 168])
 def test_heads_of_other_models(head_dim):
     lower(head_dim=head_dim)

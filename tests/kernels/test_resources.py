@@ -46,6 +46,7 @@ SHAPES = {
         SMEM_OF_TWO,
     ),
     "partitions and a merge": (dict(num_partitions=11), 80, SMEM_OF_TWO),
+    "partials of clusters": (dict(num_partitions=9, capacity=32768), 80, SMEM_OF_TWO),
     "balanced": (dict(num_partitions="balanced"), 88, SMEM_OF_TWO),
     "head_dim 64": (dict(head_dim=64), 80, SMEM_OF_TWO),
     "head_dim 96": (dict(head_dim=96), 80, SMEM_OF_TWO),

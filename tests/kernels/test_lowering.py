@@ -87,7 +87,7 @@ def test_groups_and_dtypes(group, dtype):
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 120, 128, 256])
-@pytest.mark.parametrize("group", [4, 16])
+@pytest.mark.parametrize("group", [1, 4, 16])
 @pytest.mark.parametrize("num_partitions", [8, 11, 16])
 def test_partitions(head_dim, group, num_partitions):
     lower(head_dim=head_dim, group=group, num_partitions=num_partitions)

@@ -21,7 +21,6 @@ from benchmarks.harness import Store, compile_all, header
 from benchmarks.points import Point, make_inputs, parse
 from jaxpaged import _mosaic_gpu
 from jaxpaged._query_runs import runs_of
-from pallas_kernels._rows import round_up
 from pallas_kernels.decode_config import Config, completed, most_of_one
 
 
@@ -37,7 +36,8 @@ def parse_config(text: str, point: Point) -> Config:
         tile=tile,
         resident=resident,
         head_dim=point.head_dim,
-        rows=round_up(run * group, 8),
+        q_len=run,
+        group=group,
         capacity=max(point.held) * point.block_size,
         itemsize=jax.numpy.dtype(point.cache_dtype).itemsize,
         token_scales=2 if point.scale == "token_head" else 0,

@@ -12,25 +12,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _cluster, _rows
+from pallas_kernels._inbox import Sharing
 from pallas_kernels._place import Place
 from pallas_kernels._rows import over_rows
 
 Sums = tuple[jax.Array, ...]
 
 
-def scratch(
-    *, cluster: int, num_partials: int, rows: int, width: int, chunk: int, columns: int, dtype: Any
-) -> dict[str, Any]:
+def scratch(*, sharing: Sharing, num_partials: int, chunk: int, dtype: Any, interpret: Any) -> dict[str, Any]:
     """What `finish` needs beside the `q_flat_smem` and `row_smem` of the kernel."""
-    if cluster > 1:
-        return _cluster.scratch(num_partials=num_partials, rows=rows, width=width, columns=columns, dtype=dtype)
-    return {} if num_partials == 1 else {"acc_smem": plgpu.SMEM((chunk, rows), jnp.float32)}
+    if sharing.cluster > 1:
+        return _cluster.scratch(sharing=sharing, num_partials=num_partials, dtype=dtype, interpret=interpret)
+    return {} if num_partials == 1 else {"acc_smem": plgpu.SMEM((chunk, sharing.rows), jnp.float32)}
 
 
-def scratch_bytes(*, cluster: int, num_partials: int, rows: int, width: int, chunk: int) -> int:
-    if cluster > 1:
-        return _cluster.scratch_bytes(num_partials=num_partials, rows=rows, width=width)
-    return 0 if num_partials == 1 else chunk * rows * 4
+def scratch_bytes(*, sharing: Sharing, num_partials: int, chunk: int) -> int:
+    if sharing.cluster > 1:
+        return _cluster.scratch_bytes(sharing=sharing, num_partials=num_partials)
+    return 0 if num_partials == 1 else chunk * sharing.rows * 4
 
 
 def finish(acc: Sums, m: jax.Array, l: jax.Array, place: Place) -> None:

@@ -10,6 +10,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._inbox import Sharing
 from pallas_kernels._walk import Partition
 
 WHOLE = slice(None)
@@ -23,6 +24,7 @@ class Place:
     partition: Partition
     num_partials: int  # of its sequence and KV head, each from one cluster
     cluster: int  # members
+    sharing: Sharing  # of columns among them
     q_len: int
     group: int
     interpret: Any

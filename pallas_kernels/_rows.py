@@ -78,15 +78,13 @@ def store_together(
     *pairs: tuple[Any, jax.Array],
     transposed: Sequence[tuple[Any, jax.Array]] = (),
     layout: Any = ROWS,
-    for_peers: bool = False,
     interpret: Any,
 ) -> None:
     """Values in `layout`, or reduced to [rows], into SMEM as `store` does, each of `transposed` into its SMEM's
     transpose.
 
     Without the barriers that stand before and after an assignment: nobody may still read this SMEM, and before anybody
-    does stands a barrier of the caller's, that of `commit_smem`. `for_peers`: the barrier is here, and what programs of
-    the cluster hear of after it they may read.
+    does stands a barrier of the caller's, that of `commit_smem`.
     """
     if interpret:
         for ref, value in (*pairs, *((ref.T, value) for ref, value in transposed)):
@@ -98,11 +96,6 @@ def store_together(
         targets, arrays = operands[: len(refs)], operands[len(refs) :]
         for i, (target, array) in enumerate(zip(targets, arrays, strict=True)):
             array.store_untiled(target if i < len(pairs) else utils.memref_transpose(target, (1, 0)), optimized=False)
-        if for_peers:
-            # An arrival at a peer's barrier does not wait for the stores of other warps: without a fence, sums of 16
-            # rows were read before they were there (H100).
-            utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
-            utils.warpgroup_barrier()
 
     layouts = [layout if value.ndim == 2 else layout.reduce(0) for value in values]
     plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *layouts))(put)(*refs, *values)

@@ -54,12 +54,10 @@ def scratch(
         k_free=plgpu.Barrier(num_barriers=stages),
         v_free=plgpu.Barrier(num_barriers=stages),
         **_finish.scratch(
-            cluster=config.cluster,
+            sharing=_cluster.sharing_of(width=width, rows=rows, cluster=config.cluster, q_len=q_len, group=group),
             num_partials=config.num_partials,
-            rows=rows,
-            width=width,
             chunk=config.chunk,
-            columns=_cluster.columns_of(width=width, cluster=config.cluster, q_len=q_len, group=group),
             dtype=dtype,
+            interpret=interpret,
         ),
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels import _finish, _widen, paged_merge
+from pallas_kernels import _cluster, _finish, _widen, paged_merge
 from pallas_kernels._rows import round_up
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -136,7 +136,8 @@ def default_config(
         tile=tile,
         resident=resident,
         head_dim=head_dim,
-        rows=rows,
+        q_len=q_len,
+        group=group,
         capacity=capacity,
         itemsize=itemsize,
         token_scales=token_scales,
@@ -151,13 +152,15 @@ def completed(
     tile: int,
     resident: int,  # programs that share a SM
     head_dim: int,
-    rows: int,
+    q_len: int,
+    group: int,
     capacity: int,
     itemsize: int,
     token_scales: int,
     total_partitions: int | None = None,
 ) -> Config:
     """The config in which the rest follows from these: as many stages as fit and have a tile, up to 8."""
+    rows = round_up(q_len * group, 8)
     width, chunk = padded_width(head_dim), chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
     fixed = (
         2 * rows * width * 2
@@ -165,7 +168,9 @@ def completed(
         + SMALL_BYTES
         + (2048 if token_scales else 0)  # their barriers, and what is lost to alignment
         + _finish.scratch_bytes(
-            cluster=cluster, num_partials=num_partitions // cluster, rows=rows, width=width, chunk=chunk
+            sharing=_cluster.sharing_of(width=width, rows=rows, cluster=cluster, q_len=q_len, group=group),
+            num_partials=num_partitions // cluster,
+            chunk=chunk,
         )
     )
     room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed

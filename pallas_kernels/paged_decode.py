@@ -48,7 +48,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _cluster, _finish, _rows, _scales, _scratch, _widen, decode_config, paged_merge
+from pallas_kernels import _cluster, _finish, _inbox, _rows, _scales, _scratch, _widen, decode_config, paged_merge
 from pallas_kernels._fetch import WARPS, Ring, fetch, rows_of_copy
 from pallas_kernels._logits import Logits
 from pallas_kernels._place import Place
@@ -150,6 +150,18 @@ def _kernel(
     # warpgroups that use it at once overwrite each other (wrong on an H100, not seen by interpret mode; jax 0.11.2).
     @pl.when(warpgroup == 0)
     def _compute() -> None:
+        place = Place(
+            refs,
+            partition,
+            num_partials=config.num_partials,
+            cluster=config.cluster,
+            sharing=_cluster.sharing_of(width=width, rows=rows, cluster=config.cluster, q_len=q_len, group=group),
+            q_len=q_len,
+            group=group,
+            interpret=interpret,
+        )
+        if config.cluster > 1:
+            _cluster.inbox_of(place).open()
         for token in range(q_len):
             plgpu.copy_gmem_to_smem(
                 q_gmem.at[seq, token, pl.ds(kv_head * group, group), whole],
@@ -224,15 +236,6 @@ def _kernel(
         acc = steps.finished(acc)
         if v_scale is not None:
             acc = tuple(part * v_scale for part in acc)
-        place = Place(
-            refs,
-            partition,
-            num_partials=config.num_partials,
-            cluster=config.cluster,
-            q_len=q_len,
-            group=group,
-            interpret=interpret,
-        )
         _finish.finish(acc, m, l.sum(axis=0), place)
 
 
@@ -301,7 +304,7 @@ def launch(
     else:
         out_types = partial_types | finished_types if plan else partial_types
     if interpret and config.cluster > 1:
-        out_types |= _cluster.exchange(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
+        out_types |= _inbox.exchange_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
     copies_of_tile = config.tile // rows_of_copy(block_size, config.tile)
     scratch = _scratch.scratch(
         config, q_len, group, rows, head_dim, copies_of_tile, q.dtype, k_cache.dtype, interpret

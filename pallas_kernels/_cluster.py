@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
-from pallas_kernels._inbox import SHARE, SHARE_ROWS, Exchange, Inbox, Sharing
+from pallas_kernels._inbox import SHARE, SHARE_ROWS, Inbox, InterpretedInbox, Sharing
 from pallas_kernels._place import Place
 from pallas_kernels._rows import over_rows, round_up
 
@@ -42,7 +42,6 @@ def scratch(*, sharing: Sharing, num_partials: int, dtype: Any, interpret: Any) 
         "columns_smem": plgpu.SMEM((rows, columns), dtype)
         if num_partials == 1
         else plgpu.SMEM((columns, rows), jnp.float32),
-        "merged_smem": plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
         **sharing.scratch(interpret),
     }
 
@@ -50,15 +49,15 @@ def scratch(*, sharing: Sharing, num_partials: int, dtype: Any, interpret: Any) 
 def scratch_bytes(*, sharing: Sharing, num_partials: int) -> int:
     """No less than `scratch` takes, each array rounded up to 1024 bytes."""
     columns_bytes = sharing.columns * sharing.rows * (2 if num_partials == 1 else 4)
-    return sharing.scratch_bytes() + round_up(columns_bytes, 1024) + 1024
+    return sharing.scratch_bytes() + round_up(columns_bytes, 1024)
 
 
-def inbox_of(place: Place) -> Inbox | Exchange:
+def inbox_of(place: Place) -> Inbox | InterpretedInbox:
     sharing = place.sharing
     if not place.interpret:
         return Inbox(place.refs, sharing)
     cluster_index = place.partition.stack * place.num_partials + place.partition.partial
-    return Exchange(place.refs, sharing, cluster_index * place.cluster)
+    return InterpretedInbox(place.refs, sharing, cluster_index * sharing.cluster)
 
 
 def merge(acc: jax.Array, m: jax.Array, l: jax.Array, place: Place) -> None:
@@ -73,11 +72,11 @@ def merge(acc: jax.Array, m: jax.Array, l: jax.Array, place: Place) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _merge_share(share: jax.Array, turn: int, inbox: Inbox | Exchange, place: Place) -> None:
-    """The first share's lse, or m and l, stand for all."""
-    columns_smem, merged_smem = place.refs["columns_smem"], place.refs["merged_smem"]  # or its transpose; f32 [2, rows]
+def _merge_share(share: jax.Array, turn: int, inbox: Inbox | InterpretedInbox, place: Place) -> None:
+    """Adds up the columns of a share; the first share's lse, or m and l, stand for all."""
+    columns_smem, row_smem = place.refs["columns_smem"], place.refs["row_smem"]  # as in `scratch`; f32 [2, rows]
     ours = pl.ds(share * place.sharing.columns, place.sharing.columns)
-    members = range(place.cluster)
+    members = range(place.sharing.cluster)
 
     m_members, l_members = zip(*(inbox.m_and_l(member) for member in members), strict=True)
     m = functools.reduce(jnp.maximum, m_members)
@@ -88,23 +87,23 @@ def _merge_share(share: jax.Array, turn: int, inbox: Inbox | Exchange, place: Pl
         factor, lse = _rows.normalise(m, l, place.sinks(SHARE_ROWS))
         out = _weighted(merged, factor).astype(columns_smem.dtype)
         _rows.store_together(
-            (merged_smem.at[0], lse), transposed=[(columns_smem, out)], layout=SHARE, interpret=place.interpret
+            (row_smem.at[0], lse), transposed=[(columns_smem, out)], layout=SHARE, interpret=place.interpret
         )
     else:
         _rows.store_together(
             (columns_smem, merged),
-            (merged_smem.at[0], m),
-            (merged_smem.at[1], l),
+            (row_smem.at[0], m),
+            (row_smem.at[1], l),
             layout=SHARE,
             interpret=place.interpret,
         )
     plgpu.commit_smem()
     if place.num_partials == 1:
         place.copy_rows(columns_smem, ours)
-        pl.when(share == 0)(lambda: place.copy_lse(merged_smem.at[0]))
+        pl.when(share == 0)(lambda: place.copy_lse(row_smem.at[0]))
     else:
         place.copy_partial(columns_smem, ours)
-        pl.when(share == 0)(lambda: place.copy_m_and_l(merged_smem))
+        pl.when(share == 0)(lambda: place.copy_m_and_l(row_smem))
 
 
 def _weighted(x: jax.Array, weight: jax.Array) -> jax.Array:

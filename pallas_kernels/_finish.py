@@ -39,7 +39,7 @@ def finish(acc: Sums, m: jax.Array, l: jax.Array, place: Place) -> None:
         ours, whole = partition.index < partition.count, partition.count == 1
         pl.when(jnp.logical_and(ours, whole))(lambda: _write_rows(acc, m, l, place))
         pl.when(jnp.logical_and(ours, jnp.logical_not(whole)))(lambda: _write_partial(acc, m, l, place))
-    elif place.cluster > 1:
+    elif place.sharing.cluster > 1:
         (chunk,) = acc
         _cluster.merge(chunk, m, l, place)
     elif place.num_partials > 1:

@@ -23,8 +23,7 @@ class Place:
     refs: dict[str, Any]  # of the kernel
     partition: Partition
     num_partials: int  # of its sequence and KV head, each from one cluster
-    cluster: int  # members
-    sharing: Sharing  # of columns among them
+    sharing: Sharing  # of columns among the members of its cluster
     q_len: int
     group: int
     interpret: Any

@@ -20,6 +20,7 @@ LN2 = math.log(2.0)
 LOWEST = -1e30
 ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps
 ROW_VECTOR = plgpu.Layout.WGMMA.reduce(0)  # [rows]
+SCALAR = plgpu.Layout.WG_SPLAT
 COLUMNS = 64  # of the head_dim that one program of a merge adds up: the smallest M that this layout has
 
 

@@ -31,13 +31,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels._rows import LOG2E, LOWEST, ROWS
+from pallas_kernels._rows import LOG2E, LOWEST, ROWS, SCALAR
 from pallas_kernels._walk import Walk
 
 TOKENS = ROWS.reduce(1)  # [tile]: every thread holds the tokens of its rows
 LEAST = 2.0**-100  # a scale of 0 has a logarithm too
 LANES = 32
-SCALAR = plgpu.Layout.WG_SPLAT
 
 
 def of_tokens(*scales: Any | None) -> tuple[Any, ...]:

@@ -20,7 +20,8 @@ MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
 # What partials may take in memory where a caller leaves their number to us: each pair has room for 64. Halves of 8
 # prompts of 256 tokens, 1024 pairs of 64 rows, would take 2.1 GB; of one, 268 MB, and 196 us instead of 190 (H100).
 PARTIAL_BYTES = 128 * 1024 * 1024
-SMALL_BYTES = 4096  # m and l or lse, the barriers, the row too many of Q, and Mosaic's own, 1024 each
+# m and l or lse, and the row too many of Q, 1024 each; 2048 of Mosaic's own; the barriers.
+SMALL_BYTES = 4 * 1024 + 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +174,14 @@ def completed(
             chunk=chunk,
         )
     )
-    room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
-    fitting = max(1, min(8, room // (tile * (2 * width * itemsize + 4 * token_scales))))
+
+    def fitting_stages(resident: int) -> int:
+        room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
+        return room // (tile * (2 * width * itemsize + 4 * token_scales))
+
+    if fitting_stages(resident) < 2:
+        resident = 1  # a program with one stage would wait for each tile
+    fitting = max(1, min(8, fitting_stages(resident)))
     # Each stage has barriers to set up: 1 x 512 4.4 us with 1, 4.7 with 3 (H100).
     most_tokens = capacity if total_partitions is not None else -(-capacity // num_partitions)  # of a partition
     num_stages = min(fitting, max(1, -(-most_tokens // tile)))

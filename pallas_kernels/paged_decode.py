@@ -154,20 +154,19 @@ def _kernel(
             refs,
             partition,
             num_partials=config.num_partials,
-            cluster=config.cluster,
             sharing=_cluster.sharing_of(width=width, rows=rows, cluster=config.cluster, q_len=q_len, group=group),
             q_len=q_len,
             group=group,
             interpret=interpret,
         )
-        if config.cluster > 1:
-            _cluster.inbox_of(place).open()
         for token in range(q_len):
             plgpu.copy_gmem_to_smem(
                 q_gmem.at[seq, token, pl.ds(kv_head * group, group), whole],
                 q_flat_smem.at[pl.ds(token * group, group)],
                 refs["q_full"],
             )
+        if config.cluster > 1:
+            _cluster.inbox_of(place).open()
         scale = scale_gmem[0]
         cap = None if cap_gmem is None else cap_gmem[0]
         slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head])
@@ -304,7 +303,7 @@ def launch(
     else:
         out_types = partial_types | finished_types if plan else partial_types
     if interpret and config.cluster > 1:
-        out_types |= _inbox.exchange_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
+        out_types |= _inbox.interpreted_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
     copies_of_tile = config.tile // rows_of_copy(block_size, config.tile)
     scratch = _scratch.scratch(
         config, q_len, group, rows, head_dim, copies_of_tile, q.dtype, k_cache.dtype, interpret

@@ -88,10 +88,12 @@ def figures(ptxas: Path) -> dict[str, int]:
     def number(pattern: str, text: str) -> int:
         return int(re.search(pattern, text)[1])
 
+    counts = re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", resources)
+    barriers = sum(int(in_array) * int(arrays) for in_array, arrays in counts)
     return {
         "registers": number(r"Used (\d+) registers", text),
         "spill_bytes": number(r"(\d+) bytes spill stores", text) + number(r"(\d+) bytes spill loads", text),
-        "smem_bytes": number(r"smem_scratch_bytes=(\d+)", resources),
+        "smem_bytes": number(r"smem_scratch_bytes=(\d+)", resources) + 8 * barriers,
     }
 
 

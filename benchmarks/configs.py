@@ -38,7 +38,7 @@ def parse_config(text: str, point: Point) -> Config:
         head_dim=point.head_dim,
         q_len=run,
         group=group,
-        capacity=max(point.held) * point.block_size,
+        capacity=point.max_blocks * point.block_size,
         itemsize=jax.numpy.dtype(point.cache_dtype).itemsize,
         token_scales=2 if point.scale == "token_head" else 0,
         total_partitions=total,

@@ -3,7 +3,7 @@
 A point is written as heads, batch x length and options, for example `32/8 64x8192 block_size=64`. In the place of the
 length, `ragged8192` draws lengths uniformly from 1..8192, `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled, and
 `outlier131072` gives one sequence, in the middle, that many tokens and the others 1024.
-`cache=float8_e4m3fn scale=head` is a quantised cache.
+`cache=float8_e4m3fn scale=head` is a quantised cache; `room=8192` a block table with room for as many tokens a sequence.
 """
 
 import dataclasses
@@ -65,6 +65,7 @@ class Point:
     block_size: int = 16
     q_len: int = 1
     window: int = 0  # 0: none
+    room: int = 0  # tokens that a row of the table has room for, where that is more than the longest sequence takes
     contiguous: bool = False  # the blocks of a sequence in order, instead of shuffled
     dtype: str = "bfloat16"
     cache: str = ""  # the cache's dtype, where it is not `dtype`
@@ -94,6 +95,10 @@ class Point:
     def held(self) -> tuple[int, ...]:
         """Blocks of each sequence."""
         return tuple(-(-length // self.block_size) for length in self.lengths)
+
+    @property
+    def max_blocks(self) -> int:
+        return max(max(self.held), self.room // self.block_size)
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
@@ -159,12 +164,14 @@ class Inputs:
     lengths: jax.Array  # int32 [seqs]
 
 
-def make_tables(held: tuple[int, ...], *, contiguous: bool = False, seed: int = 0) -> np.ndarray:
+def make_tables(
+    held: tuple[int, ...], *, max_blocks: int | None = None, contiguous: bool = False, seed: int = 0
+) -> np.ndarray:
     """Blocks 1, 2, ... of the pool, shuffled over all sequences; block 0 pads."""
     ids = np.arange(1, sum(held) + 1, dtype=np.int32)
     if not contiguous:
         ids = np.random.default_rng(seed).permutation(ids)
-    tables = np.zeros((len(held), max(held)), np.int32)
+    tables = np.zeros((len(held), max_blocks or max(held)), np.int32)
     for row, count, end in zip(tables, held, np.cumsum(held), strict=True):
         row[:count] = ids[end - count : end]
     return tables
@@ -184,7 +191,7 @@ def make_inputs(point: Point) -> Inputs:
 
     caches = tuple(tuple(layer() for _ in range(point.num_caches)) for _ in range(point.num_sets))
     q = random(2**20, shape=point.q_shape, dtype=point.dtype)
-    tables = make_tables(point.held, contiguous=point.contiguous)
+    tables = make_tables(point.held, max_blocks=point.max_blocks, contiguous=point.contiguous)
     return Inputs(q, caches, jnp.asarray(tables), jnp.asarray(point.lengths, jnp.int32))
 
 
@@ -195,6 +202,6 @@ def shapes_of(point: Point) -> Inputs:
     return Inputs(
         jax.ShapeDtypeStruct(point.q_shape, point.dtype),  # type: ignore[arg-type]
         (((cache, cache, *scales),) * point.num_caches,),  # type: ignore[arg-type]
-        jax.ShapeDtypeStruct((len(point.held), max(point.held)), jnp.int32),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct((len(point.held), point.max_blocks), jnp.int32),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct((len(point.held),), jnp.int32),  # type: ignore[arg-type]
     )

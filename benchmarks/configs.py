@@ -1,10 +1,10 @@
 """Configs of the decode kernel against each other: `python -m benchmarks.configs --points "32/8 1x8192" --configs ...`.
 
-A config is written as partitions/cluster/tile/resident, where `resident` programs share a SM's shared memory, or, with
-partitions shared out by length, as total/tile/resident; `default` is what the library takes, `balanced` what it takes
-if asked for that. Each is checked against the reference before it is timed; the columns are those of
-benchmarks/decode.py, `kernels` the time of the kernels alone. What wins here becomes a rule in
-pallas_kernels/decode_config.py.
+A config is written as partitions/cluster/tile/resident, where `resident` programs share a SM's shared memory, or
+partitions/cluster/tile/resident/whole_tiles, or, with partitions shared out by length, as total/tile/resident; `default`
+is what the library takes, `balanced` what it takes if asked for that. Each is checked against the reference before it is
+timed; the columns are those of benchmarks/decode.py, `kernels` the time of the kernels alone. What wins here becomes a
+rule in pallas_kernels/decode_config.py.
 
     python -m benchmarks.configs --points "32/8 1x8192" "32/8 1x32768" --configs default 16/8/64/2 16/16/64/2
 """
@@ -25,9 +25,13 @@ from pallas_kernels.decode_config import Config, completed, most_of_one
 
 
 def parse_config(text: str, point: Point) -> Config:
-    *cut, tile, resident = map(int, text.split("/"))
-    total = cut[0] if len(cut) == 1 else None
-    num_partitions, cluster = cut if total is None else (most_of_one(total, seqs=len(point.lengths)), 1)
+    numbers = list(map(int, text.split("/")))
+    total, whole_tiles = None, 0
+    if len(numbers) == 3:
+        total, tile, resident = numbers
+        num_partitions, cluster = most_of_one(total, seqs=len(point.lengths)), 1
+    else:
+        num_partitions, cluster, tile, resident, whole_tiles = (*numbers, 0)[:5]
     group = point.heads // point.kv_heads
     _, run = runs_of(point.q_len, group)
     return completed(
@@ -42,6 +46,7 @@ def parse_config(text: str, point: Point) -> Config:
         itemsize=jax.numpy.dtype(point.cache_dtype).itemsize,
         token_scales=2 if point.scale == "token_head" else 0,
         total_partitions=total,
+        whole_tiles=whole_tiles,
     )
 
 
@@ -60,7 +65,7 @@ def compile_config(point: Point, text: str) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", required=True, help="names of points, see benchmarks/points.py")
-    parser.add_argument("--configs", nargs="+", required=True, metavar="P/C/T/R", help="or default, balanced")
+    parser.add_argument("--configs", nargs="+", required=True, metavar="P/C/T/R/W", help="or default, balanced")
     parser.add_argument("--output", type=Path, help="a JSON file for the results, written one by one")
     options = parser.parse_args()
     store = Store(options.output, **header())

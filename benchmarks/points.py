@@ -3,7 +3,7 @@
 A point is written as heads, batch x length and options, for example `32/8 64x8192 block_size=64`. In the place of the
 length, `ragged8192` draws lengths uniformly from 1..8192, `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled, and
 `outlier131072` gives one sequence, in the middle, that many tokens and the others 1024.
-`cache=float8_e4m3fn scale=head` is a quantised cache; `room=8192` a block table with room for as many tokens a sequence.
+`cache=float8_e4m3fn scale=head` is a quantised cache, `room=8192` a block table with room for that many tokens each.
 """
 
 import dataclasses

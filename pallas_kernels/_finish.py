@@ -34,18 +34,16 @@ def scratch_bytes(*, sharing: Sharing, num_partials: int, chunk: int) -> int:
 
 def finish(acc: Sums, m: jax.Array, l: jax.Array, place: Place) -> None:
     """`acc`: f32 [chunk, rows] each, together O^T; m, in units of log2, and l: f32 [rows]."""
-    partition = place.partition
-    if "partitions" in place.refs:
-        ours, whole = partition.index < partition.count, partition.count == 1
-        pl.when(jnp.logical_and(ours, whole))(lambda: _write_rows(acc, m, l, place))
-        pl.when(jnp.logical_and(ours, jnp.logical_not(whole)))(lambda: _write_partial(acc, m, l, place))
-    elif place.sharing.cluster > 1:
-        (chunk,) = acc
-        _cluster.merge(chunk, m, l, place)
-    elif place.num_partials > 1:
-        _write_partial(acc, m, l, place)
-    else:
-        _write_rows(acc, m, l, place)
+
+    def share() -> None:
+        if place.sharing.cluster > 1:
+            (chunk,) = acc
+            _cluster.merge(chunk, m, l, place)
+        else:
+            _write_partial(acc, m, l, place)
+
+    pl.when(place.whole)(lambda: _write_rows(acc, m, l, place))
+    pl.when(place.split)(share)
 
 
 def _write_rows(acc: Sums, m: jax.Array, l: jax.Array, place: Place) -> None:

@@ -28,6 +28,15 @@ class Place:
     group: int
     interpret: Any
 
+    @property
+    def whole(self) -> bool | jax.Array:
+        """Whether this program has all of its sequence."""
+        return self.partition.count == 1
+
+    @property
+    def split(self) -> bool | jax.Array:
+        return self.partition.count != 1
+
     def sinks(self, layout: Any) -> jax.Array | None:
         """f32 [rows]."""
         if "sinks" not in self.refs:

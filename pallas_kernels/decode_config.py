@@ -19,6 +19,8 @@ PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside
 MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
 # What partials may take in memory where a caller leaves their number to us: each pair has room for 64. Halves of 8
 # prompts of 256 tokens, 1024 pairs of 64 rows, would take 2.1 GB; of one, 268 MB, and 196 us instead of 190 (H100).
+# Each program costs its start, whatever there is for it to do.
+WHOLE_TOKENS = 1024
 PARTIAL_BYTES = 128 * 1024 * 1024
 # m and l or lse, and the row too many of Q, 1024 each; 2048 of Mosaic's own; the barriers.
 SMALL_BYTES = 4 * 1024 + 512
@@ -34,6 +36,7 @@ class Config:
     last_first: bool = False  # whether a program starts with the tiles at the end that some query does not see whole
     keys_ahead: bool = False  # whether a tile's keys are multiplied beside the values of the tile before it
     total_partitions: int | None = None  # of all sequences together, shared out by length; None: as many for each
+    whole_tiles: int = 0  # a sequence with no more of them stays whole: of a cluster the first program alone works
 
     @property
     def num_partials(self) -> int:
@@ -104,7 +107,7 @@ def default_config(
     if width <= 128 and rows <= 32 and itemsize == 1:
         # 128 tokens are as many bytes as 64 of 16 bits: 64 x 8192 369 us against 381.
         tile, resident = 128, 2 if width <= 64 else 1
-    total_partitions = None
+    total_partitions, whole_tiles = None, 0
     if num_partitions == "balanced":
         num_partitions = None
         total_partitions = balanced_partitions(seqs, kv_heads, num_sms)
@@ -115,7 +118,8 @@ def default_config(
     else:
         chosen_here = num_partitions is None
         if num_partitions is None:
-            num_partitions = partitions_for(pairs, capacity, num_sms)
+            shared = itemsize > 1 and width <= 128 and rows <= 16
+            num_partitions = partitions_for(pairs, capacity, num_sms, shared=shared)
             # A tile of 8-bit numbers is half the bytes and as much work: half the SMs no longer reach the bandwidth.
             # Clusters of 8 on all SMs would wait for room, so up to 4 (H100, 8 x 4096: 27.8 us in 2, 31.0 in 1).
             if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and capacity >= 1024:
@@ -128,9 +132,12 @@ def default_config(
         # as long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9), but for so long
         # that the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 734 with 128).
         # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
-        alone = chosen_here and pairs * num_partitions <= num_sms
+        # Nor where clusters of 4 and more would wait for room.
+        alone = chosen_here and pairs * num_partitions <= (num_sms if num_partitions <= 2 else num_sms // 2)
         if width <= 128 and rows <= 32 and itemsize > 1 and alone:
             tile, resident = 128 if capacity <= 32768 * num_partitions else 64, 1
+        if chosen_here and pairs > num_sms and 1 < cluster == num_partitions:
+            whole_tiles = WHOLE_TOKENS // tile
     return completed(
         num_partitions=num_partitions,
         cluster=cluster,
@@ -143,6 +150,7 @@ def default_config(
         itemsize=itemsize,
         token_scales=token_scales,
         total_partitions=total_partitions,
+        whole_tiles=whole_tiles,
     )
 
 
@@ -159,6 +167,7 @@ def completed(
     itemsize: int,
     token_scales: int,
     total_partitions: int | None = None,
+    whole_tiles: int = 0,
 ) -> Config:
     """The config in which the rest follows from these: as many stages as fit and have a tile, up to 8."""
     rows = round_up(q_len * group, 8)
@@ -198,6 +207,7 @@ def completed(
         # rows two programs of a SM would not have the registers; keys of 8 bits pass through registers themselves.
         keys_ahead=num_stages > 1 and chunk == width and rows <= 16 and itemsize > 1,
         total_partitions=total_partitions,
+        whole_tiles=whole_tiles,
     )
 
 
@@ -226,18 +236,26 @@ def padded_width(head_dim: int) -> int:
     return parts * round_up(head_dim // parts, 64)
 
 
-def partitions_for(pairs: int, capacity: int, num_sms: int) -> int:
-    """A power of two, for `pairs` sequences times KV heads whose tables hold `capacity` tokens each."""
+def partitions_for(pairs: int, capacity: int, num_sms: int, *, shared: bool) -> int:
+    """A power of two, for `pairs` sequences times KV heads whose tables hold `capacity` tokens each.
+
+    `shared`: whether two programs with 64 tokens a step can share a SM, and are as fast together as one with 128.
+    """
     # Half the SMs reach the bandwidth; clusters on more of them wait for room. H100, 8 KV heads, head_dim 128, us:
     # 1 x 512 5.0 in 4 partitions, 6.3 in 1; 1 x 8192 16.5 in 8, 17.6 in 4, 23 in 16; 1 x 32768 49.4 in 8, 61 in 16;
     # 2 x 8192 27.6 in 4, 33 in 8; 8 x 2048 26.8 in 1, 27.4 in 2. 1 KV head, 1 x 32768: 13.5 in 64, 17.7 in 128.
     wanted = min(num_sms // 2 // pairs, capacity // 128)
-    if wanted >= 4 or (wanted >= 2 and capacity >= 1024):
+    even_out = shared and capacity >= 8192
+    if wanted >= 4 or (wanted >= 2 and capacity >= 1024 and not even_out):
         return 1 << (wanted.bit_length() - 1)
     # Halves of long sequences even out what the last programs have left, or who has the longest: 8 x U(1..8192) 38.8 in
     # 2, 50.7 in 1; 16 x U(1..8192) 101, 108; 64 x U(1..8192) 367, 377. Equal ones do not mind: 8 x 8192 93.6, 93.2;
     # 16 x 8192 179, 180; 64 x 8192 702, 705. Short ones pay more than that brings: 64 x 2048 184 in 2, 181 in 1.
-    return 2 if pairs <= 8 * num_sms and capacity >= 4096 else 1
+    if pairs > 8 * num_sms or capacity < 4096:
+        return 1
+    if pairs > num_sms // 2:
+        return 4 if shared else 2
+    return (4 if wanted >= 2 else 8) if even_out else 2
 
 
 def padded_partials(num_partials: int, *, planned: bool) -> int:

@@ -119,7 +119,9 @@ def _kernel(
         q_len=q_len,
         block_size=k_gmem.shape[1],
         tile=tile_tokens,
+        whole_tiles=config.whole_tiles,
     )
+    partition = walk.partition
 
     scales = _scales.Scales(
         k=refs.get("k_scale"),
@@ -148,7 +150,7 @@ def _kernel(
 
     # 3. Warpgroup 0 computes. Only one can: Mosaic has one scratch buffer for reductions over all four warps, and two
     # warpgroups that use it at once overwrite each other (wrong on an H100, not seen by interpret mode; jax 0.11.2).
-    @pl.when(warpgroup == 0)
+    @pl.when(jnp.logical_and(warpgroup == 0, partition.works))
     def _compute() -> None:
         place = Place(
             refs,
@@ -166,7 +168,7 @@ def _kernel(
                 refs["q_full"],
             )
         if config.cluster > 1:
-            _cluster.inbox_of(place).open()
+            pl.when(place.split)(_cluster.inbox_of(place).open)
         scale = scale_gmem[0]
         cap = None if cap_gmem is None else cap_gmem[0]
         slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head])

@@ -76,8 +76,8 @@ def test_columns_of_a_cluster(head_dim, q_len, heads, num_partitions):
 
 @pytest.mark.parametrize("num_partitions", [5, 8, 16])
 def test_ten_thousand_calls_give_equal_bits(num_partitions):
-    """Programs of a cluster read each other's sums: never before they are there. Those of 16 rows take long to store,
-    and in short sequences one program works while all others wait for it."""
+    """Programs of a cluster send each other their sums: none is used before it is there. Those of 16 rows take long to
+    send, and in short sequences one program works while all others wait for it."""
     a = arguments_of(real(heads=64, kv_heads=4, head_dim=128))
 
     @jax.jit
@@ -92,6 +92,20 @@ def test_ten_thousand_calls_give_equal_bits(num_partitions):
         return jax.lax.fori_loop(0, 10_000, compare, jnp.int32(0))
 
     assert differing() == 0
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+def test_short_sequences_stay_whole(options):
+    case = real(
+        lengths=(0, 1, 700, 1024, 1025, 4096) * 4,
+        max_blocks=256,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        options=OPTIONS[options],
+    )
+    assert _mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions=None).whole_tiles
+    check(case)
 
 
 @pytest.mark.parametrize("q_len", [2, 16])

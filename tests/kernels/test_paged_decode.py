@@ -35,6 +35,19 @@ def test_options_with_partitions(name, num_partitions, cluster):
     check(case, num_partitions=num_partitions, cluster=cluster)
 
 
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
+def test_short_sequences_stay_whole(name):
+    case = make_case(lengths=(0, 1, 128, 129, 300), max_blocks=19, kv_heads=1, dtype=BF16, options=OPTIONS[name])
+    split = dict(num_partitions=2, cluster=2, last_first=True)
+    out, parts, one = (
+        check(case, **how) for how in (split | dict(whole_tiles=2), split, dict(num_partitions=1, last_first=True))
+    )
+    assert (out[:3] == one[:3]).all()
+    if name == "plain":  # a window leaves the others two tiles
+        assert (out[3:] == parts[3:]).all()
+        assert (parts[3:] != one[3:]).any()
+
+
 @pytest.mark.parametrize(  # 3 heads: 6, 15 and 48 rows
     ("q_len", "num_partitions", "options"), [(2, 1, "window"), (5, 2, "window of all"), (16, 1, "window")]
 )

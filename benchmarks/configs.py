@@ -1,10 +1,10 @@
 """Configs of the decode kernel against each other: `python -m benchmarks.configs --points "32/8 1x8192" --configs ...`.
 
-A config is written as partitions/cluster/tile/resident, where `resident` programs share a SM's shared memory, or
-partitions/cluster/tile/resident/whole_tiles, or, with partitions shared out by length, as total/tile/resident; `default`
-is what the library takes, `balanced` what it takes if asked for that. Each is checked against the reference before it is
-timed; the columns are those of benchmarks/decode.py, `kernels` the time of the kernels alone. What wins here becomes a
-rule in pallas_kernels/decode_config.py.
+A config is written as partitions/cluster/tile/resident, where `resident` programs share a SM's shared memory, with
+/whole_tiles after it or not, or, with partitions shared out by length, as total/tile/resident; `default` is what the
+library takes, `balanced` what it takes if asked for that. Each is checked against the reference before it is timed; the
+columns are those of benchmarks/decode.py, `kernels` the time of the kernels alone. What wins here becomes a rule in
+pallas_kernels/decode_config.py.
 
     python -m benchmarks.configs --points "32/8 1x8192" "32/8 1x32768" --configs default 16/8/64/2 16/16/64/2
 """

@@ -19,8 +19,6 @@ PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside
 MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
 # What partials may take in memory where a caller leaves their number to us: each pair has room for 64. Halves of 8
 # prompts of 256 tokens, 1024 pairs of 64 rows, would take 2.1 GB; of one, 268 MB, and 196 us instead of 190 (H100).
-# Each program costs its start, whatever there is for it to do.
-WHOLE_TOKENS = 1024
 PARTIAL_BYTES = 128 * 1024 * 1024
 # m and l or lse, and the row too many of Q, 1024 each; 2048 of Mosaic's own; the barriers.
 SMALL_BYTES = 4 * 1024 + 512
@@ -132,12 +130,14 @@ def default_config(
         # as long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9), but for so long
         # that the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 734 with 128).
         # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
-        # Nor where clusters of 4 and more would wait for room.
+        # Nor where large clusters would wait for room.
         alone = chosen_here and pairs * num_partitions <= (num_sms if num_partitions <= 2 else num_sms // 2)
         if width <= 128 and rows <= 32 and itemsize > 1 and alone:
             tile, resident = 128 if capacity <= 32768 * num_partitions else 64, 1
-        if chosen_here and pairs > num_sms and 1 < cluster == num_partitions:
-            whole_tiles = WHOLE_TOKENS // tile
+        # A program costs its start, whatever there is for it to do (H100, tables of 8192 tokens: 64 x 128 23.5 us, with
+        # all in quarters 30.7; 64 x 8192 / 1, / 2, / 3, ... 62.1, 64.2). A cluster of 2 gains nothing (19.1, 18.3).
+        if chosen_here and pairs > num_sms and cluster == 4:
+            whole_tiles = 512 // tile
     return completed(
         num_partitions=num_partitions,
         cluster=cluster,
@@ -239,23 +239,27 @@ def padded_width(head_dim: int) -> int:
 def partitions_for(pairs: int, capacity: int, num_sms: int, *, shared: bool) -> int:
     """A power of two, for `pairs` sequences times KV heads whose tables hold `capacity` tokens each.
 
-    `shared`: whether two programs with 64 tokens a step can share a SM, and are as fast together as one with 128.
+    `shared`: whether two programs, of 64 tokens a step, can share a SM.
     """
     # Half the SMs reach the bandwidth; clusters on more of them wait for room. H100, 8 KV heads, head_dim 128, us:
     # 1 x 512 5.0 in 4 partitions, 6.3 in 1; 1 x 8192 16.5 in 8, 17.6 in 4, 23 in 16; 1 x 32768 49.4 in 8, 61 in 16;
     # 2 x 8192 27.6 in 4, 33 in 8; 8 x 2048 26.8 in 1, 27.4 in 2. 1 KV head, 1 x 32768: 13.5 in 64, 17.7 in 128.
     wanted = min(num_sms // 2 // pairs, capacity // 128)
-    even_out = shared and capacity >= 8192
-    if wanted >= 4 or (wanted >= 2 and capacity >= 1024 and not even_out):
+    if shared and wanted in (2, 3) and capacity >= 8192:
+        return 4  # 4 x 8192 48.2 in 4, two a SM, 49.1 in 2; 4 x U(1..8192) 30.9, 33.6
+    if wanted >= 4 or (wanted >= 2 and capacity >= 1024):
         return 1 << (wanted.bit_length() - 1)
-    # Halves of long sequences even out what the last programs have left, or who has the longest: 8 x U(1..8192) 38.8 in
-    # 2, 50.7 in 1; 16 x U(1..8192) 101, 108; 64 x U(1..8192) 367, 377. Equal ones do not mind: 8 x 8192 93.6, 93.2;
-    # 16 x 8192 179, 180; 64 x 8192 702, 705. Short ones pay more than that brings: 64 x 2048 184 in 2, 181 in 1.
+    # Parts of long sequences even out what the last programs have left, or who has the longest: 8 x U(1..8192) 38.8 in
+    # 2, 50.7 in 1; 16 x U(1..8192) 94.1 in 4, 96.5 in 2; 64 x U(1..8192) 362 in 4, 368 in 2, 377 in 1; 64 x 1024 beside
+    # one x 32768 159, 221. Equal ones do not mind: 16 x 8192 180 in 4, 181 in 2; 64 x 8192 704, 704, 705 in 1. Short
+    # ones pay more than that brings: 64 x 1024 96 in 4, 92 in 1.
     if pairs > 8 * num_sms or capacity < 4096:
         return 1
-    if pairs > num_sms // 2:
-        return 4 if shared else 2
-    return (4 if wanted >= 2 else 8) if even_out else 2
+    if shared and num_sms // 2 < pairs <= 4 * num_sms:
+        return 4
+    if shared and pairs <= num_sms // 2 and capacity >= 32768:
+        return 8  # 8 x 1024 beside one x 131072 199 in 8, 520 in 2; but 8 x 512 in such a table 11.8, 9.2
+    return 2
 
 
 def padded_partials(num_partials: int, *, planned: bool) -> int:

@@ -1,6 +1,7 @@
 """The rules that choose a configuration: pure functions of ints."""
 
 import itertools
+import math
 
 import jax.numpy as jnp
 import pytest
@@ -74,18 +75,51 @@ def test_keys_are_multiplied_ahead_where_the_registers_allow_it(shape, ahead):
 
 
 def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
-    counts = [decode_config.partitions_for(pairs, 8192, 132) for pairs in range(1, 133)]
-    assert counts[0] == 64
-    assert counts[7] == 8
-    assert counts[63] == 2
-    assert all(few <= many for many, few in itertools.pairwise(counts))
+    for shared in (False, True):
+        counts = [decode_config.partitions_for(pairs, 8192, 132, shared=shared) for pairs in range(1, 67)]
+        assert counts[0] == 64
+        assert counts[7] == 8
+        assert counts[63] == 2
+        assert all(few <= many for many, few in itertools.pairwise(counts))
 
 
-def test_halves_of_long_sequences_alone():
-    assert [decode_config.partitions_for(pairs, 8192, 132) for pairs in (64, 128, 512)] == [2, 2, 2]
-    assert decode_config.partitions_for(64, 2048, 132) == 1
-    assert decode_config.partitions_for(512, 2048, 132) == 1
-    assert decode_config.partitions_for(2048, 8192, 132) == 1
+@pytest.mark.parametrize(
+    ("shared", "capacity", "counts"),
+    [
+        (False, 131072, [2, 2, 2, 2, 2, 1]),
+        (True, 2048, [2, 1, 1, 1, 1, 1]),
+        (True, 4096, [2, 2, 4, 4, 2, 1]),
+        (True, 8192, [4, 2, 4, 4, 2, 1]),
+        (True, 32768, [4, 8, 4, 4, 2, 1]),
+    ],
+)
+def test_parts_of_long_sequences(shared, capacity, counts):
+    pairs = (32, 64, 67, 512, 1024, 2048)
+    assert [decode_config.partitions_for(n, capacity, 132, shared=shared) for n in pairs] == counts
+
+
+def test_short_sequences_of_many_stay_whole():
+    def tokens(**shape):
+        config = decode_config.default_config(**(SHAPE | shape))
+        return config.whole_tiles * config.tile
+
+    assert tokens(seqs=64) == tokens(seqs=17) == 512
+    assert tokens(seqs=64, num_partitions=4) == 0  # a sequence's bits hang on its partitions alone
+    assert tokens(seqs=8) == tokens(seqs=16) == tokens(seqs=64, capacity=2048) == tokens(seqs=128) == 0
+
+
+@pytest.mark.parametrize("num_partials", [1, 3])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+def test_what_a_cluster_takes_is_counted(width, num_partials):
+    for cluster, rows, q_len in itertools.product(range(2, 9), range(8, 72, 8), (1, 2)):
+        sharing = _cluster.sharing_of(width=width, rows=rows, cluster=cluster, q_len=q_len, group=rows // q_len)
+        arrays = _cluster.scratch(sharing=sharing, num_partials=num_partials, dtype=jnp.bfloat16, interpret=None)
+        taken = sum(
+            -(-math.prod(array.shape) * jnp.dtype(array.dtype).itemsize // 1024) * 1024
+            for array in arrays.values()
+            if hasattr(array, "shape")
+        )
+        assert taken == _cluster.scratch_bytes(sharing=sharing, num_partials=num_partials)
 
 
 def test_halves_that_merge_in_memory_only_where_they_take_little_of_it():
@@ -115,8 +149,9 @@ def test_long_tiles_where_the_start_counts():
     def tile(**shape):
         return decode_config.default_config(**(SHAPE | shape)).tile
 
-    assert tile(seqs=1, kv_heads=32, capacity=8192) == 128
-    assert tile(seqs=1, kv_heads=32, capacity=131072) == 64
+    assert tile(seqs=1, kv_heads=32, capacity=4096) == 128
+    assert tile(seqs=1, kv_heads=32, capacity=8192) == 64  # two programs a SM
+    assert tile(seqs=1, kv_heads=16, capacity=262144) == 64
     assert tile(seqs=64, capacity=8192) == 64
     assert tile(seqs=64, capacity=8192, itemsize=1) == 128
     assert tile(seqs=64, capacity=8192, itemsize=1, head_dim=192) == 64

@@ -98,6 +98,16 @@ def test_clusters(q_len, group, num_partitions):
     lower(q_len=q_len, group=group, num_partitions=num_partitions)
 
 
+def test_clusters_that_take_the_most():
+    """7 partials of 48 rows."""
+    lower(seqs=1, kv_heads=8, capacity=8192, head_dim=64, q_len=16, group=3, num_partitions=7)
+
+
+@pytest.mark.parametrize(("seqs", "options"), [(4, ()), (64, OPTIONS)])
+def test_two_programs_a_sm(seqs, options):
+    lower(seqs=seqs, kv_heads=8, capacity=8192, num_partitions=None, options=options)
+
+
 @pytest.mark.parametrize("head_dim", [8, 40, 72, 168])
 def test_heads_of_other_models(head_dim):
     lower(head_dim=head_dim)

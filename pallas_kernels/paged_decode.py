@@ -23,8 +23,8 @@ soon as they are read; `_scales` says where their scales come in.
 
 `decode_config` holds what it takes and how a call is cut up, `_walk` which tiles of its sequence a program works on,
 `_fetch` how they come, `_steps` what is done with each, of which `_products` is what the tensor cores do and `_logits`
-what follows from the products of Q and K, `_finish` and, from a cluster, `_cluster` how the sums leave, `_place` where
-they go.
+what follows from the products of Q and K, `_finish` and, from a cluster, `_cluster` and `_inbox` how the sums leave,
+`_place` where they go.
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
 filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is

@@ -1,7 +1,7 @@
 """Configs of the decode kernel against each other: `python -m benchmarks.configs --points "32/8 1x8192" --configs ...`.
 
 A config is written as partitions/cluster/tile/resident, where `resident` programs share a SM's shared memory, with
-/whole_tiles after it or not, or, with partitions shared out by length, as total/tile/resident; `default` is what the
+/unsplit_tiles after it or not, or, with partitions shared out by length, as total/tile/resident; `default` is what the
 library takes, `balanced` what it takes if asked for that. Each is checked against the reference before it is timed; the
 columns are those of benchmarks/decode.py, `kernels` the time of the kernels alone. What wins here becomes a rule in
 pallas_kernels/decode_config.py.
@@ -25,18 +25,17 @@ from pallas_kernels.decode_config import Config, completed, most_of_one
 
 
 def parse_config(text: str, point: Point) -> Config:
-    numbers = list(map(int, text.split("/")))
-    total, whole_tiles = None, 0
+    numbers = tuple(map(int, text.split("/")))
     if len(numbers) == 3:
         total, tile, resident = numbers
-        num_partitions, cluster = most_of_one(total, seqs=len(point.lengths)), 1
+        cut = dict(num_partitions=most_of_one(total, seqs=len(point.lengths)), cluster=1, total_partitions=total)
     else:
-        num_partitions, cluster, tile, resident, whole_tiles = (*numbers, 0)[:5]
+        num_partitions, cluster, tile, resident, unsplit_tiles = numbers if len(numbers) == 5 else (*numbers, 0)
+        cut = dict(num_partitions=num_partitions, cluster=cluster, unsplit_tiles=unsplit_tiles)
     group = point.heads // point.kv_heads
     _, run = runs_of(point.q_len, group)
-    return completed(
-        num_partitions=num_partitions,
-        cluster=cluster,
+    config = completed(
+        **cut,
         tile=tile,
         resident=resident,
         head_dim=point.head_dim,
@@ -45,9 +44,10 @@ def parse_config(text: str, point: Point) -> Config:
         capacity=point.max_blocks * point.block_size,
         itemsize=jax.numpy.dtype(point.cache_dtype).itemsize,
         token_scales=2 if point.scale == "token_head" else 0,
-        total_partitions=total,
-        whole_tiles=whole_tiles,
     )
+    if resident == 2 and not config.last_first:
+        raise ValueError("two programs, of two stages each, do not fit")
+    return config
 
 
 def compile_config(point: Point, text: str) -> Any:

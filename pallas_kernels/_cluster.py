@@ -47,7 +47,7 @@ def scratch(*, sharing: Sharing, num_partials: int, dtype: Any, interpret: Any) 
 
 
 def scratch_bytes(*, sharing: Sharing, num_partials: int) -> int:
-    """No less than `scratch` takes, each array rounded up to 1024 bytes."""
+    """What `scratch` takes, each array rounded up to 1024 bytes."""
     columns_bytes = sharing.columns * sharing.rows * (2 if num_partials == 1 else 4)
     return sharing.scratch_bytes() + round_up(columns_bytes, 1024)
 

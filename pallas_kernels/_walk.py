@@ -22,7 +22,7 @@ class Partition:
     kv_head: jax.Array
     index: jax.Array  # of this one among those of its sequence
     count: int | jax.Array  # an int where it hangs on no length
-    length: jax.Array  # int32 [], of the sequence; 0 where there is nothing to do
+    length: jax.Array  # int32 [], of the sequence; 0 for what a plan leaves over
     stack: jax.Array  # of partials: one a sequence and KV head, or, with a plan, one a KV head
     partial: jax.Array  # in that stack
 
@@ -68,11 +68,11 @@ class Walk:
         q_len: int,
         block_size: int,
         tile: int,
-        whole_tiles: int = 0,  # a sequence with no more of them has one partition
+        unsplit_tiles: int = 0,  # a sequence with no more of them has one partition
     ) -> "Walk":
         first_tile, end_tile = _rows.tile_range(partition.length, window, q_len, tile)
-        if whole_tiles:
-            count = jnp.where(end_tile - first_tile <= whole_tiles, 1, partition.count)
+        if unsplit_tiles:
+            count = jnp.where(end_tile - first_tile <= unsplit_tiles, 1, partition.count)
             partition = dataclasses.replace(partition, count=count)
             end_tile = jnp.where(partition.works, end_tile, first_tile)
         num_tiles = _rows.tiles_of_partition(first_tile, end_tile, partition.count, partition.index)

@@ -4,6 +4,7 @@ Pure functions of ints: nothing here is traced, and all of it is tested on a CPU
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ class Config:
     last_first: bool = False  # whether a program starts with the tiles at the end that some query does not see whole
     keys_ahead: bool = False  # whether a tile's keys are multiplied beside the values of the tile before it
     total_partitions: int | None = None  # of all sequences together, shared out by length; None: as many for each
-    whole_tiles: int = 0  # a sequence with no more of them stays whole: of a cluster the first program alone works
+    unsplit_tiles: int = 0  # a sequence with no more of them stays whole: the first program of the cluster works alone
 
     @property
     def num_partials(self) -> int:
@@ -105,7 +106,7 @@ def default_config(
     if width <= 128 and rows <= 32 and itemsize == 1:
         # 128 tokens are as many bytes as 64 of 16 bits: 64 x 8192 369 us against 381.
         tile, resident = 128, 2 if width <= 64 else 1
-    total_partitions, whole_tiles = None, 0
+    total_partitions, unsplit_tiles = None, 0
     if num_partitions == "balanced":
         num_partitions = None
         total_partitions = balanced_partitions(seqs, kv_heads, num_sms)
@@ -130,19 +131,19 @@ def default_config(
         # as long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9), but for so long
         # that the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 734 with 128).
         # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
-        # Nor where large clusters would wait for room.
+        # Nor for quarters on more than half the SMs (see `partitions_for`).
         alone = chosen_here and pairs * num_partitions <= (num_sms if num_partitions <= 2 else num_sms // 2)
         if width <= 128 and rows <= 32 and itemsize > 1 and alone:
             tile, resident = 128 if capacity <= 32768 * num_partitions else 64, 1
         # A program costs its start, whatever there is for it to do (H100, tables of 8192 tokens: 64 x 128 23.5 us, with
-        # all in quarters 30.7; 64 x 8192 / 1, / 2, / 3, ... 62.1, 64.2). A cluster of 2 gains nothing (19.1, 18.3).
-        if chosen_here and pairs > num_sms and cluster == 4:
-            whole_tiles = 512 // tile
-    return completed(
+        # all in quarters 30.7; 64 x 8192 / 1, / 2, / 3, ... 62.1, 64.2). Halves gain nothing (19.1, 18.3), nor do fewer
+        # sequences (16 x 512 18.4, 16.0).
+        if chosen_here and pairs > 2 * num_sms and cluster == 4:
+            unsplit_tiles = 512 // tile
+    complete = functools.partial(
+        completed,
         num_partitions=num_partitions,
         cluster=cluster,
-        tile=tile,
-        resident=resident,
         head_dim=head_dim,
         q_len=q_len,
         group=group,
@@ -150,8 +151,12 @@ def default_config(
         itemsize=itemsize,
         token_scales=token_scales,
         total_partitions=total_partitions,
-        whole_tiles=whole_tiles,
+        unsplit_tiles=unsplit_tiles,
     )
+    config = complete(tile=tile, resident=resident)
+    if config.num_stages == 1 and capacity > num_partitions * tile > num_partitions * 64:
+        return complete(tile=64, resident=resident)  # with one stage it would wait for each tile
+    return config
 
 
 def completed(
@@ -167,7 +172,7 @@ def completed(
     itemsize: int,
     token_scales: int,
     total_partitions: int | None = None,
-    whole_tiles: int = 0,
+    unsplit_tiles: int = 0,
 ) -> Config:
     """The config in which the rest follows from these: as many stages as fit and have a tile, up to 8."""
     rows = round_up(q_len * group, 8)
@@ -189,7 +194,7 @@ def completed(
         return room // (tile * (2 * width * itemsize + 4 * token_scales))
 
     if fitting_stages(resident) < 2:
-        resident = 1  # a program with one stage would wait for each tile
+        resident = 1
     fitting = max(1, min(8, fitting_stages(resident)))
     # Each stage has barriers to set up: 1 x 512 4.4 us with 1, 4.7 with 3 (H100).
     most_tokens = capacity if total_partitions is not None else -(-capacity // num_partitions)  # of a partition
@@ -207,7 +212,7 @@ def completed(
         # rows two programs of a SM would not have the registers; keys of 8 bits pass through registers themselves.
         keys_ahead=num_stages > 1 and chunk == width and rows <= 16 and itemsize > 1,
         total_partitions=total_partitions,
-        whole_tiles=whole_tiles,
+        unsplit_tiles=unsplit_tiles,
     )
 
 
@@ -245,8 +250,8 @@ def partitions_for(pairs: int, capacity: int, num_sms: int, *, shared: bool) -> 
     # 1 x 512 5.0 in 4 partitions, 6.3 in 1; 1 x 8192 16.5 in 8, 17.6 in 4, 23 in 16; 1 x 32768 49.4 in 8, 61 in 16;
     # 2 x 8192 27.6 in 4, 33 in 8; 8 x 2048 26.8 in 1, 27.4 in 2. 1 KV head, 1 x 32768: 13.5 in 64, 17.7 in 128.
     wanted = min(num_sms // 2 // pairs, capacity // 128)
-    if shared and wanted in (2, 3) and capacity >= 8192:
-        return 4  # 4 x 8192 48.2 in 4, two a SM, 49.1 in 2; 4 x U(1..8192) 30.9, 33.6
+    if shared and wanted in (2, 3) and 8192 <= capacity <= 32768:
+        return 4  # 4 x 8192 48.2 in 4, 49.1 in 2; 4 x U(1..8192) 30.9, 33.6; but 32 KV heads, 1 x 131072 731, 707
     if wanted >= 4 or (wanted >= 2 and capacity >= 1024):
         return 1 << (wanted.bit_length() - 1)
     # Parts of long sequences even out what the last programs have left, or who has the longest: 8 x U(1..8192) 38.8 in
@@ -257,8 +262,8 @@ def partitions_for(pairs: int, capacity: int, num_sms: int, *, shared: bool) -> 
         return 1
     if shared and num_sms // 2 < pairs <= 4 * num_sms:
         return 4
-    if shared and pairs <= num_sms // 2 and capacity >= 32768:
-        return 8  # 8 x 1024 beside one x 131072 199 in 8, 520 in 2; but 8 x 512 in such a table 11.8, 9.2
+    # Eighths of 8 sequences would serve one that is longer than all others (131072 beside 1024: 199, 520 in 2), and
+    # make all short ones in such a table pay for it (8 x 512: 11.8, 9.2).
     return 2
 
 

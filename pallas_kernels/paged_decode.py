@@ -119,7 +119,7 @@ def _kernel(
         q_len=q_len,
         block_size=k_gmem.shape[1],
         tile=tile_tokens,
-        whole_tiles=config.whole_tiles,
+        unsplit_tiles=config.unsplit_tiles,
     )
     partition = walk.partition
 
@@ -260,6 +260,7 @@ def launch(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
     assert config.total_partitions == (plan.total_partitions if plan else None)
+    assert not config.unsplit_tiles or (config.cluster == config.num_partitions and plan is None)
     seqs, q_len, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads

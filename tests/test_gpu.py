@@ -96,15 +96,9 @@ def test_ten_thousand_calls_give_equal_bits(num_partitions):
 
 @pytest.mark.parametrize("options", ["plain", "all"])
 def test_short_sequences_stay_whole(options):
-    case = real(
-        lengths=(0, 1, 700, 1024, 1025, 4096) * 4,
-        max_blocks=256,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        options=OPTIONS[options],
-    )
-    assert _mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions=None).whole_tiles
+    lengths = (0, 1, 511, 512, 513, 4096) * 23
+    case = real(lengths=lengths, max_blocks=256, head_dim=128, options=OPTIONS[options])
+    assert _mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions=None).unsplit_tiles
     check(case)
 
 

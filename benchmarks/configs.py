@@ -65,7 +65,7 @@ def compile_config(point: Point, text: str) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", required=True, help="names of points, see benchmarks/points.py")
-    parser.add_argument("--configs", nargs="+", required=True, metavar="P/C/T/R/W", help="or default, balanced")
+    parser.add_argument("--configs", nargs="+", required=True, metavar="P/C/T/R[/U]", help="or default, balanced")
     parser.add_argument("--output", type=Path, help="a JSON file for the results, written one by one")
     options = parser.parse_args()
     store = Store(options.output, **header())

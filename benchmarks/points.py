@@ -164,14 +164,12 @@ class Inputs:
     lengths: jax.Array  # int32 [seqs]
 
 
-def make_tables(
-    held: tuple[int, ...], *, max_blocks: int | None = None, contiguous: bool = False, seed: int = 0
-) -> np.ndarray:
+def make_tables(held: tuple[int, ...], max_blocks: int, *, contiguous: bool = False, seed: int = 0) -> np.ndarray:
     """Blocks 1, 2, ... of the pool, shuffled over all sequences; block 0 pads."""
     ids = np.arange(1, sum(held) + 1, dtype=np.int32)
     if not contiguous:
         ids = np.random.default_rng(seed).permutation(ids)
-    tables = np.zeros((len(held), max_blocks or max(held)), np.int32)
+    tables = np.zeros((len(held), max_blocks), np.int32)
     for row, count, end in zip(tables, held, np.cumsum(held), strict=True):
         row[:count] = ids[end - count : end]
     return tables
@@ -191,7 +189,7 @@ def make_inputs(point: Point) -> Inputs:
 
     caches = tuple(tuple(layer() for _ in range(point.num_caches)) for _ in range(point.num_sets))
     q = random(2**20, shape=point.q_shape, dtype=point.dtype)
-    tables = make_tables(point.held, max_blocks=point.max_blocks, contiguous=point.contiguous)
+    tables = make_tables(point.held, point.max_blocks, contiguous=point.contiguous)
     return Inputs(q, caches, jnp.asarray(tables), jnp.asarray(point.lengths, jnp.int32))
 
 

@@ -31,9 +31,9 @@ def columns_of(*, width: int, cluster: int, q_len: int, group: int) -> int:
     return next((columns for columns in (16, 32) if columns >= least and columns * cluster >= width), 64)
 
 
-def sharing_of(*, width: int, rows: int, cluster: int, q_len: int, group: int) -> Sharing:
+def sharing_of(*, width: int, cluster: int, q_len: int, group: int) -> Sharing:
     columns = columns_of(width=width, cluster=cluster, q_len=q_len, group=group)
-    return Sharing(cluster=cluster, columns=columns, width=width, rows=rows)
+    return Sharing(cluster=cluster, columns=columns, width=width, rows=round_up(q_len * group, 8))
 
 
 def scratch(*, sharing: Sharing, num_partials: int, dtype: Any, interpret: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def scratch(
         k_free=plgpu.Barrier(num_barriers=stages),
         v_free=plgpu.Barrier(num_barriers=stages),
         **_finish.scratch(
-            sharing=_cluster.sharing_of(width=width, rows=rows, cluster=config.cluster, q_len=q_len, group=group),
+            sharing=_cluster.sharing_of(width=width, cluster=config.cluster, q_len=q_len, group=group),
             num_partials=config.num_partials,
             chunk=config.chunk,
             dtype=dtype,

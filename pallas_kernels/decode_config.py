@@ -183,7 +183,7 @@ def completed(
         + SMALL_BYTES
         + (2048 if token_scales else 0)  # their barriers, and what is lost to alignment
         + _finish.scratch_bytes(
-            sharing=_cluster.sharing_of(width=width, rows=rows, cluster=cluster, q_len=q_len, group=group),
+            sharing=_cluster.sharing_of(width=width, cluster=cluster, q_len=q_len, group=group),
             num_partials=num_partitions // cluster,
             chunk=chunk,
         )

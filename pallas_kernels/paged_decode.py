@@ -156,7 +156,7 @@ def _kernel(
             refs,
             partition,
             num_partials=config.num_partials,
-            sharing=_cluster.sharing_of(width=width, rows=rows, cluster=config.cluster, q_len=q_len, group=group),
+            sharing=_cluster.sharing_of(width=width, cluster=config.cluster, q_len=q_len, group=group),
             q_len=q_len,
             group=group,
             interpret=interpret,

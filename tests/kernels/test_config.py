@@ -36,6 +36,7 @@ def test_fits_a_gpu(head_dim, num_partitions, itemsize):
         assert config.num_partitions == (num_partitions or config.num_partitions)
         assert config.num_partials * config.cluster == config.num_partitions
         assert config.cluster <= 8
+        assert config.num_stages >= 1
         assert decode_config.padded_width(head_dim) % config.chunk == 0
         assert config.chunk % 64 == config.tile % 64 == 0
         two_programs = config.last_first
@@ -108,15 +109,18 @@ def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
 @pytest.mark.parametrize(
     ("shared", "capacity", "counts"),
     [
-        (False, 131072, [2, 2, 2, 2, 2, 1]),
-        (True, 2048, [2, 1, 1, 1, 1, 1]),
-        (True, 4096, [2, 2, 4, 4, 2, 1]),
-        (True, 32768, [4, 2, 4, 4, 2, 1]),
-        (True, 131072, [2, 2, 4, 4, 2, 1]),
+        (False, 2048, [2, 1, 1, 1, 1, 1, 1]),
+        (False, 8192, [2, 2, 2, 2, 2, 2, 1]),
+        (False, 131072, [2, 2, 2, 2, 2, 2, 1]),
+        (True, 2048, [2, 1, 1, 1, 1, 1, 1]),
+        (True, 4096, [2, 2, 4, 4, 4, 2, 1]),
+        (True, 8192, [4, 2, 4, 4, 4, 2, 1]),
+        (True, 32768, [4, 2, 4, 4, 4, 2, 1]),
+        (True, 131072, [2, 2, 4, 4, 4, 2, 1]),
     ],
 )
 def test_parts_of_long_sequences(shared, capacity, counts):
-    pairs = (32, 64, 67, 512, 1024, 2048)
+    pairs = (32, 64, 67, 128, 512, 1024, 2048)
     assert [decode_config.partitions_for(n, capacity, 132, shared=shared) for n in pairs] == counts
 
 
@@ -134,7 +138,7 @@ def test_short_sequences_of_many_stay_whole():
 @pytest.mark.parametrize("width", [64, 128, 192, 256])
 def test_what_a_cluster_takes_is_counted(width, num_partials):
     for cluster, rows, q_len in itertools.product(range(2, 9), range(8, 72, 8), (1, 2)):
-        sharing = _cluster.sharing_of(width=width, rows=rows, cluster=cluster, q_len=q_len, group=rows // q_len)
+        sharing = _cluster.sharing_of(width=width, cluster=cluster, q_len=q_len, group=rows // q_len)
         refs = _cluster.scratch(sharing=sharing, num_partials=num_partials, dtype=jnp.bfloat16, interpret=None)
         del refs["ready"]  # a barrier
         taken = sum(map(bytes_of, refs.values()))
@@ -170,6 +174,7 @@ def test_long_tiles_where_the_start_counts():
 
     assert tile(seqs=1, kv_heads=32, capacity=4096) == 128
     assert tile(seqs=1, kv_heads=32, capacity=8192) == 64  # two programs a SM
+    assert tile(seqs=1, kv_heads=32, capacity=131072) == 64
     assert tile(seqs=1, kv_heads=16, capacity=262144) == 64
     assert tile(seqs=64, capacity=8192) == 64
     assert tile(seqs=64, capacity=8192, itemsize=1) == 128

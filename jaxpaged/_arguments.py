@@ -31,6 +31,8 @@ class AttentionArguments:
     sinks: jax.Array | None  # f32 [heads]
     k_scale: jax.Array | None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads]
     v_scale: jax.Array | None  # likewise
+    # What sliding_window is where it is a plain number; None where it is an array, whose value may come at run time.
+    known_window: int | None = dataclasses.field(metadata=dict(static=True))
 
     @property
     def block_size(self) -> int:
@@ -103,6 +105,7 @@ def check_arguments(
         sinks=optional("sinks", sinks, [(heads,)]),
         k_scale=_cache_scale("k_scale", k_scale, k_cache.shape[:3]),
         v_scale=_cache_scale("v_scale", v_scale, k_cache.shape[:3]),
+        known_window=None if window is None or isinstance(sliding_window, jax.Array) else int(sliding_window),
     )
 
 

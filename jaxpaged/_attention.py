@@ -100,7 +100,9 @@ def paged_attention(
         block_tables: int32 `[seqs, max_blocks]`, the ids of each sequence's blocks in order.
         lengths: int32 `[seqs]`, tokens in each sequence, those of `q` included. Length 0 gives zeros and lse -inf.
         scale: float or f32 `[]`; `head_dim ** -0.5` by default. May be traced, as may the next two.
-        sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it.
+        sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it. Of
+            an int the kernels know how little there will be to do, whatever the tables have room for; an array they
+            only follow.
         logits_soft_cap: float or f32 `[]`: `cap * tanh(logit / cap)`, after the scale and before ALiBi.
         alibi_slopes: f32 `[heads]`, the penalty per token of distance.
         sinks: f32 `[heads]`, one more logit a head in the denominator; it is part of the lse.

@@ -38,6 +38,7 @@ def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: NumPartiti
         q_len=run,
         head_dim=a.q.shape[-1],
         capacity=a.block_tables.shape[1] * a.block_size,
+        window=a.known_window,
         num_sms=num_sms,
         num_partitions=num_partitions,
         itemsize=a.k_cache.dtype.itemsize,

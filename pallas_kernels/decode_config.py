@@ -14,6 +14,7 @@ from pallas_kernels._rows import round_up
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
+MAX_TILE = 128  # tokens
 MAX_SEQS = 65535  # the grid's slowest axis, where CUDA allows no more
 SMEM_PER_SM = 228 * 1024  # bytes, Hopper
 PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside its own
@@ -94,6 +95,7 @@ def default_config(
     head_dim: int,
     capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and the stages, no more
     num_sms: int,
+    window: int | None = None,  # sliding, in tokens, where it is known; it bounds the same
     num_partitions: int | Literal["balanced"] | None = None,  # fixed by the caller
     itemsize: int = 2,  # of the cache's numbers, in bytes
     token_scales: int = 0,  # how many a token and KV head has: 2 where K and V have their own
@@ -101,6 +103,10 @@ def default_config(
     width, rows = padded_width(head_dim), round_up(q_len * group, 8)
     pairs = max(1, seqs * kv_heads)
     chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
+    if window is not None:
+        # It may begin and end within a tile. H100, tables of 8192 tokens: 64 x 8192 with a window of 128 15.7 us,
+        # 23.5 where nothing is known of it, with a window of 1024 92.9 and 95.6.
+        capacity = min(capacity, window + q_len - 1 + MAX_TILE - 1)
     resident = 2 if width <= 192 and rows <= 32 else 1
     tile = 64
     if width <= 128 and rows <= 32 and itemsize == 1:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxpaged import paged_attention, paged_attention_reference
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, within_budget
+from tests.kernels.interpret import arguments_of
 
 
 def attend(case: Case, **options):
@@ -110,6 +111,21 @@ def test_traced_scalars_compile_once():
         options = dict(scale=scale, sliding_window=window, logits_soft_cap=cap)
         assert_within_budget(case.replace(options=options), run(case.arrays, scale, window, cap))
     assert len(traces) == 1
+
+
+def test_a_window_is_known_where_it_is_a_plain_number():
+    windows = {None: None, 20: 20, np.int32(7): 7, 2**40: 2**40}
+    for window, known in (*windows.items(), (jnp.int32(20), None)):
+        assert arguments_of(make_case(options={"sliding_window": window})).known_window == known
+    case = make_case()
+    known = []
+
+    @jax.jit
+    def run(window):
+        known.extend(arguments_of(case.replace(options={"sliding_window": w})).known_window for w in (20, window))
+
+    run(20)
+    assert known == [20, None]
 
 
 def test_a_window_that_slides_past_whole_blocks_never_reads_them():

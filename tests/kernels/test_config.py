@@ -181,6 +181,18 @@ def test_long_tiles_where_the_start_counts():
     assert tile(seqs=64, capacity=8192, itemsize=1, head_dim=192) == 64
 
 
+def test_a_known_window_bounds_what_a_sequence_is_cut_into():
+    def config(**shape):
+        return decode_config.default_config(**(SHAPE | dict(seqs=64) | shape))
+
+    assert config().num_partitions == config(window=8192).num_partitions == 4
+    # 128 tokens lie in up to three tiles.
+    assert config(window=128) == config(capacity=255)
+    assert (config(window=128).num_partitions, config(window=128).num_stages) == (1, 3)
+    assert config(window=128, q_len=4) == config(capacity=258, q_len=4)
+    assert config(window=2**31 - 1) == config()
+
+
 def test_no_more_partitions_than_tiles():
     assert decode_config.default_config(**(SHAPE | dict(seqs=1, capacity=64))).num_partitions == 1
 

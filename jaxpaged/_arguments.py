@@ -105,7 +105,9 @@ def check_arguments(
         sinks=optional("sinks", sinks, [(heads,)]),
         k_scale=_cache_scale("k_scale", k_scale, k_cache.shape[:3]),
         v_scale=_cache_scale("v_scale", v_scale, k_cache.shape[:3]),
-        known_window=None if window is None or isinstance(sliding_window, jax.Array) else int(sliding_window),
+        known_window=None
+        if window is None or isinstance(sliding_window, jax.Array)
+        else int(np.asarray(sliding_window)),
     )
 
 
@@ -184,6 +186,10 @@ def optional(
         if dtype == jnp.int32:
             array = np.minimum(array, np.iinfo(np.int32).max)  # a window that is larger still is none either
     return jnp.asarray(array, dtype)
+
+
+def _known(value: ArrayLike | None) -> int | None:
+    return None if value is None or isinstance(value, jax.Array) else int(np.asarray(value))
 
 
 def _cache_scale(name: str, value: ArrayLike | None, cache_shape: tuple[int, ...]) -> jax.Array | None:

@@ -40,13 +40,17 @@ def _cut_blocks(a: AttentionArguments) -> AttentionArguments:
         return pool.reshape(pool.shape[0] * parts, TILE, *pool.shape[2:])
 
     ids = jnp.clip(a.block_tables, 0, a.k_cache.shape[0] - 1)[..., None] * parts
-    scales = {"k_scale": a.k_scale, "v_scale": a.v_scale}
+
+    def cut_scale(scale: jax.Array | None) -> jax.Array | None:
+        return scale if scale is None or scale.ndim != 3 else cut(scale)
+
     return dataclasses.replace(
         a,
         k_cache=cut(a.k_cache),
         v_cache=cut(a.v_cache),
         block_tables=(ids + jnp.arange(parts, dtype=jnp.int32)[None, None]).reshape(ids.shape[0], -1),
-        **{name: cut(scale) for name, scale in scales.items() if scale is not None and scale.ndim == 3},
+        k_scale=cut_scale(a.k_scale),
+        v_scale=cut_scale(a.v_scale),
     )
 
 

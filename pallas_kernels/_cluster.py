@@ -46,12 +46,6 @@ def scratch(*, sharing: Sharing, num_partials: int, dtype: Any, interpret: Any) 
     }
 
 
-def scratch_bytes(*, sharing: Sharing, num_partials: int) -> int:
-    """What `scratch` takes, each array rounded up to 1024 bytes."""
-    columns_bytes = sharing.columns * sharing.rows * (2 if num_partials == 1 else 4)
-    return sharing.scratch_bytes() + round_up(columns_bytes, 1024)
-
-
 def inbox_of(place: Place) -> Inbox | InterpretedInbox:
     sharing = place.sharing
     if not place.interpret:

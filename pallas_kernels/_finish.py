@@ -26,12 +26,6 @@ def scratch(*, sharing: Sharing, num_partials: int, chunk: int, dtype: Any, inte
     return {} if num_partials == 1 else {"acc_smem": plgpu.SMEM((chunk, sharing.rows), jnp.float32)}
 
 
-def scratch_bytes(*, sharing: Sharing, num_partials: int, chunk: int) -> int:
-    if sharing.cluster > 1:
-        return _cluster.scratch_bytes(sharing=sharing, num_partials=num_partials)
-    return 0 if num_partials == 1 else chunk * sharing.rows * 4
-
-
 def finish(acc: Sums, m: jax.Array, l: jax.Array, place: Place) -> None:
     """`acc`: f32 [chunk, rows] each, together O^T; m, in units of log2, and l: f32 [rows]."""
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels._rows import ROW_VECTOR, ROWS, SCALAR, round_up
+from pallas_kernels._rows import ROW_VECTOR, ROWS, SCALAR
 
 # [columns, rows], a number a thread of each 16 columns of 8 rows.
 SHARE = plgpu.Layout.TILED(
@@ -62,10 +62,6 @@ class Sharing:
             "arrived_smem": plgpu.SMEM((2,), jnp.int32),  # the barrier
             "ready": plgpu.ClusterBarrier(collective_axes=("member",)),
         }
-
-    def scratch_bytes(self) -> int:
-        numbers_of = self.num_turns * self.cluster * self.columns * self.rows, self.cluster * 2 * self.rows
-        return sum(round_up(numbers * 4, 1024) for numbers in numbers_of) + 1024
 
 
 @dataclasses.dataclass(frozen=True)

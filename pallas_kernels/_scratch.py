@@ -1,43 +1,52 @@
-"""What a program of the decode kernel has in shared memory: rings of tiles, Q, P, rows, and the barriers."""
+"""What a program of the decode kernel has in shared memory: rings of tiles, Q, P, rows, sums, and the barriers."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _cluster, _finish, _widen, decode_config
-from pallas_kernels.decode_config import Config
+from pallas_kernels import _cluster, _fetch, _finish, _scales, _widen
+from pallas_kernels._rows import round_up
 
 
 def scratch(
-    config: Config,
+    *,
+    num_stages: int,
+    tile: int,
+    chunk: int,
+    cluster: int,
+    num_partials: int,
     q_len: int,
     group: int,
-    rows: int,
     head_dim: int,
-    copies_of_tile: int,
-    dtype: Any,
+    copies_of_tile: int,  # by which arrivals are counted
+    token_scales: int,
+    dtype: Any,  # of q
     cache_dtype: Any,
     interpret: Any,
 ) -> dict[str, Any]:
+    """Of a config and a call, as in `decode_config`."""
     # The copy engine takes no tile that does not divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The
     # operands of a product must be tiled alike.
-    num_parts, width = decode_config.num_parts(head_dim), decode_config.padded_width(head_dim)
-    part = head_dim // num_parts
+    parts, width = num_parts(head_dim), padded_width(head_dim)
+    part = head_dim // parts
     columns = next(columns for columns in (64, 32, 16) if part % columns == 0 or part < columns)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
-    stages = config.num_stages
+    sharing = _cluster.sharing_of(width=width, cluster=cluster, q_len=q_len, group=group)
+    rows = sharing.rows
     tiles: dict[str, Any] = dict(
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
-        k_smem=plgpu.SMEM((stages * num_parts, config.tile, width // num_parts), dtype, transforms=matrix),
-        v_smem=plgpu.SMEM((stages * num_parts, config.tile, width // num_parts), dtype, transforms=matrix),
-        p_smem=plgpu.SMEM((rows, config.tile), dtype, transforms=matrix),
+        k_smem=plgpu.SMEM((num_stages * parts, tile, width // parts), dtype, transforms=matrix),
+        v_smem=plgpu.SMEM((num_stages * parts, tile, width // parts), dtype, transforms=matrix),
+        p_smem=plgpu.SMEM((rows, tile), dtype, transforms=matrix),
     )
     if _widen.is_narrow(cache_dtype):
         tiles = _widen.scratch(
-            (stages, config.tile, width),
+            (num_stages, tile, width),
             rows=rows,
-            chunk=config.chunk,
+            chunk=chunk,
             dtype=cache_dtype,
             head_dim=head_dim,
             interpret=interpret,
@@ -47,17 +56,42 @@ def scratch(
         # cannot do.
         q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
         **tiles,
+        **_scales.scratch(token_scales, stages=num_stages, tile=tile, warps=_fetch.WARPS),
         row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
         q_full=plgpu.Barrier(num_arrivals=q_len),
-        k_full=plgpu.Barrier(num_arrivals=copies_of_tile * num_parts, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=copies_of_tile * num_parts, num_barriers=stages),
-        k_free=plgpu.Barrier(num_barriers=stages),
-        v_free=plgpu.Barrier(num_barriers=stages),
-        **_finish.scratch(
-            sharing=_cluster.sharing_of(width=width, cluster=config.cluster, q_len=q_len, group=group),
-            num_partials=config.num_partials,
-            chunk=config.chunk,
-            dtype=dtype,
-            interpret=interpret,
-        ),
+        k_full=plgpu.Barrier(num_arrivals=copies_of_tile * parts, num_barriers=num_stages),
+        v_full=plgpu.Barrier(num_arrivals=copies_of_tile * parts, num_barriers=num_stages),
+        k_free=plgpu.Barrier(num_barriers=num_stages),
+        v_free=plgpu.Barrier(num_barriers=num_stages),
+        **_finish.scratch(sharing=sharing, num_partials=num_partials, chunk=chunk, dtype=dtype, interpret=interpret),
     )
+
+
+def num_bytes(refs: dict[str, Any]) -> int:
+    """What these take, each array rounded up to where the next may begin."""
+    return sum(map(_bytes_of, refs.values()))
+
+
+def _bytes_of(ref: Any) -> int:
+    if isinstance(ref, plgpu.Barrier | plgpu.ClusterBarrier):
+        return 8 * int(np.prod(ref.num_barriers))
+    if isinstance(ref, plgpu.RefUnion):
+        return max(map(_bytes_of, ref.refs))
+    return round_up(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize, 1024)
+
+
+def num_parts(head_dim: int) -> int:
+    """In how many parts of equal width a head is copied, each of which is filled up to 64 columns with zeros.
+
+    The copy engine's tiles must divide a head that is wider than one, and be 16, 32 or 64 columns wide: a product takes
+    no others (Mosaic GPU of jax 0.11.2 and 0.12.0: "No swizzle is not supported" for 8 columns). 120 is 3 parts of 40.
+    """
+    if head_dim % 16 == 0 or head_dim < 64:
+        return 1
+    return next(parts for parts in range(2, head_dim + 1) if head_dim % (8 * parts) == 0 and head_dim // parts <= 64)
+
+
+def padded_width(head_dim: int) -> int:
+    """Columns of a head in SMEM."""
+    parts = num_parts(head_dim)
+    return parts * round_up(head_dim // parts, 64)

@@ -5,25 +5,25 @@ Pure functions of ints: nothing here is traced, and all of it is tested on a CPU
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels import _cluster, _finish, _widen, paged_merge
+from pallas_kernels import _scratch, _widen, paged_merge
 from pallas_kernels._rows import round_up
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
 MAX_TILE = 128  # tokens
+MAX_STAGES = 8
 MAX_SEQS = 65535  # the grid's slowest axis, where CUDA allows no more
 SMEM_PER_SM = 228 * 1024  # bytes, Hopper
-PROGRAM_OVERHEAD = 1024  # bytes of SMEM that each resident program costs beside its own
+PROGRAM_OVERHEAD = 3 * 1024  # bytes of SMEM that each resident program costs: 1024, and 2048 of Mosaic's reductions
 MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
 # What partials may take in memory where a caller leaves their number to us: each pair has room for 64. Halves of 8
 # prompts of 256 tokens, 1024 pairs of 64 rows, would take 2.1 GB; of one, 268 MB, and 196 us instead of 190 (H100).
 PARTIAL_BYTES = 128 * 1024 * 1024
-# m and l or lse, and the row too many of Q, 1024 each; 2048 of Mosaic's own; the barriers.
-SMALL_BYTES = 4 * 1024 + 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def check_supported(
             "the decode kernel takes a head_dim of an 8-bit cache in multiples of 16, above 128 in multiples of 32; "
             f"got {head_dim=}."
         )
-    if head_dim % 8 or padded_width(head_dim) > 256:
+    if head_dim % 8 or _scratch.padded_width(head_dim) > 256:
         raise NotImplementedError(
             f"the decode kernel takes a head_dim that is a multiple of 16 up to 256, a multiple of 8 below 64, "
             f"or 72, 120 or 168; got {head_dim=}."
@@ -86,6 +86,7 @@ def check_supported(
         )
 
 
+@functools.cache  # a model asks for the same one in every layer
 def default_config(
     *,
     seqs: int,
@@ -100,7 +101,7 @@ def default_config(
     itemsize: int = 2,  # of the cache's numbers, in bytes
     token_scales: int = 0,  # how many a token and KV head has: 2 where K and V have their own
 ) -> Config:
-    width, rows = padded_width(head_dim), round_up(q_len * group, 8)
+    width, rows = _scratch.padded_width(head_dim), round_up(q_len * group, 8)
     pairs = max(1, seqs * kv_heads)
     chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
     if window is not None:
@@ -180,31 +181,36 @@ def completed(
     total_partitions: int | None = None,
     unsplit_tiles: int = 0,
 ) -> Config:
-    """The config in which the rest follows from these: as many stages as fit and have a tile, up to 8."""
+    """The config in which the rest follows from these: as many stages as fit and have a tile."""
     rows = round_up(q_len * group, 8)
-    width, chunk = padded_width(head_dim), chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
-    fixed = (
-        2 * rows * width * 2
-        + rows * tile * 2
-        + SMALL_BYTES
-        + (2048 if token_scales else 0)  # their barriers, and what is lost to alignment
-        + _finish.scratch_bytes(
-            sharing=_cluster.sharing_of(width=width, cluster=cluster, q_len=q_len, group=group),
-            num_partials=num_partitions // cluster,
-            chunk=chunk,
-        )
+    width, chunk = _scratch.padded_width(head_dim), chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
+    scratch = functools.partial(
+        _scratch.scratch,
+        tile=tile,
+        chunk=chunk,
+        cluster=cluster,
+        num_partials=num_partitions // cluster,
+        q_len=q_len,
+        group=group,
+        head_dim=head_dim,
+        copies_of_tile=1,
+        token_scales=token_scales,
+        dtype=jnp.bfloat16,
+        cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
+        interpret=None,
     )
 
     def fitting_stages(resident: int) -> int:
-        room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD - fixed
-        return room // (tile * (2 * width * itemsize + 4 * token_scales))
+        room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD
+        sizes = (_scratch.num_bytes(scratch(num_stages=n)) for n in range(1, MAX_STAGES + 1))
+        return sum(1 for _ in itertools.takewhile(lambda size: size <= room, sizes))
 
-    if fitting_stages(resident) < 2:
-        resident = 1
-    fitting = max(1, min(8, fitting_stages(resident)))
+    fitting = fitting_stages(resident)
+    if fitting < 2 and resident > 1:
+        resident, fitting = 1, fitting_stages(1)
     # Each stage has barriers to set up: 1 x 512 4.4 us with 1, 4.7 with 3 (H100).
     most_tokens = capacity if total_partitions is not None else -(-capacity // num_partitions)  # of a partition
-    num_stages = min(fitting, max(1, -(-most_tokens // tile)))
+    num_stages = max(1, min(fitting, -(-most_tokens // tile)))
     return Config(
         num_partitions=num_partitions,
         cluster=cluster,
@@ -223,28 +229,11 @@ def completed(
 
 
 def chunk_of(*, head_dim: int, rows: int, itemsize: int) -> int:
-    width = padded_width(head_dim)
+    width = _scratch.padded_width(head_dim)
     if itemsize == 1 and head_dim % 32:
         return width  # the copy engine takes such a head whole alone
     # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
-    return width if width * rows <= 128 * 32 and num_parts(head_dim) == 1 else 64
-
-
-def num_parts(head_dim: int) -> int:
-    """In how many parts of equal width a head is copied, each of which is filled up to 64 columns with zeros.
-
-    The copy engine's tiles must divide a head that is wider than one, and be 16, 32 or 64 columns wide: a product takes
-    no others (Mosaic GPU of jax 0.11.2 and 0.12.0: "No swizzle is not supported" for 8 columns). 120 is 3 parts of 40.
-    """
-    if head_dim % 16 == 0 or head_dim < 64:
-        return 1
-    return next(parts for parts in range(2, head_dim + 1) if head_dim % (8 * parts) == 0 and head_dim // parts <= 64)
-
-
-def padded_width(head_dim: int) -> int:
-    """Columns of a head in SMEM."""
-    parts = num_parts(head_dim)
-    return parts * round_up(head_dim // parts, 64)
+    return width if width * rows <= 128 * 32 and _scratch.num_parts(head_dim) == 1 else 64
 
 
 def partitions_for(pairs: int, capacity: int, num_sms: int, *, shared: bool) -> int:

@@ -28,7 +28,7 @@ what follows from the products of Q and K, `_finish` and, from a cluster, `_clus
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
 filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is
-copied in parts, each filled up to 64 columns (`decode_config.num_parts`).
+copied in parts, each filled up to 64 columns (`_scratch.num_parts`).
 
 Only table entries of blocks that hold a token some query sees are followed, and ids are clamped into the pool; for
 the others block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the product, since
@@ -48,8 +48,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _cluster, _finish, _inbox, _rows, _scales, _scratch, _widen, decode_config, paged_merge
-from pallas_kernels._fetch import WARPS, Ring, fetch, rows_of_copy
+from pallas_kernels import _cluster, _finish, _inbox, _rows, _scales, _scratch, _widen, paged_merge
+from pallas_kernels._fetch import Ring, fetch, rows_of_copy
 from pallas_kernels._logits import Logits
 from pallas_kernels._place import Place
 from pallas_kernels._products import Products
@@ -264,8 +264,8 @@ def launch(
     seqs, q_len, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
-    rows, width = round_up(q_len * group, 8), decode_config.padded_width(head_dim)
-    num_parts = decode_config.num_parts(head_dim)
+    rows, width = round_up(q_len * group, 8), _scratch.padded_width(head_dim)
+    num_parts = _scratch.num_parts(head_dim)
     if num_parts > 1:
         part = head_dim // num_parts
         q = q.reshape(*q.shape[:3], num_parts, part)
@@ -307,14 +307,20 @@ def launch(
         out_types = partial_types | finished_types if plan else partial_types
     if interpret and config.cluster > 1:
         out_types |= _inbox.interpreted_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
-    copies_of_tile = config.tile // rows_of_copy(block_size, config.tile)
     scratch = _scratch.scratch(
-        config, q_len, group, rows, head_dim, copies_of_tile, q.dtype, k_cache.dtype, interpret
-    ) | _scales.scratch(
-        len(_scales.of_tokens(inputs.get("k_scale"), inputs.get("v_scale"))),
-        stages=config.num_stages,
+        num_stages=config.num_stages,
         tile=config.tile,
-        warps=WARPS,
+        chunk=config.chunk,
+        cluster=config.cluster,
+        num_partials=config.num_partials,
+        q_len=q_len,
+        group=group,
+        head_dim=head_dim,
+        copies_of_tile=config.tile // rows_of_copy(block_size, config.tile),
+        token_scales=len(_scales.of_tokens(k_scale, v_scale)),
+        dtype=q.dtype,
+        cache_dtype=k_cache.dtype,
+        interpret=interpret,
     )
     names = (*inputs, *out_types)
 

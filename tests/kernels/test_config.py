@@ -1,13 +1,12 @@
 """The rules that choose a configuration: pure functions of ints."""
 
 import itertools
-import math
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _cluster, _fetch, _scratch, decode_config, paged_merge
+from pallas_kernels import _cluster, _scratch, decode_config, paged_merge
 
 SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
 SUPPORTED = dict(
@@ -37,7 +36,7 @@ def test_fits_a_gpu(head_dim, num_partitions, itemsize):
         assert config.num_partials * config.cluster == config.num_partitions
         assert config.cluster <= 8
         assert config.num_stages >= 1
-        assert decode_config.padded_width(head_dim) % config.chunk == 0
+        assert _scratch.padded_width(head_dim) % config.chunk == 0
         assert config.chunk % 64 == config.tile % 64 == 0
         two_programs = config.last_first
         assert smem_bytes(config, **shape) <= (113 if two_programs else 227) * 1024
@@ -47,18 +46,30 @@ def test_fits_a_gpu(head_dim, num_partitions, itemsize):
 
 def smem_bytes(config, *, head_dim, group, q_len, itemsize):
     """What a program of the decode kernel takes in all."""
-    rows, copies = -(-q_len * group // 8) * 8, config.tile // _fetch.rows_of_copy(16, config.tile)
-    cache_dtype = {1: jnp.int8, 2: jnp.bfloat16}[itemsize]
-    scratch = _scratch.scratch(config, q_len, group, rows, head_dim, copies, jnp.bfloat16, cache_dtype, None)
-    return 2048 + sum(map(bytes_of, scratch.values()))  # and Mosaic's own, for reductions
+    taken = _scratch.scratch(
+        num_stages=config.num_stages,
+        tile=config.tile,
+        chunk=config.chunk,
+        cluster=config.cluster,
+        num_partials=config.num_partials,
+        q_len=q_len,
+        group=group,
+        head_dim=head_dim,
+        copies_of_tile=1,
+        token_scales=0,
+        dtype=jnp.bfloat16,
+        cache_dtype={1: jnp.int8, 2: jnp.bfloat16}[itemsize],
+        interpret=None,
+    )
+    return 2048 + _scratch.num_bytes(taken)  # and Mosaic's own, for reductions
 
 
-def bytes_of(ref):
-    if hasattr(ref, "num_barriers"):
-        return 8 * int(np.prod(ref.num_barriers))
-    if hasattr(ref, "refs"):  # a union
-        return max(map(bytes_of, ref.refs))
-    return -(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // 1024) * 1024
+def test_shared_memory_is_counted():
+    ring, barriers = plgpu.SMEM((3, 64, 128), jnp.bfloat16), plgpu.Barrier(num_barriers=3)
+    refs = {"a": ring, "b": plgpu.SMEM((9,), jnp.float32), "c": barriers, "d": plgpu.Barrier()}
+    assert _scratch.num_bytes(refs) == 3 * 64 * 128 * 2 + 1024 + 4 * 8
+    assert _scratch.num_bytes({"a": plgpu.RefUnion(ring, plgpu.SMEM((64,), jnp.int8))}) == 3 * 64 * 128 * 2
+    assert _scratch.num_bytes({"a": plgpu.ClusterBarrier(collective_axes=("member",))}) == 8
 
 
 @pytest.mark.parametrize(
@@ -66,8 +77,8 @@ def bytes_of(ref):
     [(8, 1, 64), (40, 1, 64), (72, 3, 192), (80, 1, 128), (112, 1, 128), (120, 3, 192), (168, 3, 192), (256, 1, 256)],
 )
 def test_parts_of_a_head(head_dim, parts, width):
-    assert decode_config.num_parts(head_dim) == parts
-    assert decode_config.padded_width(head_dim) == width
+    assert _scratch.num_parts(head_dim) == parts
+    assert _scratch.padded_width(head_dim) == width
     decode_config.check_supported(**(SUPPORTED | {"head_dim": head_dim}))
 
 
@@ -132,17 +143,6 @@ def test_short_sequences_of_many_stay_whole():
     assert tokens(seqs=64) == tokens(seqs=34) == 512
     assert tokens(seqs=64, num_partitions=4) == 0  # a sequence's bits hang on its partitions alone
     assert tokens(seqs=8) == tokens(seqs=33) == tokens(seqs=64, capacity=2048) == tokens(seqs=128) == 0
-
-
-@pytest.mark.parametrize("num_partials", [1, 3])
-@pytest.mark.parametrize("width", [64, 128, 192, 256])
-def test_what_a_cluster_takes_is_counted(width, num_partials):
-    for cluster, rows, q_len in itertools.product(range(2, 9), range(8, 72, 8), (1, 2)):
-        sharing = _cluster.sharing_of(width=width, cluster=cluster, q_len=q_len, group=rows // q_len)
-        refs = _cluster.scratch(sharing=sharing, num_partials=num_partials, dtype=jnp.bfloat16, interpret=None)
-        del refs["ready"]  # a barrier
-        taken = sum(map(bytes_of, refs.values()))
-        assert taken == _cluster.scratch_bytes(sharing=sharing, num_partials=num_partials)
 
 
 def test_halves_that_merge_in_memory_only_where_they_take_little_of_it():

@@ -42,6 +42,7 @@ def parse_config(text: str, point: Point) -> Config:
         q_len=run,
         group=group,
         capacity=point.max_blocks * point.block_size,
+        window=point.window or None,
         itemsize=jax.numpy.dtype(point.cache_dtype).itemsize,
         token_scales=2 if point.scale == "token_head" else 0,
     )

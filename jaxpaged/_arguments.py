@@ -31,8 +31,6 @@ class AttentionArguments:
     sinks: jax.Array | None  # f32 [heads]
     k_scale: jax.Array | None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads]
     v_scale: jax.Array | None  # likewise
-    # What sliding_window is where it is a plain number; None where it is an array, whose value may come at run time.
-    known_window: int | None = dataclasses.field(metadata=dict(static=True))
 
     @property
     def block_size(self) -> int:
@@ -105,9 +103,6 @@ def check_arguments(
         sinks=optional("sinks", sinks, [(heads,)]),
         k_scale=_cache_scale("k_scale", k_scale, k_cache.shape[:3]),
         v_scale=_cache_scale("v_scale", v_scale, k_cache.shape[:3]),
-        known_window=None
-        if window is None or isinstance(sliding_window, jax.Array)
-        else int(np.asarray(sliding_window)),
     )
 
 
@@ -184,11 +179,12 @@ def optional(
         if not (array > 0).all():
             raise ValueError(f"{name} must be positive; got {name}={value}. Pass None to leave it out.")
         if dtype == jnp.int32:
-            array = np.minimum(array, np.iinfo(np.int32).max)  # a window that is larger still is none either
+            array = np.asarray(min(int(array), np.iinfo(np.int32).max))  # a window that is larger still is none either
     return jnp.asarray(array, dtype)
 
 
-def _known(value: ArrayLike | None) -> int | None:
+def known_int(value: ArrayLike | None) -> int | None:
+    """A number of Python's or NumPy's; None for an array of JAX's, which may have its value at run time only."""
     return None if value is None or isinstance(value, jax.Array) else int(np.asarray(value))
 
 

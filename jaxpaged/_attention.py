@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged import _mosaic_gpu, _xla
-from jaxpaged._arguments import AttentionArguments, check_arguments
+from jaxpaged._arguments import AttentionArguments, check_arguments, known_int
 from jaxpaged._partitions import NumPartitions, check_partitions
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -100,9 +100,8 @@ def paged_attention(
         block_tables: int32 `[seqs, max_blocks]`, the ids of each sequence's blocks in order.
         lengths: int32 `[seqs]`, tokens in each sequence, those of `q` included. Length 0 gives zeros and lse -inf.
         scale: float or f32 `[]`; `head_dim ** -0.5` by default. May be traced, as may the next two.
-        sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it. Of
-            an int the kernels know how little there will be to do, whatever the tables have room for; an array they
-            only follow.
+        sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it. A
+            number, as opposed to a `jax.Array`, also tells "mosaic_gpu" how much there can be to share out.
         logits_soft_cap: float or f32 `[]`: `cap * tanh(logit / cap)`, after the scale and before ALiBi.
         alibi_slopes: f32 `[heads]`, the penalty per token of distance.
         sinks: f32 `[heads]`, one more logit a head in the denominator; it is part of the lse.
@@ -160,7 +159,7 @@ def paged_attention(
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     if _use_kernel(arguments, implementation):
-        out, lse = _mosaic_gpu.attend(arguments, num_partitions=num_partitions)
+        out, lse = _mosaic_gpu.attend(arguments, num_partitions=num_partitions, window=known_int(sliding_window))
     else:
         fixed = num_partitions if isinstance(num_partitions, int) else 1
         out, lse = _xla.attend(arguments, num_partitions=fixed)

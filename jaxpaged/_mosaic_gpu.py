@@ -13,18 +13,23 @@ from pallas_kernels import decode_config, paged_decode, partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
 
-def attend(a: AttentionArguments, *, num_partitions: NumPartitions) -> tuple[jax.Array, jax.Array]:
+def attend(
+    a: AttentionArguments, *, num_partitions: NumPartitions, window: int | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
 
-    What `check_supported` lets through.
+    What `check_supported` lets through. `window`: the sliding window, in tokens, where it is known beforehand.
     """
     num_sms, _ = _gpu()
-    config = config_of(a, num_sms=num_sms, num_partitions=num_partitions)
-    mapped = config if config.total_partitions is None else config_of(a, num_sms=num_sms, num_partitions=None)
+    config_with = functools.partial(config_of, a, num_sms=num_sms, window=window)
+    config = config_with(num_partitions=num_partitions)
+    mapped = config if config.total_partitions is None else config_with(num_partitions=None)
     return _launch(config, mapped, None, a, plan_of(config, a, num_partitions))
 
 
-def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: NumPartitions) -> decode_config.Config:
+def config_of(
+    a: AttentionArguments, *, num_sms: int, num_partitions: NumPartitions, window: int | None = None
+) -> decode_config.Config:
     num_runs, run = _query_runs.runs_of(a.q.shape[1], a.group)
     plan = None
     if isinstance(num_partitions, PartitionPlan):
@@ -38,7 +43,7 @@ def config_of(a: AttentionArguments, *, num_sms: int, num_partitions: NumPartiti
         q_len=run,
         head_dim=a.q.shape[-1],
         capacity=a.block_tables.shape[1] * a.block_size,
-        window=a.known_window,
+        window=window,
         num_sms=num_sms,
         num_partitions=num_partitions,
         itemsize=a.k_cache.dtype.itemsize,

@@ -1,4 +1,4 @@
-"""What a program of the decode kernel has in shared memory: rings of tiles, Q, P, rows, sums, and the barriers."""
+"""What a program of the decode kernel has in shared memory: rings of tiles and scales, Q, P, sums, and the barriers."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ def scratch(
     cache_dtype: Any,
     interpret: Any,
 ) -> dict[str, Any]:
-    """Of a config and a call, as in `decode_config`."""
+    """The arrays and barriers of a program, by the names that the kernel has for them."""
     # The copy engine takes no tile that does not divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The
     # operands of a product must be tiled alike.
     parts, width = num_parts(head_dim), padded_width(head_dim)
@@ -75,8 +75,6 @@ def num_bytes(refs: dict[str, Any]) -> int:
 def _bytes_of(ref: Any) -> int:
     if isinstance(ref, plgpu.Barrier | plgpu.ClusterBarrier):
         return 8 * int(np.prod(ref.num_barriers))
-    if isinstance(ref, plgpu.RefUnion):
-        return max(map(_bytes_of, ref.refs))
     return round_up(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize, 1024)
 
 

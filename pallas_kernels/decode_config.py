@@ -3,9 +3,9 @@
 Pure functions of ints: nothing here is traced, and all of it is tested on a CPU.
 """
 
+import bisect
 import dataclasses
 import functools
-import itertools
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from pallas_kernels._rows import round_up
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
-MAX_TILE = 128  # tokens
 MAX_STAGES = 8
 MAX_SEQS = 65535  # the grid's slowest axis, where CUDA allows no more
 SMEM_PER_SM = 228 * 1024  # bytes, Hopper
@@ -86,7 +85,6 @@ def check_supported(
         )
 
 
-@functools.cache  # a model asks for the same one in every layer
 def default_config(
     *,
     seqs: int,
@@ -96,18 +94,17 @@ def default_config(
     head_dim: int,
     capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and the stages, no more
     num_sms: int,
-    window: int | None = None,  # sliding, in tokens, where it is known; it bounds the same
+    window: int | None = None,  # sliding, in tokens, where it is known: it bounds the same
     num_partitions: int | Literal["balanced"] | None = None,  # fixed by the caller
     itemsize: int = 2,  # of the cache's numbers, in bytes
     token_scales: int = 0,  # how many a token and KV head has: 2 where K and V have their own
 ) -> Config:
     width, rows = _scratch.padded_width(head_dim), round_up(q_len * group, 8)
     pairs = max(1, seqs * kv_heads)
+    # What the queries of a sequence see, at most. H100, tables of 8192 tokens: 64 x 8192 with a window of 128 15.7 us,
+    # 23.5 where nothing is known of it, with a window of 1024 92.9 and 95.6.
+    seen = capacity if window is None else min(capacity, window + q_len - 1)
     chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
-    if window is not None:
-        # It may begin and end within a tile. H100, tables of 8192 tokens: 64 x 8192 with a window of 128 15.7 us,
-        # 23.5 where nothing is known of it, with a window of 1024 92.9 and 95.6.
-        capacity = min(capacity, window + q_len - 1 + MAX_TILE - 1)
     resident = 2 if width <= 192 and rows <= 32 else 1
     tile = 64
     if width <= 128 and rows <= 32 and itemsize == 1:
@@ -125,10 +122,10 @@ def default_config(
         chosen_here = num_partitions is None
         if num_partitions is None:
             shared = itemsize > 1 and width <= 128 and rows <= 16
-            num_partitions = partitions_for(pairs, capacity, num_sms, shared=shared)
+            num_partitions = partitions_for(pairs, seen, num_sms, shared=shared)
             # A tile of 8-bit numbers is half the bytes and as much work: half the SMs no longer reach the bandwidth.
             # Clusters of 8 on all SMs would wait for room, so up to 4 (H100, 8 x 4096: 27.8 us in 2, 31.0 in 1).
-            if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and capacity >= 1024:
+            if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and seen >= 1024:
                 num_partitions *= 2
             padded = padded_partials(num_partitions, planned=False)
             if chunk != width and pairs * padded * width * rows * 4 > PARTIAL_BYTES:
@@ -141,7 +138,7 @@ def default_config(
         # Nor for quarters on more than half the SMs (see `partitions_for`).
         alone = chosen_here and pairs * num_partitions <= (num_sms if num_partitions <= 2 else num_sms // 2)
         if width <= 128 and rows <= 32 and itemsize > 1 and alone:
-            tile, resident = 128 if capacity <= 32768 * num_partitions else 64, 1
+            tile, resident = 128 if seen <= 32768 * num_partitions else 64, 1
         # A program costs its start, whatever there is for it to do (H100, tables of 8192 tokens: 64 x 128 23.5 us, with
         # all in quarters 30.7; 64 x 8192 / 1, / 2, / 3, ... 62.1, 64.2). Halves gain nothing (19.1, 18.3), nor do fewer
         # sequences (16 x 512 18.4, 16.0).
@@ -155,13 +152,14 @@ def default_config(
         q_len=q_len,
         group=group,
         capacity=capacity,
+        window=window,
         itemsize=itemsize,
         token_scales=token_scales,
         total_partitions=total_partitions,
         unsplit_tiles=unsplit_tiles,
     )
     config = complete(tile=tile, resident=resident)
-    if config.num_stages == 1 and capacity > num_partitions * tile > num_partitions * 64:
+    if config.num_stages == 1 and seen > num_partitions * tile > num_partitions * 64:
         return complete(tile=64, resident=resident)  # with one stage it would wait for each tile
     return config
 
@@ -176,6 +174,7 @@ def completed(
     q_len: int,
     group: int,
     capacity: int,
+    window: int | None,
     itemsize: int,
     token_scales: int,
     total_partitions: int | None = None,
@@ -202,14 +201,16 @@ def completed(
 
     def fitting_stages(resident: int) -> int:
         room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD
-        sizes = (_scratch.num_bytes(scratch(num_stages=n)) for n in range(1, MAX_STAGES + 1))
-        return sum(1 for _ in itertools.takewhile(lambda size: size <= room, sizes))
+        stages = range(1, MAX_STAGES + 1)
+        return bisect.bisect_right(stages, room, key=lambda n: _scratch.num_bytes(scratch(num_stages=n)))
 
     fitting = fitting_stages(resident)
     if fitting < 2 and resident > 1:
         resident, fitting = 1, fitting_stages(1)
-    # Each stage has barriers to set up: 1 x 512 4.4 us with 1, 4.7 with 3 (H100).
-    most_tokens = capacity if total_partitions is not None else -(-capacity // num_partitions)  # of a partition
+    # Each stage has barriers to set up: 1 x 512 4.4 us with 1, 4.7 with 3 (H100). A window may begin within a tile.
+    most_tokens = capacity if window is None else min(capacity, window + q_len - 1 + tile - 1)
+    if total_partitions is None:
+        most_tokens = -(-most_tokens // num_partitions)  # of a partition
     num_stages = max(1, min(fitting, -(-most_tokens // tile)))
     return Config(
         num_partitions=num_partitions,
@@ -245,10 +246,15 @@ def partitions_for(pairs: int, capacity: int, num_sms: int, *, shared: bool) -> 
     # 1 x 512 5.0 in 4 partitions, 6.3 in 1; 1 x 8192 16.5 in 8, 17.6 in 4, 23 in 16; 1 x 32768 49.4 in 8, 61 in 16;
     # 2 x 8192 27.6 in 4, 33 in 8; 8 x 2048 26.8 in 1, 27.4 in 2. 1 KV head, 1 x 32768: 13.5 in 64, 17.7 in 128.
     wanted = min(num_sms // 2 // pairs, capacity // 128)
-    if shared and wanted in (2, 3) and 8192 <= capacity <= 32768:
-        return 4  # 4 x 8192 48.2 in 4, 49.1 in 2; 4 x U(1..8192) 30.9, 33.6; but 32 KV heads, 1 x 131072 731, 707
     if wanted >= 4 or (wanted >= 2 and capacity >= 1024):
-        return 1 << (wanted.bit_length() - 1)
+        partitions = 1 << (wanted.bit_length() - 1)
+        # Long sequences of which that makes fewer than two fifths of the SMs' programs: 5 x 131072 of 4 KV heads 450 in
+        # 4, 517 in 2; of 10 KV heads 1 x 32768 59.7 in 8, 61.1 in 4; head_dim 256, 5 x 32768 of 4 KV heads 224, 244.
+        # Not 8 that do not share SMs (62.7), nor more than merge in a cluster (6 KV heads 40.7 in 12, 38.2 in 8).
+        few = 5 * partitions * pairs < 2 * num_sms and (shared or wanted == 3)
+        # 4 x 8192 48.2 in 4, 49.1 in 2; 4 x U(1..8192) 30.9, 33.6; but 32 KV heads, 1 x 131072 725, 717.
+        even = shared and partitions == 2 and capacity <= 32768
+        return 2 * partitions if (few or even) and partitions < MAX_CLUSTER and capacity >= 8192 else partitions
     # Parts of long sequences even out what the last programs have left, or who has the longest: 8 x U(1..8192) 38.8 in
     # 2, 50.7 in 1; 16 x U(1..8192) 94.1 in 4, 96.5 in 2; 64 x U(1..8192) 362 in 4, 368 in 2, 377 in 1; 64 x 1024 beside
     # one x 32768 159, 221. Equal ones do not mind: 16 x 8192 180 in 4, 181 in 2; 64 x 8192 704, 704, 705 in 1. Short

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export, lax
 
@@ -79,6 +80,32 @@ def test_a_scan_over_layers_of_a_folded_pool_with_mixed_windows():
 
     text = lowered(layers, stack, allocator, q, jnp.asarray([5, 1000, 17], jnp.int32))
     assert kernel_calls(text) == 1
+
+
+def test_a_window_that_is_a_number_bounds_the_partitions(monkeypatch):
+    configs = []
+
+    def launch(config, mapped, interpret, a, plan):
+        configs.append(config)
+        return a.q, jnp.zeros(a.q.shape[:3])
+
+    monkeypatch.setattr(_mosaic_gpu, "_launch", launch)
+    cache, allocator, q = inputs()
+    for window in (20, np.int32(20), jnp.int32(20), None):
+        attend(q, cache.k, cache.v, allocator.block_tables, allocator.lengths, sliding_window=window)
+    number, numpy_number, array, none = configs
+    assert number == numpy_number
+    assert array == none
+    assert (number.num_partitions, none.num_partitions) == (1, 8)
+
+
+def test_layers_whose_windows_come_to_one_config_share_a_kernel():
+    def layers(cache, allocator, q):
+        for window in (MAX_BLOCKS * BLOCK_SIZE, 5000, 2**31 - 1):
+            q = attend(q, cache.k, cache.v, allocator.block_tables, allocator.lengths, sliding_window=window)
+        return q
+
+    assert kernel_calls(lowered(layers, *inputs())) == 1
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0, 0, 0, 0), (0, None, None, 0, 0)], ids=["pools", "one pool"])

@@ -28,7 +28,9 @@ def run(head_dim, **shape):
 SHAPES = {
     "1 x 512": (dict(seqs=1, kv_heads=8, capacity=512, num_partitions=None), 192, SMEM_OF_ONE),
     "1 x 8192": (dict(seqs=1, kv_heads=8, capacity=8192, num_partitions=None), 144, SMEM_OF_ONE),
-    "4 x 8192": (dict(seqs=4, kv_heads=8, capacity=8192, num_partitions=None), 80, SMEM_OF_TWO),
+    "4 x 8192": (dict(seqs=4, kv_heads=8, capacity=8192, num_partitions=None), 88, SMEM_OF_TWO),
+    "5 x 131072, 4 KV heads": (dict(seqs=5, kv_heads=4, capacity=131072, num_partitions=None), 88, SMEM_OF_TWO),
+    "1 x 8192, 10 KV heads": (dict(seqs=1, kv_heads=10, capacity=8192, num_partitions=None), 80, SMEM_OF_TWO),
     "64 x 2048": (dict(seqs=64, kv_heads=8, capacity=2048, num_partitions=None), 80, SMEM_OF_TWO),
     "64 x 8192": (dict(seqs=64, kv_heads=8, capacity=8192, num_partitions=None), 88, SMEM_OF_TWO),
     "64 x 8192 of float16": (

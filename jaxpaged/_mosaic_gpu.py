@@ -21,14 +21,19 @@ def attend(
     What `check_supported` lets through. `window`: the sliding window, in tokens, where it is known beforehand.
     """
     num_sms, _ = _gpu()
-    config_with = functools.partial(config_of, a, num_sms=num_sms, window=window)
+    config_with = functools.partial(config_of, a, num_sms=num_sms, fast_memory=_has_fast_memory(), window=window)
     config = config_with(num_partitions=num_partitions)
     mapped = config if config.total_partitions is None else config_with(num_partitions=None)
     return _launch(config, mapped, None, a, plan_of(config, a, num_partitions))
 
 
 def config_of(
-    a: AttentionArguments, *, num_sms: int, num_partitions: NumPartitions, window: int | None = None
+    a: AttentionArguments,
+    *,
+    num_sms: int,
+    num_partitions: NumPartitions,
+    fast_memory: bool = False,
+    window: int | None = None,
 ) -> decode_config.Config:
     num_runs, run = _query_runs.runs_of(a.q.shape[1], a.group)
     plan = None
@@ -167,3 +172,8 @@ def _gpu() -> tuple[int, float]:
     if device.platform != "gpu":
         raise NotImplementedError(f"the Mosaic GPU kernels need an NVIDIA GPU; got {device.platform=}.")
     return int(device.core_count), float(device.compute_capability)
+
+
+def _has_fast_memory() -> bool:
+    """Whether it is one of those for which `decode_config` has rules of their own."""
+    return "H200" in jax.devices()[0].device_kind

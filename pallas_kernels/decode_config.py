@@ -94,6 +94,7 @@ def default_config(
     head_dim: int,
     capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and the stages, no more
     num_sms: int,
+    fast_memory: bool = False,  # above 4 TB/s, that is an H200's
     window: int | None = None,  # sliding, in tokens, where it is known: it bounds the same
     num_partitions: int | Literal["balanced"] | None = None,  # fixed by the caller
     itemsize: int = 2,  # of the cache's numbers, in bytes
@@ -122,7 +123,7 @@ def default_config(
         chosen_here = num_partitions is None
         if num_partitions is None:
             shared = itemsize > 1 and width <= 128 and rows <= 16
-            num_partitions = partitions_for(pairs, seen, num_sms, shared=shared)
+            num_partitions = partitions_for(pairs, seen, num_sms, shared=shared, fast_memory=fast_memory)
             # A tile of 8-bit numbers is half the bytes and as much work: half the SMs no longer reach the bandwidth.
             # Clusters of 8 on all SMs would wait for room, so up to 4 (H100, 8 x 4096: 27.8 us in 2, 31.0 in 1).
             if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and seen >= 1024:
@@ -237,7 +238,7 @@ def chunk_of(*, head_dim: int, rows: int, itemsize: int) -> int:
     return width if width * rows <= 128 * 32 and _scratch.num_parts(head_dim) == 1 else 64
 
 
-def partitions_for(pairs: int, capacity: int, num_sms: int, *, shared: bool) -> int:
+def partitions_for(pairs: int, capacity: int, num_sms: int, *, shared: bool, fast_memory: bool) -> int:
     """A power of two, for `pairs` sequences times KV heads whose tables hold `capacity` tokens each.
 
     `shared`: whether two programs, of 64 tokens a step, can share a SM.
@@ -252,8 +253,9 @@ def partitions_for(pairs: int, capacity: int, num_sms: int, *, shared: bool) -> 
         # 4, 517 in 2; of 10 KV heads 1 x 32768 59.7 in 8, 61.1 in 4; head_dim 256, 5 x 32768 of 4 KV heads 224, 244.
         # Not 8 that do not share SMs (62.7), nor more than merge in a cluster (6 KV heads 40.7 in 12, 38.2 in 8).
         few = 5 * partitions * pairs < 2 * num_sms and (shared or wanted == 3)
-        # 4 x 8192 48.2 in 4, 49.1 in 2; 4 x U(1..8192) 30.9, 33.6; but 32 KV heads, 1 x 131072 725, 717.
-        even = shared and partitions == 2 and capacity <= 32768
+        # 4 x 8192 48.2 in 4, 49.1 in 2; 4 x U(1..8192) 30.9, 33.6. 32 KV heads, 1 x 131072 738, 708; on an H200, whose
+        # memory that many programs do not keep busy, 487, 525.
+        even = shared and partitions == 2 and (capacity <= 32768 or fast_memory)
         return 2 * partitions if (few or even) and partitions < MAX_CLUSTER and capacity >= 8192 else partitions
     # Parts of long sequences even out what the last programs have left, or who has the longest: 8 x U(1..8192) 38.8 in
     # 2, 50.7 in 1; 16 x U(1..8192) 94.1 in 4, 96.5 in 2; 64 x U(1..8192) 362 in 4, 368 in 2, 377 in 1; 64 x 1024 beside

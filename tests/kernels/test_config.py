@@ -1,5 +1,6 @@
 """The rules that choose a configuration: pure functions of ints."""
 
+import functools
 import itertools
 import math
 
@@ -109,9 +110,12 @@ def test_keys_are_multiplied_ahead_where_the_registers_allow_it(shape, ahead):
     assert decode_config.default_config(**(SHAPE | dict(seqs=64, capacity=2048) | shape)).keys_ahead == ahead
 
 
+partitions_for = functools.partial(decode_config.partitions_for, num_sms=132, fast_memory=False)
+
+
 def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
     for shared in (False, True):
-        counts = [decode_config.partitions_for(pairs, 8192, 132, shared=shared) for pairs in range(1, 67)]
+        counts = [partitions_for(pairs, 8192, shared=shared) for pairs in range(1, 67)]
         assert counts[0] == 64
         assert counts[7] == 8
         assert counts[63] == 2
@@ -133,7 +137,7 @@ def test_partitions_fall_with_the_batch_while_they_fill_the_gpu():
 )
 def test_parts_of_long_sequences(shared, capacity, counts):
     pairs = (32, 64, 67, 128, 512, 1024, 2048)
-    assert [decode_config.partitions_for(n, capacity, 132, shared=shared) for n in pairs] == counts
+    assert [partitions_for(n, capacity, shared=shared) for n in pairs] == counts
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,16 @@ def test_parts_of_long_sequences(shared, capacity, counts):
 )
 def test_long_sequences_are_not_left_to_a_few_programs(shared, capacity, counts):
     pairs = (5, 8, 9, 13, 14, 16, 17, 23, 26, 27, 33)
-    assert [decode_config.partitions_for(n, capacity, 132, shared=shared) for n in pairs] == counts
+    assert [partitions_for(n, capacity, shared=shared) for n in pairs] == counts
+
+
+def test_fast_memory_wants_more_programs():
+    def partitions(seqs, **shape):
+        return decode_config.default_config(**(SHAPE | dict(seqs=seqs, capacity=131072) | shape)).num_partitions
+
+    assert partitions(4) == 2
+    assert partitions(4, fast_memory=True) == partitions(4, capacity=32768) == 4
+    assert all(partitions(seqs) == partitions(seqs, fast_memory=True) for seqs in (1, 2, 3, 5, 8, 16, 64, 512))
 
 
 def test_short_sequences_of_many_stay_whole():

@@ -1,7 +1,7 @@
 """What a program of the decode kernel has in shared memory: rings of tiles and scales, Q, P, sums, and the barriers."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _cluster, _fetch, _finish, _scales, _widen
 from pallas_kernels._rows import round_up
 
+if TYPE_CHECKING:
+    from pallas_kernels.decode_config import Config
+
 
 def scratch(
+    config: "Config",
     *,
-    num_stages: int,
-    tile: int,
-    chunk: int,
-    cluster: int,
-    num_partials: int,
     q_len: int,
     group: int,
     head_dim: int,
@@ -34,19 +33,19 @@ def scratch(
     part = head_dim // parts
     columns = next(columns for columns in (64, 32, 16) if part % columns == 0 or part < columns)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
-    sharing = _cluster.sharing_of(width=width, cluster=cluster, q_len=q_len, group=group)
-    rows = sharing.rows
+    sharing = _cluster.sharing_of(width=width, cluster=config.cluster, q_len=q_len, group=group)
+    rows, stages, tile = sharing.rows, config.num_stages, config.tile
     tiles: dict[str, Any] = dict(
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
-        k_smem=plgpu.SMEM((num_stages * parts, tile, width // parts), dtype, transforms=matrix),
-        v_smem=plgpu.SMEM((num_stages * parts, tile, width // parts), dtype, transforms=matrix),
+        k_smem=plgpu.SMEM((stages * parts, tile, width // parts), dtype, transforms=matrix),
+        v_smem=plgpu.SMEM((stages * parts, tile, width // parts), dtype, transforms=matrix),
         p_smem=plgpu.SMEM((rows, tile), dtype, transforms=matrix),
     )
     if _widen.is_narrow(cache_dtype):
         tiles = _widen.scratch(
-            (num_stages, tile, width),
+            (stages, tile, width),
             rows=rows,
-            chunk=chunk,
+            chunk=config.chunk,
             dtype=cache_dtype,
             head_dim=head_dim,
             interpret=interpret,
@@ -56,14 +55,16 @@ def scratch(
         # cannot do.
         q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
         **tiles,
-        **_scales.scratch(token_scales, stages=num_stages, tile=tile, warps=_fetch.WARPS),
+        **_scales.scratch(token_scales, stages=stages, tile=tile, warps=_fetch.WARPS),
         row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
         q_full=plgpu.Barrier(num_arrivals=q_len),
-        k_full=plgpu.Barrier(num_arrivals=copies_of_tile * parts, num_barriers=num_stages),
-        v_full=plgpu.Barrier(num_arrivals=copies_of_tile * parts, num_barriers=num_stages),
-        k_free=plgpu.Barrier(num_barriers=num_stages),
-        v_free=plgpu.Barrier(num_barriers=num_stages),
-        **_finish.scratch(sharing=sharing, num_partials=num_partials, chunk=chunk, dtype=dtype, interpret=interpret),
+        k_full=plgpu.Barrier(num_arrivals=copies_of_tile * parts, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=copies_of_tile * parts, num_barriers=stages),
+        k_free=plgpu.Barrier(num_barriers=stages),
+        v_free=plgpu.Barrier(num_barriers=stages),
+        **_finish.scratch(
+            sharing=sharing, num_partials=config.num_partials, chunk=config.chunk, dtype=dtype, interpret=interpret
+        ),
     )
 
 

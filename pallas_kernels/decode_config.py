@@ -184,26 +184,34 @@ def completed(
     """The config in which the rest follows from these: as many stages as fit and have a tile."""
     rows = round_up(q_len * group, 8)
     width, chunk = _scratch.padded_width(head_dim), chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
-    scratch = functools.partial(
-        _scratch.scratch,
+    config = Config(
+        num_partitions=num_partitions,
+        cluster=cluster,
+        num_stages=1,
         tile=tile,
         chunk=chunk,
-        cluster=cluster,
-        num_partials=num_partitions // cluster,
-        q_len=q_len,
-        group=group,
-        head_dim=head_dim,
-        copies_of_tile=1,
-        token_scales=token_scales,
-        dtype=jnp.bfloat16,
-        cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
-        interpret=None,
+        total_partitions=total_partitions,
+        unsplit_tiles=unsplit_tiles,
     )
+
+    def num_bytes(num_stages: int) -> int:
+        return _scratch.num_bytes(
+            _scratch.scratch(
+                dataclasses.replace(config, num_stages=num_stages),
+                q_len=q_len,
+                group=group,
+                head_dim=head_dim,
+                copies_of_tile=1,
+                token_scales=token_scales,
+                dtype=jnp.bfloat16,
+                cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
+                interpret=None,
+            )
+        )
 
     def fitting_stages(resident: int) -> int:
         room = SMEM_PER_SM // resident - PROGRAM_OVERHEAD
-        stages = range(1, MAX_STAGES + 1)
-        return bisect.bisect_right(stages, room, key=lambda n: _scratch.num_bytes(scratch(num_stages=n)))
+        return bisect.bisect_right(range(1, MAX_STAGES + 1), room, key=num_bytes)
 
     fitting = fitting_stages(resident)
     if fitting < 2 and resident > 1:
@@ -213,20 +221,15 @@ def completed(
     if total_partitions is None:
         most_tokens = -(-most_tokens // num_partitions)  # of a partition
     num_stages = max(1, min(fitting, -(-most_tokens // tile)))
-    return Config(
-        num_partitions=num_partitions,
-        cluster=cluster,
-        tile=tile,
+    return dataclasses.replace(
+        config,
         num_stages=num_stages,
-        chunk=chunk,
         # Worth it where programs follow each other: 64 x 2080 126.2 us instead of 128.0 (H200). Where each starts
         # together with all others, to begin with what hangs on the length costs more: 1 x 8200 14.2 instead of 13.7.
         last_first=resident == 2,
         # One wait for both: 8 x 8192 92.8 us instead of 93.6, 64 x U(1..8192) 364.7 instead of 366.6 (H100). With 32
         # rows two programs of a SM would not have the registers; keys of 8 bits pass through registers themselves.
         keys_ahead=num_stages > 1 and chunk == width and rows <= 16 and itemsize > 1,
-        total_partitions=total_partitions,
-        unsplit_tiles=unsplit_tiles,
     )
 
 

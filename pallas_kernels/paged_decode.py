@@ -308,11 +308,7 @@ def launch(
     if interpret and config.cluster > 1:
         out_types |= _inbox.interpreted_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
     scratch = _scratch.scratch(
-        num_stages=config.num_stages,
-        tile=config.tile,
-        chunk=config.chunk,
-        cluster=config.cluster,
-        num_partials=config.num_partials,
+        config,
         q_len=q_len,
         group=group,
         head_dim=head_dim,

@@ -49,11 +49,7 @@ def test_fits_a_gpu(head_dim, num_partitions, itemsize, token_scales):
 def smem_bytes(config, *, head_dim, group, q_len, itemsize, token_scales):
     """What a program of the decode kernel takes in all."""
     taken = _scratch.scratch(
-        num_stages=config.num_stages,
-        tile=config.tile,
-        chunk=config.chunk,
-        cluster=config.cluster,
-        num_partials=config.num_partials,
+        config,
         q_len=q_len,
         group=group,
         head_dim=head_dim,

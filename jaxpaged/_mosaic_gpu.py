@@ -48,8 +48,9 @@ def config_of(
         q_len=run,
         head_dim=a.q.shape[-1],
         capacity=a.block_tables.shape[1] * a.block_size,
-        window=window,
         num_sms=num_sms,
+        fast_memory=fast_memory,
+        window=window,
         num_partitions=num_partitions,
         itemsize=a.k_cache.dtype.itemsize,
         token_scales=sum(scale is not None and scale.ndim == 3 for scale in (a.k_scale, a.v_scale)),
@@ -175,5 +176,5 @@ def _gpu() -> tuple[int, float]:
 
 
 def _has_fast_memory() -> bool:
-    """Whether it is one of those for which `decode_config` has rules of their own."""
-    return "H200" in jax.devices()[0].device_kind
+    """Whether JAX's default GPU is an H200, of which `decode_config` has rules of its own."""
+    return "H200" in jax.devices()[0].device_kind.split()

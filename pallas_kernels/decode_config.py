@@ -92,9 +92,9 @@ def default_config(
     group: int,
     q_len: int,
     head_dim: int,
-    capacity: int,  # what a table row can hold, in tokens; it bounds the partitions and the stages, no more
+    capacity: int,  # what a table row can hold, in tokens: it bounds what there can be to do
     num_sms: int,
-    fast_memory: bool = False,  # above 4 TB/s, that is an H200's
+    fast_memory: bool = False,  # an H200's
     window: int | None = None,  # sliding, in tokens, where it is known: it bounds the same
     num_partitions: int | Literal["balanced"] | None = None,  # fixed by the caller
     itemsize: int = 2,  # of the cache's numbers, in bytes
@@ -102,9 +102,9 @@ def default_config(
 ) -> Config:
     width, rows = _scratch.padded_width(head_dim), round_up(q_len * group, 8)
     pairs = max(1, seqs * kv_heads)
-    # What the queries of a sequence see, at most. H100, tables of 8192 tokens: 64 x 8192 with a window of 128 15.7 us,
-    # 23.5 where nothing is known of it, with a window of 1024 92.9 and 95.6.
-    seen = capacity if window is None else min(capacity, window + q_len - 1)
+    # H100, tables of 8192 tokens: 64 x 8192 with a window of 128 15.7 us, 23.5 where nothing is known of it; with one
+    # of 1024 92.9 and 95.6.
+    seen = most_seen(capacity, window=window, q_len=q_len)
     chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
     resident = 2 if width <= 192 and rows <= 32 else 1
     tile = 64
@@ -216,8 +216,10 @@ def completed(
     fitting = fitting_stages(resident)
     if fitting < 2 and resident > 1:
         resident, fitting = 1, fitting_stages(1)
-    # Each stage has barriers to set up: 1 x 512 4.4 us with 1, 4.7 with 3 (H100). A window may begin within a tile.
-    most_tokens = capacity if window is None else min(capacity, window + q_len - 1 + tile - 1)
+    # Each stage has barriers to set up: 1 x 512 4.4 us with 1, 4.7 with 3 (H100).
+    most_tokens = most_seen(capacity, window=window, q_len=q_len)
+    if window is not None:
+        most_tokens = min(capacity, most_tokens + tile - 1)  # it may begin within a tile
     if total_partitions is None:
         most_tokens = -(-most_tokens // num_partitions)  # of a partition
     num_stages = max(1, min(fitting, -(-most_tokens // tile)))
@@ -241,30 +243,35 @@ def chunk_of(*, head_dim: int, rows: int, itemsize: int) -> int:
     return width if width * rows <= 128 * 32 and _scratch.num_parts(head_dim) == 1 else 64
 
 
-def partitions_for(pairs: int, capacity: int, num_sms: int, *, shared: bool, fast_memory: bool) -> int:
-    """A power of two, for `pairs` sequences times KV heads whose tables hold `capacity` tokens each.
+def most_seen(capacity: int, *, window: int | None, q_len: int) -> int:
+    """How many tokens of a sequence its queries see together, at most."""
+    return capacity if window is None else min(capacity, window + q_len - 1)
+
+
+def partitions_for(pairs: int, seen: int, num_sms: int, *, shared: bool, fast_memory: bool) -> int:
+    """A power of two, for `pairs` sequences times KV heads, of each of which up to `seen` tokens are read.
 
     `shared`: whether two programs, of 64 tokens a step, can share a SM.
     """
     # Half the SMs reach the bandwidth; clusters on more of them wait for room. H100, 8 KV heads, head_dim 128, us:
     # 1 x 512 5.0 in 4 partitions, 6.3 in 1; 1 x 8192 16.5 in 8, 17.6 in 4, 23 in 16; 1 x 32768 49.4 in 8, 61 in 16;
     # 2 x 8192 27.6 in 4, 33 in 8; 8 x 2048 26.8 in 1, 27.4 in 2. 1 KV head, 1 x 32768: 13.5 in 64, 17.7 in 128.
-    wanted = min(num_sms // 2 // pairs, capacity // 128)
-    if wanted >= 4 or (wanted >= 2 and capacity >= 1024):
+    wanted = min(num_sms // 2 // pairs, seen // 128)
+    if wanted >= 4 or (wanted >= 2 and seen >= 1024):
         partitions = 1 << (wanted.bit_length() - 1)
         # Long sequences of which that makes fewer than two fifths of the SMs' programs: 5 x 131072 of 4 KV heads 450 in
         # 4, 517 in 2; of 10 KV heads 1 x 32768 59.7 in 8, 61.1 in 4; head_dim 256, 5 x 32768 of 4 KV heads 224, 244.
         # Not 8 that do not share SMs (62.7), nor more than merge in a cluster (6 KV heads 40.7 in 12, 38.2 in 8).
         few = 5 * partitions * pairs < 2 * num_sms and (shared or wanted == 3)
-        # 4 x 8192 48.2 in 4, 49.1 in 2; 4 x U(1..8192) 30.9, 33.6. 32 KV heads, 1 x 131072 738, 708; on an H200, whose
-        # memory that many programs do not keep busy, 487, 525.
-        even = shared and partitions == 2 and (capacity <= 32768 or fast_memory)
-        return 2 * partitions if (few or even) and partitions < MAX_CLUSTER and capacity >= 8192 else partitions
+        # 4 x 8192 48.2 in 4, 49.1 in 2; 4 x U(1..8192) 30.9, 33.6. 32 KV heads, 1 x 131072 736, 708; on an H200 483 to
+        # 491, 524 (in 2 with 128 tokens a step 484, for which an H100 takes 723 to 735).
+        even = shared and partitions == 2 and (seen <= 32768 or fast_memory)
+        return 2 * partitions if (few or even) and partitions < MAX_CLUSTER and seen >= 8192 else partitions
     # Parts of long sequences even out what the last programs have left, or who has the longest: 8 x U(1..8192) 38.8 in
     # 2, 50.7 in 1; 16 x U(1..8192) 94.1 in 4, 96.5 in 2; 64 x U(1..8192) 362 in 4, 368 in 2, 377 in 1; 64 x 1024 beside
     # one x 32768 159, 221. Equal ones do not mind: 16 x 8192 180 in 4, 181 in 2; 64 x 8192 704, 704, 705 in 1. Short
     # ones pay more than that brings: 64 x 1024 96 in 4, 92 in 1.
-    if pairs > 8 * num_sms or capacity < 4096:
+    if pairs > 8 * num_sms or seen < 4096:
         return 1
     if shared and num_sms // 2 < pairs <= 4 * num_sms:
         return 4

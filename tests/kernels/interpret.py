@@ -26,14 +26,21 @@ def races_found() -> bool:
 
 
 def attend(
-    case: Case, *, num_partitions: NumPartitions = 1, num_sms: int = 132, zero_fill: bool = False, **config: Any
+    case: Case,
+    *,
+    num_partitions: NumPartitions = 1,
+    num_sms: int = 132,
+    window: int | None = None,
+    zero_fill: bool = False,
+    **config: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """On a GPU of `num_sms`, by default an H100. `config` overrides fields of the default. `zero_fill`: what is read
-    past the end of an array is zero, as the copy engine does it; otherwise reading there raises."""
+    """On a GPU of `num_sms`, by default an H100. `window`: the sliding one, if it is known beforehand. `config`
+    overrides fields of the default. `zero_fill`: what is read past the end of an array is zero, as the copy engine does
+    it; otherwise reading there raises."""
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
     interpret = plgpu.InterpretGPUParams(detect_races=True, **fill)
     a = arguments_of(case)
-    chosen = _mosaic_gpu.config_of(a, num_sms=num_sms, num_partitions=num_partitions)
+    chosen = _mosaic_gpu.config_of(a, num_sms=num_sms, num_partitions=num_partitions, window=window)
     chosen = dataclasses.replace(chosen, **config)
     out, lse = _mosaic_gpu._launch(chosen, chosen, interpret, a, _mosaic_gpu.plan_of(chosen, a, num_partitions))
     jax.block_until_ready(out)

@@ -47,7 +47,7 @@ def test_fits_a_gpu(head_dim, num_partitions, itemsize, token_scales):
 
 
 def smem_bytes(config, *, head_dim, group, q_len, itemsize, token_scales):
-    """What a program of the decode kernel takes in all."""
+    """What a program of the decode kernel takes in all, added up once more."""
     taken = _scratch.scratch(
         config,
         q_len=q_len,
@@ -150,7 +150,7 @@ def test_long_sequences_are_not_left_to_a_few_programs(shared, capacity, counts)
     assert [partitions_for(n, capacity, shared=shared) for n in pairs] == counts
 
 
-def test_fast_memory_wants_more_programs():
+def test_quarters_of_long_sequences_on_an_h200():
     def partitions(seqs, **shape):
         return decode_config.default_config(**(SHAPE | dict(seqs=seqs, capacity=131072) | shape)).num_partitions
 

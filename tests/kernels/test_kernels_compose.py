@@ -82,21 +82,39 @@ def test_a_scan_over_layers_of_a_folded_pool_with_mixed_windows():
     assert kernel_calls(text) == 1
 
 
-def test_a_window_that_is_a_number_bounds_the_partitions(monkeypatch):
-    configs = []
+@pytest.fixture
+def configs(monkeypatch):
+    """Those that are launched, each with that for vmap, instead of a launch."""
+    launched = []
 
     def launch(config, mapped, interpret, a, plan):
-        configs.append(config)
+        launched.append((config, mapped))
         return a.q, jnp.zeros(a.q.shape[:3])
 
     monkeypatch.setattr(_mosaic_gpu, "_launch", launch)
+    return launched
+
+
+@pytest.mark.parametrize("num_partitions", [None, "balanced"])
+def test_a_window_that_is_a_number_bounds_what_there_is_to_do(configs, num_partitions):
     cache, allocator, q = inputs()
+    arrays = q, cache.k, cache.v, allocator.block_tables, allocator.lengths
     for window in (20, np.int32(20), jnp.int32(20), None):
-        attend(q, cache.k, cache.v, allocator.block_tables, allocator.lengths, sliding_window=window)
+        attend(*arrays, sliding_window=window, num_partitions=num_partitions)
     number, numpy_number, array, none = configs
     assert number == numpy_number
     assert array == none
-    assert (number.num_partitions, none.num_partitions) == (1, 8)
+    assert number[0] != none[0]
+    assert (number[1].num_partitions, none[1].num_partitions) == (1, 8)
+
+
+def test_rules_of_an_h200(configs, monkeypatch):
+    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, 32, HEAD_DIM, dtype=jnp.bfloat16)
+    tables, lengths = jnp.zeros((1, 8192), jnp.int32), jnp.zeros(1, jnp.int32)
+    for is_h200 in (False, True):
+        monkeypatch.setattr(_mosaic_gpu, "_has_fast_memory", lambda is_h200=is_h200: is_h200)
+        attend(jnp.ones((1, 32, HEAD_DIM), jnp.bfloat16), cache.k, cache.v, tables, lengths)
+    assert [config.num_partitions for config, _ in configs] == [2, 4]
 
 
 def test_layers_whose_windows_come_to_one_config_share_a_kernel():

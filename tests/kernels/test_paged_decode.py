@@ -142,6 +142,15 @@ def test_a_window_in_another_order(last_first):
     check(case.replace(options=dict(sliding_window=150)), keys_ahead=True, last_first=last_first, num_stages=2)
 
 
+@pytest.mark.parametrize(("window", "q_len", "num_stages"), [(1, 1, 1), (64, 1, 2), (127, 4, 4)])
+def test_a_ring_for_a_known_window(window, q_len, num_stages):
+    case = make_case(lengths=(0, 70, 64 * 5 + 1), max_blocks=21, heads=2, kv_heads=1, q_len=q_len, dtype=BF16)
+    shape = dict(num_sms=2, num_partitions=1, window=window)
+    config = _mosaic_gpu.config_of(arguments_of(case), **shape)
+    assert config.num_stages == num_stages
+    check(case.replace(options=dict(sliding_window=window)), **shape)
+
+
 @pytest.mark.parametrize("before_whole", range(3))
 @pytest.mark.parametrize("num_whole", range(4))
 @pytest.mark.parametrize("num_last", range(3))

@@ -31,6 +31,8 @@ CALLS: tuple[tuple[str, dict[str, Any], StaticPartitions], ...] = (  # name, sha
     ("block 64", {"block_size": 64, "max_blocks": 3}, 2),
     ("block 256", {"block_size": 256, "max_blocks": 3}, 1),
     ("4 queries", {"q_len": 4}, 2),
+    ("16 queries", {"q_len": 16}, 1),
+    ("16 queries, partitions", {"q_len": 16, "options": OPTIONS["all"]}, 3),
     ("all options", {"options": OPTIONS["all"]}, 1),
     ("all options, partitions", {"options": OPTIONS["all"]}, 3),
     ("float16", {"dtype": jnp.float16}, 2),

@@ -26,7 +26,7 @@ VARIANTS = (
     *(f"32/8 {shape} {option}" for option in ("block_size=64", "contiguous=1") for shape in ("8x2048", "64x8192")),
     *(f"32/8 {shape} head_dim={n}" for n in (64, 256) for shape in ("1x8192", "64x2048", "64x8192")),
     *(f"32/8 {shape} window=1024" for shape in ("1x32768", "64x8192")),
-    *(f"32/8 {shape} q_len=4" for shape in ("1x8192", "8x2048", "64x8192")),
+    *(f"32/8 {shape} q_len={n}" for n in (4, 16) for shape in ("1x8192", "8x2048", "64x8192")),
     *("32/8 64xzipf8192", "64/8 64xzipf8192", "32/32 64xzipf8192"),
 )
 _CACHES = (

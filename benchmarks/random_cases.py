@@ -86,6 +86,8 @@ FAMILIES = (
     Family("2 queries", 8, 2, 128, 16, 40, q_len=2),
     Family("4 queries, partitions", 8, 2, 128, 16, 40, q_len=4, num_partitions=5),
     Family("16 queries", 4, 1, 64, 16, 24, q_len=16),
+    Family("16 queries, partitions", 4, 1, 128, 16, 40, q_len=16, num_partitions=3),
+    Family("13 queries, all options", 6, 2, 256, 16, 24, q_len=13, options=ALL),
     Family("window", 8, 2, 128, 16, 40, options=("sliding_window",)),
     Family("window, partitions", 8, 2, 128, 16, 40, options=("sliding_window",), num_partitions=4),
     Family("window, 4 queries", 8, 2, 64, 16, 40, options=("sliding_window",), q_len=4),

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _rows
 from pallas_kernels._inbox import SHARE, SHARE_ROWS, Inbox, InterpretedInbox, Sharing
 from pallas_kernels._place import Place
-from pallas_kernels._rows import over_rows, round_up
+from pallas_kernels._rows import over_rows
 
 
 def columns_of(*, width: int, cluster: int, q_len: int, group: int) -> int:
@@ -31,9 +31,10 @@ def columns_of(*, width: int, cluster: int, q_len: int, group: int) -> int:
     return next((columns for columns in (16, 32) if columns >= least and columns * cluster >= width), 64)
 
 
-def sharing_of(*, width: int, cluster: int, q_len: int, group: int) -> Sharing:
+def sharing_of(*, width: int, cluster: int, q_len: int, group: int, rows_first: bool) -> Sharing:
     columns = columns_of(width=width, cluster=cluster, q_len=q_len, group=group)
-    return Sharing(cluster=cluster, columns=columns, width=width, rows=round_up(q_len * group, 8))
+    rows = _rows.padded_rows(q_len, group, rows_first=rows_first)
+    return Sharing(cluster=cluster, columns=columns, width=width, rows=rows)
 
 
 def scratch(*, sharing: Sharing, num_partials: int, dtype: Any, interpret: Any) -> dict[str, Any]:

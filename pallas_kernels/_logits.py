@@ -21,11 +21,14 @@ class Logits:
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [rows]
     group: int
+    rows_axis: int = 1  # of the products
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
-        """f32 [tile, rows] -> logits in units of log2, and which of them are visible: None where all are."""
-        walk, (tile_tokens, rows) = self.walk, products.shape
-        shape = tile_tokens, rows
+        """f32 [tile, rows] -> logits in units of log2, and which of them are visible: None where all are.
+
+        Or f32 [rows, tile], as `rows_axis` says.
+        """
+        walk, shape, rows_axis = self.walk, products.shape, self.rows_axis
         if self.cap is None:
             logits = products * (self.scale * LOG2E)
         else:
@@ -34,11 +37,11 @@ class Logits:
             logits = (self.cap * LOG2E) * (1.0 - 2.0 / (e + 1.0))
         if not masked and self.slopes is None:
             return logits, None
-        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * walk.tile
-        in_call = _rows.row_tokens(shape, self.group) if walk.q_len > 1 else jnp.int32(0)
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 1 - rows_axis, layout=ROWS) + tile * walk.tile
+        in_call = _rows.row_tokens(shape, self.group, rows_axis) if walk.q_len > 1 else jnp.int32(0)
         distance = self.first_query + in_call - tokens
         if self.slopes is not None:
-            logits -= over_rows(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
+            logits -= over_rows(self.slopes * LOG2E, shape, rows_axis) * distance.astype(jnp.float32)
         if not masked:
             return logits, None
         visible = distance >= 0

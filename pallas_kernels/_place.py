@@ -58,12 +58,13 @@ class Place:
 
     def copy_partial(self, acc_smem: Any, columns: Any) -> None:
         """Starts to copy some columns of O^T of a partial, f32 [columns, rows]."""
-        stack, padded = self.partition.stack, self.refs["partial_ml"].shape[1]
-        partial = self.refs["partial_out"].at[stack * padded + self.partition.partial]  # [stacks * padded, width, rows]
+        partials = self.refs["partial_out"]  # [stacks * room, width, rows]
+        room = partials.shape[0] // (self.refs["partial_ml"].shape[0] // 2)
+        partial = partials.at[self.partition.stack * room + self.partition.partial]
         plgpu.copy_smem_to_gmem(acc_smem, partial.at[columns])
 
     def copy_m_and_l(self, ml_smem: Any) -> None:
         """f32 [2, rows]."""
-        for i in range(2):  # [stacks * 2, padded, rows]
+        for i in range(2):  # [stacks * 2, ml_room, rows]
             partial = self.refs["partial_ml"].at[2 * self.partition.stack + i, self.partition.partial]
             plgpu.copy_smem_to_gmem(ml_smem.at[i], partial)

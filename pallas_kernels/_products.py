@@ -1,4 +1,4 @@
-"""The two matrix products of a tile of a 16-bit cache, all operands in SMEM; `_widen` has those of 8-bit caches.
+"""The two matrix products of a tile of a 16-bit cache and up to 32 rows, all operands in SMEM.
 
     S^T [tile, rows]  = K [tile, head_dim]  Q^T [head_dim, rows]
     O^T [chunk, rows] = V^T [chunk, tile]   P^T [tile, rows]
@@ -71,16 +71,6 @@ class Products:
 
         return pl.run_scoped(products, self._output, self._scores)
 
-    def zero_unseen(self, stage: jax.Array, seen: Callable[..., jax.Array]) -> None:
-        """Makes the values zero in the slots that no query may see; `seen` as `Walk.seen` of the tile."""
-        for place in self.parts_of(stage):
-            values = self.values.target.at[place]
-            for c in range(values.shape[-1] // COLUMNS):
-                part = values.at[:, pl.ds(c * COLUMNS, COLUMNS)]
-                visible = seen(part.shape, 0, ROWS)
-                v = plgpu.load(part, layout=ROWS)
-                part[...] = jnp.where(visible, v, jnp.zeros_like(v))
-
     @property
     def _scores(self) -> Any:
         rows, tile = self.p.shape
@@ -111,3 +101,14 @@ class Products:
         @pl.when(is_there)
         def _free() -> None:
             plgpu.barrier_arrive(self.keys.free.at[stage])
+
+
+def zero_unseen(ring: Ring, places: list[Any], seen: Callable[..., jax.Array]) -> None:
+    """Makes the values at `places` of the ring zero in the slots that no query may see; `seen` as `Walk.seen`."""
+    for place in places:
+        values = ring.target.at[place]
+        for c in range(values.shape[-1] // COLUMNS):
+            part = values.at[:, pl.ds(c * COLUMNS, COLUMNS)]
+            visible = seen(part.shape, 0, ROWS)
+            v = plgpu.load(part, layout=ROWS)
+            part[...] = jnp.where(visible, v, jnp.zeros_like(v))

@@ -13,19 +13,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import memref
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 # Stands for -inf in the running maximum: the difference of two of them is 0 where that of two infinities is NaN.
 LOWEST = -1e30
-ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps
-ROW_VECTOR = plgpu.Layout.WGMMA.reduce(0)  # [rows]
+ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps; or [rows, n], as a `rows_axis` says
+ROW_VECTOR = ROWS.reduce(0)  # [rows], of [m, rows]
 SCALAR = plgpu.Layout.WG_SPLAT
 COLUMNS = 64  # of the head_dim that one program of a merge adds up: the smallest M that this layout has
 
 
 def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
+
+
+def padded_rows(q_len: int, group: int, *, rows_first: bool) -> int:
+    """Rows of a KV head in a kernel: where they are the M dimension of its products, 64."""
+    return round_up(q_len * group, 64 if rows_first else 8)
 
 
 def ceil_div(x: jax.Array, y: int | jax.Array) -> jax.Array:
@@ -55,15 +61,24 @@ def tiles_of_partition(
     return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
 
 
-def row_tokens(shape: tuple[int, int], group: int) -> jax.Array:
-    """Which query token each row is, int32 `shape` = [m, rows]."""
-    rows = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
+def row_tokens(shape: tuple[int, ...], group: int, rows_axis: int = 1) -> jax.Array:
+    """Which query token each row is, int32 `shape`."""
+    rows = plgpu.broadcasted_iota(jnp.int32, shape, rows_axis, layout=ROWS)
     return rows if group == 1 else lax.div(rows, jnp.full(shape, group, jnp.int32))
 
 
-def load_rows(ref: Any) -> jax.Array:
+def load_rows(ref: Any, rows_axis: int = 1) -> jax.Array:
     """One f32 a row, [rows], from GMEM or SMEM."""
-    return plgpu.load(ref, layout=ROW_VECTOR, optimized=False)
+    return plgpu.load(ref, layout=ROWS.reduce(1 - rows_axis), optimized=False)
+
+
+def full_rows(rows: int, value: float, rows_axis: int = 1) -> jax.Array:
+    """The same f32 for each row, [rows]."""
+    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROWS.reduce(1 - rows_axis))
+
+
+def zeros(shape: tuple[int, int]) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), ROWS)
 
 
 def store(ref: Any, value: jax.Array) -> None:
@@ -79,6 +94,7 @@ def store_together(
     *pairs: tuple[Any, jax.Array],
     transposed: Sequence[tuple[Any, jax.Array]] = (),
     layout: Any = ROWS,
+    rows_axis: int = 1,
     interpret: Any,
 ) -> None:
     """Values in `layout`, or reduced to [rows], into SMEM as `store` does, each of `transposed` into its SMEM's
@@ -96,14 +112,19 @@ def store_together(
     def put(_: Any, *operands: Any) -> None:
         targets, arrays = operands[: len(refs)], operands[len(refs) :]
         for i, (target, array) in enumerate(zip(targets, arrays, strict=True)):
-            array.store_untiled(target if i < len(pairs) else utils.memref_transpose(target, (1, 0)), optimized=False)
+            if i < len(pairs):
+                array.store_untiled(target, optimized=False)
+            elif utils.bitwidth(array.mlir_dtype) == 16:
+                array.store_untiled(utils.memref_transpose(target, (1, 0)), optimized=False)
+            else:  # Mosaic transposes 16 bits alone
+                array.foreach(lambda x, index, target=target: memref.store(x, target, index[::-1]))
 
-    layouts = [layout if value.ndim == 2 else layout.reduce(0) for value in values]
+    layouts = [layout if value.ndim == 2 else layout.reduce(1 - rows_axis) for value in values]
     plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *layouts))(put)(*refs, *values)
 
 
-def over_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [1])
+def over_rows(vector: jax.Array, shape: tuple[int, ...], rows_axis: int = 1) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, [rows_axis])
 
 
 def normalise(m: jax.Array, l: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -33,14 +33,17 @@ def scratch(
     part = head_dim // parts
     columns = next(columns for columns in (64, 32, 16) if part % columns == 0 or part < columns)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
-    sharing = _cluster.sharing_of(width=width, cluster=config.cluster, q_len=q_len, group=group)
+    sharing = _cluster.sharing_of(
+        width=width, cluster=config.cluster, q_len=q_len, group=group, rows_first=config.rows_first
+    )
     rows, stages, tile = sharing.rows, config.num_stages, config.tile
     tiles: dict[str, Any] = dict(
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
         k_smem=plgpu.SMEM((stages * parts, tile, width // parts), dtype, transforms=matrix),
         v_smem=plgpu.SMEM((stages * parts, tile, width // parts), dtype, transforms=matrix),
-        p_smem=plgpu.SMEM((rows, tile), dtype, transforms=matrix),
     )
+    if not config.rows_first:
+        tiles["p_smem"] = plgpu.SMEM((rows, tile), dtype, transforms=matrix)
     if _widen.is_narrow(cache_dtype):
         tiles = _widen.scratch(
             (stages, tile, width),

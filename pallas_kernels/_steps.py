@@ -9,7 +9,7 @@ A step is a loop's body: it takes and returns what is summed up so far, (acc, m,
 | l | the sum of the weights, f32 [tile, rows], added up over the tokens at the end |
 | products | S^T of the tile of this step, f32 [tile, rows], where the step before has made it; otherwise None |
 
-Everything here is traced inside the decode kernel.
+`_row_steps` has those for many rows, the other way round. Everything here is traced inside the decode kernel.
 """
 
 import dataclasses
@@ -24,18 +24,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _scales, _widen
 from pallas_kernels._fetch import Ring
 from pallas_kernels._logits import Logits
-from pallas_kernels._products import Products
-from pallas_kernels._rows import over_rows
+from pallas_kernels._products import Products, zero_unseen
+from pallas_kernels._rows import LOWEST, full_rows, over_rows, zeros
 from pallas_kernels._walk import Walk
 
 Carry = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None]
+Sums = tuple[tuple[jax.Array, ...], jax.Array, jax.Array]  # acc, m and l, f32 [rows], of all tiles
 # Of the tile that is worked on as the j-th: which of the sequence it is, and its stage in the rings.
 PlaceOf = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class WideSteps:
-    """Of a 16-bit cache, whose tiles the tensor cores read where they were fetched to."""
+    """Of a 16-bit cache and up to 32 rows, whose tiles the tensor cores read where they were fetched to."""
 
     walk: Walk
     logits_of: Logits
@@ -43,11 +44,12 @@ class WideSteps:
     products: Products
     keys_ahead: bool
 
-    def first_products(self) -> jax.Array | None:
-        if not self.keys_ahead:
-            return None
-        _, stage = self.place_of(jnp.int32(0))
-        return self.products.of_keys_if(self.walk.num_tiles > 0, stage)
+    def start(self) -> Carry:
+        products = None
+        if self.keys_ahead:
+            _, stage = self.place_of(jnp.int32(0))
+            products = self.products.of_keys_if(self.walk.num_tiles > 0, stage)
+        return *_nothing(self.products.q, self.products.p, self.products.chunk), products
 
     def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
         acc, m, l, scores = carry
@@ -69,7 +71,7 @@ class WideSteps:
         # c. O^T += V^T P^T
         plgpu.barrier_wait(values.full.at[stage])
         if masked:
-            products.zero_unseen(stage, functools.partial(self.walk.seen, tile))
+            zero_unseen(values, products.parts_of(stage), functools.partial(self.walk.seen, tile))
         plgpu.commit_smem()
         acc_new, next_scores = [], None
         for c, part in enumerate(acc):
@@ -83,9 +85,9 @@ class WideSteps:
             plgpu.barrier_arrive(values.free.at[stage])
         return tuple(acc_new), m, l, next_scores
 
-    def finished(self, acc: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The chunks with their rows in order."""
-        return acc
+    def sums(self, carry: Carry) -> Sums:
+        acc, m, l, _ = carry
+        return acc, m, l.sum(axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +107,8 @@ class NarrowSteps:
     chunk: int  # rows of O^T
     interpret: Any
 
-    def first_products(self) -> None:
-        return None
+    def start(self) -> Carry:
+        return *_nothing(self.q, self.p, self.chunk), None
 
     def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
         acc, m, l, _ = carry
@@ -161,9 +163,16 @@ class NarrowSteps:
             plgpu.barrier_arrive(v_ring.free.at[stage])
         return tuple(acc_new), m, l, None
 
-    def finished(self, acc: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The chunks with their rows in order."""
-        return tuple(_widen.ordered(part, self.interpret) for part in acc)
+    def sums(self, carry: Carry) -> Sums:
+        acc, m, l, _ = carry
+        return tuple(_widen.ordered(part, self.interpret) for part in acc), m, l.sum(axis=0)
+
+
+def _nothing(q: Any, p: Any, chunk: int) -> Sums:
+    """acc, m and l before the first tile."""
+    (rows, width), tile = q.shape, p.shape[1]
+    acc = tuple(zeros((chunk, rows)) for _ in range(width // chunk))
+    return acc, full_rows(rows, LOWEST), zeros((tile, rows))
 
 
 def _softmax(
@@ -177,9 +186,13 @@ def _softmax(
     """The new m and l, what sums so far are multiplied with, f32 [rows], and the weights, f32 [tile, rows]."""
     highest = peaks.max(axis=0)
     m_new = jnp.maximum(m, highest if headroom is None else highest - headroom)
+    p = weights(logits, visible, m_new)
     alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(logits - over_rows(m_new, logits.shape))
-    if visible is not None:
-        # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
-        p = jnp.where(visible, p, jnp.zeros_like(p))
     return m_new, l * over_rows(alpha, l.shape) + p, alpha, p
+
+
+def weights(logits: jax.Array, visible: jax.Array | None, m: jax.Array, rows_axis: int = 1) -> jax.Array:
+    """exp2(logits - m), 0 where nothing is visible."""
+    p = jnp.exp2(logits - over_rows(m, logits.shape, rows_axis))
+    # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
+    return p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels import _scratch, _widen, paged_merge
-from pallas_kernels._rows import round_up
+from pallas_kernels import _scratch, _widen
+from pallas_kernels._rows import padded_rows
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
@@ -20,9 +20,8 @@ MAX_SEQS = 65535  # the grid's slowest axis, where CUDA allows no more
 SMEM_PER_SM = 228 * 1024  # bytes, Hopper
 PROGRAM_OVERHEAD = 3 * 1024  # bytes of SMEM that each resident program costs: 1024, and 2048 of Mosaic's reductions
 MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
-# What partials may take in memory where a caller leaves their number to us: each pair has room for 64. Halves of 8
-# prompts of 256 tokens, 1024 pairs of 64 rows, would take 2.1 GB; of one, 268 MB, and 196 us instead of 190 (H100).
-PARTIAL_BYTES = 128 * 1024 * 1024
+FEW_ROWS = 32  # of a KV head; more are the M dimension of the products of a 16-bit cache
+PARTIAL_BYTES = 128 * 1024 * 1024  # that partials shared out by length may take in memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +30,10 @@ class Config:
     cluster: int  # partitions that merge in shared memory, a divisor of num_partitions, at most 8
     num_stages: int  # tiles of K and of V in SMEM at a time
     tile: int  # tokens, 64 or 128
-    chunk: int  # rows of O^T that one accumulator holds, a multiple of 64 that divides the padded head_dim
+    chunk: int  # columns of O that one accumulator holds, or many rows leave in, of 64 that divide the padded head_dim
+    rows_first: bool = False  # whether the rows are the M dimension of the products, filled up to 64, not the tokens
     last_first: bool = False  # whether a program starts with the tiles at the end that some query does not see whole
-    keys_ahead: bool = False  # whether a tile's keys are multiplied beside the values of the tile before it
+    keys_ahead: bool = False  # whether few rows' keys are multiplied beside the values of the tile before
     total_partitions: int | None = None  # of all sequences together, shared out by length; None: as many for each
     unsplit_tiles: int = 0  # a sequence with no more of them stays whole: the first program of the cluster works alone
 
@@ -43,10 +43,6 @@ class Config:
 
         With a plan, at most."""
         return self.num_partitions // self.cluster
-
-    @property
-    def padded_partials(self) -> int:
-        return padded_partials(self.total_partitions or self.num_partials, planned=self.total_partitions is not None)
 
 
 def check_supported(
@@ -100,14 +96,16 @@ def default_config(
     itemsize: int = 2,  # of the cache's numbers, in bytes
     token_scales: int = 0,  # how many a token and KV head has: 2 where K and V have their own
 ) -> Config:
-    width, rows = _scratch.padded_width(head_dim), round_up(q_len * group, 8)
+    rows_first = rows_come_first(q_len=q_len, group=group, itemsize=itemsize)
+    width, rows = _scratch.padded_width(head_dim), padded_rows(q_len, group, rows_first=rows_first)
     pairs = max(1, seqs * kv_heads)
     # H100, tables of 8192 tokens: 64 x 8192 with a window of 128 15.7 us, 23.5 where nothing is known of it; with one
     # of 1024 92.9 and 95.6.
     seen = most_seen(capacity, window=window, q_len=q_len)
-    chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
+    chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize, rows_first=rows_first)
     resident = 2 if width <= 192 and rows <= 32 else 1
-    tile = 64
+    # H200, 64 rows, us: 64 x 8192 502 with 128 tokens a step, 521 with 64; 8 x 256 new tokens after 2048 221, 255.
+    tile = 128 if rows_first and width <= 128 else 64
     if width <= 128 and rows <= 32 and itemsize == 1:
         # 128 tokens are as many bytes as 64 of 16 bits: 64 x 8192 369 us against 381.
         tile, resident = 128, 2 if width <= 64 else 1
@@ -115,23 +113,22 @@ def default_config(
     if num_partitions == "balanced":
         num_partitions = None
         total_partitions = balanced_partitions(seqs, kv_heads, num_sms)
-        if kv_heads * padded_partials(total_partitions or 0, planned=True) * width * rows * 4 > PARTIAL_BYTES:
+        if kv_heads * (total_partitions or 0) * width * rows * 4 > PARTIAL_BYTES:
             total_partitions = None
     if total_partitions is not None:
         cluster, num_partitions = 1, most_of_one(total_partitions, seqs=seqs)
     else:
         chosen_here = num_partitions is None
-        if num_partitions is None:
+        if num_partitions is None and q_len * group > FEW_ROWS:
+            num_partitions = partitions_of_many_rows(pairs, seen, num_sms)
+        elif num_partitions is None:
             shared = itemsize > 1 and width <= 128 and rows <= 16
             num_partitions = partitions_for(pairs, seen, num_sms, shared=shared, fast_memory=fast_memory)
             # A tile of 8-bit numbers is half the bytes and as much work: half the SMs no longer reach the bandwidth.
             # Clusters of 8 on all SMs would wait for room, so up to 4 (H100, 8 x 4096: 27.8 us in 2, 31.0 in 1).
             if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and seen >= 1024:
                 num_partitions *= 2
-            padded = padded_partials(num_partitions, planned=False)
-            if chunk != width and pairs * padded * width * rows * 4 > PARTIAL_BYTES:
-                num_partitions = 1
-        cluster = cluster_of(num_partitions) if chunk == width else 1
+        cluster = cluster_of(num_partitions) if chunk == width and q_len * group <= FEW_ROWS else 1
         # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice
         # as long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9), but for so long
         # that the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 734 with 128).
@@ -182,14 +179,16 @@ def completed(
     unsplit_tiles: int = 0,
 ) -> Config:
     """The config in which the rest follows from these: as many stages as fit and have a tile."""
-    rows = round_up(q_len * group, 8)
-    width, chunk = _scratch.padded_width(head_dim), chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize)
+    rows_first = rows_come_first(q_len=q_len, group=group, itemsize=itemsize)
+    width, rows = _scratch.padded_width(head_dim), padded_rows(q_len, group, rows_first=rows_first)
+    chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize, rows_first=rows_first)
     config = Config(
         num_partitions=num_partitions,
         cluster=cluster,
         num_stages=1,
         tile=tile,
         chunk=chunk,
+        rows_first=rows_first,
         total_partitions=total_partitions,
         unsplit_tiles=unsplit_tiles,
     )
@@ -235,11 +234,21 @@ def completed(
     )
 
 
-def chunk_of(*, head_dim: int, rows: int, itemsize: int) -> int:
+def rows_come_first(*, q_len: int, group: int, itemsize: int) -> bool:
+    # H200, us: 64 rows of 64 x 8192 501, 591 the other way round in the same tiles, of 8 x 2048 28.8 and 54.8, of a
+    # prompt, 8 x 256 new tokens after 2048, 221 and 415. But 32 rows of 8 x 2048 27.7 and 26.2, of 1 x 8192 22.0 and,
+    # in a cluster, 16.9 (of 64 x 8192 493 and 563).
+    # A tile of 8 bits passes through registers, which the right operand of a product may not.
+    return itemsize > 1 and q_len * group > FEW_ROWS
+
+
+def chunk_of(*, head_dim: int, rows: int, itemsize: int, rows_first: bool) -> int:
     width = _scratch.padded_width(head_dim)
+    if rows_first:
+        return 64
     if itemsize == 1 and head_dim % 32:
         return width  # the copy engine takes such a head whole alone
-    # Above 32 rows the accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
+    # Wide accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
     return width if width * rows <= 128 * 32 and _scratch.num_parts(head_dim) == 1 else 64
 
 
@@ -280,10 +289,12 @@ def partitions_for(pairs: int, seen: int, num_sms: int, *, shared: bool, fast_me
     return 2
 
 
-def padded_partials(num_partials: int, *, planned: bool) -> int:
-    """Partials that a stack of them has room for, so that no copy of the merge reaches past its end: a sequence's
-    begin anywhere in it where they follow a plan, and otherwise at its start."""
-    return num_partials + paged_merge.WEIGHTS if planned else round_up(num_partials, paged_merge.WEIGHTS)
+def partitions_of_many_rows(pairs: int, seen: int, num_sms: int) -> int:
+    """Any number, for more than FEW_ROWS, of which a program has its SM to itself and does not wait for the memory."""
+    # They merge in memory, and are much. H200, 8 KV heads, 64 rows, us: 3 x 8192 37.3 in 5, 37.5 in 4; 1 x 2048 14.2 in
+    # 8, 16.1 in 4, 18.8 in 2; 1 x 512 10.8 in 1, 12.8 in 2; 8 x 8192 75 in 2, 89 in 1; 12 x 8192 109 in 1, 129 in 2;
+    # 64 x 8192 501 in 1, 547 in 2; 64 x U(1..8192) 310, 330. 8-bit caches 3 x 8192 52 in 5, 120 in 2.
+    return max(1, min(num_sms // pairs, seen // 256)) if seen >= 1024 else 1
 
 
 def balanced_partitions(seqs: int, kv_heads: int, num_sms: int) -> int | None:

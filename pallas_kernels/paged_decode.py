@@ -4,18 +4,20 @@
     lse = log(sum_t exp(x_t) + exp(sink))
 
 One program works on one partition of one sequence for one KV head: `group` query heads of each of the last `q_len`
-tokens, together `rows` rows, against tiles of `tile` tokens. The tokens are the M dimension of both matrix products, so
-that a group of 4 is padded to 8 columns, not to 64 rows:
+tokens, together `rows` rows, against tiles of `tile` tokens. Of up to 32 rows the tokens are the M dimension of both
+matrix products, so that a group of 4 is padded to 8 columns, not to 64 rows:
 
     S^T [tile, rows]      = K [tile, head_dim]   Q^T [head_dim, rows]
     O^T [head_dim, rows] += V^T [head_dim, tile] P^T [tile, rows]
+
+More rows of a 16-bit cache are the M dimension themselves, filled up to 64, and S, P and O are not transposed.
 
 | array | where it lives and how it moves |
 |---|---|
 | K, V | GMEM to a ring of SMEM tiles, one copy a cache block or quarter of a tile, by four warps in turn |
 | block tables, lengths, scalars | read from GMEM where they are needed, so that all of them may be traced |
 | Q | GMEM to SMEM row by row, once, and from there, through registers, to the layout that the products want |
-| P | registers to SMEM, transposed |
+| P | registers to SMEM, transposed; of many rows nowhere |
 | m, l, O^T | registers, float32; at the end to GMEM through SMEM, as finished rows or float32 partials |
 
 Caches of 8 bits are widened to float16 on the way from SMEM to the products, see `_widen`, and K and V leave SMEM as
@@ -23,8 +25,8 @@ soon as they are read; `_scales` says where their scales come in.
 
 `decode_config` holds what it takes and how a call is cut up, `_walk` which tiles of its sequence a program works on,
 `_fetch` how they come, `_steps` what is done with each, of which `_products` is what the tensor cores do and `_logits`
-what follows from the products of Q and K, `_finish` and, from a cluster, `_cluster` and `_inbox` how the sums leave,
-`_place` where they go.
+what follows from the products of Q and K, `_row_steps` the same for many rows, `_finish` and, from a cluster,
+`_cluster` and `_inbox` how the sums leave, `_place` where they go.
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
 filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is
@@ -53,7 +55,8 @@ from pallas_kernels._fetch import Ring, fetch, rows_of_copy
 from pallas_kernels._logits import Logits
 from pallas_kernels._place import Place
 from pallas_kernels._products import Products
-from pallas_kernels._rows import LOWEST, ROWS, round_up
+from pallas_kernels._row_steps import RowSteps
+from pallas_kernels._rows import ROWS
 from pallas_kernels._steps import NarrowSteps, WideSteps
 from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.decode_config import Config
@@ -88,7 +91,7 @@ def _kernel(
     if narrow:
         k_tiles, v_tiles = _widen.Tiles.of(k_smem, interpret), _widen.Tiles.of(v_smem, interpret)
         k_smem, v_smem = k_tiles.narrow, v_tiles.narrow
-    p_smem = refs["p_smem"]  # [rows, tile]
+    p_smem = refs.get("p_smem")  # [rows, tile]; not where rows come first
     k_ring = Ring(k_gmem, k_smem, refs["k_full"], refs["k_free"])  # and their barriers [stages]
     v_ring = Ring(v_gmem, v_smem, refs["v_full"], refs["v_free"])
 
@@ -100,8 +103,6 @@ def _kernel(
         num_kv_heads=k_gmem.shape[2] // num_parts,
     )
     seq, kv_head = partition.seq, partition.kv_head
-    rows, tile_tokens = p_smem.shape
-    num_chunks = width // config.chunk
     stages = config.num_stages
     # A copy as wide as SMEM reaches past the end of a narrower head: from there the copy engine fills in zeros. The
     # start has to look dynamic, or tracing refuses the slice.
@@ -118,7 +119,7 @@ def _kernel(
         window=None if window_gmem is None else window_gmem[0],
         q_len=q_len,
         block_size=k_gmem.shape[1],
-        tile=tile_tokens,
+        tile=config.tile,
         unsplit_tiles=config.unsplit_tiles,
     )
     partition = walk.partition
@@ -156,7 +157,9 @@ def _kernel(
             refs,
             partition,
             num_partials=config.num_partials,
-            sharing=_cluster.sharing_of(width=width, cluster=config.cluster, q_len=q_len, group=group),
+            sharing=_cluster.sharing_of(
+                width=width, cluster=config.cluster, q_len=q_len, group=group, rows_first=config.rows_first
+            ),
             q_len=q_len,
             group=group,
             interpret=interpret,
@@ -171,12 +174,13 @@ def _kernel(
             pl.when(place.split)(_cluster.inbox_of(place).open)
         scale = scale_gmem[0]
         cap = None if cap_gmem is None else cap_gmem[0]
-        slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head])
+        rows_axis = 0 if config.rows_first else 1
+        slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head], rows_axis)
         first_query = walk.first_query
         k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
         if k_scale is not None:
             scale = scale * k_scale
-        logits_of = Logits(walk, first_query, scale, cap, slopes, group)
+        logits_of = Logits(walk, first_query, scale, cap, slopes, group, rows_axis)
 
         order = walk.last_first(stages) if config.last_first else None
 
@@ -187,7 +191,7 @@ def _kernel(
 
         plgpu.barrier_wait(refs["q_full"])
         # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
-        steps: WideSteps | NarrowSteps
+        steps: WideSteps | NarrowSteps | RowSteps
         if narrow:
             unit = _widen.load_q(q_flat_smem, q_smem, interpret)
             steps = NarrowSteps(
@@ -207,19 +211,13 @@ def _kernel(
         else:
             q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
             plgpu.commit_smem()
+        if config.rows_first:
+            steps = RowSteps(walk, logits_of, place_of, k_ring, v_ring, q_smem, parts_of, interpret)
+        elif not narrow:
             products = Products(k_ring, v_ring, q_smem, p_smem, num_parts, parts_of, config.chunk)
             steps = WideSteps(walk, logits_of, place_of, products, config.keys_ahead)
 
-        def zeros(shape: tuple[int, ...]) -> jax.Array:
-            return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), ROWS)
-
-        first_products = steps.first_products()
-        carry: Any = (
-            tuple(zeros((config.chunk, rows)) for _ in range(num_chunks)),
-            plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR),
-            zeros((tile_tokens, rows)),
-            first_products,
-        )
+        carry = steps.start()
 
         def work(start: Any, end: jax.Array, carry: Any, *, masked: bool) -> Any:
             return lax.fori_loop(start, end, functools.partial(steps.step, masked=masked), carry)
@@ -233,11 +231,10 @@ def _kernel(
         else:
             carry = work(0, order.num_masked, carry, masked=True)
             carry = work(order.num_masked, walk.num_tiles, carry, masked=False)
-        acc, m, l, _ = carry
-        acc = steps.finished(acc)
+        acc, m, l = steps.sums(carry)
         if v_scale is not None:
             acc = tuple(part * v_scale for part in acc)
-        _finish.finish(acc, m, l.sum(axis=0), place)
+        _finish.finish(acc, m, l, place, rows_axis=rows_axis)
 
 
 def launch(
@@ -260,11 +257,12 @@ def launch(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
     assert config.total_partitions == (plan.total_partitions if plan else None)
+    assert not (config.rows_first and config.cluster > 1)  # a cluster adds up O^T
     assert not config.unsplit_tiles or (config.cluster == config.num_partitions and plan is None)
     seqs, q_len, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
-    rows, width = round_up(q_len * group, 8), _scratch.padded_width(head_dim)
+    rows, width = _rows.padded_rows(q_len, group, rows_first=config.rows_first), _scratch.padded_width(head_dim)
     num_parts = _scratch.num_parts(head_dim)
     if num_parts > 1:
         part = head_dim // num_parts
@@ -296,10 +294,14 @@ def launch(
         "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
         "lse": jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
     }
-    num_stacks, padded = kv_heads if plan else seqs * kv_heads, config.padded_partials
+    num_stacks = kv_heads if plan else seqs * kv_heads
+    room_for = functools.partial(
+        paged_merge.room_for, config.total_partitions or config.num_partials, planned=plan is not None
+    )
+    room, ml_room = room_for(at_once=paged_merge.partials_of_copy(rows)), room_for(at_once=paged_merge.WEIGHTS)
     partial_types = {
-        "partial_out": jax.ShapeDtypeStruct((num_stacks * padded, width, rows), jnp.float32),
-        "partial_ml": jax.ShapeDtypeStruct((num_stacks * 2, padded, rows), jnp.float32),
+        "partial_out": jax.ShapeDtypeStruct((num_stacks * room, width, rows), jnp.float32),
+        "partial_ml": jax.ShapeDtypeStruct((num_stacks * 2, ml_room, rows), jnp.float32),
     }
     if config.num_partials == 1:
         out_types = finished_types

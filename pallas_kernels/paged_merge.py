@@ -48,9 +48,18 @@ def check_supported(*, num_partials: int, rows: int) -> None:
         raise NotImplementedError(f"the merge takes 2 partials or more; got {num_partials=}.")
 
 
+def partials_of_copy(rows: int) -> int:
+    return max(1, 16 * 1024 // (COLUMNS * rows * 4))  # 8 partials of 8 rows: 16 KiB
+
+
+def room_for(num_partials: int, *, at_once: int, planned: bool) -> int:
+    """Partials that a stack of them has room for, so that nobody who reads `at_once` of them reads past its end: a
+    sequence's begin anywhere in it where they follow a plan, and otherwise at its start."""
+    return num_partials + at_once if planned else _rows.round_up(num_partials, at_once)
+
+
 def default_config(*, num_partials: int, cluster: int, rows: int, tile: int, planned: bool = False) -> Config:
-    partial_bytes = COLUMNS * rows * 4
-    copied = max(1, 16 * 1024 // partial_bytes)  # 8 partials of 8 rows: 16 KiB a copy
+    copied = partials_of_copy(rows)
     wanted = -(-num_partials // copied)
     return Config(
         num_partials=num_partials,
@@ -58,7 +67,7 @@ def default_config(*, num_partials: int, cluster: int, rows: int, tile: int, pla
         tile=tile,
         copied=copied,
         # With a plan most sequences have few partials, and programs that share a SM are better than room for many.
-        num_stages=min(wanted, (64 if planned else 128) * 1024 // (copied * partial_bytes)),
+        num_stages=min(wanted, (64 if planned else 128) * 1024 // (copied * COLUMNS * rows * 4)),
     )
 
 
@@ -86,8 +95,8 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
 
 
 def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: int, group: int) -> None:
-    out_gmem = refs["partial_out"]  # f32 [stacks * padded, width, rows]
-    ml_gmem = refs["partial_ml"]  # f32 [stacks * 2, padded, rows]
+    out_gmem = refs["partial_out"]  # f32 [stacks * room, width, rows]
+    ml_gmem = refs["partial_ml"]  # f32 [stacks * 2, ml_room, rows]
     lengths_gmem = refs["lengths"]  # int32 [seqs]
     window_gmem = refs.get("sliding_window")  # int32 [1]
     sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
@@ -101,7 +110,7 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
     seq, columns, kv_head = lax.axis_index("seq"), lax.axis_index("columns"), lax.axis_index("kv_head")
     stack, start = partials.stack, partials.start
     # One axis for these and the partials: with more, a copy has more axes than the copy engine can take.
-    padded = ml_gmem.shape[1]
+    room = out_gmem.shape[0] // (ml_gmem.shape[0] // 2)
     rows = lse_smem.shape[0]
     copied, stages = config.copied, config.num_stages
 
@@ -115,7 +124,7 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
     def copy_partials(i: jax.Array) -> None:
         stage = lax.rem(i, jnp.int32(stages))
         plgpu.copy_gmem_to_smem(
-            out_gmem.at[pl.ds(stack * padded + start + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
+            out_gmem.at[pl.ds(stack * room + start + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
             ring_smem.at[stage],
             ring_full.at[stage],
         )
@@ -168,10 +177,8 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
         end_copy = jnp.minimum(first_copy + WEIGHTS // copied, num_copies)
         return lax.fori_loop(first_copy, end_copy, merge_copy, acc), m_new, l
 
-    acc = plgpu.layout_cast(jnp.full((COLUMNS, rows), 0.0, jnp.float32), ROWS)
-    m = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _rows.ROW_VECTOR)
-    l = plgpu.layout_cast(jnp.full((rows,), 0.0, jnp.float32), _rows.ROW_VECTOR)
-    acc, m, l = lax.fori_loop(0, _rows.ceil_div(count, WEIGHTS), merge_group, (acc, m, l))
+    nothing = _rows.zeros((COLUMNS, rows)), _rows.full_rows(rows, LOWEST), _rows.full_rows(rows, 0.0)
+    acc, m, l = lax.fori_loop(0, _rows.ceil_div(count, WEIGHTS), merge_group, nothing)
 
     # 3. Write the finished rows.
     sinks = None if sinks_gmem is None else _rows.load_rows(sinks_gmem.at[kv_head])
@@ -194,8 +201,8 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
 
 
 def launch(
-    partial_out: jax.Array,  # f32 [stacks * padded, width, rows]
-    partial_ml: jax.Array,  # f32 [stacks * 2, padded, rows]
+    partial_out: jax.Array,  # f32 [stacks * room, width, rows], `room_for` what one copy brings
+    partial_ml: jax.Array,  # f32 [stacks * 2, ml_room, rows], `room_for` WEIGHTS
     lengths: jax.Array,  # int32 [seqs]
     *,
     partition_starts: jax.Array | None,  # int32 [seqs + 1], of a plan: where a sequence's stand in a KV head's stack

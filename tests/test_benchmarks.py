@@ -95,7 +95,7 @@ def test_a_config_by_name_is_what_the_library_would_make():
     short = default_config(seqs=1, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=512, num_sms=132)
     assert parse_config("4/4/128/1", parse("32/8 1x512")) == short
     prompt = default_config(seqs=128, kv_heads=8, group=4, q_len=16, head_dim=128, capacity=8192, num_sms=132)
-    assert parse_config("1/1/64/1", parse("32/8 8x8192 q_len=256")) == prompt
+    assert parse_config("1/1/128/1", parse("32/8 8x8192 q_len=256")) == prompt
 
 
 def test_prompts_by_every_method_that_a_cpu_has(tmp_path):

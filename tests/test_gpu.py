@@ -124,6 +124,25 @@ def test_query_tokens_in_runs(q_len, heads, options, num_partitions):
     check(real(q_len=q_len, heads=heads, kv_heads=1, options=OPTIONS[options]), num_partitions)
 
 
+@pytest.mark.parametrize("num_partitions", [None, 1, 5, "balanced"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 120, 128, 192, 256])
+def test_many_rows(head_dim, num_partitions):
+    """64, as 4 heads of 16 tokens."""
+    check(real(q_len=16, heads=8, kv_heads=2, head_dim=head_dim), num_partitions)
+
+
+@pytest.mark.parametrize("num_partitions", [1, 3])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_many_rows_with_options(name, num_partitions):
+    """39, as 3 heads of 13 tokens, of 64."""
+    check(real(q_len=13, kv_heads=2, head_dim=128, options=OPTIONS[name]), num_partitions)
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 256])
+def test_blocks_of_many_rows(block_size):
+    check(real(q_len=16, heads=8, kv_heads=2, block_size=block_size, dtype=jnp.float16))
+
+
 PROMPTS = {
     "fresh": dict(lengths=(1024,), q_len=1024),
     "after a history": dict(lengths=(800, 800), q_len=300),
@@ -289,8 +308,9 @@ def test_more_partials_than_weights_at_once():
 
 
 @pytest.mark.parametrize("num_partitions", [1, 4])
-def test_batch_neighbours_change_no_bit(num_partitions):
-    case = real(head_dim=128)
+@pytest.mark.parametrize("q_len", [None, 16])
+def test_batch_neighbours_change_no_bit(num_partitions, q_len):
+    case = real(head_dim=128, q_len=q_len, heads=12, kv_heads=4)
     whole = check(case, num_partitions)
     alone = dataclasses.replace(case, q=case.q[5:6], block_tables=case.block_tables[5:6], lengths=case.lengths[5:6])
     wider = dataclasses.replace(alone, block_tables=jnp.pad(alone.block_tables, ((0, 0), (0, 3000))))

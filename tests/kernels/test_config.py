@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _cluster, _scratch, decode_config, paged_merge
+from pallas_kernels._rows import padded_rows
 
 SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
 SUPPORTED = dict(
@@ -169,15 +170,40 @@ def test_short_sequences_of_many_stay_whole():
     assert tokens(seqs=8) == tokens(seqs=33) == tokens(seqs=64, capacity=2048) == tokens(seqs=128) == 0
 
 
-def test_halves_that_merge_in_memory_only_where_they_take_little_of_it():
-    def halves(seqs, **shape):
-        return [
-            decode_config.default_config(**(SHAPE | dict(seqs=n, q_len=16) | shape)).num_partitions == 2 for n in seqs
-        ]
+def test_many_rows():
+    def config(**shape):
+        return decode_config.default_config(**(SHAPE | dict(q_len=16) | shape))
 
-    assert halves((8, 16, 128), head_dim=64) == [True, True, True]  # a cluster merges them
-    assert halves((8, 9, 128), head_dim=128) == [True, False, False]  # 2 MiB a pair
-    assert halves((32, 42, 43), q_len=1, head_dim=120) == [True, True, False]  # 384 KiB a pair
+    def partitions(**shape):
+        return [config(**(dict(seqs=seqs) | shape)).num_partitions for seqs in (1, 3, 8, 12, 64)]
+
+    assert partitions() == partitions(itemsize=1) == [16, 5, 2, 1, 1]
+    assert partitions(capacity=2048) == [8, 5, 2, 1, 1]
+    assert partitions(capacity=1023) == [1, 1, 1, 1, 1]
+    assert [config(group=group, q_len=1).rows_first for group in (32, 33, 64)] == [False, True, True]
+    assert not config(itemsize=1).rows_first
+    assert config().cluster == config(num_partitions=4).cluster == 1
+    assert config(itemsize=1, head_dim=64).cluster == 1
+    assert all(config(head_dim=256, num_partitions=n).num_stages >= 2 for n in (None, 1, 4, "balanced"))
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 120, 128, 192, 256])
+def test_partials_that_nobody_asked_for_take_little_memory(head_dim, itemsize):
+    rows_of = itertools.product((1, 4, 7, 32, 64), (1, 5, 8, 16))
+    for (group, q_len), seqs, capacity in itertools.product(
+        rows_of, (1, 4, 9, 33, 132, 264, 1024), (512, 8192, 131072)
+    ):
+        if group * q_len > decode_config.MAX_ROWS:
+            continue
+        shape = dict(group=group, q_len=q_len, head_dim=head_dim, itemsize=itemsize, seqs=seqs, capacity=capacity)
+        config = decode_config.default_config(**(SHAPE | shape))
+        if config.num_partials > 1:
+            rows = padded_rows(q_len, group, rows_first=config.rows_first)
+            at_once = paged_merge.partials_of_copy(rows)
+            room = paged_merge.room_for(config.num_partials, at_once=at_once, planned=False)
+            numbers = seqs * SHAPE["kv_heads"] * room * _scratch.padded_width(head_dim) * rows
+            assert numbers * 4 <= decode_config.PARTIAL_BYTES
 
 
 @pytest.mark.parametrize("itemsize", [1, 2])
@@ -272,3 +298,13 @@ def test_merge(rows, num_partials):
     assert config.num_stages * config.copied * paged_merge.COLUMNS * rows * 4 <= 128 * 1024
     with pytest.raises(NotImplementedError, match="rows=65"):
         paged_merge.check_supported(num_partials=2, rows=65)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2, 8, 64])
+def test_room_for_partials(at_once, planned):
+    for num_partials in range(1, 140):
+        room = paged_merge.room_for(num_partials, at_once=at_once, planned=planned)
+        for start in range(num_partials) if planned else (0,):
+            copies = -(-(num_partials - start) // at_once)
+            assert start + copies * at_once <= room

@@ -80,6 +80,12 @@ def test_heads_and_blocks(head_dim, block_size):
     lower(head_dim=head_dim, block_size=block_size)
 
 
+@pytest.mark.parametrize("num_partitions", [1, 3, "balanced"])
+@pytest.mark.parametrize("head_dim", [32, 40, 80, 96, 112, 120, 144, 160, 168, 192, 224, 240, 256])
+def test_many_rows(head_dim, num_partitions):
+    lower(head_dim=head_dim, q_len=16, num_partitions=num_partitions)
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 16, 32, 64])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_groups_and_dtypes(group, dtype):

@@ -42,7 +42,6 @@ SHAPES = {
     "group 16": (dict(group=16), 104, SMEM_OF_TWO),
     "group 24": (dict(group=24), 128, SMEM_OF_TWO),
     "group 32": (dict(group=32), 128, SMEM_OF_TWO),
-    "group 64": (dict(group=64), 232, SMEM_OF_ONE),
     "4 tokens": (dict(q_len=4), 112, SMEM_OF_TWO),
     "all options": (
         dict(options=("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")),
@@ -58,17 +57,26 @@ SHAPES = {
     "head_dim 192": (dict(head_dim=192), 88, SMEM_OF_TWO),
     "head_dim 256": (dict(head_dim=256), 120, SMEM_OF_ONE),
     "head_dim 256, group 32": (dict(head_dim=256, group=32), 216, SMEM_OF_ONE),
-    **{f"a run, head_dim {n}": (run(n), 255, SMEM_OF_ONE) for n in (64, 96, 128)},
+    **{f"a run, head_dim {n}": (run(n), 255, SMEM_OF_ONE) for n in (64, 120, 192)},
     "a run, a window": (run(128, options=("sliding_window",)), 255, SMEM_OF_ONE),
+    "a run, balanced": (run(128, num_partitions="balanced"), 255, SMEM_OF_ONE),
     "float8_e4m3fn, scales of heads": (E4M3 | dict(scales=("head", "head")), 192, SMEM_OF_ONE),
     "float8_e4m3fn": (E4M3, 192, SMEM_OF_ONE),
     "float8_e4m3fn, head_dim 64": (E4M3 | dict(head_dim=64), 128, SMEM_OF_TWO),
     "float8_e4m3fn, group 32": (E4M3 | dict(group=32), 248, SMEM_OF_ONE),
 }
-# The accumulators alone take half of the 255 registers that a thread has: bytes that are spilled and read back.
+# The accumulators alone take half of the 255 registers that a thread has, those of 64 rows and two tiles of 128 tokens
+# three quarters: bytes that are spilled and read back.
 SPILLING = {
-    "head_dim 192, group 64": (dict(head_dim=192, group=64), 768),
-    "head_dim 256, group 64": (dict(head_dim=256, group=64), 1440),
+    "group 64": (dict(group=64), 32),
+    "a run, head_dim 96": (run(96), 44),
+    "a run, head_dim 128": (run(128), 52),
+    "a run, all options": (
+        run(128, options=("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")),
+        512,
+    ),
+    "a run, partitions": (run(128, num_partitions=5), 60),
+    "a run, head_dim 256": (run(256), 108),
     "a run, float8_e4m3fn": (run(128, **E4M3), 128),
     "a run, float8_e4m3fn, head_dim 192": (run(192, **E4M3), 1280),
     "a run, float8_e4m3fn, head_dim 256": (run(256, **E4M3), 2852),

@@ -1,0 +1,123 @@
+"""A step of the warpgroup that computes, for many rows: they are the M dimension of both products, filled up to 64.
+
+    S [64, tile]   = Q [64, head_dim]  K^T [head_dim, tile]
+    O [64, head_dim] += P [64, tile]   V [tile, head_dim]
+
+The carry is that of `_steps`, but that acc is O, the parts of a head apart, l f32 [rows], and that the products are S.
+What is added up over the tokens stays within four lanes, P stays in registers, and no warp waits for another; with few
+rows all that would be done for 64.
+
+The keys of the next tile are multiplied while the softmax of this one is worked on.
+
+Everything here is traced inside the decode kernel.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._fetch import Ring
+from pallas_kernels._logits import Logits
+from pallas_kernels._products import zero_unseen
+from pallas_kernels._rows import COLUMNS, LOWEST, full_rows, over_rows, zeros
+from pallas_kernels._steps import Carry, PlaceOf, Sums, weights
+from pallas_kernels._walk import Walk
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSteps:
+    walk: Walk
+    logits_of: Logits
+    place_of: PlaceOf
+    keys: Ring
+    values: Ring
+    q: Any  # SMEM [rows, width]
+    parts_of: Callable[[Any], list[Any]]  # of a stage
+    interpret: Any
+
+    def start(self) -> Carry:
+        rows, width = self.q.shape
+        _, stage = self.place_of(jnp.int32(0))
+        is_there, num_parts = self.walk.num_tiles > 0, len(self.parts_of(stage))
+
+        def product(ref: Any) -> jax.Array:
+            self._start_keys(ref, is_there, stage)
+            return ref[...]
+
+        scores = pl.run_scoped(product, self._scores)
+        self._free_keys(is_there, stage)
+        acc = tuple(zeros((rows, width // num_parts)) for _ in range(num_parts))
+        return acc, full_rows(rows, LOWEST, rows_axis=0), full_rows(rows, 0.0, rows_axis=0), scores
+
+    def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
+        acc, m, l, scores = carry
+        assert scores is not None
+        tile, stage = self.place_of(j)
+        _, next_stage = self.place_of(j + 1)  # after the last tile whatever it holds, for nobody
+        is_next = j + 1 < self.walk.num_tiles
+
+        def work(next_scores: Any) -> Carry:
+            # a. S = Q K^T, of the next tile
+            self._start_keys(next_scores, is_next, next_stage)
+
+            # b. Online softmax.
+            logits, visible = self.logits_of(scores, tile, masked)
+            m_new = jnp.maximum(m, logits.max(axis=1))
+            alpha = jnp.exp2(m - m_new)
+            p = weights(logits, visible, m_new, rows_axis=0)
+            l_new = l * alpha + p.sum(axis=1)
+
+            # c. O += P V
+            plgpu.barrier_wait(self.values.full.at[stage])
+            if masked:
+                zero_unseen(self.values, self.parts_of(stage), functools.partial(self.walk.seen, tile))
+                plgpu.commit_smem()
+            scaled = [part * over_rows(alpha, part.shape, rows_axis=0) for part in acc]
+            acc_new = self._plus_values(scaled, p.astype(self.q.dtype), stage)
+            plgpu.barrier_arrive(self.values.free.at[stage])
+            return acc_new, m_new, l_new, next_scores[...]
+
+        carry = pl.run_scoped(work, self._scores)
+        self._free_keys(is_next, next_stage)
+        return carry
+
+    def sums(self, carry: Carry) -> Sums:
+        acc, m, l, _ = carry
+        rows, columns = acc[0].shape
+        starts = range(0, columns, COLUMNS)  # few columns leave at a time
+        return tuple(lax.slice(x, (0, start), (rows, start + COLUMNS)) for x in acc for start in starts), m, l
+
+    @property
+    def _scores(self) -> Any:
+        return plgpu.ACC((self.q.shape[0], self.walk.tile), jnp.float32)
+
+    def _start_keys(self, ref: Any, is_there: jax.Array, stage: jax.Array) -> None:
+        pl.when(is_there)(lambda: plgpu.barrier_wait(self.keys.full.at[stage]))
+        places = self.parts_of(stage)
+        for part, place in enumerate(places):
+            q = self.q if len(places) == 1 else self.q.at[:, pl.ds(part * COLUMNS, COLUMNS)]
+            plgpu.wgmma(ref, q, self.keys.target.at[place].T)
+
+    def _free_keys(self, is_there: jax.Array, stage: jax.Array) -> None:
+        pl.when(is_there)(lambda: plgpu.barrier_arrive(self.keys.free.at[stage]))
+
+    def _plus_values(self, acc: list[jax.Array], p: jax.Array, stage: jax.Array) -> tuple[jax.Array, ...]:
+        """f32 [rows, columns of a part] each, with the product of p [rows, tile] and the values added to them."""
+        values = [self.values.target.at[place] for place in self.parts_of(stage)]
+        if self.interpret:  # it has no products with an operand in registers
+            added = [jnp.dot(p, v[...], preferred_element_type=jnp.float32) for v in values]
+            plgpu.commit_smem()  # these reads, unlike those of a product, come before the copy engine's writes
+            return tuple(map(jnp.add, acc, added))
+
+        def add_products(refs: list[Any]) -> None:
+            for ref, v in zip(refs, values, strict=True):
+                plgpu.wgmma(ref, p, v)
+
+        return tuple(pl.run_state(add_products)([plgpu.ACC.init(part) for part in acc]))

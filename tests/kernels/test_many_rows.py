@@ -1,0 +1,70 @@
+"""More than 32 rows, query tokens times heads of a KV head: they are the M dimension of the products."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged import _mosaic_gpu
+from tests.cases import OPTIONS, make_case, within_budget
+from tests.kernels.interpret import arguments_of, attend, check
+
+BF16 = jnp.bfloat16
+MANY = dict(q_len=13, heads=6, kv_heads=2, dtype=BF16)  # 39 rows, of 64
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    check(make_case(lengths=(0, 9, 13, 200), max_blocks=13, options=OPTIONS[name], **MANY))
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("num_partitions", [2, 3, "balanced"])
+def test_partitions(name, num_partitions):
+    case = make_case(lengths=(0, 9, 400), max_blocks=26, options=OPTIONS[name], **MANY)
+    check(case, num_partitions=num_partitions)
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(33, 1), (64, 1), (4, 16)])
+def test_groups(heads, q_len):
+    check(make_case(lengths=(1, 70, 130), max_blocks=9, heads=heads, kv_heads=1, q_len=q_len, dtype=BF16))
+
+
+@pytest.mark.parametrize(("head_dim", "num_partitions"), [(32, 1), (80, 1), (120, 1), (120, 2), (128, 2), (256, 2)])
+def test_heads(head_dim, num_partitions):
+    case = make_case(lengths=(3, 150), max_blocks=10, head_dim=head_dim, options=OPTIONS["window"], **MANY)
+    check(case, num_partitions=num_partitions, zero_fill=True)
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 256])
+def test_block_sizes(block_size):
+    check(make_case(lengths=(3, 140), block_size=block_size, max_blocks=-(-140 // block_size) + 1, **MANY))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("tile", [64, 128])
+def test_the_ring_goes_round(num_stages, tile):
+    case = make_case(lengths=(128 * 4, 5, 128 * 4 + 1), max_blocks=33, options=dict(sliding_window=300), **MANY)
+    check(case, num_stages=num_stages, tile=tile)
+
+
+def test_float16():
+    check(make_case(lengths=(0, 1, 150), max_blocks=10, options=OPTIONS["all"], **(MANY | dict(dtype=jnp.float16))))
+
+
+def test_the_other_way_round():
+    """As 8-bit caches take as many rows."""
+    case = make_case(lengths=(9, 300), max_blocks=19, **MANY)
+    config = _mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions=1)
+    assert config.rows_first
+    check(case, rows_first=False)
+
+
+@pytest.mark.parametrize("fault", ["values replaced by keys", "table rolled", "scale left out", "one token fewer"])
+def test_a_wrong_result_is_noticed(fault):
+    case = make_case(lengths=(70, 33), options=OPTIONS["scale"], **MANY)
+    wrong = {
+        "values replaced by keys": case.replace(v_cache=case.k_cache),
+        "table rolled": case.replace(block_tables=jnp.roll(case.block_tables, 1, axis=0)),
+        "scale left out": case.replace(options={}),
+        "one token fewer": case.replace(lengths=case.lengths - 1),
+    }[fault]
+    assert not within_budget(case, attend(wrong)[0]).all()

@@ -1,7 +1,7 @@
 """A step of the warpgroup that computes, for many rows: they are the M dimension of both products, filled up to 64.
 
-    S [64, tile]   = Q [64, head_dim]  K^T [head_dim, tile]
-    O [64, head_dim] += P [64, tile]   V [tile, head_dim]
+    S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
+    O [64, head_dim] += P [64, tile]      V [tile, head_dim]
 
 The carry is that of `_steps`, but that acc is O, the parts of a head apart, l f32 [rows], and that the products are S.
 What is added up over the tokens stays within four lanes, P stays in registers, and no warp waits for another; with few

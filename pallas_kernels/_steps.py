@@ -186,8 +186,8 @@ def _softmax(
     """The new m and l, what sums so far are multiplied with, f32 [rows], and the weights, f32 [tile, rows]."""
     highest = peaks.max(axis=0)
     m_new = jnp.maximum(m, highest if headroom is None else highest - headroom)
-    p = weights(logits, visible, m_new)
     alpha = jnp.exp2(m - m_new)
+    p = weights(logits, visible, m_new)
     return m_new, l * over_rows(alpha, l.shape) + p, alpha, p
 
 

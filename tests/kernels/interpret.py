@@ -1,9 +1,11 @@
 """Runs the kernels of paged decode in interpret mode, with race detection, on a CPU."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -12,6 +14,12 @@ from jaxpaged._arguments import check_arguments
 from jaxpaged._partitions import NumPartitions
 from tests.cases import Case, assert_lse, assert_within_budget
 
+FAULTS: dict[str, Callable[[Case], Case]] = {  # what must give another result, of a case with a scale
+    "values replaced by keys": lambda case: case.replace(v_cache=case.k_cache),
+    "table rolled": lambda case: case.replace(block_tables=jnp.roll(case.block_tables, 1, axis=0)),
+    "scale left out": lambda case: case.replace(options={}),
+    "one token fewer": lambda case: case.replace(lengths=case.lengths - 1),
+}
 OPTION_NAMES = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
 
 

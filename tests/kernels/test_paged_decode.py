@@ -14,7 +14,7 @@ from jaxpaged import _mosaic_gpu, _xla
 from pallas_kernels import _rows, decode_config
 from pallas_kernels._walk import LastFirst
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import arguments_of, attend, check
+from tests.kernels.interpret import FAULTS, arguments_of, attend, check
 
 BF16 = jnp.bfloat16
 
@@ -188,16 +188,10 @@ def test_table_width_changes_no_bit():
     assert (check(case, num_partitions=2) == check(wide, num_partitions=2)).all()
 
 
-@pytest.mark.parametrize("fault", ["values replaced by keys", "table rolled", "scale left out", "one token fewer"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_result_is_noticed(fault):
     case = make_case(lengths=(70, 33), kv_heads=1, dtype=BF16, options=OPTIONS["scale"])
-    wrong = {
-        "values replaced by keys": case.replace(v_cache=case.k_cache),
-        "table rolled": case.replace(block_tables=jnp.roll(case.block_tables, 1, axis=0)),
-        "scale left out": case.replace(options={}),
-        "one token fewer": case.replace(lengths=case.lengths - 1),
-    }[fault]
-    assert not within_budget(case, attend(wrong)[0]).all()
+    assert not within_budget(case, attend(FAULTS[fault](case))[0]).all()
 
 
 @pytest.mark.parametrize("cluster", [1, 4])

@@ -31,9 +31,8 @@ def columns_of(*, width: int, cluster: int, q_len: int, group: int) -> int:
     return next((columns for columns in (16, 32) if columns >= least and columns * cluster >= width), 64)
 
 
-def sharing_of(*, width: int, cluster: int, q_len: int, group: int, rows_first: bool) -> Sharing:
+def sharing_of(*, rows: int, width: int, cluster: int, q_len: int, group: int) -> Sharing:
     columns = columns_of(width=width, cluster=cluster, q_len=q_len, group=group)
-    rows = _rows.padded_rows(q_len, group, rows_first=rows_first)
     return Sharing(cluster=cluster, columns=columns, width=width, rows=rows)
 
 

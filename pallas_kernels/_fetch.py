@@ -27,6 +27,12 @@ class Ring:
     full: Any  # barriers [stages]
     free: Any  # barriers [stages]
 
+    def wait_if(self, is_there: jax.Array, stage: jax.Array) -> None:
+        pl.when(is_there)(lambda: plgpu.barrier_wait(self.full.at[stage]))
+
+    def free_if(self, is_there: jax.Array, stage: jax.Array) -> None:
+        pl.when(is_there)(lambda: plgpu.barrier_arrive(self.free.at[stage]))
+
 
 def rows_of_copy(block_size: int, tile: int) -> int:
     """Tokens of a cache block that one copy brings."""

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._inbox import Sharing
+from pallas_kernels._rows import room_of_stack
 from pallas_kernels._walk import Partition
 
 WHOLE = slice(None)
@@ -59,7 +60,7 @@ class Place:
     def copy_partial(self, acc_smem: Any, columns: Any) -> None:
         """Starts to copy some columns of O^T of a partial, f32 [columns, rows]."""
         partials = self.refs["partial_out"]  # [stacks * room, width, rows]
-        room = partials.shape[0] // (self.refs["partial_ml"].shape[0] // 2)
+        room = room_of_stack(partials, self.refs["partial_ml"])
         partial = partials.at[self.partition.stack * room + self.partition.partial]
         plgpu.copy_smem_to_gmem(acc_smem, partial.at[columns])
 

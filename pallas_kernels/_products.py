@@ -40,9 +40,9 @@ class Products:
 
     def of_keys_if(self, is_there: jax.Array, stage: jax.Array) -> jax.Array:
         """S^T of a tile that may still be on its way, and frees its keys; numbers of no meaning if there is none."""
-        self._wait_for_keys(is_there, stage)
+        self.keys.wait_if(is_there, stage)
         scores = self.of_keys(stage)
-        self._free_keys(is_there, stage)
+        self.keys.free_if(is_there, stage)
         return scores
 
     def of_values(self, stage: jax.Array, c: int) -> jax.Array:
@@ -61,12 +61,12 @@ class Products:
 
         def products(output_ref: Any, scores_ref: Any) -> tuple[jax.Array, jax.Array]:
             self._start_values(output_ref, stage, 0)
-            self._wait_for_keys(is_next, next_stage)
+            self.keys.wait_if(is_next, next_stage)
             self._start_keys(scores_ref, next_stage)
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(self.values.free.at[stage])
             scores = scores_ref[...]
-            self._free_keys(is_next, next_stage)
+            self.keys.free_if(is_next, next_stage)
             return output_ref[...], scores
 
         return pl.run_scoped(products, self._output, self._scores)
@@ -91,16 +91,6 @@ class Products:
         else:
             values = self.values.target.at[stage, :, pl.ds(c * self.chunk, self.chunk)]
         plgpu.wgmma(ref, values.T, self.p.T)
-
-    def _wait_for_keys(self, is_there: jax.Array, stage: jax.Array) -> None:
-        @pl.when(is_there)
-        def _wait() -> None:
-            plgpu.barrier_wait(self.keys.full.at[stage])
-
-    def _free_keys(self, is_there: jax.Array, stage: jax.Array) -> None:
-        @pl.when(is_there)
-        def _free() -> None:
-            plgpu.barrier_arrive(self.keys.free.at[stage])
 
 
 def zero_unseen(ring: Ring, places: list[Any], seen: Callable[..., jax.Array]) -> None:

@@ -52,7 +52,7 @@ class RowSteps:
             return ref[...]
 
         scores = pl.run_scoped(product, self._scores)
-        self._free_keys(is_there, stage)
+        self.keys.free_if(is_there, stage)
         acc = tuple(zeros((rows, width // num_parts)) for _ in range(num_parts))
         return acc, full_rows(rows, LOWEST, rows_axis=0), full_rows(rows, 0.0, rows_axis=0), scores
 
@@ -85,7 +85,7 @@ class RowSteps:
             return acc_new, m_new, l_new, next_scores[...]
 
         carry = pl.run_scoped(work, self._scores)
-        self._free_keys(is_next, next_stage)
+        self.keys.free_if(is_next, next_stage)
         return carry
 
     def sums(self, carry: Carry) -> Sums:
@@ -99,14 +99,11 @@ class RowSteps:
         return plgpu.ACC((self.q.shape[0], self.walk.tile), jnp.float32)
 
     def _start_keys(self, ref: Any, is_there: jax.Array, stage: jax.Array) -> None:
-        pl.when(is_there)(lambda: plgpu.barrier_wait(self.keys.full.at[stage]))
+        self.keys.wait_if(is_there, stage)
         places = self.parts_of(stage)
         for part, place in enumerate(places):
             q = self.q if len(places) == 1 else self.q.at[:, pl.ds(part * COLUMNS, COLUMNS)]
             plgpu.wgmma(ref, q, self.keys.target.at[place].T)
-
-    def _free_keys(self, is_there: jax.Array, stage: jax.Array) -> None:
-        pl.when(is_there)(lambda: plgpu.barrier_arrive(self.keys.free.at[stage]))
 
     def _plus_values(self, acc: list[jax.Array], p: jax.Array, stage: jax.Array) -> tuple[jax.Array, ...]:
         """f32 [rows, columns of a part] each, with the product of p [rows, tile] and the values added to them."""

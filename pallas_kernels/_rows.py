@@ -29,7 +29,7 @@ def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def padded_rows(q_len: int, group: int, *, rows_first: bool) -> int:
+def filled_rows(q_len: int, group: int, *, rows_first: bool) -> int:
     """Rows of a KV head in a kernel: where they are the M dimension of its products, 64."""
     return round_up(q_len * group, 64 if rows_first else 8)
 
@@ -59,6 +59,11 @@ def tiles_of_partition(
     change what is added to what. Taking turns, and not runs, means that the first tile does not hang on the length.
     """
     return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
+
+
+def room_of_stack(partial_out: Any, partial_ml: Any) -> int:
+    """Partials that a stack has room for in [stacks * room, width, rows]; the other is [stacks * 2, ml_room, rows]."""
+    return partial_out.shape[0] // (partial_ml.shape[0] // 2)
 
 
 def row_tokens(shape: tuple[int, ...], group: int, rows_axis: int = 1) -> jax.Array:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _cluster, _fetch, _finish, _scales, _widen
-from pallas_kernels._rows import round_up
+from pallas_kernels._rows import filled_rows, round_up
 
 if TYPE_CHECKING:
     from pallas_kernels.decode_config import Config
@@ -33,10 +33,8 @@ def scratch(
     part = head_dim // parts
     columns = next(columns for columns in (64, 32, 16) if part % columns == 0 or part < columns)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
-    sharing = _cluster.sharing_of(
-        width=width, cluster=config.cluster, q_len=q_len, group=group, rows_first=config.rows_first
-    )
-    rows, stages, tile = sharing.rows, config.num_stages, config.tile
+    rows, stages, tile = filled_rows(q_len, group, rows_first=config.rows_first), config.num_stages, config.tile
+    sharing = _cluster.sharing_of(rows=rows, width=width, cluster=config.cluster, q_len=q_len, group=group)
     tiles: dict[str, Any] = dict(
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix),
         k_smem=plgpu.SMEM((stages * parts, tile, width // parts), dtype, transforms=matrix),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from pallas_kernels import _scratch, _widen
-from pallas_kernels._rows import padded_rows
+from pallas_kernels._rows import filled_rows
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
@@ -97,7 +97,7 @@ def default_config(
     token_scales: int = 0,  # how many a token and KV head has: 2 where K and V have their own
 ) -> Config:
     rows_first = rows_come_first(q_len=q_len, group=group, itemsize=itemsize)
-    width, rows = _scratch.padded_width(head_dim), padded_rows(q_len, group, rows_first=rows_first)
+    width, rows = _scratch.padded_width(head_dim), filled_rows(q_len, group, rows_first=rows_first)
     pairs = max(1, seqs * kv_heads)
     # H100, tables of 8192 tokens: 64 x 8192 with a window of 128 15.7 us, 23.5 where nothing is known of it; with one
     # of 1024 92.9 and 95.6.
@@ -180,7 +180,7 @@ def completed(
 ) -> Config:
     """The config in which the rest follows from these: as many stages as fit and have a tile."""
     rows_first = rows_come_first(q_len=q_len, group=group, itemsize=itemsize)
-    width, rows = _scratch.padded_width(head_dim), padded_rows(q_len, group, rows_first=rows_first)
+    width, rows = _scratch.padded_width(head_dim), filled_rows(q_len, group, rows_first=rows_first)
     chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize, rows_first=rows_first)
     config = Config(
         num_partitions=num_partitions,

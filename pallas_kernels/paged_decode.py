@@ -158,7 +158,7 @@ def _kernel(
             partition,
             num_partials=config.num_partials,
             sharing=_cluster.sharing_of(
-                width=width, cluster=config.cluster, q_len=q_len, group=group, rows_first=config.rows_first
+                rows=q_smem.shape[0], width=width, cluster=config.cluster, q_len=q_len, group=group
             ),
             q_len=q_len,
             group=group,
@@ -262,7 +262,7 @@ def launch(
     seqs, q_len, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
-    rows, width = _rows.padded_rows(q_len, group, rows_first=config.rows_first), _scratch.padded_width(head_dim)
+    rows, width = _rows.filled_rows(q_len, group, rows_first=config.rows_first), _scratch.padded_width(head_dim)
     num_parts = _scratch.num_parts(head_dim)
     if num_parts > 1:
         part = head_dim // num_parts

@@ -110,7 +110,7 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
     seq, columns, kv_head = lax.axis_index("seq"), lax.axis_index("columns"), lax.axis_index("kv_head")
     stack, start = partials.stack, partials.start
     # One axis for these and the partials: with more, a copy has more axes than the copy engine can take.
-    room = out_gmem.shape[0] // (ml_gmem.shape[0] // 2)
+    room = _rows.room_of_stack(out_gmem, ml_gmem)
     rows = lse_smem.shape[0]
     copied, stages = config.copied, config.num_stages
 

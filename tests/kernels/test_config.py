@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _cluster, _scratch, decode_config, paged_merge
-from pallas_kernels._rows import padded_rows
+from pallas_kernels._rows import filled_rows
 
 SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
 SUPPORTED = dict(
@@ -199,7 +199,7 @@ def test_partials_that_nobody_asked_for_take_little_memory(head_dim, itemsize):
         shape = dict(group=group, q_len=q_len, head_dim=head_dim, itemsize=itemsize, seqs=seqs, capacity=capacity)
         config = decode_config.default_config(**(SHAPE | shape))
         if config.num_partials > 1:
-            rows = padded_rows(q_len, group, rows_first=config.rows_first)
+            rows = filled_rows(q_len, group, rows_first=config.rows_first)
             at_once = paged_merge.partials_of_copy(rows)
             room = paged_merge.room_for(config.num_partials, at_once=at_once, planned=False)
             numbers = seqs * SHAPE["kv_heads"] * room * _scratch.padded_width(head_dim) * rows

@@ -56,6 +56,7 @@ SHAPES = {
     "head_dim 120": (dict(head_dim=120), 88, SMEM_OF_TWO),
     "head_dim 192": (dict(head_dim=192), 88, SMEM_OF_TWO),
     "head_dim 256": (dict(head_dim=256), 120, SMEM_OF_ONE),
+    "head_dim 192, group 64": (dict(head_dim=192, group=64), 255, SMEM_OF_ONE),
     "head_dim 256, group 32": (dict(head_dim=256, group=32), 216, SMEM_OF_ONE),
     **{f"a run, head_dim {n}": (run(n), 255, SMEM_OF_ONE) for n in (64, 120, 192)},
     "a run, a window": (run(128, options=("sliding_window",)), 255, SMEM_OF_ONE),
@@ -69,6 +70,7 @@ SHAPES = {
 # three quarters: bytes that are spilled and read back.
 SPILLING = {
     "group 64": (dict(group=64), 32),
+    "head_dim 256, group 64": (dict(head_dim=256, group=64), 80),
     "a run, head_dim 96": (run(96), 44),
     "a run, head_dim 128": (run(128), 52),
     "a run, all options": (

@@ -34,7 +34,7 @@ from jaxpaged import (
     widen_kv,
     write_kv,
 )
-from jaxpaged._copying import copy_by_kernel, copy_by_xla
+from jaxpaged._cache.copy_blocks import copy_by_kernel, copy_by_xla
 from pallas_kernels import copy_blocks as copy_kernel
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16

@@ -19,8 +19,8 @@ import jax
 from benchmarks.decode import Programs, compile_point, measure, measure_kernels
 from benchmarks.harness import Store, compile_all, header
 from benchmarks.points import Point, make_inputs, parse
-from jaxpaged import _mosaic_gpu
-from jaxpaged._query_runs import runs_of
+from jaxpaged._attention import mosaic_gpu
+from jaxpaged._attention.query_runs import runs_of
 from pallas_kernels.decode_config import Config, completed, most_of_one
 
 
@@ -57,7 +57,7 @@ def compile_config(point: Point, text: str) -> Any:
     try:
         if text in ("default", "balanced"):
             return job()
-        with mock.patch.object(_mosaic_gpu, "config_of", return_value=parse_config(text, point)):
+        with mock.patch.object(mosaic_gpu, "config_of", return_value=parse_config(text, point)):
             return job()
     except Exception as error:  # a config that does not fit is a result too
         return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"

@@ -41,7 +41,7 @@ from benchmarks.harness import (
 )
 from benchmarks.points import GRID, HEADS, QUANTISED, VARIANTS, Inputs, Point, make_inputs, parse, shapes_of
 from jaxpaged import paged_attention, paged_attention_reference
-from jaxpaged._partitions import NumPartitions
+from jaxpaged._attention.partitions import NumPartitions
 
 MAX_CHECKED = 4  # sequences of a point that are compared with the reference
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged import paged_attention
-from jaxpaged._partitions import StaticPartitions
+from jaxpaged._attention.partitions import StaticPartitions
 from tests.cases import OPTIONS, make_case, within_budget
 
 CALLS: tuple[tuple[str, dict[str, Any], StaticPartitions], ...] = (  # name, shape, partitions

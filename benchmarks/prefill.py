@@ -24,7 +24,8 @@ import numpy as np
 from benchmarks.decode import chain, check, checked_rows, options_of, with_scales
 from benchmarks.harness import Store, header, slope_microseconds
 from benchmarks.points import Inputs, Point, make_inputs, parse
-from jaxpaged import _query_runs, paged_attention, paged_attention_reference
+from jaxpaged import paged_attention, paged_attention_reference
+from jaxpaged._attention import query_runs
 
 POINTS = (
     *("32/8 1x2048 q_len=2048", "32/8 1x8192 q_len=8192", "32/8 8x1024 q_len=1024"),
@@ -80,7 +81,7 @@ def compile_chain(point: Prompt, method: str, inputs: Inputs) -> Any:
         attend = functools.partial(with_scales, paged_attention, implementation=name, **options_of(point))
     args = inputs.q, caches, inputs.block_tables, inputs.lengths
     jax.clear_caches()  # what was traced with other rows
-    with mock.patch.object(_query_runs, "MAX_ROWS", int(rows or _query_runs.MAX_ROWS)):
+    with mock.patch.object(query_runs, "MAX_ROWS", int(rows or query_runs.MAX_ROWS)):
         return functools.partial(jax.jit(functools.partial(chain, point, attend)).lower(*args).compile(), *args)
 
 

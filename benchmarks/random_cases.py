@@ -25,7 +25,7 @@ from jax import lax
 
 from benchmarks.harness import Store, compile_all, header
 from jaxpaged import paged_attention, paged_attention_reference
-from jaxpaged._partitions import StaticPartitions
+from jaxpaged._attention.partitions import StaticPartitions
 from tests.cases import GARBAGE_IDS
 from tests.cases import _plain as plain_jnp
 

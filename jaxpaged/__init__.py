@@ -1,19 +1,19 @@
 """jaxpaged: paged attention for JAX."""
 
-from jaxpaged._allocator import BlockAllocator
-from jaxpaged._attention import paged_attention
-from jaxpaged._cache import KVCache, fold_layers, layer_block_tables, layer_scales, layer_slots, unfold_layers
-from jaxpaged._copying import copy_blocks
-from jaxpaged._partitions import PartitionPlan
-from jaxpaged._planning import plan_partitions
-from jaxpaged._plot import plot_blocks
-from jaxpaged._prefix_cache import PrefixCache
-from jaxpaged._quantisation import kv_scale, widen_kv
-from jaxpaged._reference import paged_attention_reference
-from jaxpaged._rotary import rotary_frequencies, rotate_and_write_kv
-from jaxpaged._transfer import gather_kv, scatter_kv, swap_in, swap_out
-from jaxpaged._write_kv import write_kv
-from jaxpaged._zeroing import zero_blocks
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.plot import plot_blocks
+from jaxpaged._allocator.prefix_cache import PrefixCache
+from jaxpaged._attention.partitions import PartitionPlan
+from jaxpaged._attention.planning import plan_partitions
+from jaxpaged._attention.public import paged_attention
+from jaxpaged._attention.reference import paged_attention_reference
+from jaxpaged._cache.copy_blocks import copy_blocks
+from jaxpaged._cache.kv_cache import KVCache, fold_layers, layer_block_tables, layer_scales, layer_slots, unfold_layers
+from jaxpaged._cache.quantise import kv_scale, widen_kv
+from jaxpaged._cache.rotary import rotary_frequencies, rotate_and_write_kv
+from jaxpaged._cache.transfer import gather_kv, scatter_kv, swap_in, swap_out
+from jaxpaged._cache.write import write_kv
+from jaxpaged._cache.zeroing import zero_blocks
 
 __version__ = "0.1.0"
 

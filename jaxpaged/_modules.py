@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpaged._allocator import BlockAllocator
-from jaxpaged._attention import Implementation, paged_attention
-from jaxpaged._cache import KVCache
-from jaxpaged._partitions import StaticPartitions
-from jaxpaged._rotary import rotate_and_write_kv
-from jaxpaged._write_kv import write_kv
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._attention.partitions import StaticPartitions
+from jaxpaged._attention.public import Implementation, paged_attention
+from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.rotary import rotate_and_write_kv
+from jaxpaged._cache.write import write_kv
 
 
 def rotate_write_attend(

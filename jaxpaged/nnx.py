@@ -4,11 +4,11 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxpaged._allocator import BlockAllocator
-from jaxpaged._attention import Implementation
-from jaxpaged._cache import KVCache
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._attention.partitions import StaticPartitions
+from jaxpaged._attention.public import Implementation
+from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._modules import check_call, check_sizes, rotate_write_attend
-from jaxpaged._partitions import StaticPartitions
 
 __all__ = ["PagedAttention"]
 

@@ -10,13 +10,13 @@ import pytest
 from jaxpaged import (
     BlockAllocator,
     KVCache,
-    _xla,
     fold_layers,
     layer_block_tables,
     layer_slots,
     paged_attention,
     write_kv,
 )
+from jaxpaged._attention import xla
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SEQS, MAX_BLOCKS = 512, 16, 2, 64, 4, 64
 CACHE_ELEMENTS = NUM_BLOCKS * BLOCK_SIZE * KV_HEADS * HEAD_DIM
@@ -117,7 +117,7 @@ def test_attention_holds_tiles_not_the_gathered_cache(num_partitions):
     )
     function = jax.jit(lambda *arrays: paged_attention(*arrays, num_partitions=num_partitions))
     temporary = function.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-    tile = num_partitions * seqs * _xla.TILE * kv_heads * head_dim
+    tile = num_partitions * seqs * xla.TILE * kv_heads * head_dim
     # Keys and values in bfloat16, gathered and laid out for the product, and in float32 where XLA widens for a CPU.
     assert temporary < 2 * tile * (2 + 2 + 4) + 2**25
     assert temporary < 0.3 * num_partitions * 2**30

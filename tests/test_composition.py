@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 from jaxpaged import (
     BlockAllocator,
     KVCache,
-    _mosaic_gpu,
     fold_layers,
     layer_block_tables,
     paged_attention,
     paged_attention_reference,
     write_kv,
 )
+from jaxpaged._attention import mosaic_gpu
 from tests.cases import OPTIONS, make_case, oracle
 
 CASE = make_case(lengths=(0, 1, 40, 80), options=OPTIONS["all"])
@@ -131,7 +131,7 @@ def test_an_exported_decode_step_round_trips(dtype):
 
 
 def test_shard_map_on_a_gpu_needs_check_vma_false(monkeypatch):
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     arrays = make_case(lengths=(3, 50), max_blocks=4, dtype=jnp.bfloat16).arrays
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _mosaic_gpu, _query_runs, paged_attention
-from jaxpaged._partitions import StaticPartitions
+from jaxpaged import paged_attention
+from jaxpaged._attention import mosaic_gpu, query_runs
+from jaxpaged._attention.partitions import StaticPartitions
 from pallas_kernels import decode_config
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of
@@ -20,7 +21,7 @@ BF16 = jnp.bfloat16
 
 
 def attend(case: Case, num_partitions: StaticPartitions) -> tuple[jax.Array, jax.Array]:
-    out, lse = _mosaic_gpu.attend(arguments_of(case), num_partitions=num_partitions)
+    out, lse = mosaic_gpu.attend(arguments_of(case), num_partitions=num_partitions)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 
 
@@ -82,11 +83,11 @@ def test_ten_thousand_calls_give_equal_bits(num_partitions):
 
     @jax.jit
     def differing():
-        first = _mosaic_gpu.attend(a, num_partitions=num_partitions)
+        first = mosaic_gpu.attend(a, num_partitions=num_partitions)
 
         def compare(_, count):
             q, count = jax.lax.optimization_barrier((a.q, count))
-            again = _mosaic_gpu.attend(dataclasses.replace(a, q=q), num_partitions=num_partitions)
+            again = mosaic_gpu.attend(dataclasses.replace(a, q=q), num_partitions=num_partitions)
             return count + sum((x != y).any().astype(jnp.int32) for x, y in zip(first, again, strict=True))
 
         return jax.lax.fori_loop(0, 10_000, compare, jnp.int32(0))
@@ -100,7 +101,7 @@ def test_short_sequences_stay_whole(name):
     if "sliding_window" in options:
         options["sliding_window"] = 1000  # which leaves 4096 tokens long enough to be split
     case = real(lengths=lengths, max_blocks=256, head_dim=128, options=options)
-    assert _mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions=None).unsplit_tiles
+    assert mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions=None).unsplit_tiles
     check(case)
 
 
@@ -197,7 +198,7 @@ def test_prompts_go_through_the_kernels_by_default_and_their_gradients_through_x
 @pytest.mark.parametrize("q_len", [1, 17])
 def test_as_many_runs_as_a_launch_takes(q_len):
     """The slowest axis of the grid is full. Too many sequences for the builder of cases: they share blocks freely."""
-    num_runs, _ = _query_runs.runs_of(q_len, 4)
+    num_runs, _ = query_runs.runs_of(q_len, 4)
     seqs, pool = decode_config.MAX_SEQS // num_runs, (1000, 16, 1, 64)
     keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (seqs, q_len, 4, 64), BF16)
@@ -299,7 +300,7 @@ def test_one_sequence_much_longer_than_the_others():
     lengths = (3, 0, 40_000, 64, 1000, 17)
     case = make_case(lengths=lengths, max_blocks=2500, heads=8, kv_heads=2, head_dim=128, dtype=BF16)
     check(case, "balanced")
-    config = _mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions="balanced")
+    config = mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions="balanced")
     assert config.total_partitions == 6 + 33
 
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import KVCache, _copying, copy_blocks
+from jaxpaged import KVCache, copy_blocks
+from jaxpaged._cache import copy_blocks as copying
 from tests.kernels.test_copy_blocks import by_numpy, random_pairs
 from tests.test_compiled import instructions
 from tests.test_transfer import EVERY_CACHE, block_leaves, ids
@@ -98,7 +99,7 @@ def test_a_pool_of_more_than_2_to_the_31_numbers():
 def test_no_pool_is_copied(num_layers, by_kernel):
     """Neither by the kernel nor by XLA where it does it."""
     cache = random_cache(jnp.bfloat16, num_layers=num_layers, num_blocks=1040)
-    function = copy_blocks if by_kernel else _copying.copy_by_xla
+    function = copy_blocks if by_kernel else copying.copy_by_xla
     compiled = jax.jit(function, donate_argnums=0).lower(cache, ids(*range(1, 9)), ids(*range(11, 19))).compile()
     copies = [
         line for operation, size, line in instructions(compiled.as_text()) if operation[:4] == "copy" and size > 1e6
@@ -112,13 +113,13 @@ def test_no_pool_is_copied(num_layers, by_kernel):
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_wrong_copy_is_noticed(monkeypatch, side):
     """The twin: direct pairs, or the others, left out."""
-    plan = _copying.plan
+    plan = copying.plan
 
     def one_side(*arguments):
         pairs, counts = plan(*arguments)
         return pairs, counts.at[side].set(0)
 
-    monkeypatch.setattr(_copying, "plan", one_side)
+    monkeypatch.setattr(copying, "plan", one_side)
     cache = random_cache(jnp.bfloat16, num_blocks=301 + side)  # a shape of its own: nothing compiled is found again
     with pytest.raises(AssertionError):
         check(cache, *PAIRS["few of those, many direct"])

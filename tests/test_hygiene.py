@@ -13,14 +13,14 @@ from jaxpaged import (
     BlockAllocator,
     KVCache,
     PrefixCache,
-    _allocator_report,
     fold_layers,
     plot_blocks,
     swap_in,
     swap_out,
     zero_blocks,
 )
-from jaxpaged._plot import FREE, NULL, PINNED, WAITING, block_owners
+from jaxpaged._allocator import report
+from jaxpaged._allocator.plot import FREE, NULL, PINNED, WAITING, block_owners
 from tests.test_allocator import assert_same, counts
 from tests.test_sharing import attend, make, marks, write
 
@@ -202,7 +202,7 @@ def pool(allocator, **changes):
 
 
 def test_every_invariant_has_a_state_that_breaks_it():
-    names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(_allocator_report.check), re.MULTILINE))
+    names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(report.check), re.MULTILINE))
     (table,) = (mark for mark in test_check_names_what_is_broken.pytestmark if mark.name == "parametrize")
     assert {name for _, name in table.args[1]} == names
     assert len(names) == 19

@@ -12,7 +12,7 @@ ALLOWED = {
     "pallas_kernels": {"jax", "jaxlib", "numpy", "pallas_kernels"},
     "jaxpaged": {"jax", "jaxlib", "numpy", "pallas_kernels", "jaxpaged"},
 }
-FILES_OF_EXTRAS = {"jaxpaged/nnx.py": "flax", "jaxpaged/linen.py": "flax", "jaxpaged/_plot.py": "matplotlib"}
+FILES_OF_EXTRAS = {"jaxpaged/nnx.py": "flax", "jaxpaged/linen.py": "flax", "jaxpaged/_allocator/plot.py": "matplotlib"}
 
 
 def imported(source: str) -> set[str]:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, KVCache, PrefixCache, _prefix_cache, paged_attention, write_kv
+from jaxpaged import BlockAllocator, KVCache, PrefixCache, paged_attention, write_kv
+from jaxpaged._allocator import prefix_cache as prefix_cache_module
 from tests.test_allocator import counts, free_ids
 from tests.test_sharing import marks
 
@@ -150,7 +151,7 @@ def test_a_width_below_a_block_is_never_a_hit():
 @pytest.mark.parametrize("confirming", [True, False])
 def test_a_collision_of_hashes_is_no_match(monkeypatch, confirming):
     same = lambda blocks, salts, seed: jnp.full(blocks.shape[:2], 7, jnp.uint32)  # noqa: E731
-    monkeypatch.setattr(_prefix_cache, "chain_hashes", same)
+    monkeypatch.setattr(prefix_cache_module, "chain_hashes", same)
     if not confirming:  # the twin: hashes alone
         monkeypatch.setattr(PrefixCache, "_confirm", lambda self, ids, listed, blocks, salts: listed)
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, 7], [])
@@ -165,13 +166,13 @@ def test_a_collision_of_hashes_is_no_match(monkeypatch, confirming):
 
 
 def test_where_the_table_has_no_place_the_block_is_not_cached(monkeypatch):
-    hashes = _prefix_cache.chain_hashes
+    hashes = prefix_cache_module.chain_hashes
 
     def one_start(blocks, salts, seed):
         return hashes(blocks, salts, seed=1) if seed == 1 else jnp.zeros(blocks.shape[:2], jnp.uint32)
 
-    monkeypatch.setattr(_prefix_cache, "chain_hashes", one_start)
-    monkeypatch.setattr(_prefix_cache, "PROBES", 1)
+    monkeypatch.setattr(prefix_cache_module, "chain_hashes", one_start)
+    monkeypatch.setattr(prefix_cache_module, "PROBES", 1)
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7], [])
     assert int(prefix_cache.next_serial) == 2
     assert begin(prefix_cache, allocator, [], [], [*A, *B, 7])[2] == [0, 0, 2]

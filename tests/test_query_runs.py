@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _query_runs, _xla
-from jaxpaged._arguments import check_arguments
+from jaxpaged._attention import query_runs, xla
+from jaxpaged._attention.arguments import check_arguments
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
 
 NONE = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
@@ -33,7 +33,7 @@ NONE = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "
     ],
 )
 def test_runs(q_len, group, runs):
-    assert _query_runs.runs_of(q_len, group) == runs
+    assert query_runs.runs_of(q_len, group) == runs
     num_runs, run = runs
     assert q_len <= num_runs * run < q_len + run
     assert run * group <= 64 or run == 1
@@ -45,7 +45,7 @@ def arguments(case):
 
 def test_each_run_is_a_sequence_that_ends_with_it():
     case = make_case(lengths=(0, 3, 70), q_len=13, heads=6, kv_heads=1)  # 2 runs of 7, one row of padding
-    a = _query_runs.cut(arguments(case))
+    a = query_runs.cut(arguments(case))
     assert a.lengths.tolist() == [0, 0, 0, 3, 63, 70]
     assert a.q.shape == (6, 7, 6, 64)
     assert (a.q[::2, 0] == 0).all()
@@ -53,26 +53,26 @@ def test_each_run_is_a_sequence_that_ends_with_it():
     assert (a.q[1::2] == case.q[:, 6:]).all()
     assert (a.block_tables[::2] == case.block_tables).all()
     assert (a.block_tables[1::2] == case.block_tables).all()
-    assert (_query_runs.join(a.q, arguments(case)) == case.q).all()
+    assert (query_runs.join(a.q, arguments(case)) == case.q).all()
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 12, 31, 64])
 def test_no_run_is_padding_alone(group):
     for q_len in range(1, 3000):
-        num_runs, run = _query_runs.runs_of(q_len, group)
+        num_runs, run = query_runs.runs_of(q_len, group)
         assert q_len <= num_runs * run < q_len + run
 
 
 def test_few_rows_are_left_alone():
     a = arguments(make_case(q_len=10, heads=6, kv_heads=1))
-    assert _query_runs.cut(a) is a
+    assert query_runs.cut(a) is a
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_runs_are_the_whole(name):
     case = make_case(lengths=(0, 3, 13, 14, 70), q_len=13, heads=6, kv_heads=1, options=OPTIONS[name])
     a = arguments(case)
-    out, lse = (_query_runs.join(x, a) for x in _xla.attend(_query_runs.cut(a), num_partitions=1))
+    out, lse = (query_runs.join(x, a) for x in xla.attend(query_runs.cut(a), num_partitions=1))
     assert_within_budget(case, out)
     assert_lse(case, lse)
 
@@ -81,7 +81,7 @@ def test_runs_are_the_whole(name):
 def test_runs_that_all_end_with_the_sequence_are_noticed(name):
     case = make_case(lengths=(30, 70), q_len=13, heads=6, kv_heads=1, options=OPTIONS[name])
     a = arguments(case)
-    cut = _query_runs.cut(a)
+    cut = query_runs.cut(a)
     cut = cut.__class__(**(cut.__dict__ | {"lengths": jnp.repeat(a.lengths, 2)}))
-    out = _query_runs.join(_xla.attend(cut, num_partitions=1)[0], a)
+    out = query_runs.join(xla.attend(cut, num_partitions=1)[0], a)
     assert not within_budget(case, np.asarray(out))[:, :6].any()

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _mosaic_gpu
-from jaxpaged._arguments import check_arguments
-from jaxpaged._partitions import NumPartitions
+from jaxpaged._attention import mosaic_gpu
+from jaxpaged._attention.arguments import check_arguments
+from jaxpaged._attention.partitions import NumPartitions
 from tests.cases import Case, assert_lse, assert_within_budget
 
 FAULTS: dict[str, Callable[[Case], Case]] = {  # what must give another result, of a case with a scale
@@ -48,9 +48,9 @@ def attend(
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
     interpret = plgpu.InterpretGPUParams(detect_races=True, **fill)
     a = arguments_of(case)
-    chosen = _mosaic_gpu.config_of(a, num_sms=num_sms, num_partitions=num_partitions, window=window)
+    chosen = mosaic_gpu.config_of(a, num_sms=num_sms, num_partitions=num_partitions, window=window)
     chosen = dataclasses.replace(chosen, **config)
-    out, lse = _mosaic_gpu._launch(chosen, chosen, interpret, a, _mosaic_gpu.plan_of(chosen, a, num_partitions))
+    out, lse = mosaic_gpu._launch(chosen, chosen, interpret, a, mosaic_gpu.plan_of(chosen, a, num_partitions))
     jax.block_until_ready(out)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import KVCache, _copying, _mosaic_gpu, copy_blocks
+from jaxpaged import KVCache, copy_blocks
+from jaxpaged._attention import mosaic_gpu
+from jaxpaged._cache import copy_blocks as copying
 from pallas_kernels import copy_blocks as kernel
 from tests.kernels.interpret import races_found
 from tests.test_transfer import COPIES, EVERY_CACHE, EVERY_DTYPE, block_leaves, filled, ids, numbered, shown
@@ -18,7 +20,7 @@ H100 = (132, 9.0)
 
 @pytest.fixture
 def on_an_h100(monkeypatch):
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: H100)
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: H100)
     monkeypatch.setattr(jax, "devices", lambda: [None])
 
 
@@ -34,7 +36,7 @@ def interpreted(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Arra
     )
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     config = dataclasses.replace(config, **over)
-    copied = jax.block_until_ready(_copying.copy_by_kernel(config, interpret, cache, source_ids, destination_ids))
+    copied = jax.block_until_ready(copying.copy_by_kernel(config, interpret, cache, source_ids, destination_ids))
     assert not races_found()
     return copied
 
@@ -98,7 +100,7 @@ def test_any_pairs(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_plan_has_every_pair_that_counts_once_and_on_its_side(seed):
     num_blocks = (8, 30)[seed % 2]
-    pairs, (num_direct, num_others) = _copying.plan(*random_pairs(seed, 16, num_blocks), num_blocks)
+    pairs, (num_direct, num_others) = copying.plan(*random_pairs(seed, 16, num_blocks), num_blocks)
     direct = pairs[:num_direct].tolist()
     others = pairs[len(pairs) - int(num_others) :].tolist()
     sources, destinations = (np.asarray(direct + others, int).reshape(-1, 2)[:, end].tolist() for end in (0, 1))
@@ -115,13 +117,13 @@ def test_a_plan_has_every_pair_that_counts_once_and_on_its_side(seed):
 @pytest.mark.parametrize(("side", "expected"), [(0, [0, 2, 1, 3, 4, 5, 6]), (1, [0, 1, 2, 3, 4, 5, 3])])
 def test_a_plan_without_some_pairs_is_noticed(monkeypatch, side, expected):
     """The twin of the tests above: what is left out of the plan is not copied."""
-    plan = _copying.plan
+    plan = copying.plan
 
     def one_side(*arguments):
         pairs, counts = plan(*arguments)
         return pairs, counts.at[side].set(0)
 
-    monkeypatch.setattr(_copying, "plan", one_side)
+    monkeypatch.setattr(copying, "plan", one_side)
     cache = numbered(num_blocks=7)  # another shape than in any other test: nothing compiled is found again
     assert shown(interpreted(cache, ids(1, 2, 3), ids(2, 1, 6), num_stages=2 + side).k) == expected
 
@@ -169,7 +171,7 @@ def test_other_devices_go_through_xla(on_an_h100, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [None, None])
     assert "mosaic_gpu" not in lower()
     monkeypatch.setattr(jax, "devices", lambda: [None])
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (148, 10.0))
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (148, 10.0))
     assert "mosaic_gpu" not in lower()
 
 

@@ -12,13 +12,13 @@ from jax import export, lax
 from jaxpaged import (
     BlockAllocator,
     KVCache,
-    _mosaic_gpu,
     fold_layers,
     layer_block_tables,
     layer_slots,
     paged_attention,
     write_kv,
 )
+from jaxpaged._attention import mosaic_gpu
 
 SEQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 100, 16, 8, 2, 128
 attend = functools.partial(paged_attention, implementation="mosaic_gpu")
@@ -27,7 +27,7 @@ attend = functools.partial(paged_attention, implementation="mosaic_gpu")
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """As if JAX's default device were an H100."""
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
 
 
 def inputs(num_layers=None):
@@ -91,7 +91,7 @@ def configs(monkeypatch):
         launched.append((config, mapped))
         return a.q, jnp.zeros(a.q.shape[:3])
 
-    monkeypatch.setattr(_mosaic_gpu, "_launch", launch)
+    monkeypatch.setattr(mosaic_gpu, "_launch", launch)
     return launched
 
 
@@ -112,7 +112,7 @@ def test_rules_of_an_h200(configs, monkeypatch):
     cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, 32, HEAD_DIM, dtype=jnp.bfloat16)
     tables, lengths = jnp.zeros((1, 8192), jnp.int32), jnp.zeros(1, jnp.int32)
     for is_h200 in (False, True):
-        monkeypatch.setattr(_mosaic_gpu, "_has_fast_memory", lambda is_h200=is_h200: is_h200)
+        monkeypatch.setattr(mosaic_gpu, "_has_fast_memory", lambda is_h200=is_h200: is_h200)
         attend(jnp.ones((1, 32, HEAD_DIM), jnp.bfloat16), cache.k, cache.v, tables, lengths)
     assert [config.num_partitions for config, _ in configs] == [2, 4]
 

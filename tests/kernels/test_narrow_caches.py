@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _mosaic_gpu, paged_attention
+from jaxpaged import paged_attention
+from jaxpaged._attention import mosaic_gpu
 from pallas_kernels import _scales, _widen
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
@@ -131,8 +132,8 @@ def test_nan_in_a_slot_in_use_shows():
 
 def test_taken_by_default(monkeypatch):
     case, launched = narrow_case(), []
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
-    monkeypatch.setattr(_mosaic_gpu, "_launch", lambda *given: launched.append(given) or (case.q, case.q))
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(mosaic_gpu, "_launch", lambda *given: launched.append(given) or (case.q, case.q))
     paged_attention(*case.arrays, **case.options)
     assert len(launched) == 1
     paged_attention(*narrow_case(dtype=jnp.float32).arrays, **case.options)
@@ -140,11 +141,11 @@ def test_taken_by_default(monkeypatch):
 
 
 def test_not_supported(monkeypatch):
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
     with pytest.raises(NotImplementedError, match="head_dim=144"):
-        _mosaic_gpu.check_supported(arguments_of(narrow_case(head_dim=144)))
+        mosaic_gpu.check_supported(arguments_of(narrow_case(head_dim=144)))
     with pytest.raises(NotImplementedError, match="float32"):
-        _mosaic_gpu.check_supported(arguments_of(narrow_case(dtype=jnp.float32)))
+        mosaic_gpu.check_supported(arguments_of(narrow_case(dtype=jnp.float32)))
 
 
 def test_orders():

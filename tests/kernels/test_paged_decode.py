@@ -10,7 +10,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _mosaic_gpu, _xla
+from jaxpaged._attention import mosaic_gpu, xla
 from pallas_kernels import _rows, decode_config
 from pallas_kernels._walk import LastFirst
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
@@ -142,7 +142,7 @@ def test_a_window_in_another_order(last_first):
 def test_a_ring_for_a_known_window(window, q_len, num_stages):
     case = make_case(lengths=(0, 70, 64 * 5 + 1), max_blocks=21, heads=2, kv_heads=1, q_len=q_len, dtype=BF16)
     shape = dict(num_sms=2, num_partitions=1, window=window)
-    config = _mosaic_gpu.config_of(arguments_of(case), **shape)
+    config = mosaic_gpu.config_of(arguments_of(case), **shape)
     assert config.num_stages == num_stages
     check(case.replace(options=dict(sliding_window=window)), **shape)
 
@@ -211,23 +211,23 @@ def test_a_dropped_partition_is_noticed(monkeypatch, cluster):
 def test_what_cannot_be_taken_says_so(monkeypatch):
     if jax.default_backend() != "gpu":
         with pytest.raises(NotImplementedError, match=r"need an NVIDIA GPU; got device.platform='cpu'"):
-            _mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16)))
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
-    _mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16)))
+            mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16)))
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16)))
 
     def refused(case, match):
         with pytest.raises(NotImplementedError, match=match):
-            _mosaic_gpu.check_supported(arguments_of(case))
+            mosaic_gpu.check_supported(arguments_of(case))
 
     refused(make_case(dtype=jnp.float32), "float32")
     refused(make_case(dtype=BF16, cache_dtype=jnp.float16), "cache_dtype=float16")
     refused(make_case(dtype=BF16, head_dim=104), "head_dim=104")
     refused(make_case(dtype=BF16, block_size=24), "block_size=24")
-    _mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=16, heads=64, kv_heads=1)))
-    _mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=100)))
+    mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=16, heads=64, kv_heads=1)))
+    mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=100)))
     refused(make_case(dtype=BF16, heads=65, kv_heads=1), "up to 64 query heads a KV head; got group=65")
     refused(make_case(dtype=BF16, cache_dtype=BF16, scale_shape="head"), "take k_scale and v_scale with 8-bit caches")
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (108, 8.0))
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (108, 8.0))
     refused(make_case(dtype=BF16), "compute_capability=8.0")
 
 
@@ -239,7 +239,7 @@ def test_vmap_gradient_and_export(num_partitions):
     mapped = config if config.total_partitions is None else decode_config.default_config(**shape)
 
     def launch(interpret, a):
-        return _mosaic_gpu._launch(config, mapped, interpret, a, _mosaic_gpu.plan_of(config, a, num_partitions))
+        return mosaic_gpu._launch(config, mapped, interpret, a, mosaic_gpu.plan_of(config, a, num_partitions))
 
     interpreted = functools.partial(launch, plgpu.InterpretGPUParams(detect_races=True))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
@@ -253,7 +253,7 @@ def test_vmap_gradient_and_export(num_partitions):
 
     q = arguments_of(cases[0]).q
     ours = jax.grad(functools.partial(loss, interpreted))(q)
-    theirs = jax.grad(functools.partial(loss, functools.partial(_xla.attend, num_partitions=1)))(q)
+    theirs = jax.grad(functools.partial(loss, functools.partial(xla.attend, num_partitions=1)))(q)
     assert (ours == theirs).all()
 
     for_gpu = functools.partial(launch, None)

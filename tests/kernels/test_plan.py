@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from jaxpaged import _mosaic_gpu, paged_attention, plan_partitions
+from jaxpaged import paged_attention, plan_partitions
+from jaxpaged._attention import mosaic_gpu
 from pallas_kernels import decode_config, partition_plan
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
@@ -92,7 +93,7 @@ def test_what_is_not_balanced():
 
     def total(**shape):
         case = make_case(**(dict(lengths=(70, 3), max_blocks=8, dtype=BF16) | shape))
-        return _mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions="balanced").total_partitions
+        return mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions="balanced").total_partitions
 
     assert total() is not None
     assert total(lengths=(70,)) is None
@@ -136,7 +137,7 @@ def test_more_partials_than_weights_at_once():
 
 
 def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
     case = make_case(lengths=(500, 3), max_blocks=32, dtype=BF16)
     q, *cache = case.arrays
 
@@ -158,10 +159,10 @@ def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
 
 
 def test_the_public_plan_is_that_of_balanced(monkeypatch):
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
     case = make_case(lengths=(500, 3), max_blocks=32, dtype=BF16, options=OPTIONS["window"])
     a = arguments_of(case)
-    theirs = _mosaic_gpu.plan_of(_mosaic_gpu.config_of(a, num_sms=132, num_partitions="balanced"), a, "balanced")
+    theirs = mosaic_gpu.plan_of(mosaic_gpu.config_of(a, num_sms=132, num_partitions="balanced"), a, "balanced")
     ours = plan_partitions(a.lengths, num_kv_heads=2, sliding_window=a.sliding_window)
     assert (ours.partitions == theirs.partitions).all()
     assert (ours.partition_starts == theirs.partition_starts).all()

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _mosaic_gpu, _query_runs, _xla, paged_attention
+from jaxpaged import paged_attention
+from jaxpaged._attention import mosaic_gpu, query_runs, xla
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 
@@ -64,13 +65,13 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch):
     elif fault == "one token fewer":
         wrong = case.replace(lengths=case.lengths - 1)
     else:
-        cut = _query_runs.cut
+        cut = query_runs.cut
 
         def reordered(a):
             runs = cut(a)
             return dataclasses.replace(runs, lengths=runs.lengths.reshape(2, 3)[:, ::-1].reshape(-1))
 
-        monkeypatch.setattr(_query_runs, "cut", reordered)
+        monkeypatch.setattr(query_runs, "cut", reordered)
         jax.clear_caches()
     out, _ = attend(wrong)
     jax.clear_caches()
@@ -81,17 +82,17 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch):
 
 def test_gradients_are_those_of_xla():
     a = arguments_of(prompt_case(lengths=(5, 60), options=OPTIONS["all"]))
-    config = _mosaic_gpu.config_of(a, num_sms=132, num_partitions=1)
+    config = mosaic_gpu.config_of(a, num_sms=132, num_partitions=1)
 
     def interpreted(a):
-        return _mosaic_gpu._launch(config, config, plgpu.InterpretGPUParams(detect_races=True), a, None)
+        return mosaic_gpu._launch(config, config, plgpu.InterpretGPUParams(detect_races=True), a, None)
 
     def loss(function, q):
         return function(dataclasses.replace(a, q=q))[0].astype(jnp.float32).sum()
 
     ours, theirs = (
         jax.grad(functools.partial(loss, function))(a.q)
-        for function in (interpreted, functools.partial(_xla.attend, num_partitions=1))
+        for function in (interpreted, functools.partial(xla.attend, num_partitions=1))
     )
     assert np.abs(np.asarray(ours, np.float32)).max() > 0
     assert (ours == theirs).all()
@@ -101,8 +102,8 @@ def test_gradients_are_those_of_xla():
 def hopper(monkeypatch):
     """As if JAX's default device were an H100; the calls of the kernel."""
     launched = []
-    monkeypatch.setattr(_mosaic_gpu, "_gpu", lambda: (132, 9.0))
-    monkeypatch.setattr(_mosaic_gpu, "_launch", lambda *given: launched.append(given) or (given[3].q, given[3].q))
+    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(mosaic_gpu, "_launch", lambda *given: launched.append(given) or (given[3].q, given[3].q))
     return launched
 
 

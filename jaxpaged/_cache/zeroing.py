@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._cache import KVCache, map_blocks
-from jaxpaged._transfer import holds_tokens, put_blocks
+from jaxpaged._cache.kv_cache import KVCache, map_blocks
+from jaxpaged._cache.transfer import holds_tokens, put_blocks
 
 ZEROED_AT_ONCE = 64  # blocks; what a step without any costs is the test that there are none
 

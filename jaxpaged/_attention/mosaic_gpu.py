@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxpaged import _query_runs, _xla
-from jaxpaged._arguments import AttentionArguments
-from jaxpaged._partitions import NumPartitions
+from jaxpaged._attention import query_runs, xla
+from jaxpaged._attention.arguments import AttentionArguments
+from jaxpaged._attention.partitions import NumPartitions
 from pallas_kernels import decode_config, paged_decode, partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
@@ -35,7 +35,7 @@ def config_of(
     fast_memory: bool = False,
     window: int | None = None,
 ) -> decode_config.Config:
-    num_runs, run = _query_runs.runs_of(a.q.shape[1], a.group)
+    num_runs, run = query_runs.runs_of(a.q.shape[1], a.group)
     plan = None
     if isinstance(num_partitions, PartitionPlan):
         plan, num_partitions = num_partitions, "balanced"
@@ -82,7 +82,7 @@ def check_supported(a: AttentionArguments) -> None:
             f'got k_cache.dtype={a.k_cache.dtype!s}. Pass implementation="xla".'
         )
     (seqs, q_len, _, head_dim), group = a.q.shape, a.group
-    num_runs, run = _query_runs.runs_of(q_len, group)
+    num_runs, run = query_runs.runs_of(q_len, group)
     if group > decode_config.MAX_ROWS:
         raise NotImplementedError(
             f"the decode kernel takes up to {decode_config.MAX_ROWS} query heads a KV head; got {group=}."
@@ -138,7 +138,7 @@ def _launch(
 def _kernels(
     config: decode_config.Config, interpret: Any, a: AttentionArguments, plan: PartitionPlan | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    runs = _query_runs.cut(a)
+    runs = query_runs.cut(a)
     out, lse = paged_decode.launch(
         runs.q,
         runs.k_cache,
@@ -156,7 +156,7 @@ def _kernels(
         config=config,
         interpret=interpret,
     )
-    return _query_runs.join(out, a), _query_runs.join(lse, a)
+    return query_runs.join(out, a), query_runs.join(lse, a)
 
 
 @_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ def _launch_jvp(
     config: decode_config.Config, mapped: decode_config.Config, interpret: Any, primals: tuple, tangents: tuple
 ) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
-    return jax.jvp(functools.partial(_xla.attend, num_partitions=1), primals[:1], tangents[:1])
+    return jax.jvp(functools.partial(xla.attend, num_partitions=1), primals[:1], tangents[:1])
 
 
 def _gpu() -> tuple[int, float]:

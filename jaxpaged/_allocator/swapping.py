@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from jaxpaged._allocator import BlockAllocator
+    from jaxpaged._allocator.block_allocator import BlockAllocator
 
 
 def swap_out(allocator: BlockAllocator, seqs: jax.Array) -> tuple[BlockAllocator, jax.Array]:

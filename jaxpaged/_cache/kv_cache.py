@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxpaged._arguments import CACHE_DTYPES
+from jaxpaged._attention.arguments import CACHE_DTYPES
 from jaxpaged._export import exportable
 
 Granularity = Literal["tensor", "head", "token_head"]

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._cache import KVCache
-from jaxpaged._write_kv import write_kv
+from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.write import write_kv
 
 
 def rotary_frequencies(head_dim: int, theta: float = 10_000.0) -> tuple[float, ...]:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxpaged._allocator import BlockAllocator
-from jaxpaged._block_pool import BlockPool
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._export import exportable
 
 PROBES = 6  # places of the table in which a block may be listed

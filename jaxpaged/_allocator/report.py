@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxpaged._allocator import BlockAllocator
+    from jaxpaged._allocator.block_allocator import BlockAllocator
 
 SHOWN_SEQS = 16  # rows of a printed allocator
 

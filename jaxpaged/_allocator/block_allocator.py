@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged import _allocator_report, _sharing, _snapshots, _swapping
-from jaxpaged._block_pool import BlockPool
+from jaxpaged._allocator import report, sharing, snapshots, swapping
+from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._export import exportable
 
 Copies = tuple[jax.Array, jax.Array]  # (source_ids, destination_ids) for copy_blocks, int32 [seqs] each
@@ -242,7 +242,7 @@ class BlockAllocator:
             >>> allocator.block_tables.tolist(), source_ids.tolist(), destination_ids.tolist()
             ([[1, 2, 0], [1, 3, 0], [1, 4, 0]], [0, 2, 2], [0, 3, 4])
         """
-        return _sharing.fork(self, self._rows("parents", parents, jnp.int32), replace)
+        return sharing.fork(self, self._rows("parents", parents, jnp.int32), replace)
 
     def rollback(self, lengths: ArrayLike) -> tuple["BlockAllocator", Copies, jax.Array]:
         """Shortens sequences to the given lengths, as when speculative decoding rejects tokens.
@@ -266,7 +266,7 @@ class BlockAllocator:
         Raises:
             ValueError: `lengths` is not int32 `[seqs]`.
         """
-        return _sharing.rollback(self, self._rows("lengths", lengths, jnp.int32))
+        return sharing.rollback(self, self._rows("lengths", lengths, jnp.int32))
 
     def swap_out(self, seqs: ArrayLike) -> tuple["BlockAllocator", jax.Array]:
         """Gives back the blocks of sequences whose tokens move to the host, and keeps their seats.
@@ -286,7 +286,7 @@ class BlockAllocator:
         Raises:
             ValueError: `seqs` is not bool `[seqs]`.
         """
-        return _swapping.swap_out(self, self._rows("seqs", seqs, jnp.bool_))
+        return swapping.swap_out(self, self._rows("seqs", seqs, jnp.bool_))
 
     def swap_in(self, seqs: ArrayLike) -> tuple["BlockAllocator", jax.Array, jax.Array]:
         """Gives new blocks to sequences that were swapped out: all or nothing for each, in row order, as in `append`.
@@ -312,7 +312,7 @@ class BlockAllocator:
             >>> old_ids[0].tolist(), new_ids[0].tolist()
             ([1, 2, 0], [2, 3, 0])
         """
-        return _swapping.swap_in(self, self._rows("seqs", seqs, jnp.bool_))
+        return swapping.swap_in(self, self._rows("seqs", seqs, jnp.bool_))
 
     def still_holds(self, snapshot: "BlockAllocator") -> jax.Array:
         """Whether going back to `snapshot` is sound, bool `[]`.
@@ -327,7 +327,7 @@ class BlockAllocator:
         Raises:
             ValueError: `snapshot` is of other sizes.
         """
-        return _snapshots.still_holds(self, snapshot)
+        return snapshots.still_holds(self, snapshot)
 
     def hold(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
         """Pins the blocks of a snapshot's sequences: whoever frees them, they stay, until `release(snapshot)`.
@@ -354,7 +354,7 @@ class BlockAllocator:
             >>> allocator.lengths.tolist()
             [6]
         """
-        return _snapshots.hold(self, snapshot)
+        return snapshots.hold(self, snapshot)
 
     def release(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
         """Takes back the pins of `hold(snapshot)`; blocks that nobody else holds are free.
@@ -366,7 +366,7 @@ class BlockAllocator:
         Raises:
             ValueError: `snapshot` is of other sizes.
         """
-        return _snapshots.release(self, snapshot)
+        return snapshots.release(self, snapshot)
 
     def restore(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
         """Goes back to `snapshot` if that is sound; everything since, pins included, is undone.
@@ -383,7 +383,7 @@ class BlockAllocator:
         Raises:
             ValueError: `snapshot` is of other sizes.
         """
-        return _snapshots.restore(self, snapshot)
+        return snapshots.restore(self, snapshot)
 
     def freed_since(self, before: "BlockAllocator") -> jax.Array:
         """Blocks that sequences held in `before` and that are free now, for `zero_blocks`.
@@ -398,14 +398,14 @@ class BlockAllocator:
         Raises:
             ValueError: `before` is of other sizes.
         """
-        return _snapshots.freed_since(self, before)
+        return snapshots.freed_since(self, before)
 
     def check(self) -> tuple[str, ...]:
         """The names of the invariants that this state breaks; empty if all is well. On the host, for tests."""
-        return _allocator_report.check(self)
+        return report.check(self)
 
     def __str__(self) -> str:
-        return _allocator_report.describe(self)
+        return report.describe(self)
 
     def _grant(self, legal: jax.Array, needed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(which rows get the blocks they need, where each row's begin counted from the top, how many in all)."""

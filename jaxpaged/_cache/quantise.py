@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxpaged._cache import LARGEST, Granularity, KVCache, check_cache
+from jaxpaged._cache.kv_cache import LARGEST, Granularity, KVCache, check_cache
 
 # A vector of zeros, or of numbers that no one can tell from zero, must not divide by zero, and its scale must stay a
 # normal float32, which GPUs do not flush to zero.

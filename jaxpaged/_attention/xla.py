@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpaged._arguments import AttentionArguments
-from jaxpaged._rows import take_rows
+from jaxpaged._attention.arguments import AttentionArguments
+from jaxpaged._cache.pool_rows import take_rows
 
 TILE = 128  # tokens; against 256, 3 times as fast at 80 tokens and equal at 1000 on 2 CPU cores (9/3 heads, batch 1)
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._cache import KVCache, check_cache, map_blocks
-from jaxpaged._rows import put_rows, take_rows
-from jaxpaged._write_kv import scatter_slots
+from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
+from jaxpaged._cache.pool_rows import put_rows, take_rows
+from jaxpaged._cache.write import scatter_slots
 
 
 def swap_out(cache: KVCache, block_ids: ArrayLike) -> KVCache:

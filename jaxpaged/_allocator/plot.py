@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged._allocator import BlockAllocator
+from jaxpaged._allocator.block_allocator import BlockAllocator
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

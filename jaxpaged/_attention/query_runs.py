@@ -14,7 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxpaged._arguments import AttentionArguments
+from jaxpaged._attention.arguments import AttentionArguments
 from pallas_kernels.decode_config import MAX_ROWS
 
 

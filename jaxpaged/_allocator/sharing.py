@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from jaxpaged._allocator import BlockAllocator, Copies
+    from jaxpaged._allocator.block_allocator import BlockAllocator, Copies
 
 
 def fork(allocator: BlockAllocator, parents: jax.Array, replace: bool) -> tuple[BlockAllocator, Copies, jax.Array]:

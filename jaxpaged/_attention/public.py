@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged import _mosaic_gpu, _xla
-from jaxpaged._arguments import AttentionArguments, check_arguments, known_int
-from jaxpaged._partitions import NumPartitions, check_partitions
+from jaxpaged._attention import mosaic_gpu, xla
+from jaxpaged._attention.arguments import AttentionArguments, check_arguments, known_int
+from jaxpaged._attention.partitions import NumPartitions, check_partitions
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -159,10 +159,10 @@ def paged_attention(
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     if _use_kernel(arguments, implementation):
-        out, lse = _mosaic_gpu.attend(arguments, num_partitions=num_partitions, window=known_int(sliding_window))
+        out, lse = mosaic_gpu.attend(arguments, num_partitions=num_partitions, window=known_int(sliding_window))
     else:
         fixed = num_partitions if isinstance(num_partitions, int) else 1
-        out, lse = _xla.attend(arguments, num_partitions=fixed)
+        out, lse = xla.attend(arguments, num_partitions=fixed)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
@@ -173,12 +173,12 @@ def _use_kernel(arguments: AttentionArguments, implementation: Implementation | 
     if implementation == "xla":
         return False
     try:
-        _mosaic_gpu.check_supported(arguments)
+        mosaic_gpu.check_supported(arguments)
     except NotImplementedError:
         if implementation == "mosaic_gpu":
             raise
         return False
-    if _mosaic_gpu.varies(arguments):
+    if mosaic_gpu.varies(arguments):
         message = (
             "inside jax.shard_map the Mosaic GPU kernels need check_vma=False: Pallas takes no arrays that vary over a "
             "mesh axis."

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._arguments import AttentionArguments, check_arguments
+from jaxpaged._attention.arguments import AttentionArguments, check_arguments
 
 
 def paged_attention_reference(

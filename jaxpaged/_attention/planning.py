@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged import _mosaic_gpu
-from jaxpaged._arguments import check_lengths_dtype, optional
+from jaxpaged._attention import mosaic_gpu
+from jaxpaged._attention.arguments import check_lengths_dtype, optional
 from pallas_kernels import decode_config, partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
@@ -48,7 +48,7 @@ def plan_partitions(
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     seqs = lengths.shape[0]
     try:
-        num_sms, _ = _mosaic_gpu._gpu()
+        num_sms, _ = mosaic_gpu._gpu()
     except NotImplementedError:
         num_sms = 0  # nobody will follow the plan
     total = decode_config.balanced_partitions(seqs, num_kv_heads, num_sms) or seqs + 1

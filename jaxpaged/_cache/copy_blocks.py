@@ -11,9 +11,9 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from jaxpaged import _mosaic_gpu
-from jaxpaged._cache import KVCache, check_cache, map_blocks
-from jaxpaged._transfer import (
+from jaxpaged._attention import mosaic_gpu
+from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
+from jaxpaged._cache.transfer import (
     checked_ids,
     distinct,
     holds_tokens,
@@ -156,10 +156,10 @@ def _config_of(cache: KVCache, num_pairs: int) -> kernel.Config | None:
     block_numbers, itemsize = math.prod(cache.k.shape[-3:]), cache.k.dtype.itemsize
     # A kernel cannot be partitioned as XLA partitions its own operations: of a cache on several devices it would be
     # given all of it.
-    if len(jax.devices()) > 1 or _mosaic_gpu.varies(cache) or num_pairs == 0 or cache.k.size == 0:
+    if len(jax.devices()) > 1 or mosaic_gpu.varies(cache) or num_pairs == 0 or cache.k.size == 0:
         return None
     try:
-        num_sms, compute_capability = _mosaic_gpu._gpu()
+        num_sms, compute_capability = mosaic_gpu._gpu()
         kernel.check_supported(
             block_numbers=block_numbers,
             num_blocks=num_layers * num_blocks,

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._cache import KVCache, check_cache
-from jaxpaged._quantisation import kv_scale, quantise
-from jaxpaged._rows import put_rows
+from jaxpaged._cache.kv_cache import KVCache, check_cache
+from jaxpaged._cache.pool_rows import put_rows
+from jaxpaged._cache.quantise import kv_scale, quantise
 
 
 def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KVCache:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxpaged._block_pool import BlockPool
+from jaxpaged._allocator.block_pool import BlockPool
 
 if TYPE_CHECKING:
-    from jaxpaged._allocator import BlockAllocator
+    from jaxpaged._allocator.block_allocator import BlockAllocator
 
 
 def still_holds(allocator: BlockAllocator, snapshot: BlockAllocator) -> jax.Array:

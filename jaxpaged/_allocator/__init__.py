@@ -1,0 +1,1 @@
+"""The block allocator and the prefix cache."""

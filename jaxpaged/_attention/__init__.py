@@ -1,0 +1,1 @@
+"""The attention function: checks, the choice of an implementation, and the implementations."""

@@ -1,0 +1,1 @@
+"""The key/value cache: its form, writes, copies and transfers of blocks."""

@@ -3,12 +3,15 @@
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.plot import plot_blocks
 from jaxpaged._allocator.prefix_cache import PrefixCache
+from jaxpaged._attention.attend import attend
+from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.partitions import PartitionPlan
 from jaxpaged._attention.planning import plan_partitions
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
 from jaxpaged._cache.copy_blocks import copy_blocks
-from jaxpaged._cache.kv_cache import KVCache, fold_layers, layer_block_tables, layer_scales, layer_slots, unfold_layers
+from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.quantise import kv_scale, widen_kv
 from jaxpaged._cache.rotary import rotary_frequencies, rotate_and_write_kv
 from jaxpaged._cache.transfer import gather_kv, scatter_kv, swap_in, swap_out
@@ -19,16 +22,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockAllocator",
+    "CacheLayer",
     "KVCache",
     "PartitionPlan",
     "PrefixCache",
+    "attend",
     "copy_blocks",
-    "fold_layers",
     "gather_kv",
     "kv_scale",
-    "layer_block_tables",
-    "layer_scales",
-    "layer_slots",
+    "merge_attention",
     "paged_attention",
     "paged_attention_reference",
     "plan_partitions",
@@ -38,7 +40,6 @@ __all__ = [
     "scatter_kv",
     "swap_in",
     "swap_out",
-    "unfold_layers",
     "widen_kv",
     "write_kv",
     "zero_blocks",

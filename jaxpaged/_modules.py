@@ -4,16 +4,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._attention.attend import attend
 from jaxpaged._attention.partitions import StaticPartitions
-from jaxpaged._attention.public import Implementation, paged_attention
+from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotary import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
 
 
-def rotate_write_attend(
+def rotate_write_attend[C: (KVCache, CacheLayer)](
     qkv: jax.Array,  # [seqs, q_len, (heads + 2 * kv_heads) * head_dim], the heads of q, then of k, then of v
-    cache: KVCache,
+    cache: C,
     allocator: BlockAllocator,
     slots: jax.Array,  # int32 [seqs, q_len]
     *,
@@ -23,9 +25,9 @@ def rotate_write_attend(
     logits_soft_cap: float | None,
     num_partitions: StaticPartitions,
     implementation: Implementation | None,
-) -> tuple[KVCache, jax.Array]:  # and [seqs, q_len, heads * head_dim]
+) -> tuple[C, jax.Array]:  # and [seqs, q_len, heads * head_dim]
     seqs, q_len = slots.shape
-    num_kv_heads, head_dim = cache.k.shape[2:]
+    num_kv_heads, head_dim = _pools(cache).k.shape[-2:]
     projected = qkv.reshape(seqs, q_len, -1, head_dim)
     num_heads = projected.shape[2] - 2 * num_kv_heads
     q, k, v = jnp.split(projected, [num_heads, num_heads + num_kv_heads], axis=2)
@@ -33,31 +35,34 @@ def rotate_write_attend(
         cache = write_kv(cache, k, v, slots)
     else:
         cache, q = rotate_and_write_kv(cache, q, k, v, slots, allocator.positions(q_len), frequencies)
-    out = paged_attention(
+    out = attend(
         q,
-        cache.k,
-        cache.v,
-        allocator.block_tables,
-        allocator.lengths,
+        cache,
+        allocator,
         scale=scale,
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
-        k_scale=cache.k_scale,
-        v_scale=cache.v_scale,
         num_partitions=num_partitions,
         implementation=implementation,
     )
     return cache, out.reshape(seqs, q_len, -1)
 
 
-def check_call(x: jax.Array, cache: KVCache, slots: jax.Array, *, num_kv_heads: int, head_dim: int) -> None:
+def _pools(cache: KVCache | CacheLayer) -> KVCache:
+    return cache.stack if isinstance(cache, CacheLayer) else cache
+
+
+def check_call(
+    x: jax.Array, cache: KVCache | CacheLayer, slots: jax.Array, *, num_kv_heads: int, head_dim: int
+) -> None:
     """Raises `ValueError` where a module's inputs do not fit together."""
     if x.ndim != 3 or slots.shape != x.shape[:2]:
         raise ValueError(f"x must be [seqs, q_len, features] and slots [seqs, q_len]; got {x.shape=}, {slots.shape=}.")
-    if cache.k.shape[2:] != (num_kv_heads, head_dim):
+    k = _pools(cache).k
+    if k.shape[-2:] != (num_kv_heads, head_dim):
         raise ValueError(
             f"the cache must be [blocks, block_size, {num_kv_heads}, {head_dim}] for this module; "
-            f"got {cache.k.shape=}. Create it with the module's num_kv_heads and head_dim."
+            f"got {k.shape=}. Create it with the module's num_kv_heads and head_dim."
         )
 
 

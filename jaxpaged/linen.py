@@ -8,6 +8,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.partitions import StaticPartitions
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._modules import check_call, check_sizes, rotate_write_attend
 
 __all__ = ["PagedAttention"]
@@ -48,13 +49,13 @@ class PagedAttention(linen.Module):
     param_dtype: DTypeLike = "float32"
 
     @linen.compact
-    def __call__(
+    def __call__[C: (KVCache, CacheLayer)](
         self,
         x: jax.Array,
-        cache: KVCache,
+        cache: C,
         allocator: BlockAllocator,
         slots: jax.Array,
-    ) -> tuple[KVCache, jax.Array]:
+    ) -> tuple[C, jax.Array]:
         """As `jaxpaged.nnx.PagedAttention.__call__`."""
         check_sizes(self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_frequencies)
         check_call(x, cache, slots, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)

@@ -8,6 +8,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.partitions import StaticPartitions
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._modules import check_call, check_sizes, rotate_write_attend
 
 __all__ = ["PagedAttention"]
@@ -94,23 +95,23 @@ class PagedAttention(nnx.Module):
         self.qkv_proj = linear(in_features, (num_heads + 2 * num_kv_heads) * head_dim, use_bias)
         self.o_proj = linear(num_heads * head_dim, in_features, use_output_bias)
 
-    def __call__(
+    def __call__[C: (KVCache, CacheLayer)](
         self,
         x: jax.Array,
-        cache: KVCache,
+        cache: C,
         allocator: BlockAllocator,
         slots: jax.Array,
-    ) -> tuple[KVCache, jax.Array]:
+    ) -> tuple[C, jax.Array]:
         """Attends from the newest tokens of each sequence.
 
         Args:
             x: `[seqs, q_len, in_features]`, the newest q_len tokens of each sequence, the last one last.
-            cache: of this layer, of any dtype, with its scales where it is quantised.
+            cache: this layer's, of any dtype, or `CacheLayer(stack, i)`.
             allocator: after the `append` that made room for these tokens. One `append` serves all layers.
             slots: int32 `[seqs, q_len]`, which that `append` returned. Rows of padding have a slot outside the pool.
 
         Returns:
-            The new cache, and the output `[seqs, q_len, in_features]`.
+            The new cache, in the form it came in, and the output `[seqs, q_len, in_features]`.
 
         Raises:
             ValueError: shapes that do not fit.

@@ -24,7 +24,7 @@ MISTAKES = {
     "q rank": (dict(q=jnp.zeros((6, 64))), r"q must be \[seqs, heads, head_dim\] or .*; got q.shape=\(6, 64\)"),
     "cache rank": (
         dict(k_cache=jnp.zeros((4, 9, 16, 2, 64)), v_cache=jnp.zeros((4, 9, 16, 2, 64))),
-        r"got k_cache.shape=\(4, 9, 16, 2, 64\).*fold_layers",
+        r"got k_cache.shape=\(4, 9, 16, 2, 64\).*CacheLayer",
     ),
     "two cache shapes": (dict(v_cache=jnp.zeros((9, 16, 2, 32))), r"k_cache and v_cache must have one shape"),
     "empty axis": (dict(q=jnp.zeros((3, 0, 6, 64))), r"no axis may be empty; got q.shape=\(3, 0, 6, 64\)"),
@@ -42,7 +42,7 @@ MISTAKES = {
         dict(k_scale=jnp.ones(6)),
         r"k_scale must have shape \[\] or \[kv_heads\]=\[2\] or .*=\[\d+, 16, 2\]; got \[6\]\.$",
     ),
-    "v_scale of a stack": (dict(v_scale=jnp.ones((4, 2))), r"v_scale must have .*; got \[4, 2\].*layer_scales"),
+    "v_scale of a stack": (dict(v_scale=jnp.ones((4, 2))), r"v_scale must have .*; got \[4, 2\].*CacheLayer"),
     "v_scale with kv_heads first": (dict(v_scale=jnp.ones((2, 9, 16))), r"v_scale must have .*; got \[2, 9, 16\]"),
     "v_scale with head_dim": (dict(v_scale=jnp.ones((9, 16, 2, 64))), r"v_scale must have .*; got \[9, 16, 2, 64\]"),
     "k_scale dtype": (dict(k_scale=jnp.ones(2, jnp.bfloat16)), r"k_scale must be float32; got bfloat16. Cast"),

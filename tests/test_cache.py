@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jaxpaged
-from jaxpaged import KVCache, fold_layers, layer_block_tables, layer_slots, paged_attention, unfold_layers, write_kv
+from jaxpaged import CacheLayer, KVCache, paged_attention, write_kv
 from tests.cases import make_case
 
 SMALL = dict(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
@@ -81,7 +81,7 @@ def test_create_errors(changes, message):
         ),
         (SMALL, (3, 2, 8), jnp.zeros(3, jnp.int32), r"slots \[\.\.\.\] and the cache's \[1, 8\]"),
         (SMALL, (3, 1, 8), jnp.zeros(3, jnp.float32), r"slots must be int32; got slots.dtype=float32"),
-        (SMALL | dict(num_layers=2), (3, 1, 8), jnp.zeros(3, jnp.int32), r"got cache.k.shape=\(2, .*fold_layers"),
+        (SMALL | dict(num_layers=2), (3, 1, 8), jnp.zeros(3, jnp.int32), r"got cache.k.shape=\(2, .*CacheLayer"),
     ],
 )
 def test_write_errors(cache, k, slots, message):
@@ -95,32 +95,28 @@ def test_a_cache_that_write_kv_cannot_write():
         write_kv(KVCache(narrow, narrow), tokens(1), tokens(1), jnp.zeros(1, jnp.int32))
 
 
-def test_a_folded_stack_is_each_layer_by_itself():
+def test_a_layer_of_a_stack_is_that_cache_by_itself():
     layers = [make_case(seed, lengths=(20, 33), max_blocks=3) for seed in (1, 2, 3)]
     stack = KVCache(k=jnp.stack([c.k_cache for c in layers]), v=jnp.stack([c.v_cache for c in layers]))
-    pool = fold_layers(stack)
-    num_blocks = stack.k.shape[1]
-    assert (unfold_layers(pool, 3).k == stack.k)[~jnp.isnan(stack.k)].all()
     for i, case in enumerate(layers):
-        tables = layer_block_tables(case.block_tables, i, num_blocks)
-        out = paged_attention(case.q, pool.k, pool.v, tables, case.lengths)
+        layer = CacheLayer(stack, i)
+        tables = layer.block_tables(case.block_tables)
+        out = paged_attention(case.q, layer.pool.k, layer.pool.v, tables, case.lengths)
         alone = paged_attention(*case.arrays)
         assert (out == alone).all()
 
 
-def test_layer_slots_shift_tokens_and_keep_padding():
+def test_slots_of_a_layer_shift_tokens_and_keep_padding():
     slots = jnp.asarray([0, 7, 8, -1, 2**31 - 1], jnp.int32)
-    assert layer_slots(slots, 2, 8).tolist() == [16, 23, -1, -1, -1]
-    stack = fold_layers(KVCache.create(**SMALL, num_layers=3))
-    written = write_kv(stack, tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 4, 5), layer_slots(slots, 1, 8))
-    assert shown(written.k) == [0] * 8 + [1] + [0] * 6 + [2] + [0] * 8
+    stack = KVCache.create(**SMALL, num_layers=3)
+    assert CacheLayer(stack, 2).slots(slots).tolist() == [16, 23, -1, -1, -1]
+    written = write_kv(CacheLayer(stack, 1), tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 4, 5), slots)
+    assert shown(written.stack.k) == [0] * 8 + [1] + [0] * 6 + [2] + [0] * 8
 
 
-def test_fold_errors():
-    with pytest.raises(ValueError, match=r"takes a stack \[layers, blocks, ...\]; got cache.k.shape=\(4, 2, 1, 8\)"):
-        fold_layers(KVCache.create(**SMALL))
-    with pytest.raises(ValueError, match=r"got cache.k.shape=\(4, 2, 1, 8\), num_layers=3"):
-        unfold_layers(KVCache.create(**SMALL), 3)
+def test_a_layer_is_of_a_stack():
+    with pytest.raises(ValueError, match=r"takes a stack \[layers, blocks, ...\]; got k.shape=\(4, 2, 1, 8\)"):
+        write_kv(CacheLayer(KVCache.create(**SMALL), 0), tokens(1), tokens(1), jnp.zeros(1, jnp.int32))
 
 
 def test_a_cache_is_a_pytree_that_can_be_emptied_and_shaped():

@@ -9,10 +9,9 @@ import pytest
 
 from jaxpaged import (
     BlockAllocator,
+    CacheLayer,
     KVCache,
-    fold_layers,
-    layer_block_tables,
-    layer_slots,
+    attend,
     paged_attention,
     write_kv,
 )
@@ -84,23 +83,22 @@ def test_a_whole_loop_copies_no_cache_and_never_calls_the_host():
     assert "callback" not in text
 
 
-def test_a_scan_over_a_folded_stack_copies_no_cache():
+def test_a_scan_over_a_stack_copies_no_cache():
     layers = 3
 
     def step(stack, allocator, q, k, v):
         allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
 
         def layer(carry, i):
-            cache, q = carry
-            cache = write_kv(cache, k, v, layer_slots(slots[:, 0], i, NUM_BLOCKS * BLOCK_SIZE))
-            tables = layer_block_tables(allocator.block_tables, i, NUM_BLOCKS)
-            return (cache, paged_attention(q, cache.k, cache.v, tables, allocator.lengths)), None
+            stack, q = carry
+            cache = write_kv(CacheLayer(stack, i), k, v, slots[:, 0])
+            return (cache.stack, attend(q, cache, allocator)), None
 
         (stack, out), _ = jax.lax.scan(layer, (stack, q), jnp.arange(layers))
         return stack, allocator, out
 
     _, *rest = inputs()
-    stack = fold_layers(KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, num_layers=layers))
+    stack = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, num_layers=layers)
     text = jax.jit(step, donate_argnums=(0, 1)).lower(stack, *rest).compile().as_text()
     assert cache_sized_copies(text) == []
 

@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpaged import (
     BlockAllocator,
+    CacheLayer,
     KVCache,
-    fold_layers,
-    layer_block_tables,
     paged_attention,
     paged_attention_reference,
     write_kv,
@@ -36,17 +35,16 @@ def test_vmap_over_independent_pools():
         np.testing.assert_allclose(its, oracle(case)[0], atol=3e-6)
 
 
-def test_scan_over_layers_of_one_folded_pool_with_mixed_windows():
+def test_scan_over_layers_of_a_stack_with_mixed_windows():
     cases = [make_case(seed, lengths=(3, 50), max_blocks=4) for seed in range(3)]
     stack = KVCache(k=jnp.stack([c.k_cache for c in cases]), v=jnp.stack([c.v_cache for c in cases]))
-    pool, num_blocks = fold_layers(stack), stack.k.shape[1]
     windows = jnp.asarray([5, 1000, 17], jnp.int32)
 
     def layer(_, inputs):
         i, window, q, tables, lengths = inputs
-        return None, paged_attention(
-            q, pool.k, pool.v, layer_block_tables(tables, i, num_blocks), lengths, sliding_window=window
-        )
+        layer = CacheLayer(stack, i)
+        pool, tables = layer.pool, layer.block_tables(tables)
+        return None, paged_attention(q, pool.k, pool.v, tables, lengths, sliding_window=window)
 
     arrays = [jnp.stack([getattr(c, name) for c in cases]) for name in ("q", "block_tables", "lengths")]
     _, outs = jax.jit(lambda: jax.lax.scan(layer, None, (jnp.arange(3), windows, *arrays)))()

@@ -13,7 +13,6 @@ from jaxpaged import (
     BlockAllocator,
     KVCache,
     PrefixCache,
-    fold_layers,
     plot_blocks,
     swap_in,
     swap_out,
@@ -52,8 +51,8 @@ def test_more_blocks_than_are_zeroed_at_once():
     cache = jax.tree.map(jnp.ones_like, KVCache.create(400, 2, 1, 8))
     zeroed = zero_blocks(cache, jnp.arange(100, 300, dtype=jnp.int32))
     assert np.flatnonzero(~np.asarray(zeroed.k).any(axis=(1, 2, 3))).tolist() == list(range(100, 300))
-    folded = fold_layers(KVCache.create(4, 2, 1, 8, num_layers=2))
-    assert zero_blocks(folded, jnp.zeros(0, jnp.int32)).k.shape == folded.k.shape
+    stack = KVCache.create(4, 2, 1, 8, num_layers=2)
+    assert zero_blocks(stack, jnp.zeros(0, jnp.int32)).k.shape == stack.k.shape
 
 
 def test_zeroing_refuses_what_are_no_ids():

@@ -9,7 +9,7 @@ from flax import nnx
 import jaxpaged
 import jaxpaged.linen
 import jaxpaged.nnx
-from jaxpaged import BlockAllocator, KVCache
+from jaxpaged import BlockAllocator, CacheLayer, KVCache, attend, paged_attention, write_kv
 
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 48, 6, 2, 16, 4
 SIZES = dict(
@@ -101,6 +101,37 @@ def test_prefill_and_decode_are_dense_attention_in_both(options):
             np.testing.assert_allclose(row[0], wanted[-1], atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_layer_of_a_stack_serves_as_a_cache(dtype):
+    module, apply = make({})
+    cache, allocator = fresh()
+    cache = KVCache.create(16, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype)
+    stack = KVCache.create(16, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype, num_layers=3)
+    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), max_tokens=11)
+    x = prompt_batch(tokens(), 11)
+    alone, expected = module(x, cache, allocator, slots)
+    for call in (module, apply):
+        layer, out = call(x, CacheLayer(stack, 1), allocator, slots)
+        assert (out == expected).all()
+        for array, wanted in zip(jax.tree.leaves(layer.stack), jax.tree.leaves(alone), strict=True):
+            assert (array[1] == wanted).all()
+            assert not array[jnp.asarray([0, 2])].any()
+
+
+def test_attend_passes_tables_scales_and_options():
+    cache, allocator = KVCache.create(16, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype="int8"), fresh()[1]
+    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), max_tokens=11)
+    q, k, v = (jax.random.normal(jax.random.key(i), (3, 11, KV_HEADS, HEAD_DIM)) for i in range(3))
+    cache = write_kv(cache, k, v, slots)
+    scales = dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
+    arrays = (q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
+    expected = paged_attention(*arrays, **scales, sliding_window=3, return_lse=True)
+    for out, wanted in zip(attend(q, cache, allocator, sliding_window=3, return_lse=True), expected, strict=True):
+        assert (out == wanted).all()
+    with pytest.raises(ValueError, match="got num_partitions=0"):
+        attend(q, cache, allocator, num_partitions=0)
+
+
 def test_the_same_weights_give_the_same_bits_in_both():
     module, apply = make({})
     cache, allocator = fresh()
@@ -149,7 +180,7 @@ def test_call_errors():
     with pytest.raises(ValueError, match=r"x must be \[seqs, q_len, features\].*got x.shape=\(3, 48\)"):
         module(jnp.zeros((3, FEATURES)), cache, allocator, slots)
     other = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM)
-    with pytest.raises(ValueError, match=r"must be \[blocks, block_size, 2, 16\].*got cache.k.shape=\(4, 4, 1, 16\)"):
+    with pytest.raises(ValueError, match=r"must be \[blocks, block_size, 2, 16\].*got k.shape=\(4, 4, 1, 16\)"):
         module(jnp.zeros((3, 1, FEATURES)), other, allocator, slots)
 
 
@@ -157,9 +188,9 @@ def test_the_number_of_partitions_reaches_the_attention():
     module, apply = make(dict(num_partitions=0))
     cache, allocator = fresh()
     allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
-    for attend in (module, apply):
+    for call in (module, apply):
         with pytest.raises(ValueError, match=r"num_partitions must be .*; got num_partitions=0"):
-            attend(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, allocator, slots)
+            call(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, allocator, slots)
 
 
 def test_rotary_frequencies_of_an_odd_head_dim():

@@ -9,14 +9,10 @@ import pytest
 
 from jaxpaged import (
     BlockAllocator,
+    CacheLayer,
     KVCache,
-    fold_layers,
     kv_scale,
-    layer_block_tables,
-    layer_scales,
-    layer_slots,
     paged_attention,
-    unfold_layers,
     widen_kv,
     write_kv,
 )
@@ -140,29 +136,28 @@ def test_padding_writes_neither_numbers_nor_scales(dtype, scale):
 
 @DTYPES
 @EVERY_SCALE
-def test_a_folded_stack_is_each_layer_by_itself(dtype, scale):
+def test_a_layer_of_a_stack_is_that_cache_by_itself(dtype, scale):
     k, v = drawn((3, 5, 2, 8)), drawn((3, 5, 2, 8), 1)
     # Not vmap: XLA may round the division of a batch otherwise, by one unit in the last place.
     k_scale, v_scale = (jnp.stack([kv_scale(layer, dtype, scale) for layer in x]) for x in (k, v))
     given = {} if scale == "token_head" else dict(k_scale=k_scale, v_scale=v_scale)
     slots = jnp.asarray([3, 9, 31, -1, 4], jnp.int32)
-    pool = fold_layers(KVCache.create(8, 4, 2, 8, dtype=dtype, scale=scale, num_layers=3, **given))
+    stack = KVCache.create(8, 4, 2, 8, dtype=dtype, scale=scale, num_layers=3, **given)
     alone = [created(k[i], v[i], dtype, scale) for i in range(3)]
     q, tables, lengths = drawn((2, 6, 8)), jnp.asarray([[2, 1], [7, 0]], jnp.int32), jnp.asarray([6, 4], jnp.int32)
     for i in range(3):
-        pool = write_kv(pool, k[i], v[i], layer_slots(slots, i, 32))
+        stack = write_kv(CacheLayer(stack, i), k[i], v[i], slots).stack
         alone[i] = write_kv(alone[i], k[i], v[i], slots)
-    stack = unfold_layers(pool, 3)
     for i in range(3):
         assert (stack.k[i] == alone[i].k).all()
         assert (np.asarray(widen_kv(stack).v[i]) == np.asarray(widen_kv(alone[i]).v)).all()
-        assert (np.asarray(widen_kv(pool).v.reshape(3, 8, 4, 2, 8)[i]) == np.asarray(widen_kv(alone[i]).v)).all()
-        k_scale, v_scale = jax.jit(layer_scales)(pool, jnp.int32(i))
+        layer = CacheLayer(stack, jnp.int32(i))
+        pool = jax.jit(lambda layer: layer.pool)(layer)
         expected = paged_attention(
             q, alone[i].k, alone[i].v, tables, lengths, k_scale=alone[i].k_scale, v_scale=alone[i].v_scale
         )
-        shifted = layer_block_tables(tables, i, 8)
-        out = paged_attention(q, pool.k, pool.v, shifted, lengths, k_scale=k_scale, v_scale=v_scale)
+        shifted = layer.block_tables(tables)
+        out = paged_attention(q, pool.k, pool.v, shifted, lengths, k_scale=pool.k_scale, v_scale=pool.v_scale)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -8,12 +8,10 @@ import pytest
 from jaxpaged import (
     KVCache,
     copy_blocks,
-    fold_layers,
     gather_kv,
     scatter_kv,
     swap_in,
     swap_out,
-    unfold_layers,
     widen_kv,
     write_kv,
 )
@@ -209,9 +207,6 @@ def test_what_was_written_is_what_is_gathered():
 
 def test_copying_within_a_stack_is_copying_in_each_of_its_layers():
     stack = numbered(3)
-    pool = fold_layers(stack)
-    shifted = ids(1, 2 + 6, 3 + 12), ids(4, 4 + 6, 4 + 12)
-    assert shown(unfold_layers(copy_blocks(pool, *shifted), 3).k)[1] == [10, 11, 12, 13, 12, 15]
     alone = [copy_blocks(KVCache(k, v), ids(1), ids(5)) for k, v in zip(stack.k, stack.v, strict=True)]
     assert shown(copy_blocks(stack, ids(1), ids(5)).v) == [shown(cache.v) for cache in alone]
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxpaged._cache.kv_cache import CACHE_DTYPES
+
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-CACHE_DTYPES = (*QUERY_DTYPES, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 
 
 @jax.tree_util.register_dataclass
@@ -133,7 +134,7 @@ def _check_shapes(
     if k_cache.ndim != 4:
         raise ValueError(
             f"k_cache must be [blocks, block_size, kv_heads, head_dim]; got {k_cache.shape=}. "
-            "For a cache stacked over layers pass one layer, or fold the layers with jaxpaged.fold_layers."
+            "For a layer of a stack call jaxpaged.attend with jaxpaged.CacheLayer(stack, layer)."
         )
     if k_cache.shape != v_cache.shape:
         raise ValueError(f"k_cache and v_cache must have one shape; got {k_cache.shape=}, {v_cache.shape=}.")
@@ -203,7 +204,11 @@ def _cache_scale(name: str, value: ArrayLike | None, cache_shape: tuple[int, ...
     elif array.shape in ((1, *wanted), (1, 1, *wanted)):
         array = array.reshape(wanted)
     if array.shape not in ((), wanted, cache_shape):
-        hint = " For one layer of a folded stack take jaxpaged.layer_scales." if array.ndim in (2, 4) else ""
+        hint = (
+            " For one layer of a stack take those of jaxpaged.CacheLayer(stack, layer).pool."
+            if array.ndim in (2, 4)
+            else ""
+        )
         raise ValueError(
             f"{name} must have shape [] or [kv_heads]={[kv_heads]} or [blocks, block_size, kv_heads]="
             f"{[num_blocks, block_size, kv_heads]}; got {list(array.shape)}.{hint}"

@@ -107,8 +107,7 @@ def paged_attention(
         sinks: f32 `[heads]`, one more logit a head in the denominator; it is part of the lse.
         k_scale: what stored keys are multiplied with, f32: `[]`, one number for all; `[kv_heads]`, one a KV head; or
             `[blocks, block_size, kv_heads]`, one a slot and KV head: `k_cache * k_scale[..., None]`. It is read where
-            k_cache is, so that what stands in unused slots never reaches the output. Pass `cache.k_scale`, or of a
-            folded stack `layer_scales(cache, layer)`.
+            k_cache is, so that what stands in unused slots never reaches the output. Pass `cache.k_scale`.
         v_scale: likewise for values.
         num_partitions: in how many parts each sequence's tokens are worked on side by side, to be merged at the end.
             With a number, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1,

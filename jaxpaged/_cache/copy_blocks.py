@@ -34,8 +34,7 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
     `caches = tuple(copy_blocks(cache, source_ids, destination_ids) for cache in caches)`.
 
     Args:
-        cache: one layer's cache, a stack of layers, or a folded stack (which has one layer's blocks after the other's:
-            shift the ids with `layer_block_tables`).
+        cache: one layer's cache, or a stack of layers.
         source_ids: int32 `[pairs]`, block ids.
         destination_ids: int32 `[pairs]`. A pair in which either id is 0, the null block, or outside the pool is
             padding: nothing is copied.

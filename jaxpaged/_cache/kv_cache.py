@@ -1,7 +1,6 @@
-"""The paged key/value cache: an immutable pytree, its creation, and folding a stack of layers into one pool."""
+"""The paged key/value cache: an immutable pytree, its and its creation."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -9,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxpaged._attention.arguments import CACHE_DTYPES
 from jaxpaged._export import exportable
 
+CACHE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 Granularity = Literal["tensor", "head", "token_head"]
 
 # The largest number of each narrow dtype. What is larger would become NaN (float8_e4m3fn), infinity (float8_e5m2), or
@@ -35,9 +34,8 @@ class KVCache:
 
     Block 0 is the null block: it pads every block table and holds no sequence's tokens.
 
-    Hold one cache per layer and unroll the layers where speed matters. To scan over layers, stack (`num_layers`),
-    and inside the scan treat the stack as one pool: `fold_layers`, `layer_block_tables`, `layer_slots`,
-    `layer_scales`. Slicing a layer out of a stack copies it.
+    Hold one cache per layer and unroll the layers where speed matters. To scan over layers, stack them (`num_layers`)
+    and pass `CacheLayer(stack, i)` for the cache of layer i. Slicing a layer out of a stack copies it.
     """
 
     k: jax.Array
@@ -166,9 +164,7 @@ def _scale_fits(scale: tuple[int, ...], pool: tuple[int, ...]) -> bool:
     kv_heads = pool[-2]
     if scale == pool[:-1]:
         return True
-    if len(scale) == 2 and scale[1] in (1, kv_heads):  # of a stack, folded where the pool has no layer axis
-        return scale[0] == pool[0] if len(pool) == 5 else pool[0] % scale[0] == 0
-    return len(pool) == 4 and scale in ((), (kv_heads,))
+    return scale in (((pool[0], 1), (pool[0], kv_heads)) if len(pool) == 5 else ((), (kv_heads,)))
 
 
 def map_blocks(function: Callable[..., jax.Array], cache: KVCache, *others: KVCache) -> KVCache:
@@ -183,59 +179,3 @@ def map_blocks(function: Callable[..., jax.Array], cache: KVCache, *others: KVCa
         k_scale=of_scale(cache.k_scale, *(other.k_scale for other in others)),
         v_scale=of_scale(cache.v_scale, *(other.v_scale for other in others)),
     )
-
-
-def fold_layers(cache: KVCache) -> KVCache:
-    """A stack `[layers, blocks, ...]` as one pool `[layers * blocks, ...]`: no copy.
-
-    Layer i's block b is block `i * blocks + b` of the pool; `layer_block_tables` and `layer_slots` shift to it,
-    `layer_scales` takes a quantised cache's scales.
-
-    Raises:
-        ValueError: the cache is not stacked, or has 2^31 slots and more.
-    """
-    if cache.k.ndim != 5:
-        raise ValueError(f"fold_layers takes a stack [layers, blocks, ...]; got {cache.k.shape=}.")
-    if math.prod(cache.k.shape[:3]) >= 2**31:
-        raise ValueError(f"slots are int32: a folded stack holds less than 2^31 of them; got {cache.k.shape=}.")
-    return map_blocks(lambda pool: pool.reshape(math.prod(pool.shape[:2]), *pool.shape[2:]), cache)
-
-
-def unfold_layers(cache: KVCache, num_layers: int) -> KVCache:
-    """The inverse of `fold_layers`.
-
-    Raises:
-        ValueError: the pool does not divide into that many layers.
-    """
-    if cache.k.ndim != 4 or num_layers < 1 or cache.k.shape[0] % num_layers:
-        raise ValueError(f"the pool must be [layers * blocks, ...]; got {cache.k.shape=}, {num_layers=}.")
-    return map_blocks(lambda pool: pool.reshape(num_layers, -1, *pool.shape[1:]), cache)
-
-
-def layer_block_tables(block_tables: jax.Array, layer: ArrayLike, num_blocks: int) -> jax.Array:
-    """Block tables for `layer` (may be traced) of a folded stack with `num_blocks` blocks a layer."""
-    return block_tables + jnp.asarray(layer, jnp.int32) * num_blocks
-
-
-def layer_slots(slots: jax.Array, layer: ArrayLike, num_slots: int) -> jax.Array:
-    """Slots for `layer` (may be traced) of a folded stack with `num_slots = num_blocks * block_size` slots a layer.
-
-    Padding, a slot outside one layer, stays padding: it becomes -1.
-    """
-    shifted = slots + jnp.asarray(layer, jnp.int32) * num_slots
-    return jnp.where((slots >= 0) & (slots < num_slots), shifted, -1)
-
-
-def layer_scales(cache: KVCache, layer: ArrayLike) -> tuple[jax.Array | None, jax.Array | None]:
-    """`k_scale` and `v_scale` for `layer` (may be traced) of a folded stack, as `paged_attention` takes them.
-
-    Those of a token and head are the pool's own, whose ids are shifted already; None where nothing is quantised.
-    """
-
-    def of_layer(scale: jax.Array | None) -> jax.Array | None:
-        if scale is None or scale.ndim != 2:
-            return scale
-        row = jax.lax.dynamic_index_in_dim(scale, jnp.asarray(layer, jnp.int32), keepdims=False)
-        return row.reshape(()) if row.shape == (1,) and cache.k.shape[-2] != 1 else row
-
-    return of_layer(cache.k_scale), of_layer(cache.v_scale)

@@ -86,11 +86,8 @@ def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
     def widen(pool: jax.Array, scale: jax.Array | None) -> jax.Array:
         if scale is None:
             return pool.astype(dtype)
-        if scale.ndim == 2:  # [layers, 1 or kv_heads], of a stack or a folded one
-            layers = pool.shape[0] if pool.ndim == 5 else scale.shape[0]
-            scale = jnp.repeat(scale, pool.shape[0] // layers, axis=0).reshape(
-                pool.shape[0], *(1,) * (pool.ndim - 3), -1
-            )
+        if scale.ndim == 2:  # [layers, 1 or kv_heads], of a stack
+            scale = scale[:, None, None]
         factor = jnp.broadcast_to(scale.reshape((1,) * (pool.ndim - 1 - scale.ndim) + scale.shape), pool.shape[:-1])
         return (pool.astype(jnp.float32) * factor[..., None]).astype(dtype)
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.write import write_kv
 
 
@@ -25,15 +26,15 @@ def rotary_frequencies(head_dim: int, theta: float = 10_000.0) -> tuple[float, .
     return tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
 
 
-def rotate_and_write_kv(
-    cache: KVCache,
+def rotate_and_write_kv[C: (KVCache, CacheLayer)](
+    cache: C,
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     slots: ArrayLike,
     positions: ArrayLike,
     frequencies: tuple[float, ...],
-) -> tuple[KVCache, jax.Array]:
+) -> tuple[C, jax.Array]:
     """Turns q and k by their positions and writes k and v into their slots; in place where the cache is donated.
 
     With p a token's position, f_i the i-th frequency and x a head of q or k, in float32:
@@ -46,7 +47,7 @@ def rotate_and_write_kv(
     token and head take another four, which find and write them (six for thousands of tokens).
 
     Args:
-        cache: one layer's cache, or a folded stack.
+        cache: one layer's cache, or a layer of a stack.
         q: `[..., heads, head_dim]`.
         k: `[..., kv_heads, head_dim]`, not yet turned.
         v: likewise.

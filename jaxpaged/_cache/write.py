@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache, check_cache
+from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.pool_rows import put_rows
 from jaxpaged._cache.quantise import kv_scale, quantise
 
 
-def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KVCache:
+def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> C:
     """Writes new tokens into their slots; in place where the cache is donated.
 
     A quantised cache is given `round(k / k_scale)`, clipped to what its dtype holds, so that nothing overflows to NaN
@@ -19,7 +20,7 @@ def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KV
     token and stored with it; with the others it is the cache's own, and does not change.
 
     Args:
-        cache: one layer's cache, or a folded stack.
+        cache: one layer's cache, or a layer of a stack.
         k: `[..., kv_heads, head_dim]`, cast to the cache's dtype or quantised to it.
         v: likewise.
         slots: int32 `[...]`, as `BlockAllocator.append` returns them. A slot outside the pool, below zero or past
@@ -28,7 +29,7 @@ def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KV
             every other slot is as it should be.
 
     Returns:
-        The new cache.
+        The new cache, or the layer of the new stack.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -44,12 +45,21 @@ def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KV
         >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
         [0, 0, 1, 1, 0, 0, 0, 0]
     """
-    k, v, slots = jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots)
+    new_k, new_v, slots = jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots)
+    if slots.dtype != jnp.int32:
+        raise ValueError(f"slots must be int32; got {slots.dtype=!s}. Cast with .astype(jnp.int32).")
+    if isinstance(cache, CacheLayer):
+        check_cache(cache.stack)
+        return cache.with_pool(_write_pool(cache.pool, new_k, new_v, cache.slots(slots)))
+    return _write_pool(cache, new_k, new_v, slots)
+
+
+def _write_pool(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVCache:
     check_cache(cache)
     if cache.k.ndim != 4:
         raise ValueError(
-            f"write_kv takes one layer's cache; got {cache.k.shape=}. "
-            "Fold a stack with jaxpaged.fold_layers and shift the slots with jaxpaged.layer_slots."
+            f"write_kv takes one layer's cache; got {cache.k.shape=}. For a layer of a stack pass "
+            "jaxpaged.CacheLayer(stack, layer)."
         )
     token_shape = cache.k.shape[2:]
     if k.shape != v.shape or k.shape != (*slots.shape, *token_shape):
@@ -57,8 +67,6 @@ def write_kv(cache: KVCache, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> KV
             f"k and v must be [..., kv_heads, head_dim] with slots [...] and the cache's {list(token_shape)}; "
             f"got {k.shape=}, {v.shape=}, {slots.shape=}."
         )
-    if slots.dtype != jnp.int32:
-        raise ValueError(f"slots must be int32; got {slots.dtype=!s}. Cast with .astype(jnp.int32).")
     slots = slots.ravel()
     k, v = k.reshape(-1, *token_shape), v.reshape(-1, *token_shape)
     new_k, k_scale = _write(cache.k, cache.k_scale, k, slots)
@@ -76,9 +84,6 @@ def _write(
     if pool_scale.ndim == 3:
         scale = kv_scale(tokens, pool.dtype, "token_head")
         stored = scatter_slots(pool_scale, scale, slots)
-    elif pool_scale.ndim == 2:  # of a folded stack: the slot says which layer's
-        num_slots = pool.shape[0] * pool.shape[1] // pool_scale.shape[0]
-        scale = pool_scale.at[slots // num_slots].get(mode="clip")
     return scatter_slots(pool, quantise(tokens, scale, pool.dtype), slots), stored
 
 

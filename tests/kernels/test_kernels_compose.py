@@ -11,10 +11,8 @@ from jax import export, lax
 
 from jaxpaged import (
     BlockAllocator,
+    CacheLayer,
     KVCache,
-    fold_layers,
-    layer_block_tables,
-    layer_slots,
     paged_attention,
     write_kv,
 )
@@ -62,21 +60,19 @@ def test_a_decode_step_in_a_while_loop():
     assert "stablehlo.while" in text
 
 
-def test_a_scan_over_layers_of_a_folded_pool_with_mixed_windows():
+def test_a_scan_over_layers_of_a_stack_with_mixed_windows():
     stack, allocator, q = inputs(num_layers=3)
 
     def layers(stack, allocator, q, windows):
         allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
 
         def layer(carry, i_and_window):
-            (pool, q), (i, window) = carry, i_and_window
-            pool = write_kv(
-                pool, q[:, :KV_HEADS], q[:, :KV_HEADS], layer_slots(slots[:, 0], i, NUM_BLOCKS * BLOCK_SIZE)
-            )
-            tables = layer_block_tables(allocator.block_tables, i, NUM_BLOCKS)
-            return (pool, attend(q, pool.k, pool.v, tables, allocator.lengths, sliding_window=window)), None
+            (stack, q), (i, window) = carry, i_and_window
+            cache = write_kv(CacheLayer(stack, i), q[:, :KV_HEADS], q[:, :KV_HEADS], slots[:, 0])
+            pool, tables = cache.pool, cache.block_tables(allocator.block_tables)
+            return (cache.stack, attend(q, pool.k, pool.v, tables, allocator.lengths, sliding_window=window)), None
 
-        return lax.scan(layer, (fold_layers(stack), q), (jnp.arange(3), windows))[0]
+        return lax.scan(layer, (stack, q), (jnp.arange(3), windows))[0]
 
     text = lowered(layers, stack, allocator, q, jnp.asarray([5, 1000, 17], jnp.int32))
     assert kernel_calls(text) == 1

@@ -1,0 +1,64 @@
+"""Attention from a cache and an allocator, which know the tables and the scales."""
+
+from typing import Any, Literal, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._attention.public import paged_attention
+from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.layers import CacheLayer
+
+
+@overload
+def attend(
+    q: ArrayLike,
+    cache: KVCache | CacheLayer,
+    allocator: BlockAllocator,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> jax.Array: ...
+
+
+@overload
+def attend(
+    q: ArrayLike, cache: KVCache | CacheLayer, allocator: BlockAllocator, *, return_lse: Literal[True], **options: Any
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def attend(
+    q: ArrayLike, cache: KVCache | CacheLayer, allocator: BlockAllocator, *, return_lse: bool = False, **options: Any
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`paged_attention` of `q` over a cache, with the cache's scales and the allocator's block tables and lengths.
+
+    Args:
+        q: `[seqs, heads, head_dim]` or `[seqs, q_len, heads, head_dim]`.
+        cache: one layer's cache, or `CacheLayer(stack, i)`, after the write of q's tokens.
+        allocator: after the `append` that made room for them.
+        return_lse: also return the lse.
+        options: the others of `paged_attention`, except `k_scale` and `v_scale`.
+
+    Returns:
+        As `paged_attention`.
+
+    Raises:
+        ValueError: as `paged_attention`.
+        NotImplementedError: as `paged_attention`.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged
+        >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="int8")
+        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks=4)
+        >>> allocator, slots, ok = allocator.append(jnp.array([1]))
+        >>> cache = jaxpaged.write_kv(cache, jnp.ones((1, 2, 64)), jnp.ones((1, 2, 64)), slots[:, 0])
+        >>> jaxpaged.attend(jnp.ones((1, 4, 64)), cache, allocator).shape
+        (1, 4, 64)
+    """
+    if isinstance(cache, CacheLayer):
+        pool, block_tables = cache.pool, cache.block_tables(allocator.block_tables)
+    else:
+        pool, block_tables = cache, allocator.block_tables
+    options |= dict(k_scale=pool.k_scale, v_scale=pool.v_scale, return_lse=return_lse)
+    return paged_attention(q, pool.k, pool.v, block_tables, allocator.lengths, **options)

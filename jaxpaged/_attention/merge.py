@@ -1,0 +1,56 @@
+"""Attention over two sets of tokens, merged from the attention over each."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+
+def merge_attention(
+    out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    r"""Attention over the tokens of a and b together, from the outputs and lses over each.
+
+    $$ \mathrm{lse} = \log(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}), \qquad
+       \mathrm{out} = e^{\mathrm{lse}_a - \mathrm{lse}} \, \mathrm{out}_a +
+                      e^{\mathrm{lse}_b - \mathrm{lse}} \, \mathrm{out}_b $$
+
+    in float32, rounded once. A token counts twice if both saw it, and so does a sink: pass `sinks` to one of the two
+    calls only.
+
+    Args:
+        out_a: `[..., heads, head_dim]`, as `paged_attention(..., return_lse=True)` returns it.
+        lse_a: f32 `[..., heads]`, natural logarithm; -inf where no token was seen.
+        out_b: as `out_a`.
+        lse_b: as `lse_a`.
+
+    Returns:
+        The output, in the dtype of `out_a`, and the lse. Where both lses are -inf: zeros and -inf.
+
+    Raises:
+        ValueError: shapes or dtypes that differ.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged
+        >>> seen, unseen = jnp.ones((1, 4, 8)), jnp.zeros((1, 4, 8))
+        >>> out, lse = jaxpaged.merge_attention(seen, jnp.zeros((1, 4)), unseen, jnp.full((1, 4), -jnp.inf))
+        >>> float(out.min()), float(lse.max())
+        (1.0, 0.0)
+
+    References:
+        Dao et al., Flash-Decoding for long-context inference, 2023. Ye et al., FlashInfer, 2025
+        (https://arxiv.org/abs/2501.01005), section 2.2.
+    """
+    out_a, lse_a, out_b, lse_b = (jnp.asarray(array) for array in (out_a, lse_a, out_b, lse_b))
+    if out_a.shape != out_b.shape or out_a.dtype != out_b.dtype:
+        raise ValueError(f"the outputs must have one shape and dtype; got {out_a.shape=}, {out_b.shape=}.")
+    for lse in (lse_a, lse_b):
+        if lse.shape != out_a.shape[:-1] or lse.dtype != jnp.float32:
+            raise ValueError(
+                f"an lse must be float32 {list(out_a.shape[:-1])}, one for each query and head; "
+                f"got {lse.dtype} {list(lse.shape)}."
+            )
+    lse = jnp.logaddexp(lse_a, lse_b)
+    finite = jnp.where(lse == -jnp.inf, 0.0, lse)
+    weight_a, weight_b = jnp.exp(lse_a - finite)[..., None], jnp.exp(lse_b - finite)[..., None]
+    out = weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)
+    return out.astype(out_a.dtype), lse

@@ -1,0 +1,87 @@
+"""One layer of a stack of caches, seen in place."""
+
+import dataclasses
+import math
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged._cache.kv_cache import KVCache, map_blocks
+from jaxpaged._export import exportable
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+@final
+class CacheLayer:
+    """Layer `index` of a stack, for a scan over layers. `write_kv`, `rotate_and_write_kv`, `attend` and the Flax
+    modules take it where they take a `KVCache`, and return it with the new stack. Nothing is copied: a layer sliced out
+    of its stack would be.
+
+    Attributes:
+        stack: a `KVCache` of `[layers, blocks, block_size, kv_heads, head_dim]`, made with `num_layers`.
+        index: int32 `[]`, may be traced.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpaged
+        >>> stack = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, num_layers=3)
+        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks=4)
+        >>> allocator, slots, ok = allocator.append(jnp.array([1]))
+        >>> k = v = jnp.ones((1, 2, 64))
+        >>> def layer(carry, index):
+        ...     stack, q = carry
+        ...     cache = jaxpaged.write_kv(jaxpaged.CacheLayer(stack, index), k, v, slots[:, 0])
+        ...     return (cache.stack, jaxpaged.attend(q, cache, allocator)), None
+        >>> (stack, out), _ = jax.lax.scan(layer, (stack, jnp.ones((1, 4, 64))), jnp.arange(3))
+        >>> out.shape
+        (1, 4, 64)
+    """
+
+    stack: KVCache
+    index: ArrayLike
+
+    @property
+    def pool(self) -> KVCache:
+        """The stack as one pool `[layers * blocks, ...]`, with the scales of this layer, as `paged_attention` takes
+        them. Layer i's block b is block `i * blocks + b` of the pool.
+
+        Raises:
+            ValueError: the cache is not stacked, or has 2^31 slots and more.
+        """
+        k = self.stack.k
+        if k.ndim != 5:
+            raise ValueError(f"CacheLayer takes a stack [layers, blocks, ...]; got {k.shape=}.")
+        if math.prod(k.shape[:3]) >= 2**31:
+            raise ValueError(f"slots are int32: a stack holds less than 2^31 of them; got {k.shape=}.")
+
+        def of_layer(scale: jax.Array | None) -> jax.Array | None:
+            if scale is None or scale.ndim != 2:
+                return scale
+            row = jax.lax.dynamic_index_in_dim(scale, jnp.asarray(self.index, jnp.int32), keepdims=False)
+            return row.reshape(()) if row.shape == (1,) and k.shape[-2] != 1 else row
+
+        pool = map_blocks(lambda pool: pool.reshape(math.prod(pool.shape[:2]), *pool.shape[2:]), self.stack)
+        return dataclasses.replace(pool, k_scale=of_layer(pool.k_scale), v_scale=of_layer(pool.v_scale))
+
+    def with_pool(self, pool: KVCache) -> "CacheLayer":
+        """This layer of a stack that holds `pool`. Scales of a tensor or a head stay as they are."""
+
+        def unfold(old: jax.Array, new: jax.Array) -> jax.Array:
+            return new.reshape(old.shape)
+
+        return CacheLayer(map_blocks(unfold, self.stack, pool), self.index)
+
+    def block_tables(self, block_tables: jax.Array) -> jax.Array:
+        """Block tables `[seqs, max_blocks]` of the allocator, shifted to this layer's blocks in `pool`."""
+        return block_tables + jnp.asarray(self.index, jnp.int32) * jnp.int32(self.stack.k.shape[1])
+
+    def slots(self, slots: jax.Array) -> jax.Array:
+        """Slots `[...]` of the allocator, shifted to this layer's slots in `pool`. Padding, a slot outside one layer,
+        becomes -1.
+        """
+        num_slots = jnp.int32(math.prod(self.stack.k.shape[1:3]))
+        shifted = slots + jnp.asarray(self.index, jnp.int32) * num_slots
+        return jnp.where((slots >= 0) & (slots < num_slots), shifted, -1)

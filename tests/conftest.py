@@ -9,6 +9,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.memory_maps import MemoryMaps
+
 # A dtype or a rank that changes by itself is a defect here; so is a leaked tracer.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -32,6 +34,10 @@ def tiny(tmp_path_factory):
     read = read_checkpoint(path)
     model = load_model(read, "float32")
     return SimpleNamespace(path=path, tensors=tensors, config=read.config, tokenizer=read.tokenizer, model=model)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(MemoryMaps(limit=40_000))  # of the 65,530 that Linux allows
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,7 @@ from types import ModuleType
 import generation
 import pytest
 
-from tests.test_compiled import instructions
+from tests.compiled import instructions
 
 NUM_BLOCKS = 4096  # a cache is larger than all else that the tiny model has
 

@@ -8,21 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import BlockAllocator, KVCache, paged_attention, write_kv
-
-
-def counts(*values: int) -> jax.Array:
-    return jnp.asarray(values, jnp.int32)
-
-
-def free_ids(allocator: BlockAllocator) -> list[int]:
-    """The free blocks, the next one last."""
-    return allocator.pool.free_list[: int(allocator.num_free)].tolist()
-
-
-def assert_same(left: BlockAllocator, right: BlockAllocator) -> None:
-    assert (left.block_tables == right.block_tables).all()
-    assert (left.lengths == right.lengths).all()
-    assert free_ids(left) == free_ids(right)
+from tests.allocators import assert_same, counts, free_ids
 
 
 def test_a_trace():

@@ -1,14 +1,10 @@
 """What the compiled modules hold: no copy of a cache, nothing as large as the gathered cache, no host."""
 
-import math
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxpaged import (
-    BlockAllocator,
     CacheLayer,
     KVCache,
     attend,
@@ -16,42 +12,18 @@ from jaxpaged import (
     write_kv,
 )
 from jaxpaged._attention import xla
-
-NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SEQS, MAX_BLOCKS = 512, 16, 2, 64, 4, 64
-CACHE_ELEMENTS = NUM_BLOCKS * BLOCK_SIZE * KV_HEADS * HEAD_DIM
-
-
-def instructions(text: str) -> list[tuple[str, int, str]]:
-    """(operation, elements of its largest result, line) of every instruction of a compiled module."""
-    found = []
-    for line in text.splitlines():
-        match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (.*?) ([\w-]+)\(", line)
-        if match:
-            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
-            sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
-            found.append((match[2], max(sizes, default=0), line.strip()))
-    return found
-
-
-def cache_sized_copies(text: str) -> list[str]:
-    return [
-        line for operation, size, line in instructions(text) if operation.startswith("copy") and size >= CACHE_ELEMENTS
-    ]
-
-
-def decode_step(cache, allocator, q, k, v):
-    allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
-    cache = write_kv(cache, k, v, slots[:, 0])
-    out = paged_attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
-    return cache, allocator, out
-
-
-def inputs():
-    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    allocator = BlockAllocator.create(NUM_BLOCKS, BLOCK_SIZE, SEQS, MAX_BLOCKS)
-    q = jnp.ones((SEQS, 6, HEAD_DIM))
-    k = jnp.ones((SEQS, KV_HEADS, HEAD_DIM))
-    return cache, allocator, q, k, k
+from tests.compiled import (
+    BLOCK_SIZE,
+    CACHE_ELEMENTS,
+    HEAD_DIM,
+    KV_HEADS,
+    NUM_BLOCKS,
+    SEQS,
+    cache_sized_copies,
+    decode_step,
+    inputs,
+    instructions,
+)
 
 
 def test_a_donated_decode_step_copies_no_cache():

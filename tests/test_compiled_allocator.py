@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpaged import BlockAllocator, PrefixCache
-from tests.test_compiled import instructions
+from tests.compiled import instructions
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_BLOCKS, WIDTH = 100_003, 16, 32, 256  # a prime: no other array has such an axis
 BATCHES = 4, 64

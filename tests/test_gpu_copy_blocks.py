@@ -9,9 +9,8 @@ import pytest
 
 from jaxpaged import KVCache, copy_blocks
 from jaxpaged._cache import copy_blocks as copying
-from tests.kernels.test_copy_blocks import by_numpy, random_pairs
-from tests.test_compiled import instructions
-from tests.test_transfer import EVERY_CACHE, block_leaves, ids
+from tests.compiled import instructions
+from tests.transfers import EVERY_CACHE, block_leaves, by_numpy, ids, random_pairs
 
 pytestmark = pytest.mark.gpu
 

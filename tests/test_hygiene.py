@@ -20,8 +20,7 @@ from jaxpaged import (
 )
 from jaxpaged._allocator import report
 from jaxpaged._allocator.plot import FREE, NULL, PINNED, WAITING, block_owners
-from tests.test_allocator import assert_same, counts
-from tests.test_sharing import attend, make, marks, write
+from tests.allocators import assert_same, attend, counts, make, marks, write
 
 
 def caches():

@@ -15,16 +15,26 @@ ALLOWED = {
 FILES_OF_EXTRAS = {"jaxpaged/nnx.py": "flax", "jaxpaged/linen.py": "flax", "jaxpaged/_allocator/plot.py": "matplotlib"}
 
 
-def imported(source: str) -> set[str]:
-    """Top-level packages that a source imports, wherever in it."""
-    packages = set()
+def imported_names(source: str) -> set[str]:
+    """Dotted names of all that a source imports, wherever in it."""
+    names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            packages |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute here"
-            packages.add((node.module or "").split(".")[0])
-    return packages - sys.stdlib_module_names
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def imported(source: str) -> set[str]:
+    """Top-level packages that a source imports."""
+    return {name.split(".")[0] for name in imported_names(source)} - sys.stdlib_module_names
+
+
+def imported_tests(source: str) -> set[str]:
+    """Test modules that a source imports."""
+    return {part for name in imported_names(source) for part in name.split(".")[:3] if part.startswith("test_")}
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -45,3 +55,16 @@ def test_the_walk_sees_an_import_inside_a_function():
 def test_import_does_not_import_flax(package):
     code = f"import sys, {package}; sys.exit('flax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_test_module_is_imported():
+    """What several tests need stands in a module of its own."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert {file.name: imported_tests(file.read_text()) for file in files if imported_tests(file.read_text())} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["from tests.test_a import b", "from tests.kernels import test_a", "import tests.test_a"]
+)
+def test_the_walk_sees_the_import_of_a_test_module(line):
+    assert imported_tests(line) == {"test_a"}

@@ -7,8 +7,7 @@ import pytest
 
 from jaxpaged import BlockAllocator, KVCache, PrefixCache, paged_attention, write_kv
 from jaxpaged._allocator import prefix_cache as prefix_cache_module
-from tests.test_allocator import counts, free_ids
-from tests.test_sharing import marks
+from tests.allocators import counts, free_ids, marks
 
 A, B, C = [1, 2], [3, 4], [5, 6]  # blocks of two tokens
 

@@ -17,7 +17,7 @@ from jaxpaged import (
     write_kv,
 )
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, within_budget
-from tests.test_compiled import (
+from tests.compiled import (
     BLOCK_SIZE,
     HEAD_DIM,
     KV_HEADS,

@@ -1,28 +1,16 @@
 """Fork, rollback, hold, release and restore, as traces with literal tables and free lists."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, KVCache, copy_blocks, paged_attention, write_kv
-from tests.test_allocator import assert_same, counts, free_ids
-
-
-def marks(*values: int) -> jax.Array:
-    return jnp.asarray(values, jnp.bool_)
+from jaxpaged import BlockAllocator, KVCache, copy_blocks
+from tests.allocators import assert_same, attend, counts, free_ids, make, marks, write
 
 
 def pairs(copies) -> list[tuple[int, int]]:
     """(source, destination) of the copies that are not padding."""
     return [(s, d) for s, d in zip(*(ids.tolist() for ids in copies), strict=True) if d]
-
-
-def make(*lengths: int, num_blocks: int = 12, block_size: int = 4, max_blocks: int = 4) -> BlockAllocator:
-    allocator = BlockAllocator.create(num_blocks, block_size, len(lengths), max_blocks)
-    allocator, _, ok = allocator.append(counts(*lengths), max_tokens=max(*lengths, 1))
-    assert ok.all()
-    return allocator
 
 
 def test_parallel_sampling_shares_full_blocks_and_copies_the_last():
@@ -256,22 +244,6 @@ def test_freed_since_names_what_may_be_zeroed():
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call(make(1, 1))
-
-
-def attend(cache, allocator):
-    q = jnp.ones((allocator.lengths.shape[0], 1, 8))
-    return np.asarray(paged_attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths))[:, 0, 0]
-
-
-def write(cache, allocator, tokens, max_tokens):
-    """Appends and writes; each token is its value. The keys are zero, so that attention is the plain mean."""
-    allocator, slots, ok = allocator.append(counts(*map(len, tokens)), max_tokens=max_tokens)
-    assert ok.all()
-    values = np.full((len(tokens), max_tokens, 1, 8), np.nan, np.float32)
-    for row, new in zip(values, tokens, strict=True):
-        row[max_tokens - len(new) :] = np.reshape(new, (-1, 1, 1))
-    values = jnp.asarray(values)
-    return write_kv(cache, jnp.zeros_like(values), values, slots), allocator
 
 
 @pytest.mark.parametrize("copying", [True, False])

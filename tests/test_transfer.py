@@ -15,55 +15,10 @@ from jaxpaged import (
     widen_kv,
     write_kv,
 )
-from tests.test_compiled import BLOCK_SIZE, HEAD_DIM, KV_HEADS, NUM_BLOCKS, cache_sized_copies, inputs
+from tests.compiled import BLOCK_SIZE, HEAD_DIM, KV_HEADS, NUM_BLOCKS, cache_sized_copies, inputs
+from tests.transfers import COPIES, EVERY_CACHE, EVERY_DTYPE, block_leaves, filled, ids, numbered, shown
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-NARROW = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
-EVERY_CACHE = pytest.mark.parametrize(
-    ("dtype", "scale"),
-    [(dtype, None) for dtype in DTYPES]
-    + [(dtype, scale) for dtype in NARROW for scale in ("tensor", "head", "token_head")],
-    ids=lambda x: x if isinstance(x, str) else x and jnp.dtype(x).name,
-)
-EVERY_DTYPE = pytest.mark.parametrize("dtype", [*DTYPES, *NARROW], ids=lambda dtype: jnp.dtype(dtype).name)
 STACKED = pytest.mark.parametrize("num_layers", [None, 3])
-
-
-COPIES = pytest.mark.parametrize(
-    ("source_ids", "destination_ids", "expected"),
-    [
-        pytest.param([1, 2], [4, 5], [0, 1, 2, 3, 1, 2], id="plain"),
-        pytest.param([], [], [0, 1, 2, 3, 4, 5], id="none"),
-        pytest.param([0, 0, 1], [0, 0, 4], [0, 1, 2, 3, 1, 5], id="padding"),
-        pytest.param([0, 3], [2, 0], [0, 1, 2, 3, 4, 5], id="the null block is neither read nor written"),
-        pytest.param([3, 3], [3, 4], [0, 1, 2, 3, 3, 5], id="over itself"),
-        pytest.param([1, 2, 3], [2, 3, 1], [0, 3, 1, 2, 4, 5], id="a cycle reads before it writes"),
-        pytest.param([1, 2, 3], [5, 5, 5], [0, 1, 2, 3, 4, 3], id="the last of one destination"),
-        pytest.param([1, 2, -1, 9], [5, 4, 5, 4], [0, 1, 2, 3, 2, 1], id="the last legal one"),
-        pytest.param([-1, 6, 2**31 - 1, -(2**31)], [1, 2, 3, 4], [0, 1, 2, 3, 4, 5], id="sources outside"),
-        pytest.param([1, 2, 3, 4], [-1, 6, 2**31 - 1, -(2**31)], [0, 1, 2, 3, 4, 5], id="destinations outside"),
-    ],
-)
-
-
-def numbered(num_layers: int | None = None, num_blocks: int = 6, dtype=jnp.float32) -> KVCache:
-    """Every number of k says which block it is in: 10 * layer + block; those of v are that + 100."""
-    layers = jnp.arange(num_layers or 1, dtype=jnp.float32)[:, None] * 10
-    named = layers + jnp.arange(num_blocks, dtype=jnp.float32)[None]
-    named = named if num_layers else named[0]
-    k = jnp.broadcast_to(named[..., None, None, None], (*named.shape, 2, 1, 8))
-    return KVCache(k=k.astype(dtype), v=(k + 100).astype(dtype))
-
-
-def ids(*values: int) -> jax.Array:
-    return jnp.asarray(values, jnp.int32)
-
-
-def shown(pool: jax.Array) -> list:
-    """What block each block's numbers came from; they must all agree."""
-    pool = np.asarray(pool, np.float32)
-    assert (pool == pool[..., :1, :1, :1]).all()
-    return pool[..., 0, 0, 0].astype(int).tolist()
 
 
 @COPIES
@@ -73,31 +28,6 @@ def test_copy_blocks(source_ids, destination_ids, expected, num_layers):
     layers = [expected] if num_layers is None else [[10 * i + block for block in expected] for i in range(num_layers)]
     assert shown(cache.k) == (layers[0] if num_layers is None else layers)
     assert shown(cache.v) == jax.tree.map(lambda x: x + 100, layers[0] if num_layers is None else layers)
-
-
-def filled(dtype, scale, num_layers=None, num_blocks=6) -> KVCache:
-    """A cache with other bits in every number and in every scale."""
-    rng = np.random.default_rng(0)
-    given = dict(k_scale=0.5, v_scale=0.25) if scale in ("tensor", "head") else {}
-    empty = KVCache.create(num_blocks, 4, 3, 8, dtype=dtype, num_layers=num_layers, scale=scale, **given)
-
-    def fill(leaf):
-        numbers = jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
-        return (jnp.round(40 * numbers) if leaf.dtype == jnp.int8 else numbers).astype(leaf.dtype)
-
-    return (
-        jax.tree.map(fill, empty)
-        if scale in (None, "token_head")
-        else KVCache(fill(empty.k), fill(empty.v), empty.k_scale, empty.v_scale)
-    )
-
-
-def block_leaves(cache: KVCache) -> list[np.ndarray]:
-    """Every array that has a block axis, as [layers, blocks, bytes]."""
-    layers = cache.k.shape[0] if cache.k.ndim == 5 else 1
-    blocks = cache.k.shape[-4]
-    leaves = [leaf for leaf in jax.tree.leaves(cache) if leaf.ndim >= cache.k.ndim - 1]
-    return [np.ascontiguousarray(leaf).view(np.uint8).reshape(layers, blocks, -1) for leaf in leaves]
 
 
 def same_bits(cache: KVCache, other: KVCache) -> bool:

@@ -70,7 +70,7 @@ def compile_one(folder: Path, *, dtype: str = "bfloat16", **shape) -> dict[str, 
     import jax.numpy as jnp
     from jax.experimental import topologies
 
-    from tests.kernels.test_lowering import traced
+    from tests.kernels.lowering import traced
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))

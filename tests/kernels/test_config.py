@@ -10,8 +10,8 @@ import pytest
 
 from pallas_kernels import _cluster, _scratch, decode_config, paged_merge
 from pallas_kernels._rows import filled_rows
+from tests.kernels.lowering import SHAPE
 
-SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
 SUPPORTED = dict(
     head_dim=128,
     block_size=16,

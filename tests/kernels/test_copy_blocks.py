@@ -13,7 +13,18 @@ from jaxpaged._attention import mosaic_gpu
 from jaxpaged._cache import copy_blocks as copying
 from pallas_kernels import copy_blocks as kernel
 from tests.kernels.interpret import races_found
-from tests.test_transfer import COPIES, EVERY_CACHE, EVERY_DTYPE, block_leaves, filled, ids, numbered, shown
+from tests.transfers import (
+    COPIES,
+    EVERY_CACHE,
+    EVERY_DTYPE,
+    block_leaves,
+    by_numpy,
+    filled,
+    ids,
+    numbered,
+    random_pairs,
+    shown,
+)
 
 H100 = (132, 9.0)
 
@@ -68,21 +79,6 @@ def test_scales_of_tokens_of_one_alone(of):
     after = interpreted(before, ids(1, 2), ids(2, 4))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert (new == (old if old.ndim == 0 else old[jnp.asarray([0, 1, 1, 3, 2, 5])])).all()
-
-
-def random_pairs(seed: int, num_pairs: int, num_blocks: int) -> tuple[jax.Array, jax.Array]:
-    """Any ids, a few outside the pool: chains, cycles, duplicates, padding."""
-    rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.integers(-1, num_blocks + 1, num_pairs), jnp.int32) for _ in range(2))
-
-
-def by_numpy(pool: np.ndarray, source_ids: jax.Array, destination_ids: jax.Array) -> np.ndarray:
-    """Of a pool [layers, blocks, bytes]."""
-    new = pool.copy()
-    for source, destination in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):
-        if 0 < source < pool.shape[1] and 0 < destination < pool.shape[1]:
-            new[:, destination] = pool[:, source]
-    return new
 
 
 @pytest.mark.parametrize("seed", range(4))

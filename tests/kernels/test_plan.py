@@ -13,7 +13,7 @@ from jaxpaged._attention import mosaic_gpu
 from pallas_kernels import decode_config, partition_plan
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
-from tests.kernels.test_config import SHAPE
+from tests.kernels.lowering import SHAPE
 
 BF16 = jnp.bfloat16
 LENGTHS = {

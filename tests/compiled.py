@@ -1,0 +1,45 @@
+"""Reads compiled modules, and the decode step that several tests compile."""
+
+import math
+import re
+
+import jax.numpy as jnp
+
+from jaxpaged import BlockAllocator, KVCache, paged_attention, write_kv
+
+NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SEQS, MAX_BLOCKS = 512, 16, 2, 64, 4, 64
+
+CACHE_ELEMENTS = NUM_BLOCKS * BLOCK_SIZE * KV_HEADS * HEAD_DIM
+
+
+def instructions(text: str) -> list[tuple[str, int, str]]:
+    """(operation, elements of its largest result, line) of every instruction of a compiled module."""
+    found = []
+    for line in text.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (.*?) ([\w-]+)\(", line)
+        if match:
+            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+            sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
+            found.append((match[2], max(sizes, default=0), line.strip()))
+    return found
+
+
+def cache_sized_copies(text: str) -> list[str]:
+    return [
+        line for operation, size, line in instructions(text) if operation.startswith("copy") and size >= CACHE_ELEMENTS
+    ]
+
+
+def decode_step(cache, allocator, q, k, v):
+    allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
+    cache = write_kv(cache, k, v, slots[:, 0])
+    out = paged_attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
+    return cache, allocator, out
+
+
+def inputs():
+    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    allocator = BlockAllocator.create(NUM_BLOCKS, BLOCK_SIZE, SEQS, MAX_BLOCKS)
+    q = jnp.ones((SEQS, 6, HEAD_DIM))
+    k = jnp.ones((SEQS, KV_HEADS, HEAD_DIM))
+    return cache, allocator, q, k, k

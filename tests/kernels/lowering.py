@@ -1,0 +1,71 @@
+"""Traces paged decode for an H100, on any machine."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import decode_config, paged_decode, partition_plan
+
+# What `decode_config.default_config` is given, unless a test says otherwise.
+SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
+
+# Of paged_decode, beside the scales.
+OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
+
+
+def traced(
+    *,
+    seqs=2,
+    kv_heads=2,
+    capacity=1024,
+    head_dim=128,
+    block_size=16,
+    group=4,
+    q_len=1,
+    dtype=jnp.bfloat16,
+    num_partitions=1,
+    options=(),
+    cache_dtype=None,
+    scales=(None, None),
+    sharding=None,
+):
+    """The traced call, for an H100, and its configuration."""
+    max_blocks = capacity // block_size
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
+    config = decode_config.default_config(
+        seqs=seqs,
+        kv_heads=kv_heads,
+        group=group,
+        q_len=q_len,
+        head_dim=head_dim,
+        capacity=capacity,
+        num_sms=132,
+        num_partitions=num_partitions,
+        itemsize=cache.dtype.itemsize,
+        token_scales=scales.count("token_head"),
+    )
+    scale_shapes = {"tensor": (), "head": (kv_heads,), "token_head": cache.shape[:3]}
+    types = {
+        "scale": shape((), jnp.float32),
+        "sliding_window": shape((), jnp.int32),
+        "logits_soft_cap": shape((), jnp.float32),
+        "alibi_slopes": shape((kv_heads * group,), jnp.float32),
+        "sinks": shape((kv_heads * group,), jnp.float32),
+    }
+
+    @jax.jit
+    def launch(*arrays, **named):
+        plan, total = None, config.total_partitions
+        if total is not None:
+            plan = partition_plan.make(arrays[-1], named.get("sliding_window"), q_len=q_len, total_partitions=total)
+        return paged_decode.launch(*arrays, **named, plan=plan, config=config)
+
+    q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
+    arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)
+    named = {name: types[name] for name in ("scale", *options)}
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if scale is not None:
+            named[name] = shape(scale_shapes[scale], jnp.float32)
+    return launch.trace(*arrays, **named), config

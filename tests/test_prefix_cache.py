@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import threefry_2x32
 
 from jaxpaged import BlockAllocator, KVCache, PrefixCache, paged_attention, write_kv
 from jaxpaged._allocator import prefix_cache as prefix_cache_module
@@ -147,12 +148,30 @@ def test_a_width_below_a_block_is_never_a_hit():
     assert prefix_cache.insert(allocator, one)[0] is prefix_cache
 
 
+hashes = prefix_cache_module.chain_hashes
+
+
+def all_equal(blocks, salts, secret):
+    """Every block collides with every other."""
+    return (jnp.full(blocks.shape[:2], 7, jnp.uint32),) * 2
+
+
+def of_tokens(blocks, salts, secret):
+    """Blocks with the same tokens collide, whatever their salts are."""
+    return hashes(blocks, jnp.zeros_like(salts), secret)
+
+
+def of_own_tokens(blocks, salts, secret):
+    """Blocks with the same tokens collide, whatever stands before them."""
+    alone = hashes(blocks.reshape(-1, 1, blocks.shape[2]), jnp.repeat(salts, blocks.shape[1]), secret)
+    return tuple(half.reshape(blocks.shape[:2]) for half in alone)
+
+
 @pytest.mark.parametrize("confirming", [True, False])
 def test_a_collision_of_hashes_is_no_match(monkeypatch, confirming):
-    same = lambda blocks, salts, seed: jnp.full(blocks.shape[:2], 7, jnp.uint32)  # noqa: E731
-    monkeypatch.setattr(prefix_cache_module, "chain_hashes", same)
+    monkeypatch.setattr(prefix_cache_module, "chain_hashes", all_equal)
     if not confirming:  # the twin: hashes alone
-        monkeypatch.setattr(PrefixCache, "_confirm", lambda self, ids, listed, blocks, salts: listed)
+        monkeypatch.setattr(PrefixCache, "_confirm", lambda self, ids, listed, blocks: listed)
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, 7], [])
     other = rows([], [], [*B, *C, 7])
     _, _, num_cached = prefix_cache.match_prefix(allocator, other, counts(0, 0, 5))
@@ -164,11 +183,66 @@ def test_a_collision_of_hashes_is_no_match(monkeypatch, confirming):
         assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [0, 0, 0, 0]]
 
 
-def test_where_the_table_has_no_place_the_block_is_not_cached(monkeypatch):
-    hashes = prefix_cache_module.chain_hashes
+def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(monkeypatch):
+    # What a tenant does who knows the hashes: salt 1 holds blocks with the tags and the places of those of salt 0.
+    monkeypatch.setattr(prefix_cache_module, "chain_hashes", of_tokens)
+    prompt = [*A, *B, *C, 7]
+    prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, [], [], salts=[1, 0, 0])
+    assert begin(prefix_cache, allocator, [], prompt, [], salts=[0, 0, 0])[2] == [0, 0, 0]
+    prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], prompt, [])
+    assert hits == [0, 0, 0]
+    # Each finds its own three.
+    _, together, hits = begin(prefix_cache, allocator.free(marks(1, 1, 0)), prompt, prompt, [], salts=[1, 0, 0])
+    assert hits == [6, 6, 0]
+    assert together.block_tables[:2, :3].tolist() == allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [5, 6, 7]]
 
-    def one_start(blocks, salts, seed):
-        return hashes(blocks, salts, seed=1) if seed == 1 else jnp.zeros(blocks.shape[:2], jnp.uint32)
+
+def test_salts_that_collide_in_one_call_keep_their_blocks(monkeypatch):
+    monkeypatch.setattr(prefix_cache_module, "chain_hashes", of_tokens)
+    prompt = [*A, *B, 7]
+    prefix_cache, allocator, _ = begin(*make(num_blocks=20), prompt, prompt, prompt, salts=[0, 1, 1])
+    assert allocator.block_tables[:, :3].tolist() == [[1, 2, 3], [4, 5, 6], [4, 5, 9]]
+    _, _, hits = begin(prefix_cache, allocator.free(marks(1, 1, 1)), prompt, prompt, [], salts=[0, 1, 0])
+    assert hits == [4, 4, 0]
+
+
+def test_blocks_behind_others_that_collide_are_not_shared(monkeypatch):
+    monkeypatch.setattr(prefix_cache_module, "chain_hashes", of_own_tokens)
+    # In one call: B behind C is not the B behind A.
+    prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7], [])
+    assert allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert int(prefix_cache.next_serial) == 1 + 3
+    # In another: a lookup finds A and C, and B only behind A.
+    allocator = allocator.free(marks(0, 1, 0))
+    _, allocator, hits = begin(prefix_cache, allocator, [], [*C, *B, 8], [*A, *B, 8])
+    assert hits == [0, 2, 4]
+    assert allocator.block_tables[:, :2].tolist() == [[1, 2], [4, 5], [1, 2]]
+
+
+def test_threefry_is_that_of_jax():
+    numbers = np.random.default_rng(0).integers(0, 2**32, (2, 2), np.uint32)
+    ours = prefix_cache_module.threefry(*jnp.asarray(numbers))
+    np.testing.assert_array_equal(ours, threefry_2x32(*jnp.asarray(numbers)))
+
+
+@pytest.mark.parametrize("change", [*(1 << shift for shift in (0, 32, 64, 96)), "salt"])
+def test_other_secrets_and_salts_give_other_hashes(change):
+    blocks, salts = jnp.asarray([[A, B]], jnp.int32), counts(3)
+    other_salts, other = (counts(4), 0) if change == "salt" else (salts, change)
+    before = hashes(blocks, salts, PrefixCache.create(8, 2).secret)
+    after = hashes(blocks, other_salts, PrefixCache.create(8, 2, secret=other).secret)
+    assert (np.asarray(before) != np.asarray(after)).all()
+
+
+def test_a_secret_changes_nothing_that_is_found():
+    _, allocator = make()
+    prefix_cache, allocator, _ = begin(PrefixCache.create(8, 2, secret=2**128 - 1), allocator, [*A, *B, 7], [], [])
+    assert begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])[2] == [0, 4, 2]
+
+
+def test_where_the_table_has_no_place_the_block_is_not_cached(monkeypatch):
+    def one_start(blocks, salts, secret):
+        return hashes(blocks, salts, secret)[0], jnp.zeros(blocks.shape[:2], jnp.uint32)
 
     monkeypatch.setattr(prefix_cache_module, "chain_hashes", one_start)
     monkeypatch.setattr(prefix_cache_module, "PROBES", 1)
@@ -226,6 +300,8 @@ def test_what_is_shared_is_what_attention_reads():
     [
         (lambda p, a: PrefixCache.create(1, 2), r"num_blocks must be at least 2.*got num_blocks=1"),
         (lambda p, a: PrefixCache.create(2**28, 2), r"at most 2\^27"),
+        (lambda p, a: PrefixCache.create(8, 2, secret=-1), r"secret must be from 0 to 2\^128 - 1"),
+        (lambda p, a: PrefixCache.create(8, 2, secret=2**128), r"secret must be from 0 to 2\^128 - 1"),
         (lambda p, a: PrefixCache.create(9, 2).insert(a, rows(A, A, A)), r"allocator's .* \(8, 2\); got \(9, 2\)"),
         (lambda p, a: p.insert(a, rows(A, A)), r"tokens must be int32 \[3, max_tokens\].*got int32 \[2, 8\]"),
         (lambda p, a: p.insert(a, jnp.zeros((3, 8))), r"tokens must be int32 .*got float32"),

@@ -1,6 +1,7 @@
 """The prefix cache: full blocks found again by their tokens and all tokens before them, inside jit."""
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from jax.typing import ArrayLike
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._export import exportable
+
+Words = tuple[jax.Array, jax.Array]  # uint32, each half of 64 bits
 
 PROBES = 6  # places of the table in which a block may be listed
 PLACES = (
@@ -29,13 +32,14 @@ class PrefixCache:
 
     Attributes:
         tokens: int32 `[blocks, block_size]`, what a cached block holds.
-        salts: int32 `[blocks]`, whose it is: sequences of different salts find nothing of each other.
+        salts: int32 `[blocks]`, the tenant of a cached block.
         serials: int32 `[blocks]`, a number that each cached block has for itself, from 1 on.
         parents: int32 `[blocks]`, the serial of the block before it in its sequence; 0 for a first block.
         tags: uint32 `[blocks]`, a hash of the salt, of the block's tokens and of all before them.
         homes: int32 `[blocks]`, the block's place in `table`.
         table: int32 `[places]`, a hash table of block ids. An entry counts only if the block's home is there and the
             pool still knows the block as cached; others are free places.
+        secret: uint32 `[4]`, the key of the hashes.
         next_serial: int32 `[]`.
         num_lookups: int32 `[]`, full blocks that `match_prefix` was asked for; modulo 2^32, as is the next.
         num_hits: int32 `[]`, those that it found.
@@ -43,6 +47,10 @@ class PrefixCache:
     A match is exact. The hashes only say where to look: what is found there is compared token by token, with its salt
     and with the serial of the block matched before it, so that no collision serves one sequence another's tokens. A
     collision costs a miss at the most.
+
+    Salts keep tenants apart. A sequence finds only blocks inserted under its own salt, and a lookup passes over the
+    blocks of other salts, whatever their hashes. Tenants share the places of the table and the blocks of the pool.
+    With a random `secret`, a tenant who chooses tokens cannot aim at another's places: see `chain_hashes`.
 
     A block stays to be found while somebody holds it, and after that until its space is needed: other free blocks are
     handed out first, then those that went unused longest, of a sequence the tail before the head. Cached blocks are
@@ -56,16 +64,25 @@ class PrefixCache:
     tags: jax.Array
     homes: jax.Array
     table: jax.Array
+    secret: jax.Array = dataclasses.field(repr=False)
     next_serial: jax.Array
     num_lookups: jax.Array
     num_hits: jax.Array
 
     @classmethod
-    def create(cls, num_blocks: int, block_size: int) -> "PrefixCache":
+    def create(cls, num_blocks: int, block_size: int, *, secret: int = 0) -> "PrefixCache":
         """An empty one for an allocator of `num_blocks` blocks of `block_size` tokens.
 
+        Args:
+            num_blocks: blocks in the pool, the null block included.
+            block_size: tokens in a block.
+            secret: the key of the hashes, below 2^128. Tenants who do not trust each other need a random one:
+                `secrets.randbits(128)`. What is found does not depend on it. A number is a constant of the program
+                that `create` is traced into: call it outside of `jit`.
+
         Raises:
-            ValueError: `num_blocks` below 2, `block_size` below 1, or a table of 2^31 places and more.
+            ValueError: `num_blocks` below 2, `block_size` below 1, a table of 2^31 places and more, or a `secret`
+                below 0 or from 2^128 on.
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
@@ -85,6 +102,9 @@ class PrefixCache:
                 "num_blocks must be at least 2 and at most 2^27, block_size at least 1; "
                 f"got {num_blocks=}, {block_size=}."
             )
+        if not 0 <= secret < 2**128:
+            raise ValueError("secret must be from 0 to 2^128 - 1, as secrets.randbits(128) is; got another number.")
+        words = [operator.index(secret) >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)]
         return cls(
             tokens=jnp.zeros((num_blocks, block_size), jnp.int32),
             salts=jnp.zeros(num_blocks, jnp.int32),
@@ -93,6 +113,7 @@ class PrefixCache:
             tags=jnp.zeros(num_blocks, jnp.uint32),
             homes=jnp.full(num_blocks, -1, jnp.int32),
             table=jnp.zeros(1 << (PLACES * num_blocks - 1).bit_length(), jnp.int32),
+            secret=jnp.asarray(words, jnp.uint32),
             next_serial=jnp.ones((), jnp.int32),
             num_lookups=jnp.zeros((), jnp.int32),
             num_hits=jnp.zeros((), jnp.int32),
@@ -140,8 +161,8 @@ class PrefixCache:
         asked = jnp.arange(num_columns, dtype=jnp.int32)[None] < num_full[:, None]
         blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
         tags, probes = self._hash(blocks, salts)
-        ids, listed, _ = self._look_up(allocator.pool, tags, probes)
-        found = _all_before(asked & listed & self._confirm(ids, listed, blocks, salts))
+        ids, listed, _ = self._look_up(allocator.pool, tags, probes, salts)
+        found = _all_before(asked & self._confirm(ids, listed, blocks))
 
         num_cached = found.sum(axis=1, dtype=jnp.int32) * allocator.block_size
         tables = allocator.block_tables
@@ -194,11 +215,11 @@ class PrefixCache:
         own = allocator.block_tables[:, :num_columns]
         blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
         tags, probes = self._hash(blocks, salts)
-        ids, listed, taken = self._look_up(allocator.pool, tags, probes)
+        ids, listed, taken = self._look_up(allocator.pool, tags, probes, salts)
 
         # 1. Who is new gets a place, and of those that are the same one gets it for all.
         wanted = is_full & ~listed & ~allocator.pool.is_cached(own)
-        table, firsts, homes = _find_places(self.table, wanted, taken, tags, probes)
+        table, firsts, homes = _find_places(self.table, wanted, taken, tags, probes, salts)
         placed = firsts >= 0
         entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
         canonical = jnp.where(listed, ids, own.ravel()[firsts])
@@ -206,8 +227,8 @@ class PrefixCache:
 
         # 2. Exact: the one found or placed has the same tokens, and the same one before it.
         same = (blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before.ravel()[firsts] == before)
-        same &= (firsts % num_columns == entries % num_columns) & (salts[firsts // num_columns] == salts[:, None])
-        same = jnp.where(listed, self._confirm(ids, listed, blocks, salts), placed & same)
+        same &= firsts % num_columns == entries % num_columns
+        same = jnp.where(listed, self._confirm(ids, listed, blocks), placed & same)
         good = _all_before(is_full & same)
         new = good & placed & ~listed & (firsts == entries)
         prefix_cache = self._list(new, own, before, blocks, salts, tags, homes)
@@ -253,24 +274,28 @@ class PrefixCache:
 
     def _hash(self, blocks: jax.Array, salts: jax.Array) -> tuple[jax.Array, jax.Array]:
         """tags `[seqs, columns]`, and the places where each may be listed, `[seqs, columns, PROBES]`."""
-        tags, starts = (chain_hashes(blocks, salts, seed=seed) for seed in (1, 2))
+        tags, starts = chain_hashes(blocks, salts, self.secret)
         steps = tags * np.uint32(2) + np.uint32(1)  # odd: the probes differ
         probes = starts[..., None] + jnp.arange(PROBES, dtype=jnp.uint32)[None, None] * steps[..., None]
         return tags, (probes & np.uint32(self.table.shape[0] - 1)).astype(jnp.int32)
 
-    def _look_up(self, pool: BlockPool, tags: jax.Array, probes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(ids, listed: whether there is a block with that tag, taken: whether each probed place is)."""
+    def _look_up(
+        self, pool: BlockPool, tags: jax.Array, probes: jax.Array, salts: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(ids, listed: whether there is a block with that tag and salt, taken: whether each probed place is).
+
+        Blocks of other salts with the same tag are passed over: they hide nothing.
+        """
         ids = self.table[probes]
         taken = pool.is_cached(ids) & (self.homes[ids] == probes)
-        hits = taken & (self.tags[ids] == tags[..., None])
+        hits = taken & (self.tags[ids] == tags[..., None]) & (self.salts[ids] == salts[:, None, None])
         first = hits & (jnp.cumsum(hits, axis=-1, dtype=jnp.int32) == 1)
         return jnp.where(first, ids, 0).sum(axis=-1, dtype=jnp.int32), hits.any(axis=-1), taken
 
-    def _confirm(self, ids: jax.Array, listed: jax.Array, blocks: jax.Array, salts: jax.Array) -> jax.Array:
-        """Whether the listed blocks hold these tokens, under this salt, behind the one in the column before."""
+    def _confirm(self, ids: jax.Array, listed: jax.Array, blocks: jax.Array) -> jax.Array:
+        """Whether the listed blocks hold these tokens, behind the one in the column before."""
         before = jnp.pad(jnp.where(listed, self.serials[ids], -1)[:, :-1], ((0, 0), (1, 0)))  # 0 before the first
-        same = (self.tokens[ids] == blocks).all(axis=-1) & (self.salts[ids] == salts[:, None])
-        return listed & same & (self.parents[ids] == before)
+        return listed & (self.tokens[ids] == blocks).all(axis=-1) & (self.parents[ids] == before)
 
     def _num_columns(self, allocator: BlockAllocator, tokens: jax.Array) -> int:
         return min(tokens.shape[1] // allocator.block_size, allocator.block_tables.shape[1])
@@ -290,38 +315,55 @@ class PrefixCache:
         return tokens, allocator._rows("salts", salts, jnp.int32)
 
 
-def chain_hashes(blocks: jax.Array, salts: jax.Array, *, seed: int) -> jax.Array:
-    """A hash for each block, of its salt, of its tokens and of all before it, uint32 `[seqs, columns]`.
+def chain_hashes(blocks: jax.Array, salts: jax.Array, secret: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two hashes for each block, of its salt, of its tokens and of all before it, uint32 `[seqs, columns]` each.
 
-        hash[i] = mix(salt + sum over j <= i of mix(j, sum over t of mix(t, tokens[j, t])))
+        hashes[i] = F(outer_key, sum over p < (i + 1) * block_size of F(inner_key, (p, tokens[p])))
+        inner_key, outer_key = F(secret[:2], (salt, 0)), F(secret[2:], (salt, 0))
 
-    The chain is a sum, so that one prefix sum makes them all. (`mix` is the finaliser of MurmurHash3.)
+    F(key, block) is Threefry-2x32, taken for a pseudo-random function: a key of 64 bits, 64 bits in, 64 bits out. The
+    two hashes are the halves. The sum is modulo 2^32 in each half, so that one prefix sum makes all hashes.
+
+    Without the secret, tokens chosen beforehand collide by chance only. Two prefixes of one salt differ at some p, and
+    F is independent there: their sums are equal with probability 2^-64. F makes independent hashes of different sums,
+    and so do different salts, which have different keys. Two tags of 32 bits are equal with probability 2^-32.
+
+    References:
+        Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011), for Threefry.
+        Bellare, Guerin, Rogaway, XOR MACs (1995), for the sum of a function of place and word.
     """
+    num_seqs, num_columns, block_size = blocks.shape
+    salts = salts.astype(jnp.uint32)[:, None]
+    inner_key, outer_key = (
+        threefry((secret[i], secret[i + 1]), (salts, jnp.zeros_like(salts))) for i in (0, 2)
+    )  # [seqs, 1] each half
+    position = jnp.arange(num_columns * block_size, dtype=jnp.uint32)[None]
+    words = threefry(inner_key, (position, blocks.reshape(num_seqs, -1).astype(jnp.uint32)))
+    x, y = (half.reshape(blocks.shape).sum(axis=2, dtype=jnp.uint32).cumsum(axis=1, dtype=jnp.uint32) for half in words)
+    return threefry(outer_key, (x, y))
 
-    def places(count: int) -> jax.Array:
-        return jnp.arange(count, dtype=jnp.uint32) * np.uint32(0x9E3779B9) + np.uint32(seed * 0x3C6EF372)
 
-    of_tokens = _mix(_mix(blocks.astype(jnp.uint32)) + places(blocks.shape[2])[None, None])
-    of_blocks = _mix(of_tokens.sum(axis=2, dtype=jnp.uint32) + places(blocks.shape[1])[None])
-    of_salts = _mix(salts.astype(jnp.uint32) + np.uint32(seed))
-    return _mix(jnp.cumsum(of_blocks, axis=1, dtype=jnp.uint32) + of_salts[:, None])
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
-    return x ^ (x >> np.uint32(16))
+def threefry(key: Words, block: Words) -> Words:
+    """Threefry-2x32 with 20 rounds. JAX's own is a loop on a CPU, and on a GPU a kernel that fuses with nothing."""
+    keys = *key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
+    x, y = block[0] + keys[0], block[1] + keys[1]
+    for i in range(5):
+        for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x = x + y
+            y = x ^ (y << np.uint32(distance) | y >> np.uint32(32 - distance))
+        x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return x, y
 
 
 def _find_places(
-    table: jax.Array, wanted: jax.Array, taken: jax.Array, tags: jax.Array, probes: jax.Array
+    table: jax.Array, wanted: jax.Array, taken: jax.Array, tags: jax.Array, probes: jax.Array, salts: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lists new blocks, all at once: one round a probe, in each of which the first entry to ask for a place gets it.
 
     Returns:
         table: with a number below 0 in the places that were given out.
         firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the place for this one and all
-            of the same tag, itself among them; -1: there was none.
+            of the same tag and salt, itself among them; -1: there was none.
         homes: int32, likewise, that place.
     """
     num_entries = wanted.size
@@ -335,6 +377,7 @@ def _find_places(
         claim = table[place]
         first = jnp.where(claim < 0, claim + num_entries + 1, 0)
         served = wanted & (firsts < 0) & (claim < 0) & (tags.ravel()[first] == tags)
+        served &= salts[first // wanted.shape[1]] == salts[:, None]
         firsts, homes = jnp.where(served, first, firsts), jnp.where(served, place, homes)
     return table, firsts, homes
 

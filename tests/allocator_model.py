@@ -263,7 +263,8 @@ class Model:
         for block in range(self.num_blocks):
             if block not in full:
                 new.generations[block] = self.generations[block] + 1
-            waits = all(model.holders[block] == 0 and block in model.cached for model in (self, new))
-            if new.holders[block] == 0 and not (waits and self.generations[block] == old.generations[block]):
+            same = self.generations[block] == old.generations[block]
+            same &= (self.holders[block] > 0) == (new.holders[block] > 0)
+            if not (same and block in self.cached):
                 new.cached.pop(block, None)
         return new

@@ -141,6 +141,24 @@ def test_a_prefix_overwritten_since_is_forgotten_when_going_back():
         assert allocator.check() == ()
 
 
+def test_a_prefix_that_only_pins_held_is_forgotten_after_their_release():
+    prefix_cache = PrefixCache.create(8, 2)
+    allocator = make(4, 0, num_blocks=8, block_size=2)
+    prompt = jnp.asarray([[1, 2, 3, 4]] * 2, jnp.int32)
+    prefix_cache, pinned = prefix_cache.insert(allocator, prompt)
+    allocator, _ = pinned.hold(pinned)
+    snapshot = allocator.free(marks(1, 1))  # no sequence names the two blocks
+    allocator, ok = snapshot.release(pinned)
+    assert ok
+    allocator, _, ok = allocator.append(counts(8, 6), max_tokens=8)  # overwrites both
+    assert ok.all()
+    allocator, ok = allocator.restore(snapshot)
+    assert ok
+    assert allocator.check() == ()
+    _, _, num_cached = prefix_cache.match_prefix(allocator, jnp.pad(prompt, ((0, 0), (0, 1))), counts(5, 0))
+    assert num_cached.tolist() == [0, 0]
+
+
 def test_an_allocator_as_text():
     allocator = make(6, 0, 3, num_blocks=12)
     allocator, _, _ = allocator.fork(counts(-1, 0, -1))

@@ -49,11 +49,11 @@ def restore(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockA
     kept = jnp.zeros(num_blocks, jnp.bool_).at[jnp.where(full, ids, num_blocks)].set(True, mode="drop")
     generations = jnp.where(kept, old.generations, now.generations + 1)
 
-    # A free block's cached prefix is surely still there if it waited all the time.
+    # A cached prefix is surely still there if its block was held all the time, or waited all the time.
     every_id = jnp.arange(num_blocks, dtype=jnp.int32)
-    held = old.cached_at == num_blocks
-    waited = now.is_cached(every_id) & (now.cached_at < num_blocks) & (now.generations == old.generations)
-    cached_at = jnp.where(held | waited, old.cached_at, -1)
+    same = now.is_cached(every_id) & (now.generations == old.generations)
+    same &= (now.cached_at == num_blocks) == (old.cached_at == num_blocks)
+    cached_at = jnp.where(same, old.cached_at, -1)
 
     # Read all that is replaced before any of it is, or XLA keeps copies to read from.
     ok, generations, cached_at = jax.lax.optimization_barrier((ok, generations, cached_at))

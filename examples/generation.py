@@ -21,7 +21,7 @@ from jax import lax
 from llama import Llama, LlamaConfig
 from prefill import Caches, Prompts, pad_prompts, write_prompts
 from sampling import Sampling, sample
-from shared_prefix import share_prefix
+from shared_prefix import Prefix, share_prefix
 
 import jaxpaged
 
@@ -114,7 +114,7 @@ def prefill(
     weights: nnx.State,
     state: Generation,
     prompts: Prompts,
-    prefix: Prompts | None,  # one, which all the prompts begin with
+    prefix: Prefix | None,  # which all the prompts begin with
     eos_ids: tuple[int, ...],
     sampling: Sampling,
 ) -> Generation:
@@ -283,7 +283,7 @@ def generate(
         setattr(timing, name, getattr(timing, name) + time.perf_counter() - begin)
         return result
 
-    shared = None if prefix is None else pad_prompts([prefix])
+    shared = None if prefix is None else Prefix.create(prefix, state.allocator)
     padded = pad_prompts(prompts, num_cached=0 if prefix is None else len(prefix))
     num_steps = jnp.int32(steps_at_once)
     first = timed("compile", prefill.lower(graph, weights, state, padded, shared, eos_ids, sampling).compile)

@@ -1,11 +1,27 @@
 """A prefix that all prompts of a batch begin with: computed once, found again by each of them in the prefix cache."""
 
+import dataclasses
+import secrets
+
 import jax
 import jax.numpy as jnp
 from llama import Llama
-from prefill import Caches, Prompts, write_prompts
+from prefill import Caches, Prompts, pad_prompts, write_prompts
 
 import jaxpaged
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    tokens: Prompts  # one row
+    cache: jaxpaged.PrefixCache  # an empty one, created outside of jit: its secret is an argument, not a constant
+
+    @classmethod
+    def create(cls, tokens: list[int], allocator: jaxpaged.BlockAllocator) -> "Prefix":
+        secret = secrets.randbits(128)
+        cache = jaxpaged.PrefixCache.create(allocator.num_blocks, allocator.block_size, secret=secret)
+        return cls(pad_prompts([tokens]), cache)
 
 
 def common_prefix(prompts: list[list[int]], block_size: int) -> list[int]:
@@ -22,19 +38,17 @@ def num_spared_blocks(prompts: list[list[int]], prefix: list[int], block_size: i
 
 
 def share_prefix(
-    model: Llama, caches: Caches, allocator: jaxpaged.BlockAllocator, prefix: Prompts, prompts: Prompts
+    model: Llama, caches: Caches, allocator: jaxpaged.BlockAllocator, prefix: Prefix, prompts: Prompts
 ) -> tuple[Caches, jaxpaged.BlockAllocator, jax.Array]:
     """Begins each prompt's row with the prefix's blocks, inside the caller's jit.
 
     Returns the new caches and allocator, and how many tokens of each prompt are in the cache, int32 [prompts].
     """
-    prefix_cache = jaxpaged.PrefixCache.create(allocator.num_blocks, allocator.block_size)
-
     # 1. The prefix stands in the first row for as long as it takes to write it. Freed, its blocks wait to be found.
-    caches, allocator, _, _ = write_prompts(model, caches, allocator, prefix)
-    num_seqs, num_tokens = allocator.lengths.shape[0], prefix.rows.shape[1]
-    rows = jnp.zeros((num_seqs, num_tokens), jnp.int32).at[:1].set(prefix.rows)
-    prefix_cache, allocator = prefix_cache.insert(allocator, rows)
+    caches, allocator, _, _ = write_prompts(model, caches, allocator, prefix.tokens)
+    num_seqs, num_tokens = allocator.lengths.shape[0], prefix.tokens.rows.shape[1]
+    rows = jnp.zeros((num_seqs, num_tokens), jnp.int32).at[:1].set(prefix.tokens.rows)
+    prefix_cache, allocator = prefix.cache.insert(allocator, rows)
     allocator = allocator.free(allocator.lengths > 0)
 
     # 2. One lookup for the whole batch.

@@ -54,7 +54,8 @@ def test_a_prefix_that_fills_no_block_is_computed_by_each(tiny):
     assert prefix == []
     state = start(tiny.config, prompts, max_new_tokens=1, block_size=64, num_blocks=None, dtype="float32", seed=0)
     graph, weights = nnx.split(tiny.model)
-    state = prefill(graph, weights, state, pad_prompts(prompts), pad_prompts([prefix]), (), Sampling())
+    shared = shared_prefix.Prefix.create(prefix, state.allocator)
+    state = prefill(graph, weights, state, pad_prompts(prompts), shared, (), Sampling())
     assert generated(state) == [greedy(tiny.tensors, prompt, 1) for prompt in prompts]
     assert state.num_cached.tolist() == [0, 0, 0]
 

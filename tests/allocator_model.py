@@ -231,6 +231,9 @@ class Model:
             self.acquire(block)
         self.let_go(gone)
 
+    def clear(self) -> None:
+        self.cached, self.num_waiting = {}, 0
+
     # Snapshots.
 
     def snapshot(self) -> Snapshot:

@@ -76,6 +76,10 @@ def insert(state, tokens, salts):
     return (State(*reversed(state.prefix_cache.insert(state.allocator, tokens, salts=salts))),)
 
 
+def clear(state):
+    return (State(*reversed(state.prefix_cache.clear(state.allocator))),)
+
+
 def hold(state, snapshot):
     allocator, ok = state.allocator.hold(snapshot)
     return dataclasses.replace(state, allocator=allocator), ok
@@ -97,7 +101,21 @@ def look(state):
     return allocator.pool.is_cached(jnp.arange(allocator.num_blocks, dtype=jnp.int32)), allocator.num_held
 
 
-OPERATIONS = (append, free, fork, rollback, swap_out, swap_in, match_prefix, insert, hold, release, restore, look)
+OPERATIONS = (
+    append,
+    free,
+    fork,
+    rollback,
+    swap_out,
+    swap_in,
+    match_prefix,
+    insert,
+    clear,
+    hold,
+    release,
+    restore,
+    look,
+)
 STATIC = ("max_tokens", "replace")
 EAGER = {f.__name__: f for f in OPERATIONS}
 
@@ -262,6 +280,14 @@ class AllocatorMachine(RuleBasedStateMachine):
             salts.append(np.asarray(model.salts, np.int32))
             model.insert(self.width)
         self.run("insert", tokens, salts)
+
+    @rule(wanted=st.integers(0, 3))
+    def clear(self, wanted: int) -> None:
+        if wanted:  # not as often as the others, or little is ever cached
+            return
+        for model in self.models:
+            model.clear()
+        self.run("clear")
 
     def padded(self, rng: np.random.Generator, rows: list[list[int]]) -> np.ndarray:
         array = rng.integers(0, 2, (len(rows), self.width), np.int32)

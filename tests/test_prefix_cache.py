@@ -128,6 +128,39 @@ def test_shortening_into_a_cached_block_takes_a_copy_and_the_cached_one_stays():
     assert begin(prefix_cache, allocator, [], [*A, *B, 7], [])[2] == [0, 4, 0]
 
 
+def test_after_clear_nothing_is_found_and_what_is_held_is_cached_anew():
+    prefix_cache, before, _ = begin(*make(num_blocks=12), [*A, *B, 7], [*C, 7], [])
+    before = before.free(marks(0, 1, 0))
+    prefix_cache, allocator = prefix_cache.clear(before)
+    assert allocator.check() == ()
+    assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert (int(allocator.num_waiting), int(allocator.num_free)) == (0, int(before.num_free))
+    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [], insert=False)[2] == [0, 0, 0]
+    # Going back brings nothing back.
+    restored, ok = allocator.restore(before)
+    assert ok
+    assert begin(prefix_cache, restored, [], [*A, *B, 7], [*C, 7], insert=False)[2] == [0, 0, 0]
+    # What the first row holds is found once it is inserted again. All blocks can be handed out.
+    prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7], [], []))
+    _, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 7], [*C, 7])
+    assert hits == [0, 4, 0]
+    allocator, _, ok = allocator.free(marks(1, 1, 1)).append(counts(8, 8, 6), max_tokens=8)
+    assert ok.all()
+    assert allocator.check() == ()
+
+
+def test_a_refused_append_leaves_what_was_matched():
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [9] * 8, [])
+    assert int(allocator.num_free) == 0
+    tokens, lengths = rows([], [], [*A, *B, 8]), counts(0, 0, 5)
+    _, matched, num_cached = prefix_cache.match_prefix(allocator, tokens, lengths)
+    after, _, ok = matched.append(lengths - num_cached, max_tokens=8)
+    assert ok.tolist() == [True, True, False]
+    assert after.lengths.tolist() == [5, 8, 4]
+    freed = after.free(marks(0, 0, 1))
+    assert freed.pool.num_holders().tolist() == allocator.pool.num_holders().tolist()
+
+
 @pytest.mark.parametrize("length", [-1, 9, 2**31 - 1])
 def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [])
@@ -303,6 +336,7 @@ def test_what_is_shared_is_what_attention_reads():
         (lambda p, a: PrefixCache.create(8, 2, secret=-1), r"secret must be from 0 to 2\^128 - 1"),
         (lambda p, a: PrefixCache.create(8, 2, secret=2**128), r"secret must be from 0 to 2\^128 - 1"),
         (lambda p, a: PrefixCache.create(9, 2).insert(a, rows(A, A, A)), r"allocator's .* \(8, 2\); got \(9, 2\)"),
+        (lambda p, a: PrefixCache.create(9, 2).clear(a), r"allocator's .* \(8, 2\); got \(9, 2\)"),
         (lambda p, a: p.insert(a, rows(A, A)), r"tokens must be int32 \[3, max_tokens\].*got int32 \[2, 8\]"),
         (lambda p, a: p.insert(a, jnp.zeros((3, 8))), r"tokens must be int32 .*got float32"),
         (lambda p, a: p.insert(a, rows(A, A, A), salts=counts(1)), r"salts must be int32 \[3\].*got int32 \[1\]"),

@@ -127,6 +127,12 @@ class BlockPool:
         cached_at = self.cached_at.at[places].set(self.num_blocks, mode="drop", unique_indices=True)
         return dataclasses.replace(self, cached_at=cached_at)
 
+    def forget(self) -> "BlockPool":
+        """No block is known to the prefix cache any more. Those that waited are free blocks like the others."""
+        return dataclasses.replace(
+            self, num_waiting=jnp.zeros_like(self.num_waiting), cached_at=jnp.full_like(self.cached_at, -1)
+        )
+
     def acquire_cached(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
         """One more holder for each wanted entry of `ids`, cached blocks, held or waiting.
 

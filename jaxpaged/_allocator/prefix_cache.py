@@ -132,7 +132,7 @@ class PrefixCache:
         Only full blocks are shared, and never all of a prompt: at least its last token is left to be computed, since
         its logits are wanted. What is left goes the usual way: `append(lengths - num_cached, max_tokens=...)`; with
         the prompts at the end of their rows the same tokens serve there too, and the slots of those that are cached
-        are padding.
+        are padding. Where that `append` is refused, the row keeps the blocks found here until `free`.
 
         Args:
             allocator: the allocator whose blocks these are.
@@ -243,6 +243,37 @@ class PrefixCache:
         tables = allocator.block_tables.at[:, :num_columns].set(jnp.where(shared, canonical, own))
         return dataclasses.replace(prefix_cache, table=table), allocator._replace(tables, lengths, pool)
 
+    def clear(self, allocator: BlockAllocator) -> tuple["PrefixCache", BlockAllocator]:
+        """Forgets every block, as when the weights change: what was computed with the old ones is not found again.
+
+        Sequences keep what they hold, and their blocks can be inserted anew: free those first whose tokens no longer
+        count. Free blocks stay in their order; none of them waits any more. The counts of lookups and hits go on.
+
+        Args:
+            allocator: the allocator whose blocks these are.
+
+        Returns:
+            prefix_cache: an empty one, with the same secret.
+            allocator: the new one. Going back to a snapshot of before does not bring the forgotten blocks back.
+
+        Raises:
+            ValueError: an allocator of other sizes.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpaged
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=2, num_seqs=1, max_blocks=4)
+            >>> prefix_cache = jaxpaged.PrefixCache.create(num_blocks=8, block_size=2)
+            >>> allocator, slots, ok = allocator.append(jnp.array([5]), max_tokens=5)
+            >>> prefix_cache, allocator = prefix_cache.insert(allocator, jnp.array([[1, 2, 3, 4, 5]]))
+            >>> allocator = allocator.free(jnp.array([True]))
+            >>> prefix_cache, allocator = prefix_cache.clear(allocator)
+            >>> int(allocator.num_waiting), int(allocator.num_free)
+            (0, 7)
+        """
+        self._check_sizes(allocator)
+        allocator = dataclasses.replace(allocator, pool=allocator.pool.forget())
+        return dataclasses.replace(self, table=jnp.zeros_like(self.table)), allocator
+
     def _list(
         self,
         new: jax.Array,
@@ -300,10 +331,13 @@ class PrefixCache:
     def _num_columns(self, allocator: BlockAllocator, tokens: jax.Array) -> int:
         return min(tokens.shape[1] // allocator.block_size, allocator.block_tables.shape[1])
 
-    def _check(self, allocator: BlockAllocator, tokens: Any, salts: Any) -> tuple[jax.Array, jax.Array]:
+    def _check_sizes(self, allocator: BlockAllocator) -> None:
         sizes, wanted = self.tokens.shape, (allocator.num_blocks, allocator.block_size)
         if sizes != wanted:
             raise ValueError(f"a prefix cache has its allocator's (num_blocks, block_size), {wanted}; got {sizes}.")
+
+    def _check(self, allocator: BlockAllocator, tokens: Any, salts: Any) -> tuple[jax.Array, jax.Array]:
+        self._check_sizes(allocator)
         tokens = jnp.asarray(tokens)
         num_seqs = allocator.lengths.shape[0]
         if tokens.ndim != 2 or tokens.shape[0] != num_seqs or tokens.dtype != jnp.int32:

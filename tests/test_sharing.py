@@ -194,6 +194,18 @@ def test_pins_keep_a_snapshot_sound():
     assert not released.hold(old)[1]
 
 
+def test_pins_are_counted_and_know_no_snapshot():
+    old = make(6, 3)
+    held, _ = old.hold(old)
+    other, _, _ = held.append(counts(2, 0), max_tokens=2)  # the same blocks, but nobody held this one
+    released, ok = other.release(other)
+    assert ok
+    assert released.pool.pins.tolist() == old.pool.pins.tolist()
+    again, ok = released.release(old)
+    assert not ok
+    assert_same(again, released)
+
+
 def test_shortening_into_a_pinned_block_takes_a_copy():
     old = make(6)
     held, _ = old.hold(old)

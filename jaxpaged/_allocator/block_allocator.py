@@ -359,6 +359,12 @@ class BlockAllocator:
     def release(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
         """Takes back the pins of `hold(snapshot)`; blocks that nobody else holds are free.
 
+        A block counts its pins and does not know whose they are: releasing a snapshot that was never held takes back
+        the pins that another one put on the same blocks. Release exactly what was held.
+
+        Args:
+            snapshot: one that was held.
+
         Returns:
             allocator: the new one, unchanged where not ok.
             ok: bool `[]`; false where a block of the snapshot is not pinned, as after releasing it before.

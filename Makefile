@@ -1,7 +1,7 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test test-oldest test-ptxas lint format setup lock clean
+.PHONY: demo test test-oldest test-ptxas mutants lint format setup lock clean
 .DEFAULT_GOAL := demo
 
 demo: setup ## text from a real model through a paged cache
@@ -18,6 +18,9 @@ test-ptxas: ## registers, spills and shared memory of the kernels, compiled for 
 	$(VENV)-ptxas/bin/python -m pip install --quiet nvidia-cuda-nvcc \
 		"jax-cuda13-plugin==$$($(VENV)-ptxas/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
 	$(VENV)-ptxas/bin/python -m pytest tests/kernels/test_resources.py
+
+mutants: setup ## mistakes made in a copy of the tree, which the tests must find
+	$(PYTHON) -m tests.mutants
 
 lint: setup
 	$(PYTHON) -m ruff check

@@ -1,0 +1,167 @@
+"""Mistakes that the tests must find: each is made in a copy of the tree, and the tests named for it must fail there.
+
+    python -m tests.mutants            all of them
+    python -m tests.mutants restore    those with the word in their name
+
+Run it after a change to the code or the tests of a file named here. It prints a line for each and exits with 1 where a
+mutant survives, where its text is not found exactly once, or where the tests fail without it.
+"""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COPIED = "jaxpaged", "pallas_kernels", "examples", "tests", "pyproject.toml"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str  # a file, and words for pytest -k behind "::"
+
+
+COLLISIONS = "tests/test_prefix_cache.py::collide or collision"
+GOING_BACK = "tests/test_hygiene.py::forgotten"
+PREFIX_CACHE, SNAPSHOTS = "jaxpaged/_prefix_cache.py", "jaxpaged/_snapshots.py"
+MUTANTS = (
+    Mutant(
+        "lookup: any salt",
+        PREFIX_CACHE,
+        "(self.tags[ids] == tags[..., None]) & (self.salts[ids] == salts[:, None, None])",
+        "(self.tags[ids] == tags[..., None])",
+        COLLISIONS,
+    ),
+    Mutant(
+        "lookup: any parent",
+        PREFIX_CACHE,
+        ".all(axis=-1) & (self.parents[ids] == before)",
+        ".all(axis=-1)",
+        COLLISIONS,
+    ),
+    Mutant(
+        "lookup: any tokens",
+        PREFIX_CACHE,
+        "listed & (self.tokens[ids] == blocks).all(axis=-1)",
+        "listed",
+        COLLISIONS,
+    ),
+    Mutant(
+        "insert: any salt",
+        PREFIX_CACHE,
+        "        served &= salts[first // wanted.shape[1]] == salts[:, None]\n",
+        "",
+        COLLISIONS,
+    ),
+    Mutant(
+        "insert: any parent",
+        PREFIX_CACHE,
+        ".all(axis=-1) & (before.ravel()[firsts] == before)",
+        ".all(axis=-1)",
+        COLLISIONS,
+    ),
+    Mutant(
+        "insert: any tokens",
+        PREFIX_CACHE,
+        "(blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before",
+        "(before",
+        COLLISIONS,
+    ),
+    Mutant(
+        "clear: held blocks stay cached",
+        "jaxpaged/_block_pool.py",
+        "cached_at=jnp.full_like(self.cached_at, -1)",
+        "cached_at=self.cached_at",
+        "tests/test_prefix_cache.py::clear",
+    ),
+    Mutant(
+        "restore: overwritten prefixes",
+        SNAPSHOTS,
+        "cached_at = jnp.where(same, old.cached_at, -1)",
+        "cached_at = old.cached_at",
+        GOING_BACK,
+    ),
+    Mutant(
+        "restore: prefixes that only pins held",
+        SNAPSHOTS,
+        "same &= (now.cached_at == num_blocks) == (old.cached_at == num_blocks)",
+        "same |= old.cached_at == num_blocks",
+        GOING_BACK,
+    ),
+    Mutant(
+        "restore: the undone stays sound",
+        SNAPSHOTS,
+        "jnp.where(kept, old.generations, now.generations + 1)",
+        "old.generations",
+        "tests/test_sharing.py::sound_after",
+    ),
+    Mutant(
+        "release: pins that are not there",
+        SNAPSHOTS,
+        "ok = still_holds(allocator, snapshot) & ((pool.pins[ids] >= 0) | ~entries).all()",
+        "ok = still_holds(allocator, snapshot)",
+        "tests/test_sharing.py::pins",
+    ),
+    Mutant(
+        "rollback: into a shared block",
+        "jaxpaged/_sharing.py",
+        "(allocator.pool.extra_holders[last_ids] > 0) | (",
+        "(",
+        "tests/test_sharing.py::into_a_shared",
+    ),
+)
+
+
+def passes(tree: Path, tests: str) -> bool:
+    file, words = tests.split("::")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", file, "-k", words]
+    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'examples'}"}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):  # 2 to 5: it could not run, or there are no such tests
+        raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.returncode == 0
+
+
+def verdict(tree: Path, mutant: Mutant) -> str:
+    path = tree / mutant.file
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        return f"its text stands {text.count(mutant.old)} times in {mutant.file}"
+    path.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        return "SURVIVES" if passes(tree, mutant.tests) else "killed"
+    finally:
+        path.write_text(text)
+
+
+def main(words: list[str]) -> int:
+    mutants = [mutant for mutant in MUTANTS if all(word in mutant.name for word in words)]
+    verdicts = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, tree / name)
+        failing = [tests for tests in dict.fromkeys(mutant.tests for mutant in mutants) if not passes(tree, tests)]
+        if failing:
+            print(f"without any mutant these fail: {failing}")
+            return 1
+        for mutant in mutants:
+            start = time.perf_counter()
+            verdicts.append(verdict(tree, mutant))
+            print(f"{mutant.name:38} {verdicts[-1]:10} {time.perf_counter() - start:4.0f} s", flush=True)
+    killed = verdicts.count("killed")
+    print(f"{killed} of {len(mutants)} mutants killed")
+    return int(killed < len(mutants))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

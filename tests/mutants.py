@@ -31,7 +31,7 @@ class Mutant:
 
 COLLISIONS = "tests/test_prefix_cache.py::collide or collision"
 GOING_BACK = "tests/test_hygiene.py::forgotten"
-PREFIX_CACHE, SNAPSHOTS = "jaxpaged/_prefix_cache.py", "jaxpaged/_snapshots.py"
+PREFIX_CACHE, SNAPSHOTS = "jaxpaged/_allocator/prefix_cache.py", "jaxpaged/_allocator/snapshots.py"
 MUTANTS = (
     Mutant(
         "lookup: any salt",
@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "clear: held blocks stay cached",
-        "jaxpaged/_block_pool.py",
+        "jaxpaged/_allocator/block_pool.py",
         "cached_at=jnp.full_like(self.cached_at, -1)",
         "cached_at=self.cached_at",
         "tests/test_prefix_cache.py::clear",
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "rollback: into a shared block",
-        "jaxpaged/_sharing.py",
+        "jaxpaged/_allocator/sharing.py",
         "(allocator.pool.extra_holders[last_ids] > 0) | (",
         "(",
         "tests/test_sharing.py::into_a_shared",

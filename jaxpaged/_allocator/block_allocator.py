@@ -9,15 +9,15 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator import report, sharing, snapshots, swapping
 from jaxpaged._allocator.block_pool import BlockPool
+from jaxpaged._allocator.sharing import Copies
+from jaxpaged._allocator.state import AllocatorState
 from jaxpaged._export import exportable
-
-Copies = tuple[jax.Array, jax.Array]  # (source_ids, destination_ids) for copy_blocks, int32 [seqs] each
 
 
 @exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BlockAllocator:
+class BlockAllocator(AllocatorState):
     """Block tables, lengths and free blocks of a fixed set of sequences. Immutable: every operation returns a new one.
 
     Attributes:
@@ -42,12 +42,6 @@ class BlockAllocator:
     All operations work on all sequences at once with prefix sums: no loop, no sort, no host. They run inside jit,
     scan, while_loop and vmap. `docs/allocator.md` says what each costs.
     """
-
-    block_tables: jax.Array
-    lengths: jax.Array
-    swapped_lengths: jax.Array
-    pool: BlockPool
-    block_size: int = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
     def create(cls, num_blocks: int, block_size: int, num_seqs: int, max_blocks: int) -> "BlockAllocator":
@@ -87,48 +81,6 @@ class BlockAllocator:
             block_size=block_size,
         )
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool, the null block included."""
-        return self.pool.num_blocks
-
-    @property
-    def num_free(self) -> jax.Array:
-        """Blocks that can be handed out, int32 `[]`; those where a cached prefix waits are among them."""
-        return self.pool.num_free
-
-    @property
-    def num_held(self) -> jax.Array:
-        """Blocks that sequences or pins hold, int32 `[]`; a shared one counts once."""
-        return self.num_blocks - 1 - self.num_free
-
-    @property
-    def num_waiting(self) -> jax.Array:
-        """Free blocks that may still hold a cached prefix, int32 `[]`."""
-        return self.pool.num_waiting
-
-    @property
-    def num_shared(self) -> jax.Array:
-        """Blocks with more than one holder, int32 `[]`."""
-        return (self.pool.extra_holders > 0).sum(dtype=jnp.int32)
-
-    @property
-    def is_seat_free(self) -> jax.Array:
-        """Rows that hold nothing, here or swapped out, bool `[seqs]`."""
-        return (self.lengths == 0) & (self.swapped_lengths == 0)
-
-    @property
-    def utilisation(self) -> jax.Array:
-        """The part of the pool that is held, 0 to 1, float32 `[]`."""
-        return self.num_held.astype(jnp.float32) / (self.num_blocks - 1)
-
-    @property
-    def fragmentation(self) -> jax.Array:
-        """The part of the held slots that stands empty behind the sequences' last tokens, 0 to 1, float32 `[]`."""
-        empty = (self._blocks_of(self.lengths) * self.block_size - self.lengths).sum(dtype=jnp.int32)
-        held = jnp.maximum(self.num_held, 1).astype(jnp.float32) * self.block_size
-        return empty.astype(jnp.float32) / held
-
     def positions(self, q_len: int) -> jax.Array:
         """Where the newest `q_len` tokens of each sequence stand, int32 `[seqs, q_len]`; negative: no such token."""
         return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
@@ -164,9 +116,9 @@ class BlockAllocator:
         legal &= lengths <= max_blocks * self.block_size
 
         # 1. Who gets blocks: a prefix of the rows that need some.
-        held = self._blocks_of(self.lengths)
-        needed = jnp.where(legal, self._blocks_of(lengths) - held, 0)
-        ok, starts, total = self._grant(legal, needed)
+        held = self.blocks_of(self.lengths)
+        needed = jnp.where(legal, self.blocks_of(lengths) - held, 0)
+        ok, starts, total = self.grant(legal, needed)
         granted = jnp.where(ok, needed, 0)
         lengths = jnp.where(ok, lengths, self.lengths)
 
@@ -184,7 +136,7 @@ class BlockAllocator:
         slots = block_ids * self.block_size + positions % self.block_size
         slots = jnp.where(is_new, slots, self.num_blocks * self.block_size)
 
-        return self._replace(block_tables, lengths, self.pool.take(total)), slots, ok
+        return self.with_rows(block_tables, lengths, self.pool.take(total)), slots, ok
 
     def free(self, seqs: ArrayLike) -> "BlockAllocator":
         """Gives back all blocks of the marked sequences, which become empty. Freeing an empty one changes nothing.
@@ -199,15 +151,7 @@ class BlockAllocator:
         Raises:
             ValueError: `seqs` is not bool `[seqs]`.
         """
-        seqs = self._rows("seqs", seqs, jnp.bool_)
-        pool = self.pool.let_go(self.block_tables, seqs[:, None] & self._is_entry(self.lengths))
-        return dataclasses.replace(
-            self,
-            block_tables=jnp.where(seqs[:, None], 0, self.block_tables),
-            lengths=jnp.where(seqs, 0, self.lengths),
-            swapped_lengths=jnp.where(seqs, 0, self.swapped_lengths),
-            pool=pool,
-        )
+        return self.let_go(self._rows("seqs", seqs, jnp.bool_))
 
     def fork(self, parents: ArrayLike, *, replace: bool = False) -> tuple["BlockAllocator", Copies, jax.Array]:
         """Makes rows into copies of others: parallel sampling, beam search.
@@ -412,22 +356,6 @@ class BlockAllocator:
 
     def __str__(self) -> str:
         return report.describe(self)
-
-    def _grant(self, legal: jax.Array, needed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(which rows get the blocks they need, where each row's begin counted from the top, how many in all)."""
-        ends = jnp.cumsum(needed, dtype=jnp.int32)
-        ok = legal & ((needed == 0) | (ends <= self.num_free))
-        return ok, ends - needed, jnp.where(ok, needed, 0).sum(dtype=jnp.int32)
-
-    def _is_entry(self, lengths: jax.Array) -> jax.Array:
-        """Which table entries are blocks, for sequences of these lengths, bool `[seqs, max_blocks]`."""
-        return jnp.arange(self.block_tables.shape[1], dtype=jnp.int32)[None] < self._blocks_of(lengths)[:, None]
-
-    def _blocks_of(self, lengths: jax.Array) -> jax.Array:
-        return -(-lengths // self.block_size)
-
-    def _replace(self, block_tables: jax.Array, lengths: jax.Array, pool: BlockPool) -> "BlockAllocator":
-        return dataclasses.replace(self, block_tables=block_tables, lengths=lengths, pool=pool)
 
     def _rows(self, name: str, values: ArrayLike, dtype: Any) -> jax.Array:
         array = jnp.asarray(values)

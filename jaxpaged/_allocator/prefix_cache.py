@@ -167,7 +167,7 @@ class PrefixCache:
         num_cached = found.sum(axis=1, dtype=jnp.int32) * allocator.block_size
         tables = allocator.block_tables
         tables = tables.at[:, :num_columns].set(jnp.where(found, ids, tables[:, :num_columns]))
-        allocator = allocator._replace(
+        allocator = allocator.with_rows(
             tables,
             jnp.where(num_cached > 0, num_cached, allocator.lengths),
             allocator.pool.acquire_cached(ids, found),
@@ -241,7 +241,7 @@ class PrefixCache:
         shared = _all_before(good & pool.is_cached(canonical)) & (canonical != own)
         pool = pool.acquire_cached(canonical, shared).let_go(own, shared)
         tables = allocator.block_tables.at[:, :num_columns].set(jnp.where(shared, canonical, own))
-        return dataclasses.replace(prefix_cache, table=table), allocator._replace(tables, lengths, pool)
+        return dataclasses.replace(prefix_cache, table=table), allocator.with_rows(tables, lengths, pool)
 
     def clear(self, allocator: BlockAllocator) -> tuple["PrefixCache", BlockAllocator]:
         """Forgets every block, as when the weights change: what was computed with the old ones is not found again.

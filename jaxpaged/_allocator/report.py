@@ -1,19 +1,14 @@
 """What a person or a test asks an allocator, on the host: the invariants that it breaks, and itself as text."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import jax
 import numpy as np
 
-if TYPE_CHECKING:
-    from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.state import AllocatorState
 
 SHOWN_SEQS = 16  # rows of a printed allocator
 
 
-def check(allocator: BlockAllocator) -> tuple[str, ...]:
+def check(allocator: AllocatorState) -> tuple[str, ...]:
     """The names of the broken invariants, each a line below. Those that stand on a broken one are not looked at."""
     pool, num_blocks, block_size = allocator.pool, allocator.num_blocks, allocator.block_size
     tables, lengths = np.asarray(allocator.block_tables), np.asarray(allocator.lengths)
@@ -65,7 +60,7 @@ def _broken(invariants: dict[str, object]) -> tuple[str, ...]:
     return tuple(name for name, holds in invariants.items() if not holds)
 
 
-def describe(allocator: BlockAllocator) -> str:
+def describe(allocator: AllocatorState) -> str:
     """A line for the pool and one for each sequence, the first of them."""
     if np.ndim(allocator.lengths) != 1 or isinstance(allocator.lengths, jax.core.Tracer):
         return repr(allocator)  # under vmap, or while tracing: there are no numbers to show

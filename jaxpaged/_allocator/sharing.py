@@ -1,18 +1,16 @@
 """Sequences that share blocks: children of a fork, and shortening without disturbing who else holds a block."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from jaxpaged._allocator.block_allocator import BlockAllocator, Copies
+from jaxpaged._allocator.state import AllocatorState
+
+Copies = tuple[jax.Array, jax.Array]  # (source_ids, destination_ids) for copy_blocks, int32 [seqs] each
 
 
-def fork(allocator: BlockAllocator, parents: jax.Array, replace: bool) -> tuple[BlockAllocator, Copies, jax.Array]:
+def fork[S: AllocatorState](allocator: S, parents: jax.Array, replace: bool) -> tuple[S, Copies, jax.Array]:
     num_seqs, _ = allocator.block_tables.shape
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
     unchanged = (parents == -1) | (parents == rows)
@@ -31,7 +29,7 @@ def fork(allocator: BlockAllocator, parents: jax.Array, replace: bool) -> tuple[
     enough = needed.sum(dtype=jnp.int32) <= allocator.num_free
     heir &= enough
     needed = (legal & partial & ~heir).astype(jnp.int32)
-    ok, starts, total = allocator._grant(legal, needed)
+    ok, starts, total = allocator.grant(legal, needed)
 
     # 2. The tables, with the new blocks in them.
     ids, copied = _read_once(allocator.pool.peek(starts), ok & (needed > 0))
@@ -41,17 +39,17 @@ def fork(allocator: BlockAllocator, parents: jax.Array, replace: bool) -> tuple[
 
     # 3. The children hold what they share, and let go of what they held.
     pool = allocator.pool.take(total)
-    pool = pool.share(tables, ok[:, None] & ~is_copy & allocator._is_entry(lengths))
+    pool = pool.share(tables, ok[:, None] & ~is_copy & allocator.is_entry(lengths))
     if replace:
-        pool = pool.let_go(allocator.block_tables, ok[:, None] & allocator._is_entry(allocator.lengths))
-    forked = allocator._replace(
+        pool = pool.let_go(allocator.block_tables, ok[:, None] & allocator.is_entry(allocator.lengths))
+    forked = allocator.with_rows(
         jnp.where(ok[:, None], tables, allocator.block_tables), jnp.where(ok, lengths, allocator.lengths), pool
     )
     copies = jnp.where(copied, source_ids, 0), jnp.where(copied, ids, 0)
     return forked, copies, ok | unchanged
 
 
-def rollback(allocator: BlockAllocator, lengths: jax.Array) -> tuple[BlockAllocator, Copies, jax.Array]:
+def rollback[S: AllocatorState](allocator: S, lengths: jax.Array) -> tuple[S, Copies, jax.Array]:
     num_seqs, max_blocks = allocator.block_tables.shape
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
     legal = (lengths >= 0) & (lengths <= allocator.lengths)
@@ -59,22 +57,22 @@ def rollback(allocator: BlockAllocator, lengths: jax.Array) -> tuple[BlockAlloca
     cut = legal & partial & (lengths < allocator.lengths)  # ends inside a block whose further tokens it gives up
     last_ids = allocator.block_tables.at[rows, entry].get(mode="clip")
     kept_by_others = (allocator.pool.extra_holders[last_ids] > 0) | (
-        allocator.pool.cached_at[last_ids] == allocator.pool.num_blocks
+        allocator.pool.cached_at[last_ids] == allocator.num_blocks
     )
     (kept_by_others,) = _read_once(kept_by_others)
     needed = (cut & kept_by_others).astype(jnp.int32)
-    ok, starts, total = allocator._grant(legal, needed)
+    ok, starts, total = allocator.grant(legal, needed)
     ids, copied = _read_once(allocator.pool.peek(starts), ok & (needed > 0))
     lengths = jnp.where(ok, lengths, allocator.lengths)
 
     is_copy = copied[:, None] & (jnp.arange(max_blocks, dtype=jnp.int32)[None] == entry[:, None])
-    stays = allocator._is_entry(lengths) & ~is_copy
-    pool = allocator.pool.take(total).let_go(allocator.block_tables, allocator._is_entry(allocator.lengths) & ~stays)
+    stays = allocator.is_entry(lengths) & ~is_copy
+    pool = allocator.pool.take(total).let_go(allocator.block_tables, allocator.is_entry(allocator.lengths) & ~stays)
     given_up = jnp.where(ok & cut & ~copied, last_ids, allocator.num_blocks + rows)
     generations = pool.generations.at[given_up].add(1, mode="drop", unique_indices=True)
     tables = jnp.where(is_copy, ids[:, None], jnp.where(stays, allocator.block_tables, 0))
     copies = jnp.where(copied, last_ids, 0), jnp.where(copied, ids, 0)
-    return allocator._replace(tables, lengths, dataclasses.replace(pool, generations=generations)), copies, ok
+    return allocator.with_rows(tables, lengths, dataclasses.replace(pool, generations=generations)), copies, ok
 
 
 def _read_once(*values: jax.Array) -> tuple[jax.Array, ...]:

@@ -1,35 +1,30 @@
 """Old allocators: whether going back to one is sound, pinning its blocks, going back, and what was freed since."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_pool import BlockPool
-
-if TYPE_CHECKING:
-    from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.state import AllocatorState
 
 
-def still_holds(allocator: BlockAllocator, snapshot: BlockAllocator) -> jax.Array:
+def still_holds(allocator: AllocatorState, snapshot: AllocatorState) -> jax.Array:
     _check_sizes(allocator, snapshot)
     ids = snapshot.block_tables
     same = allocator.pool.generations[ids] == snapshot.pool.generations[ids]
-    return (same | ~snapshot._is_entry(snapshot.lengths)).all()
+    return (same | ~snapshot.is_entry(snapshot.lengths)).all()
 
 
-def hold(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
+def hold[S: AllocatorState](allocator: S, snapshot: S) -> tuple[S, jax.Array]:
     ok = still_holds(allocator, snapshot)
-    entries = ok & snapshot._is_entry(snapshot.lengths)
+    entries = ok & snapshot.is_entry(snapshot.lengths)
     pool = allocator.pool.share(snapshot.block_tables, entries)
     return dataclasses.replace(allocator, pool=_pin(pool, snapshot.block_tables, entries, 1)), ok
 
 
-def release(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
-    ids, entries = snapshot.block_tables, snapshot._is_entry(snapshot.lengths)
+def release[S: AllocatorState](allocator: S, snapshot: S) -> tuple[S, jax.Array]:
+    ids, entries = snapshot.block_tables, snapshot.is_entry(snapshot.lengths)
     # The pins go, and come back where there were too few: two updates of one array, each in place. To look first in a
     # copy would cost that copy, which is as large as the pool.
     pool = _pin(allocator.pool, ids, entries, -1)
@@ -38,7 +33,7 @@ def release(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockA
     return dataclasses.replace(allocator, pool=pool), ok
 
 
-def restore(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
+def restore[S: AllocatorState](allocator: S, snapshot: S) -> tuple[S, jax.Array]:
     ok = still_holds(allocator, snapshot)
     now, old = allocator.pool, snapshot.pool
     ids, num_blocks = snapshot.block_tables, snapshot.num_blocks
@@ -62,10 +57,10 @@ def restore(allocator: BlockAllocator, snapshot: BlockAllocator) -> tuple[BlockA
     return jax.tree.map(lambda new, same: jnp.where(ok, new, same), restored, allocator), ok
 
 
-def freed_since(allocator: BlockAllocator, before: BlockAllocator) -> jax.Array:
+def freed_since(allocator: AllocatorState, before: AllocatorState) -> jax.Array:
     _check_sizes(allocator, before)
     ids, pool = before.block_tables, allocator.pool
-    let_go = before._is_entry(before.lengths) & (pool.generations[ids] != before.pool.generations[ids])
+    let_go = before.is_entry(before.lengths) & (pool.generations[ids] != before.pool.generations[ids])
     return jnp.where(let_go & pool.is_free()[ids] & ~pool.is_cached(ids), ids, 0).ravel()
 
 
@@ -74,7 +69,7 @@ def _pin(pool: BlockPool, ids: jax.Array, entries: jax.Array, amount: int) -> Bl
     return dataclasses.replace(pool, pins=pins)
 
 
-def _check_sizes(allocator: BlockAllocator, snapshot: BlockAllocator) -> None:
+def _check_sizes(allocator: AllocatorState, snapshot: AllocatorState) -> None:
     sizes, wanted = ((*x.block_tables.shape, x.num_blocks, x.block_size) for x in (snapshot, allocator))
     if sizes != wanted:
         raise ValueError(

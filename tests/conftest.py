@@ -1,8 +1,7 @@
 import os
 from types import SimpleNamespace
 
-# Interpret mode runs every warp of a cluster in a thread that may wait for another; XLA has as many as there are cores
-# (2 were too few for a cluster of 2: a deadlock), unless it is told before it starts.
+# Before JAX starts: see `tests.kernels.interpret.provide_threads`.
 os.environ.setdefault("NPROC", "32")
 
 import jax

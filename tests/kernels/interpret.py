@@ -1,12 +1,14 @@
 """Runs the kernels of paged decode in interpret mode, with race detection, on a CPU."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import xla_bridge
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged._attention import mosaic_gpu
@@ -21,6 +23,17 @@ FAULTS: dict[str, Callable[[Case], Case]] = {  # what must give another result, 
     "one token fewer": lambda case: case.replace(lengths=case.lengths - 1),
 }
 OPTION_NAMES = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
+
+
+def provide_threads() -> None:
+    """Interpret mode runs each warp of a cluster in a thread that may wait for another. XLA has as many threads as the
+    machine has cores unless told otherwise before it starts; 2 are too few for a cluster of 2: a deadlock."""
+    if "NPROC" not in os.environ and xla_bridge.backends_are_initialized():
+        raise RuntimeError("interpret mode needs NPROC=32 in the environment, set before JAX starts")
+    os.environ.setdefault("NPROC", "32")
+
+
+provide_threads()
 
 
 def arguments_of(case: Case) -> Any:

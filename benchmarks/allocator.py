@@ -1,4 +1,4 @@
-"""What the allocator costs: `python -m benchmarks.allocator --output allocator.json`, then its last table.
+"""What the allocator costs: `python -m benchmarks.allocator`, then its last table.
 
 1. Each operation in a loop inside one jit (benchmarks/allocator_loops.py says why it is unrolled), microseconds of
    device time a step by the slope between few and many dispatches: against the batch, the size of the pool, and the
@@ -21,7 +21,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +30,15 @@ import numpy as np
 from benchmarks import allocator_loops as loops
 from benchmarks import allocator_model_step as model_step
 from benchmarks.allocator_loops import BLOCK_SIZE, BODIES, NUM_STEPS, UNROLL, LoopState, Point
-from benchmarks.harness import Store, by_kernel, compile_all, header, kernel_times, slope_microseconds
+from benchmarks.harness import (
+    Store,
+    add_output,
+    by_kernel,
+    compile_all,
+    kernel_times,
+    open_store,
+    slope_microseconds,
+)
 from benchmarks.host_allocator import HostAllocator
 
 THE_POINT = Point(256, 65_536, 256, 2048)  # what the bar of 15 us a step is about
@@ -94,7 +101,7 @@ def measure_kernels(point: Point) -> dict[str, Any]:
 
 
 def measure_loops(store: Store, operations: list[str], points: list[Point], seconds: float) -> None:
-    todo = {k: job for k, job in jobs(operations, points).items() if k not in store.results}
+    todo = {k: job for k, job in jobs(operations, points).items() if k not in store.points}
     starts = {("match" in name, p) for name, p in todo.values()}
     states = compile_all({(prompts, p): functools.partial(loops.start, p, prompts=prompts) for prompts, p in starts})
     of = {k: states["match" in name, p] for k, (name, p) in todo.items()}
@@ -105,7 +112,7 @@ def measure_loops(store: Store, operations: list[str], points: list[Point], seco
     compiled = compile_all({k: compiling(BODIES[name], of[k]) for k, (name, _) in todo.items()})
     for k, (name, p) in todo.items():
         store.add(k, measure(name, p, compiled[k], of[k], seconds))
-        print(f"{k}: {store.results[k]['us']:.2f} us", flush=True)
+        print(f"{k}: {store.points[k]['us']:.2f} us", flush=True)
 
 
 def host_copy(state: LoopState, point: Point) -> HostAllocator:
@@ -170,26 +177,26 @@ def measure_host(point: Point, num_steps: int) -> dict[str, float]:
 def table(store: Store, operations: list[str], sweeps: dict[str, list[Point]], point: Point) -> str:
     lines = []
     for title, points in sweeps.items():
-        rows = {name: [store.results.get(key(name, p)) for p in points] for name in operations}
+        rows = {name: [store.points.get(key(name, p)) for p in points] for name in operations}
         heads = [heading(title, point, result) for point, result in zip(points, rows[operations[0]], strict=True)]
         lines.append(f"{title + ', us a step':<26}" + "".join(f"{head:>10}" for head in heads))
         for name, results in rows.items():
             cells = [f"{result['us']:10.2f}" if result else f"{'-':>10}" for result in results]
             lines.append(f"  {name:<24}" + "".join(cells))
-    at = store.results[key("append", point)]
+    at = store.points[key("append", point)]
     lines.append(f"append + slots, {point.num_seqs} sequences, {point.num_blocks} blocks: {at['us']:.2f} us a step")
-    if "kernels" in store.results:
-        kernels = store.results["kernels"]
+    if "kernels" in store.points:
+        kernels = store.points["kernels"]
         lines.append(f"  of which kernels {kernels['us']:.2f} us")
         found = kernels["by_kernel"].items()
         lines += [f"  {us:8.2f} us, {launches:5.2f} launches a step  {kernel}" for kernel, (us, launches) in found]
-    alone = store.results["loop"]
+    alone = store.points["loop"]
     lines.append(f"an iteration of a loop alone: {alone['known_us']:.2f} us, of which {UNROLL} steps above share one;")
     lines.append(f"  {alone['unknown_us']:.2f} us where the number of iterations is unknown, as in decoding")
-    host = store.results["host"]
+    host = store.points["host"]
     waiting = f"with the wait and the transfers {host['host_with_sync_us']:.0f} us"
     lines.append(f"the same on the host: {host['host_us']:.0f} us, {waiting}")
-    models = {name: result for name, result in store.results.items() if name.startswith("model ")}
+    models = {name: result for name, result in store.points.items() if name.startswith("model ")}
     return "\n".join([*lines, *(model_step.line(name, result) for name, result in models.items())])
 
 
@@ -206,28 +213,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-model", action="store_true", help="leave the decode steps out")
     parser.add_argument("--no-kernels", action="store_true", help="leave the times by kernel out")
     parser.add_argument("--shapes", nargs="+", default=["64x2048", "256x512"], help="of the model: sequences x length")
-    parser.add_argument("--output", type=Path, help="a JSON file; a second run goes on where the first stopped")
+    add_output(parser)
     options = parser.parse_args(arguments)
     sweeps, point = (TOY_SWEEPS, TOY_POINT) if options.toy else (SWEEPS, THE_POINT)
     operations = list(dict.fromkeys([*options.operations, "append"]))
     begun = time.perf_counter()
-    store = Store(options.output, **header(), num_steps=NUM_STEPS, unroll=UNROLL)
+    store = open_store("allocator", options, num_steps=NUM_STEPS, unroll=UNROLL)
     check_by_host(point)
     points = [point, *itertools.chain(*sweeps.values())]
     seconds = 0.002 if options.toy else SECONDS
     measure_loops(store, operations, points, seconds)
-    if "loop" not in store.results:
+    if "loop" not in store.points:
         store.add("loop", dataclasses.asdict(point) | measure_loop_alone(point, seconds))
-    if "host" not in store.results:
+    if "host" not in store.points:
         store.add("host", dataclasses.asdict(point) | measure_host(point, 20 if options.toy else 300))
     shapes = [] if options.no_model else ["2x40"] if options.toy else options.shapes
-    shapes = [shape for shape in shapes if f"model {shape}" not in store.results]
+    shapes = [shape for shape in shapes if f"model {shape}" not in store.points]
     if shapes:
-        append_us = store.results[key("append", point)]["us"]
+        append_us = store.points[key("append", point)]["us"]
         for name, result in model_step.measure(shapes, options.toy, append_us):
             store.add(name, result)
             print(model_step.line(name, result), flush=True)
-    if "kernels" not in store.results and not options.no_kernels and jax.default_backend() == "gpu":
+    if "kernels" not in store.points and not options.no_kernels and jax.default_backend() == "gpu":
         # Last: nobody knows what CUPTI leaves behind in a process.
         store.add("kernels", dataclasses.asdict(point) | measure_kernels(point))
     print(f"\n{store.header['device']}, jax {store.header['jax']}, {time.perf_counter() - begun:.0f} s")

@@ -1,6 +1,6 @@
 """The sweeps of benchmarks/allocator.py as a figure: microseconds a step against batch, pool and blocks held.
 
-    python -m benchmarks.allocator_plot allocator.json docs/allocator_h100.svg
+    python -m benchmarks.allocator_plot benchmarks/results/h100/allocator.json docs/allocator_h100.svg
 
 Needs matplotlib: pip install "jaxpaged[plot]".
 """
@@ -45,7 +45,7 @@ def draw(kept: dict[str, Any], path: Path) -> None:
     for axis, (title, points) in zip(axes, SWEEPS.items(), strict=True):
         sizes = {(p.num_seqs, p.num_blocks, p.max_blocks, p.length) for p in points}
         lines: dict[str, list[tuple[float, float]]] = {}
-        for result in kept["results"].values():
+        for result in kept["points"].values():
             if (
                 "operation" in result
                 and tuple(result[n] for n in ("num_seqs", "num_blocks", "max_blocks", "length")) in sizes

@@ -1,4 +1,4 @@
-"""The cache's operations against what the machine can copy: `python -m benchmarks.cache_ops --output cache_ops.json`.
+"""The cache's operations against what the machine can copy: `python -m benchmarks.cache_ops`.
 
 Every operation is checked before it is timed. `bytes` are those that it must move, each read once and written once
 (over the host link: once); `% copy` is their rate beside that of a plain copy of 512 MB, `% link` beside that of a
@@ -11,18 +11,16 @@ one jit whose cache is donated; those over the host link are wall time a call.
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import random, slope_microseconds
+from benchmarks.harness import add_output, open_store, random, slope_microseconds
 from jaxpaged import (
     KVCache,
     copy_blocks,
@@ -390,10 +388,10 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="KIB/STAGES/PROGRAMS",
         help="configurations of the kernel of copy_blocks to measure too: KiB of a tile, tiles in SMEM, programs a SM",
     )
-    parser.add_argument("--output", type=Path, help="a JSON file for the results")
+    add_output(parser)
     args = parser.parse_args(arguments)
     sizes, begin = TOY if args.toy else Sizes(), time.perf_counter()
-    device = jax.devices()[0]
+    device, store = jax.devices()[0], open_store("cache_ops", args)
     copy = {form: copy_rate(form, sizes) for form in COPY_FORMS}
     rate = max(copy.values())
     rows = measure_writes(sizes) if "write" in args.operations else []
@@ -416,9 +414,9 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['bytes'] / row['microseconds'] / 1e3:7.1f} {percents[0]:>7} {percents[1]:>7}"
         )
     print(f"{time.perf_counter() - begin:.0f} s in all")
-    if args.output:
-        figures = {"device": device.device_kind, "jax": jax.__version__, "copy_bytes_per_microsecond": copy}
-        args.output.write_text(json.dumps(figures | {"results": rows}, indent=1) + "\n")
+    store.add("plain copy", {"bytes_per_microsecond": copy})
+    for row in rows:
+        store.add(f"{row['operation']} | {row['size']}", row)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ pallas_kernels/decode_config.py.
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
 
 from benchmarks.decode import Programs, compile_point, measure, measure_kernels
-from benchmarks.harness import Store, compile_all, header
+from benchmarks.harness import add_output, compile_all, open_store
 from benchmarks.points import Point, make_inputs, parse
 from jaxpaged._attention import mosaic_gpu
 from jaxpaged._attention.query_runs import runs_of
@@ -67,9 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", required=True, help="names of points, see benchmarks/points.py")
     parser.add_argument("--configs", nargs="+", required=True, metavar="P/C/T/R[/U]", help="or default, balanced")
-    parser.add_argument("--output", type=Path, help="a JSON file for the results, written one by one")
+    add_output(parser)
     options = parser.parse_args()
-    store = Store(options.output, **header())
+    store = open_store("configs", options)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     for point in map(parse, options.points):
         jobs = compile_point(point, "mosaic_gpu", None, [])

@@ -9,11 +9,10 @@ Every point is checked against the reference before it is timed. Times are micro
 The caches take turns, so that L2 is cold. A point that is in the output file already is left out, so that a run may be
 cut into pieces. `--points` takes names such as those that are printed, see benchmarks/points.py.
 
-    python -m benchmarks.decode --output decode.json                    # the grid, ours alone
-    python -m benchmarks.decode --output decode.json --peers fa3 flashinfer xqa
-    python -m benchmarks.decode --output variants.json --set variants
-    python -m benchmarks.decode --output quantised.json --set quantised --no-kernels   # 8-bit caches beside bfloat16
-    python -m benchmarks.plot decode.json decode.svg
+    python -m benchmarks.decode               # the grid
+    python -m benchmarks.decode --peers fa3   # beside FlashAttention 3
+    python -m benchmarks.decode --set variants
+    python -m benchmarks.decode --set quantised --no-kernels   # 8-bit caches beside bfloat16
 """
 
 import argparse
@@ -22,7 +21,6 @@ import functools
 import itertools
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,11 +29,11 @@ import numpy as np
 
 from benchmarks import peers
 from benchmarks.harness import (
-    Store,
+    add_output,
     compile_all,
     geometric_mean,
-    header,
     kernel_times,
+    open_store,
     read_chain,
     slope_microseconds,
 )
@@ -221,7 +219,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure also what the output file has")
     parser.add_argument("--at-once", type=int, default=12, help="points that are compiled together")
     parser.add_argument("--seconds", type=float, default=9e9, help="start no more points after this")
-    parser.add_argument("--output", type=Path, help="a JSON file for the results, written point by point")
+    add_output(parser)
     options = parser.parse_args()
 
     start = time.monotonic()
@@ -236,8 +234,8 @@ def main() -> None:
         sets = {"grid": GRID, "variants": VARIANTS, "quantised": QUANTISED, "all": GRID + VARIANTS + QUANTISED}
         chosen = sets[options.set]
         names = [name for name in chosen if not options.heads or name.split()[0] in options.heads]
-    store = Store(options.output, **header())
-    todo = [parse(name) for name in names if options.again or name not in store.results]
+    store = open_store("decode" if options.set in ("grid", "all") else options.set, options)
+    todo = [parse(name) for name in names if options.again or name not in store.points]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16, peers: {', '.join(peer_names) or 'none'}")
     print(f"{'':32} {'us':>8} {'floor':>8} {'ratio':>6} {'GB/s':>6} {'error':>8}", flush=True)
     for batch in itertools.batched(todo, options.at_once):
@@ -259,15 +257,15 @@ def main() -> None:
         }
         for point in batch:
             store.add(point.name, measure(point, programs[point], make_inputs(point)))
-            print_row(point, store.results[point.name])
+            print_row(point, store.points[point.name])
         if not options.no_kernels and jax.default_backend() == "gpu":
             # Last: nobody knows what CUPTI leaves behind in a process.
             for point in batch:
                 found = measure_kernels(point, programs[point], make_inputs(point))
-                store.add(point.name, store.results[point.name] | found)
+                store.add(point.name, store.points[point.name] | found)
                 print(f"{point.name:<32} kernels {found['kernels']:.1f} us, {found['launches']:.1f} a call", flush=True)
         print(f"{time.monotonic() - start:.0f} s", flush=True)
-    summarise({name: store.results[name] for name in names if name in store.results})
+    summarise({name: store.points[name] for name in names if name in store.points})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A whole decode step of a model of Llama-3-8B's shape in one jit, over the floor of its bytes.
 
-    python -m benchmarks.decode_step --output decode_step.json
+    python -m benchmarks.decode_step
     python -m benchmarks.decode_step --models fused --shapes 64x2048 --profile --timeline
     python -m benchmarks.decode_step --shapes 64x2048 --xla xla_gpu_enable_triton_gemm=False
 
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import llama_step
-from benchmarks.harness import Store, by_kernel, header, kernel_times, random, read_bandwidth
+from benchmarks.harness import add_output, by_kernel, kernel_times, open_store, random, read_bandwidth
 from benchmarks.llama_step import MODELS, Apply, LlamaConfig
 from jaxpaged import BlockAllocator, KVCache, paged_attention
 
@@ -227,11 +227,11 @@ def main() -> None:
     parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
     parser.add_argument("--profile", action="store_true", help="the time of a step by kernel")
     parser.add_argument("--timeline", action="store_true", help="gaps between kernels, with CUDA graphs and without")
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     options = parser.parse_args()
 
     config = (llama_step.toy if options.toy else llama_step.llama_3_8b)(options.layers)
-    store = Store(options.output, **header())
+    store = open_store("decode_step", options)
     options.bandwidth = read_bandwidth()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, read {options.bandwidth / 1e9:.0f} GB/s", flush=True)
     for name in options.models:
@@ -242,7 +242,7 @@ def main() -> None:
             store.add(key, result | {"read_bytes_per_s": options.bandwidth})
         del weights
     print(f"{'model':<20} {'shape':>8} {'ms':>8} {'floor':>8} {'ratio':>6}")
-    for key, result in store.results.items():
+    for key, result in store.points.items():
         name, shape, *xla = key.split()
         figures = f"{result['ms']:8.3f} {result['floor_ms']:8.3f} {result['over_floor']:6.3f}"
         print(f"{name:<20} {shape:>8} {figures} {' '.join(xla)}")

@@ -1,12 +1,11 @@
 """Decoding SmolLM2-135M on the CPU, against the floor of reading the weights once a step.
 
-    python benchmarks/generate.py --output benchmarks/results/generate.json
+    python -m benchmarks.generate
 
 floor = bytes of the weights / copy bandwidth, where a copy counts the bytes it reads and those it writes.
 """
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -25,6 +24,8 @@ from checkpoint import Tokenizer, default_path, load_model, read_checkpoint
 from generation import generate, start
 from llama import Llama, LlamaConfig
 from sampling import Sampling
+
+from benchmarks.harness import add_output, open_store
 
 PROMPT = "The page table of a process maps each page of its address space to a frame of memory, so that"
 STEPS = 64
@@ -65,8 +66,9 @@ def decode_rate(model: Llama, config: LlamaConfig, tokenizer: Tokenizer, batch: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
+    add_output(parser)
     args = parser.parse_args()
+    store = open_store("generate", args)
     checkpoint = read_checkpoint(default_path())
     model = load_model(checkpoint, "float32")
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
@@ -91,16 +93,9 @@ def main() -> None:
             f"{steps:5.1f} steps/s, {100 * row['of_floor']:3.0f}% of the floor's"
         )
     print(f"peak memory of batch 1 {peak / 1e6:.0f} MB, {(peak - weight_bytes) / 1e6:.0f} MB beside the weights")
-    if args.output:
-        figures = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "jax": jax.__version__,
-            "copy_bytes_per_s": bandwidth,
-            "weight_bytes": weight_bytes,
-            "peak_bytes_of_batch_1": peak,
-            "rows": rows,
-        }
-        args.output.write_text(json.dumps(figures, indent=1) + "\n")
+    store.add("floor", {"copy_bytes_per_s": bandwidth, "weight_bytes": weight_bytes, "peak_bytes_of_batch_1": peak})
+    for row in rows:
+        store.add(f"batch {row['batch']}", row)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
 """How the benchmarks time: device time of calls chained in one jit, kernel times, and their floor."""
 
+import argparse
+import datetime
 import functools
 import json
 import os
+import platform
 import re
+import shlex
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SAME_RUN = ("device", "driver", "jax", "commit", "settings")  # what points of one file have in common
 COLD_BYTES = 600_000_000  # what the rotated inputs take together: 12 times the L2 cache of an H100
 
 
@@ -176,29 +185,74 @@ def random(seed: Any, *, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 class Store:
-    """A JSON file of results by key, written whenever one is added: a run that is cut off loses nothing, and the next
-    one goes on where it stopped. None: results are kept in memory only."""
+    """The points of a benchmark by name, in a JSON file whose form `benchmarks/results/README.md` describes.
 
-    def __init__(self, path: Path | None, **header: Any):
+    The file is written whenever a point is added: a run that is cut off loses nothing, and the next one goes on where
+    it stopped. `path` None: points are kept in memory only. `settings`: what holds for all points.
+    """
+
+    def __init__(self, path: Path | None, **settings: Any):
         self.path = path
-        self.header = header
-        self.results: dict[str, Any] = {}
+        self.header = header() | ({"settings": settings} if settings else {})
+        self.points: dict[str, dict[str, Any]] = {}
         if path is not None and path.exists():
             kept = json.loads(path.read_text())
-            if any(kept.get(key) != value for key, value in header.items()):
-                raise SystemExit(f"{path} holds results of another machine or version; name another file.")
-            self.results = kept["results"]
+            if any(kept.get(key) != self.header.get(key) for key in SAME_RUN):
+                raise SystemExit(
+                    f"{path} was measured on another machine, version or commit, or with other settings; "
+                    "remove it to measure anew, or name another file with --output."
+                )
+            self.points = kept.pop("points")
+            self.header = kept
 
-    def add(self, key: str, result: Any) -> None:
-        self.results[key] = result
+    def add(self, name: str, point: dict[str, Any]) -> None:
+        self.points[name] = point
         if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             part = self.path.with_suffix(".part")
-            part.write_text(json.dumps({**self.header, "results": self.results}, indent=1) + "\n")
+            part.write_text(json.dumps({**self.header, "points": self.points}, indent=1) + "\n")
             part.replace(self.path)
 
 
-def header() -> dict[str, str]:
-    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the JSON file of the points, written one by one; by default in benchmarks/results/, none with --toy",
+    )
+
+
+def open_store(benchmark: str, options: argparse.Namespace, **settings: Any) -> Store:
+    """The store at `--output`, by default `benchmarks/results/<gpu>/<benchmark>.json`."""
+    path = options.output
+    if path is None and not getattr(options, "toy", False):
+        path = RESULTS / jax.devices()[0].device_kind.lower().removeprefix("nvidia ").split()[0] / f"{benchmark}.json"
+    return Store(path, **settings)
+
+
+def header() -> dict[str, Any]:
+    """What is measured, on what, when: all of a results file but its points. None: unknown, or there is none."""
+    on_gpu = jax.default_backend() == "gpu"
+    changed = _output_of("git", "status", "--porcelain", "--untracked-files=no", ":/", ":!/benchmarks/results")
+    commit = _output_of("git", "rev-parse", "--short=7", "HEAD")
+    arguments = [word for at, word in enumerate(sys.argv) if at and "--output" not in sys.argv[at - 1 : at + 1]]
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    return {
+        "device": jax.devices()[0].device_kind if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores",
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "jax": jax.__version__,
+        "commit": f"{commit} and changes" if commit and changed else commit,
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", "-m", module.name if module else sys.argv[0], *arguments]),
+    }
+
+
+def _output_of(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -14,14 +14,13 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import Store, compile_all, header, random, read_bandwidth, slope_microseconds
+from benchmarks.harness import Store, add_output, compile_all, open_store, random, read_bandwidth, slope_microseconds
 from jaxpaged import paged_attention, paged_attention_reference
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
@@ -180,7 +179,7 @@ def run_sweep(options: Any, store: Store) -> None:
         row = " ".join(f"{us:.1f}" for (b, _), us in times.items() if b == batch)
         print(f"batch {batch:>3}, lengths {all_lengths[0]}..: {row}", flush=True)
     found = falls_and_jumps(times)
-    store.add("sweep verdict", found)
+    store.add("sweep verdict", {"found": found})
     for line in found:
         print(line)
     print(f"{len(times)} points, {len(found)} where more work takes less time, or where the time jumps")
@@ -229,11 +228,11 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=32, help="chained in one jit")
     parser.add_argument("--seconds", type=float, default=0.06, help="of one measurement, about")
     parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), default="mosaic_gpu")
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     options = parser.parse_args()
-    store = Store(options.output, **header())
+    store = open_store("partitions", options)
     bandwidth = read_bandwidth()
-    store.add("read_bytes_per_s", bandwidth)
+    store.add("read", {"bytes_per_s": bandwidth})
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, read {bandwidth / 1e9:.0f} GB/s", flush=True)
     for which in options.which:
         {"curve": run_curve, "sweep": run_sweep, "tail": run_tail}[which](options, store)

@@ -1,6 +1,6 @@
 """What each cache dtype does to SmolLM2-135M: perplexity, greedy tokens, memory.
 
-    python -m benchmarks.perplexity --output benchmarks/results/perplexity.json
+    python -m benchmarks.perplexity
 
 The perplexity is of the first two chapters of Alice's Adventures in Wonderland (Lewis Carroll, 1865, public domain;
 `benchmarks/data/alice.txt`), one sequence in a paged cache, 256 tokens at a time: every token attends to the stored
@@ -31,6 +31,7 @@ from generation import generate, start
 from llama import Llama, LlamaConfig
 from sampling import Sampling
 
+from benchmarks.harness import add_output, open_store
 from jaxpaged import BlockAllocator, KVCache, gather_kv, kv_scale
 
 ROOT = Path(__file__).parent.parent
@@ -169,35 +170,31 @@ def parse(name: str) -> tuple[str, str | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--caches", nargs="+", default=list(CACHES), help="dtype, or dtype/scale")
-    parser.add_argument("--output", type=Path, help="where to write the figures as JSON; rows of other caches are kept")
+    add_output(parser)
     args = parser.parse_args()
     checkpoint = read_checkpoint(default_path())
     config, model = checkpoint.config, load_model(checkpoint, "float32")
     text = read_text(checkpoint.tokenizer)
     seen = calibration_caches(model, config, text.calibration)
-    figures: dict[str, Any] = {
-        "jax": jax.__version__,
-        "model": "SmolLM2-135M-Instruct",
-        "tokens": len(text.measured),
-        "calibration_tokens": len(text.calibration),
-        "tokens_a_prompt": NEW_TOKENS,
-        "rows": {},
-    }
-    rows = figures["rows"]
-    if args.output and args.output.exists():
-        rows |= json.loads(args.output.read_text())["rows"]
+    store = open_store(
+        "perplexity",
+        args,
+        model="SmolLM2-135M-Instruct",
+        tokens=len(text.measured),
+        calibration_tokens=len(text.calibration),
+        tokens_a_prompt=NEW_TOKENS,
+    )
     print(f"{len(text.measured)} tokens measured, {len(text.calibration)} calibrate")
     print(f"{'cache':>24} {'B/token':>8} {'perplexity':>10} {'same':>6} {'before':>7}", flush=True)
     for name in args.caches:
-        row = rows[name] = measure(*parse(name), model, config, text, seen)
+        row = measure(*parse(name), model, config, text, seen)
+        store.add(name, row)
         print(
             f"{name:>24} {row['bytes_per_token']:8} {row['perplexity']:10.4f} "
             f"{row['prompts_with_equal_tokens']:3}/{row['prompts']} "
             f"{100 * row['share_of_tokens_before_a_difference']:6.1f}%",
             flush=True,
         )
-        if args.output:
-            args.output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Time over the floor against the bytes a call reads, from what benchmarks/decode.py wrote.
 
-    python -m benchmarks.plot decode.json docs/decode_h100.svg
+    python -m benchmarks.plot benchmarks/results/h100/decode_peers.json docs/decode_h100.svg
+    python -m benchmarks.plot benchmarks/results/h200/decode.json docs/decode_h200.svg
 
 Several files of results may be given, of one machine: pieces of one run. One panel for each pair of heads; the points
 of the grid alone. Needs matplotlib: pip install "jaxpaged[plot]".
@@ -38,7 +39,7 @@ def read(paths: list[Path]) -> tuple[str, dict[str, Any]]:
         if machine not in ("", this):
             raise SystemExit(f"{path} is of {this}, the file before it of {machine}: draw one machine at a time.")
         machine = this
-        results |= content["results"]
+        results |= content["points"]
     return machine, results
 
 

@@ -1,4 +1,4 @@
-"""Attention of prompts, through the kernels and without them: `python -m benchmarks.prefill --output prefill.json`.
+"""Attention of prompts, through the kernels and without them: `python -m benchmarks.prefill`.
 
 A point is one of benchmarks/points.py whose q_len is what is new of each sequence: `32/8 8x2304 q_len=256` is 256 new
 tokens after 2048. Every method is checked against the reference before it is timed, on tokens at the start, in the
@@ -14,7 +14,6 @@ What is in the output file already is left out. `--points` takes also windows, o
 import argparse
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ import jax
 import numpy as np
 
 from benchmarks.decode import chain, check, checked_rows, options_of, with_scales
-from benchmarks.harness import Store, header, slope_microseconds
+from benchmarks.harness import add_output, open_store, slope_microseconds
 from benchmarks.points import Inputs, Point, make_inputs, parse
 from jaxpaged import paged_attention, paged_attention_reference
 from jaxpaged._attention import query_runs
@@ -107,20 +106,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--points", nargs="+", help="names of points, see benchmarks/points.py")
     parser.add_argument("--methods", nargs="+", default=METHODS, metavar="METHOD")
     parser.add_argument("--toy", action="store_true", help="small, for trying this script out")
-    parser.add_argument("--output", type=Path, help="a JSON file for the results, written one by one")
+    add_output(parser)
     options = parser.parse_args(arguments)
-    store = Store(options.output, **header())
+    store = open_store("prefill", options)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     for name in options.points or (TOY_POINTS if options.toy else POINTS):
         point = prompt(name)
         methods = [method for method in options.methods if point.takes(method)]
-        if any(f"{name} {method}" not in store.results for method in methods):
+        if any(f"{name} {method}" not in store.points for method in methods):
             inputs = make_inputs(point)
             expected = expected_tokens(point, inputs)
         for key, method in ((f"{name} {method}", method) for method in methods):
-            if key not in store.results:
+            if key not in store.points:
                 store.add(key, measure(point, method, inputs, expected))
-            result = store.results[key]
+            result = store.points[key]
             speed = f"{result['us']:10.1f} us {result['teraflops_per_second']:7.1f} TFLOP/s"
             print(f"{name:<26} {method:<14} {speed}, error {result['error']:.1e}", flush=True)
 

@@ -1,4 +1,4 @@
-"""Random calls of paged_attention against the oracle: `python -m benchmarks.random_cases --output cases.json`.
+"""Random calls of paged_attention against the oracle: `python -m benchmarks.random_cases`.
 
 A family fixes what is static: shapes, dtype, partitions, which options there are. Everything else is drawn anew for
 each case, on the device, inside one compiled loop: lengths (0, 1, and those around a block's end among them), tables,
@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.harness import Store, compile_all, header
+from benchmarks.harness import add_output, compile_all, open_store
 from jaxpaged import paged_attention, paged_attention_reference
 from jaxpaged._attention.partitions import StaticPartitions
 from tests.cases import GARBAGE_IDS
@@ -212,14 +211,14 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=[family.name for family in FAMILIES], metavar="NAME")
     parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), default="mosaic_gpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="a JSON file for the results, written family by family")
+    add_output(parser)
     options = parser.parse_args()
 
     families = [family for family in FAMILIES if options.families is None or family.name in options.families]
     each = -(-options.cases // len(FAMILIES))  # of all, so that a run may be cut into pieces
     what = {"seed": options.seed, "implementation": options.implementation, "cases_a_family": each}
-    store = Store(options.output, **header(), **what)
-    families = [family for family in families if family.name not in store.results]
+    store = open_store("random_cases", options, **what)
+    families = [family for family in families if family.name not in store.points]
     is_twin = jnp.arange(each + TWINS) < TWINS
     start = time.monotonic()
     device = jax.devices()[0].device_kind
@@ -250,7 +249,7 @@ def main() -> None:
                 flush=True,
             )
         print(f"{time.monotonic() - start:.0f} s", flush=True)
-    results = list(store.results.values())
+    results = list(store.points.values())
     cases, rows, bad, twins = (
         sum(result[name] for result in results) for name in ("cases", "rows", "bad_cases", "twins_found")
     )

@@ -1,4 +1,4 @@
-"""What the memory itself takes for blocks that are not in order: `python -m benchmarks.read_order --output FILE`.
+"""What the memory itself takes for blocks that are not in order: `python -m benchmarks.read_order`.
 
 A kernel that only reads, the floor of benchmarks/decode.py, over the blocks of a pool in their order and shuffled. What
 it takes longer for the latter no paged attention can win back.
@@ -6,12 +6,11 @@ it takes longer for the latter no paged attention can win back.
 
 import argparse
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness import Store, header, read_chain, slope_microseconds
+from benchmarks.harness import add_output, open_store, read_chain, slope_microseconds
 from benchmarks.points import Point, make_inputs, parse
 
 POINTS = tuple(
@@ -37,9 +36,9 @@ def measure(point: Point) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", default=POINTS, help="names of points, see benchmarks/points.py")
-    parser.add_argument("--output", type=Path, help="a JSON file for the results, written one by one")
+    add_output(parser)
     options = parser.parse_args()
-    store = Store(options.output, **header())
+    store = open_store("read_order", options)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     print(f"{'':<32} {'in order':>9} {'shuffled':>9} {'ratio':>6}")
     for point in map(parse, options.points):

@@ -3,7 +3,8 @@
 Each member of the cluster adds up some columns of the head_dim: it needs these columns of everybody's O^T, and
 everybody's m and l. They are sent straight from registers to its shared memory (st.async), where a barrier counts the
 bytes: nobody has to wait until what it has written is to be seen (a fence of the cluster, 0.3 us on an H100), to fetch
-it, or to stay until the others have. The barrier is set up at the start, long before the first bytes come.
+it, or to stay until the others have. The barrier is set up at the start, long before the first bytes come. Other forms
+were slower (benchmarks/results/decisions/cluster_h100.json).
 
 Interpret mode has no peer's shared memory: there the partials pass through arrays in GMEM, `InterpretedInbox`.
 Everything here is traced inside the decode kernel.

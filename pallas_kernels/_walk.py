@@ -41,6 +41,7 @@ class Partition:
             return cls(seq, kv_head, index, count, length, stack=kv_head, partial=place)
         # From the last one: of a prompt's runs the longest begin, and the short ones fill the gaps at the end (H100,
         # 2048 tokens 219 us instead of 238, 8 x 1024 519 instead of 527).
+        # [prefill_h100 of benchmarks/results/decisions/]
         seq = lengths.shape[0] - 1 - lax.axis_index("seq")
         partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
         index = partial if cluster == 1 else partial * cluster + lax.axis_index("member")

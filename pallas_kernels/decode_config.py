@@ -1,6 +1,7 @@
 """What the kernel of `paged_decode` takes, and how a call is cut into partitions, clusters, tiles and stages.
 
-Pure functions of ints: nothing here is traced, and all of it is tested on a CPU.
+Pure functions of ints: nothing here is traced, and all of it is tested on a CPU. A comment names in brackets the
+files of `benchmarks/results/decisions/` that decided its rule.
 """
 
 import bisect
@@ -100,14 +101,15 @@ def default_config(
     width, rows = _scratch.padded_width(head_dim), filled_rows(q_len, group, rows_first=rows_first)
     pairs = max(1, seqs * kv_heads)
     # H100, tables of 8192 tokens: 64 x 8192 with a window of 128 15.7 us, 23.5 where nothing is known of it; with one
-    # of 1024 92.9 and 95.6.
+    # of 1024 92.9 and 95.6. [pairs_h100]
     seen = most_seen(capacity, window=window, q_len=q_len)
     chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize, rows_first=rows_first)
     resident = 2 if width <= 192 and rows <= 32 else 1
     # H200, 64 rows, us: 64 x 8192 502 with 128 tokens a step, 521 with 64; 8 x 256 new tokens after 2048 221, 255.
+    # [rows_h200]
     tile = 128 if rows_first and width <= 128 else 64
     if width <= 128 and rows <= 32 and itemsize == 1:
-        # 128 tokens are as many bytes as 64 of 16 bits: 64 x 8192 369 us against 381.
+        # 128 tokens are as many bytes as 64 of 16 bits: 64 x 8192 369 us against 381. [configs_h100]
         tile, resident = 128, 2 if width <= 64 else 1
     total_partitions, unsplit_tiles = None, 0
     if num_partitions == "balanced":
@@ -126,12 +128,14 @@ def default_config(
             num_partitions = partitions_for(pairs, seen, num_sms, shared=shared, fast_memory=fast_memory)
             # A tile of 8-bit numbers is half the bytes and as much work: half the SMs no longer reach the bandwidth.
             # Clusters of 8 on all SMs would wait for room, so up to 4 (H100, 8 x 4096: 27.8 us in 2, 31.0 in 1).
+            # [configs_h100]
             if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and seen >= 1024:
                 num_partitions *= 2
         cluster = cluster_of(num_partitions) if chunk == width and q_len * group <= FEW_ROWS else 1
         # Where every program has a SM to itself, what counts is how fast one is: 128 tokens a step take less than twice
         # as long as 64 (H100, 1 x 512 in 1 partition: 6.2 us against 7.7; 8 x 8192: 94.0 against 96.9), but for so long
-        # that the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 734 with 128).
+        # that the start no longer counts (32 KV heads, 1 x 131072 in 2: 704 us with 64, 734 with 128). [configs_h100,
+        # tiles_h100]
         # Not where the caller fixed the partitions: then a sequence's bits must not hang on how many others there are.
         # Nor for quarters on more than half the SMs (see `partitions_for`).
         alone = chosen_here and pairs * num_partitions <= (num_sms if num_partitions <= 2 else num_sms // 2)
@@ -139,7 +143,7 @@ def default_config(
             tile, resident = 128 if seen <= 32768 * num_partitions else 64, 1
         # A program costs its start, whatever there is for it to do (H100, tables of 8192 tokens: 64 x 128 23.5 us, with
         # all in quarters 30.7; 64 x 8192 / 1, / 2, / 3, ... 62.1, 64.2). Halves gain nothing (19.1, 18.3), nor do fewer
-        # sequences (16 x 512 18.4, 16.0).
+        # sequences (16 x 512 18.4, 16.0). [parts_h100]
         if chosen_here and pairs > 2 * num_sms and cluster == 4:
             unsplit_tiles = 512 // tile
     complete = functools.partial(
@@ -227,9 +231,11 @@ def completed(
         num_stages=num_stages,
         # Worth it where programs follow each other: 64 x 2080 126.2 us instead of 128.0 (H200). Where each starts
         # together with all others, to begin with what hangs on the length costs more: 1 x 8200 14.2 instead of 13.7.
+        # [last_first_h200]
         last_first=resident == 2,
         # One wait for both: 8 x 8192 92.8 us instead of 93.6, 64 x U(1..8192) 364.7 instead of 366.6 (H100). With 32
         # rows two programs of a SM would not have the registers; keys of 8 bits pass through registers themselves.
+        # [ahead_h100]
         keys_ahead=num_stages > 1 and chunk == width and rows <= 16 and itemsize > 1,
     )
 
@@ -237,7 +243,7 @@ def completed(
 def rows_come_first(*, q_len: int, group: int, itemsize: int) -> bool:
     # H200, us: 64 rows of 64 x 8192 501, 591 the other way round in the same tiles, of 8 x 2048 28.8 and 54.8, of a
     # prompt, 8 x 256 new tokens after 2048, 221 and 415. But 32 rows of 8 x 2048 27.7 and 26.2, of 1 x 8192 22.0 and,
-    # in a cluster, 16.9 (of 64 x 8192 493 and 563).
+    # in a cluster, 16.9 (of 64 x 8192 493 and 563). [rows_h200]
     # A tile of 8 bits passes through registers, which the right operand of a product may not.
     return itemsize > 1 and q_len * group > FEW_ROWS
 
@@ -265,21 +271,24 @@ def partitions_for(pairs: int, seen: int, num_sms: int, *, shared: bool, fast_me
     # Half the SMs reach the bandwidth; clusters on more of them wait for room. H100, 8 KV heads, head_dim 128, us:
     # 1 x 512 5.0 in 4 partitions, 6.3 in 1; 1 x 8192 16.5 in 8, 17.6 in 4, 23 in 16; 1 x 32768 49.4 in 8, 61 in 16;
     # 2 x 8192 27.6 in 4, 33 in 8; 8 x 2048 26.8 in 1, 27.4 in 2. 1 KV head, 1 x 32768: 13.5 in 64, 17.7 in 128.
+    # [curve_h100, configs_h100]
     wanted = min(num_sms // 2 // pairs, seen // 128)
     if wanted >= 4 or (wanted >= 2 and seen >= 1024):
         partitions = 1 << (wanted.bit_length() - 1)
         # Long sequences of which that makes fewer than two fifths of the SMs' programs: 5 x 131072 of 4 KV heads 450 in
         # 4, 517 in 2; of 10 KV heads 1 x 32768 59.7 in 8, 61.1 in 4; head_dim 256, 5 x 32768 of 4 KV heads 224, 244.
         # Not 8 that do not share SMs (62.7), nor more than merge in a cluster (6 KV heads 40.7 in 12, 38.2 in 8).
+        # [pairs_h100, few_seqs_h100]
         few = 5 * partitions * pairs < 2 * num_sms and (shared or wanted == 3)
         # 4 x 8192 48.2 in 4, 49.1 in 2; 4 x U(1..8192) 30.9, 33.6. 32 KV heads, 1 x 131072 736, 708; on an H200 483 to
-        # 491, 524 (in 2 with 128 tokens a step 484, for which an H100 takes 723 to 735).
+        # 491, 524 (in 2 with 128 tokens a step 484, for which an H100 takes 723 to 735). [parts_h100, pairs_h100,
+        # pairs_h200]
         even = shared and partitions == 2 and (seen <= 32768 or fast_memory)
         return 2 * partitions if (few or even) and partitions < MAX_CLUSTER and seen >= 8192 else partitions
     # Parts of long sequences even out what the last programs have left, or who has the longest: 8 x U(1..8192) 38.8 in
     # 2, 50.7 in 1; 16 x U(1..8192) 94.1 in 4, 96.5 in 2; 64 x U(1..8192) 362 in 4, 368 in 2, 377 in 1; 64 x 1024 beside
     # one x 32768 159, 221. Equal ones do not mind: 16 x 8192 180 in 4, 181 in 2; 64 x 8192 704, 704, 705 in 1. Short
-    # ones pay more than that brings: 64 x 1024 96 in 4, 92 in 1.
+    # ones pay more than that brings: 64 x 1024 96 in 4, 92 in 1. [parts_h100]
     if pairs > 8 * num_sms or seen < 4096:
         return 1
     if shared and num_sms // 2 < pairs <= 4 * num_sms:
@@ -293,7 +302,7 @@ def partitions_of_many_rows(pairs: int, seen: int, num_sms: int) -> int:
     """Any number, for more than FEW_ROWS, of which a program has its SM to itself and does not wait for the memory."""
     # They merge in memory, and are much. H200, 8 KV heads, 64 rows, us: 3 x 8192 37.3 in 5, 37.5 in 4; 1 x 2048 14.2 in
     # 8, 16.1 in 4, 18.8 in 2; 1 x 512 10.8 in 1, 12.8 in 2; 8 x 8192 75 in 2, 89 in 1; 12 x 8192 109 in 1, 129 in 2;
-    # 64 x 8192 501 in 1, 547 in 2; 64 x U(1..8192) 310, 330. 8-bit caches 3 x 8192 52 in 5, 120 in 2.
+    # 64 x 8192 501 in 1, 547 in 2; 64 x U(1..8192) 310, 330. 8-bit caches 3 x 8192 52 in 5, 120 in 2. [rows_h200]
     return max(1, min(num_sms // pairs, seen // 256)) if seen >= 1024 else 1
 
 

@@ -21,6 +21,7 @@ from pallas_kernels.decode_config import MAX_ROWS
 def runs_of(q_len: int, group: int) -> tuple[int, int]:
     """Into how many runs of how many tokens `q_len` tokens of `group` heads a KV head are cut."""
     # As many rows as the kernel takes: with more than 32 of a 16-bit cache it works on 64 whatever there are.
+    # [run_rows_h100, run_rows_wide_h100 of benchmarks/results/decisions/]
     num_runs = -(-q_len // max(1, MAX_ROWS // group))
     return num_runs, -(-q_len // num_runs)
 

@@ -89,7 +89,7 @@ def draw(machine: str, drawn: dict[str, Panel], path: Path) -> None:
         axis.set_title(f"{heads} heads", fontsize=10)
         axis.set_xscale("log")
         axis.set_yscale("log")
-        axis.yaxis.set_major_locator(ticker.FixedLocator([1, 1.1, 1.2, 1.5, 2, 3, 5, 10]))
+        axis.yaxis.set_major_locator(ticker.FixedLocator([1, 1.2, 1.5, 2, 3, 5, 10, 20]))
         axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axis.yaxis.set_minor_locator(ticker.NullLocator())
         axis.grid(linewidth=0.4, alpha=0.6)

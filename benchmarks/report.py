@@ -1,0 +1,211 @@
+"""Writes the tables of docs/performance.md from the files of benchmarks/results: `python -m benchmarks.report`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. All other text stays.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+LENGTHS = {  # by the word in place of a length, of sequences and tokens
+    "": "{} x {}",
+    "ragged": "{} x 1..{}, uniform",
+    "outlier": "{}, one of {}, the others of 1024",
+    "zipf": "{} x {} / 1, / 2, / 3, ...",
+}
+OPTIONS = {
+    "contiguous": "blocks in order",
+    "block_size": "blocks of {}",
+    "head_dim": "head_dim {}",
+    "window": "window of {}",
+    "q_len": "{} query tokens",
+}
+SHAPES = (
+    *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
+    *("128x1024", "256x1024", "64xragged8192", "64x8192"),
+)
+BALANCED_SHAPES = ("8xoutlier131072", "8xragged8192", "8x8192", "8x2048")
+VARIANTS = (
+    *("32/8 8x2048 contiguous=1", "32/8 8x2048 block_size=64", "32/8 1x8192 head_dim=64", "32/8 64x8192 head_dim=64"),
+    *("32/8 64x8192 head_dim=256", "32/8 64x8192 window=1024", "32/8 1x8192 q_len=4", "32/8 64x8192 q_len=4"),
+    "32/8 64xzipf8192",
+)
+QUANTISED = ("32/8 64x8192", "32/8 8x4096", "32/8 64x2048 head_dim=64", "8/1 64x2048", "32/8 1x8192")
+CACHES = tuple(
+    f" cache={dtype} scale={scale}" for dtype in ("float8_e4m3fn", "int8") for scale in ("head", "token_head")
+)
+CACHE_OPERATIONS = {
+    "write_kv | 8192 tokens": "`write_kv`, bfloat16",
+    "write_kv float8_e4m3fn, head | 8192 tokens": "`write_kv`, float8_e4m3fn, head scales",
+    "write_kv float8_e4m3fn, token_head | 8192 tokens": "`write_kv`, float8_e4m3fn, token scales",
+    "copy_blocks, a stack of 32 | 512 blocks": "`copy_blocks`, a stack",
+    "by XLA, a stack of 32 | 512 blocks": "the same by XLA",
+    "copy_blocks, 32 caches | 512 blocks": "`copy_blocks`, 32 caches",
+    "by XLA, 32 caches | 512 blocks": "the same by XLA",
+    "gather_kv | 64 x 1024 tokens": "`gather_kv`",
+    "swap_out | 256 blocks": "device to host",
+    "swap_in | 256 blocks": "host to device",
+}
+
+
+def points(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["points"]
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(heads), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def label(name: str) -> str:
+    """What the page calls a point of benchmarks/points.py; 32/8 heads are not named."""
+    heads, shape, *options = name.split()
+    seqs, kind, length = re.fullmatch(r"(\d+)x([a-z]*)(\d+)", shape).groups()  # type: ignore[union-attr]
+    text = LENGTHS[kind].format(seqs, length)
+    for key, value in (option.split("=") for option in options):
+        text += ", " + OPTIONS[key].format(value)
+    return text if heads == "32/8" else f"{text}, {heads} heads"
+
+
+def us(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def decode() -> str:
+    gpus = [points("h100/decode"), points("h200/decode")]
+    heads = ["sequences x length", *("H100", "floor", "over it", "FA3"), *("H200", "floor", "over it", "FA3")]
+    rows = []
+    for name in (f"32/8 {shape}" for shape in SHAPES):
+        row = [label(name)]
+        for p in (gpu[name] for gpu in gpus):
+            row += [us(p["us"]), us(p["floor"]), f"{p['over_floor']:.2f}", us(p["peers"]["fa3"]["us"])]
+        rows.append(row)
+    return table(heads, rows)
+
+
+def peers() -> str:
+    rows = []
+    names = [f"{heads} {shape}" for heads in ("32/8", "64/8", "32/32") for shape in SHAPES]
+    for gpu, file in (("H100", "h100/decode"), ("H100", "h100/decode_peers"), ("H200", "h200/decode")):
+        found = [points(file)[name] for name in names]
+        row = [gpu, f"`{file}.json`", f"{statistics.geometric_mean(p['over_floor'] for p in found):.3f}"]
+        for peer in ("fa3", "flashinfer", "xqa"):
+            ratios = [p["us"] / p["peers"][peer]["us"] for p in found if peer in p["peers"]]
+            row.append(f"{statistics.geometric_mean(ratios):.2f}, at most {max(ratios):.2f}" if ratios else "")
+        rows.append(row)
+    return table(("GPU", "file", "over the floor", "over FA3", "over FlashInfer", "over XQA"), rows)
+
+
+def variants() -> str:
+    found = points("h100/variants")
+    rows = (
+        [label(name), us(p["us"]), us(p["floor"]), f"{p['over_floor']:.2f}"] for name in VARIANTS if (p := found[name])
+    )
+    return table(("sequences x length", "us", "floor", "over it"), rows)
+
+
+def many_rows() -> str:
+    rows = []
+    for shape in ("1x8192", "3x8192", "8x2048", "64x8192"):
+        p = points("decisions/rows_h200")[f"run 5 | 32/8 {shape} q_len=16 | default"]
+        rows.append([label(f"32/8 {shape}"), us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"])
+    return table(("sequences x length", "us", "floor", "over it"), rows)
+
+
+def prefill() -> str:
+    rows = []
+    for name in ("1x2048", "1x8192", "8x1024"):
+        point = f"32/8 {name} q_len={name.split('x')[1]}"
+        row = [label(f"32/8 {name}")]
+        for method in ("mosaic_gpu", "cudnn"):
+            p = points("h200/prefill")[f"{point} {method}"]
+            row += [f"{p['us']:.0f}", f"{p['teraflops_per_second']:.0f}"]
+        rows.append(row)
+    return table(("new tokens", "jaxpaged, us", "TFLOP/s", "cuDNN, us", "TFLOP/s"), rows)
+
+
+def balanced() -> str:
+    found, rows = points("h100/balanced"), []
+    for name in (f"32/8 {shape}" for shape in BALANCED_SHAPES):
+        default, shared = found[f"{name} default"], found[f"{name} balanced"]
+        rows.append([label(name), us(default["floor"]), us(default["us"]), us(shared["us"])])
+    return table(("sequences x length", "floor", "default", '`"balanced"`'), rows)
+
+
+def quantised() -> str:
+    rows = []
+    for gpu, name in (*(("H100", name) for name in QUANTISED), *(("H200", name) for name in QUANTISED[:2])):
+        found = points(f"{gpu.lower()}/quantised")
+        times = [found.get(f"{name}{cache}", {}).get("us") for cache in ("", *CACHES)]
+        rows.append([gpu, label(name), *(us(time) if time else "" for time in times)])
+    columns = (cache.replace(" cache=", "").replace(" scale=", ", ") for cache in CACHES)
+    return table(("GPU", "sequences x length", "bfloat16", *columns), rows)
+
+
+def decode_step() -> str:
+    rows = []
+    for gpu in ("h100", "h200"):
+        for shape in ("64x2048", "1x8192"):
+            p = points(f"{gpu}/decode_step")[f"example {shape}"]
+            figures = [f"{p['ms']:.2f}", f"{p['floor_ms']:.2f}", f"{p['over_floor']:.2f}"]
+            rows.append([gpu.upper(), label(f"32/8 {shape}"), *figures])
+    return table(("GPU", "sequences x length", "ms a step", "floor", "over it"), rows)
+
+
+def cache_operations() -> str:
+    found, rows = points("h100/cache_ops"), []
+    for name, text in CACHE_OPERATIONS.items():
+        p = found[name]
+        of = f"{p['of_link']:.0%} of the link" if "of_link" in p else f"{p['of_copy']:.0%}"
+        rows.append([text, p["size"], f"{p['microseconds']:.{1 if p['microseconds'] < 100 else 0}f}", of])
+    return table(("operation", "size", "us", "of a plain copy"), rows)
+
+
+def cpu() -> str:
+    found = [points("cpu/generate")[f"batch {batch}"] for batch in (1, 4, 16)]
+    rows = (
+        [
+            str(p["batch"]),
+            us(p["tokens_per_s"]),
+            f"{p['over_batch_1']:.2f}",
+            us(p["steps_per_s"]),
+            f"{p['of_floor']:.0%}",
+        ]
+        for p in found
+    )
+    return table(("sequences", "tokens/s", "times batch 1", "steps/s", "of the floor's"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "decode": decode,
+    "peers": peers,
+    "variants": variants,
+    "many rows": many_rows,
+    "prefill": prefill,
+    "balanced": balanced,
+    "quantised": quantised,
+    "decode step": decode_step,
+    "cache operations": cache_operations,
+    "cpu": cpu,
+}
+
+
+def filled(text: str) -> str:
+    """`text` with every table as the result files have it."""
+    return re.sub(
+        r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))

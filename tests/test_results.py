@@ -1,0 +1,72 @@
+"""Result files have one form, are named where they are used, and docs/performance.md says what they hold."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import report
+from benchmarks.harness import Store
+
+ROOT, RESULTS = report.ROOT, report.RESULTS
+FILES = [str(path.relative_to(RESULTS)) for path in sorted(RESULTS.rglob("*.json"))]
+KEYS = ["device", "driver", "jax", "commit", "date", "command", "points"]
+FOLDERS = ("jaxpaged", "pallas_kernels", "benchmarks", "docs", "examples", "tests")
+TEXTS = {
+    path.relative_to(ROOT): path.read_text()
+    for path in [
+        *ROOT.glob("*.md"),
+        *(p for folder in FOLDERS for end in ("py", "md") for p in (ROOT / folder).rglob(f"*.{end}")),
+    ]
+}
+
+
+def named(text: str) -> set[str]:
+    """The result files that a text names: `h100/decode.json`, or in a comment of a rule [parts_h100, pairs_h100]."""
+    brackets = re.findall(r"\[((?:\w+_h\d00[,\s#]*)+)(?: of benchmarks/results/decisions/)?\]", text)
+    decisions = {f"decisions/{name}.json" for found in brackets for name in re.findall(r"\w+_h\d00", found)}
+    return decisions | set(re.findall(r"\b((?:h100|h200|cpu|decisions)/\w+\.json)", text))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_result_file_has_the_one_form(file):
+    content = json.loads((RESULTS / file).read_text())
+    assert [key for key in content if key not in ("settings", "note")] == KEYS
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", content["date"])
+    assert content["points"]
+    assert all(isinstance(point, dict) and point for point in content["points"].values())
+    assert file.split("/")[0] in ("decisions", "cpu") or file.split("/")[0].upper() in content["device"]
+
+
+def test_every_result_file_is_named_and_every_named_one_exists():
+    assert set().union(*map(named, TEXTS.values())) == set(FILES)
+
+
+def test_every_decision_is_named_by_a_rule():
+    code = [text for path, text in TEXTS.items() if path.parts[0] in ("jaxpaged", "pallas_kernels")]
+    decisions = {file for file in FILES if file.startswith("decisions/")}
+    assert set().union(*map(named, code)) == decisions
+
+
+def test_the_performance_page_says_what_the_files_hold():
+    text = report.PAGE.read_text()
+    assert report.filled(text) == text, "run `python -m benchmarks.report`"
+    assert set(re.findall(r"<!-- table: (.*?) -->", text)) == set(report.TABLES)
+    wrong = re.sub(r"\| \d+\.\d \|", "| 0.0 |", text, count=1)
+    assert wrong != text
+    assert report.filled(wrong) == text
+
+
+def test_a_store_goes_on_with_its_own_file_and_refuses_another_machines(tmp_path):
+    path = tmp_path / "h100" / "toy.json"
+    Store(path, seed=1).add("first", {"us": 1.0})
+    again = Store(path, seed=1)
+    again.add("second", {"us": 2.0})
+    content = json.loads(path.read_text())
+    assert list(content["points"]) == ["first", "second"]
+    assert [key for key in content if key != "settings"] == KEYS
+    with pytest.raises(SystemExit, match="other settings"):
+        Store(path, seed=2)
+    path.write_text(json.dumps(content | {"device": "another"}))
+    with pytest.raises(SystemExit, match="another machine"):
+        Store(path, seed=1)

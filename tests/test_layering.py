@@ -47,6 +47,11 @@ def test_imports_run_downwards(package):
         assert imported(file.read_text()) <= allowed, name
 
 
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_offers_its_types(package):
+    assert (ROOT / package / "py.typed").exists()
+
+
 def test_the_walk_sees_an_import_inside_a_function():
     assert imported("def f():\n    from flax.core import x\n    import os, jaxpaged.nnx") == {"flax", "jaxpaged"}
 

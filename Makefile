@@ -1,8 +1,11 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test test-oldest test-ptxas mutants lint format setup lock clean
+.PHONY: demo test test-oldest test-ptxas mutants lint format setup lock clean help
 .DEFAULT_GOAL := demo
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: setup ## text from a real model through a paged cache
 	$(PYTHON) examples/generate.py --chat --prompt-file examples/prompts.txt

@@ -67,8 +67,14 @@ def test_while_loop():
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
 @pytest.mark.parametrize("q_len", [None, 3, 50])  # 50: a prompt, longer than some of the sequences
 def test_gradients_are_those_of_the_reference(name, q_len):
-    # The pools hold NaN wherever no sequence has a token: not one may reach a gradient.
-    case = make_case(lengths=(0, 1, 40, 80), options=OPTIONS[name], q_len=q_len)
+    # The pools and their scales hold NaN wherever no sequence has a token, and so do the rows of q that stand before a
+    # sequence's start: not one may reach a gradient.
+    scale_shape = "token_head" if name == "window" else None
+    case = make_case(lengths=(0, 1, 40, 80), options=OPTIONS[name], q_len=q_len, scale_shape=scale_shape)
+    if q_len is not None:
+        starts = q_len - case.lengths
+        is_padding = jnp.arange(q_len)[None, :, None, None] < starts[:, None, None, None]
+        case = case.replace(q=jnp.where(is_padding, jnp.nan, case.q))
     floats = {k: jnp.float32(v) if np.ndim(v) == 0 else v for k, v in case.options.items() if k != "sliding_window"}
     window = {k: v for k, v in case.options.items() if k == "sliding_window"}
 

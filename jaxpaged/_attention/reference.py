@@ -67,15 +67,17 @@ def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     ids = jnp.where(followed, jnp.clip(a.block_tables, 0, a.k_cache.shape[0] - 1), 0)
 
     def gather(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:  # -> [seqs, tokens, heads, head_dim]
-        values = cache[ids].astype(jnp.float32)  # [seqs, max_blocks, block_size, kv_heads, head_dim]
-        if cache_scale is not None:
-            values *= jnp.broadcast_to(cache_scale, cache.shape[:3])[ids][..., None]
-        values = values.reshape(seqs, -1, *cache.shape[2:])
         seen = visible.any(axis=1)[:, :, None, None]
-        return jnp.repeat(jnp.where(seen, values, 0.0), a.group, axis=2)
+        values = cache[ids].astype(jnp.float32)  # [seqs, max_blocks, block_size, kv_heads, head_dim]
+        values = jnp.where(seen, values.reshape(seqs, -1, *cache.shape[2:]), 0.0)
+        if cache_scale is not None:
+            factor = jnp.broadcast_to(cache_scale, cache.shape[:3])[ids].reshape(*values.shape[:3], 1)
+            values *= jnp.where(seen, factor, 0.0)
+        return jnp.repeat(values, a.group, axis=2)
 
     k, v = gather(a.k_cache, a.k_scale), gather(a.v_cache, a.v_scale)
-    logits = a.scale * jnp.einsum("sqhd,sthd->shqt", a.q.astype(jnp.float32), k, precision=lax.Precision.HIGHEST)
+    q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q)).astype(jnp.float32)
+    logits = a.scale * jnp.einsum("sqhd,sthd->shqt", q, k, precision=lax.Precision.HIGHEST)
     if a.logits_soft_cap is not None:
         logits = a.logits_soft_cap * jnp.tanh(logits / a.logits_soft_cap)
     if a.alibi_slopes is not None:

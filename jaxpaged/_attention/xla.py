@@ -87,7 +87,9 @@ def _online_softmax(num_partitions: int, num_steps: int | None, a: AttentionArgu
     starts = first[:, None] + run[:, None] * jnp.arange(num_partitions, dtype=jnp.int32)[None]  # [seqs, partitions]
     ends = jnp.minimum(starts + run[:, None], end[:, None])
 
-    q = a.q.reshape(seqs, q_len, kv_heads, a.group, head_dim)
+    # A row before its sequence's start may hold NaN, which would reach the gradient of k.
+    q = jnp.where((a.query_positions() >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
+    q = q.reshape(seqs, q_len, kv_heads, a.group, head_dim)
     q = q.swapaxes(1, 2).reshape(seqs, kv_heads, rows, head_dim)
     positions = jnp.repeat(a.query_positions(), a.group, axis=1)  # [seqs, rows]
 
@@ -131,17 +133,22 @@ def _load_tile(
     lengths, first_visible = a.lengths[:, None, None], a.first_visible()[:, None, None]
     seen = active[..., None] & (tokens < lengths) & (tokens >= first_visible)
 
+    def only_seen(x: jax.Array) -> jax.Array:
+        # Zero times NaN is NaN: what no query sees must be zero itself, a weight of zero is not enough. And before it
+        # is multiplied: the gradient of a factor is the other one, times zero.
+        return jnp.where(seen[..., None, None], x, jnp.zeros_like(x))
+
     def load(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:
         values = take_rows(cache, ids)  # [seqs, partitions, blocks of a tile, block_size, kv_heads, head_dim]
+        values = only_seen(values.reshape(*tokens.shape, *cache.shape[2:]))
         if cache.dtype != a.q.dtype or cache_scale is not None:
             values = values.astype(jnp.float32)
-        if cache_scale is not None:
-            per_slot = cache_scale.ndim == 3
-            factor = take_rows(cache_scale, ids) if per_slot else jnp.broadcast_to(cache_scale, values.shape[:-1])
-            values *= factor[..., None]
-        values = values.reshape(*tokens.shape, *cache.shape[2:])
-        # Zero times NaN is NaN: what no query sees must be zero itself, a weight of zero is not enough.
-        return jnp.where(seen[..., None, None], values, jnp.zeros_like(values))
+        if cache_scale is None:
+            return values
+        if cache_scale.ndim < 3:
+            return values * jnp.broadcast_to(cache_scale, values.shape[:-1])[..., None]
+        factor = take_rows(cache_scale, ids).reshape(*tokens.shape, -1, 1)
+        return values * only_seen(factor)
 
     distance = positions[:, None, None, :, None] - tokens[:, :, None, None, :]
     distance = jnp.where(active[..., None, None, None], distance, -1)

@@ -39,7 +39,7 @@ def make(lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_part
     seqs = lengths.shape[0]
     first, end = jax.vmap(lambda length: _rows.tile_range(length, window, q_len, TILE))(lengths)
     tiles = jnp.clip(end - first, 0, 2**30 // seqs)  # so that their sum is an int32
-    most = jnp.maximum(-(-tiles.sum() // (total_partitions - seqs)), 1)
+    most = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // (total_partitions - seqs)), 1)
     counts = jnp.maximum(-(-tiles // most), 1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     places = jnp.arange(total_partitions, dtype=jnp.int32)

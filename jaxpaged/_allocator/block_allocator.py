@@ -12,6 +12,7 @@ from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState
 from jaxpaged._export import exportable
+from jaxpaged._integers import as_int32, checked_size
 
 
 @exportable
@@ -54,7 +55,8 @@ class BlockAllocator(AllocatorState):
             max_blocks: the most blocks that one sequence may hold, the width of its table row.
 
         Raises:
-            ValueError: a size below 1, `num_blocks` below 2, or 2^31 slots and more.
+            ValueError: a size that is no int or below 1, `num_blocks` below 2, or 2^31 slots and more, in the pool or
+                in a table row.
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
@@ -63,16 +65,14 @@ class BlockAllocator(AllocatorState):
             >>> slots.tolist()  # row 1 has one token: it stands last, behind two places of padding
             [[16, 17, 18], [128, 128, 32]]
         """
-        for name, size, least in (
-            ("num_blocks", num_blocks, 2),
-            ("block_size", block_size, 1),
-            ("num_seqs", num_seqs, 1),
-            ("max_blocks", max_blocks, 1),
-        ):
-            if size < least:
-                raise ValueError(f"{name} must be at least {least}; got {name}={size}.")
+        num_blocks, block_size = checked_size("num_blocks", num_blocks, 2), checked_size("block_size", block_size)
+        num_seqs, max_blocks = checked_size("num_seqs", num_seqs), checked_size("max_blocks", max_blocks)
         if num_blocks * block_size >= 2**31:
             raise ValueError(f"slots are int32: a pool holds less than 2^31 tokens; got {num_blocks=}, {block_size=}.")
+        if max_blocks * block_size >= 2**31:
+            raise ValueError(
+                f"lengths are int32: a sequence holds less than 2^31 tokens; got {max_blocks=}, {block_size=}."
+            )
         return cls(
             block_tables=jnp.zeros((num_seqs, max_blocks), jnp.int32),
             lengths=jnp.zeros(num_seqs, jnp.int32),
@@ -94,7 +94,7 @@ class BlockAllocator(AllocatorState):
         count is negative or above `max_tokens`, or it is swapped out and its count is not 0.
 
         Args:
-            num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is.
+            num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is. Or bool: which sequences get one token.
             max_tokens: the most tokens that a sequence may get in this call (static).
 
         Returns:
@@ -105,11 +105,12 @@ class BlockAllocator(AllocatorState):
             ok: bool `[seqs]`.
 
         Raises:
-            ValueError: `num_tokens` is not int32 `[seqs]`, or `max_tokens` is below 1.
+            ValueError: `num_tokens` is not int32 or bool `[seqs]`, or `max_tokens` is no int or below 1.
         """
-        num_tokens = self._rows("num_tokens", num_tokens, jnp.int32)
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1; got {max_tokens=}.")
+        counts = as_int32(num_tokens)
+        counts = counts.astype(jnp.int32) if counts.dtype == jnp.bool_ else counts
+        num_tokens = self._rows("num_tokens", counts, jnp.int32)
+        max_tokens = checked_size("max_tokens", max_tokens)
         num_seqs, max_blocks = self.block_tables.shape
         legal = (num_tokens >= 0) & (num_tokens <= jnp.where(self.swapped_lengths == 0, max_tokens, 0))
         lengths = self.lengths + jnp.where(legal, num_tokens, 0)
@@ -358,7 +359,7 @@ class BlockAllocator(AllocatorState):
         return report.describe(self)
 
     def _rows(self, name: str, values: ArrayLike, dtype: Any) -> jax.Array:
-        array = jnp.asarray(values)
+        array = as_int32(values)
         if array.shape != self.lengths.shape or array.dtype != dtype:
             wanted = f"{jnp.dtype(dtype).name} {list(self.lengths.shape)}"
             raise ValueError(f"{name} must be {wanted}, one for each sequence; got {array.dtype} {list(array.shape)}.")

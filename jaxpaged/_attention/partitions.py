@@ -21,10 +21,14 @@ def check_partitions(num_partitions: NumPartitions, *, seqs: int) -> NumPartitio
         return num_partitions
     if num_partitions is None or (isinstance(num_partitions, str) and num_partitions == "balanced"):
         return num_partitions
-    if not isinstance(num_partitions, int | np.integer) or isinstance(num_partitions, bool) or num_partitions < 1:
+    if (
+        not isinstance(num_partitions, int | np.integer)
+        or isinstance(num_partitions, bool)
+        or not 1 <= num_partitions < 2**31
+    ):
         raise ValueError(
-            f'num_partitions must be an int of at least 1, static under jit, or "balanced", or from plan_partitions; '
-            f"got {num_partitions=}. None lets jaxpaged choose."
+            f'num_partitions must be an int of at least 1, below 2^31 and static under jit, or "balanced", or from '
+            f"plan_partitions; got {num_partitions=}. None lets jaxpaged choose."
         )
     return int(num_partitions)
 

@@ -5,6 +5,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._attention import mosaic_gpu
 from jaxpaged._attention.arguments import check_lengths_dtype, optional
+from jaxpaged._integers import as_int32, checked_size
 from pallas_kernels import decode_config, partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
@@ -39,12 +40,11 @@ def plan_partitions(
         >>> jaxpaged.paged_attention(q, cache.k, cache.v, tables, lengths, num_partitions=plan).shape
         (2, 4, 64)
     """
-    lengths = jnp.asarray(lengths)
+    lengths = as_int32(lengths)
     if lengths.ndim != 1 or lengths.shape[0] == 0:
         raise ValueError(f"lengths must be [seqs], of one sequence at least; got {lengths.shape=}.")
     check_lengths_dtype(lengths)
-    if num_kv_heads < 1 or q_len < 1:
-        raise ValueError(f"num_kv_heads and q_len must be at least 1; got {num_kv_heads=}, {q_len=}.")
+    num_kv_heads, q_len = checked_size("num_kv_heads", num_kv_heads), checked_size("q_len", q_len)
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     seqs = lengths.shape[0]
     try:

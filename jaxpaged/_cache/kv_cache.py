@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._export import exportable
+from jaxpaged._integers import checked_size
 
 CACHE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 Granularity = Literal["tensor", "head", "token_head"]
@@ -74,7 +75,7 @@ class KVCache:
             v_scale: likewise.
 
         Raises:
-            ValueError: a size below 1, another dtype, scales that do not fit it, or none for int8.
+            ValueError: a size that is no int or below 1, another dtype, scales that do not fit it, or none for int8.
 
         Example:
             >>> import jaxpaged
@@ -85,15 +86,12 @@ class KVCache:
             (dtype('int8'), (8, 16, 2))
         """
         sizes = dict(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        sizes |= {} if num_layers is None else dict(num_layers=num_layers)
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1; got {name}={size}.")
+        shape = tuple(checked_size(name, size) for name, size in sizes.items())
         if jnp.dtype(dtype) not in CACHE_DTYPES:
             names = ", ".join(jnp.dtype(known).name for known in CACHE_DTYPES)
             raise ValueError(f"dtype must be one of {names}; got dtype={jnp.dtype(dtype).name}.")
-        layers = () if num_layers is None else (num_layers,)
-        shape = (*layers, num_blocks, block_size, num_kv_heads, head_dim)
+        layers = () if num_layers is None else (checked_size("num_layers", num_layers),)
+        shape = layers + shape
         return cls(
             k=jnp.zeros(shape, dtype),
             v=jnp.zeros(shape, dtype),

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache, map_blocks
 from jaxpaged._export import exportable
+from jaxpaged._integers import as_int32
 
 
 @exportable
@@ -74,14 +75,14 @@ class CacheLayer:
 
         return CacheLayer(map_blocks(unfold, self.stack, pool), self.index)
 
-    def block_tables(self, block_tables: jax.Array) -> jax.Array:
+    def block_tables(self, block_tables: ArrayLike) -> jax.Array:
         """Block tables `[seqs, max_blocks]` of the allocator, shifted to this layer's blocks in `pool`."""
-        return block_tables + jnp.asarray(self.index, jnp.int32) * jnp.int32(self.stack.k.shape[1])
+        return as_int32(block_tables) + jnp.asarray(self.index, jnp.int32) * jnp.int32(self.stack.k.shape[1])
 
-    def slots(self, slots: jax.Array) -> jax.Array:
+    def slots(self, slots: ArrayLike) -> jax.Array:
         """Slots `[...]` of the allocator, shifted to this layer's slots in `pool`. Padding, a slot outside one layer,
         becomes -1.
         """
-        num_slots = jnp.int32(math.prod(self.stack.k.shape[1:3]))
+        slots, num_slots = as_int32(slots), jnp.int32(math.prod(self.stack.k.shape[1:3]))
         shifted = slots + jnp.asarray(self.index, jnp.int32) * num_slots
         return jnp.where((slots >= 0) & (slots < num_slots), shifted, -1)

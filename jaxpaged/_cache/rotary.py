@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.write import write_kv
+from jaxpaged._integers import as_int32
 
 
 def rotary_frequencies(head_dim: int, theta: float = 10_000.0) -> tuple[float, ...]:
@@ -74,9 +75,12 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         >>> bool((cache.k[1, 0] == q[0]).all())
         True
     """
-    q, k, positions = jnp.asarray(q), jnp.asarray(k), jnp.asarray(positions)
+    q, k, positions = jnp.asarray(q), jnp.asarray(k), as_int32(positions)
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must differ in their heads alone; got {q.shape=}, {k.shape=}.")
+    for name, x in (("q", q), ("k", k)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating point; got {name}.dtype={x.dtype}.")
     if positions.shape != k.shape[:-2] or positions.dtype != jnp.int32:
         raise ValueError(
             f"positions must be int32 {list(k.shape[:-2])}, one a token; got {positions.dtype} {list(positions.shape)}."

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
 from jaxpaged._cache.pool_rows import put_rows, take_rows
 from jaxpaged._cache.write import scatter_slots
+from jaxpaged._integers import as_int32
 
 
 def swap_out(cache: KVCache, block_ids: ArrayLike) -> KVCache:
@@ -228,7 +229,7 @@ def distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
 
 def _slots_of(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> jax.Array:
     """The slot of each token of each sequence, int32 [seqs, max_tokens]; the number of slots where there is none."""
-    block_tables, lengths = jnp.asarray(block_tables), jnp.asarray(lengths)
+    block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     if block_tables.ndim != 2 or block_tables.dtype != jnp.int32:
         raise ValueError(
             f"block_tables must be int32 [seqs, max_blocks]; got {block_tables.dtype} {list(block_tables.shape)}."
@@ -240,6 +241,11 @@ def _slots_of(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> ja
         )
     num_blocks, block_size = cache.k.shape[-4:-2]
     seqs, max_blocks = block_tables.shape
+    if block_tables.size == 0 or max_blocks * block_size >= 2**31:
+        raise ValueError(
+            "block_tables must be [seqs, max_blocks], one sequence and one block at least and less than 2^31 tokens a "
+            f"row; got {block_tables.shape=}, {block_size=}."
+        )
     offsets = jnp.arange(block_size, dtype=jnp.int32)
     slots = (jnp.clip(block_tables, 0, num_blocks - 1)[..., None] * block_size + offsets[None, None]).reshape(seqs, -1)
     positions = jnp.arange(max_blocks * block_size, dtype=jnp.int32)
@@ -247,7 +253,7 @@ def _slots_of(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> ja
 
 
 def checked_ids(name: str, ids: ArrayLike) -> jax.Array:
-    array = jnp.asarray(ids)
+    array = as_int32(ids)
     if array.ndim != 1 or array.dtype != jnp.int32:
         raise ValueError(f"{name} must be int32, of one axis; got {array.dtype} {list(array.shape)}.")
     return array

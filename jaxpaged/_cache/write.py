@@ -10,6 +10,7 @@ from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.pool_rows import put_rows
 from jaxpaged._cache.quantise import kv_scale, quantise
+from jaxpaged._integers import as_int32
 
 
 def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> C:
@@ -45,7 +46,7 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slo
         >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
         [0, 0, 1, 1, 0, 0, 0, 0]
     """
-    new_k, new_v, slots = jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots)
+    new_k, new_v, slots = jnp.asarray(k), jnp.asarray(v), as_int32(slots)
     if slots.dtype != jnp.int32:
         raise ValueError(f"slots must be int32; got {slots.dtype=!s}. Cast with .astype(jnp.int32).")
     if isinstance(cache, CacheLayer):
@@ -67,6 +68,9 @@ def _write_pool(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) ->
             f"k and v must be [..., kv_heads, head_dim] with slots [...] and the cache's {list(token_shape)}; "
             f"got {k.shape=}, {v.shape=}, {slots.shape=}."
         )
+    for name, tokens in (("k", k), ("v", v)):
+        if not jnp.issubdtype(tokens.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating point; got {name}.dtype={tokens.dtype}.")
     slots = slots.ravel()
     k, v = k.reshape(-1, *token_shape), v.reshape(-1, *token_shape)
     new_k, k_scale = _write(cache.k, cache.k_scale, k, slots)

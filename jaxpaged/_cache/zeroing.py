@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._cache.kv_cache import KVCache, map_blocks
-from jaxpaged._cache.transfer import holds_tokens, put_blocks
+from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
+from jaxpaged._cache.transfer import checked_ids, holds_tokens, put_blocks
 
 ZEROED_AT_ONCE = 64  # blocks; what a step without any costs is the test that there are none
 
@@ -28,13 +28,12 @@ def zero_blocks(cache: KVCache, block_ids: ArrayLike) -> KVCache:
         The new cache.
 
     Raises:
-        ValueError: `block_ids` is not int32 `[ids]`.
+        ValueError: shapes or dtypes that do not fit.
 
     Bytes moved: those of the blocks, written once; padding costs nothing but a prefix sum over the ids.
     """
-    block_ids = jnp.asarray(block_ids)
-    if block_ids.ndim != 1 or block_ids.dtype != jnp.int32:
-        raise ValueError(f"block_ids must be int32 [ids]; got {block_ids.dtype} {list(block_ids.shape)}.")
+    check_cache(cache)
+    block_ids = checked_ids("block_ids", block_ids)
     if block_ids.size == 0:
         return cache
     legal = holds_tokens(block_ids, cache.k.shape[-4])

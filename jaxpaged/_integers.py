@@ -1,0 +1,41 @@
+"""Integers that a caller passes: sizes, and arrays of ids, slots, lengths and counts."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+INT32 = np.iinfo(np.int32)
+
+
+def as_int32(values: ArrayLike) -> jax.Array:
+    """An array of JAX's as it is; NumPy's and Python's integers as int32.
+
+    What int32 does not hold becomes its largest or smallest number: 2^32 + 3 is as far outside a pool as 2^31 - 1 is,
+    and a cast would make 3 of it. The caller checks the dtype of what comes back.
+    """
+    if isinstance(values, jax.Array):
+        return values
+    array = np.asarray(values)
+    return jnp.asarray(saturated(array) if np.issubdtype(array.dtype, np.integer) else array)
+
+
+def saturated(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """Integers of any dtype cut down to int32."""
+    held = jnp.iinfo(array.dtype)
+    least, most = max(int(held.min), INT32.min), min(int(held.max), INT32.max)
+    return array.clip(least, most).astype(np.int32)
+
+
+def checked_size(name: str, size: Any, least: int = 1) -> int:
+    """A static size as an int of Python's: one of NumPy's would make int64 of int32 arrays where x64 is on."""
+    try:
+        number = operator.index(size)
+    except TypeError:
+        raise ValueError(f"{name} must be an int; got {name}={size!r}.") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}; got {name}={size}.")
+    return number

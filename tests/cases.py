@@ -87,6 +87,8 @@ def make_case(
         for j in range(-(-length // block_size)):
             legal[row[j], : min(block_size, length - j * block_size)] = True
 
+    if cache_dtype == jnp.int8 and scale_shape is None:
+        scale_shape = "tensor"  # int8 has no meaning without
     options = dict(options or {})
     cache_shape = (num_blocks, block_size, kv_heads, head_dim)
 

@@ -269,7 +269,7 @@ def test_a_wrong_narrow_result_is_noticed(fault):
     case = real(lengths=(700, 1000), head_dim=128, cache_dtype=jnp.int8, scale_shape="token_head")
     case = case.replace(options=case.options | {"k_scale": case.options["k_scale"] * 5.0})
     wrong = {
-        "k_scale left out": case.replace(options={"v_scale": case.options["v_scale"]}),
+        "k_scale left out": case.replace(options=case.options | {"k_scale": jnp.float32(1.0)}),
         "scales rolled": case.replace(options=case.options | {"v_scale": jnp.roll(case.options["v_scale"], 1, axis=1)}),
         "values replaced by keys": case.replace(v_cache=case.k_cache),
     }[fault]

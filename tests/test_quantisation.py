@@ -222,7 +222,7 @@ def test_mistakes_that_must_be_seen(scale):
     assert_within_budget(same, attend(case)[0])
     rows = np.asarray(case.lengths) > 1
     swapped = {"k_scale": case.options["v_scale"], "v_scale": case.options["k_scale"]}
-    left_out = {"k_scale": case.options["k_scale"]}
+    left_out = case.options | {"v_scale": jnp.float32(1.0)}
     doubled = {**case.options, "k_scale": 2 * case.options["k_scale"]}
     for options in (left_out, doubled) + ((swapped,) if scale == "token_head" else ()):
         out, _ = attend(case.replace(options=options))

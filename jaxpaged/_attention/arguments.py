@@ -8,8 +8,12 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._cache.kv_cache import CACHE_DTYPES
+from jaxpaged._integers import as_int32, saturated
 
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+# Of a larger cap, cap * tanh(x / cap) is x. What x / cap flushes to zero are logits below 1e30 * 2^-126, 1e-8; of
+# infinity it would be NaN.
+MOST_CAP = 1e30
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +31,7 @@ class AttentionArguments:
     lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
     scale: jax.Array  # f32 []
     sliding_window: jax.Array | None  # int32 [], within 1 and the capacity of a table row
-    logits_soft_cap: jax.Array | None  # f32 []
+    logits_soft_cap: jax.Array | None  # f32 [], at most MOST_CAP
     alibi_slopes: jax.Array | None  # f32 [heads]
     sinks: jax.Array | None  # f32 [heads]
     k_scale: jax.Array | None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads]
@@ -83,12 +87,18 @@ def check_arguments(
 ) -> AttentionArguments:
     """Raises `ValueError` for what no implementation could take; returns the arguments in one form."""
     q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
-    block_tables, lengths = jnp.asarray(block_tables), jnp.asarray(lengths)
+    block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     _check_dtypes(q, k_cache, v_cache, block_tables, lengths)
     _check_shapes(q, k_cache, v_cache, block_tables, lengths)
+    if k_cache.dtype == jnp.int8 and (k_scale is None or v_scale is None):
+        missing = "k_scale" if k_scale is None else "v_scale"
+        raise ValueError(f"an int8 cache needs k_scale and v_scale; got {missing}=None. Pass cache.{missing}.")
     heads, head_dim = q.shape[-2:]
     block_size = k_cache.shape[1]
     capacity = block_tables.shape[1] * block_size
+    if capacity >= 2**31:
+        raise ValueError(f"a table row holds less than 2^31 tokens; got {block_tables.shape=}, {block_size=}.")
+    cap = optional("logits_soft_cap", logits_soft_cap, [()], positive=True)
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     return AttentionArguments(
         q=q if q.ndim == 4 else q[:, None],
@@ -99,7 +109,7 @@ def check_arguments(
         scale=jnp.asarray(head_dim**-0.5 if scale is None else optional("scale", scale, [()]), jnp.float32),
         # 2^31 - 1 stands for no window in a scan over layers: cut down, so that no position less a window overflows.
         sliding_window=None if window is None else jnp.clip(window, 1, capacity),
-        logits_soft_cap=optional("logits_soft_cap", logits_soft_cap, [()], positive=True),
+        logits_soft_cap=None if cap is None else jnp.minimum(cap, MOST_CAP),
         alibi_slopes=optional("alibi_slopes", alibi_slopes, [(heads,)]),
         sinks=optional("sinks", sinks, [(heads,)]),
         k_scale=_cache_scale("k_scale", k_scale, k_cache.shape[:3]),
@@ -173,14 +183,13 @@ def optional(
     if array.shape not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} must have shape {wanted}; got {list(array.shape)}.")
-    kind = jnp.integer if dtype == jnp.int32 else jnp.number
-    if not jnp.issubdtype(array.dtype, kind):
+    kinds = [jnp.integer] if dtype == jnp.int32 else [jnp.integer, jnp.floating]
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise ValueError(f"{name} must be {jnp.dtype(dtype).name}; got {array.dtype}.")
-    if positive and isinstance(array, np.ndarray):
-        if not (array > 0).all():
-            raise ValueError(f"{name} must be positive; got {name}={value}. Pass None to leave it out.")
-        if dtype == jnp.int32:
-            array = np.asarray(min(int(array), np.iinfo(np.int32).max))  # a window that is larger still is none either
+    if positive and isinstance(array, np.ndarray) and not (array > 0).all():
+        raise ValueError(f"{name} must be positive; got {name}={value}. Pass None to leave it out.")
+    if dtype == jnp.int32:
+        array = saturated(array)  # a window that is larger still is none either
     return jnp.asarray(array, dtype)
 
 
@@ -213,7 +222,8 @@ def _cache_scale(name: str, value: ArrayLike | None, cache_shape: tuple[int, ...
             f"{name} must have shape [] or [kv_heads]={[kv_heads]} or [blocks, block_size, kv_heads]="
             f"{[num_blocks, block_size, kv_heads]}; got {list(array.shape)}.{hint}"
         )
-    if array.dtype != jnp.float32 and isinstance(value, jax.Array | np.ndarray):
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if array.dtype != jnp.float32 and (is_array or jnp.iscomplexobj(array)):
         raise ValueError(f"{name} must be float32; got {array.dtype}. Cast with .astype(jnp.float32).")
     return array.astype(jnp.float32)
 

@@ -103,11 +103,13 @@ def paged_attention(
         sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it. A
             number, as opposed to a `jax.Array`, also tells "mosaic_gpu" how much there can be to share out.
         logits_soft_cap: float or f32 `[]`: `cap * tanh(logit / cap)`, after the scale and before ALiBi.
+            Of 1e30 and more, infinity included, it is none.
         alibi_slopes: f32 `[heads]`, the penalty per token of distance.
         sinks: f32 `[heads]`, one more logit a head in the denominator; it is part of the lse.
         k_scale: what stored keys are multiplied with, f32: `[]`, one number for all; `[kv_heads]`, one a KV head; or
             `[blocks, block_size, kv_heads]`, one a slot and KV head: `k_cache * k_scale[..., None]`. It is read where
-            k_cache is, so that what stands in unused slots never reaches the output. Pass `cache.k_scale`.
+            k_cache is, so that what stands in unused slots never reaches the output. Pass `cache.k_scale`. An int8
+            cache needs both scales.
         v_scale: likewise for values.
         num_partitions: in how many parts each sequence's tokens are worked on side by side, to be merged at the end.
             With a number, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1,

@@ -31,7 +31,7 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale: Granularity) -> jax.Array:
         f32 `[]`, `[kv_heads]` or `[..., kv_heads]`; at least 1e-30. Infinities count as 3.4e38, NaN gives NaN.
 
     Raises:
-        ValueError: another dtype or granularity.
+        ValueError: another dtype or granularity, or numbers that are not floating point.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -46,6 +46,8 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale: Granularity) -> jax.Array:
         raise ValueError(
             f'x must be [..., kv_heads, head_dim] and scale "tensor", "head" or "token_head"; got {x.shape=}, {scale=}.'
         )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x must be floating point, keys or values as they are before quantisation; got {x.dtype=!s}.")
     largest = jnp.abs(x).max(axis=axes[scale]).astype(jnp.float32)
     largest = jnp.minimum(largest, MOST)
     return jnp.maximum(largest / LARGEST[jnp.dtype(dtype)], LEAST_SCALE)

@@ -107,7 +107,7 @@ def test_a_wrong_result_is_noticed(fault):
     k_scale, v_scale = case.options["k_scale"] * 5.0, case.options["v_scale"]
     case = case.replace(options={"k_scale": k_scale, "v_scale": v_scale})
     wrong = {
-        "k_scale left out": case.replace(options={"v_scale": v_scale}),
+        "k_scale left out": case.replace(options={"k_scale": jnp.float32(1.0), "v_scale": v_scale}),
         "scales exchanged": case.replace(options={"k_scale": v_scale, "v_scale": k_scale}),
         "scales rolled": case.replace(options={"k_scale": k_scale, "v_scale": jnp.roll(v_scale, 1, axis=1)}),
         "eight tokens fewer": case.replace(lengths=case.lengths - 8),

@@ -28,6 +28,11 @@ def test_options(name):
     )
 
 
+def test_an_infinite_soft_cap_is_none():
+    options = {"scale": 1.0, "logits_soft_cap": jnp.float32(jnp.inf)}
+    check(make_case(lengths=(0, 1, 70), max_blocks=5, kv_heads=1, dtype=BF16, options=options))
+
+
 @pytest.mark.parametrize("name", ["plain", "sinks", "all"])
 @pytest.mark.parametrize(("num_partitions", "cluster"), [(3, 3), (3, 1), (4, 2)])
 def test_options_with_partitions(name, num_partitions, cluster):

@@ -1,0 +1,164 @@
+"""Numbers that int32 or float32 does not hold, and those that are of the wrong kind."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import (
+    BlockAllocator,
+    CacheLayer,
+    KVCache,
+    copy_blocks,
+    gather_kv,
+    kv_scale,
+    paged_attention,
+    paged_attention_reference,
+    plan_partitions,
+    rotary_frequencies,
+    rotate_and_write_kv,
+    swap_out,
+    write_kv,
+    zero_blocks,
+)
+from tests.cases import make_case
+
+CASE = make_case(lengths=(1, 20, 0), max_blocks=4)
+FUNCTIONS = [paged_attention, paged_attention_reference]
+WRAPS = 2**32  # added to a number, it is gone after a cast to int32
+CACHE = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
+FULL = KVCache(jnp.ones_like(CACHE.k), jnp.ones_like(CACHE.v))
+STACK = KVCache.create(4, 2, 1, 8, num_layers=2)
+TOKEN = jnp.ones((1, 1, 8))
+
+
+def allocator():
+    return BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks=3)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_numpy_lengths_and_ids_beyond_int32_are_clamped(function):
+    q, k_cache, v_cache, tables, _ = CASE.arrays
+    far = np.array([WRAPS + 1, 20, -WRAPS + 5])
+    largest = jnp.array([2**31 - 1, 20, 0], jnp.int32)
+    k_cache, v_cache = jnp.nan_to_num(k_cache), jnp.nan_to_num(v_cache)
+    tables = np.asarray(tables, np.int64)
+    tables[1, 0] += WRAPS
+    clamped = jnp.asarray(np.clip(tables, 0, k_cache.shape[0] - 1), jnp.int32)
+    got, wanted = function(q, k_cache, v_cache, tables, far), function(q, k_cache, v_cache, clamped, largest)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_numpy_slots_and_ids_beyond_int32_are_padding():
+    far = np.array([WRAPS + 3])
+    assert (write_kv(CACHE, TOKEN, TOKEN, far).k == 0).all()
+    turned, _ = rotate_and_write_kv(CACHE, TOKEN, TOKEN, TOKEN, far, np.array([0]), rotary_frequencies(8))
+    assert (turned.k == 0).all()
+    assert (zero_blocks(FULL, far).k == 1).all()
+    assert (swap_out(FULL, far).k == 0).all()
+    assert (copy_blocks(write_kv(FULL, 2 * TOKEN, TOKEN, [2]), np.array([1]), far).k[3] == 1).all()
+    assert (gather_kv(FULL, np.array([[1]]), np.array([-WRAPS + 2])).k == 0).all()
+    assert CacheLayer(STACK, 1).slots(far).tolist() == [-1]
+
+
+def test_the_allocator_refuses_numpy_counts_beyond_int32():
+    full, _, ok = allocator().append(np.array([WRAPS + 1, 4]), max_tokens=4)
+    assert ok.tolist() == [False, True]
+    assert full.fork(np.array([WRAPS + 1, 1]))[2].tolist() == [False, True]
+    assert full.rollback(np.array([0, WRAPS + 2]))[2].tolist() == [True, False]
+
+
+def test_append_takes_a_mask():
+    wanted = allocator().append(jnp.array([1, 0]))
+    for mask in (jnp.array([True, False]), np.array([True, False]), [True, False]):
+        jax.tree.map(np.testing.assert_array_equal, allocator().append(mask), wanted)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_windows_beyond_int32_are_none(function):
+    wanted = function(*CASE.arrays)
+    with jax.enable_x64(True):
+        windows = [jnp.uint32(2**31), jnp.int64(2**63 - 1), jnp.int64(2**32 + 1), np.uint64(2**63)]
+    for window in windows:
+        with jax.enable_x64(True):
+            got = function(*CASE.arrays, sliding_window=window)
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("cap", [1e29, 1e38, np.inf])
+def test_a_large_soft_cap_is_none(function, cap):
+    wanted = function(*CASE.arrays)
+    got = function(*CASE.arrays, logits_soft_cap=jnp.float32(cap))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, wanted)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_int8_cache_needs_its_scales(function):
+    cache = jnp.ones((9, 16, 2, 64), jnp.int8)
+    for scales, missing in ((dict(v_scale=1.0), "k_scale"), (dict(k_scale=1.0), "v_scale")):
+        with pytest.raises(ValueError, match=rf"int8 cache needs .*; got {missing}=None. Pass cache.{missing}"):
+            function(CASE.q, cache, cache, CASE.block_tables, CASE.lengths, **scales)
+    with pytest.raises(ValueError, match="a quantised cache has scales"):
+        write_kv(KVCache(cache, cache), TOKEN, TOKEN, [0])
+
+
+COMPLEX = {
+    "scale": dict(scale=1j),
+    "logits_soft_cap": dict(logits_soft_cap=jnp.complex64(3 + 1j)),
+    "alibi_slopes": dict(alibi_slopes=np.ones(6, np.complex64)),
+    "sinks": dict(sinks=jnp.ones(6, jnp.complex64)),
+    "k_scale": dict(k_scale=1 + 1j),
+    "v_scale": dict(v_scale=np.complex64(1j)),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_options_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be float32; got complex"):
+        paged_attention(*CASE.arrays, **COMPLEX[name])
+
+
+def test_tokens_are_floating_point():
+    for wrong in (TOKEN.astype(jnp.complex64), TOKEN.astype(jnp.int8)):
+        with pytest.raises(ValueError, match=r"v must be floating point; got v.dtype="):
+            write_kv(CACHE, TOKEN, wrong, [2])
+        with pytest.raises(ValueError, match=r"q must be floating point; got q.dtype="):
+            rotate_and_write_kv(CACHE, wrong, TOKEN, TOKEN, [2], [0], rotary_frequencies(8))
+        with pytest.raises(ValueError, match=r"x must be floating point.*; got x.dtype="):
+            kv_scale(wrong, jnp.int8, "tensor")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: KVCache.create(4.0, 2, 1, 8), r"num_blocks must be an int; got num_blocks=4.0"),
+        (lambda: KVCache.create(4, 2, 1, 8, num_layers="2"), r"num_layers must be an int; got num_layers='2'"),
+        (lambda: BlockAllocator.create(9, "4", 2, 3), r"block_size must be an int; got block_size='4'"),
+        (lambda: BlockAllocator.create(9, 4, 2, 2**29), r"less than 2\^31 tokens; got max_blocks=536870912"),
+        (lambda: gather_kv(CACHE, np.zeros((0, 2), np.int32), np.zeros(0, np.int32)), r"got .*shape=\(0, 2\)"),
+        (lambda: zero_blocks(KVCache(CACHE.k[0], CACHE.v[0]), [1]), r"k and v of a cache must be .*got .*\(2, 1, 8\)"),
+        (lambda: paged_attention(*CASE.arrays, num_partitions=2**31), r"below 2\^31 .*got num_partitions=2147483648"),
+        (lambda: plan_partitions([1], num_kv_heads=2.0), r"num_kv_heads must be an int; got num_kv_heads=2.0"),
+    ],
+)
+def test_sizes(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_table_row_holds_less_than_2_to_31_tokens():
+    q, k_cache, v_cache, _, lengths = CASE.arrays
+    pools = [jax.ShapeDtypeStruct((2, 2**29, *pool.shape[2:]), pool.dtype) for pool in (k_cache, v_cache)]
+    with pytest.raises(ValueError, match=r"less than 2\^31 tokens; got .*\(3, 4\), block_size=536870912"):
+        jax.eval_shape(paged_attention, q, *pools, CASE.block_tables, lengths)
+
+
+def test_everything_stays_int32_with_x64():
+    with jax.enable_x64(True):
+        plan = plan_partitions(CASE.lengths, num_kv_heads=np.int64(2))
+        paged_attention(*CASE.arrays, num_partitions=plan)
+        slots = CacheLayer(STACK, np.int64(1)).slots(jnp.zeros(2, jnp.int32))
+        made = BlockAllocator.create(*(np.int64(size) for size in (9, 4, 2, 3)))
+        after = made.append(np.array([1, 2]), max_tokens=np.int64(2))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((plan, slots, after))} == {"int32", "bool"}

@@ -1,5 +1,5 @@
 VENV ?= .venv
-PYTHON := $(VENV)/bin/python
+PYTHON := "$(VENV)/bin/python"
 
 .PHONY: demo test test-oldest test-ptxas mutants lint format setup lock clean help
 .DEFAULT_GOAL := demo
@@ -17,10 +17,10 @@ test-oldest: ## the same with the oldest JAX that is supported
 	$(MAKE) test VENV=.venv-oldest JAX=0.11.2
 
 test-ptxas: ## registers, spills and shared memory of the kernels, compiled for an H100 without one
-	$(MAKE) setup VENV=$(VENV)-ptxas
-	$(VENV)-ptxas/bin/python -m pip install --quiet nvidia-cuda-nvcc \
-		"jax-cuda13-plugin==$$($(VENV)-ptxas/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
-	$(VENV)-ptxas/bin/python -m pytest tests/kernels/test_resources.py
+	$(MAKE) setup VENV="$(VENV)-ptxas"
+	"$(VENV)-ptxas/bin/python" -m pip install --quiet nvidia-cuda-nvcc \
+		"jax-cuda13-plugin==$$("$(VENV)-ptxas/bin/python" -c 'import jaxlib; print(jaxlib.__version__)')"
+	"$(VENV)-ptxas/bin/python" -m pytest tests/kernels/test_resources.py
 
 mutants: setup ## mistakes made in a copy of the tree, which the tests must find
 	$(PYTHON) -m tests.mutants
@@ -34,14 +34,12 @@ format: setup
 	$(PYTHON) -m ruff check --fix
 	$(PYTHON) -m ruff format
 
-setup: $(VENV)/.installed
-
-$(VENV)/.installed: pyproject.toml requirements.lock tools/setup.sh tools/find_python.sh tools/find_extra.sh
-	JAX=$(JAX) tools/setup.sh $(VENV)
+setup:
+	@JAX="$(JAX)" tools/setup.sh "$(VENV)"
 
 lock: ## renew requirements.lock; needs uv
 	uv pip compile pyproject.toml --extra examples --group dev --universal --python-version 3.12 \
 		--no-annotate --no-emit-index-url --custom-compile-command "make lock" --upgrade -o requirements.lock
 
 clean:
-	rm -rf $(VENV) $(VENV)-ptxas
+	rm -rf "$(VENV)" "$(VENV)-ptxas"

@@ -1,4 +1,4 @@
-"""The shell scripts behind make: which Python they find, and which extra for which driver."""
+"""The shell scripts behind make: which Python they find, which extra for which driver, and that set-up ends whole."""
 
 import os
 import shutil
@@ -88,3 +88,80 @@ def test_no_driver_no_extra(machine):
     _, run = machine
     assert run("find_extra.sh").stdout == ""
     assert os.access(TOOLS / "setup.sh", os.X_OK)
+
+
+# A Python that makes virtual environments of itself, installs in the time of one line, and tells what it did.
+FAKE_PYTHON = f"""
+case "$1 $2" in
+    "-m venv") echo venv >>"$CALLS"; mkdir -p "$3/bin"; touch "$3/pyvenv.cfg"; cp "$0" "$3/bin/python"
+               ${{VENV_ENDS_HERE:+exit 130}}; touch "$3/pip" ;;
+    "-m pip") [ -e "${{0%/bin/python}}/pip" ] || exit 1
+              case "$*" in *--version*) ;; *) echo pip >>"$CALLS" ;; esac ;;
+    *) exec {sys.executable} "$@" ;;
+esac"""
+
+
+@pytest.fixture
+def checkout(tmp_path, machine):
+    """A clone under a path with a space, and a function that starts its make setup."""
+    add, _ = machine
+    for name in ("find", "sed", "touch", "rm", "mkdir", "cp", "make"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    add("bin/python3", FAKE_PYTHON)
+    folder = tmp_path / "a clone"
+    shutil.copytree(TOOLS, folder / "tools")
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        shutil.copy(TOOLS.parent / name, folder)
+    environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path), "CALLS": str(tmp_path / "calls")}
+
+    def start(**more: str) -> subprocess.Popen:
+        command = ["make", "setup", "VENV=some venv"]
+        return subprocess.Popen(command, cwd=folder, env=environment | more, stderr=subprocess.PIPE, text=True)
+
+    def finish(make: subprocess.Popen) -> tuple[int, str]:
+        _, err = make.communicate()
+        return make.returncode, err
+
+    def calls() -> list[str]:
+        return (tmp_path / "calls").read_text().split()
+
+    return folder, start, finish, calls
+
+
+def test_a_second_make_has_nothing_to_do_and_a_newer_lock_is_installed(checkout):
+    folder, start, finish, calls = checkout
+    assert finish(start())[0] == 0
+    assert (folder / "some venv" / ".installed").exists()
+    first = calls()
+    assert first == ["venv", "pip", "pip", "pip"]
+    assert finish(start())[0] == 0
+    assert calls() == first
+    os.utime(folder / "some venv" / ".installed", (0, 0))
+    assert finish(start())[0] == 0
+    assert calls() == [*first, "pip", "pip", "pip"]
+
+
+def test_a_make_that_was_interrupted_is_made_up_for(checkout):
+    folder, start, finish, calls = checkout
+    assert finish(start(VENV_ENDS_HERE="yes"))[0] != 0
+    assert (folder / "some venv" / "bin" / "python").exists()
+    assert finish(start())[0] == 0
+    assert calls().count("venv") == 2
+    assert (folder / "some venv" / ".installed").exists()
+
+
+def test_of_two_makes_at_once_one_works_and_the_other_waits(checkout):
+    _, start, finish, calls = checkout
+    makes = [start(), start()]
+    assert [finish(make)[0] for make in makes] == [0, 0]
+    assert calls() == ["venv", "pip", "pip", "pip"]
+
+
+def test_a_folder_that_is_no_virtual_environment_is_left_alone(checkout):
+    folder, start, finish, _ = checkout
+    (folder / "some venv").mkdir()
+    (folder / "some venv" / "thesis.txt").touch()
+    code, err = finish(start())
+    assert code == 2
+    assert "is no virtual environment" in err
+    assert (folder / "some venv" / "thesis.txt").exists()

@@ -68,7 +68,7 @@ def claim(state: Generation, num_tokens: jax.Array, *, max_tokens: int = 1) -> t
 
 def num_entries(allocator: jaxpaged.BlockAllocator) -> jax.Array:
     """How many blocks it would take if none were shared, int32 []."""
-    return (-(-allocator.lengths // allocator.block_size)).sum()
+    return (-(-allocator.lengths // allocator.block_size)).sum(dtype=jnp.int32)
 
 
 def retire(state: Generation) -> Generation:

@@ -1,5 +1,6 @@
 """examples/decode_loop.py, and that every example is short enough to read."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def test_decode_loop_runs_as_a_script():
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "decode_loop.py"], check=True, capture_output=True, text=True
-    ).stdout.splitlines()
+    command, x64 = [sys.executable, EXAMPLES / "decode_loop.py"], os.environ | {"JAX_ENABLE_X64": "1"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=x64).stdout.splitlines()
     assert len(done) == decode_loop.SEQS + 1
     assert done[-1].endswith("blocks are free")
 

@@ -18,7 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import compute, describe_blocks, model_arguments, positive
+from command_line import compute, describe_blocks, model_arguments, positive, run
 from flax import nnx
 from generation import num_entries, start
 from jax import lax
@@ -184,9 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=positive, default=4, metavar="N", help="beams of each prompt")
     parser.add_argument("--length-penalty", type=float, default=1.0, metavar="P", help="0: none; default: %(default)s")
     args = parser.parse_args(arguments)
-    request, (hypotheses, beams) = compute(
-        parser, args, beam_search, width=args.width, length_penalty=args.length_penalty
-    )
+    request, (hypotheses, beams) = compute(args, beam_search, width=args.width, length_penalty=args.length_penalty)
     for i, (text, found) in enumerate(zip(request.texts, hypotheses, strict=True)):
         print(f"[{i}] {text}")
         for one in found:
@@ -196,4 +194,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

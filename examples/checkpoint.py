@@ -1,7 +1,6 @@
 """Reads a Llama-family checkpoint: a GGUF file, or a folder in Hugging Face form."""
 
 import dataclasses
-import datetime
 import functools
 import importlib.util
 import json
@@ -13,11 +12,10 @@ from typing import Any
 
 import gguf
 import jax.numpy as jnp
-import jinja2
-import jinja2.sandbox
 import numpy as np
 import safetensors
 import tokenizers
+from chat_template import ChatTemplateError, render
 from flax import nnx
 from jax.typing import DTypeLike
 from llama import Llama, LlamaConfig, fused_parts
@@ -51,22 +49,41 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).ids
 
-    def encode_chat(self, text: str) -> list[int]:
-        """The ids of a conversation that holds one message of the user, up to where the answer begins."""
+    def encode_chat(self, texts: list[str], *, allow_control_tokens: bool = False) -> list[list[int]]:
+        """The ids of a conversation for each text, its one message, up to where the answer begins.
+
+        A control token that a text spells, as `<|im_end|>`, is text like any other and ends no message unless allowed.
+        """
         if self.chat_template is None:
             raise CheckpointError("This checkpoint has no chat template; leave --chat out.")
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": datetime.datetime.now().strftime}
-        message = {"role": "user", "content": text}
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        control = {token.content: i for i, token in added if token.special and token.content}
+        longest_first = sorted(control, key=len, reverse=True)
+        # A private character stands for each while the template puts its own control tokens around the text.
+        spelled = [] if allow_control_tokens else [t for t in longest_first if any(t in text for text in texts)]
+        marks = {token: chr(0x100000 + i) for i, token in enumerate(spelled)}
+        for token, mark in marks.items():
+            texts = [text.replace(token, mark) for text in texts]
         try:
-            rendered = environment.from_string(self.chat_template).render(
-                messages=[message], add_generation_prompt=True, **self.special_tokens
-            )
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"The checkpoint's chat template failed: {_one_line(error)}.") from error
-        return self.tokenizer.encode(rendered, add_special_tokens=False).ids
+            rendered = render(self.chat_template, texts, self.special_tokens)
+        except ChatTemplateError as error:
+            raise CheckpointError(f"The checkpoint's chat template failed: {one_line(error)}.") from error
+        if not marks:
+            return [self.tokenizer.encode(text, add_special_tokens=False).ids for text in rendered]
+
+        plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
+        plain.encode_special_tokens = True  # as text
+        unmark = {ord(mark): token for token, mark in marks.items()}
+        conversations = []
+        for text in rendered:
+            ids: list[int] = []
+            for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
+                if piece in control:  # the template's own
+                    ids.append(control[piece])
+                else:
+                    ids += plain.encode(piece.translate(unmark), add_special_tokens=False).ids
+            conversations.append(ids)
+        return conversations
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)
@@ -98,7 +115,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error}, which a Llama checkpoint has.") from error
     except READ_ERRORS as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_one_line(error)}.") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error)}.") from error
 
 
 def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
@@ -126,17 +143,13 @@ def _read_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> n
     try:
         tensor = checkpoint.tensors[name]()
     except READ_ERRORS as error:
-        raise CheckpointError(f"The checkpoint's tensor {name} cannot be read: {_one_line(error)}.") from error
+        raise CheckpointError(f"The checkpoint's tensor {name} cannot be read: {one_line(error)}.") from error
     if tensor.shape != shape:
         raise CheckpointError(f"The checkpoint's tensor {name} is {tensor.shape}; its config says {shape}.")
     return tensor
 
 
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
@@ -336,7 +349,7 @@ def _folder_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises no narrower class
-        raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be read: {_one_line(error)}.") from error
+        raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be read: {one_line(error)}.") from error
     return Tokenizer(
         tokenizer,
         tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),

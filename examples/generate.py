@@ -14,15 +14,17 @@ from typing import Any, TextIO, get_args
 
 import jax
 import numpy as np
-from checkpoint import CheckpointError, Tokenizer, load_model
+from checkpoint import Tokenizer, load_model
 from command_line import (
     Request,
+    RequestError,
     matmul_precision,
     model_arguments,
     positive,
     read_request,
     read_sampling,
     read_text,
+    run,
     sampling_arguments,
     say,
 )
@@ -87,29 +89,25 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    try:
-        sampling = read_sampling(args)
-        if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
-            raise ValueError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")
-        shared_text = read_text(args.shared_prefix, "shared prefix") if args.shared_prefix else ""
-        request = read_request(args, prefix=shared_text)
-        config, prompts = request.checkpoint.config, request.prompts
-        prefix = common_prefix(prompts, args.block_size) if shared_text else None
-        state = start(
-            config,
-            prompts,
-            max_new_tokens=args.max_new_tokens,
-            block_size=args.block_size,
-            num_blocks=args.num_blocks,
-            dtype=args.cache_dtype,
-            seed=args.seed,
-            scale=args.cache_scale,
-            num_spared=num_spared_blocks(prompts, prefix, args.block_size) if prefix else 0,
-        )
-        model = load_model(request.checkpoint, args.dtype)
-    except (ValueError, CheckpointError) as error:
-        say(f"generate.py: {error}")
-        return 2
+    sampling = read_sampling(args)
+    if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
+        raise RequestError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")
+    shared_text = read_text(args.shared_prefix, "shared prefix") if args.shared_prefix else ""
+    request = read_request(args, prefix=shared_text)
+    config, prompts = request.checkpoint.config, request.prompts
+    prefix = common_prefix(prompts, args.block_size) if shared_text else None
+    state = start(
+        config,
+        prompts,
+        max_new_tokens=args.max_new_tokens,
+        block_size=args.block_size,
+        num_blocks=args.num_blocks,
+        dtype=args.cache_dtype,
+        seed=args.seed,
+        scale=args.cache_scale,
+        num_spared=num_spared_blocks(prompts, prefix, args.block_size) if prefix else 0,
+    )
+    model = load_model(request.checkpoint, args.dtype)
 
     tokenizer = request.checkpoint.tokenizer
     stream = Stream(tokenizer, len(prompts), sys.stderr if args.json else sys.stdout) if args.stream else None
@@ -190,4 +188,4 @@ def rate(num_tokens: int, seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

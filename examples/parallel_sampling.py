@@ -13,7 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from command_line import compute, describe_blocks, model_arguments, positive, read_sampling, sampling_arguments
+from command_line import compute, describe_blocks, model_arguments, positive, read_sampling, run, sampling_arguments
 from flax import nnx
 from generation import Generation, accept, decode, generated, start
 from llama import Llama, LlamaConfig
@@ -86,12 +86,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("-n", "--num-completions", type=positive, default=4, metavar="N", help="of each prompt")
     args = parser.parse_args(arguments)
-    try:
-        sampling = read_sampling(args)
-    except ValueError as error:
-        parser.error(str(error))
+    sampling = read_sampling(args)
     request, (state, num_shared) = compute(
-        parser, args, sample_in_parallel, num_completions=args.num_completions, sampling=sampling, seed=args.seed
+        args, sample_in_parallel, num_completions=args.num_completions, sampling=sampling, seed=args.seed
     )
     completions = iter(generated(state))
     for i, text in enumerate(request.texts):
@@ -104,4 +101,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,7 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from command_line import compute, model_arguments, positive
+from command_line import compute, model_arguments, positive, run
 from flax import nnx
 from generation import Generation, claim, extend, generated, prefill, start
 from jax import lax
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ngram", type=positive, default=2, metavar="N", help="look for the newest N tokens")
     parser.add_argument("--num-draft", type=positive, default=4, metavar="N", help="draft at most N tokens a step")
     args = parser.parse_args(arguments)
-    request, (state, tally) = compute(parser, args, decode_speculatively, ngram=args.ngram, num_draft=args.num_draft)
+    request, (state, tally) = compute(args, decode_speculatively, ngram=args.ngram, num_draft=args.num_draft)
     for i, (text, tokens) in enumerate(zip(request.texts, generated(state), strict=True)):
         steps, drafted, accepted = (int(count[i]) for count in (tally.steps, tally.drafted, tally.accepted))
         print(f"[{i}] {text}\n--> {request.checkpoint.tokenizer.decode(tokens).strip()}")
@@ -149,4 +149,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

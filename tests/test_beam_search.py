@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import beam_search
 import numpy as np
 import pytest
+from command_line import exit_code
 from generation import start
 
 from tests.compiled_examples import read_compiled
@@ -115,7 +116,6 @@ def test_refusals_are_one_sentence_and_exit_code_2(tiny, capsys):
         (["--model", str(tiny.path)], "There is no prompt; pass --prompt TEXT or a --prompt-file that has a line."),
         (["--model", str(tiny.path), "--prompt=a", "--block-size=900000000"], "A pool of 9 blocks of 900000000"),
     ):
-        with pytest.raises(SystemExit, match="2"):
-            beam_search.main(arguments)
+        assert exit_code(beam_search.main, arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f": {message}" in line

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import prefill
 import pytest
+from command_line import exit_code
 
 from tests.tiny_checkpoint import CONTEXT, EOS, greedy, write_checkpoint
 
@@ -28,7 +29,7 @@ def run(folder, capsys):
     def call(*arguments, prompts=PROMPTS, tokens=12, as_json=True, model=None):
         command = ["--model", str(model or folder), "--max-new-tokens", str(tokens), *map(str, arguments)]
         command += [f"--prompt={prompt}" for prompt in prompts] + ["--json"] * as_json
-        code = generate.main(command)
+        code = exit_code(generate.main, command)
         captured = capsys.readouterr()
         out = [json.loads(line) for line in captured.out.splitlines()] if as_json else captured.out
         return code, out, captured.err

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import parallel_sampling
 import pytest
+from command_line import exit_code
 from generation import generated
 from sampling import Sampling
 
@@ -82,5 +83,4 @@ def test_what_a_person_sees(tiny, monkeypatch, capsys):
         "blocks:  1 shared after the fork; 5 of 16 tokens in use at the peak where a loop that never shares takes 8: "
         "3 saved",
     ]
-    with pytest.raises(SystemExit, match="2"):
-        parallel_sampling.main(["--temperature=-1", "--prompt=a"])
+    assert exit_code(parallel_sampling.main, ["--temperature=-1", "--prompt=a"]) == 2

@@ -5,6 +5,7 @@ import json
 import generate
 import pytest
 import shared_prefix
+from command_line import exit_code
 from flax import nnx
 from generation import generated, prefill, start
 from prefill import pad_prompts
@@ -20,7 +21,7 @@ PROMPTS = ["a", "Hello there, paged world", "The quick brown fox"]
 def run(tiny, capsys):
     def call(*arguments, prompts=PROMPTS):
         command = ["--model", str(tiny.path), "--max-new-tokens", "10", "--json", *map(str, arguments)]
-        code = generate.main(command + [f"--prompt={prompt}" for prompt in prompts])
+        code = exit_code(generate.main, command + [f"--prompt={prompt}" for prompt in prompts])
         captured = capsys.readouterr()
         return code, [json.loads(line) for line in captured.out.splitlines()], captured.err
 

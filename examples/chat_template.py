@@ -1,0 +1,75 @@
+"""Renders the chat template of a checkpoint, a program that comes with the weights, in a process of its own.
+
+Jinja's sandbox keeps it from the machine. Limits of the process keep it from time and memory: nothing inside a Python
+process can stop `{{ 9**9**9 }}`.
+"""
+
+import contextlib
+import datetime
+import json
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+
+MOST_SECONDS = 10
+MOST_BYTES = 2**29
+MOST_CHARACTERS = 2**20  # that a template adds to a text
+
+
+class ChatTemplateError(Exception):
+    """The template cannot be rendered; the message says why, in one line."""
+
+
+def render(template: str, texts: list[str], special_tokens: dict[str, str]) -> list[str]:
+    """A conversation for each text, its one message, up to where the answer begins."""
+    request = json.dumps({"template": template, "texts": texts, "special_tokens": special_tokens})
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__], input=request, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ChatTemplateError(f"it takes more than {MOST_SECONDS} seconds") from error
+    if done.returncode:
+        lines = done.stderr.splitlines() or [f"its process ended with {done.returncode}"]
+        raise ChatTemplateError(lines[-1])
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    """The process: a request on stdin, the texts on stdout; one line on stderr where it fails."""
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
+    with contextlib.suppress(ValueError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    request = json.load(sys.stdin)
+    try:
+        rendered = [_render(request["template"], text, request["special_tokens"]) for text in request["texts"]]
+    except Exception as error:  # a template can raise anything
+        message = " ".join(str(error).split())[:200] or type(error).__name__
+        sys.exit(message)
+    json.dump(rendered, sys.stdout)
+
+
+def _render(template: str, text: str, special_tokens: dict[str, Any]) -> str:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": datetime.datetime.now().strftime}
+    rendered = environment.from_string(template).render(
+        messages=[{"role": "user", "content": text}], add_generation_prompt=True, **special_tokens
+    )
+    if len(rendered) > len(text) + MOST_CHARACTERS:
+        raise ValueError(f"it makes {len(rendered)} characters of a prompt of {len(text)}")
+    rendered.encode()  # raises where a half of a surrogate pair stands alone
+    return rendered
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ import numpy as np
 import safetensors
 import tokenizers
 from chat_template import ChatTemplateError, render
+from fields import Fields
 from flax import nnx
 from jax.typing import DTypeLike
 from llama import Llama, LlamaConfig, fused_parts
@@ -31,8 +32,13 @@ READ_ERRORS = (
     TypeError,
     AttributeError,
     ArithmeticError,
+    MemoryError,
+    RecursionError,
     safetensors.SafetensorError,
 )
+
+# The most that a config may say. All are beyond any model that there is, and small enough to calculate shapes with.
+MOST_TOKENS, MOST_FEATURES, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM = 2**24, 2**20, 2**12, 2**12, 2**10
 
 
 class CheckpointError(Exception):
@@ -111,11 +117,28 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint at {path}.")
-        return _read_folder(path) if path.is_dir() else _read_gguf(path)
+        checkpoint = _read_folder(path) if path.is_dir() else _read_gguf(path)
+        _check(checkpoint)
+        return checkpoint
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error}, which a Llama checkpoint has.") from error
     except READ_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error)}.") from error
+
+
+def _check(checkpoint: Checkpoint) -> None:
+    """Raises `ValueError` where fields that are right each for itself do not go together."""
+    config = checkpoint.config
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(f"{config.num_heads} heads do not go evenly to {config.num_kv_heads} KV heads")
+    if not all(0 <= frequency < math.inf for frequency in config.rotary_frequencies):
+        raise ValueError("its rotary frequencies are not finite")
+    if any(not 0 <= eos < config.vocab_size for eos in checkpoint.tokenizer.eos_ids):
+        raise ValueError(f"its end-of-text tokens {checkpoint.tokenizer.eos_ids} are not all of the vocabulary")
+    layers = (re.match(r"layers\.(\d{1,9})\.", name) for name in checkpoint.tensors)
+    num_layers = max((int(layer[1]) + 1 for layer in layers if layer), default=0)
+    if num_layers != config.num_layers:
+        raise ValueError(f"it holds {num_layers} layers; its config says {config.num_layers}")
 
 
 def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
@@ -146,6 +169,8 @@ def _read_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> n
         raise CheckpointError(f"The checkpoint's tensor {name} cannot be read: {one_line(error)}.") from error
     if tensor.shape != shape:
         raise CheckpointError(f"The checkpoint's tensor {name} is {tensor.shape}; its config says {shape}.")
+    if not np.isfinite(tensor).all():
+        raise CheckpointError(f"The checkpoint's tensor {name} holds NaN or infinity.")
     return tensor
 
 
@@ -173,35 +198,33 @@ CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is never merged into
 
 
 def _read_gguf(path: Path) -> Checkpoint:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no regular file.")  # a pipe would be waited for
     reader = gguf.GGUFReader(path)
-    fields = {name: field.contents for name, field in reader.fields.items()}
-
-    def get(name: str, default: Any = None) -> Any:
-        return fields[name]() if name in fields else default
-
-    architecture = get("general.architecture")
+    fields = Fields({name: field.contents() for name, field in reader.fields.items()})
+    architecture = fields.get("general.architecture", None)
     if architecture != "llama":
         raise CheckpointError(f"{path} is of the architecture {architecture!r}; only 'llama' is known here.")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    num_heads = get("llama.attention.head_count")
-    num_kv_heads = get("llama.attention.head_count_kv", num_heads)
-    features = get("llama.embedding_length")
-    head_dim = get("llama.attention.key_length", features // num_heads)
-    if get("llama.rope.scaling.type", "none") != "none":
+    num_heads = fields.whole("llama.attention.head_count", 1, MOST_HEADS)
+    features = fields.whole("llama.embedding_length", 1, MOST_FEATURES)
+    head_dim = fields.whole("llama.attention.key_length", 1, MOST_HEAD_DIM, features // num_heads)
+    if fields.get("llama.rope.scaling.type", "none") != "none":
         raise CheckpointError(f"{path} scales its rotary embedding in a way that is not known here.")
-    frequencies = np.asarray(jaxpaged.rotary_frequencies(head_dim, get("llama.rope.freq_base", 10_000.0)))
+    theta = fields.real("llama.rope.freq_base", *THETAS, 10_000.0)
+    frequencies = np.asarray(jaxpaged.rotary_frequencies(head_dim, theta))
     if "rope_freqs.weight" in tensors:
         frequencies = frequencies / tensors["rope_freqs.weight"].data
     config = LlamaConfig(
-        vocab_size=len(get("tokenizer.ggml.tokens")),
-        context=get("llama.context_length"),
+        vocab_size=len(fields.get("tokenizer.ggml.tokens")),
+        context=fields.whole("llama.context_length", 1, MOST_TOKENS),
         features=features,
-        hidden_features=get("llama.feed_forward_length"),
-        num_layers=get("llama.block_count"),
+        hidden_features=fields.whole("llama.feed_forward_length", 1, MOST_FEATURES),
+        num_layers=fields.whole("llama.block_count", 1, MOST_LAYERS),
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=fields.whole("llama.attention.head_count_kv", 1, MOST_HEADS, num_heads),
         head_dim=head_dim,
-        norm_epsilon=get("llama.attention.layer_norm_rms_epsilon"),
+        norm_epsilon=fields.real("llama.attention.layer_norm_rms_epsilon", 0, 1),
         rotary_frequencies=tuple(map(float, frequencies)),
         attention_bias="blk.0.attn_q.bias" in tensors,
         tie_embeddings="output.weight" not in tensors,
@@ -219,7 +242,7 @@ def _read_gguf(path: Path) -> Checkpoint:
         return read
 
     return Checkpoint(
-        config, _gguf_tokenizer(path, get), {_hugging_face_name(name): reading(t) for name, t in tensors.items()}
+        config, _gguf_tokenizer(path, fields), {_hugging_face_name(name): reading(t) for name, t in tensors.items()}
     )
 
 
@@ -232,17 +255,19 @@ def _hugging_face_name(name: str) -> str:
     return f"{layer}{GGUF_NAMES[match[2]]}.{match[3]}"
 
 
-def _gguf_tokenizer(path: Path, get: Callable[..., Any]) -> Tokenizer:
-    model, pre = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre", "default")
+def _gguf_tokenizer(path: Path, fields: Fields) -> Tokenizer:
+    model, pre = fields.get("tokenizer.ggml.model", None), fields.get("tokenizer.ggml.pre", "default")
     if model != "gpt2" or pre not in ("smollm", "gpt-2", "default"):
         raise CheckpointError(
             f"{path} has the tokenizer {model!r} ({pre!r}), not known here; use its Hugging Face folder."
         )
-    tokens, kinds = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ", 1)) for merge in get("tokenizer.ggml.merges")]
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    )
+    tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges")]
+    try:
+        bpe = tokenizers.models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    except Exception as error:  # tokenizers raises no narrower class
+        raise CheckpointError(f"{path} has a broken tokenizer: {one_line(error)}.") from error
+    tokenizer = tokenizers.Tokenizer(bpe)
     # As Hugging Face transformers reads such a file. It leaves the field "pre" aside: "smollm" would also cut before
     # each digit, which gives other tokens where two or more white-space characters stand before one.
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -250,13 +275,17 @@ def _gguf_tokenizer(path: Path, get: Callable[..., Any]) -> Tokenizer:
     for kind in (CONTROL, USER_DEFINED):
         added = [token for token, its_kind in zip(tokens, kinds, strict=True) if its_kind == kind]
         tokenizer.add_tokens([tokenizers.AddedToken(t, special=kind == CONTROL, normalized=False) for t in added])
-    bos_id, eos_id = get("tokenizer.ggml.bos_token_id"), get("tokenizer.ggml.eos_token_id")
-    special_tokens = {"eos_token": tokens[eos_id]} | ({} if bos_id is None else {"bos_token": tokens[bos_id]})
-    if get("tokenizer.ggml.add_bos_token", False):
+    eos_id = fields.whole("tokenizer.ggml.eos_token_id", 0, len(tokens) - 1)
+    special_tokens = {"eos_token": tokens[eos_id]}
+    add_bos = fields.flag("tokenizer.ggml.add_bos_token", False)
+    if add_bos or "tokenizer.ggml.bos_token_id" in fields.values:
+        bos_id = fields.whole("tokenizer.ggml.bos_token_id", 0, len(tokens) - 1)
+        special_tokens["bos_token"] = tokens[bos_id]
+    if add_bos:
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=[tokens[bos_id], "$A"], special_tokens=[(tokens[bos_id], bos_id)]
         )
-    return Tokenizer(tokenizer, (eos_id,), get("tokenizer.chat_template"), special_tokens)
+    return Tokenizer(tokenizer, (eos_id,), fields.get("tokenizer.chat_template", None), special_tokens)
 
 
 # A folder in Hugging Face form.
@@ -266,32 +295,42 @@ def _read_folder(folder: Path) -> Checkpoint:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no {name}.")
-    config = json.loads((folder / "config.json").read_text())
-    if config.get("model_type") != "llama":
-        raise CheckpointError(f"{folder} is of the type {config.get('model_type')!r}; only 'llama' is known here.")
+    config = _read_json(folder / "config.json")
+    if config.get("model_type", None) != "llama":
+        raise CheckpointError(
+            f"{folder} is of the type {config.get('model_type', None)!r}; only 'llama' is known here."
+        )
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{folder} has the activation {config['hidden_act']!r}; only 'silu' is known here.")
-    num_heads, features = config["num_attention_heads"], config["hidden_size"]
-    head_dim = config.get("head_dim") or features // num_heads
+        raise CheckpointError(f"{folder} has the activation {config.get('hidden_act')!r}; only 'silu' is known here.")
+    num_heads = config.whole("num_attention_heads", 1, MOST_HEADS)
+    features = config.whole("hidden_size", 1, MOST_FEATURES)
+    head_dim = config.whole("head_dim", 1, MOST_HEAD_DIM, features // num_heads)
     return Checkpoint(
         LlamaConfig(
-            vocab_size=config["vocab_size"],
-            context=config["max_position_embeddings"],
+            vocab_size=config.whole("vocab_size", 1, MOST_TOKENS),
+            context=config.whole("max_position_embeddings", 1, MOST_TOKENS),
             features=features,
-            hidden_features=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
+            hidden_features=config.whole("intermediate_size", 1, MOST_FEATURES),
+            num_layers=config.whole("num_hidden_layers", 1, MOST_LAYERS),
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            num_kv_heads=config.whole("num_key_value_heads", 1, MOST_HEADS, num_heads),
             head_dim=head_dim,
-            norm_epsilon=config["rms_norm_eps"],
+            norm_epsilon=config.real("rms_norm_eps", 0, 1),
             rotary_frequencies=_scaled_frequencies(config, head_dim),
-            attention_bias=config.get("attention_bias", False),
-            mlp_bias=config.get("mlp_bias", False),
-            tie_embeddings=config.get("tie_word_embeddings", False),
+            attention_bias=config.flag("attention_bias", False),
+            mlp_bias=config.flag("mlp_bias", False),
+            tie_embeddings=config.flag("tie_word_embeddings", False),
         ),
         _folder_tokenizer(folder, config),
         {name.removeprefix("model."): read for name, read in _safetensors(folder)},
     )
+
+
+def _read_json(file: Path) -> Fields:
+    try:
+        return Fields(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name}: {error}") from error
 
 
 def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
@@ -299,6 +338,8 @@ def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors.")
     for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is no regular file.")  # a pipe would be waited for
         tensors = safetensors.safe_open(file, framework="flax")
         for name in tensors.keys():  # noqa: SIM118 (not a dict)
             yield name, functools.partial(_get_tensor, tensors, name)
@@ -308,51 +349,63 @@ def _get_tensor(tensors: safetensors.safe_open, name: str) -> np.ndarray:
     return np.asarray(tensors.get_tensor(name))
 
 
-def _scaled_frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+THETAS = 1, 1e30
+FACTORS = 1e-3, 1e9
+
+
+def _scaled_frequencies(config: Fields, head_dim: int) -> tuple[float, ...]:
+    rope = Fields(config.get("rope_parameters", None) or config.get("rope_scaling", None) or {})
+    theta = (rope if "rope_theta" in rope.values else config).real("rope_theta", *THETAS, 10_000.0)
     frequencies = jaxpaged.rotary_frequencies(head_dim, theta)
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return frequencies
         case "linear":
-            return tuple(frequency / rope["factor"] for frequency in frequencies)
+            factor = rope.real("factor", *FACTORS)
+            return tuple(frequency / factor for frequency in frequencies)
         case "llama3":
             return tuple(_llama3_frequency(frequency, rope) for frequency in frequencies)
         case kind:
             raise CheckpointError(f"The rotary embedding is scaled by {kind!r}, which is not known here.")
 
 
-def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
+def _llama3_frequency(frequency: float, rope: Fields) -> float:
     """Llama 3.1: slow rotations are slowed by `factor`, fast ones kept, those between blended."""
-    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope.whole("original_max_position_embeddings", 1, MOST_TOKENS) * frequency / (2 * math.pi)
+    low, high = rope.real("low_freq_factor", *FACTORS), rope.real("high_freq_factor", *FACTORS)
+    if low >= high:
+        raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}")
     kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-    return kept * frequency + (1 - kept) * frequency / rope["factor"]
+    return kept * frequency + (1 - kept) * frequency / rope.real("factor", *FACTORS)
 
 
-def _folder_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
-    def read(name: str) -> dict[str, Any]:
-        return json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _folder_tokenizer(folder: Path, config: Fields) -> Tokenizer:
+    def read(name: str) -> Fields:
+        return _read_json(folder / name) if (folder / name).is_file() else Fields({})
 
     settings = read("tokenizer_config.json")
-    eos = read("generation_config.json").get("eos_token_id", config.get("eos_token_id"))
-    template = settings.get("chat_template")
+    eos = read("generation_config.json").get("eos_token_id", config.get("eos_token_id", []))
+    eos_ids = tuple(Fields({"eos_token_id": i}).whole("eos_token_id", 0, MOST_TOKENS) for i in _listed(eos))
+    template = settings.get("chat_template", None)
     if isinstance(template, list):  # named templates
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text()
     special_tokens = {}
     for name in ("bos_token", "eos_token"):
-        token = settings.get(name)
-        special_tokens[name] = token["content"] if isinstance(token, dict) else token or ""
+        token = settings.get(name, "")
+        special_tokens[name] = Fields(token).text("content") if isinstance(token, dict) else settings.text(name, "")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises no narrower class
         raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be read: {one_line(error)}.") from error
     return Tokenizer(
         tokenizer,
-        tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        eos_ids,
         template if isinstance(template, str) else None,
         special_tokens,
     )

@@ -96,6 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     request = read_request(args, prefix=shared_text)
     config, prompts = request.checkpoint.config, request.prompts
     prefix = common_prefix(prompts, args.block_size) if shared_text else None
+    model = load_model(request.checkpoint, args.dtype)
     state = start(
         config,
         prompts,
@@ -107,7 +108,6 @@ def main(arguments: list[str] | None = None) -> int:
         scale=args.cache_scale,
         num_spared=num_spared_blocks(prompts, prefix, args.block_size) if prefix else 0,
     )
-    model = load_model(request.checkpoint, args.dtype)
 
     tokenizer = request.checkpoint.tokenizer
     stream = Stream(tokenizer, len(prompts), sys.stderr if args.json else sys.stdout) if args.stream else None

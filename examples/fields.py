@@ -1,0 +1,53 @@
+"""The fields of a checkpoint's config: each is read with its type and range, and what is outside of them is refused."""
+
+import dataclasses
+from typing import Any
+
+REQUIRED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """Null is a field that is not there. Raises `KeyError` where a required one is missing, `ValueError` where one is
+    not what it must be, with one clause for the user."""
+
+    values: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, dict):
+            raise ValueError(f"{_short(self.values)} stands where a JSON object must")
+
+    def get(self, name: str, default: Any = REQUIRED) -> Any:
+        value = self.values.get(name)
+        if value is None and default is REQUIRED:
+            raise KeyError(name)
+        return default if value is None else value
+
+    def whole(self, name: str, least: int, most: int, default: Any = REQUIRED) -> int:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"{name} must be a whole number from {least} to {most}; got {_short(value)}")
+        return value
+
+    def real(self, name: str, least: float, most: float, default: Any = REQUIRED) -> float:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:  # nor NaN
+            raise ValueError(f"{name} must be a number from {least:g} to {most:g}; got {_short(value)}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false; got {_short(value)}")
+        return value
+
+    def text(self, name: str, default: Any = REQUIRED) -> str:
+        value = self.get(name, default)
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a text; got {_short(value)}")
+        return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -117,7 +117,9 @@ def start(point: Point, *, prompts: bool = False) -> LoopState:
 @functools.partial(jax.jit, static_argnames="point")
 def _start_of_sequences(point: Point) -> LoopState:
     """Sequences that have grown together, a block at a time; no last block of a first beam is full."""
-    allocator = BlockAllocator.create(point.num_blocks, BLOCK_SIZE, point.num_seqs, point.max_blocks)
+    allocator = BlockAllocator.create(
+        num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks=point.max_blocks
+    )
     block = jnp.full(point.num_seqs, BLOCK_SIZE, jnp.int32)
     rounds = point.length // BLOCK_SIZE - 1
     allocator = lax.fori_loop(0, rounds, lambda _, held: held.append(block, max_tokens=BLOCK_SIZE)[0], allocator)
@@ -129,11 +131,15 @@ def _start_of_sequences(point: Point) -> LoopState:
 @functools.partial(jax.jit, static_argnames="point")
 def _start_of_prompts(point: Point) -> LoopState:
     """Empty rows, and every other prompt cached in blocks that nobody holds."""
-    allocator = BlockAllocator.create(point.num_blocks, BLOCK_SIZE, point.num_seqs, point.max_blocks)
+    allocator = BlockAllocator.create(
+        num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks=point.max_blocks
+    )
     prompts = jax.random.randint(jax.random.key(0), (point.num_seqs, PROMPT_LENGTH), 0, 1 << 16, jnp.int32)
     is_even = jnp.arange(point.num_seqs, dtype=jnp.int32) % 2 == 0
     allocator, slots, ok = allocator.append(jnp.where(is_even, PROMPT_LENGTH, 0), max_tokens=PROMPT_LENGTH)
-    prefix_cache, allocator = PrefixCache.create(point.num_blocks, BLOCK_SIZE).insert(allocator, prompts)
+    prefix_cache, allocator = PrefixCache.create(num_blocks=point.num_blocks, block_size=BLOCK_SIZE).insert(
+        allocator, prompts
+    )
     allocator = allocator.free(jnp.ones_like(ok))
     return LoopState(allocator, prefix_cache, prompts, slots[:, 0], jnp.zeros_like(slots[:, 0]), ok)
 
@@ -157,7 +163,7 @@ def run_nothing(state: LoopState, num_steps: jax.Array) -> LoopState:
 
 def check(name: str, before: LoopState, after: LoopState, num_steps: int) -> None:
     """That the loop did its work: no invariant is broken, nobody was refused, and the state is what it must be."""
-    broken = after.allocator.check()
+    broken = after.allocator.broken_invariants()
     lengths, old = np.asarray(after.allocator.lengths), np.asarray(before.allocator.lengths)
     rows = np.arange(lengths.size)
     expected = {

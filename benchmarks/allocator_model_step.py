@@ -62,7 +62,7 @@ def fill_tables(allocator: BlockAllocator) -> BlockAllocator:
 
 
 def without_keys(caches: tuple[KVCache, ...]) -> tuple[KVCache, ...]:
-    """Zeros for the keys of the first layer, so that `check` sees where a step writes."""
+    """Zeros for the keys of the first layer, so that `broken_invariants` sees where a step writes."""
     return dataclasses.replace(caches[0], k=jnp.zeros_like(caches[0].k)), *caches[1:]
 
 

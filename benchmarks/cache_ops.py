@@ -23,12 +23,12 @@ import numpy as np
 from benchmarks.harness import add_output, open_store, random, slope_microseconds
 from jaxpaged import (
     KVCache,
+    blocks_from_host,
+    blocks_to_host,
     copy_blocks,
     gather_kv,
     rotary_frequencies,
     rotate_and_write_kv,
-    swap_in,
-    swap_out,
     widen_kv,
     write_kv,
 )
@@ -206,7 +206,13 @@ def measure_writes(sizes: Sizes) -> list[dict[str, Any]]:
             for i, shape in enumerate([(num_tokens, KV_HEADS, HEAD_DIM)] * distinct)
         )
         for name, (write, created) in WRITES.items():
-            cache = KVCache.create(sizes.write_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, **created)
+            cache = KVCache.create(
+                num_blocks=sizes.write_blocks,
+                block_size=BLOCK_SIZE,
+                num_kv_heads=KV_HEADS,
+                head_dim=HEAD_DIM,
+                **created,
+            )
             slots = new_slots(num_tokens, sizes.write_blocks, num_calls, ascending="sorted" in name)
             check_write(write, cache, *tokens[0], slots[0])
 
@@ -311,7 +317,7 @@ def check_copy(copy: Callable[..., KVCache], stack: KVCache, sources: jax.Array,
 def measure_swaps(sizes: Sizes, stack: KVCache) -> list[dict[str, Any]]:
     ids = 1 + np.random.default_rng(2).permutation(sizes.stack_blocks - 1)[: 2 * sizes.swapped_blocks]
     sources, destinations = (jnp.asarray(half, jnp.int32) for half in np.split(ids, 2))
-    out, back = jax.jit(swap_out), jax.jit(swap_in, donate_argnums=0)
+    out, back = jax.jit(blocks_to_host), jax.jit(blocks_from_host, donate_argnums=0)
     blocks = jax.block_until_ready(out(stack, sources))
     cache = back(jax.tree.map(jnp.copy, stack), blocks, destinations)
     assert bool((cache.k[:, destinations] == stack.k[:, sources]).all()), "a swap lost bits of k"

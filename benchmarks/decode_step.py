@@ -68,7 +68,9 @@ def start(config: LlamaConfig, num_seqs: int, length: int) -> State:
 
     @jax.jit
     def grow() -> BlockAllocator:
-        allocator = BlockAllocator.create(num_blocks, BLOCK_SIZE, num_seqs, max_blocks)
+        allocator = BlockAllocator.create(
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, num_seqs=num_seqs, max_blocks=max_blocks
+        )
         block = jnp.full(num_seqs, BLOCK_SIZE, jnp.int32)
         allocator = lax.fori_loop(
             0, length // BLOCK_SIZE, lambda _, held: held.append(block, max_tokens=BLOCK_SIZE)[0], allocator
@@ -76,7 +78,13 @@ def start(config: LlamaConfig, num_seqs: int, length: int) -> State:
         return allocator.append(block * 0 + length % BLOCK_SIZE, max_tokens=BLOCK_SIZE)[0]
 
     shape = num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim
-    empty = KVCache.create(2, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype=jnp.bfloat16)
+    empty = KVCache.create(
+        num_blocks=2,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=jnp.bfloat16,
+    )
     caches = tuple(
         dataclasses.replace(
             empty, k=random(2 * i, shape=shape, dtype="bfloat16"), v=random(2 * i + 1, shape=shape, dtype="bfloat16")

@@ -63,7 +63,9 @@ def run(model: Llama, caches: Caches, tokens: list[int]) -> tuple[Caches, BlockA
     """The caches after all tokens, and the log probability of each token but the first, given those before it."""
     graph, weights = nnx.split(model)
     num_blocks = caches[0].k.shape[0]
-    allocator = BlockAllocator.create(num_blocks, BLOCK_SIZE, 1, num_blocks - 1)
+    allocator = BlockAllocator.create(
+        num_blocks=num_blocks, block_size=BLOCK_SIZE, num_seqs=1, max_blocks=num_blocks - 1
+    )
 
     @jax.jit
     def one_chunk(  # type: ignore[no-untyped-def]
@@ -92,9 +94,11 @@ def run(model: Llama, caches: Caches, tokens: list[int]) -> tuple[Caches, BlockA
 
 
 def create(config: LlamaConfig, num_blocks: int, dtype: str, scale: Any, scales: list[dict] | None) -> Caches:
-    shape = num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim
+    kind = dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype, scale_per=scale)
     layers = scales or [{}] * config.num_layers
-    return tuple(KVCache.create(*shape, dtype=dtype, scale=scale, **layer) for layer in layers)
+    return tuple(
+        KVCache.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, **kind, **layer) for layer in layers
+    )
 
 
 def calibration_caches(model: Llama, config: LlamaConfig, tokens: list[int]) -> Caches:

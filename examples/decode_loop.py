@@ -53,8 +53,10 @@ def decode(weights, cache, allocator, tokens):
 
 
 if __name__ == "__main__":
-    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    allocator = BlockAllocator.create(NUM_BLOCKS, BLOCK_SIZE, SEQS, MAX_BLOCKS)
+    cache = KVCache.create(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    allocator = BlockAllocator.create(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks=MAX_BLOCKS
+    )
     loop = jax.jit(decode, donate_argnames=("cache", "allocator"))
     cache, allocator, generated = loop(weights, cache, allocator, jnp.arange(SEQS, dtype=jnp.int32))
     for row in generated.tolist():

@@ -186,12 +186,12 @@ def start(
     placeholder = 1.0 if scale in ("tensor", "head") else None
     create = functools.partial(
         jaxpaged.KVCache.create,
-        num_blocks,
-        block_size,
-        config.num_kv_heads,
-        config.head_dim,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
         dtype=dtype,
-        scale=scale,
+        scale_per=scale,
         k_scale=placeholder,
         v_scale=placeholder,
     )
@@ -203,7 +203,9 @@ def start(
         )
     return Generation(
         caches=tuple(create() for _ in range(config.num_layers)),
-        allocator=jaxpaged.BlockAllocator.create(num_blocks, block_size, len(prompts), max(blocks_at_end)),
+        allocator=jaxpaged.BlockAllocator.create(
+            num_blocks=num_blocks, block_size=block_size, num_seqs=len(prompts), max_blocks=max(blocks_at_end)
+        ),
         keys=prompt_keys(prompts, seed),
         tokens=jnp.zeros((len(prompts), max(limits)), jnp.int32),
         num_tokens=jnp.zeros(len(prompts), jnp.int32),

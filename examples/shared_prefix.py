@@ -20,7 +20,9 @@ class Prefix:
     @classmethod
     def create(cls, tokens: list[int], allocator: jaxpaged.BlockAllocator) -> "Prefix":
         secret = secrets.randbits(128)
-        cache = jaxpaged.PrefixCache.create(allocator.num_blocks, allocator.block_size, secret=secret)
+        cache = jaxpaged.PrefixCache.create(
+            num_blocks=allocator.num_blocks, block_size=allocator.block_size, secret=secret
+        )
         return cls(pad_prompts([tokens]), cache)
 
 

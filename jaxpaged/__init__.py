@@ -14,7 +14,7 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.quantise import kv_scale, widen_kv
 from jaxpaged._cache.rotary import rotary_frequencies, rotate_and_write_kv
-from jaxpaged._cache.transfer import gather_kv, scatter_kv, swap_in, swap_out
+from jaxpaged._cache.transfer import blocks_from_host, blocks_to_host, gather_kv, scatter_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._cache.zeroing import zero_blocks
 
@@ -27,6 +27,8 @@ __all__ = [
     "PartitionPlan",
     "PrefixCache",
     "attend",
+    "blocks_from_host",
+    "blocks_to_host",
     "copy_blocks",
     "gather_kv",
     "kv_scale",
@@ -38,8 +40,6 @@ __all__ = [
     "rotary_frequencies",
     "rotate_and_write_kv",
     "scatter_kv",
-    "swap_in",
-    "swap_out",
     "widen_kv",
     "write_kv",
     "zero_blocks",

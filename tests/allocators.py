@@ -27,7 +27,9 @@ def marks(*values: int) -> jax.Array:
 
 
 def make(*lengths: int, num_blocks: int = 12, block_size: int = 4, max_blocks: int = 4) -> BlockAllocator:
-    allocator = BlockAllocator.create(num_blocks, block_size, len(lengths), max_blocks)
+    allocator = BlockAllocator.create(
+        num_blocks=num_blocks, block_size=block_size, num_seqs=len(lengths), max_blocks=max_blocks
+    )
     allocator, _, ok = allocator.append(counts(*lengths), max_tokens=max(*lengths, 1))
     assert ok.all()
     return allocator

@@ -38,8 +38,10 @@ def decode_step(cache, allocator, q, k, v):
 
 
 def inputs():
-    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    allocator = BlockAllocator.create(NUM_BLOCKS, BLOCK_SIZE, SEQS, MAX_BLOCKS)
+    cache = KVCache.create(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    allocator = BlockAllocator.create(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks=MAX_BLOCKS
+    )
     q = jnp.ones((SEQS, 6, HEAD_DIM))
     k = jnp.ones((SEQS, KV_HEADS, HEAD_DIM))
     return cache, allocator, q, k, k

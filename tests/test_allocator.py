@@ -101,11 +101,26 @@ def test_positions_are_those_of_the_newest_tokens():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda a: BlockAllocator.create(1, 4, 1, 1), r"num_blocks must be at least 2; got num_blocks=1"),
-        (lambda a: BlockAllocator.create(4, 0, 1, 1), r"block_size must be at least 1; got block_size=0"),
-        (lambda a: BlockAllocator.create(4, 4, 0, 1), r"num_seqs must be at least 1; got num_seqs=0"),
-        (lambda a: BlockAllocator.create(4, 4, 1, 0), r"max_blocks must be at least 1; got max_blocks=0"),
-        (lambda a: BlockAllocator.create(2**27, 16, 1, 1), r"less than 2\^31 tokens; got num_blocks=134217728"),
+        (
+            lambda a: BlockAllocator.create(num_blocks=1, block_size=4, num_seqs=1, max_blocks=1),
+            r"num_blocks must be at least 2; got num_blocks=1",
+        ),
+        (
+            lambda a: BlockAllocator.create(num_blocks=4, block_size=0, num_seqs=1, max_blocks=1),
+            r"block_size must be at least 1; got block_size=0",
+        ),
+        (
+            lambda a: BlockAllocator.create(num_blocks=4, block_size=4, num_seqs=0, max_blocks=1),
+            r"num_seqs must be at least 1; got num_seqs=0",
+        ),
+        (
+            lambda a: BlockAllocator.create(num_blocks=4, block_size=4, num_seqs=1, max_blocks=0),
+            r"max_blocks must be at least 1; got max_blocks=0",
+        ),
+        (
+            lambda a: BlockAllocator.create(num_blocks=2**27, block_size=16, num_seqs=1, max_blocks=1),
+            r"less than 2\^31 tokens; got num_blocks=134217728",
+        ),
         (lambda a: a.append(counts(1)), r"num_tokens must be int32 \[2\], one for each sequence; got int32 \[1\]"),
         (lambda a: a.append(jnp.ones(2)), r"num_tokens must be int32 \[2\].*got float32 \[2\]"),
         (lambda a: a.append(counts(1, 1), max_tokens=0), r"max_tokens must be at least 1; got max_tokens=0"),

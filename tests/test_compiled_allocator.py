@@ -64,14 +64,20 @@ READING = "still_holds", "freed_since"  # return no allocator
 
 
 def inputs(name, num_seqs, num_blocks=NUM_BLOCKS):
-    allocator = BlockAllocator.create(num_blocks, BLOCK_SIZE, num_seqs, MAX_BLOCKS)
+    allocator = BlockAllocator.create(
+        num_blocks=num_blocks, block_size=BLOCK_SIZE, num_seqs=num_seqs, max_blocks=MAX_BLOCKS
+    )
     arguments = {
         COUNTS: zeros(allocator),
         MARKS: zeros(allocator, dtype=jnp.bool_),
         TOKENS: zeros(allocator, WIDTH),
         SNAPSHOT: allocator,
     }
-    return allocator, PrefixCache.create(num_blocks, BLOCK_SIZE), *(arguments[kind] for kind in OPERATIONS[name][1])
+    return (
+        allocator,
+        PrefixCache.create(num_blocks=num_blocks, block_size=BLOCK_SIZE),
+        *(arguments[kind] for kind in OPERATIONS[name][1]),
+    )
 
 
 def shapes(*args):
@@ -139,7 +145,7 @@ def test_the_search_sees_a_loop_and_a_sort():
 
 def pool_sized(text):
     """(operation, line) of all whose result has an axis as long as the pool or as a prefix cache's table."""
-    lengths = NUM_BLOCKS, PrefixCache.create(NUM_BLOCKS, 1).table.size
+    lengths = NUM_BLOCKS, PrefixCache.create(num_blocks=NUM_BLOCKS, block_size=1).table.size
     axis = re.compile(rf"[\[,]({'|'.join(map(str, lengths))})[\],]")
     found = ((operation, line) for operation, _, line in instructions(text))
     return [(operation, line) for operation, line in found if axis.search(line.split(f" {operation}(")[0])]

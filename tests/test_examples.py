@@ -23,10 +23,16 @@ def test_decode_loop_runs_as_a_script():
 def test_decode_loop_stops_frees_and_survives_a_pool_that_is_too_small():
     def run(num_blocks):
         cache = decode_loop.KVCache.create(
-            num_blocks, decode_loop.BLOCK_SIZE, decode_loop.KV_HEADS, decode_loop.HEAD_DIM
+            num_blocks=num_blocks,
+            block_size=decode_loop.BLOCK_SIZE,
+            num_kv_heads=decode_loop.KV_HEADS,
+            head_dim=decode_loop.HEAD_DIM,
         )
         allocator = decode_loop.BlockAllocator.create(
-            num_blocks, decode_loop.BLOCK_SIZE, decode_loop.SEQS, decode_loop.MAX_BLOCKS
+            num_blocks=num_blocks,
+            block_size=decode_loop.BLOCK_SIZE,
+            num_seqs=decode_loop.SEQS,
+            max_blocks=decode_loop.MAX_BLOCKS,
         )
         _, allocator, generated = jax.jit(decode_loop.decode)(
             decode_loop.weights, cache, allocator, jnp.arange(decode_loop.SEQS)

@@ -18,7 +18,17 @@ pytestmark = pytest.mark.gpu
 def random_cache(dtype, scale=None, *, num_layers=None, num_blocks=300, block=(16, 8, 128)) -> KVCache:
     """Every byte is random, also where that makes a NaN: of those no bit may change either."""
     given = dict(k_scale=0.5, v_scale=0.25) if scale in ("tensor", "head") else {}
-    empty = KVCache.create(num_blocks, *block, dtype=dtype, num_layers=num_layers, scale=scale, **given)
+    block_size, num_kv_heads, head_dim = block
+    empty = KVCache.create(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        num_layers=num_layers,
+        scale_per=scale,
+        **given,
+    )
     rng = np.random.default_rng(0)
 
     def fill(leaf):

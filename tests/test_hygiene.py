@@ -13,9 +13,9 @@ from jaxpaged import (
     BlockAllocator,
     KVCache,
     PrefixCache,
+    blocks_from_host,
+    blocks_to_host,
     plot_blocks,
-    swap_in,
-    swap_out,
     zero_blocks,
 )
 from jaxpaged._allocator import report
@@ -24,11 +24,20 @@ from tests.allocators import assert_same, attend, counts, make, marks, write
 
 
 def caches():
-    yield KVCache.create(12, 4, 1, 8)
-    yield KVCache.create(12, 4, 1, 8, num_layers=2)
-    yield KVCache.create(12, 4, 1, 8, dtype=jnp.int8)
-    yield KVCache.create(12, 4, 1, 8, dtype=jnp.int8, num_layers=2)
-    yield KVCache.create(12, 4, 1, 8, dtype=jnp.int8, scale="head", k_scale=jnp.ones(1), v_scale=jnp.ones(1))
+    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8)
+    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, num_layers=2)
+    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.int8)
+    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.int8, num_layers=2)
+    yield KVCache.create(
+        num_blocks=12,
+        block_size=4,
+        num_kv_heads=1,
+        head_dim=8,
+        dtype=jnp.int8,
+        scale_per="head",
+        k_scale=jnp.ones(1),
+        v_scale=jnp.ones(1),
+    )
 
 
 @pytest.mark.parametrize("which", range(5))
@@ -47,10 +56,10 @@ def test_zeroing_takes_the_named_blocks_alone_and_all_that_is_theirs(which):
 
 
 def test_more_blocks_than_are_zeroed_at_once():
-    cache = jax.tree.map(jnp.ones_like, KVCache.create(400, 2, 1, 8))
+    cache = jax.tree.map(jnp.ones_like, KVCache.create(num_blocks=400, block_size=2, num_kv_heads=1, head_dim=8))
     zeroed = zero_blocks(cache, jnp.arange(100, 300, dtype=jnp.int32))
     assert np.flatnonzero(~np.asarray(zeroed.k).any(axis=(1, 2, 3))).tolist() == list(range(100, 300))
-    stack = KVCache.create(4, 2, 1, 8, num_layers=2)
+    stack = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers=2)
     assert zero_blocks(stack, jnp.zeros(0, jnp.int32)).k.shape == stack.k.shape
 
 
@@ -74,7 +83,7 @@ def test_what_is_freed_is_gone_from_memory_and_what_is_shared_stays(zeroing):
 
 
 def test_a_waiting_prefix_is_not_zeroed():
-    allocator, prefix_cache = make(9, 0), PrefixCache.create(12, 4)
+    allocator, prefix_cache = make(9, 0), PrefixCache.create(num_blocks=12, block_size=4)
     prefix_cache, cached = prefix_cache.insert(allocator, jnp.ones((2, 9), jnp.int32))
     after = cached.free(marks(1, 1))
     assert sorted(filter(None, after.freed_since(cached).tolist())) == [3]
@@ -89,7 +98,7 @@ def test_a_sequence_comes_back_from_the_host_under_new_ids(moving):
     assert old_ids.tolist() == [[1, 2, 0, 0], [0] * 4, [0] * 4]
     assert allocator.swapped_lengths.tolist() == [6, 0, 0]
     assert int(allocator.num_held) == 0
-    blocks = swap_out(cache, old_ids.ravel())
+    blocks = blocks_to_host(cache, old_ids.ravel())
     # Its blocks go to another; the seat stays taken.
     cache, allocator = write(cache, allocator, [[], [], [9] * 5], 5)
     for refused in (
@@ -103,9 +112,9 @@ def test_a_sequence_comes_back_from_the_host_under_new_ids(moving):
     allocator, new_ids, ok = allocator.swap_in(marks(1, 1, 0))
     assert ok.tolist() == [True, False, True]  # row 1 is not swapped out
     assert new_ids.tolist() == [[3, 4, 0, 0], [0] * 4, [0] * 4]
-    assert allocator.check() == ()
+    assert allocator.broken_invariants() == ()
     if moving:
-        cache = swap_in(cache, blocks, new_ids.ravel())
+        cache = blocks_from_host(cache, blocks, new_ids.ravel())
     cache, allocator = write(cache, allocator, [[7], [], []], 1)
     assert np.allclose(attend(cache, allocator), [4, 0, 9]) is moving
 
@@ -119,14 +128,14 @@ def test_swapping_in_waits_for_blocks_and_freeing_gives_up():
     assert ok.tolist() == [True, True, False]
     assert ids.tolist()[2] == [0] * 4
     assert after.swapped_lengths.tolist() == [0, 0, 6]
-    assert after.check() == ()
+    assert after.broken_invariants() == ()
     given_up = after.free(marks(0, 0, 1))
     assert given_up.swapped_lengths.tolist() == [0, 0, 0]
     assert given_up.is_seat_free.tolist() == [False, False, True]
 
 
 def test_a_prefix_overwritten_since_is_forgotten_when_going_back():
-    prefix_cache = PrefixCache.create(8, 2)
+    prefix_cache = PrefixCache.create(num_blocks=8, block_size=2)
     allocator = make(4, 0, num_blocks=8, block_size=2)
     prompt = jnp.asarray([[1, 2, 3, 4]] * 2, jnp.int32)
     prefix_cache, allocator = prefix_cache.insert(allocator, prompt)
@@ -138,11 +147,11 @@ def test_a_prefix_overwritten_since_is_forgotten_when_going_back():
     for allocator, found in ((snapshot, 2), (back, 1)):
         _, _, num_cached = prefix_cache.match_prefix(allocator, jnp.pad(prompt, ((0, 0), (0, 1))), counts(5, 0))
         assert num_cached.tolist() == [2 * found, 0]
-        assert allocator.check() == ()
+        assert allocator.broken_invariants() == ()
 
 
 def test_a_prefix_that_only_pins_held_is_forgotten_after_their_release():
-    prefix_cache = PrefixCache.create(8, 2)
+    prefix_cache = PrefixCache.create(num_blocks=8, block_size=2)
     allocator = make(4, 0, num_blocks=8, block_size=2)
     prompt = jnp.asarray([[1, 2, 3, 4]] * 2, jnp.int32)
     prefix_cache, pinned = prefix_cache.insert(allocator, prompt)
@@ -154,7 +163,7 @@ def test_a_prefix_that_only_pins_held_is_forgotten_after_their_release():
     assert ok.all()
     allocator, ok = allocator.restore(snapshot)
     assert ok
-    assert allocator.check() == ()
+    assert allocator.broken_invariants() == ()
     _, _, num_cached = prefix_cache.match_prefix(allocator, jnp.pad(prompt, ((0, 0), (0, 1))), counts(5, 0))
     assert num_cached.tolist() == [0, 0]
 
@@ -169,7 +178,7 @@ def test_an_allocator_as_text():
         "  seq 1: 6 tokens in blocks 1 4\n"
         "  seq 2: 3 tokens swapped out"
     )
-    assert float(allocator.utilisation) == pytest.approx(3 / 11)
+    assert float(allocator.utilization) == pytest.approx(3 / 11)
     assert float(allocator.fragmentation) == pytest.approx(4 / 12)
     assert int(allocator.num_shared) == 1
     many = str(make(*[1] * 20, num_blocks=30))
@@ -207,10 +216,10 @@ def test_an_allocator_as_text():
         ),
     ],
 )
-def test_check_names_what_is_broken(broken, name):
+def test_broken_invariants_names_what_is_broken(broken, name):
     allocator = make(6, 0)
-    assert allocator.check() == ()
-    assert name in dataclasses.replace(allocator, **broken(allocator)).check()
+    assert allocator.broken_invariants() == ()
+    assert name in dataclasses.replace(allocator, **broken(allocator)).broken_invariants()
 
 
 def pool(allocator, **changes):
@@ -218,8 +227,8 @@ def pool(allocator, **changes):
 
 
 def test_every_invariant_has_a_state_that_breaks_it():
-    names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(report.check), re.MULTILINE))
-    (table,) = (mark for mark in test_check_names_what_is_broken.pytestmark if mark.name == "parametrize")
+    names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(report.broken_invariants), re.MULTILINE))
+    (table,) = (mark for mark in test_broken_invariants_names_what_is_broken.pytestmark if mark.name == "parametrize")
     assert {name for _, name in table.args[1]} == names
     assert len(names) == 19
 
@@ -231,7 +240,9 @@ def test_a_drawing_has_a_colour_for_each_owner_and_a_dot_for_each_shared_block()
     owners, shared = block_owners(allocator)
     assert owners.tolist() == [NULL, 0, 0, PINNED, 1] + [FREE] * 7
     assert np.flatnonzero(shared).tolist() == [1, 2, 4]  # a pin is a holder too
-    prefix_cache, cached = PrefixCache.create(12, 4).insert(make(9, 0), jnp.ones((2, 9), jnp.int32))
+    prefix_cache, cached = PrefixCache.create(num_blocks=12, block_size=4).insert(
+        make(9, 0), jnp.ones((2, 9), jnp.int32)
+    )
     assert block_owners(cached.free(marks(1, 0)))[0].tolist() == [NULL, WAITING, WAITING] + [FREE] * 9
 
 

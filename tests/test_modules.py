@@ -105,8 +105,10 @@ def test_prefill_and_decode_are_dense_attention_in_both(options):
 def test_a_layer_of_a_stack_serves_as_a_cache(dtype):
     module, apply = make({})
     cache, allocator = fresh()
-    cache = KVCache.create(16, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype)
-    stack = KVCache.create(16, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype, num_layers=3)
+    cache = KVCache.create(num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
+    stack = KVCache.create(
+        num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, num_layers=3
+    )
     allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), max_tokens=11)
     x = prompt_batch(tokens(), 11)
     alone, expected = module(x, cache, allocator, slots)
@@ -119,7 +121,10 @@ def test_a_layer_of_a_stack_serves_as_a_cache(dtype):
 
 
 def test_attend_passes_tables_scales_and_options():
-    cache, allocator = KVCache.create(16, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype="int8"), fresh()[1]
+    cache, allocator = (
+        KVCache.create(num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="int8"),
+        fresh()[1],
+    )
     allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), max_tokens=11)
     q, k, v = (jax.random.normal(jax.random.key(i), (3, 11, KV_HEADS, HEAD_DIM)) for i in range(3))
     cache = write_kv(cache, k, v, slots)

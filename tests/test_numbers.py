@@ -9,6 +9,7 @@ from jaxpaged import (
     BlockAllocator,
     CacheLayer,
     KVCache,
+    blocks_to_host,
     copy_blocks,
     gather_kv,
     kv_scale,
@@ -17,7 +18,6 @@ from jaxpaged import (
     plan_partitions,
     rotary_frequencies,
     rotate_and_write_kv,
-    swap_out,
     write_kv,
     zero_blocks,
 )
@@ -28,12 +28,15 @@ FUNCTIONS = [paged_attention, paged_attention_reference]
 WRAPS = 2**32  # added to a number, it is gone after a cast to int32
 CACHE = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
 FULL = KVCache(jnp.ones_like(CACHE.k), jnp.ones_like(CACHE.v))
-STACK = KVCache.create(4, 2, 1, 8, num_layers=2)
+STACK = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers=2)
 TOKEN = jnp.ones((1, 1, 8))
 
 
+SIZES = dict(num_blocks=9, block_size=4, num_seqs=2, max_blocks=3)
+
+
 def allocator():
-    return BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks=3)
+    return BlockAllocator.create(**SIZES)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -55,7 +58,7 @@ def test_numpy_slots_and_ids_beyond_int32_are_padding():
     turned, _ = rotate_and_write_kv(CACHE, TOKEN, TOKEN, TOKEN, far, np.array([0]), rotary_frequencies(8))
     assert (turned.k == 0).all()
     assert (zero_blocks(FULL, far).k == 1).all()
-    assert (swap_out(FULL, far).k == 0).all()
+    assert (blocks_to_host(FULL, far).k == 0).all()
     assert (copy_blocks(write_kv(FULL, 2 * TOKEN, TOKEN, [2]), np.array([1]), far).k[3] == 1).all()
     assert (gather_kv(FULL, np.array([[1]]), np.array([-WRAPS + 2])).k == 0).all()
     assert CacheLayer(STACK, 1).slots(far).tolist() == [-1]
@@ -132,10 +135,22 @@ def test_tokens_are_floating_point():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: KVCache.create(4.0, 2, 1, 8), r"num_blocks must be an int; got num_blocks=4.0"),
-        (lambda: KVCache.create(4, 2, 1, 8, num_layers="2"), r"num_layers must be an int; got num_layers='2'"),
-        (lambda: BlockAllocator.create(9, "4", 2, 3), r"block_size must be an int; got block_size='4'"),
-        (lambda: BlockAllocator.create(9, 4, 2, 2**29), r"less than 2\^31 tokens; got max_blocks=536870912"),
+        (
+            lambda: KVCache.create(num_blocks=4.0, block_size=2, num_kv_heads=1, head_dim=8),
+            r"num_blocks must be an int; got num_blocks=4.0",
+        ),
+        (
+            lambda: KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers="2"),
+            r"num_layers must be an int; got num_layers='2'",
+        ),
+        (
+            lambda: BlockAllocator.create(num_blocks=9, block_size="4", num_seqs=2, max_blocks=3),
+            r"block_size must be an int; got block_size='4'",
+        ),
+        (
+            lambda: BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks=2**29),
+            r"less than 2\^31 tokens; got max_blocks=536870912",
+        ),
         (lambda: gather_kv(CACHE, np.zeros((0, 2), np.int32), np.zeros(0, np.int32)), r"got .*shape=\(0, 2\)"),
         (lambda: zero_blocks(KVCache(CACHE.k[0], CACHE.v[0]), [1]), r"k and v of a cache must be .*got .*\(2, 1, 8\)"),
         (lambda: paged_attention(*CASE.arrays, num_partitions=2**31), r"below 2\^31 .*got num_partitions=2147483648"),
@@ -159,6 +174,6 @@ def test_everything_stays_int32_with_x64():
         plan = plan_partitions(CASE.lengths, num_kv_heads=np.int64(2))
         paged_attention(*CASE.arrays, num_partitions=plan)
         slots = CacheLayer(STACK, np.int64(1)).slots(jnp.zeros(2, jnp.int32))
-        made = BlockAllocator.create(*(np.int64(size) for size in (9, 4, 2, 3)))
+        made = BlockAllocator.create(**{name: np.int64(size) for name, size in SIZES.items()})
         after = made.append(np.array([1, 2]), max_tokens=np.int64(2))
     assert {leaf.dtype.name for leaf in jax.tree.leaves((plan, slots, after))} == {"int32", "bool"}

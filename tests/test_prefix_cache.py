@@ -14,8 +14,10 @@ A, B, C = [1, 2], [3, 4], [5, 6]  # blocks of two tokens
 
 
 def make(num_blocks=8, num_seqs=3, block_size=2, max_blocks=4):
-    allocator = BlockAllocator.create(num_blocks, block_size, num_seqs, max_blocks)
-    return PrefixCache.create(num_blocks, block_size), allocator
+    allocator = BlockAllocator.create(
+        num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks=max_blocks
+    )
+    return PrefixCache.create(num_blocks=num_blocks, block_size=block_size), allocator
 
 
 def rows(*prompts: list[int], width: int = 8) -> jax.Array:
@@ -33,7 +35,7 @@ def begin(prefix_cache, allocator, *prompts, salts=None, insert=True):
     assert ok.all()
     if insert:
         prefix_cache, allocator = prefix_cache.insert(allocator, tokens, salts=salts)
-    assert allocator.check() == ()
+    assert allocator.broken_invariants() == ()
     return prefix_cache, allocator, num_cached.tolist()
 
 
@@ -124,7 +126,7 @@ def test_shortening_into_a_cached_block_takes_a_copy_and_the_cached_one_stays():
     allocator, copies, ok = allocator.rollback(counts(3, 0, 0))
     assert ok.all()
     assert [ids.tolist()[0] for ids in copies] == [2, 3]
-    assert allocator.check() == ()
+    assert allocator.broken_invariants() == ()
     assert begin(prefix_cache, allocator, [], [*A, *B, 7], [])[2] == [0, 4, 0]
 
 
@@ -132,7 +134,7 @@ def test_after_clear_nothing_is_found_and_what_is_held_is_cached_anew():
     prefix_cache, before, _ = begin(*make(num_blocks=12), [*A, *B, 7], [*C, 7], [])
     before = before.free(marks(0, 1, 0))
     prefix_cache, allocator = prefix_cache.clear(before)
-    assert allocator.check() == ()
+    assert allocator.broken_invariants() == ()
     assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert (int(allocator.num_waiting), int(allocator.num_free)) == (0, int(before.num_free))
     assert begin(prefix_cache, allocator, [], [*A, *B, 7], [], insert=False)[2] == [0, 0, 0]
@@ -146,7 +148,7 @@ def test_after_clear_nothing_is_found_and_what_is_held_is_cached_anew():
     assert hits == [0, 4, 0]
     allocator, _, ok = allocator.free(marks(1, 1, 1)).append(counts(8, 8, 6), max_tokens=8)
     assert ok.all()
-    assert allocator.check() == ()
+    assert allocator.broken_invariants() == ()
 
 
 def test_a_refused_append_leaves_what_was_matched():
@@ -169,7 +171,7 @@ def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
     assert num_cached.tolist() == [0, 0, 4]
     assert after.lengths.tolist() == [5, 0, 4]
     # A sequence longer than the tokens that are given is left out.
-    short = PrefixCache.create(8, 2)
+    short = PrefixCache.create(num_blocks=8, block_size=2)
     short, _ = short.insert(allocator, tokens[:, -4:])
     assert int(short.next_serial) == 1
 
@@ -262,14 +264,16 @@ def test_threefry_is_that_of_jax():
 def test_other_secrets_and_salts_give_other_hashes(change):
     blocks, salts = jnp.asarray([[A, B]], jnp.int32), counts(3)
     other_salts, other = (counts(4), 0) if change == "salt" else (salts, change)
-    before = hashes(blocks, salts, PrefixCache.create(8, 2).secret)
-    after = hashes(blocks, other_salts, PrefixCache.create(8, 2, secret=other).secret)
+    before = hashes(blocks, salts, PrefixCache.create(num_blocks=8, block_size=2).secret)
+    after = hashes(blocks, other_salts, PrefixCache.create(num_blocks=8, block_size=2, secret=other).secret)
     assert (np.asarray(before) != np.asarray(after)).all()
 
 
 def test_a_secret_changes_nothing_that_is_found():
     _, allocator = make()
-    prefix_cache, allocator, _ = begin(PrefixCache.create(8, 2, secret=2**128 - 1), allocator, [*A, *B, 7], [], [])
+    prefix_cache, allocator, _ = begin(
+        PrefixCache.create(num_blocks=8, block_size=2, secret=2**128 - 1), allocator, [*A, *B, 7], [], []
+    )
     assert begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])[2] == [0, 4, 2]
 
 
@@ -294,7 +298,7 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(monkeypatch):
 def test_many_random_prompts_all_find_their_places():
     # A pool of which every block is cached, of blocks with different tokens: none falls out of the table.
     allocator = BlockAllocator.create(num_blocks=2049, block_size=4, num_seqs=256, max_blocks=8)
-    prefix_cache = PrefixCache.create(2049, 4)
+    prefix_cache = PrefixCache.create(num_blocks=2049, block_size=4)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50_000, (256, 33), np.int32))
     allocator, _, ok = allocator.append(jnp.full(256, 32, jnp.int32), max_tokens=32)
     assert ok.all()
@@ -331,12 +335,27 @@ def test_what_is_shared_is_what_attention_reads():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p, a: PrefixCache.create(1, 2), r"num_blocks must be at least 2.*got num_blocks=1"),
-        (lambda p, a: PrefixCache.create(2**28, 2), r"at most 2\^27"),
-        (lambda p, a: PrefixCache.create(8, 2, secret=-1), r"secret must be from 0 to 2\^128 - 1"),
-        (lambda p, a: PrefixCache.create(8, 2, secret=2**128), r"secret must be from 0 to 2\^128 - 1"),
-        (lambda p, a: PrefixCache.create(9, 2).insert(a, rows(A, A, A)), r"allocator's .* \(8, 2\); got \(9, 2\)"),
-        (lambda p, a: PrefixCache.create(9, 2).clear(a), r"allocator's .* \(8, 2\); got \(9, 2\)"),
+        (
+            lambda p, a: PrefixCache.create(num_blocks=1, block_size=2),
+            r"num_blocks must be at least 2.*got num_blocks=1",
+        ),
+        (lambda p, a: PrefixCache.create(num_blocks=2**28, block_size=2), r"at most 2\^27"),
+        (
+            lambda p, a: PrefixCache.create(num_blocks=8, block_size=2, secret=-1),
+            r"secret must be from 0 to 2\^128 - 1",
+        ),
+        (
+            lambda p, a: PrefixCache.create(num_blocks=8, block_size=2, secret=2**128),
+            r"secret must be from 0 to 2\^128 - 1",
+        ),
+        (
+            lambda p, a: PrefixCache.create(num_blocks=9, block_size=2).insert(a, rows(A, A, A)),
+            r"allocator's .* \(8, 2\); got \(9, 2\)",
+        ),
+        (
+            lambda p, a: PrefixCache.create(num_blocks=9, block_size=2).clear(a),
+            r"allocator's .* \(8, 2\); got \(9, 2\)",
+        ),
         (lambda p, a: p.insert(a, rows(A, A)), r"tokens must be int32 \[3, max_tokens\].*got int32 \[2, 8\]"),
         (lambda p, a: p.insert(a, jnp.zeros((3, 8))), r"tokens must be int32 .*got float32"),
         (lambda p, a: p.insert(a, rows(A, A, A), salts=counts(1)), r"salts must be int32 \[3\].*got int32 \[1\]"),

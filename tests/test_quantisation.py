@@ -48,7 +48,8 @@ def created(k, v, dtype, scale, *, num_blocks=8, block_size=4, **changes):
     given = {}
     if scale != "token_head":
         given = {"k_scale": kv_scale(k, dtype, scale), "v_scale": kv_scale(v, dtype, scale)}
-    return KVCache.create(num_blocks, block_size, *k.shape[-2:], dtype=dtype, scale=scale, **given | changes)
+    sizes = dict(num_blocks=num_blocks, block_size=block_size, num_kv_heads=k.shape[-2], head_dim=k.shape[-1])
+    return KVCache.create(**sizes, dtype=dtype, scale_per=scale, **given | changes)
 
 
 @DTYPES
@@ -142,7 +143,9 @@ def test_a_layer_of_a_stack_is_that_cache_by_itself(dtype, scale):
     k_scale, v_scale = (jnp.stack([kv_scale(layer, dtype, scale) for layer in x]) for x in (k, v))
     given = {} if scale == "token_head" else dict(k_scale=k_scale, v_scale=v_scale)
     slots = jnp.asarray([3, 9, 31, -1, 4], jnp.int32)
-    stack = KVCache.create(8, 4, 2, 8, dtype=dtype, scale=scale, num_layers=3, **given)
+    stack = KVCache.create(
+        num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype, scale_per=scale, num_layers=3, **given
+    )
     alone = [created(k[i], v[i], dtype, scale) for i in range(3)]
     q, tables, lengths = drawn((2, 6, 8)), jnp.asarray([[2, 1], [7, 0]], jnp.int32), jnp.asarray([6, 4], jnp.int32)
     for i in range(3):
@@ -164,7 +167,9 @@ def test_a_layer_of_a_stack_is_that_cache_by_itself(dtype, scale):
 def written_case(dtype, scale, *, options=None, q_len=None, q_dtype=jnp.float32) -> Case:
     """A case whose cache went through `write_kv`, with NaN in every slot and every scale that was not written."""
     lengths, block_size, max_blocks = (0, 1, 15, 16, 17, 80, 35), 16, 5
-    allocator = BlockAllocator.create(40, block_size, len(lengths), max_blocks)
+    allocator = BlockAllocator.create(
+        num_blocks=40, block_size=block_size, num_seqs=len(lengths), max_blocks=max_blocks
+    )
     allocator, slots, ok = allocator.append(jnp.asarray(lengths, jnp.int32), max_tokens=80)
     assert ok.all()
     k, v = jax.random.normal(jax.random.key(3), (2, len(lengths), 80, 2, 64))
@@ -248,7 +253,9 @@ def test_a_donated_decode_step_widens_tiles_not_the_cache(dtype, scale):
 
     k = jnp.ones((SEQS, KV_HEADS, HEAD_DIM))
     cache = created(k, k, dtype, scale, num_blocks=4 * NUM_BLOCKS, block_size=BLOCK_SIZE)  # large beside a tile
-    allocator = BlockAllocator.create(4 * NUM_BLOCKS, BLOCK_SIZE, SEQS, MAX_BLOCKS)
+    allocator = BlockAllocator.create(
+        num_blocks=4 * NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks=MAX_BLOCKS
+    )
     q = jnp.ones((SEQS, 6, HEAD_DIM))
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(cache, allocator, q, k).compile()
     assert cache_sized_copies(compiled.as_text()) == []
@@ -262,23 +269,26 @@ def test_a_donated_decode_step_widens_tiles_not_the_cache(dtype, scale):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(scale="token_head"), r"a float32 cache is not quantised: leave scale and k_scale out"),
+        (dict(scale_per="token_head"), r"a float32 cache is not quantised: leave scale_per and k_scale out"),
         (dict(k_scale=1.0), r"a float32 cache is not quantised"),
-        (dict(dtype=jnp.int8, scale="block"), r'scale must be "tensor", "head", .* got scale=\'block\''),
-        (dict(dtype=jnp.int8, scale="head"), r"an int8 cache with scale='head' needs k_scale, from jaxpaged.kv_scale"),
-        (dict(dtype=jnp.int8, k_scale=1.0), r'k_scale goes with scale="tensor" or "head"'),
-        (dict(dtype=jnp.float8_e5m2, scale="head", v_scale=jnp.ones(3)), r"v_scale .* must be \[2\]; got \[3\]"),
-        (dict(dtype=jnp.float8_e5m2, scale="tensor", k_scale=jnp.ones(3)), r"k_scale .* must be \[\]; got \[3\]"),
+        (dict(dtype=jnp.int8, scale_per="block"), r'scale_per must be "tensor", "head", .* got scale_per=\'block\''),
         (
-            dict(dtype=jnp.float8_e5m2, scale="head", num_layers=3, k_scale=jnp.ones((2, 2))),
+            dict(dtype=jnp.int8, scale_per="head"),
+            r"an int8 cache with scale_per='head' needs k_scale",
+        ),
+        (dict(dtype=jnp.int8, k_scale=1.0), r'k_scale goes with scale_per="tensor" or "head"'),
+        (dict(dtype=jnp.float8_e5m2, scale_per="head", v_scale=jnp.ones(3)), r"v_scale .* must be \[2\]; got \[3\]"),
+        (dict(dtype=jnp.float8_e5m2, scale_per="tensor", k_scale=jnp.ones(3)), r"k_scale .* must be \[\]; got \[3\]"),
+        (
+            dict(dtype=jnp.float8_e5m2, scale_per="head", num_layers=3, k_scale=jnp.ones((2, 2))),
             r"k_scale .* must be \[3, 2\]; got \[2, 2\]",
         ),
-        (dict(dtype=jnp.float8_e5m2, scale="head", k_scale=jnp.ones(2, jnp.int32)), r"must be float32; got int32"),
+        (dict(dtype=jnp.float8_e5m2, scale_per="head", k_scale=jnp.ones(2, jnp.int32)), r"must be float32; got int32"),
     ],
 )
 def test_create_errors(changes, message):
     with pytest.raises(ValueError, match=message):
-        KVCache.create(4, 2, 2, 8, **changes)
+        KVCache.create(num_blocks=4, block_size=2, num_kv_heads=2, head_dim=8, **changes)
 
 
 @pytest.mark.parametrize("num_layers", [None, 3])
@@ -286,17 +296,32 @@ def test_create_errors(changes, message):
 def test_scales_that_create_makes(scale, num_layers):
     layers = () if num_layers is None else (3,)
     shapes = {"tensor": (3, 1) if layers else (), "head": (*layers, 2), "token_head": (*layers, 4, 2, 2)}
-    cache = KVCache.create(4, 2, 2, 8, dtype="float8_e4m3fn", scale=scale, num_layers=num_layers)
+    cache = KVCache.create(
+        num_blocks=4,
+        block_size=2,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype="float8_e4m3fn",
+        scale_per=scale,
+        num_layers=num_layers,
+    )
     assert cache.k_scale.shape == cache.v_scale.shape == shapes[scale]
     assert cache.k_scale.dtype == jnp.float32
-    assert KVCache.create(4, 2, 2, 8, dtype="int8", num_layers=num_layers).k_scale.shape == shapes["token_head"]
+    assert (
+        KVCache.create(
+            num_blocks=4, block_size=2, num_kv_heads=2, head_dim=8, dtype="int8", num_layers=num_layers
+        ).k_scale.shape
+        == shapes["token_head"]
+    )
 
 
 @pytest.mark.parametrize(
     "k_scale", [None, jnp.ones(3), jnp.ones((3, 2)), jnp.ones((4, 2)).T, jnp.ones((4, 2, 1)), jnp.ones((2, 2, 2))]
 )
 def test_scales_that_do_not_fit_a_cache(k_scale):
-    cache = dataclasses.replace(KVCache.create(4, 2, 2, 8, dtype="int8"), k_scale=k_scale)
+    cache = dataclasses.replace(
+        KVCache.create(num_blocks=4, block_size=2, num_kv_heads=2, head_dim=8, dtype="int8"), k_scale=k_scale
+    )
     with pytest.raises(ValueError, match=r"k_scale (missing|must be)"):
         write_kv(cache, jnp.ones((1, 2, 8)), jnp.ones((1, 2, 8)), jnp.zeros(1, jnp.int32))
 
@@ -304,5 +329,5 @@ def test_scales_that_do_not_fit_a_cache(k_scale):
 def test_kv_scale_errors():
     with pytest.raises(ValueError, match=r"dtype must be float8_e4m3fn, .* got dtype=bfloat16"):
         kv_scale(jnp.ones((2, 8)), jnp.bfloat16, "head")
-    with pytest.raises(ValueError, match=r"got x.shape=\(2, 8\), scale='token'"):
+    with pytest.raises(ValueError, match=r"got x.shape=\(2, 8\), scale_per='token'"):
         kv_scale(jnp.ones((2, 8)), jnp.int8, "token")

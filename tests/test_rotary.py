@@ -12,7 +12,7 @@ CACHES = {
     "float32": {},
     "bfloat16": dict(dtype="bfloat16"),
     "int8, token_head": dict(dtype="int8"),
-    "float8_e4m3fn, head": dict(dtype="float8_e4m3fn", scale="head", k_scale=[0.01, 0.02], v_scale=[0.02, 0.01]),
+    "float8_e4m3fn, head": dict(dtype="float8_e4m3fn", scale_per="head", k_scale=[0.01, 0.02], v_scale=[0.02, 0.01]),
 }
 
 
@@ -36,7 +36,9 @@ def turned(x, positions):
 def test_turns(jitted):
     function = jax.jit(rotate_and_write_kv, static_argnums=6) if jitted else rotate_and_write_kv
     q, k, v, slots, positions = new_tokens()
-    cache, new_q = function(KVCache.create(4, 4, 2, 8), q, k, v, slots, positions, FREQUENCIES)
+    cache, new_q = function(
+        KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8), q, k, v, slots, positions, FREQUENCIES
+    )
     # An angle of 131,071 is a float32, up to 2^-8 off: what that turns a number by.
     np.testing.assert_allclose(new_q, turned(q, positions), atol=2e-2)
     np.testing.assert_allclose(new_q[0], turned(q, positions)[0], atol=1e-6)
@@ -48,7 +50,7 @@ def test_turns(jitted):
 
 @pytest.mark.parametrize("name", CACHES)
 def test_writes_what_write_kv_writes(name):
-    empty = KVCache.create(4, 4, 2, 8, **CACHES[name])
+    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, **CACHES[name])
     q, k, v, slots, positions = new_tokens(jnp.bfloat16)
     cache, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, FREQUENCIES)
     _, new_k = rotate_and_write_kv(empty, k, k, v, slots, positions, FREQUENCIES)
@@ -74,4 +76,4 @@ def test_errors(change, message):
     names = ("q", "k", "v", "slots", "positions", "frequencies")
     arguments = dict(zip(names, (*new_tokens(), FREQUENCIES), strict=True)) | change
     with pytest.raises(ValueError, match=message):
-        rotate_and_write_kv(KVCache.create(4, 4, 2, 8), **arguments)
+        rotate_and_write_kv(KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8), **arguments)

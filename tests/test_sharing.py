@@ -22,13 +22,13 @@ def test_parallel_sampling_shares_full_blocks_and_copies_the_last():
     assert forked.lengths.tolist() == [6, 6, 6, 4]
     assert pairs(copies) == [(2, 4), (2, 5)]
     assert forked.pool.num_holders().tolist()[:6] == [0, 3, 1, 1, 1, 1]
-    assert forked.check() == ()
+    assert forked.broken_invariants() == ()
     # A shared block stays until its last holder goes.
     freed = forked.free(marks(1, 1, 0, 0))
     assert free_ids(freed) == [11, 10, 9, 8, 7, 6, 4, 2]
     freed = freed.free(marks(0, 0, 1, 0))
     assert free_ids(freed) == [11, 10, 9, 8, 7, 6, 4, 2, 5, 1]
-    assert freed.check() == ()
+    assert freed.broken_invariants() == ()
 
 
 def test_a_full_last_block_is_shared_without_a_copy():
@@ -51,7 +51,7 @@ def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():
     assert after.block_tables[:, :2].tolist() == [[1, 5], [1, 3], [1, 6], [1, 2]]
     assert pairs(copies) == [(3, 6)]
     assert free_ids(after) == [11, 10, 9, 8, 7, 4]
-    assert after.check() == ()
+    assert after.broken_invariants() == ()
 
 
 def test_beams_that_only_change_places_need_no_free_block():
@@ -62,7 +62,7 @@ def test_beams_that_only_change_places_need_no_free_block():
     assert after.block_tables[:, 0].tolist() == [3, 1, 2]
     assert after.lengths.tolist() == [1, 3, 2]
     assert pairs(copies) == []
-    assert after.check() == ()
+    assert after.broken_invariants() == ()
 
 
 def test_too_few_blocks_for_all_copies_refuses_the_later_rows_and_nobody_inherits():
@@ -80,7 +80,7 @@ def test_too_few_blocks_for_all_copies_refuses_the_later_rows_and_nobody_inherit
     assert after.block_tables[:, 0].tolist() == [5, 2, 3, 4]
     assert after.lengths.tolist() == [2, 2, 1, 1]
     assert free_ids(after) == [1]
-    assert after.check() == ()
+    assert after.broken_invariants() == ()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_parents_that_cannot_be(parents, replace, ok):
     allocator = make(5, 3, 0)
     after, _, got = allocator.fork(counts(*parents), replace=replace)
     assert got.tolist() == ok
-    assert after.check() == ()
+    assert after.broken_invariants() == ()
     for i, fine in enumerate(ok):
         if not fine or parents[i] in (-1, i):
             assert after.block_tables[i].tolist() == allocator.block_tables[i].tolist()
@@ -114,7 +114,7 @@ def test_rollback_gives_back_the_blocks_beyond():
     assert after.block_tables.tolist() == [[1, 2, 0, 0], [5, 6, 0, 0]]
     assert after.lengths.tolist() == [5, 8]
     assert free_ids(after) == [11, 10, 9, 8, 7, 4, 3]
-    assert after.check() == ()
+    assert after.broken_invariants() == ()
     after, _, ok = after.rollback(counts(0, 8))
     assert after.lengths.tolist() == [0, 8]
     assert free_ids(after) == [11, 10, 9, 8, 7, 4, 3, 2, 1]
@@ -126,7 +126,7 @@ def test_lengths_that_cannot_be(length):
     after, _, ok = allocator.rollback(counts(length, 1))
     assert ok.tolist() == [False, True]
     assert after.lengths.tolist() == [6, 1]
-    assert after.check() == ()
+    assert after.broken_invariants() == ()
 
 
 def test_rollback_into_a_shared_block_takes_a_copy():
@@ -140,7 +140,7 @@ def test_rollback_into_a_shared_block_takes_a_copy():
     after, copies, ok = allocator.rollback(counts(7, 6))
     assert pairs(copies) == [(2, 3), (2, 4)]
     assert 2 in free_ids(after)
-    assert after.check() == ()
+    assert after.broken_invariants() == ()
     # With no block for the copy the row stays as it is.
     full, _, _ = make(8, 0, num_blocks=3).fork(counts(0, 0))
     after, copies, ok = full.rollback(counts(8, 6))
@@ -173,7 +173,7 @@ def test_pins_keep_a_snapshot_sound():
     held, ok = old.hold(old)
     assert ok
     freed = held.free(marks(1, 1))
-    assert freed.check() == ()
+    assert freed.broken_invariants() == ()
     assert int(freed.num_held) == 3
     taken, _, _ = freed.append(counts(16, 16), max_tokens=16)
     assert not set(taken.block_tables.ravel().tolist()) & {1, 2, 3}
@@ -181,13 +181,13 @@ def test_pins_keep_a_snapshot_sound():
     back, ok = taken.restore(old)
     assert ok
     assert_same(back, old)
-    assert back.check() == ()
+    assert back.broken_invariants() == ()
     # What was undone is a future that never was.
     assert not back.still_holds(taken)
     released, ok = freed.release(old)
     assert ok
     assert int(released.num_held) == 0
-    assert released.check() == ()
+    assert released.broken_invariants() == ()
     again, ok = released.release(old)
     assert not ok
     assert_same(again, released)
@@ -213,7 +213,7 @@ def test_shortening_into_a_pinned_block_takes_a_copy():
     assert ok.all()
     assert pairs(copies) == [(2, 3)]
     assert after.still_holds(old)
-    assert after.check() == ()
+    assert after.broken_invariants() == ()
 
 
 def test_a_snapshot_of_the_future_is_unsound_after_restore_even_inside_one_block():

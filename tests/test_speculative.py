@@ -37,7 +37,7 @@ def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch):
     )
     tokens = generated(state)
     assert tokens == [cut(row, eos) for row in plain]
-    assert state.allocator.check() == ()
+    assert state.allocator.broken_invariants() == ()
     assert int(state.allocator.num_held) == 0
     assert not np.asarray(state.starved).any()
     accepted, steps = np.asarray(tally.accepted), np.asarray(tally.steps)
@@ -61,7 +61,7 @@ def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkey
     state, tally = speculative.decode_speculatively(tiny.model, tiny.config, prompts, **SIZES, num_draft=5)
     speculative.speculate.clear_cache()
     assert generated(state) == plain
-    assert state.allocator.check() == ()
+    assert state.allocator.broken_invariants() == ()
     # 39 tokens after the first: 6 a step, 1 a step, 3 a step (up to the next wrong one and the model's own), 5 a step.
     assert tally.steps.tolist() == [7, 39, 13, 8]
     assert (tally.steps + tally.accepted).tolist() == [39] * 4

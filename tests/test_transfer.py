@@ -7,11 +7,11 @@ import pytest
 
 from jaxpaged import (
     KVCache,
+    blocks_from_host,
+    blocks_to_host,
     copy_blocks,
     gather_kv,
     scatter_kv,
-    swap_in,
-    swap_out,
     widen_kv,
     write_kv,
 )
@@ -57,10 +57,10 @@ def test_nothing_to_copy(dtype):
 def test_blocks_come_back_from_host_memory_under_new_ids(dtype, scale, num_layers):
     wrap = (lambda function: function) if scale == "head" else jax.jit  # some not jitted
     before = filled(dtype, scale, num_layers)
-    blocks = wrap(swap_out)(before, ids(4, 0, 1, 5, 6, -1))
+    blocks = wrap(blocks_to_host)(before, ids(4, 0, 1, 5, 6, -1))
     assert blocks.k.sharding.memory_kind == "pinned_host"
     poisoned = jax.tree.map(lambda leaf: jnp.full_like(leaf, 99) if leaf.ndim >= before.k.ndim - 1 else leaf, before)
-    after = wrap(swap_in)(poisoned, blocks, ids(2, 3, 5, 1, 0, 7))
+    after = wrap(blocks_from_host)(poisoned, blocks, ids(2, 3, 5, 1, 0, 7))
     assert after.k.sharding.memory_kind == jnp.zeros(1).sharding.memory_kind
     for old, poison, new in zip(*map(block_leaves, (before, poisoned, after)), strict=True):
         assert (new[:, [2, 5, 1]] == old[:, [4, 1, 5]]).all()
@@ -70,8 +70,8 @@ def test_blocks_come_back_from_host_memory_under_new_ids(dtype, scale, num_layer
 
 
 def test_swapping_in_keeps_the_last_of_one_id():
-    blocks = swap_out(numbered(), ids(1, 2, 3))
-    assert shown(swap_in(numbered(), blocks, ids(5, 4, 5)).k) == [0, 1, 2, 3, 2, 3]
+    blocks = blocks_to_host(numbered(), ids(1, 2, 3))
+    assert shown(blocks_from_host(numbered(), blocks, ids(5, 4, 5)).k) == [0, 1, 2, 3, 2, 3]
 
 
 @EVERY_CACHE
@@ -127,7 +127,7 @@ def test_gathering_hides_nan_past_the_length():
 
 def test_what_was_written_is_what_is_gathered():
     k = jax.random.normal(jax.random.key(0), (2, 5, 1, 8))
-    cache = KVCache.create(8, 4, 1, 8, dtype="float8_e4m3fn")
+    cache = KVCache.create(num_blocks=8, block_size=4, num_kv_heads=1, head_dim=8, dtype="float8_e4m3fn")
     slots = jnp.asarray([[8, 9, 10, 11, 20], [-1, -1, 4, 5, 6]], jnp.int32)
     cache = write_kv(cache, k, -k, slots)
     wide = widen_kv(gather_kv(cache, jnp.asarray([[2, 5], [1, 0]], jnp.int32), ids(5, 3)))
@@ -144,14 +144,21 @@ def test_copying_within_a_stack_is_copying_in_each_of_its_layers():
 @EVERY_DTYPE
 @pytest.mark.parametrize("num_layers", [None, 2])
 def test_no_operation_holds_a_second_cache(dtype, num_layers):
-    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype, num_layers=num_layers)
+    cache = KVCache.create(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        num_layers=num_layers,
+    )
     some, tables, lengths = ids(*range(1, 9)), ids(*range(1, 9)).reshape(2, 4), ids(33, 64)
-    blocks, contiguous = swap_out(cache, some), gather_kv(cache, tables, lengths)
+    blocks, contiguous = blocks_to_host(cache, some), gather_kv(cache, tables, lengths)
     calls = (
         (copy_blocks, (cache, some, some + 8), True),
-        (swap_in, (cache, blocks, some), True),
+        (blocks_from_host, (cache, blocks, some), True),
         (scatter_kv, (cache, contiguous, tables, lengths), True),
-        (swap_out, (cache, some), False),
+        (blocks_to_host, (cache, some), False),
         (gather_kv, (cache, tables, lengths), False),
     )
     size = 2 * cache.k.nbytes
@@ -198,13 +205,16 @@ def test_what_is_no_cache():
 )
 def test_swap_errors(blocks, message):
     with pytest.raises(ValueError, match=message):
-        swap_in(numbered(), blocks, ids(1, 2))
+        blocks_from_host(numbered(), blocks, ids(1, 2))
 
 
 def test_blocks_with_other_scales():
-    cache, other = (KVCache.create(4, 2, 1, 8, dtype="float8_e5m2", scale=scale) for scale in ("token_head", "head"))
+    cache, other = (
+        KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, dtype="float8_e5m2", scale_per=scale)
+        for scale in ("token_head", "head")
+    )
     with pytest.raises(ValueError, match="blocks must have scales of the kind that the cache has"):
-        swap_in(cache, swap_out(other, ids(1)), ids(1))
+        blocks_from_host(cache, blocks_to_host(other, ids(1)), ids(1))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,16 @@ def filled(dtype, scale, num_layers=None, num_blocks=6) -> KVCache:
     """A cache with other bits in every number and in every scale."""
     rng = np.random.default_rng(0)
     given = dict(k_scale=0.5, v_scale=0.25) if scale in ("tensor", "head") else {}
-    empty = KVCache.create(num_blocks, 4, 3, 8, dtype=dtype, num_layers=num_layers, scale=scale, **given)
+    empty = KVCache.create(
+        num_blocks=num_blocks,
+        block_size=4,
+        num_kv_heads=3,
+        head_dim=8,
+        dtype=dtype,
+        num_layers=num_layers,
+        scale_per=scale,
+        **given,
+    )
 
     def fill(leaf):
         numbers = jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)

@@ -29,7 +29,7 @@ class BlockAllocator(AllocatorState):
         pool: the free blocks, and how many hold each of the others.
         block_size: tokens in a block (static).
 
-    Invariants, which `check` tests:
+    Invariants, which `broken_invariants` tests:
 
     - Block 0, the null block, is never handed out. Every other block is either free or held, never both.
     - A block's holders are the table entries that name it and the pins that `hold` put on it. It is free when there
@@ -45,7 +45,7 @@ class BlockAllocator(AllocatorState):
     """
 
     @classmethod
-    def create(cls, num_blocks: int, block_size: int, num_seqs: int, max_blocks: int) -> "BlockAllocator":
+    def create(cls, *, num_blocks: int, block_size: int, num_seqs: int, max_blocks: int) -> "BlockAllocator":
         """An allocator with all blocks free, to be handed out in the order 1, 2, 3, ...
 
         Args:
@@ -351,9 +351,9 @@ class BlockAllocator(AllocatorState):
         """
         return snapshots.freed_since(self, before)
 
-    def check(self) -> tuple[str, ...]:
+    def broken_invariants(self) -> tuple[str, ...]:
         """The names of the invariants that this state breaks; empty if all is well. On the host, for tests."""
-        return report.check(self)
+        return report.broken_invariants(self)
 
     def __str__(self) -> str:
         return report.describe(self)

@@ -70,7 +70,7 @@ class PrefixCache:
     num_hits: jax.Array
 
     @classmethod
-    def create(cls, num_blocks: int, block_size: int, *, secret: int = 0) -> "PrefixCache":
+    def create(cls, *, num_blocks: int, block_size: int, secret: int = 0) -> "PrefixCache":
         """An empty one for an allocator of `num_blocks` blocks of `block_size` tokens.
 
         Args:

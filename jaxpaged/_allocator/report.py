@@ -8,7 +8,7 @@ from jaxpaged._allocator.state import AllocatorState
 SHOWN_SEQS = 16  # rows of a printed allocator
 
 
-def check(allocator: AllocatorState) -> tuple[str, ...]:
+def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
     """The names of the broken invariants, each a line below. Those that stand on a broken one are not looked at."""
     pool, num_blocks, block_size = allocator.pool, allocator.num_blocks, allocator.block_size
     tables, lengths = np.asarray(allocator.block_tables), np.asarray(allocator.lengths)

@@ -50,7 +50,7 @@ class AllocatorState:
         return (self.lengths == 0) & (self.swapped_lengths == 0)
 
     @property
-    def utilisation(self) -> jax.Array:
+    def utilization(self) -> jax.Array:
         """The part of the pool that is held, 0 to 1, float32 `[]`."""
         return self.num_held.astype(jnp.float32) / (self.num_blocks - 1)
 

@@ -47,14 +47,14 @@ class KVCache:
     @classmethod
     def create(
         cls,
+        *,
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
         head_dim: int,
-        *,
         dtype: DTypeLike = jnp.float32,
         num_layers: int | None = None,
-        scale: Granularity | None = None,
+        scale_per: Granularity | None = None,
         k_scale: ArrayLike | None = None,
         v_scale: ArrayLike | None = None,
     ) -> "KVCache":
@@ -67,9 +67,10 @@ class KVCache:
             head_dim: numbers a head.
             dtype: float32, bfloat16, float16; or float8_e4m3fn, float8_e5m2, int8, to which `write_kv` quantises.
             num_layers: None for one layer's cache; a number for a stack of that many.
-            scale: of a quantised cache. "token_head", the default there: `write_kv` takes a scale from every token and
-                KV head itself, and stores it beside them, 4 bytes. "tensor" and "head": one number, or one a KV head,
-                which the caller found by calibration (`jaxpaged.kv_scale`); tokens that reach beyond it are clipped.
+            scale_per: what has a scale of its own in a quantised cache. "token_head", the default there: each token and
+                KV head; `write_kv` finds that scale and stores it beside them, 4 bytes. "tensor" or "head": all
+                tokens, or each KV head; the caller finds those scales by calibration (`jaxpaged.kv_scale`), and
+                tokens that reach beyond them are clipped.
             k_scale: with "tensor" f32 `[]`, or `[layers]`; with "head" f32 `[kv_heads]`, or `[layers, kv_heads]`.
                 Left out for a float8 cache, it is 1.
             v_scale: likewise.
@@ -81,7 +82,7 @@ class KVCache:
             >>> import jaxpaged
             >>> jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64).k.shape
             (8, 16, 2, 64)
-            >>> cache = jaxpaged.KVCache.create(8, 16, 2, 64, dtype="int8")
+            >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="int8")
             >>> cache.k.dtype, cache.k_scale.shape
             (dtype('int8'), (8, 16, 2))
         """
@@ -95,38 +96,40 @@ class KVCache:
         return cls(
             k=jnp.zeros(shape, dtype),
             v=jnp.zeros(shape, dtype),
-            k_scale=_create_scale("k_scale", k_scale, scale, jnp.dtype(dtype), layers, shape),
-            v_scale=_create_scale("v_scale", v_scale, scale, jnp.dtype(dtype), layers, shape),
+            k_scale=_create_scale("k_scale", k_scale, scale_per, jnp.dtype(dtype), layers, shape),
+            v_scale=_create_scale("v_scale", v_scale, scale_per, jnp.dtype(dtype), layers, shape),
         )
 
 
 def _create_scale(
     name: str,
     value: ArrayLike | None,
-    scale: str | None,
+    scale_per: str | None,
     dtype: jnp.dtype,
     layers: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> jax.Array | None:
-    if scale not in (None, "tensor", "head", "token_head"):
-        raise ValueError(f'scale must be "tensor", "head", "token_head" or None; got {scale=}.')
+    if scale_per not in (None, "tensor", "head", "token_head"):
+        raise ValueError(f'scale_per must be "tensor", "head", "token_head" or None; got {scale_per=}.')
     if dtype not in LARGEST:
-        if scale is not None or value is not None:
-            raise ValueError(f"a {dtype} cache is not quantised: leave scale and {name} out; got {scale=}.")
+        if scale_per is not None or value is not None:
+            raise ValueError(f"a {dtype} cache is not quantised: leave scale_per and {name} out; got {scale_per=}.")
         return None
-    if scale in (None, "token_head"):
+    if scale_per in (None, "token_head"):
         if value is not None:
-            raise ValueError(f'{name} goes with scale="tensor" or "head": write_kv finds those of each token itself.')
+            raise ValueError(
+                f'{name} goes with scale_per="tensor" or "head": write_kv finds those of each token itself.'
+            )
         return jnp.zeros(shape[:-1], jnp.float32)
     if value is None and dtype == jnp.int8:
         raise ValueError(
-            f'an int8 cache with {scale=} needs {name}, from jaxpaged.kv_scale; or take scale="token_head", which '
-            "needs none."
+            f"an int8 cache with {scale_per=} needs {name}, from jaxpaged.kv_scale; "
+            'or take scale_per="token_head", which needs none.'
         )
-    heads = () if scale == "tensor" else (shape[-2],)
+    heads = () if scale_per == "tensor" else (shape[-2],)
     array = jnp.ones((), jnp.float32) if value is None else jnp.asarray(value)
     if array.ndim and array.shape not in (heads, (*layers, *heads)):
-        raise ValueError(f"{name} with {scale=} must be {[*layers, *heads]}; got {list(array.shape)}.")
+        raise ValueError(f"{name} with {scale_per=} must be {[*layers, *heads]}; got {list(array.shape)}.")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"{name} must be float32; got {array.dtype}.")
     if array.shape == layers and not heads:
@@ -148,7 +151,7 @@ def check_cache(cache: KVCache) -> None:
         if (scale is None) != (k.dtype not in LARGEST):
             raise ValueError(
                 f"a quantised cache has scales and no other has them; got {k.dtype=!s} and {name} "
-                f"{'missing' if scale is None else list(scale.shape)}. Create it with KVCache.create(..., scale=...)."
+                f"{'missing' if scale is None else list(scale.shape)}. Create it with KVCache.create(scale_per=...)."
             )
         if scale is not None and not _scale_fits(scale.shape, k.shape):
             raise ValueError(

@@ -13,7 +13,7 @@ LEAST_SCALE = 1e-30
 MOST = 3.4e38
 
 
-def kv_scale(x: ArrayLike, dtype: DTypeLike, scale: Granularity) -> jax.Array:
+def kv_scale(x: ArrayLike, dtype: DTypeLike, scale_per: Granularity) -> jax.Array:
     """The scale with which keys or values fill a narrow dtype.
 
         max |x| / (largest number of dtype),    over everything, over all but the heads, or over head_dim alone
@@ -25,7 +25,7 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale: Granularity) -> jax.Array:
     Args:
         x: `[..., kv_heads, head_dim]`.
         dtype: float8_e4m3fn, float8_e5m2 or int8.
-        scale: "tensor", "head" or "token_head".
+        scale_per: "tensor", "head" or "token_head".
 
     Returns:
         f32 `[]`, `[kv_heads]` or `[..., kv_heads]`; at least 1e-30. Infinities count as 3.4e38, NaN gives NaN.
@@ -42,13 +42,14 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale: Granularity) -> jax.Array:
     if jnp.dtype(dtype) not in LARGEST:
         raise ValueError(f"dtype must be float8_e4m3fn, float8_e5m2 or int8; got dtype={jnp.dtype(dtype).name}.")
     axes = {"tensor": tuple(range(x.ndim)), "head": (*range(x.ndim - 2), x.ndim - 1), "token_head": (x.ndim - 1,)}
-    if scale not in axes or x.ndim < 2:
+    if scale_per not in axes or x.ndim < 2:
         raise ValueError(
-            f'x must be [..., kv_heads, head_dim] and scale "tensor", "head" or "token_head"; got {x.shape=}, {scale=}.'
+            'x must be [..., kv_heads, head_dim] and scale_per "tensor", "head" or "token_head"; '
+            f"got {x.shape=}, {scale_per=}."
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must be floating point, keys or values as they are before quantisation; got {x.dtype=!s}.")
-    largest = jnp.abs(x).max(axis=axes[scale]).astype(jnp.float32)
+    largest = jnp.abs(x).max(axis=axes[scale_per]).astype(jnp.float32)
     largest = jnp.minimum(largest, MOST)
     return jnp.maximum(largest / LARGEST[jnp.dtype(dtype)], LEAST_SCALE)
 
@@ -78,7 +79,7 @@ def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
-        >>> cache = jaxpaged.KVCache.create(4, 2, 1, 8, dtype="int8")
+        >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, dtype="int8")
         >>> cache = jaxpaged.write_kv(cache, jnp.full((1, 1, 8), 3.0), jnp.ones((1, 1, 8)), jnp.array([2]))
         >>> float(jaxpaged.widen_kv(cache).k[1, 0, 0, 0])
         3.0

@@ -11,8 +11,8 @@ from jaxpaged._cache.write import scatter_slots
 from jaxpaged._integers import as_int32
 
 
-def swap_out(cache: KVCache, block_ids: ArrayLike) -> KVCache:
-    """Copies blocks to host memory, for `swap_in` to bring back, under these ids or others.
+def blocks_to_host(cache: KVCache, block_ids: ArrayLike) -> KVCache:
+    """Copies blocks to host memory, for `blocks_from_host` to bring back, under these ids or others.
 
     The blocks land in JAX's `pinned_host` memory space, on a machine without a GPU in ordinary memory. Works inside
     `jax.jit`, where XLA may overlap the transfer with what else the step computes, and outside it, where the call
@@ -36,10 +36,10 @@ def swap_out(cache: KVCache, block_ids: ArrayLike) -> KVCache:
         >>> import jax.numpy as jnp, jaxpaged
         >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
         >>> cache = jaxpaged.write_kv(cache, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), jnp.array([3]))
-        >>> blocks = jaxpaged.swap_out(cache, jnp.array([1]))
+        >>> blocks = jaxpaged.blocks_to_host(cache, jnp.array([1]))
         >>> blocks.k.sharding.memory_kind
         'pinned_host'
-        >>> cache = jaxpaged.swap_in(cache, blocks, jnp.array([2]))
+        >>> cache = jaxpaged.blocks_from_host(cache, blocks, jnp.array([2]))
         >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
         [0, 0, 0, 1, 0, 1, 0, 0]
     """
@@ -55,12 +55,12 @@ def swap_out(cache: KVCache, block_ids: ArrayLike) -> KVCache:
     return map_blocks(out, cache)
 
 
-def swap_in(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> KVCache:
-    """Writes what `swap_out` returned into blocks of a cache, bit for bit; in place where the cache is donated.
+def blocks_from_host(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> KVCache:
+    """Writes what `blocks_to_host` returned into blocks of a cache, bit for bit; in place where the cache is donated.
 
     Args:
         cache: as the one that the blocks came from, in all but the number of blocks.
-        blocks: from `swap_out`.
+        blocks: from `blocks_to_host`.
         block_ids: int32 `[ids]`, where each block goes. The null block 0, or an id outside the pool, is padding: that
             block is dropped. Of several that are equal the last one counts.
 
@@ -72,7 +72,7 @@ def swap_in(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> KVCache:
 
     Bytes moved: `ids * block_bytes` over the host link, once, then read and written on the device.
 
-    Example: see `swap_out`.
+    Example: see `blocks_to_host`.
     """
     check_cache(cache)
     check_cache(blocks)

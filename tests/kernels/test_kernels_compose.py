@@ -29,8 +29,17 @@ def hopper(monkeypatch):
 
 
 def inputs(num_layers=None):
-    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=jnp.bfloat16, num_layers=num_layers)
-    allocator = BlockAllocator.create(NUM_BLOCKS, BLOCK_SIZE, SEQS, MAX_BLOCKS)
+    cache = KVCache.create(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=jnp.bfloat16,
+        num_layers=num_layers,
+    )
+    allocator = BlockAllocator.create(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks=MAX_BLOCKS
+    )
     return cache, allocator, jnp.ones((SEQS, HEADS, HEAD_DIM), jnp.bfloat16)
 
 
@@ -105,7 +114,9 @@ def test_a_window_that_is_a_number_bounds_what_there_is_to_do(configs, num_parti
 
 
 def test_rules_of_an_h200(configs, monkeypatch):
-    cache = KVCache.create(NUM_BLOCKS, BLOCK_SIZE, 32, HEAD_DIM, dtype=jnp.bfloat16)
+    cache = KVCache.create(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=32, head_dim=HEAD_DIM, dtype=jnp.bfloat16
+    )
     tables, lengths = jnp.zeros((1, 8192), jnp.int32), jnp.zeros(1, jnp.int32)
     for is_h200 in (False, True):
         monkeypatch.setattr(mosaic_gpu, "_has_fast_memory", lambda is_h200=is_h200: is_h200)

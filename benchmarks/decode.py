@@ -37,9 +37,9 @@ from benchmarks.harness import (
     read_chain,
     slope_microseconds,
 )
+from benchmarks.partitioned import Partitions, partitioned
 from benchmarks.points import GRID, HEADS, QUANTISED, VARIANTS, Inputs, Point, make_inputs, parse, shapes_of
-from jaxpaged import paged_attention, paged_attention_reference
-from jaxpaged._attention.partitions import NumPartitions
+from jaxpaged import paged_attention_reference
 
 MAX_CHECKED = 4  # sequences of a point that are compared with the reference
 
@@ -90,15 +90,13 @@ class Programs:
 
 
 def compile_point(
-    point: Point, implementation: str, num_partitions: NumPartitions, peer_names: list[str]
+    point: Point, implementation: str, num_partitions: Partitions, peer_names: list[str]
 ) -> dict[Any, Any]:
     """Jobs for `compile_all`, by (point, what)."""
     shapes = shapes_of(point)
     args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
-    ours: Any = paged_attention
-    attend = functools.partial(
-        with_scales, ours, num_partitions=num_partitions, implementation=implementation, **options_of(point)
-    )
+    ours = functools.partial(partitioned, num_partitions)
+    attend = functools.partial(with_scales, ours, implementation=implementation, **options_of(point))
     rows = len(checked_rows(point))
 
     def few(array: Any) -> jax.ShapeDtypeStruct:
@@ -129,9 +127,7 @@ def measure(point: Point, programs: Programs, inputs: Inputs) -> dict[str, Any]:
     token = jnp.ones(128)
     rows = np.asarray(checked_rows(point))
     _, out = dispatch(0)
-    expected, _ = programs.reference(
-        inputs.q[rows], *inputs.caches[0][0], inputs.block_tables[rows], inputs.lengths[rows]
-    )
+    expected = programs.reference(inputs.q[rows], *inputs.caches[0][0], inputs.block_tables[rows], inputs.lengths[rows])
     result: dict[str, Any] = {"bytes": point.num_bytes, "calls": point.num_calls}
     result["error"] = check(point, out[rows], expected)
     result["floor"] = slope_microseconds(

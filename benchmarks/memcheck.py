@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged import paged_attention
-from jaxpaged._attention.partitions import StaticPartitions
+from benchmarks.partitioned import Partitions, partitioned
 from tests.cases import OPTIONS, make_case, within_budget
 
-CALLS: tuple[tuple[str, dict[str, Any], StaticPartitions], ...] = (  # name, shape, partitions
+CALLS: tuple[tuple[str, dict[str, Any], Partitions], ...] = (  # name, shape, partitions
     ("single pass", {}, 1),
     ("partitions", {}, 3),
     ("chosen partitions", {}, None),
@@ -54,9 +53,9 @@ def main() -> None:
             settings: dict[str, Any] = {"head_dim": 128, "dtype": jnp.bfloat16} | shape
             case = make_case(**settings)
         with jax.default_device(device):
-            out = paged_attention(
+            out = partitioned(
+                num_partitions,
                 *jax.device_put(case.arrays, device),
-                num_partitions=num_partitions,
                 implementation=options.implementation,
                 **case.options,
             )

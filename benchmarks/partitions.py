@@ -112,7 +112,7 @@ class Bench:
         """One row at one length against the reference; raises where it is wrong."""
         _, out = self.compiled(self.q, *self.caches, self.tables[0], self.lengths(CHECKED_LENGTH))
         table = self.tables[0][0][-1:, : -(-CHECKED_LENGTH // BLOCK_SIZE)]
-        expected, _ = jax.jit(paged_attention_reference)(
+        expected = jax.jit(paged_attention_reference)(
             self.q[-1:], *self.caches, table, jnp.full(1, CHECKED_LENGTH, jnp.int32)
         )
         error = jnp.abs(out[-1:].astype(jnp.float32) - expected).max(axis=-1) / jnp.abs(expected).max(axis=-1)

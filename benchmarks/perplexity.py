@@ -96,9 +96,7 @@ def run(model: Llama, caches: Caches, tokens: list[int]) -> tuple[Caches, BlockA
 def create(config: LlamaConfig, num_blocks: int, dtype: str, scale: Any, scales: list[dict] | None) -> Caches:
     kind = dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype, scale_per=scale)
     layers = scales or [{}] * config.num_layers
-    return tuple(
-        KVCache.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, **kind, **layer) for layer in layers
-    )
+    return tuple(KVCache.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, **kind, **layer) for layer in layers)
 
 
 def calibration_caches(model: Llama, config: LlamaConfig, tokens: list[int]) -> Caches:

@@ -90,7 +90,7 @@ def expected_tokens(point: Prompt, inputs: Inputs) -> dict[slice, jax.Array]:
     rows, count = np.asarray(checked_rows(point)), min(CHECKED_TOKENS, point.q_len)
     pair, tables, lengths = inputs.caches[0][0], inputs.block_tables[rows], inputs.lengths[rows]
     places = [slice(end - count, end) for end in (count, (count + point.q_len) // 2, point.q_len)]
-    return {at: reference(inputs.q[rows][:, at], *pair, tables, lengths - (point.q_len - at.stop))[0] for at in places}
+    return {at: reference(inputs.q[rows][:, at], *pair, tables, lengths - (point.q_len - at.stop)) for at in places}
 
 
 def measure(point: Prompt, method: str, inputs: Inputs, expected: dict[slice, jax.Array]) -> dict[str, float]:

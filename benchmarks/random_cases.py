@@ -23,8 +23,8 @@ import numpy as np
 from jax import lax
 
 from benchmarks.harness import add_output, compile_all, open_store
-from jaxpaged import paged_attention, paged_attention_reference
-from jaxpaged._attention.partitions import StaticPartitions
+from benchmarks.partitioned import Partitions, partitioned
+from jaxpaged import paged_attention_reference
 from tests.cases import GARBAGE_IDS
 from tests.cases import _plain as plain_jnp
 
@@ -42,7 +42,7 @@ class Family:
     head_dim: int
     block_size: int
     max_blocks: int
-    num_partitions: StaticPartitions = None
+    num_partitions: Partitions = None
     q_len: int = 1
     options: tuple[str, ...] = ()
     dtype: str = "bfloat16"
@@ -132,7 +132,7 @@ def draw_tables(key: jax.Array, lengths: jax.Array, family: Family) -> tuple[jax
     return jnp.where(entries * family.block_size < lengths[:, None], tables, ids), legal
 
 
-def draw_options(key: jax.Array, family: Family) -> dict[str, jax.Array]:
+def draw_options(key: jax.Array, family: Family) -> dict[str, Any]:
     keys = dict(zip(ALL, jax.random.split(key, len(ALL)), strict=True))
     drawn = {
         "scale": lambda key: jax.random.uniform(key, (), jnp.float32, 0.02, 0.5),
@@ -165,14 +165,14 @@ def try_case(family: Family, implementation: Any, args: tuple[jax.Array, jax.Arr
     q = jax.random.normal(values, (SEQS, *q_len, family.heads, family.head_dim), jnp.float32)
     q = (q * jax.random.choice(size, jnp.asarray((0.1, 1.0, 3.0), jnp.float32))).astype(dtype)  # flat to peaked
 
-    out, lse = paged_attention(
+    out, lse = partitioned(
+        family.num_partitions,
         *(q, k_cache, jnp.where(is_twin, k_cache, v_cache), tables, lengths),
-        num_partitions=family.num_partitions,
         return_lse=True,
         implementation=implementation,
         **options,
     )
-    expected, expected_lse = paged_attention_reference(q, k_cache, v_cache, tables, lengths, **options)
+    expected, expected_lse = paged_attention_reference(q, k_cache, v_cache, tables, lengths, return_lse=True, **options)
     plain = plain_jnp(q, k_cache, v_cache, tables, lengths, dtype, options).astype(jnp.float32)
     worst = jnp.abs(out.astype(jnp.float32) - expected).max(axis=-1)
     budget = 2 * jnp.abs(plain - expected).max(axis=-1)

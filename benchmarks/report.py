@@ -136,7 +136,7 @@ def balanced() -> str:
     for name in (f"32/8 {shape}" for shape in BALANCED_SHAPES):
         default, shared = found[f"{name} default"], found[f"{name} balanced"]
         rows.append([label(name), us(default["floor"]), us(default["us"]), us(shared["us"])])
-    return table(("sequences x length", "floor", "default", '`"balanced"`'), rows)
+    return table(("sequences x length", "floor", "default", "with a plan"), rows)
 
 
 def quantised() -> str:

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.attend import attend
-from jaxpaged._attention.partitions import StaticPartitions
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotary import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
+from pallas_kernels.partition_plan import PartitionPlan
 
 
 def rotate_write_attend[C: (KVCache, CacheLayer)](
@@ -23,7 +23,8 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     scale: float | None,
     sliding_window: int | None,
     logits_soft_cap: float | None,
-    num_partitions: StaticPartitions,
+    num_partitions: int | None,
+    plan: PartitionPlan | None,
     implementation: Implementation | None,
 ) -> tuple[C, jax.Array]:  # and [seqs, q_len, heads * head_dim]
     seqs, q_len = slots.shape
@@ -43,6 +44,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
         num_partitions=num_partitions,
+        plan=plan,
         implementation=implementation,
     )
     return cache, out.reshape(seqs, q_len, -1)

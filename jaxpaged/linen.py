@@ -5,11 +5,11 @@ from flax import linen
 from jax.typing import DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.partitions import StaticPartitions
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._modules import check_call, check_sizes, rotate_write_attend
+from pallas_kernels.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention"]
 
@@ -43,7 +43,7 @@ class PagedAttention(linen.Module):
     scale: float | None = None
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
-    num_partitions: StaticPartitions = None
+    num_partitions: int | None = None
     implementation: Implementation | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = "float32"
@@ -55,6 +55,8 @@ class PagedAttention(linen.Module):
         cache: C,
         allocator: BlockAllocator,
         slots: jax.Array,
+        *,
+        plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """As `jaxpaged.nnx.PagedAttention.__call__`."""
         check_sizes(self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_frequencies)
@@ -73,6 +75,7 @@ class PagedAttention(linen.Module):
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             num_partitions=self.num_partitions,
+            plan=plan,
             implementation=self.implementation,
         )
         return cache, linear("o_proj", x.shape[-1], self.use_output_bias)(out)

@@ -5,11 +5,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.partitions import StaticPartitions
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._modules import check_call, check_sizes, rotate_write_attend
+from pallas_kernels.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention"]
 
@@ -36,7 +36,7 @@ class PagedAttention(nnx.Module):
         scale: as in `jaxpaged.paged_attention`, like the next four.
         sliding_window: in tokens.
         logits_soft_cap: of the logits.
-        num_partitions: a number or "balanced"; a plan goes to `jaxpaged.paged_attention` itself.
+        num_partitions: of each sequence.
         implementation: of the attention.
         dtype: of the computation; None: the one that input and parameters promote to.
         param_dtype: of the parameters.
@@ -73,7 +73,7 @@ class PagedAttention(nnx.Module):
         scale: float | None = None,
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
-        num_partitions: StaticPartitions = None,
+        num_partitions: int | None = None,
         implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = "float32",
@@ -101,6 +101,8 @@ class PagedAttention(nnx.Module):
         cache: C,
         allocator: BlockAllocator,
         slots: jax.Array,
+        *,
+        plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """Attends from the newest tokens of each sequence.
 
@@ -109,6 +111,7 @@ class PagedAttention(nnx.Module):
             cache: this layer's, of any dtype, or `CacheLayer(stack, i)`.
             allocator: after the `append` that made room for these tokens. One `append` serves all layers.
             slots: int32 `[seqs, q_len]`, which that `append` returned. Rows of padding have a slot outside the pool.
+            plan: of `jaxpaged.plan_partitions`, one for all layers, where the module has no `num_partitions`.
 
         Returns:
             The new cache, in the form it came in, and the output `[seqs, q_len, in_features]`.
@@ -127,6 +130,7 @@ class PagedAttention(nnx.Module):
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             num_partitions=self.num_partitions,
+            plan=plan,
             implementation=self.implementation,
         )
         return cache, self.o_proj(out)

@@ -59,6 +59,7 @@ from pallas_kernels._row_steps import RowSteps
 from pallas_kernels._rows import ROWS
 from pallas_kernels._steps import NarrowSteps, WideSteps
 from pallas_kernels._walk import Partition, Walk
+from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.decode_config import Config
 from pallas_kernels.partition_plan import PartitionPlan
 
@@ -243,14 +244,8 @@ def launch(
     v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
     block_tables: jax.Array,  # int32 [seqs, max_blocks]
     lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
+    options: AttentionOptions,
     *,
-    scale: jax.Array,  # f32 []
-    sliding_window: jax.Array | None = None,  # int32 [], at least 1
-    logits_soft_cap: jax.Array | None = None,  # f32 []
-    alibi_slopes: jax.Array | None = None,  # f32 [heads]
-    sinks: jax.Array | None = None,  # f32 [heads]
-    k_scale: jax.Array | None = None,  # f32 [], [kv_heads] or [blocks, block_size, kv_heads], of an 8-bit cache
-    v_scale: jax.Array | None = None,  # likewise
     plan: PartitionPlan | None = None,  # where the config has `total_partitions`
     config: Config,
     interpret: Any = None,
@@ -270,16 +265,16 @@ def launch(
         q = jnp.pad(q, ((0, 0),) * 4 + ((0, width // num_parts - part),)).reshape(*q.shape[:3], width)
         k_cache, v_cache = (c.reshape(num_blocks, block_size, kv_heads * num_parts, part) for c in (k_cache, v_cache))
 
-    options = {
-        "sliding_window": None if sliding_window is None else sliding_window.reshape(1),
-        "logits_soft_cap": None if logits_soft_cap is None else logits_soft_cap.reshape(1),
-        "alibi_slopes": None if alibi_slopes is None else by_row(alibi_slopes, kv_heads, q_len, rows),
-        "sinks": None if sinks is None else by_row(sinks, kv_heads, q_len, rows),
-        "k_scale": None if k_scale is None else jnp.atleast_1d(k_scale),
-        "v_scale": None if v_scale is None else jnp.atleast_1d(v_scale),
+    named = {
+        "sliding_window": None if options.sliding_window is None else options.sliding_window.reshape(1),
+        "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
+        "alibi_slopes": None if options.alibi_slopes is None else by_row(options.alibi_slopes, kv_heads, q_len, rows),
+        "sinks": None if options.sinks is None else by_row(options.sinks, kv_heads, q_len, rows),
+        "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
+        "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
     }
     if config.num_partials > 1 and config.total_partitions is None:
-        del options["sinks"]  # the merge kernel alone adds them
+        del named["sinks"]  # the merge kernel alone adds them
     inputs = {
         "q": q,
         "k_cache": k_cache,
@@ -287,8 +282,8 @@ def launch(
         "block_tables": block_tables,
         "lengths": lengths,
         **({} if plan is None else {"partitions": plan.partitions}),
-        "scale": scale.reshape(1),
-        **{name: value for name, value in options.items() if value is not None},
+        "scale": options.scale.reshape(1),
+        **{name: value for name, value in named.items() if value is not None},
     }
     finished_types = {
         "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
@@ -315,7 +310,7 @@ def launch(
         group=group,
         head_dim=head_dim,
         copies_of_tile=config.tile // rows_of_copy(block_size, config.tile),
-        token_scales=len(_scales.of_tokens(k_scale, v_scale)),
+        token_scales=len(_scales.of_tokens(options.k_scale, options.v_scale)),
         dtype=q.dtype,
         cache_dtype=k_cache.dtype,
         interpret=interpret,
@@ -361,7 +356,7 @@ def launch(
             partition_starts=plan.partition_starts if plan else None,
             finished=(made["out"], made["lse"]) if plan else None,
             sliding_window=inputs.get("sliding_window"),
-            sinks=None if sinks is None else by_row(sinks, kv_heads, q_len, rows),
+            sinks=None if options.sinks is None else by_row(options.sinks, kv_heads, q_len, rows),
             q_len=q_len,
             heads=heads,
             dtype=q.dtype,

@@ -183,7 +183,8 @@ def test_reference_is_dense_attention():
     pools = [np.empty((3, 16, 2, 64), np.float32) for _ in range(2)]
     for pool, values in zip(pools, (k, v), strict=True):
         pool[order] = values.reshape(pool.shape)
-    out, lse = paged_attention_reference(q, *pools, order[None].astype(np.int32), np.asarray([length], np.int32))
+    tables, lengths = order[None].astype(np.int32), np.asarray([length], np.int32)
+    out, lse = paged_attention_reference(q, *pools, tables, lengths, return_lse=True)
     # In float64, token by token, head by head.
     for row in range(q_len):
         seen = length - q_len + row + 1

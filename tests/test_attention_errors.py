@@ -52,6 +52,9 @@ MISTAKES = {
 }
 
 
+PLAN = plan_partitions(jnp.array([1, 2]), num_kv_heads=2)
+
+
 @pytest.mark.parametrize("function", [paged_attention, paged_attention_reference])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_value_errors(function, mistake):
@@ -80,11 +83,8 @@ def test_numbers_are_checked_under_jit_too(options):
             for wrong in (True, 2.0, jnp.ones(2))
         ),
         (dict(num_partitions="even"), ValueError, r"num_partitions must be .*; got num_partitions='even'"),
-        (
-            dict(num_partitions=plan_partitions(jnp.array([1, 2]), num_kv_heads=2)),
-            ValueError,
-            r"must be a plan for seqs=3 as in q; got .*starts.shape=\(3,\)",
-        ),
+        (dict(plan=PLAN), ValueError, r"plan must be one for seqs=3 as in q; got .*starts.shape=\(3,\)"),
+        (dict(plan=PLAN, num_partitions=2), ValueError, r"num_partitions or a plan, not both; got num_partitions=2"),
         (dict(implementation="cuda"), ValueError, r'None, "mosaic_gpu" or "xla"; got implementation=\'cuda\''),
         (dict(implementation="mosaic_gpu"), NotImplementedError, r"need an NVIDIA GPU|takes q in bfloat16"),
     ],

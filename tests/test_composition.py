@@ -83,7 +83,7 @@ def test_gradients_are_those_of_the_reference(name, q_len):
         return (jnp.sin(out) * out).sum() + jnp.where(jnp.isfinite(lse), lse, 0.0).sum()
 
     ours = functools.partial(loss, functools.partial(paged_attention, return_lse=True, num_partitions=2))
-    theirs = functools.partial(loss, paged_attention_reference)
+    theirs = functools.partial(loss, functools.partial(paged_attention_reference, return_lse=True))
     arguments = case.q, case.k_cache, case.v_cache, floats
     got, wanted = (jax.jit(jax.grad(f, argnums=(0, 1, 2, 3)))(*arguments) for f in (ours, theirs))
     for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

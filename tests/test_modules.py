@@ -22,7 +22,7 @@ OPTIONS = [
     {},
     dict(use_bias=True, use_output_bias=True),
     dict(sliding_window=5, logits_soft_cap=2.0, scale=0.4),
-    dict(rotary_frequencies=None, num_partitions="balanced"),
+    dict(rotary_frequencies=None, num_partitions=2),
 ]
 LENGTHS = (11, 1, 7)
 
@@ -196,6 +196,16 @@ def test_the_number_of_partitions_reaches_the_attention():
     for call in (module, apply):
         with pytest.raises(ValueError, match=r"num_partitions must be .*; got num_partitions=0"):
             call(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, allocator, slots)
+
+
+def test_a_plan_reaches_the_attention():
+    module, apply = make({})
+    cache, allocator = fresh()
+    allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
+    plan = jaxpaged.plan_partitions(allocator.lengths[1:], num_kv_heads=KV_HEADS)
+    for call in (module, apply):
+        with pytest.raises(ValueError, match="plan must be one for seqs=3 as in q"):
+            call(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, allocator, slots, plan=plan)
 
 
 def test_rotary_frequencies_of_an_odd_head_dim():

@@ -172,7 +172,7 @@ def test_a_table_row_holds_less_than_2_to_31_tokens():
 def test_everything_stays_int32_with_x64():
     with jax.enable_x64(True):
         plan = plan_partitions(CASE.lengths, num_kv_heads=np.int64(2))
-        paged_attention(*CASE.arrays, num_partitions=plan)
+        paged_attention(*CASE.arrays, plan=plan)
         slots = CacheLayer(STACK, np.int64(1)).slots(jnp.zeros(2, jnp.int32))
         made = BlockAllocator.create(**{name: np.int64(size) for name, size in SIZES.items()})
         after = made.append(np.array([1, 2]), max_tokens=np.int64(2))

@@ -1,6 +1,7 @@
 """The arguments of the attention function: checked once, then carried in one form."""
 
 import dataclasses
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,24 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._cache.kv_cache import CACHE_DTYPES
 from jaxpaged._integers import as_int32, saturated
+from pallas_kernels.attention_options import AttentionOptions
 
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Of a larger cap, cap * tanh(x / cap) is x. What x / cap flushes to zero are logits below 1e30 * 2^-126, 1e-8; of
 # infinity it would be NaN.
 MOST_CAP = 1e30
+
+
+class Options(TypedDict, total=False):
+    """The options of `paged_attention` that change what is computed, as a caller passes them."""
+
+    scale: ArrayLike | None
+    sliding_window: ArrayLike | None
+    logits_soft_cap: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    k_scale: ArrayLike | None
+    v_scale: ArrayLike | None
 
 
 @jax.tree_util.register_dataclass
@@ -29,13 +43,7 @@ class AttentionArguments:
     v_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
     block_tables: jax.Array  # int32 [seqs, max_blocks]
     lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
-    scale: jax.Array  # f32 []
-    sliding_window: jax.Array | None  # int32 [], within 1 and the capacity of a table row
-    logits_soft_cap: jax.Array | None  # f32 [], at most MOST_CAP
-    alibi_slopes: jax.Array | None  # f32 [heads]
-    sinks: jax.Array | None  # f32 [heads]
-    k_scale: jax.Array | None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads]
-    v_scale: jax.Array | None  # likewise
+    options: AttentionOptions
 
     @property
     def block_size(self) -> int:
@@ -52,9 +60,10 @@ class AttentionArguments:
 
     def first_visible(self) -> jax.Array:
         """The first position that any query of a sequence sees, int32 [seqs]."""
-        if self.sliding_window is None:
+        window = self.options.sliding_window
+        if window is None:
             return jnp.zeros_like(self.lengths)
-        return jnp.maximum(self.query_positions()[:, 0] - self.sliding_window + 1, 0)
+        return jnp.maximum(self.query_positions()[:, 0] - window + 1, 0)
 
     def readable_ids(self, entries: jax.Array, readable: jax.Array | bool = True) -> jax.Array:
         """Block ids at table `entries` [seqs, ...], the null block where nothing may be read.
@@ -76,36 +85,47 @@ def check_arguments(
     v_cache: ArrayLike,
     block_tables: ArrayLike,
     lengths: ArrayLike,
-    *,
-    scale: ArrayLike | None,
-    sliding_window: ArrayLike | None,
-    logits_soft_cap: ArrayLike | None,
-    alibi_slopes: ArrayLike | None,
-    sinks: ArrayLike | None,
-    k_scale: ArrayLike | None,
-    v_scale: ArrayLike | None,
+    **options: Unpack[Options],
 ) -> AttentionArguments:
     """Raises `ValueError` for what no implementation could take; returns the arguments in one form."""
     q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
     block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     _check_dtypes(q, k_cache, v_cache, block_tables, lengths)
     _check_shapes(q, k_cache, v_cache, block_tables, lengths)
-    if k_cache.dtype == jnp.int8 and (k_scale is None or v_scale is None):
-        missing = "k_scale" if k_scale is None else "v_scale"
-        raise ValueError(f"an int8 cache needs k_scale and v_scale; got {missing}=None. Pass cache.{missing}.")
-    heads, head_dim = q.shape[-2:]
     block_size = k_cache.shape[1]
     capacity = block_tables.shape[1] * block_size
     if capacity >= 2**31:
         raise ValueError(f"a table row holds less than 2^31 tokens; got {block_tables.shape=}, {block_size=}.")
-    cap = optional("logits_soft_cap", logits_soft_cap, [()], positive=True)
-    window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     return AttentionArguments(
         q=q if q.ndim == 4 else q[:, None],
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=block_tables,
         lengths=jnp.clip(lengths, 0, capacity),
+        options=_check_options(q, k_cache, capacity, **options),
+    )
+
+
+def _check_options(
+    q: jax.Array,
+    k_cache: jax.Array,
+    capacity: int,
+    *,
+    scale: ArrayLike | None = None,
+    sliding_window: ArrayLike | None = None,
+    logits_soft_cap: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+) -> AttentionOptions:
+    if k_cache.dtype == jnp.int8 and (k_scale is None or v_scale is None):
+        missing = "k_scale" if k_scale is None else "v_scale"
+        raise ValueError(f"an int8 cache needs k_scale and v_scale; got {missing}=None. Pass cache.{missing}.")
+    heads, head_dim = q.shape[-2:]
+    cap = optional("logits_soft_cap", logits_soft_cap, [()], positive=True)
+    window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
+    return AttentionOptions(
         scale=jnp.asarray(head_dim**-0.5 if scale is None else optional("scale", scale, [()]), jnp.float32),
         # 2^31 - 1 stands for no window in a scan over layers: cut down, so that no position less a window overflows.
         sliding_window=None if window is None else jnp.clip(window, 1, capacity),

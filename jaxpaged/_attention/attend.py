@@ -1,12 +1,12 @@
 """Attention from a cache and an allocator, which know the tables and the scales."""
 
-from typing import Any, Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.public import paged_attention
+from jaxpaged._attention.public import AttentionKeywords, paged_attention
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 
@@ -18,18 +18,28 @@ def attend(
     allocator: BlockAllocator,
     *,
     return_lse: Literal[False] = ...,
-    **options: Any,
+    **options: Unpack[AttentionKeywords],
 ) -> jax.Array: ...
 
 
 @overload
 def attend(
-    q: ArrayLike, cache: KVCache | CacheLayer, allocator: BlockAllocator, *, return_lse: Literal[True], **options: Any
+    q: ArrayLike,
+    cache: KVCache | CacheLayer,
+    allocator: BlockAllocator,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
 def attend(
-    q: ArrayLike, cache: KVCache | CacheLayer, allocator: BlockAllocator, *, return_lse: bool = False, **options: Any
+    q: ArrayLike,
+    cache: KVCache | CacheLayer,
+    allocator: BlockAllocator,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[AttentionKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`paged_attention` of `q` over a cache, with the cache's scales and the allocator's block tables and lengths.
 
@@ -60,5 +70,6 @@ def attend(
         pool, block_tables = cache.pool, cache.block_tables(allocator.block_tables)
     else:
         pool, block_tables = cache, allocator.block_tables
-    options |= dict(k_scale=pool.k_scale, v_scale=pool.v_scale, return_lse=return_lse)
-    return paged_attention(q, pool.k, pool.v, block_tables, allocator.lengths, **options)
+    options |= dict(k_scale=pool.k_scale, v_scale=pool.v_scale)
+    arrays = q, pool.k, pool.v, block_tables, allocator.lengths
+    return paged_attention(*arrays, return_lse=True, **options) if return_lse else paged_attention(*arrays, **options)

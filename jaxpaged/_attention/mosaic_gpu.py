@@ -53,7 +53,7 @@ def config_of(
         window=window,
         num_partitions=num_partitions,
         itemsize=a.k_cache.dtype.itemsize,
-        token_scales=sum(scale is not None and scale.ndim == 3 for scale in (a.k_scale, a.v_scale)),
+        token_scales=sum(scale is not None and scale.ndim == 3 for scale in (a.options.k_scale, a.options.v_scale)),
     )
     if plan is None or config.total_partitions is None:
         return config
@@ -70,13 +70,13 @@ def plan_of(config: decode_config.Config, a: AttentionArguments, num_partitions:
     if isinstance(num_partitions, PartitionPlan):
         return num_partitions
     return partition_plan.make(
-        a.lengths, a.sliding_window, q_len=a.q.shape[1], total_partitions=config.total_partitions
+        a.lengths, a.options.sliding_window, q_len=a.q.shape[1], total_partitions=config.total_partitions
     )
 
 
 def check_supported(a: AttentionArguments) -> None:
     """Raises `NotImplementedError` where the kernels, or the GPU, cannot; the message names the limit and the value."""
-    if a.k_cache.dtype.itemsize > 1 and (a.k_scale is not None or a.v_scale is not None):
+    if a.k_cache.dtype.itemsize > 1 and (a.options.k_scale is not None or a.options.v_scale is not None):
         raise NotImplementedError(
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
             f'got k_cache.dtype={a.k_cache.dtype!s}. Pass implementation="xla".'
@@ -145,13 +145,7 @@ def _kernels(
         runs.v_cache,
         runs.block_tables,
         runs.lengths,
-        scale=runs.scale,
-        sliding_window=runs.sliding_window,
-        logits_soft_cap=runs.logits_soft_cap,
-        alibi_slopes=runs.alibi_slopes,
-        sinks=runs.sinks,
-        k_scale=runs.k_scale,
-        v_scale=runs.v_scale,
+        runs.options,
         plan=plan,
         config=config,
         interpret=interpret,

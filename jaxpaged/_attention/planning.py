@@ -13,11 +13,11 @@ from pallas_kernels.partition_plan import PartitionPlan
 def plan_partitions(
     lengths: ArrayLike, *, num_kv_heads: int, q_len: int = 1, sliding_window: ArrayLike | None = None
 ) -> PartitionPlan:
-    """What `paged_attention(..., num_partitions="balanced")` makes of the lengths, to be made once and passed to it.
+    """Partitions shared out by the true lengths, for the `plan` of `paged_attention`.
 
-    Layers in a row share a plan without that, since XLA computes equal expressions once; in a `lax.scan` over layers it
-    would be made in each. A pytree of two small arrays, made inside jit, with no host sync. It decides only who works
-    on what: a plan that was made from other lengths costs time, never a right result.
+    Make it once a step, before the layers. It is a pytree of two small arrays, made inside jit with no host sync. It
+    decides which program works on what and nothing else: a plan made from other lengths gives the same results, to
+    rounding, in more time.
 
     Args:
         lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
@@ -26,7 +26,7 @@ def plan_partitions(
         sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
 
     Returns:
-        The plan, for `num_partitions` of calls on as many sequences.
+        The plan, for calls on as many sequences.
 
     Raises:
         ValueError: lengths that are not int32 `[seqs]`; a window that is not positive; sizes below 1.
@@ -37,7 +37,7 @@ def plan_partitions(
         >>> q = jax.random.normal(jax.random.key(0), (2, 4, 64))
         >>> tables, lengths = jnp.array([[3, 5], [4, 0]]), jnp.array([20, 9])
         >>> plan = jaxpaged.plan_partitions(lengths, num_kv_heads=2)
-        >>> jaxpaged.paged_attention(q, cache.k, cache.v, tables, lengths, num_partitions=plan).shape
+        >>> jaxpaged.paged_attention(q, cache.k, cache.v, tables, lengths, plan=plan).shape
         (2, 4, 64)
     """
     lengths = as_int32(lengths)

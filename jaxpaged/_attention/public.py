@@ -1,17 +1,26 @@
 """The public attention function: checks, then one implementation."""
 
 import warnings
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._attention import mosaic_gpu, xla
-from jaxpaged._attention.arguments import AttentionArguments, check_arguments, known_int
-from jaxpaged._attention.partitions import NumPartitions, check_partitions
+from jaxpaged._attention.arguments import AttentionArguments, Options, check_arguments, known_int
+from jaxpaged._attention.partitions import check_partitions
+from pallas_kernels.partition_plan import PartitionPlan
 
 Implementation = Literal["mosaic_gpu", "xla"]
+
+
+class AttentionKeywords(Options, total=False):
+    """The options of `paged_attention` that every function which calls it hands on."""
+
+    num_partitions: int | None
+    plan: PartitionPlan | None
+    implementation: Implementation | None
 
 
 @overload
@@ -22,16 +31,8 @@ def paged_attention(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
-    scale: ArrayLike | None = ...,
-    sliding_window: ArrayLike | None = ...,
-    logits_soft_cap: ArrayLike | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    k_scale: ArrayLike | None = ...,
-    v_scale: ArrayLike | None = ...,
-    num_partitions: NumPartitions = ...,
     return_lse: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    **options: Unpack[AttentionKeywords],
 ) -> jax.Array: ...
 
 
@@ -43,16 +44,8 @@ def paged_attention(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
-    scale: ArrayLike | None = ...,
-    sliding_window: ArrayLike | None = ...,
-    logits_soft_cap: ArrayLike | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    k_scale: ArrayLike | None = ...,
-    v_scale: ArrayLike | None = ...,
-    num_partitions: NumPartitions = ...,
     return_lse: Literal[True],
-    implementation: Implementation | None = ...,
+    **options: Unpack[AttentionKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -70,7 +63,8 @@ def paged_attention(
     sinks: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
-    num_partitions: NumPartitions = None,
+    num_partitions: int | None = None,
+    plan: PartitionPlan | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -111,11 +105,11 @@ def paged_attention(
             k_cache is, so that what stands in unused slots never reaches the output. Pass `cache.k_scale`. An int8
             cache needs both scales.
         v_scale: likewise for values.
-        num_partitions: in how many parts each sequence's tokens are worked on side by side, to be merged at the end.
-            With a number, a sequence's output does not depend on its batch neighbours. None: "xla" takes 1,
-            "mosaic_gpu" what fills the GPU, as many for each. "balanced", for a few sequences that are much longer than
-            the others: "mosaic_gpu" shares them out by the true lengths, once for all layers that are unrolled in one
-            jit. A plan of `plan_partitions`: the same, made beforehand, for a scan over layers. "xla" takes 1 for both.
+        num_partitions: the number of parts of each sequence that are worked on side by side and merged. With a number,
+            a sequence's output does not depend on its batch neighbours. None: "xla" takes 1, "mosaic_gpu" as many as
+            fill the GPU.
+        plan: from `plan_partitions`, in place of a number: partitions shared out by the true lengths, for batches in
+            which a few sequences are much longer than the others. "xla" takes 1 instead.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for Hopper GPUs (compute capability 9.0) in bfloat16 and float16, with
             caches in q's dtype or of 8 bits, for one token or whole prompts; "xla", anything anywhere; None, the first
@@ -156,14 +150,13 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    num_partitions = check_partitions(num_partitions, seqs=arguments.q.shape[0])
+    partitions = check_partitions(num_partitions, plan, seqs=arguments.q.shape[0])
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     if _use_kernel(arguments, implementation):
-        out, lse = mosaic_gpu.attend(arguments, num_partitions=num_partitions, window=known_int(sliding_window))
+        out, lse = mosaic_gpu.attend(arguments, num_partitions=partitions, window=known_int(sliding_window))
     else:
-        fixed = num_partitions if isinstance(num_partitions, int) else 1
-        out, lse = xla.attend(arguments, num_partitions=fixed)
+        out, lse = xla.attend(arguments, num_partitions=num_partitions or 1)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out

@@ -1,11 +1,39 @@
 """The definition of paged attention: as plain as the equation, in float32, slow."""
 
+from typing import Literal, Unpack, overload
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._attention.arguments import AttentionArguments, check_arguments
+from jaxpaged._attention.arguments import AttentionArguments, Options, check_arguments
+
+
+@overload
+def paged_attention_reference(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention_reference(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def paged_attention_reference(
@@ -15,41 +43,25 @@ def paged_attention_reference(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
-    scale: ArrayLike | None = None,
-    sliding_window: ArrayLike | None = None,
-    logits_soft_cap: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    k_scale: ArrayLike | None = None,
-    v_scale: ArrayLike | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What `paged_attention` must compute, in float32 at the highest precision.
 
-    Takes the arguments of `jaxpaged.paged_attention`, gathers every sequence's whole table, and is meant for
-    tests: it holds `[seqs, heads, q_len, max_blocks * block_size]` logits.
+    Takes the arguments and options of `jaxpaged.paged_attention`, gathers every sequence's whole table, and is meant
+    for tests: it holds `[seqs, heads, q_len, max_blocks * block_size]` logits.
 
     Returns:
-        The output and the lse, both float32 (not rounded to q's dtype), shaped as in `jaxpaged.paged_attention`.
+        The output, and with `return_lse` also the lse, shaped as in `jaxpaged.paged_attention`. Both are float32: the
+        output is not rounded to q's dtype.
 
     Raises:
         ValueError: as `jaxpaged.paged_attention`.
     """
-    arguments = check_arguments(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        lengths,
-        scale=scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    out, lse = _attend(arguments)
-    return (out, lse) if jnp.ndim(q) == 4 else (out[:, 0], lse[:, 0])
+    out, lse = _attend(check_arguments(q, k_cache, v_cache, block_tables, lengths, **options))
+    if jnp.ndim(q) == 3:
+        out, lse = out[:, 0], lse[:, 0]
+    return (out, lse) if return_lse else out
 
 
 def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
@@ -59,8 +71,8 @@ def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     query_positions = a.query_positions()  # [seqs, q_len]
     distance = query_positions[:, :, None] - token_positions[None, None]  # [seqs, q_len, tokens]
     visible = (distance >= 0) & (query_positions >= 0)[:, :, None]
-    if a.sliding_window is not None:
-        visible &= distance < a.sliding_window
+    if a.options.sliding_window is not None:
+        visible &= distance < a.options.sliding_window
 
     # A block that no query sees is not followed: its entry may be any garbage.
     followed = visible.any(axis=1).reshape(seqs, max_blocks, a.block_size).any(axis=-1)
@@ -75,19 +87,19 @@ def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
             values *= jnp.where(seen, factor, 0.0)
         return jnp.repeat(values, a.group, axis=2)
 
-    k, v = gather(a.k_cache, a.k_scale), gather(a.v_cache, a.v_scale)
+    k, v = gather(a.k_cache, a.options.k_scale), gather(a.v_cache, a.options.v_scale)
     q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q)).astype(jnp.float32)
-    logits = a.scale * jnp.einsum("sqhd,sthd->shqt", q, k, precision=lax.Precision.HIGHEST)
-    if a.logits_soft_cap is not None:
-        logits = a.logits_soft_cap * jnp.tanh(logits / a.logits_soft_cap)
-    if a.alibi_slopes is not None:
-        logits -= a.alibi_slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
+    logits = a.options.scale * jnp.einsum("sqhd,sthd->shqt", q, k, precision=lax.Precision.HIGHEST)
+    if a.options.logits_soft_cap is not None:
+        logits = a.options.logits_soft_cap * jnp.tanh(logits / a.options.logits_soft_cap)
+    if a.options.alibi_slopes is not None:
+        logits -= a.options.alibi_slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
     logits = jnp.where(visible[:, None], logits, -jnp.inf)
 
     sees_any = (query_positions >= 0)[:, None]  # [seqs, 1, q_len]
     columns = logits
-    if a.sinks is not None:
-        column = jnp.broadcast_to(a.sinks[None, :, None, None], (*logits.shape[:3], 1))
+    if a.options.sinks is not None:
+        column = jnp.broadcast_to(a.options.sinks[None, :, None, None], (*logits.shape[:3], 1))
         columns = jnp.concatenate([logits, column], axis=-1)
     lse = jax.nn.logsumexp(columns, axis=-1)  # [seqs, heads, q_len]
     weights = jnp.where(sees_any[..., None], jnp.exp(logits - jnp.where(sees_any, lse, 0.0)[..., None]), 0.0)

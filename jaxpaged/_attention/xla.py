@@ -49,8 +49,9 @@ def _cut_blocks(a: AttentionArguments) -> AttentionArguments:
         k_cache=cut(a.k_cache),
         v_cache=cut(a.v_cache),
         block_tables=(ids + jnp.arange(parts, dtype=jnp.int32)[None, None]).reshape(ids.shape[0], -1),
-        k_scale=cut_scale(a.k_scale),
-        v_scale=cut_scale(a.v_scale),
+        options=dataclasses.replace(
+            a.options, k_scale=cut_scale(a.options.k_scale), v_scale=cut_scale(a.options.v_scale)
+        ),
     )
 
 
@@ -152,24 +153,24 @@ def _load_tile(
 
     distance = positions[:, None, None, :, None] - tokens[:, :, None, None, :]
     distance = jnp.where(active[..., None, None, None], distance, -1)
-    return load(a.k_cache, a.k_scale), load(a.v_cache, a.v_scale), distance
+    return load(a.k_cache, a.options.k_scale), load(a.v_cache, a.options.v_scale), distance
 
 
 def _logits(a: AttentionArguments, q: jax.Array, k: jax.Array, distance: jax.Array) -> jax.Array:
-    logits = a.scale * jnp.einsum(
+    logits = a.options.scale * jnp.einsum(
         "skrd,sptkd->spkrt",
         q.astype(k.dtype),
         k,
         preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST,
     )
-    if a.logits_soft_cap is not None:
-        logits = a.logits_soft_cap * jnp.tanh(logits / a.logits_soft_cap)
-    if a.alibi_slopes is not None:
-        logits -= _by_row(a, a.alibi_slopes)[None, None, :, :, None] * distance.astype(jnp.float32)
+    if a.options.logits_soft_cap is not None:
+        logits = a.options.logits_soft_cap * jnp.tanh(logits / a.options.logits_soft_cap)
+    if a.options.alibi_slopes is not None:
+        logits -= _by_row(a, a.options.alibi_slopes)[None, None, :, :, None] * distance.astype(jnp.float32)
     visible = distance >= 0
-    if a.sliding_window is not None:
-        visible &= distance < a.sliding_window
+    if a.options.sliding_window is not None:
+        visible &= distance < a.options.sliding_window
     return jnp.where(visible, logits, -jnp.inf)
 
 
@@ -183,13 +184,13 @@ def _reduce(
     """Merges the partitions, adds the sinks, and normalises."""
     seqs, q_len, heads, head_dim = a.q.shape
     m_all = m.max(axis=1)  # [seqs, kv_heads, rows]
-    if a.sinks is not None:
-        sinks = _by_row(a, a.sinks)[None]
+    if a.options.sinks is not None:
+        sinks = _by_row(a, a.options.sinks)[None]
         m_all = jnp.maximum(m_all, lax.stop_gradient(sinks))
     m_all = jnp.where(m_all == -jnp.inf, 0.0, m_all)
     weights = jnp.exp(m - m_all[:, None])
     denominator = (l * weights).sum(axis=1)
-    if a.sinks is not None:
+    if a.options.sinks is not None:
         denominator += jnp.exp(sinks - m_all)
     sees_any = (positions >= 0)[:, None, :]  # [seqs, 1, rows]
     denominator = jnp.where(sees_any, denominator, 1.0)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import decode_config, paged_decode, partition_plan
+from pallas_kernels.attention_options import AttentionOptions
 
 # What `decode_config.default_config` is given, unless a test says otherwise.
 SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
@@ -60,7 +61,7 @@ def traced(
         plan, total = None, config.total_partitions
         if total is not None:
             plan = partition_plan.make(arrays[-1], named.get("sliding_window"), q_len=q_len, total_partitions=total)
-        return paged_decode.launch(*arrays, **named, plan=plan, config=config)
+        return paged_decode.launch(*arrays, AttentionOptions(**named), plan=plan, config=config)
 
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)

@@ -14,6 +14,7 @@ from jaxpaged import (
     CacheLayer,
     KVCache,
     paged_attention,
+    plan_partitions,
     write_kv,
 )
 from jaxpaged._attention import mosaic_gpu
@@ -100,12 +101,13 @@ def configs(monkeypatch):
     return launched
 
 
-@pytest.mark.parametrize("num_partitions", [None, "balanced"])
-def test_a_window_that_is_a_number_bounds_what_there_is_to_do(configs, num_partitions):
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_window_that_is_a_number_bounds_what_there_is_to_do(configs, planned):
     cache, allocator, q = inputs()
+    plan = plan_partitions(allocator.lengths, num_kv_heads=KV_HEADS) if planned else None
     arrays = q, cache.k, cache.v, allocator.block_tables, allocator.lengths
     for window in (20, np.int32(20), jnp.int32(20), None):
-        attend(*arrays, sliding_window=window, num_partitions=num_partitions)
+        attend(*arrays, sliding_window=window, plan=plan)
     number, numpy_number, array, none = configs
     assert number == numpy_number
     assert array == none

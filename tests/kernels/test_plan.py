@@ -141,21 +141,22 @@ def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
     case = make_case(lengths=(500, 3), max_blocks=32, dtype=BF16)
     q, *cache = case.arrays
 
-    def layers(q, num_partitions, *rest):
-        plan = num_partitions or plan_partitions(rest[-1], num_kv_heads=2)
+    def layers(q, is_made_before, *rest):
+        before = plan_partitions(rest[-1], num_kv_heads=2)
 
         def layer(q, _):
-            return paged_attention(q, *rest, num_partitions=plan, implementation="mosaic_gpu"), None
+            plan = before if is_made_before else plan_partitions(rest[-1], num_kv_heads=2)
+            return paged_attention(q, *rest, plan=plan, implementation="mosaic_gpu"), None
 
         return jax.lax.scan(layer, q, length=3)[0]
 
-    def plans_inside(num_partitions):
-        jaxpr = jax.make_jaxpr(layers, static_argnums=1)(q, num_partitions, *cache)
+    def plans_inside(is_made_before):
+        jaxpr = jax.make_jaxpr(layers, static_argnums=1)(q, is_made_before, *cache)
         (scan,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
         return str(scan.params["jaxpr"]).count("cumsum[")
 
-    assert plans_inside(None) == 0
-    assert plans_inside("balanced") == 1
+    assert plans_inside(True) == 0
+    assert plans_inside(False) == 1
 
 
 def test_the_public_plan_is_that_of_balanced(monkeypatch):
@@ -163,7 +164,7 @@ def test_the_public_plan_is_that_of_balanced(monkeypatch):
     case = make_case(lengths=(500, 3), max_blocks=32, dtype=BF16, options=OPTIONS["window"])
     a = arguments_of(case)
     theirs = mosaic_gpu.plan_of(mosaic_gpu.config_of(a, num_sms=132, num_partitions="balanced"), a, "balanced")
-    ours = plan_partitions(a.lengths, num_kv_heads=2, sliding_window=a.sliding_window)
+    ours = plan_partitions(a.lengths, num_kv_heads=2, sliding_window=a.options.sliding_window)
     assert (ours.partitions == theirs.partitions).all()
     assert (ours.partition_starts == theirs.partition_starts).all()
 
@@ -211,7 +212,7 @@ def test_plan_errors(arguments, message):
 def test_a_step_that_takes_a_plan_is_exported():
     def attend(q, *rest):
         *arrays, plan = rest
-        return paged_attention(q, *arrays, num_partitions=plan)
+        return paged_attention(q, *arrays, plan=plan)
 
     case = make_case(lengths=(30, 3), max_blocks=4)
     plan = plan_partitions(case.lengths, num_kv_heads=case.k_cache.shape[2])

@@ -1,0 +1,19 @@
+"""The options of attention, carried whole from the public function to the kernel."""
+
+import dataclasses
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """Checked, as arrays. None: the option is left out, and costs a kernel nothing."""
+
+    scale: jax.Array  # f32 []
+    sliding_window: jax.Array | None = None  # int32 [], within 1 and the capacity of a table row
+    logits_soft_cap: jax.Array | None = None  # f32 []
+    alibi_slopes: jax.Array | None = None  # f32 [heads]
+    sinks: jax.Array | None = None  # f32 [heads]
+    k_scale: jax.Array | None = None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads], of a narrow cache
+    v_scale: jax.Array | None = None  # likewise

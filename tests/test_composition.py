@@ -17,11 +17,11 @@ from jaxpaged import (
     BlockAllocator,
     CacheLayer,
     KVCache,
+    _device,
     paged_attention,
     paged_attention_reference,
     write_kv,
 )
-from jaxpaged._attention import mosaic_gpu
 from tests.cases import OPTIONS, make_case, oracle
 
 CASE = make_case(lengths=(0, 1, 40, 80), options=OPTIONS["all"])
@@ -135,7 +135,7 @@ def test_an_exported_decode_step_round_trips(dtype):
 
 
 def test_shard_map_on_a_gpu_needs_check_vma_false(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     arrays = make_case(lengths=(3, 50), max_blocks=4, dtype=jnp.bfloat16).arrays
 

@@ -1,6 +1,10 @@
-"""Imports never run upwards: pallas_kernels, jaxpaged, examples. Flax in the two module files, matplotlib in one."""
+"""Imports never run upwards or in circles. Flax is imported by the two module files only, matplotlib by one.
+
+One file of jaxpaged asks JAX about the hardware.
+"""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +64,52 @@ def test_the_walk_sees_an_import_inside_a_function():
 def test_import_does_not_import_flax(package):
     code = f"import sys, {package}; sys.exit('flax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def sources_of(package: str) -> dict[str, str]:
+    """The sources of a package's modules, by dotted name."""
+    files = {file.relative_to(ROOT).with_suffix(""): file for file in sorted((ROOT / package).rglob("*.py"))}
+    return {".".join(path.parts).removesuffix(".__init__"): file.read_text() for path, file in files.items()}
+
+
+def check_no_circle(sources: dict[str, str]) -> None:
+    """Raises `CycleError` where modules import one another in a circle, wherever in them the imports stand."""
+
+    def module_of(name: str) -> str:  # `jaxpaged._cache.write.write_kv` is of `jaxpaged._cache.write`
+        return name if name in sources else name.rpartition(".")[0]
+
+    imports = {module: map(module_of, imported_names(source)) for module, source in sources.items()}
+    graphlib.TopologicalSorter(imports).prepare()
+
+
+def asks_about_devices(source: str) -> bool:
+    attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    return not attributes.isdisjoint({"devices", "local_devices", "default_backend", "core_count", "device_kind"})
+
+
+def test_no_circle_of_imports():
+    check_no_circle(sources_of("jaxpaged"))
+
+
+@pytest.mark.parametrize(
+    "a",
+    [
+        "from jaxpaged import b",
+        "import jaxpaged.b",
+        "def f():\n    from jaxpaged.b import x",
+        "if TYPE_CHECKING:\n    from jaxpaged.b import x",
+    ],
+)
+def test_the_walk_sees_a_circle(a):
+    sources = {"jaxpaged": "", "jaxpaged.a": a, "jaxpaged.b": "", "jaxpaged.c": "from jaxpaged.a import y"}
+    check_no_circle(sources)
+    with pytest.raises(graphlib.CycleError):
+        check_no_circle(sources | {"jaxpaged.b": "from jaxpaged.c import z"})
+
+
+def test_one_file_asks_about_the_hardware():
+    asking = {name for name, source in sources_of("jaxpaged").items() if asks_about_devices(source)}
+    assert asking == {"jaxpaged._device"}
 
 
 def test_no_test_module_is_imported():

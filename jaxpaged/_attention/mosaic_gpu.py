@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxpaged import _device
 from jaxpaged._attention import query_runs, xla
 from jaxpaged._attention.arguments import AttentionArguments
 from jaxpaged._attention.partitions import NumPartitions
@@ -20,8 +21,8 @@ def attend(
 
     What `check_supported` lets through. `window`: the sliding window, in tokens, where it is known beforehand.
     """
-    num_sms, _ = _gpu()
-    config_with = functools.partial(config_of, a, num_sms=num_sms, fast_memory=_has_fast_memory(), window=window)
+    gpu = _device.gpu()
+    config_with = functools.partial(config_of, a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, window=window)
     config = config_with(num_partitions=num_partitions)
     mapped = config if config.total_partitions is None else config_with(num_partitions=None)
     return _launch(config, mapped, None, a, plan_of(config, a, num_partitions))
@@ -87,7 +88,6 @@ def check_supported(a: AttentionArguments) -> None:
         raise NotImplementedError(
             f"the decode kernel takes up to {decode_config.MAX_ROWS} query heads a KV head; got {group=}."
         )
-    _, compute_capability = _gpu()
     decode_config.check_supported(
         head_dim=head_dim,
         block_size=a.block_size,
@@ -95,18 +95,13 @@ def check_supported(a: AttentionArguments) -> None:
         q_len=run,
         q_dtype=a.q.dtype,
         cache_dtype=a.k_cache.dtype,
-        compute_capability=compute_capability,
+        compute_capability=_device.gpu().compute_capability,
     )
     if seqs * num_runs > decode_config.MAX_SEQS:
         raise NotImplementedError(
             f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
             f"{q_len=}, {group=}: {seqs * num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."
         )
-
-
-def varies(arrays: Any) -> bool:
-    """Whether one of them differs along a mesh axis, as far as JAX knows: inside `jax.shard_map` with its check_vma."""
-    return any(jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays))
 
 
 # Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
@@ -159,16 +154,3 @@ def _launch_jvp(
 ) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
     return jax.jvp(functools.partial(xla.attend, num_partitions=1), primals[:1], tangents[:1])
-
-
-def _gpu() -> tuple[int, float]:
-    """SMs and compute capability of the GPU that JAX uses by default."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        raise NotImplementedError(f"the Mosaic GPU kernels need an NVIDIA GPU; got {device.platform=}.")
-    return int(device.core_count), float(device.compute_capability)
-
-
-def _has_fast_memory() -> bool:
-    """Whether JAX's default GPU is an H200, of which `decode_config` has rules of its own."""
-    return "H200" in jax.devices()[0].device_kind.split()

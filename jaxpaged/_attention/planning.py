@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._attention import mosaic_gpu
+from jaxpaged import _device
 from jaxpaged._attention.arguments import check_lengths_dtype, optional
 from jaxpaged._integers import as_int32, checked_size
 from pallas_kernels import decode_config, partition_plan
@@ -48,7 +48,7 @@ def plan_partitions(
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     seqs = lengths.shape[0]
     try:
-        num_sms, _ = mosaic_gpu._gpu()
+        num_sms = _device.gpu().num_sms
     except NotImplementedError:
         num_sms = 0  # nobody will follow the plan
     total = decode_config.balanced_partitions(seqs, num_kv_heads, num_sms) or seqs + 1

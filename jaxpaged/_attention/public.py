@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpaged import _device
 from jaxpaged._attention import mosaic_gpu, xla
 from jaxpaged._attention.arguments import AttentionArguments, Options, check_arguments, known_int
 from jaxpaged._attention.partitions import check_partitions
@@ -172,7 +173,7 @@ def _use_kernel(arguments: AttentionArguments, implementation: Implementation | 
         if implementation == "mosaic_gpu":
             raise
         return False
-    if mosaic_gpu.varies(arguments):
+    if _device.varies(arguments):
         message = (
             "inside jax.shard_map the Mosaic GPU kernels need check_vma=False: Pallas takes no arrays that vary over a "
             "mesh axis."

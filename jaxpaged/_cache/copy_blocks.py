@@ -11,7 +11,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from jaxpaged._attention import mosaic_gpu
+from jaxpaged import _device
 from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
 from jaxpaged._cache.transfer import (
     checked_ids,
@@ -155,15 +155,15 @@ def _config_of(cache: KVCache, num_pairs: int) -> kernel.Config | None:
     block_numbers, itemsize = math.prod(cache.k.shape[-3:]), cache.k.dtype.itemsize
     # A kernel cannot be partitioned as XLA partitions its own operations: of a cache on several devices it would be
     # given all of it.
-    if len(jax.devices()) > 1 or mosaic_gpu.varies(cache) or num_pairs == 0 or cache.k.size == 0:
+    if _device.num_devices() > 1 or _device.varies(cache) or num_pairs == 0 or cache.k.size == 0:
         return None
     try:
-        num_sms, compute_capability = mosaic_gpu._gpu()
+        gpu = _device.gpu()
         kernel.check_supported(
             block_numbers=block_numbers,
             num_blocks=num_layers * num_blocks,
             itemsize=itemsize,
-            compute_capability=compute_capability,
+            compute_capability=gpu.compute_capability,
         )
     except NotImplementedError:
         return None
@@ -173,5 +173,5 @@ def _config_of(cache: KVCache, num_pairs: int) -> kernel.Config | None:
         num_pools=2,
         num_layers=num_layers,
         num_pairs=num_pairs,
-        num_sms=num_sms,
+        num_sms=gpu.num_sms,
     )

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import KVCache, copy_blocks
-from jaxpaged._attention import mosaic_gpu
+from jaxpaged import KVCache, _device, copy_blocks
 from jaxpaged._cache import copy_blocks as copying
 from pallas_kernels import copy_blocks as kernel
 from tests.kernels.interpret import races_found
@@ -26,13 +25,13 @@ from tests.transfers import (
     shown,
 )
 
-H100 = (132, 9.0)
+H100 = _device.Gpu(132, 9.0)
 
 
 @pytest.fixture
 def on_an_h100(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: H100)
-    monkeypatch.setattr(jax, "devices", lambda: [None])
+    monkeypatch.setattr(_device, "gpu", lambda: H100)
+    monkeypatch.setattr(_device, "num_devices", lambda: 1)
 
 
 def interpreted(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array, **over) -> KVCache:
@@ -164,10 +163,10 @@ def test_blocks_that_the_kernel_does_not_take_go_through_xla(on_an_h100):
 
 def test_other_devices_go_through_xla(on_an_h100, monkeypatch):
     assert "mosaic_gpu" not in traced().lower(lowering_platforms=("cpu",)).as_text()
-    monkeypatch.setattr(jax, "devices", lambda: [None, None])
+    monkeypatch.setattr(_device, "num_devices", lambda: 2)
     assert "mosaic_gpu" not in lower()
-    monkeypatch.setattr(jax, "devices", lambda: [None])
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (148, 10.0))
+    monkeypatch.setattr(_device, "num_devices", lambda: 1)
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(148, 10.0))
     assert "mosaic_gpu" not in lower()
 
 

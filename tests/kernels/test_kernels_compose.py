@@ -13,6 +13,7 @@ from jaxpaged import (
     BlockAllocator,
     CacheLayer,
     KVCache,
+    _device,
     paged_attention,
     plan_partitions,
     write_kv,
@@ -26,7 +27,7 @@ attend = functools.partial(paged_attention, implementation="mosaic_gpu")
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """As if JAX's default device were an H100."""
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
 
 
 def inputs(num_layers=None):
@@ -121,7 +122,8 @@ def test_rules_of_an_h200(configs, monkeypatch):
     )
     tables, lengths = jnp.zeros((1, 8192), jnp.int32), jnp.zeros(1, jnp.int32)
     for is_h200 in (False, True):
-        monkeypatch.setattr(mosaic_gpu, "_has_fast_memory", lambda is_h200=is_h200: is_h200)
+        gpu = _device.Gpu(132, 9.0, fast_memory=is_h200)
+        monkeypatch.setattr(_device, "gpu", lambda gpu=gpu: gpu)
         attend(jnp.ones((1, 32, HEAD_DIM), jnp.bfloat16), cache.k, cache.v, tables, lengths)
     assert [config.num_partitions for config, _ in configs] == [2, 4]
 

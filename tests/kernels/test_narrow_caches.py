@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import paged_attention
+from jaxpaged import _device, paged_attention
 from jaxpaged._attention import mosaic_gpu
 from pallas_kernels import _scales, _widen
 from tests.cases import OPTIONS, make_case, within_budget
@@ -132,7 +132,7 @@ def test_nan_in_a_slot_in_use_shows():
 
 def test_taken_by_default(monkeypatch):
     case, launched = narrow_case(), []
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
     monkeypatch.setattr(mosaic_gpu, "_launch", lambda *given: launched.append(given) or (case.q, case.q))
     paged_attention(*case.arrays, **case.options)
     assert len(launched) == 1
@@ -141,7 +141,7 @@ def test_taken_by_default(monkeypatch):
 
 
 def test_not_supported(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
     with pytest.raises(NotImplementedError, match="head_dim=144"):
         mosaic_gpu.check_supported(arguments_of(narrow_case(head_dim=144)))
     with pytest.raises(NotImplementedError, match="float32"):

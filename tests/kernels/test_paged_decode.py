@@ -10,6 +10,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxpaged import _device
 from jaxpaged._attention import mosaic_gpu, xla
 from pallas_kernels import _rows, decode_config
 from pallas_kernels._walk import LastFirst
@@ -218,7 +219,7 @@ def test_what_cannot_be_taken_says_so(monkeypatch):
     if jax.default_backend() != "gpu":
         with pytest.raises(NotImplementedError, match=r"need an NVIDIA GPU; got device.platform='cpu'"):
             mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16)))
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
     mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16)))
 
     def refused(case, match):
@@ -233,7 +234,7 @@ def test_what_cannot_be_taken_says_so(monkeypatch):
     mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=100)))
     refused(make_case(dtype=BF16, heads=65, kv_heads=1), "up to 64 query heads a KV head; got group=65")
     refused(make_case(dtype=BF16, cache_dtype=BF16, scale_shape="head"), "take k_scale and v_scale with 8-bit caches")
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (108, 8.0))
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(108, 8.0))
     refused(make_case(dtype=BF16), "compute_capability=8.0")
 
 

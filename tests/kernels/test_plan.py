@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from jaxpaged import paged_attention, plan_partitions
+from jaxpaged import _device, paged_attention, plan_partitions
 from jaxpaged._attention import mosaic_gpu
 from pallas_kernels import decode_config, partition_plan
 from tests.cases import OPTIONS, make_case, within_budget
@@ -137,7 +137,7 @@ def test_more_partials_than_weights_at_once():
 
 
 def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
     case = make_case(lengths=(500, 3), max_blocks=32, dtype=BF16)
     q, *cache = case.arrays
 
@@ -160,7 +160,7 @@ def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
 
 
 def test_the_public_plan_is_that_of_balanced(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
     case = make_case(lengths=(500, 3), max_blocks=32, dtype=BF16, options=OPTIONS["window"])
     a = arguments_of(case)
     theirs = mosaic_gpu.plan_of(mosaic_gpu.config_of(a, num_sms=132, num_partitions="balanced"), a, "balanced")

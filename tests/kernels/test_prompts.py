@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import paged_attention
+from jaxpaged import _device, paged_attention
 from jaxpaged._attention import mosaic_gpu, query_runs, xla
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_xla():
 def hopper(monkeypatch):
     """As if JAX's default device were an H100; the calls of the kernel."""
     launched = []
-    monkeypatch.setattr(mosaic_gpu, "_gpu", lambda: (132, 9.0))
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
     monkeypatch.setattr(mosaic_gpu, "_launch", lambda *given: launched.append(given) or (given[3].q, given[3].q))
     return launched
 

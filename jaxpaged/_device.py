@@ -1,0 +1,34 @@
+"""What JAX says about the hardware and the mesh. No other file asks."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    num_sms: int
+    compute_capability: float
+    fast_memory: bool = False  # an H200's, for which `decode_config` has rules of its own
+
+
+def gpu() -> Gpu:
+    """The GPU that JAX uses by default. Raises `NotImplementedError` where that is no GPU."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise NotImplementedError(f"the Mosaic GPU kernels need an NVIDIA GPU; got {device.platform=}.")
+    return Gpu(
+        num_sms=int(device.core_count),
+        compute_capability=float(device.compute_capability),
+        fast_memory="H200" in device.device_kind.split(),  # JAX tells the name, not the bandwidth
+    )
+
+
+def num_devices() -> int:
+    return len(jax.devices())
+
+
+def varies(arrays: Any) -> bool:
+    """Whether one of them differs along a mesh axis, as far as JAX knows: inside `jax.shard_map` with its check_vma."""
+    return any(jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays))

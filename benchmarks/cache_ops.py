@@ -33,7 +33,7 @@ from jaxpaged import (
     write_kv,
 )
 from jaxpaged._cache.copy_blocks import copy_by_kernel, copy_by_xla
-from pallas_kernels import copy_blocks as copy_kernel
+from pallas_kernels import copy_config
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 COPY_FORMS = ("kernel", "memcpy")
@@ -244,7 +244,7 @@ def with_config(text: str, sizes: Sizes) -> Callable[..., KVCache]:
     num_sms = int(jax.devices()[0].core_count) if jax.default_backend() == "gpu" else 1
 
     def copy(cache: KVCache, sources: jax.Array, destinations: jax.Array) -> KVCache:
-        default = copy_kernel.default_config(
+        default = copy_config.default_config(
             block_numbers=BLOCK_SIZE * KV_HEADS * HEAD_DIM,
             itemsize=2,
             num_pools=2,

@@ -1,4 +1,4 @@
-"""What the decode kernel and the merge share: which tiles a partition owns, and how a finished row is made.
+"""What the decode kernel and the merge share: rows in registers, their way into SMEM, and how a finished row is made.
 
 A row is one (query token, query head) pair of one KV head: row r is token `r // group`, head `r % group` of the group.
 Everything here is traced inside the kernels.
@@ -15,6 +15,9 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import memref
 
+from pallas_kernels._sizes import ceil_div as ceil_div
+from pallas_kernels._sizes import round_up as round_up
+
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 # Stands for -inf in the running maximum: the difference of two of them is 0 where that of two infinities is NaN.
@@ -23,42 +26,6 @@ ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps; or 
 ROW_VECTOR = ROWS.reduce(0)  # [rows], of [m, rows]
 SCALAR = plgpu.Layout.WG_SPLAT
 COLUMNS = 64  # of the head_dim that one program of a merge adds up: the smallest M that this layout has
-
-
-def round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
-
-
-def filled_rows(q_len: int, group: int, *, rows_first: bool) -> int:
-    """Rows of a KV head in a kernel: where they are the M dimension of its products, 64."""
-    return round_up(q_len * group, 64 if rows_first else 8)
-
-
-def ceil_div(x: jax.Array, y: int | jax.Array) -> jax.Array:
-    return lax.div(x + jnp.int32(y - 1), jnp.int32(y))
-
-
-def first_visible(length: jax.Array, window: jax.Array | None, q_len: int) -> jax.Array:
-    """The first position that any query of a sequence sees, int32 []."""
-    if window is None:
-        return jnp.zeros_like(length)
-    return jnp.maximum(length - jnp.int32(q_len - 1) - window, 0)
-
-
-def tile_range(length: jax.Array, window: jax.Array | None, q_len: int, tile: int) -> tuple[jax.Array, jax.Array]:
-    """The tiles that hold a token some query sees: the first, and one past the last."""
-    return lax.div(first_visible(length, window, q_len), jnp.int32(tile)), ceil_div(length, tile)
-
-
-def tiles_of_partition(
-    first: jax.Array, end: jax.Array, num_partitions: int | jax.Array, partition: jax.Array
-) -> jax.Array:
-    """How many tiles a partition owns: every `num_partitions`-th from `first + partition` on.
-
-    From the sequence's true length alone, so that neither the width of the table nor the neighbours in the batch
-    change what is added to what. Taking turns, and not runs, means that the first tile does not hang on the length.
-    """
-    return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
 
 
 def room_of_stack(partial_out: Any, partial_ml: Any) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _cluster, _fetch, _finish, _scales, _widen
-from pallas_kernels._rows import filled_rows, round_up
+from pallas_kernels._sizes import filled_rows, is_narrow, num_parts, padded_width, round_up
 
 if TYPE_CHECKING:
     from pallas_kernels.decode_config import Config
@@ -42,7 +42,7 @@ def scratch(
     )
     if not config.rows_first:
         tiles["p_smem"] = plgpu.SMEM((rows, tile), dtype, transforms=matrix)
-    if _widen.is_narrow(cache_dtype):
+    if is_narrow(cache_dtype):
         tiles = _widen.scratch(
             (stages, tile, width),
             rows=rows,
@@ -78,20 +78,3 @@ def _bytes_of(ref: Any) -> int:
     if isinstance(ref, plgpu.Barrier | plgpu.ClusterBarrier):
         return 8 * int(np.prod(ref.num_barriers))
     return round_up(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize, 1024)
-
-
-def num_parts(head_dim: int) -> int:
-    """In how many parts of equal width a head is copied, each of which is filled up to 64 columns with zeros.
-
-    The copy engine's tiles must divide a head that is wider than one, and be 16, 32 or 64 columns wide: a product takes
-    no others (Mosaic GPU of jax 0.11.2 and 0.12.0: "No swizzle is not supported" for 8 columns). 120 is 3 parts of 40.
-    """
-    if head_dim % 16 == 0 or head_dim < 64:
-        return 1
-    return next(parts for parts in range(2, head_dim + 1) if head_dim % (8 * parts) == 0 and head_dim // parts <= 64)
-
-
-def padded_width(head_dim: int) -> int:
-    """Columns of a head in SMEM."""
-    parts = num_parts(head_dim)
-    return parts * round_up(head_dim // parts, 64)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows
+from pallas_kernels import _sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Walk:
         tile: int,
         unsplit_tiles: int = 0,  # a sequence with no more of them has one partition
     ) -> "Walk":
-        first_tile, end_tile = _rows.tile_range(partition.length, window, q_len, tile)
+        first_tile, end_tile = _sizes.tile_range(partition.length, window, q_len, tile)
         if unsplit_tiles:
             count = jnp.where(end_tile - first_tile <= unsplit_tiles, 1, partition.count)
             partition = dataclasses.replace(partition, count=count)
             end_tile = jnp.where(partition.works, end_tile, first_tile)
-        num_tiles = _rows.tiles_of_partition(first_tile, end_tile, partition.count, partition.index)
+        num_tiles = _sizes.tiles_of_partition(first_tile, end_tile, partition.count, partition.index)
         return cls(partition, window, q_len, block_size, tile, first_tile, num_tiles)
 
     @property
@@ -106,12 +106,12 @@ class Walk:
 
     def ours_before(self, end: jax.Array) -> jax.Array:
         """How many of our tiles stand before tile `end` of the sequence."""
-        return _rows.tiles_of_partition(self.first_tile, end, self.partition.count, self.partition.index)
+        return _sizes.tiles_of_partition(self.first_tile, end, self.partition.count, self.partition.index)
 
     def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
         """The entries of the table row that may be followed: the first, and one past the last."""
-        first = lax.div(_rows.first_visible(self.length, self.window, self.q_len), jnp.int32(self.block_size))
-        return first, _rows.ceil_div(self.length, self.block_size)
+        first = lax.div(_sizes.first_visible(self.length, self.window, self.q_len), jnp.int32(self.block_size))
+        return first, _sizes.ceil_div(self.length, self.block_size)
 
     def whole_tiles(self) -> tuple[jax.Array, jax.Array]:
         """Of our tiles the first that every row sees whole, and one past the last: they need no mask.
@@ -121,7 +121,7 @@ class Walk:
         end = self.ours_before(lax.div(jnp.maximum(self.first_query + 1, 0), jnp.int32(self.tile)))
         if self.window is None:
             return jnp.int32(0), end
-        start = self.ours_before(_rows.ceil_div(jnp.maximum(self.length - self.window, 0), self.tile))
+        start = self.ours_before(_sizes.ceil_div(jnp.maximum(self.length - self.window, 0), self.tile))
         start = jnp.minimum(start, self.num_tiles)
         return start, jnp.maximum(end, start)
 
@@ -130,7 +130,7 @@ class Walk:
         tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * self.tile
         seen = tokens < self.length
         if self.window is not None:
-            seen = jnp.logical_and(seen, tokens >= _rows.first_visible(self.length, self.window, self.q_len))
+            seen = jnp.logical_and(seen, tokens >= _sizes.first_visible(self.length, self.window, self.q_len))
         return seen
 
 

@@ -36,7 +36,6 @@ from jaxlib.mlir.dialects import vector
 
 from pallas_kernels._rows import ROW_VECTOR, ROWS, over_rows
 
-DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
 # [32 words, tokens], 8 words to a warp: widened, the 16 rows that ROWS gives it.
 WORDS = plgpu.Layout.TILED(
@@ -44,10 +43,6 @@ WORDS = plgpu.Layout.TILED(
 )
 K_ORDER = tuple(4 * i + 2 * h + j for h in range(2) for i in range(4) for j in range(2))
 V_ORDER = tuple(2 * i + h for h in range(2) for i in range(8))
-
-
-def is_narrow(cache_dtype: Any) -> bool:
-    return cache_dtype in DTYPES
 
 
 def scratch(

@@ -16,8 +16,6 @@ wait for each other, and where there is no such pair nothing is paid for them.
 | slices set aside | GMEM, by way of the same ring; not touched where every pair is direct |
 """
 
-import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,91 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-MAX_BOX = 256  # numbers along an axis of one copy: the copy engine's limit
-ALIGNMENT = 128  # bytes, of what the copy engine reads and writes in SMEM
-TILE_BYTES, SLICE_BYTES = 16 * 1024, 4 * 1024  # at most
-PROGRAMS_OF_SM = 4  # each starts its copies by itself, so that their latencies overlap
-SMEM_BYTES = 54 * 1024  # for the ring of one program, where four share a SM
-SLICE_PROGRAMS = 128  # what is set aside is in proportion: at most 512 KiB a pair
-MAX_BARRIERS = 32  # in one array of them
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    width: int  # numbers in a row: a pool is seen as [layers * blocks * rows, width]
-    rows: int  # of a block
-    tile_rows: int  # in one copy of a direct pair, a divisor of rows
-    slice_rows: int  # in one copy of another pair, a divisor of tile_rows
-    num_stages: int  # tiles in SMEM at a time
-    stage_slices: int  # slices that take the place of one tile there
-    num_programs: int
-    num_slice_programs: int  # of these, how many take pairs that are not direct
-
-
-def check_supported(*, block_numbers: int, num_blocks: int, itemsize: int, compute_capability: float) -> None:
-    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value.
-
-    `num_blocks` are those of a pool in all layers.
-    """
-    if compute_capability != 9.0:
-        raise NotImplementedError(f"the copy kernel needs a GPU of compute capability 9.0; got {compute_capability=}.")
-    if itemsize not in (1, 2, 4):
-        raise NotImplementedError(f"the copy kernel moves numbers of 1, 2 or 4 bytes; got {itemsize=}.")
-    if block_numbers % 16:
-        raise NotImplementedError(
-            f"the copy kernel takes blocks of a multiple of 16 numbers, keys or values; got {block_numbers=}."
-        )
-    width, _ = largest_tile(block_numbers, itemsize)
-    if num_blocks * (block_numbers // width) >= 2**31:
-        raise NotImplementedError(f"the copy kernel takes less than 2^31 rows of {width} numbers; got {num_blocks=}.")
-
-
-def default_config(
-    *, block_numbers: int, itemsize: int, num_pools: int, num_layers: int, num_pairs: int, num_sms: int
-) -> Config:
-    """For pools whose blocks have `block_numbers` numbers each."""
-    width, tile_rows = largest_tile(block_numbers, itemsize)
-    rows = block_numbers // width
-    row_bytes = width * itemsize
-    slice_rows = max(n for n in divisors(tile_rows) if n * row_bytes <= max(SLICE_BYTES, row_bytes))
-    num_tiles = num_pools * num_layers * (rows // tile_rows)
-    num_programs = min(PROGRAMS_OF_SM * num_sms, num_tiles * num_pairs)
-    num_stages = min(8, SMEM_BYTES // (padded_rows(tile_rows, row_bytes) * row_bytes))
-    aligned = slice_rows * row_bytes % ALIGNMENT == 0
-    return Config(
-        width=width,
-        rows=rows,
-        tile_rows=tile_rows,
-        slice_rows=slice_rows,
-        num_stages=num_stages,
-        stage_slices=min(tile_rows // slice_rows, MAX_BARRIERS // num_stages) if aligned else 1,
-        num_programs=num_programs,
-        num_slice_programs=min(SLICE_PROGRAMS, num_programs, num_tiles * (tile_rows // slice_rows)),
-    )
-
-
-def largest_tile(block_numbers: int, itemsize: int) -> tuple[int, int]:
-    """Numbers in a row, and rows; of tiles of one size the one with the longest rows."""
-    return max(
-        (
-            (width, rows)
-            for width in range(16, MAX_BOX + 1, 16)
-            if block_numbers % width == 0
-            for rows in divisors(block_numbers // width)
-            if rows <= MAX_BOX and rows * width * itemsize <= TILE_BYTES
-        ),
-        key=lambda tile: (tile[0] * tile[1], tile[0]),
-    )
-
-
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def padded_rows(rows: int, row_bytes: int) -> int:
-    """So many that what comes next to them is aligned."""
-    step = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
-    return -(-rows // step) * step
+from pallas_kernels.copy_config import Config, padded_rows
 
 
 def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks: int) -> None:

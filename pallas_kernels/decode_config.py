@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels import _scratch, _widen
-from pallas_kernels._rows import filled_rows
+from pallas_kernels import _sizes
+from pallas_kernels._sizes import filled_rows
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group: with more, the accumulators of head_dim 256 no longer fit the registers
@@ -56,7 +56,7 @@ def check_supported(
         )
     if q_dtype not in DTYPES:
         raise NotImplementedError(f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.")
-    narrow = _widen.is_narrow(cache_dtype)
+    narrow = _sizes.is_narrow(cache_dtype)
     if cache_dtype != q_dtype and not narrow:
         raise NotImplementedError(
             "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
@@ -67,7 +67,7 @@ def check_supported(
             "the decode kernel takes a head_dim of an 8-bit cache in multiples of 16, above 128 in multiples of 32; "
             f"got {head_dim=}."
         )
-    if head_dim % 8 or _scratch.padded_width(head_dim) > 256:
+    if head_dim % 8 or _sizes.padded_width(head_dim) > 256:
         raise NotImplementedError(
             f"the decode kernel takes a head_dim that is a multiple of 16 up to 256, a multiple of 8 below 64, "
             f"or 72, 120 or 168; got {head_dim=}."
@@ -98,7 +98,7 @@ def default_config(
     token_scales: int = 0,  # how many a token and KV head has: 2 where K and V have their own
 ) -> Config:
     rows_first = rows_come_first(q_len=q_len, group=group, itemsize=itemsize)
-    width, rows = _scratch.padded_width(head_dim), filled_rows(q_len, group, rows_first=rows_first)
+    width, rows = _sizes.padded_width(head_dim), filled_rows(q_len, group, rows_first=rows_first)
     pairs = max(1, seqs * kv_heads)
     # H100, tables of 8192 tokens: 64 x 8192 with a window of 128 15.7 us, 23.5 where nothing is known of it; with one
     # of 1024 92.9 and 95.6. [pairs_h100]
@@ -184,7 +184,7 @@ def completed(
 ) -> Config:
     """The config in which the rest follows from these: as many stages as fit and have a tile."""
     rows_first = rows_come_first(q_len=q_len, group=group, itemsize=itemsize)
-    width, rows = _scratch.padded_width(head_dim), filled_rows(q_len, group, rows_first=rows_first)
+    width, rows = _sizes.padded_width(head_dim), filled_rows(q_len, group, rows_first=rows_first)
     chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize, rows_first=rows_first)
     config = Config(
         num_partitions=num_partitions,
@@ -196,6 +196,8 @@ def completed(
         total_partitions=total_partitions,
         unsplit_tiles=unsplit_tiles,
     )
+
+    from pallas_kernels import _scratch  # imports Mosaic, and this file is imported everywhere
 
     def num_bytes(num_stages: int) -> int:
         return _scratch.num_bytes(
@@ -249,13 +251,13 @@ def rows_come_first(*, q_len: int, group: int, itemsize: int) -> bool:
 
 
 def chunk_of(*, head_dim: int, rows: int, itemsize: int, rows_first: bool) -> int:
-    width = _scratch.padded_width(head_dim)
+    width = _sizes.padded_width(head_dim)
     if rows_first:
         return 64
     if itemsize == 1 and head_dim % 32:
         return width  # the copy engine takes such a head whole alone
     # Wide accumulators are worked on 64 rows of O^T at a time and still take more than 128 registers.
-    return width if width * rows <= 128 * 32 and _scratch.num_parts(head_dim) == 1 else 64
+    return width if width * rows <= 128 * 32 and _sizes.num_parts(head_dim) == 1 else 64
 
 
 def most_seen(capacity: int, *, window: int | None, q_len: int) -> int:

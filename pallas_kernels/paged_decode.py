@@ -30,7 +30,7 @@ what follows from the products of Q and K, `_row_steps` the same for many rows, 
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
 filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is
-copied in parts, each filled up to 64 columns (`_scratch.num_parts`).
+copied in parts, each filled up to 64 columns (`_sizes.num_parts`).
 
 Only table entries of blocks that hold a token some query sees are followed, and ids are clamped into the pool; for
 the others block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the product, since
@@ -50,7 +50,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _cluster, _finish, _inbox, _rows, _scales, _scratch, _widen, paged_merge
+from pallas_kernels import _cluster, _finish, _inbox, _rows, _scales, _scratch, _sizes, _widen, paged_merge
 from pallas_kernels._fetch import Ring, fetch, rows_of_copy
 from pallas_kernels._logits import Logits
 from pallas_kernels._place import Place
@@ -87,7 +87,7 @@ def _kernel(
     # and sinks, f32 [kv_heads, rows], k_scale and v_scale, f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     q_smem = refs["q_smem"]  # [rows, width]
     q_flat_smem = refs["q_flat_smem"].at[pl.ds(0, q_smem.shape[0])]  # [rows, width]
-    narrow = _widen.is_narrow(k_gmem.dtype)
+    narrow = _sizes.is_narrow(k_gmem.dtype)
     k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages * parts, tile, width / parts]
     if narrow:
         k_tiles, v_tiles = _widen.Tiles.of(k_smem, interpret), _widen.Tiles.of(v_smem, interpret)
@@ -257,8 +257,8 @@ def launch(
     seqs, q_len, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
-    rows, width = _rows.filled_rows(q_len, group, rows_first=config.rows_first), _scratch.padded_width(head_dim)
-    num_parts = _scratch.num_parts(head_dim)
+    rows, width = _sizes.filled_rows(q_len, group, rows_first=config.rows_first), _sizes.padded_width(head_dim)
+    num_parts = _sizes.num_parts(head_dim)
     if num_parts > 1:
         part = head_dim // num_parts
         q = q.reshape(*q.shape[:3], num_parts, part)

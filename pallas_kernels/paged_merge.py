@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows
+from pallas_kernels import _rows, _sizes
 from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, over_rows
 
 WEIGHTS = 64  # partitions whose weights are worked out at once: the smallest M, as COLUMNS
@@ -55,7 +55,7 @@ def partials_of_copy(rows: int) -> int:
 def room_for(num_partials: int, *, at_once: int, planned: bool) -> int:
     """Partials that a stack of them has room for, so that nobody who reads `at_once` of them reads past its end: a
     sequence's begin anywhere in it where they follow a plan, and otherwise at its start."""
-    return num_partials + at_once if planned else _rows.round_up(num_partials, at_once)
+    return num_partials + at_once if planned else _sizes.round_up(num_partials, at_once)
 
 
 def default_config(*, num_partials: int, cluster: int, rows: int, tile: int, planned: bool = False) -> Config:
@@ -117,9 +117,9 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
     # 1. How many partitions wrote something.
     length = lengths_gmem[seq]
     window = None if window_gmem is None else window_gmem[0]
-    first_tile, end_tile = _rows.tile_range(length, window, q_len, config.tile)
-    count = jnp.clip(_rows.ceil_div(end_tile - first_tile, config.cluster), 0, partials.most)
-    num_copies = _rows.ceil_div(count, copied)
+    first_tile, end_tile = _sizes.tile_range(length, window, q_len, config.tile)
+    count = jnp.clip(_sizes.ceil_div(end_tile - first_tile, config.cluster), 0, partials.most)
+    num_copies = _sizes.ceil_div(count, copied)
 
     def copy_partials(i: jax.Array) -> None:
         stage = lax.rem(i, jnp.int32(stages))
@@ -178,7 +178,7 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
         return lax.fori_loop(first_copy, end_copy, merge_copy, acc), m_new, l
 
     nothing = _rows.zeros((COLUMNS, rows)), _rows.full_rows(rows, LOWEST), _rows.full_rows(rows, 0.0)
-    acc, m, l = lax.fori_loop(0, _rows.ceil_div(count, WEIGHTS), merge_group, nothing)
+    acc, m, l = lax.fori_loop(0, _sizes.ceil_div(count, WEIGHTS), merge_group, nothing)
 
     # 3. Write the finished rows.
     sinks = None if sinks_gmem is None else _rows.load_rows(sinks_gmem.at[kv_head])

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _rows
+from pallas_kernels import _sizes
 
 TILE = 64  # tokens by which lengths are counted
 
@@ -37,7 +37,7 @@ def make(lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_part
     to at most `total_partitions`.
     """
     seqs = lengths.shape[0]
-    first, end = jax.vmap(lambda length: _rows.tile_range(length, window, q_len, TILE))(lengths)
+    first, end = jax.vmap(lambda length: _sizes.tile_range(length, window, q_len, TILE))(lengths)
     tiles = jnp.clip(end - first, 0, 2**30 // seqs)  # so that their sum is an int32
     most = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // (total_partitions - seqs)), 1)
     counts = jnp.maximum(-(-tiles // most), 1)

@@ -10,7 +10,7 @@ from jaxpaged import _device
 from jaxpaged._attention import query_runs, xla
 from jaxpaged._attention.arguments import AttentionArguments
 from jaxpaged._attention.partitions import NumPartitions
-from pallas_kernels import decode_config, paged_decode, partition_plan
+from pallas_kernels import decode_config, partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
 
@@ -133,6 +133,8 @@ def _launch(
 def _kernels(
     config: decode_config.Config, interpret: Any, a: AttentionArguments, plan: PartitionPlan | None = None
 ) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels import paged_decode  # here, so that only its callers import Mosaic
+
     runs = query_runs.cut(a)
     out, lse = paged_decode.launch(
         runs.q,

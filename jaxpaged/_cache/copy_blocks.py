@@ -21,7 +21,7 @@ from jaxpaged._cache.transfer import (
     put_blocks,
     take_blocks,
 )
-from pallas_kernels import copy_blocks as kernel
+from pallas_kernels import copy_config
 
 
 def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLike) -> KVCache:
@@ -92,9 +92,11 @@ def copy_by_xla(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Arra
 @functools.partial(jax.jit, static_argnums=(0, 1))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def copy_by_kernel(
-    config: kernel.Config, interpret: Any, cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array
+    config: copy_config.Config, interpret: Any, cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array
 ) -> KVCache:
     def by_kernel(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
+        from pallas_kernels import copy_blocks as kernel  # here, so that only its callers import Mosaic
+
         pairs, counts = plan(source_ids, destination_ids, cache.k.shape[-4])
         pools = tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in (cache.k, cache.v))
         k, v = kernel.launch(pools, pairs, counts, config=config, interpret=interpret)
@@ -118,7 +120,7 @@ def copy_by_kernel(
 
 
 @copy_by_kernel.__wrapped__.defjvp  # type: ignore[attr-defined]
-def _copy_jvp(config: kernel.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
+def _copy_jvp(config: copy_config.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
     return jax.jvp(copy_by_xla, primals, tangents)  # the kernel has no backward pass
 
 
@@ -149,7 +151,7 @@ def _legal(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -
     return holds_tokens(source_ids, num_blocks) & holds_tokens(destination_ids, num_blocks)
 
 
-def _config_of(cache: KVCache, num_pairs: int) -> kernel.Config | None:
+def _config_of(cache: KVCache, num_pairs: int) -> copy_config.Config | None:
     """None where XLA does it."""
     num_layers, num_blocks = layers_and_blocks(cache.k, cache)
     block_numbers, itemsize = math.prod(cache.k.shape[-3:]), cache.k.dtype.itemsize
@@ -159,7 +161,7 @@ def _config_of(cache: KVCache, num_pairs: int) -> kernel.Config | None:
         return None
     try:
         gpu = _device.gpu()
-        kernel.check_supported(
+        copy_config.check_supported(
             block_numbers=block_numbers,
             num_blocks=num_layers * num_blocks,
             itemsize=itemsize,
@@ -167,7 +169,7 @@ def _config_of(cache: KVCache, num_pairs: int) -> kernel.Config | None:
         )
     except NotImplementedError:
         return None
-    return kernel.default_config(
+    return copy_config.default_config(
         block_numbers=block_numbers,
         itemsize=itemsize,
         num_pools=2,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _cluster, _scratch, decode_config, paged_merge
-from pallas_kernels._rows import filled_rows
+from pallas_kernels import _cluster, _scratch, _sizes, decode_config, paged_merge
+from pallas_kernels._sizes import filled_rows
 from tests.kernels.lowering import SHAPE
 
 SUPPORTED = dict(
@@ -39,7 +39,7 @@ def test_fits_a_gpu(head_dim, num_partitions, itemsize, token_scales):
         assert config.num_partials * config.cluster == config.num_partitions
         assert config.cluster <= 8
         assert config.num_stages >= 1
-        assert _scratch.padded_width(head_dim) % config.chunk == 0
+        assert _sizes.padded_width(head_dim) % config.chunk == 0
         assert config.chunk % 64 == config.tile % 64 == 0
         two_programs = config.last_first
         assert smem_bytes(config, **shape) <= (113 if two_programs else 227) * 1024
@@ -76,8 +76,8 @@ def bytes_of(ref):
     [(8, 1, 64), (40, 1, 64), (72, 3, 192), (80, 1, 128), (112, 1, 128), (120, 3, 192), (168, 3, 192), (256, 1, 256)],
 )
 def test_parts_of_a_head(head_dim, parts, width):
-    assert _scratch.num_parts(head_dim) == parts
-    assert _scratch.padded_width(head_dim) == width
+    assert _sizes.num_parts(head_dim) == parts
+    assert _sizes.padded_width(head_dim) == width
     decode_config.check_supported(**(SUPPORTED | {"head_dim": head_dim}))
 
 
@@ -202,7 +202,7 @@ def test_partials_that_nobody_asked_for_take_little_memory(head_dim, itemsize):
             rows = filled_rows(q_len, group, rows_first=config.rows_first)
             at_once = paged_merge.partials_of_copy(rows)
             room = paged_merge.room_for(config.num_partials, at_once=at_once, planned=False)
-            numbers = seqs * SHAPE["kv_heads"] * room * _scratch.padded_width(head_dim) * rows
+            numbers = seqs * SHAPE["kv_heads"] * room * _sizes.padded_width(head_dim) * rows
             assert numbers * 4 <= decode_config.PARTIAL_BYTES
 
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import KVCache, _device, copy_blocks
 from jaxpaged._cache import copy_blocks as copying
-from pallas_kernels import copy_blocks as kernel
+from pallas_kernels import copy_config
 from tests.kernels.interpret import races_found
 from tests.transfers import (
     COPIES,
@@ -36,7 +36,7 @@ def on_an_h100(monkeypatch):
 
 def interpreted(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array, **over) -> KVCache:
     """`over` overrides fields of the default configuration."""
-    config = kernel.default_config(
+    config = copy_config.default_config(
         block_numbers=int(np.prod(cache.k.shape[-3:])),
         itemsize=cache.k.dtype.itemsize,
         num_pools=2,
@@ -192,27 +192,29 @@ def test_vmap_and_gradients_go_through_xla(on_an_h100):
 )
 def test_limits(over, message):
     fits = dict(block_numbers=16384, num_blocks=1000, itemsize=2, compute_capability=9.0)
-    kernel.check_supported(**fits)
+    copy_config.check_supported(**fits)
     with pytest.raises(NotImplementedError, match=message):
-        kernel.check_supported(**fits | over)
+        copy_config.check_supported(**fits | over)
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("block_numbers", [16, 16384, 8 * 120, 16 * 5 * 80, 256 * 8 * 256, 16 * 97, 48])
 def test_configurations_fit(block_numbers, itemsize):
     shape = dict(block_numbers=block_numbers, itemsize=itemsize, num_pools=2)
-    config = kernel.default_config(**shape, num_layers=32, num_pairs=512, num_sms=132)
+    config = copy_config.default_config(**shape, num_layers=32, num_pairs=512, num_sms=132)
     assert config.rows * config.width == block_numbers
     assert config.rows % config.tile_rows == config.tile_rows % config.slice_rows == 0
     row_bytes = config.width * itemsize
     assert config.num_stages >= 2
-    assert config.num_stages * kernel.padded_rows(config.tile_rows, row_bytes) * row_bytes <= kernel.SMEM_BYTES
-    assert 4 * (kernel.SMEM_BYTES + 1024) <= 227 * 1024 + 1024
-    assert config.num_stages * config.stage_slices <= kernel.MAX_BARRIERS
-    assert config.stage_slices == 1 or config.slice_rows * row_bytes % kernel.ALIGNMENT == 0
+    assert (
+        config.num_stages * copy_config.padded_rows(config.tile_rows, row_bytes) * row_bytes <= copy_config.SMEM_BYTES
+    )
+    assert 4 * (copy_config.SMEM_BYTES + 1024) <= 227 * 1024 + 1024
+    assert config.num_stages * config.stage_slices <= copy_config.MAX_BARRIERS
+    assert config.stage_slices == 1 or config.slice_rows * row_bytes % copy_config.ALIGNMENT == 0
     assert config.stage_slices * config.slice_rows <= config.tile_rows
     aside = config.num_slice_programs * config.slice_rows * row_bytes
     assert aside <= min(512 * 1024, 64 * block_numbers * itemsize)
     assert config.num_slice_programs <= config.num_programs == 4 * 132
-    alone = kernel.default_config(**shape, num_layers=1, num_pairs=1, num_sms=132)
+    alone = copy_config.default_config(**shape, num_layers=1, num_pairs=1, num_sms=132)
     assert alone.num_programs == 2 * config.rows // config.tile_rows

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device
 from jaxpaged._attention import mosaic_gpu, xla
-from pallas_kernels import _rows, decode_config
+from pallas_kernels import _sizes, decode_config
 from pallas_kernels._walk import LastFirst
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import FAULTS, arguments_of, attend, check
@@ -204,9 +204,9 @@ def test_a_wrong_result_is_noticed(fault):
 @pytest.mark.parametrize("cluster", [1, 4])
 def test_a_dropped_partition_is_noticed(monkeypatch, cluster):
     case = make_case(lengths=(200,), max_blocks=13, kv_heads=1, dtype=BF16)
-    real = _rows.tiles_of_partition
+    real = _sizes.tiles_of_partition
     monkeypatch.setattr(
-        _rows,
+        _sizes,
         "tiles_of_partition",
         lambda first, end, count, partition: jnp.where(partition == 1, 0, real(first, end, count, partition)),
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels import _widen
+from pallas_kernels import _sizes, _widen
 
 LANES = 128
 
@@ -131,7 +131,7 @@ def fragment(x, layout):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", _widen.DTYPES)
+@pytest.mark.parametrize("dtype", _sizes.NARROW_DTYPES)
 def test_every_byte_widens_to_its_place(on_lanes, dtype, transposed):
     tile = np.random.default_rng(0).permutation(np.arange(64 * 128) % 256).astype(np.uint8).reshape(64, 128)
     words = tile.view(np.int16)  # [tokens, words of two columns]

@@ -1,0 +1,69 @@
+"""Arithmetic of rows, tiles and columns that kernels, configurations and plans share.
+
+Without Mosaic: what only configures or plans is imported everywhere, and Mosaic takes 0.3 s to import.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NARROW_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+
+
+def is_narrow(cache_dtype: Any) -> bool:
+    return cache_dtype in NARROW_DTYPES
+
+
+def round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def filled_rows(q_len: int, group: int, *, rows_first: bool) -> int:
+    """Rows of a KV head in a kernel: where they are the M dimension of its products, 64."""
+    return round_up(q_len * group, 64 if rows_first else 8)
+
+
+def ceil_div(x: jax.Array, y: int | jax.Array) -> jax.Array:
+    return lax.div(x + jnp.int32(y - 1), jnp.int32(y))
+
+
+def first_visible(length: jax.Array, window: jax.Array | None, q_len: int) -> jax.Array:
+    """The first position that any query of a sequence sees, int32 []."""
+    if window is None:
+        return jnp.zeros_like(length)
+    return jnp.maximum(length - jnp.int32(q_len - 1) - window, 0)
+
+
+def tile_range(length: jax.Array, window: jax.Array | None, q_len: int, tile: int) -> tuple[jax.Array, jax.Array]:
+    """The tiles that hold a token some query sees: the first, and one past the last."""
+    return lax.div(first_visible(length, window, q_len), jnp.int32(tile)), ceil_div(length, tile)
+
+
+def tiles_of_partition(
+    first: jax.Array, end: jax.Array, num_partitions: int | jax.Array, partition: jax.Array
+) -> jax.Array:
+    """How many tiles a partition owns: every `num_partitions`-th from `first + partition` on.
+
+    From the sequence's true length alone, so that neither the width of the table nor the neighbours in the batch
+    change what is added to what. Taking turns, and not runs, means that the first tile does not hang on the length.
+    """
+    return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
+
+
+def num_parts(head_dim: int) -> int:
+    """In how many parts of equal width a head is copied, each of which is filled up to 64 columns with zeros.
+
+    The copy engine's tiles must divide a head that is wider than one, and be 16, 32 or 64 columns wide: a product takes
+    no others (Mosaic GPU of jax 0.11.2 and 0.12.0: "No swizzle is not supported" for 8 columns). 120 is 3 parts of 40.
+    """
+    if head_dim % 16 == 0 or head_dim < 64:
+        return 1
+    return next(parts for parts in range(2, head_dim + 1) if head_dim % (8 * parts) == 0 and head_dim // parts <= 64)
+
+
+def padded_width(head_dim: int) -> int:
+    """Columns of a head in SMEM."""
+    parts = num_parts(head_dim)
+    return parts * round_up(head_dim // parts, 64)

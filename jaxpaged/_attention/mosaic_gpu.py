@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxpaged import _device
-from jaxpaged._attention import query_runs, xla
+from jaxpaged._attention import query_runs, several_devices, xla
 from jaxpaged._attention.arguments import AttentionArguments
 from jaxpaged._attention.partitions import NumPartitions
 from pallas_kernels import decode_config, partition_plan
@@ -135,7 +135,7 @@ def _kernels(
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels import paged_decode  # here, so that only its callers import Mosaic
 
-    runs = query_runs.cut(a)
+    runs = query_runs.cut(several_devices.refuse(a))
     out, lse = paged_decode.launch(
         runs.q,
         runs.k_cache,

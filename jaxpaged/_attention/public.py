@@ -122,7 +122,8 @@ def paged_attention(
 
     Raises:
         ValueError: no implementation could take these arguments; the message quotes what was received.
-        NotImplementedError: the named implementation cannot.
+        NotImplementedError: the named implementation cannot; or the kernels get arrays on several devices outside of
+            `jax.shard_map`, when the call is lowered.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged

@@ -1,5 +1,7 @@
 """The kernels lower for a Hopper GPU on a machine without one: catches what interpret mode alone would let pass."""
 
+import itertools
+
 import jax.numpy as jnp
 import pytest
 
@@ -12,8 +14,21 @@ def lower(**shape):
     assert text.count("@mosaic_gpu_v2") == (1 if config.num_partials == 1 else 2)
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 120, 128, 192, 256])
+# A block's size sets the copies of a tile, head_dim its products: each meets two or more of the other, and the extremes
+# of both meet.
+HEADS_OF_BLOCKS = {
+    8: (32, 96, 192, 256),
+    16: (64, 112, 128),
+    32: (64, 96, 120),
+    64: (80, 112, 192),
+    128: (80, 128),
+    256: (32, 120, 256),
+}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(head_dim, size) for size, heads in HEADS_OF_BLOCKS.items() for head_dim in heads]
+)
 def test_heads_and_blocks(head_dim, block_size):
     lower(head_dim=head_dim, block_size=block_size)
 
@@ -24,15 +39,29 @@ def test_many_rows(head_dim, num_partitions):
     lower(head_dim=head_dim, q_len=16, num_partitions=num_partitions)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 16, 32, 64])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    [(group, jnp.bfloat16) for group in (1, 2, 3, 5, 7, 8, 12, 16, 32, 64)]
+    + [(group, jnp.float16) for group in (1, 5, 8, 16, 64)],  # as many rows of the products; the type is theirs
+)
 def test_groups_and_dtypes(group, dtype):
     lower(group=group, dtype=dtype)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 120, 128, 256])
-@pytest.mark.parametrize("group", [1, 4, 16])
-@pytest.mark.parametrize("num_partitions", [8, 11, 16])
+PARTITIONS = 8, 11, 16
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "num_partitions"),
+    sorted(  # every pair of values of any two, and the extremes of all three
+        {
+            (head_dim, group, PARTITIONS[(i + j) % 3])
+            for i, head_dim in enumerate((64, 96, 120, 128, 256))
+            for j, group in enumerate((1, 4, 16))
+        }
+        | set(itertools.product((64, 256), (1, 16), (8, 16)))
+    ),
+)
 def test_partitions(head_dim, group, num_partitions):
     lower(head_dim=head_dim, group=group, num_partitions=num_partitions)
 

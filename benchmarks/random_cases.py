@@ -25,8 +25,7 @@ from jax import lax
 from benchmarks.harness import add_output, compile_all, open_store
 from benchmarks.partitioned import Partitions, partitioned
 from jaxpaged import paged_attention_reference
-from tests.cases import GARBAGE_IDS
-from tests.cases import _plain as plain_jnp
+from tests.cases import GARBAGE_IDS, plain_jnp
 
 SEQS = 8
 TWINS = 8  # cases of a family that have the mistake

@@ -126,73 +126,79 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(out), np.asarray(lse)
 
 
-def plain_jnp(case: Case) -> np.ndarray:
-    """What plain jnp gives at the case's own precision: logits and sums in float32, weights and output rounded to q's
-    dtype. Its distance from the oracle is the yardstick of the error budget."""
-    options = dict(case.options)
-    same = case.k_cache.dtype == case.q.dtype and "k_scale" not in options
-    wide = case.q.dtype if same else jnp.float32
-    k, v = _dequantised(case, "k", wide), _dequantised(case, "v", wide)
-    return np.asarray(
-        _plain(case.q.astype(wide), k, v, case.block_tables, case.lengths, case.q.dtype, options), np.float32
-    )
+def plain(case: Case) -> np.ndarray:
+    """What plain array code gives at the case's own precision: logits and sums in float32, weights and output rounded
+    to q's dtype. Its distance from the oracle is the yardstick of the error budget. NumPy: nothing to compile."""
+    options = {k: value if isinstance(value, int | float) else np.asarray(value) for k, value in case.options.items()}
+    q, k_cache, v_cache, *tables_and_lengths = map(np.asarray, case.arrays)
+    same = k_cache.dtype == q.dtype and "k_scale" not in options
+    wide = q.dtype if same else np.dtype(np.float32)
+    k, v = _dequantised(k_cache, options.get("k_scale"), wide), _dequantised(v_cache, options.get("v_scale"), wide)
+    with np.errstate(all="ignore"):
+        return _plain(np, q.astype(wide), k, v, *tables_and_lengths, q.dtype, options).astype(np.float32)
 
 
-def _dequantised(case: Case, which: str, dtype: Any) -> jax.Array:
-    cache = case.k_cache if which == "k" else case.v_cache
-    factor = case.options.get(f"{which}_scale")
+def _dequantised(cache: np.ndarray, factor: np.ndarray | None, dtype: Any) -> np.ndarray:
     if factor is None:
         return cache.astype(dtype)
-    return cache.astype(jnp.float32) * jnp.broadcast_to(factor, cache.shape[:3])[..., None]
+    return cache.astype(np.float32) * np.broadcast_to(factor, cache.shape[:3])[..., None]
 
 
-@functools.partial(jax.jit, static_argnames=("dtype",))
-def _plain(q, k_cache, v_cache, block_tables, lengths, dtype, options):
+def _plain(xp, q, k_cache, v_cache, block_tables, lengths, dtype, options):
+    """`xp`: numpy, or jax.numpy."""
     ranked = q.ndim == 4
     q = q if ranked else q[:, None]
     seqs, q_len, heads, _ = q.shape
     group = heads // k_cache.shape[2]
-    tokens = jnp.arange(block_tables.shape[1] * k_cache.shape[1])
-    positions = (lengths[:, None] - q_len + jnp.arange(q_len)[None])[:, None, :, None]  # [seqs, 1, q_len, 1]
+    tokens = xp.arange(block_tables.shape[1] * k_cache.shape[1])
+    positions = (lengths[:, None] - q_len + xp.arange(q_len)[None])[:, None, :, None]  # [seqs, 1, q_len, 1]
     distance = positions - tokens[None, None, None]
     seen = (distance >= 0) & (positions >= 0)
     if "sliding_window" in options:
         seen &= distance < options["sliding_window"]
-    ids = jnp.clip(block_tables, 0, k_cache.shape[0] - 1)
+    ids = xp.clip(block_tables, 0, k_cache.shape[0] - 1)
 
     def gather(cache):
-        values = jnp.repeat(cache[ids].reshape(seqs, -1, *cache.shape[2:]), group, axis=2)
-        return jnp.where(seen.any(axis=(1, 2))[:, :, None, None], values, jnp.zeros_like(values))
+        values = xp.repeat(cache[ids].reshape(seqs, -1, *cache.shape[2:]), group, axis=2)
+        return xp.where(seen.any(axis=(1, 2))[:, :, None, None], values, xp.zeros_like(values))
 
-    logits = jnp.einsum("sqhd,sthd->shqt", q, gather(k_cache), preferred_element_type=jnp.float32)
+    def product(spec, left, right):  # of numbers with few bits it is exact, whatever the machine
+        if xp is jnp:
+            return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
+        return np.einsum(spec, left.astype(np.float32), right.astype(np.float32), optimize=True)
+
+    logits = product("sqhd,sthd->shqt", q, gather(k_cache))
     logits = logits * options.get("scale", q.shape[-1] ** -0.5)
     if "logits_soft_cap" in options:
-        logits = options["logits_soft_cap"] * jnp.tanh(logits / options["logits_soft_cap"])
+        logits = options["logits_soft_cap"] * xp.tanh(logits / options["logits_soft_cap"])
     if "alibi_slopes" in options:
-        logits = logits - options["alibi_slopes"][None, :, None, None] * distance.astype(jnp.float32)
-    logits = jnp.where(seen, logits, -jnp.inf)
+        logits = logits - options["alibi_slopes"][None, :, None, None] * distance.astype(xp.float32)
+    logits = xp.where(seen, logits, -xp.inf)
     m = logits.max(axis=-1, keepdims=True)
     if "sinks" in options:
-        m = jnp.maximum(m, options["sinks"][None, :, None, None])
-    m = jnp.where(jnp.isfinite(m), m, 0.0)
-    weights = jnp.exp(logits - m)
+        m = xp.maximum(m, options["sinks"][None, :, None, None])
+    m = xp.where(xp.isfinite(m), m, 0.0)
+    weights = xp.exp(logits - m)
     total = weights.sum(axis=-1, keepdims=True)
     if "sinks" in options:
-        total += jnp.exp(options["sinks"][None, :, None, None] - m)
-    weights = (weights / jnp.where(total > 0, total, 1.0)).astype(v_cache.dtype)
-    out = jnp.einsum("shqt,sthd->sqhd", weights, gather(v_cache), preferred_element_type=jnp.float32)
+        total += xp.exp(options["sinks"][None, :, None, None] - m)
+    weights = (weights / xp.where(total > 0, total, 1.0)).astype(v_cache.dtype)
+    out = product("shqt,sthd->sqhd", weights, gather(v_cache))
     return (out if ranked else out[:, 0]).astype(dtype)
 
 
+plain_jnp = jax.jit(functools.partial(_plain, jnp), static_argnames="dtype")  # for large arrays, on a GPU
+
+
 def within_budget(case: Case, out: Any) -> np.ndarray:
-    """bool, one a row [seqs, (q_len,) heads]: whether a row's worst error is at most twice that of plain jnp, plus half
+    """bool, one a row [seqs, (q_len,) heads]: whether a row's worst error is at most twice that of `plain`, plus half
     a unit in the last place of its largest number and 3e-6 (the oracle is float32 itself). Never a norm over many rows:
     that hides wrong ones."""
     expected, _ = oracle(case)
     out = np.asarray(out, np.float32)
     assert out.shape == expected.shape
     worst = np.abs(out - expected).max(axis=-1)
-    budget = 2 * np.abs(plain_jnp(case) - expected).max(axis=-1)
+    budget = 2 * np.abs(plain(case) - expected).max(axis=-1)
     budget += float(jnp.finfo(case.q.dtype).eps) / 2 * np.abs(expected).max(axis=-1) + 3e-6
     return worst <= budget  # NaN is never within
 

@@ -252,7 +252,7 @@ class Model:
 
     def release(self, old: Snapshot) -> bool:
         wanted = Counter(block for blocks in old.blocks for block in blocks)
-        if not self.still_holds(old) or any(self.pins[block] < count for block, count in wanted.items()):
+        if any(self.pins[block] < count for block, count in wanted.items()):
             return False
         self.pins.subtract(wanted)
         self.let_go(old.blocks)

@@ -206,6 +206,24 @@ def test_pins_are_counted_and_know_no_snapshot():
     assert_same(again, released)
 
 
+def test_pins_that_restore_brings_back_are_released():
+    old = make(6, 0)
+    held, _ = old.hold(old)
+    snapshot = held.free(marks(1, 0))  # only the pins hold blocks 1 and 2
+    released, _ = snapshot.release(old)
+    for between in (snapshot, released):
+        between, _, _ = between.append(counts(0, 1))
+        restored, ok = between.restore(snapshot)
+        assert ok
+        assert restored.pool.pins.tolist()[:4] == [0, 1, 1, 0]
+        assert not restored.restore(old)[1]  # their tokens may have been overwritten
+        again, ok = restored.release(old)
+        assert ok
+        assert again.pool.pins.sum() == 0
+        assert again.num_free == 11
+        assert again.check() == ()
+
+
 def test_shortening_into_a_pinned_block_takes_a_copy():
     old = make(6)
     held, _ = old.hold(old)

@@ -132,6 +132,49 @@ def test_errors(call, message):
         call(BlockAllocator.create(num_blocks=4, block_size=4, num_seqs=2, max_blocks=2))
 
 
+def test_slots_of_packed_tokens():
+    allocator = BlockAllocator.create(num_blocks=8, block_size=4, num_seqs=3, max_blocks=2)
+    allocator, _, _ = allocator.append(counts(5, 0, 3), max_tokens=5)
+    assert allocator.block_tables.tolist() == [[1, 2], [0, 0], [3, 0]]
+    assert allocator.slots(counts(2, 0, 0, 2), counts(2, 3, 4, 0)).tolist() == [14, 7, 8, 12]
+    # Past the end of a sequence, before its start, of an empty one, and of none at all.
+    assert allocator.slots(counts(0, 0, 0, 1, 3, -1), counts(5, 99, -1, 0, 0, 0)).tolist() == [32] * 6
+    with pytest.raises(ValueError, match=r"int32 of one shape; got int32 \[2\] and int32 \[3\]"):
+        allocator.slots(counts(0, 1), counts(0, 1, 2))
+
+
+def test_blocks_are_granted_in_the_order_given():
+    allocator = BlockAllocator.create(num_blocks=5, block_size=2, num_seqs=4, max_blocks=3)
+    # Row 2 first: 2 blocks. Row 3: one. Row 1 needs 2 and finds 1; row 0 needs 1 and does not overtake.
+    allocator, slots, ok = allocator.append(counts(1, 3, 4, 1), max_tokens=4, order=counts(9, 8, -5, 0))
+    assert ok.tolist() == [False, False, True, True]
+    assert allocator.block_tables.tolist() == [[0, 0, 0], [0, 0, 0], [1, 2, 0], [3, 0, 0]]
+    assert slots[2].tolist() == [2, 3, 4, 5]
+    with pytest.raises(ValueError, match=r"order must be int32 \[4\]"):
+        allocator.append(counts(1, 1, 1, 1), order=counts(0))
+
+
+def test_an_order_is_a_permutation_of_the_rows():
+    random = np.random.default_rng(0)
+    start = BlockAllocator.create(num_blocks=15, block_size=2, num_seqs=8, max_blocks=6)
+    start, _, _ = start.append(jnp.asarray(random.integers(0, 4, 8), jnp.int32), max_tokens=4)
+    append, refusals = jax.jit(BlockAllocator.append, static_argnames="max_tokens"), 0
+    for _ in range(5):
+        num_tokens, order = (jnp.asarray(random.integers(0, high, 8), jnp.int32) for high in (5, 6))  # with ties
+        rows = jnp.argsort(order, stable=True)
+        tables, lengths = start.block_tables[rows], start.lengths[rows]
+        permuted = dataclasses.replace(start, block_tables=tables, lengths=lengths)
+        expected, slots, ok = append(permuted, num_tokens[rows], max_tokens=5)
+        ordered, ordered_slots, ordered_ok = append(start, num_tokens, max_tokens=5, order=order)
+        refusals += int((~ok).sum())
+        assert (ordered_ok[rows] == ok).all()
+        assert (ordered_slots[rows] == slots).all()
+        assert (ordered.block_tables[rows] == expected.block_tables).all()
+        assert free_ids(ordered) == free_ids(expected)
+        assert ordered.broken_invariants() == ()
+    assert 0 < refusals < 40
+
+
 def test_a_block_handed_on_never_shows_its_last_owners_tokens():
     allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=2, max_blocks=5)
     cache = KVCache.create(num_blocks=6, block_size=4, num_kv_heads=1, head_dim=32)

@@ -44,6 +44,7 @@ COUNTS, MARKS, TOKENS, SNAPSHOT = "counts", "marks", "tokens", "snapshot"
 # leave room for an XLA that fuses otherwise: about twice what was counted. Unrolled over 64 rows it would be far more.
 OPERATIONS = {
     "append": (on_allocator("append"), (COUNTS,), 30),
+    "append, in order": (lambda a, p, n: (a.append(n, order=n)[0], p), (COUNTS,), 30),
     "append 256": (on_allocator("append", max_tokens=256), (COUNTS,), 30),
     "free": (on_allocator("free"), (MARKS,), 60),
     "fork": (on_allocator("fork"), (COUNTS,), 90),
@@ -171,7 +172,7 @@ def test_without_donation_the_state_is_copied(name):
     assert pool_sized_copies(compiled(name, 4, donate=False).as_text())
 
 
-@pytest.mark.parametrize("name", ["append", "append 256", "swap_in"])
+@pytest.mark.parametrize("name", ["append", "append, in order", "append 256", "swap_in"])
 def test_nothing_as_large_as_the_pool_is_computed_in_a_decode_step(name):
     # Besides what is handed through, no instruction has a result as large as the pool: the cost follows the batch.
     handed = "parameter", "tuple", "get-tuple-element", "bitcast"

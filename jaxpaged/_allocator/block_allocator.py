@@ -85,7 +85,31 @@ class BlockAllocator(AllocatorState):
         """Where the newest `q_len` tokens of each sequence stand, int32 `[seqs, q_len]`; negative: no such token."""
         return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
 
-    def append(self, num_tokens: ArrayLike, *, max_tokens: int = 1) -> tuple["BlockAllocator", jax.Array, jax.Array]:
+    def slots(self, seqs: ArrayLike, positions: ArrayLike) -> jax.Array:
+        """Where tokens of sequences stand in the cache, for packed tokens of several sequences.
+
+        Args:
+            seqs: int32, any shape: the row of each token.
+            positions: int32, the same shape: its position in that sequence.
+
+        Returns:
+            int32, the same shape. `num_blocks * block_size`, which `write_kv` drops, where there is no such token.
+
+        Raises:
+            ValueError: the two are not int32 of one shape.
+        """
+        seqs, positions = as_int32(seqs), as_int32(positions)
+        if seqs.shape != positions.shape or seqs.dtype != jnp.int32 or positions.dtype != jnp.int32:
+            received = f"{seqs.dtype} {list(seqs.shape)} and {positions.dtype} {list(positions.shape)}"
+            raise ValueError(f"seqs and positions must be int32 of one shape; got {received}.")
+        exists = (seqs >= 0) & (positions >= 0) & (positions < self.lengths.at[seqs].get(mode="fill", fill_value=0))
+        block_ids = self.block_tables.at[seqs, positions // self.block_size].get(mode="clip")
+        slots = block_ids * self.block_size + positions % self.block_size
+        return jnp.where(exists, slots, self.num_blocks * self.block_size)
+
+    def append(
+        self, num_tokens: ArrayLike, *, max_tokens: int = 1, order: ArrayLike | None = None
+    ) -> tuple["BlockAllocator", jax.Array, jax.Array]:
         """Makes room for new tokens at the end of each sequence.
 
         All or nothing per sequence: one that is refused is exactly as it was. Blocks are granted in row order, and
@@ -96,6 +120,8 @@ class BlockAllocator(AllocatorState):
         Args:
             num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is. Or bool: which sequences get one token.
             max_tokens: the most tokens that a sequence may get in this call (static).
+            order: int32 `[seqs]`: blocks are granted to the rows from the smallest number to the largest, equal ones
+                in row order. None: in row order.
 
         Returns:
             allocator: the new one.
@@ -105,12 +131,14 @@ class BlockAllocator(AllocatorState):
             ok: bool `[seqs]`.
 
         Raises:
-            ValueError: `num_tokens` is not int32 or bool `[seqs]`, or `max_tokens` is no int or below 1.
+            ValueError: `num_tokens` is not int32 or bool `[seqs]`, `order` is not int32 `[seqs]`, or `max_tokens` is no
+                int or below 1.
         """
         counts = as_int32(num_tokens)
         counts = counts.astype(jnp.int32) if counts.dtype == jnp.bool_ else counts
         num_tokens = self._rows("num_tokens", counts, jnp.int32)
         max_tokens = checked_size("max_tokens", max_tokens)
+        order = None if order is None else self._rows("order", order, jnp.int32)
         num_seqs, max_blocks = self.block_tables.shape
         legal = (num_tokens >= 0) & (num_tokens <= jnp.where(self.swapped_lengths == 0, max_tokens, 0))
         lengths = self.lengths + jnp.where(legal, num_tokens, 0)
@@ -119,7 +147,7 @@ class BlockAllocator(AllocatorState):
         # 1. Who gets blocks: a prefix of the rows that need some.
         held = self.blocks_of(self.lengths)
         needed = jnp.where(legal, self.blocks_of(lengths) - held, 0)
-        ok, starts, total = self.grant(legal, needed)
+        ok, starts, total = self.grant(legal, needed, order)
         granted = jnp.where(ok, needed, 0)
         lengths = jnp.where(ok, lengths, self.lengths)
 

@@ -69,9 +69,17 @@ class AllocatorState:
         """Which table entries are blocks, for sequences of these lengths, bool `[seqs, max_blocks]`."""
         return jnp.arange(self.block_tables.shape[1], dtype=jnp.int32)[None] < self.blocks_of(lengths)[:, None]
 
-    def grant(self, legal: jax.Array, needed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def grant(
+        self, legal: jax.Array, needed: jax.Array, order: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(which rows get the blocks they need, where each row's begin counted from the top, how many in all)."""
-        ends = jnp.cumsum(needed, dtype=jnp.int32)
+        if order is None:
+            ends = jnp.cumsum(needed, dtype=jnp.int32)
+        else:
+            rows = jnp.arange(needed.shape[0], dtype=jnp.int32)
+            comes_first = order[None] < order[:, None]
+            comes_first |= (order[None] == order[:, None]) & (rows[None] <= rows[:, None])
+            ends = jnp.where(comes_first, needed[None], 0).sum(axis=1, dtype=jnp.int32)
         ok = legal & ((needed == 0) | (ends <= self.pool.num_free))
         return ok, ends - needed, jnp.where(ok, needed, 0).sum(dtype=jnp.int32)
 

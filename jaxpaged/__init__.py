@@ -17,6 +17,8 @@ from jaxpaged._cache.rotary import rotary_frequencies, rotate_and_write_kv
 from jaxpaged._cache.transfer import blocks_from_host, blocks_to_host, gather_kv, scatter_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._cache.zeroing import zero_blocks
+from jaxpaged._scheduler.records import Refusal, RequestStatus
+from jaxpaged._scheduler.scheduler import Scheduler
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,9 @@ __all__ = [
     "KVCache",
     "PartitionPlan",
     "PrefixCache",
+    "Refusal",
+    "RequestStatus",
+    "Scheduler",
     "attend",
     "blocks_from_host",
     "blocks_to_host",

@@ -1,0 +1,144 @@
+"""The policy: who gets a seat, who gets how many tokens of a step, who is preempted, and the step as packed tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._scheduler.records import RequestStatus, Step
+
+if TYPE_CHECKING:
+    from jaxpaged._scheduler.scheduler import Scheduler
+
+
+def plan(scheduler: Scheduler, allocator: BlockAllocator, chunk_tokens: int) -> tuple[Scheduler, BlockAllocator, Step]:
+    scheduler = admit(scheduler, allocator)
+    is_open = ~scheduler.is_outbox_full
+    is_seated = scheduler.seated < scheduler.max_requests
+    needed = jnp.where(is_seated & is_open, of_seats(scheduler, scheduler.num_known) - allocator.lengths, 0)
+    ranks = seat_ranks(scheduler)
+    given = share(needed, ranks, chunk_tokens)
+    most = scheduler.num_seats + chunk_tokens if chunk_tokens else 1
+    allocator, _, ok = allocator.append(given, max_tokens=most, order=ranks)
+    given = jnp.where(ok, given, 0)
+    scheduler = dataclasses.replace(
+        scheduler,
+        was_refused=jnp.where(is_open, ~ok.all(), scheduler.was_refused),
+        num_computed=scheduler.num_computed + given.sum(dtype=jnp.int32),
+    )
+    is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
+    is_sampled = (given > 0) & (given == needed)
+    return scheduler, allocator, pack(scheduler, allocator, given, is_sampled, is_victim, chunk_tokens)
+
+
+def of_seats(scheduler: Scheduler, values: jax.Array) -> jax.Array:
+    """Values of requests, `[requests, ...]`, for the request in each seat; 0 for a free seat."""
+    return values.at[scheduler.seated].get(mode="fill", fill_value=0)
+
+
+def seat_ranks(scheduler: Scheduler) -> jax.Array:
+    """The rank of the request in each seat, int32 `[seats]`; free seats come last."""
+    return scheduler.ranks.at[scheduler.seated].get(mode="fill", fill_value=scheduler.max_requests)
+
+
+def admit(scheduler: Scheduler, allocator: BlockAllocator) -> Scheduler:
+    """Seats for the first of the waiting, in order of rank, as far as seats and blocks go."""
+    num_requests, num_seats = scheduler.max_requests, scheduler.num_seats
+    seats = jnp.arange(num_seats, dtype=jnp.int32)
+
+    # 1. The waiting requests that come first, one candidate for each seat.
+    is_waiting = (scheduler.statuses == RequestStatus.WAITING)[scheduler.order]
+    queue = jnp.cumsum(is_waiting, dtype=jnp.int32) - 1
+    dropped = num_seats + jnp.arange(num_requests, dtype=jnp.int32)
+    queue = jnp.where(is_waiting & (queue < num_seats), queue, dropped)
+    nobody = jnp.full(num_seats, num_requests, jnp.int32)
+    candidates = nobody.at[queue].set(scheduler.order, mode="drop", unique_indices=True)
+
+    # 2. How many of them fit: each needs blocks for what is known of it and one token more, beside what is reserved
+    # for the seated ones and those admitted before it. What a request reserves is never less than what it needs to
+    # enter, so that those that fit are the first ones.
+    is_free = scheduler.seated == num_requests
+    owed = jnp.where(is_free, 0, reserved_blocks(scheduler, allocator, scheduler.seated) - num_held(allocator))
+    reserved = jnp.where(candidates < num_requests, reserved_blocks(scheduler, allocator, candidates), 0)
+    before = jnp.cumsum(reserved, dtype=jnp.int32) - reserved + owed.sum(dtype=jnp.int32)
+    num_known = scheduler.num_known.at[candidates].get(mode="fill", fill_value=0)
+    limits = scheduler.limits.at[candidates].get(mode="fill", fill_value=0)
+    entry = allocator.blocks_of(jnp.minimum(num_known + 1, limits - 1))
+    fits = (candidates < num_requests) & (seats < is_free.sum(dtype=jnp.int32))
+    fits &= (before + entry <= allocator.num_free) & ~scheduler.was_refused & ~scheduler.is_outbox_full
+
+    # 3. The i-th of them takes the i-th free seat.
+    turn = jnp.cumsum(is_free, dtype=jnp.int32) - 1
+    is_taken = is_free & (turn < fits.sum(dtype=jnp.int32))
+    taken_by = jnp.where(is_taken, candidates.at[turn].get(mode="clip"), scheduler.seated)
+    places = jnp.where(is_taken, taken_by, num_requests + seats)
+    statuses = scheduler.statuses.at[places].set(RequestStatus.RUNNING, mode="drop", unique_indices=True)
+    return dataclasses.replace(scheduler, seated=taken_by, statuses=statuses)
+
+
+def reserved_blocks(scheduler: Scheduler, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
+    """Blocks that requests may count on: for all that is known of them and a spare one, but not more than they need."""
+    num_known = scheduler.num_known.at[request_ids].get(mode="fill", fill_value=0)
+    limits = scheduler.limits.at[request_ids].get(mode="fill", fill_value=0)
+    # The last token is sampled and never computed.
+    return jnp.minimum(allocator.blocks_of(num_known) + 1, allocator.blocks_of(limits - 1))
+
+
+def num_held(allocator: BlockAllocator) -> jax.Array:
+    return allocator.blocks_of(allocator.lengths)
+
+
+def share(needed: jax.Array, ranks: jax.Array, chunk_tokens: int) -> jax.Array:
+    """Tokens that each seat gets: one if it needs any, and of the places left as many as it needs, in order of rank."""
+    one = jnp.minimum(needed, 1)
+    if chunk_tokens == 0:
+        return one
+    more = needed - one
+    before = jnp.where(ranks[None] < ranks[:, None], more[None], 0).sum(axis=1, dtype=jnp.int32)
+    places = needed.shape[0] + chunk_tokens - one.sum(dtype=jnp.int32)
+    return one + jnp.clip(places - before, 0, more)
+
+
+def last_in_rank(is_seated: jax.Array, has_blocks: jax.Array, ranks: jax.Array) -> jax.Array:
+    """The last in rank of those that have blocks, bool `[seats]`; never the first in rank of the seated."""
+    is_candidate = is_seated & has_blocks & (ranks != ranks.min())
+    return is_candidate & (ranks == jnp.where(is_candidate, ranks, -1).max())
+
+
+def pack(
+    scheduler: Scheduler,
+    allocator: BlockAllocator,
+    given: jax.Array,
+    is_sampled: jax.Array,
+    is_victim: jax.Array,
+    chunk_tokens: int,
+) -> Step:
+    num_seats = scheduler.num_seats
+    # Without chunks each seat has a place of its own, so that attention needs no ragged queries.
+    widths = given if chunk_tokens else jnp.ones_like(given)
+    ends = jnp.cumsum(widths, dtype=jnp.int32)
+    starts = ends - widths
+    places = jnp.arange(num_seats + chunk_tokens, dtype=jnp.int32)
+    seats = jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
+    offsets = places - starts.at[seats].get(mode="fill", fill_value=0)
+    is_token = offsets < given.at[seats].get(mode="fill", fill_value=0)
+    computed = (allocator.lengths - given).at[seats].get(mode="fill", fill_value=0)
+    seats = jnp.where(is_token, seats, num_seats)
+    positions = jnp.where(is_token, computed + offsets, 0)
+    request_ids = scheduler.seated.at[seats].get(mode="fill", fill_value=scheduler.max_requests)
+    return Step(
+        tokens=scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0),
+        positions=positions,
+        seats=seats,
+        slots=allocator.slots(seats, positions),
+        query_starts=jnp.pad(ends, (1, 0)),
+        last=jnp.clip(ends - 1, 0),
+        is_sampled=is_sampled,
+        is_victim=is_victim,
+        request_ids=scheduler.seated,
+        sampling=jax.tree.map(lambda values: of_seats(scheduler, values), scheduler.sampling),
+    )

@@ -1,0 +1,89 @@
+"""What becomes of requests: a step's tokens are committed, requests end, are preempted, aborted and drained."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._scheduler import planning
+from jaxpaged._scheduler.records import Outbox, RequestStatus, Step
+
+if TYPE_CHECKING:
+    from jaxpaged._scheduler.scheduler import Scheduler
+
+
+def commit(
+    scheduler: Scheduler, allocator: BlockAllocator, step: Step, tokens: jax.Array
+) -> tuple[Scheduler, BlockAllocator]:
+    num_requests = scheduler.max_requests
+    dropped = num_requests + jnp.arange(scheduler.num_seats, dtype=jnp.int32)
+    is_here = scheduler.seated < num_requests  # not aborted since the plan
+    is_sampled = step.is_sampled & is_here
+
+    # 1. What was sampled becomes known.
+    growing = jnp.where(is_sampled, scheduler.seated, dropped)
+    num_known = planning.of_seats(scheduler, scheduler.num_known) + is_sampled.astype(jnp.int32)
+    scheduler = dataclasses.replace(
+        scheduler,
+        tokens=scheduler.tokens.at[growing, num_known - 1].set(tokens, mode="drop", unique_indices=True),
+        num_known=scheduler.num_known.at[growing].set(num_known, mode="drop", unique_indices=True),
+        outbox_tokens=scheduler.outbox_tokens.at[scheduler.num_steps].set(
+            jnp.where(is_sampled, tokens, -1), mode="drop"
+        ),
+        outbox_request_ids=scheduler.outbox_request_ids.at[scheduler.num_steps].set(
+            jnp.where(is_sampled, scheduler.seated, num_requests), mode="drop"
+        ),
+        num_steps=jnp.minimum(scheduler.num_steps + 1, scheduler.outbox_tokens.shape[0]),
+    )
+
+    # 2. Who ends, and who has to wait again.
+    stop_ids = planning.of_seats(scheduler, scheduler.stop_ids)
+    is_stopped = is_sampled & ((stop_ids == tokens[:, None]) & (stop_ids >= 0)).any(axis=1)
+    is_exhausted = is_sampled & ~is_stopped & (num_known >= planning.of_seats(scheduler, scheduler.limits))
+    is_preempted = step.is_victim & is_here & ~is_stopped & ~is_exhausted
+    leaves = is_stopped | is_exhausted | is_preempted
+    becomes = jnp.where(is_exhausted, RequestStatus.EXHAUSTED, RequestStatus.WAITING).astype(jnp.int32)
+    becomes = jnp.where(is_stopped, RequestStatus.STOPPED, becomes)
+    leaving = jnp.where(leaves, scheduler.seated, dropped)
+    given_up = jnp.where(is_preempted, allocator.lengths, 0).sum(dtype=jnp.int32)
+    scheduler = dataclasses.replace(
+        scheduler,
+        statuses=scheduler.statuses.at[leaving].set(becomes, mode="drop", unique_indices=True),
+        seated=jnp.where(leaves, num_requests, scheduler.seated),
+        num_recomputed=scheduler.num_recomputed + given_up,
+        num_preempted=scheduler.num_preempted + is_preempted.sum(dtype=jnp.int32),
+    )
+    return scheduler, allocator.free(leaves)
+
+
+def abort(scheduler: Scheduler, allocator: BlockAllocator, marked: jax.Array) -> tuple[Scheduler, BlockAllocator]:
+    marked &= scheduler.is_live
+    leaves = planning.of_seats(scheduler, marked)
+    aborted = dataclasses.replace(
+        scheduler,
+        statuses=jnp.where(marked, RequestStatus.ABORTED, scheduler.statuses),
+        seated=jnp.where(leaves, scheduler.max_requests, scheduler.seated),
+    )
+    return aborted, allocator.free(leaves)
+
+
+def drain(scheduler: Scheduler) -> tuple[Scheduler, Outbox]:
+    is_finished = ~scheduler.is_live  # or free, which is 0 too
+    outbox = Outbox(
+        tokens=scheduler.outbox_tokens,
+        request_ids=scheduler.outbox_request_ids,
+        num_steps=scheduler.num_steps,
+        finished=jnp.where(is_finished, scheduler.statuses, RequestStatus.FREE),
+    )
+    scheduler = dataclasses.replace(
+        scheduler,
+        statuses=jnp.where(is_finished, RequestStatus.FREE, scheduler.statuses),
+        outbox_tokens=jnp.full_like(scheduler.outbox_tokens, -1),
+        outbox_request_ids=jnp.full_like(scheduler.outbox_request_ids, scheduler.max_requests),
+        num_steps=jnp.zeros_like(scheduler.num_steps),
+    )
+    return scheduler, outbox

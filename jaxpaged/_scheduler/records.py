@@ -1,0 +1,106 @@
+"""What a scheduler holds and hands out: states of requests, reasons of refusal, a step, an outbox."""
+
+import dataclasses
+import enum
+
+import jax
+
+from jaxpaged._export import exportable
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request stands. The last three are the reasons for which one is finished.
+
+    In `jnp.full` one is written `int(RequestStatus.X)`: a member of an enum would make the array weakly typed.
+    """
+
+    FREE = 0  # this place holds no request
+    WAITING = 1  # has no seat: it is new, or was preempted
+    RUNNING = 2  # has a seat
+    STOPPED = 3  # one of its stop ids was sampled
+    EXHAUSTED = 4  # it has as many new tokens as it asked for
+    ABORTED = 5
+
+
+class Refusal(enum.IntEnum):
+    """Why `Scheduler.submit` does not take a request."""
+
+    ACCEPTED = 0
+    NO_PROMPT = 1  # a prompt length below 1: how a batch of submissions is padded
+    NO_NEW_TOKENS = 2  # fewer than one new token is asked for
+    TOO_LONG = 3  # more tokens than the scheduler's `max_tokens`, or a prompt longer than its row
+    NEVER_FITS = 4  # more blocks than a table row, or than the pool without its pinned blocks
+    QUEUE_FULL = 5  # no free place: submit it again after a `drain`
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the tokens of requests, or of seats, are to be sampled. The scheduler carries it and does not read it.
+
+    Attributes:
+        temperature: float32; 0: greedy.
+        top_k: int32; 0: all tokens.
+        top_p: float32; 1: all tokens.
+        seed: uint32. Sample with `jax.random.fold_in(jax.random.key(seed), length)`, of the request and never of the
+            seat: then its tokens do not depend on the others, nor on preemption.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    seed: jax.Array
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one forward pass of the model computes: packed tokens, those of one seat next to each other, in seat order.
+
+    Attributes:
+        tokens: int32 `[tokens]`; 0 where padded.
+        positions: int32 `[tokens]`, each token's position in its request; 0 where padded.
+        seats: int32 `[tokens]`, whose each is; `num_seats` where padded.
+        slots: int32 `[tokens]`, for `write_kv`, which drops the padded ones.
+        query_starts: int32 `[seats + 1]`, where each seat's tokens begin. In a step without chunks each seat has one
+            place, used or not.
+        last: int32 `[seats]`, where each seat's newest token stands, to take its logits from. Any place where the seat
+            has none.
+        is_sampled: bool `[seats]`, the seats of which a new token is sampled: all that is known of them is computed.
+        is_victim: bool `[seats]`, the seat that `commit` preempts, if any.
+        request_ids: int32 `[seats]`, the request in each seat; `max_requests` where there is none.
+        sampling: of the request in each seat, `[seats]`.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    seats: jax.Array
+    slots: jax.Array
+    query_starts: jax.Array
+    last: jax.Array
+    is_sampled: jax.Array
+    is_victim: jax.Array
+    request_ids: jax.Array
+    sampling: Sampling
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outbox:
+    """What happened between two drains.
+
+    Attributes:
+        tokens: int32 `[steps, seats]`, what was sampled, one row for each commit; -1 where nothing was.
+        request_ids: int32 `[steps, seats]`, for which request; `max_requests` where nothing was.
+        num_steps: int32 `[]`, commits.
+        finished: int32 `[requests]`, a `RequestStatus` for each request that ended, 0 for the others. Its id goes to
+            another request from then on.
+    """
+
+    tokens: jax.Array
+    request_ids: jax.Array
+    num_steps: jax.Array
+    finished: jax.Array

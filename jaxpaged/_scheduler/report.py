@@ -1,0 +1,79 @@
+"""What a person or a test asks a scheduler, on the host: the invariants that it breaks, and itself as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from jaxpaged._scheduler.records import RequestStatus
+
+if TYPE_CHECKING:
+    from jaxpaged._allocator.block_allocator import BlockAllocator
+    from jaxpaged._scheduler.scheduler import Scheduler
+
+SHOWN_SEATS = 16  # lines of a printed scheduler
+
+
+def broken_invariants(scheduler: Scheduler, allocator: BlockAllocator) -> tuple[str, ...]:
+    """The names of the broken invariants, each a line below. Those that stand on a broken one are not looked at."""
+    num_requests, max_tokens = scheduler.tokens.shape
+    seats, statuses, order = (np.asarray(x) for x in (scheduler.seated, scheduler.statuses, scheduler.order))
+    first = {
+        "seats_name_requests": ((seats >= 0) & (seats <= num_requests)).all(),
+        "statuses_are_known": np.isin(statuses, list(RequestStatus)).all(),
+        "order_has_each_request_once": (np.sort(order) == np.arange(num_requests)).all(),
+        "outbox_holds_its_steps": 0 <= int(scheduler.num_steps) <= scheduler.outbox_tokens.shape[0],
+    }
+    if not all(first.values()):
+        return _broken(first)
+
+    known, limits = np.asarray(scheduler.num_known), np.asarray(scheduler.limits)
+    keys, arrivals = np.asarray(scheduler.keys), np.asarray(scheduler.arrivals)
+    live = np.asarray(scheduler.is_live)
+    lengths = np.asarray(allocator.lengths)
+    is_seated = seats < num_requests
+    seated = seats[is_seated]
+    served = list(zip(keys[order][live[order]].tolist(), arrivals[order][live[order]].tolist(), strict=True))
+    most_blocks = min(allocator.num_blocks - 1, allocator.block_tables.shape[1])
+    unused = np.asarray(scheduler.outbox_request_ids)[int(scheduler.num_steps) :]
+    return _broken(
+        {
+            "nobody_has_two_seats": len(set(seated.tolist())) == len(seated),
+            "the_seated_run": set(seated.tolist()) == set(np.flatnonzero(statuses == RequestStatus.RUNNING).tolist()),
+            "free_seats_hold_no_tokens": not lengths[~is_seated].any(),
+            "what_is_computed_is_known": (lengths[is_seated] <= known[seated]).all(),
+            "the_live_may_grow": ((known >= 1) & (known < limits) & (limits <= max_tokens))[live].all(),
+            "the_live_fit_the_pool": (-(-(limits[live] - 1) // allocator.block_size) <= most_blocks).all(),
+            "ranks_are_places_in_the_order": (np.asarray(scheduler.ranks)[order] == np.arange(num_requests)).all(),
+            "the_live_stand_in_order": served == sorted(set(served)),
+            "unused_rows_of_the_outbox_are_empty": (unused == num_requests).all(),
+        }
+    )
+
+
+def _broken(invariants: dict[str, object]) -> tuple[str, ...]:
+    return tuple(name for name, holds in invariants.items() if not holds)
+
+
+def describe(scheduler: Scheduler) -> str:
+    """A line for all requests and one for each seat taken, the first of them."""
+    if np.ndim(scheduler.seated) != 1 or isinstance(scheduler.seated, jax.core.Tracer):
+        return repr(scheduler)  # under vmap, or while tracing: there are no numbers to show
+    seats, statuses = np.asarray(scheduler.seated), np.asarray(scheduler.statuses)
+    known, limits = np.asarray(scheduler.num_known), np.asarray(scheduler.limits)
+    taken = np.flatnonzero(seats < scheduler.max_requests)
+    num_waiting = int((statuses == RequestStatus.WAITING).sum())
+    num_finished = int((statuses > RequestStatus.RUNNING).sum())
+    lines = [
+        f"Scheduler: {len(taken)} of {len(seats)} seats taken, {num_waiting} requests waiting, {num_finished} finished "
+        f"(of {len(statuses)}), {int(scheduler.num_steps)} of {len(scheduler.outbox_tokens)} steps in the outbox"
+    ]
+    lines += [
+        f"  seat {seat}: request {seats[seat]}, {known[seats[seat]]} of at most {limits[seats[seat]]} tokens known"
+        for seat in taken[:SHOWN_SEATS].tolist()
+    ]
+    if len(taken) > SHOWN_SEATS:
+        lines.append(f"  and {len(taken) - SHOWN_SEATS} more seats")
+    return "\n".join(lines)

@@ -1,0 +1,312 @@
+"""The scheduler: which request runs and which of its tokens are computed next, as a pytree, inside jit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._export import exportable
+from jaxpaged._integers import as_int32, checked_size
+from jaxpaged._scheduler import planning, progress, report, submission
+from jaxpaged._scheduler.records import Outbox, RequestStatus, Sampling, Step
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scheduler:
+    """Requests, the seats of the running batch, and who is served next. Immutable: every operation returns a new one.
+
+    It goes with a `BlockAllocator` whose rows are its seats and are used by nobody else. It knows no model: `plan`
+    says which tokens to compute, the caller computes them and samples, `commit` takes what was sampled.
+
+    There are no phases. Of a request some tokens are known (the prompt and what was generated) and the first of these
+    are computed (`allocator.lengths` of its seat). A prompt, decoding, and what is computed again after a preemption
+    are the same: known tokens that are not computed.
+
+    Attributes:
+        tokens: int32 `[requests, max_tokens]`, the known tokens of each request, from the start of its row.
+        num_known: int32 `[requests]`, how many there are.
+        limits: int32 `[requests]`, how many there may be: the length of the prompt and the new tokens asked for.
+        stop_ids: int32 `[requests, num_stop_ids]`, tokens that end the request; -1: none.
+        sampling: how to sample for each request.
+        statuses: int32 `[requests]`, a `RequestStatus` each.
+        arrivals: int32 `[requests]`, a number that grows with each request submitted.
+        keys: int32 `[requests]`, the arrival less the priority: requests are served in order of this, equal ones in
+            order of arrival.
+        order: int32 `[requests]`, request ids in order of rank. Renewed when requests are submitted, and by nothing
+            else.
+        ranks: int32 `[requests]`, each request's place in `order`.
+        seated: int32 `[seats]`, the id of the request in each seat; `max_requests` where it is free.
+        was_refused: bool `[]`, whether the last plan had too few blocks for a seated request.
+        outbox_tokens: int32 `[max_steps, seats]`, what was sampled since the last drain.
+        outbox_request_ids: int32 `[max_steps, seats]`, for which request; `max_requests` where nothing was.
+        num_steps: int32 `[]`, commits since the last drain.
+        next_arrival: int32 `[]`.
+        num_computed: int32 `[]`, tokens planned so far; modulo 2^32, as are the next two.
+        num_recomputed: int32 `[]`, those of them that preemption gave up.
+        num_preempted: int32 `[]`, preemptions.
+
+    `broken_invariants` tests that all of this holds together. `docs/scheduler.md` states the policy, why each
+    accepted request ends, and what it costs.
+    """
+
+    tokens: jax.Array
+    num_known: jax.Array
+    limits: jax.Array
+    stop_ids: jax.Array
+    sampling: Sampling
+    statuses: jax.Array
+    arrivals: jax.Array
+    keys: jax.Array
+    order: jax.Array
+    ranks: jax.Array
+    seated: jax.Array
+    was_refused: jax.Array
+    outbox_tokens: jax.Array
+    outbox_request_ids: jax.Array
+    num_steps: jax.Array
+    next_arrival: jax.Array
+    num_computed: jax.Array
+    num_recomputed: jax.Array
+    num_preempted: jax.Array
+
+    @classmethod
+    def create(
+        cls, *, max_requests: int, num_seats: int, max_tokens: int, max_steps: int = 64, num_stop_ids: int = 4
+    ) -> "Scheduler":
+        """A scheduler without requests.
+
+        Args:
+            max_requests: requests that it holds at once: waiting, running, and finished but not drained.
+            num_seats: requests that run at once, the rows of its allocator.
+            max_tokens: the most tokens that a request may have, prompt and generated.
+            max_steps: steps between two drains.
+            num_stop_ids: the most stop ids that a request may have.
+
+        Raises:
+            ValueError: a size that is no int or below 1 (`num_stop_ids`: below 0).
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpaged
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=4, num_seqs=2, max_blocks=4)
+            >>> scheduler = jaxpaged.Scheduler.create(max_requests=4, num_seats=2, max_tokens=16)
+            >>> def one_step(state):
+            ...     scheduler, allocator = state
+            ...     scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=1)
+            ...     sampled = step.tokens[step.last] + 1  # the model
+            ...     return scheduler.commit(allocator, step, sampled)
+            >>> @jax.jit
+            ... def serve(scheduler, allocator, prompts, lengths, new_tokens):
+            ...     scheduler, ids, refusals = scheduler.submit(allocator, prompts, lengths, new_tokens)
+            ...     state = jax.lax.while_loop(lambda state: state[0].has_work, one_step, (scheduler, allocator))
+            ...     return state[0].drain()
+            >>> prompts = jnp.array([[11, 12, 13, 14], [21, 22, 0, 0]])
+            >>> scheduler, outbox = serve(scheduler, allocator, prompts, jnp.array([4, 2]), jnp.array([2, 1]))
+            >>> outbox.request_ids[:3].tolist(), outbox.tokens[:3].tolist()  # 4: nothing was sampled
+            ([[4, 4], [0, 1], [0, 4]], [[-1, -1], [15, 23], [16, -1]])
+            >>> [jaxpaged.RequestStatus(status).name for status in outbox.finished[:2].tolist()]
+            ['EXHAUSTED', 'EXHAUSTED']
+        """
+        max_requests, num_seats = checked_size("max_requests", max_requests), checked_size("num_seats", num_seats)
+        max_tokens, max_steps = checked_size("max_tokens", max_tokens), checked_size("max_steps", max_steps)
+        num_stop_ids = checked_size("num_stop_ids", num_stop_ids, 0)
+
+        # One array each: two leaves that are one buffer cannot both be donated.
+        def full(*shape: int, value: int = 0) -> jax.Array:
+            return jnp.full(shape, value, jnp.int32)
+
+        return cls(
+            tokens=full(max_requests, max_tokens),
+            num_known=full(max_requests),
+            limits=full(max_requests),
+            stop_ids=full(max_requests, num_stop_ids, value=-1),
+            sampling=Sampling(
+                temperature=jnp.zeros(max_requests, jnp.float32),
+                top_k=full(max_requests),
+                top_p=jnp.ones(max_requests, jnp.float32),
+                seed=jnp.zeros(max_requests, jnp.uint32),
+            ),
+            statuses=full(max_requests, value=int(RequestStatus.FREE)),
+            arrivals=full(max_requests),
+            keys=full(max_requests),
+            order=jnp.arange(max_requests, dtype=jnp.int32),
+            ranks=jnp.arange(max_requests, dtype=jnp.int32),
+            seated=full(num_seats, value=max_requests),
+            was_refused=jnp.zeros((), jnp.bool_),
+            outbox_tokens=full(max_steps, num_seats, value=-1),
+            outbox_request_ids=full(max_steps, num_seats, value=max_requests),
+            num_steps=full(),
+            next_arrival=full(),
+            num_computed=full(),
+            num_recomputed=full(),
+            num_preempted=full(),
+        )
+
+    @property
+    def max_requests(self) -> int:
+        return self.tokens.shape[-2]
+
+    @property
+    def num_seats(self) -> int:
+        return self.seated.shape[-1]
+
+    @property
+    def is_live(self) -> jax.Array:
+        """Requests that wait or run, bool `[requests]`."""
+        return (self.statuses == RequestStatus.WAITING) | (self.statuses == RequestStatus.RUNNING)
+
+    @property
+    def is_outbox_full(self) -> jax.Array:
+        """Whether nothing can be planned before the next `drain`, bool `[]`."""
+        return self.num_steps >= self.outbox_tokens.shape[0]
+
+    @property
+    def has_work(self) -> jax.Array:
+        """Whether another step can do something, bool `[]`: the condition of a loop of steps."""
+        return self.is_live.any() & ~self.is_outbox_full
+
+    def num_pending(self, allocator: BlockAllocator) -> jax.Array:
+        """Tokens of seated requests that are to be computed, beyond one a seat, int32 `[]`: what chunks are for."""
+        needed = planning.of_seats(self, self.num_known) - allocator.lengths
+        return jnp.maximum(needed - 1, 0).sum(dtype=jnp.int32)
+
+    def submit(
+        self,
+        allocator: BlockAllocator,
+        prompts: ArrayLike,
+        prompt_lengths: ArrayLike,
+        max_new_tokens: ArrayLike,
+        *,
+        priorities: ArrayLike | None = None,
+        stop_ids: ArrayLike | None = None,
+        temperature: ArrayLike | None = None,
+        top_k: ArrayLike | None = None,
+        top_p: ArrayLike | None = None,
+        seed: ArrayLike | None = None,
+    ) -> tuple["Scheduler", jax.Array, jax.Array]:
+        """Takes new requests, in the order of the rows. What can never be served is refused, and nothing else.
+
+        Args:
+            allocator: for its sizes, and for the blocks that `hold` has pinned. Blocks that are pinned after this may
+                keep a request from ever ending.
+            prompts: int32 `[rows, width]`, each prompt at the start of its row.
+            prompt_lengths: int32 `[rows]`; 0: no request.
+            max_new_tokens: int32 `[rows]`, at least 1.
+            priorities: int32 `[rows]`, how many of the requests submitted before it a request may overtake; negative:
+                how many of those after it may overtake it. At most 2^29. None: 0.
+            stop_ids: int32 `[rows, n]`, tokens that end a request, n at most `num_stop_ids`; -1: none.
+            temperature: float32 `[rows]`. None: 0.
+            top_k: int32 `[rows]`. None: 0.
+            top_p: float32 `[rows]`. None: 1.
+            seed: uint32 `[rows]`. None: 0.
+
+        Returns:
+            scheduler: the new one.
+            request_ids: int32 `[rows]`, by which `abort` and the outbox name the requests; `max_requests` where
+                refused. An id is free again once a `drain` has returned the end of its request.
+            refusals: int32 `[rows]`, a `Refusal` each; 0 where accepted.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit, or an allocator with another number of rows.
+        """
+        self._check(allocator)
+        requests = submission.validate(
+            self, prompts, prompt_lengths, max_new_tokens, priorities, stop_ids, temperature, top_k, top_p, seed
+        )
+        return submission.submit(self, allocator, requests)
+
+    def abort(self, allocator: BlockAllocator, requests: ArrayLike) -> tuple["Scheduler", BlockAllocator]:
+        """Ends the marked requests and frees their blocks. Those that are not waiting or running stay as they are.
+
+        Args:
+            requests: bool `[max_requests]`.
+
+        Raises:
+            ValueError: `requests` is not bool `[max_requests]`, or an allocator with another number of rows.
+        """
+        self._check(allocator)
+        marked = jnp.asarray(requests)
+        if marked.shape != self.statuses.shape or marked.dtype != jnp.bool_:
+            raise ValueError(f"requests must be bool [{self.max_requests}]; got {marked.dtype} {list(marked.shape)}.")
+        return progress.abort(self, allocator, marked)
+
+    def plan(self, allocator: BlockAllocator, *, chunk_tokens: int = 0) -> tuple["Scheduler", BlockAllocator, Step]:
+        """Decides what the next step computes, and makes room for it.
+
+        1. Waiting requests take free seats, in order of rank and without overtaking, while the free blocks suffice
+           for all that is known of them and of the seated ones, and a spare block each. Nobody is admitted after a
+           plan in which a seat was refused.
+        2. Each seat gets one token, if it has any to compute. With chunks, the other places of the step go to those
+           that have more, in order of rank.
+        3. Blocks are granted in order of rank. A seat that finds too few gets nothing in this step, and the last in
+           rank that holds blocks, but never the first in rank, is a victim: `commit` preempts it.
+
+        Each plan is followed by its commit: what was planned counts as computed. Once the outbox is full, steps are
+        empty until it is drained.
+
+        Args:
+            allocator: the allocator whose rows are the seats.
+            chunk_tokens: the step has `num_seats + chunk_tokens` places (static). 0: one place for each seat, place i
+                for seat i, and no seat gets more than one token.
+
+        Returns:
+            scheduler, allocator: the new ones, for the `commit` of this step.
+            step: what to compute. Its `query_starts` and `allocator.lengths` are what `paged_attention` needs.
+
+        Raises:
+            ValueError: `chunk_tokens` is no int or negative, or an allocator with another number of rows.
+
+        Example: see `create`.
+        """
+        self._check(allocator)
+        return planning.plan(self, allocator, checked_size("chunk_tokens", chunk_tokens, 0))
+
+    def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple["Scheduler", BlockAllocator]:
+        """Takes what was sampled in a step: requests grow by a token, end, or are preempted.
+
+        A request ends with the first of its stop ids, which stays its last token, or with as many new tokens as it
+        asked for; its blocks are free at once. One that is preempted waits again, with its rank and all its tokens.
+        Requests that were aborted since the plan get nothing.
+
+        Args:
+            allocator: as `plan` returned it.
+            step: what `plan` returned.
+            tokens: int32 `[seats]`; read where `step.is_sampled`.
+
+        Raises:
+            ValueError: `tokens` is not int32 `[seats]`, or an allocator with another number of rows.
+
+        Example: see `create`.
+        """
+        self._check(allocator)
+        sampled = as_int32(tokens)
+        if sampled.shape != self.seated.shape or sampled.dtype != jnp.int32:
+            raise ValueError(f"tokens must be int32 [{self.num_seats}]; got {sampled.dtype} {list(sampled.shape)}.")
+        return progress.commit(self, allocator, step, sampled)
+
+    def drain(self) -> tuple["Scheduler", Outbox]:
+        """Empties the outbox and gives up the places of finished requests.
+
+        Returns:
+            scheduler: the new one.
+            outbox: what was sampled since the last drain, and which requests ended. It shares no buffer with the
+                scheduler: the host may read it while the scheduler is donated to the next call.
+
+        Example: see `create`.
+        """
+        return progress.drain(self)
+
+    def broken_invariants(self, allocator: BlockAllocator) -> tuple[str, ...]:
+        """The names of the invariants that this state breaks; empty if all is well. On the host, for tests."""
+        return report.broken_invariants(self, allocator)
+
+    def __str__(self) -> str:
+        return report.describe(self)
+
+    def _check(self, allocator: BlockAllocator) -> None:
+        num_seqs = allocator.lengths.shape[0]
+        if num_seqs != self.num_seats:
+            raise ValueError(f"the allocator's rows are the seats: got {num_seqs=}, num_seats={self.num_seats}.")

@@ -1,0 +1,146 @@
+"""How requests get in: what is checked of them, which are refused, and their ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._integers import as_int32
+from jaxpaged._scheduler.records import Refusal, RequestStatus, Sampling
+
+if TYPE_CHECKING:
+    from jaxpaged._scheduler.scheduler import Scheduler
+
+MAX_PRIORITY = 2**29  # a key is an arrival less a priority, in int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """Rows of requests whose shapes and dtypes have been checked."""
+
+    prompts: jax.Array
+    prompt_lengths: jax.Array
+    max_new_tokens: jax.Array
+    priorities: jax.Array
+    stop_ids: jax.Array
+    sampling: Sampling
+
+
+def validate(
+    scheduler: Scheduler,
+    prompts: Any,
+    prompt_lengths: Any,
+    max_new_tokens: Any,
+    priorities: Any,
+    stop_ids: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    seed: Any,
+) -> Requests:
+    prompts = as_int32(prompts)
+    if prompts.ndim != 2 or prompts.dtype != jnp.int32:
+        raise ValueError(f"prompts must be int32 [rows, width]; got {prompts.dtype} {list(prompts.shape)}.")
+    num_rows, most = prompts.shape[0], scheduler.stop_ids.shape[1]
+
+    def rows(name: str, values: Any, dtype: Any, default: float = 0) -> jax.Array:
+        convert = as_int32 if dtype == jnp.int32 else jnp.asarray
+        array = jnp.full(num_rows, default, dtype) if values is None else convert(values)
+        if array.shape != (num_rows,) or array.dtype != dtype:
+            wanted = f"{jnp.dtype(dtype).name} [{num_rows}], one for each prompt"
+            raise ValueError(f"{name} must be {wanted}; got {array.dtype} {list(array.shape)}.")
+        return array
+
+    stop_ids = jnp.full((num_rows, 0), -1, jnp.int32) if stop_ids is None else as_int32(stop_ids)
+    if stop_ids.ndim != 2 or stop_ids.dtype != jnp.int32 or len(stop_ids) != num_rows or stop_ids.shape[1] > most:
+        received = f"{stop_ids.dtype} {list(stop_ids.shape)}"
+        raise ValueError(f"stop_ids must be int32 [{num_rows}, n], n at most {most} (num_stop_ids); got {received}.")
+    return Requests(
+        prompts=prompts,
+        prompt_lengths=rows("prompt_lengths", prompt_lengths, jnp.int32),
+        max_new_tokens=rows("max_new_tokens", max_new_tokens, jnp.int32),
+        priorities=rows("priorities", priorities, jnp.int32),
+        stop_ids=jnp.pad(stop_ids, ((0, 0), (0, most - stop_ids.shape[1])), constant_values=-1),
+        sampling=Sampling(
+            temperature=rows("temperature", temperature, jnp.float32),
+            top_k=rows("top_k", top_k, jnp.int32),
+            top_p=rows("top_p", top_p, jnp.float32, 1),
+            seed=rows("seed", seed, jnp.uint32),
+        ),
+    )
+
+
+def submit(scheduler: Scheduler, allocator: BlockAllocator, new: Requests) -> tuple[Scheduler, jax.Array, jax.Array]:
+    num_requests, max_tokens = scheduler.tokens.shape
+    num_rows, width = new.prompts.shape
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+
+    # 1. The i-th that is accepted takes the i-th free place.
+    refusals = refused(scheduler, allocator, new)
+    is_free = scheduler.statuses == RequestStatus.FREE
+    turn = jnp.cumsum(is_free, dtype=jnp.int32) - 1
+    dropped = num_rows + jnp.arange(num_requests, dtype=jnp.int32)
+    places = jnp.where(is_free & (turn < num_rows), turn, dropped)
+    free_ids = jnp.full(num_rows, num_requests, jnp.int32)
+    free_ids = free_ids.at[places].set(jnp.arange(num_requests, dtype=jnp.int32), mode="drop", unique_indices=True)
+    is_wanted = refusals == Refusal.ACCEPTED
+    arrival = jnp.cumsum(is_wanted, dtype=jnp.int32) - 1
+    request_ids = jnp.where(is_wanted, free_ids.at[arrival].get(mode="clip"), num_requests)
+    is_wanted &= arrival < is_free.sum(dtype=jnp.int32)
+    request_ids = jnp.where(is_wanted, request_ids, num_requests)
+    refusals = jnp.where((refusals == Refusal.ACCEPTED) & ~is_wanted, Refusal.QUEUE_FULL, refusals)
+
+    places = jnp.where(is_wanted, request_ids, num_requests + rows)
+
+    def put(old: jax.Array, values: jax.Array) -> jax.Array:
+        return old.at[places].set(values, mode="drop", unique_indices=True)
+
+    # 2. Arrivals count from the oldest request that is still here, so that they never wrap round.
+    oldest = jnp.where(scheduler.is_live, scheduler.arrivals, scheduler.next_arrival).min()
+    arrivals, keys = scheduler.arrivals - oldest, scheduler.keys - oldest
+    arrival += scheduler.next_arrival - oldest
+    arrivals = put(arrivals, arrival)
+    keys = put(keys, arrival - jnp.clip(new.priorities, -MAX_PRIORITY, MAX_PRIORITY))
+    order = jnp.lexsort((arrivals, keys)).astype(jnp.int32)
+
+    prompts = jnp.pad(new.prompts[:, :max_tokens], ((0, 0), (0, max(max_tokens - width, 0))))
+    scheduler = dataclasses.replace(
+        scheduler,
+        tokens=put(scheduler.tokens, prompts),
+        num_known=put(scheduler.num_known, new.prompt_lengths),
+        limits=put(scheduler.limits, new.prompt_lengths + new.max_new_tokens),
+        stop_ids=put(scheduler.stop_ids, new.stop_ids),
+        sampling=jax.tree.map(put, scheduler.sampling, new.sampling),
+        statuses=put(scheduler.statuses, jnp.full(num_rows, int(RequestStatus.WAITING), jnp.int32)),
+        arrivals=arrivals,
+        keys=keys,
+        order=order,
+        ranks=jnp.zeros_like(order).at[order].set(jnp.arange(num_requests, dtype=jnp.int32), unique_indices=True),
+        next_arrival=scheduler.next_arrival - oldest + is_wanted.sum(dtype=jnp.int32),
+    )
+    return scheduler, request_ids, refusals
+
+
+def refused(scheduler: Scheduler, allocator: BlockAllocator, new: Requests) -> jax.Array:
+    """A `Refusal` for each row, but for a full queue."""
+    max_tokens, width = scheduler.tokens.shape[1], new.prompts.shape[1]
+    # Compared one by one, so that no sum overflows.
+    is_too_long = (new.prompt_lengths > min(width, max_tokens)) | (new.max_new_tokens > max_tokens)
+    limits = jnp.minimum(new.prompt_lengths, max_tokens) + jnp.minimum(new.max_new_tokens, max_tokens)
+    is_too_long |= limits > max_tokens
+    num_usable = allocator.num_blocks - 1 - (allocator.pool.pins > 0).sum(dtype=jnp.int32)
+    num_usable = jnp.minimum(num_usable, allocator.block_tables.shape[1])
+    reasons = (
+        (new.prompt_lengths < 1, Refusal.NO_PROMPT),
+        (new.max_new_tokens < 1, Refusal.NO_NEW_TOKENS),
+        (is_too_long, Refusal.TOO_LONG),
+        (allocator.blocks_of(limits - 1) > num_usable, Refusal.NEVER_FITS),  # the last token is never computed
+    )
+    refusals = jnp.zeros_like(limits)  # accepted
+    for is_refused, reason in reversed(reasons):
+        refusals = jnp.where(is_refused, reason, refusals)
+    return refusals

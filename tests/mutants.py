@@ -32,6 +32,8 @@ class Mutant:
 COLLISIONS = "tests/test_prefix_cache.py::collide or collision"
 GOING_BACK = "tests/test_hygiene.py::forgotten"
 PREFIX_CACHE, SNAPSHOTS = "jaxpaged/_allocator/prefix_cache.py", "jaxpaged/_allocator/snapshots.py"
+PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/progress.py"
+SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/test_scheduler_machine.py::mixture"
 MUTANTS = (
     Mutant(
         "lookup: any salt",
@@ -116,6 +118,111 @@ MUTANTS = (
         "(allocator.pool.extra_holders[last_ids] > 0) | (",
         "(",
         "tests/test_sharing.py::into_a_shared",
+    ),
+    Mutant("scheduler: admits after a refusal", PLANNING, " & ~scheduler.was_refused", "", MIXTURE),
+    Mutant(
+        "scheduler: admits by id",
+        SUBMISSION,
+        "jnp.lexsort((arrivals, keys)).astype(jnp.int32)",
+        "jnp.arange(num_requests, dtype=jnp.int32)",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: priority does nothing",
+        SUBMISSION,
+        "arrival - jnp.clip(new.priorities, -MAX_PRIORITY, MAX_PRIORITY)",
+        "arrival",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: no spare block",
+        PLANNING,
+        "allocator.blocks_of(num_known) + 1, allocator",
+        "allocator.blocks_of(num_known), allocator",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: a spare block beyond the limit",
+        PLANNING,
+        "jnp.minimum(allocator.blocks_of(num_known) + 1, allocator.blocks_of(limits - 1))",
+        "allocator.blocks_of(num_known) + 1",
+        MIXTURE,
+    ),
+    Mutant("scheduler: the seated reserve nothing", PLANNING, " + owed.sum(dtype=jnp.int32)", "", MIXTURE),
+    Mutant(
+        "scheduler: enters with a token beyond the limit",
+        PLANNING,
+        "jnp.minimum(num_known + 1, limits - 1)",
+        "num_known + 1",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: shares places by seat",
+        PLANNING,
+        "ranks[None] < ranks[:, None], more",
+        "jnp.tri(len(ranks), k=-1, dtype=jnp.bool_), more",
+        MIXTURE,
+    ),
+    Mutant("scheduler: grants blocks by seat", PLANNING, ", order=ranks)", ")", MIXTURE),
+    Mutant(
+        "scheduler: preempts the first in rank",
+        PLANNING,
+        " & (ranks != ranks.min())",
+        "",
+        "tests/test_scheduler_machine.py::never_a_victim",
+    ),
+    Mutant(
+        "scheduler: preempts the second in rank",
+        PLANNING,
+        "jnp.where(is_candidate, ranks, -1).max()",
+        "jnp.where(is_candidate, ranks, 99).min()",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: works while the outbox is full",
+        PLANNING,
+        "is_seated & is_open, of_seats",
+        "is_seated, of_seats",
+        MIXTURE,
+    ),
+    Mutant("scheduler: last is the first place", PLANNING, "last=jnp.clip(ends - 1, 0)", "last=starts", MIXTURE),
+    Mutant("scheduler: stop ids do nothing", PROGRESS, "(stop_ids >= 0)", "(stop_ids > 99)", MIXTURE),
+    Mutant("scheduler: a token too many", PROGRESS, "num_known >= planning", "num_known > planning", MIXTURE),
+    Mutant(
+        "scheduler: the ended keep their blocks",
+        PROGRESS,
+        "return scheduler, allocator.free(leaves)",
+        "return scheduler, allocator",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: the aborted keep their blocks",
+        PROGRESS,
+        "return aborted, allocator.free(leaves)",
+        "return aborted, allocator",
+        MIXTURE,
+    ),
+    Mutant("scheduler: commits what was aborted", PROGRESS, "step.is_sampled & is_here", "step.is_sampled", MIXTURE),
+    Mutant(
+        "scheduler: the finished keep their places",
+        PROGRESS,
+        "jnp.where(is_finished, RequestStatus.FREE, scheduler.statuses)",
+        "scheduler.statuses",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: takes what never fits",
+        SUBMISSION,
+        "blocks_of(limits - 1) > num_usable",
+        "blocks_of(limits - 1) > 99",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: pinned blocks are room",
+        SUBMISSION,
+        " - (allocator.pool.pins > 0).sum(dtype=jnp.int32)",
+        "",
+        "tests/test_scheduler.py::never_be_served",
     ),
 )
 

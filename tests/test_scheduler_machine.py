@@ -1,0 +1,333 @@
+"""Random interleavings of every operation of the scheduler against a plain model, to the last block id.
+
+`HYPOTHESIS_PROFILE=long` runs 20 times as many steps, with new random numbers each time.
+"""
+
+import dataclasses
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from jaxpaged import BlockAllocator, RequestStatus, Scheduler
+from tests.allocator_model import Model
+from tests.scheduler_model import SchedulerModel
+
+LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1
+ROWS, WIDTH, NUM_STOP_IDS = 3, 9, 2  # of a batch of submissions
+CHUNK = 1  # tokens beside one a seat: few, so that they are scarce
+# (requests, seats, tokens, steps), (blocks, block size, seats, blocks of a sequence). Each compiles: the second is for
+# the long profile.
+SHAPES = (((7, 4, 14, 6), (10, 2, 4, 6)), ((3, 2, 12, 3), (5, 4, 2, 3)))
+
+
+def submit(scheduler, allocator, *args):
+    *args, priorities, stop_ids = args
+    scheduler, *results = scheduler.submit(allocator, *args, priorities=priorities, stop_ids=stop_ids)
+    return scheduler, allocator, *results
+
+
+def plan(scheduler, allocator, chunk_tokens):
+    return scheduler.plan(allocator, chunk_tokens=chunk_tokens)
+
+
+def drain(scheduler, allocator):
+    scheduler, outbox = scheduler.drain()
+    return scheduler, allocator, outbox
+
+
+# Not optimised: compiling takes longer than running.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+OPERATIONS = {
+    "submit": jit(submit),
+    "abort": jit(Scheduler.abort),
+    "plan": jit(plan, static_argnames="chunk_tokens"),
+    "commit": jit(Scheduler.commit),
+    "drain": jit(drain),
+}
+
+
+def create(shape):
+    (requests, seats, tokens, steps), (num_blocks, block_size, num_seqs, max_blocks) = shape
+    scheduler = Scheduler.create(
+        max_requests=requests, num_seats=seats, max_tokens=tokens, max_steps=steps, num_stop_ids=NUM_STOP_IDS
+    )
+    allocator = BlockAllocator.create(
+        num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks=max_blocks
+    )
+    return scheduler, allocator
+
+
+class Twins:
+    """The scheduler and its model, side by side."""
+
+    def __init__(self, shape, model=SchedulerModel):
+        sizes, pool = shape
+        self.scheduler, self.allocator = create(shape)
+        self.model = model(*sizes, Model(*pool))
+
+    def run(self, name, *args, **static):
+        arrays = (jnp.asarray(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
+        self.scheduler, self.allocator, *results = OPERATIONS[name](self.scheduler, self.allocator, *arrays, **static)
+        return jax.tree.map(np.asarray, results)
+
+    def submit(self, rng):
+        most = self.model.max_tokens
+        prompts = rng.integers(0, 5, (ROWS, WIDTH), np.int32)
+        lengths = rng.integers(0, rng.choice([3, WIDTH + 1]), ROWS).astype(np.int32)
+        new_tokens = rng.integers(1, most - 3, ROWS).astype(np.int32)
+        if rng.random() < 0.3:  # what cannot be
+            lengths += rng.integers(-2, 5, ROWS, np.int32)
+            new_tokens += rng.integers(-4, 4, ROWS, np.int32) * (2**29 if rng.random() < 0.3 else 1)
+        priorities = rng.integers(-2, 6, ROWS, np.int32) * (rng.random(ROWS) < 0.4)
+        stop_ids = np.where(rng.random((ROWS, NUM_STOP_IDS)) < 0.3, rng.integers(0, 5), -1).astype(np.int32)
+        args = prompts, lengths, new_tokens, priorities.astype(np.int32), stop_ids
+        ids, refusals = self.run("submit", *args)
+        for row, (prompt, length, new, priority, stops) in enumerate(zip(*args, strict=True)):
+            # A length beyond the row is refused before anything else can be seen of the prompt.
+            tokens = prompt.tolist() + [0] * 9 if length > WIDTH else prompt.tolist()
+            stops = [stop for stop in stops.tolist() if stop >= 0]
+            expected = self.model.submit(tokens[: max(length, 0)], WIDTH, int(new), int(priority), stops)
+            assert (ids[row], refusals[row]) == expected
+
+    def abort(self, rng):
+        marked = rng.random(self.model.max_requests) < 0.25
+        self.model.abort(np.flatnonzero(marked).tolist())
+        self.run("abort", marked)
+
+    def step(self, rng, chunk_tokens, aborting=False):
+        planned = self.model.plan(chunk_tokens)
+        (step,) = self.run("plan", chunk_tokens=chunk_tokens)
+        self.check_step(step, planned, chunk_tokens)
+        request_ids = list(self.model.seats)
+        if aborting:
+            self.abort(rng)
+        sampled = rng.integers(0, 5, len(request_ids), np.int32)
+        self.model.commit(planned, sampled.tolist(), request_ids)
+        self.run("commit", step, sampled)
+
+    def check_step(self, step, planned, chunk_tokens):
+        seats, no_slot = len(planned.tokens), self.allocator.num_blocks * self.allocator.block_size
+        widths = np.diff(step.query_starts)
+        assert len(step.tokens) == seats + chunk_tokens
+        assert step.is_sampled.nonzero()[0].tolist() == sorted(planned.sampled)
+        assert step.is_victim.nonzero()[0].tolist() == [planned.victim] * (planned.victim is not None)
+        used = np.zeros(len(step.tokens), bool)
+        for seat, tokens in enumerate(planned.tokens):
+            places = step.query_starts[seat] + np.arange(len(tokens))
+            used[places] = True
+            assert step.tokens[places].tolist() == tokens
+            assert step.positions[places].tolist() == planned.positions[seat]
+            assert step.slots[places].tolist() == planned.slots[seat]
+            assert (step.seats[places] == seat).all()
+            assert widths[seat] == (len(tokens) if chunk_tokens else 1)
+            assert not tokens or step.last[seat] == places[-1]
+        assert (step.slots[~used] == no_slot).all()
+        assert (step.seats[~used] == seats).all()
+        assert not step.tokens[~used].any()
+        assert not step.positions[~used].any()
+
+    def drain(self):
+        steps, finished = self.model.drain()
+        (outbox,) = self.run("drain")
+        assert int(outbox.num_steps) == len(steps)
+        for tokens, ids, expected in zip(outbox.tokens, outbox.request_ids, steps, strict=False):
+            is_sampled = ids < self.model.max_requests
+            assert (tokens[~is_sampled] == -1).all()
+            assert dict(zip(ids[is_sampled].tolist(), tokens[is_sampled].tolist(), strict=True)) == expected
+        assert {int(i): outbox.finished[i] for i in outbox.finished.nonzero()[0]} == finished
+
+    def compare(self):
+        scheduler, allocator, model = *jax.tree.map(np.asarray, (self.scheduler, self.allocator)), self.model
+        assert scheduler.broken_invariants(allocator) == ()
+        assert allocator.broken_invariants() == ()
+        for i in range(model.max_requests):
+            request = model.requests.get(i)
+            assert scheduler.statuses[i] == (request.status if request else RequestStatus.FREE)
+            if request:
+                assert scheduler.tokens[i, : scheduler.num_known[i]].tolist() == request.tokens
+        assert [None if i == model.max_requests else i for i in scheduler.seated] == model.seats
+        assert allocator.lengths.tolist() == model.pool.lengths
+        blocks = [table[table > 0].tolist() for table in allocator.block_tables]
+        assert blocks == model.pool.blocks
+        assert allocator.pool.free_list[: int(allocator.pool.num_free)].tolist() == model.pool.free
+        assert bool(scheduler.was_refused) == model.was_refused
+        for name in ("num_computed", "num_recomputed", "num_preempted"):
+            assert getattr(scheduler, name) == getattr(model, name), name
+        any_live = any(request.is_live for request in model.requests.values())
+        assert bool(scheduler.has_work) == (any_live and len(model.steps) < model.max_steps)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    num_steps = num_preempted = 0
+
+    @initialize(shape=st.sampled_from(SHAPES[:LONGER]))
+    def create(self, shape):
+        self.twins = Twins(shape)
+
+    @rule(seed=st.integers(0, 2**31))
+    def submit(self, seed):
+        self.twins.submit(np.random.default_rng(seed))
+
+    @rule(seed=st.integers(0, 2**31))
+    def abort(self, seed):
+        self.twins.abort(np.random.default_rng(seed))
+
+    @rule(seed=st.integers(0, 2**31), chunk_tokens=st.sampled_from((0, CHUNK)))
+    def step(self, seed, chunk_tokens):
+        self.twins.step(np.random.default_rng(seed), chunk_tokens)
+
+    @rule(seed=st.integers(0, 2**31), num_steps=st.integers(1, 20))
+    def keep_busy(self, seed, num_steps):
+        rng = np.random.default_rng(seed)
+        for _ in range(num_steps):
+            self.twins.submit(rng)
+            self.twins.step(rng, int(rng.choice([0, CHUNK])))
+            self.twins.drain()
+            self.agrees()
+
+    @rule(seed=st.integers(0, 2**31))
+    def step_with_an_abort_before_the_commit(self, seed):
+        self.twins.step(np.random.default_rng(seed), CHUNK, aborting=True)
+
+    @rule()
+    def drain(self):
+        self.twins.drain()
+
+    @invariant()
+    def agrees(self):
+        type(self).num_steps += 1
+        self.twins.compare()
+
+    def teardown(self):
+        type(self).num_preempted += self.twins.model.num_preempted
+
+
+def test_the_scheduler_does_what_the_model_does():
+    SchedulerMachine.num_steps = SchedulerMachine.num_preempted = 0
+    # Not shrunk: that takes minutes, and the steps of a failure are printed all the same.
+    examples = settings(max_examples=14 * LONGER, stateful_step_count=40, phases=(Phase.generate,))
+    run_state_machine_as_test(SchedulerMachine, settings=examples)
+    assert SchedulerMachine.num_steps >= 700
+    assert SchedulerMachine.num_preempted >= 10
+
+
+def test_the_first_in_rank_is_never_a_victim():
+    # It meets too few blocks only where others take some meanwhile, which nobody may do. It waits then.
+    scheduler, allocator = create(SHAPES[0])
+    prompts, nothing = np.ones((ROWS, WIDTH), np.int32), np.full((ROWS, NUM_STOP_IDS), -1, np.int32)
+    args = prompts, np.int32([9, 0, 0]), np.int32([3, 0, 0]), np.zeros(ROWS, np.int32), nothing
+    scheduler, allocator, *_ = OPERATIONS["submit"](scheduler, allocator, *args)
+    seen = []
+    for _ in range(3):
+        scheduler, allocator, step = OPERATIONS["plan"](scheduler, allocator, chunk_tokens=CHUNK)
+        seen.append((int(allocator.lengths[0]), bool(scheduler.was_refused), bool(step.is_victim.any())))
+        scheduler, allocator = OPERATIONS["commit"](scheduler, allocator, step, np.zeros(4, np.int32))
+        allocator, _, _ = allocator.append(np.int32([0, 12 if len(seen) == 1 else 0, 0, 0]), max_tokens=12)
+    assert seen == [(5, False, False), (5, True, False), (5, True, False)]
+
+
+def random_steps(model, num_steps):
+    """The rules in a fixed mixture that keeps the pool tight."""
+    rng, twins = np.random.default_rng(1), Twins(SHAPES[0], model)
+    for i in range(num_steps):
+        twins.submit(rng)
+        twins.step(rng, CHUNK if i % 3 else 0, aborting=i % 20 == 10)
+        if i % 8 in (3, 7) and i % 40 != 3:  # now and then after the outbox is full
+            twins.drain()
+        twins.compare()
+    return twins.model
+
+
+def test_the_mixture_meets_preemption():
+    assert random_steps(SchedulerModel, 200).num_preempted >= 5
+
+
+class AdmitsAfterARefusal(SchedulerModel):
+    def admit(self):
+        self.was_refused = False
+        super().admit()
+
+
+class AdmitsInOrderOfIds(SchedulerModel):
+    def waiting(self):
+        return sorted(super().waiting())
+
+
+class LetsTheSmallOvertake(SchedulerModel):
+    def admit(self):
+        for i in self.waiting():
+            self.waiting = lambda i=i: [i]
+            super().admit()
+        vars(self).pop("waiting", None)
+
+
+class ReservesNoSpareBlock(SchedulerModel):
+    def reserve(self, i):
+        return self.pool.num_blocks_of(len(self.requests[i].tokens))
+
+
+class ReservesBeyondTheLimit(SchedulerModel):
+    def reserve(self, i):
+        return self.pool.num_blocks_of(len(self.requests[i].tokens)) + 1
+
+
+class SharesInOrderOfSeats(SchedulerModel):
+    def to_share(self):
+        return sorted(self.seated())
+
+
+class GrantsInOrderOfSeats(SchedulerModel):
+    def to_grant(self):
+        return sorted(self.seated())
+
+
+class PreemptsTheFirstThatMayBe(SchedulerModel):
+    def victim(self, holders):
+        return holders[0]
+
+
+class IgnoresStopIds(SchedulerModel):
+    def ends(self, request):
+        return super().ends(dataclasses.replace(request, stop_ids=[]))
+
+
+class SamplesOneTokenMore(SchedulerModel):
+    def ends(self, request):
+        return super().ends(dataclasses.replace(request, limit=request.limit + 1))
+
+
+class KeepsTheBlocksOfTheEnded(SchedulerModel):
+    def leave(self, seats):
+        self.seats = [None if seat in seats else i for seat, i in enumerate(self.seats)]
+
+
+class IgnoresPriority(SchedulerModel):
+    def key(self, arrival, priority):
+        return arrival
+
+
+class TakesWhatNeverFits(SchedulerModel):
+    def fits(self, limit):
+        return True
+
+
+class KeepsThePlacesOfTheFinished(SchedulerModel):
+    def finished(self):
+        return []
+
+
+MUTANTS = SchedulerModel.__subclasses__()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_model_with_one_rule_changed_is_found(mutant):
+    # The twin: whoever tells the two apart when the model is wrong does so when the scheduler is.
+    with pytest.raises(AssertionError):
+        random_steps(mutant, 200)

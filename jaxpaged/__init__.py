@@ -5,8 +5,7 @@ from jaxpaged._allocator.plot import plot_blocks
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._attention.attend import attend
 from jaxpaged._attention.merge import merge_attention
-from jaxpaged._attention.partitions import PartitionPlan
-from jaxpaged._attention.planning import plan_partitions
+from jaxpaged._attention.partitions import PartitionPlan, plan_partitions
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
 from jaxpaged._cache.copy_blocks import copy_blocks

@@ -1,11 +1,16 @@
-"""Into how many partitions sequences are cut: what a caller can ask for."""
+"""Into how many partitions sequences are cut: what a caller can ask for, and the plan by true lengths."""
 
 from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from jaxpaged import _device
+from jaxpaged._attention.arguments import check_lengths_dtype, optional
 from jaxpaged._export import exportable
+from jaxpaged._integers import as_int32, checked_size
+from pallas_kernels import decode_config, partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
 StaticPartitions = int | Literal["balanced"] | None
@@ -43,3 +48,48 @@ def _check_plan(plan: PartitionPlan, *, seqs: int) -> None:
             f"plan must be one for seqs={seqs} as in q; got {partitions.shape=}, {starts.shape=}. Make it "
             "with plan_partitions of the lengths of this call, inside shard_map where the call is."
         )
+
+
+def plan_partitions(
+    lengths: ArrayLike, *, num_kv_heads: int, q_len: int = 1, sliding_window: ArrayLike | None = None
+) -> PartitionPlan:
+    """Partitions shared out by the true lengths, for the `plan` of `paged_attention`.
+
+    Make it once a step, before the layers. It is a pytree of two small arrays, made inside jit with no host sync. It
+    decides which program works on what and nothing else: a plan made from other lengths gives the same results, to
+    rounding, in more time.
+
+    Args:
+        lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
+        num_kv_heads: of the caches that the calls read; inside `shard_map`, of one device's.
+        q_len: query tokens of a call.
+        sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
+
+    Returns:
+        The plan, for calls on as many sequences.
+
+    Raises:
+        ValueError: lengths that are not int32 `[seqs]`; a window that is not positive; sizes below 1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpaged
+        >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64)
+        >>> q = jax.random.normal(jax.random.key(0), (2, 4, 64))
+        >>> tables, lengths = jnp.array([[3, 5], [4, 0]]), jnp.array([20, 9])
+        >>> plan = jaxpaged.plan_partitions(lengths, num_kv_heads=2)
+        >>> jaxpaged.paged_attention(q, cache.k, cache.v, tables, lengths, plan=plan).shape
+        (2, 4, 64)
+    """
+    lengths = as_int32(lengths)
+    if lengths.ndim != 1 or lengths.shape[0] == 0:
+        raise ValueError(f"lengths must be [seqs], of one sequence at least; got {lengths.shape=}.")
+    check_lengths_dtype(lengths)
+    num_kv_heads, q_len = checked_size("num_kv_heads", num_kv_heads), checked_size("q_len", q_len)
+    window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
+    seqs = lengths.shape[0]
+    try:
+        num_sms = _device.gpu().num_sms
+    except NotImplementedError:
+        num_sms = 0  # nobody will follow the plan
+    total = decode_config.balanced_partitions(seqs, num_kv_heads, num_sms) or seqs + 1
+    return partition_plan.make(lengths, window, q_len=q_len, total_partitions=total)

@@ -1,21 +1,18 @@
 """The policy: who gets a seat, who gets how many tokens of a step, who is preempted, and the step as packed tokens."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._scheduler.records import RequestStatus, Step
-
-if TYPE_CHECKING:
-    from jaxpaged._scheduler.scheduler import Scheduler
+from jaxpaged._scheduler.state import SchedulerState
 
 
-def plan(scheduler: Scheduler, allocator: BlockAllocator, chunk_tokens: int) -> tuple[Scheduler, BlockAllocator, Step]:
+def plan[S: SchedulerState](
+    scheduler: S, allocator: BlockAllocator, chunk_tokens: int
+) -> tuple[S, BlockAllocator, Step]:
     scheduler = admit(scheduler, allocator)
     is_open = ~scheduler.is_outbox_full
     is_seated = scheduler.seated < scheduler.max_requests
@@ -35,17 +32,17 @@ def plan(scheduler: Scheduler, allocator: BlockAllocator, chunk_tokens: int) -> 
     return scheduler, allocator, pack(scheduler, allocator, given, is_sampled, is_victim, chunk_tokens)
 
 
-def of_seats(scheduler: Scheduler, values: jax.Array) -> jax.Array:
+def of_seats(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
     """Values of requests, `[requests, ...]`, for the request in each seat; 0 for a free seat."""
     return values.at[scheduler.seated].get(mode="fill", fill_value=0)
 
 
-def seat_ranks(scheduler: Scheduler) -> jax.Array:
+def seat_ranks(scheduler: SchedulerState) -> jax.Array:
     """The rank of the request in each seat, int32 `[seats]`; free seats come last."""
     return scheduler.ranks.at[scheduler.seated].get(mode="fill", fill_value=scheduler.max_requests)
 
 
-def admit(scheduler: Scheduler, allocator: BlockAllocator) -> Scheduler:
+def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator) -> S:
     """Seats for the first of the waiting, in order of rank, as far as seats and blocks go."""
     num_requests, num_seats = scheduler.max_requests, scheduler.num_seats
     seats = jnp.arange(num_seats, dtype=jnp.int32)
@@ -80,7 +77,7 @@ def admit(scheduler: Scheduler, allocator: BlockAllocator) -> Scheduler:
     return dataclasses.replace(scheduler, seated=taken_by, statuses=statuses)
 
 
-def reserved_blocks(scheduler: Scheduler, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
+def reserved_blocks(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
     """Blocks that requests may count on: for all that is known of them and a spare one, but not more than they need."""
     num_known = scheduler.num_known.at[request_ids].get(mode="fill", fill_value=0)
     limits = scheduler.limits.at[request_ids].get(mode="fill", fill_value=0)
@@ -110,7 +107,7 @@ def last_in_rank(is_seated: jax.Array, has_blocks: jax.Array, ranks: jax.Array) 
 
 
 def pack(
-    scheduler: Scheduler,
+    scheduler: SchedulerState,
     allocator: BlockAllocator,
     given: jax.Array,
     is_sampled: jax.Array,

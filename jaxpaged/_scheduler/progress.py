@@ -1,9 +1,6 @@
 """What becomes of requests: a step's tokens are committed, requests end, are preempted, aborted and drained."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +8,12 @@ import jax.numpy as jnp
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Outbox, RequestStatus, Step
-
-if TYPE_CHECKING:
-    from jaxpaged._scheduler.scheduler import Scheduler
+from jaxpaged._scheduler.state import SchedulerState
 
 
-def commit(
-    scheduler: Scheduler, allocator: BlockAllocator, step: Step, tokens: jax.Array
-) -> tuple[Scheduler, BlockAllocator]:
+def commit[S: SchedulerState](
+    scheduler: S, allocator: BlockAllocator, step: Step, tokens: jax.Array
+) -> tuple[S, BlockAllocator]:
     num_requests = scheduler.max_requests
     dropped = num_requests + jnp.arange(scheduler.num_seats, dtype=jnp.int32)
     is_here = scheduler.seated < num_requests  # not aborted since the plan
@@ -60,7 +55,7 @@ def commit(
     return scheduler, allocator.free(leaves)
 
 
-def abort(scheduler: Scheduler, allocator: BlockAllocator, marked: jax.Array) -> tuple[Scheduler, BlockAllocator]:
+def abort[S: SchedulerState](scheduler: S, allocator: BlockAllocator, marked: jax.Array) -> tuple[S, BlockAllocator]:
     marked &= scheduler.is_live
     leaves = planning.of_seats(scheduler, marked)
     aborted = dataclasses.replace(
@@ -71,7 +66,7 @@ def abort(scheduler: Scheduler, allocator: BlockAllocator, marked: jax.Array) ->
     return aborted, allocator.free(leaves)
 
 
-def drain(scheduler: Scheduler) -> tuple[Scheduler, Outbox]:
+def drain[S: SchedulerState](scheduler: S) -> tuple[S, Outbox]:
     is_finished = ~scheduler.is_live  # or free, which is 0 too
     outbox = Outbox(
         tokens=scheduler.outbox_tokens,

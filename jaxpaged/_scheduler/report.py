@@ -1,22 +1,16 @@
 """What a person or a test asks a scheduler, on the host: the invariants that it breaks, and itself as text."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import jax
 import numpy as np
 
+from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._scheduler.records import RequestStatus
-
-if TYPE_CHECKING:
-    from jaxpaged._allocator.block_allocator import BlockAllocator
-    from jaxpaged._scheduler.scheduler import Scheduler
+from jaxpaged._scheduler.state import SchedulerState
 
 SHOWN_SEATS = 16  # lines of a printed scheduler
 
 
-def broken_invariants(scheduler: Scheduler, allocator: BlockAllocator) -> tuple[str, ...]:
+def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> tuple[str, ...]:
     """The names of the broken invariants, each a line below. Those that stand on a broken one are not looked at."""
     num_requests, max_tokens = scheduler.tokens.shape
     seats, statuses, order = (np.asarray(x) for x in (scheduler.seated, scheduler.statuses, scheduler.order))
@@ -57,7 +51,7 @@ def _broken(invariants: dict[str, object]) -> tuple[str, ...]:
     return tuple(name for name, holds in invariants.items() if not holds)
 
 
-def describe(scheduler: Scheduler) -> str:
+def describe(scheduler: SchedulerState) -> str:
     """A line for all requests and one for each seat taken, the first of them."""
     if np.ndim(scheduler.seated) != 1 or isinstance(scheduler.seated, jax.core.Tracer):
         return repr(scheduler)  # under vmap, or while tracing: there are no numbers to show

@@ -11,12 +11,13 @@ from jaxpaged._export import exportable
 from jaxpaged._integers import as_int32, checked_size
 from jaxpaged._scheduler import planning, progress, report, submission
 from jaxpaged._scheduler.records import Outbox, RequestStatus, Sampling, Step
+from jaxpaged._scheduler.state import SchedulerState
 
 
 @exportable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scheduler:
+class Scheduler(SchedulerState):
     """Requests, the seats of the running batch, and who is served next. Immutable: every operation returns a new one.
 
     It goes with a `BlockAllocator` whose rows are its seats and are used by nobody else. It knows no model: `plan`
@@ -52,26 +53,6 @@ class Scheduler:
     `broken_invariants` tests that all of this holds together. `docs/scheduler.md` states the policy, why each
     accepted request ends, and what it costs.
     """
-
-    tokens: jax.Array
-    num_known: jax.Array
-    limits: jax.Array
-    stop_ids: jax.Array
-    sampling: Sampling
-    statuses: jax.Array
-    arrivals: jax.Array
-    keys: jax.Array
-    order: jax.Array
-    ranks: jax.Array
-    seated: jax.Array
-    was_refused: jax.Array
-    outbox_tokens: jax.Array
-    outbox_request_ids: jax.Array
-    num_steps: jax.Array
-    next_arrival: jax.Array
-    num_computed: jax.Array
-    num_recomputed: jax.Array
-    num_preempted: jax.Array
 
     @classmethod
     def create(
@@ -144,29 +125,6 @@ class Scheduler:
             num_recomputed=full(),
             num_preempted=full(),
         )
-
-    @property
-    def max_requests(self) -> int:
-        return self.tokens.shape[-2]
-
-    @property
-    def num_seats(self) -> int:
-        return self.seated.shape[-1]
-
-    @property
-    def is_live(self) -> jax.Array:
-        """Requests that wait or run, bool `[requests]`."""
-        return (self.statuses == RequestStatus.WAITING) | (self.statuses == RequestStatus.RUNNING)
-
-    @property
-    def is_outbox_full(self) -> jax.Array:
-        """Whether nothing can be planned before the next `drain`, bool `[]`."""
-        return self.num_steps >= self.outbox_tokens.shape[0]
-
-    @property
-    def has_work(self) -> jax.Array:
-        """Whether another step can do something, bool `[]`: the condition of a loop of steps."""
-        return self.is_live.any() & ~self.is_outbox_full
 
     def num_pending(self, allocator: BlockAllocator) -> jax.Array:
         """Tokens of seated requests that are to be computed, beyond one a seat, int32 `[]`: what chunks are for."""

@@ -1,9 +1,7 @@
 """How requests get in: what is checked of them, which are refused, and their ranks."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +9,7 @@ import jax.numpy as jnp
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._integers import as_int32
 from jaxpaged._scheduler.records import Refusal, RequestStatus, Sampling
-
-if TYPE_CHECKING:
-    from jaxpaged._scheduler.scheduler import Scheduler
+from jaxpaged._scheduler.state import SchedulerState
 
 MAX_PRIORITY = 2**29  # a key is an arrival less a priority, in int32
 
@@ -31,7 +27,7 @@ class Requests:
 
 
 def validate(
-    scheduler: Scheduler,
+    scheduler: SchedulerState,
     prompts: Any,
     prompt_lengths: Any,
     max_new_tokens: Any,
@@ -74,7 +70,7 @@ def validate(
     )
 
 
-def submit(scheduler: Scheduler, allocator: BlockAllocator, new: Requests) -> tuple[Scheduler, jax.Array, jax.Array]:
+def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requests) -> tuple[S, jax.Array, jax.Array]:
     num_requests, max_tokens = scheduler.tokens.shape
     num_rows, width = new.prompts.shape
     rows = jnp.arange(num_rows, dtype=jnp.int32)
@@ -125,7 +121,7 @@ def submit(scheduler: Scheduler, allocator: BlockAllocator, new: Requests) -> tu
     return scheduler, request_ids, refusals
 
 
-def refused(scheduler: Scheduler, allocator: BlockAllocator, new: Requests) -> jax.Array:
+def refused(scheduler: SchedulerState, allocator: BlockAllocator, new: Requests) -> jax.Array:
     """A `Refusal` for each row, but for a full queue."""
     max_tokens, width = scheduler.tokens.shape[1], new.prompts.shape[1]
     # Compared one by one, so that no sum overflows.

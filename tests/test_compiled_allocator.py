@@ -91,6 +91,13 @@ def compiled(name, num_seqs, donate=True):
     return jax.jit(OPERATIONS[name][0], donate_argnums=donated).lower(*shapes(name, num_seqs)).compile()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _drop_compiled():
+    """Else some 60 programs, and their 4,000 memory maps, stay to the end of the run."""
+    yield
+    compiled.cache_clear()
+
+
 def entry(text):
     """The entry computation: what is launched one after the other."""
     return text[text.index("\nENTRY") :]

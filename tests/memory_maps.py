@@ -36,7 +36,7 @@ class MemoryMaps:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """In the process that gathers what the workers of pytest-xdist found."""
-        if hasattr(node, "workeroutput"):  # a worker that crashed has none
+        if "memory_maps" in getattr(node, "workeroutput", {}):  # a worker that crashed has none
             self.most[node.gateway.id] = node.workeroutput["memory_maps"]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

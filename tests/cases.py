@@ -162,7 +162,7 @@ def _plain(xp, q, k_cache, v_cache, block_tables, lengths, dtype, options):
         values = xp.repeat(cache[ids].reshape(seqs, -1, *cache.shape[2:]), group, axis=2)
         return xp.where(seen.any(axis=(1, 2))[:, :, None, None], values, xp.zeros_like(values))
 
-    def product(spec, left, right):  # of numbers with few bits it is exact, whatever the machine
+    def product(spec, left, right):  # summed in float32
         if xp is jnp:
             return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
         return np.einsum(spec, left.astype(np.float32), right.astype(np.float32), optimize=True)

@@ -1,7 +1,7 @@
 VENV ?= .venv
 PYTHON := "$(VENV)/bin/python"
 
-.PHONY: demo test test-oldest test-ptxas mutants lint format setup lock clean help
+.PHONY: demo test test-fast test-oldest test-ptxas mutants lint format setup lock clean help
 .DEFAULT_GOAL := demo
 
 help: ## this list
@@ -12,6 +12,9 @@ demo: setup ## text from a real model through a paged cache
 
 test: setup lint ## what CI runs
 	$(PYTHON) -m pytest -n 2
+
+test-fast: setup ## the tests without the slow modules: no interpret mode, no random runs, no whole examples
+	$(PYTHON) -m pytest -n 2 -m "not slow"
 
 test-oldest: ## the same with the oldest JAX that is supported
 	$(MAKE) test VENV=.venv-oldest JAX=0.11.2

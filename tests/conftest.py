@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 # Before JAX starts: see `tests.kernels.interpret.provide_threads`.
@@ -19,6 +20,16 @@ settings.register_profile("long", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 if jax.default_backend() == "gpu":  # float32 is float32 in the models that tests compare, not TF32
     jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(scope="module")
+def unoptimised() -> Iterator[None]:
+    """XLA for the CPU leaves most optimisation: about a quarter less time where programs are large and run once or
+    twice. Not for modules that read what the library compiles to."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")

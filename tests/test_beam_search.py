@@ -11,6 +11,8 @@ from generation import start
 from tests.compiled_examples import read_compiled
 from tests.tiny_checkpoint import EOS, greedy, next_logits
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["Hello there, paged world", "a", "The quick brown fox"]
 STEPS = 12
 

@@ -12,6 +12,8 @@ from sampling import Sampling
 from tests.compiled_examples import read_compiled
 from tests.tiny_checkpoint import greedy
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["The quick brown fox jum", "a", "12345678"]  # 23, 1 and 8 tokens: 2 full blocks, none and 1
 SIZES = dict(max_new_tokens=12, block_size=8)
 

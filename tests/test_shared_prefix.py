@@ -13,6 +13,8 @@ from sampling import Sampling
 
 from tests.tiny_checkpoint import greedy
 
+pytestmark = pytest.mark.slow
+
 PREFIX = "All of these begin with the same fifty-odd characters: "  # a byte is a token of the tiny model
 PROMPTS = ["a", "Hello there, paged world", "The quick brown fox"]
 

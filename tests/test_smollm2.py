@@ -8,6 +8,8 @@ import checkpoint
 import generate
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NEAR_TIE = 0.005  # two orders of magnitude above the spread of its own attention implementations, 5e-5
 DATA = Path(__file__).with_name("data") / "smollm2_greedy.jsonl"
 CASES = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]

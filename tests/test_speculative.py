@@ -11,6 +11,8 @@ from generation import generated
 from tests.compiled_examples import read_compiled
 from tests.tiny_checkpoint import greedy
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["Hello there, paged world", "a", "one two one two one two", "The quick brown fox jumps over it"]
 SIZES = dict(max_new_tokens=40, block_size=8)
 

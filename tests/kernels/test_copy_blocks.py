@@ -25,6 +25,8 @@ from tests.transfers import (
     shown,
 )
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
+
 H100 = _device.Gpu(132, 9.0)
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.kernels.lowering import OPTIONS, traced
 
+pytestmark = pytest.mark.slow
+
 
 def lower(**shape):
     trace, config = traced(**shape)

@@ -14,6 +14,8 @@ from jaxpaged._attention import mosaic_gpu, query_runs, xla
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
+
 BF16 = jnp.bfloat16
 LENGTHS = (0, 5, 26, 130)  # none, a prompt shorter than its row, one that just fills it, and one with a history
 

@@ -15,6 +15,8 @@ from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 from tests.kernels.lowering import SHAPE
 
+pytestmark = pytest.mark.slow
+
 BF16 = jnp.bfloat16
 LENGTHS = {
     "one long": (70, 0, 64 * 40, 1, 3),

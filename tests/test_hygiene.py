@@ -64,7 +64,7 @@ def test_more_blocks_than_are_zeroed_at_once():
 
 
 def test_zeroing_refuses_what_are_no_ids():
-    with pytest.raises(ValueError, match=r"block_ids must be int32 \[ids\]; got float32 \[2\]"):
+    with pytest.raises(ValueError, match=r"block_ids must be int32, of one axis; got float32 \[2\]"):
         zero_blocks(next(caches()), jnp.zeros(2))
 
 

@@ -1,0 +1,41 @@
+"""Attention of many query tokens over a paged cache, a Mosaic GPU kernel for Hopper (sm_90a).
+
+    x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t
+    lse = log(sum_t exp(x_t) + exp(sink))
+
+The query tokens of all sequences stand one after the other, as many of each as there are. An item is a run of
+`item_tokens` tokens of one sequence and some query heads of one KV head, together up to 128 rows: row r is head
+r // item_tokens, token r % item_tokens. A work list, made on the device, holds the items, the longest first. A program
+on each SM takes its share of them, one after the other, with three warpgroups:
+
+    warpgroups 0, 1   64 rows each:  S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
+                                     O [64, head_dim] += P [64, tile]      V [tile, head_dim]
+    warpgroup 2       fetches K and V of its items, without a stop between two of them
+
+| array | where it lives and how it moves |
+|---|---|
+| K, V | GMEM to rings of SMEM tiles, one copy a cache block or quarter of a tile, by four warps in turn |
+| Q | GMEM to SMEM by asynchronous copies of 16 bytes, while the item before leaves |
+| S, P, m, l, O | registers; O through SMEM to GMEM, lse straight there |
+
+The softmax of a tile is worked on while the tensor cores multiply the weights of the tile before with its values.
+A head_dim that is not a multiple of 64 is filled up with zeros by the copy itself.
+
+Only table entries of blocks that hold a token some query of an item sees are followed, and ids are clamped into the
+pool; for the others block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the
+product, since 0 x NaN is NaN; that happens only in tiles that hold such a row.
+
+`_config` holds what it takes and how a call is cut up, `_work_list` the items, `_item` what one is inside the kernel,
+`_fetch` how K and V come, `_steps` what is done with them, of which `_products` is what the tensor cores do and
+`_logits` what follows from the products of Q and K, and `_rows_of_item` how Q comes and O and lse leave.
+
+Source: Shah et al., FlashAttention-3, 2024 (https://arxiv.org/abs/2407.08608).
+"""
+
+from pallas_kernels.paged_prefill._config import Config as Config
+from pallas_kernels.paged_prefill._config import check_supported as check_supported
+from pallas_kernels.paged_prefill._config import default_config as default_config
+from pallas_kernels.paged_prefill._config import heads_and_tokens as heads_and_tokens
+from pallas_kernels.paged_prefill._kernel import launch as launch
+from pallas_kernels.paged_prefill._work_list import WorkList as WorkList
+from pallas_kernels.paged_prefill._work_list import make_work_list as make_work_list

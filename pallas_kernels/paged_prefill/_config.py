@@ -1,0 +1,65 @@
+"""What the prefill kernel takes, and how a call is cut up."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels._rows import round_up
+
+ROWS = 128  # of an item: 64 for each of two warpgroups
+MOST_HEADS = 16  # of an item: of 8 tokens then
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    num_programs: int  # one a SM
+    heads: int  # query heads of an item, which divide the group
+    item_tokens: int  # query tokens of an item, a multiple of 8
+    tile: int  # tokens of keys a step
+    num_stages: int  # tiles of K, and of V, in SMEM
+    separate_output: bool  # whether O has SMEM of its own, so that the next item's Q may come while it leaves
+    registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches
+
+
+def check_supported(
+    *, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, compute_capability: float
+) -> None:
+    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
+    if compute_capability != 9.0:
+        raise NotImplementedError(f"the prefill kernel needs a Hopper GPU (9.0); got {compute_capability=}.")
+    if head_dim % 16 or not 32 <= head_dim <= 256:
+        raise NotImplementedError(f"the prefill kernel takes a head_dim of 32, 48, ... 256; got {head_dim=}.")
+    if block_size not in (8, 16, 32, 64, 128, 256):
+        raise NotImplementedError(f"the prefill kernel takes a block_size of 8, 16, ... 256; got {block_size=}.")
+    if q_dtype not in (jnp.bfloat16, jnp.float16) or cache_dtype != q_dtype:
+        raise NotImplementedError(
+            "the prefill kernel takes q and a cache of bfloat16 or of float16; "
+            f"got q.dtype={jnp.dtype(q_dtype)!s}, k_cache.dtype={jnp.dtype(cache_dtype)!s}."
+        )
+
+
+def default_config(*, group: int, head_dim: int, num_sms: int) -> Config:
+    heads, item_tokens = heads_and_tokens(group)
+    width = round_up(head_dim, 64)
+    # H100, us, 32/8 heads: where O takes 64 registers, 128 tokens a step spill others: 8 x 1024 221, 1 x 8192 1006;
+    # with 64 tokens 160 and 933. With head_dim 64 none are spilled: 8 x 1024 122, with 64 tokens 130.
+    tile, num_stages = {64: (128, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}[width]
+    return Config(
+        num_programs=num_sms,
+        heads=heads,
+        item_tokens=item_tokens,
+        tile=tile,
+        num_stages=num_stages,
+        separate_output=width <= 128,
+    )
+
+
+def heads_and_tokens(group: int) -> tuple[int, int]:
+    """Of an item: the most heads, which read the same keys, that leave less than an eighth of the rows empty."""
+
+    def tokens(heads: int) -> int:
+        return ROWS // heads // 8 * 8
+
+    heads = max(n for n in range(1, MOST_HEADS + 1) if group % n == 0 and 8 * n * tokens(n) >= 7 * ROWS)
+    return heads, tokens(heads)

@@ -1,0 +1,95 @@
+"""An item inside the kernel: some query tokens of a sequence, some heads of a KV head, and the tiles that they see."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _rows
+from pallas_kernels.paged_prefill import _work_list
+from pallas_kernels.paged_prefill._config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Scalars, int32 []."""
+
+    seq: jax.Array
+    q_row: jax.Array  # in q, of its first token
+    position: jax.Array  # in the sequence, of its first token; negative in padding
+    num_tokens: jax.Array
+    length: jax.Array  # of the sequence
+    kv_head: jax.Array
+    head: jax.Array  # the first of its query heads
+    begin: jax.Array  # the first tile that some token sees
+    end: jax.Array  # one past the last; there is one at least
+    whole_begin: jax.Array  # the first of the tiles that all tokens see whole, which need no mask
+    whole_end: jax.Array  # one past their last
+    first_visible: jax.Array  # position
+    window: jax.Array | None
+    tile: int
+
+    def seen(self, tile: jax.Array, shape: tuple[int, int]) -> jax.Array:
+        """bool `shape`: which tokens of a tile, on axis 0, may be seen by some query of the sequence."""
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_rows.ROWS) + tile * self.tile
+        return jnp.logical_and(tokens < self.length, tokens >= self.first_visible)
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """Those of one program."""
+
+    entries: Any  # GMEM, int32 [max_entries, fields]
+    num_entries: Any  # GMEM, int32 [1]
+    program: jax.Array
+    config: Config
+    kv_heads: int
+    group: int
+    window: jax.Array | None
+
+    def count(self) -> jax.Array:
+        total, n = self.num_entries[0] * self._per_entry, self.config.num_programs
+        rounds = lax.div(total, jnp.int32(n))
+        return rounds + (_work_list.item_of(rounds, self.program, n) < total).astype(jnp.int32)
+
+    def read(self, i: jax.Array) -> tuple[jax.Array, ...]:
+        """The numbers that make the i-th item, read long before they are needed."""
+        index = _work_list.item_of(i, self.program, self.config.num_programs)
+        place, part = lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
+        return (part, *(self.entries[place, field] for field in range(len(_work_list.FIELDS))))
+
+    def item(self, numbers: tuple[jax.Array, ...]) -> Item:
+        part, seq, q_row, position, num_tokens, length = numbers
+        tile, window = jnp.int32(self.config.tile), self.window
+        begin = first_visible = jnp.int32(0)
+        end = jnp.maximum(_rows.ceil_div(jnp.maximum(position + num_tokens, 0), self.config.tile), 1)
+        whole_begin, whole_end = begin, jnp.minimum(lax.div(jnp.maximum(position + 1, 0), tile), end)
+        if window is not None:
+            first_visible = jnp.maximum(position + 1 - window, 0)
+            begin = jnp.minimum(lax.div(first_visible, tile), end - 1)
+            seen_by_last = jnp.maximum(position + num_tokens - window, 0)
+            whole_begin = jnp.clip(_rows.ceil_div(seen_by_last, self.config.tile), begin, end)
+            whole_end = jnp.maximum(whole_end, whole_begin)
+        return Item(
+            seq=seq,
+            q_row=q_row,
+            position=position,
+            num_tokens=num_tokens,
+            length=length,
+            kv_head=lax.div(part, jnp.int32(self.group // self.config.heads)),
+            head=part * self.config.heads,
+            begin=begin,
+            end=end,
+            whole_begin=whole_begin,
+            whole_end=whole_end,
+            first_visible=first_visible,
+            window=window,
+            tile=self.config.tile,
+        )
+
+    @property
+    def _per_entry(self) -> int:
+        return self.kv_heads * (self.group // self.config.heads)

@@ -1,0 +1,64 @@
+"""Which query tokens each item of the prefill kernel has, and in which order they are worked on.
+
+Made by XLA on the device, from true lengths, before the kernel; it serves all layers of a step.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+FIELDS = ("seq", "q_row", "position", "num_tokens", "length")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WorkList:
+    """An entry is an item for each KV head, or for each part of the heads of a large group."""
+
+    entries: jax.Array  # int32 [max_entries, fields]: the sequence, its first row in q, position, tokens, the length
+    num_entries: jax.Array  # int32 [1]
+
+
+def make_work_list(
+    query_starts: jax.Array,  # int32 [seqs + 1], not descending
+    lengths: jax.Array,  # int32 [seqs]
+    *,
+    tokens: int,  # of q, padding included
+    item_tokens: int,
+    tile: int,
+) -> WorkList:
+    """Cuts each sequence's newest tokens, `query_starts[s] : query_starts[s + 1]` of q, into runs of `item_tokens`.
+
+    What stands before and after them in q is padding, which sees nothing, and is cut likewise.
+    """
+    seqs = lengths.shape[0]
+    starts = jnp.clip(query_starts, 0, tokens)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), starts])
+    counts = jnp.concatenate([starts[1:], jnp.full(1, tokens, jnp.int32)]) - starts  # padding is first and last
+    lengths = jnp.pad(lengths, 1)
+    ends = jnp.cumsum(-(-counts // item_tokens), dtype=jnp.int32)
+    places = jnp.arange(-(-tokens // item_tokens) + seqs + 2, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, places, side="right", method="scan_unrolled").astype(jnp.int32)
+    exists = owner < seqs + 2
+    owner = jnp.minimum(owner, seqs + 1)
+    offset = (places - (ends - (-(-counts // item_tokens)))[owner]) * item_tokens
+    num_tokens = jnp.clip(counts[owner] - offset, 0, item_tokens)
+    position = lengths[owner] - counts[owner] + offset
+    seq = jnp.clip(owner - 1, 0, seqs - 1)
+    entries = jnp.stack([seq, starts[owner] + offset, position, num_tokens, lengths[owner]], axis=1)
+
+    # The longest first, so that the short ones fill the gaps at the end. Of those that are about as long, the ones of a
+    # sequence together: what they read comes from the L2 cache.
+    num_tiles = jnp.maximum(-(-(position + num_tokens) // tile), 1)
+    about = (8 * jnp.log2(num_tiles.astype(jnp.float32))).astype(jnp.int32)
+    keys = jnp.where(exists, -about * (seqs + 2) + owner, jnp.int32(2**31 - 1))
+    order = places.shape[0] - 1 - jnp.argsort(keys[::-1], stable=True)
+    return WorkList(entries[order], ends[-1:])
+
+
+def item_of(i: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:
+    """Which item is a program's i-th: they are dealt out to and fro, so that long ones are shared out evenly."""
+    to_and_fro = jnp.where(lax.rem(i, jnp.int32(2)) == 0, program, num_programs - 1 - program)
+    return i * num_programs + to_and_fro

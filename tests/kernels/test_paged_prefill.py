@@ -1,0 +1,148 @@
+"""The prefill kernel: in interpret mode with race detection, lowered for Hopper, and how it is configured."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import paged_prefill
+from tests.cases import OPTIONS, make_case
+from tests.kernels import prefill
+from tests.kernels.interpret import FAULTS, races_found
+
+BF16 = jnp.bfloat16
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+# None of a sequence, a prompt, and the last of a long one.
+LENGTHS, COUNTS = (20, 5, 150), (0, 5, 1)
+
+
+def ragged_case(**shape):
+    return make_case(
+        **(dict(lengths=LENGTHS, max_blocks=10, q_len=max(COUNTS), heads=6, kv_heads=2, dtype=BF16) | shape)
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_a_ragged_batch(name):
+    prefill.check(ragged_case(options=OPTIONS[name]), COUNTS, interpret=INTERPRET)
+    assert not races_found()
+
+
+@pytest.mark.parametrize(
+    ("shape", "counts"),
+    [
+        (dict(lengths=(140,), q_len=42, heads=3, kv_heads=1, options={"scale": -0.3}), (42,)),  # two items
+        (dict(lengths=(70,), q_len=9, heads=8, kv_heads=1, head_dim=80, dtype=jnp.float16), (9,)),
+    ],
+)
+def test_shapes(shape, counts):
+    prefill.check(ragged_case(**shape), counts, interpret=INTERPRET)
+    assert not races_found()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_result_is_noticed(fault):
+    case = ragged_case(lengths=(27, 60), q_len=2, kv_heads=1, heads=2, options={"scale": 0.3})
+    out, _ = prefill.attend(FAULTS[fault](case), (2, 2), num_sms=1, interpret=INTERPRET)
+    assert not prefill.good_rows(case, (2, 2), out).all(axis=-1).any()
+
+
+def lower(*, group=4, head_dim=128, block_size=16, dtype=BF16, options=(), kv_heads=2):
+    config = paged_prefill.default_config(group=group, head_dim=head_dim, num_sms=132)
+    shape, heads, tokens = jax.ShapeDtypeStruct, kv_heads * group, 300
+    cache = shape((64, block_size, kv_heads, head_dim), dtype)
+    types = {
+        "sliding_window": shape((), jnp.int32),
+        "logits_soft_cap": shape((), jnp.float32),
+        "alibi_slopes": shape((heads,), jnp.float32),
+        "sinks": shape((heads,), jnp.float32),
+    }
+
+    @jax.jit
+    def launch(q, k_cache, v_cache, tables, lengths, starts, **named):
+        work = paged_prefill.make_work_list(
+            starts, lengths, tokens=tokens, item_tokens=config.item_tokens, tile=config.tile
+        )
+        return paged_prefill.launch(q, k_cache, v_cache, tables, work, config=config, **named)
+
+    arrays = shape((tokens, heads, head_dim), dtype), cache, cache, shape((3, 32), jnp.int32)
+    sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)
+    named = {"scale": shape((), jnp.float32)} | {name: types[name] for name in options}
+    text = launch.trace(*arrays, *sizes, **named).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(head_dim=64, block_size=8),
+        dict(head_dim=80, group=1, dtype=jnp.float16),
+        dict(head_dim=96, group=5, block_size=32),
+        dict(group=16, block_size=256),
+        dict(head_dim=192, group=3),
+        dict(head_dim=256, group=64, block_size=128),
+        dict(options=("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")),
+    ],
+    ids=str,
+)
+def test_lowers_for_hopper(shape):
+    lower(**shape)
+
+
+@pytest.mark.parametrize(
+    ("group", "heads", "tokens"),
+    [
+        *[(1, 1, 128), (2, 2, 64), (3, 3, 40), (4, 4, 32), (5, 5, 24), (6, 3, 40), (7, 7, 16), (8, 8, 16)],
+        *[(12, 4, 32), (16, 16, 8), (32, 16, 8), (64, 16, 8)],
+    ],
+)
+def test_an_item_fills_its_rows(group, heads, tokens):
+    assert paged_prefill.heads_and_tokens(group) == (heads, tokens)
+
+
+@pytest.mark.parametrize(
+    ("limit", "shape"),
+    [
+        ("head_dim=120", dict(head_dim=120)),
+        ("block_size=24", dict(block_size=24)),
+        ("float32", dict(q_dtype=jnp.float32)),
+        ("int8", dict(cache_dtype=jnp.int8)),
+        ("compute_capability=8.0", dict(compute_capability=8.0)),
+    ],
+)
+def test_what_it_does_not_take(limit, shape):
+    supported = dict(head_dim=128, block_size=16, q_dtype=BF16, cache_dtype=BF16, compute_capability=9.0)
+    paged_prefill.check_supported(**supported)
+    with pytest.raises(NotImplementedError, match=limit):
+        paged_prefill.check_supported(**supported | shape)
+
+
+def entries_of(counts, lengths, *, tokens, item_tokens=32, tile=64):
+    starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+    make = functools.partial(paged_prefill.make_work_list, tokens=tokens, item_tokens=item_tokens, tile=tile)
+    work = jax.jit(make)(starts, jnp.asarray(lengths, jnp.int32))
+    return np.asarray(work.entries)[: int(work.num_entries[0])]
+
+
+def test_the_work_list_covers_each_row_once():
+    counts, lengths = (0, 100, 1, 32), (50, 400, 7, 32)
+    entries = entries_of(counts, lengths, tokens=140)
+    rows = [row for _, start, _, count, _ in entries for row in range(start, start + count)]
+    assert sorted(rows) == list(range(140))
+    for seq, start, position, count, length in entries:
+        if start < 133:
+            assert length == lengths[seq]
+            assert position - start == length - sum(counts[: seq + 1])
+        else:
+            assert (count, length) == (7, 0)
+            assert position < 0
+
+
+def test_the_longest_come_first_and_a_sequence_together():
+    entries = entries_of((64, 64), (1024, 1024), tokens=128)
+    assert entries[:, 0].tolist() == [0, 0, 1, 1]
+    assert entries[:2, 2].tolist() == [992, 960]
+    assert entries_of((64, 64), (1024, 4096), tokens=128)[0, 0] == 1

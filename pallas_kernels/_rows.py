@@ -15,9 +15,6 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import memref
 
-from pallas_kernels._sizes import ceil_div as ceil_div
-from pallas_kernels._sizes import round_up as round_up
-
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 # Stands for -inf in the running maximum: the difference of two of them is 0 where that of two infinities is NaN.

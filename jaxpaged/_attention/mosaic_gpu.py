@@ -5,12 +5,13 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpaged import _device
 from jaxpaged._attention import query_runs, several_devices, xla
 from jaxpaged._attention.arguments import AttentionArguments
 from jaxpaged._attention.partitions import NumPartitions
-from pallas_kernels import decode_config, partition_plan
+from pallas_kernels import decode_config, partition_plan, prefill_config
 from pallas_kernels.partition_plan import PartitionPlan
 
 
@@ -22,10 +23,35 @@ def attend(
     What `check_supported` lets through. `window`: the sliding window, in tokens, where it is known beforehand.
     """
     gpu = _device.gpu()
+    if takes_prompts(a, gpu, num_partitions):
+        prompts = prefill_config.default_config(group=a.group, head_dim=a.q.shape[-1], num_sms=gpu.num_sms)
+        return _launch(prompts, prompts, None, a, None)
     config_with = functools.partial(config_of, a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, window=window)
     config = config_with(num_partitions=num_partitions)
     mapped = config if config.total_partitions is None else config_with(num_partitions=None)
     return _launch(config, mapped, None, a, plan_of(config, a, num_partitions))
+
+
+def takes_prompts(a: AttentionArguments, gpu: _device.Gpu, num_partitions: NumPartitions) -> bool:
+    """Whether the prefill kernel takes this call: more query tokens than one run of the decode kernel has."""
+    seqs, q_len, heads, head_dim = a.q.shape
+    num_runs, _ = query_runs.runs_of(q_len, a.group)
+    if num_runs == 1 or num_partitions not in (None, 1):
+        return False
+    try:
+        prefill_config.check_supported(
+            head_dim=head_dim,
+            block_size=a.block_size,
+            q_dtype=a.q.dtype,
+            cache_dtype=a.k_cache.dtype,
+            compute_capability=gpu.compute_capability,
+        )
+    except NotImplementedError:
+        return False
+    # An item has all keys of its tokens, so that there must be one for each SM. H100, us: 1 x 256 after 8192 116, as
+    # runs in partitions 91; 1 x 512 23.3 and 20.8; 1 x 2048 69 and 133.
+    item_heads, item_tokens = prefill_config.heads_and_tokens(a.group)
+    return seqs * -(-q_len // item_tokens) * (heads // item_heads) > gpu.num_sms
 
 
 def config_of(
@@ -108,12 +134,15 @@ def check_supported(a: AttentionArguments) -> None:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _launch(
-    config: decode_config.Config,
-    mapped: decode_config.Config,  # what is taken under vmap
+    config: decode_config.Config | prefill_config.Config,
+    mapped: decode_config.Config | prefill_config.Config,  # what is taken under vmap
     interpret: Any,
     a: AttentionArguments,
     plan: PartitionPlan | None,
 ) -> tuple[jax.Array, jax.Array]:
+    if isinstance(config, prefill_config.Config):
+        return _prompts(config, interpret, a)
+    assert isinstance(mapped, decode_config.Config)
     if plan is None:
         return _kernels(config, interpret, a)
     # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0).
@@ -150,9 +179,42 @@ def _kernels(
     return query_runs.join(out, a), query_runs.join(lse, a)
 
 
+def _prompts(config: prefill_config.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels import paged_prefill  # here, so that only its callers import Mosaic
+
+    a = several_devices.refuse(a)
+    seqs, q_len, heads, head_dim = a.q.shape
+
+    # One program is on each SM already, so that mapped calls follow one another.
+    @jax.custom_batching.sequential_vmap
+    def launch(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+        tokens = seqs * q_len
+        query_starts = jnp.arange(seqs + 1, dtype=jnp.int32) * q_len
+        work = paged_prefill.make_work_list(
+            query_starts, a.lengths, tokens=tokens, item_tokens=config.item_tokens, tile=config.tile
+        )
+        return paged_prefill.launch(
+            a.q.reshape(tokens, heads, head_dim),
+            a.k_cache,
+            a.v_cache,
+            a.block_tables,
+            work,
+            a.options,
+            config=config,
+            interpret=interpret,
+        )
+
+    out, lse = launch(a)
+    return out.reshape(a.q.shape), lse.reshape(a.q.shape[:3])
+
+
 @_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
 def _launch_jvp(
-    config: decode_config.Config, mapped: decode_config.Config, interpret: Any, primals: tuple, tangents: tuple
+    config: decode_config.Config | prefill_config.Config,
+    mapped: decode_config.Config | prefill_config.Config,
+    interpret: Any,
+    primals: tuple,
+    tangents: tuple,
 ) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
     return jax.jvp(functools.partial(xla.attend, num_partitions=1), primals[:1], tangents[:1])

@@ -25,17 +25,17 @@ Only table entries of blocks that hold a token some query of an item sees are fo
 pool; for the others block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the
 product, since 0 x NaN is NaN; that happens only in tiles that hold such a row.
 
-`_config` holds what it takes and how a call is cut up, `_work_list` the items, `_item` what one is inside the kernel,
-`_fetch` how K and V come, `_steps` what is done with them, of which `_products` is what the tensor cores do and
+`prefill_config` holds what it takes and how a call is cut up, `_work_list` the items, `_item` what one is inside the
+kernel, `_fetch` how K and V come, `_steps` what is done with them, of which `_products` is what the tensor cores do and
 `_logits` what follows from the products of Q and K, and `_rows_of_item` how Q comes and O and lse leave.
 
 Source: Shah et al., FlashAttention-3, 2024 (https://arxiv.org/abs/2407.08608).
 """
 
-from pallas_kernels.paged_prefill._config import Config as Config
-from pallas_kernels.paged_prefill._config import check_supported as check_supported
-from pallas_kernels.paged_prefill._config import default_config as default_config
-from pallas_kernels.paged_prefill._config import heads_and_tokens as heads_and_tokens
 from pallas_kernels.paged_prefill._kernel import launch as launch
 from pallas_kernels.paged_prefill._work_list import WorkList as WorkList
 from pallas_kernels.paged_prefill._work_list import make_work_list as make_work_list
+from pallas_kernels.prefill_config import Config as Config
+from pallas_kernels.prefill_config import check_supported as check_supported
+from pallas_kernels.prefill_config import default_config as default_config
+from pallas_kernels.prefill_config import heads_and_tokens as heads_and_tokens

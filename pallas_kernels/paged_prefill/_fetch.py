@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
 from pallas_kernels._fetch import WARPS, Ring, rows_of_copy
-from pallas_kernels.paged_prefill._config import Config
 from pallas_kernels.paged_prefill._item import Item, Items
+from pallas_kernels.prefill_config import Config
 
 Ids = tuple[jax.Array, ...]  # of the blocks that a warp copies of a tile
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
 from pallas_kernels.paged_prefill import _work_list
-from pallas_kernels.paged_prefill._config import Config
+from pallas_kernels.prefill_config import Config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,16 +9,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows
+from pallas_kernels import _rows, _sizes
 from pallas_kernels._fetch import Ring, rows_of_copy
 from pallas_kernels._rows import COLUMNS
-from pallas_kernels.paged_prefill._config import ROWS, Config
+from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.paged_prefill._fetch import Fetcher
 from pallas_kernels.paged_prefill._item import Items
 from pallas_kernels.paged_prefill._logits import Logits
 from pallas_kernels.paged_prefill._rows_of_item import WG_ROWS, RowsOfItem
 from pallas_kernels.paged_prefill._steps import Steps
 from pallas_kernels.paged_prefill._work_list import WorkList
+from pallas_kernels.prefill_config import ROWS, Config
 
 Numbers = tuple[jax.Array, ...]  # of an item, see `Items.read`
 
@@ -131,12 +132,8 @@ def launch(
     v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
     block_tables: jax.Array,  # int32 [seqs, max_blocks]
     work: WorkList,
+    options: AttentionOptions,  # without scales of the cache
     *,
-    scale: jax.Array,  # f32 []
-    sliding_window: jax.Array | None = None,  # int32 [], at least 1
-    logits_soft_cap: jax.Array | None = None,  # f32 []
-    alibi_slopes: jax.Array | None = None,  # f32 [heads]
-    sinks: jax.Array | None = None,  # f32 [heads]
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +141,7 @@ def launch(
     _, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
-    width = _rows.round_up(head_dim, 64)
+    width = _sizes.round_up(head_dim, 64)
     columns = next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
 
@@ -152,11 +149,11 @@ def launch(
         by_item = jnp.repeat(by_head.reshape(-1, config.heads), config.item_tokens, axis=1)
         return jnp.pad(by_item, ((0, 0), (0, ROWS - by_item.shape[1])))
 
-    options = {
-        "sliding_window": None if sliding_window is None else sliding_window.reshape(1),
-        "logits_soft_cap": None if logits_soft_cap is None else logits_soft_cap.reshape(1),
-        "alibi_slopes": None if alibi_slopes is None else by_row(alibi_slopes),
-        "sinks": None if sinks is None else by_row(sinks),
+    named = {
+        "sliding_window": None if options.sliding_window is None else options.sliding_window.reshape(1),
+        "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
+        "alibi_slopes": None if options.alibi_slopes is None else by_row(options.alibi_slopes),
+        "sinks": None if options.sinks is None else by_row(options.sinks),
     }
     inputs = {
         "q": q,
@@ -165,8 +162,8 @@ def launch(
         "block_tables": block_tables,
         "entries": work.entries,
         "num_entries": work.num_entries,
-        "scale": scale.reshape(1),
-        **{name: value for name, value in options.items() if value is not None},
+        "scale": options.scale.reshape(1),
+        **{name: value for name, value in named.items() if value is not None},
     }
     out_types = {
         "out": jax.ShapeDtypeStruct(q.shape, q.dtype),

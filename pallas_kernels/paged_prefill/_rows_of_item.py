@@ -19,9 +19,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref
 
 from pallas_kernels._rows import ROWS
-from pallas_kernels.paged_prefill._config import Config
 from pallas_kernels.paged_prefill._item import Item
 from pallas_kernels.paged_prefill._mlir import arith, constant, scf
+from pallas_kernels.prefill_config import Config
 
 WG_ROWS = 64
 THREADS = 128  # of a warpgroup

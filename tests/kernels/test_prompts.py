@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, paged_attention
 from jaxpaged._attention import mosaic_gpu, query_runs, xla
+from pallas_kernels import prefill_config
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 
@@ -151,6 +152,24 @@ def test_more_runs_than_a_launch_takes_go_to_xla(hopper, shape, quoted):
 @pytest.mark.parametrize("max_blocks", [64, 512, 8192])
 def test_a_wide_table_cuts_no_prompt_into_partitions(hopper, max_blocks):
     """The partials of many runs would take gigabytes."""
-    jax.eval_shape(paged_attention, *shapes(seqs=8, q_len=256, heads=32, kv_heads=8, max_blocks=max_blocks))
+    jax.eval_shape(
+        paged_attention, *shapes(seqs=8, q_len=256, heads=32, kv_heads=8, max_blocks=max_blocks, head_dim=120)
+    )
     ((config, *_),) = hopper
     assert config.num_partitions == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken"),
+    [
+        (dict(seqs=8, q_len=1024), True),
+        (dict(seqs=1, q_len=544), True),
+        (dict(seqs=1, q_len=512), False),  # fewer items than SMs
+        (dict(seqs=64, q_len=16), False),  # one run of the decode kernel
+        (dict(seqs=8, q_len=1024, head_dim=120), False),
+    ],
+)
+def test_what_the_prefill_kernel_takes(hopper, shape, taken):
+    jax.eval_shape(paged_attention, *shapes(heads=32, kv_heads=8, **shape))
+    ((config, *_),) = hopper
+    assert isinstance(config, prefill_config.Config) == taken

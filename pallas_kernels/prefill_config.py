@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels._rows import round_up
+from pallas_kernels._sizes import round_up
 
 ROWS = 128  # of an item: 64 for each of two warpgroups
 MOST_HEADS = 16  # of an item: of 8 tokens then

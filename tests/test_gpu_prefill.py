@@ -1,0 +1,94 @@
+"""The prefill kernel on a GPU: ragged batches and prompts, with poisoned pools."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import paged_attention
+from pallas_kernels import paged_prefill
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
+from tests.kernels import prefill
+from tests.kernels.interpret import FAULTS
+
+pytestmark = pytest.mark.gpu
+BF16 = jnp.bfloat16
+LENGTHS = (0, 1, 15, 33, 300, 777, 1040, 64)
+COUNTS = (0, 1, 15, 7, 300, 100, 33, 64)
+attend = functools.partial(prefill.attend, interpret=None)
+
+
+def ragged_case(**shape):
+    block_size = shape.get("block_size", 16)
+    max_blocks = -(-max(LENGTHS) // block_size)
+    return make_case(**(dict(lengths=LENGTHS, max_blocks=max_blocks, q_len=max(COUNTS), dtype=BF16) | shape))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    prefill.check(ragged_case(options=OPTIONS[name], head_dim=128), COUNTS, num_sms=132)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_blocks(head_dim, block_size):
+    prefill.check(ragged_case(head_dim=head_dim, block_size=block_size), COUNTS, num_sms=132)
+
+
+@pytest.mark.parametrize("head_dim", [32, 48, 80, 96, 112, 160, 192, 256])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_heads(head_dim, name):
+    prefill.check(ragged_case(head_dim=head_dim, options=OPTIONS[name]), COUNTS, num_sms=132)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (8, 2), (5, 1), (7, 1), (8, 1), (12, 1), (16, 1)])
+def test_groups(heads, kv_heads):
+    prefill.check(ragged_case(heads=heads, kv_heads=kv_heads, head_dim=128, dtype=jnp.float16), COUNTS, num_sms=132)
+
+
+@pytest.mark.parametrize("num_sms", [1, 7, 132])
+def test_any_number_of_programs(num_sms):
+    prefill.check(ragged_case(head_dim=128), COUNTS, num_sms=num_sms)
+
+
+def test_a_scale_below_zero():
+    prefill.check(ragged_case(head_dim=128, options={"scale": -0.3}), COUNTS, num_sms=132)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_result_is_noticed(fault):
+    case = ragged_case(lengths=(300, 777), q_len=64, head_dim=128, options={"scale": 0.3})
+    out, _ = attend(FAULTS[fault](case), (64, 64), num_sms=132)
+    good = prefill.good_rows(case, (64, 64), out)
+    assert not good.all(axis=-1).any()
+
+
+def test_equal_bits_twice():
+    case = ragged_case(head_dim=128)
+    first, second = (attend(case, COUNTS, num_sms=132) for _ in range(2))
+    for x, y in zip(first, second, strict=True):
+        assert (np.asarray(x[:-1]).view(np.uint8) == np.asarray(y[:-1]).view(np.uint8)).all()
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_prompts_through_the_public_function(name, monkeypatch):
+    launched = []
+    launch = paged_prefill.launch
+    monkeypatch.setattr(paged_prefill, "launch", lambda *args, **named: launched.append(0) or launch(*args, **named))
+    jax.clear_caches()
+    case = make_case(
+        lengths=(5, 1040, 700),
+        max_blocks=65,
+        heads=6,
+        kv_heads=2,
+        q_len=1000,
+        head_dim=128,
+        dtype=BF16,
+        options=OPTIONS[name],
+    )
+    out, lse = paged_attention(*case.arrays, **case.options, implementation="mosaic_gpu", return_lse=True)
+    assert launched
+    assert_within_budget(case, out)
+    assert_lse(case, lse)

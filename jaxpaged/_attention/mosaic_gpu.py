@@ -185,13 +185,15 @@ def _prompts(config: prefill_config.Config, interpret: Any, a: AttentionArgument
     a = several_devices.refuse(a)
     seqs, q_len, heads, head_dim = a.q.shape
 
+    token_bytes = 2 * a.k_cache.shape[2] * head_dim * a.k_cache.dtype.itemsize
+
     # One program is on each SM already, so that mapped calls follow one another.
     @jax.custom_batching.sequential_vmap
     def launch(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
         tokens = seqs * q_len
         query_starts = jnp.arange(seqs + 1, dtype=jnp.int32) * q_len
         work = paged_prefill.make_work_list(
-            query_starts, a.lengths, tokens=tokens, item_tokens=config.item_tokens, tile=config.tile
+            query_starts, a.lengths, tokens=tokens, token_bytes=token_bytes, config=config
         )
         return paged_prefill.launch(
             a.q.reshape(tokens, heads, head_dim),

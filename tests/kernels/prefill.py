@@ -33,9 +33,8 @@ def attend(case: Case, counts: tuple[int, ...], *, num_sms: int, interpret: Any)
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _launch(config: paged_prefill.Config, interpret: Any, q: jax.Array, a: Any, starts: jax.Array) -> Any:
-    work = paged_prefill.make_work_list(
-        starts, a.lengths, tokens=q.shape[0], item_tokens=config.item_tokens, tile=config.tile
-    )
+    token_bytes = 4 * a.k_cache.shape[2] * a.k_cache.shape[3]
+    work = paged_prefill.make_work_list(starts, a.lengths, tokens=q.shape[0], token_bytes=token_bytes, config=config)
     return paged_prefill.launch(
         q,
         a.k_cache,

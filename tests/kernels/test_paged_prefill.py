@@ -64,7 +64,7 @@ def lower(*, group=4, head_dim=128, block_size=16, dtype=BF16, options=(), kv_he
     @jax.jit
     def launch(q, k_cache, v_cache, tables, lengths, starts, **named):
         work = paged_prefill.make_work_list(
-            starts, lengths, tokens=tokens, item_tokens=config.item_tokens, tile=config.tile
+            starts, lengths, tokens=tokens, token_bytes=4 * kv_heads * head_dim, config=config
         )
         return paged_prefill.launch(q, k_cache, v_cache, tables, work, config=config, **named)
 
@@ -120,16 +120,19 @@ def test_what_it_does_not_take(limit, shape):
         paged_prefill.check_supported(**supported | shape)
 
 
-def entries_of(counts, lengths, *, tokens, item_tokens=32, tile=64):
+def entries_of(counts, lengths, *, tokens, token_bytes=4096):
+    """Of a group of 4: 32 tokens an item."""
+    config = paged_prefill.default_config(group=4, head_dim=128, num_sms=132)
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
-    make = functools.partial(paged_prefill.make_work_list, tokens=tokens, item_tokens=item_tokens, tile=tile)
+    make = functools.partial(paged_prefill.make_work_list, tokens=tokens, token_bytes=token_bytes, config=config)
     work = jax.jit(make)(starts, jnp.asarray(lengths, jnp.int32))
     return np.asarray(work.entries)[: int(work.num_entries[0])]
 
 
-def test_the_work_list_covers_each_row_once():
+@pytest.mark.parametrize("token_bytes", [4096, 10**6])
+def test_the_work_list_covers_each_row_once(token_bytes):
     counts, lengths = (0, 100, 1, 32), (50, 400, 7, 32)
-    entries = entries_of(counts, lengths, tokens=140)
+    entries = entries_of(counts, lengths, tokens=140, token_bytes=token_bytes)
     rows = [row for _, start, _, count, _ in entries for row in range(start, start + count)]
     assert sorted(rows) == list(range(140))
     for seq, start, position, count, length in entries:
@@ -146,3 +149,9 @@ def test_the_longest_come_first_and_a_sequence_together():
     assert entries[:, 0].tolist() == [0, 0, 1, 1]
     assert entries[:2, 2].tolist() == [992, 960]
     assert entries_of((64, 64), (1024, 4096), tokens=128)[0, 0] == 1
+
+
+def test_beyond_the_l2_cache_a_sequence_follows_the_other():
+    entries = entries_of((96, 96, 64), (1024, 4096, 2048), tokens=256, token_bytes=10**6)
+    assert entries[:, 0].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
+    assert entries[:, 2].tolist() == [4064, 4032, 4000, 1984, 2016, 992, 960, 928]

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows
+from pallas_kernels import _sizes
 from pallas_kernels._fetch import WARPS, Ring, rows_of_copy
 from pallas_kernels.paged_prefill._item import Item, Items
 from pallas_kernels.prefill_config import Config
@@ -61,7 +61,7 @@ class Fetcher:
     def _ids(self, item: Item, tile: jax.Array, warp: jax.Array) -> Ids:
         num_blocks, block_size = self.keys.source.shape[:2]
         first_entry = lax.div(item.first_visible, jnp.int32(block_size))
-        end_entry = _rows.ceil_div(item.length, block_size)
+        end_entry = _sizes.ceil_div(item.length, block_size)
         ids = []
         for row in self._copies(warp)[1]:
             entry = lax.div(tile * self.config.tile + row, jnp.int32(block_size))

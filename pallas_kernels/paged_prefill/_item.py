@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows
+from pallas_kernels import _rows, _sizes
 from pallas_kernels.paged_prefill import _work_list
 from pallas_kernels.prefill_config import Config
 
@@ -65,13 +65,13 @@ class Items:
         part, seq, q_row, position, num_tokens, length = numbers
         tile, window = jnp.int32(self.config.tile), self.window
         begin = first_visible = jnp.int32(0)
-        end = jnp.maximum(_rows.ceil_div(jnp.maximum(position + num_tokens, 0), self.config.tile), 1)
+        end = jnp.maximum(_sizes.ceil_div(jnp.maximum(position + num_tokens, 0), self.config.tile), 1)
         whole_begin, whole_end = begin, jnp.minimum(lax.div(jnp.maximum(position + 1, 0), tile), end)
         if window is not None:
             first_visible = jnp.maximum(position + 1 - window, 0)
             begin = jnp.minimum(lax.div(first_visible, tile), end - 1)
             seen_by_last = jnp.maximum(position + num_tokens - window, 0)
-            whole_begin = jnp.clip(_rows.ceil_div(seen_by_last, self.config.tile), begin, end)
+            whole_begin = jnp.clip(_sizes.ceil_div(seen_by_last, self.config.tile), begin, end)
             whole_end = jnp.maximum(whole_end, whole_begin)
         return Item(
             seq=seq,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_prefill._config import Config
+from pallas_kernels.prefill_config import Config
 
 # Keys and values that stay in the L2 cache (H100: 50 MB). 8 x 1024 of 32/32 heads have 134 MB.
 L2_BYTES = 40e6

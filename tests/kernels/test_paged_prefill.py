@@ -9,9 +9,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import paged_prefill
+from pallas_kernels.attention_options import AttentionOptions
 from tests.cases import OPTIONS, make_case
 from tests.kernels import prefill
 from tests.kernels.interpret import FAULTS, races_found
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
 
 BF16 = jnp.bfloat16
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -66,7 +69,7 @@ def lower(*, group=4, head_dim=128, block_size=16, dtype=BF16, options=(), kv_he
         work = paged_prefill.make_work_list(
             starts, lengths, tokens=tokens, token_bytes=4 * kv_heads * head_dim, config=config
         )
-        return paged_prefill.launch(q, k_cache, v_cache, tables, work, config=config, **named)
+        return paged_prefill.launch(q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
 
     arrays = shape((tokens, heads, head_dim), dtype), cache, cache, shape((3, 32), jnp.int32)
     sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged import paged_attention
 from pallas_kernels import paged_prefill
-from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, oracle
 from tests.kernels import prefill
 from tests.kernels.interpret import FAULTS
 
@@ -100,3 +100,17 @@ def test_under_vmap():
     mapped = jax.jit(jax.vmap(lambda q: attend(q, *case.arrays[1:])))(jnp.stack([case.q, -case.q]))
     assert (mapped[0] == out).all()
     assert not (mapped[1] == out).all()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(128, 16), (120, 16)]
+)  # by the prefill kernel, by that for decoding
+def test_packed_queries_through_the_public_function(head_dim, block_size):
+    case = ragged_case(head_dim=head_dim, block_size=block_size, options=OPTIONS["all"])
+    q = np.concatenate([prefill.packed(case.q, COUNTS), np.full((3, *case.q.shape[2:]), np.nan, case.q.dtype)])
+    starts = jnp.asarray(np.cumsum([0, *COUNTS]), jnp.int32)
+    how = dict(query_starts=starts, implementation="mosaic_gpu", return_lse=True)
+    out, lse = paged_attention(jnp.asarray(q), *case.arrays[1:], **case.options, **how)
+    assert prefill.good_rows(case, COUNTS, out[:-3]).all()
+    np.testing.assert_allclose(lse[:-3], prefill.packed(oracle(case)[1], COUNTS), rtol=2e-3, atol=2e-3)
+    assert not np.asarray(out[-3:]).any()

@@ -79,6 +79,28 @@ class AttentionArguments:
         return jnp.where(readable, jnp.clip(ids, 0, self.k_cache.shape[0] - 1), 0)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedArguments:
+    """Checked arguments of a call with `query_starts`."""
+
+    q: jax.Array  # [tokens, heads, head_dim]
+    k_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
+    block_tables: jax.Array  # int32 [seqs, max_blocks]
+    lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
+    query_starts: jax.Array  # int32 [seqs + 1]
+    options: AttentionOptions
+
+    @property
+    def block_size(self) -> int:
+        return self.k_cache.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k_cache.shape[2]
+
+
 def check_arguments(
     q: ArrayLike,
     k_cache: ArrayLike,
@@ -91,17 +113,48 @@ def check_arguments(
     q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
     block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     _check_dtypes(q, k_cache, v_cache, block_tables, lengths)
-    _check_shapes(q, k_cache, v_cache, block_tables, lengths)
-    block_size = k_cache.shape[1]
-    capacity = block_tables.shape[1] * block_size
-    if capacity >= 2**31:
-        raise ValueError(f"a table row holds less than 2^31 tokens; got {block_tables.shape=}, {block_size=}.")
+    if q.ndim not in (3, 4):
+        raise ValueError(f"q must be [seqs, heads, head_dim] or [seqs, q_len, heads, head_dim]; got {q.shape=}.")
+    capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=q.shape[0])
     return AttentionArguments(
         q=q if q.ndim == 4 else q[:, None],
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=block_tables,
         lengths=jnp.clip(lengths, 0, capacity),
+        options=_check_options(q, k_cache, capacity, **options),
+    )
+
+
+def check_packed(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    query_starts: ArrayLike,
+    **options: Unpack[Options],
+) -> PackedArguments:
+    """`check_arguments` of a call with `query_starts`."""
+    q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
+    block_tables, lengths, query_starts = as_int32(block_tables), as_int32(lengths), as_int32(query_starts)
+    _check_dtypes(q, k_cache, v_cache, block_tables, lengths)
+    if q.ndim != 3:
+        raise ValueError(f"with query_starts q must be [tokens, heads, head_dim]; got {q.shape=}.")
+    seqs = lengths.shape[0] if lengths.ndim == 1 else 0
+    if query_starts.dtype != jnp.int32 or query_starts.shape != (seqs + 1,) or seqs == 0:
+        raise ValueError(
+            "query_starts must be int32 [seqs + 1] for lengths [seqs], of one sequence at least; "
+            f"got {query_starts.dtype} {list(query_starts.shape)}, {lengths.shape=}."
+        )
+    capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=seqs)
+    return PackedArguments(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=block_tables,
+        lengths=jnp.clip(lengths, 0, capacity),
+        query_starts=query_starts,
         options=_check_options(q, k_cache, capacity, **options),
     )
 
@@ -157,10 +210,9 @@ def check_lengths_dtype(lengths: jax.Array) -> None:
 
 
 def _check_shapes(
-    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, block_tables: jax.Array, lengths: jax.Array
-) -> None:
-    if q.ndim not in (3, 4):
-        raise ValueError(f"q must be [seqs, heads, head_dim] or [seqs, q_len, heads, head_dim]; got {q.shape=}.")
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, seqs: int
+) -> int:
+    """Returns the tokens that a table row has room for."""
     if k_cache.ndim != 4:
         raise ValueError(
             f"k_cache must be [blocks, block_size, kv_heads, head_dim]; got {k_cache.shape=}. "
@@ -170,7 +222,7 @@ def _check_shapes(
         raise ValueError(f"k_cache and v_cache must have one shape; got {k_cache.shape=}, {v_cache.shape=}.")
     if 0 in k_cache.shape or 0 in q.shape:
         raise ValueError(f"no axis may be empty; got {q.shape=}, {k_cache.shape=}.")
-    seqs, heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
+    heads, head_dim = q.shape[-2:]
     kv_heads = k_cache.shape[2]
     if head_dim != k_cache.shape[3]:
         raise ValueError(f"q and k_cache must have one head_dim; got {q.shape=}, {k_cache.shape=}.")
@@ -180,11 +232,14 @@ def _check_shapes(
             "Is the cache [blocks, block_size, kv_heads, head_dim], with kv_heads third?"
         )
     if block_tables.ndim != 2 or block_tables.shape[0] != seqs or block_tables.shape[1] == 0:
-        raise ValueError(
-            f"block_tables must be [seqs, max_blocks] with seqs={seqs} as in q; got {block_tables.shape=}."
-        )
+        raise ValueError(f"block_tables must be [seqs, max_blocks] with seqs={seqs}; got {block_tables.shape=}.")
     if lengths.shape != (seqs,):
-        raise ValueError(f"lengths must be [seqs] with seqs={seqs} as in q; got {lengths.shape=}.")
+        raise ValueError(f"lengths must be [seqs] with seqs={seqs}; got {lengths.shape=}.")
+    capacity = block_tables.shape[1] * k_cache.shape[1]
+    if capacity >= 2**31:
+        block_size = k_cache.shape[1]
+        raise ValueError(f"a table row holds less than 2^31 tokens; got {block_tables.shape=}, {block_size=}.")
+    return capacity
 
 
 def optional(

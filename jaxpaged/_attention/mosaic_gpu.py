@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged import _device
-from jaxpaged._attention import query_runs, several_devices, xla
-from jaxpaged._attention.arguments import AttentionArguments
+from jaxpaged._attention import packed, query_runs, several_devices, xla
+from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
 from jaxpaged._attention.partitions import NumPartitions
 from pallas_kernels import decode_config, partition_plan, prefill_config
 from pallas_kernels.partition_plan import PartitionPlan
@@ -24,23 +24,46 @@ def attend(
     """
     gpu = _device.gpu()
     if takes_prompts(a, gpu, num_partitions):
-        prompts = prefill_config.default_config(group=a.group, head_dim=a.q.shape[-1], num_sms=gpu.num_sms)
-        return _launch(prompts, prompts, None, a, None)
+        out, lse = _launch_packed(_prefill_config_of(a, gpu), None, _packed(a))
+        return out.reshape(a.q.shape), lse.reshape(a.q.shape[:3])
     config_with = functools.partial(config_of, a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, window=window)
     config = config_with(num_partitions=num_partitions)
     mapped = config if config.total_partitions is None else config_with(num_partitions=None)
     return _launch(config, mapped, None, a, plan_of(config, a, num_partitions))
 
 
+def attend_packed(
+    p: PackedArguments, *, num_partitions: int | None, window: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [tokens, heads, head_dim] in q's dtype and lse f32 [tokens, heads]: see `attend`."""
+    if num_partitions in (None, 1) and _prefill_takes(p, _device.gpu()):
+        return _launch_packed(_prefill_config_of(p, _device.gpu()), None, p)
+    runs = packed.runs_of(p, _run_of(p))
+    out, lse = attend(packed.cut(p, runs), num_partitions=num_partitions, window=window)
+    return packed.join(out, lse, p, runs)
+
+
+def _run_of(p: PackedArguments) -> int:
+    """Query tokens of a sequence that the decode kernel works on together."""
+    return max(1, decode_config.MAX_ROWS // p.group)
+
+
 def takes_prompts(a: AttentionArguments, gpu: _device.Gpu, num_partitions: NumPartitions) -> bool:
     """Whether the prefill kernel takes this call: more query tokens than one run of the decode kernel has."""
-    seqs, q_len, heads, head_dim = a.q.shape
+    seqs, q_len, heads, _ = a.q.shape
     num_runs, _ = query_runs.runs_of(q_len, a.group)
-    if num_runs == 1 or num_partitions not in (None, 1):
+    if num_runs == 1 or num_partitions not in (None, 1) or not _prefill_takes(a, gpu):
         return False
+    # An item has all keys of its tokens, so that there must be one for each SM. H100, us: 1 x 256 after 8192 116, as
+    # runs in partitions 91; 1 x 512 23.3 and 20.8; 1 x 2048 69 and 133.
+    item_heads, item_tokens = prefill_config.heads_and_tokens(a.group)
+    return seqs * -(-q_len // item_tokens) * (heads // item_heads) > gpu.num_sms
+
+
+def _prefill_takes(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> bool:
     try:
         prefill_config.check_supported(
-            head_dim=head_dim,
+            head_dim=a.q.shape[-1],
             block_size=a.block_size,
             q_dtype=a.q.dtype,
             cache_dtype=a.k_cache.dtype,
@@ -48,10 +71,11 @@ def takes_prompts(a: AttentionArguments, gpu: _device.Gpu, num_partitions: NumPa
         )
     except NotImplementedError:
         return False
-    # An item has all keys of its tokens, so that there must be one for each SM. H100, us: 1 x 256 after 8192 116, as
-    # runs in partitions 91; 1 x 512 23.3 and 20.8; 1 x 2048 69 and 133.
-    item_heads, item_tokens = prefill_config.heads_and_tokens(a.group)
-    return seqs * -(-q_len // item_tokens) * (heads // item_heads) > gpu.num_sms
+    return True
+
+
+def _prefill_config_of(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> prefill_config.Config:
+    return prefill_config.default_config(group=a.group, head_dim=a.q.shape[-1], num_sms=gpu.num_sms)
 
 
 def config_of(
@@ -101,8 +125,13 @@ def plan_of(config: decode_config.Config, a: AttentionArguments, num_partitions:
     )
 
 
-def check_supported(a: AttentionArguments) -> None:
+def check_supported(a: AttentionArguments | PackedArguments) -> None:
     """Raises `NotImplementedError` where the kernels, or the GPU, cannot; the message names the limit and the value."""
+    if isinstance(a, PackedArguments):
+        if _prefill_takes(a, _device.gpu()):
+            return
+        run = _run_of(a)
+        a = jax.eval_shape(lambda p: packed.cut(p, packed.runs_of(p, run)), a)
     if a.k_cache.dtype.itemsize > 1 and (a.options.k_scale is not None or a.options.v_scale is not None):
         raise NotImplementedError(
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
@@ -134,15 +163,12 @@ def check_supported(a: AttentionArguments) -> None:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _launch(
-    config: decode_config.Config | prefill_config.Config,
-    mapped: decode_config.Config | prefill_config.Config,  # what is taken under vmap
+    config: decode_config.Config,
+    mapped: decode_config.Config,  # what is taken under vmap
     interpret: Any,
     a: AttentionArguments,
     plan: PartitionPlan | None,
 ) -> tuple[jax.Array, jax.Array]:
-    if isinstance(config, prefill_config.Config):
-        return _prompts(config, interpret, a)
-    assert isinstance(mapped, decode_config.Config)
     if plan is None:
         return _kernels(config, interpret, a)
     # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0).
@@ -179,44 +205,59 @@ def _kernels(
     return query_runs.join(out, a), query_runs.join(lse, a)
 
 
-def _prompts(config: prefill_config.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+def _prompts(config: prefill_config.Config, interpret: Any, p: PackedArguments) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels import paged_prefill  # here, so that only its callers import Mosaic
 
-    a = several_devices.refuse(a)
-    seqs, q_len, heads, head_dim = a.q.shape
-
-    token_bytes = 2 * a.k_cache.shape[2] * head_dim * a.k_cache.dtype.itemsize
+    token_bytes = 2 * p.k_cache.shape[2] * p.q.shape[-1] * p.k_cache.dtype.itemsize
 
     # One program is on each SM already, so that mapped calls follow one another.
     @jax.custom_batching.sequential_vmap
-    def launch(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
-        tokens = seqs * q_len
-        query_starts = jnp.arange(seqs + 1, dtype=jnp.int32) * q_len
+    def launch(p: PackedArguments) -> tuple[jax.Array, jax.Array]:
         work = paged_prefill.make_work_list(
-            query_starts, a.lengths, tokens=tokens, token_bytes=token_bytes, config=config
+            p.query_starts, p.lengths, tokens=p.q.shape[0], token_bytes=token_bytes, config=config
         )
         return paged_prefill.launch(
-            a.q.reshape(tokens, heads, head_dim),
-            a.k_cache,
-            a.v_cache,
-            a.block_tables,
+            p.q,
+            p.k_cache,
+            p.v_cache,
+            p.block_tables,
             work,
-            a.options,
+            p.options,
             config=config,
             interpret=interpret,
         )
 
-    out, lse = launch(a)
-    return out.reshape(a.q.shape), lse.reshape(a.q.shape[:3])
+    return launch(several_devices.refuse(p))
+
+
+def _packed(a: AttentionArguments) -> PackedArguments:
+    """As many query tokens of each sequence, one sequence after the other."""
+    seqs, q_len, heads, head_dim = a.q.shape
+    return PackedArguments(
+        q=a.q.reshape(seqs * q_len, heads, head_dim),
+        k_cache=a.k_cache,
+        v_cache=a.v_cache,
+        block_tables=a.block_tables,
+        lengths=a.lengths,
+        query_starts=jnp.arange(seqs + 1, dtype=jnp.int32) * q_len,
+        options=a.options,
+    )
 
 
 @_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
 def _launch_jvp(
-    config: decode_config.Config | prefill_config.Config,
-    mapped: decode_config.Config | prefill_config.Config,
-    interpret: Any,
-    primals: tuple,
-    tangents: tuple,
+    config: decode_config.Config, mapped: decode_config.Config, interpret: Any, primals: tuple, tangents: tuple
 ) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
     return jax.jvp(functools.partial(xla.attend, num_partitions=1), primals[:1], tangents[:1])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _launch_packed(config: prefill_config.Config, interpret: Any, p: PackedArguments) -> tuple[jax.Array, jax.Array]:
+    return _prompts(config, interpret, p)
+
+
+@_launch_packed.__wrapped__.defjvp  # type: ignore[attr-defined]
+def _launch_packed_jvp(config: prefill_config.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(functools.partial(xla.attend_packed, num_partitions=1), primals, tangents)

@@ -9,7 +9,14 @@ from jax.typing import ArrayLike
 
 from jaxpaged import _device
 from jaxpaged._attention import mosaic_gpu, xla
-from jaxpaged._attention.arguments import AttentionArguments, Options, check_arguments, known_int
+from jaxpaged._attention.arguments import (
+    AttentionArguments,
+    Options,
+    PackedArguments,
+    check_arguments,
+    check_packed,
+    known_int,
+)
 from jaxpaged._attention.partitions import check_partitions
 from pallas_kernels.partition_plan import PartitionPlan
 
@@ -19,6 +26,7 @@ Implementation = Literal["mosaic_gpu", "xla"]
 class AttentionKeywords(Options, total=False):
     """The options of `paged_attention` that every function which calls it hands on."""
 
+    query_starts: ArrayLike | None
     num_partitions: int | None
     plan: PartitionPlan | None
     implementation: Implementation | None
@@ -57,6 +65,7 @@ def paged_attention(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
+    query_starts: ArrayLike | None = None,
     scale: ArrayLike | None = None,
     sliding_window: ArrayLike | None = None,
     logits_soft_cap: ArrayLike | None = None,
@@ -94,6 +103,10 @@ def paged_attention(
         v_cache: as `k_cache`.
         block_tables: int32 `[seqs, max_blocks]`, the ids of each sequence's blocks in order.
         lengths: int32 `[seqs]`, tokens in each sequence, those of `q` included. Length 0 gives zeros and lse -inf.
+        query_starts: int32 `[seqs + 1]`, not descending. With it q is `[tokens, heads, head_dim]`, and the newest
+            tokens of sequence s are `query_starts[s] : query_starts[s + 1]`, any number of them, 0 and 1 included.
+            Rows before the first and past the last are padding: zeros, lse -inf. "mosaic_gpu" works on items of up to
+            128 rows, so that a batch of single tokens is faster without it.
         scale: float or f32 `[]`; `head_dim ** -0.5` by default. May be traced, as may the next two.
         sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it. A
             number, as opposed to a `jax.Array`, also tells "mosaic_gpu" how much there can be to share out.
@@ -117,8 +130,8 @@ def paged_attention(
             of these that JAX's default device and these arguments allow. A named one never falls back.
 
     Returns:
-        The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`
-        or `[seqs, q_len, heads]`.
+        The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`,
+        `[seqs, q_len, heads]` or `[tokens, heads]`.
 
     Raises:
         ValueError: no implementation could take these arguments; the message quotes what was received.
@@ -138,33 +151,41 @@ def paged_attention(
         (https://arxiv.org/abs/2309.06180). Milakov and Gimelshein, Online normalizer calculation for softmax, 2018
         (https://arxiv.org/abs/1805.02867).
     """
-    arguments = check_arguments(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        lengths,
-        scale=scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    partitions = check_partitions(num_partitions, plan, seqs=arguments.q.shape[0])
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
-    if _use_kernel(arguments, implementation):
-        out, lse = mosaic_gpu.attend(arguments, num_partitions=partitions, window=known_int(sliding_window))
+    arrays = q, k_cache, v_cache, block_tables, lengths
+    options: Options = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    window = known_int(sliding_window)
+    if query_starts is not None:
+        if plan is not None:
+            raise ValueError("a plan is for calls without query_starts; leave it out.")
+        p = check_packed(*arrays, query_starts, **options)
+        check_partitions(num_partitions, None, seqs=p.lengths.shape[0])
+        if _use_kernel(p, implementation):
+            out, lse = mosaic_gpu.attend_packed(p, num_partitions=num_partitions, window=window)
+        else:
+            out, lse = xla.attend_packed(p, num_partitions=num_partitions or 1)
+        return (out, lse) if return_lse else out
+    a = check_arguments(*arrays, **options)
+    partitions = check_partitions(num_partitions, plan, seqs=a.q.shape[0])
+    if _use_kernel(a, implementation):
+        out, lse = mosaic_gpu.attend(a, num_partitions=partitions, window=window)
     else:
-        out, lse = xla.attend(arguments, num_partitions=num_partitions or 1)
+        out, lse = xla.attend(a, num_partitions=num_partitions or 1)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
 
 
-def _use_kernel(arguments: AttentionArguments, implementation: Implementation | None) -> bool:
+def _use_kernel(arguments: AttentionArguments | PackedArguments, implementation: Implementation | None) -> bool:
     """Whether the Mosaic GPU kernels do it. Raises `NotImplementedError` where they are named and cannot."""
     if implementation == "xla":
         return False

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._attention.arguments import AttentionArguments, Options, check_arguments
+from jaxpaged._attention import packed
+from jaxpaged._attention.arguments import AttentionArguments, Options, check_arguments, check_packed
 
 
 @overload
@@ -18,6 +19,7 @@ def paged_attention_reference(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
+    query_starts: ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> jax.Array: ...
@@ -31,6 +33,7 @@ def paged_attention_reference(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
+    query_starts: ArrayLike | None = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -43,6 +46,7 @@ def paged_attention_reference(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
+    query_starts: ArrayLike | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -58,6 +62,11 @@ def paged_attention_reference(
     Raises:
         ValueError: as `jaxpaged.paged_attention`.
     """
+    if query_starts is not None:
+        p = check_packed(q, k_cache, v_cache, block_tables, lengths, query_starts, **options)
+        runs = packed.runs_of(p, 1)
+        out, lse = packed.join(*_attend(packed.cut(p, runs)), p, runs)
+        return (out, lse) if return_lse else out
     out, lse = _attend(check_arguments(q, k_cache, v_cache, block_tables, lengths, **options))
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]

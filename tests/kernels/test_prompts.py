@@ -106,7 +106,17 @@ def hopper(monkeypatch):
     """As if JAX's default device were an H100; the calls of the kernel."""
     launched = []
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    monkeypatch.setattr(mosaic_gpu, "_launch", lambda *given: launched.append(given) or (given[3].q, given[3].q))
+
+    def launch(config, mapped, interpret, a, plan):
+        launched.append((config, mapped, interpret, a, plan))
+        return a.q, a.q
+
+    def launch_packed(config, interpret, p):
+        launched.append((config, interpret, p))
+        return p.q, jnp.zeros(p.q.shape[:2])
+
+    monkeypatch.setattr(mosaic_gpu, "_launch", launch)
+    monkeypatch.setattr(mosaic_gpu, "_launch_packed", launch_packed)
     return launched
 
 

@@ -1,0 +1,76 @@
+"""Packed queries: each sequence's newest tokens one after the other in q, as many of each as there are.
+
+An implementation that knows sequences of equally many query tokens is given runs: a run is a few tokens of one
+sequence, and becomes a sequence of its own, which ends with the run. Runs do not cross sequences, so there are at most
+`tokens / run + seqs`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Which tokens of q each run has, right-aligned in `[runs, run]`."""
+
+    run: int = dataclasses.field(metadata=dict(static=True))  # tokens
+    starts: jax.Array  # int32 [seqs + 1], of the sequences in q, within it
+    first_runs: jax.Array  # int32 [seqs], of each sequence
+    seqs: jax.Array  # int32 [runs], whose each is
+    offsets: jax.Array  # int32 [runs], the first token of each, counted in its sequence's new ones
+    counts: jax.Array  # int32 [runs], tokens; 0 for a run that is left over
+
+    @property
+    def num_tokens(self) -> jax.Array:
+        """New tokens of each sequence, int32 `[seqs]`."""
+        return self.starts[1:] - self.starts[:-1]
+
+
+def runs_of(p: PackedArguments, run: int) -> Runs:
+    tokens, seqs = p.q.shape[0], p.lengths.shape[0]
+    starts = jax.lax.cummax(jnp.clip(p.query_starts, 0, tokens))
+    num_tokens = starts[1:] - starts[:-1]
+    num_runs = -(-num_tokens // run)
+    ends = jnp.cumsum(num_runs, dtype=jnp.int32)
+    places = jnp.arange(-(-tokens // run) + seqs, dtype=jnp.int32)
+    owners = jnp.searchsorted(ends, places, side="right", method="scan_unrolled").astype(jnp.int32)
+    owners = jnp.minimum(owners, seqs - 1)
+    offsets = (places - (ends - num_runs)[owners]) * run
+    counts = jnp.clip(num_tokens[owners] - offsets, 0, run)
+    return Runs(run, starts, ends - num_runs, owners, offsets, counts)
+
+
+def cut(p: PackedArguments, runs: Runs) -> AttentionArguments:
+    """The same call on runs. The rows in front of a short run's tokens are zeros, and what they give is not read."""
+    place = jnp.arange(runs.run, dtype=jnp.int32)[None] - runs.run + runs.counts[:, None]  # in the run; below 0: none
+    rows = (runs.starts[runs.seqs] + runs.offsets)[:, None] + place
+    q = p.q.at[rows].get(mode="clip")
+    first = p.lengths - runs.num_tokens  # the position of each sequence's first new token
+    lengths = first[runs.seqs] + runs.offsets + runs.counts
+    return AttentionArguments(
+        q=jnp.where((place >= 0)[..., None, None], q, jnp.zeros_like(q)),
+        k_cache=p.k_cache,
+        v_cache=p.v_cache,
+        block_tables=p.block_tables[runs.seqs],
+        lengths=jnp.where(runs.counts > 0, jnp.maximum(lengths, 0), 0),
+        options=p.options,
+    )
+
+
+def join(out: jax.Array, lse: jax.Array, p: PackedArguments, runs: Runs) -> tuple[jax.Array, jax.Array]:
+    """Out `[runs, run, heads, head_dim]` and lse, as `[tokens, heads, head_dim]` and `[tokens, heads]`."""
+    tokens = jnp.arange(p.q.shape[0], dtype=jnp.int32)
+    seqs = jnp.searchsorted(runs.starts[1:], tokens, side="right", method="scan_unrolled").astype(jnp.int32)
+    is_padding = (seqs == p.lengths.shape[0]) | (tokens < runs.starts[0])
+    seqs = jnp.minimum(seqs, p.lengths.shape[0] - 1)
+    offsets = jnp.maximum(tokens - runs.starts[seqs], 0)
+    ids = jnp.minimum(runs.first_runs[seqs] + offsets // runs.run, runs.counts.shape[0] - 1)
+    places = runs.run - runs.counts[ids] + offsets % runs.run
+    out = out.at[ids, places].get(mode="clip")
+    out = jnp.where(is_padding[:, None, None], jnp.zeros_like(out), out)
+    return out, jnp.where(is_padding[:, None], -jnp.inf, lse.at[ids, places].get(mode="clip"))

@@ -1,0 +1,157 @@
+"""Packed queries (`query_starts`) against the same tokens in padded rows."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import BlockAllocator, KVCache, _device, attend, paged_attention, paged_attention_reference, write_kv
+from jaxpaged._attention import mosaic_gpu
+from tests.cases import OPTIONS, make_case, oracle
+from tests.kernels.prefill import packed
+
+LENGTHS, COUNTS = (0, 1, 15, 16, 17, 80, 72, 35), (0, 1, 15, 7, 0, 40, 1, 20)
+BEFORE, BEHIND = 2, 3  # rows of padding in q
+
+
+def packed_call(case, counts=COUNTS):
+    """(q, query_starts), with NaN in the padding."""
+    q = packed(case.q, counts)
+    before, behind = (np.full((n, *q.shape[1:]), np.nan, q.dtype) for n in (BEFORE, BEHIND))
+    q = np.concatenate([before, q, behind])
+    return jnp.asarray(q), jnp.asarray(BEFORE + np.cumsum([0, *counts]), jnp.int32)
+
+
+def check(case, out, lse, counts=COUNTS, atol=3e-6):
+    expected, expected_lse = (packed(x, counts) for x in oracle(case))
+    tokens = slice(BEFORE, BEFORE + sum(counts))
+    np.testing.assert_allclose(np.asarray(out, np.float32)[tokens], expected, atol=atol)
+    np.testing.assert_allclose(lse[tokens], expected_lse, atol=1e-5)
+    for rows in (slice(BEFORE), slice(-BEHIND, None)):
+        assert not np.asarray(out[rows]).any()
+        assert (np.asarray(lse[rows]) == -np.inf).all()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("function", [paged_attention_reference, paged_attention])
+def test_options(function, name):
+    case = make_case(lengths=LENGTHS, q_len=max(COUNTS), options=OPTIONS[name])
+    q, starts = packed_call(case)
+    call = jax.jit(functools.partial(function, return_lse=True))
+    check(case, *call(q, *case.arrays[1:], query_starts=starts, **case.options))
+
+
+@pytest.mark.parametrize("counts", [(0,) * 8, (1,) * 8, COUNTS[::-1], (0, 0, 0, 0, 0, 80, 0, 0)])
+def test_any_counts_in_one_program(counts):
+    case = make_case(lengths=LENGTHS, q_len=80)
+    rows = np.zeros((90, 6, 64), np.float32)
+    flat = packed(case.q, counts)
+    rows[BEFORE : BEFORE + len(flat)] = flat
+    starts = jnp.asarray(BEFORE + np.cumsum([0, *counts]), jnp.int32)
+    out, lse = paged_attention(jnp.asarray(rows), *case.arrays[1:], query_starts=starts, return_lse=True)
+    check(case, out[: BEFORE + len(flat) + BEHIND], lse[: BEFORE + len(flat) + BEHIND], counts)
+
+
+@pytest.mark.parametrize("num_partitions", [1, 3])
+@pytest.mark.parametrize(
+    "cache", [dict(cache_dtype=jnp.int8, scale_shape="token_head"), dict(block_size=8, max_blocks=10)]
+)
+def test_caches_and_partitions(cache, num_partitions):
+    case = make_case(lengths=LENGTHS, q_len=max(COUNTS), **cache)
+    q, starts = packed_call(case)
+    how = dict(num_partitions=num_partitions, return_lse=True)
+    check(case, *paged_attention(q, *case.arrays[1:], query_starts=starts, **case.options, **how), atol=1e-5)
+
+
+def test_starts_that_are_off_by_one_are_noticed():
+    case = make_case(lengths=LENGTHS, q_len=max(COUNTS))
+    q, starts = packed_call(case)
+    out, lse = paged_attention(q, *case.arrays[1:], query_starts=starts.at[3].add(1), return_lse=True)
+    with pytest.raises(AssertionError):
+        check(case, out, lse)
+
+
+def test_gradients_are_those_of_padded_rows():
+    counts = (3, 0, 2)
+    case = make_case(lengths=(20, 9, 33), q_len=3)
+    q, starts = packed_call(case, counts)
+
+    def loss(k_cache, *, q, **named):
+        out, lse = paged_attention(q, k_cache, *case.arrays[2:], return_lse=True, **named)
+        return jnp.sin(out), jnp.where(jnp.isfinite(lse), lse, 0.0)
+
+    def of_packed(k_cache):
+        return sum(x[BEFORE:-BEHIND].sum() for x in loss(k_cache, q=q, query_starts=starts))
+
+    def of_padded(k_cache):
+        return sum(x[0].sum() + x[2, 1:].sum() for x in loss(k_cache, q=case.q))
+
+    got, wanted = jax.grad(of_packed)(case.k_cache), jax.grad(of_padded)(case.k_cache)
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(("head_dim", "by_prefill"), [(128, True), (120, False)])
+def test_which_kernel_takes_them(monkeypatch, head_dim, by_prefill):
+    launched = []
+
+    def launch_packed(config, interpret, p):
+        launched.append("prefill")
+        return p.q, jnp.zeros(p.q.shape[:2])
+
+    def launch(config, mapped, interpret, a, plan):
+        launched.append("decode")
+        assert a.q.shape[1] == 64 // 3  # query tokens of a run: 64 rows of 3 heads
+        return a.q, jnp.zeros(a.q.shape[:3])
+
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+    monkeypatch.setattr(mosaic_gpu, "_launch_packed", launch_packed)
+    monkeypatch.setattr(mosaic_gpu, "_launch", launch)
+    case = make_case(lengths=LENGTHS, q_len=max(COUNTS), head_dim=head_dim, dtype=jnp.bfloat16)
+    q, starts = packed_call(case)
+    out = paged_attention(q, *case.arrays[1:], query_starts=starts)
+    assert out.shape == q.shape
+    assert launched == ["prefill" if by_prefill else "decode"]
+
+
+def test_a_step_of_prompts_chunks_and_decode_rows_through_the_cache():
+    """Slots of the allocator, written packed: the output is that of attention over each sequence by itself."""
+    counts = [5, 1, 0, 9]
+    cache = KVCache.create(num_blocks=16, block_size=4, num_kv_heads=2, head_dim=16)
+    allocator = BlockAllocator.create(num_blocks=16, block_size=4, num_seqs=4, max_blocks=4)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (15, heads, 16)) for key, heads in zip(keys, (4, 2, 2), strict=True))
+    allocator, _, _ = allocator.append(jnp.asarray(counts, jnp.int32), max_tokens=9)
+    seqs = jnp.asarray(np.repeat(np.arange(4), counts), jnp.int32)
+    positions = jnp.asarray(np.concatenate([np.arange(n) for n in counts]), jnp.int32)
+    cache = write_kv(cache, k, v, allocator.slots(seqs, positions))
+    starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+    out = attend(q, cache, allocator, query_starts=starts)
+    for s, count in enumerate(counts):
+        rows = slice(int(starts[s]), int(starts[s]) + count)
+        if count:
+            alone = dataclasses.replace(
+                allocator, block_tables=allocator.block_tables[s : s + 1], lengths=allocator.lengths[s : s + 1]
+            )
+            np.testing.assert_allclose(out[rows], attend(q[None, rows], cache, alone)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(q=jnp.zeros((2, 3, 6, 64))), r"with query_starts q must be \[tokens, heads, head_dim\]"),
+        (dict(query_starts=jnp.zeros(3, jnp.int32)), r"query_starts must be int32 \[seqs \+ 1\].*got int32 \[3\]"),
+        (dict(query_starts=jnp.zeros(9)), r"query_starts must be int32 \[seqs \+ 1\].*got float32 \[9\]"),
+        (dict(num_partitions=0), r"num_partitions must be an int"),
+    ],
+)
+def test_errors(changes, message):
+    case = make_case(lengths=LENGTHS, q_len=max(COUNTS))
+    q, starts = packed_call(case)
+    k_cache, v_cache, tables, lengths = case.arrays[1:]
+    named = dict(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=tables, lengths=lengths, query_starts=starts)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**named | changes)

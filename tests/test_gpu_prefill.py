@@ -102,10 +102,9 @@ def test_under_vmap():
     assert not (mapped[1] == out).all()
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "block_size"), [(128, 16), (120, 16)]
-)  # by the prefill kernel, by that for decoding
+@pytest.mark.parametrize(("head_dim", "block_size"), [(128, 16), (120, 16)])
 def test_packed_queries_through_the_public_function(head_dim, block_size):
+    """Of heads of 128 by the prefill kernel, of 120 by the decode kernel in runs."""
     case = ragged_case(head_dim=head_dim, block_size=block_size, options=OPTIONS["all"])
     q = np.concatenate([prefill.packed(case.q, COUNTS), np.full((3, *case.q.shape[2:]), np.nan, case.q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *COUNTS]), jnp.int32)

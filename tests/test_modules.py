@@ -1,5 +1,7 @@
 """The NNX and the Linen module: equal to each other, and to dense attention."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,7 @@ def make(options):
     }
     weights = jax.tree.map(lambda p: p.get_value(), weights, is_leaf=lambda p: isinstance(p, nnx.Param))
     linen = jaxpaged.linen.PagedAttention(**SIZES | options)
-    return ours, lambda *arguments: linen.apply({"params": weights}, *arguments)
+    return ours, functools.partial(linen.apply, {"params": weights})
 
 
 def fresh():

@@ -117,6 +117,15 @@ def test_which_kernel_takes_them(monkeypatch, head_dim, by_prefill):
     assert launched == ["prefill" if by_prefill else "decode"]
 
 
+def test_scales_of_a_wide_cache_are_not_left_out(monkeypatch):
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+    case = make_case(lengths=LENGTHS, q_len=max(COUNTS), head_dim=128, dtype=jnp.bfloat16)
+    q, starts = packed_call(case)
+    how = dict(query_starts=starts, k_scale=jnp.float32(2.0), implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="take k_scale and v_scale with 8-bit caches"):
+        paged_attention(q, *case.arrays[1:], **how)
+
+
 def test_a_step_of_prompts_chunks_and_decode_rows_through_the_cache():
     """Slots of the allocator, written packed: the output is that of attention over each sequence by itself."""
     counts = [5, 1, 0, 9]

@@ -127,16 +127,16 @@ def plan_of(config: decode_config.Config, a: AttentionArguments, num_partitions:
 
 def check_supported(a: AttentionArguments | PackedArguments) -> None:
     """Raises `NotImplementedError` where the kernels, or the GPU, cannot; the message names the limit and the value."""
-    if isinstance(a, PackedArguments):
-        if _prefill_takes(a, _device.gpu()):
-            return
-        run = _run_of(a)
-        a = jax.eval_shape(lambda p: packed.cut(p, packed.runs_of(p, run)), a)
     if a.k_cache.dtype.itemsize > 1 and (a.options.k_scale is not None or a.options.v_scale is not None):
         raise NotImplementedError(
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
             f'got k_cache.dtype={a.k_cache.dtype!s}. Pass implementation="xla".'
         )
+    if isinstance(a, PackedArguments):
+        if _prefill_takes(a, _device.gpu()):
+            return
+        run = _run_of(a)
+        a = jax.eval_shape(lambda p: packed.cut(p, packed.runs_of(p, run)), a)
     (seqs, q_len, _, head_dim), group = a.q.shape, a.group
     num_runs, run = query_runs.runs_of(q_len, group)
     if group > decode_config.MAX_ROWS:

@@ -10,8 +10,9 @@ from pallas_kernels import _rows
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows
 from pallas_kernels._walk import Walk
 
-# The sum e + 1 is rounded, and the cap multiplies its error: 7e-4 of a logit here. Larger caps, which stand for none,
-# are lowered to this one. It changes a logit of 30 by 5e-4 and one of 100 by 0.02, less than q and k in 16 bits do.
+# The sum e + 1 is rounded, and the cap multiplies its error: 7e-4 of a logit here. Larger caps, which stand for none
+# (infinity comes as 1e30), are lowered to this one. It changes a logit of 30 by 5e-4 and one of 100 by 0.02, less than
+# q and k in 16 bits do.
 LARGEST_CAP = 4096.0
 
 

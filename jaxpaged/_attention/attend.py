@@ -44,7 +44,8 @@ def attend(
     """`paged_attention` of `q` over a cache, with the cache's scales and the allocator's block tables and lengths.
 
     Args:
-        q: `[seqs, heads, head_dim]` or `[seqs, q_len, heads, head_dim]`.
+        q: `[seqs, heads, head_dim]`, `[seqs, q_len, heads, head_dim]`, or packed, with `query_starts`,
+            `[tokens, heads, head_dim]`.
         cache: one layer's cache, or `CacheLayer(stack, i)`, after the write of q's tokens.
         allocator: after the `append` that made room for them.
         return_lse: also return the lse.

@@ -1,4 +1,4 @@
-"""The paged key/value cache: an immutable pytree, its and its creation."""
+"""The paged key/value cache: an immutable pytree, and its creation."""
 
 import dataclasses
 from collections.abc import Callable

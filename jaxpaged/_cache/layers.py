@@ -19,8 +19,8 @@ from jaxpaged._integers import as_int32
 @final
 class CacheLayer:
     """Layer `index` of a stack, for a scan over layers. `write_kv`, `rotate_and_write_kv`, `attend` and the Flax
-    modules take it where they take a `KVCache`, and return it with the new stack. Nothing is copied: a layer sliced out
-    of its stack would be.
+    modules take it where they take a `KVCache`; writes and modules return it with the new stack. Nothing is copied.
+    Slicing a layer out of the stack would copy that layer.
 
     Attributes:
         stack: a `KVCache` of `[layers, blocks, block_size, kv_heads, head_dim]`, made with `num_layers`.

@@ -108,8 +108,8 @@ MUTANTS = (
     Mutant(
         "release: pins that are not there",
         SNAPSHOTS,
-        "ok = still_holds(allocator, snapshot) & ((pool.pins[ids] >= 0) | ~entries).all()",
-        "ok = still_holds(allocator, snapshot)",
+        "ok = ((pool.pins[ids] >= 0) | ~entries).all()",
+        "ok = jnp.ones((), jnp.bool_)",
         "tests/test_sharing.py::pins",
     ),
     Mutant(

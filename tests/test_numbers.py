@@ -169,6 +169,16 @@ def test_a_table_row_holds_less_than_2_to_31_tokens():
         jax.eval_shape(paged_attention, q, *pools, CASE.block_tables, lengths)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_number_of_partitions_of_numpy_widens_nothing_with_x64(packed):
+    q, *rest = CASE.arrays
+    how = dict(query_starts=jnp.arange(q.shape[0] + 1, dtype=jnp.int32)) if packed else {}
+    wanted = paged_attention(q, *rest, **how, num_partitions=2)
+    with jax.enable_x64(True):
+        got = paged_attention(q, *rest, **how, num_partitions=np.int64(2))
+    np.testing.assert_array_equal(got, wanted)
+
+
 def test_everything_stays_int32_with_x64():
     with jax.enable_x64(True):
         plan = plan_partitions(CASE.lengths, num_kv_heads=np.int64(2))

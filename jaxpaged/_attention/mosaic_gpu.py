@@ -36,8 +36,9 @@ def attend_packed(
     p: PackedArguments, *, num_partitions: int | None, window: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [tokens, heads, head_dim] in q's dtype and lse f32 [tokens, heads]: see `attend`."""
-    if num_partitions in (None, 1) and _prefill_takes(p, _device.gpu()):
-        return _launch_packed(_prefill_config_of(p, _device.gpu()), None, p)
+    gpu = _device.gpu()
+    if num_partitions in (None, 1) and _prefill_takes(p, gpu):
+        return _launch_packed(_prefill_config_of(p, gpu), None, p)
     runs = packed.runs_of(p, _run_of(p))
     out, lse = attend(packed.cut(p, runs), num_partitions=num_partitions, window=window)
     return packed.join(out, lse, p, runs)

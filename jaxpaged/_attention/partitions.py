@@ -19,13 +19,8 @@ NumPartitions = StaticPartitions | PartitionPlan
 exportable(PartitionPlan)
 
 
-def check_partitions(num_partitions: int | None, plan: PartitionPlan | None, *, seqs: int) -> NumPartitions:
-    """Raises `ValueError` for what nobody can ask for."""
-    if plan is not None:
-        if num_partitions is not None:
-            raise ValueError(f"pass num_partitions or a plan, not both; got {num_partitions=}.")
-        _check_plan(plan, seqs=seqs)
-        return plan
+def check_partitions(num_partitions: int | None) -> int | None:
+    """A number as an int of Python's. Raises `ValueError` for what nobody can ask for."""
     if num_partitions is None:
         return None
     if (
@@ -40,7 +35,10 @@ def check_partitions(num_partitions: int | None, plan: PartitionPlan | None, *, 
     return int(num_partitions)
 
 
-def _check_plan(plan: PartitionPlan, *, seqs: int) -> None:
+def check_plan(plan: PartitionPlan, num_partitions: int | None, *, seqs: int) -> None:
+    """Raises `ValueError` for a plan that is not of this call."""
+    if num_partitions is not None:
+        raise ValueError(f"pass num_partitions or a plan, not both; got {num_partitions=}.")
     partitions, starts = plan.partitions, plan.partition_starts
     good = starts.shape == (seqs + 1,) and partitions.ndim == 2 and partitions.shape[1] == 3
     if not good or partitions.shape[0] <= seqs or {partitions.dtype, starts.dtype} != {jnp.dtype(jnp.int32)}:

@@ -17,7 +17,7 @@ from jaxpaged._attention.arguments import (
     check_packed,
     known_int,
 )
-from jaxpaged._attention.partitions import check_partitions
+from jaxpaged._attention.partitions import check_partitions, check_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -153,6 +153,7 @@ def paged_attention(
     """
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
+    num_partitions = check_partitions(num_partitions)
     arrays = q, k_cache, v_cache, block_tables, lengths
     options: Options = {
         "scale": scale,
@@ -168,16 +169,16 @@ def paged_attention(
         if plan is not None:
             raise ValueError("a plan is for calls without query_starts; leave it out.")
         p = check_packed(*arrays, query_starts, **options)
-        check_partitions(num_partitions, None, seqs=p.lengths.shape[0])
         if _use_kernel(p, implementation):
             out, lse = mosaic_gpu.attend_packed(p, num_partitions=num_partitions, window=window)
         else:
             out, lse = xla.attend_packed(p, num_partitions=num_partitions or 1)
         return (out, lse) if return_lse else out
     a = check_arguments(*arrays, **options)
-    partitions = check_partitions(num_partitions, plan, seqs=a.q.shape[0])
+    if plan is not None:
+        check_plan(plan, num_partitions, seqs=a.q.shape[0])
     if _use_kernel(a, implementation):
-        out, lse = mosaic_gpu.attend(a, num_partitions=partitions, window=window)
+        out, lse = mosaic_gpu.attend(a, num_partitions=plan or num_partitions, window=window)
     else:
         out, lse = xla.attend(a, num_partitions=num_partitions or 1)
     if jnp.ndim(q) == 3:

@@ -81,7 +81,7 @@ class Prompt(Point):
             return True
         if method == "mosaic_gpu":
             return jax.default_backend() == "gpu"
-        if self.packed or self.window or self.cache or (method == "fa3 paged" and self.counts[0] == 1):
+        if self.packed or self.window or self.cache or ("fa3" in method and self.head_dim > 128):
             return False
         fresh = self.counts == self.lengths and self.lengths[0] % self.block_size == 0
         return method == "fa3 paged" or fresh

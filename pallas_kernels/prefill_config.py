@@ -19,6 +19,7 @@ class Config:
     tile: int  # tokens of keys a step
     num_stages: int  # tiles of K, and of V, in SMEM
     separate_output: bool  # whether O has SMEM of its own, so that the next item's Q may come while it leaves
+    num_parts: int = 1  # of the tiles that an item sees, each a program's; more than one are merged after the kernel
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches
 
 

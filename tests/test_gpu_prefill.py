@@ -53,6 +53,14 @@ def test_any_number_of_programs(num_sms):
     prefill.check(ragged_case(head_dim=128), COUNTS, num_sms=num_sms)
 
 
+@pytest.mark.parametrize("num_parts", [2, 7])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_parts_of_keys(name, head_dim, num_parts):
+    case = ragged_case(head_dim=head_dim, options=OPTIONS[name])
+    prefill.check(case, COUNTS, num_sms=132, num_parts=num_parts)
+
+
 def test_a_scale_below_zero():
     prefill.check(ragged_case(head_dim=128, options={"scale": -0.3}), COUNTS, num_sms=132)
 

@@ -19,12 +19,13 @@ class Item:
 
     seq: jax.Array
     q_row: jax.Array  # in q, of its first token
+    out_row: jax.Array  # in out, which holds the parts one after the other
     position: jax.Array  # in the sequence, of its first token; negative in padding
     num_tokens: jax.Array
     length: jax.Array  # of the sequence
     kv_head: jax.Array
     head: jax.Array  # the first of its query heads
-    begin: jax.Array  # the first tile that some token sees
+    begin: jax.Array  # the first tile of its part that some token sees
     end: jax.Array  # one past the last; there is one at least
     whole_begin: jax.Array  # the first of the tiles that all tokens see whole, which need no mask
     whole_end: jax.Array  # one past their last
@@ -46,6 +47,7 @@ class Items:
     num_entries: Any  # GMEM, int32 [1]
     program: jax.Array
     config: Config
+    tokens: int  # of q
     kv_heads: int
     group: int
     window: jax.Array | None
@@ -58,11 +60,13 @@ class Items:
     def read(self, i: jax.Array) -> tuple[jax.Array, ...]:
         """The numbers that make the i-th item, read long before they are needed."""
         index = _work_list.item_of(i, self.program, self.config.num_programs)
-        place, part = lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
-        return (part, *(self.entries[place, field] for field in range(len(_work_list.FIELDS))))
+        place, share = lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
+        return (share, *(self.entries[place, field] for field in range(len(_work_list.FIELDS))))
 
     def item(self, numbers: tuple[jax.Array, ...]) -> Item:
-        part, seq, q_row, position, num_tokens, length = numbers
+        share, seq, q_row, position, num_tokens, length = numbers
+        num_parts = jnp.int32(self.config.num_parts)
+        heads_of, part = lax.div(share, num_parts), lax.rem(share, num_parts)
         tile, window = jnp.int32(self.config.tile), self.window
         begin = first_visible = jnp.int32(0)
         end = jnp.maximum(_sizes.ceil_div(jnp.maximum(position + num_tokens, 0), self.config.tile), 1)
@@ -73,14 +77,25 @@ class Items:
             seen_by_last = jnp.maximum(position + num_tokens - window, 0)
             whole_begin = jnp.clip(_sizes.ceil_div(seen_by_last, self.config.tile), begin, end)
             whole_end = jnp.maximum(whole_end, whole_begin)
+        if self.config.num_parts > 1:
+            first, count = begin, end - begin
+            begin = first + lax.div(count * part, num_parts)
+            end = first + lax.div(count * (part + 1), num_parts)
+            # A part without a tile works on one of which it sees nothing.
+            position = jnp.where(begin < end, position, -self.config.item_tokens)
+            begin = jnp.minimum(begin, first + count - 1)
+            end = jnp.maximum(end, begin + 1)
+            whole_begin = jnp.clip(whole_begin, begin, end)
+            whole_end = jnp.clip(whole_end, whole_begin, end)
         return Item(
             seq=seq,
             q_row=q_row,
+            out_row=q_row + part * self.tokens,
             position=position,
             num_tokens=num_tokens,
             length=length,
-            kv_head=lax.div(part, jnp.int32(self.group // self.config.heads)),
-            head=part * self.config.heads,
+            kv_head=lax.div(heads_of, jnp.int32(self.group // self.config.heads)),
+            head=heads_of * self.config.heads,
             begin=begin,
             end=end,
             whole_begin=whole_begin,
@@ -92,4 +107,4 @@ class Items:
 
     @property
     def _per_entry(self) -> int:
-        return self.kv_heads * (self.group // self.config.heads)
+        return self.kv_heads * (self.group // self.config.heads) * self.config.num_parts

@@ -13,6 +13,7 @@ from pallas_kernels import _rows, _sizes
 from pallas_kernels._fetch import Ring, rows_of_copy
 from pallas_kernels._rows import COLUMNS
 from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.paged_prefill import _merge
 from pallas_kernels.paged_prefill._fetch import Fetcher
 from pallas_kernels.paged_prefill._item import Items
 from pallas_kernels.paged_prefill._logits import Logits
@@ -39,6 +40,7 @@ def _kernel(
         refs["num_entries"],
         lax.axis_index("program"),
         config,
+        tokens=refs["q"].shape[0],
         kv_heads=refs["k_cache"].shape[2],
         group=group,
         window=window,
@@ -57,7 +59,7 @@ def _kernel(
         first_row = warpgroup * WG_ROWS
         rows = RowsOfItem(config, first_row, transforms, interpret)
         q_smem, lse_smem = refs["q_smem"].at[warpgroup], refs["lse_smem"].at[warpgroup]  # [64, width], f32 [64]
-        o_smem = refs["o_smem"].at[warpgroup] if config.separate_output else q_smem
+        o_smem = refs["o_smem"].at[warpgroup] if "o_smem" in refs else q_smem
         scale = refs["scale"][0]
         cap = refs["logits_soft_cap"][0] if "logits_soft_cap" in refs else None
         count = items.count()
@@ -96,8 +98,11 @@ def _kernel(
             if config.separate_output:
                 start_load(next_numbers)
             factor, lse = _rows.normalise(m, l, sinks)
-            o = (acc * _rows.over_rows(factor, acc.shape, 0)).astype(q_smem.dtype)
-            rows.store(o, refs["out"], item, o_smem)
+            o = acc * _rows.over_rows(factor, acc.shape, 0)
+            if config.num_parts > 1:
+                rows.store_float32(o, refs["out"], item, o_smem)
+            else:
+                rows.store(o.astype(q_smem.dtype), refs["out"], item, o_smem)
             rows.store_vector(lse, refs["lse"], item, lse_smem)
             if not config.separate_output:
                 plgpu.commit_smem()  # all threads have read their part of O
@@ -138,7 +143,8 @@ def launch(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
-    _, heads, head_dim = q.shape
+    tokens, heads, head_dim = q.shape
+    parts, in_parts = config.num_parts, config.num_parts > 1
     _, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
     width = _sizes.round_up(head_dim, 64)
@@ -153,7 +159,7 @@ def launch(
         "sliding_window": None if options.sliding_window is None else options.sliding_window.reshape(1),
         "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
         "alibi_slopes": None if options.alibi_slopes is None else by_row(options.alibi_slopes),
-        "sinks": None if options.sinks is None else by_row(options.sinks),
+        "sinks": None if options.sinks is None or in_parts else by_row(options.sinks),
     }
     inputs = {
         "q": q,
@@ -166,15 +172,20 @@ def launch(
         **{name: value for name, value in named.items() if value is not None},
     }
     out_types = {
-        "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
-        "lse": jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+        "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),
+        "lse": jax.ShapeDtypeStruct((parts * tokens, heads), jnp.float32),
     }
     copies = config.tile // rows_of_copy(block_size, config.tile)
     ring = functools.partial(plgpu.SMEM, (config.num_stages, config.tile, width), k_cache.dtype, transforms=matrix)
     stages = config.num_stages
+    output: dict[str, Any] = {}
+    if in_parts and interpret:
+        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), jnp.float32)
+    elif config.separate_output and not in_parts:
+        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), q.dtype, transforms=matrix)
     scratch: dict[str, Any] = dict(
         q_smem=plgpu.SMEM((2, WG_ROWS, width), q.dtype, transforms=matrix),
-        **({"o_smem": plgpu.SMEM((2, WG_ROWS, width), q.dtype, transforms=matrix)} if config.separate_output else {}),
+        **output,
         lse_smem=plgpu.SMEM((2, WG_ROWS), jnp.float32),
         k_smem=ring(),
         v_smem=ring(),
@@ -202,4 +213,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*inputs.values())
-    return out, lse
+    if not in_parts:
+        return out, lse
+    out, lse = _merge.merge(out.reshape(parts, *q.shape), lse.reshape(parts, tokens, heads), options.sinks)
+    return out.astype(q.dtype), lse

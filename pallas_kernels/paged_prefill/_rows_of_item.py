@@ -57,7 +57,7 @@ class RowsOfItem:
                 _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", chunk.smem, chunk.gmem, num_bytes)
             _asm("cp.async.commit_group;", "")
 
-        load(q, q_smem, *self._scalars(item))
+        load(q, q_smem, *self._scalars(item, item.q_row))
 
     def finish_load(self) -> None:
         if self.interpret:
@@ -75,8 +75,7 @@ class RowsOfItem:
         o_smem[...] = x
         plgpu.commit_smem()
         if self.interpret:
-            self._each_row(item, lambda i, *at: plgpu.copy_smem_to_gmem(_row(o_smem, i, out), out.at[at]))
-            plgpu.wait_smem_to_gmem(0)
+            self._store_one_by_one(out, item, o_smem)
             return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(self.transforms), *[SPLAT] * 4))
@@ -93,7 +92,30 @@ class RowsOfItem:
                     is_there,
                 )
 
-        store(out, o_smem, *self._scalars(item))
+        store(out, o_smem, *self._scalars(item, item.out_row))
+
+    def store_float32(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
+        """x f32 [64, width] into out, GMEM f32 [tokens, heads, head_dim], without SMEM but in interpret mode."""
+        if self.interpret:
+            x_smem[...] = x
+            plgpu.commit_smem()
+            self._store_one_by_one(out, item, x_smem)
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, *[SPLAT] * 4))
+        def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
+            place = _Place.of(self.config, *scalars)
+            head_dim = _index(ir.MemRefType(out.type).shape[2])
+
+            def put(value: Any, at: tuple) -> None:
+                in_head = arith.cmpi(arith.CmpIPredicate.ult, at[1], head_dim)
+                with ir.InsertionPoint(scf.IfOp(arith.andi(place.has(at[0]), in_head)).then_block):
+                    memref.store(value, out, [*place.of_row(at[0]), at[1]])
+                    scf.yield_([])
+
+            x.foreach(put)
+
+        store(out, x, *self._scalars(item, item.out_row))
 
     def store_vector(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
         """x f32 [64] into out, GMEM f32 [tokens, heads]."""
@@ -104,7 +126,7 @@ class RowsOfItem:
             def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
                 plgpu.copy_smem_to_gmem(x_smem.at[pl.ds(i, 1)], out.at[token, pl.ds(head, 1)])
 
-            self._each_row(item, copy)
+            self._each_row(item, item.out_row, copy)
             plgpu.wait_smem_to_gmem(0)
             return
 
@@ -119,18 +141,18 @@ class RowsOfItem:
 
             x.foreach(put)
 
-        store(out, x, *self._scalars(item))
+        store(out, x, *self._scalars(item, item.out_row))
 
-    def _scalars(self, item: Item) -> tuple[jax.Array, ...]:
-        return self.first_row, item.q_row, item.head, item.num_tokens
+    def _scalars(self, item: Item, row: jax.Array) -> tuple[jax.Array, ...]:
+        return self.first_row, row, item.head, item.num_tokens
 
-    def _each_row(self, item: Item, work: Any) -> None:
+    def _each_row(self, item: Item, row_of_array: jax.Array, work: Any) -> None:
         tokens = jnp.int32(self.config.item_tokens)
 
         def row(i: jax.Array, _: None) -> None:
             head, token = lax.div(self.first_row + i, tokens), lax.rem(self.first_row + i, tokens)
             is_there = jnp.logical_and(head < self.config.heads, token < item.num_tokens)
-            pl.when(is_there)(lambda: work(i, item.q_row + token, item.head + head))
+            pl.when(is_there)(lambda: work(i, row_of_array + token, item.head + head))
 
         lax.fori_loop(0, WG_ROWS, row, None)
 
@@ -142,7 +164,14 @@ class RowsOfItem:
             plgpu.copy_gmem_to_smem(q.at[token, head], _row(q_smem, i, q), arrived)
             plgpu.barrier_wait(arrived)
 
-        self._each_row(item, copy)
+        self._each_row(item, item.q_row, copy)
+
+    def _store_one_by_one(self, out: Any, item: Item, smem: Any) -> None:
+        def copy(i: jax.Array, *at: jax.Array) -> None:
+            plgpu.copy_smem_to_gmem(_row(smem, i, out), out.at[at])
+
+        self._each_row(item, item.out_row, copy)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _row(smem: Any, i: jax.Array, gmem: Any) -> Any:
@@ -155,7 +184,7 @@ class _Place:
 
     config: Config
     first_row: Any
-    q_row: Any
+    array_row: Any  # of the item's first token
     head: Any
     num_tokens: Any
 
@@ -174,7 +203,7 @@ class _Place:
 
     def of_row(self, row: Any) -> list[Any]:
         head, token = self._split(row)
-        return [arith.addi(token, self.q_row), arith.addi(head, self.head)]
+        return [arith.addi(token, self.array_row), arith.addi(head, self.head)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Calls the prefill kernel on the newest tokens of a case's sequences, as many of each as a test says."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,10 +21,13 @@ def packed(x: Any, counts: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([row[row.shape[0] - count :] for row, count in zip(x, counts, strict=True)])
 
 
-def attend(case: Case, counts: tuple[int, ...], *, num_sms: int, interpret: Any) -> tuple[jax.Array, jax.Array]:
+def attend(
+    case: Case, counts: tuple[int, ...], *, num_sms: int, interpret: Any, num_parts: int = 1
+) -> tuple[jax.Array, jax.Array]:
     """Out [tokens + padding, heads, head_dim] and the lse."""
     a = arguments_of(case)
     config = paged_prefill.default_config(group=a.group, head_dim=a.q.shape[-1], num_sms=num_sms)
+    config = dataclasses.replace(config, num_parts=num_parts)
     q = jnp.asarray(packed(case.q, counts))
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
@@ -57,8 +61,8 @@ def good_rows(case: Case, counts: tuple[int, ...], out: Any) -> np.ndarray:
     return packed(within_budget(case, padded), counts)
 
 
-def check(case: Case, counts: tuple[int, ...], *, num_sms: int = 2, interpret: Any = None) -> None:
-    out, lse = attend(case, counts, num_sms=num_sms, interpret=interpret)
+def check(case: Case, counts: tuple[int, ...], *, num_sms: int = 2, interpret: Any = None, num_parts: int = 1) -> None:
+    out, lse = attend(case, counts, num_sms=num_sms, interpret=interpret, num_parts=num_parts)
     tokens = sum(counts)
     assert out.dtype == case.q.dtype
     assert good_rows(case, counts, out).all()

@@ -1,5 +1,6 @@
 """The prefill kernel: in interpret mode with race detection, lowered for Hopper, and how it is configured."""
 
+import dataclasses
 import functools
 
 import jax
@@ -34,6 +35,13 @@ def test_a_ragged_batch(name):
     assert not races_found()
 
 
+@pytest.mark.parametrize("name", ["sinks", "all"])
+def test_parts_of_keys(name):
+    """Of 20, 5 and 150 tokens: three tiles at most, so that some parts have none."""
+    prefill.check(ragged_case(options=OPTIONS[name]), COUNTS, interpret=INTERPRET, num_parts=2)
+    assert not races_found()
+
+
 @pytest.mark.parametrize(
     ("shape", "counts"),
     [
@@ -53,8 +61,9 @@ def test_a_wrong_result_is_noticed(fault):
     assert not prefill.good_rows(case, (2, 2), out).all(axis=-1).any()
 
 
-def lower(*, group=4, head_dim=128, block_size=16, dtype=BF16, options=(), kv_heads=2):
+def lower(*, group=4, head_dim=128, block_size=16, dtype=BF16, options=(), kv_heads=2, num_parts=1):
     config = paged_prefill.default_config(group=group, head_dim=head_dim, num_sms=132)
+    config = dataclasses.replace(config, num_parts=num_parts)
     shape, heads, tokens = jax.ShapeDtypeStruct, kv_heads * group, 300
     cache = shape((64, block_size, kv_heads, head_dim), dtype)
     types = {
@@ -88,6 +97,8 @@ def lower(*, group=4, head_dim=128, block_size=16, dtype=BF16, options=(), kv_he
         dict(head_dim=192, group=3),
         dict(head_dim=256, group=64, block_size=128),
         dict(options=("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")),
+        dict(num_parts=3, options=("sliding_window", "sinks")),
+        dict(head_dim=80, num_parts=2),
     ],
     ids=str,
 )

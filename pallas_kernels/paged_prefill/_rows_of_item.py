@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, memref
+from jaxlib.mlir.dialects import llvm, memref, vector
 
 from pallas_kernels._rows import ROWS
 from pallas_kernels.paged_prefill._item import Item
@@ -105,15 +105,17 @@ class RowsOfItem:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
             place = _Place.of(self.config, *scalars)
-            head_dim = _index(ir.MemRefType(out.type).shape[2])
-
-            def put(value: Any, at: tuple) -> None:
-                in_head = arith.cmpi(arith.CmpIPredicate.ult, at[1], head_dim)
-                with ir.InsertionPoint(scf.IfOp(arith.andi(place.has(at[0]), in_head)).then_block):
-                    memref.store(value, out, [*place.of_row(at[0]), at[1]])
-                    scf.yield_([])
-
-            x.foreach(put)
+            _, heads, head_dim = ir.MemRefType(out.type).shape
+            start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(out))
+            for (row, column), pair in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
+                in_head = arith.cmpi(arith.CmpIPredicate.ult, column, _index(head_dim))
+                _asm(
+                    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2}; }",
+                    "l,f,f,r",
+                    place.address(start, row, column, heads, head_dim, num_bytes=4),
+                    *(vector.extract(pair, dynamic_position=[], static_position=[i]) for i in range(2)),
+                    arith.extui(ir.IntegerType.get_signless(32), arith.andi(place.has(row), in_head)),
+                )
 
         store(out, x, *self._scalars(item, item.out_row))
 
@@ -205,6 +207,13 @@ class _Place:
         head, token = self._split(row)
         return [arith.addi(token, self.array_row), arith.addi(head, self.head)]
 
+    def address(self, start: Any, row: Any, column: Any, heads: int, head_dim: int, *, num_bytes: int) -> Any:
+        """i64, of a number of an array of [tokens, heads, head_dim] that begins at `start`."""
+        token, head = self.of_row(row)
+        row_start = arith.muli(arith.addi(arith.muli(token, _index(heads)), head), _index(head_dim))
+        offset = arith.muli(arith.addi(row_start, column), _index(num_bytes))
+        return arith.addi(start, arith.index_cast(ir.IntegerType.get_signless(64), offset))
+
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
@@ -245,12 +254,10 @@ def _chunks(array: Any, smem: Any, place: _Place) -> Iterator[_Chunk]:
         # The swizzle: bits 4 to 6 of an address, or fewer for narrower tiles, turned by bits 7 to 9.
         turn = arith.andi(arith.shrui(offset, _index(7)), _index(2 * tile_columns // 16 - 1))
         offset = arith.xori(offset, arith.shli(turn, _index(4)))
-        token, head = place.of_row(row)
-        start = arith.addi(arith.muli(arith.addi(arith.muli(token, _index(heads)), head), _index(head_dim)), column)
         in_head = arith.cmpi(arith.CmpIPredicate.ult, column, _index(head_dim))
         yield _Chunk(
             smem=arith.addi(smem_start, arith.index_cast(i32, offset)),
-            gmem=arith.addi(array_start, arith.index_cast(i64, arith.muli(start, _index(2)))),
+            gmem=place.address(array_start, row, column, heads, head_dim, num_bytes=2),
             is_there=arith.andi(place.has(row), in_head),
         )
 

@@ -16,6 +16,9 @@ from jaxpaged._cache.rotary import rotary_frequencies, rotate_and_write_kv
 from jaxpaged._cache.transfer import blocks_from_host, blocks_to_host, gather_kv, scatter_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._cache.zeroing import zero_blocks
+from jaxpaged._engine.engine import Engine
+from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams
+from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 from jaxpaged._scheduler.scheduler import Scheduler
 
@@ -24,12 +27,18 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockAllocator",
     "CacheLayer",
+    "Completion",
+    "Engine",
+    "EngineStats",
     "KVCache",
     "PartitionPlan",
     "PrefixCache",
     "Refusal",
+    "RequestOutput",
     "RequestStatus",
+    "SamplingParams",
     "Scheduler",
+    "StepAttention",
     "attend",
     "blocks_from_host",
     "blocks_to_host",

@@ -1,0 +1,326 @@
+"""The engine: the host's side of continuous batching. It submits and drains; which request runs is decided in jit."""
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
+from jaxpaged._engine.requests import FINISH_REASONS, Row, inbox_of, new_tokens, output_of, seed_of
+from jaxpaged._engine.slices import Apply, Report, State, run_slice
+from jaxpaged._integers import checked_size
+from jaxpaged._scheduler.records import Refusal, RequestStatus
+from jaxpaged._scheduler.scheduler import Scheduler
+
+MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
+AHEAD = 1  # slices that run while the host reads the one before
+
+
+class Engine:
+    """Continuous batching for a model: requests join and leave a running batch inside one compiled program.
+
+    The program is a slice: up to `steps_per_slice` steps of the model, with everything that is decided between them.
+    The host sends requests in with a slice, and reads what came of it while the next one runs. It is compiled once,
+    when the engine is made.
+
+    An engine is not thread-safe.
+
+    Args:
+        apply: the model over packed tokens, `caches, logits = apply(weights, tokens, positions, caches, attend)`.
+            `tokens` and `positions` are int32 `[tokens]`; in each layer `cache, out = attend(cache, q, k, v)` writes
+            to the cache and attends (`StepAttention`); `attend.newest(x)` is `[seats, ...]` of x `[tokens, ...]`, from
+            which the head makes the logits `[seats, vocab]`. Traced for two numbers of tokens: `num_seats`, and
+            `num_seats + chunk_tokens`. Every operation in it is on single tokens, except `attend`; so padding
+            disturbs nobody.
+        weights: a pytree, handed to `apply`.
+        caches: a pytree of `KVCache`s of the same number of blocks and the same block size. The engine takes them
+            over: they are donated.
+        num_seats: requests that run at once.
+        max_tokens: the most tokens that a request may have, prompt and new ones.
+        chunk_tokens: tokens of prompts that a step computes beside one of each seat. More makes long prompts faster,
+            and the steps that they share slower.
+        max_requests: requests that the device holds at once, running or waiting. None: four for each seat. Others wait
+            on the host.
+        steps_per_slice: steps between two looks of the host. New requests and aborts wait for the end of a slice.
+        num_stop_ids: the most stop tokens that a request may have.
+        seed: of the requests that bring none.
+        compiler_options: of `jax.jit`.
+
+    Raises:
+        ValueError: a size that is no int or below 1, caches that do not fit together, or an `apply` that does not
+            return what it should.
+
+    Example: see `docs/engine.md`.
+    """
+
+    def __init__(
+        self,
+        apply: Apply,
+        weights: Any,
+        caches: Any,
+        *,
+        num_seats: int,
+        max_tokens: int,
+        chunk_tokens: int = 256,
+        max_requests: int | None = None,
+        steps_per_slice: int = 32,
+        num_stop_ids: int = 4,
+        seed: int = 0,
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        num_seats = checked_size("num_seats", num_seats)
+        max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
+        num_blocks, block_size = _sizes_of(caches)
+        max_tokens = checked_size("max_tokens", max_tokens)
+        self._weights, self._seed, self._num_seats = weights, seed, num_seats
+        self._steps_per_slice = checked_size("steps_per_slice", steps_per_slice)
+        self._max_tokens, self._num_blocks, self._block_size = max_tokens, num_blocks, block_size
+        self._max_requests, self._num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
+        self._state = State(
+            scheduler=Scheduler.create(
+                max_requests=max_requests,
+                num_seats=num_seats,
+                max_tokens=max_tokens,
+                max_steps=self._steps_per_slice,
+                num_stop_ids=self._num_stop_ids,
+            ),
+            allocator=BlockAllocator.create(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_seqs=num_seats,
+                max_blocks=min(-(-max_tokens // block_size), num_blocks - 1),
+            ),
+            caches=caches,
+            logprobs=jnp.zeros((self._steps_per_slice, num_seats), jnp.float32),
+            num_waited=jnp.zeros((), jnp.int32),
+            num_mixed=jnp.zeros((), jnp.int32),
+        )
+        self._inbox_of = functools.partial(
+            inbox_of,
+            num_rows=min(MOST_ARRIVALS, max_requests),
+            max_tokens=max_tokens,
+            max_requests=max_requests,
+            num_stop_ids=self._num_stop_ids,
+        )
+        no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0)
+        function = functools.partial(run_slice, apply, chunk_tokens=checked_size("chunk_tokens", chunk_tokens))
+        jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
+        # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
+        self._run_slice = jitted.lower(weights, self._state, no_news).compile()
+
+        self._queue: deque[Row] = deque()  # not on the device
+        self._on_device: dict[int, Row] = {}  # by place, as far as the host has read
+        self._under_way: deque[tuple[list[Row], Report]] = deque()  # slices, with the rows sent in with each
+        self._requests: dict[int, list[Row]] = {}  # unfinished, or with news
+        self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
+        self._aborts: list[int] = []  # places, to be sent in with the next slice
+        self._num_unfinished = self._num_sent = self._next_id = 0
+        self._stats = EngineStats(num_free_blocks=num_blocks - 1)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has still to be called: some request is not finished, or its end is not reported."""
+        return bool(self._num_unfinished or self._news)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        """Continues all prompts, and returns when the last is finished, in the order of the prompts.
+
+        Args:
+            prompts: the token ids of each; more of them than the device holds are fed to it bit by bit.
+            params: of each prompt, or of all.
+
+        Raises:
+            ValueError: a request that can never be served, before any is begun; or other requests under way.
+        """
+        outputs = {output.request_id: output for output in self.stream(prompts, params) if output.finished}
+        return [outputs[request_id] for request_id in sorted(outputs)]
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but yields each request whenever it has new tokens. Request ids are in the prompts' order."""
+        if self.has_unfinished_requests:
+            raise ValueError(
+                f"{self._num_unfinished} requests are under way; finish or abort them with step() and abort() first."
+            )
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        for request in [self._check(*request) for request in zip(prompts, each, strict=True)]:
+            self._add(*request)
+        while self.has_unfinished_requests:
+            yield from self.step()
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Takes a request, and returns its id. It begins with the next slice that has room.
+
+        Raises:
+            ValueError: the request can never be served; the message says why.
+        """
+        return self._add(*self._check(prompt, params))
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request, whose blocks are free within a slice. One that is finished or was never there stays so."""
+        for row in self._requests.get(request_id, []):
+            if row.finish_reason is not None or row.is_aborted:
+                continue
+            row.is_aborted = True
+            if row.place is not None:
+                self._aborts.append(row.place)
+        queued = [row for row in self._queue if row.is_aborted]
+        self._queue = deque(row for row in self._queue if not row.is_aborted)
+        for row in queued:
+            self._finish(row, RequestStatus.ABORTED)
+
+    def step(self) -> list[RequestOutput]:
+        """Starts a slice, reads the one before it, and returns the requests that have news."""
+        self._send()
+        while len(self._under_way) > AHEAD:
+            self._receive()
+        outputs = [output_of(request_id, self._requests[request_id]) for request_id in self._news]
+        for output in outputs:
+            if output.finished:
+                del self._requests[output.request_id]
+        self._news.clear()
+        return outputs
+
+    def update_weights(self, weights: Any) -> None:
+        """Other weights, of the same shapes, from the next slice on: nothing is compiled.
+
+        Requests under way go on with the keys and values that the old weights made. Finish or abort them first where
+        that must not be.
+
+        Raises:
+            ValueError: weights of another structure, shape or dtype.
+        """
+        before, after = (jax.tree.map(jnp.shape, tree) for tree in (self._weights, weights))
+        if before != after:
+            raise ValueError(f"weights must have the shapes of those before, {before}; got {after}.")
+        before, after = (jax.tree.map(lambda x: x.dtype, tree) for tree in (self._weights, weights))
+        if before != after:
+            raise ValueError(f"weights must have the dtypes of those before, {before}; got {after}.")
+        self._weights = weights
+
+    def stats(self) -> EngineStats:
+        """Counts, as of the last slice that was read."""
+        num_waiting = len(self._on_device) - self._stats.num_running
+        return dataclasses.replace(self._stats, num_queued=len(self._queue), num_waiting=max(num_waiting, 0))
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 1 or len(tokens) == 0 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"a prompt must be a list of at least one token id; got {prompt!r}.")
+        limit = len(tokens) + params.max_tokens
+        if limit > self._max_tokens:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones are more than the engine's "
+                f"max_tokens={self._max_tokens}. Shorten one of them, or make an engine with a larger max_tokens."
+            )
+        num_needed = -(-(limit - 1) // self._block_size)  # the last token is never computed
+        if num_needed > self._num_blocks - 1:
+            raise ValueError(
+                f"{limit} tokens need {num_needed} blocks of {self._block_size}, and the caches have "
+                f"{self._num_blocks - 1} beside the null block. Make the engine with larger caches."
+            )
+        if len(params.stop_token_ids) > self._num_stop_ids:
+            raise ValueError(
+                f"a request has at most num_stop_ids={self._num_stop_ids} stop tokens; got {params.stop_token_ids}."
+            )
+        return tokens.astype(np.int32), params
+
+    def _add(self, prompt: np.ndarray, params: SamplingParams) -> int:
+        request_id = self._next_id
+        self._next_id += 1
+        seed = params.seed
+        if seed is None:
+            seed = int(np.random.SeedSequence([self._seed, request_id]).generate_state(1)[0])
+        rows = [Row(request_id, prompt, params, seed_of(seed, i)) for i in range(params.n)]
+        self._requests[request_id] = rows
+        self._queue.extend(rows)
+        self._num_unfinished += len(rows)
+        return request_id
+
+    def _send(self) -> None:
+        """Starts a slice. Where more requests wait than it takes, slices of no steps before it take the others."""
+        most = min(MOST_ARRIVALS, self._max_requests)
+        while True:
+            room = min(most, self._max_requests - self._num_sent)
+            rows = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
+            self._num_sent += len(rows)
+            is_last = not self._queue or self._num_sent == self._max_requests
+            wants_logprobs = any(row.params.logprobs for row in (*rows, *self._on_device.values()))
+            wants_logprobs |= any(row.params.logprobs for sent, _ in self._under_way for row in sent)
+            num_steps = self._steps_per_slice if is_last else 0
+            inbox = self._inbox_of(rows, self._aborts, wants_logprobs=wants_logprobs, num_steps=num_steps)
+            # Each abort is sent once, and before anybody else can have got the place.
+            self._aborts = []
+            self._state, report = self._run_slice(self._weights, self._state, inbox)
+            for leaf in jax.tree.leaves(report):
+                leaf.copy_to_host_async()
+            self._under_way.append((rows, report))
+            if is_last:
+                return
+
+    def _receive(self) -> None:
+        rows, report = self._under_way.popleft()
+        report = jax.tree.map(np.asarray, report)
+        for row, place, refusal in zip(rows, report.request_ids.tolist(), report.refusals.tolist(), strict=False):
+            if refusal != Refusal.ACCEPTED:
+                raise RuntimeError(f"the scheduler refused a request that the engine took: {Refusal(refusal).name}.")
+            row.place = place
+            self._on_device[place] = row
+            if row.is_aborted:
+                self._aborts.append(place)
+        num_generated = 0
+        for place, tokens, logprobs in new_tokens(report):
+            row = self._on_device[place]
+            row.token_ids += tokens
+            if row.params.logprobs:
+                row.logprobs += logprobs
+            self._news[row.request_id] = None
+            num_generated += len(tokens)
+        for place in np.flatnonzero(report.outbox.finished).tolist():
+            self._num_sent -= 1
+            self._finish(self._on_device.pop(place), RequestStatus(int(report.outbox.finished[place])))
+        self._count(report, num_generated)
+
+    def _finish(self, row: Row, status: RequestStatus) -> None:
+        row.finish_reason = FINISH_REASONS[status]
+        self._num_unfinished -= 1
+        self._news[row.request_id] = None
+
+    def _count(self, report: Report, num_generated: int) -> None:
+        before = self._stats
+
+        def total(so_far: int, counter: jax.Array) -> int:  # the device counts modulo 2^32
+            return so_far + (int(counter) - so_far) % 2**32
+
+        self._stats = EngineStats(
+            num_running=int(report.num_running),
+            num_free_blocks=int(report.num_free),
+            num_slices=before.num_slices + 1,
+            num_steps=before.num_steps + int(report.outbox.num_steps),
+            num_mixed_steps=total(before.num_mixed_steps, report.num_mixed),
+            num_generated=before.num_generated + num_generated,
+            num_computed=total(before.num_computed, report.num_computed),
+            num_recomputed=total(before.num_recomputed, report.num_recomputed),
+            num_preempted=total(before.num_preempted, report.num_preempted),
+        )
+
+
+def _sizes_of(caches: Any) -> tuple[int, int]:
+    """Blocks and block size of the caches of a model."""
+    found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
+    if not found or not all(isinstance(cache, KVCache) for cache in found):
+        raise ValueError(f"caches must be a pytree of KVCaches; got {jax.tree.structure(caches)}.")
+    sizes = {cache.k.shape[-4:-2] for cache in found}
+    if len(sizes) > 1:
+        raise ValueError(f"all caches must have the same [blocks, block_size]; got {sorted(sizes)}.")
+    return sizes.pop()

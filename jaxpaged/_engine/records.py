@@ -1,0 +1,108 @@
+"""What a caller hands to an engine with a request, and what comes back."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How a request is continued. The names are those of vLLM.
+
+    Attributes:
+        max_tokens: the most new tokens.
+        temperature: 0: the most likely token.
+        top_k: only among the k most likely; 0: all.
+        top_p: only among the most likely that together have this probability; 1: all.
+        seed: at least 0, below 2^32. A request's tokens depend on its prompt, its parameters and its seed, and not on
+            the other requests. None: the engine takes the next of its own.
+        stop_token_ids: each ends the request, and stays its last token.
+        n: completions. Each is a request of its own to the scheduler; the i-th has a seed made of `seed` and i, the
+            first `seed` itself.
+        logprobs: also return the logarithm of each new token's probability: that of the model, before temperature,
+            top_k and top_p.
+        priority: how many of the requests before it on the device it may overtake; negative: how many of those after
+            it may overtake it.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    logprobs: bool = False
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "max_tokens must be at least 1": self.max_tokens < 1,
+            "temperature must be a number of at least 0": not 0 <= self.temperature < float("inf"),
+            "top_k must be at least 0": self.top_k < 0,
+            "top_p must be above 0 and at most 1": not 0 < self.top_p <= 1,
+            "seed must be at least 0 and below 2^32": self.seed is not None and not 0 <= self.seed < 2**32,
+            "n must be at least 1": self.n < 1,
+        }
+        for message in (message for message, is_wrong in wrong.items() if is_wrong):
+            name = message.split()[0]
+            raise ValueError(f"{message}; got {name}={getattr(self, name)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One continuation of a prompt.
+
+    Attributes:
+        token_ids: the new tokens so far.
+        logprobs: of each of them; None where they were not asked for.
+        finish_reason: "stop": a stop token; "length": `max_tokens`; "abort"; None: it is not finished.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish_reason: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """A request as far as it is known.
+
+    Attributes:
+        request_id: as `Engine.add_request` returned it.
+        outputs: its `n` completions.
+        finished: whether all of them are.
+    """
+
+    request_id: int
+    outputs: list[Completion]
+    finished: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Counts since the engine was made, as of the last slice that was read; those of now are named so.
+
+    Attributes:
+        num_queued: requests on the host now.
+        num_waiting: requests on the device without a seat now.
+        num_running: requests with a seat now.
+        num_free_blocks: now.
+        num_slices: slices read.
+        num_steps: steps of the model.
+        num_mixed_steps: those of them with chunks of prompts.
+        num_generated: new tokens.
+        num_computed: tokens computed, those of prompts and those computed again included.
+        num_recomputed: tokens whose keys and values preemption gave up.
+        num_preempted: preemptions.
+    """
+
+    num_queued: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_free_blocks: int = 0
+    num_slices: int = 0
+    num_steps: int = 0
+    num_mixed_steps: int = 0
+    num_generated: int = 0
+    num_computed: int = 0
+    num_recomputed: int = 0
+    num_preempted: int = 0

@@ -1,0 +1,100 @@
+"""Requests on the host: what an inbox is made of, and what a report says of them."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams
+from jaxpaged._engine.slices import Inbox, Report
+from jaxpaged._scheduler.records import RequestStatus, Sampling
+
+FINISH_REASONS = {RequestStatus.STOPPED: "stop", RequestStatus.EXHAUSTED: "length", RequestStatus.ABORTED: "abort"}
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """One completion of a request: a request to the scheduler.
+
+    Attributes:
+        request_id: the engine's number of the request that it is a completion of.
+        place: the scheduler's number; None: it is not on the device, or the host has not read that it is.
+    """
+
+    request_id: int
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    place: int | None = None
+    is_aborted: bool = False
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def output_of(request_id: int, rows: Sequence[Row]) -> RequestOutput:
+    completions = [
+        Completion(list(row.token_ids), list(row.logprobs) if row.params.logprobs else None, row.finish_reason)
+        for row in rows
+    ]
+    return RequestOutput(request_id, completions, all(row.finish_reason is not None for row in rows))
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of the `index`-th completion of a request: the first has the request's own."""
+    return seed if index == 0 else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+
+
+def inbox_of(
+    rows: Sequence[Row],
+    aborts: Sequence[int],
+    *,
+    num_rows: int,
+    max_tokens: int,
+    max_requests: int,
+    num_stop_ids: int,
+    wants_logprobs: bool,
+    num_steps: int,
+) -> Inbox:
+    """An inbox whose shapes and dtypes are the same whatever is in it."""
+    params = [row.params for row in rows]
+
+    def column(values: Sequence[float], dtype: type) -> Any:
+        return np.asarray([*values, *[0] * (num_rows - len(rows))], dtype)
+
+    inbox = Inbox(
+        prompts=np.zeros((num_rows, max_tokens), np.int32),
+        prompt_lengths=column([len(row.prompt) for row in rows], np.int32),
+        max_new_tokens=column([p.max_tokens for p in params], np.int32),
+        priorities=column([p.priority for p in params], np.int32),
+        stop_ids=np.full((num_rows, num_stop_ids), -1, np.int32),
+        sampling=Sampling(
+            temperature=column([p.temperature for p in params], np.float32),
+            top_k=column([p.top_k for p in params], np.int32),
+            top_p=column([p.top_p for p in params], np.float32),
+            seed=column([row.seed for row in rows], np.uint32),
+        ),
+        aborts=np.zeros(max_requests, np.bool_),
+        wants_logprobs=np.asarray(wants_logprobs),
+        num_steps=np.asarray(num_steps, np.int32),
+    )
+    for i, row in enumerate(rows):
+        inbox.prompts[i, : len(row.prompt)] = row.prompt
+        inbox.stop_ids[i, : len(row.params.stop_token_ids)] = row.params.stop_token_ids
+    inbox.aborts[list(aborts)] = True
+    return inbox
+
+
+def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float]]]:
+    """The new tokens of each request that has any, and their logprobs, by the scheduler's number."""
+    outbox = report.outbox
+    places = np.asarray(outbox.request_ids)
+    is_new = places < len(outbox.finished)
+    places, tokens, logprobs = places[is_new], np.asarray(outbox.tokens)[is_new], np.asarray(report.logprobs)[is_new]
+    order = np.argsort(places, kind="stable")  # a request's tokens stay in the order of the steps
+    places, tokens, logprobs = places[order], tokens[order].tolist(), logprobs[order].tolist()
+    starts = np.flatnonzero(np.diff(places, prepend=-1)).tolist()
+    for start, end in itertools.pairwise([*starts, len(tokens)]):
+        yield int(places[start]), tokens[start:end], logprobs[start:end]

@@ -1,0 +1,71 @@
+"""What a model calls in each of its layers: the write to the cache, and attention over it, of one step's tokens."""
+
+import dataclasses
+from typing import Unpack
+
+import jax
+
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._attention.attend import attend
+from jaxpaged._attention.public import AttentionKeywords
+from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.layers import CacheLayer
+from jaxpaged._cache.rotary import rotate_and_write_kv
+from jaxpaged._cache.write import write_kv
+
+
+@dataclasses.dataclass(frozen=True)
+class StepAttention:
+    """The `attend` of a model that an `Engine` calls: `cache, out = attend(cache, q, k, v)`.
+
+    It knows where the step's tokens go and which sequence each belongs to. A step of single tokens is an ordinary
+    decode call of `paged_attention`, one with chunks of prompts a packed one.
+
+    Attributes:
+        allocator: after the plan: its lengths count the step's tokens.
+        positions: int32 `[tokens]`, each token's position in its request.
+        slots: int32 `[tokens]`, where each goes; outside the pool for padding.
+        query_starts: int32 `[seats + 1]`, where each seat's tokens begin; None where token i is that of seat i.
+        last: int32 `[seats]`, where each seat's newest token stands.
+    """
+
+    allocator: BlockAllocator
+    positions: jax.Array
+    slots: jax.Array
+    query_starts: jax.Array | None
+    last: jax.Array
+
+    def __call__[C: (KVCache, CacheLayer)](
+        self,
+        cache: C,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        rotary_frequencies: tuple[float, ...] | None = None,
+        **options: Unpack[AttentionKeywords],
+    ) -> tuple[C, jax.Array]:
+        """Writes k and v of the step's tokens, and attends.
+
+        Args:
+            cache: this layer's cache, or `CacheLayer(stack, i)`.
+            q: `[tokens, heads, head_dim]`.
+            k: `[tokens, kv_heads, head_dim]`.
+            v: likewise.
+            rotary_frequencies: turn q and k by their positions, as `rotate_and_write_kv` does. None: they are turned
+                already, or need not be.
+            options: the others of `attend`, except `query_starts`.
+
+        Returns:
+            The new cache, and `[tokens, heads, head_dim]`.
+        """
+        if rotary_frequencies is None:
+            cache = write_kv(cache, k, v, self.slots)
+        else:
+            cache, q = rotate_and_write_kv(cache, q, k, v, self.slots, self.positions, rotary_frequencies)
+        options["query_starts"] = self.query_starts
+        return cache, attend(q, cache, self.allocator, **options)
+
+    def newest(self, x: jax.Array) -> jax.Array:
+        """Each seat's newest row, `[seats, ...]` of `[tokens, ...]`: what the head of the model is for."""
+        return x if self.query_starts is None else x[self.last]

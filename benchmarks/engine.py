@@ -1,0 +1,459 @@
+"""Tokens a second of `jaxpaged.Engine` over a chat log's lengths, beside its own steps, its floor, and other loops.
+
+    python -m benchmarks.engine                      # Llama-3-8B's shape, 256 seats; about 4 minutes on an H100
+    python -m benchmarks.engine --model 135m
+    python -m benchmarks.engine --model toy          # on a CPU, to try the script out
+
+Random bfloat16 weights, greedy, no stop tokens. Before anything is timed, the logits of two layers are compared with
+those of the "xla" implementation, in a step of single tokens and in one with chunks, and each run checks that every
+request got as many tokens as it asked for. Rows of the table:
+
+- engine: `Engine.generate`;
+- batches: the same engine, given as many requests as it has seats, one batch after the other;
+- host loop: the same plan, model and commit, a step a call, the host choosing the kind of each step by what it reads
+  of the step before (sync) or of the one before that (async).
+
+`of steps` is the time that the same steps take by themselves, over the time of the run; `of floor` the time of the
+bytes (weights, keys and values) and products at the measured rates, over the same.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.decode_step import cache_copies
+from benchmarks.engine_model import CONFIGS, packed_model, random_weights
+from benchmarks.harness import add_output, compile_all, open_store, random, read_bandwidth, slope_microseconds
+from benchmarks.llama_step import LlamaConfig
+from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler
+from jaxpaged._engine.requests import Row
+from jaxpaged._engine.slices import State, apply_model, one_step, wants_chunk
+
+BLOCK_SIZE = 16
+CHECKED_LAYERS = 2
+Request = tuple[list[int], int]  # a prompt, and how many new tokens are wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    seats: int
+    chunk: int
+    longest: int  # prompt, and as many new tokens
+    num_blocks: int
+    few: int  # tokens of a short sequence in the measurement of single steps
+    many: int
+
+
+SIZES = {name: Sizes(256, 512, 1024, 16_384, 16, 512) for name in CONFIGS} | {"toy": Sizes(8, 16, 64, 128, 4, 32)}
+
+
+def workload(count: int, longest: int) -> list[Request]:
+    """Lengths as in a chat log: log-normal, cut to `longest`."""
+    rng = np.random.default_rng(0)
+    prompts = rng.lognormal(4.6, 1.0, count).clip(4, longest).astype(int)
+    new = rng.lognormal(5.3, 0.8, count).clip(8, longest).astype(int)
+    return [(rng.integers(10, 1000, length).tolist(), int(wanted)) for length, wanted in zip(prompts, new, strict=True)]
+
+
+def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
+    create = functools.partial(
+        KVCache.create,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=jnp.bfloat16,
+    )
+    return tuple(create() for _ in range(config.num_layers))
+
+
+def check(config: LlamaConfig) -> float:
+    """The largest difference of a logit between the default implementation and "xla", over the largest logit."""
+    config = dataclasses.replace(config, num_layers=CHECKED_LAYERS)
+    weights = random_weights(config)
+    scheduler = Scheduler.create(max_requests=8, num_seats=8, max_tokens=64)
+    allocator = BlockAllocator.create(num_blocks=64, block_size=BLOCK_SIZE, num_seqs=8, max_blocks=4)
+    prompts = jax.random.randint(jax.random.key(0), (8, 32), 0, config.vocab_size)
+    lengths = jnp.asarray([1, 2, 7, 16, 17, 31, 32, 20], jnp.int32)
+    scheduler, _, _ = scheduler.submit(allocator, prompts, lengths, jnp.full(8, 8, jnp.int32))
+    caches, worst = create_caches(config, 64), 0.0
+    for chunk in (64, 64, 0):
+        scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=chunk)
+        run = functools.partial(apply_model, allocator=allocator, step=step, is_packed=chunk > 0)
+        results = {
+            implementation: jax.jit(functools.partial(run, packed_model(config, implementation=implementation)))
+            for implementation in (None, "xla")
+        }
+        _, expected = results["xla"](weights, caches)
+        caches, logits = results[None](weights, caches)
+        error = jnp.where(step.is_sampled[:, None], jnp.abs(logits - expected), 0).max() / jnp.abs(expected).max()
+        worst = max(worst, float(error))
+        scheduler, allocator = scheduler.commit(allocator, step, logits.argmax(axis=-1).astype(jnp.int32))
+    if not worst < 5e-2:
+        raise AssertionError(f"wrong logits: {worst} of the largest")
+    return worst
+
+
+class Steps:
+    """Slices by hand, on the state of an engine that has no requests: for times of single steps, and the host loop."""
+
+    def __init__(self, engine: Engine, sizes: Sizes):
+        self.engine, self.sizes = engine, sizes
+
+    def run(self, requests: Sequence[Request] = (), *, num_steps: int = 0, aborts: Sequence[int] = ()) -> Any:
+        """A slice; what it reports, once it is over."""
+        engine = self.engine
+        rows = [
+            Row(0, np.asarray(prompt, np.int32), SamplingParams(max_tokens=new, temperature=0), 0)
+            for prompt, new in requests
+        ]
+        inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps)
+        engine._state, report = engine._run_slice(engine._weights, engine._state, inbox)
+        return jax.tree.map(np.asarray, report)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for i in range(0, len(requests), 64):
+            refusals = self.run(requests[i : i + 64]).refusals
+            if refusals[: len(requests[i : i + 64])].any():
+                raise AssertionError(f"refused: {refusals}")
+
+    def compute_prompts(self) -> None:
+        while int(self.engine._state.scheduler.num_known.max()) and bool(
+            self.engine._state.scheduler.num_pending(self.engine._state.allocator) > 0
+        ):
+            self.run(num_steps=32)
+
+    def clear(self) -> None:
+        self.run(aborts=range(self.engine._max_requests))
+
+    def milliseconds(self, few: int, many: int) -> float:
+        """A step, by the slope between slices of few and of many steps; of as many mixed steps in both."""
+        times = []
+        for num_steps in (few, many):
+            begin = time.perf_counter()
+            report = self.run(num_steps=num_steps)
+            times.append(time.perf_counter() - begin)
+            if report.outbox.num_steps != num_steps:
+                raise AssertionError(f"{report.outbox.num_steps} steps instead of {num_steps}")
+        return (times[1] - times[0]) / (many - few) * 1e3
+
+    def measure(self) -> dict[str, float]:
+        """Milliseconds of a step of single tokens with short and with long sequences, and of one with a chunk."""
+        sizes, result = self.sizes, {}
+        for name, length in (("few", sizes.few), ("many", sizes.many)):
+            self.clear()
+            num_decoding = sizes.seats - sizes.seats // 32
+            self.submit([([1] * length, sizes.longest)] * num_decoding)
+            self.run(num_steps=2)
+            self.compute_prompts()
+            self.run(num_steps=2)
+            slopes = [self.milliseconds(2, 12 if sizes.longest > 64 else 4) for _ in range(3)]
+            result[f"decode_{name}_ms"] = statistics.median(slopes)
+            result[f"kv_{name}"] = float(self.engine._state.allocator.lengths.sum())
+        # Prompts for the seats left, of so many tokens that each step's chunk is full.
+        before = int(self.engine._state.num_mixed)
+        prompt_length = 15 * sizes.chunk // (sizes.seats // 32 or 1)
+        prompt_length = min(prompt_length, sizes.longest)
+        self.submit([([1] * prompt_length, 8)] * max(sizes.seats // 32, 1))
+        self.run(num_steps=1)
+        steps = (2, 8) if sizes.longest > 64 else (1, 2)
+        result["mixed_ms"] = self.milliseconds(*steps)
+        result["mixed_steps_measured"] = int(self.engine._state.num_mixed) - before
+        self.clear()
+        return result
+
+
+def scheduling_microseconds(engine: Engine, steps: Steps, chunk: int) -> float:
+    """`plan` and `commit` of a step in which every seat decodes, in a loop without a model."""
+    steps.submit([([1] * 4, steps.sizes.longest)] * steps.sizes.seats)
+    steps.run(num_steps=8)
+
+    @jax.jit
+    def schedule(scheduler: Scheduler, allocator: BlockAllocator, num_steps: Any) -> Any:
+        def body(_: Any, carry: Any) -> Any:
+            scheduler, allocator, step = carry[0].plan(carry[1], chunk_tokens=chunk)
+            used = (step.tokens[step.last] + step.slots[step.last]) & 1  # all of the step is needed
+            scheduler, allocator = scheduler.commit(allocator, step, used)
+            return dataclasses.replace(scheduler, num_steps=jnp.zeros_like(scheduler.num_steps)), allocator
+
+        return jax.lax.fori_loop(0, num_steps, body, (scheduler, allocator))
+
+    state = engine._state
+    compiled = schedule.lower(state.scheduler, state.allocator, jnp.int32(1)).compile()
+
+    def seconds(num_steps: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(state.scheduler, state.allocator, jnp.int32(num_steps)))
+        return time.perf_counter() - begin
+
+    seconds(1)
+    few, many = (4, 40) if steps.sizes.longest > 64 else (2, 8)
+    slopes = sorted((seconds(many) - seconds(few)) / (many - few) * 1e6 for _ in range(5))
+    steps.clear()
+    return slopes[2]
+
+
+def compile_host_step(apply: Any, engine: Engine, chunk_tokens: int, *, with_chunk: bool) -> Any:
+    """A step in a call of its own; whether there is work left, and whether the next step has a chunk."""
+
+    def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
+        state = one_step(apply, weights, state, jnp.zeros((), bool), chunk_tokens if with_chunk else 0)
+        return state, (state.scheduler.has_work, wants_chunk(state, chunk_tokens))
+
+    return jax.jit(step, donate_argnums=1).lower(engine._weights, engine._state).compile()
+
+
+def host_loop(steps: Steps, programs: dict[bool, Callable], work: Sequence[Request], lag: int) -> int:
+    """The tokens generated. The host reads the flags of the step `lag` before the last one."""
+    engine, waiting = steps.engine, deque(work)
+    num_sent = num_tokens = 0
+    while waiting or num_sent:
+        while True:  # what was sampled is drained, and others are submitted
+            room = min(64, engine._max_requests - num_sent)
+            arrivals = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+            report = steps.run(arrivals)
+            num_tokens += int((report.outbox.tokens >= 0).sum())
+            num_sent += len(arrivals) - int((report.outbox.finished > 0).sum())
+            if not arrivals:
+                break
+        flags: deque[tuple[jax.Array, jax.Array]] = deque()
+        has_work, with_chunk = num_sent > 0, False
+        for _ in range(engine._steps_per_slice):
+            if len(flags) > lag:
+                has_work, with_chunk = (bool(flag) for flag in flags.popleft())
+            if not has_work:
+                break
+            engine._state, flag = programs[with_chunk](engine._weights, engine._state)
+            for array in flag:
+                array.copy_to_host_async()
+            flags.append(flag)
+    return num_tokens
+
+
+def product_rate() -> float:
+    """Floating point operations a second of a large product in bfloat16."""
+    width = 8192 if jax.default_backend() == "gpu" else 512
+    x, w = (random(i, shape=(width, width), dtype="bfloat16") for i in range(2))
+    chain = jax.jit(lambda x: x @ w @ w @ w @ w)
+    return 2 * width**3 / slope_microseconds(lambda _: chain(x), 4, 0.5) * 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What a run's steps cost by themselves, and by their bytes and products, in seconds."""
+
+    times: dict[str, float]
+    weight_bytes: int
+    kv_bytes: int  # a token
+    layer_params: int
+    head_params: int
+    sizes: Sizes
+    bandwidth: float
+    products: float
+
+    def of_steps(self, num_steps: int, num_mixed: int, work: Sequence[Request]) -> float:
+        times = self.times
+        a_token = (times["decode_many_ms"] - times["decode_few_ms"]) / (times["kv_many"] - times["kv_few"])
+        alone = times["decode_few_ms"] - a_token * times["kv_few"]
+        chunk = times["mixed_ms"] - times["decode_many_ms"]
+        return (num_steps * alone + kv_tokens(work) * a_token + num_mixed * chunk) / 1e3
+
+    def floor(self, num_steps: int, num_mixed: int, work: Sequence[Request]) -> float:
+        read = self.weight_bytes / self.bandwidth
+        seats, tokens = self.sizes.seats, self.sizes.seats + self.sizes.chunk
+        products = 2 * (self.layer_params * tokens + self.head_params * seats) / self.products
+        kv = kv_tokens(work) * self.kv_bytes / self.bandwidth
+        return (num_steps - num_mixed) * read + num_mixed * max(read, products) + kv
+
+
+def kv_tokens(work: Sequence[Request]) -> int:
+    """Tokens whose keys and values are read by all the steps of single tokens: the last token is never computed."""
+    return sum((new - 1) * len(prompt) + new * (new - 1) // 2 for prompt, new in work)
+
+
+class Timed:
+    """Where the host's time of a run goes: in starting slices, in waiting for reports, and the rest."""
+
+    def __init__(self, engine: Engine):
+        self.seconds = {"starting": 0.0, "waiting": 0.0}
+        self.engine, run_slice = engine, engine._run_slice
+        self.wrapped: Any = run_slice
+        engine._run_slice = self._timed("starting", run_slice)
+        receive = engine._receive
+
+        def wait_and_receive() -> None:
+            self._timed("waiting", jax.block_until_ready)(engine._under_way[0][1])
+            receive()
+
+        engine._receive = wait_and_receive  # type: ignore[method-assign]
+
+    def _timed(self, name: str, function: Callable) -> Any:
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args)
+            self.seconds[name] += time.perf_counter() - begin
+            return result
+
+        return timed
+
+    def stop(self) -> None:
+        self.engine._run_slice = self.wrapped
+        del self.engine._receive
+
+
+def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Request], costs: Costs) -> dict[str, Any]:
+    wanted = sum(new for _, new in work)
+    before = engine.stats()
+    steps_before = int(engine._state.num_mixed)
+    timed = Timed(engine)
+    begin = time.perf_counter()
+    num_tokens = function()
+    seconds = time.perf_counter() - begin
+    timed.stop()
+    if num_tokens != wanted:
+        raise AssertionError(f"{num_tokens} tokens instead of {wanted}")
+    after = engine.stats()
+    num_steps = after.num_steps - before.num_steps
+    num_mixed = int(engine._state.num_mixed) - steps_before
+    result: dict[str, Any] = dict(requests=len(work), tokens=num_tokens, seconds=seconds, tokens_per_s=wanted / seconds)
+    if num_steps:
+        result |= dict(
+            steps=num_steps,
+            mixed=num_mixed,
+            of_steps=costs.of_steps(num_steps, num_mixed, work) / seconds,
+            of_floor=costs.floor(num_steps, num_mixed, work) / seconds,
+            preempted=after.num_preempted - before.num_preempted,
+            host_of_wall=1 - sum(timed.seconds.values()) / seconds,
+            starting_of_wall=timed.seconds["starting"] / seconds,
+        )
+    return result
+
+
+def generate(engine: Engine, work: Sequence[Request], batch: int | None = None) -> int:
+    count = 0
+    for i in range(0, len(work), batch or len(work)):
+        part = work[i : i + (batch or len(work))]
+        params = [SamplingParams(max_tokens=new, temperature=0) for _, new in part]
+        outputs = engine.generate([prompt for prompt, _ in part], params)
+        count += sum(len(output.outputs[0].token_ids) for output in outputs)
+    return count
+
+
+def line(name: str, point: dict[str, Any]) -> str:
+    text = f"{name:<24} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s"
+    if "steps" in point:
+        text += (
+            f", {point['steps']} steps ({point['mixed']} mixed), {point['of_steps']:.0%} of steps, "
+            f"{point['of_floor']:.0%} of floor, {point['preempted']} preempted, host {point['host_of_wall']:.1%}"
+        )
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
+    parser.add_argument("--requests", nargs="+", type=int, default=[1024, 512])
+    parser.add_argument("--chunk", type=int, help="tokens of prompts in a step")
+    parser.add_argument("--steps-per-slice", type=int, default=32)
+    parser.add_argument("--only-engine", action="store_true", help="neither batches nor the host loops")
+    add_output(parser)
+    options = parser.parse_args()
+    options.toy = options.model == "toy"
+    config, sizes = CONFIGS[options.model], SIZES[options.model]
+    sizes = dataclasses.replace(sizes, chunk=options.chunk or sizes.chunk)
+    store = open_store(f"engine_{options.model}", options)
+
+    started = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - started:5.0f} s] {text}", flush=True)
+
+    bandwidth, products = read_bandwidth(), product_rate()
+    rates = f"{bandwidth / 1e9:.0f} GB/s, {products / 1e12:.0f} TFLOP/s"
+    say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rates}")
+    say(f"error of a logit {check(config):.1e}")
+    weights, apply = random_weights(config), packed_model(config)
+    begin = time.perf_counter()
+    engine = Engine(
+        apply,
+        weights,
+        create_caches(config, sizes.num_blocks),
+        num_seats=sizes.seats,
+        max_tokens=2 * sizes.longest,
+        chunk_tokens=sizes.chunk,
+        steps_per_slice=options.steps_per_slice,
+    )
+    compile_seconds = time.perf_counter() - begin
+    copies = cache_copies(engine._run_slice.as_text() or "", engine._state.caches[0])
+    memory = engine._run_slice.memory_analysis()
+    temporary_bytes = memory.temp_size_in_bytes if memory else None
+    say(f"compiled in {compile_seconds:.0f} s, {copies} copies of a cache, {temporary_bytes} bytes temporary")
+
+    steps = Steps(engine, sizes)
+    times = steps.measure()
+    scheduling = {chunk: scheduling_microseconds(engine, steps, chunk) for chunk in (0, sizes.chunk)}
+    say(f"a step of single tokens {times['decode_few_ms']:.2f} to {times['decode_many_ms']:.2f} ms")
+    layer_params = sum(leaf.size for leaf in jax.tree.leaves(weights["layers"]))
+    head_params = config.vocab_size * config.features
+    costs = Costs(
+        times=times,
+        weight_bytes=2 * (layer_params + head_params),
+        kv_bytes=2 * config.num_layers * config.num_kv_heads * config.head_dim * 2,
+        layer_params=layer_params,
+        head_params=head_params,
+        sizes=sizes,
+        bandwidth=bandwidth,
+        products=products,
+    )
+
+    work = workload(max(options.requests), sizes.longest)
+    runs: dict[str, tuple[Callable[[], int], list[Request]]] = {
+        f"engine {count}": (functools.partial(generate, engine, work[:count]), work[:count])
+        for count in options.requests
+    }
+    if not options.only_engine:
+        part = work[: min(options.requests)]
+        runs[f"batches {len(part)}"] = functools.partial(generate, engine, part, sizes.seats), part
+        compile_step = functools.partial(compile_host_step, apply, engine, sizes.chunk)
+        jobs: dict[Any, Callable] = {kind: functools.partial(compile_step, with_chunk=kind) for kind in (False, True)}
+        programs = compile_all(jobs)
+        for lag, name in enumerate(("sync", "async")):
+            runs[f"host loop {name} {len(part)}"] = functools.partial(host_loop, steps, programs, part, lag), part
+    points = {}
+    for name, (function, requests) in runs.items():
+        points[name] = timed_run(engine, function, requests, costs)
+        say(line(name, points[name]))
+        store.add(name, points[name])
+    summary = dict(
+        times,
+        scheduling_us=scheduling[0],
+        scheduling_mixed_us=scheduling[sizes.chunk],
+        compile_s=compile_seconds,
+        cache_copies=copies,
+        temporary_bytes=temporary_bytes,
+        read_bytes_per_s=bandwidth,
+        flops_per_s=products,
+    )
+    store.add("steps", summary)
+
+    print(f"\n{options.model}, {sizes.seats} seats, chunks of {sizes.chunk}, {jax.devices()[0].device_kind}")
+    print(
+        f"step: decode {times['decode_few_ms']:.3f} ms at {times['kv_few']:.0f} tokens held, "
+        f"{times['decode_many_ms']:.3f} at {times['kv_many']:.0f}; mixed {times['mixed_ms']:.3f}; "
+        f"plan and commit {scheduling[0]:.0f} us, mixed {scheduling[sizes.chunk]:.0f} us"
+    )
+    for name, point in points.items():
+        print(line(name, point))
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ class Config:
     item_tokens: int  # query tokens of an item, a multiple of 8
     tile: int  # tokens of keys a step
     num_stages: int  # tiles of K, and of V, in SMEM
-    q_buffers: int  # of SMEM; with 2 the next item's Q comes, and meets its first keys, before this item's O leaves
+    separate_output: bool  # whether O has SMEM of its own, so that the next item's Q may come while it leaves
     num_parts: int = 1  # of the tiles that an item sees, each a program's; more than one are merged after the kernel
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches
 
@@ -52,7 +52,7 @@ def default_config(*, group: int, head_dim: int, num_sms: int) -> Config:
         item_tokens=item_tokens,
         tile=tile,
         num_stages=num_stages,
-        q_buffers=2 if width <= 128 else 1,
+        separate_output=width <= 128,
     )
 
 

@@ -15,7 +15,7 @@ from pallas_kernels._rows import COLUMNS
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.paged_prefill import _merge
 from pallas_kernels.paged_prefill._fetch import Fetcher
-from pallas_kernels.paged_prefill._item import Item, Items
+from pallas_kernels.paged_prefill._item import Items
 from pallas_kernels.paged_prefill._logits import Logits
 from pallas_kernels.paged_prefill._rows_of_item import WG_ROWS, RowsOfItem
 from pallas_kernels.paged_prefill._steps import Steps
@@ -58,83 +58,63 @@ def _kernel(
         plgpu.set_max_registers(config.registers[0], action="increase")
         first_row = warpgroup * WG_ROWS
         rows = RowsOfItem(config, first_row, transforms, interpret)
-        lse_smem = refs["lse_smem"].at[warpgroup]  # f32 [64]
+        q_smem, lse_smem = refs["q_smem"].at[warpgroup], refs["lse_smem"].at[warpgroup]  # [64, width], f32 [64]
+        o_smem = refs["o_smem"].at[warpgroup] if "o_smem" in refs else q_smem
         scale = refs["scale"][0]
         cap = refs["logits_soft_cap"][0] if "logits_soft_cap" in refs else None
         count = items.count()
 
-        def q_of(i: jax.Array) -> Any:  # SMEM [64, width]
-            return refs["q_smem"].at[lax.rem(i, jnp.int32(config.q_buffers)), warpgroup]
+        def start_load(numbers: Numbers) -> None:
+            rows.start_load(refs["q"], items.item(numbers), q_smem, refs["q_full"].at[warpgroup])
 
-        def start_load(i: jax.Array, numbers: Numbers) -> None:
-            rows.start_load(refs["q"], items.item(numbers), q_of(i), refs["q_full"].at[warpgroup])
+        def work(i: jax.Array, carry: tuple[jax.Array, Numbers]) -> tuple[jax.Array, Numbers]:
+            turn, numbers = carry
+            item = items.item(numbers)
+            next_numbers = items.read(jnp.minimum(i + 1, count - 1))
 
-        def finish_load(q_smem: Any) -> None:
+            # 1. Q is there.
             rows.finish_load()
             pl.when(scale < 0)(lambda: _negate(q_smem))
 
-        def by_row(name: str, item: Item) -> jax.Array | None:
-            """f32 [64], of an option that is given by head."""
-            if name not in refs:
-                return None
-            place = lax.div(item.head, jnp.int32(config.heads))
-            return _rows.load_rows(refs[name].at[place, pl.ds(first_row, WG_ROWS)], rows_axis=0)
-
-        def steps_of(i: jax.Array, turn: jax.Array, item: Item) -> Steps:
-            slopes = by_row("alibi_slopes", item)
-            return Steps(
+            # 2. All tiles.
+            of_item = functools.partial(_of_item, lax.div(item.head, jnp.int32(config.heads)), first_row)
+            slopes = of_item(refs["alibi_slopes"]) if "alibi_slopes" in refs else None
+            sinks = of_item(refs["sinks"]) if "sinks" in refs else None
+            acc, m, l = Steps(
                 item,
                 Logits(item, config.item_tokens, first_row, jnp.abs(scale), cap, slopes),
                 keys,
                 values,
                 turn,
-                q_of(i),
-                q_of(i + 1) if config.q_buffers > 1 else None,
-                i + 1 < count,
+                q_smem,
                 refs["zeroed"],
                 warpgroup,
                 config.num_stages,
                 transforms,
                 interpret,
-            )
+            ).run()
 
-        def first_scores(i: jax.Array, turn: jax.Array, numbers: Numbers) -> jax.Array:
-            start_load(i, numbers)
-            finish_load(q_of(i))
-            return steps_of(i, turn, items.item(numbers)).first_scores(i < count)
-
-        def work(i: jax.Array, carry: tuple[jax.Array, Numbers, jax.Array]) -> tuple[jax.Array, Numbers, jax.Array]:
-            turn, numbers, scores = carry
-            item = items.item(numbers)
-            next_turn, next_numbers = turn + item.end - item.begin, items.read(jnp.minimum(i + 1, count - 1))
-
-            # 1. The next Q starts to come, into the buffer that the O before has left.
-            if config.q_buffers > 1:
-                start_load(i + 1, next_numbers)
-
-            # 2. All tiles.
-            acc, m, l, scores = steps_of(i, turn, item).run(scores, finish_load)
-
-            # 3. O and lse leave.
-            factor, lse = _rows.normalise(m, l, by_row("sinks", item))
+            # 3. The next item's Q comes while O and lse of this one leave.
+            if config.separate_output:
+                start_load(next_numbers)
+            factor, lse = _rows.normalise(m, l, sinks)
             o = acc * _rows.over_rows(factor, acc.shape, 0)
             if config.num_parts > 1:
-                rows.store_float32(o, refs["out"], item, refs["o_smem"].at[warpgroup] if interpret else None)
+                rows.store_float32(o, refs["out"], item, o_smem)
             else:
-                rows.store(o.astype(refs["q_smem"].dtype), refs["out"], item, q_of(i))
+                rows.store(o.astype(q_smem.dtype), refs["out"], item, o_smem)
             rows.store_vector(lse, refs["lse"], item, lse_smem)
-            if config.q_buffers > 1:
-                return next_turn, next_numbers, scores
-
-            # 4. With one buffer the next Q comes now.
-            plgpu.commit_smem()  # all threads have read their part of O
-            return next_turn, next_numbers, first_scores(i + 1, next_turn, next_numbers)
+            if not config.separate_output:
+                plgpu.commit_smem()  # all threads have read their part of O
+                start_load(next_numbers)
+            return turn + item.end - item.begin, next_numbers
 
         @pl.when(count > 0)
         def _work() -> None:
             numbers = items.read(jnp.int32(0))
-            scores = first_scores(jnp.int32(0), jnp.int32(0), numbers)
-            lax.fori_loop(0, count, work, (jnp.int32(0), numbers, scores))
+            start_load(numbers)
+            lax.fori_loop(0, count, work, (jnp.int32(0), numbers))
+            rows.finish_load()
 
 
 def _negate(q_smem: Any) -> None:
@@ -144,6 +124,11 @@ def _negate(q_smem: Any) -> None:
         q = plgpu.load(part, layout=_rows.ROWS)
         part[...] = q * jnp.full_like(q, -1)
     plgpu.commit_smem()
+
+
+def _of_item(place: jax.Array, first_row: jax.Array, by_row: Any) -> jax.Array:
+    """f32 [64], those of a warpgroup, of GMEM f32 [heads / heads of an item, 128]."""
+    return _rows.load_rows(by_row.at[place, pl.ds(first_row, WG_ROWS)], rows_axis=0)
 
 
 def launch(
@@ -193,9 +178,14 @@ def launch(
     copies = config.tile // rows_of_copy(block_size, config.tile)
     ring = functools.partial(plgpu.SMEM, (config.num_stages, config.tile, width), k_cache.dtype, transforms=matrix)
     stages = config.num_stages
+    output: dict[str, Any] = {}
+    if in_parts and interpret:
+        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), jnp.float32)
+    elif config.separate_output and not in_parts:
+        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), q.dtype, transforms=matrix)
     scratch: dict[str, Any] = dict(
-        q_smem=plgpu.SMEM((config.q_buffers, 2, WG_ROWS, width), q.dtype, transforms=matrix),
-        **({"o_smem": plgpu.SMEM((2, WG_ROWS, width), jnp.float32)} if in_parts and interpret else {}),
+        q_smem=plgpu.SMEM((2, WG_ROWS, width), q.dtype, transforms=matrix),
+        **output,
         lse_smem=plgpu.SMEM((2, WG_ROWS), jnp.float32),
         k_smem=ring(),
         v_smem=ring(),

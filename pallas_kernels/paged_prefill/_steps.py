@@ -4,8 +4,7 @@
     O [64, head_dim] += P [64, tile]      V [tile, head_dim]
 
 A step starts the product with the keys of a tile and that with the values of the tile before, and works on the softmax
-of the first while the second is under way. With two buffers for Q, the values of an item's last tile go together with
-the next item's first keys. No order is kept between the steps of the two warpgroups: with turns, by
+of the first while the second is under way. No order is kept between the steps of the two warpgroups: with turns, by
 barriers of the hardware, an H100 takes 941 us for 1 x 8192 and 157 for 8 x 1024, without 933 and 160.
 
 Everything here is traced inside the kernel.
@@ -13,7 +12,6 @@ Everything here is traced inside the kernel.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,24 +39,16 @@ class Steps:
     values: Ring
     first_turn: jax.Array  # of the rings, in which the item's first tile comes
     q: Any  # SMEM [64, width]
-    next_q: Any  # SMEM [64, width], of the item after this one; None where it comes later
-    has_next: jax.Array  # bool []
     zeroed: Any  # barrier of both warpgroups
     warpgroup: jax.Array
     num_stages: int
     transforms: tuple[Any, ...]  # of a matrix in SMEM
     interpret: Any
 
-    def run(
-        self, scores: jax.Array, finish_load: Callable[[Any], None]
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """O f32 [64, width], not yet divided by l; m, in units of log2, and l, f32 [64]; the next item's scores.
-
-        scores: f32 [64, tile], of the first tile; where Q has one buffer the next item's are not made, and these come
-        back. finish_load(next_q): waits until it is there.
-        """
+    def run(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """O f32 [64, width], not yet divided by l; m, in units of log2, and l, f32 [64]."""
         item = self.item
-        carry = self._first(scores)
+        carry = self._first()
         masked = functools.partial(self._step, masked=True)
         begin = item.begin + 1
         if item.window is not None:
@@ -67,23 +57,15 @@ class Steps:
         middle = jnp.maximum(item.whole_end, begin)
         carry = lax.fori_loop(begin, middle, functools.partial(self._step, masked=False), carry)
         carry = lax.fori_loop(middle, item.end, masked, carry)
-        if self.next_q is None:
-            return *self._last(carry), scores
-        finish_load(self.next_q)
-        return self._last_and_next(carry)
+        return self._last(carry)
 
-    def first_scores(self, exists: jax.Array) -> jax.Array:
-        """f32 [64, tile], of the first tile; of whatever is in SMEM where there is no such item."""
-        stage = self._stage(self.item.begin)
-        pl.when(exists)(lambda: plgpu.barrier_wait(self.keys.full.at[stage]))
-        scores = plgpu.layout_cast(self._scores(self.q, stage), ROWS)
-        pl.when(exists)(lambda: plgpu.barrier_arrive(self.keys.free.at[stage]))
-        return scores
-
-    def _first(self, scores: jax.Array) -> Carry:
-        """The softmax of the first tile."""
+    def _first(self) -> Carry:
+        """The keys of the first tile."""
         item, rows = self.item, self.q.shape[0]
         stage = self._stage(item.begin)
+        plgpu.barrier_wait(self.keys.full.at[stage])
+        scores = self._scores(stage)
+        plgpu.barrier_arrive(self.keys.free.at[stage])
         m, l, _, p = self._softmax(
             scores, item.begin, full_rows(rows, LOWEST, rows_axis=0), full_rows(rows, 0.0, rows_axis=0), masked=True
         )
@@ -98,7 +80,7 @@ class Steps:
         before, stage = self._stage(tile - 1), self._stage(tile)
         plgpu.barrier_wait(self.keys.full.at[stage])
         self._await_values(tile - 1, before)
-        acc, scores = self._start_products(acc, p, before, self.q, stage)
+        acc, scores = self._start_products(acc, p, stage, before)
         self._wait(1)
         scores = self._fenced(scores)
         plgpu.barrier_arrive(self.keys.free.at[stage])
@@ -111,7 +93,10 @@ class Steps:
     def _last(self, carry: Carry) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The values of the last tile."""
         acc, m, l, p = carry
-        stage = self._await_last_values()
+        tile = self.item.end - 1
+        stage = self._stage(tile)
+        self._await_values(tile, stage)
+        pl.when(self.item.end * self.item.tile > self.item.length)(lambda: self._zero_unseen(tile, stage))
         if self.interpret:
             acc = acc + self._weighted_values(p, stage)
         else:
@@ -122,27 +107,6 @@ class Steps:
             acc = pl.run_state(add)(plgpu.ACC.init(acc))
         plgpu.barrier_arrive(self.values.free.at[stage])
         return acc, m, l
-
-    def _last_and_next(self, carry: Carry) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """The values of the last tile, and the keys of the next item's first; where there is none, of this one's."""
-        acc, m, l, p = carry
-        stage = self._await_last_values()
-        next_stage = jnp.where(self.has_next, self._stage(self.item.end), stage)
-        pl.when(self.has_next)(lambda: plgpu.barrier_wait(self.keys.full.at[next_stage]))
-        acc, scores = self._start_products(acc, p, stage, self.next_q, next_stage)
-        self._wait(0)
-        acc, scores = self._fenced((acc, scores))
-        plgpu.barrier_arrive(self.values.free.at[stage])
-        pl.when(self.has_next)(lambda: plgpu.barrier_arrive(self.keys.free.at[next_stage]))
-        return acc, m, l, scores
-
-    def _await_last_values(self) -> jax.Array:
-        """The stage that they are in."""
-        tile = self.item.end - 1
-        stage = self._stage(tile)
-        self._await_values(tile, stage)
-        pl.when(self.item.end * self.item.tile > self.item.length)(lambda: self._zero_unseen(tile, stage))
-        return stage
 
     def _stage(self, tile: jax.Array) -> jax.Array:
         return lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.num_stages))
@@ -164,21 +128,21 @@ class Steps:
         p = jnp.exp2(logits * unit - over_rows(m_new, logits.shape, 0))
         return m_new, l * alpha + p.sum(axis=1), alpha, p
 
-    def _scores(self, q: Any, stage: jax.Array) -> jax.Array:
+    def _scores(self, stage: jax.Array) -> jax.Array:
         def product(ref: Any) -> jax.Array:
-            plgpu.wgmma(ref, q, self.keys.target.at[stage].T)
+            plgpu.wgmma(ref, self.q, self.keys.target.at[stage].T)
             return ref[...]
 
-        return pl.run_scoped(product, plgpu.ACC((q.shape[0], self.item.tile), jnp.float32))
+        return pl.run_scoped(product, plgpu.ACC((self.q.shape[0], self.item.tile), jnp.float32))
 
     def _start_products(
-        self, acc: jax.Array, p: jax.Array, values_stage: jax.Array, q: Any, keys_stage: jax.Array
+        self, acc: jax.Array, p: jax.Array, stage: jax.Array, before: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """O with the values of one stage, and S of q with the keys of another: under way."""
+        """O with the values in stage `before`, and S with the keys in `stage`: under way."""
         if self.interpret:
-            return acc + self._weighted_values(p, values_stage), plgpu.layout_cast(self._scores(q, keys_stage), ROWS)
-        keys, values = self.keys.target.at[keys_stage], self.values.target.at[values_stage]
-        return _products.start(acc, p, q, keys, values, self.transforms)
+            return acc + self._weighted_values(p, before), self._scores(stage)
+        keys, values = self.keys.target.at[stage], self.values.target.at[before]
+        return _products.start(acc, p, self.q, keys, values, self.transforms)
 
     def _wait(self, n: int) -> None:
         """Until at most the last n products are under way."""

@@ -135,7 +135,7 @@ def one_step(apply: Apply, weights: Any, state: State, wants_logprobs: jax.Array
         caches=caches,
         logprobs=logprobs,
         num_waited=jnp.zeros_like(state.num_waited) if chunk_tokens else jnp.where(is_waiting, state.num_waited + 1, 0),
-        num_mixed=state.num_mixed + (chunk_tokens > 0),
+        num_mixed=state.num_mixed + int(chunk_tokens > 0),
     )
 
 

@@ -1,0 +1,249 @@
+"""The engine: tokens against one-by-one generation, whatever the load; aborts; refusals; its compiled program."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import BlockAllocator, SamplingParams
+from jaxpaged._engine.sampling import furthest_kept
+from tests import toy_model
+from tests.compiled import instructions
+from tests.toy_model import BLOCK_SIZE, BLOCKS, MAX_TOKENS, STEPS, VOCAB, continuation, engine_of, random_weights
+
+TIGHT = 2 * MAX_TOKENS // BLOCK_SIZE  # blocks: two requests at their limit
+
+
+@pytest.fixture(autouse=True)
+def idle_engines():
+    """After each test nothing is left of its requests: engines are idle, and all blocks are free."""
+    yield
+    for chunk_tokens in (16, 64):
+        engine = engine_of(chunk_tokens=chunk_tokens)
+        assert not engine.has_unfinished_requests
+        assert_whole(engine)
+        assert int(engine._state.allocator.num_free) == BLOCKS
+
+
+def assert_whole(engine):
+    scheduler, allocator = jax.tree.map(np.asarray, (engine._state.scheduler, engine._state.allocator))
+    assert scheduler.broken_invariants(allocator) == ()
+    assert allocator.broken_invariants() == ()
+
+
+@functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+def pin(allocator, counts):
+    """Blocks that `counts` tokens of each row take, pinned; and what releases them."""
+    holder, _, _ = allocator.append(counts, max_tokens=MAX_TOKENS)
+    return holder.hold(holder)[0].free(counts > 0), holder
+
+
+@contextlib.contextmanager
+def fewer_blocks(engine, left):
+    """While it lasts, the pool of the engine has so many blocks left: the same program serves a tight pool."""
+    num_rows = (BLOCKS - left) * BLOCK_SIZE // MAX_TOKENS
+    counts = np.where(np.arange(toy_model.SEATS) < num_rows, MAX_TOKENS, 0).astype(np.int32)
+    allocator, holder = pin(engine._state.allocator, counts)
+    engine._state = dataclasses.replace(engine._state, allocator=allocator)
+    assert int(allocator.num_free) == left
+    yield
+    allocator, _ = jax.jit(BlockAllocator.release)(engine._state.allocator, holder)
+    engine._state = dataclasses.replace(engine._state, allocator=allocator)
+
+
+def requests(count, seed=0, n=1):
+    """Prompts and parameters: greedy, and sampled with every option."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, VOCAB, rng.integers(1, 30)).tolist() for _ in range(count)]
+    params = [
+        SamplingParams(
+            max_tokens=int(rng.integers(1, MAX_TOKENS - len(prompt) + 1)),
+            temperature=(0.0, 0.7, 1.3)[i % 3],
+            top_k=(0, 5)[i // 3 % 2],
+            top_p=(1.0, 0.8)[i // 6 % 2],
+            seed=int(rng.integers(0, 2**32)),
+            stop_token_ids=((), (3, 17))[i % 2],
+            n=n,
+            logprobs=i % 5 == 0,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def load():
+    prompts, params = requests(40)
+    return prompts, params, [continuation(random_weights(), *request) for request in zip(prompts, params, strict=True)]
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 64])
+@pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
+def test_tokens_do_not_depend_on_the_load(load, left, chunk_tokens):
+    prompts, params, expected = load
+    engine = engine_of(chunk_tokens=chunk_tokens)
+    preempted_before = engine.stats().num_preempted
+    with fewer_blocks(engine, left):
+        for order in (np.arange(40), np.arange(40)[::-1], np.random.default_rng(1).permutation(40)):
+            outputs = engine.generate([prompts[i] for i in order], [params[i] for i in order])
+            assert_whole(engine)
+            for i, output in zip(order, outputs, strict=True):
+                tokens, logprobs = expected[i]
+                (completion,) = output.outputs
+                assert completion.token_ids == tokens
+                stopped = tokens[-1] in params[i].stop_token_ids
+                assert completion.finish_reason == ("stop" if stopped else "length")
+                if params[i].logprobs:
+                    np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4)
+                else:
+                    assert completion.logprobs is None
+    assert (engine.stats().num_preempted > preempted_before) == (left == TIGHT)
+
+
+def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
+    prompts, params, expected = load
+    engine, greedy = engine_of(chunk_tokens=16), SamplingParams(temperature=0, max_tokens=8)
+
+    def tokens():
+        return [output.outputs[0].token_ids for output in engine.generate(prompts[:4], greedy)]
+
+    before = tokens()
+    engine.update_weights(random_weights(1))
+    after = tokens()
+    assert after == [continuation(random_weights(1), prompt, greedy)[0] for prompt in prompts[:4]]
+    assert after != before
+    engine.update_weights(random_weights())
+    assert tokens() == before
+    with pytest.raises(ValueError, match="weights must have the shapes of those before"):
+        engine.update_weights(random_weights() | {"head": jnp.ones(3)})
+    with pytest.raises(ValueError, match="weights must have the dtypes of those before"):
+        engine.update_weights(jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_weights()))
+
+
+def test_several_completions_each_have_a_seed_of_their_own(load):
+    prompts, *_ = load
+    engine = engine_of(chunk_tokens=16)
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=7, n=4)
+    (output, other) = engine.generate(prompts[:2], params)
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
+    (alone,) = engine.generate(prompts[:1], dataclasses.replace(params, n=1))
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+    again = engine.generate(prompts[1::-1], params)
+    assert [completion.token_ids for completion in again[1].outputs] == [c.token_ids for c in output.outputs]
+    # Without a seed each request takes one of the engine's own.
+    drawn = engine.generate([prompts[0]] * 2, dataclasses.replace(params, seed=None, n=1))
+    assert drawn[0].outputs[0].token_ids != drawn[1].outputs[0].token_ids
+
+
+def test_nothing_is_compiled_after_the_engine_is_made(load, caplog):
+    engine = engine_of(chunk_tokens=16)
+    engine.generate(load[0][:1], SamplingParams())
+    prompts, params = requests(100, seed=5)
+
+    def compilations():
+        return [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")]
+
+    with jax.log_compiles(), caplog.at_level(logging.DEBUG, logger="jax"):
+        engine.generate(prompts, params)
+        assert compilations() == []
+        jnp.ones((3, 1, 4, 1, 5)).sum()
+        assert compilations()  # one would be seen
+
+
+def test_the_compiled_slice_copies_no_cache_and_never_calls_the_host():
+    engine = engine_of(chunk_tokens=16)
+    program, cache = engine._run_slice, engine._state.caches
+    found = instructions(program.as_text())
+    shape = f"f32[{','.join(map(str, cache.k.shape))}]"
+    of_cache = [name for name, _, line in found if shape in line.split(name + "(")[0]]
+    assert "scatter" in of_cache or "fusion" in of_cache or "while" in of_cache  # the search sees the cache
+    assert [name for name in of_cache if name.startswith("copy")] == []
+    assert not {name for name, *_ in found} & {"infeed", "outfeed", "send", "recv"}
+    assert "callback" not in program.as_text()
+    assert program.memory_analysis().alias_size_in_bytes >= cache.k.nbytes + cache.v.nbytes
+
+
+def test_an_abort_frees_the_blocks_within_one_slice():
+    engine = engine_of(chunk_tokens=16)
+    params = SamplingParams(max_tokens=MAX_TOKENS - 4, temperature=0, n=2)
+    first, second = (engine.add_request([1, 2, 3, 4], params) for _ in range(2))
+    engine.step()
+    engine.step()
+    assert engine.stats().num_running == 4
+    engine.abort(first)
+    engine.abort(first)  # twice is no mistake
+    engine.abort(99_999)
+    engine.step()  # sends it, and reads the slice before
+    lengths = np.asarray(engine._state.allocator.lengths)
+    assert (lengths > 0).sum() == 2
+    assert int(engine._state.allocator.num_free) == BLOCKS - (-(-lengths // BLOCK_SIZE)).sum()
+    outputs = {output.request_id: output for output in engine.step()}
+    assert engine.stats().num_running == 2
+    assert outputs[first].finished
+    assert [completion.finish_reason for completion in outputs[first].outputs] == ["abort", "abort"]
+    outputs = finish(engine)
+    assert set(outputs) == {second}
+    assert [len(completion.token_ids) for completion in outputs[second].outputs] == [MAX_TOKENS - 4] * 2
+    # Before the device has seen it, and while the host does not yet know where it is.
+    queued, sent = engine.add_request([5], params), engine.add_request([6], params)
+    engine.abort(queued)
+    (output,) = engine.step()
+    assert output.request_id == queued
+    assert output.finished
+    engine.abort(sent)
+    assert set(finish(engine)) == {sent}
+
+
+def finish(engine):
+    """The last output of each request, once all are finished."""
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert all(output.finished for output in outputs.values())
+    return outputs
+
+
+def test_a_request_streams_as_it_grows():
+    engine = engine_of(chunk_tokens=16)
+    params = SamplingParams(max_tokens=30, temperature=0)
+    seen = [output.outputs[0].token_ids for output in engine.stream([[1, 2, 3]], params)]
+    assert [len(tokens) for tokens in seen] == [STEPS - 1, *range(2 * STEPS - 1, 30, STEPS), 30][: len(seen)]
+    assert all(tokens == seen[-1][: len(tokens)] for tokens in seen)
+
+
+def test_what_can_never_be_served_is_refused_with_its_reason():
+    engine = engine_of(chunk_tokens=16)
+    calls = {
+        r"a prompt must be a list of at least one token id; got \[\]": lambda: engine.generate([[]], SamplingParams()),
+        "a prompt of 40 tokens and 9 new ones are more than the engine's max_tokens=48": lambda: engine.add_request(
+            [1] * 40, SamplingParams(max_tokens=9)
+        ),
+        "at most num_stop_ids=2 stop tokens": lambda: engine.add_request([1], SamplingParams(stop_token_ids=(1, 2, 3))),
+        "max_tokens must be at least 1; got max_tokens=0": lambda: SamplingParams(max_tokens=0),
+        "top_p must be above 0 and at most 1; got top_p=1.5": lambda: SamplingParams(top_p=1.5),
+        "temperature must be a number of at least 0; got temperature=nan": lambda: SamplingParams(
+            temperature=float("nan")
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not engine.has_unfinished_requests
+
+
+def test_the_cut_of_top_k_and_top_p_is_that_of_a_sort():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(64, 100)).astype(np.float32) * 3
+    top_k = np.where(np.arange(64) % 3 == 0, 0, rng.integers(1, 120, 64)).astype(np.int32)
+    top_p = np.where(np.arange(64) % 4 == 1, 1, rng.random(64)).astype(np.float32)
+    behind = logits.max(axis=1, keepdims=True) - logits
+    limit = np.asarray(jax.jit(furthest_kept)(behind, top_k, top_p))
+    for row in range(64):
+        probabilities = np.exp(-behind[row].astype(np.float64))
+        expected = toy_model.kept(probabilities / probabilities.sum(), top_k[row], top_p[row])
+        assert ((behind[row].view(np.int32) <= limit[row]) == expected).all()

@@ -1,0 +1,87 @@
+"""A model of one layer for the tests of the engine, in float32 on tiny dimensions, and its twin without a cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged import Engine, KVCache, rotary_frequencies, rotate_and_write_kv
+
+VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 2, 16
+BLOCK_SIZE, SEATS, MAX_TOKENS, MAX_REQUESTS, STEPS = 4, 6, 48, 16, 8
+BLOCKS = SEATS * MAX_TOKENS // BLOCK_SIZE  # all that the seats may need
+FREQUENCIES = rotary_frequencies(HEAD_DIM)
+
+
+def random_weights(seed=0):
+    shapes = {"embedding": (VOCAB, FEATURES), "qkv": (FEATURES, 3 * HEADS * HEAD_DIM), "head": (FEATURES, VOCAB)}
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {name: jax.random.normal(key, shape) * 0.5 for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def project(weights, tokens):
+    x = weights["embedding"][tokens]
+    return x, *jnp.split((x @ weights["qkv"]).reshape(len(tokens), 3 * HEADS, HEAD_DIM), 3, axis=1)
+
+
+def apply(weights, tokens, positions, cache, attend):
+    x, q, k, v = project(weights, tokens)
+    cache, out = attend(cache, q, k, v, rotary_frequencies=FREQUENCIES)
+    return cache, attend.newest(x + out.reshape(x.shape)) @ weights["head"]
+
+
+@jax.jit
+def logits_after(weights, tokens, length):
+    """The same for one sequence, with plain attention: logits [vocab] after its first `length` tokens."""
+    x, q, k, v = project(weights, tokens)
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)
+    scratch = KVCache.create(num_blocks=1, block_size=len(tokens), num_kv_heads=HEADS, head_dim=HEAD_DIM)
+    scratch, q = rotate_and_write_kv(scratch, q, k, v, positions, positions, FREQUENCIES)
+    scores = jnp.einsum("qhd,khd->hqk", q, scratch.k[0]) / HEAD_DIM**0.5
+    scores = jnp.where(positions[None, None] <= positions[None, :, None], scores, -jnp.inf)
+    out = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), v)
+    return (x + out.reshape(x.shape))[length - 1] @ weights["head"]
+
+
+@jax.jit
+def noise_of(seed, position):
+    return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (VOCAB,), jnp.float32)
+
+
+def kept(probabilities, top_k, top_p):
+    """By sorting: which tokens may be drawn."""
+    order = np.argsort(-probabilities, kind="stable")
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    is_kept = np.zeros(len(order), bool)
+    is_kept[order[(before < top_p) & (np.arange(len(order)) < (top_k or len(order)))]] = True
+    return is_kept
+
+
+def continuation(weights, prompt, params):
+    """One request by itself: its new tokens and their logprobs."""
+    tokens, logprobs = list(prompt), []
+    while len(logprobs) < params.max_tokens and not (logprobs and tokens[-1] in params.stop_token_ids):
+        padded = np.zeros(MAX_TOKENS, np.int32)
+        padded[: len(tokens)] = tokens
+        logits = np.asarray(logits_after(weights, padded, np.int32(len(tokens))), np.float64)
+        scores = logits
+        if params.temperature:
+            scores = logits / params.temperature
+            probabilities = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+            noise = np.asarray(noise_of(np.uint32(params.seed), np.int32(len(tokens))))
+            scores = np.where(kept(probabilities, params.top_k, params.top_p), scores + noise, -np.inf)
+        tokens.append(int(scores.argmax()))
+        logprobs.append(logits[tokens[-1]] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+    return tokens[len(prompt) :], logprobs
+
+
+def create_engine(*, model=apply, num_blocks=BLOCKS + 1, **options):
+    sizes = dict(num_seats=SEATS, max_tokens=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
+    # Not optimised: compiling takes longer than running.
+    sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
+    cache = KVCache.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
+    return Engine(model, random_weights(), cache, **sizes | options)
+
+
+engine_of = functools.cache(create_engine)  # an engine that has no requests is as good as a new one

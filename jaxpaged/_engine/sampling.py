@@ -23,10 +23,10 @@ def sample(
         positions: int32 `[seats]`, where the new token will stand in its request: with the seed, its random key.
         wants_logprobs: bool `[]`.
     """
-    logits = logits.astype(jnp.float32)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def with_probabilities(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = logits.astype(jnp.float32)
         best = logits.max(axis=-1, keepdims=True)
         behind = best - logits  # how far each is behind the best, at least 0
         drawn = _draw(behind, sampling, positions)

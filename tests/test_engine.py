@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.engine_soak import soak
 from jaxpaged import BlockAllocator, SamplingParams
 from jaxpaged._engine.sampling import furthest_kept
 from tests import toy_model
@@ -247,3 +248,12 @@ def test_the_cut_of_top_k_and_top_p_is_that_of_a_sort():
         probabilities = np.exp(-behind[row].astype(np.float64))
         expected = toy_model.kept(probabilities / probabilities.sum(), top_k[row], top_p[row])
         assert ((behind[row].view(np.int32) <= limit[row]) == expected).all()
+
+
+def test_soak_in_a_pool_of_a_third_of_what_the_seats_may_need():
+    engine = engine_of(chunk_tokens=16)
+    with fewer_blocks(engine, TIGHT):
+        result = soak(engine, 600, num_kinds=30)
+    assert result["abort"] > 5
+    assert result["refused"] > 0
+    assert result["preempted"] > 0

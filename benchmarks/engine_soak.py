@@ -1,0 +1,121 @@
+"""An overloaded engine for a long time: each request ends once, with its own tokens, and every block comes back.
+
+    python -m benchmarks.engine_soak --requests 100000
+
+The toy model of the tests, a pool of a quarter of what the seats may need, requests that come in bursts, a few of which
+are aborted at random moments or can never be served. Requests are drawn from a few hundred different ones, whose
+tokens are known from one-by-one generation. After each slice the invariants of scheduler and allocator are tested.
+"""
+
+import argparse
+import collections
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpaged import Engine, SamplingParams
+from tests.toy_model import BLOCK_SIZE, MAX_TOKENS, VOCAB, create_engine
+
+SEATS = 16
+KINDS, ABORTED, NEVER_FITS, BURST = 300, 0.05, 0.01, 40
+
+
+def kinds(count: int, rng: np.random.Generator) -> list[tuple[list[int], SamplingParams]]:
+    prompts = [rng.integers(0, VOCAB, rng.integers(1, 30)).tolist() for _ in range(count)]
+    return [
+        (
+            prompt,
+            SamplingParams(
+                max_tokens=int(rng.integers(1, MAX_TOKENS - len(prompt) + 1)),
+                temperature=float(i % 2),
+                top_k=i % 3 * 4,
+                seed=i,
+                stop_token_ids=(3,) if i % 4 == 0 else (),
+                priority=int(rng.integers(-20, 20)),
+            ),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int = 0) -> dict[str, int]:
+    """How the requests ended. Raises `AssertionError` where anything is wrong."""
+    rng = np.random.default_rng(seed)
+    chosen = kinds(num_kinds, rng)
+    expected = []
+    for prompt, params in chosen:  # one by one
+        (output,) = engine.generate([prompt], params)
+        expected.append(output.outputs[0].token_ids)
+
+    ends: collections.Counter[str] = collections.Counter()
+    under_way: dict[int, int] = {}
+    before = engine.stats()
+    num_left, num_tokens = num_requests, 0
+    while num_left or engine.has_unfinished_requests:
+        # Bursts, and pauses in which the queue may run empty.
+        for _ in range(min(num_left, int(rng.integers(0, BURST)) if len(under_way) < 4 * BURST else 0)):
+            num_left -= 1
+            if rng.random() < NEVER_FITS:
+                check(refuses(engine), "a request that can never be served was taken")
+                ends["refused"] += 1
+                continue
+            kind = int(rng.integers(0, num_kinds))
+            under_way[engine.add_request(*chosen[kind])] = kind
+        for request_id in [i for i in under_way if rng.random() < ABORTED / 4]:
+            engine.abort(request_id)
+        for output in engine.step():
+            (completion,) = output.outputs
+            wanted = expected[under_way[output.request_id]]
+            check(completion.token_ids == wanted[: len(completion.token_ids)], "a token was lost, doubled or another's")
+            if output.finished:
+                del under_way[output.request_id]  # a second end would be a KeyError
+                ends[str(completion.finish_reason)] += 1
+                num_tokens += len(completion.token_ids)
+                check(completion.finish_reason == "abort" or completion.token_ids == wanted, "ended before its end")
+        scheduler, allocator = jax.tree.map(np.asarray, (engine._state.scheduler, engine._state.allocator))
+        broken = scheduler.broken_invariants(allocator) + allocator.broken_invariants()
+        check(not broken, f"{broken}")
+    check(not under_way and sum(ends.values()) == num_requests, "a request never ended")
+    after = engine.stats()
+    check(after.num_generated - before.num_generated == num_tokens, "tokens that nobody asked for")
+    check(not engine._state.allocator.lengths.any(), "somebody still has a seat")
+    check(after.num_free_blocks == before.num_free_blocks, "blocks did not come back")
+    computed, recomputed = (getattr(after, name) - getattr(before, name) for name in ("num_computed", "num_recomputed"))
+    counts = dict(tokens=num_tokens, computed=computed, recomputed=recomputed)
+    return dict(ends) | counts | dict(preempted=after.num_preempted - before.num_preempted)
+
+
+def refuses(engine: Engine) -> bool:
+    try:
+        engine.add_request([1] * MAX_TOKENS, SamplingParams())
+    except ValueError:
+        return True
+    return False
+
+
+def check(holds: Any, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    num_blocks = SEATS * MAX_TOKENS // BLOCK_SIZE // 4 + 1
+    engine = create_engine(num_seats=SEATS, num_blocks=num_blocks, max_requests=4 * SEATS, compiler_options=None)
+    begin = time.perf_counter()
+    done = 0
+    while done < options.requests:  # in parts, so that a run that is cut off has said something
+        count = min(10_000, options.requests - done)
+        result = soak(engine, count, seed=options.seed + done)
+        done += count
+        share = result["recomputed"] / result["computed"]
+        print(f"[{time.perf_counter() - begin:5.0f} s] {done} requests; {result}, recomputed {share:.2%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,14 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._attention import packed
 from jaxpaged._attention.attend import attend
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotary import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
+from jaxpaged._integers import as_int32
 from pallas_kernels.partition_plan import PartitionPlan
 
 
@@ -18,6 +21,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     cache: C,
     allocator: BlockAllocator,
     slots: jax.Array,  # int32 [seqs, q_len]
+    query_starts: ArrayLike | None,  # int32 [seqs + 1]: [tokens] takes the place of [seqs, q_len]
     *,
     frequencies: tuple[float, ...] | None,
     scale: float | None,
@@ -27,19 +31,23 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     plan: PartitionPlan | None,
     implementation: Implementation | None,
 ) -> tuple[C, jax.Array]:  # and [seqs, q_len, heads * head_dim]
-    seqs, q_len = slots.shape
     num_kv_heads, head_dim = _pools(cache).k.shape[-2:]
-    projected = qkv.reshape(seqs, q_len, -1, head_dim)
-    num_heads = projected.shape[2] - 2 * num_kv_heads
-    q, k, v = jnp.split(projected, [num_heads, num_heads + num_kv_heads], axis=2)
+    projected = qkv.reshape(*slots.shape, -1, head_dim)
+    num_heads = projected.shape[-2] - 2 * num_kv_heads
+    q, k, v = jnp.split(projected, [num_heads, num_heads + num_kv_heads], axis=-2)
     if frequencies is None:
         cache = write_kv(cache, k, v, slots)
     else:
-        cache, q = rotate_and_write_kv(cache, q, k, v, slots, allocator.positions(q_len), frequencies)
+        if query_starts is None:
+            positions = allocator.positions(slots.shape[1])
+        else:
+            positions = packed.positions(as_int32(query_starts), allocator.lengths, tokens=slots.shape[0])
+        cache, q = rotate_and_write_kv(cache, q, k, v, slots, positions, frequencies)
     out = attend(
         q,
         cache,
         allocator,
+        query_starts=query_starts,
         scale=scale,
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
@@ -47,7 +55,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
         plan=plan,
         implementation=implementation,
     )
-    return cache, out.reshape(seqs, q_len, -1)
+    return cache, out.reshape(*slots.shape, -1)
 
 
 def _pools(cache: KVCache | CacheLayer) -> KVCache:
@@ -55,11 +63,24 @@ def _pools(cache: KVCache | CacheLayer) -> KVCache:
 
 
 def check_call(
-    x: jax.Array, cache: KVCache | CacheLayer, slots: jax.Array, *, num_kv_heads: int, head_dim: int
+    x: jax.Array,
+    cache: KVCache | CacheLayer,
+    slots: jax.Array,
+    query_starts: ArrayLike | None,
+    *,
+    num_kv_heads: int,
+    head_dim: int,
 ) -> None:
     """Raises `ValueError` where a module's inputs do not fit together."""
-    if x.ndim != 3 or slots.shape != x.shape[:2]:
-        raise ValueError(f"x must be [seqs, q_len, features] and slots [seqs, q_len]; got {x.shape=}, {slots.shape=}.")
+    if query_starts is None and (x.ndim != 3 or slots.shape != x.shape[:2]):
+        raise ValueError(
+            f"x must be [seqs, q_len, features] and slots [seqs, q_len]; got {x.shape=}, {slots.shape=}. "
+            "Pass query_starts with packed tokens."
+        )
+    if query_starts is not None and (x.ndim != 2 or slots.shape != x.shape[:1]):
+        raise ValueError(
+            f"with query_starts x must be [tokens, features] and slots [tokens]; got {x.shape=}, {slots.shape=}."
+        )
     k = _pools(cache).k
     if k.shape[-2:] != (num_kv_heads, head_dim):
         raise ValueError(

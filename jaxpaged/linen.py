@@ -2,7 +2,7 @@
 
 import jax
 from flax import linen
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.public import Implementation
@@ -56,11 +56,12 @@ class PagedAttention(linen.Module):
         allocator: BlockAllocator,
         slots: jax.Array,
         *,
+        query_starts: ArrayLike | None = None,
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """As `jaxpaged.nnx.PagedAttention.__call__`."""
         check_sizes(self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_frequencies)
-        check_call(x, cache, slots, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        check_call(x, cache, slots, query_starts, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
         def linear(name: str, features: int, bias: bool) -> linen.Dense:
             return linen.Dense(features, use_bias=bias, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
@@ -70,6 +71,7 @@ class PagedAttention(linen.Module):
             cache,
             allocator,
             slots,
+            query_starts,
             frequencies=self.rotary_frequencies,
             scale=self.scale,
             sliding_window=self.sliding_window,

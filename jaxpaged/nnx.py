@@ -2,7 +2,7 @@
 
 import jax
 from flax import nnx
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.public import Implementation
@@ -102,29 +102,34 @@ class PagedAttention(nnx.Module):
         allocator: BlockAllocator,
         slots: jax.Array,
         *,
+        query_starts: ArrayLike | None = None,
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """Attends from the newest tokens of each sequence.
 
         Args:
-            x: `[seqs, q_len, in_features]`, the newest q_len tokens of each sequence, the last one last.
+            x: `[seqs, q_len, in_features]`, the newest q_len tokens of each sequence, the last one last. With
+                `query_starts` `[tokens, in_features]`, the newest tokens of each sequence one after the other.
             cache: this layer's, of any dtype, or `CacheLayer(stack, i)`.
             allocator: after the `append` that made room for these tokens. One `append` serves all layers.
-            slots: int32 `[seqs, q_len]`, which that `append` returned. Rows of padding have a slot outside the pool.
+            slots: int32 `[seqs, q_len]`, which that `append` returned, or `[tokens]`, from `BlockAllocator.slots`. Rows
+                of padding have a slot outside the pool.
+            query_starts: int32 `[seqs + 1]`, as in `jaxpaged.paged_attention`: where each sequence's tokens begin in x.
             plan: of `jaxpaged.plan_partitions`, one for all layers, where the module has no `num_partitions`.
 
         Returns:
-            The new cache, in the form it came in, and the output `[seqs, q_len, in_features]`.
+            The new cache, in the form it came in, and the output, of x's shape.
 
         Raises:
             ValueError: shapes that do not fit.
         """
-        check_call(x, cache, slots, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        check_call(x, cache, slots, query_starts, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         cache, out = rotate_write_attend(
             self.qkv_proj(x),
             cache,
             allocator,
             slots,
+            query_starts,
             frequencies=self.rotary_frequencies,
             scale=self.scale,
             sliding_window=self.sliding_window,

@@ -103,6 +103,34 @@ def test_prefill_and_decode_are_dense_attention_in_both(options):
             np.testing.assert_allclose(row[0], wanted[-1], atol=2e-5)
 
 
+@pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[3]], ids=str)
+def test_packed_tokens_give_what_padded_rows_give(options):
+    """Behind a history, one token of the second sequence, and padding on both ends."""
+    module, apply = make(options)
+    old, new = jnp.asarray([2, 0, 5], jnp.int32), jnp.asarray([9, 1, 2], jnp.int32)
+    cache, allocator = fresh()
+    allocator, slots, _ = allocator.append(old, max_tokens=5)
+    cache, _ = module(prompt_batch([x[:n] for x, n in zip(tokens(), old, strict=True)], 5), cache, allocator, slots)
+    after, slots, _ = allocator.append(new, max_tokens=9)
+    newest = [x[n:] for x, n in zip(tokens(), old, strict=True)]
+    expected_cache, expected = module(prompt_batch(newest, 9), cache, after, slots)
+    expected = jnp.concatenate([row[9 - len(x) :] for row, x in zip(expected, newest, strict=True)])
+
+    query_starts = jnp.asarray([1, 10, 11, 13], jnp.int32)
+    owners = jnp.asarray([-1, *[0] * 9, 1, 2, 2, -1], jnp.int32)
+    positions = jnp.asarray([0, *range(2, 11), 0, 5, 6, 0], jnp.int32)
+    x = jnp.pad(jnp.concatenate(newest), ((1, 1), (0, 0)))
+    for call in (module, apply):
+        packed_cache, out = call(x, cache, after, after.slots(owners, positions), query_starts=query_starts)
+        assert out.shape == x.shape
+        np.testing.assert_allclose(out[1:-1], expected, atol=2e-5)
+        for array, wanted in zip(jax.tree.leaves(packed_cache), jax.tree.leaves(expected_cache), strict=True):
+            np.testing.assert_allclose(array, wanted, atol=1e-6)
+    # A twin with a mistake in it: the last token of the first sequence given to the second.
+    _, wrong = module(x, cache, after, after.slots(owners, positions), query_starts=query_starts.at[1].add(-1))
+    assert not np.allclose(wrong[1:-1], expected, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_layer_of_a_stack_serves_as_a_cache(dtype):
     module, apply = make({})
@@ -186,6 +214,8 @@ def test_call_errors():
     slots = jnp.zeros((3, 1), jnp.int32)
     with pytest.raises(ValueError, match=r"x must be \[seqs, q_len, features\].*got x.shape=\(3, 48\)"):
         module(jnp.zeros((3, FEATURES)), cache, allocator, slots)
+    with pytest.raises(ValueError, match=r"with query_starts x must be \[tokens, features\].*got x.shape=\(3, 1, 48\)"):
+        module(jnp.zeros((3, 1, FEATURES)), cache, allocator, slots, query_starts=jnp.arange(4))
     other = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM)
     with pytest.raises(ValueError, match=r"must be \[blocks, block_size, 2, 16\].*got k.shape=\(4, 4, 1, 16\)"):
         module(jnp.zeros((3, 1, FEATURES)), other, allocator, slots)

@@ -62,6 +62,13 @@ def cut(p: PackedArguments, runs: Runs) -> AttentionArguments:
     )
 
 
+def positions(query_starts: jax.Array, lengths: jax.Array, *, tokens: int) -> jax.Array:
+    """Where each token of q stands in its sequence, int32 `[tokens]`; of padding any number."""
+    places = jnp.arange(tokens, dtype=jnp.int32)
+    seqs = jnp.searchsorted(query_starts[1:], places, side="right", method="scan_unrolled").astype(jnp.int32)
+    return places + (lengths - query_starts[1:]).at[seqs].get(mode="clip")
+
+
 def join(out: jax.Array, lse: jax.Array, p: PackedArguments, runs: Runs) -> tuple[jax.Array, jax.Array]:
     """Out `[runs, run, heads, head_dim]` and lse, as `[tokens, heads, head_dim]` and `[tokens, heads]`."""
     tokens = jnp.arange(p.q.shape[0], dtype=jnp.int32)

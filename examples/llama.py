@@ -56,8 +56,8 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(initialize(rngs.params(), (features_out, features_in), dtype))
         self.bias = nnx.Param(jnp.zeros(features_out, dtype)) if use_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [seqs, q_len, in] -> [seqs, q_len, out]
-        y = jnp.einsum("oi,sqi->sqo", self.weight[...], x)
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
+        y = jnp.einsum("oi,...i->...o", self.weight[...], x)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -71,10 +71,10 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(config.features, dtype))
         self.epsilon = config.norm_epsilon
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [seqs, q_len, features]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., features]
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * self.scale[...][None, None]
+        return wide.astype(x.dtype) * jnp.broadcast_to(self.scale[...], x.shape)
 
 
 class MLP(nnx.Module):
@@ -109,9 +109,14 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, cache: jaxpaged.KVCache, allocator: jaxpaged.BlockAllocator, slots: jax.Array
+        self,
+        x: jax.Array,
+        cache: jaxpaged.KVCache,
+        allocator: jaxpaged.BlockAllocator,
+        slots: jax.Array,
+        query_starts: jax.Array | None = None,
     ) -> tuple[jaxpaged.KVCache, jax.Array]:
-        cache, attended = self.self_attn(self.input_layernorm(x), cache, allocator, slots)
+        cache, attended = self.self_attn(self.input_layernorm(x), cache, allocator, slots, query_starts=query_starts)
         x = x + attended
         return cache, x + self.mlp(self.post_attention_layernorm(x))
 
@@ -132,10 +137,12 @@ class Llama(nnx.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,  # int32 [seqs, q_len], the newest of each sequence, the last one last
+        tokens: jax.Array,  # int32 [seqs, q_len], the newest of each sequence, the last one last; or packed, [tokens]
         caches: tuple[jaxpaged.KVCache, ...],  # one a layer
         allocator: jaxpaged.BlockAllocator,  # after the append that made room for the tokens
-        slots: jax.Array,  # int32 [seqs, q_len], from that append
+        slots: jax.Array,  # int32, one a token
+        *,
+        query_starts: jax.Array | None = None,  # int32 [seqs + 1], of packed tokens: where each sequence's begin
         num_logits: int | None = None,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
         """Returns the new caches and the logits after each sequence's last token, f32 [seqs, vocab_size].
@@ -145,10 +152,13 @@ class Llama(nnx.Module):
         x = self.embed_tokens(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            cache, x = layer(x, cache, allocator, slots)
+            cache, x = layer(x, cache, allocator, slots, query_starts)
             new_caches.append(cache)
-        x = self.norm(x[:, -(num_logits or 1) :])
+        if query_starts is not None:
+            x = x[jnp.maximum(query_starts[1:] - 1, 0)]
+        else:
+            x = x[:, -num_logits:] if num_logits else x[:, -1]
         # Not embed_tokens.attend: x @ embedding.T transposes the embedding at every step on a CPU.
         head = self.embed_tokens.embedding if self.lm_head is None else self.lm_head.weight
-        logits = jnp.einsum("vf,sqf->sqv", head[...], x).astype(jnp.float32)
-        return tuple(new_caches), logits if num_logits else logits[:, 0]
+        logits = jnp.einsum("vf,...f->...v", head[...], self.norm(x)).astype(jnp.float32)
+        return tuple(new_caches), logits

@@ -1,4 +1,4 @@
-"""Prompts into the cache: a ragged batch, padded in front, in chunks that bound what their activations take."""
+"""Prompts into the cache: packed one after the other, in chunks that bound what their activations take."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from llama import Llama
 
 import jaxpaged
 
-PREFILL_CHUNK = 256  # tokens a sequence
+PREFILL_CHUNK = 512  # tokens, of all prompts together
 
 Caches = tuple[jaxpaged.KVCache, ...]  # one a layer
 
@@ -18,27 +18,19 @@ Caches = tuple[jaxpaged.KVCache, ...]  # one a layer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    chunks: jax.Array  # int32 [chunks, prompts, tokens], each prompt at the end of its row, padding before it
+    rows: jax.Array  # int32 [prompts, longest], each prompt at the end of its row, padding before it
     lengths: jax.Array  # int32 [prompts]
-
-    @property
-    def rows(self) -> jax.Array:
-        """int32 [prompts, all tokens], the chunks side by side."""
-        return self.chunks.swapaxes(0, 1).reshape(self.lengths.shape[0], -1)
+    chunk: int = dataclasses.field(metadata=dict(static=True))  # tokens that the model sees at once
 
 
 def pad_prompts(prompts: list[list[int]], *, num_cached: int = 0) -> Prompts:
-    """Where `num_cached` tokens of each prompt will be found in the cache, chunks are no longer than what is left."""
-    longest = max(map(len, prompts))
-    chunk = min(PREFILL_CHUNK, max(-(-(longest - num_cached) // 16), 1) * 16)
-    num_chunks = max(-(-longest // chunk), 1)
-    rows = np.zeros((len(prompts), num_chunks * chunk), np.int32)
+    """Where `num_cached` tokens of each prompt will be found in the cache, the chunk is no longer than what is left."""
+    rows = np.zeros((len(prompts), max(*map(len, prompts), 1)), np.int32)
     for row, prompt in zip(rows, prompts, strict=True):
         row[len(row) - len(prompt) :] = prompt
-    return Prompts(
-        jnp.asarray(rows.reshape(len(prompts), num_chunks, chunk).swapaxes(0, 1)),
-        jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
-    )
+    lengths = [len(prompt) for prompt in prompts]
+    num_new = sum(max(length - num_cached, 1) for length in lengths)  # the last token is always computed
+    return Prompts(jnp.asarray(rows), jnp.asarray(lengths, jnp.int32), min(PREFILL_CHUNK, -(-num_new // 16) * 16))
 
 
 def write_prompts(
@@ -57,23 +49,33 @@ def write_prompts(
         logits: after each prompt's last token, f32 [prompts, vocab_size].
         ok: bool [prompts], false where the pool had too few blocks.
     """
-    num_chunks, num_prompts, chunk = prompts.chunks.shape
+    num_prompts, longest = prompts.rows.shape
     seqs = jnp.arange(num_prompts) if seqs is None else seqs
-    num_new = prompts.lengths if num_cached is None else prompts.lengths - num_cached
+    num_cached = jnp.zeros_like(prompts.lengths) if num_cached is None else num_cached
+    num_new = prompts.lengths - num_cached
     num_tokens = jnp.zeros_like(allocator.lengths).at[seqs].set(num_new)
-    allocator, slots, ok = allocator.append(num_tokens, max_tokens=num_chunks * chunk)
+    allocator, _, ok = allocator.append(num_tokens, max_tokens=longest)
     # The model sees the prompts' rows alone; what stands in the others costs nothing.
     rows = dataclasses.replace(allocator, block_tables=allocator.block_tables[seqs], lengths=allocator.lengths[seqs])
-    chunk_slots = slots[seqs].reshape(num_prompts, num_chunks, chunk).swapaxes(0, 1)
+    starts = jnp.pad(jnp.cumsum(num_new, dtype=jnp.int32), (1, 0))  # of each prompt's new tokens, all packed
 
     def one_chunk(i: jax.Array, carry: tuple[Caches, jax.Array]) -> tuple[Caches, jax.Array]:
-        caches, _ = carry
+        caches, logits = carry
+        begin, end = i * prompts.chunk, (i + 1) * prompts.chunk
+        places = begin + jnp.arange(prompts.chunk, dtype=jnp.int32)
+        owners = jnp.searchsorted(starts[1:], places, side="right").astype(jnp.int32)  # past the last: padding
+        positions = places + (num_cached - starts[:-1])[owners]
+        tokens = prompts.rows[owners, positions + (longest - prompts.lengths)[owners]]
+        slots = rows.slots(owners, positions)
         # As long as each sequence is after this chunk: the chunk's tokens are then its newest.
-        still_to_come = (num_chunks - 1 - i) * chunk
-        so_far = dataclasses.replace(rows, lengths=jnp.maximum(rows.lengths - still_to_come, 0))
-        return model(prompts.chunks[i], caches, so_far, chunk_slots[i])
+        written = num_cached + jnp.clip(end - starts[:-1], 0, num_new)
+        so_far = dataclasses.replace(rows, lengths=jnp.minimum(written, rows.lengths))
+        query_starts = jnp.clip(starts - begin, 0, prompts.chunk)
+        caches, new_logits = model(tokens, caches, so_far, slots, query_starts=query_starts)
+        ends_here = (starts[1:] > begin) & (starts[1:] <= end)
+        return caches, jnp.where(ends_here[:, None], new_logits, logits)
 
-    first = num_chunks - -(-num_new.max() // chunk)  # those before it hold nothing new
     logits = jnp.zeros((num_prompts, model.embed_tokens.num_embeddings), jnp.float32)
-    caches, logits = lax.fori_loop(first, num_chunks, one_chunk, (caches, logits))
+    num_chunks = -(-starts[-1] // prompts.chunk)
+    caches, logits = lax.fori_loop(0, num_chunks, one_chunk, (caches, logits))
     return caches, allocator, logits, ok[seqs]

@@ -1,6 +1,7 @@
 """What JAX says about the hardware and the mesh. No other file asks."""
 
 import dataclasses
+import importlib.metadata
 from typing import Any
 
 import jax
@@ -23,6 +24,17 @@ def gpu() -> Gpu:
         compute_capability=float(device.compute_capability),
         fast_memory="H200" in device.device_kind.split(),  # JAX tells the name, not the bandwidth
     )
+
+
+def broken_ptxas() -> str | None:
+    """The version of the `nvidia-cuda-nvcc-cu12` that JAX compiles with, where it is one that miscompiles causal masks:
+    those of CUDA 12.8.0 to 12.9.0, which JAX's own `attention_mgpu` refuses too."""
+    try:
+        importlib.metadata.version("jax-cuda12-plugin")
+        version = importlib.metadata.version("nvidia-cuda-nvcc-cu12")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return version if (12, 8) <= tuple(map(int, version.split(".")[:3])) < (12, 9, 86) else None
 
 
 def num_devices() -> int:

@@ -1,10 +1,12 @@
 """What paged_attention refuses, and that each refusal says what it got and what to do."""
 
+import importlib.metadata
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged import paged_attention, paged_attention_reference, plan_partitions
+from jaxpaged import _device, paged_attention, paged_attention_reference, plan_partitions
 from tests.cases import make_case
 
 SEQS, HEADS, KV_HEADS, HEAD_DIM = 3, 6, 2, 64
@@ -92,3 +94,38 @@ def test_numbers_are_checked_under_jit_too(options):
 def test_choice_of_implementation(options, error, message):
     with pytest.raises(error, match=message):
         paged_attention(*make_case(lengths=(1, 20, 0)).arrays, **options)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "nvcc", "is_broken"),
+    [
+        ("0.12.0", "12.6.85", False),
+        ("0.12.0", "12.8.61", True),
+        ("0.12.0", "12.9.41", True),
+        ("0.12.0", "12.9.86", False),
+        ("0.12.0", None, False),
+        (None, "12.8.93", False),  # JAX for CUDA 13, beside another library's nvcc
+    ],
+)
+def test_a_ptxas_that_miscompiles_is_found(monkeypatch, plugin, nvcc, is_broken):
+    versions = {"jax-cuda12-plugin": plugin, "nvidia-cuda-nvcc-cu12": nvcc}
+
+    def version(name):
+        if versions[name] is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert _device.broken_ptxas() == (nvcc if is_broken else None)
+
+
+def test_no_kernel_is_compiled_with_a_ptxas_that_miscompiles(monkeypatch):
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+    monkeypatch.setattr(_device, "broken_ptxas", lambda: "12.8.93")
+    case = make_case(lengths=(1, 20, 0), dtype=jnp.bfloat16)
+    message = r"nvidia-cuda-nvcc-cu12 12\.8\.93, which miscompiles .* pip install \"nvidia-cuda-nvcc-cu12>=12\.9\.86\""
+    with pytest.raises(NotImplementedError, match=message):
+        paged_attention(*case.arrays, implementation="mosaic_gpu")
+    with pytest.warns(UserWarning, match=message):
+        out = paged_attention(*case.arrays)
+    assert (out == paged_attention(*case.arrays, implementation="xla")).all()

@@ -196,13 +196,20 @@ def _use_kernel(arguments: AttentionArguments | PackedArguments, implementation:
         if implementation == "mosaic_gpu":
             raise
         return False
-    if _device.varies(arguments):
+    message = None
+    if (version := _device.broken_ptxas()) is not None:
+        message = (
+            f"the Mosaic GPU kernels do not run with the ptxas of nvidia-cuda-nvcc-cu12 {version}, which miscompiles "
+            'causal masks. Install a later one: pip install "nvidia-cuda-nvcc-cu12>=12.9.86".'
+        )
+    elif _device.varies(arguments):
         message = (
             "inside jax.shard_map the Mosaic GPU kernels need check_vma=False: Pallas takes no arrays that vary over a "
             "mesh axis."
         )
-        if implementation == "mosaic_gpu":
-            raise NotImplementedError(message)
-        warnings.warn(f"{message} XLA computes this call, slowly.", stacklevel=3)
-        return False
-    return True
+    if message is None:
+        return True
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(message)
+    warnings.warn(f"{message} XLA computes this call, slowly.", stacklevel=3)
+    return False

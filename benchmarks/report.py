@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from the files of benchmarks/results: `python -m benchmarks.report`.
+"""Writes the tables of docs/ from the files of benchmarks/results: `python -m benchmarks.report`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. All other text stays.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "allocator", "cache")]
 RESULTS = ROOT / "benchmarks" / "results"
 LENGTHS = {  # by the word in place of a length, of sequences and tokens
     "": "{} x {}",
@@ -26,36 +26,43 @@ OPTIONS = {
     "window": "window of {}",
     "q_len": "{} query tokens",
 }
-SHAPES = (
+SHAPES = (  # of the peers' table
     *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
     *("128x1024", "256x1024", "64xragged8192", "64x8192"),
 )
-BALANCED_SHAPES = ("8xoutlier131072", "8xragged8192", "8x8192", "8x2048")
+DECODE = "1x512", "1x8192", "1x131072", "8x2048", "256x1024", "64xragged8192", "64x8192"
 PROMPTS = (
     *("32/8 1x2048 q_len=2048", "32/8 1x8192 q_len=8192", "32/8 8x1024 q_len=1024", "32/8 64x128 q_len=128"),
-    *("32/8 8x2304 q_len=256", "64/8 8x1024 q_len=1024", "32/32 8x1024 q_len=1024"),
-    "32/8 8x1024 q_len=1024 head_dim=64",
+    *("32/8 8x2304 q_len=256", "32/8 8x1024 q_len=1024 head_dim=64"),
 )
-VARIANTS = (
-    *("32/8 8x2048 contiguous=1", "32/8 8x2048 block_size=64", "32/8 1x8192 head_dim=64", "32/8 64x8192 head_dim=64"),
-    *("32/8 64x8192 head_dim=256", "32/8 64x8192 window=1024", "32/8 1x8192 q_len=4", "32/8 64x8192 q_len=4"),
-    "32/8 64xzipf8192",
+VARIANTS = (  # GPU, file, shape, what the file calls it
+    ("H100", "h100/variants", "32/8 8x2048 block_size=64", "{}"),
+    *(("H100", "h100/variants", f"32/8 64x8192 {option}", "{}") for option in ("head_dim=64", "head_dim=256")),
+    *(("H100", "h100/variants", f"32/8 64x8192 {option}", "{}") for option in ("window=1024", "q_len=4")),
+    *(("H200", "decisions/rows_h200", f"32/8 {seqs}x8192 q_len=16", "run 5 | {} | default") for seqs in (1, 64)),
+    *(("H100", "h100/balanced", "32/8 8xoutlier131072", f"{{}} {plan}") for plan in ("default", "balanced")),
 )
-QUANTISED = ("32/8 64x8192", "32/8 8x4096", "32/8 64x2048 head_dim=64", "8/1 64x2048", "32/8 1x8192")
+QUANTISED = ("H100", "32/8 64x8192"), ("H100", "32/8 8x4096"), ("H200", "32/8 64x8192")
 CACHES = tuple(
     f" cache={dtype} scale={scale}" for dtype in ("float8_e4m3fn", "int8") for scale in ("head", "token_head")
 )
 CACHE_OPERATIONS = {
     "write_kv | 8192 tokens": "`write_kv`, bfloat16",
-    "write_kv float8_e4m3fn, head | 8192 tokens": "`write_kv`, float8_e4m3fn, head scales",
-    "write_kv float8_e4m3fn, token_head | 8192 tokens": "`write_kv`, float8_e4m3fn, token scales",
+    "write_kv float8_e4m3fn, head | 8192 tokens": "`write_kv`, float8_e4m3fn, `head`",
+    "write_kv float8_e4m3fn, token_head | 8192 tokens": "`write_kv`, float8_e4m3fn, `token_head`",
     "copy_blocks, a stack of 32 | 512 blocks": "`copy_blocks`, a stack",
     "by XLA, a stack of 32 | 512 blocks": "the same by XLA",
-    "copy_blocks, 32 caches | 512 blocks": "`copy_blocks`, 32 caches",
-    "by XLA, 32 caches | 512 blocks": "the same by XLA",
     "gather_kv | 64 x 1024 tokens": "`gather_kv`",
-    "swap_out | 256 blocks": "device to host",
-    "swap_in | 256 blocks": "host to device",
+    "swap_out | 256 blocks": "`blocks_to_host`",
+    "swap_in | 256 blocks": "`blocks_from_host`",
+}
+ALLOCATOR_OPERATIONS = {
+    "append": "`append`, with its slots",
+    "append, free": "`append`, and `free` of one sequence in 64",
+    "free": "`free` of one sequence",
+    "fork, replace": "`fork` with `replace`, beams of 4",
+    "rollback": "`rollback` by a token",
+    "match_prefix, free": "`match_prefix` of 256 tokens, and `free` of all",
 }
 
 
@@ -87,7 +94,7 @@ def decode() -> str:
     gpus = [points("h100/decode"), points("h200/decode")]
     heads = ["sequences x length", *("H100", "floor", "over it", "FA3"), *("H200", "floor", "over it", "FA3")]
     rows = []
-    for name in (f"32/8 {shape}" for shape in SHAPES):
+    for name in (f"32/8 {shape}" for shape in DECODE):
         row = [label(name)]
         for p in (gpu[name] for gpu in gpus):
             row += [us(p["us"]), us(p["floor"]), f"{p['over_floor']:.2f}", us(p["peers"]["fa3"]["us"])]
@@ -98,7 +105,7 @@ def decode() -> str:
 def peers() -> str:
     rows = []
     names = [f"{heads} {shape}" for heads in ("32/8", "64/8", "32/32") for shape in SHAPES]
-    for gpu, file in (("H100", "h100/decode"), ("H100", "h100/decode_peers"), ("H200", "h200/decode")):
+    for gpu, file in (("H100", "h100/decode_peers"), ("H200", "h200/decode")):
         found = [points(file)[name] for name in names]
         row = [gpu, f"`{file}.json`", f"{statistics.geometric_mean(p['over_floor'] for p in found):.3f}"]
         for peer in ("fa3", "flashinfer", "xqa"):
@@ -109,19 +116,12 @@ def peers() -> str:
 
 
 def variants() -> str:
-    found = points("h100/variants")
-    rows = (
-        [label(name), us(p["us"]), us(p["floor"]), f"{p['over_floor']:.2f}"] for name in VARIANTS if (p := found[name])
-    )
-    return table(("sequences x length", "us", "floor", "over it"), rows)
-
-
-def many_rows() -> str:
     rows = []
-    for shape in ("1x8192", "3x8192", "8x2048", "64x8192"):
-        p = points("decisions/rows_h200")[f"run 5 | 32/8 {shape} q_len=16 | default"]
-        rows.append([label(f"32/8 {shape}"), us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"])
-    return table(("sequences x length", "us", "floor", "over it"), rows)
+    for gpu, file, name, key in VARIANTS:
+        p = points(file)[key.format(name)]
+        text = label(name) + (", with a plan" if key == "{} balanced" else "")
+        rows.append([gpu, text, us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"])
+    return table(("GPU", "sequences x length", "us", "floor", "over it"), rows)
 
 
 def prefill() -> str:
@@ -135,17 +135,9 @@ def prefill() -> str:
     return table(("sequences x length", "jaxpaged, us", "TFLOP/s", "cuDNN, us", "TFLOP/s"), rows)
 
 
-def balanced() -> str:
-    found, rows = points("h100/balanced"), []
-    for name in (f"32/8 {shape}" for shape in BALANCED_SHAPES):
-        default, shared = found[f"{name} default"], found[f"{name} balanced"]
-        rows.append([label(name), us(default["floor"]), us(default["us"]), us(shared["us"])])
-    return table(("sequences x length", "floor", "default", "with a plan"), rows)
-
-
 def quantised() -> str:
     rows = []
-    for gpu, name in (*(("H100", name) for name in QUANTISED), *(("H200", name) for name in QUANTISED[:2])):
+    for gpu, name in QUANTISED:
         found = points(f"{gpu.lower()}/quantised")
         times = [found.get(f"{name}{cache}", {}).get("us") for cache in ("", *CACHES)]
         rows.append([gpu, label(name), *(us(time) if time else "" for time in times)])
@@ -158,9 +150,13 @@ def decode_step() -> str:
     for gpu in ("h100", "h200"):
         for shape in ("64x2048", "1x8192"):
             p = points(f"{gpu}/decode_step")[f"example {shape}"]
-            figures = [f"{p['ms']:.2f}", f"{p['floor_ms']:.2f}", f"{p['over_floor']:.2f}"]
-            rows.append([gpu.upper(), label(f"32/8 {shape}"), *figures])
-    return table(("GPU", "sequences x length", "ms a step", "floor", "over it"), rows)
+            rows.append([gpu.upper(), "Llama-3-8B", label(f"32/8 {shape}"), p["ms"], p["floor_ms"]])
+    for seqs in (1, 16):
+        p = points("cpu/generate")[f"batch {seqs}"]
+        ms = 1000 / p["steps_per_s"]
+        rows.append(["2 cores of a CPU", "SmolLM2-135M", f"{seqs}, 64 new tokens", ms, ms * p["of_floor"]])
+    texts = ([*names, f"{ms:.2f}", f"{floor:.2f}", f"{ms / floor:.2f}"] for *names, ms, floor in rows)
+    return table(("on", "model", "sequences x length", "ms a step", "floor", "over it"), texts)
 
 
 def cache_operations() -> str:
@@ -172,32 +168,56 @@ def cache_operations() -> str:
     return table(("operation", "size", "us", "of a plain copy"), rows)
 
 
-def cpu() -> str:
-    found = [points("cpu/generate")[f"batch {batch}"] for batch in (1, 4, 16)]
+def allocator() -> str:
+    found = points("h100/allocator")
+    rows = (
+        [text, us(found[f"{name} | 256 seqs, 65536 blocks, 2048 tokens in 256"]["us"])]
+        for name, text in ALLOCATOR_OPERATIONS.items()
+    )
+    return table(("operation", "us"), rows)
+
+
+def allocator_in_a_step() -> str:
+    rows = []
+    for shape in ("64x2048", "256x512"):
+        p = points("h100/allocator")[f"model {shape}"]
+        times = (f"{p['ms'][method]:.2f}" for method in ("jaxpaged", "filled", "host"))
+        rows.append([label(f"32/8 {shape}"), *times, f"{p['append_share']:.2%}"])
+    heads = ("sequences x length", "with the allocator", "tables filled beforehand", "an allocator on the host")
+    return table((*heads, "`append` alone"), rows)
+
+
+def perplexity() -> str:
+    found = points("cpu/perplexity")
+    exact, half = found["float32"]["perplexity"], found["bfloat16"]["bytes_per_token"]
     rows = (
         [
-            str(p["batch"]),
-            us(p["tokens_per_s"]),
-            f"{p['over_batch_1']:.2f}",
-            us(p["steps_per_s"]),
-            f"{p['of_floor']:.0%}",
+            p["dtype"],
+            p["scale"] or "",
+            str(p["bytes_per_token"]),
+            f"{1 - p['bytes_per_token'] / half:.0%}" if p["bytes_per_token"] < half else "",
+            f"{p['perplexity']:.2f}",
+            f"{p['perplexity'] / exact - 1:+.2%}".replace("-0.00%", "+0.00%"),
+            f"{p['prompts_with_equal_tokens']} of {p['prompts']}",
+            f"{p['share_of_tokens_before_a_difference']:.0%}",
         ]
-        for p in found
+        for p in found.values()
     )
-    return table(("sequences", "tokens/s", "times batch 1", "steps/s", "of the floor's"), rows)
+    heads = ("dtype", "scale", "bytes a token", "less than bfloat16", "perplexity", "change")
+    return table((*heads, "prompts equal", "tokens before"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "peers": peers,
     "variants": variants,
-    "many rows": many_rows,
     "prefill": prefill,
-    "balanced": balanced,
     "quantised": quantised,
     "decode step": decode_step,
     "cache operations": cache_operations,
-    "cpu": cpu,
+    "allocator": allocator,
+    "allocator in a step": allocator_in_a_step,
+    "perplexity": perplexity,
 }
 
 
@@ -212,4 +232,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))

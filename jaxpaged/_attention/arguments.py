@@ -30,15 +30,11 @@ class Options(TypedDict, total=False):
     v_scale: ArrayLike | None
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AttentionArguments:
-    """Checked arguments. Every implementation takes these and nothing else.
+class _Arguments:
+    """Checked arguments. `group` query heads read one KV head."""
 
-    A query row is one (token, head) pair. `group` query heads read one KV head.
-    """
-
-    q: jax.Array  # [seqs, q_len, heads, head_dim]
+    q: jax.Array  # [..., heads, head_dim]
     k_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
     v_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
     block_tables: jax.Array  # int32 [seqs, max_blocks]
@@ -51,7 +47,16 @@ class AttentionArguments:
 
     @property
     def group(self) -> int:
-        return self.q.shape[2] // self.k_cache.shape[2]
+        return self.q.shape[-2] // self.k_cache.shape[2]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionArguments(_Arguments):
+    """Arguments with q `[seqs, q_len, heads, head_dim]`. Every implementation takes these and nothing else.
+
+    A query row is one (token, head) pair.
+    """
 
     def query_positions(self) -> jax.Array:
         """The position of each query in its sequence, int32 [seqs, q_len]; negative where there is none."""
@@ -81,24 +86,10 @@ class AttentionArguments:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PackedArguments:
-    """Checked arguments of a call with `query_starts`."""
+class PackedArguments(_Arguments):
+    """Arguments of a call with `query_starts`, with q `[tokens, heads, head_dim]`."""
 
-    q: jax.Array  # [tokens, heads, head_dim]
-    k_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
-    v_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
-    block_tables: jax.Array  # int32 [seqs, max_blocks]
-    lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
     query_starts: jax.Array  # int32 [seqs + 1]
-    options: AttentionOptions
-
-    @property
-    def block_size(self) -> int:
-        return self.k_cache.shape[1]
-
-    @property
-    def group(self) -> int:
-        return self.q.shape[1] // self.k_cache.shape[2]
 
 
 def check_arguments(

@@ -17,12 +17,12 @@ __all__ = ["PagedAttention"]
 class PagedAttention(nnx.Module):
     """Causal self-attention whose keys and values live in a paged cache.
 
-    Projects, rotates q and k, writes k and v into the cache, attends, projects back. The cache and the allocator are
-    arguments, the new cache is a result: the module holds weights alone.
+    It projects, rotates q and k, writes k and v into the cache, attends, and projects back. The cache and the allocator
+    are arguments, the new cache is a result: the module only holds weights.
 
-    q, k and v come from one product, which reads its weights faster than three. `qkv_proj.kernel` is
+    q, k and v are one product, which reads its weights faster than three. `qkv_proj.kernel` is
     `[in_features, (num_heads + 2 * num_kv_heads) * head_dim]`, the columns of q, then of k, then of v; its bias
-    likewise. Of separate kernels it is made with `jnp.concatenate([q, k, v], axis=-1)`. `o_proj.kernel` is
+    likewise. Make it of separate kernels with `jnp.concatenate([q, k, v], axis=-1)`. `o_proj.kernel` is
     `[num_heads * head_dim, in_features]`.
 
     Args:

@@ -1,8 +1,8 @@
-"""Which partitions each sequence gets where a batch's partitions are shared out by length.
+"""The partitions of each sequence, if a batch's partitions are shared out by length.
 
-Worked out by XLA on the device, before the kernels: `paged_decode` works on what the plan says, `paged_merge` merges
-what it split. Whatever the plan, the result is the same but for rounding: a sequence's partitions take turns with its
-tiles, however many there are of either.
+XLA computes the plan on the device, before the kernels. `paged_decode` follows it, `paged_merge` merges what it split.
+Any plan gives the same result up to rounding: a sequence's tiles go to its partitions in turn, however many there are
+of either.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ TILE = 64  # tokens by which lengths are counted
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartitionPlan:
-    """A sequence's partitions stand side by side, one at least. Those left over follow the last sequence's, as more of
-    the same: their index is not below the number of its partitions."""
+    """Partitions of each sequence, side by side, at least one. Those left over follow as more of the last sequence's:
+    their index is not below the number of its partitions."""
 
-    partitions: jax.Array  # int32 [total_partitions, 3]: whose each is, which of its sequence's, and how many these are
+    partitions: jax.Array  # int32 [total_partitions, 3]: sequence, index in it, how many it has
     partition_starts: jax.Array  # int32 [seqs + 1], exclusive prefix sums, the last at most total_partitions
 
     @property

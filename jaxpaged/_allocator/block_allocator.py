@@ -24,7 +24,7 @@ class BlockAllocator(AllocatorState):
     Attributes:
         block_tables: int32 `[seqs, max_blocks]`; row i's first `ceil(lengths[i] / block_size)` entries are its blocks,
             in order; the others are 0.
-        lengths: int32 `[seqs]`, in tokens. A sequence of length 0 is a free seat, unless it is swapped out.
+        lengths: int32 `[seqs]`, in tokens. A row of length 0 is free, unless it is swapped out.
         swapped_lengths: int32 `[seqs]`, in tokens, of sequences that are swapped out; 0 for the others.
         pool: the free blocks, and how many hold each of the others.
         block_size: tokens in a block (static).
@@ -32,13 +32,11 @@ class BlockAllocator(AllocatorState):
     Invariants, which `broken_invariants` tests:
 
     - Block 0, the null block, is never handed out. Every other block is either free or held, never both.
-    - A block's holders are the table entries that name it and the pins that `hold` put on it. It is free when there
-      are none.
-    - Sequences share full blocks only. A partly filled last block is in one table row, and whoever writes to a
-      sequence's slots past its length disturbs nobody.
-    - A block's tokens stay as they are while it is held by whoever wrote or was given them: `fork` and `rollback`
-      return the copies that keep it so.
-    - What is refused is exactly as it was.
+    - A block is held by the table entries that name it and by the pins of `hold`. It is free if there are none.
+    - Sequences share full blocks only. A partly filled last block is in one table row, so writing to a sequence's
+      slots past its length changes no other sequence.
+    - A block's tokens do not change while it is held. `fork` and `rollback` return the copies that this needs.
+    - A refused row stays exactly as it was.
 
     All operations work on all sequences at once with prefix sums: no loop, no sort, no host. They run inside jit,
     scan, while_loop and vmap. `docs/allocator.md` says what each costs.
@@ -82,18 +80,18 @@ class BlockAllocator(AllocatorState):
         )
 
     def positions(self, q_len: int) -> jax.Array:
-        """Where the newest `q_len` tokens of each sequence stand, int32 `[seqs, q_len]`; negative: no such token."""
+        """Positions of the newest `q_len` tokens of each sequence, int32 `[seqs, q_len]`; negative: no such token."""
         return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
 
     def slots(self, seqs: ArrayLike, positions: ArrayLike) -> jax.Array:
-        """Where tokens of sequences stand in the cache, for packed tokens of several sequences.
+        """Slots of packed tokens of several sequences.
 
         Args:
             seqs: int32, any shape: the row of each token.
             positions: int32, the same shape: its position in that sequence.
 
         Returns:
-            int32, the same shape. `num_blocks * block_size`, which `write_kv` drops, where there is no such token.
+            int32, the same shape. For a token that does not exist, `num_blocks * block_size`, which `write_kv` drops.
 
         Raises:
             ValueError: the two are not int32 of one shape.
@@ -112,21 +110,21 @@ class BlockAllocator(AllocatorState):
     ) -> tuple["BlockAllocator", jax.Array, jax.Array]:
         """Makes room for new tokens at the end of each sequence.
 
-        All or nothing per sequence: one that is refused is exactly as it was. Blocks are granted in row order, and
-        nobody overtakes: behind the first row that finds too few, every row that needs a new block is refused too
-        (those whose last block still has room are not). A row is also refused where its table is too narrow, its
-        count is negative or above `max_tokens`, or it is swapped out and its count is not 0.
+        A sequence gets all of its tokens or none; a refused one stays exactly as it was. Blocks are granted in row
+        order. After the first row that finds too few, every row that needs a new block is refused; rows whose last
+        block has room are not. A row is also refused if its table is too narrow, its count is negative or above
+        `max_tokens`, or it is swapped out and its count is not 0.
 
         Args:
             num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is. Or bool: which sequences get one token.
             max_tokens: the most tokens that a sequence may get in this call (static).
-            order: int32 `[seqs]`: blocks are granted to the rows from the smallest number to the largest, equal ones
-                in row order. None: in row order.
+            order: int32 `[seqs]`: the row with the smallest number gets blocks first, equal ones in row order. None:
+                row order.
 
         Returns:
             allocator: the new one.
-            slots: int32 `[seqs, max_tokens]`, where each new token goes, for `write_kv`. The tokens stand at the end
-                of the row, as `paged_attention` wants its queries; before them, and in refused rows, stands
+            slots: int32 `[seqs, max_tokens]`, the slots of the new tokens, for `write_kv`. They stand at the end of the
+                row, as the queries of `paged_attention` do. The rest of the row, or all of a refused one, is
                 `num_blocks * block_size`, which `write_kv` drops.
             ok: bool `[seqs]`.
 
@@ -170,9 +168,8 @@ class BlockAllocator(AllocatorState):
     def free(self, seqs: ArrayLike) -> "BlockAllocator":
         """Gives back all blocks of the marked sequences, which become empty. Freeing an empty one changes nothing.
 
-        One that is swapped out is given up, and its seat is free.
-        A block that another sequence or a pin holds too stays with them. Blocks go back last first, so that a `free`
-        right after an `append` restores the free list.
+        A swapped out sequence becomes empty too. A block that another sequence or a pin also holds stays held. Blocks
+        go back last first, so that a `free` right after an `append` restores the free list.
 
         Args:
             seqs: bool `[seqs]`.
@@ -186,22 +183,23 @@ class BlockAllocator(AllocatorState):
         """Makes rows into copies of others: parallel sampling, beam search.
 
         Row i becomes what row `parents[i]` was before the call. Full blocks are shared. A partly filled last block has
-        one owner: each child gets a block of its own, and the tokens in it must be copied, in the same jit, before
-        anything else is written: `cache = copy_blocks(cache, *copies)`. With `replace`, where a parent is itself
-        replaced, its first child takes the block over without a copy, if the free blocks suffice for the other copies.
-        So a beam search in which every beam goes on needs at most one free block for each child of a parent beyond its
-        first; one that ends, and whose row stays, leaves its parent's children to take a block each.
+        one owner: each child gets a block of its own. Copy the tokens in the same jit, before anything else is written:
+        `cache = copy_blocks(cache, *copies)`.
 
-        All or nothing per row, in row order, as in `append`. A refused row is as it was.
+        With `replace`, a parent may itself be replaced. Its first child then takes over its last block without a copy,
+        if the free blocks suffice for the other copies. A beam search needs at most one free block for each further
+        child of such a parent, and for each child of a parent whose row stays.
+
+        A row gets all of its blocks or none, in row order as in `append`. A refused row stays as it was.
 
         Args:
-            parents: int32 `[seqs]`; -1, or a row's own number, leaves it as it is, and is ok.
-            replace: false: a row that holds tokens is refused as a child. True: what it held is given back. (Static.)
+            parents: int32 `[seqs]`; -1, or a row's own number, leaves the row as it is, and is ok.
+            replace: whether a row that holds tokens may become a child: its blocks are given back (static).
 
         Returns:
             allocator: the new one.
-            copies: (source_ids, destination_ids), int32 `[seqs]` each, for `copy_blocks`; 0, 0 where there is none.
-            ok: bool `[seqs]`; false for a parent that does not exist, a row that is occupied, a parent or row that is
+            copies: (source_ids, destination_ids), int32 `[seqs]` each, for `copy_blocks`; 0, 0: no copy.
+            ok: bool `[seqs]`; false for a parent that does not exist, an occupied row, a parent or row that is
                 swapped out, or too few free blocks.
 
         Raises:
@@ -220,20 +218,21 @@ class BlockAllocator(AllocatorState):
     def rollback(self, lengths: ArrayLike) -> tuple["BlockAllocator", Copies, jax.Array]:
         """Shortens sequences to the given lengths, as when speculative decoding rejects tokens.
 
-        Blocks beyond are let go. Where a sequence then ends inside a block that is shared, pinned or cached, it gets a
-        block of its own in place of that one, and its tokens must be copied before anything else is written:
-        `cache = copy_blocks(cache, *copies)`. A sequence never ends so where all that it gives up was appended to it
-        since its last `fork`, `hold` and `insert` (speculative decoding behind a prompt): the copies are then all 0
-        and may be left alone, and cost nothing.
+        Blocks past the new end are given back. If a sequence then ends inside a block that is shared, pinned or cached,
+        it gets a block of its own instead. Copy the tokens before anything else is written:
+        `cache = copy_blocks(cache, *copies)`.
 
-        All or nothing per row, in row order, as in `append`.
+        No copy is needed if every dropped token was appended after the sequence's last `fork`, `hold` and `insert`, as
+        in speculative decoding after a prompt. The copies are then all 0 and need no `copy_blocks`.
+
+        A row is shortened as asked or not at all, in row order as in `append`.
 
         Args:
             lengths: int32 `[seqs]`, at most the present ones. A row's present length leaves it as it is.
 
         Returns:
             allocator: the new one.
-            copies: (source_ids, destination_ids), int32 `[seqs]` each, for `copy_blocks`; 0, 0 where there is none.
+            copies: (source_ids, destination_ids), int32 `[seqs]` each, for `copy_blocks`; 0, 0: no copy.
             ok: bool `[seqs]`; false for a length that is negative or beyond the present one, or too few free blocks.
 
         Raises:
@@ -242,19 +241,19 @@ class BlockAllocator(AllocatorState):
         return sharing.rollback(self, self._rows("lengths", lengths, jnp.int32))
 
     def swap_out(self, seqs: ArrayLike) -> tuple["BlockAllocator", jax.Array]:
-        """Gives back the blocks of sequences whose tokens move to the host, and keeps their seats.
+        """Gives back the blocks of sequences whose tokens move to the host, and keeps their rows.
 
-        The tokens are moved by whoever has the cache, in the same jit and before anything else is written: from the
-        blocks returned, and later, at the same places, to those that `swap_in` returns. A block that a sequence
-        shares stays with the others, and comes back as one of its own.
+        The caller moves the tokens, in the same jit and before anything else is written: out of the returned blocks,
+        and at `swap_in` into the blocks that it returns, which have the same places. A shared block stays with the
+        other sequences; at `swap_in` the sequence gets a block of its own for it.
 
         Args:
-            seqs: bool `[seqs]`; for a sequence that is empty or swapped out already nothing happens.
+            seqs: bool `[seqs]`; an empty or already swapped out sequence does not change.
 
         Returns:
-            allocator: the new one. What left has length 0 and a `swapped_lengths`; `append` and `fork` refuse it,
-                `free` gives it up.
-            block_ids: int32 `[seqs, max_blocks]`, the blocks that they had, in order; 0 elsewhere.
+            allocator: the new one. A swapped out sequence has length 0, and its length in `swapped_lengths`. `append`
+                and `fork` refuse it, `free` drops it.
+            block_ids: int32 `[seqs, max_blocks]`, the blocks that it had, in order; 0 elsewhere.
 
         Raises:
             ValueError: `seqs` is not bool `[seqs]`.
@@ -262,14 +261,14 @@ class BlockAllocator(AllocatorState):
         return swapping.swap_out(self, self._rows("seqs", seqs, jnp.bool_))
 
     def swap_in(self, seqs: ArrayLike) -> tuple["BlockAllocator", jax.Array, jax.Array]:
-        """Gives new blocks to sequences that were swapped out: all or nothing for each, in row order, as in `append`.
+        """Gives new blocks to swapped out sequences: all that one needs or none, in row order as in `append`.
 
         Args:
             seqs: bool `[seqs]`.
 
         Returns:
             allocator: the new one.
-            block_ids: int32 `[seqs, max_blocks]`, where each block of what came back goes; 0 elsewhere.
+            block_ids: int32 `[seqs, max_blocks]`, the new blocks, in order; 0 elsewhere.
             ok: bool `[seqs]`; false for a marked row that is not swapped out, or for too few free blocks.
 
         Raises:
@@ -290,9 +289,9 @@ class BlockAllocator(AllocatorState):
     def still_holds(self, snapshot: "BlockAllocator") -> jax.Array:
         """Whether going back to `snapshot` is sound, bool `[]`.
 
-        That is, whether every block of its sequences was held ever since, and none of their tokens given up: then
-        what was written for them is still there. (Sequences that were shortened inside a block after the snapshot
-        count as having given up that block's tokens, even those past the snapshot's length.)
+        It is if every block of its sequences has been held all the time and none of their tokens were dropped: then
+        what was written for them is still there. Shortening a sequence inside a block drops all tokens of that block,
+        also those past the snapshot's length.
 
         Args:
             snapshot: an allocator that this one came from, by any operations.
@@ -303,7 +302,7 @@ class BlockAllocator(AllocatorState):
         return snapshots.still_holds(self, snapshot)
 
     def hold(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
-        """Pins the blocks of a snapshot's sequences: whoever frees them, they stay, until `release(snapshot)`.
+        """Pins the blocks of a snapshot's sequences: they stay held until `release(snapshot)`.
 
         Args:
             snapshot: an allocator that this one came from, or this one itself.
@@ -330,17 +329,17 @@ class BlockAllocator(AllocatorState):
         return snapshots.hold(self, snapshot)
 
     def release(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
-        """Takes back the pins of `hold(snapshot)`; blocks that nobody else holds are free.
+        """Removes the pins of `hold(snapshot)`; blocks that nothing else holds are then free.
 
-        A block counts its pins and does not know whose they are: releasing a snapshot that was never held takes back
-        the pins that another one put on the same blocks. Release exactly what was held.
+        A block only counts its pins. Releasing a snapshot that was never held removes the pins that another snapshot
+        put on the same blocks: release exactly what was held.
 
         Args:
             snapshot: one that was held.
 
         Returns:
             allocator: the new one, unchanged where not ok.
-            ok: bool `[]`; false where a block of the snapshot is not pinned, as after releasing it before.
+            ok: bool `[]`; false if a block of the snapshot is not pinned, for example after a first release.
 
         Raises:
             ValueError: `snapshot` is of other sizes.
@@ -348,15 +347,15 @@ class BlockAllocator(AllocatorState):
         return snapshots.release(self, snapshot)
 
     def restore(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
-        """Goes back to `snapshot` if that is sound; everything since, pins included, is undone.
+        """Goes back to `snapshot` if that is sound. Everything done after it is undone, pins included.
 
-        Using the old allocator itself does the same where `still_holds(snapshot)`, but for three things that `restore`
-        sees to: snapshots taken since are no longer held to be sound, cached prefixes whose blocks may have been
-        overwritten since are forgotten, and where it is not sound nothing changes. To go back twice, keep what the
-        first `restore` returned.
+        Using the old allocator itself does the same if `still_holds(snapshot)`, except for three things that `restore`
+        does: it makes snapshots of the undone states unsound, it forgets cached prefixes whose blocks may have been
+        overwritten, and it changes nothing if going back is not sound. To go back twice, keep what the first `restore`
+        returned.
 
         Returns:
-            allocator: the snapshot, or where not ok this one, unchanged.
+            allocator: the snapshot, or if not ok this allocator, unchanged.
             ok: bool `[]`, `still_holds(snapshot)`.
 
         Raises:
@@ -371,8 +370,8 @@ class BlockAllocator(AllocatorState):
             before: an allocator that this one came from.
 
         Returns:
-            int32 `[seqs * max_blocks]`, 0 where there is none. Blocks in which a cached prefix waits are not among
-            them, nor those that were handed out again, so that zeroing them takes nothing from anybody.
+            int32 `[seqs * max_blocks]`, padded with 0. Cached blocks and blocks handed out again are not among them:
+            zeroing these ids destroys nothing that is in use.
 
         Raises:
             ValueError: `before` is of other sizes.

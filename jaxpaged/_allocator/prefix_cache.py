@@ -25,15 +25,15 @@ PLACES = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixCache:
-    """What stands in the full blocks of a `BlockAllocator`'s pool, so that a later prompt can share them. Immutable.
+    """The tokens in full blocks of a `BlockAllocator`'s pool, so that other prompts can share the blocks. Immutable.
 
-    It is a pytree beside the allocator, so that whoever needs no prefix cache neither carries nor pays for one. What
-    it knows is about the pool: it goes with that allocator and its successors, one prefix cache to an allocator.
+    It is a pytree beside the allocator, so that a program without it pays nothing. It describes the pool of one
+    allocator: use one prefix cache with that allocator and the allocators that follow from it.
 
     Attributes:
-        tokens: int32 `[blocks, block_size]`, what a cached block holds.
+        tokens: int32 `[blocks, block_size]`, the tokens of a cached block.
         salts: int32 `[blocks]`, the tenant of a cached block.
-        serials: int32 `[blocks]`, a number that each cached block has for itself, from 1 on.
+        serials: int32 `[blocks]`, a number unique to each cached block, from 1 on.
         parents: int32 `[blocks]`, the serial of the block before it in its sequence; 0 for a first block.
         tags: uint32 `[blocks]`, a hash of the salt, of the block's tokens and of all before them.
         homes: int32 `[blocks]`, the block's place in `table`.
@@ -41,20 +41,20 @@ class PrefixCache:
             pool still knows the block as cached; others are free places.
         secret: uint32 `[4]`, the key of the hashes.
         next_serial: int32 `[]`.
-        num_lookups: int32 `[]`, full blocks that `match_prefix` was asked for; modulo 2^32, as is the next.
-        num_hits: int32 `[]`, those that it found.
+        num_lookups: int32 `[]`, full blocks that `match_prefix` looked up; modulo 2^32, as is `num_hits`.
+        num_hits: int32 `[]`, full blocks that it found.
 
-    A match is exact. The hashes only say where to look: what is found there is compared token by token, with its salt
-    and with the serial of the block matched before it, so that no collision serves one sequence another's tokens. A
-    collision costs a miss at the most.
+    A match is exact. The hashes only say where to look. The block found there is compared token by token, with its
+    salt and with the serial of the block matched before it, so that a collision never serves another sequence's tokens.
+    It costs at most a miss.
 
     Salts keep tenants apart. A sequence finds only blocks inserted under its own salt, and a lookup passes over the
     blocks of other salts, whatever their hashes. Tenants share the places of the table and the blocks of the pool.
     With a random `secret`, a tenant who chooses tokens cannot aim at another's places: see `chain_hashes`.
 
-    A block stays to be found while somebody holds it, and after that until its space is needed: other free blocks are
-    handed out first, then those that went unused longest, of a sequence the tail before the head. Cached blocks are
-    never written; the `KVCache` is not touched by any of this.
+    A block stays cached while it is held, and after that until its space is needed. Free blocks that are not cached are
+    handed out first, then the cached ones unused longest, of a sequence the tail before the head. Nothing here reads or
+    writes the `KVCache`.
     """
 
     tokens: jax.Array
@@ -77,8 +77,8 @@ class PrefixCache:
             num_blocks: blocks in the pool, the null block included.
             block_size: tokens in a block.
             secret: the key of the hashes, below 2^128. Tenants who do not trust each other need a random one:
-                `secrets.randbits(128)`. What is found does not depend on it. A number is a constant of the program
-                that `create` is traced into: call it outside of `jit`.
+                `secrets.randbits(128)`. It does not change what is found. Call `create` outside of `jit`: traced, the
+                number is a constant of the program.
 
         Raises:
             ValueError: `num_blocks` below 2, `block_size` below 1, a table of 2^31 places and more, or a `secret`
@@ -121,29 +121,29 @@ class PrefixCache:
 
     @property
     def hit_rate(self) -> jax.Array:
-        """Blocks found of those looked up, float32 `[]`; 0 before the first lookup."""
+        """Blocks found divided by blocks looked up, float32 `[]`; 0 before the first lookup."""
         return self.num_hits.astype(jnp.float32) / jnp.maximum(self.num_lookups, 1).astype(jnp.float32)
 
     def match_prefix(
         self, allocator: BlockAllocator, tokens: ArrayLike, lengths: ArrayLike, *, salts: ArrayLike | None = None
     ) -> tuple["PrefixCache", BlockAllocator, jax.Array]:
-        """Begins sequences in empty rows with the blocks that are already there.
+        """Starts sequences in empty rows with the cached blocks of their prompts.
 
-        Only full blocks are shared, and never all of a prompt: at least its last token is left to be computed, since
-        its logits are wanted. What is left goes the usual way: `append(lengths - num_cached, max_tokens=...)`; with
-        the prompts at the end of their rows the same tokens serve there too, and the slots of those that are cached
-        are padding. Where that `append` is refused, the row keeps the blocks found here until `free`.
+        Only full blocks are shared, and never a whole prompt: its last token is computed, because its logits are
+        needed. Append the rest with `append(lengths - num_cached, max_tokens=...)`. With prompts at the end of their
+        rows, the same `tokens` fit the slots that it returns: those of cached tokens are padding. If that `append` is
+        refused, the row keeps the cached blocks until `free`.
 
         Args:
             allocator: the allocator whose blocks these are.
             tokens: int32 `[seqs, max_tokens]`, each prompt at the end of its row.
-            lengths: int32 `[seqs]`, the prompts' lengths; 0: begin nothing in this row.
-            salts: int32 `[seqs]`: only blocks of sequences that were inserted with the same salt are found. None: 0.
+            lengths: int32 `[seqs]`, the prompts' lengths; 0: leave this row as it is.
+            salts: int32 `[seqs]`: only blocks inserted with the same salt are found. None: 0.
 
         Returns:
-            prefix_cache: with the counts of hits renewed.
-            allocator: the new one. Each matching row holds its blocks.
-            num_cached: int32 `[seqs]`, in tokens, a multiple of the block size. It is 0, and the row unchanged, where
+            prefix_cache: the new one, which differs in the counts.
+            allocator: the new one. Each row holds the blocks that were found for it.
+            num_cached: int32 `[seqs]`, in tokens, a multiple of the block size. It is 0, and the row unchanged, if
                 nothing was found, the row is occupied, or the length is negative or above `max_tokens`.
 
         Raises:
@@ -182,23 +182,23 @@ class PrefixCache:
     def insert(
         self, allocator: BlockAllocator, tokens: ArrayLike, *, salts: ArrayLike | None = None
     ) -> tuple["PrefixCache", BlockAllocator]:
-        """Makes the full blocks of sequences known, after their keys and values were written.
+        """Caches the full blocks of sequences, after their keys and values were written.
 
-        A block whose tokens and predecessors are cached already is given back, and the sequence shares the cached one
-        from then on: so a prefix that several sequences computed side by side is kept once.
+        If a block's tokens and all tokens before them are cached already, the sequence takes the cached block and gives
+        its own back. A prefix that several sequences computed side by side is so kept once.
 
-        Where all places of the table in which a block may be listed are taken, it is not cached, nor is what follows
-        it in its sequence. With every block of the pool cached that befalls fewer than 1 in 100,000.
+        If all places of the table where a block may be listed are taken, the block is not cached, nor are the blocks
+        after it in its sequence. With every block of the pool cached, fewer than 1 block in 100,000 meets this.
 
         Args:
             allocator: the allocator whose blocks these are.
-            tokens: int32 `[seqs, max_tokens]`, all tokens of each sequence, its newest at the end of the row. Rows of
-                sequences longer than that are left out.
+            tokens: int32 `[seqs, max_tokens]`, all tokens of each sequence, the newest at the end of the row. Of a
+                sequence longer than `max_tokens` nothing is cached.
             salts: int32 `[seqs]`, as in `match_prefix`. None: 0.
 
         Returns:
             prefix_cache: the new one.
-            allocator: the new one. Tables may name other blocks with the same tokens; lengths are as they were.
+            allocator: the new one. Tables may name other blocks with the same tokens; lengths do not change.
 
         Raises:
             ValueError: shapes, dtypes or sizes that do not fit.
@@ -217,7 +217,7 @@ class PrefixCache:
         tags, probes = self._hash(blocks, salts)
         ids, listed, taken = self._look_up(allocator.pool, tags, probes, salts)
 
-        # 1. Who is new gets a place, and of those that are the same one gets it for all.
+        # 1. New blocks get places; of equal ones the first gets the place for all.
         wanted = is_full & ~listed & ~allocator.pool.is_cached(own)
         table, firsts, homes = _find_places(self.table, wanted, taken, tags, probes, salts)
         placed = firsts >= 0
@@ -225,7 +225,7 @@ class PrefixCache:
         canonical = jnp.where(listed, ids, own.ravel()[firsts])
         before = jnp.pad(canonical[:, :-1], ((0, 0), (1, 0)))  # the null block before the first
 
-        # 2. Exact: the one found or placed has the same tokens, and the same one before it.
+        # 2. The block found or placed has exactly the same tokens, and the same block before it.
         same = (blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before.ravel()[firsts] == before)
         same &= firsts % num_columns == entries % num_columns
         same = jnp.where(listed, self._confirm(ids, listed, blocks), placed & same)
@@ -244,17 +244,18 @@ class PrefixCache:
         return dataclasses.replace(prefix_cache, table=table), allocator.with_rows(tables, lengths, pool)
 
     def clear(self, allocator: BlockAllocator) -> tuple["PrefixCache", BlockAllocator]:
-        """Forgets every block, as when the weights change: what was computed with the old ones is not found again.
+        """Forgets every block, as when the weights change: no block computed with the old weights is found again.
 
-        Sequences keep what they hold, and their blocks can be inserted anew: free those first whose tokens no longer
-        count. Free blocks stay in their order; none of them waits any more. The counts of lookups and hits go on.
+        Sequences keep their blocks, and `insert` caches them again: first free the sequences whose tokens are no longer
+        valid. The order of free blocks does not change, and no free block is cached. The counts of lookups and hits
+        stay.
 
         Args:
             allocator: the allocator whose blocks these are.
 
         Returns:
             prefix_cache: an empty one, with the same secret.
-            allocator: the new one. Going back to a snapshot of before does not bring the forgotten blocks back.
+            allocator: the new one. Going back to an older snapshot does not bring the forgotten blocks back.
 
         Raises:
             ValueError: an allocator of other sizes.

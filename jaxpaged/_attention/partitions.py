@@ -54,8 +54,8 @@ def plan_partitions(
     """Partitions shared out by the true lengths, for the `plan` of `paged_attention`.
 
     Make it once a step, before the layers. It is a pytree of two small arrays, made inside jit with no host sync. It
-    decides which program works on what and nothing else: a plan made from other lengths gives the same results, to
-    rounding, in more time.
+    only decides which program computes what: a plan from other lengths gives the same results up to rounding, more
+    slowly.
 
     Args:
         lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.

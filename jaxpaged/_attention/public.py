@@ -89,15 +89,14 @@ def paged_attention(
     $$ \mathrm{lse} = \log\big(\textstyle\sum_t e^{x_t} + e^{\mathrm{sink}_h}\big), \qquad
        \mathrm{out} = \textstyle\sum_t e^{x_t - \mathrm{lse}} \, v_{t,h'} $$
 
-    Only the blocks that hold tokens some query sees are read: table entries past the length, or before the window,
-    and cache slots past the length may hold anything, NaN included. Softmax and sums are float32; the output is
-    rounded once. Ids outside the pool are clamped into it, lengths outside a table row into it: nothing outside the
-    pool is ever read.
+    Only blocks with tokens that some query sees are read. Table entries past the length or before the window, and
+    cache slots past the length, may hold anything, NaN included. Softmax and sums are float32; the output is rounded
+    once. Ids are clamped to the pool, and lengths to what a table row can hold: nothing outside the pool is read.
 
     Args:
         q: float32, bfloat16 or float16 `[seqs, heads, head_dim]`, the newest token of each sequence, or
-            `[seqs, q_len, heads, head_dim]`, its newest `q_len`, the last one last. A row that stands before the
-            start of a sequence shorter than q_len is padding: its output is zero, its lse -inf.
+            `[seqs, q_len, heads, head_dim]`, its newest `q_len`, the newest last. A row before the start of a
+            sequence shorter than q_len is padding: its output is zero, its lse -inf.
         k_cache: `[blocks, block_size, kv_heads, head_dim]`, in q's dtype, another of those, or float8_e4m3fn,
             float8_e5m2 or int8.
         v_cache: as `k_cache`.
@@ -105,29 +104,28 @@ def paged_attention(
         lengths: int32 `[seqs]`, tokens in each sequence, those of `q` included. Length 0 gives zeros and lse -inf.
         query_starts: int32 `[seqs + 1]`, not descending. With it q is `[tokens, heads, head_dim]`, and the newest
             tokens of sequence s are `query_starts[s] : query_starts[s + 1]`, any number of them, 0 and 1 included.
-            Rows before the first and past the last are padding: zeros, lse -inf. "mosaic_gpu" works on items of up to
-            128 rows, so that a batch of single tokens is faster without it.
+            Rows before the first and past the last are padding: zeros, lse -inf. A batch of single tokens is faster
+            without it: "mosaic_gpu" works on items of up to 128 rows.
         scale: float or f32 `[]`; `head_dim ** -0.5` by default. May be traced, as may the next two.
-        sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it. A
-            number, as opposed to a `jax.Array`, also tells "mosaic_gpu" how much there can be to share out.
+        sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it.
+            Only a number, not a `jax.Array`, lets "mosaic_gpu" choose its partitions for the window.
         logits_soft_cap: float or f32 `[]`: `cap * tanh(logit / cap)`, after the scale and before ALiBi.
-            Of 1e30 and more, infinity included, it is none.
+            1e30 and more, infinity included, means no cap.
         alibi_slopes: f32 `[heads]`, the penalty per token of distance.
         sinks: f32 `[heads]`, one more logit a head in the denominator; it is part of the lse.
-        k_scale: what stored keys are multiplied with, f32: `[]`, one number for all; `[kv_heads]`, one a KV head; or
-            `[blocks, block_size, kv_heads]`, one a slot and KV head: `k_cache * k_scale[..., None]`. It is read where
-            k_cache is, so that what stands in unused slots never reaches the output. Pass `cache.k_scale`. An int8
-            cache needs both scales.
+        k_scale: the factor of the stored keys, f32: `[]`, one for all; `[kv_heads]`, one for each KV head; or
+            `[blocks, block_size, kv_heads]`, one for each slot and KV head: `k_cache * k_scale[..., None]`. Scales of
+            unused slots never reach the output. Pass `cache.k_scale`. An int8 cache needs both scales.
         v_scale: likewise for values.
-        num_partitions: the number of parts of each sequence that are worked on side by side and merged. With a number,
+        num_partitions: into how many parts each sequence is cut, computed side by side and then merged. With a number,
             a sequence's output does not depend on its batch neighbours. None: "xla" takes 1, "mosaic_gpu" as many as
             fill the GPU.
-        plan: from `plan_partitions`, in place of a number: partitions shared out by the true lengths, for batches in
-            which a few sequences are much longer than the others. "xla" takes 1 instead.
+        plan: from `plan_partitions`, instead of a number: partitions by the true lengths, for batches in which a few
+            sequences are much longer than the others. "xla" takes 1 instead.
         return_lse: also return the lse.
-        implementation: "mosaic_gpu", kernels for Hopper GPUs (compute capability 9.0) in bfloat16 and float16, with
-            caches in q's dtype or of 8 bits, for one token or whole prompts; "xla", anything anywhere; None, the first
-            of these that JAX's default device and these arguments allow. A named one never falls back.
+        implementation: "mosaic_gpu", kernels for Hopper GPUs (compute capability 9.0), with q in bfloat16 or float16
+            and a cache in q's dtype or of 8 bits; "xla", anything anywhere; None, the first of these that JAX's default
+            device and these arguments allow. A named one never falls back.
 
     Returns:
         The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`,
@@ -135,8 +133,8 @@ def paged_attention(
 
     Raises:
         ValueError: no implementation could take these arguments; the message quotes what was received.
-        NotImplementedError: the named implementation cannot; or the kernels get arrays on several devices outside of
-            `jax.shard_map`, when the call is lowered.
+        NotImplementedError: the named implementation cannot take them. Also when the call is lowered, if the kernels
+            get arrays on several devices outside of `jax.shard_map`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged

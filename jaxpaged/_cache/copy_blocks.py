@@ -30,7 +30,7 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
         new[destination_ids[i]] = old[source_ids[i]],    keys, values and their scales, in every layer of a stack
 
     All sources are read before anything is written, so a block may be both: pairs (1, 2), (2, 3) move the old block 2.
-    Where several pairs have one destination, the last one counts. Caches held one a layer are copied one by one:
+    If several pairs have the same destination, the last one counts. Copy caches of separate layers one by one:
     `caches = tuple(copy_blocks(cache, source_ids, destination_ids) for cache in caches)`.
 
     Args:
@@ -45,12 +45,15 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
     Raises:
         ValueError: shapes or dtypes that do not fit.
 
-    Bytes moved: `2 * pairs * block_bytes` on a GPU of compute capability 9.0, where a kernel reads and writes each
-    block once, with `block_bytes = 2 * layers * block_size * kv_heads * head_dim * itemsize`, and nothing for padding.
-    Where one pair's destination is another's source, those are set aside in between: twice their bytes. Memory for
-    that is reserved, at most 512 KiB a pair. Everywhere else, where JAX sees several devices, inside `jax.shard_map`,
-    under `vmap` and where it is differentiated XLA does it, `4 * pairs * block_bytes`, padding included, and sets all
-    of them aside. The scales of each token and head are always copied so. Nothing is as large as the cache.
+    Bytes moved, with `block_bytes = 2 * layers * block_size * kv_heads * head_dim * itemsize`:
+
+    - On one GPU of compute capability 9.0 a kernel reads and writes each block once, `2 * pairs * block_bytes`, and
+      moves nothing for padding. Blocks that are both read and overwritten are set aside in between, which doubles
+      their bytes and reserves at most 512 KiB a pair.
+    - Elsewhere XLA does it, and also for scales of each token and head, on several devices, inside `jax.shard_map`,
+      under `vmap` and where it is differentiated. It sets all blocks aside: `4 * pairs * block_bytes`, with padding.
+
+    Nothing is as large as the cache.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged

@@ -28,9 +28,9 @@ class KVCache:
     Attributes:
         k: `[blocks, block_size, kv_heads, head_dim]`, or with a leading layer axis.
         v: likewise.
-        k_scale: None, or for a quantised cache what the stored keys are multiplied with, f32: `[]` (one number a
-            tensor), `[kv_heads]`, or `[blocks, block_size, kv_heads]` (one a token and head). In a stack the first two
-            are `[layers, 1]` and `[layers, kv_heads]`, the last has a leading layer axis as k has.
+        k_scale: None, or for a quantised cache the factor of the stored keys, f32: `[]` (one for the tensor),
+            `[kv_heads]`, or `[blocks, block_size, kv_heads]` (one for each token and head). In a stack the first two
+            are `[layers, 1]` and `[layers, kv_heads]`; the last has a leading layer axis as k has.
         v_scale: likewise.
 
     Block 0 is the null block: it pads every block table and holds no sequence's tokens.
@@ -67,10 +67,10 @@ class KVCache:
             head_dim: numbers a head.
             dtype: float32, bfloat16, float16; or float8_e4m3fn, float8_e5m2, int8, to which `write_kv` quantises.
             num_layers: None for one layer's cache; a number for a stack of that many.
-            scale_per: what has a scale of its own in a quantised cache. "token_head", the default there: each token and
-                KV head; `write_kv` finds that scale and stores it beside them, 4 bytes. "tensor" or "head": all
-                tokens, or each KV head; the caller finds those scales by calibration (`jaxpaged.kv_scale`), and
-                tokens that reach beyond them are clipped.
+            scale_per: what has its own scale in a quantised cache. "token_head", the default there: each token and KV
+                head; `write_kv` computes the scale and stores it, 4 bytes. "head" or "tensor": each KV head, or all
+                heads together; the caller calibrates these scales (`jaxpaged.kv_scale`), and larger numbers are
+                clipped.
             k_scale: with "tensor" f32 `[]`, or `[layers]`; with "head" f32 `[kv_heads]`, or `[layers, kv_heads]`.
                 Left out for a float8 cache, it is 1.
             v_scale: likewise.

@@ -46,8 +46,8 @@ class CacheLayer:
 
     @property
     def pool(self) -> KVCache:
-        """The stack as one pool `[layers * blocks, ...]`, with the scales of this layer, as `paged_attention` takes
-        them. Layer i's block b is block `i * blocks + b` of the pool.
+        """The stack as one pool `[layers * blocks, ...]`, with this layer's scales, for `paged_attention`. Layer i's
+        block b is block `i * blocks + b` of the pool.
 
         Raises:
             ValueError: the cache is not stacked, or has 2^31 slots and more.
@@ -68,7 +68,7 @@ class CacheLayer:
         return dataclasses.replace(pool, k_scale=of_layer(pool.k_scale), v_scale=of_layer(pool.v_scale))
 
     def with_pool(self, pool: KVCache) -> "CacheLayer":
-        """This layer of a stack that holds `pool`. Scales of a tensor or a head stay as they are."""
+        """This layer of the stack that `pool` is. Scales of a tensor or a head do not change."""
 
         def unfold(old: jax.Array, new: jax.Array) -> jax.Array:
             return new.reshape(old.shape)

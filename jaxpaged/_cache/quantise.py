@@ -18,9 +18,9 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale_per: Granularity) -> jax.Arra
 
         max |x| / (largest number of dtype),    over everything, over all but the heads, or over head_dim alone
 
-    For calibration: run some text through the model with a float32 or bfloat16 cache, take its keys and values out with
-    `gather_kv`, and give their scales to `KVCache.create`. Later tokens that reach beyond are clipped: a margin
-    (`1.2 * kv_scale(...)`) trades resolution for room, which costs a float8 dtype little and int8 a fifth of its steps.
+    For calibration: run some text through the model with a float32 or bfloat16 cache, get its keys and values with
+    `gather_kv`, and give their scales to `KVCache.create`. Larger numbers are clipped. A margin (`1.2 * kv_scale(...)`)
+    trades resolution for room: it costs a float8 dtype little, and int8 a sixth of its steps.
 
     Args:
         x: `[..., kv_heads, head_dim]`.
@@ -69,8 +69,8 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
-    """The numbers that a cache stands for, `stored * scale`, in a cache without scales. A whole cache wide: for tests,
-    export, and what `gather_kv` returned, not for a decode step.
+    """The numbers that a cache represents, `stored * scale`, as a cache without scales. It widens the whole cache: use
+    it for tests, export and the result of `gather_kv`, not in a decode step.
 
     Bytes moved: those of the cache, and its numbers once more in `dtype`.
 

@@ -36,28 +36,28 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     positions: ArrayLike,
     frequencies: tuple[float, ...],
 ) -> tuple[C, jax.Array]:
-    """Turns q and k by their positions and writes k and v into their slots; in place where the cache is donated.
+    """Rotates q and k by their positions and writes k and v into their slots; in place if the cache is donated.
 
     With p a token's position, f_i the i-th frequency and x a head of q or k, in float32:
 
         x'_i         = x_i cos(p f_i) - x_{i + d/2} sin(p f_i)
         x'_{i + d/2} = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),    i < d/2,    d = head_dim
 
-    What is written is `write_kv` of the turned k, rounded to its dtype, and of v. Under `jax.jit` on a GPU each of q, k
-    and v is one kernel that reads the new tokens and writes what becomes of them, quantised or not; the scales of each
-    token and head take another four, which find and write them (six for thousands of tokens).
+    It writes `write_kv` of v and of the rotated k, rounded to k's dtype. Under `jax.jit` on a GPU, XLA makes one kernel
+    each of q, k and v, which reads the new tokens and writes the results, quantised or not. Scales of each token and
+    head take four more kernels, which compute and write them (six for thousands of tokens).
 
     Args:
         cache: one layer's cache, or a layer of a stack.
         q: `[..., heads, head_dim]`.
-        k: `[..., kv_heads, head_dim]`, not yet turned.
+        k: `[..., kv_heads, head_dim]`, not yet rotated.
         v: likewise.
         slots: int32 `[...]`, see `write_kv`.
         positions: int32 `[...]`, as `BlockAllocator.positions` gives them.
         frequencies: the angle per token of each pair of dimensions, `head_dim // 2` numbers: `rotary_frequencies`.
 
     Returns:
-        The new cache, and q turned, in its dtype.
+        The new cache, and the rotated q, in q's dtype.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.

@@ -12,20 +12,20 @@ from jaxpaged._integers import as_int32
 
 
 def blocks_to_host(cache: KVCache, block_ids: ArrayLike) -> KVCache:
-    """Copies blocks to host memory, for `blocks_from_host` to bring back, under these ids or others.
+    """Copies blocks to host memory. `blocks_from_host` copies them back, to the same ids or others.
 
-    The blocks land in JAX's `pinned_host` memory space, on a machine without a GPU in ordinary memory. Works inside
-    `jax.jit`, where XLA may overlap the transfer with what else the step computes, and outside it, where the call
-    returns at once. The cache is not changed: freeing the blocks is the allocator's business, and they may be
-    handed on and written as soon as this call was made, since JAX keeps the order of what it runs.
+    The copies lie in JAX's `pinned_host` memory space, which is ordinary memory on a machine without a GPU. Inside
+    `jax.jit` XLA may overlap the transfer with other work of the step. Outside it the call returns at once. The cache
+    does not change: free the blocks in the allocator. They may be handed out and written right after this call, because
+    JAX keeps the order of what it runs.
 
     Args:
         cache: one layer's cache, or a stack of layers.
         block_ids: int32 `[ids]`. The null block 0, or an id outside the pool, is padding.
 
     Returns:
-        The blocks, a cache of its own: `[ids, block_size, kv_heads, head_dim]`, with a leading layer axis where `cache`
-        has one. Block i is `block_ids[i]`, zeros where that is padding. Scales of a tensor or a head are `cache`'s own.
+        A cache of these blocks only: `[ids, block_size, kv_heads, head_dim]`, with a leading layer axis if `cache` has
+        one. Its block i is block `block_ids[i]`, zeros for padding. Scales of a tensor or a head are those of `cache`.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -59,10 +59,10 @@ def blocks_from_host(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> K
     """Writes what `blocks_to_host` returned into blocks of a cache, bit for bit; in place where the cache is donated.
 
     Args:
-        cache: as the one that the blocks came from, in all but the number of blocks.
+        cache: like the cache that the blocks came from; the number of blocks may differ.
         blocks: from `blocks_to_host`.
-        block_ids: int32 `[ids]`, where each block goes. The null block 0, or an id outside the pool, is padding: that
-            block is dropped. Of several that are equal the last one counts.
+        block_ids: int32 `[ids]`, the destination of each block. The null block 0, or an id outside the pool, is
+            padding: that block is dropped. Of equal ids the last one counts.
 
     Returns:
         The new cache. Scales of a tensor or a head are those it had.
@@ -95,9 +95,9 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
         lengths: int32 `[seqs]`, in tokens; cut to what a table row can hold.
 
     Returns:
-        A cache in which sequence i is block i and the block size is `max_tokens = max_blocks * block_size`: k and v
-        are `[seqs, max_tokens, kv_heads, head_dim]` as they are stored, their scales beside them, with a leading layer
-        axis where `cache` has one. Zeros past the length. `widen_kv` makes plain numbers of a quantised one.
+        A cache in which sequence i is block i and the block size is `max_tokens = max_blocks * block_size`. k and v are
+        `[seqs, max_tokens, kv_heads, head_dim]` as stored, with their scales, and with a leading layer axis if `cache`
+        has one. Past the length they are zero. `widen_kv` widens a quantised one.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -133,13 +133,13 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
 
 
 def scatter_kv(cache: KVCache, contiguous: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KVCache:
-    """The inverse of `gather_kv`: writes each sequence's tokens into its blocks, bit for bit; in place where the cache
-    is donated.
+    """Writes each sequence's tokens into its blocks, bit for bit: the inverse of `gather_kv`. In place if the cache is
+    donated.
 
     Args:
-        cache: as the one that the tokens came from, in all but the number of blocks.
+        cache: like the cache that the tokens came from; the number of blocks may differ.
         contiguous: from `gather_kv`: sequence i is block i, `max_blocks * block_size` tokens long.
-        block_tables: int32 `[seqs, max_blocks]`. Where two sequences share a block, both must hold the same in it.
+        block_tables: int32 `[seqs, max_blocks]`. Sequences that share a block must have the same tokens in it.
         lengths: int32 `[seqs]`, in tokens. Slots past a sequence's length are not written.
 
     Returns:

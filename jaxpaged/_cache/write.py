@@ -14,20 +14,20 @@ from jaxpaged._integers import as_int32
 
 
 def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> C:
-    """Writes new tokens into their slots; in place where the cache is donated.
+    """Writes new tokens into their slots; in place if the cache is donated.
 
-    A quantised cache is given `round(k / k_scale)`, clipped to what its dtype holds, so that nothing overflows to NaN
-    or infinity. With one scale a token and head, `k_scale = max |k| / (largest number of the dtype)` is taken from the
-    token and stored with it; with the others it is the cache's own, and does not change.
+    A quantised cache stores `round(k / k_scale)`, clipped to the range of its dtype, so that nothing overflows to NaN
+    or infinity. A scale of a token and head is computed from the token,
+    `k_scale = max |k| / (largest number of the dtype)`, and stored with it. Scales of a head or tensor are the cache's
+    own and do not change.
 
     Args:
         cache: one layer's cache, or a layer of a stack.
         k: `[..., kv_heads, head_dim]`, cast to the cache's dtype or quantised to it.
         v: likewise.
         slots: int32 `[...]`, as `BlockAllocator.append` returns them. A slot outside the pool, below zero or past
-            its end, is padding: its token is dropped. The other slots must differ from each other: XLA is told so.
-            Where two are the same, each number of that slot comes from one of its tokens, it is not defined which, and
-            every other slot is as it should be.
+            its end, is padding: its token is dropped. The other slots must differ: XLA relies on it. If two are equal,
+            each number of that slot comes from either token; all other slots are right.
 
     Returns:
         The new cache, or the layer of the new stack.
@@ -36,8 +36,8 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slo
         ValueError: shapes or dtypes that do not fit.
 
     Bytes moved: the tokens are read and written, `2 * tokens * kv_heads * head_dim * (itemsize of k + itemsize of the
-    cache)`, plus the slots, plus `2 * tokens * kv_heads * 4` where scales of a token and head are stored. (On a CPU
-    XLA knows no float8, and writing such a cache passes over all of it.)
+    cache)`, plus the slots, plus `2 * tokens * kv_heads * 4` for scales of a token and head. (On a CPU XLA has no
+    float8: writing to such a cache passes over all of it.)
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged

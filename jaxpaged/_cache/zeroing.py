@@ -14,8 +14,8 @@ ZEROED_AT_ONCE = 64  # blocks; what a step without any costs is the test that th
 def zero_blocks(cache: KVCache, block_ids: ArrayLike) -> KVCache:
     """Overwrites blocks with zeros, in every layer of a stack, tokens' scales included; in place if donated.
 
-    Attention never shows a block's new owner what its last one wrote, whether it is zeroed or not. This is for those
-    who want the tokens gone from memory as soon as they are given back:
+    Attention never shows a block's new owner its old tokens, zeroed or not. Use this to remove tokens from memory as
+    soon as their blocks are given back:
 
         before, allocator = allocator, allocator.free(ended)
         cache = zero_blocks(cache, allocator.freed_since(before))

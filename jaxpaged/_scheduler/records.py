@@ -9,9 +9,9 @@ from jaxpaged._export import exportable
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands. The last three are the reasons for which one is finished.
+    """State of a request. The last three are the reasons why a request is finished.
 
-    In `jnp.full` one is written `int(RequestStatus.X)`: a member of an enum would make the array weakly typed.
+    In `jnp.full` write `int(RequestStatus.X)`: an enum member makes the array weakly typed.
     """
 
     FREE = 0  # this place holds no request
@@ -23,7 +23,7 @@ class RequestStatus(enum.IntEnum):
 
 
 class Refusal(enum.IntEnum):
-    """Why `Scheduler.submit` does not take a request."""
+    """Why `Scheduler.submit` refuses a request."""
 
     ACCEPTED = 0
     NO_PROMPT = 1  # a prompt length below 1: how a batch of submissions is padded

@@ -18,14 +18,14 @@ from jaxpaged._scheduler.state import SchedulerState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scheduler(SchedulerState):
-    """Requests, the seats of the running batch, and who is served next. Immutable: every operation returns a new one.
+    """Requests, and the seats of the running batch. Immutable: every operation returns a new one.
 
-    It goes with a `BlockAllocator` whose rows are its seats and are used by nobody else. It knows no model: `plan`
-    says which tokens to compute, the caller computes them and samples, `commit` takes what was sampled.
+    The seats are the rows of a `BlockAllocator`, which nothing else uses. The scheduler knows no model: `plan` says
+    which tokens to compute, the caller computes them and samples, `commit` takes the sampled tokens.
 
-    There are no phases. Of a request some tokens are known (the prompt and what was generated) and the first of these
-    are computed (`allocator.lengths` of its seat). A prompt, decoding, and what is computed again after a preemption
-    are the same: known tokens that are not computed.
+    There are no phases. A request's known tokens are its prompt and the generated ones; the first of them are computed
+    (`allocator.lengths` of its seat). Prompts, decoding and computing again after a preemption are the same: known
+    tokens that are not computed.
 
     Attributes:
         tokens: int32 `[requests, max_tokens]`, the known tokens of each request, from the start of its row.
@@ -35,10 +35,8 @@ class Scheduler(SchedulerState):
         sampling: how to sample for each request.
         statuses: int32 `[requests]`, a `RequestStatus` each.
         arrivals: int32 `[requests]`, a number that grows with each request submitted.
-        keys: int32 `[requests]`, the arrival less the priority: requests are served in order of this, equal ones in
-            order of arrival.
-        order: int32 `[requests]`, request ids in order of rank. Renewed when requests are submitted, and by nothing
-            else.
+        keys: int32 `[requests]`, arrival minus priority: requests are served in this order, equal ones by arrival.
+        order: int32 `[requests]`, request ids in order of rank. Only `submit` changes it.
         ranks: int32 `[requests]`, each request's place in `order`.
         seated: int32 `[seats]`, the id of the request in each seat; `max_requests` where it is free.
         was_refused: bool `[]`, whether the last plan had too few blocks for a seated request.
@@ -47,7 +45,7 @@ class Scheduler(SchedulerState):
         num_steps: int32 `[]`, commits since the last drain.
         next_arrival: int32 `[]`.
         num_computed: int32 `[]`, tokens planned so far; modulo 2^32, as are the next two.
-        num_recomputed: int32 `[]`, those of them that preemption gave up.
+        num_recomputed: int32 `[]`, computed tokens that preemption dropped.
         num_preempted: int32 `[]`, preemptions.
 
     `broken_invariants` tests that all of this holds together. `docs/scheduler.md` states the policy, why each
@@ -127,7 +125,7 @@ class Scheduler(SchedulerState):
         )
 
     def num_pending(self, allocator: BlockAllocator) -> jax.Array:
-        """Tokens of seated requests that are to be computed, beyond one a seat, int32 `[]`: what chunks are for."""
+        """Tokens of seated requests to be computed in chunks, that is, beyond one a seat, int32 `[]`."""
         needed = planning.of_seats(self, self.num_known) - allocator.lengths
         return jnp.maximum(needed - 1, 0).sum(dtype=jnp.int32)
 
@@ -145,7 +143,7 @@ class Scheduler(SchedulerState):
         top_p: ArrayLike | None = None,
         seed: ArrayLike | None = None,
     ) -> tuple["Scheduler", jax.Array, jax.Array]:
-        """Takes new requests, in the order of the rows. What can never be served is refused, and nothing else.
+        """Takes new requests, in the order of the rows. Refuses only what can never be served.
 
         Args:
             allocator: for its sizes, and for the blocks that `hold` has pinned. Blocks that are pinned after this may
@@ -177,7 +175,7 @@ class Scheduler(SchedulerState):
         return submission.submit(self, allocator, requests)
 
     def abort(self, allocator: BlockAllocator, requests: ArrayLike) -> tuple["Scheduler", BlockAllocator]:
-        """Ends the marked requests and frees their blocks. Those that are not waiting or running stay as they are.
+        """Ends the marked requests and frees their blocks. Requests that neither wait nor run do not change.
 
         Args:
             requests: bool `[max_requests]`.
@@ -194,16 +192,16 @@ class Scheduler(SchedulerState):
     def plan(self, allocator: BlockAllocator, *, chunk_tokens: int = 0) -> tuple["Scheduler", BlockAllocator, Step]:
         """Decides what the next step computes, and makes room for it.
 
-        1. Waiting requests take free seats, in order of rank and without overtaking, while the free blocks suffice
-           for all that is known of them and of the seated ones, and a spare block each. Nobody is admitted after a
-           plan in which a seat was refused.
-        2. Each seat gets one token, if it has any to compute. With chunks, the other places of the step go to those
+        1. Waiting requests take free seats in order of rank, without overtaking, while the free blocks suffice for all
+           known tokens of them and of the seated requests, and a spare block each. After a plan in which a seat was
+           refused, no request is admitted.
+        2. Each seat gets one token, if it has any to compute. With chunks, the other places of the step go to the seats
            that have more, in order of rank.
-        3. Blocks are granted in order of rank. A seat that finds too few gets nothing in this step, and the last in
-           rank that holds blocks, but never the first in rank, is a victim: `commit` preempts it.
+        3. Blocks are granted in order of rank. A seat that finds too few gets nothing in this step. The request last in
+           rank that holds blocks, but never the first in rank, is then the victim: `commit` preempts it.
 
-        Each plan is followed by its commit: what was planned counts as computed. Once the outbox is full, steps are
-        empty until it is drained.
+        Call `commit` after each plan: planned tokens count as computed. Once the outbox is full, steps are empty until
+        `drain`.
 
         Args:
             allocator: the allocator whose rows are the seats.
@@ -223,11 +221,11 @@ class Scheduler(SchedulerState):
         return planning.plan(self, allocator, checked_size("chunk_tokens", chunk_tokens, 0))
 
     def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple["Scheduler", BlockAllocator]:
-        """Takes what was sampled in a step: requests grow by a token, end, or are preempted.
+        """Takes the tokens sampled in a step: requests grow by a token, end, or are preempted.
 
-        A request ends with the first of its stop ids, which stays its last token, or with as many new tokens as it
-        asked for; its blocks are free at once. One that is preempted waits again, with its rank and all its tokens.
-        Requests that were aborted since the plan get nothing.
+        A request ends with the first of its stop ids, which stays its last token, or with its last new token; its
+        blocks are then free. A preempted request waits again, with its rank and all its tokens. Requests aborted after
+        the plan get nothing.
 
         Args:
             allocator: as `plan` returned it.
@@ -246,7 +244,7 @@ class Scheduler(SchedulerState):
         return progress.commit(self, allocator, step, sampled)
 
     def drain(self) -> tuple["Scheduler", Outbox]:
-        """Empties the outbox and gives up the places of finished requests.
+        """Empties the outbox and frees the places of finished requests.
 
         Returns:
             scheduler: the new one.

@@ -4,11 +4,11 @@ import dataclasses
 import math
 
 MAX_BOX = 256  # numbers along an axis of one copy: the copy engine's limit
-ALIGNMENT = 128  # bytes, of what the copy engine reads and writes in SMEM
+ALIGNMENT = 128  # bytes, of the copy engine's places in SMEM
 TILE_BYTES, SLICE_BYTES = 16 * 1024, 4 * 1024  # at most
-PROGRAMS_OF_SM = 4  # each starts its copies by itself, so that their latencies overlap
-SMEM_BYTES = 54 * 1024  # for the ring of one program, where four share a SM
-SLICE_PROGRAMS = 128  # what is set aside is in proportion: at most 512 KiB a pair
+PROGRAMS_OF_SM = 4  # their copies overlap
+SMEM_BYTES = 54 * 1024  # for the ring of one program: four share a SM
+SLICE_PROGRAMS = 128  # memory set aside grows with it: at most 512 KiB a pair
 MAX_BARRIERS = 32  # in one array of them
 
 
@@ -67,7 +67,7 @@ def default_config(
 
 
 def largest_tile(block_numbers: int, itemsize: int) -> tuple[int, int]:
-    """Numbers in a row, and rows; of tiles of one size the one with the longest rows."""
+    """Numbers in a row and rows of the largest tile; of equally large ones that with the longest rows."""
     return max(
         (
             (width, rows)
@@ -85,6 +85,6 @@ def divisors(number: int) -> list[int]:
 
 
 def padded_rows(rows: int, row_bytes: int) -> int:
-    """So many that what comes next to them is aligned."""
+    """`rows` rounded up, so that what follows them is aligned."""
     step = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
     return -(-rows // step) * step

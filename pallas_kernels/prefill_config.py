@@ -18,7 +18,7 @@ class Config:
     item_tokens: int  # query tokens of an item, a multiple of 8
     tile: int  # tokens of keys a step
     num_stages: int  # tiles of K, and of V, in SMEM
-    separate_output: bool  # whether O has SMEM of its own, so that the next item's Q may come while it leaves
+    separate_output: bool  # whether O has its own SMEM, so that the next item's Q is fetched while O is written
     num_parts: int = 1  # of the tiles that an item sees, each a program's; more than one are merged after the kernel
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches
 
@@ -43,8 +43,8 @@ def check_supported(
 def default_config(*, group: int, head_dim: int, num_sms: int) -> Config:
     heads, item_tokens = heads_and_tokens(group)
     width = round_up(head_dim, 64)
-    # H100, us, 32/8 heads: where O takes 64 registers, 128 tokens a step spill others: 8 x 1024 221, 1 x 8192 1006;
-    # with 64 tokens 160 and 933. With head_dim 64 none are spilled: 8 x 1024 122, with 64 tokens 130.
+    # Of head_dim 128, O takes 64 registers of a thread: 128 tokens a step spill registers, and 64 are faster on an
+    # H100. Of head_dim 64 none are spilled, and 128 are faster.
     tile, num_stages = {64: (128, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}[width]
     return Config(
         num_programs=num_sms,
@@ -57,7 +57,7 @@ def default_config(*, group: int, head_dim: int, num_sms: int) -> Config:
 
 
 def heads_and_tokens(group: int) -> tuple[int, int]:
-    """Of an item: the most heads, which read the same keys, that leave less than an eighth of the rows empty."""
+    """Heads and tokens of an item: the most heads, which share keys, with at most an eighth of the rows empty."""
 
     def tokens(heads: int) -> int:
         return ROWS // heads // 8 * 8

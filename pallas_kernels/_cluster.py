@@ -1,7 +1,7 @@
 """The partitions of one cluster merge before their sums leave it.
 
-Each member adds up some columns of the head_dim out of what everybody has sent it (`_inbox`), so that nobody has much
-to do. So a few partitions cost no second kernel and no round trip through memory.
+Each member adds up some columns of the head_dim, from the sums that all members send it (`_inbox`). A few partitions
+therefore cost no second kernel and no round trip through memory.
 
 Everything here is traced inside the decode kernel.
 """
@@ -22,10 +22,10 @@ from pallas_kernels._rows import over_rows
 
 
 def columns_of(*, width: int, cluster: int, q_len: int, group: int) -> int:
-    """How many columns of the head_dim a member of a cluster adds up at a time.
+    """Columns of the head_dim that a member of a cluster adds up at a time.
 
-    As few as need no second turn, or 64. A token's rows of them begin at multiples of 128 bytes, as the copy engine
-    wants.
+    As few as need no second turn, or 64. A token's rows of them begin at multiples of 128 bytes, which the copy engine
+    needs.
     """
     least = 16 if q_len == 1 else 64 // min(4, group & -group)
     return next((columns for columns in (16, 32) if columns >= least and columns * cluster >= width), 64)
@@ -60,7 +60,7 @@ def merge(acc: jax.Array, m: jax.Array, l: jax.Array, place: Place) -> None:
     inbox.exchange(acc, m, l)
     for turn in range(sharing.num_turns):
         if turn > 0:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # our last columns have left
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # our last columns are read
         share = turn * sharing.cluster + lax.axis_index("member")
         pl.when(share < sharing.num_shares)(functools.partial(_merge_share, share, turn, inbox, place))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

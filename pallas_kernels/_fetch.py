@@ -1,6 +1,6 @@
 """The warpgroup that fetches: blocks of K and V from GMEM into rings of tiles in SMEM.
 
-Of the four warps each makes every fourth copy of a tile: a block, or a quarter of the tile where that is less.
+Each of its four warps makes every fourth copy of a tile. A copy is a block, or a quarter of the tile if that is less.
 Everything here is traced inside the decode kernel.
 """
 
@@ -35,7 +35,7 @@ class Ring:
 
 
 def rows_of_copy(block_size: int, tile: int) -> int:
-    """Tokens of a cache block that one copy brings."""
+    """Tokens of a cache block in one copy."""
     return min(block_size, tile // WARPS)
 
 
@@ -49,7 +49,7 @@ def fetch(
     last_first: bool,  # see `LastFirst`
     kv_head: jax.Array,
     parts_of: Callable[[Any], list[Any]],  # of a KV head or a stage, in the cache or in SMEM
-    columns: Any,  # a slice as wide as a part in SMEM: past the end of a narrower one the copy engine fills in zeros
+    columns: Any,  # as wide as a part in SMEM; past the end of a narrower part the copy engine writes zeros
 ) -> None:
     num_blocks, max_blocks = rings[0].source.shape[0], tables.shape[1]
     block_size, tile_tokens, num_tiles = walk.block_size, walk.tile, walk.num_tiles
@@ -65,14 +65,14 @@ def fetch(
         rows = [(warp + WARPS * i) * copy_rows for i in range(tile_tokens // copy_rows // WARPS)]
 
         def tokens_of(tile: jax.Array) -> list[jax.Array]:
-            """The token of the sequence that each of our copies of a tile begins with."""
+            """The first token, in the sequence, of each of our copies of a tile."""
             return [tile * tile_tokens + row for row in rows]
 
         def ids_of(tile: jax.Array) -> tuple[jax.Array, ...]:
             ids = []
             for token in tokens_of(tile):
                 entry = lax.div(token, jnp.int32(block_size))
-                # Read before the length is known to cover it, so that at the start the two loads overlap.
+                # Read before the length is known to cover it: at the start the two loads overlap.
                 block_id = tables[walk.seq, jnp.minimum(entry, max_blocks - 1)]
                 follow = jnp.logical_and(entry >= first_entry, entry < end_entry)
                 ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
@@ -99,7 +99,7 @@ def fetch(
                             ring.full.at[stage],
                         )
             for block_id, offset, row in zip(ids, offsets, rows, strict=True):
-                scales.fetch(block_id, offset, stage, row, copy_rows)  # their place is free where that of K is
+                scales.fetch(block_id, offset, stage, row, copy_rows)  # their place is free when that of K is
             scales.announce(turn)
             return next_ids
 
@@ -110,7 +110,7 @@ def fetch(
         def _walk() -> None:
             lax.fori_loop(0, num_tiles, fetch_tile, ids)
             scales.announce_last(num_tiles)
-            # Nobody may leave while a barrier it waited on still completes a phase.
+            # No warp may exit while a barrier that it waited on still completes a phase.
             for stage in range(stages):
 
                 @pl.when(num_tiles > stage)

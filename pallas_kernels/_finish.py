@@ -1,6 +1,6 @@
-"""How a program's sums leave it: as finished rows, or as a float32 partial for the merge kernel.
+"""How a program writes its sums: as finished rows, or as a float32 partial for the merge kernel.
 
-A program leaves once its results have left its shared memory: who reads them is a later kernel.
+A program may exit once its results have been read from SMEM; only a later kernel uses them.
 Everything here is traced inside the decode kernel.
 """
 
@@ -20,14 +20,14 @@ Chunks = tuple[jax.Array, ...]
 
 
 def scratch(*, sharing: Sharing, num_partials: int, chunk: int, dtype: Any, interpret: Any) -> dict[str, Any]:
-    """What `finish` needs beside the `q_flat_smem` and `row_smem` of the kernel."""
+    """SMEM of `finish`, beside the `q_flat_smem` and `row_smem` of the kernel."""
     if sharing.cluster > 1:
         return _cluster.scratch(sharing=sharing, num_partials=num_partials, dtype=dtype, interpret=interpret)
     return {} if num_partials == 1 else {"acc_smem": plgpu.SMEM((chunk, sharing.rows), jnp.float32)}
 
 
 def finish(acc: Chunks, m: jax.Array, l: jax.Array, place: Place, *, rows_axis: int) -> None:
-    """`acc`: f32 [chunk, rows] each, together O^T, or [rows, chunk], together O, as `rows_axis` says; m, in units of
+    """`acc`: f32 [chunk, rows] each, the chunks of O^T, or by `rows_axis` [rows, chunk], those of O. m, in units of
     log2, and l: f32 [rows]."""
 
     def share() -> None:
@@ -46,7 +46,7 @@ def _write_rows(acc: Chunks, m: jax.Array, l: jax.Array, place: Place, rows_axis
     rows, chunk = m.shape[0], acc[0].shape[1 - rows_axis]
     factor, lse = _rows.normalise(m, l, place.sinks(_rows.ROWS.reduce(1 - rows_axis)))
     out = [(part * over_rows(factor, part.shape, rows_axis)).astype(q_flat_smem.dtype) for part in acc]
-    places = [q_flat_smem.at[pl.ds(0, rows), pl.ds(c * chunk, chunk)] for c in range(len(acc))]  # Q is needed no longer
+    places = [q_flat_smem.at[pl.ds(0, rows), pl.ds(c * chunk, chunk)] for c in range(len(acc))]  # Q is no longer needed
     chunks = list(zip(places, out, strict=True))
     _store(((row_smem.at[0], lse),), chunks, place, rows_axis, transposed=rows_axis == 1)
     plgpu.commit_smem()

@@ -1,10 +1,10 @@
-"""How the programs of a cluster hand each other their sums.
+"""How the programs of a cluster send each other their sums.
 
-Each member of the cluster adds up some columns of the head_dim: it needs these columns of everybody's O^T, and
-everybody's m and l. They are sent straight from registers to its shared memory (st.async), where a barrier counts the
-bytes: nobody has to wait until what it has written is to be seen (a fence of the cluster, 0.3 us on an H100), to fetch
-it, or to stay until the others have. The barrier is set up at the start, long before the first bytes come. Other forms
-were slower (benchmarks/results/decisions/cluster_h100.json).
+Each member of the cluster adds up some columns of the head_dim. It needs these columns of all members' O^T, and all m
+and l. The members store them from registers to its shared memory (st.async), where a barrier counts the bytes. So no
+program waits until its writes are visible (a fence of the cluster costs 0.3 us on an H100), fetches a peer's sums, or
+stays until a peer has fetched its own. The barrier is set up at the start, long before the first bytes come. Other
+forms are slower (benchmarks/results/decisions/cluster_h100.json).
 
 Interpret mode has no peer's shared memory: there the partials pass through arrays in GMEM, `InterpretedInbox`.
 Everything here is traced inside the decode kernel.
@@ -34,7 +34,7 @@ SHARE_ROWS = SHARE.reduce(0)  # [rows]
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """Member `i` of `cluster` adds up columns (t * cluster + i) * columns and on, in turns t, as long as there are."""
+    """In turn t, member `i` of `cluster` adds up `columns` columns from (t * cluster + i) * columns on."""
 
     cluster: int
     columns: int
@@ -67,17 +67,16 @@ class Sharing:
 
 @dataclasses.dataclass(frozen=True)
 class Inbox:
-    """What the members of the cluster, each at its number, have sent to this one."""
+    """Sums that the members of the cluster have sent to this one, by the number of the member."""
 
     refs: dict[str, Any]
     sharing: Sharing
 
     def open(self) -> None:
-        """At the start, long before anything comes: `ready` tells the others.
+        """Sets up the barrier at the start, long before anything comes; `ready` tells the others.
 
-        An arrival there is not said to order what this program did before it for the others. But what comes from them
-        is stored by this SM, which has set up the barrier before it sends its arrival; and to order it by a fence would
-        cost every call 0.3 us (H100).
+        No rule orders this program's writes before its arrival there, for the others. But this SM stores what they
+        send, and it sets up the barrier before it sends its arrival. A fence would cost every call 0.3 us (H100).
         """
         sharing = self.sharing
         member = lax.axis_index("member")

@@ -10,9 +10,9 @@ from pallas_kernels import _rows
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows
 from pallas_kernels._walk import Walk
 
-# The sum e + 1 is rounded, and the cap multiplies its error: 7e-4 of a logit here. Larger caps, which stand for none
+# The sum e + 1 is rounded, and the cap multiplies its error: 7e-4 of a logit here. Larger caps, which mean no cap
 # (infinity comes as 1e30), are lowered to this one. It changes a logit of 30 by 5e-4 and one of 100 by 0.02, less than
-# q and k in 16 bits do.
+# the rounding of q and k to 16 bits.
 LARGEST_CAP = 4096.0
 
 
@@ -29,9 +29,8 @@ class Logits:
     rows_axis: int = 1  # of the products
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
-        """f32 [tile, rows] -> logits in units of log2, and which of them are visible: None where all are.
-
-        Or f32 [rows, tile], as `rows_axis` says.
+        """f32 [tile, rows], or by `rows_axis` [rows, tile] -> logits in units of log2, and which of them are visible;
+        None: all.
         """
         walk, shape, rows_axis = self.walk, products.shape, self.rows_axis
         if self.cap is None:

@@ -1,4 +1,4 @@
-"""Where a program's sums go: to finished rows, or to a float32 partial for the merge kernel.
+"""Where a program writes its sums: to finished rows, or to a float32 partial for the merge kernel.
 
 Everything here is traced inside the decode kernel.
 """
@@ -19,7 +19,7 @@ WHOLE = slice(None)
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which rows of the output a program works on, and what it is among the programs that work on them."""
+    """Which rows of the output a program computes, and which of the programs of these rows it is."""
 
     refs: dict[str, Any]  # of the kernel
     partition: Partition
@@ -31,7 +31,7 @@ class Place:
 
     @property
     def whole(self) -> bool | jax.Array:
-        """Whether this program has all of its sequence."""
+        """Whether this program has its whole sequence."""
         return self.partition.count == 1
 
     @property

@@ -39,7 +39,7 @@ class Products:
         return pl.run_scoped(product, self._scores)
 
     def of_keys_if(self, is_there: jax.Array, stage: jax.Array) -> jax.Array:
-        """S^T of a tile that may still be on its way, and frees its keys; numbers of no meaning if there is none."""
+        """S^T of a tile, once its keys have come, and frees them; numbers without meaning if there is no such tile."""
         self.keys.wait_if(is_there, stage)
         scores = self.of_keys(stage)
         self.keys.free_if(is_there, stage)

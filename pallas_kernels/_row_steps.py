@@ -1,13 +1,13 @@
-"""A step of the warpgroup that computes, for many rows: they are the M dimension of both products, filled up to 64.
+"""A step of the warpgroup that computes, for many rows: they are the M dimension of both products, padded to 64.
 
     S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
     O [64, head_dim] += P [64, tile]      V [tile, head_dim]
 
-The carry is that of `_steps`, but that acc is O, the parts of a head apart, l f32 [rows], and that the products are S.
-What is added up over the tokens stays within four lanes, P stays in registers, and no warp waits for another; with few
-rows all that would be done for 64.
+The carry is that of `_steps`, but acc is O, one array for each part of a head, l is f32 [rows], and the products are S.
+Sums over the tokens stay within four lanes, P stays in registers, and no warp waits for another. Few rows would cost as
+much as 64.
 
-The keys of the next tile are multiplied while the softmax of this one is worked on.
+The keys of the next tile are multiplied during the softmax of this one.
 
 Everything here is traced inside the decode kernel.
 """
@@ -60,7 +60,7 @@ class RowSteps:
         acc, m, l, scores = carry
         assert scores is not None
         tile, stage = self.place_of(j)
-        _, next_stage = self.place_of(j + 1)  # after the last tile whatever it holds, for nobody
+        _, next_stage = self.place_of(j + 1)  # after the last tile: any stage, unused
         is_next = j + 1 < self.walk.num_tiles
 
         def work(next_scores: Any) -> Carry:
@@ -91,7 +91,7 @@ class RowSteps:
     def sums(self, carry: Carry) -> Sums:
         acc, m, l, _ = carry
         rows, columns = acc[0].shape
-        starts = range(0, columns, COLUMNS)  # few columns leave at a time
+        starts = range(0, columns, COLUMNS)  # few columns are written at a time
         return tuple(lax.slice(x, (0, start), (rows, start + COLUMNS)) for x in acc for start in starts), m, l
 
     @property
@@ -108,9 +108,9 @@ class RowSteps:
     def _plus_values(self, acc: list[jax.Array], p: jax.Array, stage: jax.Array) -> tuple[jax.Array, ...]:
         """f32 [rows, columns of a part] each, with the product of p [rows, tile] and the values added to them."""
         values = [self.values.target.at[place] for place in self.parts_of(stage)]
-        if self.interpret:  # it has no products with an operand in registers
+        if self.interpret:  # which has no products with an operand in registers
             added = [jnp.dot(p, v[...], preferred_element_type=jnp.float32) for v in values]
-            plgpu.commit_smem()  # these reads, unlike those of a product, come before the copy engine's writes
+            plgpu.commit_smem()  # orders these reads, unlike those of a product, before the copy engine's writes
             return tuple(map(jnp.add, acc, added))
 
         def add_products(refs: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the decode kernel and the merge share: rows in registers, their way into SMEM, and how a finished row is made.
+"""Shared by the decode kernel and the merge: rows in registers, their way into SMEM, and finished rows.
 
 A row is one (query token, query head) pair of one KV head: row r is token `r // group`, head `r % group` of the group.
 Everything here is traced inside the kernels.
@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import memref
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-# Stands for -inf in the running maximum: the difference of two of them is 0 where that of two infinities is NaN.
+# In place of -inf in the running maximum: the difference of two is 0, that of two infinities is NaN.
 LOWEST = -1e30
 ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps; or [rows, n], as a `rows_axis` says
 ROW_VECTOR = ROWS.reduce(0)  # [rows], of [m, rows]
@@ -31,7 +31,7 @@ def room_of_stack(partial_out: Any, partial_ml: Any) -> int:
 
 
 def row_tokens(shape: tuple[int, ...], group: int, rows_axis: int = 1) -> jax.Array:
-    """Which query token each row is, int32 `shape`."""
+    """The query token of each row, int32 `shape`."""
     rows = plgpu.broadcasted_iota(jnp.int32, shape, rows_axis, layout=ROWS)
     return rows if group == 1 else lax.div(rows, jnp.full(shape, group, jnp.int32))
 
@@ -51,9 +51,9 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Into SMEM that is neither tiled nor swizzled, whatever bank conflicts that means."""
+    """Into SMEM that is neither tiled nor swizzled, with bank conflicts."""
     if hasattr(plgpu, "store"):
-        # From jax 0.12 an assignment looks for a store without conflicts; where there is none its search does not end.
+        # From jax 0.12 on, an assignment searches for a store without conflicts; if there is none, it does not end.
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
@@ -69,8 +69,8 @@ def store_together(
     """Values in `layout`, or reduced to [rows], into SMEM as `store` does, each of `transposed` into its SMEM's
     transpose.
 
-    Without the barriers that stand before and after an assignment: nobody may still read this SMEM, and before anybody
-    does stands a barrier of the caller's, that of `commit_smem`.
+    Unlike an assignment it has no barriers: no thread may still read this SMEM, and the caller's barrier, that of
+    `commit_smem`, must come before the next read.
     """
     if interpret:
         for ref, value in (*pairs, *((ref.T, value) for ref, value in transposed)):
@@ -85,7 +85,7 @@ def store_together(
                 array.store_untiled(target, optimized=False)
             elif utils.bitwidth(array.mlir_dtype) == 16:
                 array.store_untiled(utils.memref_transpose(target, (1, 0)), optimized=False)
-            else:  # Mosaic transposes 16 bits alone
+            else:  # Mosaic can only transpose 16 bits
                 array.foreach(lambda x, index, target=target: memref.store(x, target, index[::-1]))
 
     layouts = [layout if value.ndim == 2 else layout.reduce(1 - rows_axis) for value in values]
@@ -97,7 +97,7 @@ def over_rows(vector: jax.Array, shape: tuple[int, ...], rows_axis: int = 1) -> 
 
 
 def normalise(m: jax.Array, l: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """What to multiply a row's sum with, and its lse, natural logarithm; a row that saw nothing gives 0 and -inf.
+    """The factor of a row's sum, and its lse, natural logarithm; 0 and -inf for a row that saw nothing.
 
     m, in units of log2, and l are f32 [rows]. A row that saw a token has l > 0, or NaN.
     """

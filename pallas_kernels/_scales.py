@@ -1,17 +1,17 @@
-"""Scales of an 8-bit cache in the decode kernel: where they are read and what they are multiplied with.
+"""Scales of an 8-bit cache in the decode kernel: where they are read and what they multiply.
 
     x_t = scale s^K_t q . k_t,    out = sum_t p_t s^V_t v_t / sum_t p_t
 
-One of the tensor or of the KV head is a factor of the softmax scale and of the finished sums. One of each token and KV
-head, f32 [blocks, block_size, kv_heads], is a factor of the token's logits, and of its weights. Weights are rounded to
-float16, so the running maximum is then that of x_t + log2 |s^V_t|: no product of the two is above 1, and the largest is
-about 1, however large or small the scales are. (Within 2^-100 to 2^100: l, the sum of the weights without their
-scales, is relative to the same maximum.)
+A scale of the tensor or of the KV head multiplies the softmax scale and the finished sums. A scale of each token and KV
+head, f32 [blocks, block_size, kv_heads], multiplies the token's logits, or its weights. Weights are rounded to float16,
+so the running maximum is then that of x_t + log2 |s^V_t|: every weight times its scale is at most 1, and the largest is
+about 1, for scales of any size. (From 2^-100 to 2^100: l, the sum of the weights without their scales, is relative to
+the same maximum.)
 
-The scales of one head's tokens lie `kv_heads` numbers apart, too finely for the engine that copies K and V, and there
-are only two for each 2 * head_dim bytes. So the warp that fetches some tokens copies theirs too, four bytes a lane,
-without waiting for them (cp.async), into a ring of their own beside the tiles. The programs of all heads of a
-sequence run side by side: what lies between the scales of one head, the others find in L2.
+The scales of one head's tokens lie `kv_heads` numbers apart, which the engine that copies K and V cannot gather, and
+there are only two for each 2 * head_dim bytes. The warp that fetches some tokens also copies their scales, four bytes a
+lane, without waiting (cp.async), into a ring of their own. The programs of all heads of a sequence run side by side, so
+that the scales of the other heads, which lie between, are found in L2.
 
 Interpret mode has no such copies: there the computing warpgroup reads them from GMEM.
 

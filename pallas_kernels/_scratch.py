@@ -1,4 +1,4 @@
-"""What a program of the decode kernel has in shared memory: rings of tiles and scales, Q, P, sums, and the barriers."""
+"""The shared memory of a program of the decode kernel: rings of tiles and scales, Q, P, sums, and the barriers."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,8 @@ def scratch(
     interpret: Any,
 ) -> dict[str, Any]:
     """The arrays and barriers of a program, by the names that the kernel has for them."""
-    # The copy engine takes no tile that does not divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The
-    # operands of a product must be tiled alike.
+    # The copy engine needs tiles that divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The operands of a
+    # product must be tiled alike.
     parts, width = num_parts(head_dim), padded_width(head_dim)
     part = head_dim // parts
     columns = next(columns for columns in (64, 32, 16) if part % columns == 0 or part < columns)
@@ -52,8 +52,8 @@ def scratch(
             interpret=interpret,
         )
     return dict(
-        # Row after row: in comes Q, out goes O. One row too many, or Mosaic may tile it, which a copy of a narrow head
-        # cannot do.
+        # Untiled rows, for Q and then O. One extra row keeps Mosaic from tiling it: a copy of a narrow head cannot
+        # write tiles.
         q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
         **tiles,
         **_scales.scratch(token_scales, stages=stages, tile=tile, warps=_fetch.WARPS),
@@ -70,7 +70,7 @@ def scratch(
 
 
 def num_bytes(refs: dict[str, Any]) -> int:
-    """What these take, each array rounded up to where the next may begin."""
+    """Bytes of these, each array rounded up to where the next may begin."""
     return sum(map(_bytes_of, refs.values()))
 
 

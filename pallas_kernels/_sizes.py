@@ -1,6 +1,6 @@
 """Arithmetic of rows, tiles and columns that kernels, configurations and plans share.
 
-Without Mosaic: what only configures or plans is imported everywhere, and Mosaic takes 0.3 s to import.
+Without Mosaic, which takes 0.3 s to import: configurations and plans are imported everywhere.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def round_up(x: int, multiple: int) -> int:
 
 
 def filled_rows(q_len: int, group: int, *, rows_first: bool) -> int:
-    """Rows of a KV head in a kernel: where they are the M dimension of its products, 64."""
+    """Rows of a KV head in a kernel, padded; 64 if they are the M dimension of its products."""
     return round_up(q_len * group, 64 if rows_first else 8)
 
 
@@ -37,26 +37,26 @@ def first_visible(length: jax.Array, window: jax.Array | None, q_len: int) -> ja
 
 
 def tile_range(length: jax.Array, window: jax.Array | None, q_len: int, tile: int) -> tuple[jax.Array, jax.Array]:
-    """The tiles that hold a token some query sees: the first, and one past the last."""
+    """The tiles with a token that some query sees: the first, and one past the last."""
     return lax.div(first_visible(length, window, q_len), jnp.int32(tile)), ceil_div(length, tile)
 
 
 def tiles_of_partition(
     first: jax.Array, end: jax.Array, num_partitions: int | jax.Array, partition: jax.Array
 ) -> jax.Array:
-    """How many tiles a partition owns: every `num_partitions`-th from `first + partition` on.
+    """Tiles of a partition: every `num_partitions`-th from `first + partition` on.
 
-    From the sequence's true length alone, so that neither the width of the table nor the neighbours in the batch
-    change what is added to what. Taking turns, and not runs, means that the first tile does not hang on the length.
+    They depend only on the sequence's true length, so that neither the width of the table nor the neighbours in the
+    batch change the order of the sums. Partitions take turns, not runs: the first tile does not depend on the length.
     """
     return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
 
 
 def num_parts(head_dim: int) -> int:
-    """In how many parts of equal width a head is copied, each of which is filled up to 64 columns with zeros.
+    """Parts of equal width in which a head is copied, each padded with zeros to 64 columns.
 
-    The copy engine's tiles must divide a head that is wider than one, and be 16, 32 or 64 columns wide: a product takes
-    no others (Mosaic GPU of jax 0.11.2 and 0.12.0: "No swizzle is not supported" for 8 columns). 120 is 3 parts of 40.
+    The copy engine's tiles must divide a head wider than a tile, and be 16, 32 or 64 columns wide, which products need
+    (Mosaic GPU of jax 0.11.2 and 0.12.0: "No swizzle is not supported" for 8 columns). 120 is 3 parts of 40.
     """
     if head_dim % 16 == 0 or head_dim < 64:
         return 1

@@ -1,15 +1,15 @@
 """What the warpgroup that computes does with one tile: logits, softmax, sums.
 
-A step is a loop's body: it takes and returns what is summed up so far, (acc, m, l, products):
+A step is a loop's body: it takes and returns the sums so far, (acc, m, l, products):
 
 | | |
 |---|---|
 | acc | the chunks of O^T, each f32 [chunk, rows] |
 | m | the highest logit so far, in units of log2, f32 [rows] |
 | l | the sum of the weights, f32 [tile, rows], added up over the tokens at the end |
-| products | S^T of the tile of this step, f32 [tile, rows], where the step before has made it; otherwise None |
+| products | S^T of the tile of this step, f32 [tile, rows], if the step before has computed it; otherwise None |
 
-`_row_steps` has those for many rows, the other way round. Everything here is traced inside the decode kernel.
+`_row_steps` has the steps for many rows, with rows first. Everything here is traced inside the decode kernel.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ from pallas_kernels._walk import Walk
 
 Carry = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None]
 Sums = tuple[tuple[jax.Array, ...], jax.Array, jax.Array]  # acc, m and l, f32 [rows], of all tiles
-# Of the tile that is worked on as the j-th: which of the sequence it is, and its stage in the rings.
+# Of the j-th tile to be computed: its index in the sequence, and its stage in the rings.
 PlaceOf = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class WideSteps:
-    """Of a 16-bit cache and up to 32 rows, whose tiles the tensor cores read where they were fetched to."""
+    """Of a 16-bit cache and up to 32 rows: the tensor cores read the tiles where they were fetched to."""
 
     walk: Walk
     logits_of: Logits
@@ -76,7 +76,7 @@ class WideSteps:
         acc_new, next_scores = [], None
         for c, part in enumerate(acc):
             if self.keys_ahead:
-                _, next_stage = self.place_of(j + 1)  # after the last tile whatever it holds, for nobody
+                _, next_stage = self.place_of(j + 1)  # after the last tile: any stage, unused
                 o, next_scores = products.of_values_and_next_keys(stage, j + 1 < self.walk.num_tiles, next_stage)
             else:
                 o = products.of_values(stage, c)
@@ -92,7 +92,7 @@ class WideSteps:
 
 @dataclasses.dataclass(frozen=True)
 class NarrowSteps:
-    """Of an 8-bit cache, whose tiles pass through registers and leave SMEM as soon as they are read."""
+    """Of an 8-bit cache: its tiles pass through registers, and their SMEM is free as soon as they are read."""
 
     walk: Walk
     logits_of: Logits
@@ -103,7 +103,7 @@ class NarrowSteps:
     tiles: tuple[_widen.Tiles, _widen.Tiles]  # likewise
     q: Any  # SMEM [rows, width]
     p: Any  # SMEM [rows, tile]
-    unit: jax.Array | None  # f32 [rows], what the products of a row are multiplied with
+    unit: jax.Array | None  # f32 [rows], the factor of the products of a row
     chunk: int  # rows of O^T
     interpret: Any
 
@@ -116,7 +116,7 @@ class NarrowSteps:
         (k_ring, v_ring), (k_tiles, v_tiles) = self.rings, self.tiles
         (rows, width), tile_tokens = self.q.shape, self.p.shape[1]
         one_chunk = len(acc) == 1
-        # Where the registers allow it, V leaves SMEM while the tensor cores work on K.
+        # If the registers allow it, V is read from SMEM while the tensor cores work on K.
         early = width * rows <= 128 * 8
 
         def load_values(c: int = 0) -> jax.Array:
@@ -147,7 +147,7 @@ class NarrowSteps:
         self.p.T[...] = p.astype(self.p.dtype)
 
         # c. O^T += V^T P^T
-        plgpu.commit_smem()  # also our reads, which come before the copy engine's writes
+        plgpu.commit_smem()  # also orders our reads before the copy engine's writes
         plgpu.barrier_arrive(k_ring.free.at[stage])
         if one_chunk:
             plgpu.barrier_arrive(v_ring.free.at[stage])

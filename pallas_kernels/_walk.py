@@ -1,4 +1,4 @@
-"""Which tiles of its sequence a program of the decode kernel works on, and what its queries see in them.
+"""Which tiles of its sequence a program of the decode kernel computes, and what its queries see in them.
 
 Everything here is traced inside the kernel, in scalars.
 """
@@ -16,12 +16,12 @@ from pallas_kernels import _sizes
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """Which partition of which sequence a program works on, and where its partial goes, if it leaves one."""
+    """The partition and sequence of a program, and the place of its partial, if it writes one."""
 
     seq: jax.Array
     kv_head: jax.Array
     index: jax.Array  # of this one among those of its sequence
-    count: int | jax.Array  # an int where it hangs on no length
+    count: int | jax.Array  # an int if it depends on no length
     length: jax.Array  # int32 [], of the sequence; 0 for what a plan leaves over
     stack: jax.Array  # of partials: one a sequence and KV head, or, with a plan, one a KV head
     partial: jax.Array  # in that stack
@@ -39,9 +39,8 @@ class Partition:
             seq, index, count = (refs["partitions"][place, i] for i in range(3))
             length = jnp.where(index < count, lengths[seq], 0)
             return cls(seq, kv_head, index, count, length, stack=kv_head, partial=place)
-        # From the last one: of a prompt's runs the longest begin, and the short ones fill the gaps at the end (H100,
-        # 2048 tokens 219 us instead of 238, 8 x 1024 519 instead of 527).
-        # [prefill_h100 of benchmarks/results/decisions/]
+        # From the last one: the longest of a prompt's runs begin, and the short ones fill the gaps at the end (H100,
+        # 1 x 2048 219 us, 8 x 1024 519). [prefill_h100 of benchmarks/results/decisions/]
         seq = lengths.shape[0] - 1 - lax.axis_index("seq")
         partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
         index = partial if cluster == 1 else partial * cluster + lax.axis_index("member")
@@ -89,7 +88,7 @@ class Walk:
 
     @property
     def first_query(self) -> jax.Array:
-        """Where the first query stands; negative where there are more of them than tokens."""
+        """The position of the first query; negative if there are more queries than tokens."""
         return self.length - self.q_len
 
     def tile_of(self, i: jax.Array) -> jax.Array:
@@ -98,14 +97,14 @@ class Walk:
 
     def last_first(self, stages: int) -> "LastFirst":
         start, end = self.whole_tiles()
-        # A stage is filled again once its tile was worked on: what comes first must be there with what was fetched
+        # A stage is filled again once its tile has been used: the tile used first must be there with those fetched
         # before it.
         most = 1 if self.q_len == 1 else 2
         lead = 1 if 1 + most <= stages - stages // 2 else 0
         return LastFirst(start, end, self.num_tiles, start + jnp.minimum(end - start, lead), lead > 0)
 
     def ours_before(self, end: jax.Array) -> jax.Array:
-        """How many of our tiles stand before tile `end` of the sequence."""
+        """How many of our tiles are before tile `end` of the sequence."""
         return _sizes.tiles_of_partition(self.first_tile, end, self.partition.count, self.partition.index)
 
     def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +115,7 @@ class Walk:
     def whole_tiles(self) -> tuple[jax.Array, jax.Array]:
         """Of our tiles the first that every row sees whole, and one past the last: they need no mask.
 
-        They stand between the last query's window and the first query.
+        They lie between the last query's window and the first query.
         """
         end = self.ours_before(lax.div(jnp.maximum(self.first_query + 1, 0), jnp.int32(self.tile)))
         if self.window is None:
@@ -136,18 +135,17 @@ class Walk:
 
 @dataclasses.dataclass(frozen=True)
 class LastFirst:
-    """The order of our tiles where those at the end, of which some query does not see everything, come first.
+    """The order of our tiles if those at the end, which some query does not see whole, come first.
 
-    They cost more and bring less: so they are worked on while others are still coming, and not when nothing else is.
-    But fetched before them is a tile that does not hang on the length, where there is one: nobody waits for the length
-    before the first copy.
+    They cost more time for fewer bytes: computed first, they overlap with the fetching of others. A tile that does not
+    depend on the length, if there is one, is fetched before them, so that the first copy does not wait for the length.
     """
 
     start: jax.Array  # the first tile that every row sees whole
     end: jax.Array  # one past the last of these, and the first of those at the end
     num_tiles: jax.Array
-    before: jax.Array  # how many are fetched before them
-    first_is_0: bool  # fetched first is tile 0, whatever the length
+    before: jax.Array  # tiles fetched before those at the end
+    first_is_0: bool  # whether tile 0 is fetched first, for any length
 
     def fetched(self, turn: jax.Array) -> jax.Array:
         """Which of our tiles is fetched as the `turn`-th."""
@@ -157,11 +155,11 @@ class LastFirst:
 
     @property
     def num_masked(self) -> jax.Array:
-        """How many are worked on before those that every row sees whole."""
+        """How many are computed before those that every row sees whole."""
         return self.start + self.num_tiles - self.end
 
     def worked(self, j: jax.Array) -> jax.Array:
-        """Which of our tiles is worked on as the j-th."""
+        """Which of our tiles is computed as the j-th."""
         later = jnp.where(j < self.num_masked, j - self.start + self.end, j - self.num_masked + self.start)
         return jnp.where(j < self.start, j, later)
 

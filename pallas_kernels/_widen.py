@@ -1,20 +1,20 @@
 """8-bit caches on chip: from SMEM straight to the left operands of the products, widened to float16 in registers.
 
-The tensor cores multiply 16-bit numbers, and only such are transposed on the way out of SMEM. So a tile is read as
-words of two neighbouring columns of the head, that of V transposed, and each register, which holds two words, is taken
-apart into two registers of two float16 each. Nothing widened goes back to SMEM.
+The tensor cores multiply 16-bit numbers, and only 16-bit numbers can be transposed when they are read from SMEM. So a
+tile is read as words of two neighbouring columns of the head, for V transposed. Each register holds two words, and is
+split into two registers of two float16 each. Nothing widened goes back to SMEM.
 
-What is cheapest leaves the columns of the head out of order, though only within each 16:
+The cheapest way leaves the columns of the head out of order, though only within each 16:
 
     K: position 8 h + 2 i + j holds column 4 i + 2 h + j,    V: position 8 h + i holds column 2 i + h
 
-So Q is brought into the order of K once, before the first tile, and O back from the order of V once, after the last.
+So Q is put into the order of K once, before the first tile, and O back from the order of V once, after the last.
 
-float16 holds every float8_e4m3fn, float8_e5m2 and int8, subnormals, infinities and NaN among them. It does not hold
-every bfloat16: each row of such a Q is divided by a power of two that brings its largest number to between 1 and 2, and
-its logits are multiplied with that power again; what is less than 2^-14 of the largest loses bits, those below 2^-24.
-Weights of a softmax up to 2^HEADROOM use the whole of float16's range: one is off by 2^-11 of itself at most down to
-2^-29 of the largest, where bfloat16 is off by 2^-9.
+float16 holds every float8_e4m3fn, float8_e5m2 and int8, with subnormals, infinities and NaN. It does not hold every
+bfloat16: each row of such a Q is divided by a power of two that brings its largest number to between 1 and 2, and its
+logits are multiplied by that power. Numbers below 2^-14 of the largest lose bits, those below 2^-24.
+Weights of a softmax up to 2^HEADROOM use float16's whole range: down to 2^-29 of the largest, a weight is off by at
+most 2^-11 of itself; a bfloat16 one is off by 2^-9.
 
 Everything here is traced inside the decode kernel. Interpret mode has neither two views of one buffer nor products with
 an operand in registers: there the same orders come about by reshaping.
@@ -50,7 +50,7 @@ def scratch(
 ) -> dict[str, Any]:
     """SMEM for rings of K and V, [stages, tile, width], as the copies write them and as words, and for Q and P."""
     stages, tile, width = shape
-    # The copy engine takes no tile that does not divide the head, unless it holds all of it.
+    # The copy engine only takes tiles that divide the head, or hold all of it.
     columns = next(n for n in (128, 64, 32, 16) if n <= chunk and (head_dim % n == 0 or head_dim < n))
     ring = plgpu.SMEM(shape, dtype, transforms=_matrix(columns, columns))
     if not interpret:
@@ -92,7 +92,7 @@ class Tiles:
         return plgpu.load(self.words.at[stage, :, pl.ds(start // 2, size // 2)].T, layout=WORDS)
 
     def zero_unseen(self, loaded: jax.Array, seen: Any) -> jax.Array:
-        """What `load_values` gave, zero for the tokens outside of `seen(shape, axis, layout)`."""
+        """The result of `load_values`, zero for the tokens outside of `seen(shape, axis, layout)`."""
         ours = seen(loaded.shape, 1, WORDS)
         if self.words is None:
             return jnp.where(ours, loaded, jnp.zeros_like(loaded))
@@ -106,10 +106,7 @@ class Tiles:
 
 
 def load_q(q_flat: Any, q_smem: Any, interpret: Any) -> jax.Array | None:
-    """Q [rows, width] in the order of K; what the products with each row must be multiplied with, f32 [rows], or None.
-
-    None stands for ones.
-    """
+    """Q [rows, width] in the order of K, and the factor of the products with each row, f32 [rows]; None: ones."""
     rows, width = q_smem.shape
 
     def load(start: int) -> jax.Array:
@@ -148,8 +145,8 @@ def _power_of_two(x: jax.Array) -> jax.Array:
 def product(
     shape: tuple[int, int], left: jax.Array, right: Any, interpret: Any, meanwhile: Any = None
 ) -> tuple[jax.Array, Any]:
-    """left @ right, f32 `shape`, the left one in registers and the right one in SMEM; and what `meanwhile()` returns,
-    which is worked on while the tensor cores are."""
+    """left @ right, f32 `shape`, the left one in registers and the right one in SMEM; and the result of `meanwhile()`,
+    which runs beside the tensor cores."""
     if interpret:
         result = jnp.dot(left, right[...], preferred_element_type=jnp.float32)
         return result, None if meanwhile is None else meanwhile()

@@ -2,18 +2,18 @@
 
     new[destinations[i]] = old[sources[i]],    in every pool and every layer
 
-The copy engine moves rows of a block from GMEM to a ring in SMEM and from there to where they go: each byte is read
-once and written once. A pair is direct where its destination is nobody's source and its source nobody's destination:
-then it does not matter when it is copied, and all programs share the tiles of all such pairs. The other pairs must
-all be read before one of them is written. They are cut across: one program moves the same slice of all their blocks,
-first to a place of its own in GMEM, then, when all of it has arrived there, to the destinations. So programs never
-wait for each other, and where there is no such pair nothing is paid for them.
+The copy engine moves rows of a block from GMEM to a ring in SMEM and from there to the destination: each byte is read
+once and written once. A pair is direct if its destination is no source and its source no destination. Direct pairs
+can be copied at any time, and all programs share their tiles. The other pairs must all be read before one of them is
+written. They are cut across: one program moves the same slice of all their blocks, first to its own place in GMEM, and
+when all of it is there, to the destinations. Programs never wait for each other, and without such pairs nothing is
+paid for them.
 
 | array | where it lives and how it moves |
 |---|---|
 | pools | GMEM; tiles of their blocks to a ring in SMEM and back |
 | pairs | GMEM, read as scalars |
-| slices set aside | GMEM, by way of the same ring; not touched where every pair is direct |
+| slices set aside | GMEM, through the same ring; not touched if every pair is direct |
 """
 
 from collections.abc import Callable
@@ -66,10 +66,10 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
         def step(i: jax.Array, _: None) -> None:
             stage, place = place_of(i)
             plgpu.barrier_wait(full.at[stage])
-            plgpu.commit_smem()  # what was read comes before what is written: a block may be both
+            plgpu.commit_smem()  # orders reads before writes: a block may be both
             target_of(i, lambda target: plgpu.copy_smem_to_gmem(place, target))
 
-            # The stage that is filled again is not the one just emptied, but one whose copy had some time to end.
+            # Not the stage just emptied is filled again, but one whose copy has had time to end.
             @pl.when(jnp.logical_and(i >= lag, i - lag + stages < count))
             def _refill() -> None:
                 plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
@@ -146,7 +146,7 @@ def launch(
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns the new pools: the old ones, where XLA may overwrite them. Ids are legal, destinations distinct."""
+    """Returns the new pools, in place if XLA may overwrite the old ones. Ids are legal, destinations distinct."""
     num_layers, num_blocks = pools[0].shape[:2]
     num_pairs, dtype = pairs.shape[0], pools[0].dtype
 

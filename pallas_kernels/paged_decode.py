@@ -3,38 +3,43 @@
     x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t
     lse = log(sum_t exp(x_t) + exp(sink))
 
-One program works on one partition of one sequence for one KV head: `group` query heads of each of the last `q_len`
-tokens, together `rows` rows, against tiles of `tile` tokens. Of up to 32 rows the tokens are the M dimension of both
+One program computes one partition of one sequence for one KV head: `group` query heads of each of the last `q_len`
+tokens, together `rows` rows, against tiles of `tile` tokens. With up to 32 rows the tokens are the M dimension of both
 matrix products, so that a group of 4 is padded to 8 columns, not to 64 rows:
 
     S^T [tile, rows]      = K [tile, head_dim]   Q^T [head_dim, rows]
     O^T [head_dim, rows] += V^T [head_dim, tile] P^T [tile, rows]
 
-More rows of a 16-bit cache are the M dimension themselves, filled up to 64, and S, P and O are not transposed.
+More rows of a 16-bit cache are the M dimension themselves, padded to 64, and S, P and O are not transposed.
 
 | array | where it lives and how it moves |
 |---|---|
 | K, V | GMEM to a ring of SMEM tiles, one copy a cache block or quarter of a tile, by four warps in turn |
-| block tables, lengths, scalars | read from GMEM where they are needed, so that all of them may be traced |
-| Q | GMEM to SMEM row by row, once, and from there, through registers, to the layout that the products want |
-| P | registers to SMEM, transposed; of many rows nowhere |
+| block tables, lengths, scalars | read from GMEM when they are needed, so that all of them may be traced |
+| Q | GMEM to SMEM row by row, once, and from there through registers to the layout of the products |
+| P | registers to SMEM, transposed; with many rows it stays in registers |
 | m, l, O^T | registers, float32; at the end to GMEM through SMEM, as finished rows or float32 partials |
 
-Caches of 8 bits are widened to float16 on the way from SMEM to the products, see `_widen`, and K and V leave SMEM as
-soon as they are read; `_scales` says where their scales come in.
+Caches of 8 bits are widened to float16 between SMEM and the products (`_widen`), and the SMEM of K and V is free as
+soon as they are read. `_scales` says where their scales are used.
 
-`decode_config` holds what it takes and how a call is cut up, `_walk` which tiles of its sequence a program works on,
-`_fetch` how they come, `_steps` what is done with each, of which `_products` is what the tensor cores do and `_logits`
-what follows from the products of Q and K, `_row_steps` the same for many rows, `_finish` and, from a cluster,
-`_cluster` and `_inbox` how the sums leave, `_place` where they go.
+| file | has |
+|---|---|
+| `decode_config` | what the kernel takes, and how a call is cut up |
+| `_walk` | which tiles of its sequence a program computes |
+| `_fetch` | how tiles are fetched |
+| `_steps`, for many rows `_row_steps` | what is done with a tile |
+| `_products`, `_logits` | the work of the tensor cores, and from the products of Q and K to the logits |
+| `_finish`, in a cluster `_cluster` and `_inbox` | how the sums are written |
+| `_place` | where the sums are written |
 
-A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. A head_dim that is not a multiple of 64 is
-filled up with zeros by the copy itself: the cache is read as it stands. Where it is not a multiple of 16 either, it is
-copied in parts, each filled up to 64 columns (`_sizes.num_parts`).
+A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. The copy itself pads a head_dim with zeros to a
+multiple of 64: the cache is read in place. A head_dim that is not a multiple of 16 is copied in parts, each padded to
+64 columns (`_sizes.num_parts`).
 
-Only table entries of blocks that hold a token some query sees are followed, and ids are clamped into the pool; for
-the others block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the product, since
-0 x NaN is NaN; that happens only in tiles that hold such a row.
+Only table entries of blocks with a token that some query sees are followed, and ids are clamped to the pool. Instead of
+other blocks, block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the product,
+because 0 x NaN is NaN; only tiles with such a row need that.
 
 Sources: Dao et al., FlashAttention, 2022 (https://arxiv.org/abs/2205.14135) for the online softmax; Hong et al.,
 FlashDecoding++, 2023 (https://arxiv.org/abs/2311.01282) for padding the few rows to 8 rather than to 64; Kwon et al.,
@@ -105,8 +110,8 @@ def _kernel(
     )
     seq, kv_head = partition.seq, partition.kv_head
     stages = config.num_stages
-    # A copy as wide as SMEM reaches past the end of a narrower head: from there the copy engine fills in zeros. The
-    # start has to look dynamic, or tracing refuses the slice.
+    # A copy as wide as SMEM reaches past the end of a narrower head, where the copy engine writes zeros. The start
+    # must look dynamic, or tracing refuses the slice.
     whole = pl.ds(0, width) if q_gmem.shape[-1] == width else pl.ds(seq - seq, width)
     filled = whole if num_parts == 1 else pl.ds(seq - seq, width // num_parts)
 
@@ -186,12 +191,12 @@ def _kernel(
         order = walk.last_first(stages) if config.last_first else None
 
         def place_of(j: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Of the tile that is worked on as the j-th: which of the sequence it is, and its stage in the rings."""
+            """Of the j-th tile to be computed: its index in the sequence, and its stage in the rings."""
             i = j if order is None else order.worked(j)
             return walk.tile_of(i), lax.rem(i if order is None else order.turn_of(i), jnp.int32(stages))
 
         plgpu.barrier_wait(refs["q_full"])
-        # The rows between q_len * group and `rows` hold whatever SMEM held: a row never meets another.
+        # The rows between q_len * group and `rows` are what SMEM held: rows do not mix.
         steps: WideSteps | NarrowSteps | RowSteps
         if narrow:
             unit = _widen.load_q(q_flat_smem, q_smem, interpret)
@@ -274,7 +279,7 @@ def launch(
         "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
     }
     if config.num_partials > 1 and config.total_partitions is None:
-        del named["sinks"]  # the merge kernel alone adds them
+        del named["sinks"]  # only the merge kernel adds them
     inputs = {
         "q": q,
         "k_cache": k_cache,

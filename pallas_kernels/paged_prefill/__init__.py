@@ -3,10 +3,10 @@
     x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t
     lse = log(sum_t exp(x_t) + exp(sink))
 
-The query tokens of all sequences stand one after the other, as many of each as there are. An item is a run of
+The query tokens are packed: those of each sequence, any number, after those of the one before. An item is a run of
 `item_tokens` tokens of one sequence and some query heads of one KV head, together up to 128 rows: row r is head
 r // item_tokens, token r % item_tokens. A work list, made on the device, holds the items, the longest first. A program
-on each SM takes its share of them, one after the other, with three warpgroups:
+on each SM computes its share of them, one after the other, with three warpgroups:
 
     warpgroups 0, 1   64 rows each:  S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
                                      O [64, head_dim] += P [64, tile]      V [tile, head_dim]
@@ -15,19 +15,24 @@ on each SM takes its share of them, one after the other, with three warpgroups:
 | array | where it lives and how it moves |
 |---|---|
 | K, V | GMEM to rings of SMEM tiles, one copy a cache block or quarter of a tile, by four warps in turn |
-| Q | GMEM to SMEM by asynchronous copies of 16 bytes, while the item before leaves |
-| S, P, m, l, O | registers; O through SMEM to GMEM, lse straight there |
+| Q | GMEM to SMEM by asynchronous copies of 16 bytes, while the item before is written |
+| S, P, m, l, O | registers; O through SMEM to GMEM, lse directly to GMEM |
 
-The softmax of a tile is worked on while the tensor cores multiply the weights of the tile before with its values.
-A head_dim that is not a multiple of 64 is filled up with zeros by the copy itself.
+The softmax of a tile runs while the tensor cores multiply the weights of the tile before with its values. The copy
+itself pads a head_dim with zeros to a multiple of 64.
 
-Only table entries of blocks that hold a token some query of an item sees are followed, and ids are clamped into the
-pool; for the others block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the
-product, since 0 x NaN is NaN; that happens only in tiles that hold such a row.
+Only table entries of blocks with a token that some query of an item sees are followed, and ids are clamped to the pool.
+Instead of other blocks, block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the
+product, because 0 x NaN is NaN; only tiles with such a row need that.
 
-`prefill_config` holds what it takes and how a call is cut up, `_work_list` the items, `_item` what one is inside the
-kernel, `_fetch` how K and V come, `_steps` what is done with them, of which `_products` is what the tensor cores do and
-`_logits` what follows from the products of Q and K, and `_rows_of_item` how Q comes and O and lse leave.
+| file | has |
+|---|---|
+| `prefill_config` | what the kernel takes, and how a call is cut up |
+| `_work_list`, `_item` | the items, and an item inside the kernel |
+| `_fetch` | how K and V are fetched |
+| `_steps` | what is done with a tile |
+| `_products`, `_logits` | the work of the tensor cores, and from the products of Q and K to the logits |
+| `_rows_of_item` | how Q is read and O and lse are written |
 
 Source: Shah et al., FlashAttention-3, 2024 (https://arxiv.org/abs/2407.08608).
 """

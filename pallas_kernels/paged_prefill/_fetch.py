@@ -1,6 +1,6 @@
 """The warpgroup that fetches: blocks of K and V from GMEM into rings of tiles in SMEM, item after item.
 
-Of the four warps each makes every fourth copy of a tile: a block, or a quarter of the tile where that is less.
+Each of its four warps makes every fourth copy of a tile. A copy is a block, or a quarter of the tile if that is less.
 Everything here is traced inside the kernel.
 """
 
@@ -45,7 +45,7 @@ class Fetcher:
             return lax.fori_loop(item.begin, item.end, fetch_tile, (turn, self._ids(item, item.begin, warp)))[0]
 
         turn = lax.fori_loop(0, self.items.count(), fetch_item, jnp.int32(0))
-        # Nobody may leave while a barrier it waited on still completes a phase.
+        # No warp may exit while a barrier that it waited on still completes a phase.
         for stage in range(self.config.num_stages):
 
             @pl.when(turn > stage)
@@ -75,8 +75,8 @@ class Fetcher:
         block_size, head_dim = self.keys.source.shape[1], self.keys.source.shape[3]
         width, stages = self.keys.target.shape[2], self.config.num_stages
         stage = lax.rem(turn, jnp.int32(stages))
-        # A copy as wide as SMEM reaches past the end of a narrower head: from there the copy engine fills in zeros. The
-        # start has to look dynamic, or tracing refuses the slice.
+        # A copy as wide as SMEM reaches past the end of a narrower head, where the copy engine writes zeros. The start
+        # must look dynamic, or tracing refuses the slice.
         columns = pl.ds(0 if head_dim == width else turn - turn, width)
         for ring in (self.keys, self.values):
 

@@ -1,8 +1,8 @@
-"""The rows of an item in GMEM: Q comes from there, O and lse go there.
+"""The rows of an item in GMEM: reading Q, writing O and lse.
 
-Row r of an item is head r // item_tokens, token r % item_tokens. The tokens of an item begin anywhere in q, and the
-copy engine takes no tiles of 8 rows that begin between two multiples of 8. So threads copy rows themselves, 16 bytes
-at a time, and rows that the item does not have are neither read nor written.
+Row r of an item is head r // item_tokens, token r % item_tokens. The tokens of an item may begin anywhere in q, but the
+copy engine only takes tiles of 8 rows that begin at multiples of 8. So threads copy rows themselves, 16 bytes at a
+time. Rows that the item does not have are neither read nor written.
 """
 
 import dataclasses

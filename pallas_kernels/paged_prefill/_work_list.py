@@ -1,6 +1,6 @@
-"""Which query tokens each item of the prefill kernel has, and in which order they are worked on.
+"""The query tokens of each item of the prefill kernel, and the order of the items.
 
-Made by XLA on the device, from true lengths, before the kernel; it serves all layers of a step.
+XLA makes the list on the device, from true lengths, before the kernel. It serves all layers of a step.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def make_work_list(
     """Cuts each sequence's newest tokens, `query_starts[s] : query_starts[s + 1]` of q, into runs of
     `config.item_tokens`.
 
-    What stands before and after them in q is padding, which sees nothing, and is cut likewise.
+    The rows of q before and after them are padding, which sees nothing, and are cut likewise.
     """
     seqs, item_tokens = lengths.shape[0], config.item_tokens
     starts = jnp.clip(query_starts, 0, tokens)

@@ -19,18 +19,18 @@ class BlockPool:
             the last of them, goes next.
         bottom: int32 `[]`. It is 0 until a prefix cache is used, and then `free_list[:num_free]` is a plain stack.
         num_free: int32 `[]`.
-        num_waiting: int32 `[]`: so many free blocks, those from `bottom` on, may still hold a cached prefix. They
-            wait below the others, the one that went unused longest on top, so that it is the first to be overwritten.
-        extra_holders: int32 `[blocks]`, how many hold a block beside the first; 0 for a free block. Counted from the
-            second on, so that handing out a block does not touch it: `append` stays a few operations on the batch.
-        pins: int32 `[blocks]`, how many of its holders are pins (`BlockAllocator.hold`), not sequences.
-        generations: int32 `[blocks]`, how often tokens of a block were given up: it was let go by its last holder, or
-            its sequence was shortened inside it. While it stays the same, what was written to the block stays.
-        cached_at: int32 `[blocks]`, for the prefix cache: `num_blocks` while a cached block is held; where in
-            `free_list` it waits once it is free; -1 for a block that never was cached. Of a block that was handed out
-            from there the place is stale: `is_cached` sees that the place has left the waiting ones.
+        num_waiting: int32 `[]`, free blocks, those from `bottom` on, that may still hold a cached prefix. They lie
+            below the others. The one unused longest is on top of them, and so is overwritten first.
+        extra_holders: int32 `[blocks]`, holders of a block beyond the first; 0 for a free block. Handing out a block
+            does not change it, so that `append` stays a few operations on the batch.
+        pins: int32 `[blocks]`, how many of a block's holders are pins (`BlockAllocator.hold`), not sequences.
+        generations: int32 `[blocks]`, how often a block's tokens were dropped: its last holder let it go, or its
+            sequence was shortened inside it. While the number does not change, the block's tokens do not either.
+        cached_at: int32 `[blocks]`, for the prefix cache: `num_blocks` while a cached block is held; its place in
+            `free_list` while it waits there; -1 for a block that never was cached. The place is stale once the block is
+            handed out: `is_cached` sees that the place no longer waits.
 
-    A cached block is never written again while it is held: whoever would shorten into it takes a copy.
+    A cached block is never written while it is held: a sequence shortened inside it takes a copy.
     """
 
     free_list: jax.Array
@@ -61,11 +61,11 @@ class BlockPool:
         return self.free_list.shape[-1]
 
     def peek(self, from_top: jax.Array) -> jax.Array:
-        """The ids that stand so far below the top of the free blocks; any id where there are not as many."""
+        """The ids at these depths below the top of the free blocks; any id if there are too few."""
         return self.free_list[self._ring(self.bottom + self.num_free - 1 - from_top)]
 
     def take(self, count: jax.Array) -> "BlockPool":
-        """Hands out the `count` blocks on top, which `peek` has named. Waiting ones among them are no longer cached."""
+        """Hands out the `count` blocks on top, which `peek` returned. Cached ones among them are no longer cached."""
         num_free = self.num_free - count
         return dataclasses.replace(self, num_free=num_free, num_waiting=jnp.minimum(self.num_waiting, num_free))
 
@@ -74,28 +74,28 @@ class BlockPool:
         return dataclasses.replace(self, extra_holders=_add(self.extra_holders, ids, wanted, 1))
 
     def let_go(self, ids: jax.Array, given: jax.Array) -> "BlockPool":
-        """One holder less for each given entry of `ids`; a block that nobody holds then is free.
+        """One holder less for each given entry of `ids`; a block without holders is then free.
 
         Args:
             ids: int32 `[seqs, max_blocks]`. No row names a block twice; several rows may.
             given: bool, likewise.
 
-        As if one row came after the other, the last one first, and in each its last block first: cached blocks are
-        laid under all that are free, the others on top. So a sequence's tail is overwritten before its head, and what
-        was freed right after it was handed out goes out again in the same order.
+        The result is that of one row after the other, the last row first, and in each the last block first: cached
+        blocks go under all free ones, the others on top. So a sequence's tail is overwritten before its head, and
+        blocks freed right after they were handed out are handed out again in the same order.
         """
         rows = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
         holders = _add(self.extra_holders, ids, given, -1)
         unheld = given & (holders[ids] < 0)
-        # Of several rows that let go of one block the first puts it back. They settle it in the count itself, which
-        # is below zero here and is set to zero by the one.
+        # Of several rows that let go of one block the first puts it back. They choose it in the count itself, which is
+        # below zero here and which that row sets to zero.
         claim = rows - ids.shape[0] - 1
         holders = holders.at[self._where(unheld, ids)].min(claim, mode="drop")
         mine = unheld & (holders[ids] == claim)
         mine_ids = self._distinct(mine, ids)
         cached = mine & (self.cached_at[ids] == self.num_blocks)
 
-        # Where each goes: rank among those on top, and among those below.
+        # Places: ranks among the blocks on top, and among those below.
         both = jnp.stack([(mine & ~cached).ravel(), cached.ravel()]).astype(jnp.int32)
         ranks = jnp.cumsum(both, axis=1, dtype=jnp.int32)
         num_top, num_below = ranks[0, -1], ranks[1, -1]
@@ -115,20 +115,20 @@ class BlockPool:
         )
 
     def is_cached(self, ids: jax.Array) -> jax.Array:
-        """Whether these blocks, held or free, are known to the prefix cache and unwritten since."""
+        """Whether these blocks, held or free, are cached and not overwritten."""
         place = self.cached_at[ids]
         waits = (place >= 0) & (self._ring(place - self.bottom) < self.num_waiting)
         waits &= self.free_list.at[place].get(mode="clip") == ids
         return (place == self.num_blocks) | waits
 
     def mark_cached(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
-        """The wanted ids, held blocks that are all different, are known to the prefix cache from now on."""
+        """Marks the wanted ids, distinct held blocks, as cached."""
         places = self._distinct(wanted, ids)
         cached_at = self.cached_at.at[places].set(self.num_blocks, mode="drop", unique_indices=True)
         return dataclasses.replace(self, cached_at=cached_at)
 
     def forget(self) -> "BlockPool":
-        """No block is known to the prefix cache any more. Those that waited are free blocks like the others."""
+        """No block is cached any more. Waiting ones become free blocks like the others."""
         return dataclasses.replace(
             self, num_waiting=jnp.zeros_like(self.num_waiting), cached_at=jnp.full_like(self.cached_at, -1)
         )
@@ -136,7 +136,7 @@ class BlockPool:
     def acquire_cached(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
         """One more holder for each wanted entry of `ids`, cached blocks, held or waiting.
 
-        Those that waited leave the free list; the others close ranks. This alone costs as much as the pool is large:
+        Waiting ones leave the free list, and the others close ranks. Only this costs time with the size of the pool:
         one prefix sum over the free list.
         """
         waiting = wanted & (self.cached_at[ids] != self.num_blocks)

@@ -9,7 +9,7 @@ SHOWN_SEQS = 16  # rows of a printed allocator
 
 
 def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
-    """The names of the broken invariants, each a line below. Those that stand on a broken one are not looked at."""
+    """Names of the broken invariants, one a line below. Those that build on a broken one are not tested."""
     pool, num_blocks, block_size = allocator.pool, allocator.num_blocks, allocator.block_size
     tables, lengths = np.asarray(allocator.block_tables), np.asarray(allocator.lengths)
     num_free, num_waiting, bottom = int(pool.num_free), int(pool.num_waiting), int(pool.bottom)

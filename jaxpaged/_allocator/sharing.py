@@ -1,4 +1,4 @@
-"""Sequences that share blocks: children of a fork, and shortening without disturbing who else holds a block."""
+"""Sequences that share blocks: forking, and shortening one that shares its last block."""
 
 import dataclasses
 
@@ -21,8 +21,8 @@ def fork[S: AllocatorState](allocator: S, parents: jax.Array, replace: bool) -> 
     lengths, tables = allocator.lengths[parents], allocator.block_tables[parents]
     entry, partial = lengths // allocator.block_size, lengths % allocator.block_size > 0
 
-    # 1. Who needs a block of its own: every child of a parent whose last block is partly filled, but one that
-    # inherits it. Inheriting is sound only where the parent is replaced for certain: where nobody is refused.
+    # 1. Every child of a parent with a partly filled last block needs a block of its own, except one that inherits
+    # it. Inheriting is sound only if the parent is surely replaced, that is, if no row is refused.
     first = jnp.full(num_seqs, num_seqs, jnp.int32).at[jnp.where(legal, parents, num_seqs)].min(rows, mode="drop")
     heir = legal & legal[parents] & (first[parents] == rows)
     needed = (legal & partial & ~heir).astype(jnp.int32)
@@ -37,7 +37,7 @@ def fork[S: AllocatorState](allocator: S, parents: jax.Array, replace: bool) -> 
     is_copy = copied[:, None] & (jnp.arange(tables.shape[1], dtype=jnp.int32)[None] == entry[:, None])
     tables = jnp.where(is_copy, ids[:, None], tables)
 
-    # 3. The children hold what they share, and let go of what they held.
+    # 3. The children hold the shared blocks, and let go of their old ones.
     pool = allocator.pool.take(total)
     pool = pool.share(tables, ok[:, None] & ~is_copy & allocator.is_entry(lengths))
     if replace:
@@ -54,7 +54,7 @@ def rollback[S: AllocatorState](allocator: S, lengths: jax.Array) -> tuple[S, Co
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
     legal = (lengths >= 0) & (lengths <= allocator.lengths)
     entry, partial = lengths // allocator.block_size, lengths % allocator.block_size > 0
-    cut = legal & partial & (lengths < allocator.lengths)  # ends inside a block whose further tokens it gives up
+    cut = legal & partial & (lengths < allocator.lengths)  # ends inside a block, whose further tokens are dropped
     last_ids = allocator.block_tables.at[rows, entry].get(mode="clip")
     kept_by_others = (allocator.pool.extra_holders[last_ids] > 0) | (
         allocator.pool.cached_at[last_ids] == allocator.num_blocks
@@ -76,5 +76,5 @@ def rollback[S: AllocatorState](allocator: S, lengths: jax.Array) -> tuple[S, Co
 
 
 def _read_once(*values: jax.Array) -> tuple[jax.Array, ...]:
-    """What is read from the pool before it is written: left to itself XLA reads again later, from copies of it."""
+    """Values read from the pool before it is written. Without the barrier XLA reads again after it, from copies."""
     return jax.lax.optimization_barrier(values)

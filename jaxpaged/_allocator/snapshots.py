@@ -1,4 +1,4 @@
-"""Old allocators: whether going back to one is sound, pinning its blocks, going back, and what was freed since."""
+"""Snapshots: whether going back is sound, pinning blocks, going back, and which blocks were freed after one."""
 
 import dataclasses
 
@@ -26,9 +26,9 @@ def hold[S: AllocatorState](allocator: S, snapshot: S) -> tuple[S, jax.Array]:
 def release[S: AllocatorState](allocator: S, snapshot: S) -> tuple[S, jax.Array]:
     _check_sizes(allocator, snapshot)
     ids, entries = snapshot.block_tables, snapshot.is_entry(snapshot.lengths)
-    # Generations do not count: a restored allocator holds old pins of blocks whose tokens it gave up.
-    # The pins go, and come back where there were too few: two updates of one array, each in place. To look first in a
-    # copy would cost that copy, which is as large as the pool.
+    # Generations do not count: a restored allocator holds old pins of blocks whose tokens were dropped.
+    # The pins are removed, and put back if there were too few: two updates of one array, each in place. Testing first
+    # would need a copy as large as the pool.
     pool = _pin(allocator.pool, ids, entries, -1)
     ok = ((pool.pins[ids] >= 0) | ~entries).all()
     pool = _pin(pool, ids, entries & ~ok, 1).let_go(ids, entries & ok)
@@ -40,8 +40,8 @@ def restore[S: AllocatorState](allocator: S, snapshot: S) -> tuple[S, jax.Array]
     now, old = allocator.pool, snapshot.pool
     ids, num_blocks = snapshot.block_tables, snapshot.num_blocks
 
-    # What the snapshot's sequences filled is as it was. All else was given up: so no snapshot of what is undone here
-    # is taken to be sound any more.
+    # The full blocks of the snapshot's sequences have not changed. All other tokens are dropped: so no snapshot of the
+    # states undone here stays sound.
     full = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < (snapshot.lengths // snapshot.block_size)[:, None]
     kept = jnp.zeros(num_blocks, jnp.bool_).at[jnp.where(full, ids, num_blocks)].set(True, mode="drop")
     generations = jnp.where(kept, old.generations, now.generations + 1)
@@ -52,7 +52,7 @@ def restore[S: AllocatorState](allocator: S, snapshot: S) -> tuple[S, jax.Array]
     same &= (now.cached_at == num_blocks) == (old.cached_at == num_blocks)
     cached_at = jnp.where(same, old.cached_at, -1)
 
-    # Read all that is replaced before any of it is, or XLA keeps copies to read from.
+    # Read everything before any of it is replaced, or XLA keeps copies to read from.
     ok, generations, cached_at = jax.lax.optimization_barrier((ok, generations, cached_at))
     pool = dataclasses.replace(old, generations=generations, cached_at=cached_at)
     restored = dataclasses.replace(snapshot, pool=pool)

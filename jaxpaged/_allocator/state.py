@@ -1,4 +1,5 @@
-"""What an allocator holds, and the questions that its operations share: which entries are blocks, who gets blocks."""
+"""The fields of an allocator, and what its operations share: which entries are blocks, which rows are granted
+blocks."""
 
 import dataclasses
 from typing import Self
@@ -56,7 +57,7 @@ class AllocatorState:
 
     @property
     def fragmentation(self) -> jax.Array:
-        """The part of the held slots that stands empty behind the sequences' last tokens, 0 to 1, float32 `[]`."""
+        """The part of the held slots that is empty, after the sequences' last tokens, 0 to 1, float32 `[]`."""
         empty = (self.blocks_of(self.lengths) * self.block_size - self.lengths).sum(dtype=jnp.int32)
         held = jnp.maximum(self.num_held, 1).astype(jnp.float32) * self.block_size
         return empty.astype(jnp.float32) / held
@@ -72,7 +73,7 @@ class AllocatorState:
     def grant(
         self, legal: jax.Array, needed: jax.Array, order: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(which rows get the blocks they need, where each row's begin counted from the top, how many in all)."""
+        """(rows that get the blocks they need, depth below the top where each row's begin, number of all blocks)."""
         if order is None:
             ends = jnp.cumsum(needed, dtype=jnp.int32)
         else:

@@ -13,8 +13,8 @@ from jaxpaged._integers import as_int32, saturated
 from pallas_kernels.attention_options import AttentionOptions
 
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-# Of a larger cap, cap * tanh(x / cap) is x. What x / cap flushes to zero are logits below 1e30 * 2^-126, 1e-8; of
-# infinity it would be NaN.
+# With a larger cap, cap * tanh(x / cap) is x. With this one, x / cap is flushed to zero only for logits below
+# 1e30 * 2^-126, 1e-8; with infinity the result is NaN.
 MOST_CAP = 1e30
 
 
@@ -171,7 +171,7 @@ def _check_options(
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     return AttentionOptions(
         scale=jnp.asarray(head_dim**-0.5 if scale is None else optional("scale", scale, [()]), jnp.float32),
-        # 2^31 - 1 stands for no window in a scan over layers: cut down, so that no position less a window overflows.
+        # 2^31 - 1 means no window, in a scan over layers. Clipped, so that no position minus a window overflows.
         sliding_window=None if window is None else jnp.clip(window, 1, capacity),
         logits_soft_cap=None if cap is None else jnp.minimum(cap, MOST_CAP),
         alibi_slopes=optional("alibi_slopes", alibi_slopes, [(heads,)]),

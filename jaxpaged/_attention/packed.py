@@ -1,6 +1,6 @@
-"""Packed queries: each sequence's newest tokens one after the other in q, as many of each as there are.
+"""Packed queries: each sequence's newest tokens, any number, one after the other in q.
 
-An implementation that knows sequences of equally many query tokens is given runs: a run is a few tokens of one
+An implementation that takes equally many query tokens of each sequence gets runs. A run is a few tokens of one
 sequence, and becomes a sequence of its own, which ends with the run. Runs do not cross sequences, so there are at most
 `tokens / run + seqs`.
 """
@@ -19,11 +19,11 @@ class Runs:
     """Which tokens of q each run has, right-aligned in `[runs, run]`."""
 
     run: int = dataclasses.field(metadata=dict(static=True))  # tokens
-    starts: jax.Array  # int32 [seqs + 1], of the sequences in q, within it
-    first_runs: jax.Array  # int32 [seqs], of each sequence
-    seqs: jax.Array  # int32 [runs], whose each is
-    offsets: jax.Array  # int32 [runs], the first token of each, counted in its sequence's new ones
-    counts: jax.Array  # int32 [runs], tokens; 0 for a run that is left over
+    starts: jax.Array  # int32 [seqs + 1], first row of each sequence in q, at most tokens
+    first_runs: jax.Array  # int32 [seqs], the first run of each sequence
+    seqs: jax.Array  # int32 [runs], the sequence of each run
+    offsets: jax.Array  # int32 [runs], the first token of each run among its sequence's new ones
+    counts: jax.Array  # int32 [runs], tokens; 0 for an unused run
 
     @property
     def num_tokens(self) -> jax.Array:
@@ -46,7 +46,7 @@ def runs_of(p: PackedArguments, run: int) -> Runs:
 
 
 def cut(p: PackedArguments, runs: Runs) -> AttentionArguments:
-    """The same call on runs. The rows in front of a short run's tokens are zeros, and what they give is not read."""
+    """The same call on runs. The rows before a short run's tokens are zeros, and their results are not read."""
     place = jnp.arange(runs.run, dtype=jnp.int32)[None] - runs.run + runs.counts[:, None]  # in the run; below 0: none
     rows = (runs.starts[runs.seqs] + runs.offsets)[:, None] + place
     q = p.q.at[rows].get(mode="clip")

@@ -20,7 +20,7 @@ exportable(PartitionPlan)
 
 
 def check_partitions(num_partitions: int | None) -> int | None:
-    """A number as an int of Python's. Raises `ValueError` for what nobody can ask for."""
+    """A number as a Python int. Raises `ValueError` for a number that no call can take."""
     if num_partitions is None:
         return None
     if (
@@ -88,6 +88,6 @@ def plan_partitions(
     try:
         num_sms = _device.gpu().num_sms
     except NotImplementedError:
-        num_sms = 0  # nobody will follow the plan
+        num_sms = 0  # no kernel will use the plan
     total = decode_config.balanced_partitions(seqs, num_kv_heads, num_sms) or seqs + 1
     return partition_plan.make(lengths, window, q_len=q_len, total_partitions=total)

@@ -1,12 +1,12 @@
 """Many query tokens, whole prompts, in runs of a few: each run becomes a sequence of its own, which ends with the run.
 
-The kernels take at most `MAX_ROWS` rows (query tokens times heads) a KV head. A run of tokens sees what a sequence that
-ends with it would see, whatever the window, so that cutting needs no more than shorter lengths: run r of sequence s is
-row `s * runs + r` of a larger batch, and one launch serves all of them. Runs of one sequence are neighbours: they are
-worked on at the same time, and the keys and values that they share come from the L2 cache.
+The kernels take at most `MAX_ROWS` rows (query tokens times heads) a KV head. A run of tokens sees what a
+sequence that ends with the run would see, with any window. So cutting only needs shorter lengths: run r of sequence s
+is row `s * runs + r` of a larger batch, and one launch serves all runs. Runs of one sequence are neighbours: they are
+computed at the same time, and the keys and values that they share come from the L2 cache.
 
-What grows with the runs are the block tables, a row a run: 4 bytes for each run and block of a row's capacity. For 2048
-new tokens of a table for 128k, in blocks of 16 and with 4 heads a KV head, that is 4 MB; for 128k at once 268 MB.
+Each run has its own row of the block tables: 4 bytes for each run and block of a row's capacity. For 2048 new tokens of
+a table for 128k, in blocks of 16 and with 4 heads for each KV head, that is 4 MB; for 128k at once 268 MB.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ from pallas_kernels.decode_config import MAX_ROWS
 
 
 def runs_of(q_len: int, group: int) -> tuple[int, int]:
-    """Into how many runs of how many tokens `q_len` tokens of `group` heads a KV head are cut."""
-    # As many rows as the kernel takes: with more than 32 of a 16-bit cache it works on 64 whatever there are.
+    """Number of runs, and tokens in each, for `q_len` tokens with `group` heads for each KV head."""
+    # As many rows as the kernel takes: with more than 32 rows and a 16-bit cache it always computes 64.
     # [run_rows_h100, run_rows_wide_h100 of benchmarks/results/decisions/]
     num_runs = -(-q_len // max(1, MAX_ROWS // group))
     return num_runs, -(-q_len // num_runs)
 
 
 def cut(a: AttentionArguments) -> AttentionArguments:
-    """The same call on `seqs * runs` sequences; where the runs are longer than q_len together, padding stands first."""
+    """The same call on `seqs * runs` sequences; if the runs together are longer than q_len, padding comes first."""
     seqs, q_len, heads, head_dim = a.q.shape
     num_runs, run = runs_of(q_len, a.group)
     if num_runs == 1:

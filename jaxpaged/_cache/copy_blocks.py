@@ -130,9 +130,8 @@ def _copy_jvp(config: copy_config.Config, interpret: Any, primals: tuple, tangen
 def plan(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
     """For the kernel: int32 [pairs, 2], and [2].
 
-    Pairs that are read and written at once stand in front, those that must all be read before one is written at the
-    back, in any order; two numbers say how many there are of either. Padding is left out, as is a pair whose
-    destination a later one has too.
+    Direct pairs come from the front, those that must all be read before one is written from the back, in any order; the
+    two numbers count them. Padding is left out, as is a pair whose destination another pair after it has too.
     """
     legal = _legal(source_ids, destination_ids, num_blocks)
     sources, destinations = jnp.where(legal, source_ids, 0), jnp.where(legal, destination_ids, 0)

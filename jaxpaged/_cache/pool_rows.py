@@ -1,7 +1,7 @@
-"""Reading and writing rows of a pool, in place, whatever the dtype.
+"""Reading and writing rows of a pool, in place, of any dtype.
 
-XLA on a CPU knows no float8: it widens the operand of a gather or a scatter to float16, which is the whole cache, and
-back. So there the bytes are moved as uint8; on GPUs float8 is moved as any other dtype is.
+XLA on a CPU has no float8: it widens the operand of a gather or a scatter, the whole cache, to float16 and back. So the
+bytes are moved as uint8 there; on GPUs float8 is moved like any other dtype.
 """
 
 import jax
@@ -19,11 +19,10 @@ def take_rows(pool: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def put_rows(pool: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """The pool `[..., *row]` with `rows` `[ids, *row]` in their places, its leading axes counted as one; rows whose id
-    is below zero are dropped.
+    """The pool `[..., *row]`, its leading axes seen as one, with `rows` `[ids, *row]` written at `ids`; rows with an id
+    below zero are dropped.
 
-    XLA is told that no two writes meet, or it would serialise the scatter on GPUs: the ids are distinct, also those
-    below zero.
+    The ids are distinct, also those below zero: XLA relies on it, and would otherwise serialise the scatter on GPUs.
     """
     if ids.size == 0:
         return pool
@@ -38,8 +37,8 @@ def _take(pool: jax.Array, ids: jax.Array) -> jax.Array:
 
 def _put(pool: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
     if ids.size == 1:
-        # XLA makes a slice, a select and an update of the scatter of a single row: more kernels on a GPU, and slower on
-        # a CPU (a token of 192 numbers: 11 us against 0.7). Not so of two rows, one of which is dropped.
+        # XLA turns the scatter of a single row into a slice, a select and an update: more kernels on a GPU, and slower
+        # on a CPU. Two rows, one of which is dropped, stay a scatter.
         ids = jnp.concatenate([ids, jnp.minimum(ids, 0) - 1])
         rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
     flat = pool.reshape(-1, *rows.shape[1:])
@@ -54,9 +53,9 @@ def _take_bytes(pool: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _put_by_select(pool: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
-    # Not a scatter, before and after which XLA would copy the pool, but one pass over it, in place: each row asks
-    # which of the new ones it becomes. (Without a reshape of the pool, which would cost a copy here. The pass goes
-    # through float16, which keeps every number; a NaN stays one, perhaps another one.)
+    # XLA copies the pool before and after a scatter. This is one pass over it, in place: each row finds out which of
+    # the new ones it becomes. (A reshape of the pool would be a copy here. The pass goes through float16, which keeps
+    # every number; a NaN stays a NaN, perhaps another one.)
     places = pool.shape[: pool.ndim - rows.ndim + 1]
     order = jnp.arange(ids.size, dtype=jnp.int32)
     which = _put(jnp.full(places, -1, jnp.int32), ids, order)

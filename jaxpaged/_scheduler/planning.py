@@ -1,4 +1,4 @@
-"""The policy: who gets a seat, who gets how many tokens of a step, who is preempted, and the step as packed tokens."""
+"""The policy: which requests get seats and tokens of a step, which is preempted, and the step as packed tokens."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def seat_ranks(scheduler: SchedulerState) -> jax.Array:
 
 
 def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator) -> S:
-    """Seats for the first of the waiting, in order of rank, as far as seats and blocks go."""
+    """Gives seats to waiting requests, in order of rank, while seats and blocks suffice."""
     num_requests, num_seats = scheduler.max_requests, scheduler.num_seats
     seats = jnp.arange(num_seats, dtype=jnp.int32)
 
@@ -55,9 +55,9 @@ def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator) -> S:
     nobody = jnp.full(num_seats, num_requests, jnp.int32)
     candidates = nobody.at[queue].set(scheduler.order, mode="drop", unique_indices=True)
 
-    # 2. How many of them fit: each needs blocks for what is known of it and one token more, beside what is reserved
-    # for the seated ones and those admitted before it. What a request reserves is never less than what it needs to
-    # enter, so that those that fit are the first ones.
+    # 2. How many of them fit: each needs blocks for its known tokens and one more, beside the reserves of the seated
+    # requests and of those admitted before it. A request reserves at least what it needs to enter, so that those that
+    # fit are the first ones.
     is_free = scheduler.seated == num_requests
     owed = jnp.where(is_free, 0, reserved_blocks(scheduler, allocator, scheduler.seated) - num_held(allocator))
     reserved = jnp.where(candidates < num_requests, reserved_blocks(scheduler, allocator, candidates), 0)
@@ -78,7 +78,7 @@ def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator) -> S:
 
 
 def reserved_blocks(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
-    """Blocks that requests may count on: for all that is known of them and a spare one, but not more than they need."""
+    """Blocks reserved for requests: for their known tokens and a spare one, but no more than they need in all."""
     num_known = scheduler.num_known.at[request_ids].get(mode="fill", fill_value=0)
     limits = scheduler.limits.at[request_ids].get(mode="fill", fill_value=0)
     # The last token is sampled and never computed.
@@ -90,7 +90,7 @@ def num_held(allocator: BlockAllocator) -> jax.Array:
 
 
 def share(needed: jax.Array, ranks: jax.Array, chunk_tokens: int) -> jax.Array:
-    """Tokens that each seat gets: one if it needs any, and of the places left as many as it needs, in order of rank."""
+    """Tokens of each seat: one if it needs any, then as many of the remaining places as it needs, in order of rank."""
     one = jnp.minimum(needed, 1)
     if chunk_tokens == 0:
         return one

@@ -62,15 +62,15 @@ class Step:
     Attributes:
         tokens: int32 `[tokens]`; 0 where padded.
         positions: int32 `[tokens]`, each token's position in its request; 0 where padded.
-        seats: int32 `[tokens]`, whose each is; `num_seats` where padded.
+        seats: int32 `[tokens]`, each token's seat; `num_seats` where padded.
         slots: int32 `[tokens]`, for `write_kv`, which drops the padded ones.
         query_starts: int32 `[seats + 1]`, where each seat's tokens begin. In a step without chunks each seat has one
             place, used or not.
-        last: int32 `[seats]`, where each seat's newest token stands, to take its logits from. Any place where the seat
+        last: int32 `[seats]`, the place of each seat's newest token, whose logits are sampled; any place if the seat
             has none.
-        is_sampled: bool `[seats]`, the seats of which a new token is sampled: all that is known of them is computed.
+        is_sampled: bool `[seats]`, the seats that get a new token: all their known tokens are computed.
         is_victim: bool `[seats]`, the seat that `commit` preempts, if any.
-        request_ids: int32 `[seats]`, the request in each seat; `max_requests` where there is none.
+        request_ids: int32 `[seats]`, the request in each seat; `max_requests` if it is free.
         sampling: of the request in each seat, `[seats]`.
     """
 
@@ -93,11 +93,11 @@ class Outbox:
     """What happened between two drains.
 
     Attributes:
-        tokens: int32 `[steps, seats]`, what was sampled, one row for each commit; -1 where nothing was.
-        request_ids: int32 `[steps, seats]`, for which request; `max_requests` where nothing was.
+        tokens: int32 `[steps, seats]`, the sampled tokens, one row for each commit; -1: none.
+        request_ids: int32 `[steps, seats]`, the request of each; `max_requests`: none.
         num_steps: int32 `[]`, commits.
-        finished: int32 `[requests]`, a `RequestStatus` for each request that ended, 0 for the others. Its id goes to
-            another request from then on.
+        finished: int32 `[requests]`, a `RequestStatus` for each request that ended, 0 for the others. The ids of ended
+            requests are free for other requests.
     """
 
     tokens: jax.Array

@@ -11,7 +11,7 @@ SHOWN_SEATS = 16  # lines of a printed scheduler
 
 
 def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> tuple[str, ...]:
-    """The names of the broken invariants, each a line below. Those that stand on a broken one are not looked at."""
+    """Names of the broken invariants, one a line below. Those that build on a broken one are not tested."""
     num_requests, max_tokens = scheduler.tokens.shape
     seats, statuses, order = (np.asarray(x) for x in (scheduler.seated, scheduler.statuses, scheduler.order))
     first = {

@@ -1,4 +1,4 @@
-"""How requests get in: what is checked of them, which are refused, and their ranks."""
+"""Submission: checks of new requests, which are refused, and their ranks."""
 
 import dataclasses
 from typing import Any

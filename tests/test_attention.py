@@ -1,7 +1,5 @@
 """Every implementation of paged_attention against the oracle, and the oracle against dense attention."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +8,12 @@ import pytest
 from jaxpaged import paged_attention, paged_attention_reference
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, within_budget
 
+jitted = jax.jit(paged_attention, static_argnames=("num_partitions", "implementation", "return_lse"))
+
 
 def attend(case: Case, **options):
     options = case.options | options
-    static = {k: options.pop(k) for k in ("num_partitions", "implementation") if k in options}
-    return jax.jit(functools.partial(paged_attention, return_lse=True, **static))(*case.arrays, **options)
+    return jitted(*case.arrays, **options, return_lse=True)
 
 
 def check(case: Case, **options) -> None:

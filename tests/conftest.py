@@ -1,5 +1,5 @@
+import gc
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 # Before JAX starts: see `tests.kernels.interpret.provide_threads`.
@@ -20,16 +20,8 @@ settings.register_profile("long", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 if jax.default_backend() == "gpu":  # float32 is float32 in the models that tests compare, not TF32
     jax.config.update("jax_default_matmul_precision", "highest")
-
-
-@pytest.fixture(scope="module")
-def unoptimised() -> Iterator[None]:
-    """XLA for the CPU leaves most optimisation: about a quarter less time where programs are large and run once or
-    twice. Not for modules that read what the library compiles to."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+else:  # most programs run once or twice; without LLVM's passes, a third less time. XLA's own are the same
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +40,10 @@ def tiny(tmp_path_factory):
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(MemoryMaps(limit=40_000))  # of the 65,530 that Linux allows
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: nothing to be looked at each time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

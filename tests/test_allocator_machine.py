@@ -28,7 +28,7 @@ from jaxpaged import BlockAllocator, PrefixCache
 from tests.allocator_model import Model, Snapshot
 
 SIZES = "num_blocks", "block_size", "num_seqs", "max_blocks"
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
+pytestmark = pytest.mark.slow
 
 POISON = -1
 LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1

@@ -14,7 +14,7 @@ from fields import Fields
 
 from tests.tiny_checkpoint import CONTEXT, EOS, greedy, write_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
+pytestmark = pytest.mark.slow
 
 PROMPTS = ["Hello there, paged world", "a", "The quick brown fox jumps over it"]
 

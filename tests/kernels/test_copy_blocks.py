@@ -25,7 +25,7 @@ from tests.transfers import (
     shown,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
+pytestmark = pytest.mark.slow
 
 H100 = _device.Gpu(132, 9.0)
 

@@ -7,7 +7,7 @@ from jaxpaged._attention import mosaic_gpu
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import FAULTS, arguments_of, attend, check
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
+pytestmark = pytest.mark.slow
 
 BF16 = jnp.bfloat16
 MANY = dict(q_len=13, heads=6, kv_heads=2, dtype=BF16)  # 39 rows, of 64

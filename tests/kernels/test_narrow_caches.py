@@ -10,7 +10,7 @@ from pallas_kernels import _scales, _widen
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
+pytestmark = pytest.mark.slow
 
 BF16, E4M3, E5M2, INT8 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
 DTYPES = (E4M3, E5M2, INT8)

@@ -17,7 +17,7 @@ from pallas_kernels._walk import LastFirst
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import FAULTS, arguments_of, attend, check
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
+pytestmark = pytest.mark.slow
 
 BF16 = jnp.bfloat16
 

@@ -15,7 +15,7 @@ from tests.cases import OPTIONS, make_case
 from tests.kernels import prefill
 from tests.kernels.interpret import FAULTS, races_found
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
+pytestmark = pytest.mark.slow
 
 BF16 = jnp.bfloat16
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)

@@ -15,7 +15,7 @@ from pallas_kernels import prefill_config
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unoptimised")]
+pytestmark = pytest.mark.slow
 
 BF16 = jnp.bfloat16
 LENGTHS = (0, 5, 26, 130)  # none, a prompt shorter than its row, one that just fills it, and one with a history

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "allocator", "cache")]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "allocator", "cache", "engine")]
 RESULTS = ROOT / "benchmarks" / "results"
 LENGTHS = {  # by the word in place of a length, of sequences and tokens
     "": "{} x {}",
@@ -32,9 +32,17 @@ SHAPES = (  # of the peers' table
 )
 DECODE = "1x512", "1x8192", "1x131072", "8x2048", "256x1024", "64xragged8192", "64x8192"
 PROMPTS = (
-    *("32/8 1x2048 q_len=2048", "32/8 1x8192 q_len=8192", "32/8 8x1024 q_len=1024", "32/8 64x128 q_len=128"),
-    *("32/8 8x2304 q_len=256", "32/8 8x1024 q_len=1024 head_dim=64"),
+    *(f"32/8 {shape} q_len=all" for shape in ("1x512", "1x2048", "1x8192", "1x32768", "8x1024", "64x128", "16x2048")),
+    *("32/8 8x2304 q_len=256", "32/8 1x8448 q_len=256", "32/8 1x34816 q_len=2048", "32/8 64x2064 q_len=16"),
+    *("64/8 8x1024 q_len=all", "32/32 8x1024 q_len=all"),
+    *(f"32/8 {shape} q_len=all head_dim=64" for shape in ("8x1024", "1x8192")),
 )
+PACKED = {
+    "32/8 60x4096": "60 single tokens after 4095",
+    "32/8 4x4608 q_len=512": "4 chunks of 512 after 4096",
+    "32/8 60x4096 + 4x4608 q_len=512": "both in one call",
+    "32/8 64xragged1024 q_len=all": "64 prompts of 1..1024, uniform",
+}
 VARIANTS = (  # GPU, file, shape, what the file calls it
     ("H100", "h100/variants", "32/8 8x2048 block_size=64", "{}"),
     *(("H100", "h100/variants", f"32/8 64x8192 {option}", "{}") for option in ("head_dim=64", "head_dim=256")),
@@ -127,12 +135,30 @@ def variants() -> str:
 def prefill() -> str:
     found, rows = points("h100/prefill"), []
     for name in PROMPTS:
-        row = [label(re.sub(r"x(\d+) q_len=\1\b", r"x\1", name))]  # new tokens alone
-        for method in ("mosaic_gpu", "cudnn"):
-            p = found.get(f"{name} {method}")
-            row += [f"{p['us']:.0f}", f"{p['teraflops_per_second']:.0f}"] if p else ["", ""]
-        rows.append(row)
-    return table(("sequences x length", "jaxpaged, us", "TFLOP/s", "cuDNN, us", "TFLOP/s"), rows)
+        ours = found[f"{name} mosaic_gpu"]
+        row = [label(name.replace(" q_len=all", "")), us(ours["us"]), f"{ours['teraflops_per_second']:.0f}"]
+        peers = (found.get(f"{name} {method}") for method in ("fa3 paged", "fa3", "cudnn"))
+        rows.append(row + [us(p["us"]) if p else "" for p in peers])
+    head = "sequences x length", "jaxpaged, us", "TFLOP/s", "FA3, same cache", "FA3, contiguous", "cuDNN, contiguous"
+    return table(head, rows)
+
+
+def packed() -> str:
+    found, rows = points("h100/prefill_packed"), []
+    for name, text in PACKED.items():
+        p = found[f"{name} mosaic_gpu"]
+        rows.append([text, us(p["us"]), f"{p['teraflops_per_second']:.0f}"])
+    return table(("batch", "us", "TFLOP/s"), rows)
+
+
+def engine() -> str:
+    rows = []
+    for requests in (512, 1024):
+        p = points("h100/engine")[f"engine {requests}"]
+        shares = (f"{p[share]:.0%}" for share in ("of_steps", "of_floor"))
+        rows.append([str(requests), f"{p['tokens']:,}", f"{p['seconds']:.1f}", f"{p['tokens_per_s']:,.0f}", *shares])
+    head = "requests", "new tokens", "seconds", "tokens a second", "of its steps", "of the floor"
+    return table(head, rows)
 
 
 def quantised() -> str:
@@ -212,6 +238,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers,
     "variants": variants,
     "prefill": prefill,
+    "packed": packed,
+    "engine": engine,
     "quantised": quantised,
     "decode step": decode_step,
     "cache operations": cache_operations,

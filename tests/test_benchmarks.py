@@ -100,14 +100,13 @@ def test_a_config_by_name_is_what_the_library_would_make():
 
 def test_prompts_by_every_method_that_a_cpu_has(tmp_path):
     output = tmp_path / "prefill.json"
-    command = ["--toy", "--output", str(output)]
+    command = ["--toy", "--peers", "cudnn", "--output", str(output)]
     with jax.numpy_dtype_promotion("standard"):  # jax.nn on a CPU
         prefill.main(command)
     results = json.loads(output.read_text())["points"]
-    fresh, after_a_history = prefill.TOY_POINTS
-    assert set(results) == {f"{fresh} {name}" for name in ("xla", "cudnn", "gather, cudnn")} | {
-        f"{after_a_history} xla"
-    }
+    fresh, *others = prefill.TOY_POINTS
+    by_xla = {f"{point} xla" for point in others}
+    assert set(results) == {f"{fresh} {name}" for name in ("xla", "cudnn", "gather, cudnn")} | by_xla
     kept = output.stat().st_mtime_ns
     prefill.main(command)  # all is there
     assert output.stat().st_mtime_ns == kept
@@ -121,6 +120,7 @@ def test_the_flops_of_what_is_visible():
     assert pairs("6/2 1x4 q_len=4") == 1 + 2 + 3 + 4
     assert pairs("6/2 2x5 q_len=2") == 2 * (4 + 5)
     assert pairs("6/2 1x5 q_len=3 window=4") == 3 + 4 + 4
+    assert pairs("6/2 2x7 + 1x3 q_len=all") == 7 + 7 + (1 + 2 + 3)
 
 
 @pytest.mark.parametrize("wrong", ["history", "order"])

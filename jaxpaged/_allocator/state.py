@@ -1,5 +1,4 @@
-"""The fields of an allocator, and what its operations share: which entries are blocks, which rows are granted
-blocks."""
+"""The fields of an allocator, which table entries are blocks, and which rows are granted blocks."""
 
 import dataclasses
 from typing import Self

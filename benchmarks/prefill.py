@@ -112,7 +112,8 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, block_tables: jax.Array, _: 
     if gather:
         k, v = contiguous(k, block_tables), contiguous(v, block_tables)
     implementation: Any = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn on a CPU
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
 
 
 def fa3(q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array) -> Any:

@@ -101,8 +101,7 @@ def test_a_config_by_name_is_what_the_library_would_make():
 def test_prompts_by_every_method_that_a_cpu_has(tmp_path):
     output = tmp_path / "prefill.json"
     command = ["--toy", "--peers", "cudnn", "--output", str(output)]
-    with jax.numpy_dtype_promotion("standard"):  # jax.nn on a CPU
-        prefill.main(command)
+    prefill.main(command)
     results = json.loads(output.read_text())["points"]
     fresh, *others = prefill.TOY_POINTS
     by_xla = {f"{point} xla" for point in others}

@@ -9,6 +9,7 @@ from pallas_kernels._sizes import round_up
 
 ROWS = 128  # of an item: 64 for each of two warpgroups
 MOST_HEADS = 16  # of an item: of 8 tokens then
+TOKENS_OF_PART = 2048  # keys: some 30 us of work, beside which a merge is short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ def check_supported(
         )
 
 
-def default_config(*, group: int, head_dim: int, num_sms: int) -> Config:
+def default_config(*, group: int, head_dim: int, num_sms: int, num_parts: int = 1) -> Config:
     heads, item_tokens = heads_and_tokens(group)
     width = round_up(head_dim, 64)
     # Of head_dim 128, O takes 64 registers of a thread: 128 tokens a step spill registers, and 64 are faster on an
@@ -53,7 +54,13 @@ def default_config(*, group: int, head_dim: int, num_sms: int) -> Config:
         tile=tile,
         num_stages=num_stages,
         separate_output=width <= 128,
+        num_parts=num_parts,
     )
+
+
+def default_parts(*, num_items: int, visible: int, num_sms: int) -> int:
+    """As many as there are SMs for, each of 2048 tokens or more of the `visible` that an item can see."""
+    return max(1, min(num_sms // num_items, visible // TOKENS_OF_PART))
 
 
 def heads_and_tokens(group: int) -> tuple[int, int]:

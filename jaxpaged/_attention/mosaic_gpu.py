@@ -23,13 +23,14 @@ def attend(
     What `check_supported` lets through. `window`: the sliding window, in tokens, where it is known beforehand.
     """
     gpu = _device.gpu()
-    if takes_prompts(a, gpu, num_partitions):
-        out, lse = _launch_packed(_prefill_config_of(a, gpu), None, _packed(a))
+    if takes_prompts(a, gpu, num_partitions, window):
+        config = _prefill_config_of(a, gpu, _num_entries(a), num_partitions, window)
+        out, lse = _launch_packed(config, None, _packed(a))
         return out.reshape(a.q.shape), lse.reshape(a.q.shape[:3])
     config_with = functools.partial(config_of, a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, window=window)
-    config = config_with(num_partitions=num_partitions)
-    mapped = config if config.total_partitions is None else config_with(num_partitions=None)
-    return _launch(config, mapped, None, a, plan_of(config, a, num_partitions))
+    decode = config_with(num_partitions=num_partitions)
+    mapped = decode if decode.total_partitions is None else config_with(num_partitions=None)
+    return _launch(decode, mapped, None, a, plan_of(decode, a, num_partitions))
 
 
 def attend_packed(
@@ -38,7 +39,9 @@ def attend_packed(
     """Returns out [tokens, heads, head_dim] in q's dtype and lse f32 [tokens, heads]: see `attend`."""
     gpu = _device.gpu()
     if num_partitions in (None, 1) and _prefill_takes(p, gpu):
-        return _launch_packed(_prefill_config_of(p, gpu), None, p)
+        tokens_of_item = prefill_config.heads_and_tokens(p.group)[1]
+        most_entries = -(-p.q.shape[0] // tokens_of_item) + p.lengths.shape[0]
+        return _launch_packed(_prefill_config_of(p, gpu, most_entries, num_partitions, window), None, p)
     runs = packed.runs_of(p, _run_of(p))
     out, lse = attend(packed.cut(p, runs), num_partitions=num_partitions, window=window)
     return packed.join(out, lse, p, runs)
@@ -49,16 +52,33 @@ def _run_of(p: PackedArguments) -> int:
     return max(1, decode_config.MAX_ROWS // p.group)
 
 
-def takes_prompts(a: AttentionArguments, gpu: _device.Gpu, num_partitions: NumPartitions) -> bool:
+def takes_prompts(
+    a: AttentionArguments, gpu: _device.Gpu, num_partitions: NumPartitions, window: int | None = None
+) -> bool:
     """Whether the prefill kernel takes this call: more query tokens than one run of the decode kernel has."""
-    seqs, q_len, heads, _ = a.q.shape
-    num_runs, _ = query_runs.runs_of(q_len, a.group)
+    num_runs, _ = query_runs.runs_of(a.q.shape[1], a.group)
     if num_runs == 1 or num_partitions not in (None, 1) or not _prefill_takes(a, gpu):
         return False
-    # An item has all keys of its tokens, so that there must be one for each SM. H100, us: 1 x 256 after 8192 116, as
-    # runs in partitions 91; 1 x 512 23.3 and 20.8; 1 x 2048 69 and 133.
-    item_heads, item_tokens = prefill_config.heads_and_tokens(a.group)
-    return seqs * -(-q_len // item_tokens) * (heads // item_heads) > gpu.num_sms
+    config = _prefill_config_of(a, gpu, _num_entries(a), num_partitions, window)
+    num_items = _num_entries(a) * (a.q.shape[2] // config.heads)
+    if num_items > gpu.num_sms:
+        return True
+    # Fewer leave SMs idle. That is the less time where keys are many, and cut into parts.
+    return (
+        _visible(a, window) >= 2 * prefill_config.TOKENS_OF_PART and 4 * num_items * config.num_parts > 3 * gpu.num_sms
+    )
+
+
+def _num_entries(a: AttentionArguments) -> int:
+    """Of the prefill kernel's work list."""
+    seqs, q_len = a.q.shape[:2]
+    return seqs * -(-q_len // prefill_config.heads_and_tokens(a.group)[1])
+
+
+def _visible(a: AttentionArguments | PackedArguments, window: int | None) -> int:
+    """The most tokens that a query can see, as far as is known beforehand."""
+    capacity = a.block_tables.shape[1] * a.block_size
+    return capacity if window is None else min(capacity, window)
 
 
 def _prefill_takes(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> bool:
@@ -75,8 +95,21 @@ def _prefill_takes(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) ->
     return True
 
 
-def _prefill_config_of(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> prefill_config.Config:
-    return prefill_config.default_config(group=a.group, head_dim=a.q.shape[-1], num_sms=gpu.num_sms)
+def _prefill_config_of(
+    a: AttentionArguments | PackedArguments,
+    gpu: _device.Gpu,
+    num_entries: int,
+    num_partitions: NumPartitions,
+    window: int | None,
+) -> prefill_config.Config:
+    heads, _ = prefill_config.heads_and_tokens(a.group)
+    num_items = num_entries * (a.q.shape[-2] // heads)
+    num_parts = 1  # asked for one, the bits are those of one
+    if num_partitions is None:
+        num_parts = prefill_config.default_parts(num_items=num_items, visible=_visible(a, window), num_sms=gpu.num_sms)
+    return prefill_config.default_config(
+        group=a.group, head_dim=a.q.shape[-1], num_sms=gpu.num_sms, num_parts=num_parts
+    )
 
 
 def config_of(

@@ -32,7 +32,7 @@ SHAPES = (  # of the peers' table
 )
 DECODE = "1x512", "1x8192", "1x131072", "8x2048", "256x1024", "64xragged8192", "64x8192"
 PROMPTS = (
-    *(f"32/8 {shape} q_len=all" for shape in ("1x512", "1x2048", "1x8192", "1x32768", "8x1024", "64x128", "16x2048")),
+    *(f"32/8 {shape} q_len=all" for shape in ("1x512", "1x2048", "1x8192", "1x32768", "8x1024", "64x128")),
     *("32/8 8x2304 q_len=256", "32/8 1x8448 q_len=256", "32/8 1x34816 q_len=2048", "32/8 64x2064 q_len=16"),
     *("64/8 8x1024 q_len=all", "32/32 8x1024 q_len=all"),
     *(f"32/8 {shape} q_len=all head_dim=64" for shape in ("8x1024", "1x8192")),

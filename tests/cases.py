@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged import paged_attention_reference
+from jaxpaged import paged_attention, paged_attention_reference
 
 GARBAGE_IDS = (-7, -1, 2**31 - 1, 10**6)  # what may stand in a table behind a sequence's blocks
 
@@ -117,12 +117,14 @@ def make_case(
     )
 
 
-_reference = functools.partial(paged_attention_reference, return_lse=True)
+# One for all modules: equal shapes are compiled once.
+jitted_attention = jax.jit(paged_attention, static_argnames=("num_partitions", "implementation", "return_lse"))
+jitted_reference = jax.jit(paged_attention_reference, static_argnames="return_lse")
 
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """The reference's output and lse, float32."""
-    out, lse = jax.jit(_reference)(*case.arrays, **case.options)
+    out, lse = jitted_reference(*case.arrays, **case.options, return_lse=True)
     return np.asarray(out), np.asarray(lse)
 
 

@@ -6,14 +6,20 @@ import numpy as np
 import pytest
 
 from jaxpaged import paged_attention, paged_attention_reference
-from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, within_budget
-
-jitted = jax.jit(paged_attention, static_argnames=("num_partitions", "implementation", "return_lse"))
+from tests.cases import (
+    OPTIONS,
+    Case,
+    assert_lse,
+    assert_within_budget,
+    jitted_attention,
+    make_case,
+    oracle,
+    within_budget,
+)
 
 
 def attend(case: Case, **options):
-    options = case.options | options
-    return jitted(*case.arrays, **options, return_lse=True)
+    return jitted_attention(*case.arrays, **case.options | options, return_lse=True)
 
 
 def check(case: Case, **options) -> None:

@@ -1,16 +1,15 @@
 """Packed queries (`query_starts`) against the same tokens in padded rows."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, KVCache, _device, attend, paged_attention, paged_attention_reference, write_kv
+from jaxpaged import BlockAllocator, KVCache, _device, attend, paged_attention, write_kv
 from jaxpaged._attention import mosaic_gpu
-from tests.cases import OPTIONS, make_case, oracle
+from tests.cases import OPTIONS, jitted_attention, jitted_reference, make_case, oracle
 from tests.kernels.prefill import packed
 
 LENGTHS, COUNTS = (0, 1, 15, 16, 17, 80, 72, 35), (0, 1, 15, 7, 0, 40, 1, 20)
@@ -36,12 +35,11 @@ def check(case, out, lse, counts=COUNTS, atol=3e-6):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("function", [paged_attention_reference, paged_attention])
+@pytest.mark.parametrize("function", [jitted_reference, jitted_attention], ids=["reference", "attention"])
 def test_options(function, name):
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), options=OPTIONS[name])
     q, starts = packed_call(case)
-    call = jax.jit(functools.partial(function, return_lse=True))
-    check(case, *call(q, *case.arrays[1:], query_starts=starts, **case.options))
+    check(case, *function(q, *case.arrays[1:], query_starts=starts, **case.options, return_lse=True))
 
 
 @pytest.mark.parametrize("counts", [(0,) * 8, (1,) * 8, COUNTS[::-1], (0, 0, 0, 0, 0, 80, 0, 0)])

@@ -16,7 +16,7 @@ from jaxpaged import (
     widen_kv,
     write_kv,
 )
-from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, within_budget
+from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, jitted_attention, within_budget
 from tests.compiled import (
     BLOCK_SIZE,
     HEAD_DIM,
@@ -195,9 +195,7 @@ def written_case(dtype, scale, *, options=None, q_len=None, q_dtype=jnp.float32)
 
 
 def attend(case, **static):
-    return jax.jit(lambda arrays, options: paged_attention(*arrays, return_lse=True, **static, **options))(
-        case.arrays, case.options
-    )
+    return jitted_attention(*case.arrays, **case.options, **static, return_lse=True)
 
 
 @DTYPES

@@ -132,10 +132,15 @@ def test_wide_tiles(num_partitions):
     check(case, num_partitions=num_partitions, tile=128, num_stages=2)
 
 
-@pytest.mark.parametrize(("keys_ahead", "num_stages"), [(True, 1), (True, 2), (True, 5), (False, 3)])
-@pytest.mark.parametrize("q_len", [1, 4])
-@pytest.mark.parametrize("last_first", [False, True])
-def test_order_of_the_tiles(keys_ahead, last_first, q_len, num_stages):
+@pytest.mark.parametrize(  # every pair of an order or a q_len with any other value
+    ("keys_ahead", "num_stages", "last_first", "q_len"),
+    [
+        (keys_ahead, num_stages, last_first, q_len)
+        for i, (keys_ahead, num_stages) in enumerate([(True, 1), (True, 2), (True, 5), (False, 3)])
+        for last_first, q_len in ([(False, 1), (True, 4)], [(False, 4), (True, 1)])[i % 2]
+    ],
+)
+def test_order_of_the_tiles(keys_ahead, num_stages, last_first, q_len):
     """Also where the ring has too few stages for a tile to be fetched before the last."""
     case = make_case(lengths=(64 * 4, 5, 64 * 5 + 1), max_blocks=21, heads=2, kv_heads=1, q_len=q_len, dtype=BF16)
     check(case, keys_ahead=keys_ahead, last_first=last_first, num_stages=num_stages)

@@ -1,5 +1,6 @@
 """The decode kernel on 8-bit caches in interpret mode: widening, scales, and no races."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -124,6 +125,7 @@ def test_weights_without_their_maximum_would_not_do(monkeypatch):
     check(case)
     monkeypatch.setattr(_scales, "peaks", lambda logits, v_scales, visible: logits)
     assert not within_budget(case, attend(case, num_stages=3)[0]).all()
+    jax.clear_caches()  # the kernel without the maximum
 
 
 def test_nan_in_a_slot_in_use_shows():

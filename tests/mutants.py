@@ -159,8 +159,8 @@ MUTANTS = (
     Mutant(
         "scheduler: shares places by seat",
         PLANNING,
-        "ranks[None] < ranks[:, None], more",
-        "jnp.tri(len(ranks), k=-1, dtype=jnp.bool_), more",
+        "ranks[None] < ranks[:, None], counts",
+        "jnp.tri(len(ranks), k=-1, dtype=jnp.bool_), counts",
         MIXTURE,
     ),
     Mutant("scheduler: grants blocks by seat", PLANNING, ", order=ranks)", ")", MIXTURE),

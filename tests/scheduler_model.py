@@ -139,13 +139,14 @@ class SchedulerModel:
             self.seats[self.seats.index(None)] = i
             request.status = RequestStatus.RUNNING
 
-    def plan(self, chunk_tokens: int) -> Planned:
+    def plan(self, chunk_tokens: int, num_places: int | None = None) -> Planned:
         planned = Planned([[] for _ in self.seats], [[] for _ in self.seats], [[] for _ in self.seats], [], None)
         if len(self.steps) == self.max_steps:
             return planned
         self.admit()
         order = self.seated()
-        given = {seat: min(1, self.needed(seat)) for seat in order}
+        served = [seat for seat in self.to_share() if self.needed(seat)][:num_places]
+        given = {seat: int(seat in served) for seat in order}
         places = len(self.seats) + chunk_tokens - sum(given.values()) if chunk_tokens else 0
         for seat in self.to_share():
             more = min(self.needed(seat) - given[seat], places)
@@ -156,7 +157,7 @@ class SchedulerModel:
         blocks = [self.pool.num_blocks_of(lengths[s] + given[s]) - len(self.pool.blocks[s]) for s in order]
         oks = self.pool.grant(blocks)
         self.was_refused = not all(oks)
-        self.watch_progress(given, dict(zip(order, oks, strict=True)), chunk_tokens)
+        self.watch_progress(given, dict(zip(order, oks, strict=True)), chunk_tokens, num_places)
         for seat, need, ok in zip(order, blocks, oks, strict=True):
             if ok:
                 known = self.requests[self.seats[seat]].tokens
@@ -175,7 +176,9 @@ class SchedulerModel:
             planned.victim = self.victim(holders)
         return planned
 
-    def watch_progress(self, given: dict[int, int], oks: dict[int, bool], chunk_tokens: int) -> None:
+    def watch_progress(
+        self, given: dict[int, int], oks: dict[int, bool], chunk_tokens: int, num_places: int | None
+    ) -> None:
         """Asserts that the first in rank of the seated ends within its bound."""
         order = self.seated()
         if not order:
@@ -192,7 +195,7 @@ class SchedulerModel:
         assert self.refused_in_a_row <= others
         assert self.steps_as_first <= self.bound
         assert given[first] >= min(self.needed(first), 1 + chunk_tokens)
-        assert all(given[seat] >= 1 for seat in order)  # nobody who has a seat is starved
+        assert all(given[seat] >= 1 for seat in order[:num_places])  # nobody who has a seat is starved
 
     def commit(self, planned: Planned, sampled: list[int], request_ids: list[int | None]) -> None:
         """`request_ids`: who had the seats when it was planned."""

@@ -22,6 +22,7 @@ from tests.scheduler_model import SchedulerModel
 LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1
 ROWS, WIDTH, NUM_STOP_IDS = 3, 9, 2  # of a batch of submissions
 CHUNK = 1  # tokens beside one a seat: few, so that they are scarce
+NARROW = -1  # a step of one place, whatever the number of seats; beside 0 and CHUNK
 # (requests, seats, tokens, steps), (blocks, block size, seats, blocks of a sequence). Each compiles: the second is for
 # the long profile.
 SHAPES = (((7, 4, 14, 6), (10, 2, 4, 6)), ((3, 2, 12, 3), (5, 4, 2, 3)))
@@ -34,6 +35,8 @@ def submit(scheduler, allocator, *args):
 
 
 def plan(scheduler, allocator, chunk_tokens):
+    if chunk_tokens == NARROW:
+        return scheduler.plan(allocator, num_places=1)
     return scheduler.plan(allocator, chunk_tokens=chunk_tokens)
 
 
@@ -102,7 +105,7 @@ class Twins:
         self.run("abort", marked)
 
     def step(self, rng, chunk_tokens, aborting=False):
-        planned = self.model.plan(chunk_tokens)
+        planned = self.model.plan(max(chunk_tokens, 0), 1 if chunk_tokens == NARROW else None)
         (step,) = self.run("plan", chunk_tokens=chunk_tokens)
         self.check_step(step, planned, chunk_tokens)
         request_ids = list(self.model.seats)
@@ -115,7 +118,7 @@ class Twins:
     def check_step(self, step, planned, chunk_tokens):
         seats, no_slot = len(planned.tokens), self.allocator.num_blocks * self.allocator.block_size
         widths = np.diff(step.query_starts)
-        assert len(step.tokens) == seats + chunk_tokens
+        assert len(step.tokens) == (1 if chunk_tokens == NARROW else seats + chunk_tokens)
         assert step.is_sampled.nonzero()[0].tolist() == sorted(planned.sampled)
         assert step.is_victim.nonzero()[0].tolist() == [planned.victim] * (planned.victim is not None)
         used = np.zeros(len(step.tokens), bool)
@@ -179,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, seed):
         self.twins.abort(np.random.default_rng(seed))
 
-    @rule(seed=st.integers(0, 2**31), chunk_tokens=st.sampled_from((0, CHUNK)))
+    @rule(seed=st.integers(0, 2**31), chunk_tokens=st.sampled_from((0, CHUNK, NARROW)))
     def step(self, seed, chunk_tokens):
         self.twins.step(np.random.default_rng(seed), chunk_tokens)
 
@@ -188,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rng = np.random.default_rng(seed)
         for _ in range(num_steps):
             self.twins.submit(rng)
-            self.twins.step(rng, int(rng.choice([0, CHUNK])))
+            self.twins.step(rng, int(rng.choice([0, CHUNK, NARROW], p=(0.4, 0.4, 0.2))))
             self.twins.drain()
             self.agrees()
 
@@ -238,7 +241,7 @@ def random_steps(model, num_steps):
     rng, twins = np.random.default_rng(1), Twins(SHAPES[0], model)
     for i in range(num_steps):
         twins.submit(rng)
-        twins.step(rng, CHUNK if i % 3 else 0, aborting=i % 20 == 10)
+        twins.step(rng, NARROW if i % 7 == 5 else CHUNK if i % 3 else 0, aborting=i % 20 == 10)
         if i % 8 in (3, 7) and i % 40 != 3:  # now and then after the outbox is full
             twins.drain()
         twins.compare()

@@ -10,16 +10,14 @@ from jaxpaged._scheduler.records import RequestStatus, Step
 from jaxpaged._scheduler.state import SchedulerState
 
 
-def plan[S: SchedulerState](
-    scheduler: S, allocator: BlockAllocator, chunk_tokens: int
-) -> tuple[S, BlockAllocator, Step]:
+def plan[S: SchedulerState](scheduler: S, allocator: BlockAllocator, num_places: int) -> tuple[S, BlockAllocator, Step]:
     scheduler = admit(scheduler, allocator)
     is_open = ~scheduler.is_outbox_full
     is_seated = scheduler.seated < scheduler.max_requests
     needed = jnp.where(is_seated & is_open, of_seats(scheduler, scheduler.num_known) - allocator.lengths, 0)
     ranks = seat_ranks(scheduler)
-    given = share(needed, ranks, chunk_tokens)
-    most = scheduler.num_seats + chunk_tokens if chunk_tokens else 1
+    given = share(needed, ranks, num_places)
+    most = num_places if num_places > scheduler.num_seats else 1
     allocator, _, ok = allocator.append(given, max_tokens=most, order=ranks)
     given = jnp.where(ok, given, 0)
     scheduler = dataclasses.replace(
@@ -29,7 +27,7 @@ def plan[S: SchedulerState](
     )
     is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
     is_sampled = (given > 0) & (given == needed)
-    return scheduler, allocator, pack(scheduler, allocator, given, is_sampled, is_victim, chunk_tokens)
+    return scheduler, allocator, pack(scheduler, allocator, given, is_sampled, is_victim, num_places)
 
 
 def of_seats(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
@@ -89,15 +87,19 @@ def num_held(allocator: BlockAllocator) -> jax.Array:
     return allocator.blocks_of(allocator.lengths)
 
 
-def share(needed: jax.Array, ranks: jax.Array, chunk_tokens: int) -> jax.Array:
+def share(needed: jax.Array, ranks: jax.Array, num_places: int) -> jax.Array:
     """Tokens of each seat: one if it needs any, then as many of the remaining places as it needs, in order of rank."""
-    one = jnp.minimum(needed, 1)
-    if chunk_tokens == 0:
+
+    def before(counts: jax.Array) -> jax.Array:
+        return jnp.where(ranks[None] < ranks[:, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
+
+    one, num_seats = jnp.minimum(needed, 1), needed.shape[0]
+    if num_places < num_seats:
+        return jnp.where(before(one) < num_places, one, 0)
+    if num_places == num_seats:
         return one
     more = needed - one
-    before = jnp.where(ranks[None] < ranks[:, None], more[None], 0).sum(axis=1, dtype=jnp.int32)
-    places = needed.shape[0] + chunk_tokens - one.sum(dtype=jnp.int32)
-    return one + jnp.clip(places - before, 0, more)
+    return one + jnp.clip(num_places - one.sum(dtype=jnp.int32) - before(more), 0, more)
 
 
 def last_in_rank(is_seated: jax.Array, has_blocks: jax.Array, ranks: jax.Array) -> jax.Array:
@@ -112,14 +114,14 @@ def pack(
     given: jax.Array,
     is_sampled: jax.Array,
     is_victim: jax.Array,
-    chunk_tokens: int,
+    num_places: int,
 ) -> Step:
     num_seats = scheduler.num_seats
-    # Without chunks each seat has a place of its own, so that attention needs no ragged queries.
-    widths = given if chunk_tokens else jnp.ones_like(given)
+    # With as many places as seats each seat has its own: attention needs neither packed queries nor other tables.
+    widths = jnp.ones_like(given) if num_places == num_seats else given
     ends = jnp.cumsum(widths, dtype=jnp.int32)
     starts = ends - widths
-    places = jnp.arange(num_seats + chunk_tokens, dtype=jnp.int32)
+    places = jnp.arange(num_places, dtype=jnp.int32)
     seats = jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
     offsets = places - starts.at[seats].get(mode="fill", fill_value=0)
     is_token = offsets < given.at[seats].get(mode="fill", fill_value=0)

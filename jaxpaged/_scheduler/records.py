@@ -64,8 +64,8 @@ class Step:
         positions: int32 `[tokens]`, each token's position in its request; 0 where padded.
         seats: int32 `[tokens]`, each token's seat; `num_seats` where padded.
         slots: int32 `[tokens]`, for `write_kv`, which drops the padded ones.
-        query_starts: int32 `[seats + 1]`, where each seat's tokens begin. In a step without chunks each seat has one
-            place, used or not.
+        query_starts: int32 `[seats + 1]`, where each seat's tokens begin. In a step of as many places as seats each
+            seat has one, used or not.
         last: int32 `[seats]`, the place of each seat's newest token, whose logits are sampled; any place if the seat
             has none.
         is_sampled: bool `[seats]`, the seats that get a new token: all their known tokens are computed.

@@ -189,7 +189,9 @@ class Scheduler(SchedulerState):
             raise ValueError(f"requests must be bool [{self.max_requests}]; got {marked.dtype} {list(marked.shape)}.")
         return progress.abort(self, allocator, marked)
 
-    def plan(self, allocator: BlockAllocator, *, chunk_tokens: int = 0) -> tuple["Scheduler", BlockAllocator, Step]:
+    def plan(
+        self, allocator: BlockAllocator, *, chunk_tokens: int = 0, num_places: int | None = None
+    ) -> tuple["Scheduler", BlockAllocator, Step]:
         """Decides what the next step computes, and makes room for it.
 
         1. Waiting requests take free seats in order of rank, without overtaking, while the free blocks suffice for all
@@ -207,18 +209,28 @@ class Scheduler(SchedulerState):
             allocator: the allocator whose rows are the seats.
             chunk_tokens: the step has `num_seats + chunk_tokens` places (static). 0: one place for each seat, place i
                 for seat i, and no seat gets more than one token.
+            num_places: fewer places than seats (static): the first in rank that need any get a token each, packed in
+                seat order. For steps in which few seats are taken. None: as `chunk_tokens` says.
 
         Returns:
             scheduler, allocator: the new ones, for the `commit` of this step.
             step: what to compute. Its `query_starts` and `allocator.lengths` are what `paged_attention` needs.
 
         Raises:
-            ValueError: `chunk_tokens` is no int or negative, or an allocator with another number of rows.
+            ValueError: `chunk_tokens` is no int or negative, `num_places` is no int below the number of seats, or an
+                allocator with another number of rows.
 
         Example: see `create`.
         """
         self._check(allocator)
-        return planning.plan(self, allocator, checked_size("chunk_tokens", chunk_tokens, 0))
+        if num_places is None:
+            return planning.plan(self, allocator, self.num_seats + checked_size("chunk_tokens", chunk_tokens, 0))
+        if checked_size("num_places", num_places) >= self.num_seats or chunk_tokens:
+            raise ValueError(
+                f"num_places is for steps of fewer places than the {self.num_seats} seats, without a chunk; got "
+                f"{num_places=}, {chunk_tokens=}."
+            )
+        return planning.plan(self, allocator, num_places)
 
     def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple["Scheduler", BlockAllocator]:
         """Takes the tokens sampled in a step: requests grow by a token, end, or are preempted.

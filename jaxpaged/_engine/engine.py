@@ -35,9 +35,9 @@ class Engine:
     Args:
         apply: the model over packed tokens, `caches, logits = apply(weights, tokens, positions, caches, attend)`.
             `tokens` and `positions` are int32 `[tokens]`; in each layer `cache, out = attend(cache, q, k, v)` writes
-            to the cache and attends (`StepAttention`); `attend.newest(x)` is `[seats, ...]` of x `[tokens, ...]`, from
-            which the head makes the logits `[seats, vocab]`. Traced for two numbers of tokens: `num_seats`, and
-            `num_seats + chunk_tokens`. Every operation in it is on single tokens, except `attend`; so padding
+            to the cache and attends (`StepAttention`); `attend.newest(x)` is `[seqs, ...]` of x `[tokens, ...]`, from
+            which the head makes the logits `[seqs, vocab]`. Traced for three numbers of tokens: `num_seats // 4`,
+            `num_seats`, and `num_seats + chunk_tokens`. All of it but `attend` is on single tokens, so that padding
             disturbs nobody.
         weights: a pytree, handed to `apply`.
         caches: a pytree of `KVCache`s of the same number of blocks and the same block size. The engine takes them
@@ -100,7 +100,7 @@ class Engine:
             caches=caches,
             logprobs=jnp.zeros((self._steps_per_slice, num_seats), jnp.float32),
             num_waited=jnp.zeros((), jnp.int32),
-            num_mixed=jnp.zeros((), jnp.int32),
+            num_of_kind=jnp.zeros(3, jnp.int32),
         )
         self._inbox_of = functools.partial(
             inbox_of,
@@ -302,12 +302,15 @@ class Engine:
         def total(so_far: int, counter: jax.Array) -> int:  # the device counts modulo 2^32
             return so_far + (int(counter) - so_far) % 2**32
 
+        num_narrow, _, num_mixed = report.num_of_kind
+
         self._stats = EngineStats(
             num_running=int(report.num_running),
             num_free_blocks=int(report.num_free),
             num_slices=before.num_slices + 1,
             num_steps=before.num_steps + int(report.outbox.num_steps),
-            num_mixed_steps=total(before.num_mixed_steps, report.num_mixed),
+            num_narrow_steps=total(before.num_narrow_steps, num_narrow),
+            num_mixed_steps=total(before.num_mixed_steps, num_mixed),
             num_generated=before.num_generated + num_generated,
             num_computed=total(before.num_computed, report.num_computed),
             num_recomputed=total(before.num_recomputed, report.num_recomputed),

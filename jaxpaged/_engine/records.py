@@ -88,6 +88,7 @@ class EngineStats:
         num_free_blocks: now.
         num_slices: slices read.
         num_steps: steps of the model.
+        num_narrow_steps: those of them with places for a quarter of the seats.
         num_mixed_steps: those of them with chunks of prompts.
         num_generated: new tokens.
         num_computed: tokens computed, those of prompts and those computed again included.
@@ -101,6 +102,7 @@ class EngineStats:
     num_free_blocks: int = 0
     num_slices: int = 0
     num_steps: int = 0
+    num_narrow_steps: int = 0
     num_mixed_steps: int = 0
     num_generated: int = 0
     num_computed: int = 0

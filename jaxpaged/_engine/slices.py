@@ -1,6 +1,7 @@
 """A slice: many steps of a model in one jit, between what the host sends in and what it gets back."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, jax
 # Prompts are computed once they fill a chunk, so that steps with chunks are few; or before, where that leaves too many
 # seats without a token to decode, or one has waited for so many steps.
 BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
+NARROW = 4  # a step of a part of the seats this small is taken where so few are taken
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +34,7 @@ class State:
     caches: Any
     logprobs: jax.Array  # float32 [steps, seats], beside the tokens of the scheduler's outbox
     num_waited: jax.Array  # int32 [], steps since prompts wait for a step with a chunk
-    num_mixed: jax.Array  # int32 [], steps with a chunk so far, modulo 2^32
+    num_of_kind: jax.Array  # int32 [kinds], steps of each kind so far, modulo 2^32
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +64,7 @@ class Report:
     logprobs: jax.Array  # float32 [steps, seats]
     num_running: jax.Array  # int32 []
     num_free: jax.Array  # int32 [], blocks
-    num_mixed: jax.Array  # int32 [], so far, as the next three
+    num_of_kind: jax.Array  # int32 [kinds], steps so far, as the next three
     num_computed: jax.Array
     num_recomputed: jax.Array
     num_preempted: jax.Array
@@ -81,20 +83,22 @@ def run_slice(apply: Apply, weights: Any, state: State, inbox: Inbox, *, chunk_t
     )
     state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator)
 
+    kinds = kinds_of_steps(scheduler.num_seats, chunk_tokens)
+
     def goes_on(state: State) -> jax.Array:
         return state.scheduler.has_work & (state.scheduler.num_steps < inbox.num_steps)
 
-    def loop(state: State, *, with_chunk: bool) -> State:
+    def loop(state: State, index: int) -> State:
         def condition(state: State) -> jax.Array:
-            return goes_on(state) & (wants_chunk(state, chunk_tokens) == with_chunk)
+            return goes_on(state) & (next_kind(state, kinds) == index)
 
         def body(state: State) -> State:
-            return one_step(apply, weights, state, inbox.wants_logprobs, chunk_tokens if with_chunk else 0)
+            return one_step(apply, weights, state, inbox.wants_logprobs, kinds, index)
 
         return lax.while_loop(condition, body, state)
 
-    # Two loops, one of which may run no step, instead of a branch: on a GPU a branch copies the caches.
-    state = lax.while_loop(goes_on, lambda state: loop(loop(state, with_chunk=False), with_chunk=True), state)
+    # A loop for each kind, which may run no step, instead of a branch: on a GPU a branch copies the caches.
+    state = lax.while_loop(goes_on, lambda state: functools.reduce(loop, range(len(kinds)), state), state)
 
     scheduler, outbox = state.scheduler.drain()
     report = Report(
@@ -104,7 +108,7 @@ def run_slice(apply: Apply, weights: Any, state: State, inbox: Inbox, *, chunk_t
         logprobs=state.logprobs,
         num_running=(scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32),
         num_free=state.allocator.num_free,
-        num_mixed=state.num_mixed,
+        num_of_kind=state.num_of_kind,
         num_computed=scheduler.num_computed,
         num_recomputed=scheduler.num_recomputed,
         num_preempted=scheduler.num_preempted,
@@ -112,20 +116,58 @@ def run_slice(apply: Apply, weights: Any, state: State, inbox: Inbox, *, chunk_t
     return dataclasses.replace(state, scheduler=scheduler, logprobs=jnp.zeros_like(state.logprobs)), report
 
 
-def wants_chunk(state: State, chunk_tokens: int) -> jax.Array:
-    """Whether the next step has a chunk of prompts, bool `[]`."""
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of step, by its static shape. Single tokens of a few seats, single tokens of all, or those and a chunk."""
+
+    num_places: int
+    num_seats: int
+
+    @property
+    def has_chunk(self) -> bool:
+        return self.num_places > self.num_seats
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.num_places < self.num_seats
+
+
+def kinds_of_steps(num_seats: int, chunk_tokens: int) -> tuple[Kind, Kind, Kind]:
+    narrow = max(1, num_seats // NARROW)
+    return Kind(narrow, num_seats), Kind(num_seats, num_seats), Kind(num_seats + chunk_tokens, num_seats)
+
+
+def next_kind(state: State, kinds: tuple[Kind, Kind, Kind]) -> jax.Array:
+    """Which of the kinds the next step has, int32 `[]`."""
+    narrow, _, mixed = kinds
     scheduler, allocator = state.scheduler, state.allocator
     num_pending = scheduler.num_pending(allocator)
     num_decoding = (planning.of_seats(scheduler, scheduler.num_known) - allocator.lengths == 1).sum(dtype=jnp.int32)
     is_idle = 8 * num_decoding < BUSY_EIGHTHS * scheduler.num_seats
     is_due = is_idle | (state.num_waited >= LONGEST_WAIT)
-    return (num_pending >= chunk_tokens) | (is_due & (num_pending > 0))
+    wants_chunk = (num_pending >= mixed.num_places - mixed.num_seats) | (is_due & (num_pending > 0))
+    is_full = (scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32) > narrow.num_places
+    return jnp.where(wants_chunk, 2, is_full.astype(jnp.int32))
 
 
-def one_step(apply: Apply, weights: Any, state: State, wants_logprobs: jax.Array, chunk_tokens: int) -> State:
-    scheduler, allocator, step = state.scheduler.plan(state.allocator, chunk_tokens=chunk_tokens)
-    caches, logits = apply_model(apply, weights, state.caches, allocator, step, is_packed=chunk_tokens > 0)
-    tokens, logprobs = sample(logits, step.sampling, allocator.lengths, wants_logprobs)
+def one_step(
+    apply: Apply, weights: Any, state: State, wants_logprobs: jax.Array, kinds: tuple[Kind, ...], index: int
+) -> State:
+    kind = kinds[index]
+    plan = functools.partial(state.scheduler.plan, state.allocator)
+    if kind.is_narrow:
+        scheduler, allocator, step = plan(num_places=kind.num_places)
+    else:
+        scheduler, allocator, step = plan(chunk_tokens=kind.num_places - kind.num_seats)
+    attend = step_attention(allocator, step, kind)
+    caches, logits = apply_model(apply, weights, state.caches, step, attend)
+    sampling = rows_of(step.sampling, step.seats) if kind.is_narrow else step.sampling
+    tokens, logprobs = sample(logits, sampling, attend.allocator.lengths, wants_logprobs)
+    if kind.is_narrow:
+        tokens, logprobs = (
+            jnp.zeros(kind.num_seats, values.dtype).at[step.seats].set(values, mode="drop")
+            for values in (tokens, logprobs)
+        )
     logprobs = state.logprobs.at[scheduler.num_steps].set(logprobs, mode="drop")
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
     is_waiting = scheduler.num_pending(allocator) > 0
@@ -134,23 +176,33 @@ def one_step(apply: Apply, weights: Any, state: State, wants_logprobs: jax.Array
         allocator=allocator,
         caches=caches,
         logprobs=logprobs,
-        num_waited=jnp.zeros_like(state.num_waited) if chunk_tokens else jnp.where(is_waiting, state.num_waited + 1, 0),
-        num_mixed=state.num_mixed + int(chunk_tokens > 0),
+        num_waited=jnp.zeros_like(state.num_waited)
+        if kind.has_chunk
+        else jnp.where(is_waiting, state.num_waited + 1, 0),
+        num_of_kind=state.num_of_kind.at[index].add(1),
     )
 
 
-def apply_model(
-    apply: Apply, weights: Any, caches: Any, allocator: BlockAllocator, step: Step, *, is_packed: bool
-) -> tuple[Any, jax.Array]:
-    """The model over a step's tokens: the new caches, and the logits of each seat, `[seats, vocab]`."""
-    query_starts = step.query_starts if is_packed else None
-    attend = StepAttention(allocator, step.positions, step.slots, query_starts, step.last)
+def step_attention(allocator: BlockAllocator, step: Step, kind: Kind) -> StepAttention:
+    query_starts = step.query_starts if kind.has_chunk else None
+    if kind.is_narrow:
+        rows = rows_of((allocator.block_tables, allocator.lengths), step.seats)
+        allocator = dataclasses.replace(allocator, block_tables=rows[0], lengths=rows[1])
+    return StepAttention(allocator, step.positions, step.slots, query_starts, step.last)
+
+
+def rows_of[T](of_seats: T, seats: jax.Array) -> T:
+    """Rows of arrays `[seats, ...]`, 0 where there is no seat."""
+    return jax.tree.map(lambda values: values.at[seats].get(mode="fill", fill_value=0), of_seats)
+
+
+def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: StepAttention) -> tuple[Any, jax.Array]:
+    """The model over a step's tokens: the new caches, and logits `[seqs, vocab]`."""
     new_caches, logits = apply(weights, step.tokens, step.positions, caches, attend)
-    num_seats = step.last.shape[0]
-    if logits.ndim != 2 or logits.shape[0] != num_seats:
+    if logits.ndim != 2 or logits.shape[0] != attend.num_seqs:
         raise ValueError(
-            f"apply must return logits [{num_seats}, vocab], one row for each seat; got {list(logits.shape)}. "
-            "Take attend.newest(x) before the head."
+            f"apply must return logits [{attend.num_seqs}, vocab], one row for each sequence; got "
+            f"{list(logits.shape)}. Take attend.newest(x) before the head."
         )
     before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (caches, new_caches))
     if before != after:

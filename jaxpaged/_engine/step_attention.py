@@ -22,11 +22,12 @@ class StepAttention:
     decode call of `paged_attention`, one with chunks of prompts a packed one.
 
     Attributes:
-        allocator: after the plan: its lengths count the step's tokens.
+        allocator: after the plan: its lengths count the step's tokens. Its rows are the step's sequences: the seats,
+            or in a step of few tokens the seat of each.
         positions: int32 `[tokens]`, each token's position in its request.
         slots: int32 `[tokens]`, where each goes; outside the pool for padding.
-        query_starts: int32 `[seats + 1]`, where each seat's tokens begin; None where token i is that of seat i.
-        last: int32 `[seats]`, where each seat's newest token stands.
+        query_starts: int32 `[seqs + 1]`, where each sequence's tokens begin; None where token i is that of row i.
+        last: int32 `[seqs]`, where each sequence's newest token stands.
     """
 
     allocator: BlockAllocator
@@ -34,6 +35,10 @@ class StepAttention:
     slots: jax.Array
     query_starts: jax.Array | None
     last: jax.Array
+
+    @property
+    def num_seqs(self) -> int:
+        return self.allocator.lengths.shape[0]
 
     def __call__[C: (KVCache, CacheLayer)](
         self,
@@ -67,5 +72,5 @@ class StepAttention:
         return cache, attend(q, cache, self.allocator, **options)
 
     def newest(self, x: jax.Array) -> jax.Array:
-        """Each seat's newest row, `[seats, ...]` of `[tokens, ...]`: what the head of the model is for."""
+        """The newest row of each sequence, `[seqs, ...]` of `[tokens, ...]`: what the head of the model is for."""
         return x if self.query_starts is None else x[self.last]

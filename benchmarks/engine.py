@@ -36,7 +36,7 @@ from benchmarks.harness import add_output, compile_all, open_store, random, read
 from benchmarks.llama_step import LlamaConfig
 from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler
 from jaxpaged._engine.requests import Row
-from jaxpaged._engine.slices import State, apply_model, one_step, wants_chunk
+from jaxpaged._engine.slices import Kind, State, apply_model, kinds_of_steps, next_kind, one_step, step_attention
 
 BLOCK_SIZE = 16
 CHECKED_LAYERS = 2
@@ -88,13 +88,14 @@ def check(config: LlamaConfig) -> float:
     caches, worst = create_caches(config, 64), 0.0
     for chunk in (64, 64, 0):
         scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=chunk)
-        run = functools.partial(apply_model, allocator=allocator, step=step, is_packed=chunk > 0)
-        results = {
-            implementation: jax.jit(functools.partial(run, packed_model(config, implementation=implementation)))
-            for implementation in (None, "xla")
-        }
-        _, expected = results["xla"](weights, caches)
-        caches, logits = results[None](weights, caches)
+        attend = step_attention(allocator, step, Kind(8 + chunk, 8))
+
+        def run(weights: Any, caches: Any, implementation: Any, step: Any = step, attend: Any = attend) -> Any:
+            return apply_model(packed_model(config, implementation=implementation), weights, caches, step, attend)
+
+        jitted = jax.jit(run, static_argnums=2)
+        _, expected = jitted(weights, caches, "xla")
+        caches, logits = jitted(weights, caches, None)
         error = jnp.where(step.is_sampled[:, None], jnp.abs(logits - expected), 0).max() / jnp.abs(expected).max()
         worst = max(worst, float(error))
         scheduler, allocator = scheduler.commit(allocator, step, logits.argmax(axis=-1).astype(jnp.int32))
@@ -126,12 +127,6 @@ class Steps:
             if refusals[: len(requests[i : i + 64])].any():
                 raise AssertionError(f"refused: {refusals}")
 
-    def compute_prompts(self) -> None:
-        while int(self.engine._state.scheduler.num_known.max()) and bool(
-            self.engine._state.scheduler.num_pending(self.engine._state.allocator) > 0
-        ):
-            self.run(num_steps=32)
-
     def clear(self) -> None:
         self.run(aborts=range(self.engine._max_requests))
 
@@ -147,27 +142,26 @@ class Steps:
         return (times[1] - times[0]) / (many - few) * 1e3
 
     def measure(self) -> dict[str, float]:
-        """Milliseconds of a step of single tokens with short and with long sequences, and of one with a chunk."""
+        """Milliseconds of each kind of step; of single tokens in all seats with short and with long sequences."""
         sizes, result = self.sizes, {}
-        for name, length in (("few", sizes.few), ("many", sizes.many)):
+        num_decoding = sizes.seats - max(1, sizes.seats // 32)
+        few, many = (2, 12) if sizes.longest > 64 else (2, 4)
+        cases = dict(
+            narrow=(sizes.seats // 4, sizes.few), few=(num_decoding, sizes.few), many=(num_decoding, sizes.many)
+        )
+        for name, (count, length) in cases.items():
             self.clear()
-            num_decoding = sizes.seats - sizes.seats // 32
-            self.submit([([1] * length, sizes.longest)] * num_decoding)
+            self.submit([([1] * length, sizes.longest)] * count)
             self.run(num_steps=2)
-            self.compute_prompts()
-            self.run(num_steps=2)
-            slopes = [self.milliseconds(2, 12 if sizes.longest > 64 else 4) for _ in range(3)]
-            result[f"decode_{name}_ms"] = statistics.median(slopes)
-            result[f"kv_{name}"] = float(self.engine._state.allocator.lengths.sum())
-        # Prompts for the seats left, of so many tokens that each step's chunk is full.
-        before = int(self.engine._state.num_mixed)
-        prompt_length = 15 * sizes.chunk // (sizes.seats // 32 or 1)
-        prompt_length = min(prompt_length, sizes.longest)
-        self.submit([([1] * prompt_length, 8)] * max(sizes.seats // 32, 1))
+            while self.engine._state.scheduler.num_pending(self.engine._state.allocator) > 0:
+                self.run(num_steps=1)
+            result[f"{name}_ms"] = statistics.median(self.milliseconds(few, many) for _ in range(3))
+            result[f"{name}_kv"] = float(self.engine._state.allocator.lengths.sum())
+        # Prompts for the seats left, of so many tokens that the chunk of each step is full.
+        num_left = sizes.seats - num_decoding
+        self.submit([([1] * min(15 * sizes.chunk // num_left, sizes.longest), 8)] * num_left)
         self.run(num_steps=1)
-        steps = (2, 8) if sizes.longest > 64 else (1, 2)
-        result["mixed_ms"] = self.milliseconds(*steps)
-        result["mixed_steps_measured"] = int(self.engine._state.num_mixed) - before
+        result["mixed_ms"] = self.milliseconds(2, 8) if sizes.longest > 64 else self.milliseconds(1, 2)
         self.clear()
         return result
 
@@ -202,17 +196,18 @@ def scheduling_microseconds(engine: Engine, steps: Steps, chunk: int) -> float:
     return slopes[2]
 
 
-def compile_host_step(apply: Any, engine: Engine, chunk_tokens: int, *, with_chunk: bool) -> Any:
-    """A step in a call of its own; whether there is work left, and whether the next step has a chunk."""
+def compile_host_step(apply: Any, engine: Engine, chunk_tokens: int, index: int) -> Any:
+    """A step in a call of its own; whether there is work left, and the kind of the next step."""
+    kinds = kinds_of_steps(engine._num_seats, chunk_tokens)
 
     def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
-        state = one_step(apply, weights, state, jnp.zeros((), bool), chunk_tokens if with_chunk else 0)
-        return state, (state.scheduler.has_work, wants_chunk(state, chunk_tokens))
+        state = one_step(apply, weights, state, jnp.zeros((), bool), kinds, index)
+        return state, (state.scheduler.has_work, next_kind(state, kinds))
 
     return jax.jit(step, donate_argnums=1).lower(engine._weights, engine._state).compile()
 
 
-def host_loop(steps: Steps, programs: dict[bool, Callable], work: Sequence[Request], lag: int) -> int:
+def host_loop(steps: Steps, programs: dict[int, Callable], work: Sequence[Request], lag: int) -> int:
     """The tokens generated. The host reads the flags of the step `lag` before the last one."""
     engine, waiting = steps.engine, deque(work)
     num_sent = num_tokens = 0
@@ -226,13 +221,13 @@ def host_loop(steps: Steps, programs: dict[bool, Callable], work: Sequence[Reque
             if not arrivals:
                 break
         flags: deque[tuple[jax.Array, jax.Array]] = deque()
-        has_work, with_chunk = num_sent > 0, False
+        has_work, kind = num_sent > 0, 1
         for _ in range(engine._steps_per_slice):
             if len(flags) > lag:
-                has_work, with_chunk = (bool(flag) for flag in flags.popleft())
+                has_work, kind = (flag.item() for flag in flags.popleft())
             if not has_work:
                 break
-            engine._state, flag = programs[with_chunk](engine._weights, engine._state)
+            engine._state, flag = programs[kind](engine._weights, engine._state)
             for array in flag:
                 array.copy_to_host_async()
             flags.append(flag)
@@ -260,19 +255,21 @@ class Costs:
     bandwidth: float
     products: float
 
-    def of_steps(self, num_steps: int, num_mixed: int, work: Sequence[Request]) -> float:
+    def of_steps(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
         times = self.times
-        a_token = (times["decode_many_ms"] - times["decode_few_ms"]) / (times["kv_many"] - times["kv_few"])
-        alone = times["decode_few_ms"] - a_token * times["kv_few"]
-        chunk = times["mixed_ms"] - times["decode_many_ms"]
-        return (num_steps * alone + kv_tokens(work) * a_token + num_mixed * chunk) / 1e3
+        a_token = (times["many_ms"] - times["few_ms"]) / (times["many_kv"] - times["few_kv"])
+        narrow, wide = (times[f"{name}_ms"] - a_token * times[f"{name}_kv"] for name in ("narrow", "few"))
+        mixed = times["mixed_ms"] - a_token * times["many_kv"]
+        steps = sum(number * ms for number, ms in zip(num_of_kind, (narrow, wide, mixed), strict=True))
+        return (steps + kv_tokens(work) * a_token) / 1e3
 
-    def floor(self, num_steps: int, num_mixed: int, work: Sequence[Request]) -> float:
-        read = self.weight_bytes / self.bandwidth
-        seats, tokens = self.sizes.seats, self.sizes.seats + self.sizes.chunk
-        products = 2 * (self.layer_params * tokens + self.head_params * seats) / self.products
-        kv = kv_tokens(work) * self.kv_bytes / self.bandwidth
-        return (num_steps - num_mixed) * read + num_mixed * max(read, products) + kv
+    def floor(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
+        seconds = kv_tokens(work) * self.kv_bytes / self.bandwidth
+        for number, kind in zip(num_of_kind, kinds_of_steps(self.sizes.seats, self.sizes.chunk), strict=True):
+            logits = min(kind.num_places, kind.num_seats)
+            products = 2 * (self.layer_params * kind.num_places + self.head_params * logits) / self.products
+            seconds += number * max(self.weight_bytes / self.bandwidth, products)
+        return seconds
 
 
 def kv_tokens(work: Sequence[Request]) -> int:
@@ -312,8 +309,7 @@ class Timed:
 
 def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Request], costs: Costs) -> dict[str, Any]:
     wanted = sum(new for _, new in work)
-    before = engine.stats()
-    steps_before = int(engine._state.num_mixed)
+    before, kinds_before = engine.stats(), np.asarray(engine._state.num_of_kind)
     timed = Timed(engine)
     begin = time.perf_counter()
     num_tokens = function()
@@ -323,14 +319,13 @@ def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Reques
         raise AssertionError(f"{num_tokens} tokens instead of {wanted}")
     after = engine.stats()
     num_steps = after.num_steps - before.num_steps
-    num_mixed = int(engine._state.num_mixed) - steps_before
+    num_of_kind = (np.asarray(engine._state.num_of_kind) - kinds_before).tolist()
     result: dict[str, Any] = dict(requests=len(work), tokens=num_tokens, seconds=seconds, tokens_per_s=wanted / seconds)
+    result["steps"] = num_of_kind
     if num_steps:
         result |= dict(
-            steps=num_steps,
-            mixed=num_mixed,
-            of_steps=costs.of_steps(num_steps, num_mixed, work) / seconds,
-            of_floor=costs.floor(num_steps, num_mixed, work) / seconds,
+            of_steps=costs.of_steps(num_of_kind, work) / seconds,
+            of_floor=costs.floor(num_of_kind, work) / seconds,
             preempted=after.num_preempted - before.num_preempted,
             host_of_wall=1 - sum(timed.seconds.values()) / seconds,
             starting_of_wall=timed.seconds["starting"] / seconds,
@@ -349,11 +344,13 @@ def generate(engine: Engine, work: Sequence[Request], batch: int | None = None) 
 
 
 def line(name: str, point: dict[str, Any]) -> str:
-    text = f"{name:<24} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s"
-    if "steps" in point:
+    narrow, wide, mixed = point["steps"]
+    text = f"{name:<20} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s, "
+    text += f"steps {narrow} narrow, {wide} wide, {mixed} mixed"
+    if "of_steps" in point:
         text += (
-            f", {point['steps']} steps ({point['mixed']} mixed), {point['of_steps']:.0%} of steps, "
-            f"{point['of_floor']:.0%} of floor, {point['preempted']} preempted, host {point['host_of_wall']:.1%}"
+            f", {point['of_steps']:.0%} of steps, {point['of_floor']:.0%} of floor, {point['preempted']} preempted, "
+            f"host {point['host_of_wall']:.1%}"
         )
     return text
 
@@ -364,6 +361,7 @@ def main() -> None:
     parser.add_argument("--requests", nargs="+", type=int, default=[1024, 512])
     parser.add_argument("--chunk", type=int, help="tokens of prompts in a step")
     parser.add_argument("--steps-per-slice", type=int, default=32)
+    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
     parser.add_argument("--only-engine", action="store_true", help="neither batches nor the host loops")
     add_output(parser)
     options = parser.parse_args()
@@ -391,6 +389,7 @@ def main() -> None:
         max_tokens=2 * sizes.longest,
         chunk_tokens=sizes.chunk,
         steps_per_slice=options.steps_per_slice,
+        compiler_options=dict(option.split("=") for option in options.xla),
     )
     compile_seconds = time.perf_counter() - begin
     copies = cache_copies(engine._run_slice.as_text() or "", engine._state.caches[0])
@@ -401,7 +400,7 @@ def main() -> None:
     steps = Steps(engine, sizes)
     times = steps.measure()
     scheduling = {chunk: scheduling_microseconds(engine, steps, chunk) for chunk in (0, sizes.chunk)}
-    say(f"a step of single tokens {times['decode_few_ms']:.2f} to {times['decode_many_ms']:.2f} ms")
+    say(", ".join(f"{name} {value:.3f}" for name, value in times.items()))
     layer_params = sum(leaf.size for leaf in jax.tree.leaves(weights["layers"]))
     head_params = config.vocab_size * config.features
     costs = Costs(
@@ -424,7 +423,7 @@ def main() -> None:
         part = work[: min(options.requests)]
         runs[f"batches {len(part)}"] = functools.partial(generate, engine, part, sizes.seats), part
         compile_step = functools.partial(compile_host_step, apply, engine, sizes.chunk)
-        jobs: dict[Any, Callable] = {kind: functools.partial(compile_step, with_chunk=kind) for kind in (False, True)}
+        jobs: dict[Any, Callable] = {index: functools.partial(compile_step, index) for index in range(3)}
         programs = compile_all(jobs)
         for lag, name in enumerate(("sync", "async")):
             runs[f"host loop {name} {len(part)}"] = functools.partial(host_loop, steps, programs, part, lag), part
@@ -447,8 +446,8 @@ def main() -> None:
 
     print(f"\n{options.model}, {sizes.seats} seats, chunks of {sizes.chunk}, {jax.devices()[0].device_kind}")
     print(
-        f"step: decode {times['decode_few_ms']:.3f} ms at {times['kv_few']:.0f} tokens held, "
-        f"{times['decode_many_ms']:.3f} at {times['kv_many']:.0f}; mixed {times['mixed_ms']:.3f}; "
+        f"ms a step: narrow {times['narrow_ms']:.2f}, wide {times['few_ms']:.2f} to {times['many_ms']:.2f}, "
+        f"mixed {times['mixed_ms']:.2f}; "
         f"plan and commit {scheduling[0]:.0f} us, mixed {scheduling[sizes.chunk]:.0f} us"
     )
     for name, point in points.items():

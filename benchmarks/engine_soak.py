@@ -18,8 +18,10 @@ import numpy as np
 from jaxpaged import Engine, SamplingParams
 from tests.toy_model import BLOCK_SIZE, MAX_TOKENS, VOCAB, create_engine
 
-SEATS = 16
-KINDS, ABORTED, NEVER_FITS, BURST = 300, 0.05, 0.01, 40
+SEATS = 64
+KINDS, NEVER_FITS, BURST = 300, 0.01, 200
+ABORTED = 0.004  # of those under way, in each slice
+MOST_RECOMPUTED = 0.02
 
 
 def kinds(count: int, rng: np.random.Generator) -> list[tuple[list[int], SamplingParams]]:
@@ -63,7 +65,7 @@ def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int
                 continue
             kind = int(rng.integers(0, num_kinds))
             under_way[engine.add_request(*chosen[kind])] = kind
-        for request_id in [i for i in under_way if rng.random() < ABORTED / 4]:
+        for request_id in [i for i in under_way if rng.random() < ABORTED]:
             engine.abort(request_id)
         for output in engine.step():
             (completion,) = output.outputs
@@ -114,6 +116,7 @@ def main() -> None:
         result = soak(engine, count, seed=options.seed + done)
         done += count
         share = result["recomputed"] / result["computed"]
+        check(share <= MOST_RECOMPUTED, f"{share:.2%} recomputed")
         print(f"[{time.perf_counter() - begin:5.0f} s] {done} requests; {result}, recomputed {share:.2%}", flush=True)
 
 

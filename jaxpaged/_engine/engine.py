@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, inbox_of, new_tokens, output_of, seed_of
-from jaxpaged._engine.slices import Apply, Report, State, run_slice
+from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_slice
 from jaxpaged._integers import checked_size
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 from jaxpaged._scheduler.scheduler import Scheduler
@@ -83,7 +84,7 @@ class Engine:
         self._steps_per_slice = checked_size("steps_per_slice", steps_per_slice)
         self._max_tokens, self._num_blocks, self._block_size = max_tokens, num_blocks, block_size
         self._max_requests, self._num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
-        self._state = State(
+        self._state_of_slice = State(
             scheduler=Scheduler.create(
                 max_requests=max_requests,
                 num_seats=num_seats,
@@ -113,11 +114,13 @@ class Engine:
         function = functools.partial(run_slice, apply, chunk_tokens=checked_size("chunk_tokens", chunk_tokens))
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
-        self._run_slice = jitted.lower(weights, self._state, no_news).compile()
+        self._run_slice = jitted.lower(weights, self._state_of_slice, no_news).compile()
+        # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged")
 
         self._queue: deque[Row] = deque()  # not on the device
         self._on_device: dict[int, Row] = {}  # by place, as far as the host has read
-        self._under_way: deque[tuple[list[Row], Report]] = deque()  # slices, with the rows sent in with each
+        self._under_way: deque[tuple[list[Row], Future[Report]]] = deque()  # slices, and the rows sent with each
         self._requests: dict[int, list[Row]] = {}  # unfinished, or with news
         self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
         self._aborts: list[int] = []  # places, to be sent in with the next slice
@@ -141,20 +144,18 @@ class Engine:
         Raises:
             ValueError: a request that can never be served, before any is begun; or other requests under way.
         """
-        outputs = {output.request_id: output for output in self.stream(prompts, params) if output.finished}
+        self._add_all(prompts, params)
+        outputs: dict[int, RequestOutput] = {}
+        while self.has_unfinished_requests:
+            self._advance()
+            outputs |= {output.request_id: output for output in self._news_of(finished_only=True)}
         return [outputs[request_id] for request_id in sorted(outputs)]
 
     def stream(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> Iterator[RequestOutput]:
         """As `generate`, but yields each request whenever it has new tokens. Request ids are in the prompts' order."""
-        if self.has_unfinished_requests:
-            raise ValueError(
-                f"{self._num_unfinished} requests are under way; finish or abort them with step() and abort() first."
-            )
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        for request in [self._check(*request) for request in zip(prompts, each, strict=True)]:
-            self._add(*request)
+        self._add_all(prompts, params)
         while self.has_unfinished_requests:
             yield from self.step()
 
@@ -181,15 +182,8 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Starts a slice, reads the one before it, and returns the requests that have news."""
-        self._send()
-        while len(self._under_way) > AHEAD:
-            self._receive()
-        outputs = [output_of(request_id, self._requests[request_id]) for request_id in self._news]
-        for output in outputs:
-            if output.finished:
-                del self._requests[output.request_id]
-        self._news.clear()
-        return outputs
+        self._advance()
+        return self._news_of(finished_only=False)
 
     def update_weights(self, weights: Any) -> None:
         """Other weights, of the same shapes, from the next slice on: nothing is compiled.
@@ -212,6 +206,22 @@ class Engine:
         """Counts, as of the last slice that was read."""
         num_waiting = len(self._on_device) - self._stats.num_running
         return dataclasses.replace(self._stats, num_queued=len(self._queue), num_waiting=max(num_waiting, 0))
+
+    @property
+    def _state(self) -> State:
+        """The state, once the slices under way are over."""
+        for _, report in self._under_way:
+            report.result()
+        return self._state_of_slice
+
+    def _add_all(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> None:
+        if self.has_unfinished_requests:
+            raise ValueError(
+                f"{self._num_unfinished} requests are under way; finish or abort them with step() and abort() first."
+            )
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        for request in [self._check(*request) for request in zip(prompts, each, strict=True)]:
+            self._add(*request)
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
         tokens = np.asarray(prompt)
@@ -247,6 +257,23 @@ class Engine:
         self._num_unfinished += len(rows)
         return request_id
 
+    def _advance(self) -> None:
+        self._send()
+        while len(self._under_way) > AHEAD:
+            self._receive()
+
+    def _news_of(self, *, finished_only: bool) -> list[RequestOutput]:
+        outputs = []
+        for request_id in self._news:
+            rows = self._requests[request_id]
+            is_finished = all(row.finish_reason is not None for row in rows)
+            if is_finished or not finished_only:
+                outputs.append(output_of(request_id, rows))
+            if is_finished:
+                del self._requests[request_id]
+        self._news.clear()
+        return outputs
+
     def _send(self) -> None:
         """Starts a slice. Where more requests wait than it takes, slices of no steps before it take the others."""
         most = min(MOST_ARRIVALS, self._max_requests)
@@ -261,16 +288,20 @@ class Engine:
             inbox = self._inbox_of(rows, self._aborts, wants_logprobs=wants_logprobs, num_steps=num_steps)
             # Each abort is sent once, and before anybody else can have got the place.
             self._aborts = []
-            self._state, report = self._run_slice(self._weights, self._state, inbox)
-            for leaf in jax.tree.leaves(report):
-                leaf.copy_to_host_async()
-            self._under_way.append((rows, report))
+            self._under_way.append((rows, self._thread.submit(self._run, self._weights, inbox)))
             if is_last:
                 return
 
+    def _run(self, weights: Any, inbox: Inbox) -> Report:
+        """On the engine's own thread, one slice after the other."""
+        self._state_of_slice, report = self._run_slice(weights, self._state_of_slice, inbox)
+        for leaf in jax.tree.leaves(report):
+            leaf.copy_to_host_async()
+        return report
+
     def _receive(self) -> None:
-        rows, report = self._under_way.popleft()
-        report = jax.tree.map(np.asarray, report)
+        rows, future = self._under_way.popleft()
+        report = jax.tree.map(np.asarray, future.result())
         for row, place, refusal in zip(rows, report.request_ids.tolist(), report.refusals.tolist(), strict=False):
             if refusal != Refusal.ACCEPTED:
                 raise RuntimeError(f"the scheduler refused a request that the engine took: {Refusal(refusal).name}.")

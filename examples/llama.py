@@ -1,6 +1,7 @@
 """A small Llama in Flax NNX, its attention swapped for `jaxpaged.nnx.PagedAttention`."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,9 +115,9 @@ class Layer(nnx.Module):
         cache: jaxpaged.KVCache,
         allocator: jaxpaged.BlockAllocator,
         slots: jax.Array,
-        query_starts: jax.Array | None = None,
+        **which: Any,  # of packed tokens and of trees
     ) -> tuple[jaxpaged.KVCache, jax.Array]:
-        cache, attended = self.self_attn(self.input_layernorm(x), cache, allocator, slots, query_starts=query_starts)
+        cache, attended = self.self_attn(self.input_layernorm(x), cache, allocator, slots, **which)
         x = x + attended
         return cache, x + self.mlp(self.post_attention_layernorm(x))
 
@@ -143,6 +144,8 @@ class Llama(nnx.Module):
         slots: jax.Array,  # int32, one a token
         *,
         query_starts: jax.Array | None = None,  # int32 [seqs + 1], of packed tokens: where each sequence's begin
+        positions: jax.Array | None = None,  # int32, one a token, and
+        tree_mask: jax.Array | None = None,  # of `jaxpaged.tree_mask`: of tokens that are a tree
         num_logits: int | None = None,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
         """Returns the new caches and the logits after each sequence's last token, f32 [seqs, vocab_size].
@@ -152,7 +155,9 @@ class Llama(nnx.Module):
         x = self.embed_tokens(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            cache, x = layer(x, cache, allocator, slots, query_starts)
+            cache, x = layer(
+                x, cache, allocator, slots, query_starts=query_starts, positions=positions, tree_mask=tree_mask
+            )
             new_caches.append(cache)
         if query_starts is not None:
             x = x[jnp.maximum(query_starts[1:] - 1, 0)]

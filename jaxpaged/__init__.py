@@ -8,6 +8,7 @@ from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.partitions import PartitionPlan, plan_partitions
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
+from jaxpaged._attention.tree import tree_mask
 from jaxpaged._cache.copy_blocks import copy_blocks
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
@@ -53,6 +54,7 @@ __all__ = [
     "rotary_frequencies",
     "rotate_and_write_kv",
     "scatter_kv",
+    "tree_mask",
     "widen_kv",
     "write_kv",
     "zero_blocks",

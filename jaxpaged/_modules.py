@@ -22,6 +22,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     allocator: BlockAllocator,
     slots: jax.Array,  # int32 [seqs, q_len]
     query_starts: ArrayLike | None,  # int32 [seqs + 1]: [tokens] takes the place of [seqs, q_len]
+    positions: ArrayLike | None,  # int32, as slots
     *,
     frequencies: tuple[float, ...] | None,
     scale: float | None,
@@ -29,6 +30,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     logits_soft_cap: float | None,
     num_partitions: int | None,
     plan: PartitionPlan | None,
+    tree_mask: ArrayLike | None,
     implementation: Implementation | None,
 ) -> tuple[C, jax.Array]:  # and [seqs, q_len, heads * head_dim]
     num_kv_heads, head_dim = _pools(cache).k.shape[-2:]
@@ -38,10 +40,12 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     if frequencies is None:
         cache = write_kv(cache, k, v, slots)
     else:
-        if query_starts is None:
-            positions = allocator.positions(slots.shape[1])
-        else:
-            positions = packed.positions(as_int32(query_starts), allocator.lengths, tokens=slots.shape[0])
+        if positions is None:
+            positions = (
+                allocator.positions(slots.shape[1])
+                if query_starts is None
+                else packed.positions(as_int32(query_starts), allocator.lengths, tokens=slots.shape[0])
+            )
         cache, q = rotate_and_write_kv(cache, q, k, v, slots, positions, frequencies)
     out = attend(
         q,
@@ -53,6 +57,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
         logits_soft_cap=logits_soft_cap,
         num_partitions=num_partitions,
         plan=plan,
+        tree_mask=tree_mask,
         implementation=implementation,
     )
     return cache, out.reshape(*slots.shape, -1)

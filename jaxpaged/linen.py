@@ -57,6 +57,8 @@ class PagedAttention(linen.Module):
         slots: jax.Array,
         *,
         query_starts: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        tree_mask: ArrayLike | None = None,
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """As `jaxpaged.nnx.PagedAttention.__call__`."""
@@ -72,12 +74,14 @@ class PagedAttention(linen.Module):
             allocator,
             slots,
             query_starts,
+            positions,
             frequencies=self.rotary_frequencies,
             scale=self.scale,
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             num_partitions=self.num_partitions,
             plan=plan,
+            tree_mask=tree_mask,
             implementation=self.implementation,
         )
         return cache, linear("o_proj", x.shape[-1], self.use_output_bias)(out)

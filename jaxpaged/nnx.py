@@ -103,6 +103,8 @@ class PagedAttention(nnx.Module):
         slots: jax.Array,
         *,
         query_starts: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        tree_mask: ArrayLike | None = None,
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """Attends from the newest tokens of each sequence.
@@ -115,6 +117,9 @@ class PagedAttention(nnx.Module):
             slots: int32 `[seqs, q_len]`, which that `append` returned, or `[tokens]`, from `BlockAllocator.slots`. Rows
                 of padding have a slot outside the pool.
             query_starts: int32 `[seqs + 1]`, as in `jaxpaged.paged_attention`: where each sequence's tokens begin in x.
+            positions: int32, one a token, for the rotary embedding; None: the order of the tokens. Of a tree's tokens
+                the depths, behind the history.
+            tree_mask: as in `jaxpaged.paged_attention`.
             plan: of `jaxpaged.plan_partitions`, one for all layers, where the module has no `num_partitions`.
 
         Returns:
@@ -130,12 +135,14 @@ class PagedAttention(nnx.Module):
             allocator,
             slots,
             query_starts,
+            positions,
             frequencies=self.rotary_frequencies,
             scale=self.scale,
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             num_partitions=self.num_partitions,
             plan=plan,
+            tree_mask=tree_mask,
             implementation=self.implementation,
         )
         return cache, self.o_proj(out)

@@ -131,6 +131,26 @@ def test_packed_tokens_give_what_padded_rows_give(options):
     assert not np.allclose(wrong[1:-1], expected, atol=2e-5)
 
 
+def test_a_tree_gives_what_its_branches_give():
+    """Behind 2 tokens a root and its two children."""
+    module, apply = make(OPTIONS[2])
+    cache, allocator = fresh()
+    x = tokens()[0]
+    history, new = jnp.asarray([2, 0, 0], jnp.int32), jnp.asarray([3, 0, 0], jnp.int32)
+    allocator, slots, _ = allocator.append(history, max_tokens=3)
+    cache, _ = module(prompt_batch([x[:2]] * 3, 3), cache, allocator, slots)
+    after, slots, _ = allocator.append(new, max_tokens=3)
+    positions = jnp.tile(jnp.asarray([2, 3, 3], jnp.int32), (3, 1))
+    mask = jnp.tile(jaxpaged.tree_mask(jnp.asarray([-1, 0, 0]))[None], (3, 1, 1))
+    _, first = module(prompt_batch([x[2:5]] * 3, 3), cache, after, slots)
+    _, second = module(prompt_batch([x[jnp.asarray([2, 4, 3])]] * 3, 3), cache, after, slots)
+    for call in (module, apply):
+        _, out = call(prompt_batch([x[2:5]] * 3, 3), cache, after, slots, positions=positions, tree_mask=mask)
+        np.testing.assert_allclose(out[0, :2], first[0, :2], atol=2e-5)
+        np.testing.assert_allclose(out[0, 2], second[0, 1], atol=2e-5)
+        assert not np.allclose(out[0, 2], first[0, 2], atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_layer_of_a_stack_serves_as_a_cache(dtype):
     module, apply = make({})

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxpaged._attention import tree as trees
 from jaxpaged._cache.kv_cache import CACHE_DTYPES
 from jaxpaged._integers import as_int32, saturated
 from pallas_kernels.attention_options import AttentionOptions
@@ -58,17 +59,22 @@ class AttentionArguments(_Arguments):
     A query row is one (token, head) pair.
     """
 
+    tree: trees.Tree | None = None
+
     def query_positions(self) -> jax.Array:
         """The position of each query in its sequence, int32 [seqs, q_len]; negative where there is none."""
         q_len = self.q.shape[1]
-        return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
+        places = self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
+        return places if self.tree is None else self.tree.positions(places)
 
     def first_visible(self) -> jax.Array:
         """The first position that any query of a sequence sees, int32 [seqs]."""
         window = self.options.sliding_window
         if window is None:
             return jnp.zeros_like(self.lengths)
-        return jnp.maximum(self.query_positions()[:, 0] - window + 1, 0)
+        positions = self.query_positions()
+        first = positions[:, 0] if self.tree is None else positions.min(axis=1)
+        return jnp.maximum(first - window + 1, 0)
 
     def readable_ids(self, entries: jax.Array, readable: jax.Array | bool = True) -> jax.Array:
         """Block ids at table `entries` [seqs, ...], the null block where nothing may be read.
@@ -90,6 +96,7 @@ class PackedArguments(_Arguments):
     """Arguments of a call with `query_starts`, with q `[tokens, heads, head_dim]`."""
 
     query_starts: jax.Array  # int32 [seqs + 1]
+    tree_mask: jax.Array | None = None  # uint32 [tokens, words]
 
 
 def check_arguments(
@@ -98,6 +105,8 @@ def check_arguments(
     v_cache: ArrayLike,
     block_tables: ArrayLike,
     lengths: ArrayLike,
+    *,
+    tree_mask: ArrayLike | None = None,
     **options: Unpack[Options],
 ) -> AttentionArguments:
     """Raises `ValueError` for what no implementation could take; returns the arguments in one form."""
@@ -107,13 +116,21 @@ def check_arguments(
     if q.ndim not in (3, 4):
         raise ValueError(f"q must be [seqs, heads, head_dim] or [seqs, q_len, heads, head_dim]; got {q.shape=}.")
     capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=q.shape[0])
+    lengths = jnp.clip(lengths, 0, capacity)
+    mask = _check_tree_mask(tree_mask, "[seqs, q_len, words]", q.shape[:-2])
+    if mask is not None and (q.ndim == 3 or mask.shape[2] * trees.BITS < q.shape[1]):
+        raise ValueError(
+            "tree_mask goes with q [seqs, q_len, heads, head_dim] and has a bit for each of the q_len tokens; "
+            f"got {q.shape=}, {mask.shape=}."
+        )
     return AttentionArguments(
         q=q if q.ndim == 4 else q[:, None],
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=block_tables,
-        lengths=jnp.clip(lengths, 0, capacity),
+        lengths=lengths,
         options=_check_options(q, k_cache, capacity, **options),
+        tree=None if mask is None else trees.of_rows(mask, lengths),
     )
 
 
@@ -124,6 +141,8 @@ def check_packed(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     query_starts: ArrayLike,
+    *,
+    tree_mask: ArrayLike | None = None,
     **options: Unpack[Options],
 ) -> PackedArguments:
     """`check_arguments` of a call with `query_starts`."""
@@ -147,7 +166,20 @@ def check_packed(
         lengths=jnp.clip(lengths, 0, capacity),
         query_starts=query_starts,
         options=_check_options(q, k_cache, capacity, **options),
+        tree_mask=_check_tree_mask(tree_mask, "[tokens, words]", q.shape[:1]),
     )
+
+
+def _check_tree_mask(value: ArrayLike | None, wanted: str, rows: tuple[int, ...]) -> jax.Array | None:
+    if value is None:
+        return None
+    mask = jnp.asarray(value)
+    if mask.dtype != jnp.uint32 or mask.ndim != len(rows) + 1 or mask.shape[:-1] != rows or mask.shape[-1] == 0:
+        raise ValueError(
+            f"tree_mask must be uint32 {wanted} with {list(rows)} as in q; got {mask.dtype} {list(mask.shape)}. "
+            "jaxpaged.tree_mask(parents) makes it."
+        )
+    return mask
 
 
 def _check_options(

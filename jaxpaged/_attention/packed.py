@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
+from jaxpaged._attention.tree import of_runs
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +53,10 @@ def cut(p: PackedArguments, runs: Runs) -> AttentionArguments:
     q = p.q.at[rows].get(mode="clip")
     first = p.lengths - runs.num_tokens  # the position of each sequence's first new token
     lengths = first[runs.seqs] + runs.offsets + runs.counts
+    tree = None
+    if p.tree_mask is not None:
+        index = runs.offsets[:, None] + place
+        tree = of_runs(p.tree_mask, rows, index, runs.seqs, p.lengths, runs.starts)
     return AttentionArguments(
         q=jnp.where((place >= 0)[..., None, None], q, jnp.zeros_like(q)),
         k_cache=p.k_cache,
@@ -59,6 +64,7 @@ def cut(p: PackedArguments, runs: Runs) -> AttentionArguments:
         block_tables=p.block_tables[runs.seqs],
         lengths=jnp.where(runs.counts > 0, jnp.maximum(lengths, 0), 0),
         options=p.options,
+        tree=tree,
     )
 
 

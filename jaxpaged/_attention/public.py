@@ -27,6 +27,7 @@ class AttentionKeywords(Options, total=False):
     """The options of `paged_attention` that every function which calls it hands on."""
 
     query_starts: ArrayLike | None
+    tree_mask: ArrayLike | None
     num_partitions: int | None
     plan: PartitionPlan | None
     implementation: Implementation | None
@@ -73,6 +74,7 @@ def paged_attention(
     sinks: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
     num_partitions: int | None = None,
     plan: PartitionPlan | None = None,
     return_lse: bool = False,
@@ -117,6 +119,12 @@ def paged_attention(
             `[blocks, block_size, kv_heads]`, one for each slot and KV head: `k_cache * k_scale[..., None]`. Scales of
             unused slots never reach the output. Pass `cache.k_scale`. An int8 cache needs both scales.
         v_scale: likewise for values.
+        tree_mask: uint32 `[seqs, q_len, words]`, or `[tokens, words]` with `query_starts`, of `jaxpaged.tree_mask`: bit
+            `j % 32` of word `j // 32` says whether a query sees the j-th of its sequence's q_len tokens (with
+            `query_starts`: of its newest ones). Itself and what stands before them it always sees, what stands behind
+            it never. A token's position n is then that of its branch alone, so that windows and ALiBi are those of the
+            branch by itself; give the same positions to the rotary embedding. With `query_starts` sequences with
+            more newest tokens than bits have no tree. "xla" alone takes it.
         num_partitions: into how many parts each sequence is cut, computed side by side and then merged. With a number,
             a sequence's output does not depend on its batch neighbours. None: "xla" takes 1, "mosaic_gpu" as many as
             fill the GPU.
@@ -166,13 +174,13 @@ def paged_attention(
     if query_starts is not None:
         if plan is not None:
             raise ValueError("a plan is for calls without query_starts; leave it out.")
-        p = check_packed(*arrays, query_starts, **options)
+        p = check_packed(*arrays, query_starts, tree_mask=tree_mask, **options)
         if _use_kernel(p, implementation):
             out, lse = mosaic_gpu.attend_packed(p, num_partitions=num_partitions, window=window)
         else:
             out, lse = xla.attend_packed(p, num_partitions=num_partitions or 1)
         return (out, lse) if return_lse else out
-    a = check_arguments(*arrays, **options)
+    a = check_arguments(*arrays, tree_mask=tree_mask, **options)
     if plan is not None:
         check_plan(plan, num_partitions, seqs=a.q.shape[0])
     if _use_kernel(a, implementation):
@@ -187,6 +195,11 @@ def paged_attention(
 def _use_kernel(arguments: AttentionArguments | PackedArguments, implementation: Implementation | None) -> bool:
     """Whether the Mosaic GPU kernels do it. Raises `NotImplementedError` where they are named and cannot."""
     if implementation == "xla":
+        return False
+    has_tree = arguments.tree_mask if isinstance(arguments, PackedArguments) else arguments.tree
+    if has_tree is not None:
+        if implementation == "mosaic_gpu":
+            raise NotImplementedError('the Mosaic GPU kernels take no tree_mask. Pass implementation="xla".')
         return False
     try:
         mosaic_gpu.check_supported(arguments)

@@ -20,6 +20,7 @@ def paged_attention_reference(
     lengths: ArrayLike,
     *,
     query_starts: ArrayLike | None = ...,
+    tree_mask: ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> jax.Array: ...
@@ -34,6 +35,7 @@ def paged_attention_reference(
     lengths: ArrayLike,
     *,
     query_starts: ArrayLike | None = ...,
+    tree_mask: ArrayLike | None = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -47,6 +49,7 @@ def paged_attention_reference(
     lengths: ArrayLike,
     *,
     query_starts: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -63,11 +66,11 @@ def paged_attention_reference(
         ValueError: as `jaxpaged.paged_attention`.
     """
     if query_starts is not None:
-        p = check_packed(q, k_cache, v_cache, block_tables, lengths, query_starts, **options)
+        p = check_packed(q, k_cache, v_cache, block_tables, lengths, query_starts, tree_mask=tree_mask, **options)
         runs = packed.runs_of(p, 1)
         out, lse = packed.join(*_attend(packed.cut(p, runs)), p, runs)
         return (out, lse) if return_lse else out
-    out, lse = _attend(check_arguments(q, k_cache, v_cache, block_tables, lengths, **options))
+    out, lse = _attend(check_arguments(q, k_cache, v_cache, block_tables, lengths, tree_mask=tree_mask, **options))
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
@@ -79,6 +82,10 @@ def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     token_positions = jnp.arange(max_blocks * a.block_size, dtype=jnp.int32)  # [tokens]
     query_positions = a.query_positions()  # [seqs, q_len]
     distance = query_positions[:, :, None] - token_positions[None, None]  # [seqs, q_len, tokens]
+    if a.tree is not None:
+        places = jnp.broadcast_to(token_positions[None], (seqs, token_positions.size))
+        distance = query_positions[:, :, None] - a.tree.positions(places)[:, None]
+        distance = jnp.where(a.tree.hides(places), -1, distance)
     visible = (distance >= 0) & (query_positions >= 0)[:, :, None]
     if a.options.sliding_window is not None:
         visible &= distance < a.options.sliding_window

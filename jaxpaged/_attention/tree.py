@@ -1,0 +1,125 @@
+"""Trees of drafted tokens: which of its sequence's newest tokens each query sees, as bits.
+
+Bits rather than parents: whether a query sees a token is one shift, with no walk up the tree for each logit; the depth
+of a token is the number of its bits; and a token takes 4 bytes for each 32 newest tokens.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged._integers import as_int32
+
+BITS = 32  # of a word
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """The trees of a batch. A token stands as many places behind the history as it has ancestors among the newest."""
+
+    bits: jax.Array  # uint32 [seqs, q_len, words], a query's own bit set, those of tokens behind it not
+    starts: jax.Array  # int32 [seqs], the place of each sequence's first newest token
+    depths: jax.Array  # int32 [seqs, words * 32], of the newest tokens
+
+    def positions(self, places: jax.Array) -> jax.Array:
+        """int32 [seqs, n], of tokens by their places in the cache, [seqs, n]."""
+        index = places - self.starts[:, None]
+        most = self.depths.shape[1]
+        depths = jnp.take_along_axis(self.depths, jnp.clip(index, 0, most - 1), axis=1)
+        return jnp.where((index >= 0) & (index < most), self.starts[:, None] + depths, places)
+
+    def hides(self, places: jax.Array) -> jax.Array:
+        """bool [seqs, q_len, n]: whether a query does not see the token at a place, int32 [seqs, n]."""
+        index = (places - self.starts[:, None])[:, None]  # [seqs, 1, n]
+        hidden = jnp.zeros((*self.bits.shape[:2], places.shape[1]), bool)
+        for i in range(self.bits.shape[2]):
+            bit = self.bits[:, :, i, None] >> (index % BITS).astype(jnp.uint32)
+            hidden |= (index // BITS == i) & (bit % 2 == 0)
+        return hidden
+
+
+def tree_mask(parents: ArrayLike) -> jax.Array:
+    """The `tree_mask` of `paged_attention` for trees given by their parents.
+
+    Args:
+        parents: int32 `[..., n]`: which of its sequence's n newest tokens each of them follows, one that stands before
+            it; negative where it follows the history.
+
+    Returns:
+        uint32 `[..., n, ceil(n / 32)]`: each token sees itself and its ancestors. Bit `j % 32` of word `j // 32` is for
+        newest token j.
+
+    Raises:
+        ValueError: `parents` is not int32 `[..., n]`.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged
+        >>> jaxpaged.tree_mask(jnp.array([-1, 0, 0, 1]))[:, 0].tolist()  # 0 -> 1 -> 3, 0 -> 2
+        [1, 3, 5, 11]
+    """
+    parents = as_int32(parents)
+    if parents.dtype != jnp.int32 or parents.ndim == 0 or parents.shape[-1] == 0:
+        raise ValueError(f"parents must be int32 [..., n]; got {parents.dtype} {list(parents.shape)}.")
+    num_tokens = parents.shape[-1]
+    own = _own_bit(jnp.arange(num_tokens, dtype=jnp.int32), -(-num_tokens // BITS))  # [n, words]
+    bits = jnp.broadcast_to(own, (*parents.shape, own.shape[-1]))
+    for _ in range((num_tokens - 1).bit_length()):  # each round doubles how far up the tree a token sees
+        above = jnp.take_along_axis(bits, jnp.maximum(parents, 0)[..., None], axis=-2)
+        bits |= jnp.where((parents >= 0)[..., None], above, jnp.uint32(0))
+        grandparents = jnp.take_along_axis(parents, jnp.maximum(parents, 0), axis=-1)
+        parents = jnp.where(parents >= 0, grandparents, -1)
+    return bits
+
+
+def of_rows(mask: jax.Array, lengths: jax.Array) -> Tree:
+    """Of a mask uint32 [seqs, q_len, words] among the last q_len tokens of sequences."""
+    q_len, words = mask.shape[1:]
+    index = jnp.arange(q_len, dtype=jnp.int32)[None]
+    starts = lengths - q_len
+    absent = _bits_below(jnp.maximum(-starts, 0), words)  # of rows before a sequence begins
+    bits = _cleaned(mask | absent[:, None], index)
+    depths = _depths(bits, index)
+    return Tree(bits, starts, jnp.pad(depths, ((0, 0), (0, words * BITS - q_len))))
+
+
+def of_runs(
+    mask: jax.Array,  # uint32 [tokens, words]
+    rows: jax.Array,  # int32 [runs, run], of the runs' tokens
+    index: jax.Array,  # int32 [runs, run], of these tokens among the newest of their sequence
+    seqs: jax.Array,  # int32 [runs], whose each run is
+    lengths: jax.Array,  # int32 [seqs]
+    query_starts: jax.Array,  # int32 [seqs + 1], within the tokens
+) -> Tree:
+    """The trees of runs of packed tokens. A sequence with more newest tokens than there are bits has none."""
+    most = mask.shape[1] * BITS
+    newest = jnp.arange(most, dtype=jnp.int32)[None]
+    of_seqs = mask.at[query_starts[:-1, None] + newest].get(mode="clip")  # [seqs, most, words]
+    depths = _depths(_cleaned(of_seqs, newest), newest)
+    num_new = query_starts[1:] - query_starts[:-1]
+    starts = jnp.where(num_new <= most, lengths - num_new, lengths)
+    return Tree(_cleaned(mask.at[rows].get(mode="clip"), index), starts[seqs], depths[seqs])
+
+
+def _cleaned(bits: jax.Array, index: jax.Array) -> jax.Array:
+    """A token sees itself, and none behind it."""
+    words = bits.shape[-1]
+    return (bits | _own_bit(index, words)) & _bits_below(index + 1, words)
+
+
+def _depths(bits: jax.Array, index: jax.Array) -> jax.Array:
+    above = bits & _bits_below(index, bits.shape[-1])
+    return jax.lax.population_count(above).sum(axis=-1).astype(jnp.int32)
+
+
+def _own_bit(index: jax.Array, words: int) -> jax.Array:
+    return _bits_below(index + 1, words) & ~_bits_below(index, words)
+
+
+def _bits_below(index: jax.Array, words: int) -> jax.Array:
+    """The first `index` bits set, int32 [...] to uint32 [..., words]."""
+    first = jnp.arange(words, dtype=jnp.int32) * BITS
+    counts = jnp.clip(index[..., None] - jnp.broadcast_to(first, (*index.shape, words)), 0, BITS)
+    return jnp.where(counts == BITS, ~jnp.uint32(0), (jnp.uint32(1) << (counts % BITS).astype(jnp.uint32)) - 1)

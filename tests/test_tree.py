@@ -1,0 +1,167 @@
+"""Tree masks: each drafted token sees what it would see if its branch stood alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import _device, paged_attention, paged_attention_reference, tree_mask
+from tests.cases import OPTIONS, assert_within_budget, make_case, oracle
+from tests.kernels.prefill import packed
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
+BOTH = [
+    jax.jit(functools.partial(function, return_lse=True)) for function in (paged_attention_reference, paged_attention)
+]
+
+#       0 -> 1 -> 3 -> 5        0 -> 2 -> 4        a second root: 6
+PARENTS = (-1, 0, 0, 1, 2, 3, -1)
+NODES = len(PARENTS)
+LENGTHS = (NODES, NODES + 1, 23, 80)
+
+
+def branch_of(node):
+    return [] if node < 0 else [*branch_of(PARENTS[node]), node]
+
+
+def alone(case):
+    """Each token by the reference, at the end of its branch in a pool that holds the branch behind the history."""
+    outs, lses = [], []
+    for node in range(NODES):
+        branch = branch_of(node)
+        firsts = np.asarray(LENGTHS) - NODES
+
+        def slots(places):  # int [seqs, n]
+            ids = np.take_along_axis(np.asarray(case.block_tables), places // 16, axis=1)
+            return ids, places % 16
+
+        pools = []
+        for pool in (case.k_cache, case.v_cache):
+            moved = np.asarray(pool).copy()
+            moved[slots(firsts[:, None] + np.arange(len(branch)))] = moved[slots(firsts[:, None] + np.asarray(branch))]
+            pools.append(jnp.asarray(moved))
+        lengths = jnp.asarray(firsts + len(branch), jnp.int32)
+        out, lse = oracle(case.replace(q=case.q[:, node], k_cache=pools[0], v_cache=pools[1], lengths=lengths))
+        outs.append(out)
+        lses.append(lse)
+    return np.stack(outs, axis=1), np.stack(lses, axis=1)
+
+
+def tree_case(**options):
+    case = make_case(lengths=LENGTHS, q_len=NODES, **options)
+    # No block that two sequences share: the branches overwrite them.
+    return case.replace(
+        block_tables=case.block_tables.at[3, 0].set(0),
+        k_cache=case.k_cache.at[0].set(0.5),
+        v_cache=case.v_cache.at[0].set(2.0),
+    )
+
+
+def mask_of(parents=PARENTS):
+    mask = tree_mask(jnp.asarray(parents, jnp.int32))
+    return jnp.broadcast_to(mask, (len(LENGTHS), *mask.shape))
+
+
+@pytest.mark.parametrize("name", ["plain", "all", "window of one"])
+def test_a_token_sees_its_branch_and_the_history(name):
+    case = tree_case(options=OPTIONS[name])
+    expected, expected_lse = alone(case)
+    for call in BOTH:
+        out, lse = call(*case.arrays, **case.options, tree_mask=mask_of())
+        np.testing.assert_allclose(out, expected, atol=3e-6)
+        np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+        wrong, _ = call(*case.arrays, **case.options, tree_mask=mask_of((-1, 0, 0, 1, 1, 3, -1)))
+        differs = np.abs(np.asarray(wrong) - expected).max(axis=(2, 3)) > 1e-3
+        # The twin with a mistake in it: one token has another parent. A window of one shows nobody its ancestors.
+        assert differs[:, 4].all() == (name != "window of one")
+        assert not np.delete(differs, 4, axis=1).any()
+
+
+def test_tokens_of_a_short_sequence_are_where_they_stand():
+    """Of the 7 rows the last 2 exist, 5 and 6, of two branches: each sees itself alone."""
+    case = make_case(lengths=(2, *LENGTHS[1:]), q_len=NODES)
+    values = case.v_cache[case.block_tables[0, 0], :2]  # [tokens, kv_heads, head_dim]
+    for call in BOTH:
+        out, _ = call(*case.arrays, tree_mask=mask_of())
+        assert not np.asarray(out[0, :5]).any()
+        np.testing.assert_allclose(out[0, 5:], jnp.repeat(values, 3, axis=1), atol=1e-6)
+
+
+def test_packed_trees_of_any_size_beside_a_prompt():
+    """Trees over several words and runs of "xla", a single token, and more tokens than bits, which are no tree."""
+    counts, lengths, q_len = (7, 0, 40, 1, 70), (23, 5, 60, 30, 80), 70
+    rng = np.random.default_rng(0)
+    case = make_case(lengths=lengths, q_len=q_len, options=OPTIONS["all"])
+    chain = np.arange(q_len) - 1
+    padded, masks = np.tile(chain, (5, 1)), np.full((sum(counts) + 3, 2), 0x5A5A5A5A, np.uint32)
+    starts = np.cumsum([0, *counts])
+    for row, start, count in zip(padded, starts, counts, strict=False):
+        if 1 < count <= 64:
+            parents = rng.integers(-1, np.arange(count))
+            words = np.asarray(tree_mask(jnp.asarray(parents, jnp.int32)))
+            masks[start : start + count, : words.shape[1]] = words
+            row[q_len - count :] = q_len - count + parents  # a root follows the last token of the history
+    expected, _ = BOTH[0](*case.arrays, **case.options, tree_mask=tree_mask(jnp.asarray(padded, jnp.int32)))
+    assert np.abs(np.asarray(expected - oracle(case)[0])).max() > 0.1
+    q = jnp.asarray(np.pad(packed(case.q, counts), ((0, 3), (0, 0), (0, 0))))
+    how = dict(query_starts=jnp.asarray(starts, jnp.int32), tree_mask=jnp.asarray(masks))
+    for call in BOTH:
+        out, _ = call(q, *case.arrays[1:], **case.options, **how)
+        np.testing.assert_allclose(out[:-3], packed(expected, counts), atol=3e-6)
+        assert not np.asarray(out[-3:]).any()
+
+
+def test_a_mask_from_parents():
+    assert tree_mask(jnp.asarray(PARENTS))[:, 0].tolist() == [1, 3, 5, 11, 21, 43, 64]
+    chain = tree_mask(jnp.arange(70) - 1)
+    assert chain.shape == (70, 3)
+    assert chain[33].tolist() == [2**32 - 1, 3, 0]
+    two = tree_mask(jnp.asarray([PARENTS, range(-1, NODES - 1)]))
+    assert two[1, :, 0].tolist() == [2 ** (i + 1) - 1 for i in range(NODES)]
+    with pytest.raises(ValueError, match=r"parents must be int32 \[\.\.\., n\]; got float32 \[2\]"):
+        tree_mask(jnp.zeros(2))
+
+
+def test_a_chain_is_what_there_is_without_a_mask():
+    case = make_case(lengths=LENGTHS, q_len=NODES, options=OPTIONS["all"])
+    out, _ = BOTH[1](*case.arrays, **case.options, tree_mask=mask_of(range(-1, NODES - 1)))
+    assert_within_budget(case, out)
+
+
+MASK = jnp.zeros((4, NODES, 1), jnp.uint32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(tree_mask=MASK.astype(jnp.int32)), r"uint32 \[seqs, q_len, words\] with \[4, 7\].*got int32 \[4, 7, 1\]"),
+        (dict(tree_mask=MASK[..., 0]), r"uint32 \[seqs, q_len, words\].*got uint32 \[4, 7\]"),
+        (dict(tree_mask=MASK[:, :5]), r"with \[4, 7\] as in q; got uint32 \[4, 5, 1\]. jaxpaged.tree_mask\(parents\)"),
+        (dict(q=jnp.zeros((4, 6, 64)), tree_mask=MASK[:, 0]), r"goes with q \[seqs, q_len, heads, head_dim\]"),
+        (
+            dict(q=jnp.zeros((4, 33, 6, 64)), tree_mask=jnp.zeros((4, 33, 1), jnp.uint32)),
+            r"a bit for each of the q_len",
+        ),
+        (
+            dict(q=jnp.zeros((9, 6, 64)), query_starts=jnp.arange(5), tree_mask=MASK),
+            r"uint32 \[tokens, words\] with \[9\] as in q; got uint32 \[4, 7, 1\]",
+        ),
+    ],
+)
+@pytest.mark.parametrize("function", [paged_attention, paged_attention_reference])
+def test_errors(function, changes, message):
+    case = make_case(lengths=LENGTHS, q_len=NODES)
+    named = dict(zip(("q", "k_cache", "v_cache", "block_tables", "lengths"), case.arrays, strict=True))
+    with pytest.raises(ValueError, match=message):
+        function(**named | changes)
+
+
+def test_the_kernels_take_none(monkeypatch):
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+    case = make_case(lengths=LENGTHS, q_len=NODES, dtype=jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r'take no tree_mask\. Pass implementation="xla"'):
+        paged_attention(*case.arrays, tree_mask=MASK, implementation="mosaic_gpu")
+    assert paged_attention(*case.arrays, tree_mask=MASK).shape == case.q.shape

@@ -167,15 +167,18 @@ def start(
     seed: int,
     scale: Granularity | None = None,
     num_spared: int = 0,
+    num_drafted: int = 0,
 ) -> Generation:
     """An empty generation; `dtype` and `scale` are the cache's, whose scales of a tensor or a head `calibrate` sets.
-    The sequences get by with `num_spared` blocks less because they share them.
+    The sequences get by with `num_spared` blocks less because they share them, and have room for `num_drafted` tokens
+    more, which are rejected again.
     Raises `PoolError` where the prompts do not fit."""
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(max_new_tokens, config.context - length + 1) for length in lengths]
     blocks_at_start = sum(-(-length // block_size) for length in lengths) - num_spared
     # The last token of a sequence is never written: nothing attends to it.
-    blocks_at_end = [-(-(length + limit - 1) // block_size) for length, limit in zip(lengths, limits, strict=True)]
+    longest = [length + limit - 1 + num_drafted for length, limit in zip(lengths, limits, strict=True)]
+    blocks_at_end = [-(-length // block_size) for length in longest]
     if num_blocks is None:
         num_blocks = 1 + sum(blocks_at_end) - num_spared
     if num_blocks - 1 < blocks_at_start:

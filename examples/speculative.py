@@ -2,10 +2,12 @@
 
     python examples/speculative.py --prompt "Repeat after me: one two three four. One two three four. One two"
 
-A step drafts what followed the newest tokens where they stood before, in the prompt or in what was generated; gives the
-whole draft to the model as queries of one attention; accepts it as far as the model would have chosen the same, and one
-token of the model's own behind it; and takes back the room of the others with `rollback`. All steps are one `jax.jit`.
-In bfloat16 products of several tokens may round other than those of one, and tokens that are almost tied may swap.
+A step drafts what followed the newest tokens where they stood before, in the prompt or in what was generated: several
+branches, each with another first token. It gives the whole tree to the model as queries of one attention, with a mask;
+accepts the branch that agrees longest with what the model would have chosen, and one token of the model's own behind
+it; moves that branch's keys and values to where they belong; and takes back the room of the others with `rollback`.
+All steps are one `jax.jit`. One branch needs no mask: on a GPU `--num-branches 1` keeps to the Mosaic GPU kernels. In
+bfloat16 products of several tokens may round other than those of one, and tokens that are almost tied may swap.
 """
 
 import argparse
@@ -21,6 +23,8 @@ from jax import lax
 from llama import Llama, LlamaConfig
 from prefill import Prompts, pad_prompts
 from sampling import Sampling
+
+import jaxpaged
 
 
 @jax.tree_util.register_dataclass
@@ -40,10 +44,13 @@ def draft(
     *,
     ngram: int,
     num_draft: int,
+    num_branches: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """What followed the last `ngram` tokens where they stood before: int32 [seqs, num_draft], and how many, [seqs].
+    """What followed the last `ngram` tokens where they stood before: int32 [seqs, num_branches, num_draft], and how
+    many tokens of each branch, [seqs, num_branches].
 
-    Of several places the one with the most tokens behind it, up to `num_draft`, and of those the latest.
+    Of several places those with the most tokens behind them, up to `num_draft`, and of those the latest; but no two
+    branches begin with the same token.
     """
     num_tokens = text.shape[1]
     place = jnp.arange(num_tokens, dtype=jnp.int32)[None]
@@ -53,13 +60,25 @@ def draft(
         newest = jnp.take_along_axis(text, jnp.maximum(ends - ngram + i, 0)[:, None], axis=1)
         found &= jnp.roll(text, -i, axis=1) == newest
     worth = jnp.where(found, jnp.minimum(num_behind, num_draft) * num_tokens + place, -1)
-    best = worth.argmax(axis=1).astype(jnp.int32)
-    follows = best[:, None] + ngram + jnp.arange(num_draft, dtype=jnp.int32)[None]
-    tokens = jnp.take_along_axis(text, jnp.minimum(follows, num_tokens - 1), axis=1)
-    return tokens, jnp.where(found.any(axis=1), jnp.minimum(ends - best - ngram, num_draft), 0)
+    branches, counts = [], []
+    for _ in range(num_branches):
+        best = worth.argmax(axis=1).astype(jnp.int32)
+        follows = best[:, None] + ngram + jnp.arange(num_draft, dtype=jnp.int32)[None]
+        branches.append(jnp.take_along_axis(text, jnp.minimum(follows, num_tokens - 1), axis=1))
+        counts.append(jnp.where((worth >= 0).any(axis=1), jnp.minimum(ends - best - ngram, num_draft), 0))
+        worth = jnp.where(jnp.roll(text, -ngram, axis=1) == branches[-1][:, :1], -1, worth)
+    return jnp.stack(branches, axis=1), jnp.stack(counts, axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "eos_ids", "ngram", "num_draft"), donate_argnames="state")
+def move(cache: jaxpaged.KVCache, source: jax.Array, destination: jax.Array) -> jaxpaged.KVCache:
+    """Copies tokens from slot to slot, int32 [...] each; a destination outside the pool is dropped."""
+    k, v = (pool.reshape(-1, *pool.shape[2:])[source] for pool in (cache.k, cache.v))
+    return jaxpaged.write_kv(cache, k, v, destination)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graph", "eos_ids", "ngram", "num_draft", "num_branches"), donate_argnames="state"
+)
 def speculate(
     graph: nnx.GraphDef,
     weights: nnx.State,
@@ -68,43 +87,67 @@ def speculate(
     eos_ids: tuple[int, ...],
     ngram: int,
     num_draft: int,
+    num_branches: int,
 ) -> tuple[Generation, Tally]:
     """From the first token of every sequence to its last."""
     model = nnx.merge(graph, weights)
     rows = prompts.rows
     begins = rows.shape[1] - prompts.lengths
-    column = jnp.arange(num_draft + 1, dtype=jnp.int32)[None]
+    num_seqs = state.running.shape[0]
+    # The tree: the newest token, then one branch after the other, each a chain from it.
+    num_nodes = 1 + num_branches * num_draft
+    depth = jnp.arange(num_draft, dtype=jnp.int32)
+    depths = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.tile(1 + depth, num_branches)])
+    parents = jnp.where(depths > 1, jnp.arange(num_nodes, dtype=jnp.int32) - 1, jnp.minimum(depths - 1, 0))
+    mask = jaxpaged.tree_mask(parents)
+    masks = jnp.broadcast_to(mask, (num_seqs, *mask.shape)) if num_branches > 1 else None
 
     def one_step(carry: tuple[Generation, Tally]) -> tuple[Generation, Tally]:
         state, tally = carry
 
         # 1. Draft, but not beyond where the sequence must end: the last token that it may get is the model's own.
         text = jnp.concatenate([rows, state.tokens], axis=1)  # prompts end where what was generated begins
-        drafted, counts = draft(text, begins, rows.shape[1] + state.num_tokens, ngram=ngram, num_draft=num_draft)
-        counts = jnp.minimum(counts, state.limits - state.num_tokens - 1)
+        ends = rows.shape[1] + state.num_tokens
+        drafted, counts = draft(text, begins, ends, ngram=ngram, num_draft=num_draft, num_branches=num_branches)
+        counts = jnp.minimum(counts, (state.limits - state.num_tokens - 1)[:, None])
 
-        # 2. Verify: the newest token and the draft behind it, at the end of their row.
-        state, slots, advanced = claim(state, 1 + counts, max_tokens=num_draft + 1)
-        padding = (num_draft - counts)[:, None]
+        # 2. Verify. What was not found is drafted too, as garbage that is never accepted.
+        before = state.allocator.lengths
+        state, slots, advanced = claim(state, jnp.full_like(before, num_nodes), max_tokens=num_nodes)
         newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
-        tokens = jnp.concatenate([newest, drafted], axis=1)
-        tokens = jnp.take_along_axis(tokens, jnp.maximum(column - padding, 0), axis=1)
-        caches, logits = model(tokens, state.caches, state.allocator, slots, num_logits=num_draft + 1)
+        tokens = jnp.concatenate([newest, drafted.reshape(num_seqs, -1)], axis=1)
+        caches, logits = model(
+            tokens,
+            state.caches,
+            state.allocator,
+            slots,
+            positions=before[:, None] + depths[None],
+            tree_mask=masks,
+            num_logits=num_nodes,
+        )
 
-        # 3. What the model chooses after each of them, the newest first; accepted as far as the draft is the same.
+        # 3. What the model chooses after each token; a branch is accepted as far as it is the same.
         chosen = logits.argmax(axis=-1).astype(jnp.int32)
-        chosen = jnp.take_along_axis(chosen, jnp.minimum(column + padding, num_draft), axis=1)
-        same = (chosen[:, :-1] == drafted) & (column[:, :-1] < counts[:, None])
-        accepted = jnp.cumprod(same.astype(jnp.int32), axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+        after_newest, chosen = chosen[:, :1], chosen[:, 1:].reshape(drafted.shape)
+        root = jnp.broadcast_to(after_newest[:, None], (num_seqs, num_branches, 1))
+        expected = jnp.concatenate([root, chosen[:, :, :-1]], axis=2)
+        same = (drafted == expected) & (depth[None, None] < counts[..., None])
+        accepted = jnp.cumprod(same.astype(jnp.int32), axis=2, dtype=jnp.int32).sum(axis=2, dtype=jnp.int32)
+        best, accepted = accepted.argmax(axis=1).astype(jnp.int32)[:, None], accepted.max(axis=1)
+        chosen = jnp.take_along_axis(chosen, best[..., None], axis=1)[:, 0]
 
-        # 4. Roll back the others. Nobody shares what this step appended: there is nothing to copy.
-        rejected = jnp.where(advanced, counts - accepted, 0)
-        allocator, _, _ = state.allocator.rollback(state.allocator.lengths - rejected)
+        # 4. Keep that branch, right behind the newest token, and roll back the others. Nobody shares what this step
+        # appended: rolling back copies nothing.
+        source = jnp.take_along_axis(slots, 1 + best * num_draft + depth[None], axis=1)
+        destination = jnp.where(depth[None] < accepted[:, None], slots[:, 1 : 1 + num_draft], -1)
+        caches = tuple(move(cache, source, destination) for cache in caches)
+        allocator, _, _ = state.allocator.rollback(jnp.where(advanced, before + 1 + accepted, before))
         state = dataclasses.replace(state, caches=caches, allocator=allocator)
         took_part = advanced.astype(jnp.int32)
-        extended = extend(state, chosen, took_part * (accepted + 1), eos_ids)
+        extended = extend(state, jnp.concatenate([after_newest, chosen], axis=1), took_part * (accepted + 1), eos_ids)
         gained = extended.num_tokens - state.num_tokens  # eos may have cut some off
-        tally = Tally(tally.steps + took_part, tally.drafted + took_part * counts, tally.accepted + gained - took_part)
+        drafted_now = took_part * counts.sum(axis=1, dtype=jnp.int32)
+        tally = Tally(tally.steps + took_part, tally.drafted + drafted_now, tally.accepted + gained - took_part)
         return extended, tally
 
     zeros = jnp.zeros_like(state.num_tokens)
@@ -120,25 +163,35 @@ def decode_speculatively(
     block_size: int,
     ngram: int = 2,
     num_draft: int = 4,
+    num_branches: int = 2,
     eos_ids: tuple[int, ...] = (),
     dtype: str = "float32",
 ) -> tuple[Generation, Tally]:
     """The final state, and what was drafted and accepted in each sequence."""
     state = start(
-        config, prompts, max_new_tokens=max_new_tokens, block_size=block_size, num_blocks=None, dtype=dtype, seed=0
+        config,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        block_size=block_size,
+        num_blocks=None,
+        dtype=dtype,
+        seed=0,
+        num_drafted=num_branches * num_draft,
     )
     graph, weights = nnx.split(model)
     padded = pad_prompts(prompts)
     state = prefill(graph, weights, state, padded, None, eos_ids, Sampling())
-    return speculate(graph, weights, state, padded, eos_ids, ngram, num_draft)
+    return speculate(graph, weights, state, padded, eos_ids, ngram, num_draft, num_branches)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], parents=[model_arguments()])
     parser.add_argument("--ngram", type=positive, default=2, metavar="N", help="look for the newest N tokens")
-    parser.add_argument("--num-draft", type=positive, default=4, metavar="N", help="draft at most N tokens a step")
+    parser.add_argument("--num-draft", type=positive, default=4, metavar="N", help="draft at most N tokens a branch")
+    parser.add_argument("--num-branches", type=positive, default=2, metavar="N", help="branches a step")
     args = parser.parse_args(arguments)
-    request, (state, tally) = compute(args, decode_speculatively, ngram=args.ngram, num_draft=args.num_draft)
+    options = dict(ngram=args.ngram, num_draft=args.num_draft, num_branches=args.num_branches)
+    request, (state, tally) = compute(args, decode_speculatively, **options)
     for i, (text, tokens) in enumerate(zip(request.texts, generated(state), strict=True)):
         steps, drafted, accepted = (int(count[i]) for count in (tally.steps, tally.drafted, tally.accepted))
         print(f"[{i}] {text}\n--> {request.checkpoint.tokenizer.decode(tokens).strip()}")

@@ -31,11 +31,12 @@ def cut(tokens, eos):
     return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
 
 
-def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch):
+@pytest.mark.parametrize("num_branches", [1, 3])
+def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch, num_branches):
     checked = read_compiled(monkeypatch, speculative, "speculate")
     eos = plain[0][17]  # some token that does come out ends the sequences
     state, tally = speculative.decode_speculatively(
-        tiny.model, tiny.config, prompts, **SIZES, ngram=1, num_draft=7, eos_ids=(eos,)
+        tiny.model, tiny.config, prompts, **SIZES, ngram=1, num_draft=7, num_branches=num_branches, eos_ids=(eos,)
     )
     tokens = generated(state)
     assert tokens == [cut(row, eos) for row in plain]
@@ -50,17 +51,25 @@ def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch):
 
 
 def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkeypatch):
-    """Drafts of which a row's first, second, ... are right: never wrong, always, at every third token, every fifth."""
+    """Drafts of which a row's first, second, ... are right: never wrong, always, at every third token, every fifth. The
+    right branch is the second, then the third, the first, ...; the others begin as it does and go wrong at once."""
     wrong_at = np.array([[step % period == 0 for step in range(40)] for period in (99, 1, 3, 5)])
     told = jnp.asarray(np.where(wrong_at, (np.array(plain) + 1) % 300, plain), jnp.int32)
 
-    def draft(text, begins, ends, *, ngram, num_draft):
-        place = (ends - (text.shape[1] - 40))[:, None] + jnp.arange(num_draft)[None]
-        return jnp.take_along_axis(told, jnp.minimum(place, 39), axis=1), jnp.full_like(ends, num_draft)
+    def draft(text, begins, ends, *, ngram, num_draft, num_branches):
+        generated = ends - (text.shape[1] - 40)
+        place = generated[:, None] + jnp.arange(num_draft)[None]
+        right = jnp.take_along_axis(told, jnp.minimum(place, 39), axis=1)
+        wrong = right.at[:, 1:].set(7)
+        is_right = jnp.arange(num_branches)[None] == generated[:, None] % num_branches
+        branches = jnp.where(is_right[..., None], right[:, None], wrong[:, None])
+        return branches, jnp.full((len(ends), num_branches), num_draft)
 
     monkeypatch.setattr(speculative, "draft", draft)
     speculative.speculate.clear_cache()
-    state, tally = speculative.decode_speculatively(tiny.model, tiny.config, prompts, **SIZES, num_draft=5)
+    state, tally = speculative.decode_speculatively(
+        tiny.model, tiny.config, prompts, **SIZES, num_draft=5, num_branches=3
+    )
     speculative.speculate.clear_cache()
     assert generated(state) == plain
     assert state.allocator.broken_invariants() == ()
@@ -84,13 +93,21 @@ def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkey
 )
 def test_drafts(text, begin, end, ngram, expected):
     rows = jnp.asarray([text])
-    tokens, counts = speculative.draft(rows, jnp.array([begin]), jnp.array([end]), ngram=ngram, num_draft=3)
-    assert tokens[0, : int(counts[0])].tolist() == expected
+    how = dict(ngram=ngram, num_draft=3, num_branches=1)
+    tokens, counts = speculative.draft(rows, jnp.array([begin]), jnp.array([end]), **how)
+    assert tokens[0, 0, : int(counts[0, 0])].tolist() == expected
+
+
+def test_branches_begin_with_different_tokens():
+    rows = jnp.asarray([[1, 5, 6, 1, 7, 8, 1, 5, 9, 9, 1]])
+    tokens, counts = speculative.draft(rows, jnp.array([0]), jnp.array([11]), ngram=1, num_draft=3, num_branches=3)
+    assert tokens[0, :2].tolist() == [[5, 9, 9], [7, 8, 1]]
+    assert counts.tolist() == [[3, 3, 0]]
 
 
 def test_what_a_person_sees(tiny, monkeypatch, capsys):
-    def decoded(model, config, prompts, *, ngram, num_draft, **options):
-        assert (len(prompts), ngram, num_draft) == (1, 3, 5)
+    def decoded(model, config, prompts, *, ngram, num_draft, num_branches, **options):
+        assert (len(prompts), ngram, num_draft, num_branches) == (1, 3, 5, 2)
         state = SimpleNamespace(tokens=np.array([tiny.tokenizer.encode("cdefgh")]), num_tokens=np.array([6]))
         return state, speculative.Tally(np.array([2]), np.array([8]), np.array([3]))
 

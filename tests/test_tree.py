@@ -11,8 +11,6 @@ from jaxpaged import _device, paged_attention, paged_attention_reference, tree_m
 from tests.cases import OPTIONS, assert_within_budget, make_case, oracle
 from tests.kernels.prefill import packed
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
-
 BOTH = [
     jax.jit(functools.partial(function, return_lse=True)) for function in (paged_attention_reference, paged_attention)
 ]

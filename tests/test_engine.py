@@ -15,7 +15,17 @@ from jaxpaged import BlockAllocator, SamplingParams
 from jaxpaged._engine.sampling import furthest_kept
 from tests import toy_model
 from tests.compiled import instructions
-from tests.toy_model import BLOCK_SIZE, BLOCKS, MAX_TOKENS, STEPS, VOCAB, continuation, engine_of, random_weights
+from tests.toy_model import (
+    BLOCK_SIZE,
+    BLOCKS,
+    ENGINES,
+    MAX_TOKENS,
+    STEPS,
+    VOCAB,
+    continuation,
+    engine_of,
+    random_weights,
+)
 
 TIGHT = 2 * MAX_TOKENS // BLOCK_SIZE  # blocks: two requests at their limit
 
@@ -24,8 +34,7 @@ TIGHT = 2 * MAX_TOKENS // BLOCK_SIZE  # blocks: two requests at their limit
 def idle_engines():
     """After each test nothing is left of its requests: engines are idle, and all blocks are free."""
     yield
-    for chunk_tokens in (16, 64):
-        engine = engine_of(chunk_tokens=chunk_tokens)
+    for engine in ENGINES.values():
         assert not engine.has_unfinished_requests
         assert_whole(engine)
         assert int(engine._state.allocator.num_free) == BLOCKS
@@ -83,11 +92,11 @@ def load():
     return prompts, params, [continuation(random_weights(), *request) for request in zip(prompts, params, strict=True)]
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 64])
+@pytest.mark.parametrize("chunk_tokens", [16, pytest.param(64, marks=pytest.mark.slow)])  # each compiles an engine
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
 def test_tokens_do_not_depend_on_the_load(load, left, chunk_tokens):
     prompts, params, expected = load
-    engine = engine_of(chunk_tokens=chunk_tokens)
+    engine = engine_of(chunk_tokens)
     preempted_before = engine.stats().num_preempted
     with fewer_blocks(engine, left):
         for order in (np.arange(40), np.arange(40)[::-1], np.random.default_rng(1).permutation(40)):
@@ -108,7 +117,7 @@ def test_tokens_do_not_depend_on_the_load(load, left, chunk_tokens):
 
 def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
     prompts, params, expected = load
-    engine, greedy = engine_of(chunk_tokens=16), SamplingParams(temperature=0, max_tokens=8)
+    engine, greedy = engine_of(16), SamplingParams(temperature=0, max_tokens=8)
 
     def tokens():
         return [output.outputs[0].token_ids for output in engine.generate(prompts[:4], greedy)]
@@ -128,7 +137,7 @@ def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
 
 def test_several_completions_each_have_a_seed_of_their_own(load):
     prompts, *_ = load
-    engine = engine_of(chunk_tokens=16)
+    engine = engine_of(16)
     params = SamplingParams(max_tokens=10, temperature=1.0, seed=7, n=4)
     (output, other) = engine.generate(prompts[:2], params)
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
@@ -142,7 +151,7 @@ def test_several_completions_each_have_a_seed_of_their_own(load):
 
 
 def test_nothing_is_compiled_after_the_engine_is_made(load, caplog):
-    engine = engine_of(chunk_tokens=16)
+    engine = engine_of(16)
     engine.generate(load[0][:1], SamplingParams())
     prompts, params = requests(100, seed=5)
 
@@ -161,7 +170,7 @@ def test_nothing_is_compiled_after_the_engine_is_made(load, caplog):
 
 
 def test_the_compiled_slice_copies_no_cache_and_never_calls_the_host():
-    engine = engine_of(chunk_tokens=16)
+    engine = engine_of(16)
     program, cache = engine._run_slice, engine._state.caches
     found = instructions(program.as_text())
     shape = f"f32[{','.join(map(str, cache.k.shape))}]"
@@ -174,7 +183,7 @@ def test_the_compiled_slice_copies_no_cache_and_never_calls_the_host():
 
 
 def test_an_abort_frees_the_blocks_within_one_slice():
-    engine = engine_of(chunk_tokens=16)
+    engine = engine_of(16)
     params = SamplingParams(max_tokens=MAX_TOKENS - 4, temperature=0, n=2)
     first, second = (engine.add_request([1, 2, 3, 4], params) for _ in range(2))
     engine.step()
@@ -214,7 +223,7 @@ def finish(engine):
 
 
 def test_a_request_streams_as_it_grows():
-    engine = engine_of(chunk_tokens=16)
+    engine = engine_of(16)
     params = SamplingParams(max_tokens=30, temperature=0)
     seen = [output.outputs[0].token_ids for output in engine.stream([[1, 2, 3]], params)]
     assert [len(tokens) for tokens in seen] == [STEPS - 1, *range(2 * STEPS - 1, 30, STEPS), 30][: len(seen)]
@@ -222,7 +231,7 @@ def test_a_request_streams_as_it_grows():
 
 
 def test_what_can_never_be_served_is_refused_with_its_reason():
-    engine = engine_of(chunk_tokens=16)
+    engine = engine_of(16)
     calls = {
         r"a prompt must be a list of at least one token id; got \[\]": lambda: engine.generate([[]], SamplingParams()),
         "a prompt of 40 tokens and 9 new ones are more than the engine's max_tokens=48": lambda: engine.add_request(
@@ -255,7 +264,7 @@ def test_the_cut_of_top_k_and_top_p_is_that_of_a_sort():
 
 
 def test_soak_in_a_pool_of_a_third_of_what_the_seats_may_need():
-    engine = engine_of(chunk_tokens=16)
+    engine = engine_of(16)
     with fewer_blocks(engine, TIGHT):
         result = soak(engine, 600, num_kinds=30)
     assert result["abort"] > 0

@@ -1,7 +1,5 @@
 """A model of one layer for the tests of the engine, in float32 on tiny dimensions, and its twin without a cache."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,4 +82,10 @@ def create_engine(*, model=apply, num_blocks=BLOCKS + 1, **options):
     return Engine(model, random_weights(), cache, **sizes | options)
 
 
-engine_of = functools.cache(create_engine)  # an engine that has no requests is as good as a new one
+ENGINES = {}  # by chunk_tokens: an engine that has no requests is as good as a new one
+
+
+def engine_of(chunk_tokens):
+    if chunk_tokens not in ENGINES:
+        ENGINES[chunk_tokens] = create_engine(chunk_tokens=chunk_tokens)
+    return ENGINES[chunk_tokens]

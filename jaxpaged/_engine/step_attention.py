@@ -1,7 +1,7 @@
 """What a model calls in each of its layers: the write to the cache, and attention over it, of one step's tokens."""
 
 import dataclasses
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 
@@ -70,6 +70,22 @@ class StepAttention:
             cache, q = rotate_and_write_kv(cache, q, k, v, self.slots, self.positions, rotary_frequencies)
         options["query_starts"] = self.query_starts
         return cache, attend(q, cache, self.allocator, **options)
+
+    def call[C: (KVCache, CacheLayer)](self, module: Any, x: jax.Array, cache: C) -> tuple[C, jax.Array]:
+        """The same through a Flax module: `jaxpaged.nnx.PagedAttention`, or Linen's where it is bound.
+
+        Args:
+            module: projects, turns, writes, attends and projects back.
+            x: `[tokens, features]`.
+            cache: as above.
+
+        Returns:
+            The new cache, and `[tokens, features]`.
+        """
+        if self.query_starts is not None:
+            return module(x, cache, self.allocator, self.slots, query_starts=self.query_starts)
+        cache, out = module(x[:, None], cache, self.allocator, self.slots[:, None])
+        return cache, out[:, 0]
 
     def newest(self, x: jax.Array) -> jax.Array:
         """The newest row of each sequence, `[seqs, ...]` of `[tokens, ...]`: what the head of the model is for."""

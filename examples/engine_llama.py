@@ -1,0 +1,54 @@
+"""The Llama of llama.py behind a `jaxpaged.Engine`: its forward pass over packed tokens, and an engine for it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from llama import Llama, LlamaConfig
+
+import jaxpaged
+
+CHUNK_TOKENS = 256
+
+
+def create_engine(
+    model: Llama, config: LlamaConfig, *, num_seats: int, max_tokens: int, block_size: int, dtype: str, **options: Any
+) -> jaxpaged.Engine:
+    """An engine whose pool holds `num_seats` requests of `max_tokens`; `nnx.state(model)` are its weights."""
+    graph, weights = nnx.split(model)
+
+    def apply(
+        weights: nnx.State,
+        tokens: jax.Array,  # int32 [tokens]
+        positions: jax.Array,
+        caches: Sequence[jaxpaged.KVCache],  # one a layer
+        attend: jaxpaged.StepAttention,
+    ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
+        model = nnx.merge(graph, weights)
+        # The modules of llama.py take [seqs, q_len, features]: to all but attention each token is a sequence.
+        x = model.embed_tokens(tokens)[:, None]
+        new_caches = []
+        for layer, cache in zip(model.layers, caches, strict=True):
+            cache, attended = attend.call(layer.self_attn, layer.input_layernorm(x)[:, 0], cache)
+            new_caches.append(cache)
+            x = x + attended[:, None]
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        x = model.norm(attend.newest(x))
+        head = model.embed_tokens.embedding if model.lm_head is None else model.lm_head.weight
+        return tuple(new_caches), jnp.einsum("vf,sqf->sv", head[...], x)
+
+    num_blocks = 1 + num_seats * -(-max_tokens // block_size)
+    caches = tuple(
+        jaxpaged.KVCache.create(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
+        for _ in range(config.num_layers)
+    )
+    sizes = dict(num_seats=num_seats, max_tokens=max_tokens, chunk_tokens=CHUNK_TOKENS)
+    return jaxpaged.Engine(apply, weights, caches, **sizes | options)

@@ -6,8 +6,8 @@ A step drafts what followed the newest tokens where they stood before, in the pr
 branches, each with another first token. It gives the whole tree to the model as queries of one attention, with a mask;
 accepts the branch that agrees longest with what the model would have chosen, and one token of the model's own behind
 it; moves that branch's keys and values to where they belong; and takes back the room of the others with `rollback`.
-All steps are one `jax.jit`. One branch needs no mask: on a GPU `--num-branches 1` keeps to the Mosaic GPU kernels. In
-bfloat16 products of several tokens may round other than those of one, and tokens that are almost tied may swap.
+All steps are one `jax.jit`. In bfloat16 products of several tokens may round other than those of one, and tokens that
+are almost tied may swap.
 """
 
 import argparse

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
@@ -26,6 +27,7 @@ class Logits:
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [rows]
     group: int
+    tree_bits: list[jax.Array] | None = None  # int32 [rows] each: the newest tokens that a row sees, 32 a word
     rows_axis: int = 1  # of the products
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -52,4 +54,11 @@ class Logits:
         visible = distance >= 0
         if walk.window is not None:
             visible = jnp.logical_and(visible, distance < walk.window)
+        if self.tree_bits is not None:
+            place = tokens - self.first_query  # among the newest; negative before them
+            bit_of = jnp.bitwise_and(place, 31)
+            word_of = lax.shift_right_arithmetic(place, jnp.full(shape, 5, jnp.int32))
+            for word, bits in enumerate(self.tree_bits):
+                bit = jnp.bitwise_and(lax.shift_right_logical(over_rows(bits, shape, rows_axis), bit_of), 1)
+                visible = jnp.logical_and(visible, jnp.logical_or(word_of != word, bit == 1))
         return jnp.where(visible, logits, jnp.full(shape, LOWEST, jnp.float32)), visible

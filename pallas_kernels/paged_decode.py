@@ -89,6 +89,7 @@ def _kernel(
     window_gmem = refs.get("sliding_window")  # int32 [1]
     cap_gmem = refs.get("logits_soft_cap")  # f32 [1]
     slopes_gmem = refs.get("alibi_slopes")  # f32 [kv_heads, rows]
+    tree_gmem = refs.get("tree_bits")  # int32 [seqs, words, rows]
     # and sinks, f32 [kv_heads, rows], k_scale and v_scale, f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     q_smem = refs["q_smem"]  # [rows, width]
     q_flat_smem = refs["q_flat_smem"].at[pl.ds(0, q_smem.shape[0])]  # [rows, width]
@@ -186,7 +187,11 @@ def _kernel(
         k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
         if k_scale is not None:
             scale = scale * k_scale
-        logits_of = Logits(walk, first_query, scale, cap, slopes, group, rows_axis)
+        tree_bits = None
+        if tree_gmem is not None:
+            words = range(tree_gmem.shape[1])
+            tree_bits = [_rows.load_rows(tree_gmem.at[seq, word], rows_axis) for word in words]
+        logits_of = Logits(walk, first_query, scale, cap, slopes, group, tree_bits, rows_axis)
 
         order = walk.last_first(stages) if config.last_first else None
 
@@ -275,6 +280,7 @@ def launch(
         "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
         "alibi_slopes": None if options.alibi_slopes is None else by_row(options.alibi_slopes, kv_heads, q_len, rows),
         "sinks": None if options.sinks is None else by_row(options.sinks, kv_heads, q_len, rows),
+        "tree_bits": None if options.tree_bits is None else _bits_by_row(options.tree_bits, group, rows),
         "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
         "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
     }
@@ -388,3 +394,9 @@ def by_row(by_head: jax.Array, kv_heads: int, q_len: int, rows: int) -> jax.Arra
     group = by_head.shape[-1]
     by_row = jnp.broadcast_to(by_head, (kv_heads, q_len, group)).reshape(kv_heads, q_len * group)
     return jnp.pad(by_row, ((0, 0), (0, rows - q_len * group)))
+
+
+def _bits_by_row(bits: jax.Array, group: int, rows: int) -> jax.Array:
+    """uint32 [seqs, q_len, words] -> int32 [seqs, words, rows], the same for every head, zero in the padding."""
+    by_row = jnp.repeat(lax.bitcast_convert_type(bits, jnp.int32).swapaxes(1, 2), group, axis=2)
+    return jnp.pad(by_row, ((0, 0), (0, 0), (0, rows - by_row.shape[2])))

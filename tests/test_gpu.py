@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import paged_attention
+from jaxpaged import paged_attention, tree_mask
 from jaxpaged._attention import mosaic_gpu, query_runs
 from jaxpaged._attention.partitions import StaticPartitions
 from pallas_kernels import decode_config
-from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, within_budget
+from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, within_budget
 from tests.kernels.interpret import arguments_of
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +66,17 @@ def test_the_most_registers():
 @pytest.mark.parametrize("q_len", [None, 4])
 def test_options(name, q_len):
     check(real(options=OPTIONS[name], q_len=q_len, head_dim=128), 2 if q_len is None else 1)
+
+
+@pytest.mark.parametrize(("q_len", "heads", "num_partitions"), [(8, 8, None), (16, 8, 5), (64, 2, 1)])
+def test_trees(q_len, heads, num_partitions):
+    rng = np.random.default_rng(0)
+    parents = np.stack([rng.integers(-1, np.arange(q_len)) for _ in LENGTHS])
+    case = real(q_len=q_len, heads=heads, kv_heads=2, head_dim=128)
+    case = case.replace(options={"tree_mask": tree_mask(jnp.asarray(parents, jnp.int32))})
+    out, lse = attend(case, num_partitions)
+    np.testing.assert_allclose(np.asarray(out, np.float32), oracle(case)[0], atol=0.02)
+    assert_lse(case, lse)
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,17 @@ def test_errors(function, changes, message):
         function(**named | changes)
 
 
-def test_the_kernels_take_none(monkeypatch):
+def test_what_the_kernels_do_not_take(monkeypatch):
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
     case = make_case(lengths=LENGTHS, q_len=NODES, dtype=jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match=r'take no tree_mask\. Pass implementation="xla"'):
-        paged_attention(*case.arrays, tree_mask=MASK, implementation="mosaic_gpu")
-    assert paged_attention(*case.arrays, tree_mask=MASK).shape == case.q.shape
+    arrays, how = case.arrays[1:], dict(implementation="mosaic_gpu")
+    for options in (dict(sliding_window=9), dict(alibi_slopes=jnp.ones(6))):
+        with pytest.raises(NotImplementedError, match="a tree_mask without sliding_window and alibi_slopes"):
+            paged_attention(case.q, *arrays, tree_mask=MASK, **options, **how)
+    many = jnp.zeros((4, 22, 6, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"up to 64 rows.*got q_len=22, group=3"):
+        paged_attention(many, *arrays, tree_mask=jnp.zeros((4, 22, 1), jnp.uint32), **how)
+    packed_call = dict(query_starts=jnp.arange(5) * NODES, tree_mask=MASK.reshape(-1, 1))
+    with pytest.raises(NotImplementedError, match="a tree_mask without query_starts only"):
+        paged_attention(case.q.reshape(-1, 6, 64), *arrays, **packed_call, **how)
+    assert paged_attention(case.q, *arrays, tree_mask=MASK, sliding_window=9).shape == case.q.shape

@@ -123,14 +123,18 @@ def check_arguments(
             "tree_mask goes with q [seqs, q_len, heads, head_dim] and has a bit for each of the q_len tokens; "
             f"got {q.shape=}, {mask.shape=}."
         )
+    options_of_call = _check_options(q, k_cache, capacity, **options)
+    tree = None if mask is None else trees.of_rows(mask, lengths)
+    if tree is not None:
+        options_of_call = dataclasses.replace(options_of_call, tree_bits=tree.bits)
     return AttentionArguments(
         q=q if q.ndim == 4 else q[:, None],
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=block_tables,
         lengths=lengths,
-        options=_check_options(q, k_cache, capacity, **options),
-        tree=None if mask is None else trees.of_rows(mask, lengths),
+        options=options_of_call,
+        tree=tree,
     )
 
 

@@ -1,11 +1,11 @@
-"""Traces paged decode for an H100, on any machine."""
+"""Traces paged decode and prefill for an H100, on any machine."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import decode_config, paged_decode, partition_plan
+from pallas_kernels import decode_config, paged_decode, paged_prefill, partition_plan, prefill_config
 from pallas_kernels.attention_options import AttentionOptions
 
 # What `decode_config.default_config` is given, unless a test says otherwise.
@@ -13,6 +13,16 @@ SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, 
 
 # Of paged_decode, beside the scales.
 OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
+
+
+def option_types(shape, heads):
+    return {
+        "scale": shape((), jnp.float32),
+        "sliding_window": shape((), jnp.int32),
+        "logits_soft_cap": shape((), jnp.float32),
+        "alibi_slopes": shape((heads,), jnp.float32),
+        "sinks": shape((heads,), jnp.float32),
+    }
 
 
 def traced(
@@ -48,13 +58,7 @@ def traced(
         token_scales=scales.count("token_head"),
     )
     scale_shapes = {"tensor": (), "head": (kv_heads,), "token_head": cache.shape[:3]}
-    types = {
-        "scale": shape((), jnp.float32),
-        "sliding_window": shape((), jnp.int32),
-        "logits_soft_cap": shape((), jnp.float32),
-        "alibi_slopes": shape((kv_heads * group,), jnp.float32),
-        "sinks": shape((kv_heads * group,), jnp.float32),
-    }
+    types = option_types(shape, kv_heads * group) | {"tree_bits": shape((seqs, q_len, -(-q_len // 32)), jnp.uint32)}
 
     @jax.jit
     def launch(*arrays, **named):
@@ -70,3 +74,24 @@ def traced(
         if scale is not None:
             named[name] = shape(scale_shapes[scale], jnp.float32)
     return launch.trace(*arrays, **named), config
+
+
+def traced_prefill(
+    *, kv_heads=2, head_dim=128, block_size=16, group=4, dtype=jnp.bfloat16, num_parts=1, options=(), sharding=None
+):
+    """The traced call of the prefill kernel on 300 tokens of 3 sequences."""
+    config = prefill_config.default_config(group=group, head_dim=head_dim, num_sms=132, num_parts=num_parts)
+    shape, heads, tokens = functools.partial(jax.ShapeDtypeStruct, sharding=sharding), kv_heads * group, 300
+    cache = shape((64, block_size, kv_heads, head_dim), dtype)
+    types = option_types(shape, heads)
+
+    @jax.jit
+    def launch(q, k_cache, v_cache, tables, lengths, starts, **named):
+        work = paged_prefill.make_work_list(
+            starts, lengths, tokens=tokens, token_bytes=4 * kv_heads * head_dim, config=config
+        )
+        return paged_prefill.launch(q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
+
+    arrays = shape((tokens, heads, head_dim), dtype), cache, cache, shape((3, 32), jnp.int32)
+    sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)
+    return launch.trace(*arrays, *sizes, **{name: types[name] for name in ("scale", *options)})

@@ -1,6 +1,5 @@
 """The prefill kernel: in interpret mode with race detection, lowered for Hopper, and how it is configured."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,10 +9,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import paged_prefill
-from pallas_kernels.attention_options import AttentionOptions
 from tests.cases import OPTIONS, make_case
 from tests.kernels import prefill
 from tests.kernels.interpret import FAULTS, races_found
+from tests.kernels.lowering import traced_prefill
 
 pytestmark = pytest.mark.slow
 
@@ -61,29 +60,8 @@ def test_a_wrong_result_is_noticed(fault):
     assert not prefill.good_rows(case, (2, 2), out).all(axis=-1).any()
 
 
-def lower(*, group=4, head_dim=128, block_size=16, dtype=BF16, options=(), kv_heads=2, num_parts=1):
-    config = paged_prefill.default_config(group=group, head_dim=head_dim, num_sms=132)
-    config = dataclasses.replace(config, num_parts=num_parts)
-    shape, heads, tokens = jax.ShapeDtypeStruct, kv_heads * group, 300
-    cache = shape((64, block_size, kv_heads, head_dim), dtype)
-    types = {
-        "sliding_window": shape((), jnp.int32),
-        "logits_soft_cap": shape((), jnp.float32),
-        "alibi_slopes": shape((heads,), jnp.float32),
-        "sinks": shape((heads,), jnp.float32),
-    }
-
-    @jax.jit
-    def launch(q, k_cache, v_cache, tables, lengths, starts, **named):
-        work = paged_prefill.make_work_list(
-            starts, lengths, tokens=tokens, token_bytes=4 * kv_heads * head_dim, config=config
-        )
-        return paged_prefill.launch(q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
-
-    arrays = shape((tokens, heads, head_dim), dtype), cache, cache, shape((3, 32), jnp.int32)
-    sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)
-    named = {"scale": shape((), jnp.float32)} | {name: types[name] for name in options}
-    text = launch.trace(*arrays, *sizes, **named).lower(lowering_platforms=("cuda",)).as_text()
+def lower(**shape):
+    text = traced_prefill(**shape).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 1
 
 

@@ -1,0 +1,59 @@
+"""Trees of drafted tokens in the decode kernel: in interpret mode with race detection, and lowered for Hopper."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import tree_mask
+from tests.cases import OPTIONS, make_case, oracle
+from tests.kernels.interpret import attend, races_found
+from tests.kernels.lowering import traced
+
+pytestmark = pytest.mark.slow
+
+
+def tree_case(q_len, *, lengths=(0, 5, 40, 150), **shape):
+    """Each sequence another random tree; the tokens on both sides of a tile's end are part of the last one's."""
+    rng = np.random.default_rng(q_len)
+    parents = np.stack([rng.integers(-1, np.arange(q_len)) for _ in lengths])
+    case = make_case(lengths=lengths, max_blocks=10, q_len=q_len, dtype=jnp.bfloat16, **shape)
+    options = case.options | {"tree_mask": tree_mask(jnp.asarray(parents, jnp.int32))}
+    return case.replace(options=options)
+
+
+def errors(case, **how):
+    """The largest of each sequence, in its outputs and its lse."""
+    out, lse = attend(case, **how)
+    expected, expected_lse = oracle(case)
+    lse, expected_lse = (np.where(np.isfinite(x), x, -1e3) for x in (np.asarray(lse), expected_lse))
+    worst = np.abs(np.asarray(out, np.float32) - expected).max(axis=(1, 2, 3))
+    return np.maximum(worst, np.abs(lse - expected_lse).max(axis=(1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("q_len", "shape"),
+    [
+        (8, dict(options=OPTIONS["soft cap"] | OPTIONS["sinks"])),  # 24 rows
+        (40, dict(heads=2, kv_heads=2)),  # two words, and rows first
+        (8, dict(cache_dtype=jnp.int8, scale_shape="token_head")),
+    ],
+)
+@pytest.mark.parametrize("num_partitions", [1, 3])
+def test_trees(q_len, shape, num_partitions):
+    case = tree_case(q_len, **shape)
+    assert (errors(case, num_partitions=num_partitions) < 0.03).all()
+    assert not races_found()
+
+
+def test_another_tree_is_noticed():
+    case = tree_case(8)
+    chain = tree_mask(jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32) - 1, (4, 8)))
+    out, _ = attend(case.replace(options=case.options | {"tree_mask": chain}))
+    worst = np.abs(np.asarray(out, np.float32) - oracle(case)[0]).max(axis=(1, 2, 3))
+    assert (worst[1:] > 0.1).all()
+
+
+@pytest.mark.parametrize("q_len", [2, 16])
+def test_lowers_for_hopper(q_len):
+    trace, _ = traced(q_len=q_len, options=("tree_bits", "logits_soft_cap"))
+    assert "@mosaic_gpu_v2" in trace.lower(lowering_platforms=("cuda",)).as_text()

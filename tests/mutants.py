@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-COPIED = "jaxpaged", "pallas_kernels", "examples", "tests", "pyproject.toml"
+COPIED = "jaxpaged", "pallas_kernels", "benchmarks", "examples", "tests", "pyproject.toml"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,7 @@ COLLISIONS = "tests/test_prefix_cache.py::collide or collision"
 GOING_BACK = "tests/test_hygiene.py::forgotten"
 PREFIX_CACHE, SNAPSHOTS = "jaxpaged/_allocator/prefix_cache.py", "jaxpaged/_allocator/snapshots.py"
 PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/progress.py"
+LOADS = "tests/test_engine.py::depend_on_the_load and 16"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/test_scheduler_machine.py::mixture"
 MUTANTS = (
     Mutant(
@@ -223,6 +224,34 @@ MUTANTS = (
         " - (allocator.pool.pins > 0).sum(dtype=jnp.int32)",
         "",
         "tests/test_scheduler.py::never_be_served",
+    ),
+    Mutant(
+        "engine: samples without the position",
+        "jaxpaged/_engine/sampling.py",
+        "jax.random.fold_in(jax.random.key(seed), position)",
+        "jax.random.fold_in(jax.random.key(seed), position * 0)",
+        LOADS,
+    ),
+    Mutant(
+        "engine: few seats with the tables of others",
+        "jaxpaged/_engine/slices.py",
+        "rows_of((allocator.block_tables, allocator.lengths), step.seats)",
+        "rows_of((allocator.block_tables, allocator.lengths), jnp.arange(step.seats.shape[0]))",
+        LOADS,
+    ),
+    Mutant(
+        "engine: an abort is not sent",
+        "jaxpaged/_engine/engine.py",
+        "self._aborts.append(row.place)",
+        "pass",
+        "tests/test_engine.py::abort",
+    ),
+    Mutant(
+        "engine: what is cut by top_p is drawn",
+        "jaxpaged/_engine/sampling.py",
+        "fits &= ~is_cut_by_p",
+        "fits &= True | ~is_cut_by_p",
+        "tests/test_engine.py::cut_of_top_k",
     ),
 )
 

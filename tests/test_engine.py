@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.engine_soak import soak
-from jaxpaged import BlockAllocator, SamplingParams
+from jaxpaged import BlockAllocator, Engine, SamplingParams
 from jaxpaged._engine.sampling import furthest_kept
 from tests import toy_model
 from tests.compiled import instructions
@@ -248,6 +248,30 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         with pytest.raises(ValueError, match=message):
             call()
     assert not engine.has_unfinished_requests
+
+
+def test_a_request_beyond_the_pool_is_refused(monkeypatch):
+    engine = engine_of(16)
+    monkeypatch.setattr(engine, "_num_blocks", 6)
+    assert engine._check([1] * 10, SamplingParams(max_tokens=11))  # 20 tokens are computed, in 5 blocks
+    with pytest.raises(ValueError, match="22 tokens need 6 blocks of 4, and the caches have 5 beside the null block"):
+        engine.add_request([1] * 10, SamplingParams(max_tokens=12))
+
+
+def test_a_model_that_cannot_be_served_is_refused():
+    def every_token(weights, tokens, positions, cache, attend):
+        attend = dataclasses.replace(attend, query_starts=None)  # newest takes all
+        return cache, attend.newest(weights["embedding"][tokens]) @ weights["head"]
+
+    def no_caches(*args):
+        return (), toy_model.apply(*args)[1]
+
+    with pytest.raises(ValueError, match=r"logits \[6, vocab\].*Take attend.newest\(x\) before the head"):
+        toy_model.create_engine(model=every_token)
+    with pytest.raises(ValueError, match="apply must return the caches as it was given them"):
+        toy_model.create_engine(model=no_caches)
+    with pytest.raises(ValueError, match="caches must be a pytree of KVCaches"):
+        Engine(toy_model.apply, random_weights(), [jnp.ones(3)], num_seats=1, max_tokens=8)
 
 
 def test_the_cut_of_top_k_and_top_p_is_that_of_a_sort():

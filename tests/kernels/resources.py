@@ -65,12 +65,12 @@ def main() -> None:
         print(json.dumps([compile_one(Path(folder), **shape) for shape in shapes]))
 
 
-def compile_one(folder: Path, *, dtype: str = "bfloat16", **shape) -> dict[str, dict[str, int]]:
+def compile_one(folder: Path, *, dtype: str = "bfloat16", prefill: bool = False, **shape) -> dict[str, dict[str, int]]:
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
 
-    from tests.kernels.lowering import traced
+    from tests.kernels.lowering import traced, traced_prefill
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))
@@ -78,7 +78,9 @@ def compile_one(folder: Path, *, dtype: str = "bfloat16", **shape) -> dict[str, 
     for file in folder.iterdir():
         file.unlink()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced(**shape, dtype=jnp.dtype(dtype), sharding=sharding)[0].lower().compile()
+        how = dict(dtype=jnp.dtype(dtype), sharding=sharding)
+        trace = traced_prefill(**shape, **how) if prefill else traced(**shape, **how)[0]
+        trace.lower().compile()
     return {re.sub(r"_\d+$", "", file.stem): figures(file) for file in sorted(folder.glob("*.ptxas"))}
 
 

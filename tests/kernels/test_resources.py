@@ -48,6 +48,7 @@ SHAPES = {
         96,
         SMEM_OF_TWO,
     ),
+    "4 tokens of a tree": (dict(q_len=4, options=("tree_bits",)), 120, SMEM_OF_TWO),
     "partitions and a merge": (dict(num_partitions=11), 80, SMEM_OF_TWO),
     "partials of clusters": (dict(num_partitions=9, capacity=32768), 80, SMEM_OF_TWO),
     "balanced": (dict(num_partitions="balanced"), 88, SMEM_OF_TWO),
@@ -83,11 +84,29 @@ SPILLING = {
     "a run, float8_e4m3fn, head_dim 192": (run(192, **E4M3), 1280),
     "a run, float8_e4m3fn, head_dim 256": (run(256, **E4M3), 2852),
 }
+# Of the prefill kernel: the most bytes that are spilled and read back. Its 384 threads start with 168 registers each;
+# those that compute take 232 once the others have given theirs up.
+ALL_OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
+PREFILL = {
+    "prefill": (dict(), 0),
+    "prefill of float16": (dict(dtype="float16"), 0),
+    "prefill, group 1": (dict(group=1), 0),
+    "prefill, group 16": (dict(group=16), 0),
+    "prefill, blocks of 128": (dict(block_size=128), 0),
+    "prefill, a window": (dict(options=("sliding_window",)), 0),
+    "prefill, all options": (dict(options=ALL_OPTIONS), 64),
+    "prefill, parts": (dict(num_parts=3), 376),
+    "prefill, head_dim 64": (dict(head_dim=64), 0),
+    "prefill, head_dim 64, all options": (dict(head_dim=64, options=ALL_OPTIONS), 20),
+    "prefill, head_dim 96": (dict(head_dim=96), 0),
+    "prefill, head_dim 192": (dict(head_dim=192), 624),
+    "prefill, head_dim 256": (dict(head_dim=256), 924),
+}
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    cases = SHAPES | SPILLING
+    cases = SHAPES | SPILLING | {name: (shape | dict(prefill=True), most) for name, (shape, most) in PREFILL.items()}
     command = [sys.executable, "-m", "tests.kernels.resources", json.dumps([case[0] for case in cases.values()])]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     return dict(zip(cases, json.loads(done.stdout), strict=True))
@@ -106,3 +125,11 @@ def test_fits(compiled, name):
 def test_spills_little(compiled, name):
     """Exactly as much as is known: a shape that stops spilling moves to the other table."""
     assert 0 < compiled[name]["paged_decode"]["spill_bytes"] <= SPILLING[name][1]
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_prefill_fits(compiled, name):
+    its = compiled[name]["paged_prefill"]
+    assert its["registers"] <= 168
+    assert its["spill_bytes"] <= PREFILL[name][1]
+    assert its["smem_bytes"] <= SMEM_OF_ONE

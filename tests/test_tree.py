@@ -171,3 +171,4 @@ def test_what_the_kernels_do_not_take(monkeypatch):
     with pytest.raises(NotImplementedError, match="a tree_mask without query_starts only"):
         paged_attention(case.q.reshape(-1, 6, 64), *arrays, **packed_call, **how)
     assert paged_attention(case.q, *arrays, tree_mask=MASK, sliding_window=9).shape == case.q.shape
+    assert paged_attention(case.q, *arrays, tree_mask=MASK).shape == case.q.shape  # by default, "xla"

@@ -61,6 +61,10 @@ class AttentionArguments(_Arguments):
 
     tree: trees.Tree | None = None
 
+    @property
+    def has_tree(self) -> bool:
+        return self.tree is not None
+
     def query_positions(self) -> jax.Array:
         """The position of each query in its sequence, int32 [seqs, q_len]; negative where there is none."""
         q_len = self.q.shape[1]
@@ -97,6 +101,10 @@ class PackedArguments(_Arguments):
 
     query_starts: jax.Array  # int32 [seqs + 1]
     tree_mask: jax.Array | None = None  # uint32 [tokens, words]
+
+    @property
+    def has_tree(self) -> bool:
+        return self.tree_mask is not None
 
 
 def check_arguments(

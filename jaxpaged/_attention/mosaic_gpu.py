@@ -61,12 +61,10 @@ def takes_prompts(
         return False
     config = _prefill_config_of(a, gpu, _num_entries(a), num_partitions, window)
     num_items = _num_entries(a) * (a.q.shape[2] // config.heads)
-    if num_items > gpu.num_sms:
-        return True
-    # Fewer leave SMs idle. That is the less time where keys are many, and cut into parts.
-    return (
-        _visible(a, window) >= 2 * prefill_config.TOKENS_OF_PART and 4 * num_items * config.num_parts > 3 * gpu.num_sms
-    )
+    # Fewer items leave SMs idle, unless there are keys for several parts. H100, us: 256 tokens after 8192 take 81.6 in
+    # two parts, 90.2 in runs of the decode kernel. [prefill_parts_h100 of benchmarks/results/decisions/]
+    num_programs = num_items * config.num_parts
+    return num_programs > gpu.num_sms or (config.num_parts > 1 and 4 * num_programs > 3 * gpu.num_sms)
 
 
 def _num_entries(a: AttentionArguments) -> int:
@@ -166,6 +164,7 @@ def check_supported(a: AttentionArguments | PackedArguments) -> None:
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
             f'got k_cache.dtype={a.k_cache.dtype!s}. Pass implementation="xla".'
         )
+    _check_tree(a)
     if isinstance(a, PackedArguments):
         if _prefill_takes(a, _device.gpu()):
             return
@@ -190,6 +189,30 @@ def check_supported(a: AttentionArguments | PackedArguments) -> None:
         raise NotImplementedError(
             f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
             f"{q_len=}, {group=}: {seqs * num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."
+        )
+
+
+def _check_tree(a: AttentionArguments | PackedArguments) -> None:
+    """Raises `NotImplementedError` for a tree that the Mosaic GPU kernels do not take."""
+    if isinstance(a, PackedArguments):
+        if a.tree_mask is not None:
+            raise NotImplementedError(
+                "the Mosaic GPU kernels take a tree_mask without query_starts only. Pass q [seqs, q_len, heads, "
+                'head_dim], or implementation="xla".'
+            )
+        return
+    if a.tree is None:
+        return
+    q_len, group = a.q.shape[1], a.group
+    if q_len * group > decode_config.MAX_ROWS:
+        raise NotImplementedError(
+            f"with a tree_mask the decode kernel takes up to {decode_config.MAX_ROWS} rows, q_len * heads / kv_heads; "
+            f"got {q_len=}, {group=}."
+        )
+    # Both count from a token's depth; the kernel knows its place only.
+    if a.options.sliding_window is not None or a.options.alibi_slopes is not None:
+        raise NotImplementedError(
+            'the decode kernel takes a tree_mask without sliding_window and alibi_slopes. Pass implementation="xla".'
         )
 
 

@@ -18,7 +18,6 @@ from jaxpaged._attention.arguments import (
     known_int,
 )
 from jaxpaged._attention.partitions import check_partitions, check_plan
-from pallas_kernels.decode_config import MAX_ROWS
 from pallas_kernels.partition_plan import PartitionPlan
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -125,8 +124,8 @@ def paged_attention(
             `query_starts`: of its newest ones). Itself and what stands before them it always sees, what stands behind
             it never. A token's position n is then that of its branch alone, so that windows and ALiBi are those of the
             branch by itself; give the same positions to the rotary embedding. With `query_starts` sequences with
-            more newest tokens than bits have no tree. "mosaic_gpu" takes it without `query_starts`, a window and
-            ALiBi, for up to 64 rows, q_len * heads / kv_heads.
+            more newest tokens than bits have no tree. By default "xla" takes it. "mosaic_gpu", if named, takes up to
+            64 rows (q_len * heads / kv_heads) without `query_starts`, a window and ALiBi.
         num_partitions: into how many parts each sequence is cut, computed side by side and then merged. With a number,
             a sequence's output does not depend on its batch neighbours. None: "xla" takes 1, "mosaic_gpu" as many as
             fill the GPU.
@@ -198,8 +197,9 @@ def _use_kernel(arguments: AttentionArguments | PackedArguments, implementation:
     """Whether the Mosaic GPU kernels do it. Raises `NotImplementedError` where they are named and cannot."""
     if implementation == "xla":
         return False
+    if implementation is None and arguments.has_tree:
+        return False  # the kernel's trees have run in interpret mode alone
     try:
-        _check_tree(arguments)
         mosaic_gpu.check_supported(arguments)
     except NotImplementedError:
         if implementation == "mosaic_gpu":
@@ -222,27 +222,3 @@ def _use_kernel(arguments: AttentionArguments | PackedArguments, implementation:
         raise NotImplementedError(message)
     warnings.warn(f"{message} XLA computes this call, slowly.", stacklevel=3)
     return False
-
-
-def _check_tree(arguments: AttentionArguments | PackedArguments) -> None:
-    """Raises `NotImplementedError` for a tree that the Mosaic GPU kernels do not take."""
-    if isinstance(arguments, PackedArguments):
-        if arguments.tree_mask is not None:
-            raise NotImplementedError(
-                "the Mosaic GPU kernels take a tree_mask without query_starts only. Pass q [seqs, q_len, heads, "
-                'head_dim], or implementation="xla".'
-            )
-        return
-    if arguments.tree is None:
-        return
-    q_len, group = arguments.q.shape[1], arguments.group
-    if q_len * group > MAX_ROWS:
-        raise NotImplementedError(
-            f"with a tree_mask the decode kernel takes up to {MAX_ROWS} rows, q_len * heads / kv_heads; "
-            f"got {q_len=}, {group=}."
-        )
-    # Both count from a token's depth; the kernel knows its place only.
-    if arguments.options.sliding_window is not None or arguments.options.alibi_slopes is not None:
-        raise NotImplementedError(
-            'the decode kernel takes a tree_mask without sliding_window and alibi_slopes. Pass implementation="xla".'
-        )

@@ -18,6 +18,9 @@ on each SM computes its share of them, one after the other, with three warpgroup
 | Q | GMEM to SMEM by asynchronous copies of 16 bytes, while the item before is written |
 | S, P, m, l, O | registers; O through SMEM to GMEM, lse directly to GMEM |
 
+Few query tokens make fewer items than there are SMs. Then several programs compute an item, each a part of its tiles
+(`num_parts`). They write O in float32, and XLA merges the parts.
+
 The softmax of a tile runs while the tensor cores multiply the weights of the tile before with its values. The copy
 itself pads a head_dim with zeros to a multiple of 64.
 
@@ -33,6 +36,7 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 | `_steps` | what is done with a tile |
 | `_products`, `_logits` | the work of the tensor cores, and from the products of Q and K to the logits |
 | `_rows_of_item` | how Q is read and O and lse are written |
+| `_merge` | the parts of an item, put together |
 
 Source: Shah et al., FlashAttention-3, 2024 (https://arxiv.org/abs/2407.08608).
 """

@@ -173,11 +173,10 @@ def test_a_wide_table_cuts_no_prompt_into_partitions(hopper, max_blocks):
     ("shape", "taken"),
     [
         (dict(seqs=8, q_len=1024), True),
-        (dict(seqs=1, q_len=544, max_blocks=34), True),
-        (dict(seqs=1, q_len=512, max_blocks=32), False),  # fewer items than SMs
-        (dict(seqs=1, q_len=512), True),  # the same, but of more keys
+        (dict(seqs=1, q_len=544), True),
+        (dict(seqs=1, q_len=512), False),  # fewer items than SMs
         (dict(seqs=1, q_len=256), True),  # in two parts
-        (dict(seqs=1, q_len=256, max_blocks=144), False),
+        (dict(seqs=1, q_len=256, max_blocks=144), False),  # of fewer keys
         (dict(seqs=64, q_len=16), False),  # one run of the decode kernel
         (dict(seqs=8, q_len=1024, head_dim=120), False),
     ],

@@ -122,17 +122,20 @@ def test_a_backend_that_is_not_there_is_one_sentence(monkeypatch, capsys):
 
 def test_interrupting_one_long_call_ends_it_at_once():
     script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import jax, command_line\n"
+        "import signal, sys; sys.path.insert(0, sys.argv[1]); import jax, command_line\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it\n"
         "loop = jax.jit(lambda: jax.lax.while_loop(lambda i: i >= 0, lambda i: (i + 1) % 7, 0)).lower().compile()\n"
         "command_line.run(lambda: print('running', flush=True) or jax.block_until_ready(loop()))\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, EXAMPLES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    command = [sys.executable, "-c", script, EXAMPLES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert err.split() == ["-c:", "Interrupted."]
 

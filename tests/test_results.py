@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 
 import pytest
 
@@ -55,6 +56,28 @@ def test_a_page_says_what_the_files_hold(page):
     wrong = re.sub(r"\| \d+\.\d+ \|", "| 0.0 |", text, count=1)
     assert wrong != text
     assert report.filled(wrong) == text
+
+
+def test_the_first_figures_of_the_readme_are_those_of_the_files():
+    decode, h200, prompts = map(report.points, ("h100/decode_peers", "h200/decode", "h100/prefill"))
+    names = [name for name in decode if not name.startswith("8/1 ")]
+    best = [decode[name]["us"] / min(peer["us"] for peer in decode[name]["peers"].values()) for name in names]
+    fa3 = [h200[name]["us"] / h200[name]["peers"]["fa3"]["us"] for name in names]
+
+    def of_prompts(peer):
+        pairs = ((prompts[name], prompts.get(name.replace("mosaic_gpu", peer))) for name in prompts if "mosaic" in name)
+        return [ours["us"] / theirs["us"] for ours, theirs in pairs if theirs]
+
+    text = " ".join((ROOT / "README.md").read_text().split())
+    mean = statistics.geometric_mean
+    for figure in (
+        f"{mean(best):.2f} of the best peer's time over {len(best)} shapes on an H100",
+        f"{mean(fa3):.2f} of FlashAttention-3's on an H200",
+        f"{mean(of_prompts('fa3 paged')):.2f} of FlashAttention-3's time on that cache",
+        f"{mean(of_prompts('fa3')):.2f} of its time on contiguous keys",
+        f"{report.points('h100/engine')['engine 1024']['tokens_per_s']:,.0f} tokens a second",
+    ):
+        assert figure in text
 
 
 def test_every_table_stands_on_a_page():

@@ -356,27 +356,16 @@ FACTORS = 1e-3, 1e9
 def _scaled_frequencies(config: Fields, head_dim: int) -> tuple[float, ...]:
     rope = Fields(config.get("rope_parameters", None) or config.get("rope_scaling", None) or {})
     theta = (rope if "rope_theta" in rope.values else config).real("rope_theta", *THETAS, 10_000.0)
-    frequencies = jaxpaged.rotary_frequencies(head_dim, theta)
-    match rope.get("rope_type", rope.get("type", "default")):
-        case "default":
-            return frequencies
-        case "linear":
-            factor = rope.real("factor", *FACTORS)
-            return tuple(frequency / factor for frequency in frequencies)
-        case "llama3":
-            return tuple(_llama3_frequency(frequency, rope) for frequency in frequencies)
-        case kind:
-            raise CheckpointError(f"The rotary embedding is scaled by {kind!r}, which is not known here.")
-
-
-def _llama3_frequency(frequency: float, rope: Fields) -> float:
-    """Llama 3.1: slow rotations are slowed by `factor`, fast ones kept, those between blended."""
-    turns = rope.whole("original_max_position_embeddings", 1, MOST_TOKENS) * frequency / (2 * math.pi)
-    low, high = rope.real("low_freq_factor", *FACTORS), rope.real("high_freq_factor", *FACTORS)
-    if low >= high:
-        raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}")
-    kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-    return kept * frequency + (1 - kept) * frequency / rope.real("factor", *FACTORS)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise CheckpointError(f"The rotary embedding is scaled by {kind!r}, which is not known here.")
+    scaling: dict[str, Any] = {"rope_type": kind}
+    if kind != "default":
+        scaling["factor"] = rope.real("factor", *FACTORS)
+    if kind == "llama3":
+        scaling |= {name: rope.real(name, *FACTORS) for name in ("low_freq_factor", "high_freq_factor")}
+        scaling["original_max_position_embeddings"] = rope.whole("original_max_position_embeddings", 1, MOST_TOKENS)
+    return jaxpaged.rotary_frequencies(head_dim, theta, scaling)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.quantise import kv_scale, widen_kv
 from jaxpaged._cache.rotary import rotary_frequencies, rotate_and_write_kv
+from jaxpaged._cache.rotary_scaling import rotary_attention_factor
 from jaxpaged._cache.transfer import blocks_from_host, blocks_to_host, gather_kv, scatter_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._cache.zeroing import zero_blocks
@@ -51,6 +52,7 @@ __all__ = [
     "paged_attention_reference",
     "plan_partitions",
     "plot_blocks",
+    "rotary_attention_factor",
     "rotary_frequencies",
     "rotate_and_write_kv",
     "scatter_kv",

@@ -98,8 +98,8 @@ def check_sizes(num_heads: int, num_kv_heads: int, head_dim: int, frequencies: t
     """Raises `ValueError` where a module's sizes do not fit together."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads=}, {num_kv_heads=}.")
-    if frequencies is not None and 2 * len(frequencies) != head_dim:
+    if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
         raise ValueError(
-            f"rotary_frequencies must hold head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}. "
+            f"rotary_frequencies must hold up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}. "
             "Make them with jaxpaged.rotary_frequencies(head_dim)."
         )

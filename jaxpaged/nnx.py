@@ -30,7 +30,7 @@ class PagedAttention(nnx.Module):
         num_heads: query heads.
         num_kv_heads: KV heads; must divide `num_heads`.
         head_dim: numbers a head.
-        rotary_frequencies: from `jaxpaged.rotary_frequencies`, `head_dim // 2` numbers; None leaves the rotation out.
+        rotary_frequencies: from `jaxpaged.rotary_frequencies`, up to `head_dim // 2` numbers; None: no rotation.
         use_bias: whether q, k and v have a bias.
         use_output_bias: whether the output projection has one.
         scale: as in `jaxpaged.paged_attention`, like the next four.

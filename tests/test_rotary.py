@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import KVCache, rotary_frequencies, rotate_and_write_kv, write_kv
+from jaxpaged import KVCache, rotary_attention_factor, rotary_frequencies, rotate_and_write_kv, write_kv
 
 FREQUENCIES = rotary_frequencies(8)
 CACHES = {
@@ -68,7 +68,7 @@ def test_writes_what_write_kv_writes(name):
         (dict(q=jnp.zeros((3, 6, 8))), r"q and k must differ in their heads alone"),
         (dict(positions=jnp.zeros(3, jnp.int32)), r"positions must be int32 \[2, 3\], one a token; got int32 \[3\]"),
         (dict(positions=jnp.zeros((2, 3))), r"positions must be int32 \[2, 3\], one a token; got float32"),
-        (dict(frequencies=(1.0,)), r"frequencies must be head_dim // 2 numbers; got 1 for head_dim=8"),
+        (dict(frequencies=(1.0,) * 5), r"frequencies must be up to head_dim // 2 numbers; got 5 for head_dim=8"),
         (dict(slots=jnp.zeros(3, jnp.int32)), r"k and v must be \[..., kv_heads, head_dim\] with slots"),
     ],
 )
@@ -77,3 +77,87 @@ def test_errors(change, message):
     arguments = dict(zip(names, (*new_tokens(), FREQUENCIES), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         rotate_and_write_kv(KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8), **arguments)
+
+
+LLAMA = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768)  # of Qwen2.5
+
+
+def plain_llama3(frequencies):
+    """By wavelength, as Meta's reference has it: three cases."""
+    scaled = []
+    for frequency in frequencies:
+        length = 2 * np.pi / frequency
+        if length < 8192 / 4.0:
+            scaled.append(frequency)
+        elif length > 8192 / 1.0:
+            scaled.append(frequency / 8.0)
+        else:
+            smooth = (8192 / length - 1.0) / (4.0 - 1.0)
+            scaled.append((1 - smooth) * frequency / 8.0 + smooth * frequency)
+    return scaled
+
+
+def plain_yarn(frequencies, theta):
+    """By the dimension where the paper's ramp begins and ends: 32 turns and one in the context of training."""
+    dims = 2 * len(frequencies)
+    begin, end = (dims * np.log(32_768 / (turns * 2 * np.pi)) / (2 * np.log(theta)) for turns in (32, 1))
+    ramp = np.clip((np.arange(dims // 2) - np.floor(begin)) / (np.ceil(end) - np.floor(begin)), 0, 1)
+    return np.asarray(frequencies) * (1 - ramp) + np.asarray(frequencies) / 4.0 * ramp
+
+
+def test_scaled_frequencies():
+    plain = rotary_frequencies(128, 500_000.0)
+    np.testing.assert_allclose(rotary_frequencies(128, 500_000.0, LLAMA), plain_llama3(plain), rtol=1e-12)
+    plain = rotary_frequencies(128, 1e6)
+    np.testing.assert_allclose(rotary_frequencies(128, 1e6, YARN), plain_yarn(plain, 1e6), rtol=1e-12)
+    assert not np.allclose(rotary_frequencies(128, 1e6, YARN), plain)
+    assert rotary_frequencies(4, scaling={"type": "linear", "factor": 2}) == (0.5, 0.005)
+    assert rotary_frequencies(4, scaling={}) == rotary_frequencies(4)
+
+
+def test_the_attention_factor():
+    assert rotary_attention_factor(None) == rotary_attention_factor(LLAMA) == 1.0
+    np.testing.assert_allclose(rotary_attention_factor(YARN), 0.1 * np.log(4.0) + 1.0)
+    assert rotary_attention_factor(YARN | dict(attention_factor=0.7)) == 0.7
+    factor = rotary_attention_factor(YARN | dict(factor=40.0, mscale=0.707, mscale_all_dim=1.0))  # DeepSeek's fields
+    np.testing.assert_allclose(factor, (0.0707 * np.log(40.0) + 1) / (0.1 * np.log(40.0) + 1))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (dict(rope_type="dynamic"), "one of default, linear, llama3, yarn; got 'dynamic'"),
+        (dict(type="linear"), "needs factor, a number above 0; got None"),
+        (YARN | dict(factor=-1.0), "needs factor, a number above 0; got -1.0"),
+        (LLAMA | dict(original_max_position_embeddings="8192"), "needs original_max_position_embeddings.*'8192'"),
+        (LLAMA | dict(low_freq_factor=4.0), "low_freq_factor must be below high_freq_factor; got 4.0 and 4.0"),
+    ],
+)
+def test_scalings_that_are_not_known(scaling, message):
+    with pytest.raises(ValueError, match=message):
+        rotary_frequencies(64, scaling=scaling)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("num_pairs", [2, 4])
+def test_a_part_of_the_dimensions_and_pairs_of_neighbours(num_pairs, interleaved):
+    q, k, v, slots, positions = new_tokens()
+    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8)
+    frequencies = jnp.asarray(rotary_frequencies(2 * num_pairs), jnp.float32)  # an array is as good
+    _, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, frequencies, interleaved=interleaved)
+    x = np.asarray(q, np.float64)
+    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + num_pairs) for i in range(num_pairs)]
+    expected = x.copy()
+    for (i, j), frequency in zip(pairs, np.asarray(frequencies, np.float64), strict=True):
+        angle = np.asarray(positions)[..., None] * frequency
+        expected[..., i] = x[..., i] * np.cos(angle) - x[..., j] * np.sin(angle)
+        expected[..., j] = x[..., j] * np.cos(angle) + x[..., i] * np.sin(angle)
+    np.testing.assert_allclose(new_q[0], expected[0], atol=1e-6)
+    assert not np.allclose(new_q[0], x[0])

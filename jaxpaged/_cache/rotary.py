@@ -1,5 +1,8 @@
-"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), in the half-split order of Llama, and
-the write to the cache that it goes with."""
+"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), and the write to the cache that it
+goes with."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,15 +10,24 @@ from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
+from jaxpaged._cache.rotary_scaling import scaled
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
 
 
-def rotary_frequencies(head_dim: int, theta: float = 10_000.0) -> tuple[float, ...]:
+def rotary_frequencies(
+    head_dim: int, theta: float = 10_000.0, scaling: Mapping[str, Any] | None = None
+) -> tuple[float, ...]:
     """The angle per token of each pair of dimensions, `theta ** (-2 i / head_dim)`, `head_dim // 2` numbers.
 
+    Args:
+        head_dim: the dimensions that are rotated: of a model that rotates a part of each head, that part.
+        theta: the base.
+        scaling: `rope_scaling` (or `rope_parameters`) of a Hugging Face config, of type "linear", "llama3" or "yarn".
+            The last comes with a `rotary_attention_factor`.
+
     Raises:
-        ValueError: an odd head_dim.
+        ValueError: an odd head_dim; a scaling that is not known, or without a field that it needs.
 
     Example:
         >>> import jaxpaged
@@ -24,7 +36,8 @@ def rotary_frequencies(head_dim: int, theta: float = 10_000.0) -> tuple[float, .
     """
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim must be even for a rotary embedding; got {head_dim=}.")
-    return tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    frequencies = tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    return frequencies if scaling is None else scaled(frequencies, theta, scaling)
 
 
 def rotate_and_write_kv[C: (KVCache, CacheLayer)](
@@ -35,13 +48,17 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     slots: ArrayLike,
     positions: ArrayLike,
     frequencies: tuple[float, ...],
+    *,
+    interleaved: bool = False,
 ) -> tuple[C, jax.Array]:
     """Rotates q and k by their positions and writes k and v into their slots; in place if the cache is donated.
 
     With p a token's position, f_i the i-th frequency and x a head of q or k, in float32:
 
         x'_i         = x_i cos(p f_i) - x_{i + d/2} sin(p f_i)
-        x'_{i + d/2} = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),    i < d/2,    d = head_dim
+        x'_{i + d/2} = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),    i < d/2,    d = 2 len(frequencies)
+
+    Dimensions from d on stay as they are. With `interleaved` a pair is x_{2i} and x_{2i + 1}.
 
     It writes `write_kv` of v and of the rotated k, rounded to k's dtype. Under `jax.jit` on a GPU, XLA makes one kernel
     each of q, k and v, which reads the new tokens and writes the results, quantised or not. Scales of each token and
@@ -54,7 +71,9 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         v: likewise.
         slots: int32 `[...]`, see `write_kv`.
         positions: int32 `[...]`, as `BlockAllocator.positions` gives them.
-        frequencies: the angle per token of each pair of dimensions, `head_dim // 2` numbers: `rotary_frequencies`.
+        frequencies: the angle per token of each pair of dimensions, up to `head_dim // 2` numbers:
+            `rotary_frequencies`. An array too, which may be traced.
+        interleaved: whether pairs are neighbours, as in GPT-J, and not halves, as in Llama.
 
     Returns:
         The new cache, and the rotated q, in q's dtype.
@@ -85,21 +104,26 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         raise ValueError(
             f"positions must be int32 {list(k.shape[:-2])}, one a token; got {positions.dtype} {list(positions.shape)}."
         )
-    if 2 * len(frequencies) != k.shape[-1]:
+    if not 0 < 2 * len(frequencies) <= k.shape[-1]:
         raise ValueError(
-            f"frequencies must be head_dim // 2 numbers; got {len(frequencies)} for head_dim={k.shape[-1]}."
+            f"frequencies must be up to head_dim // 2 numbers; got {len(frequencies)} for head_dim={k.shape[-1]}."
         )
     cos, sin = _turn_of(positions, frequencies)
-    return write_kv(cache, _rotate(k, cos, sin), v, slots), _rotate(q, cos, sin)
+    return write_kv(cache, _rotate(k, cos, sin, interleaved), v, slots), _rotate(q, cos, sin, interleaved)
 
 
 def _turn_of(positions: jax.Array, frequencies: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, f32 [..., 1, head_dim / 2]."""
+    """Cosines and sines, f32 [..., 1, frequencies]."""
     per_token = jnp.asarray(frequencies, jnp.float32).reshape((1,) * (positions.ndim + 1) + (-1,))
     angles = positions.astype(jnp.float32)[..., None, None] * per_token
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool) -> jax.Array:
+    num_rotated = 2 * cos.shape[-1]
+    pairs = x[..., :num_rotated].astype(jnp.float32)
+    first, second = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else jnp.split(pairs, 2, axis=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    rotated = jnp.stack(turned, axis=-1).reshape(pairs.shape) if interleaved else jnp.concatenate(turned, axis=-1)
+    rotated = rotated.astype(x.dtype)
+    return rotated if num_rotated == x.shape[-1] else jnp.concatenate([rotated, x[..., num_rotated:]], axis=-1)

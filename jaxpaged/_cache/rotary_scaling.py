@@ -1,0 +1,95 @@
+"""Rotary frequencies for contexts beyond those of a model's training, from the `rope_scaling` of a Hugging Face config.
+
+linear   f' = f / factor
+llama3   f' = f where a rotation is short, f / factor where it is long, blended between
+yarn     likewise, blended over the pairs of dimensions; logits are multiplied by attention_factor ** 2
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def scaled(frequencies: tuple[float, ...], theta: float, scaling: Mapping[str, Any]) -> tuple[float, ...]:
+    match kind_of(scaling):
+        case "default":
+            return frequencies
+        case "linear":
+            kept = [0.0] * len(frequencies)
+        case "llama3":
+            kept = _kept_by_llama3(frequencies, scaling)
+        case "yarn":
+            kept = _kept_by_yarn(len(frequencies), theta, scaling)
+    factor = _number(scaling, "factor")
+    return tuple(share * f + (1 - share) * f / factor for share, f in zip(kept, frequencies, strict=True))
+
+
+def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
+    """The factor of q and of k that goes with the frequencies of `rope_scaling`: 1 but for "yarn".
+
+    Pass `scale=head_dim**-0.5 * factor**2` to the attention; the cache then holds keys without it.
+
+    Args:
+        scaling: as `rotary_frequencies` takes it.
+
+    Raises:
+        ValueError: a scaling that is not known, or without a field that it needs.
+
+    Example:
+        >>> import jaxpaged
+        >>> round(jaxpaged.rotary_attention_factor({"rope_type": "yarn", "factor": 4.0}), 4)
+        1.1386
+
+    References:
+        Peng et al., YaRN, 2023 (https://arxiv.org/abs/2309.00071), section 3.4.
+    """
+    if scaling is None or kind_of(scaling) != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    factor = _number(scaling, "factor")
+
+    def of(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
+
+
+def kind_of(scaling: Mapping[str, Any]) -> str:
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in KINDS:
+        raise ValueError(f"a rotary scaling must be one of {', '.join(KINDS)}; got {kind!r}.")
+    return kind
+
+
+def _kept_by_llama3(frequencies: tuple[float, ...], scaling: Mapping[str, Any]) -> list[float]:
+    context = _number(scaling, "original_max_position_embeddings")
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    if low >= high:
+        raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}.")
+    turns = (context * f / (2 * math.pi) for f in frequencies)  # in the context of training
+    return [min(max((n - low) / (high - low), 0.0), 1.0) for n in turns]
+
+
+def _kept_by_yarn(num_pairs: int, theta: float, scaling: Mapping[str, Any]) -> list[float]:
+    context = _number(scaling, "original_max_position_embeddings")
+
+    def pair_of(turns: float) -> float:  # that turns so often in the context of training
+        return num_pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair_of(scaling.get("beta_fast") or 32.0), pair_of(scaling.get("beta_slow") or 1.0)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    width = last - first or 0.001
+    return [1.0 - min(max((i - first) / width, 0.0), 1.0) for i in range(num_pairs)]
+
+
+def _number(scaling: Mapping[str, Any], name: str) -> float:
+    value = scaling.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"the rotary scaling needs {name}, a number above 0; got {value!r}.")
+    return float(value)

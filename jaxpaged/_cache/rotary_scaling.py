@@ -29,7 +29,8 @@ def scaled(frequencies: tuple[float, ...], theta: float, scaling: Mapping[str, A
 def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
     """The factor of q and of k that goes with the frequencies of `rope_scaling`: 1 but for "yarn".
 
-    Pass `scale=head_dim**-0.5 * factor**2` to the attention; the cache then holds keys without it.
+    Where whole heads are rotated, pass `scale=head_dim**-0.5 * factor**2` to the attention; the cache then holds keys
+    without it.
 
     Args:
         scaling: as `rotary_frequencies` takes it.

@@ -78,11 +78,18 @@ def fa3_splits(point: Point) -> tuple[int, ...]:
     return (1, *(n for n in (2, 4, 8, 16, 32, 64, 128) if 66 <= pairs * n <= 1056 and n <= max(2, longest // 128)))
 
 
-def fa3_attend(splits: int, scale: float, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, lengths: Any) -> Any:
+def fa3_attend(
+    splits: int, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, lengths: Any, *, is_causal: bool = False
+) -> Any:
     from flash_attn3_jax import flash_mha_with_kvcache
 
     return flash_mha_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=lengths, page_table=block_tables, num_splits=splits, softmax_scale=scale
+        *(q, k_cache, v_cache),
+        cache_seqlens=lengths,
+        page_table=block_tables,
+        num_splits=splits,
+        softmax_scale=q.shape[-1] ** -0.5,
+        is_causal=is_causal,
     )
 
 
@@ -91,7 +98,7 @@ def fa3_compile(point: Point, chain: Any) -> dict[int, Any]:
     args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
 
     def job(splits: int) -> Any:
-        attend = functools.partial(fa3_attend, splits, point.head_dim**-0.5)
+        attend = functools.partial(fa3_attend, splits)
         return jax.jit(functools.partial(chain, point, attend)).lower(*args).compile()
 
     return compile_all({splits: functools.partial(job, splits) for splits in fa3_splits(point)})

@@ -17,7 +17,6 @@ What is in the output file already is left out. `--points` takes also windows, o
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 
 from benchmarks.decode import chain, check, checked_rows, options_of, with_scales
 from benchmarks.harness import add_output, compile_all, open_store, slope_microseconds
+from benchmarks.peers import fa3_attend, installed
 from benchmarks.points import Inputs, Point, make_inputs, parse, shapes_of
 from jaxpaged import paged_attention, paged_attention_reference
 
@@ -122,19 +122,15 @@ def fa3(q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array) -> Any:
     return flash_mha(q, k, v, is_causal=True)
 
 
-def fa3_paged(splits: int, q: jax.Array, k: jax.Array, v: jax.Array, tables: jax.Array, lengths: jax.Array) -> Any:
-    from flash_attn3_jax import flash_mha_with_kvcache
-
-    return flash_mha_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=tables, is_causal=True, num_splits=splits)
-
-
 def variants(point: Prompt, method: str) -> dict[str, Any]:
     """The functions of (q, k_cache, v_cache, block_tables, lengths) of which the quickest is the method's result."""
     if method == "fa3":
         return {"": fa3}
     if method == "fa3 paged":
         fresh = point.counts == point.lengths
-        return {str(n): functools.partial(fa3_paged, n) for n in (FA3_SPLITS[:1] if fresh else FA3_SPLITS)}
+        return {
+            str(n): functools.partial(fa3_attend, n, is_causal=True) for n in (FA3_SPLITS[:1] if fresh else FA3_SPLITS)
+        }
     if "cudnn" in method:
         return {"": functools.partial(cudnn, gather=method != "cudnn")}
     options = options_of(point) | ({"query_starts": jnp.asarray(point.starts)} if point.packed else {})
@@ -209,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     store = open_store("prefill", options)
     methods = options.methods or ["mosaic_gpu" if jax.default_backend() == "gpu" else "xla"]
-    peers = [name for name in options.peers if name != "fa3" or importlib.util.find_spec("flash_attn3_jax")]
+    peers = [name for name in options.peers if name != "fa3" or installed(name)]
     methods += [method for peer in peers for method in PEERS[peer]]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     names = options.points or (TOY_POINTS if options.toy else POINTS)

@@ -118,9 +118,7 @@ def check_arguments(
     **options: Unpack[Options],
 ) -> AttentionArguments:
     """Raises `ValueError` for what no implementation could take; returns the arguments in one form."""
-    q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
-    block_tables, lengths = as_int32(block_tables), as_int32(lengths)
-    _check_dtypes(q, k_cache, v_cache, block_tables, lengths)
+    q, k_cache, v_cache, block_tables, lengths = _as_arrays(q, k_cache, v_cache, block_tables, lengths)
     if q.ndim not in (3, 4):
         raise ValueError(f"q must be [seqs, heads, head_dim] or [seqs, q_len, heads, head_dim]; got {q.shape=}.")
     capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=q.shape[0])
@@ -131,18 +129,14 @@ def check_arguments(
             "tree_mask goes with q [seqs, q_len, heads, head_dim] and has a bit for each of the q_len tokens; "
             f"got {q.shape=}, {mask.shape=}."
         )
-    options_of_call = _check_options(q, k_cache, capacity, **options)
-    tree = None if mask is None else trees.of_rows(mask, lengths)
-    if tree is not None:
-        options_of_call = dataclasses.replace(options_of_call, tree_bits=tree.bits)
     return AttentionArguments(
         q=q if q.ndim == 4 else q[:, None],
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=block_tables,
         lengths=lengths,
-        options=options_of_call,
-        tree=tree,
+        options=_check_options(q, k_cache, capacity, **options),
+        tree=None if mask is None else trees.of_rows(mask, lengths),
     )
 
 
@@ -158,9 +152,8 @@ def check_packed(
     **options: Unpack[Options],
 ) -> PackedArguments:
     """`check_arguments` of a call with `query_starts`."""
-    q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
-    block_tables, lengths, query_starts = as_int32(block_tables), as_int32(lengths), as_int32(query_starts)
-    _check_dtypes(q, k_cache, v_cache, block_tables, lengths)
+    q, k_cache, v_cache, block_tables, lengths = _as_arrays(q, k_cache, v_cache, block_tables, lengths)
+    query_starts = as_int32(query_starts)
     if q.ndim != 3:
         raise ValueError(f"with query_starts q must be [tokens, heads, head_dim]; got {q.shape=}.")
     seqs = lengths.shape[0] if lengths.ndim == 1 else 0
@@ -225,9 +218,12 @@ def _check_options(
     )
 
 
-def _check_dtypes(
-    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, block_tables: jax.Array, lengths: jax.Array
-) -> None:
+def _as_arrays(
+    q: ArrayLike, k_cache: ArrayLike, v_cache: ArrayLike, block_tables: ArrayLike, lengths: ArrayLike
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The same, of dtypes that are taken."""
+    q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
+    block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     if q.dtype not in QUERY_DTYPES:
         raise ValueError(f"q must be {_names(QUERY_DTYPES)}; got {q.dtype=!s}. Cast it before the call.")
     if k_cache.dtype not in CACHE_DTYPES:
@@ -237,6 +233,7 @@ def _check_dtypes(
     if block_tables.dtype != jnp.int32:
         raise ValueError(f"block_tables must be int32; got {block_tables.dtype=!s}. Cast with .astype(jnp.int32).")
     check_lengths_dtype(lengths)
+    return q, k_cache, v_cache, block_tables, lengths
 
 
 def check_lengths_dtype(lengths: jax.Array) -> None:

@@ -23,14 +23,14 @@ def attend(
     What `check_supported` lets through. `window`: the sliding window, in tokens, where it is known beforehand.
     """
     gpu = _device.gpu()
-    if takes_prompts(a, gpu, num_partitions, window):
-        config = _prefill_config_of(a, gpu, _num_entries(a), num_partitions, window)
-        out, lse = _launch_packed(config, None, _packed(a))
+    prompts = _prompt_config_of(a, gpu, num_partitions, window)
+    if prompts is not None:
+        out, lse = _launch_packed(prompts, None, _packed(a))
         return out.reshape(a.q.shape), lse.reshape(a.q.shape[:3])
     config_with = functools.partial(config_of, a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, window=window)
-    decode = config_with(num_partitions=num_partitions)
-    mapped = decode if decode.total_partitions is None else config_with(num_partitions=None)
-    return _launch(decode, mapped, None, a, plan_of(decode, a, num_partitions))
+    config = config_with(num_partitions=num_partitions)
+    mapped = config if config.total_partitions is None else config_with(num_partitions=None)
+    return _launch(config, mapped, None, a, plan_of(config, a, num_partitions))
 
 
 def attend_packed(
@@ -52,25 +52,21 @@ def _run_of(p: PackedArguments) -> int:
     return max(1, decode_config.MAX_ROWS // p.group)
 
 
-def takes_prompts(
-    a: AttentionArguments, gpu: _device.Gpu, num_partitions: NumPartitions, window: int | None = None
-) -> bool:
-    """Whether the prefill kernel takes this call: more query tokens than one run of the decode kernel has."""
-    num_runs, _ = query_runs.runs_of(a.q.shape[1], a.group)
+def _prompt_config_of(
+    a: AttentionArguments, gpu: _device.Gpu, num_partitions: NumPartitions, window: int | None
+) -> prefill_config.Config | None:
+    """How the prefill kernel takes this call; None: the decode kernel does, as it does what is one run of it."""
+    seqs, q_len, heads, _ = a.q.shape
+    num_runs, _ = query_runs.runs_of(q_len, a.group)
     if num_runs == 1 or num_partitions not in (None, 1) or not _prefill_takes(a, gpu):
-        return False
-    config = _prefill_config_of(a, gpu, _num_entries(a), num_partitions, window)
-    num_items = _num_entries(a) * (a.q.shape[2] // config.heads)
+        return None
+    num_entries = seqs * -(-q_len // prefill_config.heads_and_tokens(a.group)[1])
+    config = _prefill_config_of(a, gpu, num_entries, num_partitions, window)
     # Fewer items leave SMs idle, unless there are keys for several parts. H100, us: 256 tokens after 8192 take 81.6 in
     # two parts, 90.2 in runs of the decode kernel. [prefill_parts_h100 of benchmarks/results/decisions/]
-    num_programs = num_items * config.num_parts
-    return num_programs > gpu.num_sms or (config.num_parts > 1 and 4 * num_programs > 3 * gpu.num_sms)
-
-
-def _num_entries(a: AttentionArguments) -> int:
-    """Of the prefill kernel's work list."""
-    seqs, q_len = a.q.shape[:2]
-    return seqs * -(-q_len // prefill_config.heads_and_tokens(a.group)[1])
+    num_programs = num_entries * (heads // config.heads) * config.num_parts
+    is_filled = num_programs > gpu.num_sms or (config.num_parts > 1 and 4 * num_programs > 3 * gpu.num_sms)
+    return config if is_filled else None
 
 
 def _visible(a: AttentionArguments | PackedArguments, window: int | None) -> int:
@@ -96,7 +92,7 @@ def _prefill_takes(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) ->
 def _prefill_config_of(
     a: AttentionArguments | PackedArguments,
     gpu: _device.Gpu,
-    num_entries: int,
+    num_entries: int,  # of its work list, at most
     num_partitions: NumPartitions,
     window: int | None,
 ) -> prefill_config.Config:
@@ -194,15 +190,13 @@ def check_supported(a: AttentionArguments | PackedArguments) -> None:
 
 def _check_tree(a: AttentionArguments | PackedArguments) -> None:
     """Raises `NotImplementedError` for a tree that the Mosaic GPU kernels do not take."""
+    if not a.has_tree:
+        return
     if isinstance(a, PackedArguments):
-        if a.tree_mask is not None:
-            raise NotImplementedError(
-                "the Mosaic GPU kernels take a tree_mask without query_starts only. Pass q [seqs, q_len, heads, "
-                'head_dim], or implementation="xla".'
-            )
-        return
-    if a.tree is None:
-        return
+        raise NotImplementedError(
+            "the Mosaic GPU kernels take a tree_mask without query_starts only. Pass q [seqs, q_len, heads, "
+            'head_dim], or implementation="xla".'
+        )
     q_len, group = a.q.shape[1], a.group
     if q_len * group > decode_config.MAX_ROWS:
         raise NotImplementedError(
@@ -248,13 +242,14 @@ def _kernels(
     from pallas_kernels import paged_decode  # here, so that only its callers import Mosaic
 
     runs = query_runs.cut(several_devices.refuse(a))
+    tree_bits = None if runs.tree is None else runs.tree.bits
     out, lse = paged_decode.launch(
         runs.q,
         runs.k_cache,
         runs.v_cache,
         runs.block_tables,
         runs.lengths,
-        runs.options,
+        dataclasses.replace(runs.options, tree_bits=tree_bits),
         plan=plan,
         config=config,
         interpret=interpret,

@@ -1,6 +1,5 @@
 """Calls the prefill kernel on the newest tokens of a case's sequences, as many of each as a test says."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -26,8 +25,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Out [tokens + padding, heads, head_dim] and the lse."""
     a = arguments_of(case)
-    config = paged_prefill.default_config(group=a.group, head_dim=a.q.shape[-1], num_sms=num_sms)
-    config = dataclasses.replace(config, num_parts=num_parts)
+    head_dim = a.q.shape[-1]
+    config = paged_prefill.default_config(group=a.group, head_dim=head_dim, num_sms=num_sms, num_parts=num_parts)
     q = jnp.asarray(packed(case.q, counts))
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)

@@ -1,6 +1,7 @@
 """What JAX says about the hardware and the mesh. No other file asks."""
 
 import dataclasses
+import functools
 import importlib.metadata
 from typing import Any
 
@@ -26,6 +27,7 @@ def gpu() -> Gpu:
     )
 
 
+@functools.cache  # each call of attention asks
 def broken_ptxas() -> str | None:
     """The version of the `nvidia-cuda-nvcc-cu12` that JAX compiles with, where it is one that miscompiles causal masks:
     those of CUDA 12.8.0 to 12.9.0, which JAX's own `attention_mgpu` refuses too."""

@@ -116,7 +116,7 @@ def test_a_ptxas_that_miscompiles_is_found(monkeypatch, plugin, nvcc, is_broken)
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert _device.broken_ptxas() == (nvcc if is_broken else None)
+    assert _device.broken_ptxas.__wrapped__() == (nvcc if is_broken else None)
 
 
 def test_no_kernel_is_compiled_with_a_ptxas_that_miscompiles(monkeypatch):

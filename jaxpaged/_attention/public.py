@@ -124,8 +124,8 @@ def paged_attention(
             `query_starts`: of its newest ones). Itself and what stands before them it always sees, what stands behind
             it never. A token's position n is then that of its branch alone, so that windows and ALiBi are those of the
             branch by itself; give the same positions to the rotary embedding. With `query_starts` sequences with
-            more newest tokens than bits have no tree. By default "xla" takes it. "mosaic_gpu", if named, takes up to
-            64 rows (q_len * heads / kv_heads) without `query_starts`, a window and ALiBi.
+            more newest tokens than bits have no tree. "mosaic_gpu" takes up to 64 rows (q_len * heads / kv_heads)
+            without `query_starts`, a window and ALiBi.
         num_partitions: into how many parts each sequence is cut, computed side by side and then merged. With a number,
             a sequence's output does not depend on its batch neighbours. None: "xla" takes 1, "mosaic_gpu" as many as
             fill the GPU.
@@ -197,8 +197,6 @@ def _use_kernel(arguments: AttentionArguments | PackedArguments, implementation:
     """Whether the Mosaic GPU kernels do it. Raises `NotImplementedError` where they are named and cannot."""
     if implementation == "xla":
         return False
-    if implementation is None and arguments.has_tree:
-        return False  # the kernel's trees have run in interpret mode alone
     try:
         mosaic_gpu.check_supported(arguments)
     except NotImplementedError:

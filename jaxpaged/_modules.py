@@ -1,5 +1,8 @@
 """What the NNX and the Linen module share: everything between the projections."""
 
+from collections.abc import Callable
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -15,8 +18,29 @@ from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
 from pallas_kernels.partition_plan import PartitionPlan
 
+Rotary = Callable[[jax.Array, jax.Array], jax.Array]
+Norm = Callable[[jax.Array], jax.Array]
+
+
+class Settings(Protocol):
+    """The fields of a module that say how it attends."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_frequencies: tuple[float, ...] | None
+    rotary: Rotary | None
+    interleaved: bool
+    scale: float | None
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    alibi_slopes: tuple[float, ...] | None
+    num_partitions: int | None
+    implementation: Implementation | None
+
 
 def rotate_write_attend[C: (KVCache, CacheLayer)](
+    settings: Settings,
     qkv: jax.Array,  # [seqs, q_len, (heads + 2 * kv_heads) * head_dim], the heads of q, then of k, then of v
     cache: C,
     allocator: BlockAllocator,
@@ -24,43 +48,50 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     query_starts: ArrayLike | None,  # int32 [seqs + 1]: [tokens] takes the place of [seqs, q_len]
     positions: ArrayLike | None,  # int32, as slots
     *,
-    frequencies: tuple[float, ...] | None,
-    scale: float | None,
-    sliding_window: int | None,
-    logits_soft_cap: float | None,
-    num_partitions: int | None,
+    norms: tuple[Norm, Norm] | None,  # of q and of k, before they are rotated
+    sinks: jax.Array | None,  # [heads]
     plan: PartitionPlan | None,
     tree_mask: ArrayLike | None,
-    implementation: Implementation | None,
 ) -> tuple[C, jax.Array]:  # and [seqs, q_len, heads * head_dim]
-    num_kv_heads, head_dim = _pools(cache).k.shape[-2:]
-    projected = qkv.reshape(*slots.shape, -1, head_dim)
-    num_heads = projected.shape[-2] - 2 * num_kv_heads
-    q, k, v = jnp.split(projected, [num_heads, num_heads + num_kv_heads], axis=-2)
-    if frequencies is None:
+    heads, kv_heads = settings.num_heads, settings.num_kv_heads
+    projected = qkv.reshape(*slots.shape, -1, settings.head_dim)
+    q, k, v = jnp.split(projected, [heads, heads + kv_heads], axis=-2)
+    if norms is not None:
+        q, k = norms[0](q), norms[1](k)
+    frequencies = settings.rotary_frequencies
+    if frequencies is None and settings.rotary is None:
         cache = write_kv(cache, k, v, slots)
     else:
-        if positions is None:
-            positions = (
-                allocator.positions(slots.shape[1])
-                if query_starts is None
-                else packed.positions(as_int32(query_starts), allocator.lengths, tokens=slots.shape[0])
-            )
-        cache, q = rotate_and_write_kv(cache, q, k, v, slots, positions, frequencies)
+        at = _positions(allocator, slots, query_starts) if positions is None else as_int32(positions)
+        if frequencies is not None:
+            interleaved = settings.interleaved
+            cache, q = rotate_and_write_kv(cache, q, k, v, slots, at, frequencies, interleaved=interleaved)
+        else:
+            assert settings.rotary is not None
+            q, k = settings.rotary(q, at), settings.rotary(k, at)
+            cache = write_kv(cache, k, v, slots)
     out = attend(
         q,
         cache,
         allocator,
         query_starts=query_starts,
-        scale=scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        num_partitions=num_partitions,
+        scale=settings.scale,
+        sliding_window=settings.sliding_window,
+        logits_soft_cap=settings.logits_soft_cap,
+        alibi_slopes=None if settings.alibi_slopes is None else jnp.asarray(settings.alibi_slopes, jnp.float32),
+        sinks=sinks,
+        num_partitions=settings.num_partitions,
         plan=plan,
         tree_mask=tree_mask,
-        implementation=implementation,
+        implementation=settings.implementation,
     )
     return cache, out.reshape(*slots.shape, -1)
+
+
+def _positions(allocator: BlockAllocator, slots: jax.Array, query_starts: ArrayLike | None) -> jax.Array:
+    if query_starts is None:
+        return allocator.positions(slots.shape[1])
+    return packed.positions(as_int32(query_starts), allocator.lengths, tokens=slots.shape[0])
 
 
 def _pools(cache: KVCache | CacheLayer) -> KVCache:
@@ -68,13 +99,7 @@ def _pools(cache: KVCache | CacheLayer) -> KVCache:
 
 
 def check_call(
-    x: jax.Array,
-    cache: KVCache | CacheLayer,
-    slots: jax.Array,
-    query_starts: ArrayLike | None,
-    *,
-    num_kv_heads: int,
-    head_dim: int,
+    settings: Settings, x: jax.Array, cache: KVCache | CacheLayer, slots: jax.Array, query_starts: ArrayLike | None
 ) -> None:
     """Raises `ValueError` where a module's inputs do not fit together."""
     if query_starts is None and (x.ndim != 3 or slots.shape != x.shape[:2]):
@@ -87,19 +112,23 @@ def check_call(
             f"with query_starts x must be [tokens, features] and slots [tokens]; got {x.shape=}, {slots.shape=}."
         )
     k = _pools(cache).k
-    if k.shape[-2:] != (num_kv_heads, head_dim):
+    if k.shape[-2:] != (settings.num_kv_heads, settings.head_dim):
         raise ValueError(
-            f"the cache must be [blocks, block_size, {num_kv_heads}, {head_dim}] for this module; "
+            f"the cache must be [blocks, block_size, {settings.num_kv_heads}, {settings.head_dim}] for this module; "
             f"got {k.shape=}. Create it with the module's num_kv_heads and head_dim."
         )
 
 
-def check_sizes(num_heads: int, num_kv_heads: int, head_dim: int, frequencies: tuple[float, ...] | None) -> None:
-    """Raises `ValueError` where a module's sizes do not fit together."""
+def check_settings(settings: Settings) -> None:
+    """Raises `ValueError` where a module's settings do not fit together."""
+    num_heads, num_kv_heads, head_dim = settings.num_heads, settings.num_kv_heads, settings.head_dim
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads=}, {num_kv_heads=}.")
+    frequencies = settings.rotary_frequencies
     if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
         raise ValueError(
             f"rotary_frequencies must hold up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}. "
             "Make them with jaxpaged.rotary_frequencies(head_dim)."
         )
+    if frequencies is not None and settings.rotary is not None:
+        raise ValueError("rotary takes the place of rotary_frequencies; pass rotary_frequencies=None with it.")

@@ -1,6 +1,7 @@
 """Paged attention as a Flax Linen module."""
 
 import jax
+import jax.numpy as jnp
 from flax import linen
 from jax.typing import ArrayLike, DTypeLike
 
@@ -8,7 +9,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._modules import check_call, check_sizes, rotate_write_attend
+from jaxpaged._modules import Rotary, check_call, check_settings, rotate_write_attend
 from pallas_kernels.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention"]
@@ -38,11 +39,18 @@ class PagedAttention(linen.Module):
     num_kv_heads: int
     head_dim: int
     rotary_frequencies: tuple[float, ...] | None
+    rotary: Rotary | None = None
+    interleaved: bool = False
+    fused: bool = True
     use_bias: bool = False
     use_output_bias: bool = False
+    norm_epsilon: float | None = None
+    use_sinks: bool = False
+    use_gate: bool = False
     scale: float | None = None
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
     num_partitions: int | None = None
     implementation: Implementation | None = None
     dtype: DTypeLike | None = None
@@ -62,26 +70,37 @@ class PagedAttention(linen.Module):
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """As `jaxpaged.nnx.PagedAttention.__call__`."""
-        check_sizes(self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_frequencies)
-        check_call(x, cache, slots, query_starts, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        check_settings(self)
+        check_call(self, x, cache, slots, query_starts)
+        features, kv_features = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
-        def linear(name: str, features: int, bias: bool) -> linen.Dense:
+        def linear(name: str, features: int, bias: bool = self.use_bias) -> linen.Dense:
             return linen.Dense(features, use_bias=bias, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
 
+        def norm(name: str) -> linen.RMSNorm:
+            assert self.norm_epsilon is not None
+            return linen.RMSNorm(self.norm_epsilon, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+
+        if self.fused:
+            qkv = linear("qkv_proj", features + 2 * kv_features)(x)
+        else:
+            widths = {"q_proj": features, "k_proj": kv_features, "v_proj": kv_features}
+            qkv = jnp.concatenate([linear(name, width)(x) for name, width in widths.items()], axis=-1)
         cache, out = rotate_write_attend(
-            linear("qkv_proj", (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, self.use_bias)(x),
+            self,
+            qkv,
             cache,
             allocator,
             slots,
             query_starts,
             positions,
-            frequencies=self.rotary_frequencies,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            logits_soft_cap=self.logits_soft_cap,
-            num_partitions=self.num_partitions,
+            norms=None if self.norm_epsilon is None else (norm("q_norm"), norm("k_norm")),
+            sinks=self.param("sinks", linen.initializers.zeros, (self.num_heads,), self.param_dtype)
+            if self.use_sinks
+            else None,
             plan=plan,
             tree_mask=tree_mask,
-            implementation=self.implementation,
         )
+        if self.use_gate:
+            out *= linen.sigmoid(linear("gate_proj", features)(x))
         return cache, linear("o_proj", x.shape[-1], self.use_output_bias)(out)

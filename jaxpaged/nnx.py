@@ -1,6 +1,7 @@
 """Paged attention as a Flax NNX module."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
@@ -8,7 +9,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._modules import check_call, check_sizes, rotate_write_attend
+from jaxpaged._modules import Rotary, check_call, check_settings, rotate_write_attend
 from pallas_kernels.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention"]
@@ -17,25 +18,38 @@ __all__ = ["PagedAttention"]
 class PagedAttention(nnx.Module):
     """Causal self-attention whose keys and values live in a paged cache.
 
-    It projects, rotates q and k, writes k and v into the cache, attends, and projects back. The cache and the allocator
-    are arguments, the new cache is a result: the module only holds weights.
+    It projects, normalises and rotates q and k, writes k and v into the cache, attends, and projects back. The cache
+    and the allocator are arguments, the new cache is a result: the module only holds weights.
 
-    q, k and v are one product, which reads its weights faster than three. `qkv_proj.kernel` is
-    `[in_features, (num_heads + 2 * num_kv_heads) * head_dim]`, the columns of q, then of k, then of v; its bias
-    likewise. Make it of separate kernels with `jnp.concatenate([q, k, v], axis=-1)`. `o_proj.kernel` is
-    `[num_heads * head_dim, in_features]`.
+    Parameters, with biases where asked for:
+
+    - `qkv_proj.kernel` `[in_features, (num_heads + 2 * num_kv_heads) * head_dim]`: the columns of q, then of k, then of
+      v. One product reads its weights faster than three. Make it of separate kernels with
+      `jnp.concatenate([q, k, v], axis=-1)`, or have `q_proj`, `k_proj` and `v_proj` with `fused=False`.
+    - `o_proj.kernel` `[num_heads * head_dim, in_features]`.
+    - `q_norm.scale`, `k_norm.scale` `[head_dim]`, with `norm_epsilon`.
+    - `sinks` `[num_heads]`, with `use_sinks`.
+    - `gate_proj.kernel` `[in_features, num_heads * head_dim]`, with `use_gate`.
 
     Args:
         in_features: width of the input and the output.
         num_heads: query heads.
         num_kv_heads: KV heads; must divide `num_heads`.
         head_dim: numbers a head.
-        rotary_frequencies: from `jaxpaged.rotary_frequencies`, up to `head_dim // 2` numbers; None: no rotation.
+        rotary_frequencies: from `jaxpaged.rotary_frequencies`, up to `head_dim // 2` numbers; None: no rotation, but
+            for that of `rotary`.
+        rotary: the model's own rotation, `(x [..., heads, head_dim], positions [...]) -> x`, for q and for k.
+        interleaved: whether the pairs that `rotary_frequencies` turn are neighbours, see `rotate_and_write_kv`.
+        fused: whether q, k and v are one product.
         use_bias: whether q, k and v have a bias.
         use_output_bias: whether the output projection has one.
-        scale: as in `jaxpaged.paged_attention`, like the next four.
+        norm_epsilon: of the RMS norm of each head of q and k, before they are rotated; None: no norm.
+        use_sinks: whether each head has a sink, a logit without a value.
+        use_gate: whether the heads' output is multiplied by the sigmoid of a projection of x.
+        scale: as in `jaxpaged.paged_attention`, like the next five.
         sliding_window: in tokens.
         logits_soft_cap: of the logits.
+        alibi_slopes: one a head.
         num_partitions: of each sequence.
         implementation: of the attention.
         dtype: of the computation; None: the one that input and parameters promote to.
@@ -68,32 +82,58 @@ class PagedAttention(nnx.Module):
         num_kv_heads: int,
         head_dim: int,
         rotary_frequencies: tuple[float, ...] | None,
+        rotary: Rotary | None = None,
+        interleaved: bool = False,
+        fused: bool = True,
         use_bias: bool = False,
         use_output_bias: bool = False,
+        norm_epsilon: float | None = None,
+        use_sinks: bool = False,
+        use_gate: bool = False,
         scale: float | None = None,
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
+        alibi_slopes: tuple[float, ...] | None = None,
         num_partitions: int | None = None,
         implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = "float32",
         rngs: nnx.Rngs,
     ):
-        check_sizes(num_heads, num_kv_heads, head_dim, rotary_frequencies)
+        self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.rotary_frequencies = rotary_frequencies
+        self.rotary = rotary
+        self.interleaved = interleaved
         self.scale = scale
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
+        self.alibi_slopes = alibi_slopes
         self.num_partitions = num_partitions
         self.implementation = implementation
+        check_settings(self)
 
         def linear(features_in: int, features_out: int, bias: bool) -> nnx.Linear:
             return nnx.Linear(features_in, features_out, use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        self.qkv_proj = linear(in_features, (num_heads + 2 * num_kv_heads) * head_dim, use_bias)
-        self.o_proj = linear(num_heads * head_dim, in_features, use_output_bias)
+        def norm() -> nnx.RMSNorm | None:
+            if norm_epsilon is None:
+                return None
+            return nnx.RMSNorm(head_dim, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        features, kv_features = num_heads * head_dim, num_kv_heads * head_dim
+        self.fused = fused
+        if fused:
+            self.qkv_proj = linear(in_features, features + 2 * kv_features, use_bias)
+        else:
+            self.q_proj = linear(in_features, features, use_bias)
+            self.k_proj = linear(in_features, kv_features, use_bias)
+            self.v_proj = linear(in_features, kv_features, use_bias)
+        self.q_norm, self.k_norm = norm(), norm()
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None
+        self.gate_proj = linear(in_features, features, use_bias) if use_gate else None
+        self.o_proj = linear(features, in_features, use_output_bias)
 
     def __call__[C: (KVCache, CacheLayer)](
         self,
@@ -128,21 +168,24 @@ class PagedAttention(nnx.Module):
         Raises:
             ValueError: shapes that do not fit.
         """
-        check_call(x, cache, slots, query_starts, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        check_call(self, x, cache, slots, query_starts)
+        if self.fused:
+            qkv = self.qkv_proj(x)
+        else:
+            qkv = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
         cache, out = rotate_write_attend(
-            self.qkv_proj(x),
+            self,
+            qkv,
             cache,
             allocator,
             slots,
             query_starts,
             positions,
-            frequencies=self.rotary_frequencies,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            logits_soft_cap=self.logits_soft_cap,
-            num_partitions=self.num_partitions,
+            norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
+            sinks=None if self.sinks is None else self.sinks[...],
             plan=plan,
             tree_mask=tree_mask,
-            implementation=self.implementation,
         )
+        if self.gate_proj is not None:
+            out *= nnx.sigmoid(self.gate_proj(x))
         return cache, self.o_proj(out)

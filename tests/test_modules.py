@@ -20,11 +20,21 @@ SIZES = dict(
     head_dim=HEAD_DIM,
     rotary_frequencies=jaxpaged.rotary_frequencies(HEAD_DIM, 500.0),
 )
+
+
+def shrunk(x, positions):
+    """Stands for a model's own rotation."""
+    return x / (1 + positions[..., None, None].astype(x.dtype))
+
+
 OPTIONS = [
     {},
     dict(use_bias=True, use_output_bias=True),
     dict(sliding_window=5, logits_soft_cap=2.0, scale=0.4),
     dict(rotary_frequencies=None, num_partitions=2),
+    dict(interleaved=True, norm_epsilon=1e-3, fused=False, use_bias=True, use_gate=True),
+    dict(rotary_frequencies=None, rotary=shrunk, use_sinks=True),
+    dict(rotary_frequencies=None, alibi_slopes=tuple(2.0**-i for i in range(HEADS))),
 ]
 LENGTHS = (11, 1, 7)
 
@@ -32,18 +42,13 @@ LENGTHS = (11, 1, 7)
 def make(options):
     """Both modules with the same weights."""
     ours = jaxpaged.nnx.PagedAttention(FEATURES, **SIZES | options, rngs=nnx.Rngs(1))
-    # Biases start at zero: give them something to do.
-    for name in ("qkv_proj", "o_proj"):
-        bias = getattr(ours, name).bias
-        if bias is not None:
-            bias.set_value(jax.random.normal(jax.random.key(3), bias.shape))
-    weights = {
-        name: {kind: p for kind in ("kernel", "bias") if (p := getattr(ours, name).__dict__.get(kind)) is not None}
-        for name in ("qkv_proj", "o_proj")
-    }
-    weights = jax.tree.map(lambda p: p.get_value(), weights, is_leaf=lambda p: isinstance(p, nnx.Param))
+    state = nnx.state(ours)
+    for path, parameter in nnx.to_flat_state(state):
+        if path[-1] != "kernel":  # they start at 0 or 1: give them something to do
+            parameter.set_value(1 + jax.random.normal(jax.random.key(3), parameter.shape))
+    nnx.update(ours, state)
     linen = jaxpaged.linen.PagedAttention(**SIZES | options)
-    return ours, functools.partial(linen.apply, {"params": weights})
+    return ours, functools.partial(linen.apply, {"params": nnx.to_pure_dict(state)})
 
 
 def fresh():
@@ -60,27 +65,51 @@ def prompt_batch(sequences, q_len):
 
 
 def dense(module, x, options):
-    """The same attention over one whole sequence [tokens, features], in jnp, with nothing paged."""
-    length = x.shape[0]
-    q, k, v = jnp.split(module.qkv_proj(x).reshape(length, -1, HEAD_DIM), [HEADS, HEADS + KV_HEADS], axis=1)
-    frequencies = (SIZES | options)["rotary_frequencies"]
-    if frequencies is not None:
-        angles = np.outer(np.arange(length), frequencies)
+    """The same attention over one whole sequence [tokens, features], in NumPy, with nothing paged."""
+    length, options, x = len(x), SIZES | options, np.asarray(x)
+
+    def project(name, x):
+        linear = getattr(module, name)
+        return x @ np.asarray(linear.kernel) + (0 if linear.bias is None else np.asarray(linear.bias))
+
+    names = ["qkv_proj"] if options.get("fused", True) else ["q_proj", "k_proj", "v_proj"]
+    qkv = np.concatenate([project(name, x) for name in names], axis=-1).reshape(length, -1, HEAD_DIM)
+    q, k, v = np.split(qkv, [HEADS, HEADS + KV_HEADS], axis=1)
+    if "norm_epsilon" in options:
+
+        def normalised(x, norm):
+            return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + options["norm_epsilon"]) * np.asarray(norm.scale)
+
+        q, k = normalised(q, module.q_norm), normalised(k, module.k_norm)
+    if "rotary" in options:
+        q, k = (options["rotary"](x, np.arange(length)) for x in (q, k))
+    elif options["rotary_frequencies"] is not None:
+        angles = np.outer(np.arange(length), options["rotary_frequencies"])
         turn = np.exp(1j * angles)[:, None]  # a rotation is a product of complex numbers
+        first, second = np.arange(HEAD_DIM // 2), np.arange(HEAD_DIM // 2, HEAD_DIM)
+        if options.get("interleaved"):
+            first, second = 2 * first, 2 * first + 1
 
         def rotate(x):
-            pairs = np.asarray(x[..., : HEAD_DIM // 2]) + 1j * np.asarray(x[..., HEAD_DIM // 2 :])
-            return jnp.asarray(np.concatenate([(pairs * turn).real, (pairs * turn).imag], -1), jnp.float32)
+            turned, pairs = np.empty_like(x), (x[..., first] + 1j * x[..., second]) * turn
+            turned[..., first], turned[..., second] = pairs.real, pairs.imag
+            return turned
 
         q, k = rotate(q), rotate(k)
-    k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
-    logits = jnp.einsum("shd,thd->hst", q, k) * options.get("scale", HEAD_DIM**-0.5)
+    k, v = (np.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
+    logits = np.einsum("shd,thd->hst", q, k) * options.get("scale", HEAD_DIM**-0.5)
     if "logits_soft_cap" in options:
-        logits = options["logits_soft_cap"] * jnp.tanh(logits / options["logits_soft_cap"])
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None]
+        logits = options["logits_soft_cap"] * np.tanh(logits / options["logits_soft_cap"])
+    distance = np.arange(length)[:, None] - np.arange(length)[None]
+    if "alibi_slopes" in options:
+        logits -= np.asarray(options["alibi_slopes"])[:, None, None] * distance
     seen = (distance >= 0) & (distance < options.get("sliding_window", length))
-    weights = jax.nn.softmax(jnp.where(seen[None], logits, -jnp.inf), axis=-1)
-    return module.o_proj(jnp.einsum("hst,thd->shd", weights, v).reshape(length, -1))
+    weights = np.exp(np.where(seen, logits, -np.inf))
+    sinks = np.exp(np.asarray(module.sinks))[:, None, None] if options.get("use_sinks") else 0
+    out = np.einsum("hst,thd->shd", weights / (weights.sum(axis=-1, keepdims=True) + sinks), v).reshape(length, -1)
+    if options.get("use_gate"):
+        out = out / (1 + np.exp(-project("gate_proj", x)))
+    return project("o_proj", out)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -216,6 +245,7 @@ def test_nothing_is_hidden_in_the_modules():
     [
         (dict(num_heads=5), r"num_heads must be a multiple of num_kv_heads; got num_heads=5, num_kv_heads=2"),
         (dict(head_dim=8), r"rotary_frequencies must hold up to head_dim // 2 numbers; got 8 for head_dim=8"),
+        (dict(rotary=lambda x, positions: x), r"pass rotary_frequencies=None with it"),
     ],
 )
 def test_size_errors(changes, message):

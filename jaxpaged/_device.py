@@ -15,10 +15,15 @@ class Gpu:
     fast_memory: bool = False  # an H200's, for which `decode_config` has rules of its own
 
 
+def is_gpu() -> bool:
+    """Whether JAX uses a GPU by default."""
+    return jax.devices()[0].platform == "gpu"
+
+
 def gpu() -> Gpu:
     """The GPU that JAX uses by default. Raises `NotImplementedError` where that is no GPU."""
     device = jax.devices()[0]
-    if device.platform != "gpu":
+    if not is_gpu():
         raise NotImplementedError(f"the Mosaic GPU kernels need an NVIDIA GPU; got {device.platform=}.")
     return Gpu(
         num_sms=int(device.core_count),

@@ -1,11 +1,16 @@
 """Every implementation of paged_attention against the oracle, and the oracle against dense attention."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import paged_attention, paged_attention_reference
+from jaxpaged import _device, paged_attention, paged_attention_reference
+from jaxpaged._attention import xla
+from jaxpaged._attention.arguments import AttentionArguments
+from pallas_kernels.attention_options import AttentionOptions
 from tests.cases import (
     OPTIONS,
     Case,
@@ -61,6 +66,47 @@ def test_groups(heads, kv_heads):
 @pytest.mark.parametrize("num_partitions", [None, 1, 2, 5])
 def test_no_divisibility_rule(max_blocks, num_partitions):
     check(make_case(max_blocks=max_blocks, lengths=(16 * max_blocks, 1, 0)), num_partitions=num_partitions)
+
+
+@pytest.mark.parametrize(
+    ("shape", "partitions"),
+    [
+        (dict(), 64),  # all of 1 x 8192 in one step
+        (dict(capacity=12288), 48),  # in two steps
+        (dict(seqs=8), 8),
+        (dict(seqs=64), 1),
+        (dict(seqs=64, capacity=100), 1),
+        (dict(cache_dtype=jnp.float8_e4m3fn), 32),  # widened to float32
+        (dict(block_size=512), 64),
+        (dict(q_len=512), 4),  # the logits of a prompt
+    ],
+)
+def test_partitions_of_xla_fill_a_gpu(shape, partitions):
+    def default(*, seqs=1, q_len=1, capacity=8192, block_size=8, cache_dtype=jnp.bfloat16, on_gpu=True):
+        cache = jax.ShapeDtypeStruct((100, block_size, 8, 128), cache_dtype)
+        a = AttentionArguments(
+            q=jax.ShapeDtypeStruct((seqs, q_len, 32, 128), jnp.bfloat16),
+            k_cache=cache,
+            v_cache=cache,
+            block_tables=jax.ShapeDtypeStruct((seqs, capacity // block_size), jnp.int32),
+            lengths=jax.ShapeDtypeStruct((seqs,), jnp.int32),
+            options=AttentionOptions(scale=jax.ShapeDtypeStruct((), jnp.float32)),
+        )
+        return xla.default_partitions(a, on_gpu=on_gpu)
+
+    assert default(**shape) == partitions
+    assert default(**shape, on_gpu=False) == 1
+
+
+def test_partitions_of_xla_are_those_of_the_device(monkeypatch):
+    case = make_case(lengths=(0, 1, 300, 1100, 517), max_blocks=80)
+
+    def traced(**options):
+        return str(jax.make_jaxpr(functools.partial(paged_attention, implementation="xla", **options))(*case.arrays))
+
+    assert traced() == traced(num_partitions=1)
+    monkeypatch.setattr(_device, "is_gpu", lambda: True)
+    assert traced() == traced(num_partitions=10)  # 1280 tokens
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

@@ -127,10 +127,10 @@ def paged_attention(
             more newest tokens than bits have no tree. "mosaic_gpu" takes up to 64 rows (q_len * heads / kv_heads)
             without `query_starts`, a window and ALiBi.
         num_partitions: into how many parts each sequence is cut, computed side by side and then merged. With a number,
-            a sequence's output does not depend on its batch neighbours. None: "xla" takes 1, "mosaic_gpu" as many as
-            fill the GPU.
+            a sequence's output does not depend on its batch neighbours. None: as many as fill the GPU; on a
+            CPU 1.
         plan: from `plan_partitions`, instead of a number: partitions by the true lengths, for batches in which a few
-            sequences are much longer than the others. "xla" takes 1 instead.
+            sequences are much longer than the others. "xla" takes its default instead.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for Hopper GPUs (compute capability 9.0), with q in bfloat16 or float16
             and a cache in q's dtype or of 8 bits; "xla", anything anywhere; None, the first of these that JAX's default
@@ -179,7 +179,7 @@ def paged_attention(
         if _use_kernel(p, implementation):
             out, lse = mosaic_gpu.attend_packed(p, num_partitions=num_partitions, window=window)
         else:
-            out, lse = xla.attend_packed(p, num_partitions=num_partitions or 1)
+            out, lse = xla.attend_packed(p, num_partitions=num_partitions)
         return (out, lse) if return_lse else out
     a = check_arguments(*arrays, tree_mask=tree_mask, **options)
     if plan is not None:
@@ -187,7 +187,7 @@ def paged_attention(
     if _use_kernel(a, implementation):
         out, lse = mosaic_gpu.attend(a, num_partitions=plan or num_partitions, window=window)
     else:
-        out, lse = xla.attend(a, num_partitions=num_partitions or 1)
+        out, lse = xla.attend(a, num_partitions=num_partitions)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out

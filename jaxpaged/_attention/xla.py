@@ -18,26 +18,53 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpaged import _device
 from jaxpaged._attention import packed
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
 from jaxpaged._cache.pool_rows import take_rows
 
 TILE = 128  # tokens; against 256, 3 times as fast at 80 tokens and equal at 1000 on 2 CPU cores (9/3 heads, batch 1)
 
+# Bytes of tiles and their logits in a step of the loop on a GPU, where a step is about a dozen kernels, whatever its
+# size. H100, 32/8 heads of 128, us: 1 x 8192 in 64 steps 2000, in one, of 35 MB, 175.
+STEP_BYTES = 40 * 1024 * 1024
+
 RUN = 16  # packed tokens that read a tile of keys together: one tile is held for each `tokens / RUN + seqs` of them
 
 
-@functools.partial(jax.jit, static_argnames="num_partitions")
-def attend(a: AttentionArguments, *, num_partitions: int) -> tuple[jax.Array, jax.Array]:
+def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
+    return _attend_in_jit(num_partitions or default_partitions(a, on_gpu=_device.is_gpu()), a)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend_in_jit(num_partitions: int, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     return _attend(num_partitions, _cut_blocks(a))
 
 
-def attend_packed(p: PackedArguments, *, num_partitions: int) -> tuple[jax.Array, jax.Array]:
+def attend_packed(p: PackedArguments, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
     """Returns out [tokens, heads, head_dim] in q's dtype and lse f32 [tokens, heads]."""
     runs = packed.runs_of(p, RUN)
     out, lse = attend(packed.cut(p, runs), num_partitions=num_partitions)
     return packed.join(out, lse, p, runs)
+
+
+def default_partitions(a: AttentionArguments, *, on_gpu: bool) -> int:
+    """Partitions of each sequence, by static shapes: on a GPU as many as STEP_BYTES have room for, on a CPU 1."""
+    if not on_gpu:
+        return 1
+    seqs, q_len, heads, head_dim = a.q.shape
+    kv_heads, tile = a.k_cache.shape[2], _tile_of(a.block_size)
+    slot_bytes = 2 * kv_heads * head_dim * (4 if _is_widened(a) else a.k_cache.dtype.itemsize)
+    tile_bytes = tile * (slot_bytes + q_len * heads * 4)
+    tiles = -(-a.block_tables.shape[1] * a.block_size // tile)
+    steps = -(-tiles // max(1, STEP_BYTES // (seqs * tile_bytes)))
+    return -(-tiles // steps)
+
+
+def _is_widened(a: AttentionArguments) -> bool:
+    """Whether tiles of keys or values are computed with in float32, not in the cache's dtype."""
+    return a.k_cache.dtype != a.q.dtype or a.options.k_scale is not None or a.options.v_scale is not None
 
 
 def _cut_blocks(a: AttentionArguments) -> AttentionArguments:
@@ -80,8 +107,8 @@ def _attend_jvp(num_partitions: int, primals: tuple, tangents: tuple) -> tuple:
 
 
 def _tile_of(block_size: int) -> int:
-    """Tokens in a tile: whole blocks, TILE where the block size divides it."""
-    return max(1, TILE // block_size) * block_size
+    """Tokens in a tile: TILE where it and the block size divide one another, otherwise whole blocks."""
+    return TILE if block_size % TILE == 0 else max(1, TILE // block_size) * block_size
 
 
 def _online_softmax(num_partitions: int, num_steps: int | None, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:

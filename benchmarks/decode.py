@@ -39,19 +39,24 @@ from benchmarks.harness import (
 )
 from benchmarks.partitioned import Partitions, partitioned
 from benchmarks.points import GRID, HEADS, QUANTISED, VARIANTS, Inputs, Point, make_inputs, parse, shapes_of
-from jaxpaged import paged_attention_reference
+from jaxpaged import paged_attention_reference, tree_mask
 
 MAX_CHECKED = 4  # sequences of a point that are compared with the reference
 
 
 def options_of(point: Point) -> dict[str, Any]:
-    return {"sliding_window": point.window} if point.window else {}
+    return ({"sliding_window": point.window} if point.window else {}) | ({"tree": True} if point.tree else {})
 
 
-def with_scales(attention: Any, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, **options: Any) -> Any:
+def with_scales(
+    attention: Any, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, tree: bool = False, **options: Any
+) -> Any:
     """`attention(q, k, v, block_tables, lengths)`, with the scales of a quantised cache between v and the tables."""
     *scales, block_tables, lengths = rest
-    named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+    named: dict[str, Any] = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+    if tree:  # each token has two children
+        mask = tree_mask((jnp.arange(q.shape[1]) - 1) // 2)
+        named["tree_mask"] = jnp.broadcast_to(mask, (q.shape[0], *mask.shape))
     return attention(q, k, v, block_tables, lengths, **named, **options)
 
 

@@ -3,7 +3,8 @@
 A point is written as heads, batch x length and options, for example `32/8 64x8192 block_size=64`. In the place of the
 length, `ragged8192` draws lengths uniformly from 1..8192, `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled, and
 `outlier131072` gives one sequence, in the middle, that many tokens and the others 1024.
-`cache=float8_e4m3fn scale=head` is a quantised cache, `room=8192` a block table with room for that many tokens each.
+`cache=float8_e4m3fn scale=head` is a quantised cache, `room=8192` a block table with room for that many tokens each,
+`q_len=8 tree=1` a binary tree of 8 drafted tokens.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ VARIANTS = (
     *(f"32/8 {shape} head_dim={n}" for n in (64, 256) for shape in ("1x8192", "64x2048", "64x8192")),
     *(f"32/8 {shape} window=1024" for shape in ("1x32768", "64x8192")),
     *(f"32/8 {shape} q_len={n}" for n in (4, 16) for shape in ("1x8192", "8x2048", "64x8192")),
+    *("32/8 64x2048 q_len=8", "32/8 64x2048 q_len=8 tree=1"),
     *("32/8 64xzipf8192", "64/8 64xzipf8192", "32/32 64xzipf8192"),
 )
 _CACHES = (
@@ -66,6 +68,7 @@ class Point:
     q_len: int = 1
     window: int = 0  # 0: none
     room: int = 0  # tokens that a row of the table has room for, where that is more than the longest sequence takes
+    tree: bool = False  # the q_len tokens of a sequence are a tree, not a chain
     contiguous: bool = False  # the blocks of a sequence in order, instead of shuffled
     dtype: str = "bfloat16"
     cache: str = ""  # the cache's dtype, where it is not `dtype`
@@ -152,8 +155,8 @@ def parse(name: str) -> Point:
         key: value if key in ("cache", "scale") else int(value)
         for key, value in (option.split("=") for option in options)
     }
-    contiguous = bool(fields.pop("contiguous", 0))
-    return Point(name, num_heads, kv_heads, lengths, contiguous=contiguous, **fields)
+    fields |= {flag: bool(fields.get(flag)) for flag in ("contiguous", "tree")}
+    return Point(name, num_heads, kv_heads, lengths, **fields)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PAGES = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"))]
 
 
 def test_the_readme_example_runs():
@@ -19,14 +20,14 @@ def test_the_readme_example_runs():
     assert len(code.strip().splitlines()) <= 12
 
 
-@pytest.mark.parametrize("page", [page.name for page in ROOT.glob("docs/*.md") if "```python" in page.read_text()])
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
 def test_the_examples_of_the_docs_run(page):
-    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
         with jax.numpy_dtype_promotion("strict"):
             exec(code, {})
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *PAGES])
 def test_links_and_named_files_exist(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):

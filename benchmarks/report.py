@@ -8,7 +8,9 @@ import re
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from jaxpaged import cache_capacity
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "allocator", "cache", "engine")]
@@ -53,6 +55,14 @@ VARIANTS = (  # GPU, file, shape, what the file calls it
 QUANTISED = ("H100", "32/8 64x8192"), ("H100", "32/8 8x4096"), ("H200", "32/8 64x8192")
 CACHES = tuple(
     f" cache={dtype} scale={scale}" for dtype in ("float8_e4m3fn", "int8") for scale in ("head", "token_head")
+)
+CHOICES: tuple[tuple[str, Literal["token_head", "head"] | None], ...] = (
+    ("bfloat16", None),
+    ("int8", "token_head"),
+    ("int8", "head"),
+    ("float8_e4m3fn", "token_head"),
+    ("float8_e4m3fn", "head"),
+    ("float8_e5m2", "head"),
 )
 CACHE_OPERATIONS = {
     "write_kv | 8192 tokens": "`write_kv`, bfloat16",
@@ -171,6 +181,24 @@ def quantised() -> str:
     return table(("GPU", "sequences x length", "bfloat16", *columns), rows)
 
 
+def cache_choices() -> str:
+    """By the exact bytes, a call on an H100, and the perplexity of a small model; over those of bfloat16."""
+    times, perplexities = points("h100/quantised"), points("cpu/perplexity")
+    rows = []
+    for dtype, scale in CHOICES:
+        sizes = dict(num_layers=1, num_kv_heads=8, head_dim=128)
+        bytes_per_token = cache_capacity(10**9, [1], dtype=dtype, scale_per=scale, **sizes).bytes_per_token
+        time = times["32/8 64x8192" + (f" cache={dtype} scale={scale}" if scale else "")]["us"]
+        perplexity = perplexities[f"{dtype}/{scale}" if scale else dtype]["perplexity"]
+        rows.append((dtype, scale or "", bytes_per_token, time, perplexity))
+    _, _, most_bytes, most_time, least_perplexity = rows[0]
+    texts = (
+        [*names, f"{size / most_bytes:.2f}", f"{time / most_time:.2f}", f"{perplexity / least_perplexity:.3f}"]
+        for *names, size, time, perplexity in rows
+    )
+    return table(("dtype", "scale", "memory", "time", "perplexity"), texts)
+
+
 def decode_step() -> str:
     rows = []
     for gpu in ("h100", "h200"):
@@ -241,6 +269,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "packed": packed,
     "engine": engine,
     "quantised": quantised,
+    "cache choices": cache_choices,
     "decode step": decode_step,
     "cache operations": cache_operations,
     "allocator": allocator,

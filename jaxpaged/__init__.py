@@ -9,6 +9,7 @@ from jaxpaged._attention.partitions import PartitionPlan, plan_partitions
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
 from jaxpaged._attention.tree import tree_mask
+from jaxpaged._cache.capacity import CacheCapacity, cache_capacity
 from jaxpaged._cache.copy_blocks import copy_blocks
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockAllocator",
+    "CacheCapacity",
     "CacheLayer",
     "Completion",
     "Engine",
@@ -44,6 +46,7 @@ __all__ = [
     "attend",
     "blocks_from_host",
     "blocks_to_host",
+    "cache_capacity",
     "copy_blocks",
     "gather_kv",
     "kv_scale",

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -88,34 +88,49 @@ class KVCache:
         """
         sizes = dict(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
         shape = tuple(checked_size(name, size) for name, size in sizes.items())
-        if jnp.dtype(dtype) not in CACHE_DTYPES:
-            names = ", ".join(jnp.dtype(known).name for known in CACHE_DTYPES)
-            raise ValueError(f"dtype must be one of {names}; got dtype={jnp.dtype(dtype).name}.")
+        granularity = checked_granularity(dtype, scale_per)
         layers = () if num_layers is None else (checked_size("num_layers", num_layers),)
         shape = layers + shape
         return cls(
             k=jnp.zeros(shape, dtype),
             v=jnp.zeros(shape, dtype),
-            k_scale=_create_scale("k_scale", k_scale, scale_per, jnp.dtype(dtype), layers, shape),
-            v_scale=_create_scale("v_scale", v_scale, scale_per, jnp.dtype(dtype), layers, shape),
+            k_scale=_create_scale("k_scale", k_scale, granularity, jnp.dtype(dtype), layers, shape),
+            v_scale=_create_scale("v_scale", v_scale, granularity, jnp.dtype(dtype), layers, shape),
         )
+
+
+def checked_granularity(dtype: DTypeLike, scale_per: str | None) -> Granularity | None:
+    """What has its own scale in a cache of this dtype; None where it is not quantised.
+
+    Raises:
+        ValueError: no dtype of a cache, no granularity, or one that does not go with the dtype.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype not in CACHE_DTYPES:
+        names = ", ".join(jnp.dtype(known).name for known in CACHE_DTYPES)
+        raise ValueError(f"dtype must be one of {names}; got dtype={dtype.name}.")
+    if scale_per not in (None, *get_args(Granularity)):
+        raise ValueError(f'scale_per must be "tensor", "head", "token_head" or None; got {scale_per=}.')
+    if dtype in LARGEST:
+        return cast(Granularity, scale_per or "token_head")
+    if scale_per is not None:
+        raise ValueError(f"a {dtype} cache is not quantised: leave scale_per out; got {scale_per=}.")
+    return None
 
 
 def _create_scale(
     name: str,
     value: ArrayLike | None,
-    scale_per: str | None,
+    scale_per: Granularity | None,
     dtype: jnp.dtype,
     layers: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> jax.Array | None:
-    if scale_per not in (None, "tensor", "head", "token_head"):
-        raise ValueError(f'scale_per must be "tensor", "head", "token_head" or None; got {scale_per=}.')
-    if dtype not in LARGEST:
-        if scale_per is not None or value is not None:
-            raise ValueError(f"a {dtype} cache is not quantised: leave scale_per and {name} out; got {scale_per=}.")
+    if scale_per is None:
+        if value is not None:
+            raise ValueError(f"a {dtype} cache is not quantised: leave {name} out.")
         return None
-    if scale_per in (None, "token_head"):
+    if scale_per == "token_head":
         if value is not None:
             raise ValueError(
                 f'{name} goes with scale_per="tensor" or "head": write_kv finds those of each token itself.'

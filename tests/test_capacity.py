@@ -1,0 +1,84 @@
+"""How much fits into a memory: the bytes of the very caches, and sequences counted one by one."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import KVCache, cache_capacity
+
+SIZES = dict(num_kv_heads=3, head_dim=24, block_size=5)
+
+
+def created_bytes(*, scale_per, **sizes):
+    """Of what KVCache.create makes, without making it."""
+    scale = 1.0 if scale_per in ("head", "tensor") else None
+    create = functools.partial(KVCache.create, **sizes, scale_per=scale_per, k_scale=scale, v_scale=scale)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "scale_per"),
+    [
+        ("float32", None),
+        (jnp.bfloat16, None),
+        *itertools.product((jnp.int8, "float8_e4m3fn"), ("token_head", "head", "tensor")),
+    ],
+)
+def test_the_bytes_are_those_of_the_caches_and_one_block_more_does_not_fit(dtype, scale_per, stacked):
+    memory = 1_000_003
+    capacity = cache_capacity(memory, [7], num_layers=4, dtype=dtype, scale_per=scale_per, **SIZES)
+
+    def num_bytes(num_blocks):
+        arguments = dict(dtype=dtype, scale_per=scale_per, num_blocks=num_blocks, **SIZES)
+        return created_bytes(num_layers=4, **arguments) if stacked else 4 * created_bytes(**arguments)
+
+    assert capacity.num_bytes == num_bytes(capacity.num_blocks) <= memory < num_bytes(capacity.num_blocks + 1)
+    assert capacity.bytes_per_token * 5 == num_bytes(3) - num_bytes(2)
+
+
+def test_sequences_are_as_many_as_find_blocks_one_after_the_other():
+    lengths = [1, 5, 6, 23, 40]
+    capacity = cache_capacity(200_000, lengths, num_layers=2, **SIZES)
+    free, num_seqs = capacity.num_blocks - 1, 0
+    for length in itertools.cycle(lengths):
+        free -= -(-length // 5)
+        if free < 0:
+            break
+        num_seqs += 1
+    assert num_seqs - len(lengths) < capacity.num_seqs < num_seqs + len(lengths)
+    assert capacity.num_contiguous_seqs == 200_000 // (40 * capacity.bytes_per_token) < capacity.num_seqs
+    assert cache_capacity(200_000, np.array(lengths), num_layers=2, **SIZES) == capacity
+    longer = cache_capacity(200_000, lengths, num_layers=2, max_length=80, **SIZES)
+    assert longer.num_contiguous_seqs == capacity.num_contiguous_seqs // 2
+
+
+def test_a_capacity_as_text():
+    capacity = cache_capacity(200_000, [6], num_layers=2, **SIZES)
+    assert str(capacity) == (
+        "0.2 MB: 69 blocks of 5 tokens for 340 tokens of 576 bytes\n"
+        "34 sequences of the given lengths; a contiguous cache for 6 tokens each holds 57"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(memory_bytes=2 * 5 * 576 - 1), r"memory_bytes=5759 holds 1 blocks .* Pass at least 5760\."),
+        (dict(memory_bytes=2.0), r"memory_bytes must be an int; got memory_bytes=2\.0"),
+        (dict(lengths=[]), r"at least one length; pass \[average\]"),
+        (dict(lengths=[3, 0]), r"a length must be at least 1"),
+        (dict(max_length=6), r"max_length must be at least 7; got max_length=6"),
+        (dict(head_dim=0), r"head_dim must be at least 1"),
+        (dict(dtype="int4"), r"dtype must be one of float32"),
+        (dict(scale_per="head"), r"a bfloat16 cache is not quantised"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        cache_capacity(**(dict(memory_bytes=10**6, lengths=[7], num_layers=2, **SIZES) | changes))
+    assert cache_capacity(2 * 5 * 576, [7], num_layers=2, **SIZES).num_blocks == 2

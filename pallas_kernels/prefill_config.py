@@ -22,6 +22,7 @@ class Config:
     separate_output: bool  # whether O has its own SMEM, so that the next item's Q is fetched while O is written
     num_parts: int = 1  # of the tiles that an item sees, each a program's; more than one are merged after the kernel
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches
+    causal: bool = True  # False: every query token sees the whole sequence, and stands at its last token
 
 
 def check_supported(
@@ -41,7 +42,7 @@ def check_supported(
         )
 
 
-def default_config(*, group: int, head_dim: int, num_sms: int, num_parts: int = 1) -> Config:
+def default_config(*, group: int, head_dim: int, num_sms: int, num_parts: int = 1, causal: bool = True) -> Config:
     heads, item_tokens = heads_and_tokens(group)
     width = round_up(head_dim, 64)
     # Of head_dim 128, O takes 64 registers of a thread: 128 tokens a step spill registers, and 64 are faster on an
@@ -55,6 +56,7 @@ def default_config(*, group: int, head_dim: int, num_sms: int, num_parts: int = 
         num_stages=num_stages,
         separate_output=width <= 128,
         num_parts=num_parts,
+        causal=causal,
     )
 
 

@@ -18,6 +18,9 @@ on each SM computes its share of them, one after the other, with three warpgroup
 | Q | GMEM to SMEM by asynchronous copies of 16 bytes, while the item before is written |
 | S, P, m, l, O | registers; O through SMEM to GMEM, lse directly to GMEM |
 
+Without a causal mask (`Config.causal`) every query token sees the whole sequence: the queries of many sequences, for
+example, and the blocks that all of them begin with.
+
 Few query tokens make fewer items than there are SMs. Then several programs compute an item, each a part of its tiles
 (`num_parts`). They write O in float32, and XLA merges the parts.
 

@@ -20,7 +20,7 @@ class Item:
     seq: jax.Array
     q_row: jax.Array  # in q, of its first token
     out_row: jax.Array  # in out, which holds the parts one after the other
-    position: jax.Array  # in the sequence, of its first token; negative in padding
+    position: jax.Array  # in the sequence, of its first token, or if not `causal` of all; negative in padding
     num_tokens: jax.Array
     length: jax.Array  # of the sequence
     kv_head: jax.Array
@@ -32,6 +32,7 @@ class Item:
     first_visible: jax.Array  # position
     window: jax.Array | None
     tile: int
+    causal: bool
 
     def seen(self, tile: jax.Array, shape: tuple[int, int]) -> jax.Array:
         """bool `shape`: which tokens of a tile, on axis 0, may be seen by some query of the sequence."""
@@ -69,13 +70,14 @@ class Items:
         heads_of, part = lax.div(share, num_parts), lax.rem(share, num_parts)
         tile, window = jnp.int32(self.config.tile), self.window
         begin = first_visible = jnp.int32(0)
-        end = jnp.maximum(_sizes.ceil_div(jnp.maximum(position + num_tokens, 0), self.config.tile), 1)
+        seen = position + (num_tokens if self.config.causal else 1)  # one past the last position that some token sees
+        end = jnp.maximum(_sizes.ceil_div(jnp.maximum(seen, 0), self.config.tile), 1)
         whole_begin, whole_end = begin, jnp.minimum(lax.div(jnp.maximum(position + 1, 0), tile), end)
         if window is not None:
             first_visible = jnp.maximum(position + 1 - window, 0)
             begin = jnp.minimum(lax.div(first_visible, tile), end - 1)
-            seen_by_last = jnp.maximum(position + num_tokens - window, 0)
-            whole_begin = jnp.clip(_sizes.ceil_div(seen_by_last, self.config.tile), begin, end)
+            first_of_last = jnp.maximum(seen - window, 0)
+            whole_begin = jnp.clip(_sizes.ceil_div(first_of_last, self.config.tile), begin, end)
             whole_end = jnp.maximum(whole_end, whole_begin)
         if self.config.num_parts > 1:
             first, count = begin, end - begin
@@ -103,6 +105,7 @@ class Items:
             first_visible=first_visible,
             window=window,
             tile=self.config.tile,
+            causal=self.config.causal,
         )
 
     @property

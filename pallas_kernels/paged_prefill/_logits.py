@@ -41,13 +41,9 @@ class Logits:
             logits, unit = products * (self.scale * LOG2E), one
         if not masked and self.slopes is None:
             return logits, unit
-        rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + self.first_row
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
-        if self.item_tokens & (self.item_tokens - 1):
-            tokens = lax.rem(rows, jnp.full(shape, self.item_tokens, jnp.int32))
-        else:
-            tokens = lax.bitwise_and(rows, jnp.full(shape, self.item_tokens - 1, jnp.int32))
-        distance = tokens - columns + (self.item.position - tile * self.item.tile)
+        position = self.item.position - tile * self.item.tile
+        distance = self._tokens(shape) - columns + position if self.item.causal else position - columns
         if self.slopes is not None:
             logits -= over_rows(self.slopes * LOG2E, shape, 0) * distance.astype(jnp.float32)
         if not masked:
@@ -56,3 +52,10 @@ class Logits:
         if self.item.window is not None:
             visible = jnp.logical_and(visible, distance < self.item.window)
         return jnp.where(visible, logits, jnp.full(shape, -jnp.inf, jnp.float32)), unit
+
+    def _tokens(self, shape: tuple[int, ...]) -> jax.Array:
+        """Of each row the token of the item, int32 `shape`."""
+        rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + self.first_row
+        if self.item_tokens & (self.item_tokens - 1):
+            return lax.rem(rows, jnp.full(shape, self.item_tokens, jnp.int32))
+        return lax.bitwise_and(rows, jnp.full(shape, self.item_tokens - 1, jnp.int32))

@@ -50,11 +50,12 @@ def make_work_list(
     owner = jnp.minimum(owner, seqs + 1)
     offset = (places - (ends - (-(-counts // item_tokens)))[owner]) * item_tokens
     num_tokens = jnp.clip(counts[owner] - offset, 0, item_tokens)
-    position = lengths[owner] - counts[owner] + offset
+    position = lengths[owner] - (counts[owner] - offset if config.causal else 1)
     seq = jnp.clip(owner - 1, 0, seqs - 1)
     entries = jnp.stack([seq, starts[owner] + offset, position, num_tokens, lengths[owner]], axis=1)
 
-    num_tiles = jnp.maximum(-(-(position + num_tokens) // config.tile), 1)
+    num_seen = position + (num_tokens if config.causal else 1)
+    num_tiles = jnp.maximum(-(-num_seen // config.tile), 1)
     longest_first = _longest_first(num_tiles, owner, exists)
     by_sequence = _by_sequence(lengths, places, owner, ends, exists)
     fits = lengths.astype(jnp.float32).sum() * token_bytes <= L2_BYTES

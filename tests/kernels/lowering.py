@@ -77,10 +77,21 @@ def traced(
 
 
 def traced_prefill(
-    *, kv_heads=2, head_dim=128, block_size=16, group=4, dtype=jnp.bfloat16, num_parts=1, options=(), sharding=None
+    *,
+    kv_heads=2,
+    head_dim=128,
+    block_size=16,
+    group=4,
+    dtype=jnp.bfloat16,
+    num_parts=1,
+    causal=True,
+    options=(),
+    sharding=None,
 ):
     """The traced call of the prefill kernel on 300 tokens of 3 sequences."""
-    config = prefill_config.default_config(group=group, head_dim=head_dim, num_sms=132, num_parts=num_parts)
+    config = prefill_config.default_config(
+        group=group, head_dim=head_dim, num_sms=132, num_parts=num_parts, causal=causal
+    )
     shape, heads, tokens = functools.partial(jax.ShapeDtypeStruct, sharding=sharding), kv_heads * group, 300
     cache = shape((64, block_size, kv_heads, head_dim), dtype)
     types = option_types(shape, heads)

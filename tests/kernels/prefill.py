@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import paged_prefill
-from tests.cases import Case, oracle, within_budget
+from tests.cases import Case, assert_lse, assert_within_budget, oracle, within_budget
 from tests.kernels.interpret import arguments_of
 
 PADDING = 3  # rows of q after the last sequence's
@@ -21,12 +21,13 @@ def packed(x: Any, counts: tuple[int, ...]) -> np.ndarray:
 
 
 def attend(
-    case: Case, counts: tuple[int, ...], *, num_sms: int, interpret: Any, num_parts: int = 1
+    case: Case, counts: tuple[int, ...], *, num_sms: int, interpret: Any, num_parts: int = 1, causal: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """Out [tokens + padding, heads, head_dim] and the lse."""
     a = arguments_of(case)
-    head_dim = a.q.shape[-1]
-    config = paged_prefill.default_config(group=a.group, head_dim=head_dim, num_sms=num_sms, num_parts=num_parts)
+    config = paged_prefill.default_config(
+        group=a.group, head_dim=a.q.shape[-1], num_sms=num_sms, num_parts=num_parts, causal=causal
+    )
     q = jnp.asarray(packed(case.q, counts))
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
@@ -68,3 +69,14 @@ def check(case: Case, counts: tuple[int, ...], *, num_sms: int = 2, interpret: A
     np.testing.assert_allclose(lse[:tokens], packed(oracle(case)[1], counts), rtol=2e-3, atol=2e-3)
     assert not np.asarray(out[tokens:]).any()
     assert (np.asarray(lse[tokens:]) == -np.inf).all()
+
+
+def check_shared(case: Case, *, num_sms: int, interpret: Any = None, num_parts: int = 1) -> None:
+    """Of sequences with one table and one length, a token of each: all of them as the queries of one sequence."""
+    one = case.replace(q=case.q[None], block_tables=case.block_tables[:1], lengths=case.lengths[:1])
+    how = dict(num_sms=num_sms, interpret=interpret, num_parts=num_parts, causal=False)
+    out, lse = attend(one, case.q.shape[:1], **how)
+    tokens = case.q.shape[0]
+    assert_within_budget(case, out[:tokens])
+    assert_lse(case, lse[:tokens])
+    assert not np.asarray(out[tokens:]).any()

@@ -41,6 +41,14 @@ def test_parts_of_keys(name):
     assert not races_found()
 
 
+def test_queries_that_all_see_the_whole_sequence():
+    """As many sequences of one token each, with one table. Two tiles, the second of which is masked."""
+    case = make_case(lengths=(150,) * 5, max_blocks=10, heads=3, kv_heads=1, dtype=BF16)
+    case = case.replace(block_tables=jnp.repeat(case.block_tables[:1], 5, axis=0))
+    prefill.check_shared(case, num_sms=1, interpret=INTERPRET)
+    assert not races_found()
+
+
 @pytest.mark.parametrize(
     ("shape", "counts"),
     [
@@ -77,6 +85,7 @@ def lower(**shape):
         dict(options=("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")),
         dict(num_parts=3, options=("sliding_window", "sinks")),
         dict(head_dim=80, num_parts=2),
+        dict(causal=False, options=("sliding_window", "alibi_slopes")),
     ],
     ids=str,
 )

@@ -52,6 +52,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     sinks: jax.Array | None,  # [heads]
     plan: PartitionPlan | None,
     tree_mask: ArrayLike | None,
+    shared_prefix: ArrayLike | None,
 ) -> tuple[C, jax.Array]:  # and [seqs, q_len, heads * head_dim]
     heads, kv_heads = settings.num_heads, settings.num_kv_heads
     projected = qkv.reshape(*slots.shape, -1, settings.head_dim)
@@ -83,6 +84,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
         num_partitions=settings.num_partitions,
         plan=plan,
         tree_mask=tree_mask,
+        shared_prefix=shared_prefix,
         implementation=settings.implementation,
     )
     return cache, out.reshape(*slots.shape, -1)

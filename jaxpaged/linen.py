@@ -67,6 +67,7 @@ class PagedAttention(linen.Module):
         query_starts: ArrayLike | None = None,
         positions: ArrayLike | None = None,
         tree_mask: ArrayLike | None = None,
+        shared_prefix: ArrayLike | None = None,
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """As `jaxpaged.nnx.PagedAttention.__call__`."""
@@ -100,6 +101,7 @@ class PagedAttention(linen.Module):
             else None,
             plan=plan,
             tree_mask=tree_mask,
+            shared_prefix=shared_prefix,
         )
         if self.use_gate:
             out *= linen.sigmoid(linear("gate_proj", features)(x))

@@ -145,6 +145,7 @@ class PagedAttention(nnx.Module):
         query_starts: ArrayLike | None = None,
         positions: ArrayLike | None = None,
         tree_mask: ArrayLike | None = None,
+        shared_prefix: ArrayLike | None = None,
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """Attends from the newest tokens of each sequence.
@@ -159,7 +160,7 @@ class PagedAttention(nnx.Module):
             query_starts: int32 `[seqs + 1]`, as in `jaxpaged.paged_attention`: where each sequence's tokens begin in x.
             positions: int32, one a token, for the rotary embedding; None: the order of the tokens. Of a tree's tokens
                 the depths, behind the history.
-            tree_mask: as in `jaxpaged.paged_attention`.
+            tree_mask: as in `jaxpaged.paged_attention`, like `shared_prefix`.
             plan: of `jaxpaged.plan_partitions`, one for all layers, where the module has no `num_partitions`.
 
         Returns:
@@ -185,6 +186,7 @@ class PagedAttention(nnx.Module):
             sinks=None if self.sinks is None else self.sinks[...],
             plan=plan,
             tree_mask=tree_mask,
+            shared_prefix=shared_prefix,
         )
         if self.gate_proj is not None:
             out *= nnx.sigmoid(self.gate_proj(x))

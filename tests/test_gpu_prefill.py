@@ -121,3 +121,59 @@ def test_packed_queries_through_the_public_function(head_dim, block_size):
     assert prefill.good_rows(case, COUNTS, out[:-3]).all()
     np.testing.assert_allclose(lse[:-3], prefill.packed(oracle(case)[1], COUNTS), rtol=2e-3, atol=2e-3)
     assert not np.asarray(out[-3:]).any()
+
+
+@pytest.mark.parametrize("num_parts", [1, 5])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_that_all_see_the_whole_sequence(head_dim, num_parts):
+    case = make_case(lengths=(777,) * 70, max_blocks=49, head_dim=head_dim, dtype=BF16)
+    case = case.replace(block_tables=jnp.repeat(case.block_tables[:1], 70, axis=0))
+    prefill.check_shared(case, num_sms=132, num_parts=num_parts)
+
+
+def prefix_case(groups, **shape):
+    """32 sequences; those of a group share 640 tokens, but for one that is empty and one that is short."""
+    lengths = (0, 5, *(641 + 37 * i for i in range(30)))
+    case = make_case(**(dict(lengths=lengths, max_blocks=144, head_dim=128, dtype=BF16) | shape))
+    tables = np.array(case.block_tables)
+    for rows in np.split(np.arange(32), groups):
+        rows = rows[rows > 1]
+        tables[rows, :40] = tables[rows[-1], :40]
+    return case.replace(block_tables=jnp.asarray(tables))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(options=OPTIONS["sinks"]),
+        dict(heads=16),
+        dict(q_len=4, head_dim=64),
+        dict(head_dim=120),
+        dict(cache_dtype=jnp.float8_e4m3fn, scale_shape="token_head"),
+    ],
+    ids=str,
+)
+def test_a_shared_prefix(shape, groups, known):
+    """If it is known, by the decode kernel; if it may be as long as a wide table, by the prefill kernel in parts."""
+    case = prefix_case(groups, **shape)
+    prefix = np.full(groups, 650, np.int32)
+    q, k_cache, v_cache, tables, lengths = case.arrays
+    if not known:
+        prefix, tables = jnp.asarray(prefix), jnp.pad(tables, ((0, 0), (0, 8192)), constant_values=-7)
+    named = dict(**case.options, shared_prefix=prefix, implementation="mosaic_gpu", return_lse=True)
+    out, lse = paged_attention(q, k_cache, v_cache, tables, lengths, **named)
+    assert_within_budget(case, out)
+    assert_lse(case, lse)
+
+
+@pytest.mark.parametrize("head_dim", [128, 120])
+def test_a_shared_prefix_of_packed_queries(head_dim):
+    counts = (0, 5, *(1 + 3 * (i % 11) for i in range(30)))
+    case = prefix_case(4, q_len=max(counts), head_dim=head_dim)
+    q, starts = jnp.asarray(prefill.packed(case.q, counts)), jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+    how = dict(query_starts=starts, implementation="mosaic_gpu", return_lse=True)
+    out, lse = paged_attention(q, *case.arrays[1:], **how, shared_prefix=jnp.full(4, 640, jnp.int32))
+    assert prefill.good_rows(case, counts, out).all()
+    np.testing.assert_allclose(lse, prefill.packed(oracle(case)[1], counts), rtol=2e-3, atol=2e-3)

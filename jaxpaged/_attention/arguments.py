@@ -41,6 +41,8 @@ class _Arguments:
     block_tables: jax.Array  # int32 [seqs, max_blocks]
     lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
     options: AttentionOptions
+    # False: every query sees the whole sequence, and stands at its last token.
+    causal: bool = dataclasses.field(default=True, kw_only=True, metadata=dict(static=True))
 
     @property
     def block_size(self) -> int:
@@ -68,6 +70,8 @@ class AttentionArguments(_Arguments):
     def query_positions(self) -> jax.Array:
         """The position of each query in its sequence, int32 [seqs, q_len]; negative where there is none."""
         q_len = self.q.shape[1]
+        if not self.causal:
+            return jnp.broadcast_to(self.lengths[:, None] - 1, (self.lengths.shape[0], q_len))
         places = self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
         return places if self.tree is None else self.tree.positions(places)
 

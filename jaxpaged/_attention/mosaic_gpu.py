@@ -23,10 +23,15 @@ def attend(
     What `check_supported` lets through. `window`: the sliding window, in tokens, where it is known beforehand.
     """
     gpu = _device.gpu()
+    if not a.causal and isinstance(num_partitions, PartitionPlan):
+        num_partitions = None  # it is of the sequences, not of what they share
     prompts = _prompt_config_of(a, gpu, num_partitions, window)
     if prompts is not None:
         out, lse = _launch_packed(prompts, None, _packed(a))
         return out.reshape(a.q.shape), lse.reshape(a.q.shape[:3])
+    if not a.causal:
+        out, lse = attend(query_runs.fold(a), num_partitions=num_partitions, window=window)
+        return query_runs.unfold(out, a), query_runs.unfold(lse, a)
     config_with = functools.partial(config_of, a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, window=window)
     config = config_with(num_partitions=num_partitions)
     mapped = config if config.total_partitions is None else config_with(num_partitions=None)
@@ -102,7 +107,7 @@ def _prefill_config_of(
     if num_partitions is None:
         num_parts = prefill_config.default_parts(num_items=num_items, visible=_visible(a, window), num_sms=gpu.num_sms)
     return prefill_config.default_config(
-        group=a.group, head_dim=a.q.shape[-1], num_sms=gpu.num_sms, num_parts=num_parts
+        group=a.group, head_dim=a.q.shape[-1], num_sms=gpu.num_sms, num_parts=num_parts, causal=a.causal
     )
 
 
@@ -293,6 +298,7 @@ def _packed(a: AttentionArguments) -> PackedArguments:
         lengths=a.lengths,
         query_starts=jnp.arange(seqs + 1, dtype=jnp.int32) * q_len,
         options=a.options,
+        causal=a.causal,
     )
 
 

@@ -34,7 +34,7 @@ class Runs:
 
 def runs_of(p: PackedArguments, run: int) -> Runs:
     tokens, seqs = p.q.shape[0], p.lengths.shape[0]
-    starts = jax.lax.cummax(jnp.clip(p.query_starts, 0, tokens))
+    starts = starts_of(p)
     num_tokens = starts[1:] - starts[:-1]
     num_runs = -(-num_tokens // run)
     ends = jnp.cumsum(num_runs, dtype=jnp.int32)
@@ -46,13 +46,26 @@ def runs_of(p: PackedArguments, run: int) -> Runs:
     return Runs(run, starts, ends - num_runs, owners, offsets, counts)
 
 
+def starts_of(p: PackedArguments) -> jax.Array:
+    """The first row of each sequence in q, int32 `[seqs + 1]`, at most tokens and not descending."""
+    return jax.lax.cummax(jnp.clip(p.query_starts, 0, p.q.shape[0]))
+
+
+def owners(starts: jax.Array, *, tokens: int) -> jax.Array:
+    """The sequence of each row of q, int32 `[tokens]`; of padding before the first 0, past the last seqs."""
+    rows = jnp.arange(tokens, dtype=jnp.int32)
+    return jnp.searchsorted(starts[1:], rows, side="right", method="scan_unrolled").astype(jnp.int32)
+
+
 def cut(p: PackedArguments, runs: Runs) -> AttentionArguments:
     """The same call on runs. The rows before a short run's tokens are zeros, and their results are not read."""
     place = jnp.arange(runs.run, dtype=jnp.int32)[None] - runs.run + runs.counts[:, None]  # in the run; below 0: none
     rows = (runs.starts[runs.seqs] + runs.offsets)[:, None] + place
     q = p.q.at[rows].get(mode="clip")
-    first = p.lengths - runs.num_tokens  # the position of each sequence's first new token
-    lengths = first[runs.seqs] + runs.offsets + runs.counts
+    lengths = p.lengths[runs.seqs]
+    if p.causal:
+        first = p.lengths - runs.num_tokens  # the position of each sequence's first new token
+        lengths = first[runs.seqs] + runs.offsets + runs.counts
     tree = None
     if p.tree_mask is not None:
         index = runs.offsets[:, None] + place
@@ -65,20 +78,20 @@ def cut(p: PackedArguments, runs: Runs) -> AttentionArguments:
         lengths=jnp.where(runs.counts > 0, jnp.maximum(lengths, 0), 0),
         options=p.options,
         tree=tree,
+        causal=p.causal,
     )
 
 
 def positions(query_starts: jax.Array, lengths: jax.Array, *, tokens: int) -> jax.Array:
     """Where each token of q stands in its sequence, int32 `[tokens]`; of padding any number."""
-    places = jnp.arange(tokens, dtype=jnp.int32)
-    seqs = jnp.searchsorted(query_starts[1:], places, side="right", method="scan_unrolled").astype(jnp.int32)
-    return places + (lengths - query_starts[1:]).at[seqs].get(mode="clip")
+    seqs = owners(query_starts, tokens=tokens)
+    return jnp.arange(tokens, dtype=jnp.int32) + (lengths - query_starts[1:]).at[seqs].get(mode="clip")
 
 
 def join(out: jax.Array, lse: jax.Array, p: PackedArguments, runs: Runs) -> tuple[jax.Array, jax.Array]:
     """Out `[runs, run, heads, head_dim]` and lse, as `[tokens, heads, head_dim]` and `[tokens, heads]`."""
     tokens = jnp.arange(p.q.shape[0], dtype=jnp.int32)
-    seqs = jnp.searchsorted(runs.starts[1:], tokens, side="right", method="scan_unrolled").astype(jnp.int32)
+    seqs = owners(runs.starts, tokens=p.q.shape[0])
     is_padding = (seqs == p.lengths.shape[0]) | (tokens < runs.starts[0])
     seqs = jnp.minimum(seqs, p.lengths.shape[0] - 1)
     offsets = jnp.maximum(tokens - runs.starts[seqs], 0)

@@ -1,5 +1,6 @@
 """The public attention function: checks, then one implementation."""
 
+import functools
 import warnings
 from typing import Literal, Unpack, overload
 
@@ -18,6 +19,7 @@ from jaxpaged._attention.arguments import (
     known_int,
 )
 from jaxpaged._attention.partitions import check_partitions, check_plan
+from jaxpaged._attention.shared_prefix import attend_with_prefix
 from pallas_kernels.partition_plan import PartitionPlan
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -28,6 +30,7 @@ class AttentionKeywords(Options, total=False):
 
     query_starts: ArrayLike | None
     tree_mask: ArrayLike | None
+    shared_prefix: ArrayLike | None
     num_partitions: int | None
     plan: PartitionPlan | None
     implementation: Implementation | None
@@ -75,6 +78,7 @@ def paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
+    shared_prefix: ArrayLike | None = None,
     num_partitions: int | None = None,
     plan: PartitionPlan | None = None,
     return_lse: bool = False,
@@ -126,6 +130,12 @@ def paged_attention(
             branch by itself; give the same positions to the rotary embedding. With `query_starts` sequences with
             more newest tokens than bits have no tree. "mosaic_gpu" takes up to 64 rows (q_len * heads / kv_heads)
             without `query_starts`, a window and ALiBi.
+        shared_prefix: int or int32 `[]`, in tokens: all sequences begin with the same blocks, as many as these tokens
+            fill, which are then read once for all of them. Or `[groups]`, for each run of seqs / groups sequences. It
+            only decides what is computed together: a sequence with other blocks there, or with new tokens, is computed
+            by itself, and so is each sequence with a window or ALiBi. Results differ by rounding: the two parts of an
+            output are rounded to q's dtype before they are added up. It may be traced; a number lets "mosaic_gpu"
+            choose its partitions for it.
         num_partitions: into how many parts each sequence is cut, computed side by side and then merged. With a number,
             a sequence's output does not depend on its batch neighbours. None: as many as fill the GPU; on a
             CPU 1.
@@ -177,17 +187,19 @@ def paged_attention(
             raise ValueError("a plan is for calls without query_starts; leave it out.")
         p = check_packed(*arrays, query_starts, tree_mask=tree_mask, **options)
         if _use_kernel(p, implementation):
-            out, lse = mosaic_gpu.attend_packed(p, num_partitions=num_partitions, window=window)
+            attend_packed = functools.partial(mosaic_gpu.attend_packed, num_partitions=num_partitions, window=window)
         else:
-            out, lse = xla.attend_packed(p, num_partitions=num_partitions)
+            attend_packed = functools.partial(xla.attend_packed, num_partitions=num_partitions)
+        out, lse = attend_with_prefix(attend_packed, p, shared_prefix)
         return (out, lse) if return_lse else out
     a = check_arguments(*arrays, tree_mask=tree_mask, **options)
     if plan is not None:
         check_plan(plan, num_partitions, seqs=a.q.shape[0])
     if _use_kernel(a, implementation):
-        out, lse = mosaic_gpu.attend(a, num_partitions=plan or num_partitions, window=window)
+        attend = functools.partial(mosaic_gpu.attend, num_partitions=plan or num_partitions, window=window)
     else:
-        out, lse = xla.attend(a, num_partitions=num_partitions)
+        attend = functools.partial(xla.attend, num_partitions=num_partitions)
+    out, lse = attend_with_prefix(attend, a, shared_prefix)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out

@@ -42,6 +42,31 @@ def cut(a: AttentionArguments) -> AttentionArguments:
     )
 
 
+def fold(a: AttentionArguments) -> AttentionArguments:
+    """A call that is not causal, as runs of one query token each: what tokens see alike, heads do too.
+
+    The tokens of a run become heads of their KV head, which must not differ in options.
+    """
+    seqs, q_len, heads, head_dim = a.q.shape
+    kv_heads, (num_runs, run) = a.k_cache.shape[2], runs_of(q_len, a.group)
+    q = jnp.pad(a.q, ((0, 0), (num_runs * run - q_len, 0), (0, 0), (0, 0)))
+    q = q.reshape(seqs * num_runs, run, kv_heads, a.group, head_dim).swapaxes(1, 2)
+    return dataclasses.replace(
+        a,
+        q=q.reshape(seqs * num_runs, 1, run * heads, head_dim),
+        block_tables=jnp.repeat(a.block_tables, num_runs, axis=0),
+        lengths=jnp.repeat(a.lengths, num_runs),
+        causal=True,
+    )
+
+
+def unfold(x: jax.Array, a: AttentionArguments) -> jax.Array:
+    """[seqs * runs, 1, run * heads, ...], of the call on `fold(a)`, as [seqs, q_len, heads, ...]."""
+    seqs, q_len, heads, _ = a.q.shape
+    by_head = x.reshape(x.shape[0], a.k_cache.shape[2], -1, a.group, *x.shape[3:])
+    return by_head.swapaxes(1, 2).reshape(seqs, -1, heads, *x.shape[3:])[:, -q_len:]
+
+
 def join(x: jax.Array, a: AttentionArguments) -> jax.Array:
     """[seqs * runs, run, ...], of the call on `cut(a)`, as [seqs, q_len, ...]."""
     seqs, q_len = a.q.shape[:2]

@@ -109,7 +109,7 @@ def hopper(monkeypatch):
 
     def launch(config, mapped, interpret, a, plan):
         launched.append((config, mapped, interpret, a, plan))
-        return a.q, a.q
+        return a.q, jnp.zeros(a.q.shape[:3])
 
     def launch_packed(config, interpret, p):
         launched.append((config, interpret, p))
@@ -185,3 +185,27 @@ def test_what_the_prefill_kernel_takes(hopper, shape, taken):
     jax.eval_shape(paged_attention, *shapes(heads=32, kv_heads=8, **shape))
     ((config, *_),) = hopper
     assert isinstance(config, prefill_config.Config) == taken
+
+
+@pytest.mark.parametrize(
+    ("max_blocks", "prefix", "by_prefill"),
+    [
+        (528, 8192, False),  # keys for four parts of 16 items: fewer programs than SMs
+        (8192, None, True),  # perhaps keys for eight
+    ],
+)
+def test_which_kernel_takes_a_shared_prefix(hopper, max_blocks, prefix, by_prefill):
+    def attend(num_tokens, *arrays):
+        return paged_attention(*arrays, shared_prefix=num_tokens if prefix is None else prefix)
+
+    arrays = shapes(seqs=64, q_len=1, heads=32, kv_heads=8, max_blocks=max_blocks)
+    out = jax.eval_shape(attend, jax.ShapeDtypeStruct((), jnp.int32), *arrays)
+    assert out.shape == (64, 1, 32, 128)
+    first, (_, _, _, rest, _) = hopper
+    assert rest.q.shape == out.shape
+    if by_prefill:
+        config, _, shared = first
+        assert (config.causal, config.num_parts, shared.q.shape) == (False, 8, (64, 32, 128))
+    else:
+        shared = first[3]  # 4 runs of 16 tokens, 64 rows
+        assert (shared.q.shape, shared.block_tables.shape) == ((4, 1, 16 * 32, 128), (4, 512))

@@ -138,6 +138,7 @@ def decode(
     num_steps: jax.Array,
     eos_ids: tuple[int, ...],
     sampling: Sampling,
+    shared_prefix: jax.Array | None = None,  # of `jaxpaged.paged_attention`
 ) -> Generation:
     """Up to `num_steps` more tokens for every running sequence."""
     model = nnx.merge(graph, weights)
@@ -150,7 +151,7 @@ def decode(
         step, state = carry
         state, slots, advanced = claim(state, state.running.astype(jnp.int32))
         last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
-        caches, logits = model(last, state.caches, state.allocator, slots)
+        caches, logits = model(last, state.caches, state.allocator, slots, shared_prefix=shared_prefix)
         return step + 1, accept(dataclasses.replace(state, caches=caches), advanced, logits, eos_ids, sampling)
 
     return lax.while_loop(go_on, one_token, (jnp.int32(0), state))[1]
@@ -289,16 +290,17 @@ def generate(
         return result
 
     shared = None if prefix is None else Prefix.create(prefix, state.allocator)
+    shared_prefix = None if prefix is None else jnp.int32(len(prefix))
     padded = pad_prompts(prompts, num_cached=0 if prefix is None else len(prefix))
     num_steps = jnp.int32(steps_at_once)
     first = timed("compile", prefill.lower(graph, weights, state, padded, shared, eos_ids, sampling).compile)
-    more = timed("compile", decode.lower(graph, weights, state, num_steps, eos_ids, sampling).compile)
+    more = timed("compile", decode.lower(graph, weights, state, num_steps, eos_ids, sampling, shared_prefix).compile)
     for name, program in (("prefill", first), ("decode", more)):
         timing.attention[name] = "mosaic_gpu" if "mosaic_gpu" in program.as_text() else "xla"
     state = timed("prefill", first, weights, state, padded, shared)
     look(state)
     while bool(state.running.any()):
-        state = timed("decode", more, weights, state, num_steps)
+        state = timed("decode", more, weights, state, num_steps, shared_prefix)
         look(state)
     return state, timing
 

@@ -115,7 +115,7 @@ class Layer(nnx.Module):
         cache: jaxpaged.KVCache,
         allocator: jaxpaged.BlockAllocator,
         slots: jax.Array,
-        **which: Any,  # of packed tokens and of trees
+        **which: Any,  # of packed tokens, trees and shared prefixes
     ) -> tuple[jaxpaged.KVCache, jax.Array]:
         cache, attended = self.self_attn(self.input_layernorm(x), cache, allocator, slots, **which)
         x = x + attended
@@ -146,18 +146,18 @@ class Llama(nnx.Module):
         query_starts: jax.Array | None = None,  # int32 [seqs + 1], of packed tokens: where each sequence's begin
         positions: jax.Array | None = None,  # int32, one a token, and
         tree_mask: jax.Array | None = None,  # of `jaxpaged.tree_mask`: of tokens that are a tree
+        shared_prefix: jax.Array | None = None,  # int32 [] or [groups]: tokens that sequences begin with alike
         num_logits: int | None = None,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
         """Returns the new caches and the logits after each sequence's last token, f32 [seqs, vocab_size].
 
         With `num_logits` those after its last so many tokens, f32 [seqs, num_logits, vocab_size].
         """
+        which = dict(query_starts=query_starts, positions=positions, tree_mask=tree_mask, shared_prefix=shared_prefix)
         x = self.embed_tokens(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            cache, x = layer(
-                x, cache, allocator, slots, query_starts=query_starts, positions=positions, tree_mask=tree_mask
-            )
+            cache, x = layer(x, cache, allocator, slots, **which)
             new_caches.append(cache)
         if query_starts is not None:
             x = x[jnp.maximum(query_starts[1:] - 1, 0)]

@@ -47,7 +47,9 @@ def complete(
     ok = ok[prompt_of] & forked
     state = dataclasses.replace(state, caches=caches, allocator=allocator, running=ok, starved=~ok)
     state = accept(state, ok, logits[prompt_of], eos_ids, sampling)
-    return decode(graph, weights, state, state.limits.max(), eos_ids, sampling), num_shared
+    # Each step reads what the completions of a prompt share once for all of them.
+    state = decode(graph, weights, state, state.limits.max(), eos_ids, sampling, shared_prefix=prompts.lengths)
+    return state, num_shared
 
 
 def sample_in_parallel(

@@ -13,6 +13,7 @@ cut into pieces. `--points` takes names such as those that are printed, see benc
     python -m benchmarks.decode --peers fa3   # beside FlashAttention 3
     python -m benchmarks.decode --set variants
     python -m benchmarks.decode --set quantised --no-kernels   # 8-bit caches beside bfloat16
+    python -m benchmarks.decode --set shared   # blocks that sequences share, read once and by each
 """
 
 import argparse
@@ -38,7 +39,7 @@ from benchmarks.harness import (
     slope_microseconds,
 )
 from benchmarks.partitioned import Partitions, partitioned
-from benchmarks.points import GRID, HEADS, QUANTISED, VARIANTS, Inputs, Point, make_inputs, parse, shapes_of
+from benchmarks.points import GRID, HEADS, QUANTISED, SHARED, VARIANTS, Inputs, Point, make_inputs, parse, shapes_of
 from jaxpaged import paged_attention_reference, tree_mask
 
 MAX_CHECKED = 4  # sequences of a point that are compared with the reference
@@ -102,6 +103,8 @@ def compile_point(
     args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
     ours = functools.partial(partitioned, num_partitions)
     attend = functools.partial(with_scales, ours, implementation=implementation, **options_of(point))
+    if point.shared and not point.alone:
+        attend = functools.partial(attend, shared_prefix=np.full(point.groups, point.shared))
     rows = len(checked_rows(point))
 
     def few(array: Any) -> jax.ShapeDtypeStruct:
@@ -191,6 +194,9 @@ def summarise(results: dict[str, Any]) -> None:
         wide = results.get(" ".join(word for word in name.split() if not word.startswith(("cache=", "scale="))))
         if wide is not None and wide is not result:
             print(f"{name}: {wide['us'] / result['us']:.2f} times as fast as bfloat16")
+        alone = results.get(f"{name} alone=1")
+        if alone is not None:
+            print(f"{name}: {result['us'] / alone['us']:.2f} of the time of each by itself")
     beaten = []
     for name, result in results.items():
         times = {peer: found["us"] for peer, found in result.get("peers", {}).items() if "us" in found}
@@ -203,7 +209,9 @@ def summarise(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=("grid", "variants", "quantised", "all"), default="grid", help="which points")
+    parser.add_argument(
+        "--set", choices=("grid", "variants", "quantised", "shared", "all"), default="grid", help="which points"
+    )
     parser.add_argument("--points", nargs="+", help="names of points, instead of a set; the heads may be left out")
     parser.add_argument("--heads", nargs="+", help="only points with these, for example 32/8 64/8")
     parser.add_argument(
@@ -232,7 +240,8 @@ def main() -> None:
             for heads in ((options.heads or HEADS) if "/" not in name else ("",))
         ]
     else:
-        sets = {"grid": GRID, "variants": VARIANTS, "quantised": QUANTISED, "all": GRID + VARIANTS + QUANTISED}
+        sets = {"grid": GRID, "variants": VARIANTS, "quantised": QUANTISED, "shared": SHARED}
+        sets["all"] = GRID + VARIANTS + QUANTISED
         chosen = sets[options.set]
         names = [name for name in chosen if not options.heads or name.split()[0] in options.heads]
     store = open_store("decode" if options.set in ("grid", "all") else options.set, options)

@@ -4,7 +4,9 @@ A point is written as heads, batch x length and options, for example `32/8 64x81
 length, `ragged8192` draws lengths uniformly from 1..8192, `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled, and
 `outlier131072` gives one sequence, in the middle, that many tokens and the others 1024.
 `cache=float8_e4m3fn scale=head` is a quantised cache, `room=8192` a block table with room for that many tokens each,
-`q_len=8 tree=1` a binary tree of 8 drafted tokens.
+`q_len=8 tree=1` a binary tree of 8 drafted tokens. `shared=8192` are tokens that all sequences begin with, in the same
+blocks, or with `groups=32` those of each of so many groups; with `alone=1` each sequence is computed by itself all the
+same.
 """
 
 import dataclasses
@@ -53,6 +55,17 @@ QUANTISED = (
         for cache in _CACHES[:3:2]
     ),
 )
+# Decode steps of sequences that share blocks, with these read once and without.
+SHARED = tuple(
+    f"32/8 {shape}{alone}"
+    for shape in (
+        *(f"64x{shared + 256} shared={shared}" for shared in (8192, 2048, 512, 128)),
+        *(f"8x{shared + 256} shared={shared}" for shared in (8192, 2048, 512)),
+        *(f"256x{shared + 256} shared={shared} groups=32" for shared in (2048, 512)),
+        *(f"64x8448 shared=8192 {option}" for option in ("room=131072", "cache=float8_e4m3fn scale=head")),
+    )
+    for alone in ("", " alone=1")
+)
 MAX_CALLS, MAX_CACHES, MAX_PAIRS = 256, 64, 512
 L2_BYTES = 60_000_000  # more than an H100 or an H200 holds; what is read before the same bytes come again exceeds it
 
@@ -73,6 +86,9 @@ class Point:
     dtype: str = "bfloat16"
     cache: str = ""  # the cache's dtype, where it is not `dtype`
     scale: str = ""  # of a quantised cache: head or token_head
+    shared: int = 0  # tokens, in whole blocks, that the sequences of each group begin with
+    groups: int = 1  # of as many sequences each
+    alone: int = 0  # whether each sequence is computed by itself all the same
 
     @property
     def cache_dtype(self) -> str:
@@ -86,7 +102,7 @@ class Point:
     def slots(self) -> int:
         """What a call has to read, in slots."""
         if not self.window:
-            return sum(self.lengths)
+            return sum(self.lengths) - self.shared * (len(self.lengths) - self.groups)
         return sum(min(length, self.window + self.q_len - 1) for length in self.lengths)
 
     @property
@@ -106,7 +122,8 @@ class Point:
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
         """[blocks, block_size, kv_heads, head_dim]; block 0 belongs to nobody."""
-        return sum(self.held) + 1, self.block_size, self.kv_heads, self.head_dim
+        again = self.shared // self.block_size * (len(self.held) - self.groups)
+        return sum(self.held) - again + 1, self.block_size, self.kv_heads, self.head_dim
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
@@ -178,6 +195,17 @@ def make_tables(held: tuple[int, ...], max_blocks: int, *, contiguous: bool = Fa
     return tables
 
 
+def tables_of(point: Point) -> np.ndarray:
+    """int32 [seqs, max_blocks]."""
+    first = point.shared // point.block_size
+    parts = (first,) * point.groups * bool(first) + tuple(count - first for count in point.held)
+    tables = make_tables(parts, point.max_blocks, contiguous=point.contiguous)
+    if not first:
+        return tables
+    shared = np.repeat(tables[: point.groups, :first], len(point.held) // point.groups, axis=0)
+    return np.concatenate([shared, tables[point.groups :, : point.max_blocks - first]], axis=1)
+
+
 def make_inputs(point: Point) -> Inputs:
     seeds = iter(range(4 * point.num_sets * point.num_caches))
 
@@ -192,8 +220,7 @@ def make_inputs(point: Point) -> Inputs:
 
     caches = tuple(tuple(layer() for _ in range(point.num_caches)) for _ in range(point.num_sets))
     q = random(2**20, shape=point.q_shape, dtype=point.dtype)
-    tables = make_tables(point.held, point.max_blocks, contiguous=point.contiguous)
-    return Inputs(q, caches, jnp.asarray(tables), jnp.asarray(point.lengths, jnp.int32))
+    return Inputs(q, caches, jnp.asarray(tables_of(point)), jnp.asarray(point.lengths, jnp.int32))
 
 
 def shapes_of(point: Point) -> Inputs:

@@ -11,7 +11,7 @@ from benchmarks import allocator, allocator_loops, allocator_model_step, cache_o
 from benchmarks.configs import parse_config
 from benchmarks.harness import by_kernel
 from benchmarks.host_allocator import HostAllocator
-from benchmarks.points import parse
+from benchmarks.points import make_tables, parse, tables_of
 from jaxpaged import copy_blocks, paged_attention
 from pallas_kernels.decode_config import default_config
 
@@ -96,6 +96,18 @@ def test_a_config_by_name_is_what_the_library_would_make():
     assert parse_config("4/4/128/1", parse("32/8 1x512")) == short
     prompt = default_config(seqs=128, kv_heads=8, group=4, q_len=16, head_dim=128, capacity=8192, num_sms=132)
     assert parse_config("1/1/128/1", parse("32/8 8x8192 q_len=256")) == prompt
+
+
+def test_a_point_of_sequences_that_share_blocks():
+    point = parse("6/2 4x48 shared=32 groups=2")
+    tables = tables_of(point)
+    assert tables.shape == (4, 3)
+    assert (tables[0, :2] == tables[1, :2]).all()
+    assert (tables[2, :2] == tables[3, :2]).all()
+    assert sorted({*tables.flat}) == [*range(1, 2 * 2 + 4 + 1)]
+    assert point.cache_shape[0] == 2 * 2 + 4 + 1
+    assert point.slots == 2 * 32 + 4 * 16
+    assert (tables_of(parse("6/2 4x48")) == make_tables((3,) * 4, 3)).all()
 
 
 def test_prompts_by_every_method_that_a_cpu_has(tmp_path):

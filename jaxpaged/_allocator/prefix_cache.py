@@ -158,12 +158,8 @@ class PrefixCache:
             return self, allocator, jnp.zeros_like(lengths)
         legal = (lengths > 0) & (lengths <= tokens.shape[1]) & allocator.is_seat_free
         num_full = jnp.where(legal, (lengths - 1) // allocator.block_size, 0)
-        asked = jnp.arange(num_columns, dtype=jnp.int32)[None] < num_full[:, None]
         blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
-        tags, probes = self._hash(blocks, salts)
-        ids, listed, _ = self._look_up(allocator.pool, tags, probes, salts)
-        found = _all_before(asked & self._confirm(ids, listed, blocks))
-
+        ids, found, _ = self.find(allocator.pool, blocks, num_full, salts)
         num_cached = found.sum(axis=1, dtype=jnp.int32) * allocator.block_size
         tables = allocator.block_tables
         tables = tables.at[:, :num_columns].set(jnp.where(found, ids, tables[:, :num_columns]))
@@ -172,12 +168,7 @@ class PrefixCache:
             jnp.where(num_cached > 0, num_cached, allocator.lengths),
             allocator.pool.acquire_cached(ids, found),
         )
-        prefix_cache = dataclasses.replace(
-            self,
-            num_lookups=self.num_lookups + num_full.sum(dtype=jnp.int32),
-            num_hits=self.num_hits + found.sum(dtype=jnp.int32),
-        )
-        return prefix_cache, allocator, num_cached
+        return self.counted(num_full, found), allocator, num_cached
 
     def insert(
         self, allocator: BlockAllocator, tokens: ArrayLike, *, salts: ArrayLike | None = None
@@ -211,9 +202,45 @@ class PrefixCache:
             return self, allocator
         lengths = allocator.lengths
         num_full = jnp.where(lengths <= tokens.shape[1], lengths // allocator.block_size, 0)
+        blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
+        return self.insert_blocks(allocator, blocks, num_full, salts)[:2]
+
+    def find(
+        self, pool: BlockPool, blocks: jax.Array, num_full: jax.Array, salts: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The cached blocks with which sequences begin.
+
+        Args:
+            pool: the allocator's.
+            blocks: int32 `[seqs, columns, block_size]`, each sequence's tokens from the first on, in full blocks.
+            num_full: int32 `[seqs]`, how many of them are asked for.
+            salts: int32 `[seqs]`.
+
+        Returns:
+            ids: int32 `[seqs, columns]`.
+            found: bool, likewise, whether it is cached, as are all before it.
+            tags: uint32, likewise, a hash of the block and of all before it.
+        """
+        asked = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None] < num_full[:, None]
+        tags, probes = self._hash(blocks, salts)
+        ids, listed, _ = self._look_up(pool, tags, probes, salts)
+        return ids, _all_before(asked & self._confirm(ids, listed, blocks)), tags
+
+    def counted(self, num_full: jax.Array, found: jax.Array) -> "PrefixCache":
+        """With what was looked up, blocks `[seqs]`, and what of it was found, bool `[seqs, columns]`, in the counts."""
+        return dataclasses.replace(
+            self,
+            num_lookups=self.num_lookups + num_full.sum(dtype=jnp.int32),
+            num_hits=self.num_hits + found.sum(dtype=jnp.int32),
+        )
+
+    def insert_blocks(
+        self, allocator: BlockAllocator, blocks: jax.Array, num_full: jax.Array, salts: jax.Array
+    ) -> tuple["PrefixCache", BlockAllocator, jax.Array]:
+        """As `insert`, of the first `num_full` blocks of each row, given as to `find`; and their tags."""
+        num_columns = blocks.shape[1]
         is_full = jnp.arange(num_columns, dtype=jnp.int32)[None] < num_full[:, None]
         own = allocator.block_tables[:, :num_columns]
-        blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
         tags, probes = self._hash(blocks, salts)
         ids, listed, taken = self._look_up(allocator.pool, tags, probes, salts)
 
@@ -241,7 +268,8 @@ class PrefixCache:
         shared = _all_before(good & pool.is_cached(canonical)) & (canonical != own)
         pool = pool.acquire_cached(canonical, shared).let_go(own, shared)
         tables = allocator.block_tables.at[:, :num_columns].set(jnp.where(shared, canonical, own))
-        return dataclasses.replace(prefix_cache, table=table), allocator.with_rows(tables, lengths, pool)
+        prefix_cache = dataclasses.replace(prefix_cache, table=table)
+        return prefix_cache, allocator.with_rows(tables, allocator.lengths, pool), tags
 
     def clear(self, allocator: BlockAllocator) -> tuple["PrefixCache", BlockAllocator]:
         """Forgets every block, as when the weights change: no block computed with the old weights is found again.

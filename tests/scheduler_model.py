@@ -34,6 +34,8 @@ class Planned:
 
 
 class SchedulerModel:
+    has_cache = False
+
     def __init__(self, max_requests: int, num_seats: int, max_tokens: int, max_steps: int, pool: Model):
         self.max_requests, self.max_tokens, self.max_steps, self.pool = max_requests, max_tokens, max_steps, pool
         self.requests: dict[int, Request] = {}
@@ -97,6 +99,9 @@ class SchedulerModel:
         for i in marked:
             self.requests[i].status = RequestStatus.ABORTED
         self.leave([seat for seat, i in enumerate(self.seats) if i in marked])
+
+    def leave_after_commit(self, sampled: list[int], leaving: list[int]) -> None:
+        self.leave(leaving)
 
     def leave(self, seats: list[int]) -> None:
         self.pool.free_rows([seat in seats for seat in range(len(self.seats))])
@@ -201,9 +206,8 @@ class SchedulerModel:
         """`request_ids`: who had the seats when it was planned."""
         here = [i is not None and i == self.seats[seat] for seat, i in enumerate(request_ids)]
         step, leaving = {}, []
-        for seat in planned.sampled:
-            if not here[seat]:
-                continue
+        sampled_seats = [seat for seat in planned.sampled if here[seat]]
+        for seat in sampled_seats:
             i, token = self.seats[seat], sampled[seat]
             request = self.requests[i]
             request.tokens.append(token)
@@ -217,6 +221,127 @@ class SchedulerModel:
             self.num_recomputed += self.pool.lengths[victim]
             self.requests[self.seats[victim]].status = RequestStatus.WAITING
             leaving.append(victim)
-        self.leave(leaving)
+        self.leave_after_commit(sampled_seats, leaving)
         if len(self.steps) < self.max_steps:
             self.steps.append(step)
+
+
+class PrefixSchedulerModel(SchedulerModel):
+    """With a prefix cache: the pool's, which finds blocks by all tokens up to their end."""
+
+    has_cache = True
+
+    def __init__(self, max_requests: int, num_seats: int, max_tokens: int, max_steps: int, pool: Model):
+        super().__init__(max_requests, num_seats, max_tokens, max_steps, pool)
+        self.salt, self.is_due = 0, False
+        self.num_listed = [0.0] * num_seats  # full blocks; without end where there is nothing to list before the end
+        self.left: list[int | None] = [None] * num_seats  # requests whose blocks stay until `change_seats`
+        self.num_hits = self.num_lookups = 0
+
+    # What gives cause for a change of seats.
+
+    def submit(self, *args) -> tuple[int, Refusal]:
+        self.is_due = True
+        return super().submit(*args)
+
+    def abort(self, marked: list[int]) -> None:
+        self.is_due = True
+        super().abort(marked)
+
+    def drain(self) -> tuple[list[dict[int, int]], dict[int, RequestStatus]]:
+        self.is_due = True
+        return super().drain()
+
+    def finished(self) -> list[int]:
+        return [i for i in super().finished() if i not in self.left]
+
+    def plan(self, *args) -> Planned:
+        was_refused = self.was_refused
+        planned = super().plan(*args)
+        self.is_due |= was_refused and not self.was_refused
+        return planned
+
+    def leave_after_commit(self, sampled: list[int], leaving: list[int]) -> None:
+        for seat in range(len(self.seats)):
+            num_full = self.full(self.pool.lengths[seat])
+            self.is_due |= num_full > self.num_listed[seat]
+            self.num_listed[seat] = max(num_full, self.num_listed[seat])
+            if seat in sampled or seat in leaving:
+                self.num_listed[seat] = float("inf")
+        for seat in leaving:
+            self.left[seat], self.seats[seat] = self.seats[seat], None
+            self.is_due = True
+
+    # The change.
+
+    def admit(self) -> None:
+        pass  # not in a plan
+
+    def change_seats(self) -> None:
+        self.list_blocks()
+        self.pool.free_rows([i is not None for i in self.left])
+        self.left = [None] * len(self.seats)
+        candidates = self.waiting()[: len(self.seats)]
+        if not self.was_refused and len(self.steps) < self.max_steps:
+            for i in candidates:
+                if not self.is_held_back(i, candidates) and not self.enter(i):
+                    break
+        self.is_due = False
+
+    def list_blocks(self) -> None:
+        self.pool.insert(self.max_tokens)
+
+    def enter(self, i: int) -> bool:
+        request, hits = self.requests[i], self.found(i)
+        needed = self.pool.num_blocks_of(min(len(request.tokens) + 1, request.limit - 1)) - self.saved(hits)
+        left = len(self.pool.free)
+        left -= sum(self.reserve(self.seats[s]) - len(self.pool.blocks[s]) for s in self.seated())
+        if None not in self.seats or needed > left:
+            return False
+        seat = self.seats.index(None)
+        self.seats[seat] = i
+        request.status = RequestStatus.RUNNING
+        prompts = [request.tokens if s == seat else [] for s in range(len(self.seats))]
+        self.pool.match_prefix(prompts, [self.salt] * len(self.seats))
+        self.pool.salts[seat] = self.salt
+        self.num_listed[seat] = len(hits)
+        self.num_hits += len(hits)
+        self.num_lookups += self.full(len(request.tokens) - 1)
+        return True
+
+    def found(self, i: int) -> list[int]:
+        """The cached blocks of a request's tokens, but never that of its last one."""
+        cached, hits = {key: block for block, key in self.pool.cached.items()}, []
+        tokens = self.requests[i].tokens
+        for column in range(self.full(len(tokens) - 1)):
+            key = self.pool.key(self.salt, tokens, column)
+            if key not in cached:
+                break
+            hits.append(cached[key])
+        return hits
+
+    def full(self, num_tokens: int) -> int:
+        return num_tokens // self.pool.block_size
+
+    def saved(self, hits: list[int]) -> int:
+        """Blocks that need not be free, because others hold them."""
+        return sum(self.pool.holders[block] > 0 for block in hits)
+
+    def is_held_back(self, i: int, candidates: list[int]) -> bool:
+        """Whether a request before it computes the first block that it lacks."""
+        tokens, column = self.requests[i].tokens, len(self.found(i))
+        if column == self.full(len(tokens) - 1):
+            return False
+        key = self.pool.key(self.salt, tokens, column)
+        computing = [(self.salt, j) for j in candidates]
+        computing += [(self.pool.salts[s], self.seats[s]) for s in self.seated() if self.num_listed[s] <= column]
+        others = [(salt, self.requests[j].tokens) for salt, j in computing if self.comes_before(j, i)]
+        return any(
+            column < self.full(len(other)) and self.pool.key(salt, other, column) == key for salt, other in others
+        )
+
+    def comes_before(self, j: int, i: int) -> bool:
+        return self.requests[j].rank < self.requests[i].rank
+
+    def forget(self) -> None:
+        self.salt += 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, Refusal, RequestStatus, Scheduler
+from jaxpaged import BlockAllocator, PrefixCache, Refusal, RequestStatus, Scheduler
 from tests.compiled import instructions
 
 # Sizes of the loops. The pool holds four sequences at their limit, or all seats and more.
@@ -206,21 +206,36 @@ def test_dtypes_hold_with_64_bits_switched_on():
         assert one.dtype == other.dtype
     # A weak type would compile a slice a second time.
     assert not any(leaf.weak_type for leaf in jax.tree.leaves((state, after)))
+    allocator = state[2]
+    scheduler = with_prefix_cache(allocator, max_requests=REQUESTS, num_seats=SEATS, max_tokens=TOKENS)
+    with jax.enable_x64(True):
+        after = jax.eval_shape(lambda scheduler: scheduler.forget_prefixes().change_seats(allocator), scheduler)
+    for one, other in zip(jax.tree.leaves((scheduler, allocator)), jax.tree.leaves(after), strict=True):
+        assert (one.dtype, one.weak_type) == (other.dtype, other.weak_type)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_no_loop_no_branch_no_sort_no_host(platform):
-    def both(scheduler, allocator, aborts):
+    def all_of_them(scheduler, allocator, aborts):
         scheduler, allocator = scheduler.abort(allocator, aborts)
+        scheduler, allocator = scheduler.change_seats(allocator)
         scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=16)
         scheduler, allocator = scheduler.commit(allocator, step, step.tokens[step.last])
         return *scheduler.drain(), allocator
 
-    _, scheduler, allocator = start("tight")
-    text = jax.jit(both).trace(scheduler, allocator, np.zeros(REQUESTS, bool)).lower(lowering_platforms=(platform,))
+    _, _, allocator = start("tight")
+    scheduler = with_prefix_cache(allocator, max_requests=REQUESTS, num_seats=SEATS, max_tokens=TOKENS)
+    text = (
+        jax.jit(all_of_them).trace(scheduler, allocator, np.zeros(REQUESTS, bool)).lower(lowering_platforms=(platform,))
+    )
     operations = set(re.findall(r"stablehlo\.(\w+)", text.as_text()))
     assert "scatter" in operations  # the search sees operations
     assert not operations & {"while", "case", "if", "sort", "custom_call", "infeed", "outfeed", "send", "recv"}
+
+
+def with_prefix_cache(allocator, **sizes):
+    prefix_cache = PrefixCache.create(num_blocks=allocator.num_blocks, block_size=allocator.block_size)
+    return Scheduler.create(**sizes, prefix_cache=prefix_cache)
 
 
 def test_what_can_never_be_served_is_refused():
@@ -289,6 +304,12 @@ def test_text_and_misuse():
             allocator, prompts, int32(1, 1), int32(1, 1), stop_ids=jnp.zeros((2, 5), jnp.int32)
         ),
     }
+    few = dict(max_requests=2, num_seats=1, max_tokens=3)
+    calls |= {
+        "max_tokens=3 is less than a block of 4": lambda: with_prefix_cache(allocator, **few),
+        "create the scheduler with a prefix_cache to call this": lambda: scheduler.change_seats(allocator),
+        "there is nothing to forget": scheduler.forget_prefixes,
+    }
     for message, call in calls.items():
         with pytest.raises(ValueError, match=message):
             call()
@@ -327,3 +348,24 @@ def test_each_broken_invariant_is_named(invariant):
     )
     assert scheduler.broken_invariants(allocator) == ()
     assert invariant in dataclasses.replace(scheduler, **BROKEN[invariant]).broken_invariants(allocator)
+
+
+def test_each_broken_invariant_of_prefixes_is_named():
+    allocator = BlockAllocator.create(num_blocks=6, block_size=2, num_seqs=2, max_blocks=5)
+    scheduler = with_prefix_cache(allocator, max_requests=3, num_seats=2, max_tokens=8)
+    scheduler, *_ = scheduler.submit(allocator, jnp.ones((1, 3), jnp.int32), int32(3), int32(2))
+    scheduler, allocator = scheduler.change_seats(allocator)
+    scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=2)
+    scheduler, allocator = scheduler.commit(allocator, step, int32(1, 1))
+    scheduler, allocator = scheduler.change_seats(allocator)
+    assert scheduler.broken_invariants(allocator) == ()
+    broken = {
+        "who_left_has_no_seat": dict(left=int32(0, 3), is_due=jnp.asarray(True)),
+        "a_change_is_due_where_somebody_left": dict(left=int32(3, 1)),
+        "cached_blocks_have_the_tokens_of_those_who_hold_them": dict(
+            cache=dataclasses.replace(scheduler.prefixes.cache, tokens=jnp.zeros((6, 2), jnp.int32))
+        ),
+    }
+    for invariant, changes in broken.items():
+        other = dataclasses.replace(scheduler, prefixes=dataclasses.replace(scheduler.prefixes, **changes))
+        assert invariant in other.broken_invariants(allocator)

@@ -13,11 +13,18 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from jaxpaged import BlockAllocator, RequestStatus, Scheduler
+from jaxpaged import BlockAllocator, PrefixCache, RequestStatus, Scheduler
 from tests.allocator_model import Model
-from tests.scheduler_model import SchedulerModel
+from tests.scheduler_model import PrefixSchedulerModel, SchedulerModel
 
 LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1
 ROWS, WIDTH, NUM_STOP_IDS = 3, 9, 2  # of a batch of submissions
@@ -53,13 +60,20 @@ OPERATIONS = {
     "plan": jit(plan, static_argnames="chunk_tokens"),
     "commit": jit(Scheduler.commit),
     "drain": jit(drain),
+    "change_seats": jit(Scheduler.change_seats),
+    "forget": jit(lambda scheduler, allocator: (scheduler.forget_prefixes(), allocator)),
 }
 
 
-def create(shape):
+def create(shape, has_cache=False):
     (requests, seats, tokens, steps), (num_blocks, block_size, num_seqs, max_blocks) = shape
     scheduler = Scheduler.create(
-        max_requests=requests, num_seats=seats, max_tokens=tokens, max_steps=steps, num_stop_ids=NUM_STOP_IDS
+        max_requests=requests,
+        num_seats=seats,
+        max_tokens=tokens,
+        max_steps=steps,
+        num_stop_ids=NUM_STOP_IDS,
+        prefix_cache=PrefixCache.create(num_blocks=num_blocks, block_size=block_size) if has_cache else None,
     )
     allocator = BlockAllocator.create(
         num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks=max_blocks
@@ -72,8 +86,10 @@ class Twins:
 
     def __init__(self, shape, model=SchedulerModel):
         sizes, pool = shape
-        self.scheduler, self.allocator = create(shape)
+        self.scheduler, self.allocator = create(shape, model.has_cache)
         self.model = model(*sizes, Model(*pool))
+        # For the cache few different tokens, so that requests begin alike.
+        self.vocabulary = 2 if model.has_cache else 5
 
     def run(self, name, *args, **static):
         arrays = (jnp.asarray(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
@@ -82,7 +98,7 @@ class Twins:
 
     def submit(self, rng):
         most = self.model.max_tokens
-        prompts = rng.integers(0, 5, (ROWS, WIDTH), np.int32)
+        prompts = rng.integers(0, self.vocabulary, (ROWS, WIDTH), np.int32)
         lengths = rng.integers(0, rng.choice([3, WIDTH + 1]), ROWS).astype(np.int32)
         new_tokens = rng.integers(1, most - 3, ROWS).astype(np.int32)
         if rng.random() < 0.3:  # what cannot be
@@ -98,22 +114,37 @@ class Twins:
             stops = [stop for stop in stops.tolist() if stop >= 0]
             expected = self.model.submit(tokens[: max(length, 0)], WIDTH, int(new), int(priority), stops)
             assert (ids[row], refusals[row]) == expected
+        self.change_seats()
 
-    def abort(self, rng):
+    def change_seats(self):
+        if self.model.has_cache and self.model.is_due:
+            self.model.change_seats()
+            self.run("change_seats")
+
+    def forget(self):
+        self.model.forget()
+        self.run("forget")
+
+    def abort(self, rng, is_planned=False):
         marked = rng.random(self.model.max_requests) < 0.25
         self.model.abort(np.flatnonzero(marked).tolist())
         self.run("abort", marked)
+        if not is_planned:
+            self.change_seats()
 
-    def step(self, rng, chunk_tokens, aborting=False):
+    def step(self, rng, chunk_tokens, aborting=False, draining=False):
         planned = self.model.plan(max(chunk_tokens, 0), 1 if chunk_tokens == NARROW else None)
         (step,) = self.run("plan", chunk_tokens=chunk_tokens)
         self.check_step(step, planned, chunk_tokens)
         request_ids = list(self.model.seats)
         if aborting:
-            self.abort(rng)
-        sampled = rng.integers(0, 5, len(request_ids), np.int32)
+            self.abort(rng, is_planned=True)
+        sampled = rng.integers(0, self.vocabulary, len(request_ids), np.int32)
         self.model.commit(planned, sampled.tolist(), request_ids)
         self.run("commit", step, sampled)
+        if draining:  # before those who left have left their rows
+            self.drain()
+        self.change_seats()
 
     def check_step(self, step, planned, chunk_tokens):
         seats, no_slot = len(planned.tokens), self.allocator.num_blocks * self.allocator.block_size
@@ -145,6 +176,7 @@ class Twins:
             assert (tokens[~is_sampled] == -1).all()
             assert dict(zip(ids[is_sampled].tolist(), tokens[is_sampled].tolist(), strict=True)) == expected
         assert {int(i): outbox.finished[i] for i in outbox.finished.nonzero()[0]} == finished
+        self.change_seats()
 
     def compare(self):
         scheduler, allocator, model = *jax.tree.map(np.asarray, (self.scheduler, self.allocator)), self.model
@@ -159,20 +191,35 @@ class Twins:
         assert allocator.lengths.tolist() == model.pool.lengths
         blocks = [table[table > 0].tolist() for table in allocator.block_tables]
         assert blocks == model.pool.blocks
-        assert allocator.pool.free_list[: int(allocator.pool.num_free)].tolist() == model.pool.free
+        pool = allocator.pool
+        places = (pool.bottom + np.arange(pool.num_free)) % pool.num_blocks
+        assert pool.free_list[places].tolist() == model.pool.free
+        assert pool.num_waiting == model.pool.num_waiting
+        self.compare_prefixes(scheduler.prefixes)
         assert bool(scheduler.was_refused) == model.was_refused
         for name in ("num_computed", "num_recomputed", "num_preempted"):
             assert getattr(scheduler, name) == getattr(model, name), name
         any_live = any(request.is_live for request in model.requests.values())
         assert bool(scheduler.has_work) == (any_live and len(model.steps) < model.max_steps)
 
+    def compare_prefixes(self, prefixes):
+        model = self.model
+        if not model.has_cache:
+            assert prefixes is None
+            return
+        assert [None if i == model.max_requests else i for i in prefixes.left] == model.left
+        assert np.where(prefixes.num_listed < 2**31 - 1, prefixes.num_listed, np.inf).tolist() == model.num_listed
+        assert bool(prefixes.is_due) == model.is_due
+        for name in ("num_hits", "num_lookups"):
+            assert getattr(prefixes.cache, name) == getattr(model, name), name
+
 
 class SchedulerMachine(RuleBasedStateMachine):
-    num_steps = num_preempted = 0
+    num_steps = num_preempted = num_hits = 0
 
-    @initialize(shape=st.sampled_from(SHAPES[:LONGER]))
-    def create(self, shape):
-        self.twins = Twins(shape)
+    @initialize(shape=st.sampled_from(SHAPES[:LONGER]), model=st.sampled_from((SchedulerModel, PrefixSchedulerModel)))
+    def create(self, shape, model):
+        self.twins = Twins(shape, model)
 
     @rule(seed=st.integers(0, 2**31))
     def submit(self, seed):
@@ -191,8 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rng = np.random.default_rng(seed)
         for _ in range(num_steps):
             self.twins.submit(rng)
-            self.twins.step(rng, int(rng.choice([0, CHUNK, NARROW], p=(0.4, 0.4, 0.2))))
-            self.twins.drain()
+            self.twins.step(rng, int(rng.choice([0, CHUNK, NARROW], p=(0.4, 0.4, 0.2))), draining=True)
             self.agrees()
 
     @rule(seed=st.integers(0, 2**31))
@@ -203,6 +249,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def drain(self):
         self.twins.drain()
 
+    @precondition(lambda self: self.twins.model.has_cache)
+    @rule()
+    def forget(self):
+        self.twins.forget()
+
     @invariant()
     def agrees(self):
         type(self).num_steps += 1
@@ -210,15 +261,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         type(self).num_preempted += self.twins.model.num_preempted
+        if self.twins.model.has_cache:
+            type(self).num_hits += self.twins.model.num_hits
 
 
 def test_the_scheduler_does_what_the_model_does():
-    SchedulerMachine.num_steps = SchedulerMachine.num_preempted = 0
+    SchedulerMachine.num_steps = SchedulerMachine.num_preempted = SchedulerMachine.num_hits = 0
     # Not shrunk: that takes minutes, and the steps of a failure are printed all the same.
     examples = settings(max_examples=14 * LONGER, stateful_step_count=40, phases=(Phase.generate,))
     run_state_machine_as_test(SchedulerMachine, settings=examples)
     assert SchedulerMachine.num_steps >= 700
     assert SchedulerMachine.num_preempted >= 10
+    assert SchedulerMachine.num_hits >= 100
 
 
 def test_the_first_in_rank_is_never_a_victim():
@@ -241,15 +295,22 @@ def random_steps(model, num_steps):
     rng, twins = np.random.default_rng(1), Twins(SHAPES[0], model)
     for i in range(num_steps):
         twins.submit(rng)
-        twins.step(rng, NARROW if i % 7 == 5 else CHUNK if i % 3 else 0, aborting=i % 20 == 10)
-        if i % 8 in (3, 7) and i % 40 != 3:  # now and then after the outbox is full
-            twins.drain()
+        draining = i % 8 in (3, 7) and i % 40 != 3  # now and then after the outbox is full
+        twins.step(rng, NARROW if i % 7 == 5 else CHUNK if i % 3 else 0, aborting=i % 20 == 10, draining=draining)
+        if model.has_cache and i % 50 == 49:
+            twins.forget()
         twins.compare()
     return twins.model
 
 
 def test_the_mixture_meets_preemption():
     assert random_steps(SchedulerModel, 200).num_preempted >= 5
+
+
+def test_the_mixture_meets_preemption_and_finds_prefixes():
+    model = random_steps(PrefixSchedulerModel, 200)
+    assert model.num_preempted >= 5
+    assert model.num_hits >= 20
 
 
 class AdmitsAfterARefusal(SchedulerModel):
@@ -326,7 +387,67 @@ class KeepsThePlacesOfTheFinished(SchedulerModel):
         return []
 
 
-MUTANTS = SchedulerModel.__subclasses__()
+class NeverWaitsForAnother(PrefixSchedulerModel):
+    def is_held_back(self, i, candidates):
+        return False
+
+
+class WaitsForThoseBehindIt(PrefixSchedulerModel):
+    def comes_before(self, j, i):
+        return j != i
+
+
+class WaitsInEverybodysWay(PrefixSchedulerModel):
+    def enter(self, i):
+        candidates = self.waiting()[: len(self.seats)]
+        ranks = [self.requests[j].rank for j in candidates if self.is_held_back(j, candidates)]
+        return not any(rank < self.requests[i].rank for rank in ranks) and super().enter(i)
+
+
+class CountsFoundBlocksAsNeeded(PrefixSchedulerModel):
+    def saved(self, hits):
+        return 0
+
+
+class CountsFreeBlocksAsHeld(PrefixSchedulerModel):
+    def saved(self, hits):
+        return len(hits)
+
+
+class ListsNothingOfThoseWhoLeave(PrefixSchedulerModel):
+    def list_blocks(self):
+        self.pool.free_rows([i is not None for i in self.left])
+        super().list_blocks()
+
+
+class ListsOnlyWhatLeaves(PrefixSchedulerModel):
+    def leave_after_commit(self, sampled, leaving):
+        is_due = self.is_due or bool(leaving)
+        super().leave_after_commit(sampled, leaving)
+        self.is_due = is_due
+
+
+class ForgetsNothing(PrefixSchedulerModel):
+    def forget(self):
+        pass
+
+
+class ListsOldBlocksAsNew(PrefixSchedulerModel):
+    def forget(self):
+        super().forget()
+        self.pool.salts = [self.salt] * len(self.seats)
+
+
+class AdmitsOnlyAfterAnEnd(PrefixSchedulerModel):
+    def plan(self, *args):
+        is_due = self.is_due
+        planned = super().plan(*args)
+        self.is_due = is_due
+        return planned
+
+
+MUTANTS = [model for model in SchedulerModel.__subclasses__() if not model.has_cache]
+MUTANTS += PrefixSchedulerModel.__subclasses__()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._scheduler.records import RequestStatus, Step
@@ -11,7 +12,8 @@ from jaxpaged._scheduler.state import SchedulerState
 
 
 def plan[S: SchedulerState](scheduler: S, allocator: BlockAllocator, num_places: int) -> tuple[S, BlockAllocator, Step]:
-    scheduler = admit(scheduler, allocator)
+    if scheduler.prefixes is None:
+        scheduler, _ = admit(scheduler, allocator, first_waiting(scheduler))
     is_open = ~scheduler.is_outbox_full
     is_seated = scheduler.seated < scheduler.max_requests
     needed = jnp.where(is_seated & is_open, of_seats(scheduler, scheduler.num_known) - allocator.lengths, 0)
@@ -20,9 +22,10 @@ def plan[S: SchedulerState](scheduler: S, allocator: BlockAllocator, num_places:
     most = num_places if num_places > scheduler.num_seats else 1
     allocator, _, ok = allocator.append(given, max_tokens=most, order=ranks)
     given = jnp.where(ok, given, 0)
+    was_refused = jnp.where(is_open, ~ok.all(), scheduler.was_refused)
     scheduler = dataclasses.replace(
-        scheduler,
-        was_refused=jnp.where(is_open, ~ok.all(), scheduler.was_refused),
+        with_due(scheduler, scheduler.was_refused & ~was_refused),
+        was_refused=was_refused,
         num_computed=scheduler.num_computed + given.sum(dtype=jnp.int32),
     )
     is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
@@ -40,39 +43,66 @@ def seat_ranks(scheduler: SchedulerState) -> jax.Array:
     return scheduler.ranks.at[scheduler.seated].get(mode="fill", fill_value=scheduler.max_requests)
 
 
-def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator) -> S:
-    """Gives seats to waiting requests, in order of rank, while seats and blocks suffice."""
-    num_requests, num_seats = scheduler.max_requests, scheduler.num_seats
-    seats = jnp.arange(num_seats, dtype=jnp.int32)
+def with_due[S: SchedulerState](scheduler: S, is_due: jax.Array | bool) -> S:
+    """With a prefix cache: `change_seats` has something to do, if it had not before."""
+    if scheduler.prefixes is None:
+        return scheduler
+    prefixes = dataclasses.replace(scheduler.prefixes, is_due=scheduler.prefixes.is_due | is_due)
+    return dataclasses.replace(scheduler, prefixes=prefixes)
 
-    # 1. The waiting requests that come first, one candidate for each seat.
+
+def first_waiting(scheduler: SchedulerState) -> jax.Array:
+    """The waiting requests that come first in rank, one for each seat, int32 `[seats]`; `max_requests`: no more."""
+    num_requests, num_seats = scheduler.max_requests, scheduler.num_seats
     is_waiting = (scheduler.statuses == RequestStatus.WAITING)[scheduler.order]
     queue = jnp.cumsum(is_waiting, dtype=jnp.int32) - 1
     dropped = num_seats + jnp.arange(num_requests, dtype=jnp.int32)
     queue = jnp.where(is_waiting & (queue < num_seats), queue, dropped)
     nobody = jnp.full(num_seats, num_requests, jnp.int32)
-    candidates = nobody.at[queue].set(scheduler.order, mode="drop", unique_indices=True)
+    return nobody.at[queue].set(scheduler.order, mode="drop", unique_indices=True)
 
-    # 2. How many of them fit: each needs blocks for its known tokens and one more, beside the reserves of the seated
+
+def admit[S: SchedulerState](
+    scheduler: S, allocator: BlockAllocator, candidates: jax.Array, num_found: ArrayLike = 0, num_woken: ArrayLike = 0
+) -> tuple[S, jax.Array]:
+    """Gives seats to candidates, in their order, while seats and blocks suffice.
+
+    Args:
+        scheduler: its free seats are given out.
+        allocator: whose blocks must suffice.
+        candidates: int32 `[seats]`, waiting requests; behind the last of them `max_requests`.
+        num_found: int32 `[seats]`, blocks that each candidate begins with.
+        num_woken: int32 `[seats]`, those of them that are free blocks until it takes them.
+
+    Returns:
+        scheduler: the new one.
+        entered: int32 `[seats]`, the index of the candidate that each seat was given to; the number of seats: none.
+    """
+    num_requests, num_seats = scheduler.max_requests, scheduler.num_seats
+    seats = jnp.arange(num_seats, dtype=jnp.int32)
+
+    # 1. How many of them fit: each needs blocks for its known tokens and one more, beside the reserves of the seated
     # requests and of those admitted before it. A request reserves at least what it needs to enter, so that those that
     # fit are the first ones.
     is_free = scheduler.seated == num_requests
     owed = jnp.where(is_free, 0, reserved_blocks(scheduler, allocator, scheduler.seated) - num_held(allocator))
-    reserved = jnp.where(candidates < num_requests, reserved_blocks(scheduler, allocator, candidates), 0)
-    before = jnp.cumsum(reserved, dtype=jnp.int32) - reserved + owed.sum(dtype=jnp.int32)
+    reserved = reserved_blocks(scheduler, allocator, candidates) - num_found
+    reserved = jnp.where(candidates < num_requests, reserved, 0)
+    before = jnp.cumsum(reserved + num_woken, dtype=jnp.int32) - reserved + owed.sum(dtype=jnp.int32)
     num_known = scheduler.num_known.at[candidates].get(mode="fill", fill_value=0)
     limits = scheduler.limits.at[candidates].get(mode="fill", fill_value=0)
-    entry = allocator.blocks_of(jnp.minimum(num_known + 1, limits - 1))
+    entry = allocator.blocks_of(jnp.minimum(num_known + 1, limits - 1)) - num_found
     fits = (candidates < num_requests) & (seats < is_free.sum(dtype=jnp.int32))
     fits &= (before + entry <= allocator.num_free) & ~scheduler.was_refused & ~scheduler.is_outbox_full
 
-    # 3. The i-th of them takes the i-th free seat.
+    # 2. The i-th of them takes the i-th free seat.
     turn = jnp.cumsum(is_free, dtype=jnp.int32) - 1
     is_taken = is_free & (turn < fits.sum(dtype=jnp.int32))
     taken_by = jnp.where(is_taken, candidates.at[turn].get(mode="clip"), scheduler.seated)
     places = jnp.where(is_taken, taken_by, num_requests + seats)
     statuses = scheduler.statuses.at[places].set(RequestStatus.RUNNING, mode="drop", unique_indices=True)
-    return dataclasses.replace(scheduler, seated=taken_by, statuses=statuses)
+    entered = jnp.where(is_taken, turn, num_seats)
+    return dataclasses.replace(scheduler, seated=taken_by, statuses=statuses), entered
 
 
 def reserved_blocks(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._scheduler import planning
+from jaxpaged._scheduler import planning, seats
 from jaxpaged._scheduler.records import Outbox, RequestStatus, Step
 from jaxpaged._scheduler.state import SchedulerState
 
@@ -45,21 +45,27 @@ def commit[S: SchedulerState](
     becomes = jnp.where(is_stopped, RequestStatus.STOPPED, becomes)
     leaving = jnp.where(leaves, scheduler.seated, dropped)
     given_up = jnp.where(is_preempted, allocator.lengths, 0).sum(dtype=jnp.int32)
+    prefixes = scheduler.prefixes
+    if prefixes is None:
+        allocator = allocator.free(leaves)
+    else:
+        prefixes = seats.after_commit(prefixes, allocator, scheduler.seated, leaves, is_sampled)
     scheduler = dataclasses.replace(
         scheduler,
         statuses=scheduler.statuses.at[leaving].set(becomes, mode="drop", unique_indices=True),
         seated=jnp.where(leaves, num_requests, scheduler.seated),
+        prefixes=prefixes,
         num_recomputed=scheduler.num_recomputed + given_up,
         num_preempted=scheduler.num_preempted + is_preempted.sum(dtype=jnp.int32),
     )
-    return scheduler, allocator.free(leaves)
+    return scheduler, allocator
 
 
 def abort[S: SchedulerState](scheduler: S, allocator: BlockAllocator, marked: jax.Array) -> tuple[S, BlockAllocator]:
     marked &= scheduler.is_live
     leaves = planning.of_seats(scheduler, marked)
     aborted = dataclasses.replace(
-        scheduler,
+        planning.with_due(scheduler, True),
         statuses=jnp.where(marked, RequestStatus.ABORTED, scheduler.statuses),
         seated=jnp.where(leaves, scheduler.max_requests, scheduler.seated),
     )
@@ -68,6 +74,9 @@ def abort[S: SchedulerState](scheduler: S, allocator: BlockAllocator, marked: ja
 
 def drain[S: SchedulerState](scheduler: S) -> tuple[S, Outbox]:
     is_finished = ~scheduler.is_live  # or free, which is 0 too
+    if scheduler.prefixes is not None:  # its tokens are needed until `change_seats`
+        is_finished = is_finished.at[scheduler.prefixes.left].set(False, mode="drop")
+        scheduler = planning.with_due(scheduler, True)  # with a full outbox nobody was admitted
     outbox = Outbox(
         tokens=scheduler.outbox_tokens,
         request_ids=scheduler.outbox_request_ids,

@@ -36,7 +36,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
         {
             "nobody_has_two_seats": len(set(seated.tolist())) == len(seated),
             "the_seated_run": set(seated.tolist()) == set(np.flatnonzero(statuses == RequestStatus.RUNNING).tolist()),
-            "free_seats_hold_no_tokens": not lengths[~is_seated].any(),
+            "free_seats_hold_no_tokens": not lengths[~is_seated & ~has_left(scheduler)].any(),
             "what_is_computed_is_known": (lengths[is_seated] <= known[seated]).all(),
             "the_live_may_grow": ((known >= 1) & (known < limits) & (limits <= max_tokens))[live].all(),
             "the_live_fit_the_pool": (-(-(limits[live] - 1) // allocator.block_size) <= most_blocks).all(),
@@ -44,7 +44,36 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
             "the_live_stand_in_order": served == sorted(set(served)),
             "unused_rows_of_the_outbox_are_empty": (unused == num_requests).all(),
         }
+        | of_prefixes(scheduler, allocator)
     )
+
+
+def has_left(scheduler: SchedulerState) -> np.ndarray:
+    """Free seats whose rows still hold blocks, bool `[seats]`."""
+    left = scheduler.max_requests if scheduler.prefixes is None else scheduler.prefixes.left
+    return np.broadcast_to(np.asarray(left) < scheduler.max_requests, scheduler.seated.shape)
+
+
+def of_prefixes(scheduler: SchedulerState, allocator: BlockAllocator) -> dict[str, object]:
+    prefixes = scheduler.prefixes
+    if prefixes is None:
+        return {}
+    seats, left = np.asarray(scheduler.seated), np.asarray(prefixes.left)
+    holder, lengths = np.minimum(seats, left), np.asarray(allocator.lengths)
+    cached_at, cached = np.asarray(allocator.pool.cached_at), np.asarray(prefixes.cache.tokens)
+    are_theirs = True
+    for seat in np.flatnonzero(holder < scheduler.max_requests):
+        full = np.asarray(allocator.block_tables)[seat, : lengths[seat] // allocator.block_size]
+        tokens = np.asarray(scheduler.tokens)[holder[seat], : full.size * allocator.block_size].reshape(
+            full.size, allocator.block_size
+        )
+        is_cached = cached_at[full] == allocator.num_blocks
+        are_theirs &= bool((cached[full] == tokens)[is_cached].all())
+    return {
+        "who_left_has_no_seat": ((seats == scheduler.max_requests) | (left == scheduler.max_requests)).all(),
+        "a_change_is_due_where_somebody_left": bool(prefixes.is_due) or (left == scheduler.max_requests).all(),
+        "cached_blocks_have_the_tokens_of_those_who_hold_them": are_theirs,
+    }
 
 
 def _broken(invariants: dict[str, object]) -> tuple[str, ...]:

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._export import exportable
 from jaxpaged._integers import as_int32, checked_size
-from jaxpaged._scheduler import planning, progress, report, submission
+from jaxpaged._scheduler import planning, progress, report, seats, submission
 from jaxpaged._scheduler.records import Outbox, RequestStatus, Sampling, Step
-from jaxpaged._scheduler.state import SchedulerState
+from jaxpaged._scheduler.state import Prefixes, SchedulerState
 
 
 @exportable
@@ -47,6 +48,7 @@ class Scheduler(SchedulerState):
         num_computed: int32 `[]`, tokens planned so far; modulo 2^32, as are the next two.
         num_recomputed: int32 `[]`, computed tokens that preemption dropped.
         num_preempted: int32 `[]`, preemptions.
+        prefixes: the prefix cache, and what it needs of each seat. None: there is none.
 
     `broken_invariants` tests that all of this holds together. `docs/scheduler.md` states the policy, why each
     accepted request ends, and what it costs.
@@ -54,7 +56,14 @@ class Scheduler(SchedulerState):
 
     @classmethod
     def create(
-        cls, *, max_requests: int, num_seats: int, max_tokens: int, max_steps: int = 64, num_stop_ids: int = 4
+        cls,
+        *,
+        max_requests: int,
+        num_seats: int,
+        max_tokens: int,
+        max_steps: int = 64,
+        num_stop_ids: int = 4,
+        prefix_cache: PrefixCache | None = None,
     ) -> "Scheduler":
         """A scheduler without requests.
 
@@ -64,9 +73,12 @@ class Scheduler(SchedulerState):
             max_tokens: the most tokens that a request may have, prompt and generated.
             max_steps: steps between two drains.
             num_stop_ids: the most stop ids that a request may have.
+            prefix_cache: an empty one, for the allocator. Requests then begin with the blocks in which others computed
+                the same tokens, and only `change_seats` gives seats to requests. None: each computes its own.
 
         Raises:
-            ValueError: a size that is no int or below 1 (`num_stop_ids`: below 0).
+            ValueError: a size that is no int or below 1 (`num_stop_ids`: below 0), or `max_tokens` smaller than a block
+                of the prefix cache.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxpaged
@@ -97,6 +109,18 @@ class Scheduler(SchedulerState):
         def full(*shape: int, value: int = 0) -> jax.Array:
             return jnp.full(shape, value, jnp.int32)
 
+        prefixes = None
+        if prefix_cache is not None:
+            if max_tokens < (block_size := prefix_cache.tokens.shape[1]):
+                raise ValueError(f"nothing would ever be cached: {max_tokens=} is less than a block of {block_size}.")
+            prefixes = Prefixes(
+                cache=prefix_cache,
+                salt=full(),
+                salts=full(num_seats),
+                num_listed=full(num_seats),
+                left=full(num_seats, value=max_requests),
+                is_due=jnp.zeros((), jnp.bool_),
+            )
         return cls(
             tokens=full(max_requests, max_tokens),
             num_known=full(max_requests),
@@ -122,6 +146,7 @@ class Scheduler(SchedulerState):
             num_computed=full(),
             num_recomputed=full(),
             num_preempted=full(),
+            prefixes=prefixes,
         )
 
     def num_pending(self, allocator: BlockAllocator) -> jax.Array:
@@ -196,7 +221,7 @@ class Scheduler(SchedulerState):
 
         1. Waiting requests take free seats in order of rank, without overtaking, while the free blocks suffice for all
            known tokens of them and of the seated requests, and a spare block each. After a plan in which a seat was
-           refused, no request is admitted.
+           refused, no request is admitted. (With a prefix cache, `change_seats` admits them.)
         2. Each seat gets one token, if it has any to compute. With chunks, the other places of the step go to the seats
            that have more, in order of rank.
         3. Blocks are granted in order of rank. A seat that finds too few gets nothing in this step. The request last in
@@ -254,6 +279,63 @@ class Scheduler(SchedulerState):
         if sampled.shape != self.seated.shape or sampled.dtype != jnp.int32:
             raise ValueError(f"tokens must be int32 [{self.num_seats}]; got {sampled.dtype} {list(sampled.shape)}.")
         return progress.commit(self, allocator, step, sampled)
+
+    def change_seats(self, allocator: BlockAllocator) -> tuple["Scheduler", BlockAllocator]:
+        """With a prefix cache: requests leave and enter the running batch.
+
+        Call it after `submit`, `abort` and `commit`, where `is_change_due`, which is rarely. Until then a request that
+        ended or was preempted keeps its blocks, its end is not drained, and none is admitted.
+
+        1. The full blocks of all seats are listed in the prefix cache. The blocks of requests that left are free.
+        2. Waiting requests are admitted as in `plan`, each with the blocks that are found for it. A block that another
+           request holds costs nothing. A request waits, and lets others pass, while one before it in rank computes the
+           first block that it lacks.
+
+        Args:
+            allocator: the allocator whose rows are the seats.
+
+        Raises:
+            ValueError: the scheduler has no prefix cache, or an allocator with another number of rows.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpaged
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks=4)
+            >>> prefix_cache = jaxpaged.PrefixCache.create(num_blocks=9, block_size=4)
+            >>> scheduler = jaxpaged.Scheduler.create(
+            ...     max_requests=4, num_seats=2, max_tokens=16, prefix_cache=prefix_cache
+            ... )
+            >>> prompts = jnp.full((2, 10), 7)  # two equal ones of ten tokens
+            >>> scheduler, *_ = scheduler.submit(allocator, prompts, jnp.array([10, 10]), jnp.array([3, 3]))
+            >>> scheduler, allocator = scheduler.change_seats(allocator)  # the first enters, the second waits for it
+            >>> computed = []
+            >>> while scheduler.has_work:
+            ...     scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=10)
+            ...     computed.append((step.seats < 2).sum().item())  # tokens
+            ...     scheduler, allocator = scheduler.commit(allocator, step, jnp.array([5, 6]))
+            ...     scheduler, allocator = scheduler.change_seats(allocator)
+            >>> computed  # the second has computed only the end of its prompt
+            [10, 3, 2, 1]
+        """
+        self._check(allocator)
+        if self.prefixes is None:
+            raise ValueError("seats change by themselves: create the scheduler with a prefix_cache to call this.")
+        return seats.change_seats(self, self.prefixes, allocator)
+
+    def forget_prefixes(self, forgets: ArrayLike = True) -> "Scheduler":
+        """No block that is listed is found any more, as when the weights change. Running requests keep theirs.
+
+        Requests that begin later find only blocks of one another.
+
+        Args:
+            forgets: bool `[]`; false changes nothing.
+
+        Raises:
+            ValueError: the scheduler has no prefix cache.
+        """
+        if self.prefixes is None:
+            raise ValueError("there is nothing to forget: create the scheduler with a prefix_cache to call this.")
+        salt = self.prefixes.salt + jnp.asarray(forgets).astype(jnp.int32)
+        return dataclasses.replace(self, prefixes=dataclasses.replace(self.prefixes, salt=salt))
 
     def drain(self) -> tuple["Scheduler", Outbox]:
         """Empties the outbox and frees the places of finished requests.

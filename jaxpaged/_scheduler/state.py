@@ -3,8 +3,35 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
+from jaxpaged._allocator.prefix_cache import PrefixCache
+from jaxpaged._export import exportable
 from jaxpaged._scheduler.records import RequestStatus, Sampling
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefixes:
+    """What a scheduler with a prefix cache holds besides.
+
+    Attributes:
+        cache: the prefix cache.
+        salt: int32 `[]`, under which requests that begin now look for blocks; `forget_prefixes` changes it.
+        salts: int32 `[seats]`, the same when the request in each seat began.
+        num_listed: int32 `[seats]`, full blocks of a known part that is being computed which are cached already; where
+            nothing is to be listed before the request leaves, more than there can be.
+        left: int32 `[seats]`, the request that left the seat, whose blocks the row still holds; `max_requests`: none.
+        is_due: bool `[]`, whether `change_seats` may have something to do.
+    """
+
+    cache: PrefixCache
+    salt: jax.Array
+    salts: jax.Array
+    num_listed: jax.Array
+    left: jax.Array
+    is_due: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +57,7 @@ class SchedulerState:
     num_computed: jax.Array
     num_recomputed: jax.Array
     num_preempted: jax.Array
+    prefixes: Prefixes | None
 
     @property
     def max_requests(self) -> int:
@@ -48,6 +76,11 @@ class SchedulerState:
     def is_outbox_full(self) -> jax.Array:
         """Whether nothing can be planned before the next `drain`, bool `[]`."""
         return self.num_steps >= self.outbox_tokens.shape[0]
+
+    @property
+    def is_change_due(self) -> jax.Array:
+        """Whether `change_seats` may have something to do, bool `[]`; never without a prefix cache."""
+        return jnp.zeros((), jnp.bool_) if self.prefixes is None else self.prefixes.is_due
 
     @property
     def has_work(self) -> jax.Array:

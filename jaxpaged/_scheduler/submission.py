@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._integers import as_int32
+from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Refusal, RequestStatus, Sampling
 from jaxpaged._scheduler.state import SchedulerState
 
@@ -105,7 +106,7 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
 
     prompts = jnp.pad(new.prompts[:, :max_tokens], ((0, 0), (0, max(max_tokens - width, 0))))
     scheduler = dataclasses.replace(
-        scheduler,
+        planning.with_due(scheduler, True),
         tokens=put(scheduler.tokens, prompts),
         num_known=put(scheduler.num_known, new.prompt_lengths),
         limits=put(scheduler.limits, new.prompt_lengths + new.max_new_tokens),

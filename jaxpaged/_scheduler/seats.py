@@ -1,0 +1,179 @@
+"""Seats change hands where there is a prefix cache: who leaves lists its blocks, who enters begins with listed ones.
+
+That is a hundred small operations. They are done after the steps that give cause for it, and not in each.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._scheduler import planning
+from jaxpaged._scheduler.state import Prefixes, SchedulerState
+
+NOTHING_TO_LIST = jnp.iinfo(jnp.int32).max
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Beginnings:
+    """With which cached blocks requests may begin."""
+
+    num_asked: jax.Array  # int32 [requests], full blocks that were looked up
+    ids: jax.Array  # int32 [requests, columns]
+    found: jax.Array  # bool [requests, columns]
+
+    @property
+    def num_found(self) -> jax.Array:
+        return self.found.sum(axis=1, dtype=jnp.int32)
+
+
+def after_commit(
+    prefixes: Prefixes, allocator: BlockAllocator, left: jax.Array, has_left: jax.Array, is_sampled: jax.Array
+) -> Prefixes:
+    """What `change_seats` will have to do: rows of those who left, and full blocks that others may be waiting for.
+
+    Args:
+        prefixes: before the commit.
+        allocator: as it was planned.
+        left: int32 `[seats]`, the request that was in each seat.
+        has_left: bool `[seats]`.
+        is_sampled: bool `[seats]`: all that the request knew is computed.
+    """
+    num_full = allocator.lengths // allocator.block_size
+    return dataclasses.replace(
+        prefixes,
+        left=jnp.where(has_left, left, prefixes.left),
+        num_listed=jnp.where(is_sampled | has_left, NOTHING_TO_LIST, jnp.maximum(num_full, prefixes.num_listed)),
+        is_due=prefixes.is_due | has_left.any() | (num_full > prefixes.num_listed).any(),
+    )
+
+
+def change_seats[S: SchedulerState](
+    scheduler: S, prefixes: Prefixes, allocator: BlockAllocator
+) -> tuple[S, BlockAllocator]:
+    prefixes, allocator, tags = vacate(scheduler, prefixes, allocator)
+    candidates, beginnings = ready(scheduler, prefixes, allocator, tags)
+    num_woken = woken_by_each(allocator, beginnings)
+    scheduler, entered = planning.admit(scheduler, allocator, candidates, beginnings.num_found, num_woken)
+    prefixes, allocator = begin(prefixes, allocator, entered, rows_of(beginnings, entered))
+    prefixes = dataclasses.replace(prefixes, is_due=jnp.zeros_like(prefixes.is_due))
+    return dataclasses.replace(scheduler, prefixes=prefixes), allocator
+
+
+def vacate(
+    scheduler: SchedulerState, prefixes: Prefixes, allocator: BlockAllocator
+) -> tuple[Prefixes, BlockAllocator, jax.Array]:
+    """All full blocks are listed, and those who left give theirs back. Also the tags of each seat's tokens."""
+    num_requests = scheduler.max_requests
+    has_left = prefixes.left < num_requests
+    blocks = blocks_of(scheduler, allocator, jnp.where(has_left, prefixes.left, scheduler.seated))
+    num_full = allocator.lengths // allocator.block_size
+    cache, allocator, tags = prefixes.cache.insert_blocks(allocator, blocks, num_full, prefixes.salts)
+    prefixes = dataclasses.replace(prefixes, cache=cache, left=jnp.full_like(prefixes.left, num_requests))
+    return prefixes, allocator.free(has_left), tags
+
+
+def ready(
+    scheduler: SchedulerState, prefixes: Prefixes, allocator: BlockAllocator, tags: jax.Array
+) -> tuple[jax.Array, Beginnings]:
+    """Of the waiting requests that come first those who gain nothing by waiting, int32 `[seats]`, `max_requests` behind
+    the last of them; and the blocks that are found for each.
+    """
+    candidates = planning.first_waiting(scheduler)
+    num_asked = jnp.maximum(known_of(scheduler, candidates) - 1, 0) // allocator.block_size
+    salts = jnp.broadcast_to(prefixes.salt, candidates.shape)
+    blocks = blocks_of(scheduler, allocator, candidates)
+    ids, found, new_tags = prefixes.cache.find(allocator.pool, blocks, num_asked, salts)
+    beginnings = Beginnings(num_asked, ids, found)
+    waits = is_being_computed(scheduler, prefixes, allocator, candidates, beginnings, tags, new_tags)
+    is_ready = (candidates < scheduler.max_requests) & ~waits
+
+    num_seats = scheduler.num_seats
+    every = jnp.arange(num_seats, dtype=jnp.int32)
+    turn = jnp.where(is_ready, jnp.cumsum(is_ready, dtype=jnp.int32) - 1, num_seats + every)
+    order = jnp.full(num_seats, num_seats, jnp.int32).at[turn].set(every, mode="drop", unique_indices=True)
+    candidates = candidates.at[order].get(mode="fill", fill_value=scheduler.max_requests)
+    return candidates, rows_of(beginnings, order)
+
+
+def begin(
+    prefixes: Prefixes, allocator: BlockAllocator, entered: jax.Array, beginnings: Beginnings
+) -> tuple[Prefixes, BlockAllocator]:
+    """Those who entered hold the blocks that were found for them: `beginnings` of each seat, empty where nobody did."""
+    ids, found, num_found = beginnings.ids, beginnings.found, beginnings.num_found
+    has_entered, num_columns = entered < entered.shape[0], found.shape[1]
+    tables = allocator.block_tables
+    allocator = allocator.with_rows(
+        tables.at[:, :num_columns].set(jnp.where(found, ids, tables[:, :num_columns])),
+        jnp.where(has_entered, num_found * allocator.block_size, allocator.lengths),
+        allocator.pool.acquire_cached(ids, found),
+    )
+    prefixes = dataclasses.replace(
+        prefixes,
+        cache=prefixes.cache.counted(beginnings.num_asked, found),
+        salts=jnp.where(has_entered, prefixes.salt, prefixes.salts),
+        num_listed=jnp.where(has_entered, num_found, prefixes.num_listed),
+    )
+    return prefixes, allocator
+
+
+def blocks_of(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
+    """The tokens of requests in blocks, int32 `[requests, columns, block_size]`; of what is not known, any."""
+    block_size = allocator.block_size
+    num_columns = min(scheduler.tokens.shape[1] // block_size, allocator.block_tables.shape[1])
+    tokens = scheduler.tokens.at[request_ids].get(mode="fill", fill_value=0)
+    return tokens[:, : num_columns * block_size].reshape(-1, num_columns, block_size)
+
+
+def known_of(scheduler: SchedulerState, request_ids: jax.Array) -> jax.Array:
+    return scheduler.num_known.at[request_ids].get(mode="fill", fill_value=0)
+
+
+def rows_of[T](of_each: T, indices: jax.Array) -> T:
+    """Rows of arrays `[requests, ...]`, 0 where there is none."""
+    return jax.tree.map(lambda values: values.at[indices].get(mode="fill", fill_value=0), of_each)
+
+
+def is_being_computed(
+    scheduler: SchedulerState,
+    prefixes: Prefixes,
+    allocator: BlockAllocator,
+    candidates: jax.Array,
+    beginnings: Beginnings,
+    tags: jax.Array,
+    new_tags: jax.Array,
+) -> jax.Array:
+    """Whether a request before it computes the first block that a candidate lacks, bool `[seats]`.
+
+    Args:
+        scheduler: seats that are taken compute.
+        prefixes: what they have listed.
+        allocator: for its block size.
+        candidates: int32 `[seats]`, those who wait; they will compute.
+        beginnings: what they have.
+        tags: uint32 `[seats, columns]`, of the tokens of those who have seats.
+        new_tags: uint32 `[seats, columns]`, of the candidates.
+    """
+    num_seats, column = scheduler.num_seats, beginnings.num_found
+    lacks = (column < beginnings.num_asked)[None]
+    others = jnp.concatenate([scheduler.seated, candidates])
+    of_others = jnp.concatenate([tags, new_tags]).at[:, column].get(mode="clip")  # [others, candidates]
+    its_own = new_tags.at[jnp.arange(num_seats, dtype=jnp.int32), column].get(mode="clip")[None]
+    num_listed = jnp.concatenate([prefixes.num_listed, jnp.zeros_like(column)])[:, None]
+    num_full = (known_of(scheduler, others) // allocator.block_size)[:, None]
+    will_list = (num_listed <= column[None]) & (column[None] < num_full)
+    ranks = scheduler.ranks.at[others].get(mode="fill", fill_value=scheduler.max_requests)
+    is_before = ranks[:, None] < ranks[None, num_seats:]
+    return (lacks & is_before & will_list & (of_others == its_own)).any(axis=0)
+
+
+def woken_by_each(allocator: BlockAllocator, beginnings: Beginnings) -> jax.Array:
+    """Free blocks that each would be the first to hold, if they enter in this order, int32 `[requests]`."""
+    pool, ids = allocator.pool, beginnings.ids
+    is_free = beginnings.found & (pool.cached_at[ids] != pool.num_blocks)
+    order = jnp.broadcast_to(jnp.arange(len(ids), dtype=jnp.int32)[:, None], ids.shape)
+    first = jnp.full(pool.num_blocks, len(ids), jnp.int32)
+    first = first.at[jnp.where(is_free, ids, pool.num_blocks)].min(order, mode="drop")
+    return (is_free & (first[ids] == order)).sum(axis=1, dtype=jnp.int32)

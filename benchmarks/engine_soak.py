@@ -84,9 +84,9 @@ def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int
     check(after.num_generated - before.num_generated == num_tokens, "tokens that nobody asked for")
     check(not engine._state.allocator.lengths.any(), "somebody still has a seat")
     check(after.num_free_blocks == before.num_free_blocks, "blocks did not come back")
-    computed, recomputed = (getattr(after, name) - getattr(before, name) for name in ("num_computed", "num_recomputed"))
-    counts = dict(tokens=num_tokens, computed=computed, recomputed=recomputed)
-    return dict(ends) | counts | dict(preempted=after.num_preempted - before.num_preempted)
+    names = "computed", "found", "recomputed", "preempted"
+    counts = {name: getattr(after, f"num_{name}") - getattr(before, f"num_{name}") for name in names}
+    return dict(ends) | dict(tokens=num_tokens) | counts
 
 
 def refuses(engine: Engine) -> bool:
@@ -106,9 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prefix-cache", action="store_true", help="requests share the blocks of equal beginnings")
     options = parser.parse_args()
     num_blocks = SEATS * MAX_TOKENS // BLOCK_SIZE // 4 + 1
-    engine = create_engine(num_seats=SEATS, num_blocks=num_blocks, max_requests=4 * SEATS, compiler_options=None)
+    sizes = dict(num_seats=SEATS, num_blocks=num_blocks, max_requests=4 * SEATS)
+    engine = create_engine(**sizes, prefix_cache=options.prefix_cache, compiler_options=None)
     begin = time.perf_counter()
     done = 0
     while done < options.requests:  # in parts, so that a run that is cut off has said something

@@ -35,6 +35,8 @@ PREFIX_CACHE, SNAPSHOTS = "jaxpaged/_allocator/prefix_cache.py", "jaxpaged/_allo
 PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/progress.py"
 LOADS = "tests/test_engine.py::depend_on_the_load and 16"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/test_scheduler_machine.py::mixture"
+SEATS = "jaxpaged/_scheduler/seats.py"
+FORGOTTEN = "tests/test_engine.py::weights_change"
 MUTANTS = (
     Mutant(
         "lookup: any salt",
@@ -192,8 +194,8 @@ MUTANTS = (
     Mutant(
         "scheduler: the ended keep their blocks",
         PROGRESS,
-        "return scheduler, allocator.free(leaves)",
-        "return scheduler, allocator",
+        "        allocator = allocator.free(leaves)\n",
+        "        pass\n",
         MIXTURE,
     ),
     Mutant(
@@ -224,6 +226,100 @@ MUTANTS = (
         " - (allocator.pool.pins > 0).sum(dtype=jnp.int32)",
         "",
         "tests/test_scheduler.py::never_be_served",
+    ),
+    Mutant(
+        "prefixes: who leaves lists nothing",
+        SEATS,
+        "    num_full = allocator.lengths // allocator.block_size\n    cache,",
+        "    num_full = jnp.where(has_left, 0, allocator.lengths // allocator.block_size)\n    cache,",
+        MIXTURE,
+    ),
+    Mutant("prefixes: nobody waits for another", SEATS, " & ~waits", "", MIXTURE),
+    Mutant("prefixes: waits for those behind", SEATS, "ranks[:, None] < ranks", "ranks[:, None] != ranks", MIXTURE),
+    Mutant(
+        "prefixes: waits for what is not listed before the end",
+        SEATS,
+        "(num_listed <= column[None]) & (column",
+        "(column",
+        MIXTURE,
+    ),
+    Mutant(
+        "prefixes: found blocks need room",
+        SEATS,
+        "candidates, beginnings.num_found, num",
+        "candidates, 0, num",
+        MIXTURE,
+    ),
+    Mutant(
+        "prefixes: free blocks count as held",
+        SEATS,
+        "beginnings.num_found, num_woken)",
+        "beginnings.num_found)",
+        MIXTURE,
+    ),
+    Mutant(
+        "prefixes: each counts the free blocks it finds",
+        SEATS,
+        "(is_free & (first[ids] == order))",
+        "is_free",
+        MIXTURE,
+    ),
+    Mutant(
+        "prefixes: old blocks are listed as new",
+        SEATS,
+        "jnp.where(has_entered, prefixes.salt, prefixes.salts)",
+        "jnp.broadcast_to(prefixes.salt, entered.shape)",
+        MIXTURE,
+    ),
+    Mutant("prefixes: chunks are not listed", SEATS, " | (num_full > prefixes.num_listed).any()", "", MIXTURE),
+    Mutant(
+        "prefixes: the end of a refusal gives no cause",
+        PLANNING,
+        "with_due(scheduler, scheduler.was_refused & ~was_refused)",
+        "with_due(scheduler, False)",
+        MIXTURE,
+    ),
+    Mutant(
+        "prefixes: drained while its tokens are needed",
+        PROGRESS,
+        'is_finished = is_finished.at[scheduler.prefixes.left].set(False, mode="drop")',
+        "pass",
+        MIXTURE,
+    ),
+    Mutant(
+        "prefixes: a drain gives no cause",
+        PROGRESS,
+        "with_due(scheduler, True)  # with",
+        "with_due(scheduler, False)  # with",
+        MIXTURE,
+    ),
+    Mutant(
+        "prefixes: an abort gives no cause",
+        PROGRESS,
+        "        planning.with_due(scheduler, True),\n",
+        "        scheduler,\n",
+        MIXTURE,
+    ),
+    Mutant(
+        "prefixes: forgets nothing",
+        "jaxpaged/_scheduler/scheduler.py",
+        "self.prefixes.salt + jnp",
+        "self.prefixes.salt + 0 * jnp",
+        MIXTURE,
+    ),
+    Mutant(
+        "engine: new weights are not told",
+        "jaxpaged/_engine/engine.py",
+        "self._weights, self._forgets = weights, True",
+        "self._weights, self._forgets = weights, False",
+        FORGOTTEN,
+    ),
+    Mutant(
+        "engine: no change after the last step",
+        "jaxpaged/_engine/slices.py",
+        "goes_on(state) | is_change_due(state), one_event",
+        "goes_on(state), one_event",
+        FORGOTTEN,
     ),
     Mutant(
         "engine: samples without the position",

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.engine_soak import soak
 from jaxpaged import BlockAllocator, Engine, SamplingParams
+from jaxpaged._engine.requests import seed_of
 from jaxpaged._engine.sampling import furthest_kept
 from tests import toy_model
 from tests.compiled import instructions
@@ -66,8 +67,8 @@ def fewer_blocks(engine, left):
     engine._state_of_slice = dataclasses.replace(engine._state, allocator=allocator)
 
 
-def requests(count, seed=0, n=1):
-    """Prompts and parameters: greedy, and sampled with every option."""
+def requests(count, seed=0):
+    """Prompts and parameters: greedy, and sampled with every option; a few with four completions."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, rng.integers(1, 30)).tolist() for _ in range(count)]
     params = [
@@ -78,7 +79,7 @@ def requests(count, seed=0, n=1):
             top_p=(1.0, 0.8)[i // 6 % 2],
             seed=int(rng.integers(0, 2**32)),
             stop_token_ids=((), (3, 17))[i % 2],
-            n=n,
+            n=4 if i % 10 == 7 else 1,
             logprobs=i % 5 == 0,
         )
         for i, prompt in enumerate(prompts)
@@ -88,31 +89,43 @@ def requests(count, seed=0, n=1):
 
 @pytest.fixture(scope="module")
 def load():
+    """Requests, and of each completion the tokens and their logprobs."""
     prompts, params = requests(40)
-    return prompts, params, [continuation(random_weights(), *request) for request in zip(prompts, params, strict=True)]
+    expected = [
+        [
+            continuation(random_weights(), prompt, dataclasses.replace(of_one, seed=seed_of(of_one.seed, i)))
+            for i in range(of_one.n)
+        ]
+        for prompt, of_one in zip(prompts, params, strict=True)
+    ]
+    return prompts, params, expected
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, pytest.param(64, marks=pytest.mark.slow)])  # each compiles an engine
+# Each compiles an engine.
+@pytest.mark.parametrize(
+    ("chunk_tokens", "prefix_cache"),
+    [(16, False), (16, True), *(pytest.param(64, cache, marks=pytest.mark.slow) for cache in (False, True))],
+)
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
-def test_tokens_do_not_depend_on_the_load(load, left, chunk_tokens):
+def test_tokens_do_not_depend_on_the_load(load, left, chunk_tokens, prefix_cache):
     prompts, params, expected = load
-    engine = engine_of(chunk_tokens)
-    preempted_before = engine.stats().num_preempted
+    engine = engine_of(chunk_tokens, prefix_cache=prefix_cache)
+    preempted_before, found_before = engine.stats().num_preempted, engine.stats().num_found
     with fewer_blocks(engine, left):
         for order in (np.arange(40), np.arange(40)[::-1], np.random.default_rng(1).permutation(40)):
             outputs = engine.generate([prompts[i] for i in order], [params[i] for i in order])
             assert_whole(engine)
             for i, output in zip(order, outputs, strict=True):
-                tokens, logprobs = expected[i]
-                (completion,) = output.outputs
-                assert completion.token_ids == tokens
-                stopped = tokens[-1] in params[i].stop_token_ids
-                assert completion.finish_reason == ("stop" if stopped else "length")
-                if params[i].logprobs:
-                    np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4)
-                else:
-                    assert completion.logprobs is None
+                for (tokens, logprobs), completion in zip(expected[i], output.outputs, strict=True):
+                    assert completion.token_ids == tokens
+                    stopped = tokens[-1] in params[i].stop_token_ids
+                    assert completion.finish_reason == ("stop" if stopped else "length")
+                    if params[i].logprobs:
+                        np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4)
+                    else:
+                        assert completion.logprobs is None
     assert (engine.stats().num_preempted > preempted_before) == (left == TIGHT)
+    assert (engine.stats().num_found > found_before) == prefix_cache  # in the second and third order
 
 
 def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
@@ -150,6 +163,64 @@ def test_several_completions_each_have_a_seed_of_their_own(load):
     assert drawn[0].outputs[0].token_ids != drawn[1].outputs[0].token_ids
 
 
+def counts_of(engine, *requests):
+    """(tokens computed, tokens found) while the requests are served; and what came of them."""
+    before = engine.stats()
+    outputs = engine.generate(*requests)
+    after = engine.stats()
+    return (after.num_computed - before.num_computed, after.num_found - before.num_found), outputs
+
+
+def test_a_prefix_is_found_until_the_weights_change():
+    engine = engine_of(16, prefix_cache=True)
+    prompt, greedy = [*range(21), 5], SamplingParams(temperature=0, max_tokens=8)  # five full blocks, and two tokens
+
+    def served_with(seed):
+        counts, (output,) = counts_of(engine, [prompt], greedy)
+        assert output.outputs[0].token_ids == continuation(random_weights(seed), prompt, greedy)[0]
+        return counts
+
+    engine.update_weights(random_weights())  # whatever was served before
+    assert [served_with(0), served_with(0)] == [(29, 0), (9, 20)]
+    # A request that began with old weights, some of whose blocks are made by the new ones: nobody finds any of them.
+    request = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS - len(prompt)))
+    engine.step()
+    engine.update_weights(random_weights(1))
+    assert set(finish(engine)) == {request}
+    assert [served_with(1), served_with(1)] == [(29, 0), (9, 20)]
+    engine.update_weights(random_weights())
+    assert served_with(0) == (29, 0)
+
+
+def test_equal_prompts_are_computed_once():
+    prompt, params = [*range(22)], SamplingParams(max_tokens=6, temperature=1.0, seed=7, n=4)
+    apart, (expected,) = counts_of(engine_of(16), [prompt], params)
+    engine = engine_of(16, prefix_cache=True)
+    engine.update_weights(random_weights())
+    together, (output,) = counts_of(engine, [prompt], params)
+    assert output.outputs == expected.outputs
+    new = 4 * 5  # the last token of each is not computed
+    assert apart == (4 * 22 + new, 0)
+    # The others compute the end of the prompt, which fills no block.
+    assert together == (22 + 3 * 2 + new, 3 * 20)
+    # So it is for prompts that only begin alike: those who come later wait for the first.
+    others, _ = counts_of(engine, [[*range(40, 20, -1), i] for i in range(6)], SamplingParams(max_tokens=1))
+    assert others == (21 + 5 * 1, 5 * 20)
+
+
+def test_completions_hold_the_blocks_of_their_prompt_together():
+    engine = engine_of(16, prefix_cache=True)
+    request = engine.add_request([*range(7, 29)], SamplingParams(max_tokens=STEPS * 3, temperature=1.0, n=4))
+    engine.step()
+    engine.step()
+    tables = np.asarray(engine._state.allocator.block_tables)
+    assert len({tuple(row) for row in tables[:, :5] if row[0]}) == 1
+    assert (tables[:, 5] > 0).sum() == 4
+    engine.abort(request)  # all of them
+    (output,) = finish(engine).values()
+    assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 4
+
+
 def test_nothing_is_compiled_after_the_engine_is_made(load, caplog):
     engine = engine_of(16)
     engine.generate(load[0][:1], SamplingParams())
@@ -169,14 +240,17 @@ def test_nothing_is_compiled_after_the_engine_is_made(load, caplog):
         jax.config.update("jax_log_compiles", False)
 
 
-def test_the_compiled_slice_copies_no_cache_and_never_calls_the_host():
-    engine = engine_of(16)
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_the_compiled_slice_copies_no_cache_and_never_calls_the_host(prefix_cache):
+    engine = engine_of(16, prefix_cache=prefix_cache)
     program, cache = engine._run_slice, engine._state.caches
     found = instructions(program.as_text())
     shape = f"f32[{','.join(map(str, cache.k.shape))}]"
     of_cache = [name for name, _, line in found if shape in line.split(name + "(")[0]]
     assert "scatter" in of_cache or "fusion" in of_cache or "while" in of_cache  # the search sees the cache
     assert [name for name in of_cache if name.startswith("copy")] == []
+    of_tokens = f"s32[{toy_model.MAX_REQUESTS},{MAX_TOKENS}]"
+    assert [name for name, _, line in found if of_tokens in line.split(name + "(")[0] and name.startswith("copy")] == []
     assert not {name for name, *_ in found} & {"infeed", "outfeed", "send", "recv"}
     assert "callback" not in program.as_text()
     assert program.memory_analysis().alias_size_in_bytes >= cache.k.nbytes + cache.v.nbytes
@@ -287,10 +361,12 @@ def test_the_cut_of_top_k_and_top_p_is_that_of_a_sort():
         assert ((behind[row].view(np.int32) <= limit[row]) == expected).all()
 
 
-def test_soak_in_a_pool_of_a_third_of_what_the_seats_may_need():
-    engine = engine_of(16)
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_soak_in_a_pool_of_a_third_of_what_the_seats_may_need(prefix_cache):
+    engine = engine_of(16, prefix_cache=prefix_cache)
     with fewer_blocks(engine, TIGHT):
         result = soak(engine, 600, num_kinds=30)
     assert result["abort"] > 0
     assert result["refused"] > 0
     assert result["preempted"] > 0
+    assert (result["found"] > 0) == prefix_cache

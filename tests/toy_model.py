@@ -82,10 +82,11 @@ def create_engine(*, model=apply, num_blocks=BLOCKS + 1, **options):
     return Engine(model, random_weights(), cache, **sizes | options)
 
 
-ENGINES = {}  # by chunk_tokens: an engine that has no requests is as good as a new one
+ENGINES = {}  # by their options: an engine that has no requests is as good as a new one
 
 
-def engine_of(chunk_tokens):
-    if chunk_tokens not in ENGINES:
-        ENGINES[chunk_tokens] = create_engine(chunk_tokens=chunk_tokens)
-    return ENGINES[chunk_tokens]
+def engine_of(chunk_tokens, *, prefix_cache=False):
+    options = chunk_tokens, prefix_cache
+    if options not in ENGINES:
+        ENGINES[options] = create_engine(chunk_tokens=chunk_tokens, prefix_cache=prefix_cache)
+    return ENGINES[options]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, inbox_of, new_tokens, output_of, seed_of
@@ -51,6 +53,7 @@ class Engine:
             on the host.
         steps_per_slice: steps between two looks of the host. New requests and aborts wait for the end of a slice.
         num_stop_ids: the most stop tokens that a request may have.
+        prefix_cache: whether requests share the blocks of equal beginnings, instead of computing each its own.
         seed: of the requests that bring none.
         compiler_options: of `jax.jit`.
 
@@ -73,6 +76,7 @@ class Engine:
         max_requests: int | None = None,
         steps_per_slice: int = 32,
         num_stop_ids: int = 4,
+        prefix_cache: bool = False,
         seed: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
@@ -91,6 +95,11 @@ class Engine:
                 max_tokens=max_tokens,
                 max_steps=self._steps_per_slice,
                 num_stop_ids=self._num_stop_ids,
+                prefix_cache=PrefixCache.create(
+                    num_blocks=num_blocks, block_size=block_size, secret=secrets.randbits(128)
+                )
+                if prefix_cache
+                else None,
             ),
             allocator=BlockAllocator.create(
                 num_blocks=num_blocks,
@@ -125,6 +134,7 @@ class Engine:
         self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
         self._aborts: list[int] = []  # places, to be sent in with the next slice
         self._num_unfinished = self._num_sent = self._next_id = 0
+        self._forgets = False  # whether the weights have changed since the last slice
         self._stats = EngineStats(num_free_blocks=num_blocks - 1)
 
     @property
@@ -189,7 +199,7 @@ class Engine:
         """Other weights, of the same shapes, from the next slice on: nothing is compiled.
 
         Requests under way go on with the keys and values that the old weights made. Finish or abort them first where
-        that must not be.
+        that must not be. A prefix cache finds nothing that was computed with the old weights, or begun with them.
 
         Raises:
             ValueError: weights of another structure, shape or dtype.
@@ -200,7 +210,7 @@ class Engine:
         before, after = (jax.tree.map(lambda x: x.dtype, tree) for tree in (self._weights, weights))
         if before != after:
             raise ValueError(f"weights must have the dtypes of those before, {before}; got {after}.")
-        self._weights = weights
+        self._weights, self._forgets = weights, True
 
     def stats(self) -> EngineStats:
         """Counts, as of the last slice that was read."""
@@ -285,9 +295,11 @@ class Engine:
             wants_logprobs = any(row.params.logprobs for row in (*rows, *self._on_device.values()))
             wants_logprobs |= any(row.params.logprobs for sent, _ in self._under_way for row in sent)
             num_steps = self._steps_per_slice if is_last else 0
-            inbox = self._inbox_of(rows, self._aborts, wants_logprobs=wants_logprobs, num_steps=num_steps)
+            inbox = self._inbox_of(
+                rows, self._aborts, wants_logprobs=wants_logprobs, num_steps=num_steps, forgets=self._forgets
+            )
             # Each abort is sent once, and before anybody else can have got the place.
-            self._aborts = []
+            self._aborts, self._forgets = [], False
             self._under_way.append((rows, self._thread.submit(self._run, self._weights, inbox)))
             if is_last:
                 return
@@ -344,6 +356,7 @@ class Engine:
             num_mixed_steps=total(before.num_mixed_steps, num_mixed),
             num_generated=before.num_generated + num_generated,
             num_computed=total(before.num_computed, report.num_computed),
+            num_found=total(before.num_found, report.num_found),
             num_recomputed=total(before.num_recomputed, report.num_recomputed),
             num_preempted=total(before.num_preempted, report.num_preempted),
         )

@@ -92,6 +92,7 @@ class EngineStats:
         num_mixed_steps: those of them with chunks of prompts.
         num_generated: new tokens.
         num_computed: tokens computed, those of prompts and those computed again included.
+        num_found: tokens found in the prefix cache, and not computed.
         num_recomputed: tokens whose keys and values preemption gave up.
         num_preempted: preemptions.
     """
@@ -106,5 +107,6 @@ class EngineStats:
     num_mixed_steps: int = 0
     num_generated: int = 0
     num_computed: int = 0
+    num_found: int = 0
     num_recomputed: int = 0
     num_preempted: int = 0

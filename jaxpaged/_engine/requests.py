@@ -57,6 +57,7 @@ def inbox_of(
     num_stop_ids: int,
     wants_logprobs: bool,
     num_steps: int,
+    forgets: bool = False,
 ) -> Inbox:
     """An inbox whose shapes and dtypes are the same whatever is in it."""
     params = [row.params for row in rows]
@@ -77,6 +78,7 @@ def inbox_of(
             seed=column([row.seed for row in rows], np.uint32),
         ),
         aborts=np.zeros(max_requests, np.bool_),
+        forgets=np.asarray(forgets),
         wants_logprobs=np.asarray(wants_logprobs),
         num_steps=np.asarray(num_steps, np.int32),
     )

@@ -49,6 +49,7 @@ class Inbox:
     stop_ids: Any  # int32 [rows, stop_ids]
     sampling: Sampling  # of each row
     aborts: Any  # bool [requests]
+    forgets: Any  # bool [], whether the weights are others than those of the slice before
     wants_logprobs: Any  # bool []
     num_steps: Any  # int32 [], the most steps of this slice
 
@@ -64,14 +65,18 @@ class Report:
     logprobs: jax.Array  # float32 [steps, seats]
     num_running: jax.Array  # int32 []
     num_free: jax.Array  # int32 [], blocks
-    num_of_kind: jax.Array  # int32 [kinds], steps so far, as the next three
+    num_of_kind: jax.Array  # int32 [kinds], steps so far, as the next four
     num_computed: jax.Array
+    num_found: jax.Array
     num_recomputed: jax.Array
     num_preempted: jax.Array
 
 
 def run_slice(apply: Apply, weights: Any, state: State, inbox: Inbox, *, chunk_tokens: int) -> tuple[State, Report]:
     scheduler, allocator = state.scheduler.abort(state.allocator, inbox.aborts)
+    prefixes = scheduler.prefixes
+    if prefixes is not None:
+        scheduler = scheduler.forget_prefixes(inbox.forgets)
     scheduler, request_ids, refusals = scheduler.submit(
         allocator,
         inbox.prompts,
@@ -88,9 +93,12 @@ def run_slice(apply: Apply, weights: Any, state: State, inbox: Inbox, *, chunk_t
     def goes_on(state: State) -> jax.Array:
         return state.scheduler.has_work & (state.scheduler.num_steps < inbox.num_steps)
 
+    def is_change_due(state: State) -> jax.Array:
+        return state.scheduler.is_change_due
+
     def loop(state: State, index: int) -> State:
         def condition(state: State) -> jax.Array:
-            return goes_on(state) & (next_kind(state, kinds) == index)
+            return goes_on(state) & ~is_change_due(state) & (next_kind(state, kinds) == index)
 
         def body(state: State) -> State:
             return one_step(apply, weights, state, inbox.wants_logprobs, kinds, index)
@@ -98,7 +106,13 @@ def run_slice(apply: Apply, weights: Any, state: State, inbox: Inbox, *, chunk_t
         return lax.while_loop(condition, body, state)
 
     # A loop for each kind, which may run no step, instead of a branch: on a GPU a branch copies the caches.
-    state = lax.while_loop(goes_on, lambda state: functools.reduce(loop, range(len(kinds)), state), state)
+    def one_event(state: State) -> State:
+        if prefixes is not None:
+            state = lax.while_loop(is_change_due, change_seats, state)
+        return functools.reduce(loop, range(len(kinds)), state)
+
+    # A change that is due after the last step is made too: what ended is to be drained, and its blocks free.
+    state = lax.while_loop(lambda state: goes_on(state) | is_change_due(state), one_event, state)
 
     scheduler, outbox = state.scheduler.drain()
     report = Report(
@@ -110,10 +124,23 @@ def run_slice(apply: Apply, weights: Any, state: State, inbox: Inbox, *, chunk_t
         num_free=state.allocator.num_free,
         num_of_kind=state.num_of_kind,
         num_computed=scheduler.num_computed,
+        num_found=num_found(scheduler, state.allocator),
         num_recomputed=scheduler.num_recomputed,
         num_preempted=scheduler.num_preempted,
     )
     return dataclasses.replace(state, scheduler=scheduler, logprobs=jnp.zeros_like(state.logprobs)), report
+
+
+def change_seats(state: State) -> State:
+    scheduler, allocator = state.scheduler.change_seats(state.allocator)
+    return dataclasses.replace(state, scheduler=scheduler, allocator=allocator)
+
+
+def num_found(scheduler: Scheduler, allocator: BlockAllocator) -> jax.Array:
+    """Tokens found in the prefix cache so far, int32 `[]`, modulo 2^32."""
+    if scheduler.prefixes is None:
+        return jnp.zeros((), jnp.int32)
+    return scheduler.prefixes.cache.num_hits * allocator.block_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,7 +117,8 @@ class Twins:
         self.change_seats()
 
     def change_seats(self):
-        if self.model.has_cache and self.model.is_due:
+        assert bool(self.scheduler.is_change_due) == (self.model.has_cache and self.model.is_due)
+        if self.scheduler.is_change_due:
             self.model.change_seats()
             self.run("change_seats")
 
@@ -209,7 +210,6 @@ class Twins:
             return
         assert [None if i == model.max_requests else i for i in prefixes.left] == model.left
         assert np.where(prefixes.num_listed < 2**31 - 1, prefixes.num_listed, np.inf).tolist() == model.num_listed
-        assert bool(prefixes.is_due) == model.is_due
         for name in ("num_hits", "num_lookups"):
             assert getattr(prefixes.cache, name) == getattr(model, name), name
 

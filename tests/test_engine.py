@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -302,6 +304,32 @@ def test_a_request_streams_as_it_grows():
     seen = [output.outputs[0].token_ids for output in engine.stream([[1, 2, 3]], params)]
     assert [len(tokens) for tokens in seen] == [STEPS - 1, *range(2 * STEPS - 1, 30, STEPS), 30][: len(seen)]
     assert all(tokens == seen[-1][: len(tokens)] for tokens in seen)
+
+
+def test_a_long_call_shows_how_far_it_is(capsys, monkeypatch):
+    engine, params = engine_of(16), SamplingParams(max_tokens=6)
+    engine.generate([[1]], params)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("jaxpaged._engine.progress.INTERVAL", 0)
+    engine.generate([[1, 2]] * 20, params, progress=True)
+    nothing, *shown, last = capsys.readouterr().err.split("\r")
+    assert nothing == ""
+    assert shown
+    assert re.fullmatch(r"\[#{30}\] 20 of 20 requests, [1-9]\d* tokens a second \n", last)
+    for line in shown:
+        bar, num_done = re.fullmatch(r"\[(#*)\.*\] (\d+) of 20 requests, \d+ tokens a second ", line).groups()
+        assert len(bar) == 30 * int(num_done) // 20
+
+
+def test_stats_count_seconds_only_while_there_are_requests():
+    engine = engine_of(16)
+    before, begin = engine.stats(), time.perf_counter()
+    time.sleep(0.2)
+    engine.generate([[1, 2]], SamplingParams(max_tokens=6))
+    stats, seconds = engine.stats(), time.perf_counter() - begin
+    assert 0 < stats.seconds - before.seconds < seconds - 0.15
+    assert stats.tokens_per_second == stats.num_generated / stats.seconds
+    assert (stats.num_blocks, stats.num_free_blocks, stats.num_queued, stats.num_running) == (BLOCKS, BLOCKS, 0, 0)
 
 
 def test_what_can_never_be_served_is_refused_with_its_reason():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ import numpy as np
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._engine.progress import ProgressBar
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, inbox_of, new_tokens, output_of, seed_of
 from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_slice
@@ -135,7 +137,8 @@ class Engine:
         self._aborts: list[int] = []  # places, to be sent in with the next slice
         self._num_unfinished = self._num_sent = self._next_id = 0
         self._forgets = False  # whether the weights have changed since the last slice
-        self._stats = EngineStats(num_free_blocks=num_blocks - 1)
+        self._since = time.perf_counter()  # when the stats were last counted, or the first request came
+        self._stats = EngineStats(num_blocks=num_blocks - 1, num_free_blocks=num_blocks - 1)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -143,22 +146,30 @@ class Engine:
         return bool(self._num_unfinished or self._news)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Continues all prompts, and returns when the last is finished, in the order of the prompts.
 
         Args:
             prompts: the token ids of each; more of them than the device holds are fed to it bit by bit.
             params: of each prompt, or of all.
+            progress: write a progress bar to stderr. For anything else there is `stream`.
 
         Raises:
             ValueError: a request that can never be served, before any is begun; or other requests under way.
         """
         self._add_all(prompts, params)
         outputs: dict[int, RequestOutput] = {}
+        bar, num_generated = ProgressBar(len(prompts)) if progress else None, self._stats.num_generated
         while self.has_unfinished_requests:
             self._advance()
             outputs |= {output.request_id: output for output in self._news_of(finished_only=True)}
+            if bar is not None:
+                bar.show(len(outputs), self._stats.num_generated - num_generated)
         return [outputs[request_id] for request_id in sorted(outputs)]
 
     def stream(
@@ -258,6 +269,8 @@ class Engine:
     def _add(self, prompt: np.ndarray, params: SamplingParams) -> int:
         request_id = self._next_id
         self._next_id += 1
+        if not self._num_unfinished:
+            self._since = time.perf_counter()
         seed = params.seed
         if seed is None:
             seed = int(np.random.SeedSequence([self._seed, request_id]).generate_state(1)[0])
@@ -346,8 +359,10 @@ class Engine:
             return so_far + (int(counter) - so_far) % 2**32
 
         num_narrow, _, num_mixed = report.num_of_kind
-
+        since, self._since = self._since, time.perf_counter()
         self._stats = EngineStats(
+            seconds=before.seconds + self._since - since,
+            num_blocks=before.num_blocks,
             num_running=int(report.num_running),
             num_free_blocks=int(report.num_free),
             num_slices=before.num_slices + 1,

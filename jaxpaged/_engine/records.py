@@ -85,7 +85,9 @@ class EngineStats:
         num_queued: requests on the host now.
         num_waiting: requests on the device without a seat now.
         num_running: requests with a seat now.
-        num_free_blocks: now.
+        num_blocks: of the caches, but for the null block.
+        num_free_blocks: those of them that are free now. Cached prefixes that nobody holds are in free blocks.
+        seconds: in which there were requests.
         num_slices: slices read.
         num_steps: steps of the model.
         num_narrow_steps: those of them with places for a quarter of the seats.
@@ -100,7 +102,9 @@ class EngineStats:
     num_queued: int = 0
     num_waiting: int = 0
     num_running: int = 0
+    num_blocks: int = 0
     num_free_blocks: int = 0
+    seconds: float = 0.0
     num_slices: int = 0
     num_steps: int = 0
     num_narrow_steps: int = 0
@@ -110,3 +114,8 @@ class EngineStats:
     num_found: int = 0
     num_recomputed: int = 0
     num_preempted: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens, over the seconds in which there were requests."""
+        return self.num_generated / self.seconds if self.seconds else 0.0

@@ -19,7 +19,7 @@ test-fast: setup ## the tests without the slow modules: no interpret mode, no ra
 test-oldest: ## the same with the oldest JAX that is supported
 	$(MAKE) test VENV=.venv-oldest JAX=0.11.2
 
-test-ptxas: ## registers, spills and shared memory of the kernels, compiled for an H100 without one
+test-ptxas: ## registers, spills and shared memory of the kernels, compiled for five GPUs without one
 	$(MAKE) setup VENV="$(VENV)-ptxas"
 	"$(VENV)-ptxas/bin/python" -m pip install --quiet nvidia-cuda-nvcc \
 		"jax-cuda13-plugin==$$("$(VENV)-ptxas/bin/python" -c 'import jaxlib; print(jaxlib.__version__)')"

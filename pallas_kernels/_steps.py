@@ -65,7 +65,7 @@ class WideSteps:
         # b. Online softmax.
         assert scores is not None
         logits, visible = self.logits_of(scores, tile, masked)
-        m, l, alpha, p = _softmax(logits, logits, visible, m, l)
+        m, l, alpha, p = softmax(logits, logits, visible, m, l)
         products.p.T[...] = p.astype(products.p.dtype)
 
         # c. O^T += V^T P^T
@@ -138,7 +138,7 @@ class NarrowSteps:
         # b. Online softmax.
         logits, visible = self.logits_of(scores, tile, masked)
         highest = logits if v_scales is None else _scales.peaks(logits, v_scales, visible)
-        m, l, alpha, p = _softmax(logits, highest, visible, m, l, headroom=_widen.HEADROOM)
+        m, l, alpha, p = softmax(logits, highest, visible, m, l, headroom=_widen.HEADROOM)
         if v_scales is not None:
             p *= _scales.over_tokens(v_scales, p.shape)
             p = p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
@@ -175,7 +175,7 @@ def _nothing(q: Any, p: Any, chunk: int) -> Sums:
     return acc, full_rows(rows, LOWEST), zeros((tile, rows))
 
 
-def _softmax(
+def softmax(
     logits: jax.Array,  # f32 [tile, rows]
     peaks: jax.Array,  # likewise, what must not overflow
     visible: jax.Array | None,  # bool, likewise

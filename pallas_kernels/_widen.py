@@ -21,6 +21,7 @@ an operand in registers: there the same orders come about by reshaping.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,6 +75,7 @@ class Tiles:
 
     narrow: Any
     words: Any | None  # int16 [stages, tile, width / 2]
+    left: Any = ROWS  # layout of a left operand: ROWS, or another of the same registers in the same order
 
     @classmethod
     def of(cls, ref: Any, interpret: Any) -> "Tiles":
@@ -83,7 +85,8 @@ class Tiles:
         """float16 [tile, width], the columns in the order of K."""
         if self.words is None:
             return _in_order(self.narrow[stage].astype(jnp.float16).T, K_ORDER).T
-        return _widen(plgpu.load(self.words.at[stage], layout=ROWS), self.narrow.dtype, transposed=False)
+        words = plgpu.load(self.words.at[stage], layout=ROWS)
+        return _widen(words, self.narrow.dtype, self.left, transposed=False)
 
     def load_values(self, stage: jax.Array, start: int, size: int) -> jax.Array:
         """Columns `start` to `start + size - 1`, transposed, as they lie in SMEM."""
@@ -102,30 +105,29 @@ class Tiles:
         """The same, float16 [size, tile], the columns in the order of V."""
         if self.words is None:
             return _in_order(loaded.astype(jnp.float16), V_ORDER)
-        return _widen(loaded, self.narrow.dtype, transposed=True)
+        return _widen(loaded, self.narrow.dtype, self.left, transposed=True)
 
 
-def load_q(q_flat: Any, q_smem: Any, interpret: Any) -> jax.Array | None:
-    """Q [rows, width] in the order of K, and the factor of the products with each row, f32 [rows]; None: ones."""
-    rows, width = q_smem.shape
+def load_q(q: Any, target_of: Callable[[int], Any], interpret: Any) -> jax.Array | None:
+    """Q, SMEM [rows, width], in the order of K into `target_of(start)`, SMEM [64, rows], for each 64 columns; and the
+    factor of the products with each row, f32 [rows]; None: ones."""
+    rows, width = q.shape
 
     def load(start: int) -> jax.Array:
-        columns = q_flat.at[:, pl.ds(start, 64)]  # few at a time: many rows would not fit the registers
+        columns = q.at[:, pl.ds(start, 64)]  # few at a time: many rows would not fit the registers
         return plgpu.load(columns.T, layout=ROWS, optimized=False)
 
     unit = None
-    if q_flat.dtype == jnp.bfloat16:
+    if q.dtype == jnp.bfloat16:
         largest = plgpu.layout_cast(jnp.full((rows,), 0.0, jnp.float32), ROW_VECTOR)
         for start in range(0, width, 64):
             largest = jnp.maximum(largest, jnp.abs(load(start).astype(jnp.float32)).max(axis=0))
         unit = _power_of_two(largest)
     for start in range(0, width, 64):
-        q = load(start)
+        columns = load(start)
         if unit is not None:
-            q = (q.astype(jnp.float32) * over_rows(1.0 / unit, q.shape)).astype(jnp.float16)
-        target = q_smem.at[:, pl.ds(start, 64)]
-        target.T[...] = _in_order(q, K_ORDER) if interpret else _exchange(q, K_ORDER)
-    plgpu.commit_smem()
+            columns = (columns.astype(jnp.float32) * over_rows(1.0 / unit, columns.shape)).astype(jnp.float16)
+        target_of(start)[...] = _in_order(columns, K_ORDER) if interpret else _exchange(columns, K_ORDER)
     return unit
 
 
@@ -159,8 +161,8 @@ def product(
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
 
-def _widen(words: jax.Array, dtype: Any, *, transposed: bool) -> jax.Array:
-    """int16 words [m, n] in ROWS to float16 [m, 2 n], or where `transposed` [m, n] in WORDS to [2 m, n]."""
+def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.Array:
+    """int16 words [m, n] in ROWS to float16 [m, 2 n] in `left`, or where `transposed` [m, n] in WORDS to [2 m, n]."""
     m, n = words.shape
     shape = (2 * m, n) if transposed else (m, 2 * n)
 
@@ -171,11 +173,13 @@ def _widen(words: jax.Array, dtype: Any, *, transposed: bool) -> jax.Array:
                 # [rows / 64, columns / 8, -, -, which eight of the 16 rows of a warp, -, -, -, -]
                 target = (i, j, 0, 0, h) if transposed else (i, 2 * j + h, 0, 0, rest[2])
                 wide[(*target, 0, 0, 0, 0)] = half
-        return mgpu.FragmentedArray(_registers=wide, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        layout = left.to_mgpu()
+        wide = wide.reshape(layout.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=wide, _layout=layout, _is_signed=None)
 
     return plgpu.inline_mgpu(
         arg_types=(WORDS if transposed else ROWS,),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float16), layout=ROWS),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float16), layout=left),
     )(widen)(words)
 
 

@@ -204,7 +204,8 @@ def _kernel(
         # The rows between q_len * group and `rows` are what SMEM held: rows do not mix.
         steps: WideSteps | NarrowSteps | RowSteps
         if narrow:
-            unit = _widen.load_q(q_flat_smem, q_smem, interpret)
+            unit = _widen.load_q(q_flat_smem, lambda start: q_smem.at[:, pl.ds(start, 64)].T, interpret)
+            plgpu.commit_smem()
             steps = NarrowSteps(
                 walk,
                 logits_of,

@@ -1,11 +1,22 @@
 """Traces paged decode and prefill for an H100, on any machine."""
 
+import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
 
-from pallas_kernels import decode_config, paged_decode, paged_prefill, partition_plan, prefill_config
+from pallas_kernels import (
+    decode_config,
+    paged_decode,
+    paged_prefill,
+    partition_plan,
+    portable_config,
+    portable_decode,
+    prefill_config,
+)
 from pallas_kernels.attention_options import AttentionOptions
 
 # What `decode_config.default_config` is given, unless a test says otherwise.
@@ -106,3 +117,59 @@ def traced_prefill(
     arrays = shape((tokens, heads, head_dim), dtype), cache, cache, shape((3, 32), jnp.int32)
     sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)
     return launch.trace(*arrays, *sizes, **{name: types[name] for name in ("scale", *options)})
+
+
+def traced_portable(
+    *,
+    seqs=2,
+    kv_heads=2,
+    capacity=1024,
+    head_dim=128,
+    block_size=16,
+    group=4,
+    q_len=1,
+    dtype=jnp.bfloat16,
+    num_partitions=1,
+    options=(),
+    cache_dtype=None,
+    scales=(None, None),
+    compute_capability=9.0,
+    sharding=None,
+    **changes,  # of the default config
+):
+    """The traced call of the portable decode kernel, for a GPU of that compute capability, and its configuration."""
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
+    config = portable_config.default_config(
+        seqs=seqs,
+        kv_heads=kv_heads,
+        group=group,
+        q_len=q_len,
+        head_dim=head_dim,
+        capacity=capacity,
+        num_sms=132,
+        compute_capability=compute_capability,
+        num_partitions=num_partitions,
+        itemsize=cache.dtype.itemsize,
+    )
+    config = dataclasses.replace(config, **changes)
+    scale_shapes = {"tensor": (), "head": (kv_heads,), "token_head": cache.shape[:3]}
+    types = option_types(shape, kv_heads * group)
+
+    @jax.jit
+    def launch(*arrays, **named):
+        return portable_decode.launch(*arrays, AttentionOptions(**named), config=config)
+
+    q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
+    arrays = q, cache, cache, shape((seqs, capacity // block_size), jnp.int32), shape((seqs,), jnp.int32)
+    named = {name: types[name] for name in ("scale", *options)}
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if scale is not None:
+            named[name] = shape(scale_shapes[scale], jnp.float32)
+    return launch.trace(*arrays, **named), config
+
+
+def mosaic_for(compute_capability):
+    """Mosaic GPU lowers for this GPU; by default, without a GPU, for a Hopper one."""
+    arch = divmod(round(10 * compute_capability), 10)
+    return mock.patch.object(utils, "_infer_arch", return_value=arch)  # there is no public way to say

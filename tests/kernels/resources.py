@@ -1,6 +1,6 @@
-"""Compiles kernels for an H100 on a machine without a GPU, to the end: what ptxas says of each.
+"""Compiles kernels on a machine without a GPU, to the end: what ptxas says of each.
 
-    python -m tests.kernels.resources '[{"head_dim": 128}, {"head_dim": 256, "group": 8}]'
+    python -m tests.kernels.resources sm_90 '[{"head_dim": 128}, {"head_dim": 256, "group": 8}]'
 
 prints a list of {kernel: {"registers", "spill_bytes", "smem_bytes"}}, in JSON. A process of its own, since JAX must be
 told before it starts; it needs the wheels that `make test-ptxas` installs.
@@ -10,36 +10,69 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-H100 = """
-gpu_device_info {
+GPU = """
+gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
+  shared_memory_per_core: {smem}
+  threads_per_core_limit: {threads}
+  core_count: {sms}
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
+  memory_bandwidth: {bandwidth}
   l2_cache_size: 52428800
   clock_rate_ghz: 1.98
   device_memory_size: 84929347584
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
+  shared_memory_per_block_optin: {program_smem}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 7 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{name}"
 """
+H100 = "sm_90"
+# Bytes of SMEM are those of the CUDA programming guide's table of compute capabilities.
+GPUS = {
+    "sm_80": dict(name="NVIDIA A100-SXM4-80GB", sms=108, threads=2048, smem=164 * 1024, bandwidth=2039 * 10**9),
+    "sm_89": dict(name="NVIDIA L4", sms=58, threads=1536, smem=100 * 1024, bandwidth=300 * 10**9),
+    "sm_90": dict(name="NVIDIA H100 80GB HBM3", sms=132, threads=2048, smem=228 * 1024, bandwidth=3352 * 10**9),
+    "sm_100": dict(name="NVIDIA B200", sms=148, threads=2048, smem=228 * 1024, bandwidth=8000 * 10**9),
+    "sm_120": dict(name="NVIDIA GeForce RTX 5090", sms=170, threads=1536, smem=100 * 1024, bandwidth=1792 * 10**9),
+}
+
+
+def compute_capability(gpu: str) -> float:
+    return int(gpu.removeprefix("sm_")) / 10
+
+
+def program_smem(gpu: str) -> int:
+    """Bytes of shared memory that a program can have."""
+    return GPUS[gpu]["smem"] - 1024
+
+
+def target_config(gpu: str) -> str:
+    major, minor = divmod(int(gpu.removeprefix("sm_")), 10)
+    features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    numbers = GPUS[gpu] | dict(major=major, minor=minor, features=features, program_smem=program_smem(gpu))
+    return GPU.format(**numbers)
+
+
+def compiled(gpu: str, shapes: dict[str, dict]) -> dict[str, dict[str, dict[str, int]]]:
+    """What `main` prints, by the names of the shapes."""
+    command = [sys.executable, "-m", "tests.kernels.resources", gpu, json.dumps(list(shapes.values()))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    return dict(zip(shapes, json.loads(done.stdout), strict=True))
 
 
 def installed() -> bool:
@@ -52,7 +85,7 @@ def installed() -> bool:
 
 
 def main() -> None:
-    shapes = json.loads(sys.argv[1])
+    gpu, shapes = sys.argv[1], json.loads(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
             "CUDA_VISIBLE_DEVICES": "-1",
@@ -62,24 +95,29 @@ def main() -> None:
             "MOSAIC_GPU_DUMP_PTXAS": "1",
             "MOSAIC_GPU_DUMP_RESOURCES": "1",
         }
-        print(json.dumps([compile_one(Path(folder), **shape) for shape in shapes]))
+        print(json.dumps([compile_one(Path(folder), gpu, **shape) for shape in shapes]))
 
 
-def compile_one(folder: Path, *, dtype: str = "bfloat16", prefill: bool = False, **shape) -> dict[str, dict[str, int]]:
+def compile_one(
+    folder: Path, gpu: str, *, dtype: str = "bfloat16", kernel: str = "decode", **shape
+) -> dict[str, dict[str, int]]:
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
 
-    from tests.kernels.lowering import traced, traced_prefill
+    from tests.kernels.lowering import mosaic_for, traced, traced_portable, traced_prefill
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(gpu), topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for file in folder.iterdir():
         file.unlink()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        how = dict(dtype=jnp.dtype(dtype), sharding=sharding)
-        trace = traced_prefill(**shape, **how) if prefill else traced(**shape, **how)[0]
+    how = shape | dict(dtype=jnp.dtype(dtype), sharding=sharding)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), mosaic_for(compute_capability(gpu)):
+        if kernel == "portable":
+            trace, _ = traced_portable(**how, compute_capability=compute_capability(gpu))
+        else:
+            trace = traced_prefill(**how) if kernel == "prefill" else traced(**how)[0]
         trace.lower().compile()
     return {re.sub(r"_\d+$", "", file.stem): figures(file) for file in sorted(folder.glob("*.ptxas"))}
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _cluster, _scratch, _sizes, decode_config, paged_merge
+from pallas_kernels import _cluster, _scratch, _sizes, decode_config, paged_merge, portable_config
 from pallas_kernels._sizes import filled_rows
+from pallas_kernels.portable_decode import _refs
 from tests.kernels.lowering import SHAPE
 
 SUPPORTED = dict(
@@ -308,3 +309,61 @@ def test_room_for_partials(at_once, planned):
         for start in range(num_partials) if planned else (0,):
             copies = -(-(num_partials - start) // at_once)
             assert start + copies * at_once <= room
+
+
+PORTABLE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=108, compute_capability=8.0)
+
+
+@pytest.mark.parametrize(("compute_capability", "smem"), [(8.0, 163), (8.6, 99), (8.9, 99), (9.0, 227), (12.0, 99)])
+def test_the_portable_kernel_fits_every_gpu(compute_capability, smem):
+    for head_dim, (group, q_len), itemsize in itertools.product(
+        (32, 64, 120, 128, 192, 256), ((1, 1), (4, 1), (16, 4), (24, 1), (64, 1)), (1, 2)
+    ):
+        shape = dict(head_dim=head_dim, group=group, q_len=q_len)
+        if smem == 99 and head_dim == 256 and q_len * group == 64:
+            continue  # not taken
+        config = portable_config.default_config(
+            **(PORTABLE | shape | dict(compute_capability=compute_capability, itemsize=itemsize))
+        )
+        arrays = _refs.scratch(
+            config,
+            **shape,
+            block_size=16,
+            dtype=jnp.bfloat16,
+            cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
+            scales=(jnp.zeros((1, 16, 1)),) * 2,
+            interpret=True,
+        )
+        num_bytes = _scratch.num_bytes(arrays)
+        assert num_bytes + 2048 <= smem * 1024  # and Mosaic's reductions
+        barriers = 8 * 2 * config.num_stages if config.copies == "tma" else 0
+        assert num_bytes - barriers == portable_config.smem_bytes(config.num_stages, **shape, itemsize=itemsize)
+
+
+def test_partitions_of_the_portable_kernel():
+    default = functools.partial(portable_config.default_config, **PORTABLE)
+    assert default().num_partitions == 3  # two programs for each of 108 SMs
+    assert portable_config.default_config(**(PORTABLE | dict(seqs=64))).num_partitions == 1
+    assert portable_config.default_config(**(PORTABLE | dict(seqs=1))).num_partitions == 16
+    assert default(window=1024).num_partitions == 2
+    assert default(num_partitions=7).num_partitions == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(compute_capability=7.5), "compute_capability=7.5"),
+        (dict(q_dtype=jnp.float32), "float32"),
+        (dict(cache_dtype=jnp.float16), "cache_dtype=.*float16"),
+        (dict(cache_dtype=jnp.float8_e4m3fn, compute_capability=8.0), "from compute capability 8.9"),
+        (dict(head_dim=20), "head_dim=20"),
+        (dict(head_dim=72, cache_dtype=jnp.int8), "head_dim=72"),
+        (dict(block_size=48), "block_size=48"),
+        (dict(group=65), "group=65"),
+        (dict(group=64, head_dim=256, compute_capability=8.9), "needs 106496"),
+    ],
+)
+def test_what_the_portable_kernel_does_not_take(changes, message):
+    portable_config.check_supported(**SUPPORTED)
+    with pytest.raises(NotImplementedError, match=message):
+        portable_config.check_supported(**(SUPPORTED | changes))

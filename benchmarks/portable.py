@@ -1,0 +1,87 @@
+"""The portable decode kernel against the Hopper one, "xla" and the floor: `python -m benchmarks.portable`.
+
+A way is "mosaic_gpu", "xla", or a form of the portable kernel, tma or cp_async, with /stages/partitions after it or
+not: tma, cp_async/2, tma/3/16. Each is checked against the reference before it is timed. The columns are those of
+benchmarks/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
+
+    python -m benchmarks.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
+"""
+
+import argparse
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from benchmarks.decode import Programs, chain, compile_point, measure, measure_kernels, options_of, with_scales
+from benchmarks.harness import add_output, compile_all, open_store
+from benchmarks.points import Point, make_inputs, parse, shapes_of
+from jaxpaged import _device
+from jaxpaged._attention import portable
+from jaxpaged._attention.arguments import check_arguments
+
+POINTS = (
+    *("32/8 64x8192", "32/8 64x2048", "32/8 8x8192", "32/8 1x8192", "32/8 64x2048 head_dim=64"),
+    *("32/8 64x8192 cache=float8_e4m3fn scale=head", "32/8 64x8192 cache=int8 scale=head"),
+    *("32/8 64x8192 cache=float8_e4m3fn scale=token_head", "32/8 64x2048 q_len=16"),
+)
+WAYS = ("mosaic_gpu", "xla", "tma", "cp_async")
+
+
+def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
+    """The output of the portable kernel, called as `paged_attention`."""
+    missing = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
+    a = check_arguments(*arrays, **(dict.fromkeys(missing) | options))  # type: ignore[arg-type]
+    copies, *numbers = way.split("/")
+    num_partitions = int(numbers[1]) if len(numbers) > 1 else None
+    config = portable.config_of(a, _device.gpu(), num_partitions=num_partitions, window=options.get("sliding_window"))
+    changes: dict[str, Any] = {"copies": copies} | ({"num_stages": int(numbers[0])} if numbers else {})
+    return portable.launch(dataclasses.replace(config, **changes), None, a)[0]
+
+
+def compile_way(point: Point, way: str) -> Any:
+    """The chain of `point`; or, as a string, why not."""
+    try:
+        if way in ("mosaic_gpu", "xla"):
+            return compile_point(point, way, None, [])[point, "ours"]()
+        shapes = shapes_of(point)
+        call = functools.partial(with_scales, functools.partial(attend, way), **options_of(point))
+        args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
+        return jax.jit(functools.partial(chain, point, call)).lower(*args).compile()
+    except Exception as error:  # a way that does not fit is a result too
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", nargs="+", default=POINTS, help="names of points, see benchmarks/points.py")
+    parser.add_argument("--ways", nargs="+", default=WAYS, metavar="WAY")
+    add_output(parser)
+    options = parser.parse_args()
+    store = open_store("portable", options)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+    for point in map(parse, options.points):
+        jobs = compile_point(point, "mosaic_gpu", None, [])
+        del jobs[point, "ours"]
+        jobs |= {way: functools.partial(compile_way, point, way) for way in options.ways}
+        compiled = compile_all(jobs)
+        inputs = make_inputs(point)
+        for way in options.ways:
+            if isinstance(compiled[way], str):
+                result: dict[str, Any] = {"failed": compiled[way]}
+                print(f"{point.name:<48} {way:<14} {compiled[way]}", flush=True)
+            else:
+                programs = Programs(compiled[way], compiled[point, "floor"], compiled[point, "reference"], {})
+                result = measure(point, programs, inputs) | measure_kernels(point, programs, inputs)
+                print(
+                    f"{point.name:<48} {way:<14} {result['us']:8.2f} us, kernels {result['kernels']:8.2f}, "
+                    f"floor {result['floor']:8.2f}, {result['floor'] / result['us']:.3f} of it, "
+                    f"error {result['error']:.1e}",
+                    flush=True,
+                )
+            store.add(f"{point.name} {way}", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Paged decode attention on every NVIDIA GPU since Ampere (sm_80), a Mosaic GPU kernel.
+
+    x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t
+    lse = log(sum_t exp(x_t) + exp(sink))
+
+One program computes one partition of one sequence for one KV head: the `group` query heads that read it, of each of the
+last `q_len` tokens, together `rows` rows, against tiles of 64 tokens. It has four warps, each of which multiplies 16 of
+a tile's tokens, and 16 of each 64 columns of the head:
+
+    S^T [64, rows]        = K [64, head_dim]   Q^T [head_dim, rows]
+    O^T [head_dim, rows] += V^T [head_dim, 64] P^T [64, rows]
+
+The tokens are the M dimension of the products (m16n8k16), so that a group of 4 is padded to 8 columns, not to 16 rows.
+The same warps copy: while a tile is worked on, the next ones are on their way.
+
+| array | where it lives and how it moves |
+|---|---|
+| K, V | GMEM to rings of SMEM tiles, from there through registers to the products |
+| block tables, lengths, scalars | read from GMEM when they are needed, so that all of them may be traced |
+| Q | GMEM to SMEM, once; to registers once, or with many rows for each tile |
+| S, m, l, O^T | registers, float32 |
+| P | registers to SMEM and back, because a warp has the weights of 16 tokens and needs those of all 64 |
+| out, lse | registers to GMEM: finished rows, or of each partition float32 ones, which XLA merges |
+
+To be read in this order:
+
+| file | has |
+|---|---|
+| `portable_config` | what the kernel takes, and how a call is cut up |
+| `_refs` | every array with its shape |
+| `_kernel` | a program from its start to its end, and the launch |
+| `_copies`, `_cp_async` | how Q, K and V are fetched: the only part that differs between GPUs |
+| `_operands` | what the products read, and how 8-bit caches are widened for them (`_widen`) |
+| `_results` | how the rows are written |
+
+Of the Hopper kernel's files it shares those that know neither wgmma nor TMA: `_walk` (which tiles a program computes),
+`_logits` (from products to logits), `_rows` (rows in registers), `_widen` and `_scales` (8-bit caches).
+
+Only table entries of blocks with a token that some query sees are followed, and ids are clamped to the pool. Instead of
+other blocks, block 0 is fetched and masked. Values that no query may see are zeroed in registers, because 0 x NaN is
+NaN; only tiles with such a token need that.
+
+It was checked and timed on an H100, in both forms. For the GPUs that it is made for it was compiled only.
+
+Sources: as of `paged_decode`.
+"""
+
+from pallas_kernels.portable_config import Config as Config
+from pallas_kernels.portable_config import check_supported as check_supported
+from pallas_kernels.portable_config import default_config as default_config
+from pallas_kernels.portable_decode._kernel import launch as launch

@@ -1,0 +1,231 @@
+"""The body of the portable decode kernel, and its launch."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _rows, _scales, _widen
+from pallas_kernels._logits import Logits
+from pallas_kernels._rows import LOWEST, over_rows
+from pallas_kernels._scales import over_tokens
+from pallas_kernels._sizes import filled_rows, is_narrow
+from pallas_kernels._steps import softmax
+from pallas_kernels._walk import Partition, Walk
+from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.paged_decode import by_row
+from pallas_kernels.paged_prefill import _merge
+from pallas_kernels.portable_config import COLUMNS, TILE, Config
+from pallas_kernels.portable_decode import _results
+from pallas_kernels.portable_decode._copies import CpAsync, Ids, Interpreted, Ring, Tma
+from pallas_kernels.portable_decode._operands import RIGHT, Narrow, Wide, product
+from pallas_kernels.portable_decode._refs import Refs, scratch
+
+QUERY_REGISTERS = 32  # of a thread, in which Q may stay
+
+
+class State(NamedTuple):
+    """What a step hands on."""
+
+    acc: tuple[jax.Array, ...]  # O^T, f32 [64, rows] for each 64 columns of the head
+    m: jax.Array  # f32 [rows], the highest logit so far, in units of log2
+    l: jax.Array  # f32 [64, rows], the sum of the weights, added up over the tokens at the end
+    values_ids: Ids  # of the next tile whose values are asked for
+    keys_ids: Ids  # of the next tile whose keys are
+
+
+def _kernel(refs: Refs, *, config: Config, interpret: Any) -> None:
+    q_len, group = refs.q.shape[1], refs.group
+    (rows, width), stages = refs.q_smem.shape, config.num_stages
+    chunks = range(width // COLUMNS)
+    narrow = is_narrow(refs.k_cache.dtype)
+    tiles = Narrow(refs, interpret) if narrow else Wide(refs)
+
+    # 1. Which tiles are ours, from the true length.
+    partition = Partition.of(
+        {"lengths": refs.lengths},
+        num_partitions=config.num_partitions,
+        cluster=1,
+        num_kv_heads=refs.k_cache.shape[2],
+    )
+    window = None if refs.sliding_window is None else refs.sliding_window[0]
+    walk = Walk.of(partition, window=window, q_len=q_len, block_size=refs.block_size, tile=TILE)
+
+    # 2. Q and the first tiles are on their way.
+    k_tiles, v_tiles = ((ring[0] if narrow and not interpret else ring) for ring in (refs.k_smem, refs.v_smem))
+    copies = (Interpreted if interpret else {"tma": Tma, "cp_async": CpAsync}[config.copies])(
+        refs,
+        walk,
+        keys=Ring(refs.k_cache, k_tiles, refs.k_full),
+        values=Ring(refs.v_cache, v_tiles, refs.v_full),
+        stages=stages,
+    )
+    copies.start_query()
+    ids = [copies.ids_of(jnp.int32(i)) for i in range(stages + 1)]
+    for i in range(stages):
+        copies.start_keys(jnp.int32(i), ids[i])
+        if i < stages - 1:
+            copies.start_values(jnp.int32(i), ids[i])
+
+    # 3. Q is there.
+    scale = refs.scale[0]
+    if (k_scale := _of_head(refs.k_scale, partition.kv_head)) is not None:
+        scale = scale * k_scale
+    slopes = None if refs.alibi_slopes is None else _rows.load_rows(refs.alibi_slopes.at[partition.kv_head])
+    cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
+    logits_of = Logits(walk, walk.first_query, scale, cap, slopes, group)
+    copies.wait_query()
+    unit = tiles.prepare_query()
+    kept = [tiles.query(c) for c in chunks] if rows * width // 64 <= QUERY_REGISTERS else None
+
+    # 4. Our tiles, one after the other.
+    def step(i: jax.Array, state: State, *, masked: bool) -> State:
+        acc, m, l, values_ids, keys_ids = state
+        tile, slot = walk.tile_of(i), lax.rem(i, jnp.int32(stages))
+
+        # a. S^T = K Q^T
+        copies.wait_keys(slot)  # every warp has come here: all are done with the values of the tile before
+        copies.start_values(i + stages - 1, values_ids)
+        scores = _rows.zeros((TILE, rows))
+        for c in chunks:
+            scores = product(scores, tiles.keys(slot, c), tiles.query(c) if kept is None else kept[c], interpret)
+        if unit is not None:
+            scores *= over_rows(unit, scores.shape)
+        if refs.k_scales_smem is not None:
+            scores *= over_tokens(_token_scales(refs.k_scales_smem, slot), scores.shape)
+
+        # b. Online softmax.
+        logits, visible = logits_of(scores, tile, masked)
+        if refs.v_scales_smem is None:
+            v_scales, peaks = None, logits
+        else:
+            v_scales = _token_scales(refs.v_scales_smem, slot)
+            peaks = _scales.peaks(logits, v_scales, visible)
+        m, l, alpha, p = softmax(logits, peaks, visible, m, l, headroom=_widen.HEADROOM if narrow else None)
+        if v_scales is not None:
+            p *= over_tokens(v_scales, p.shape)
+            p = p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
+        refs.p_smem[...] = p.astype(refs.p_smem.dtype)  # with a barrier: all are done with the keys
+
+        # c. O^T += V^T P^T
+        copies.start_keys(i + stages, keys_ids)
+        next_ids = copies.ids_of(i + stages + 1)
+        copies.wait_values(slot)
+        weights = plgpu.load(refs.p_smem, layout=RIGHT)
+        seen = functools.partial(walk.seen, tile) if masked else None
+        acc = tuple(
+            product(part * over_rows(alpha, part.shape), tiles.values(slot, c, seen), weights, interpret)
+            for c, part in enumerate(acc)
+        )
+        return State(acc, m, l, keys_ids, next_ids)
+
+    state = State(
+        acc=tuple(_rows.zeros((COLUMNS, rows)) for _ in chunks),
+        m=_rows.full_rows(rows, LOWEST),
+        l=_rows.zeros((TILE, rows)),
+        values_ids=ids[stages - 1],
+        keys_ids=ids[stages],
+    )
+    start, end = walk.whole_tiles()
+    if window is not None:
+        state = lax.fori_loop(0, start, functools.partial(step, masked=True), state)
+    state = lax.fori_loop(start, end, functools.partial(step, masked=False), state)
+    state = lax.fori_loop(end, walk.num_tiles, functools.partial(step, masked=True), state)
+
+    # 5. The finished rows.
+    sinks = None if refs.sinks is None else _rows.load_rows(refs.sinks.at[partition.kv_head])
+    factor, lse = _rows.normalise(state.m, state.l.sum(axis=0), sinks)
+    if (v_scale := _of_head(refs.v_scale, partition.kv_head)) is not None:
+        factor = factor * v_scale
+    out = [tiles.ordered(part * over_rows(factor, part.shape)).astype(refs.out.dtype) for part in state.acc]
+    _results.store(out, lse, refs, partition, interpret)
+
+
+def _of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:
+    """f32 []; None where there is none, or one a token."""
+    if scales is None or len(scales.shape) == 3:
+        return None
+    return scales[kv_head if scales.shape[0] > 1 else 0]
+
+
+def _token_scales(ring: Any, slot: jax.Array) -> jax.Array:
+    """f32 [64]."""
+    return plgpu.load(ring.at[slot], layout=_scales.TOKENS, optimized=False)
+
+
+def launch(
+    q: jax.Array,  # [seqs, q_len, heads, head_dim]
+    k_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    block_tables: jax.Array,  # int32 [seqs, max_blocks]
+    lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
+    options: AttentionOptions,
+    *,
+    config: Config,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
+    seqs, q_len, heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    group = heads // kv_heads
+    rows = filled_rows(q_len, group, rows_first=False)
+    partitions = config.num_partitions
+
+    def per_row(by_head: jax.Array | None) -> jax.Array | None:
+        return None if by_head is None else by_row(by_head, kv_heads, q_len, rows)
+
+    named = {
+        "sliding_window": None if options.sliding_window is None else options.sliding_window.reshape(1),
+        "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
+        "alibi_slopes": per_row(options.alibi_slopes),
+        "sinks": per_row(options.sinks) if partitions == 1 else None,
+        "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
+        "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
+    }
+    inputs = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_tables": block_tables,
+        "lengths": lengths,
+        "scale": options.scale.reshape(1),
+        **{name: value for name, value in named.items() if value is not None},
+    }
+    names = (*inputs, "out", "lse")
+
+    def portable_decode(*operands: Any, **scratch_refs: Any) -> None:
+        refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
+        _kernel(refs, config=config, interpret=interpret)
+
+    out, lse = plgpu.kernel(
+        portable_decode,
+        out_type=(
+            jax.ShapeDtypeStruct((partitions, *q.shape), q.dtype if partitions == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((partitions, *q.shape[:3]), jnp.float32),
+        ),
+        grid=(seqs, partitions, kv_heads),
+        grid_names=("seq", "partial", "kv_head"),
+        scratch_types=scratch(
+            config,
+            q_len=q_len,
+            group=group,
+            head_dim=head_dim,
+            block_size=k_cache.shape[1],
+            dtype=q.dtype,
+            cache_dtype=k_cache.dtype,
+            scales=(options.k_scale, options.v_scale),
+            interpret=interpret,
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*inputs.values())
+    if partitions == 1:
+        return out[0], lse[0]
+    tokens = seqs * q_len
+    out, lse = _merge.merge(
+        out.reshape(partitions, tokens, heads, head_dim), lse.reshape(partitions, tokens, heads), options.sinks
+    )
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3])

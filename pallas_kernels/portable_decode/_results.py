@@ -1,0 +1,82 @@
+"""Finished rows, from registers to GMEM. Everything here is traced inside the kernel."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels._rows import ROW_VECTOR, ROWS, SCALAR
+from pallas_kernels._walk import Partition
+from pallas_kernels.paged_prefill._mlir import arith, constant
+from pallas_kernels.portable_config import COLUMNS
+from pallas_kernels.portable_decode._refs import Refs
+
+
+def store(parts: Sequence[jax.Array], lse: jax.Array, refs: Refs, partition: Partition, interpret: Any) -> None:
+    """`parts`: [64, rows] each, together O^T in the dtype of `refs.out`; lse: f32 [rows]."""
+    _, _, q_len, _, head_dim = refs.out.shape
+    group = refs.group
+    if interpret:
+        heads = pl.ds(partition.kv_head * group, group)
+        for token in range(q_len):
+            rows = slice(token * group, (token + 1) * group)
+            place = partition.partial, partition.seq, token, heads
+            refs.lse[place] = lse[rows]
+            for c, part in enumerate(parts):
+                size = min(COLUMNS, head_dim - c * COLUMNS)
+                refs.out[(*place, pl.ds(c * COLUMNS, size))] = part.T[rows, :size]
+        return
+
+    def put(ref: Any, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
+        start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
+        ref_type = ir.MemRefType(ref.type)
+        _, seqs, _, heads, *rest = ref_type.shape
+        width = rest[0] if rest else 1
+        bits = utils.bitwidth(ref_type.element_type)
+        number_type = ir.IntegerType.get_signless(bits)
+        partial, seq, kv_head = (arith.index_cast(ir.IndexType.get(), scalar.registers.item()) for scalar in scalars)
+        seq = arith.addi(arith.muli(partial, _index(seqs)), seq)
+        head = arith.muli(kv_head, _index(group))
+        for c, array in enumerate(arrays):
+
+            def put_one(value: Any, at: tuple[Any, ...], c: int = c) -> None:
+                *column, row = at
+                token = arith.addi(arith.muli(seq, _index(q_len)), arith.divui(row, _index(group)))
+                number = arith.addi(arith.muli(token, _index(heads)), arith.addi(head, arith.remui(row, _index(group))))
+                is_there = _below(row, q_len * group)
+                if column:
+                    place = arith.addi(column[0], _index(c * COLUMNS))
+                    number = arith.addi(arith.muli(number, _index(width)), place)
+                    is_there = arith.andi(is_there, _below(place, width))
+                byte = arith.index_cast(ir.IntegerType.get_signless(64), arith.muli(number, _index(bits // 8)))
+                utils.inline_ptx(
+                    f"st.global.b{bits} [$0], $1;",
+                    arith.addi(start, byte),
+                    utils.bitcast(value, number_type),
+                    predicate=is_there,
+                    has_side_effects=True,
+                )
+
+            array.foreach(put_one)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), ROW_VECTOR, *[ROWS] * len(parts), SCALAR, SCALAR, SCALAR)
+    )
+    def put_all(_: Any, out: Any, lse_out: Any, lse: Any, *operands: Any) -> None:
+        put(lse_out, [lse], operands[-3:])
+        put(out, operands[:-3], operands[-3:])
+
+    put_all(refs.out, refs.lse, lse, *parts, partition.partial, partition.seq, partition.kv_head)
+
+
+def _index(x: int) -> Any:
+    return constant("index", x)
+
+
+def _below(x: Any, bound: int) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.ult, x, _index(bound))

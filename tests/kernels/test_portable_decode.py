@@ -1,0 +1,97 @@
+"""The portable decode kernel: in interpret mode at toy sizes, without races, and lowered for five GPUs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged._attention import portable
+from pallas_kernels.portable_config import Config
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
+from tests.kernels.interpret import FAULTS, arguments_of, races_found
+from tests.kernels.lowering import OPTIONS as ALL_OPTIONS
+from tests.kernels.lowering import mosaic_for, traced_portable
+
+pytestmark = pytest.mark.slow
+
+BF16, F16, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def attend(case, *, num_partitions=1, num_stages=2):
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out, lse = portable.launch(Config(num_partitions, num_stages, "tma"), interpret, arguments_of(case))
+    jax.block_until_ready(out)
+    assert not races_found()
+    return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
+
+
+def check(case, **how):
+    out, lse = attend(case, **how)
+    assert_within_budget(case, out)
+    assert_lse(case, lse)
+    return np.asarray(out, np.float32)
+
+
+small = functools.partial(make_case, lengths=(0, 1, 70), max_blocks=5, kv_heads=1, dtype=BF16)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_options(name):
+    check(small(options=OPTIONS[name]))
+
+
+def test_partitions():
+    case = make_case(lengths=(0, 1, 300), max_blocks=19, kv_heads=1, dtype=BF16, options=OPTIONS["sinks"])
+    check(case, num_partitions=3)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_several_query_tokens_and_stages(num_stages):
+    case = make_case(lengths=(3, 250), max_blocks=16, q_len=5, kv_heads=1, heads=3, dtype=BF16)
+    check(case.replace(options=OPTIONS["window of all"]), num_stages=num_stages)
+
+
+@pytest.mark.parametrize(("block_size", "head_dim"), [(8, 64), (128, 128)])
+def test_blocks_and_heads(block_size, head_dim):
+    shape = dict(block_size=block_size, head_dim=head_dim, max_blocks=-(-150 // block_size))
+    check(make_case(lengths=(3, 66, 130), kv_heads=1, heads=3, dtype=F16, **shape))
+
+
+@pytest.mark.parametrize(("cache_dtype", "scale_shape"), [(jnp.int8, "head"), (E4M3, "token_head")])
+def test_narrow_caches(cache_dtype, scale_shape):
+    check(small(cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]))
+
+
+@pytest.mark.parametrize("fault", ["values replaced by keys", "one token fewer"])
+def test_a_wrong_result_is_noticed(fault):
+    case = small(options=OPTIONS["scale"])
+    assert not within_budget(case, attend(FAULTS[fault](case))[0]).all()
+
+
+# Of every GPU that the kernel is for: compute capability, and how it copies where head_dim is a multiple of 64.
+GPUS = {8.0: "cp_async", 8.9: "cp_async", 9.0: "tma", 10.0: "tma", 12.0: "tma"}
+SHAPES = {
+    "plain": dict(),
+    "blocks of 8": dict(block_size=8, head_dim=32),
+    "blocks of 256": dict(block_size=256, head_dim=256, dtype=F16),
+    "64 rows": dict(group=16, q_len=4, head_dim=96, num_partitions=3),
+    "24 rows": dict(group=24, head_dim=120, options=ALL_OPTIONS),
+    "int8": dict(cache_dtype=jnp.int8, scales=("head", "token_head"), head_dim=80),
+    "float8_e5m2": dict(cache_dtype=E5M2, scales=("token_head", "token_head"), block_size=8, group=64),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "compute_capability"),
+    [("plain", gpu) for gpu in GPUS] + [(name, gpu) for name in SHAPES if name != "plain" for gpu in (8.0, 12.0)],
+)
+def test_lowers(name, compute_capability):
+    trace, config = traced_portable(**SHAPES[name], compute_capability=compute_capability)
+    head_dim = SHAPES[name].get("head_dim", 128)
+    assert config.copies == (GPUS[compute_capability] if head_dim % 64 == 0 else "cp_async")
+    with mosaic_for(compute_capability):
+        text = trace.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1

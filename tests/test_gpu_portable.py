@@ -1,0 +1,112 @@
+"""The portable decode kernel on a Hopper GPU, in every form: `pytest -m gpu`. Pools are poisoned, as in all cases.
+
+tma        as on Hopper and above
+cp_async   as below Hopper, but for what Mosaic makes of the rest
+sm_80      cp_async, and Mosaic told that the GPU is an A100
+"""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import _device
+from jaxpaged._attention import portable
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
+from tests.kernels.interpret import arguments_of
+from tests.kernels.lowering import mosaic_for
+
+pytestmark = pytest.mark.gpu
+
+FORMS = ("tma", "cp_async", "sm_80")
+LENGTHS = (0, 1, 15, 16, 17, 700, 1000, 2048)
+BF16 = jnp.bfloat16
+
+
+def check(case, form, num_partitions=None, **changes):
+    a = arguments_of(case)
+    config = portable.config_of(a, _device.gpu(), num_partitions=num_partitions)
+    config = dataclasses.replace(config, copies="tma" if form == "tma" else "cp_async", **changes)
+    with mosaic_for(8.0) if form == "sm_80" else contextlib.nullcontext():
+        attend = jax.jit(lambda a: portable.launch(config, None, a)).lower(a).compile()
+    results = [(out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0]) for out, lse in (attend(a), attend(a))]
+    assert_within_budget(case, results[0][0])
+    assert_lse(case, results[0][1])
+    for first, second in zip(*results, strict=True):
+        assert (np.asarray(first, np.float32) == np.asarray(second, np.float32)).all()
+
+
+def real(**shape):
+    block_size = shape.get("block_size", 16)
+    return make_case(**(dict(lengths=LENGTHS, max_blocks=2048 // block_size, dtype=BF16, head_dim=128) | shape))
+
+
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 72, 80, 96, 112, 120, 128, 168, 192, 256])
+@pytest.mark.parametrize("form", FORMS)
+def test_heads(form, head_dim):
+    if form == "tma" and head_dim % 64:
+        pytest.skip("not copied by TMA")
+    check(real(head_dim=head_dim), form)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
+@pytest.mark.parametrize("form", FORMS)
+def test_block_sizes(form, block_size):
+    check(real(block_size=block_size, dtype=jnp.float16), form, 3)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (24, 2), (24, 1), (32, 8), (64, 4), (64, 2), (64, 1)])
+@pytest.mark.parametrize("form", FORMS)
+def test_groups(form, heads, kv_heads):
+    check(real(heads=heads, kv_heads=kv_heads), form, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_most_registers(form):
+    check(real(heads=64, kv_heads=1, head_dim=256), form, 2)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("form", FORMS)
+def test_options(form, name):
+    check(real(options=OPTIONS[name]), form, 2)
+
+
+@pytest.mark.parametrize(("q_len", "heads", "options"), [(4, 8, "all"), (16, 8, "plain"), (13, 6, "all")])
+@pytest.mark.parametrize("form", FORMS)
+def test_several_query_tokens(form, q_len, heads, options):
+    """The last one in runs."""
+    check(real(q_len=q_len, heads=heads, kv_heads=1 if q_len == 13 else 2, options=OPTIONS[options]), form)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_stages(form, num_stages):
+    check(real(lengths=(2048,) * 40, kv_heads=2), form, 1, num_stages=num_stages)
+
+
+@pytest.mark.parametrize("scale_shape", ["head", "token_head"])
+@pytest.mark.parametrize("cache_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
+@pytest.mark.parametrize("form", FORMS)
+def test_narrow_caches(form, cache_dtype, scale_shape):
+    check(real(cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]), form, 2)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(head_dim=64, block_size=8),
+        dict(head_dim=80, block_size=64),
+        dict(head_dim=256, block_size=256),
+        dict(heads=64, kv_heads=1),
+        dict(dtype=jnp.float16, q_len=4),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_shapes_of_narrow_caches(form, shape):
+    if form == "tma" and shape.get("head_dim", 128) % 64:
+        pytest.skip("not copied by TMA")
+    check(real(**shape, cache_dtype=jnp.int8, scale_shape="token_head"), form)

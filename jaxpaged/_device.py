@@ -13,6 +13,11 @@ class Gpu:
     num_sms: int
     compute_capability: float
     fast_memory: bool = False  # an H200's, for which `decode_config` has rules of its own
+    name: str = "a GPU"
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.compute_capability == 9.0
 
 
 def is_gpu() -> bool:
@@ -29,6 +34,7 @@ def gpu() -> Gpu:
         num_sms=int(device.core_count),
         compute_capability=float(device.compute_capability),
         fast_memory="H200" in device.device_kind.split(),  # JAX tells the name, not the bandwidth
+        name=device.device_kind,
     )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
 
+LEAST_COMPUTE_CAPABILITY = 8.0  # Ampere, the first with cp.async
 TILE = 64  # tokens of a tile: 16 for each of four warps, the M dimension of their products
 COLUMNS = 64  # of a head, that one product takes
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -35,7 +36,7 @@ def check_supported(
     *, head_dim: int, block_size: int, group: int, q_len: int, q_dtype: Any, cache_dtype: Any, compute_capability: float
 ) -> None:
     """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
-    if compute_capability < 8.0:
+    if compute_capability < LEAST_COMPUTE_CAPABILITY:
         raise NotImplementedError(
             f"the portable decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}."
         )

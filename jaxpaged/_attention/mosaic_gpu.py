@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged import _device
-from jaxpaged._attention import packed, query_runs, several_devices, xla
+from jaxpaged._attention import packed, portable, query_runs, several_devices, xla
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
 from jaxpaged._attention.partitions import NumPartitions
-from pallas_kernels import decode_config, partition_plan, prefill_config
+from pallas_kernels import decode_config, partition_plan, portable_config, prefill_config
 from pallas_kernels.partition_plan import PartitionPlan
 
 
@@ -32,6 +32,9 @@ def attend(
     if not a.causal:
         out, lse = attend(query_runs.fold(a), num_partitions=num_partitions, window=window)
         return query_runs.unfold(out, a), query_runs.unfold(lse, a)
+    if not gpu.is_hopper:
+        number = num_partitions if isinstance(num_partitions, int) else None
+        return portable.attend(a, num_partitions=number, window=window)
     config_with = functools.partial(config_of, a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, window=window)
     config = config_with(num_partitions=num_partitions)
     mapped = config if config.total_partitions is None else config_with(num_partitions=None)
@@ -165,9 +168,10 @@ def check_supported(a: AttentionArguments | PackedArguments) -> None:
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
             f'got k_cache.dtype={a.k_cache.dtype!s}. Pass implementation="xla".'
         )
-    _check_tree(a)
+    gpu = _device.gpu()
+    _check_tree(a, gpu)
     if isinstance(a, PackedArguments):
-        if _prefill_takes(a, _device.gpu()):
+        if _prefill_takes(a, gpu):
             return
         run = _run_of(a)
         a = jax.eval_shape(lambda p: packed.cut(p, packed.runs_of(p, run)), a)
@@ -177,14 +181,15 @@ def check_supported(a: AttentionArguments | PackedArguments) -> None:
         raise NotImplementedError(
             f"the decode kernel takes up to {decode_config.MAX_ROWS} query heads a KV head; got {group=}."
         )
-    decode_config.check_supported(
+    check = decode_config.check_supported if gpu.is_hopper else portable_config.check_supported
+    check(
         head_dim=head_dim,
         block_size=a.block_size,
         group=group,
         q_len=run,
         q_dtype=a.q.dtype,
         cache_dtype=a.k_cache.dtype,
-        compute_capability=_device.gpu().compute_capability,
+        compute_capability=gpu.compute_capability,
     )
     if seqs * num_runs > decode_config.MAX_SEQS:
         raise NotImplementedError(
@@ -193,10 +198,15 @@ def check_supported(a: AttentionArguments | PackedArguments) -> None:
         )
 
 
-def _check_tree(a: AttentionArguments | PackedArguments) -> None:
+def _check_tree(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> None:
     """Raises `NotImplementedError` for a tree that the Mosaic GPU kernels do not take."""
     if not a.has_tree:
         return
+    if not gpu.is_hopper:
+        raise NotImplementedError(
+            "the portable decode kernel takes no tree_mask; "
+            f'got compute_capability={gpu.compute_capability}. Pass implementation="xla".'
+        )
     if isinstance(a, PackedArguments):
         raise NotImplementedError(
             "the Mosaic GPU kernels take a tree_mask without query_starts only. Pass q [seqs, q_len, heads, "

@@ -142,9 +142,10 @@ def paged_attention(
         plan: from `plan_partitions`, instead of a number: partitions by the true lengths, for batches in which a few
             sequences are much longer than the others. "xla" takes its default instead.
         return_lse: also return the lse.
-        implementation: "mosaic_gpu", kernels for Hopper GPUs (compute capability 9.0), with q in bfloat16 or float16
-            and a cache in q's dtype or of 8 bits; "xla", anything anywhere; None, the first of these that JAX's default
-            device and these arguments allow. A named one never falls back.
+        implementation: "mosaic_gpu", kernels for NVIDIA GPUs, with q in bfloat16 or float16 and a cache in q's dtype or
+            of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is a Hopper GPU and these
+            arguments allow it, otherwise "xla". Other GPUs (Ampere and above) have one kernel, which must be named: try
+            `python -m jaxpaged.selftest` first. A named one never falls back.
 
     Returns:
         The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`,
@@ -215,6 +216,9 @@ def _use_kernel(arguments: AttentionArguments | PackedArguments, implementation:
         if implementation == "mosaic_gpu":
             raise
         return False
+    if implementation is None and not _device.gpu().is_hopper:
+        _name_the_self_test()
+        return False
     message = None
     if (version := _device.broken_ptxas()) is not None:
         message = (
@@ -232,3 +236,13 @@ def _use_kernel(arguments: AttentionArguments | PackedArguments, implementation:
         raise NotImplementedError(message)
     warnings.warn(f"{message} XLA computes this call, slowly.", stacklevel=3)
     return False
+
+
+@functools.cache
+def _name_the_self_test() -> None:
+    """Once a process, on a GPU where the kernels must be named."""
+    warnings.warn(
+        "XLA computes paged_attention on this GPU unless the call names "
+        'implementation="mosaic_gpu", which `python -m jaxpaged.selftest` checks here and compares with it.',
+        stacklevel=4,
+    )

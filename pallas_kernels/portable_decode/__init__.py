@@ -40,7 +40,7 @@ Only table entries of blocks with a token that some query sees are followed, and
 other blocks, block 0 is fetched and masked. Values that no query may see are zeroed in registers, because 0 x NaN is
 NaN; only tiles with such a token need that.
 
-It was checked and timed on an H100, in both forms. For the GPUs that it is made for it was compiled only.
+Its tests run both forms on a Hopper GPU. For the GPUs that it is made for it is compiled, not run.
 
 Sources: as of `paged_decode`.
 """

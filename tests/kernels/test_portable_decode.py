@@ -1,5 +1,6 @@
 """The portable decode kernel: in interpret mode at toy sizes, without races, and lowered for five GPUs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged._attention import portable
+from jaxpaged import _device, paged_attention, plan_partitions, tree_mask
+from jaxpaged._attention import portable, public, xla
 from pallas_kernels.portable_config import Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import FAULTS, arguments_of, races_found
@@ -69,6 +71,44 @@ def test_narrow_caches(cache_dtype, scale_shape):
 def test_a_wrong_result_is_noticed(fault):
     case = small(options=OPTIONS["scale"])
     assert not within_budget(case, attend(FAULTS[fault](case))[0]).all()
+
+
+def test_by_name_on_other_gpus_than_hopper(monkeypatch):
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(108, 8.0))
+    public._name_the_self_test.cache_clear()
+
+    def traced(case, **options):
+        call = functools.partial(paged_attention, **options)
+        return str(jax.make_jaxpr(lambda arrays, named: call(*arrays, **named))(case.arrays, case.options))
+
+    case = small(options=OPTIONS["all"])
+    with pytest.warns(UserWarning, match="python -m jaxpaged.selftest"):
+        assert "portable_decode" not in traced(case)
+    assert "portable_decode" not in traced(case)  # said once
+    assert "portable_decode" in traced(case, implementation="mosaic_gpu")
+    starts = jnp.asarray([0, 0, 1, 3], jnp.int32)
+    assert "portable_decode" in traced(case, implementation="mosaic_gpu", query_starts=starts)
+    plan = plan_partitions(case.lengths, num_kv_heads=1)
+    assert "portable_decode" in traced(case, implementation="mosaic_gpu", plan=plan)
+    tree = tree_mask(jnp.full((3, 2), -1, jnp.int32))
+    with pytest.raises(NotImplementedError, match="takes no tree_mask"):
+        traced(small(q_len=2), implementation="mosaic_gpu", tree_mask=tree)
+
+
+def test_vmap_and_gradients():
+    cases = [small(seed) for seed in range(2)]
+    a = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out, _ = jax.vmap(functools.partial(portable.launch, Config(1, 2, "tma"), interpret))(a)
+    for case, its in zip(cases, out, strict=True):
+        assert_within_budget(case, its[:, 0])
+
+    def loss(attend, q):
+        return attend(dataclasses.replace(arguments_of(cases[0]), q=q))[0].astype(jnp.float32).sum()
+
+    ours = jax.grad(functools.partial(loss, functools.partial(portable.launch, Config(1, 2, "tma"), interpret)))
+    theirs = jax.grad(functools.partial(loss, functools.partial(xla.attend, num_partitions=1)))
+    assert (ours(cases[0].q[:, None]) == theirs(cases[0].q[:, None])).all()
 
 
 # Of every GPU that the kernel is for: compute capability, and how it copies where head_dim is a multiple of 64.

@@ -103,8 +103,8 @@ PREFILL = {
 # 128 threads a program, 255 registers let two programs share a SM.
 PORTABLE = {
     "plain": (dict(), 160, 0),
-    "16 heads": (dict(group=16), 192, 0),
-    "64 heads": (dict(group=64), 255, 160),
+    "16 heads": (dict(group=16), 200, 0),
+    "64 heads": (dict(group=64), 255, 376),
     "head_dim 80": (dict(head_dim=80), 160, 0),
     "head_dim 256": (dict(head_dim=256), 208, 0),
     "4 tokens, all options": (dict(q_len=4, options=ALL_OPTIONS), 216, 0),

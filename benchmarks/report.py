@@ -27,6 +27,8 @@ OPTIONS = {
     "head_dim": "head_dim {}",
     "window": "window of {}",
     "q_len": "{} query tokens",
+    "cache": "{}",
+    "scale": "a scale a {}",
 }
 SHAPES = (  # of the peers' table
     *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
@@ -51,6 +53,19 @@ VARIANTS = (  # GPU, file, shape, what the file calls it
     *(("H100", "h100/variants", f"32/8 64x8192 {option}", "{}") for option in ("window=1024", "q_len=4")),
     *(("H200", "decisions/rows_h200", f"32/8 {seqs}x8192 q_len=16", "run 5 | {} | default") for seqs in (1, 64)),
     *(("H100", "h100/balanced", "32/8 8xoutlier131072", f"{{}} {plan}") for plan in ("default", "balanced")),
+)
+SHARED = {
+    "64x8448 shared=8192": "64 x (8192 + 256)",
+    "64x2304 shared=2048": "64 x (2048 + 256)",
+    "64x768 shared=512": "64 x (512 + 256)",
+    "8x8448 shared=8192": "8 x (8192 + 256)",
+    "8x2304 shared=2048": "8 x (2048 + 256)",
+    "256x2304 shared=2048 groups=32": "32 x 8 x (2048 + 256)",
+    "256x768 shared=512 groups=32": "32 x 8 x (512 + 256)",
+}
+PORTABLE = (
+    *("64x8192", "64x2048", "8x8192", "1x8192", "64x2048 head_dim=64", "64x2048 q_len=16"),
+    *("64x8192 cache=float8_e4m3fn scale=head", "64x8192 cache=int8 scale=head"),
 )
 QUANTISED = ("H100", "32/8 64x8192"), ("H100", "32/8 8x4096"), ("H200", "32/8 64x8192")
 CACHES = tuple(
@@ -171,6 +186,23 @@ def engine() -> str:
     return table(head, rows)
 
 
+def shared() -> str:
+    found, rows = points("h100/shared"), []
+    for name, text in SHARED.items():
+        together, alone = (found[f"32/8 {name}{flag}"]["us"] for flag in ("", " alone=1"))
+        rows.append([text, us(alone), us(together), f"{together / alone:.2f}"])
+    return table(("sequences x (shared + own)", "each by itself", "`shared_prefix`", "over it"), rows)
+
+
+def portable() -> str:
+    found, rows = points("h100/portable"), []
+    for name in PORTABLE:
+        ways = [found[f"32/8 {name} {way}"] for way in ("mosaic_gpu", "tma", "cp_async", "xla")]
+        rows.append([label(f"32/8 {name}"), *(us(way["us"]) for way in ways), us(ways[0]["floor"])])
+    head = "sequences x length", "Hopper kernel", "portable, TMA", "portable, cp.async", "XLA", "floor"
+    return table(head, rows)
+
+
 def quantised() -> str:
     rows = []
     for gpu, name in QUANTISED:
@@ -269,6 +301,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "packed": packed,
     "engine": engine,
     "quantised": quantised,
+    "shared": shared,
+    "portable": portable,
     "cache choices": cache_choices,
     "decode step": decode_step,
     "cache operations": cache_operations,

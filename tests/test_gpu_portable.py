@@ -75,7 +75,7 @@ def test_options(form, name):
     check(real(options=OPTIONS[name]), form, 2)
 
 
-@pytest.mark.parametrize(("q_len", "heads", "options"), [(4, 8, "all"), (16, 8, "plain"), (13, 6, "all")])
+@pytest.mark.parametrize(("q_len", "heads", "options"), [(4, 6, "all"), (16, 8, "plain"), (13, 6, "all")])
 @pytest.mark.parametrize("form", FORMS)
 def test_several_query_tokens(form, q_len, heads, options):
     """The last one in runs."""

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.metadata
-from typing import Any
 
 import jax
 
@@ -20,14 +19,18 @@ class Gpu:
         return self.compute_capability == 9.0
 
 
+def _device() -> jax.Device:
+    return jax.local_devices()[0]  # of jax.devices() the first may be another process's
+
+
 def is_gpu() -> bool:
     """Whether JAX uses a GPU by default."""
-    return jax.devices()[0].platform == "gpu"
+    return _device().platform == "gpu"
 
 
 def gpu() -> Gpu:
-    """The GPU that JAX uses by default. Raises `NotImplementedError` where that is no GPU."""
-    device = jax.devices()[0]
+    """The GPU that JAX uses by default in this process. Raises `NotImplementedError` where that is no GPU."""
+    device = _device()
     if not is_gpu():
         raise NotImplementedError(f"the Mosaic GPU kernels need an NVIDIA GPU; got {device.platform=}.")
     return Gpu(
@@ -48,12 +51,3 @@ def broken_ptxas() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return version if (12, 8) <= tuple(map(int, version.split(".")[:3])) < (12, 9, 86) else None
-
-
-def num_devices() -> int:
-    return len(jax.devices())
-
-
-def varies(arrays: Any) -> bool:
-    """Whether one of them differs along a mesh axis, as far as JAX knows: inside `jax.shard_map` with its check_vma."""
-    return any(jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays))

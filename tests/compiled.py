@@ -9,6 +9,8 @@ from jaxpaged import BlockAllocator, KVCache, paged_attention, write_kv
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SEQS, MAX_BLOCKS = 512, 16, 2, 64, 4, 64
 
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
 CACHE_ELEMENTS = NUM_BLOCKS * BLOCK_SIZE * KV_HEADS * HEAD_DIM
 
 
@@ -28,6 +30,12 @@ def cache_sized_copies(text: str) -> list[str]:
     return [
         line for operation, size, line in instructions(text) if operation.startswith("copy") and size >= CACHE_ELEMENTS
     ]
+
+
+def collectives(text: str) -> list[str]:
+    """The names of the collective operations of a compiled module, in order."""
+    found = (operation.removesuffix("-start") for operation, _, _ in instructions(text))
+    return [name for name in found if name in COLLECTIVES]
 
 
 def decode_step(cache, allocator, q, k, v):

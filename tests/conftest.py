@@ -16,6 +16,7 @@ from tests.memory_maps import MemoryMaps
 # A dtype or a rank that changes by itself is a defect here; so is a leaked tracer.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 4)  # for tests/test_several_devices.py; the others use the first
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", deadline=None, suppress_health_check=[HealthCheck.too_slow])

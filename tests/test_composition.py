@@ -1,23 +1,17 @@
 """paged_attention inside JAX's transformations."""
 
 import functools
-import os
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import PartitionSpec as P
 
 from jaxpaged import (
     BlockAllocator,
     CacheLayer,
     KVCache,
-    _device,
     paged_attention,
     paged_attention_reference,
     write_kv,
@@ -132,69 +126,3 @@ def test_an_exported_decode_step_round_trips(dtype):
     for left, right in zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True):
         assert (left == right).all()
     assert (ours[1].lengths == 3).all()
-
-
-def test_shard_map_on_a_gpu_needs_check_vma_false(monkeypatch):
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    arrays = make_case(lengths=(3, 50), max_blocks=4, dtype=jnp.bfloat16).arrays
-
-    def traced(*, check_vma, implementation=None):
-        attend = functools.partial(paged_attention, implementation=implementation)
-        specs = (P("x"), P(), P(), P("x"), P("x"))
-        return jax.make_jaxpr(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=check_vma))(
-            *arrays
-        )
-
-    assert "paged_decode" in str(traced(check_vma=False))
-    with pytest.warns(UserWarning, match="need check_vma=False.* XLA computes this call"):
-        assert "paged_decode" not in str(traced(check_vma=True))
-    with pytest.raises(NotImplementedError, match="need check_vma=False"):
-        traced(check_vma=True, implementation="mosaic_gpu")
-
-
-def test_two_devices():
-    # In a process of its own: the number of devices is fixed when JAX starts.
-    script = """
-        import functools
-        import jax, jax.numpy as jnp, numpy as np, pytest
-        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from jaxpaged import _device, paged_attention
-        from tests.cases import OPTIONS, make_case
-
-        # 1. XLA inside shard_map, over KV heads and over sequences.
-        assert len(jax.devices()) == 2
-        mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-        case = make_case(lengths=(0, 1, 40, 80), options=OPTIONS["window"])
-        attend = functools.partial(paged_attention, **case.options)
-        expected = np.asarray(attend(*case.arrays))
-        pool = P(None, None, "x", None)
-        for specs, out in (
-            ((P(None, "x", None), pool, pool, P(), P()), P(None, "x", None)),
-            ((P("x"), P(), P(), P("x"), P("x")), P("x")),
-        ):
-            sharded = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=out))
-            np.testing.assert_allclose(sharded(*case.arrays), expected, atol=1e-6)
-
-        # 2. The kernels, lowered for a GPU: inside shard_map or on one device; refused where XLA partitions.
-        _device.gpu = lambda: _device.Gpu(132, 9.0)
-        arrays = make_case(lengths=(3, 50), max_blocks=4, dtype=jnp.bfloat16).arrays
-        specs = P(None, "x", None), pool, pool, P(), P()
-
-        def lowered(function, arrays):
-            return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-
-        def on(mesh):
-            return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]
-
-        mapped = jax.shard_map(paged_attention, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-        assert "mosaic_gpu_v2" in lowered(mapped, on(mesh))
-        assert "mosaic_gpu_v2" in lowered(paged_attention, [jax.device_put(x, jax.devices()[1]) for x in arrays])
-        explicit = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
-        for sharded in (on(mesh), on(explicit)):
-            with pytest.raises(NotImplementedError, match="outside of jax.shard_map.*gather the whole cache"):
-                lowered(paged_attention, sharded)
-            assert "mosaic_gpu_v2" not in lowered(functools.partial(paged_attention, implementation="xla"), sharded)
-    """
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, env=environment)

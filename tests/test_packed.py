@@ -96,11 +96,11 @@ def test_gradients_are_those_of_padded_rows():
 def test_which_kernel_takes_them(monkeypatch, head_dim, by_prefill):
     launched = []
 
-    def launch_packed(config, interpret, p):
+    def launch_packed(config, interpret, p, falls_back):
         launched.append("prefill")
         return p.q, jnp.zeros(p.q.shape[:2])
 
-    def launch(config, mapped, interpret, a, plan):
+    def launch(config, mapped, interpret, a, plan, falls_back):
         launched.append("decode")
         assert a.q.shape[1] == 64 // 3  # query tokens of a run: 64 rows of 3 heads
         return a.q, jnp.zeros(a.q.shape[:3])

@@ -8,29 +8,31 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged import _device
-from jaxpaged._attention import packed, portable, query_runs, several_devices, xla
+from jaxpaged._attention import packed, portable, query_runs, xla
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
+from jaxpaged._attention.kernel_call import call_kernel
 from jaxpaged._attention.partitions import NumPartitions
 from pallas_kernels import decode_config, partition_plan, portable_config, prefill_config
 from pallas_kernels.partition_plan import PartitionPlan
 
 
 def attend(
-    a: AttentionArguments, *, num_partitions: NumPartitions, window: int | None = None
+    a: AttentionArguments, *, num_partitions: NumPartitions, window: int | None = None, falls_back: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
 
     What `check_supported` lets through. `window`: the sliding window, in tokens, where it is known beforehand.
+    `falls_back`: XLA computes it where it is lowered for another platform.
     """
     gpu = _device.gpu()
     if not a.causal and isinstance(num_partitions, PartitionPlan):
         num_partitions = None  # it is of the sequences, not of what they share
     prompts = _prompt_config_of(a, gpu, num_partitions, window)
     if prompts is not None:
-        out, lse = _launch_packed(prompts, None, _packed(a))
+        out, lse = _launch_packed(prompts, None, _packed(a), falls_back)
         return out.reshape(a.q.shape), lse.reshape(a.q.shape[:3])
     if not a.causal:
-        out, lse = attend(query_runs.fold(a), num_partitions=num_partitions, window=window)
+        out, lse = attend(query_runs.fold(a), num_partitions=num_partitions, window=window, falls_back=falls_back)
         return query_runs.unfold(out, a), query_runs.unfold(lse, a)
     if not gpu.is_hopper:
         number = num_partitions if isinstance(num_partitions, int) else None
@@ -38,20 +40,21 @@ def attend(
     config_with = functools.partial(config_of, a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, window=window)
     config = config_with(num_partitions=num_partitions)
     mapped = config if config.total_partitions is None else config_with(num_partitions=None)
-    return _launch(config, mapped, None, a, plan_of(config, a, num_partitions))
+    return _launch(config, mapped, None, a, plan_of(config, a, num_partitions), falls_back)
 
 
 def attend_packed(
-    p: PackedArguments, *, num_partitions: int | None, window: int | None = None
+    p: PackedArguments, *, num_partitions: int | None, window: int | None = None, falls_back: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [tokens, heads, head_dim] in q's dtype and lse f32 [tokens, heads]: see `attend`."""
     gpu = _device.gpu()
     if num_partitions in (None, 1) and _prefill_takes(p, gpu):
         tokens_of_item = prefill_config.heads_and_tokens(p.group)[1]
         most_entries = -(-p.q.shape[0] // tokens_of_item) + p.lengths.shape[0]
-        return _launch_packed(_prefill_config_of(p, gpu, most_entries, num_partitions, window), None, p)
+        config = _prefill_config_of(p, gpu, most_entries, num_partitions, window)
+        return _launch_packed(config, None, p, falls_back)
     runs = packed.runs_of(p, _run_of(p))
-    out, lse = attend(packed.cut(p, runs), num_partitions=num_partitions, window=window)
+    out, lse = attend(packed.cut(p, runs), num_partitions=num_partitions, window=window, falls_back=falls_back)
     return packed.join(out, lse, p, runs)
 
 
@@ -226,60 +229,68 @@ def _check_tree(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> No
 
 
 # Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 5))
 def _launch(
     config: decode_config.Config,
     mapped: decode_config.Config,  # what is taken under vmap
     interpret: Any,
     a: AttentionArguments,
     plan: PartitionPlan | None,
+    falls_back: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
+    kernels = functools.partial(_kernels, config, interpret, falls_back)
     if plan is None:
-        return _kernels(config, interpret, a)
+        return kernels(a, None)
     # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0).
-    launch = jax.custom_batching.custom_vmap(functools.partial(_kernels, config, interpret))
+    launch = jax.custom_batching.custom_vmap(kernels)
 
     @launch.def_vmap
     def _without_plan(
         axis_size: int, in_batched: list[Any], a: AttentionArguments, _: PartitionPlan
     ) -> tuple[Any, Any]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])
-        launch_mapped = jax.vmap(functools.partial(_kernels, mapped, interpret), in_axes=(axes,), axis_size=axis_size)
-        return launch_mapped(a), (True, True)
+        mapped_kernels = functools.partial(_kernels, mapped, interpret, falls_back)
+        return jax.vmap(mapped_kernels, in_axes=(axes, None), axis_size=axis_size)(a, None), (True, True)
 
     return launch(a, plan)
 
 
 def _kernels(
-    config: decode_config.Config, interpret: Any, a: AttentionArguments, plan: PartitionPlan | None = None
+    config: decode_config.Config, interpret: Any, falls_back: bool, a: AttentionArguments, plan: PartitionPlan | None
 ) -> tuple[jax.Array, jax.Array]:
-    from pallas_kernels import paged_decode  # here, so that only its callers import Mosaic
+    def launch(a: AttentionArguments, plan: PartitionPlan | None) -> tuple[jax.Array, jax.Array]:
+        from pallas_kernels import paged_decode  # here, so that only its callers import Mosaic
 
-    runs = query_runs.cut(several_devices.refuse(a))
-    tree_bits = None if runs.tree is None else runs.tree.bits
-    out, lse = paged_decode.launch(
-        runs.q,
-        runs.k_cache,
-        runs.v_cache,
-        runs.block_tables,
-        runs.lengths,
-        dataclasses.replace(runs.options, tree_bits=tree_bits),
-        plan=plan,
-        config=config,
-        interpret=interpret,
-    )
-    return query_runs.join(out, a), query_runs.join(lse, a)
+        runs = query_runs.cut(a)
+        tree_bits = None if runs.tree is None else runs.tree.bits
+        out, lse = paged_decode.launch(
+            runs.q,
+            runs.k_cache,
+            runs.v_cache,
+            runs.block_tables,
+            runs.lengths,
+            dataclasses.replace(runs.options, tree_bits=tree_bits),
+            plan=plan,
+            config=config,
+            interpret=interpret,
+        )
+        return query_runs.join(out, a), query_runs.join(lse, a)
+
+    if interpret is not None:
+        return launch(a, plan)
+    by_xla = functools.partial(xla.attend, num_partitions=1)
+    return call_kernel(launch, (lambda a, _: by_xla(a)) if falls_back else None, a, plan)
 
 
-def _prompts(config: prefill_config.Config, interpret: Any, p: PackedArguments) -> tuple[jax.Array, jax.Array]:
-    from pallas_kernels import paged_prefill  # here, so that only its callers import Mosaic
-
+def _prompts(
+    config: prefill_config.Config, interpret: Any, falls_back: bool, p: PackedArguments
+) -> tuple[jax.Array, jax.Array]:
     token_bytes = 2 * p.k_cache.shape[2] * p.q.shape[-1] * p.k_cache.dtype.itemsize
 
-    # One program is on each SM already, so that mapped calls follow one another.
-    @jax.custom_batching.sequential_vmap
     def launch(p: PackedArguments) -> tuple[jax.Array, jax.Array]:
+        from pallas_kernels import paged_prefill  # here, so that only its callers import Mosaic
+
         work = paged_prefill.make_work_list(
             p.query_starts, p.lengths, tokens=p.q.shape[0], token_bytes=token_bytes, config=config
         )
@@ -294,7 +305,14 @@ def _prompts(config: prefill_config.Config, interpret: Any, p: PackedArguments) 
             interpret=interpret,
         )
 
-    return launch(several_devices.refuse(p))
+    by_xla = functools.partial(xla.attend_packed, num_partitions=1)
+
+    # One program is on each SM already, so that mapped calls follow one another.
+    @jax.custom_batching.sequential_vmap
+    def one_after_the_other(p: PackedArguments) -> tuple[jax.Array, jax.Array]:
+        return call_kernel(launch, by_xla if falls_back else None, p)
+
+    return one_after_the_other(p)
 
 
 def _packed(a: AttentionArguments) -> PackedArguments:
@@ -314,18 +332,27 @@ def _packed(a: AttentionArguments) -> PackedArguments:
 
 @_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
 def _launch_jvp(
-    config: decode_config.Config, mapped: decode_config.Config, interpret: Any, primals: tuple, tangents: tuple
+    config: decode_config.Config,
+    mapped: decode_config.Config,
+    interpret: Any,
+    falls_back: bool,
+    primals: tuple,
+    tangents: tuple,
 ) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
     return jax.jvp(functools.partial(xla.attend, num_partitions=1), primals[:1], tangents[:1])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _launch_packed(config: prefill_config.Config, interpret: Any, p: PackedArguments) -> tuple[jax.Array, jax.Array]:
-    return _prompts(config, interpret, p)
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 3))
+def _launch_packed(
+    config: prefill_config.Config, interpret: Any, p: PackedArguments, falls_back: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    return _prompts(config, interpret, falls_back, p)
 
 
 @_launch_packed.__wrapped__.defjvp  # type: ignore[attr-defined]
-def _launch_packed_jvp(config: prefill_config.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
+def _launch_packed_jvp(
+    config: prefill_config.Config, interpret: Any, falls_back: bool, primals: tuple, tangents: tuple
+) -> tuple:
     return jax.jvp(functools.partial(xla.attend_packed, num_partitions=1), primals, tangents)

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 
 from jaxpaged import _device
-from jaxpaged._attention import query_runs, several_devices, xla
+from jaxpaged._attention import query_runs, xla
 from jaxpaged._attention.arguments import AttentionArguments
+from jaxpaged._attention.kernel_call import call_kernel
 from pallas_kernels import portable_config
 
 
@@ -40,12 +41,16 @@ def config_of(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def launch(config: portable_config.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
-    from pallas_kernels import portable_decode  # here, so that only its callers import Mosaic
 
-    runs = query_runs.cut(several_devices.refuse(a))
-    arrays = runs.q, runs.k_cache, runs.v_cache, runs.block_tables, runs.lengths
-    out, lse = portable_decode.launch(*arrays, runs.options, config=config, interpret=interpret)
-    return query_runs.join(out, a), query_runs.join(lse, a)
+    def kernel(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+        from pallas_kernels import portable_decode  # here, so that only its callers import Mosaic
+
+        runs = query_runs.cut(a)
+        arrays = runs.q, runs.k_cache, runs.v_cache, runs.block_tables, runs.lengths
+        out, lse = portable_decode.launch(*arrays, runs.options, config=config, interpret=interpret)
+        return query_runs.join(out, a), query_runs.join(lse, a)
+
+    return kernel(a) if interpret is not None else call_kernel(kernel, None, a)
 
 
 @launch.__wrapped__.defjvp  # type: ignore[attr-defined]

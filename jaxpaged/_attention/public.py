@@ -20,6 +20,7 @@ from jaxpaged._attention.arguments import (
 )
 from jaxpaged._attention.partitions import check_partitions, check_plan
 from jaxpaged._attention.shared_prefix import attend_with_prefix
+from jaxpaged._on_shards import on_shards
 from pallas_kernels.partition_plan import PartitionPlan
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -62,6 +63,7 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@on_shards
 def paged_attention(
     q: ArrayLike,
     k_cache: ArrayLike,
@@ -143,9 +145,9 @@ def paged_attention(
             sequences are much longer than the others. "xla" takes its default instead.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for NVIDIA GPUs, with q in bfloat16 or float16 and a cache in q's dtype or
-            of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is a Hopper GPU and these
-            arguments allow it, otherwise "xla". Other GPUs (Ampere and above) have one kernel, which must be named: try
-            `python -m jaxpaged.selftest` first. A named one never falls back.
+            of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is a Hopper GPU, the call is
+            lowered for it and these arguments allow it, otherwise "xla". Other GPUs (Ampere and above) have one kernel,
+            which must be named: try `python -m jaxpaged.selftest` first. A named one never falls back.
 
     Returns:
         The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`,
@@ -154,7 +156,8 @@ def paged_attention(
     Raises:
         ValueError: no implementation could take these arguments; the message quotes what was received.
         NotImplementedError: the named implementation cannot take them. Also when the call is lowered, if the kernels
-            get arrays on several devices outside of `jax.shard_map`.
+            get arrays on several devices of an auto mesh outside of `jax.shard_map`, or "mosaic_gpu" was named and the
+            platform is no NVIDIA GPU.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
@@ -182,13 +185,15 @@ def paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    window = known_int(sliding_window)
+    window, falls_back = known_int(sliding_window), implementation is None
     if query_starts is not None:
         if plan is not None:
             raise ValueError("a plan is for calls without query_starts; leave it out.")
         p = check_packed(*arrays, query_starts, tree_mask=tree_mask, **options)
         if _use_kernel(p, implementation):
-            attend_packed = functools.partial(mosaic_gpu.attend_packed, num_partitions=num_partitions, window=window)
+            attend_packed = functools.partial(
+                mosaic_gpu.attend_packed, num_partitions=num_partitions, window=window, falls_back=falls_back
+            )
         else:
             attend_packed = functools.partial(xla.attend_packed, num_partitions=num_partitions)
         out, lse = attend_with_prefix(attend_packed, p, shared_prefix)
@@ -197,7 +202,9 @@ def paged_attention(
     if plan is not None:
         check_plan(plan, num_partitions, seqs=a.q.shape[0])
     if _use_kernel(a, implementation):
-        attend = functools.partial(mosaic_gpu.attend, num_partitions=plan or num_partitions, window=window)
+        attend = functools.partial(
+            mosaic_gpu.attend, num_partitions=plan or num_partitions, window=window, falls_back=falls_back
+        )
     else:
         attend = functools.partial(xla.attend, num_partitions=num_partitions)
     out, lse = attend_with_prefix(attend, a, shared_prefix)
@@ -219,22 +226,15 @@ def _use_kernel(arguments: AttentionArguments | PackedArguments, implementation:
     if implementation is None and not _device.gpu().is_hopper:
         _name_the_self_test()
         return False
-    message = None
-    if (version := _device.broken_ptxas()) is not None:
-        message = (
-            f"the Mosaic GPU kernels do not run with the ptxas of nvidia-cuda-nvcc-cu12 {version}, which miscompiles "
-            'causal masks. Install a later one: pip install "nvidia-cuda-nvcc-cu12>=12.9.86".'
-        )
-    elif _device.varies(arguments):
-        message = (
-            "inside jax.shard_map the Mosaic GPU kernels need check_vma=False: Pallas takes no arrays that vary over a "
-            "mesh axis."
-        )
-    if message is None:
+    if (version := _device.broken_ptxas()) is None:
         return True
+    message = (
+        f"the Mosaic GPU kernels do not run with the ptxas of nvidia-cuda-nvcc-cu12 {version}, which miscompiles "
+        'causal masks. Install a later one: pip install "nvidia-cuda-nvcc-cu12>=12.9.86".'
+    )
     if implementation == "mosaic_gpu":
         raise NotImplementedError(message)
-    warnings.warn(f"{message} XLA computes this call, slowly.", stacklevel=3)
+    warnings.warn(f"{message} XLA computes this call, slowly.", stacklevel=4)
     return False
 
 
@@ -244,5 +244,5 @@ def _name_the_self_test() -> None:
     warnings.warn(
         "XLA computes paged_attention on this GPU unless the call names "
         'implementation="mosaic_gpu", which `python -m jaxpaged.selftest` checks here and compares with it.',
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -12,6 +12,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from jaxpaged import _device
+from jaxpaged._by_kernel import by_kernel
 from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
 from jaxpaged._cache.transfer import (
     checked_ids,
@@ -21,9 +22,11 @@ from jaxpaged._cache.transfer import (
     put_blocks,
     take_blocks,
 )
+from jaxpaged._on_shards import on_shards
 from pallas_kernels import copy_config
 
 
+@on_shards
 def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLike) -> KVCache:
     """Copies blocks over other blocks of the same cache; in place where the cache is donated.
 
@@ -47,11 +50,12 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
 
     Bytes moved, with `block_bytes = 2 * layers * block_size * kv_heads * head_dim * itemsize`:
 
-    - On one GPU of compute capability 9.0 a kernel reads and writes each block once, `2 * pairs * block_bytes`, and
+    - On GPUs of compute capability 9.0 a kernel reads and writes each block once, `2 * pairs * block_bytes`, and
       moves nothing for padding. Blocks that are both read and overwritten are set aside in between, which doubles
       their bytes and reserves at most 512 KiB a pair.
-    - Elsewhere XLA does it, and also for scales of each token and head, on several devices, inside `jax.shard_map`,
-      under `vmap` and where it is differentiated. It sets all blocks aside: `4 * pairs * block_bytes`, with padding.
+    - Elsewhere XLA does it, and also for scales of each token and head, on several devices of an auto mesh outside of
+      `jax.shard_map`, under `vmap` and where it is differentiated. It sets all blocks aside:
+      `4 * pairs * block_bytes`, with padding.
 
     Nothing is as large as the cache.
 
@@ -97,7 +101,7 @@ def copy_by_xla(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Arra
 def copy_by_kernel(
     config: copy_config.Config, interpret: Any, cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array
 ) -> KVCache:
-    def by_kernel(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
+    def launch(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
         from pallas_kernels import copy_blocks as kernel  # here, so that only its callers import Mosaic
 
         pairs, counts = plan(source_ids, destination_ids, cache.k.shape[-4])
@@ -109,9 +113,8 @@ def copy_by_kernel(
     @custom_vmap
     def copy(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
         if interpret is not None:
-            return by_kernel(cache, source_ids, destination_ids)
-        # Not every computation is for the device that JAX uses by default.
-        return lax.platform_dependent(cache, source_ids, destination_ids, cuda=by_kernel, default=copy_by_xla)
+            return launch(cache, source_ids, destination_ids)
+        return by_kernel(launch, copy_by_xla, cache, source_ids, destination_ids)
 
     @copy.def_vmap
     def _copy_batch(axis_size: int, in_batched: list[Any], *arrays: Any) -> tuple[KVCache, KVCache]:
@@ -157,9 +160,7 @@ def _config_of(cache: KVCache, num_pairs: int) -> copy_config.Config | None:
     """None where XLA does it."""
     num_layers, num_blocks = layers_and_blocks(cache.k, cache)
     block_numbers, itemsize = math.prod(cache.k.shape[-3:]), cache.k.dtype.itemsize
-    # A kernel cannot be partitioned as XLA partitions its own operations: of a cache on several devices it would be
-    # given all of it.
-    if _device.num_devices() > 1 or _device.varies(cache) or num_pairs == 0 or cache.k.size == 0:
+    if num_pairs == 0 or cache.k.size == 0:
         return None
     try:
         gpu = _device.gpu()

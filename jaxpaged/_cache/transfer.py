@@ -9,8 +9,10 @@ from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
 from jaxpaged._cache.pool_rows import put_rows, take_rows
 from jaxpaged._cache.write import scatter_slots
 from jaxpaged._integers import as_int32
+from jaxpaged._on_shards import on_shards
 
 
+@on_shards
 def blocks_to_host(cache: KVCache, block_ids: ArrayLike) -> KVCache:
     """Copies blocks to host memory. `blocks_from_host` copies them back, to the same ids or others.
 
@@ -55,6 +57,7 @@ def blocks_to_host(cache: KVCache, block_ids: ArrayLike) -> KVCache:
     return map_blocks(out, cache)
 
 
+@on_shards
 def blocks_from_host(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> KVCache:
     """Writes what `blocks_to_host` returned into blocks of a cache, bit for bit; in place where the cache is donated.
 
@@ -86,6 +89,7 @@ def blocks_from_host(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> K
     return map_blocks(bring, cache, blocks)
 
 
+@on_shards
 def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KVCache:
     """Each sequence's keys and values as one contiguous array.
 
@@ -132,6 +136,7 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
     return map_blocks(gather, cache)
 
 
+@on_shards
 def scatter_kv(cache: KVCache, contiguous: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KVCache:
     """Writes each sequence's tokens into its blocks, bit for bit: the inverse of `gather_kv`. In place if the cache is
     donated.

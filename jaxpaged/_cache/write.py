@@ -11,8 +11,10 @@ from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.pool_rows import put_rows
 from jaxpaged._cache.quantise import kv_scale, quantise
 from jaxpaged._integers import as_int32
+from jaxpaged._on_shards import on_shards
 
 
+@on_shards
 def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> C:
     """Writes new tokens into their slots; in place if the cache is donated.
 

@@ -7,10 +7,12 @@ from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
 from jaxpaged._cache.transfer import checked_ids, holds_tokens, put_blocks
+from jaxpaged._on_shards import on_shards
 
 ZEROED_AT_ONCE = 64  # blocks; what a step without any costs is the test that there are none
 
 
+@on_shards
 def zero_blocks(cache: KVCache, block_ids: ArrayLike) -> KVCache:
     """Overwrites blocks with zeros, in every layer of a stack, tokens' scales included; in place if donated.
 

@@ -94,7 +94,7 @@ def configs(monkeypatch):
     """Those that are launched, each with that for vmap, instead of a launch."""
     launched = []
 
-    def launch(config, mapped, interpret, a, plan):
+    def launch(config, mapped, interpret, a, plan, falls_back):
         launched.append((config, mapped))
         return a.q, jnp.zeros(a.q.shape[:3])
 

@@ -107,11 +107,11 @@ def hopper(monkeypatch):
     launched = []
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
 
-    def launch(config, mapped, interpret, a, plan):
+    def launch(config, mapped, interpret, a, plan, falls_back):
         launched.append((config, mapped, interpret, a, plan))
         return a.q, jnp.zeros(a.q.shape[:3])
 
-    def launch_packed(config, interpret, p):
+    def launch_packed(config, interpret, p, falls_back):
         launched.append((config, interpret, p))
         return p.q, jnp.zeros(p.q.shape[:2])
 

@@ -1,0 +1,108 @@
+"""Arrays on an explicit mesh: their types say what lies where, so that each device can work on its own part."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# The axis of heads, or of KV heads, of arrays by name. Those of other names are the same for all heads.
+HEADS_AXES = dict(q=-2, k=-2, v=-2, k_cache=-2, v_cache=-2, k_scale=-1, v_scale=-1, alibi_slopes=-1, sinks=-1)
+# Arrays of attention whose first axis is seqs, or groups of these.
+OF_SEQS = ("q", "block_tables", "lengths", "tree_mask", "shared_prefix")
+
+
+def on_shards[F: Callable[..., Any]](function: F) -> F:
+    """The function, which arrays on an explicit mesh reach inside a `jax.shard_map`: no kernel, and nothing as large
+    as the cache, is left to XLA to partition.
+
+    Arrays may be sharded over heads, as the KV heads of the cache are, and those of attention over sequences; arrays
+    that each device holds as a whole are cut where they have to be. Raises `ValueError` for any other sharding. The
+    results are sharded as the first argument. Where no array is on an explicit mesh, this is the function itself.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mesh = _explicit_mesh((args, kwargs))
+        if mesh is None:
+            return function(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        specs = _specs_of(arguments)
+        out_specs = specs[next(iter(arguments))]
+        if arguments.get("return_lse"):
+            out_specs = out_specs, P(*out_specs[:-1])
+
+        def on_one_shard(parts: Any) -> Any:
+            return function(**_map(lambda leaf, part: leaf if part is None else part, arguments, parts))
+
+        @jax.jit  # outside of a trace, shard_map alone runs one operation after the other
+        def run(arrays: Any) -> Any:
+            parts = jax.tree.map_with_path(functools.partial(_cut, mesh), arrays, specs, is_leaf=_is_none)
+            axes = set(mesh.explicit_axes)
+            return jax.shard_map(on_one_shard, mesh=mesh, out_specs=out_specs, axis_names=axes, check_vma=False)(parts)
+
+        return run(_map(lambda leaf: leaf if _is_array(leaf) else None, arguments))
+
+    return call  # type: ignore[return-value]
+
+
+def _map(function: Callable[..., Any], *trees: Any) -> Any:
+    return jax.tree.map(function, *trees, is_leaf=_is_none)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def _is_array(leaf: Any) -> bool:
+    # A single number of NumPy's stays one: attention is set up for a window that is known beforehand.
+    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.ndim > 0)
+
+
+def _explicit_mesh(arguments: Any) -> AbstractMesh | None:
+    arrays = (leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array))
+    meshes = (jax.typeof(array).sharding.mesh for array in arrays)
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def _name(path: Any) -> str:
+    return path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else path[-1].name
+
+
+def _spec_of(array: Any) -> tuple[Any, ...]:
+    return tuple(jax.typeof(array).sharding.spec)
+
+
+def _specs_of(arguments: Mapping[str, Any]) -> Any:
+    """How each array must be sharded for its heads to lie where those of the cache do."""
+    k_cache = arguments["k_cache"] if "k_cache" in arguments else jax.tree.leaves(arguments["cache"])[0]
+    heads = _spec_of(k_cache)[-2]
+    has_seqs = "q" in arguments and arguments.get("query_starts") is None
+    seqs = _spec_of(arguments["q"])[0] if has_seqs else None
+
+    def spec_of(path: Any, leaf: Any) -> P:
+        axes: list[Any] = [None] * np.ndim(leaf)
+        axis = HEADS_AXES.get(_name(path))
+        if axis is not None and np.ndim(leaf) >= -axis and leaf.shape[axis] > 1:
+            axes[axis] = heads
+        if has_seqs and _name(path) in OF_SEQS and axes:
+            axes[0] = seqs
+        return P(*axes)
+
+    return jax.tree.map_with_path(spec_of, dict(arguments))
+
+
+def _cut(mesh: AbstractMesh, path: Any, array: Any, spec: P) -> Any:
+    if array is None or _spec_of(array) == tuple(spec):
+        return array
+    if any(axis is not None for axis in _spec_of(array)):
+        raise ValueError(
+            f"{_name(path)} must be sharded as {spec}, over the KV heads of the cache and the sequences of q alone; "
+            f"got {P(*_spec_of(array))}. Move it with jax.sharding.reshard."
+        )
+    return jax.sharding.reshard(array, NamedSharding(mesh, spec))

@@ -1,0 +1,195 @@
+"""Arrays on several devices, here four of a CPU: each works on its own part, and nothing is gathered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpaged import (
+    BlockAllocator,
+    CacheLayer,
+    KVCache,
+    _device,
+    attend,
+    blocks_from_host,
+    blocks_to_host,
+    copy_blocks,
+    gather_kv,
+    paged_attention,
+    rotary_frequencies,
+    rotate_and_write_kv,
+    scatter_kv,
+    write_kv,
+    zero_blocks,
+)
+from jaxpaged._attention import xla
+from tests.cases import make_case
+from tests.compiled import collectives
+
+POOL = P(None, None, "devices")
+OVER_HEADS = P(None, "devices"), POOL, POOL, P(), P()
+OVER_SEQS = P("devices"), P(), P(), P("devices"), P("devices")
+SINKS = np.linspace(-2.0, 4.0, 8, dtype=np.float32)
+CASE = make_case(lengths=(0, 1, 40, 80), heads=8, kv_heads=4, options={"sinks": SINKS})
+
+
+def mesh_of(num_devices: int, kind: AxisType = AxisType.Explicit) -> jax.sharding.Mesh:
+    return jax.make_mesh((num_devices,), ("devices",), axis_types=(kind,), devices=jax.devices()[:num_devices])
+
+
+def put(arrays, specs, mesh):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+
+
+def assert_same(ours, theirs):
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.fixture
+def on_an_h100(monkeypatch):
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+
+
+def lowered(function, *arrays) -> str:
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("specs", "num_devices"), [(OVER_HEADS, 2), (OVER_HEADS, 4), (OVER_SEQS, 2)])
+def test_attention_on_an_explicit_mesh(specs, num_devices):
+    function = functools.partial(paged_attention, return_lse=True, **CASE.options)
+    arrays = put(CASE.arrays, specs, mesh_of(num_devices))
+    compiled = jax.jit(function).lower(*arrays).compile()
+    assert collectives(compiled.as_text()) == []
+    for ours, theirs in zip(compiled(*arrays), function(*CASE.arrays), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+        assert tuple(jax.typeof(ours).sharding.spec) == (*specs[0], None, None)[: ours.ndim]
+
+
+def test_what_is_whole_is_cut():
+    _, k_cache, v_cache, *_ = put(CASE.arrays, OVER_HEADS, mesh_of(2))
+    out = paged_attention(CASE.q, k_cache, v_cache, *CASE.arrays[3:], **CASE.options)
+    np.testing.assert_allclose(out, paged_attention(*CASE.arrays, **CASE.options), atol=1e-6)
+
+
+@pytest.mark.parametrize("specs", [(P(None, "devices"), P(), P(), P(), P()), (P(), P(None, "devices"), POOL, P(), P())])
+def test_other_shardings_are_refused(specs):
+    with pytest.raises(ValueError, match=r"(q|k_cache) must be sharded as .* got .* jax\.sharding\.reshard"):
+        paged_attention(*put(CASE.arrays, specs, mesh_of(2)), **CASE.options)
+
+
+def opaque(a, *, num_partitions):
+    """Like a kernel it is nothing that XLA can partition."""
+    triangle = jnp.linalg.qr(a.k_cache.reshape(-1, a.k_cache.shape[2] * a.k_cache.shape[3]), mode="r")
+    return a.q * triangle.sum(), a.q[..., 0]
+
+
+def test_no_cache_is_gathered_for_what_cannot_be_partitioned(monkeypatch):
+    monkeypatch.setattr(xla, "attend", opaque)
+    function = functools.partial(paged_attention, implementation="xla")
+    auto = mesh_of(2, AxisType.Auto)
+    mapped = functools.partial(jax.shard_map, function, mesh=auto, in_specs=OVER_HEADS, out_specs=OVER_HEADS[0])
+
+    def found(function, mesh):
+        return collectives(jax.jit(function).lower(*put(CASE.arrays, OVER_HEADS, mesh)).compile().as_text())
+
+    assert found(function, mesh_of(2)) == []
+    assert found(mapped(check_vma=True), auto) == []
+    assert found(function, auto) == ["all-gather"], "this is what happens silently; the kernels refuse it"
+
+
+def test_kernels_are_lowered_for_each_device(on_an_h100):
+    arrays = make_case(lengths=(3, 50), max_blocks=4, dtype=jnp.bfloat16).arrays
+    auto = mesh_of(2, AxisType.Auto)
+    explicit, partitioned = put(arrays, OVER_HEADS, mesh_of(2)), put(arrays, OVER_HEADS, auto)
+    named = functools.partial(paged_attention, implementation="mosaic_gpu")
+    mapped = functools.partial(jax.shard_map, named, mesh=auto, in_specs=OVER_HEADS, out_specs=OVER_HEADS[0])
+    for function, inputs in (
+        (named, explicit),
+        (mapped(check_vma=True), partitioned),
+        (mapped(check_vma=False), partitioned),
+        (named, jax.device_put(arrays, jax.devices()[1])),
+    ):
+        text = lowered(function, *inputs)
+        assert "mosaic_gpu_v2" in text
+        assert "all_gather" not in text
+    with jax.set_mesh(auto):
+        assert "mosaic_gpu_v2" in lowered(jax.sharding.explicit_axes(named, in_sharding=OVER_HEADS), *partitioned)
+    with pytest.raises(NotImplementedError, match=r"gather the whole cache.*explicit mesh.*jax\.shard_map"):
+        lowered(paged_attention, *partitioned)
+    assert "mosaic_gpu_v2" not in lowered(functools.partial(paged_attention, implementation="xla"), *partitioned)
+
+
+def test_the_platform_of_the_call_decides(on_an_h100):
+    arrays = make_case(lengths=(3, 50), max_blocks=4, dtype=jnp.bfloat16).arrays
+    starts = jnp.array([0, 1, 2])
+    for options in ({}, {"query_starts": starts}):
+        ours, theirs = (paged_attention(*arrays, implementation=name, **options) for name in (None, "xla"))
+        np.testing.assert_array_equal(ours, theirs)
+        with pytest.raises(NotImplementedError, match="lowered for another platform"):
+            paged_attention(*arrays, implementation="mosaic_gpu", **options)
+
+
+def new_cache(**options) -> KVCache:
+    return KVCache.create(num_blocks=8, block_size=16, num_kv_heads=4, head_dim=8, **options)
+
+
+def sharded(cache: KVCache, mesh, axis: int = 2) -> KVCache:
+    spec = P(*[None] * axis, "devices")
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), cache)
+
+
+def test_every_function_of_a_cache_on_an_explicit_mesh():
+    ids, others, tables, lengths = jnp.array([1, 2]), jnp.array([3, 4]), jnp.array([[1, 2], [2, 0]]), jnp.array([20, 3])
+    x, slots = jax.random.normal(jax.random.key(0), (5, 4, 8)), jnp.array([16, 17, 40, 41, 99999])
+
+    def step(cache):
+        cache, q = rotate_and_write_kv(cache, x, x, 2 * x, slots, slots, rotary_frequencies(8))
+        contiguous = gather_kv(cache, tables, lengths)
+        copied = copy_blocks(cache, ids, others)
+        blocks = blocks_to_host(copied, others)
+        zeroed = zero_blocks(copied, ids)
+        written = scatter_kv(blocks_from_host(zeroed, blocks, ids), contiguous, tables + 4, lengths)
+        return cache, q, contiguous, copied, zeroed, written
+
+    cache = sharded(new_cache(dtype="int8"), mesh_of(4))
+    compiled = jax.jit(step).lower(cache).compile()
+    assert collectives(compiled.as_text()) == []
+    assert_same(compiled(cache), jax.jit(step)(new_cache(dtype="int8")))
+
+
+def test_a_layer_of_a_stack_on_an_explicit_mesh():
+    x = jax.random.normal(jax.random.key(0), (2, 4, 8))
+
+    def step(stack, allocator):
+        allocator, slots, _ = allocator.append(jnp.ones(2, jnp.int32))
+        layer = write_kv(CacheLayer(stack, 1), x, x, slots[:, 0])
+        return layer.stack, attend(x, layer, allocator)
+
+    stack, allocator = (
+        new_cache(num_layers=3),
+        BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks=2),
+    )
+    compiled = jax.jit(step).lower(sharded(stack, mesh_of(2), axis=3), allocator).compile()
+    assert collectives(compiled.as_text()) == []
+    assert_same(compiled(sharded(stack, mesh_of(2), axis=3), allocator), jax.jit(step)(stack, allocator))
+
+
+def test_blocks_are_copied_by_the_kernel_wherever_each_device_has_its_part(on_an_h100):
+    cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=4, head_dim=128, dtype=jnp.bfloat16)
+    ids = jnp.array([1, 2]), jnp.array([3, 4])
+    auto = mesh_of(2, AxisType.Auto)
+    partitioned = sharded(cache, auto)
+    mapped = functools.partial(jax.shard_map, copy_blocks, mesh=auto, in_specs=(POOL, P(), P()), out_specs=POOL)
+    for function, pool in (
+        (copy_blocks, sharded(cache, mesh_of(2))),
+        (copy_blocks, jax.device_put(cache, jax.devices()[1])),
+        (mapped(check_vma=True), partitioned),
+        (mapped(check_vma=False), partitioned),
+    ):
+        assert "mosaic_gpu_v2" in lowered(function, pool, *ids)
+    assert "mosaic_gpu_v2" not in lowered(copy_blocks, partitioned, *ids)

@@ -4,6 +4,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.plot import plot_blocks
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._attention.attend import attend
+from jaxpaged._attention.context_parallel import context_parallel_attention, context_parallel_slots
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.partitions import PartitionPlan, plan_partitions
 from jaxpaged._attention.public import paged_attention
@@ -47,6 +48,8 @@ __all__ = [
     "blocks_from_host",
     "blocks_to_host",
     "cache_capacity",
+    "context_parallel_attention",
+    "context_parallel_slots",
     "copy_blocks",
     "gather_kv",
     "kv_scale",

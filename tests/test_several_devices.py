@@ -17,6 +17,8 @@ from jaxpaged import (
     attend,
     blocks_from_host,
     blocks_to_host,
+    context_parallel_attention,
+    context_parallel_slots,
     copy_blocks,
     gather_kv,
     paged_attention,
@@ -193,3 +195,46 @@ def test_blocks_are_copied_by_the_kernel_wherever_each_device_has_its_part(on_an
     ):
         assert "mosaic_gpu_v2" in lowered(function, pool, *ids)
     assert "mosaic_gpu_v2" not in lowered(copy_blocks, partitioned, *ids)
+
+
+LONG = make_case(
+    lengths=(0, 1, 63, 64, 200, 130), max_blocks=4, block_size=64, heads=8, kv_heads=4, options={"sinks": SINKS}
+)
+
+
+def context_parallel(function, num_devices):
+    specs = P(), P(None, "devices"), P(None, "devices"), P(), P()
+    function = functools.partial(function, axis_name="devices")
+    return jax.jit(jax.shard_map(function, mesh=mesh_of(num_devices), in_specs=specs, out_specs=P(), check_vma=False))
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_context_parallel_attention(num_devices):
+    """Each device's tokens, and nobody's NaN: the pools are poisoned."""
+    attend = context_parallel(functools.partial(context_parallel_attention, **LONG.options), num_devices)
+    arrays = put(LONG.arrays, (P(), P(None, "devices"), P(None, "devices"), P(), P()), mesh_of(num_devices))
+    compiled = attend.lower(*arrays).compile()
+    assert collectives(compiled.as_text()) == ["all-gather"]
+    ours, theirs = compiled(*arrays), paged_attention(*LONG.arrays, **LONG.options, return_lse=True)
+    for left, right in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-6)
+
+
+def test_context_parallel_slots_and_a_token_of_another_device():
+    slots = np.arange(-3, 8 * 64 + 5)
+    place = jax.shard_map(
+        lambda: context_parallel_slots(slots, block_size=16, axis_name="devices")[None],
+        mesh=mesh_of(4),
+        in_specs=(),
+        out_specs=P("devices"),
+        check_vma=False,
+    )
+    for device, own in enumerate(np.asarray(place())):
+        for slot, place in zip(slots, own, strict=True):
+            block, offset = divmod(slot, 64)
+            assert place == (block * 16 + offset % 16 if offset // 16 == device and slot >= 0 else -1)
+
+
+def test_context_parallel_attention_takes_one_token_a_sequence():
+    with pytest.raises(ValueError, match="one token a sequence"):
+        context_parallel_attention(jnp.ones((1, 2, 4, 64)), *LONG.arrays[1:], axis_name="devices")

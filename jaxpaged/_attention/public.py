@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from typing import Literal, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,17 @@ from jaxpaged._on_shards import on_shards
 from pallas_kernels.partition_plan import PartitionPlan
 
 Implementation = Literal["mosaic_gpu", "xla"]
+
+
+class ContextKeywords(TypedDict, total=False):
+    """The options of `paged_attention` for which it does not matter where in its sequence a token stands."""
+
+    scale: ArrayLike | None
+    logits_soft_cap: ArrayLike | None
+    k_scale: ArrayLike | None
+    v_scale: ArrayLike | None
+    num_partitions: int | None
+    implementation: Implementation | None
 
 
 class AttentionKeywords(Options, total=False):

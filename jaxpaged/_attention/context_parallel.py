@@ -1,0 +1,106 @@
+"""Attention over caches whose blocks are cut over a mesh axis: each device attends to its own tokens; one merge."""
+
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged._attention.public import ContextKeywords, paged_attention
+from jaxpaged._integers import as_int32
+
+
+def context_parallel_attention(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    axis_name: str,
+    sinks: ArrayLike | None = None,
+    **options: Unpack[ContextKeywords],
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_attention` of one token a sequence, over tokens that lie on all devices of a mesh axis.
+
+    For use inside `jax.shard_map`. Each of the n devices holds its part of every block: of the `block_size` tokens of
+    the allocator's, device i holds the i-th `block_size / n`. Tables, lengths and the whole allocator are the same
+    everywhere, and every sequence is spread evenly. Make the cache with the allocator's block size, and
+    shard it with `PartitionSpec(None, axis_name)`; write with `context_parallel_slots`.
+
+    Each device attends to its own tokens, and one `all_gather` of `(head_dim + 1) * 4` bytes a query and head brings
+    the outputs and lses together. It costs more than it saves below about 64k tokens.
+
+    Args:
+        q: `[seqs, heads, head_dim]`, the same on every device.
+        k_cache: this device's, `[blocks, block_size / n, kv_heads, head_dim]`.
+        v_cache: likewise.
+        block_tables: int32 `[seqs, max_blocks]`, of the allocator.
+        lengths: int32 `[seqs]`, of the allocator, in tokens.
+        axis_name: the mesh axis.
+        sinks: f32 `[heads]`, as in `paged_attention`.
+        options: `scale`, `logits_soft_cap`, `k_scale`, `v_scale`, `num_partitions` and `implementation` of
+            `paged_attention`; the scales are this device's.
+
+    Returns:
+        The output, in q's shape and dtype, and the lse, f32 `[seqs, heads]`; the same on every device. Each device's
+        output is rounded to q's dtype before the merge, which is float32.
+
+    Raises:
+        ValueError: as `paged_attention`; q with another number of axes.
+        NotImplementedError: as `paged_attention`.
+
+    Example:
+        >>> import functools, jax, jax.numpy as jnp, jaxpaged
+        >>> from jax.sharding import PartitionSpec as P
+        >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=32, num_kv_heads=2, head_dim=64)
+        >>> tables, lengths = jnp.array([[3, 5]]), jnp.array([40])
+        >>> mesh = jax.make_mesh((1,), ("devices",))
+        >>> attend = functools.partial(jaxpaged.context_parallel_attention, axis_name="devices")
+        >>> specs = P(), P(None, "devices"), P(None, "devices"), P(), P()
+        >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        >>> out, lse = attend(jnp.ones((1, 4, 64)), cache.k, cache.v, tables, lengths)
+        >>> out.shape
+        (1, 4, 64)
+
+    References:
+        Dao et al., Flash-Decoding for long-context inference, 2023, across devices.
+    """
+    if jnp.ndim(q) != 3:
+        raise ValueError(f"q must be [seqs, heads, head_dim], one token a sequence; got {jnp.shape(q)}.")
+    if sinks is not None:  # once: those of the first device
+        sinks = jnp.where(jax.lax.axis_index(axis_name) == 0, sinks, -jnp.inf)
+    own_lengths = _own_lengths(as_int32(lengths), jnp.shape(k_cache)[1], axis_name)
+    arrays = q, k_cache, v_cache, block_tables, own_lengths
+    out, lse = paged_attention(*arrays, sinks=sinks, return_lse=True, **options)
+    packed = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)
+    parts = jax.lax.all_gather(packed, axis_name)  # [n, seqs, heads, head_dim + 1]
+    outs, lses = parts[..., :-1], parts[..., -1]
+    total = jax.nn.logsumexp(lses, axis=0)
+    weights = jnp.exp(lses - jnp.where(total == -jnp.inf, 0.0, total)[None])
+    return (weights[..., None] * outs).sum(axis=0).astype(out.dtype), total
+
+
+def context_parallel_slots(slots: ArrayLike, *, block_size: int, axis_name: str) -> jax.Array:
+    """This device's slots of new tokens, for a cache that `context_parallel_attention` reads.
+
+    Args:
+        slots: int32 `[...]`, of the allocator.
+        block_size: of this device's cache, `cache.k.shape[-3]`.
+        axis_name: the mesh axis.
+
+    Returns:
+        int32 `[...]`; -1, which writes nothing, for tokens of other devices.
+    """
+    slots = as_int32(slots)
+    size = block_size * jax.lax.axis_size(axis_name)
+    offsets = slots % size - jax.lax.axis_index(axis_name) * block_size
+    is_own = (slots >= 0) & (offsets >= 0) & (offsets < block_size)
+    return jnp.where(is_own, slots // size * block_size + offsets, -1)
+
+
+def _own_lengths(lengths: jax.Array, block_size: int, axis_name: str) -> jax.Array:
+    """How many of the tokens are this device's, int32 [seqs]; they are the first of its slots."""
+    size = block_size * jax.lax.axis_size(axis_name)
+    rest = lengths % size - jax.lax.axis_index(axis_name) * block_size
+    return lengths // size * block_size + jnp.clip(rest, 0, block_size)

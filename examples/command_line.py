@@ -16,6 +16,7 @@ import jax
 from checkpoint import Checkpoint, CheckpointError, default_path, load_model, one_line, read_checkpoint
 from generation import PoolError
 from sampling import Sampling
+from tensor_parallel import DevicesError
 
 MOST_TEXT_BYTES = 2**28  # beyond this a file of prompts is a slip of the keyboard, or /dev/zero
 
@@ -230,7 +231,7 @@ def exit_code(main: Callable[..., int | None], *arguments: Any) -> int | str | N
     """What `main` returns; 2 and one sentence on stderr where it refuses what it is asked for."""
     try:
         return main(*arguments)
-    except (RequestError, CheckpointError, PoolError) as error:
+    except (RequestError, CheckpointError, PoolError, DevicesError) as error:
         say(f"{script()}: {error}")
         return 2
 

@@ -30,6 +30,7 @@ from command_line import (
 )
 from generation import Generation, Granularity, Timing, calibrate, generate, generated, num_bytes, start
 from shared_prefix import common_prefix, num_spared_blocks
+from tensor_parallel import make_mesh, repeated_kv_heads, shard_model
 from tqdm import tqdm
 
 STREAM_STEPS = 8  # decode steps between two looks at the tokens
@@ -76,6 +77,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--num-blocks", type=positive, help="blocks in the pool, the null block included; default: what is needed"
     )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=positive,
+        default=1,
+        metavar="DEVICES",
+        help="cut the model's heads and hidden features over so many devices",
+    )
     parser.add_argument("--stream", action="store_true", help="print the text as it grows")
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a prompt on stdout, and nothing else there"
@@ -93,10 +101,20 @@ def main(arguments: list[str] | None = None) -> int:
     if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
         raise RequestError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")
     shared_text = read_text(args.shared_prefix, "shared prefix") if args.shared_prefix else ""
+    if args.cache_scale in ("tensor", "head") and args.tensor_parallel > 1:
+        raise RequestError(
+            f"--cache-scale {args.cache_scale} is calibrated on one device; leave --tensor-parallel out."
+        )
     request = read_request(args, prefix=shared_text)
     config, prompts = request.checkpoint.config, request.prompts
     prefix = common_prefix(prompts, args.block_size) if shared_text else None
-    model = load_model(request.checkpoint, args.dtype)
+    mesh = make_mesh(args.tensor_parallel) if args.tensor_parallel > 1 else None
+    if mesh is None:
+        model = load_model(request.checkpoint, args.dtype)
+    else:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # no device has to hold it as a whole
+            model = shard_model(load_model(request.checkpoint, args.dtype), config, mesh)
+        config = repeated_kv_heads(config, mesh.size)
     state = start(
         config,
         prompts,
@@ -107,6 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         seed=args.seed,
         scale=args.cache_scale,
         num_spared=num_spared_blocks(prompts, prefix, args.block_size) if prefix else 0,
+        mesh=mesh,
     )
 
     tokenizer = request.checkpoint.tokenizer
@@ -132,6 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
             steps_at_once=STREAM_STEPS if watched else state.tokens.shape[1],
             look=look,
             prefix=prefix,
+            mesh=mesh,
         )
     report(state, timing, request, prefix, args)
     return 3 if np.asarray(state.starved).any() else 0

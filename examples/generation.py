@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from llama import Llama, LlamaConfig
 from prefill import Caches, Prompts, pad_prompts, write_prompts
 from sampling import Sampling, sample
 from shared_prefix import Prefix, share_prefix
+from tensor_parallel import create_on, on_mesh, replicate
 
 import jaxpaged
 
@@ -169,10 +171,11 @@ def start(
     scale: Granularity | None = None,
     num_spared: int = 0,
     num_drafted: int = 0,
+    mesh: Mesh | None = None,
 ) -> Generation:
     """An empty generation; `dtype` and `scale` are the cache's, whose scales of a tensor or a head `calibrate` sets.
     The sequences get by with `num_spared` blocks less because they share them, and have room for `num_drafted` tokens
-    more, which are rejected again.
+    more, which are rejected again. On a `mesh` the KV heads of the caches lie over its axis.
     Raises `PoolError` where the prompts do not fit."""
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(max_new_tokens, config.context - length + 1) for length in lengths]
@@ -205,7 +208,9 @@ def start(
             f"A pool of {num_blocks} blocks of {block_size} tokens takes {cache_bytes / 1e9:.0f} GB; "
             "pass smaller --num-blocks, --block-size or --max-new-tokens."
         )
-    return Generation(
+    if mesh is not None:
+        create = functools.partial(create_on, mesh, create)
+    state = Generation(
         caches=tuple(create() for _ in range(config.num_layers)),
         allocator=jaxpaged.BlockAllocator.create(
             num_blocks=num_blocks, block_size=block_size, num_seqs=len(prompts), max_blocks=max(blocks_at_end)
@@ -220,6 +225,7 @@ def start(
         peak_blocks=jnp.zeros((), jnp.int32),
         peak_unshared=jnp.zeros((), jnp.int32),
     )
+    return state if mesh is None else replicate(mesh, state)
 
 
 def num_bytes(tree: Any) -> int:
@@ -275,10 +281,11 @@ def generate(
     steps_at_once: int,
     look: Callable[[Generation], None] = lambda state: None,
     prefix: list[int] | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Generation, Timing]:
     """Runs `state` to its end, calling `look` after the prefill and after every `steps_at_once` decode steps.
 
-    All prompts begin with the `prefix`, if there is one; it is computed once.
+    All prompts begin with the `prefix`, if there is one; it is computed once. `mesh`: that of the model and the state.
     """
     graph, weights = nnx.split(model)
     timing = Timing()
@@ -293,8 +300,12 @@ def generate(
     shared_prefix = None if prefix is None else jnp.int32(len(prefix))
     padded = pad_prompts(prompts, num_cached=0 if prefix is None else len(prefix))
     num_steps = jnp.int32(steps_at_once)
-    first = timed("compile", prefill.lower(graph, weights, state, padded, shared, eos_ids, sampling).compile)
-    more = timed("compile", decode.lower(graph, weights, state, num_steps, eos_ids, sampling, shared_prefix).compile)
+    if mesh is not None:
+        padded, shared, shared_prefix, num_steps = replicate(mesh, (padded, shared, shared_prefix, num_steps))
+    run_prefill, run_decode = (program if mesh is None else on_mesh(mesh, program) for program in (prefill, decode))
+    first = timed("compile", run_prefill.lower(graph, weights, state, padded, shared, eos_ids, sampling).compile)
+    arguments = graph, weights, state, num_steps, eos_ids, sampling, shared_prefix
+    more = timed("compile", run_decode.lower(*arguments).compile)
     for name, program in (("prefill", first), ("decode", more)):
         timing.attention[name] = "mosaic_gpu" if "mosaic_gpu" in program.as_text() else "xla"
     state = timed("prefill", first, weights, state, padded, shared)

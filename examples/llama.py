@@ -43,6 +43,10 @@ def fused_parts(config: LlamaConfig) -> dict[str, dict[str, int]]:
     }
 
 
+def sum_over(axis: str | None, x: jax.Array) -> jax.Array:
+    return x if axis is None else jax.lax.psum(x, axis)
+
+
 class Linear(nnx.Module):
     """x W^T + b, the weight [out, in] as checkpoints hold it.
 
@@ -79,20 +83,21 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
         def linear(features_in: int, features_out: int) -> Linear:
             return Linear(features_in, features_out, use_bias=config.mlp_bias, dtype=dtype, rngs=rngs)
 
         self.gate_up_proj = linear(config.features, 2 * config.hidden_features)
         self.down_proj = linear(config.hidden_features, config.features)
+        self.axis = axis
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(nnx.silu(gate) * up)
+        return sum_over(self.axis, self.down_proj(nnx.silu(gate) * up))
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config, dtype=dtype)
         self.self_attn = jaxpaged.nnx.PagedAttention(
             config.features,
@@ -107,7 +112,8 @@ class Layer(nnx.Module):
             rngs=rngs,
         )
         self.post_attention_layernorm = RMSNorm(config, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config, axis=axis, dtype=dtype, rngs=rngs)
+        self.axis = axis
 
     def __call__(
         self,
@@ -118,7 +124,7 @@ class Layer(nnx.Module):
         **which: Any,  # of packed tokens, trees and shared prefixes
     ) -> tuple[jaxpaged.KVCache, jax.Array]:
         cache, attended = self.self_attn(self.input_layernorm(x), cache, allocator, slots, **which)
-        x = x + attended
+        x = x + sum_over(self.axis, attended)
         return cache, x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -126,11 +132,15 @@ class Llama(nnx.Module):
     """Parameter names are those of a Hugging Face checkpoint, but for two of each layer that stand for several there.
 
     Fewer and larger products read the weights of a decode step faster; `fused_parts` says what goes where.
+
+    With an `axis` it is one device's part of a model that lies over this mesh axis, for use inside `jax.shard_map`:
+    `tensor_parallel.py` cuts the config and the weights.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, axis: str | None = None, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.axis = axis
         self.embed_tokens = nnx.Embed(config.vocab_size, config.features, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Layer(config, axis=axis, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config, dtype=dtype)
         self.lm_head = (
             None if config.tie_embeddings else Linear(config.features, config.vocab_size, dtype=dtype, rngs=rngs)
@@ -154,7 +164,7 @@ class Llama(nnx.Module):
         With `num_logits` those after its last so many tokens, f32 [seqs, num_logits, vocab_size].
         """
         which = dict(query_starts=query_starts, positions=positions, tree_mask=tree_mask, shared_prefix=shared_prefix)
-        x = self.embed_tokens(tokens)
+        x = self.embed(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
             cache, x = layer(x, cache, allocator, slots, **which)
@@ -166,4 +176,20 @@ class Llama(nnx.Module):
         # Not embed_tokens.attend: x @ embedding.T transposes the embedding at every step on a CPU.
         head = self.embed_tokens.embedding if self.lm_head is None else self.lm_head.weight
         logits = jnp.einsum("vf,...f->...v", head[...], self.norm(x)).astype(jnp.float32)
+        if self.axis is not None:
+            logits = jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
         return tuple(new_caches), logits
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embed_tokens.num_embeddings * (1 if self.axis is None else jax.lax.axis_size(self.axis))
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """[..., features]. Of several devices, each has some rows, and zeros for the tokens of the others."""
+        if self.axis is None:
+            return self.embed_tokens(tokens)
+        num_rows = self.embed_tokens.num_embeddings
+        rows = tokens - jax.lax.axis_index(self.axis) * num_rows
+        own = self.embed_tokens(jnp.clip(rows, 0, num_rows - 1))
+        is_own = ((rows >= 0) & (rows < num_rows))[..., None]
+        return jax.lax.psum(jnp.where(is_own, own, jnp.zeros_like(own)), self.axis)

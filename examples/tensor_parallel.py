@@ -1,0 +1,131 @@
+"""A Llama on several devices: heads, hidden features and the vocabulary are cut over one mesh axis.
+
+Of each layer's two pairs of products the first is cut by its outputs, the second by its inputs; the sum over the
+devices stands in llama.py, one after attention and one after the MLP. Everything else, the allocator too, is computed
+on every device alike.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from llama import Llama, LlamaConfig, fused_parts
+
+import jaxpaged
+
+AXIS = "devices"
+CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]
+BY_OUTPUTS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
+BY_INPUTS = ("o_proj", "down_proj")
+STATIC = ("graph", "eos_ids", "sampling")  # arguments of `prefill` and `decode` in generation.py that are no arrays
+
+
+class DevicesError(ValueError):
+    """The model does not go over so many devices; the message is one sentence for the user."""
+
+
+def make_mesh(num_devices: int) -> Mesh:
+    """Raises `DevicesError`."""
+    devices = jax.devices()
+    if num_devices > len(devices):
+        raise DevicesError(f"JAX sees {len(devices)} devices; {num_devices} were asked for.")
+    return jax.make_mesh((num_devices,), (AXIS,), devices=devices[:num_devices])
+
+
+def repeated_kv_heads(config: LlamaConfig, num_devices: int) -> LlamaConfig:
+    """The config of the same model with at least one KV head for each device. Raises `DevicesError`."""
+    if num_devices % config.num_kv_heads == 0:
+        config = dataclasses.replace(config, num_kv_heads=num_devices)
+    for name in ("num_heads", "num_kv_heads", "hidden_features", "vocab_size"):
+        if getattr(config, name) % num_devices:
+            raise DevicesError(
+                f"The model's {name}={getattr(config, name)} do not go evenly over {num_devices} devices."
+            )
+    return config
+
+
+def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
+    """The model as one device sees it, with the weights of all, cut. The given one may lie on a CPU."""
+    num_devices = mesh.size
+    repeated = repeated_kv_heads(config, num_devices)
+    own = dataclasses.replace(
+        repeated,
+        **{
+            name: getattr(repeated, name) // num_devices
+            for name in ("num_heads", "num_kv_heads", "hidden_features", "vocab_size")
+        },
+    )
+    dtype = model.embed_tokens.embedding.dtype
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Llama(own, axis=AXIS, dtype=dtype, rngs=nnx.Rngs(0))))
+    cut = functools.partial(_cut, config=config, repeats=repeated.num_kv_heads // config.num_kv_heads, mesh=mesh)
+    leaves = nnx.to_flat_state(nnx.state(model))
+    return nnx.merge(graph, nnx.from_flat_state([(path, leaf.replace(cut(path, leaf[...]))) for path, leaf in leaves]))
+
+
+def _cut(path: tuple, weight: jax.Array, *, config: LlamaConfig, repeats: int, mesh: Mesh) -> jax.Array:
+    *_, module, kind = map(str, path)
+    array = np.asarray(weight)
+    outputs = 1 if kind == "kernel" else 0  # the axis: an nnx.Linear holds [in, out], all others [out, in]
+    axis = None
+    if module in BY_OUTPUTS:
+        axis = outputs
+    elif module in BY_INPUTS and kind != "bias":
+        axis = 1 - outputs
+    elif module in BY_INPUTS:
+        array = (array / mesh.size).astype(array.dtype)  # each device adds its own
+    parts = fused_parts(config).get(module)
+    if parts is not None:
+        array = _interleave(array, outputs, parts, config.head_dim, repeats, mesh.size)
+    return jax.device_put(array, NamedSharding(mesh, P() if axis is None else P(*[None] * axis, AXIS)))
+
+
+def _interleave(
+    array: np.ndarray, axis: int, parts: dict[str, int], head_dim: int, repeats: int, num_devices: int
+) -> np.ndarray:
+    """The columns of each device side by side: its q, its k, its v, then those of the next device."""
+    pieces = []
+    for name, part in zip(parts, np.split(array, np.cumsum(list(parts.values()))[:-1], axis), strict=True):
+        if name in ("k_proj", "v_proj") and repeats > 1:
+            heads = np.split(part, part.shape[axis] // head_dim, axis)
+            part = np.concatenate([head for head in heads for _ in range(repeats)], axis)
+        pieces.append(np.split(part, num_devices, axis))
+    return np.concatenate([piece[device] for device in range(num_devices) for piece in pieces], axis)
+
+
+def create_on(mesh: Mesh, create: Callable[[], jaxpaged.KVCache]) -> jaxpaged.KVCache:
+    """A cache that no device ever holds as a whole."""
+    return jax.jit(create, out_shardings=NamedSharding(mesh, CACHE))()
+
+
+def replicate(mesh: Mesh, tree: Any) -> Any:
+    """Everything on every device, but for the arrays that lie on the mesh already."""
+
+    def put(x: jax.Array) -> jax.Array:
+        is_there = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
+        return x if is_there else jax.device_put(x, NamedSharding(mesh, P()))
+
+    return jax.tree.map(put, tree)
+
+
+def on_mesh(mesh: Mesh, program: Any) -> Any:
+    """`prefill` or `decode` of generation.py, on all devices at once; the types say what lies where."""
+    names = tuple(inspect.signature(program).parameters)
+    static = tuple(names.index(name) for name in STATIC)
+
+    @functools.partial(jax.jit, static_argnums=static, donate_argnums=names.index("state"))
+    def run(*arguments: Any) -> Any:
+        given = dict(zip(names, arguments, strict=True))
+        arrays = {name: value for name, value in given.items() if name not in STATIC}
+        settings = {name: given[name] for name in STATIC}
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, given["state"])
+        of_one_device = lambda arrays: program.__wrapped__(**arrays, **settings)  # noqa: E731
+        return jax.shard_map(of_one_device, mesh=mesh, out_specs=specs, check_vma=False)(arrays)
+
+    return run

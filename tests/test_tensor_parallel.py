@@ -1,0 +1,75 @@
+"""The examples' Llama over several devices, here of a CPU: token for token what one device gives."""
+
+import json
+
+import generate as command
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from command_line import exit_code
+from flax import nnx
+from generation import generate, generated, start
+from llama import Llama, LlamaConfig
+from sampling import Sampling
+from tensor_parallel import make_mesh, repeated_kv_heads, shard_model
+
+import jaxpaged
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[5, 7, 11], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [42]]
+
+
+def make_model(**changes) -> tuple[Llama, LlamaConfig]:
+    sizes = dict(vocab_size=64, context=64, features=32, hidden_features=64, head_dim=8)
+    config = LlamaConfig(
+        **sizes, num_heads=8, norm_epsilon=1e-5, rotary_frequencies=jaxpaged.rotary_frequencies(8), **changes
+    )
+    graph, weights = nnx.split(Llama(config, rngs=nnx.Rngs(0)))
+    noise = iter(jax.random.split(jax.random.key(1), 100))
+    weights = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(noise), x.shape), weights)
+    return nnx.merge(graph, weights), config
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "changes"),
+    [
+        (2, dict(num_layers=1, num_kv_heads=4)),
+        (4, dict(num_layers=2, num_kv_heads=2, tie_embeddings=False, attention_bias=True, mlp_bias=True)),
+    ],
+)
+def test_tokens_are_those_of_one_device(num_devices, changes):
+    model, config = make_model(**changes)
+    # Too few blocks: sequences wait for one another, on all devices alike.
+    sizes = dict(max_new_tokens=12, block_size=4, num_blocks=10, dtype="float32", seed=3)
+    sampling = Sampling(temperature=0.8)
+
+    def tokens_of(model, config, mesh):
+        state = start(config, PROMPTS, **sizes, mesh=mesh)
+        with jax.numpy_rank_promotion("allow"):  # biases
+            return generate(model, state, PROMPTS, (), sampling, steps_at_once=20, mesh=mesh)[0]
+
+    mesh = make_mesh(num_devices)
+    ours = tokens_of(shard_model(model, config, mesh), repeated_kv_heads(config, num_devices), mesh)
+    theirs = tokens_of(model, config, None)
+    assert generated(ours) == generated(theirs)
+    assert jnp.array_equal(ours.starved, theirs.starved)
+    assert ours.caches[0].k.addressable_shards[0].data.shape[2] == max(config.num_kv_heads // num_devices, 1)
+    for leaf in jax.tree.leaves(ours.allocator):
+        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        assert all((other == first).all() for other in others)
+
+
+def test_the_command(tiny, capsys):
+    def run(*options):
+        arguments = ["--model", str(tiny.path), "--prompt", "ab", "--max-new-tokens", "3", "--json", *options]
+        code = exit_code(command.main, arguments)
+        return code, *capsys.readouterr()
+
+    _, one, _ = run()
+    code, two, _ = run("--tensor-parallel", "2")
+    assert code == 0
+    assert json.loads(one) == json.loads(two)
+    assert "num_heads=6 do not go evenly over 4 devices." in run("--tensor-parallel", "4")[2]
+    assert "JAX sees 4 devices; 99 were asked for." in run("--tensor-parallel", "99")[2]

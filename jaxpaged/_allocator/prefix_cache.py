@@ -334,7 +334,8 @@ class PrefixCache:
 
     def _hash(self, blocks: jax.Array, salts: jax.Array) -> tuple[jax.Array, jax.Array]:
         """tags `[seqs, columns]`, and the places where each may be listed, `[seqs, columns, PROBES]`."""
-        tags, starts = chain_hashes(blocks, salts, self.secret)
+        # Without the barrier each probe computes them again, and the compilation takes minutes on a CPU.
+        tags, starts = jax.lax.optimization_barrier(chain_hashes(blocks, salts, self.secret))
         steps = tags * np.uint32(2) + np.uint32(1)  # odd: the probes differ
         probes = starts[..., None] + jnp.arange(PROBES, dtype=jnp.uint32)[None, None] * steps[..., None]
         return tags, (probes & np.uint32(self.table.shape[0] - 1)).astype(jnp.int32)

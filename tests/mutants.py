@@ -315,13 +315,6 @@ MUTANTS = (
         FORGOTTEN,
     ),
     Mutant(
-        "engine: no change after the last step",
-        "jaxpaged/_engine/slices.py",
-        "goes_on(state) | is_change_due(state), one_event",
-        "goes_on(state), one_event",
-        FORGOTTEN,
-    ),
-    Mutant(
         "engine: samples without the position",
         "jaxpaged/_engine/sampling.py",
         "jax.random.fold_in(jax.random.key(seed), position)",

@@ -68,6 +68,7 @@ def roll_out(
         block_size=block_size,
         dtype=dtype,
         num_stop_ids=len(eos_ids),
+        prefix_cache=True,  # the completions of a prompt share its blocks, and it is computed once
     )
     params = SamplingParams(
         temperature=sampling.temperature,
@@ -87,7 +88,7 @@ def roll_out(
             )
             for j, prompt in enumerate(prompts)
         ]
-        yield engine.generate(prompts, each)
+        yield engine.generate(prompts, each, progress=True)
         weights = moved(weights, jnp.uint32(i))
         engine.update_weights(weights)
 

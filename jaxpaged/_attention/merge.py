@@ -8,13 +8,12 @@ from jax.typing import ArrayLike
 def merge_attention(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Attention over the tokens of a and b together, from the outputs and lses over each.
+    """Attention over the tokens of a and b together, from the outputs and lses over each.
 
-    $$ \mathrm{lse} = \log(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}), \qquad
-       \mathrm{out} = e^{\mathrm{lse}_a - \mathrm{lse}} \, \mathrm{out}_a +
-                      e^{\mathrm{lse}_b - \mathrm{lse}} \, \mathrm{out}_b $$
+        lse = log(exp(lse_a) + exp(lse_b))
+        out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
-    in float32, rounded once. A token counts twice if both saw it, and so does a sink: pass `sinks` to one of the two
+    In float32, rounded once. A token counts twice if both saw it, and so does a sink: pass `sinks` to one of the two
     calls only.
 
     Args:

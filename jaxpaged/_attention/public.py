@@ -97,16 +97,16 @@ def paged_attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Attention of the newest tokens of each sequence over its paged cache.
+    """Attention of the newest tokens of each sequence over its paged cache.
 
-    With $t$ over the tokens that a query at position $n$ sees (those up to itself, and with a window the last
-    `sliding_window` of them), and $h'$ the KV head that query head $h$ reads, `h // (heads // kv_heads)`:
+    For query head h at position n, with t over the tokens that it sees (those up to itself, and with a window the last
+    `sliding_window` of them), and its KV head g, `h // (heads // kv_heads)`:
 
-    $$ x_t = \mathrm{scale} \; q_h \cdot k_{t,h'}, \qquad
-       x_t \leftarrow \mathrm{cap} \tanh(x_t / \mathrm{cap}), \qquad
-       x_t \leftarrow x_t - \mathrm{slope}_h (n - t) $$
-    $$ \mathrm{lse} = \log\big(\textstyle\sum_t e^{x_t} + e^{\mathrm{sink}_h}\big), \qquad
-       \mathrm{out} = \textstyle\sum_t e^{x_t - \mathrm{lse}} \, v_{t,h'} $$
+        x[t] = scale * dot(q[h], k[t, g])
+        x[t] = cap * tanh(x[t] / cap)                with a soft cap
+        x[t] = x[t] - slope[h] * (n - t)             with ALiBi
+        lse = log(sum(exp(x[t])) + exp(sink[h]))     the last term with sinks
+        out = sum(exp(x[t] - lse) * v[t, g])
 
     Only blocks with tokens that some query sees are read. Table entries past the length or before the window, and
     cache slots past the length, may hold anything, NaN included. Softmax and sums are float32; the output is rounded
@@ -162,7 +162,7 @@ def paged_attention(
 
     Returns:
         The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`,
-        `[seqs, q_len, heads]` or `[tokens, heads]`.
+            `[seqs, q_len, heads]` or `[tokens, heads]`.
 
     Raises:
         ValueError: no implementation could take these arguments; the message quotes what was received.

@@ -1,7 +1,7 @@
 VENV ?= .venv
 PYTHON := "$(VENV)/bin/python"
 
-.PHONY: demo test test-fast test-oldest test-ptxas mutants lint format setup lock clean help
+.PHONY: demo test test-fast test-oldest test-ptxas mutants docs lint format setup lock clean help
 .DEFAULT_GOAL := demo
 
 help: ## this list
@@ -28,6 +28,15 @@ test-ptxas: ## registers, spills and shared memory of the kernels, compiled for 
 mutants: setup ## mistakes made in a copy of the tree, which the tests must find
 	$(PYTHON) -m tests.mutants
 
+docs: ## the site, into build/site
+	"$$(tools/find_python.sh)" -m venv "$(VENV)-docs"
+	"$(VENV)-docs/bin/python" -m pip install --quiet zensical==0.0.73 mkdocstrings-python==2.0.11 ruff==0.17.6
+	rm -rf build/docs
+	mkdir -p build/docs/benchmarks
+	cp -R README.md CHANGELOG.md CONTRIBUTING.md docs examples build/docs
+	cp -R benchmarks/results build/docs/benchmarks
+	"$(VENV)-docs/bin/zensical" build --strict --clean
+
 lint: setup
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
@@ -45,4 +54,4 @@ lock: ## renew requirements.lock; needs uv
 		--no-annotate --no-emit-index-url --custom-compile-command "make lock" --upgrade -o requirements.lock
 
 clean:
-	rm -rf "$(VENV)" "$(VENV)-ptxas"
+	rm -rf "$(VENV)" "$(VENV)-ptxas" "$(VENV)-docs" build

@@ -1,13 +1,23 @@
-"""The examples of the README and the docs run, and their links lead somewhere."""
+"""The examples of the README and the docs run, their links lead somewhere, and the site has all that is public."""
 
+import inspect
 import re
 from pathlib import Path
 
 import jax
 import pytest
 
+import jaxpaged
+import jaxpaged.linen
+import jaxpaged.nnx
+
 ROOT = Path(__file__).parent.parent
 PAGES = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"))]
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (jaxpaged, jaxpaged.linen, jaxpaged.nnx)
+    for name in module.__all__
+}
 
 
 def test_the_readme_example_runs():
@@ -34,3 +44,27 @@ def test_links_and_named_files_exist(page):
         assert (ROOT / page).parent.joinpath(target).exists(), target
     for target in re.findall(r"`((?:examples|tests|benchmarks|docs|jaxpaged|tools)/[\w./-]+)`", text):
         assert (ROOT / target).exists(), target
+
+
+def test_the_site_has_every_page_and_every_public_name_once():
+    navigation = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    others = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md"]
+    assert sorted(navigation) == sorted([*PAGES, *others])
+    names = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", (ROOT / page).read_text(), re.MULTILINE)]
+    assert sorted(name for name in names if "._" not in name) == sorted(PUBLIC)
+
+
+def test_docstrings_have_the_sections_that_the_site_reads():
+    classes = [value for value in PUBLIC.values() if inspect.isclass(value)]
+    methods = [method for owner in classes for _, method in inspect.getmembers(owner, inspect.isroutine)]
+    for function in [*PUBLIC.values(), *methods]:
+        if not (getattr(function, "__module__", None) or "").startswith("jaxpaged"):
+            continue
+        sections = re.findall(r"^(Args|Returns):\n((?: {4}.*\n?)+)", inspect.getdoc(function) or "", re.MULTILINE)
+        for section, text in sections:
+            first, *others = re.findall(r"^ {4}(\S.*)", text, re.MULTILINE)
+            if section == "Args":
+                call = function.__init__ if inspect.isclass(function) else function
+                assert {line.split(":")[0] for line in (first, *others)} <= set(inspect.signature(call).parameters)
+            else:  # a line that goes on is indented: at the margin stands another result, with its name
+                assert all(re.match(r"\w+: ", line) for line in others), function

@@ -44,7 +44,7 @@ def context_parallel_attention(
 
     Returns:
         The output, in q's shape and dtype, and the lse, f32 `[seqs, heads]`; the same on every device. Each device's
-        output is rounded to q's dtype before the merge, which is float32.
+            output is rounded to q's dtype before the merge, which is float32.
 
     Raises:
         ValueError: as `paged_attention`; q with another number of axes.

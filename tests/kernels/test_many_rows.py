@@ -11,11 +11,12 @@ pytestmark = pytest.mark.slow
 
 BF16 = jnp.bfloat16
 MANY = dict(q_len=13, heads=6, kv_heads=2, dtype=BF16)  # 39 rows, of 64
+SMALL = dict(lengths=(0, 9, 13, 200), max_blocks=13, **MANY)  # compiled once an option
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name):
-    check(make_case(lengths=(0, 9, 13, 200), max_blocks=13, options=OPTIONS[name], **MANY))
+    check(make_case(**SMALL, options=OPTIONS[name]))
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
@@ -62,5 +63,5 @@ def test_the_other_way_round():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_result_is_noticed(fault):
-    case = make_case(lengths=(70, 33), options=OPTIONS["scale"], **MANY)
+    case = make_case(**SMALL, options=OPTIONS["scale"])
     assert not within_budget(case, attend(FAULTS[fault](case))[0]).all()

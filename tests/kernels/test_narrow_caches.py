@@ -100,7 +100,7 @@ def test_scales_and_queries_of_any_size(num_partitions):
 
 
 def test_no_scale_at_all_in_some_tokens():
-    case = narrow_case(lengths=(40, 17))
+    case = narrow_case(lengths=(70, 33))
     check(case.replace(options=case.options | {"v_scale": case.options["v_scale"] * 0.0}))
 
 
@@ -120,7 +120,7 @@ def test_a_wrong_result_is_noticed(fault):
 
 def test_weights_without_their_maximum_would_not_do(monkeypatch):
     """The negative twin of the scales of any size: with the maximum of the logits alone, float16 overflows."""
-    case = narrow_case(lengths=(70,))
+    case = narrow_case(lengths=(70, 33))
     case = case.replace(options=case.options | {"v_scale": case.options["v_scale"] * 1e6})
     check(case)
     monkeypatch.setattr(_scales, "peaks", lambda logits, v_scales, visible: logits)

@@ -20,20 +20,17 @@ from tests.kernels.interpret import FAULTS, arguments_of, attend, check
 pytestmark = pytest.mark.slow
 
 BF16 = jnp.bfloat16
+SMALL = dict(lengths=(0, 1, 70), kv_heads=1, dtype=BF16)  # what equals it in shapes and options is compiled once
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name):
-    check(
-        make_case(
-            lengths=(0, 1, 70), max_blocks=5, kv_heads=2 if name == "all" else 1, dtype=BF16, options=OPTIONS[name]
-        )
-    )
+    check(make_case(**(SMALL | dict(kv_heads=2 if name == "all" else 1)), options=OPTIONS[name]))
 
 
 def test_an_infinite_soft_cap_is_none():
-    case = make_case(lengths=(0, 1, 70), max_blocks=5, kv_heads=1, dtype=BF16, options={"scale": 1.0})
-    capped = case.replace(options=case.options | {"logits_soft_cap": jnp.float32(jnp.inf)})
+    case = make_case(**SMALL)
+    capped = case.replace(options={"logits_soft_cap": jnp.inf})
     assert_within_budget(case, attend(capped)[0])
 
 
@@ -204,7 +201,7 @@ def test_table_width_changes_no_bit():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_result_is_noticed(fault):
-    case = make_case(lengths=(70, 33), kv_heads=1, dtype=BF16, options=OPTIONS["scale"])
+    case = make_case(**SMALL, options=OPTIONS["scale"])
     assert not within_budget(case, attend(FAULTS[fault](case))[0]).all()
 
 
@@ -278,6 +275,6 @@ def test_vmap_gradient_and_export(num_partitions):
 
 def test_the_tests_can_see_a_nan():
     """A kernel that lets one slot past the end through would be noticed: the builder poisons them."""
-    case = make_case(lengths=(70,), dtype=BF16)
+    case = make_case(**SMALL)
     out, _ = attend(case.replace(lengths=case.lengths + 1))
     assert np.isnan(np.asarray(out, np.float32)).any()

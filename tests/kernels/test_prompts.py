@@ -61,7 +61,7 @@ def test_narrow_caches(cache_dtype, scale_shape):
 
 
 @pytest.mark.parametrize("fault", ["values replaced by keys", "one token fewer", "runs in another order"])
-def test_a_wrong_result_is_noticed(fault, monkeypatch):
+def test_a_wrong_result_is_noticed(fault, monkeypatch, request):
     case = wrong = prompt_case(lengths=(27, 60))  # no run without a token
     if fault == "values replaced by keys":
         wrong = case.replace(v_cache=case.k_cache)
@@ -76,8 +76,8 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch):
 
         monkeypatch.setattr(query_runs, "cut", reordered)
         jax.clear_caches()
+        request.addfinalizer(jax.clear_caches)
     out, _ = attend(wrong)
-    jax.clear_caches()
     good = within_budget(case, out)
     # The middle run is where it was.
     assert not (good[:, [*range(8), *range(17, 26)]] if fault == "runs in another order" else good).all(axis=-1).any()

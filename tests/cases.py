@@ -104,11 +104,11 @@ def make_case(
             if scale_shape == "token_head":
                 scales[~legal] = np.nan
             options[name] = jnp.asarray(scales)
-        return jnp.asarray(values).astype(cache_dtype or dtype)
+        return jnp.asarray(values.astype(cache_dtype or dtype))  # cast by NumPy: nothing to compile
 
     q_shape = (seqs, heads, head_dim) if q_len is None else (seqs, q_len, heads, head_dim)
     return Case(
-        q=jnp.asarray(rng.normal(size=q_shape), jnp.float32).astype(dtype),
+        q=jnp.asarray(rng.normal(size=q_shape).astype(np.float32).astype(dtype)),
         k_cache=cache("k_scale"),
         v_cache=cache("v_scale"),
         block_tables=jnp.asarray(tables, jnp.int32),

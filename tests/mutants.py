@@ -324,8 +324,8 @@ MUTANTS = (
     Mutant(
         "engine: few seats with the tables of others",
         "jaxpaged/_engine/slices.py",
-        "rows_of((allocator.block_tables, allocator.lengths), step.seats)",
-        "rows_of((allocator.block_tables, allocator.lengths), jnp.arange(step.seats.shape[0]))",
+        "planning.rows_of((allocator.block_tables, allocator.lengths), step.seats)",
+        "planning.rows_of((allocator.block_tables, allocator.lengths), jnp.arange(step.seats.shape[0]))",
         LOADS,
     ),
     Mutant(

@@ -188,7 +188,7 @@ def one_step(
         scheduler, allocator, step = plan(chunk_tokens=kind.num_places - kind.num_seats)
     attend = step_attention(allocator, step, kind)
     caches, logits = apply_model(apply, weights, state.caches, step, attend)
-    sampling = rows_of(step.sampling, step.seats) if kind.is_narrow else step.sampling
+    sampling = planning.rows_of(step.sampling, step.seats) if kind.is_narrow else step.sampling
     tokens, logprobs = sample(logits, sampling, attend.allocator.lengths, wants_logprobs)
     if kind.is_narrow:
         tokens, logprobs = (
@@ -213,14 +213,9 @@ def one_step(
 def step_attention(allocator: BlockAllocator, step: Step, kind: Kind) -> StepAttention:
     query_starts = step.query_starts if kind.has_chunk else None
     if kind.is_narrow:
-        rows = rows_of((allocator.block_tables, allocator.lengths), step.seats)
+        rows = planning.rows_of((allocator.block_tables, allocator.lengths), step.seats)
         allocator = dataclasses.replace(allocator, block_tables=rows[0], lengths=rows[1])
     return StepAttention(allocator, step.positions, step.slots, query_starts, step.last)
-
-
-def rows_of[T](of_seats: T, seats: jax.Array) -> T:
-    """Rows of arrays `[seats, ...]`, 0 where there is no seat."""
-    return jax.tree.map(lambda values: values.at[seats].get(mode="fill", fill_value=0), of_seats)
 
 
 def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: StepAttention) -> tuple[Any, jax.Array]:

@@ -38,6 +38,11 @@ def of_seats(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
     return values.at[scheduler.seated].get(mode="fill", fill_value=0)
 
 
+def rows_of[T](of_each: T, indices: jax.Array) -> T:
+    """Rows of arrays `[rows, ...]`, 0 where an index is past the end."""
+    return jax.tree.map(lambda values: values.at[indices].get(mode="fill", fill_value=0), of_each)
+
+
 def seat_ranks(scheduler: SchedulerState) -> jax.Array:
     """The rank of the request in each seat, int32 `[seats]`; free seats come last."""
     return scheduler.ranks.at[scheduler.seated].get(mode="fill", fill_value=scheduler.max_requests)

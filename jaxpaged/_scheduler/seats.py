@@ -30,21 +30,21 @@ class Beginnings:
 
 
 def after_commit(
-    prefixes: Prefixes, allocator: BlockAllocator, left: jax.Array, has_left: jax.Array, is_sampled: jax.Array
+    prefixes: Prefixes, allocator: BlockAllocator, seated: jax.Array, has_left: jax.Array, is_sampled: jax.Array
 ) -> Prefixes:
     """What `change_seats` will have to do: rows of those who left, and full blocks that others may be waiting for.
 
     Args:
         prefixes: before the commit.
         allocator: as it was planned.
-        left: int32 `[seats]`, the request that was in each seat.
+        seated: int32 `[seats]`, the request that was in each seat.
         has_left: bool `[seats]`.
         is_sampled: bool `[seats]`: all that the request knew is computed.
     """
     num_full = allocator.lengths // allocator.block_size
     return dataclasses.replace(
         prefixes,
-        left=jnp.where(has_left, left, prefixes.left),
+        left=jnp.where(has_left, seated, prefixes.left),
         num_listed=jnp.where(is_sampled | has_left, NOTHING_TO_LIST, jnp.maximum(num_full, prefixes.num_listed)),
         is_due=prefixes.is_due | has_left.any() | (num_full > prefixes.num_listed).any(),
     )
@@ -57,7 +57,7 @@ def change_seats[S: SchedulerState](
     candidates, beginnings = ready(scheduler, prefixes, allocator, tags)
     num_woken = woken_by_each(allocator, beginnings)
     scheduler, entered = planning.admit(scheduler, allocator, candidates, beginnings.num_found, num_woken)
-    prefixes, allocator = begin(prefixes, allocator, entered, rows_of(beginnings, entered))
+    prefixes, allocator = begin(prefixes, allocator, entered, planning.rows_of(beginnings, entered))
     prefixes = dataclasses.replace(prefixes, is_due=jnp.zeros_like(prefixes.is_due))
     return dataclasses.replace(scheduler, prefixes=prefixes), allocator
 
@@ -95,7 +95,7 @@ def ready(
     turn = jnp.where(is_ready, jnp.cumsum(is_ready, dtype=jnp.int32) - 1, num_seats + every)
     order = jnp.full(num_seats, num_seats, jnp.int32).at[turn].set(every, mode="drop", unique_indices=True)
     candidates = candidates.at[order].get(mode="fill", fill_value=scheduler.max_requests)
-    return candidates, rows_of(beginnings, order)
+    return candidates, planning.rows_of(beginnings, order)
 
 
 def begin(
@@ -129,11 +129,6 @@ def blocks_of(scheduler: SchedulerState, allocator: BlockAllocator, request_ids:
 
 def known_of(scheduler: SchedulerState, request_ids: jax.Array) -> jax.Array:
     return scheduler.num_known.at[request_ids].get(mode="fill", fill_value=0)
-
-
-def rows_of[T](of_each: T, indices: jax.Array) -> T:
-    """Rows of arrays `[requests, ...]`, 0 where there is none."""
-    return jax.tree.map(lambda values: values.at[indices].get(mode="fill", fill_value=0), of_each)
 
 
 def is_being_computed(

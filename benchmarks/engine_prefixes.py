@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.decode_step import cache_copies
 from benchmarks.engine import SIZES, Request, Sizes, create_caches, workload
 from benchmarks.engine_model import CONFIGS, packed_model, random_weights
 from benchmarks.harness import add_output, open_store
@@ -94,6 +95,7 @@ def main() -> None:
             packed_model(config), weights, create_caches(config, sizes.num_blocks), prefix_cache=prefix_cache
         )
         point: dict[str, Any] = dict(compile_s=time.perf_counter() - begin)
+        point["cache_copies"] = cache_copies(engine._run_slice.as_text() or "", engine._state.caches[0])
         if prefix_cache:
             point["change_us"] = change_microseconds(engine, sizes)
         store.add(name, point)

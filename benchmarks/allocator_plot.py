@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allocator import SWEEPS
+from benchmarks.plot import begin, save
 
 AXES = {"batch": "num_seqs", "pool": "num_blocks", "held": "held"}
 # Colours that the colour-blind can tell apart (Okabe and Ito).
@@ -35,13 +36,7 @@ def label(title: str, point: Any) -> str:
 
 def draw(kept: dict[str, Any], path: Path) -> None:
     """`kept`: what benchmarks/allocator.py wrote."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display
-    matplotlib.rcParams["svg.hashsalt"] = "jaxpaged"  # the same ids, so that an unchanged figure is an unchanged file
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(SWEEPS), figsize=(4.6 * len(SWEEPS), 4), sharey=True)
+    figure, axes = begin().subplots(1, len(SWEEPS), figsize=(4.6 * len(SWEEPS), 4), sharey=True)
     for axis, (title, points) in zip(axes, SWEEPS.items(), strict=True):
         sizes = {(p.num_seqs, p.num_blocks, p.max_blocks, p.length) for p in points}
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -62,8 +57,7 @@ def draw(kept: dict[str, Any], path: Path) -> None:
     axes[0].legend(fontsize=8)
     figure.suptitle(f"The allocator's operations, {kept['device']}, jax {kept['jax']}", fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def main() -> None:

@@ -59,12 +59,26 @@ def panels(results: dict[str, Any]) -> dict[str, Panel]:
     return {heads: {who: sorted(points) for who, points in panel.items()} for heads, panel in found.items()}
 
 
-def draw(machine: str, drawn: dict[str, Panel], path: Path) -> None:
+def begin() -> Any:
+    """matplotlib.pyplot, for figures that go into a file."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display
     matplotlib.rcParams["svg.hashsalt"] = "jaxpaged"  # the same ids, so that an unchanged figure is an unchanged file
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, path: Path) -> None:
+    # No date: drawing the same figures again gives the same file.
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    begin().close(figure)
+
+
+def draw(machine: str, drawn: dict[str, Panel], path: Path) -> None:
+    pyplot = begin()
+    from matplotlib import ticker
 
     columns = min(2, len(drawn))
     rows = -(-len(drawn) // columns)
@@ -102,9 +116,7 @@ def draw(machine: str, drawn: dict[str, Panel], path: Path) -> None:
     figure.suptitle(f"Paged decode, bfloat16, head_dim 128, block 16, shuffled tables, cold L2\n{machine}", fontsize=10)
     figure.legend(labels.values(), [LABELS[who] for who in labels], loc="lower center", ncols=len(labels), fontsize=9)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    # No date: drawing the same figures again gives the same file.
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import allocator, allocator_loops, allocator_model_step, cache_ops, decode_step, llama_step, prefill
+from benchmarks.cache_plot import seat_lengths
 from benchmarks.configs import parse_config
 from benchmarks.harness import by_kernel
 from benchmarks.host_allocator import HostAllocator
@@ -81,6 +82,10 @@ def test_the_checks_see_decode_steps_that_differ(wrong):
         changed = dataclasses.replace(after, allocator=books)
     with pytest.raises(AssertionError, match="filled"):
         allocator_model_step.check("filled", changed, after, 40)
+
+
+def test_a_free_seat_takes_the_next_request():
+    assert seat_lengths([(3, 3), (1, 1), (5, 1)], num_seats=2).tolist() == [[4, 2], [5, 6], [6, 0]]
 
 
 def test_kernels_of_one_name_are_added_up():

@@ -54,17 +54,12 @@ def test_the_site_has_every_page_and_every_public_name_once():
     assert sorted(name for name in names if "._" not in name) == sorted(PUBLIC)
 
 
-def test_docstrings_have_the_sections_that_the_site_reads():
+def test_docstrings_describe_arguments_that_exist():
     classes = [value for value in PUBLIC.values() if inspect.isclass(value)]
     methods = [method for owner in classes for _, method in inspect.getmembers(owner, inspect.isroutine)]
     for function in [*PUBLIC.values(), *methods]:
-        if not (getattr(function, "__module__", None) or "").startswith("jaxpaged"):
-            continue
-        sections = re.findall(r"^(Args|Returns):\n((?: {4}.*\n?)+)", inspect.getdoc(function) or "", re.MULTILINE)
-        for section, text in sections:
-            first, *others = re.findall(r"^ {4}(\S.*)", text, re.MULTILINE)
-            if section == "Args":
-                call = function.__init__ if inspect.isclass(function) else function
-                assert {line.split(":")[0] for line in (first, *others)} <= set(inspect.signature(call).parameters)
-            else:  # a line that goes on is indented: at the margin stands another result, with its name
-                assert all(re.match(r"\w+: ", line) for line in others), function
+        doc = inspect.getdoc(function) or ""
+        if found := re.search(r"^Args:\n((?: {4}.*\n?)+)", doc, re.MULTILINE):
+            call = function.__init__ if inspect.isclass(function) else function
+            described = re.findall(r"^ {4}(\w+)", found[1], re.MULTILINE)
+            assert set(described) <= set(inspect.signature(call).parameters), function

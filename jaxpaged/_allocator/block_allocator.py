@@ -371,7 +371,7 @@ class BlockAllocator(AllocatorState):
 
         Returns:
             int32 `[seqs * max_blocks]`, padded with 0. Cached blocks and blocks handed out again are not among them:
-                zeroing these ids destroys nothing that is in use.
+            zeroing these ids destroys nothing that is in use.
 
         Raises:
             ValueError: `before` is of other sizes.

@@ -162,7 +162,7 @@ def paged_attention(
 
     Returns:
         The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`,
-            `[seqs, q_len, heads]` or `[tokens, heads]`.
+        `[seqs, q_len, heads]` or `[tokens, heads]`.
 
     Raises:
         ValueError: no implementation could take these arguments; the message quotes what was received.

@@ -60,7 +60,7 @@ def paged_attention_reference(
 
     Returns:
         The output, and with `return_lse` also the lse, shaped as in `jaxpaged.paged_attention`. Both are float32: the
-            output is not rounded to q's dtype.
+        output is not rounded to q's dtype.
 
     Raises:
         ValueError: as `jaxpaged.paged_attention`.

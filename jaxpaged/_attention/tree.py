@@ -50,7 +50,7 @@ def tree_mask(parents: ArrayLike) -> jax.Array:
 
     Returns:
         uint32 `[..., n, ceil(n / 32)]`: each token sees itself and its ancestors. Bit `j % 32` of word `j // 32` is for
-            newest token j.
+        newest token j.
 
     Raises:
         ValueError: `parents` is not int32 `[..., n]`.

@@ -27,8 +27,7 @@ def blocks_to_host(cache: KVCache, block_ids: ArrayLike) -> KVCache:
 
     Returns:
         A cache of these blocks only: `[ids, block_size, kv_heads, head_dim]`, with a leading layer axis if `cache` has
-            one. Its block i is block `block_ids[i]`, zeros for padding. Scales of a tensor or a head are those of
-            `cache`.
+        one. Its block i is block `block_ids[i]`, zeros for padding. Scales of a tensor or a head are those of `cache`.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -101,8 +100,8 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
 
     Returns:
         A cache in which sequence i is block i and the block size is `max_tokens = max_blocks * block_size`. k and v are
-            `[seqs, max_tokens, kv_heads, head_dim]` as stored, with their scales, and with a leading layer axis if
-            `cache` has one. Past the length they are zero. `widen_kv` widens a quantised one.
+        `[seqs, max_tokens, kv_heads, head_dim]` as stored, with their scales, and with a leading layer axis if `cache`
+        has one. Past the length they are zero. `widen_kv` widens a quantised one.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.

@@ -15,11 +15,14 @@ def merge(
     sinks: jax.Array | None,  # f32 [heads], which the parts have left out
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out f32 [tokens, heads, head_dim] and lse f32 [tokens, heads]; zeros and -inf where nothing was seen."""
-    # A term after the other, so that XLA makes one kernel of it all.
-    lse = functools.reduce(jnp.logaddexp, lses)
-    saw = lse > -jnp.inf
+    # A term after the other, and no intermediate result that the compiler keeps: it makes one kernel of few parts.
+    highest = functools.reduce(jnp.maximum, lses)
+    saw = highest > -jnp.inf
     if sinks is not None:
-        lse = jnp.logaddexp(lse, sinks[None])
-    finite = jnp.where(saw, lse, 0.0)
-    out = sum(jnp.exp(part - finite)[..., None] * o for part, o in zip(lses, outs, strict=True))
-    return jnp.asarray(out), jnp.where(saw, lse, -jnp.inf)
+        highest = jnp.maximum(highest, sinks[None])
+    highest = jnp.where(saw, highest, 0.0)
+    weights = [jnp.exp(part - highest) for part in lses]
+    total = sum(weights) if sinks is None else sum(weights) + jnp.exp(sinks[None] - highest)
+    out = sum(weight[..., None] * o for weight, o in zip(weights, outs, strict=True))
+    out /= jnp.where(saw, total, 1.0)[..., None]
+    return out, jnp.where(saw, highest + jnp.log(total), -jnp.inf)

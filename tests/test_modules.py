@@ -112,7 +112,7 @@ def dense(module, x, options):
     return project("o_proj", out)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=", ".join)
 def test_prefill_and_decode_are_dense_attention_in_both(options):
     module, apply = make(options)
     sequences = tokens()
@@ -132,7 +132,7 @@ def test_prefill_and_decode_are_dense_attention_in_both(options):
             np.testing.assert_allclose(row[0], wanted[-1], atol=2e-5)
 
 
-@pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[3]], ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[3]], ids=", ".join)
 def test_packed_tokens_give_what_padded_rows_give(options):
     """Behind a history, one token of the second sequence, and padding on both ends."""
     module, apply = make(options)

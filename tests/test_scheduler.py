@@ -332,11 +332,12 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("invariant", BROKEN)
-def test_each_broken_invariant_is_named(invariant):
-    allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=2, max_blocks=5)
-    scheduler = Scheduler.create(max_requests=3, num_seats=2, max_tokens=24)
+def two_running():
+    """Two seats with a cached block each, in a scheduler with a prefix cache."""
+    allocator = BlockAllocator.create(num_blocks=6, block_size=2, num_seqs=2, max_blocks=5)
+    scheduler = with_prefix_cache(allocator, max_requests=3, num_seats=2, max_tokens=24)
     allocator, _, _ = allocator.append(int32(3, 2), max_tokens=3)
+    pool = dataclasses.replace(allocator.pool, cached_at=int32(-1, 6, -1, 6, -1, -1))  # blocks 1 and 3
     scheduler = dataclasses.replace(
         scheduler,
         seated=int32(0, 1),
@@ -346,26 +347,27 @@ def test_each_broken_invariant_is_named(invariant):
         keys=int32(0, 1, 0),
         arrivals=int32(0, 1, 0),
     )
+    allocator = dataclasses.replace(allocator, pool=pool)
     assert scheduler.broken_invariants(allocator) == ()
+    assert allocator.broken_invariants() == ()
+    return scheduler, allocator
+
+
+@pytest.mark.parametrize("invariant", BROKEN)
+def test_each_broken_invariant_is_named(invariant):
+    scheduler, allocator = two_running()
     assert invariant in dataclasses.replace(scheduler, **BROKEN[invariant]).broken_invariants(allocator)
 
 
 def test_each_broken_invariant_of_prefixes_is_named():
-    allocator = BlockAllocator.create(num_blocks=6, block_size=2, num_seqs=2, max_blocks=5)
-    scheduler = with_prefix_cache(allocator, max_requests=3, num_seats=2, max_tokens=8)
-    scheduler, *_ = scheduler.submit(allocator, jnp.ones((1, 3), jnp.int32), int32(3), int32(2))
-    scheduler, allocator = scheduler.change_seats(allocator)
-    scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=2)
-    scheduler, allocator = scheduler.commit(allocator, step, int32(1, 1))
-    scheduler, allocator = scheduler.change_seats(allocator)
-    assert scheduler.broken_invariants(allocator) == ()
+    scheduler, allocator = two_running()
+    prefixes = scheduler.prefixes
+    other_tokens = dataclasses.replace(prefixes.cache, tokens=jnp.ones((6, 2), jnp.int32))
     broken = {
         "who_left_has_no_seat": dict(left=int32(0, 3), is_due=jnp.asarray(True)),
         "a_change_is_due_where_somebody_left": dict(left=int32(3, 1)),
-        "cached_blocks_have_the_tokens_of_those_who_hold_them": dict(
-            cache=dataclasses.replace(scheduler.prefixes.cache, tokens=jnp.zeros((6, 2), jnp.int32))
-        ),
+        "cached_blocks_have_the_tokens_of_those_who_hold_them": dict(cache=other_tokens),
     }
     for invariant, changes in broken.items():
-        other = dataclasses.replace(scheduler, prefixes=dataclasses.replace(scheduler.prefixes, **changes))
-        assert invariant in other.broken_invariants(allocator)
+        changed = dataclasses.replace(scheduler, prefixes=dataclasses.replace(prefixes, **changes))
+        assert invariant in changed.broken_invariants(allocator)

@@ -283,8 +283,8 @@ class Scheduler(SchedulerState):
     def change_seats(self, allocator: BlockAllocator) -> tuple["Scheduler", BlockAllocator]:
         """With a prefix cache: requests leave and enter the running batch.
 
-        Call it after `submit`, `abort` and `commit`, where `is_change_due`, which is rarely. Until then a request that
-        ended or was preempted keeps its blocks, its end is not drained, and none is admitted.
+        Call it where `is_change_due`, which is rarely: before the next `plan`, and before a `drain`. Until then a
+        request that ended or was preempted keeps its blocks, its end is not drained, and none is admitted.
 
         1. The full blocks of all seats are listed in the prefix cache. The blocks of requests that left are free.
         2. Waiting requests are admitted as in `plan`, each with the blocks that are found for it. A block that another
@@ -304,16 +304,20 @@ class Scheduler(SchedulerState):
             >>> scheduler = jaxpaged.Scheduler.create(
             ...     max_requests=4, num_seats=2, max_tokens=16, prefix_cache=prefix_cache
             ... )
-            >>> prompts = jnp.full((2, 10), 7)  # two equal ones of ten tokens
-            >>> scheduler, *_ = scheduler.submit(allocator, prompts, jnp.array([10, 10]), jnp.array([3, 3]))
-            >>> scheduler, allocator = scheduler.change_seats(allocator)  # the first enters, the second waits for it
-            >>> computed = []
-            >>> while scheduler.has_work:
-            ...     scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=10)
-            ...     computed.append((step.seats < 2).sum().item())  # tokens
-            ...     scheduler, allocator = scheduler.commit(allocator, step, jnp.array([5, 6]))
+            >>> @jax.jit
+            ... def one_step(scheduler, allocator):
             ...     scheduler, allocator = scheduler.change_seats(allocator)
-            >>> computed  # the second has computed only the end of its prompt
+            ...     scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=10)
+            ...     scheduler, allocator = scheduler.commit(allocator, step, jnp.array([5, 6]))
+            ...     return scheduler, allocator, (step.seats < 2).sum()
+            >>> prompts = jnp.full((2, 10), 7)  # two equal ones of ten tokens
+            >>> submit = jax.jit(jaxpaged.Scheduler.submit)
+            >>> scheduler, *_ = submit(scheduler, allocator, prompts, jnp.array([10, 10]), jnp.array([3, 3]))
+            >>> computed = []  # tokens in each step
+            >>> while scheduler.has_work:
+            ...     scheduler, allocator, num_tokens = one_step(scheduler, allocator)
+            ...     computed.append(int(num_tokens))
+            >>> computed  # the second waits for the first, and computes only the end of its prompt
             [10, 3, 2, 1]
         """
         self._check(allocator)

@@ -50,7 +50,7 @@ setup:
 	@JAX="$(JAX)" tools/setup.sh "$(VENV)"
 
 lock: ## renew requirements.lock; needs uv
-	uv pip compile pyproject.toml --extra examples --group dev --universal --python-version 3.12 \
+	uv pip compile pyproject.toml --extra examples --extra serve --group dev --universal --python-version 3.12 \
 		--no-annotate --no-emit-index-url --custom-compile-command "make lock" --upgrade -o requirements.lock
 
 clean:

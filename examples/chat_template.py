@@ -24,9 +24,12 @@ class ChatTemplateError(Exception):
     """The template cannot be rendered; the message says why, in one line."""
 
 
-def render(template: str, texts: list[str], special_tokens: dict[str, str]) -> list[str]:
-    """A conversation for each text, its one message, up to where the answer begins."""
-    request = json.dumps({"template": template, "texts": texts, "special_tokens": special_tokens})
+Conversation = list[dict[str, str]]  # messages, each with its role and content
+
+
+def render(template: str, conversations: list[Conversation], special_tokens: dict[str, str]) -> list[str]:
+    """The text of each conversation, up to where the answer begins."""
+    request = json.dumps({"template": template, "conversations": conversations, "special_tokens": special_tokens})
     try:
         done = subprocess.run(
             [sys.executable, __file__], input=request, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
@@ -46,23 +49,23 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     request = json.load(sys.stdin)
     try:
-        rendered = [_render(request["template"], text, request["special_tokens"]) for text in request["texts"]]
+        template, special_tokens = request["template"], request["special_tokens"]
+        rendered = [_render(template, messages, special_tokens) for messages in request["conversations"]]
     except Exception as error:  # a template can raise anything
         message = " ".join(str(error).split())[:200] or type(error).__name__
         sys.exit(message)
     json.dump(rendered, sys.stdout)
 
 
-def _render(template: str, text: str, special_tokens: dict[str, Any]) -> str:
+def _render(template: str, messages: Conversation, special_tokens: dict[str, Any]) -> str:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals |= {"raise_exception": _refuse, "strftime_now": datetime.datetime.now().strftime}
-    rendered = environment.from_string(template).render(
-        messages=[{"role": "user", "content": text}], add_generation_prompt=True, **special_tokens
-    )
-    if len(rendered) > len(text) + MOST_CHARACTERS:
-        raise ValueError(f"it makes {len(rendered)} characters of a prompt of {len(text)}")
+    rendered = environment.from_string(template).render(messages=messages, add_generation_prompt=True, **special_tokens)
+    num_characters = sum(len(message["content"]) for message in messages)
+    if len(rendered) > num_characters + MOST_CHARACTERS:
+        raise ValueError(f"it makes {len(rendered)} characters of a prompt of {num_characters}")
     rendered.encode()  # raises where a half of a surrogate pair stands alone
     return rendered
 

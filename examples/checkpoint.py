@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import tokenizers
-from chat_template import ChatTemplateError, render
+from chat_template import ChatTemplateError, Conversation, render
 from fields import Fields
 from flax import nnx
 from jax.typing import DTypeLike
@@ -56,40 +56,59 @@ class Tokenizer:
         return self.tokenizer.encode(text).ids
 
     def encode_chat(self, texts: list[str], *, allow_control_tokens: bool = False) -> list[list[int]]:
-        """The ids of a conversation for each text, its one message, up to where the answer begins.
+        """The ids of a conversation for each text, its one message, up to where the answer begins."""
+        conversations = [[{"role": "user", "content": text}] for text in texts]
+        return self.encode_conversations(conversations, allow_control_tokens=allow_control_tokens)
 
-        A control token that a text spells, as `<|im_end|>`, is text like any other and ends no message unless allowed.
+    def encode_conversations(
+        self, conversations: list[Conversation], *, allow_control_tokens: bool = False
+    ) -> list[list[int]]:
+        """The ids of each conversation, up to where the answer begins.
+
+        A control token that a message spells, as `<|im_end|>`, is text like any other and ends no message unless
+        allowed.
         """
         if self.chat_template is None:
             raise CheckpointError("This checkpoint has no chat template; leave --chat out.")
         added = self.tokenizer.get_added_tokens_decoder().items()
         control = {token.content: i for i, token in added if token.special and token.content}
         longest_first = sorted(control, key=len, reverse=True)
+        contents = [message["content"] for messages in conversations for message in messages]
         # A private character stands for each while the template puts its own control tokens around the text.
-        spelled = [] if allow_control_tokens else [t for t in longest_first if any(t in text for text in texts)]
+        spelled = [] if allow_control_tokens else [t for t in longest_first if any(t in text for text in contents)]
         marks = {token: chr(0x100000 + i) for i, token in enumerate(spelled)}
-        for token, mark in marks.items():
-            texts = [text.replace(token, mark) for text in texts]
+
+        def marked(text: str) -> str:
+            for token, mark in marks.items():
+                text = text.replace(token, mark)
+            return text
+
+        escaped = [[m | {"content": marked(m["content"])} for m in messages] for messages in conversations]
         try:
-            rendered = render(self.chat_template, texts, self.special_tokens)
+            rendered = render(self.chat_template, escaped, self.special_tokens)
         except ChatTemplateError as error:
             raise CheckpointError(f"The checkpoint's chat template failed: {one_line(error)}.") from error
         if not marks:
             return [self.tokenizer.encode(text, add_special_tokens=False).ids for text in rendered]
 
-        plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
-        plain.encode_special_tokens = True  # as text
         unmark = {ord(mark): token for token, mark in marks.items()}
-        conversations = []
+        encoded = []
         for text in rendered:
             ids: list[int] = []
             for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
                 if piece in control:  # the template's own
                     ids.append(control[piece])
                 else:
-                    ids += plain.encode(piece.translate(unmark), add_special_tokens=False).ids
-            conversations.append(ids)
-        return conversations
+                    ids += self._plain.encode(piece.translate(unmark), add_special_tokens=False).ids
+            encoded.append(ids)
+        return encoded
+
+    @functools.cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer to which control tokens are text."""
+        plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)

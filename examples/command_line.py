@@ -33,11 +33,8 @@ class Request:
 
 
 def model_arguments() -> argparse.ArgumentParser:
-    """A parent for a script's own parser."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--model", type=Path, help="a GGUF file or a Hugging Face folder; default: SmolLM2-135M-Instruct"
-    )
+    """A parent for a script's own parser: the model and the prompts."""
+    parser = argparse.ArgumentParser(add_help=False, parents=[checkpoint_arguments()])
     parser.add_argument(
         "--prompt",
         action="append",
@@ -48,13 +45,22 @@ def model_arguments() -> argparse.ArgumentParser:
         "--prompt-file", type=Path, help="one prompt a line, after those of --prompt; empty lines are skipped"
     )
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    return parser
+
+
+def checkpoint_arguments() -> argparse.ArgumentParser:
+    """A parent for a script's own parser: the model."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--model", type=Path, help="a GGUF file or a Hugging Face folder; default: SmolLM2-135M-Instruct"
+    )
     parser.add_argument(
         "--allow-control-tokens",
         action="store_true",
-        help="let a prompt of --chat spell control tokens, such as <|im_end|>; they are plain text otherwise",
+        help="let chat messages spell control tokens, such as <|im_end|>; they are plain text otherwise",
     )
-    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     parser.add_argument(
         "--dtype",
         type=dtype_name,

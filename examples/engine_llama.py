@@ -14,9 +14,20 @@ CHUNK_TOKENS = 256
 
 
 def create_engine(
-    model: Llama, config: LlamaConfig, *, num_seats: int, max_tokens: int, block_size: int, dtype: str, **options: Any
+    model: Llama,
+    config: LlamaConfig,
+    *,
+    num_seats: int,
+    max_tokens: int,
+    block_size: int,
+    dtype: str,
+    num_blocks: int | None = None,
+    **options: Any,
 ) -> jaxpaged.Engine:
-    """An engine whose pool holds `num_seats` requests of `max_tokens`; `nnx.state(model)` are its weights."""
+    """An engine for the model, whose weights are `nnx.state(model)`.
+
+    `num_blocks` None: as many as `num_seats` requests of `max_tokens` take.
+    """
     graph, weights = nnx.split(model)
 
     def apply(
@@ -39,7 +50,8 @@ def create_engine(
         head = model.embed_tokens.embedding if model.lm_head is None else model.lm_head.weight
         return tuple(new_caches), jnp.einsum("vf,sqf->sv", head[...], x)
 
-    num_blocks = 1 + num_seats * -(-max_tokens // block_size)
+    if num_blocks is None:
+        num_blocks = 1 + num_seats * -(-max_tokens // block_size)
     caches = tuple(
         jaxpaged.KVCache.create(
             num_blocks=num_blocks,

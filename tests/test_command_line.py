@@ -157,13 +157,15 @@ def test_what_a_chat_template_does_wrong_is_one_line(monkeypatch, template, mess
     if "9**9" in template:
         monkeypatch.setattr(chat_template, "MOST_SECONDS", 1)
     with pytest.raises(chat_template.ChatTemplateError, match=message) as raised:
-        chat_template.render(template, ["hi"], {})
+        chat_template.render(template, [[{"role": "user", "content": "hi"}]], {})
     assert "\n" not in str(raised.value)
 
 
 def test_a_chat_template_has_the_tokens_the_clock_and_breaks():
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ strftime_now('!') }}{% break %}{% endfor %}"
-    assert chat_template.render(template, ["h\u00e9", "ho"], {"bos_token": "<s>"}) == ["<s>h\u00e9!", "<s>ho!"]
+    texts = ["h\u00e9", "ho"]
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    assert chat_template.render(template, conversations, {"bos_token": "<s>"}) == [f"<s>{text}!" for text in texts]
 
 
 def test_control_tokens_in_a_prompt_are_text(tiny):

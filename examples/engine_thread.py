@@ -1,0 +1,205 @@
+"""One thread that owns an `Engine`, for the coroutines of an event loop.
+
+Requests reach the thread through a queue. What comes of them returns through `call_soon_threadsafe`. So the event loop
+never waits for a step of the model, and only one thread ever calls the engine.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import functools
+import queue
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
+
+Request = tuple[list[int], SamplingParams]
+
+
+class QueueFullError(Exception):
+    """As many completions are under way as may be."""
+
+
+class DrainingError(Exception):
+    """No more requests are taken."""
+
+
+class EngineFailedError(Exception):
+    """The engine raised, and serves nobody any more."""
+
+
+@dataclasses.dataclass(eq=False)
+class Generation:
+    """Requests that one client made together.
+
+    Attributes:
+        num_completions: of all of them.
+        requests: prompts and parameters; none until it is started.
+        news: what the engine says of them, as `outputs` reads it.
+        request_ids: the engine's; only for its thread.
+        num_unfinished: requests that the engine has not finished.
+    """
+
+    num_completions: int
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    news: asyncio.Queue[tuple[int, RequestOutput] | Exception] = dataclasses.field(default_factory=asyncio.Queue)
+    request_ids: list[int] = dataclasses.field(default_factory=list)
+    num_unfinished: int = 0
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Which request has news, and its output so far; ends with the last request.
+
+        Raises:
+            EngineFailedError: the engine failed.
+        """
+        num_left = len(self.requests)
+        while num_left:
+            news = await self.news.get()
+            if isinstance(news, Exception):
+                raise news
+            num_left -= news[1].finished
+            yield news
+
+
+class EngineThread:
+    """Runs an engine in a thread of its own while the event loop that entered `running()` goes on.
+
+    All but `_run`, `_add` and `_abort`, which are the thread's, is for the event loop.
+
+    Attributes:
+        most_completions: more under way at once are refused.
+        num_blocks: of the pool, without the null block.
+        stats: of the engine, as of its last step.
+        finished: completions by their finish reason.
+        num_refused: generations refused because too many are under way.
+        is_draining: whether new requests are refused.
+        failure: what the engine raised.
+        on_failure: is called then.
+    """
+
+    def __init__(self, engine: Engine, *, most_completions: int):
+        self.most_completions = most_completions
+        self.stats: EngineStats = engine.stats()
+        self.num_blocks = self.stats.num_free_blocks  # all of them: nothing has been asked for
+        self.finished: collections.Counter[str] = collections.Counter()
+        self.num_refused = 0
+        self.is_draining = False
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._engine = engine
+        self._open: dict[Generation, None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the end
+        self._askers: dict[int, tuple[Generation, int]] = {}  # by the engine's request id; only for the thread
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
+            ended = self._loop.run_in_executor(threads, self._run)
+            ended.add_done_callback(self._stop)
+            try:
+                yield
+            finally:
+                self._inbox.put(None)
+                await asyncio.wait([ended])
+
+    @property
+    def num_open(self) -> int:
+        """Completions under way, waiting ones included."""
+        return sum(generation.num_completions for generation in self._open)
+
+    def open(self, num_completions: int) -> Generation:
+        """Takes places for so many completions. Whoever calls this calls `close` in the end, however it ends.
+
+        Raises:
+            QueueFullError: too many are under way.
+            DrainingError: no more are taken.
+        """
+        if self.is_draining:
+            raise DrainingError
+        if self.num_open + num_completions > self.most_completions:
+            self.num_refused += 1
+            raise QueueFullError
+        generation = Generation(num_completions)
+        self._open[generation] = None
+        self._idle.clear()
+        return generation
+
+    def start(self, generation: Generation, requests: list[Request]) -> None:
+        """Sends the requests to the engine."""
+        generation.requests, generation.num_unfinished = requests, len(requests)
+        self._inbox.put(functools.partial(self._add, generation))
+
+    def close(self, generation: Generation) -> None:
+        """Ends what is left of a generation. Its blocks are free within two slices, and then its places."""
+        if not generation.requests:
+            self._forget(generation)
+        elif generation in self._open:
+            self._inbox.put(functools.partial(self._abort, generation))
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more requests and waits until none is left. Those that take longer than this are aborted."""
+        self.is_draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            for generation in list(self._open):
+                self.close(generation)
+            await self._idle.wait()
+
+    def _deliver(self, news: list[tuple[Generation, int, RequestOutput]], stats: EngineStats) -> None:
+        """Takes the outputs of one step."""
+        self.stats = stats
+        for generation, index, output in news:
+            generation.news.put_nowait((index, output))
+            if output.finished:
+                self.finished.update(str(completion.finish_reason) for completion in output.outputs)
+                generation.num_unfinished -= 1
+            if generation.num_unfinished == 0:
+                self._forget(generation)
+
+    def _forget(self, generation: Generation) -> None:
+        self._open.pop(generation, None)
+        if not self._open:
+            self._idle.set()
+
+    def _stop(self, ended: asyncio.Future[None]) -> None:
+        """Sees the thread's end: it was told to, or the engine raised."""
+        self.is_draining = True
+        self.failure = ended.exception()
+        if self.failure is not None:
+            for generation in list(self._open):
+                generation.news.put_nowait(EngineFailedError("The engine failed."))
+                self._forget(generation)
+            self.on_failure()
+
+    def _run(self) -> None:
+        while True:
+            # Waits only where there is nothing else to do.
+            is_idle = not self._engine.has_unfinished_requests
+            while is_idle or not self._inbox.empty():
+                message = self._inbox.get()
+                if message is None:
+                    return
+                message()
+                is_idle = False
+            outputs = self._engine.step() if self._engine.has_unfinished_requests else []
+            news = [(*self._askers[output.request_id], output) for output in outputs]
+            for output in outputs:
+                if output.finished:
+                    del self._askers[output.request_id]
+            self._loop.call_soon_threadsafe(self._deliver, news, self._engine.stats())
+
+    def _add(self, generation: Generation) -> None:
+        for i, request in enumerate(generation.requests):
+            request_id = self._engine.add_request(*request)
+            generation.request_ids.append(request_id)
+            self._askers[request_id] = generation, i
+
+    def _abort(self, generation: Generation) -> None:
+        for request_id in generation.request_ids:
+            self._engine.abort(request_id)

@@ -1,0 +1,291 @@
+"""The forms of OpenAI's API: what a request may say, and what answers, chunks of a stream and errors look like.
+
+https://platform.openai.com/docs/api-reference
+"""
+
+import dataclasses
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fields import Fields
+
+from jaxpaged import SamplingParams
+
+MOST_N, MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARACTERS = 16, 64, 4, 200
+USUAL_TOKENS = 16  # of a completion that says no max_tokens
+
+KNOWN = {"model", "n", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
+KNOWN |= {"logprobs"}
+KNOWN_OF_CHAT = KNOWN | {"messages", "max_completion_tokens"}
+KNOWN_OF_TEXT = KNOWN | {"prompt"}
+# These change no answer.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+# These would change it; here they may only say what is done anyway.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+ROLES = ("system", "user", "assistant")
+
+
+class ApiError(Exception):
+    """An answer that is no success: one sentence for the client."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = {"Retry-After": str(retry_after)} if retry_after else {}
+
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """What a client asks for.
+
+    Attributes:
+        prompts: texts or token ids; empty in a chat.
+        messages: of a chat; empty in a completion.
+        max_tokens: None: not said.
+        params: without `max_tokens` and the stop ids.
+    """
+
+    prompts: list[str | list[int]]
+    messages: list[dict[str, str]]
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    params: SamplingParams
+    is_streamed: bool
+    includes_usage: bool
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.messages)
+
+
+def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int) -> Ask:
+    """Raises `ApiError` for a body that is no request, or asks for what is not here."""
+    try:
+        fields = Fields(json.loads(body))
+    except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and numbers of too many digits
+        raise ApiError(400, "The body must be a JSON object.") from error
+    try:
+        named = fields.text("model")
+        if named != model:
+            message = f"The model {named[:100]!r} does not exist here; there is {model!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        _refuse_others(fields, KNOWN_OF_CHAT if is_chat else KNOWN_OF_TEXT)
+        is_streamed = fields.flag("stream", False)
+        options = Fields(fields.get("stream_options", {}))
+        if options.values and not is_streamed:
+            raise ValueError("stream_options goes with stream")
+        return Ask(
+            prompts=[] if is_chat else _prompts(fields, vocab_size),
+            messages=_messages(fields) if is_chat else [],
+            max_tokens=_max_tokens(fields),
+            stops=_stops(fields),
+            params=SamplingParams(
+                n=fields.whole("n", 1, MOST_N, 1),
+                temperature=fields.real("temperature", 0, 2, 1),
+                top_p=max(fields.real("top_p", 0, 1, 1), 1e-30),  # 0: the most likely token, as near as can be
+                top_k=fields.whole("top_k", 0, vocab_size, 0),
+                seed=None if fields.get("seed", None) is None else fields.whole("seed", 0, 2**32 - 1),
+                logprobs=_wants_logprobs(fields, is_chat),
+            ),
+            is_streamed=is_streamed,
+            includes_usage=options.flag("include_usage", False),
+        )
+    except KeyError as error:
+        raise ApiError(400, f"The field {error} is missing.", param=error.args[0]) from error
+    except ValueError as error:
+        raise ApiError(400, f"{str(error).rstrip('.')}.") from error
+
+
+def _refuse_others(fields: Fields, known: set[str]) -> None:
+    for name, value in fields.values.items():
+        if name not in known | IGNORED and value is not None and value not in FIXED.get(name, ()):
+            raise ValueError(f"{name[:100]} is not supported here; leave it out")
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    most = [
+        fields.whole(name, 1, 2**31 - 1)
+        for name in ("max_completion_tokens", "max_tokens")
+        if fields.get(name, None) is not None
+    ]
+    return min(most, default=None)
+
+
+def _wants_logprobs(fields: Fields, is_chat: bool) -> bool:
+    """The engine has the logprobs of the tokens that it took, and no others."""
+    if is_chat:
+        return fields.flag("logprobs", False)
+    if fields.get("logprobs", None) is None:
+        return False
+    if fields.whole("logprobs", 0, 5) > 0:
+        raise ValueError("logprobs must be 0: those of the chosen tokens are here, those of others are not")
+    return True
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    stops = fields.get("stop", [])
+    stops = [stops] if isinstance(stops, str) else stops
+    if (
+        not isinstance(stops, list)
+        or len(stops) > MOST_STOPS
+        or not all(isinstance(stop, str) and 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in stops)
+    ):
+        raise ValueError(
+            f"stop must be a text or at most {MOST_STOPS} texts, each of 1 to {MOST_STOP_CHARACTERS} characters"
+        )
+    return tuple(stops)
+
+
+def _prompts(fields: Fields, vocab_size: int) -> list[str | list[int]]:
+    prompt = fields.get("prompt")
+    prompts = prompt if isinstance(prompt, list) and prompt and not _is_id(prompt[0]) else [prompt]
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(f"prompt must be at most {MOST_PROMPTS} prompts; got {len(prompts)}")
+    for one in prompts:
+        if isinstance(one, str):
+            _check_text("prompt", one)
+        elif not isinstance(one, list) or not one or not all(map(_is_id, one)):
+            raise ValueError("prompt must be a text, a list of token ids, or a list of these")
+        elif not all(0 <= token < vocab_size for token in one):
+            raise ValueError(f"prompt must hold token ids from 0 to {vocab_size - 1}")
+    return prompts
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _messages(fields: Fields) -> list[dict[str, str]]:
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list of at least one message")
+    read = []
+    for message in map(Fields, messages):
+        role = message.text("role")
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}; got {role[:60]!r}")
+        _refuse_others(message, {"role", "content", "name"})
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(map(_text_of_part, content))
+        if not isinstance(content, str):
+            raise ValueError("content must be a text, or a list of parts of the type text")
+        _check_text("content", content)
+        read.append({"role": role, "content": content})
+    return read
+
+
+def _text_of_part(part: Any) -> str:
+    fields = Fields(part)
+    if fields.text("type") != "text":
+        raise ValueError("content must be a text, or a list of parts of the type text")
+    return fields.text("text")
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be Unicode; half of a surrogate pair stands alone in it") from error
+
+
+@dataclasses.dataclass
+class Piece:
+    """What is new of a completion.
+
+    Attributes:
+        index: of the completion in its answer.
+        finish_reason: of the last piece of a completion.
+        tokens: the text of each new token, where logprobs are asked for.
+        logprobs: of these.
+        offsets: where in the text of the completion each begins.
+    """
+
+    index: int
+    text: str = ""
+    finish_reason: str | None = None
+    tokens: list[str] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    offsets: list[int] = dataclasses.field(default_factory=list)
+
+    def add(self, piece: "Piece") -> None:
+        self.text += piece.text
+        self.finish_reason = piece.finish_reason
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.offsets += piece.offsets
+
+
+class Answer:
+    """Makes the answer to one request: whole, or as the chunks of a stream. `usage` is read when all pieces are."""
+
+    def __init__(self, ask: Ask, model: str, num_completions: int, usage: dict[str, int]):
+        self._ask, self._num_completions, self._usage = ask, num_completions, usage
+        prefix, kind = ("chatcmpl", "chat.completion") if ask.is_chat else ("cmpl", "text_completion")
+        kind += ".chunk" if ask.is_chat and ask.is_streamed else ""
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+    async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+        completions = [Piece(index) for index in range(self._num_completions)]
+        async for piece in pieces:
+            completions[piece.index].add(piece)
+        return self._head | {"choices": [self._choice(whole) for whole in completions], "usage": self._usage}
+
+    async def chunks(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[dict[str, Any]]:
+        head = self._head | ({"usage": None} if self._ask.includes_usage else {})
+        if self._ask.is_chat:
+            for index in range(self._num_completions):
+                yield head | {"choices": [self._choice(Piece(index), role={"role": "assistant"})]}
+        async for piece in pieces:
+            yield head | {"choices": [self._choice(piece)]}
+        if self._ask.includes_usage:
+            yield head | {"choices": [], "usage": self._usage}
+
+    def _choice(self, piece: Piece, role: dict[str, str] | None = None) -> dict[str, Any]:
+        choice = {"index": piece.index, "logprobs": self._logprobs(piece), "finish_reason": piece.finish_reason}
+        if not self._ask.is_chat:
+            return choice | {"text": piece.text}
+        if self._ask.is_streamed:
+            return choice | {"delta": (role or {}) | {"content": piece.text}}
+        return choice | {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not self._ask.params.logprobs:
+            return None
+        if not self._ask.is_chat:
+            names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+            return dict(zip(names, (piece.tokens, piece.logprobs, None, piece.offsets), strict=True))
+        entries = zip(piece.tokens, piece.logprobs, strict=True)
+        content = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in entries]
+        return {"content": content, "refusal": None}
+
+
+def usage_of(num_prompt_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_prompt_tokens, "completion_tokens": 0, "total_tokens": num_prompt_tokens}
+
+
+def event(value: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(value)}\n\n"

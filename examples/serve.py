@@ -1,8 +1,8 @@
 """A model of the Llama family behind an OpenAI-compatible HTTP server, on a `jaxpaged.Engine`.
 
     python examples/serve.py --port 8000
-    curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '{"model": "SmolLM2-135M-Instruct",
-        "messages": [{"role": "user", "content": "What is a page table?"}], "stream": true}'
+    curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '
+        {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": [{"role": "user", "content": "What is a page table?"}]}'
 
 `engine_thread.py` is the part to copy: the thread that owns the engine. This is HTTP around it; `docs/serving.md`.
 """

@@ -1,8 +1,8 @@
 """The portable decode kernel against the Hopper one, "xla" and the floor: `python -m benchmarks.portable`.
 
-A way is "mosaic_gpu", "xla", or a form of the portable kernel, tma or cp_async, with /stages/partitions/tokens of a
-tile after it or not, 0 for the default: tma, cp_async/2, tma/3/16, tma/3/0/128. Each is checked against the reference
-before it is timed. The columns are those of benchmarks/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
+A way is "mosaic_gpu", "xla", or a form of the portable kernel, tma or cp_async, with /stages/partitions after it or
+not: tma, cp_async/2, tma/3/16. Each is checked against the reference before it is timed. The columns are those of
+benchmarks/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
 
     python -m benchmarks.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
 """
@@ -34,11 +34,10 @@ def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
     missing = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
     a = check_arguments(*arrays, **(dict.fromkeys(missing) | options))  # type: ignore[arg-type]
     copies, *numbers = way.split("/")
-    num_stages, num_partitions, tile = (int(number) or None for number in (numbers + ["0"] * 3)[:3])
+    num_partitions = int(numbers[1]) if len(numbers) > 1 else None
     config = portable.config_of(a, _device.gpu(), num_partitions=num_partitions, window=options.get("sliding_window"))
-    changes: dict[str, Any] = {"copies": copies, "num_stages": num_stages, "tile": tile}
-    config = dataclasses.replace(config, **{name: value for name, value in changes.items() if value})
-    return portable.launch(config, None, a)[0]
+    changes: dict[str, Any] = {"copies": copies} | ({"num_stages": int(numbers[0])} if numbers else {})
+    return portable.launch(dataclasses.replace(config, **changes), None, a)[0]
 
 
 def compile_way(point: Point, way: str) -> Any:

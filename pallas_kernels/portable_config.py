@@ -30,7 +30,6 @@ class Config:
     num_partitions: int  # programs for each sequence and KV head, merged by XLA if there are several
     num_stages: int  # tiles of K, and of V, in SMEM at a time
     copies: Literal["tma", "cp_async"]  # how tiles come to SMEM: see `portable_decode._copies`
-    tile: int = TILE  # tokens, a multiple of 64
 
 
 def check_supported(

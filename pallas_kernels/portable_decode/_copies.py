@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._fetch import WARPS, rows_of_copy
 from pallas_kernels._walk import Walk
-from pallas_kernels.portable_config import COLUMNS
+from pallas_kernels.portable_config import COLUMNS, TILE
 from pallas_kernels.portable_decode import _cp_async
 from pallas_kernels.portable_decode._refs import Refs, matrix
 
@@ -49,9 +49,9 @@ class CpAsync:
         """The blocks of our i-th tile; the null block where nothing may be read."""
         tables, num_blocks = self.refs.block_tables, self.refs.k_cache.shape[0]
         first, end = self.walk.entries_to_follow()
-        start = lax.div(self.walk.tile_of(i) * self.walk.tile, jnp.int32(self.walk.block_size))
+        start = lax.div(self.walk.tile_of(i) * TILE, jnp.int32(self.walk.block_size))
         ids = []
-        for entry in (start + j for j in range(max(1, self.walk.tile // self.walk.block_size))):
+        for entry in (start + j for j in range(max(1, TILE // self.walk.block_size))):
             block_id = tables[self.walk.seq, jnp.minimum(entry, tables.shape[1] - 1)]
             follow = jnp.logical_and(entry >= first, entry < end)
             ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
@@ -92,7 +92,7 @@ class CpAsync:
         def _start() -> None:
             slot, kv_head = lax.rem(i, jnp.int32(self.stages)), self.walk.partition.kv_head
             # Where in its first block the tile begins.
-            offset = lax.rem(self.walk.tile_of(i) * self.walk.tile, jnp.int32(self.walk.block_size))
+            offset = lax.rem(self.walk.tile_of(i) * TILE, jnp.int32(self.walk.block_size))
             self.start_tile(ring, slot, ids, offset, kv_head)
             for source, target in scales:
                 self.start_scales(source, target.at[slot], ids, offset, kv_head)
@@ -123,19 +123,18 @@ class Tma(CpAsync):
 
     def start_tile(self, ring: Ring, slot: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
         block_size = self.walk.block_size
-        tile = self.walk.tile
-        count = rows_of_copy(block_size, tile)
-        copies_of_id = tile // len(ids) // count
+        count = rows_of_copy(block_size, TILE)
+        copies_of_id = TILE // len(ids) // count
         plgpu.commit_smem()  # all warps' reads of this slot come before the copy engine's writes
 
         @plgpu.warp_map
         def _copy(warp: jax.Array) -> None:
-            for first in range(0, tile // count, WARPS):  # every fourth copy is this warp's
+            for first in range(0, TILE // count, WARPS):  # every fourth copy is this warp's
                 block_id = ids[first // copies_of_id]
                 for i in range(1, WARPS):
                     block_id = jnp.where(warp >= i, ids[(first + i) // copies_of_id], block_id)
                 row = (first + warp) * count
-                start = offset + lax.rem(row, jnp.int32(min(block_size, tile)))
+                start = offset + lax.rem(row, jnp.int32(min(block_size, TILE)))
                 plgpu.copy_gmem_to_smem(
                     ring.cache.at[block_id, pl.ds(start, count), kv_head],
                     ring.tiles.at[slot, pl.ds(row, count)],
@@ -154,7 +153,7 @@ class Interpreted(Tma):
             rows[...] = refs.q[partition.seq, token, heads, :]
 
     def start_scales(self, source: Any, target: Any, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
-        count = self.walk.tile // len(ids)
+        count = TILE // len(ids)
         for j, block_id in enumerate(ids):
             target[pl.ds(j * count, count)] = source[block_id, pl.ds(offset, count), kv_head]
 

@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import llvm, nvvm
 
 from pallas_kernels._rows import SCALAR
 from pallas_kernels.paged_prefill._mlir import arith, constant
+from pallas_kernels.portable_config import TILE
 
 THREADS = 128
 CHUNK = 16  # bytes
@@ -56,11 +57,9 @@ def copy_tile(
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
         slot, kv_head, *block_ids = map(_scalar, scalars)
         _, block_size, kv_heads, head_dim = ir.MemRefType(source.type).shape
-        row_tiles, _, tile_rows, _ = ir.MemRefType(target.type).shape
-        tile = row_tiles * tile_rows
         row_bytes = head_dim * utils.bitwidth(ir.MemRefType(source.type).element_type) // 8
         for chunk in _chunks(target):
-            block_id, its_slot = _place(chunk.row, chunk.rows, tile, block_ids, slot)
+            block_id, its_slot = _place(chunk.row, chunk.rows, block_ids, slot)
             row = _sum(_product(its_slot, kv_heads), kv_head)
             number = arith.addi(_product(_wide(block_id), block_size * kv_heads), _wide(row))
             in_head = None if row_bytes == chunk.width else _below(chunk.byte, row_bytes)
@@ -77,9 +76,8 @@ def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Ar
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
         slot, kv_head, *block_ids = map(_scalar, scalars)
         _, block_size, kv_heads = ir.MemRefType(source.type).shape
-        [tile] = ir.MemRefType(target.type).shape
-        token = arith.remui(_thread(), _i32(tile))
-        block_id, its_slot = _place(token, range(tile), tile, block_ids, slot)
+        token = arith.remui(_thread(), _i32(TILE))
+        block_id, its_slot = _place(token, range(TILE), block_ids, slot)
         number = arith.addi(
             _product(_wide(block_id), block_size * kv_heads), _wide(_sum(_product(its_slot, kv_heads), kv_head))
         )
@@ -88,7 +86,7 @@ def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Ar
             "cp.async.ca.shared.global [$0], [$1], 4;",
             place,
             _address(source, number, 4, _i32(0)),
-            predicate=_below(_thread(), tile),
+            predicate=_below(_thread(), TILE),
             has_side_effects=True,
         )
 
@@ -153,9 +151,9 @@ def _chunks(smem: Any) -> Iterator[_Chunk]:
         yield _Chunk(row, rows, byte, width, arith.addi(_pointer(smem), offset))
 
 
-def _place(row: Any, rows: range, tile: int, ids: Sequence[Any], slot: Any) -> tuple[Any, Any]:
+def _place(row: Any, rows: range, ids: Sequence[Any], slot: Any) -> tuple[Any, Any]:
     """The block, and the slot in it, of a row of a tile that is in `rows`; the first block begins at `slot`."""
-    run = tile // len(ids)
+    run = TILE // len(ids)
     first = rows[0] // run
     block_id = ids[first]
     for i in range(first + 1, rows[-1] // run + 1):

@@ -18,7 +18,7 @@ from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.paged_decode import by_row
 from pallas_kernels.paged_prefill import _merge
-from pallas_kernels.portable_config import COLUMNS, Config
+from pallas_kernels.portable_config import COLUMNS, TILE, Config
 from pallas_kernels.portable_decode import _results
 from pallas_kernels.portable_decode._copies import CpAsync, Ids, Interpreted, Ring, Tma
 from pallas_kernels.portable_decode._operands import RIGHT, Narrow, Wide, product
@@ -52,7 +52,7 @@ def _kernel(refs: Refs, *, config: Config, interpret: Any) -> None:
         num_kv_heads=refs.k_cache.shape[2],
     )
     window = None if refs.sliding_window is None else refs.sliding_window[0]
-    walk = Walk.of(partition, window=window, q_len=q_len, block_size=refs.block_size, tile=config.tile)
+    walk = Walk.of(partition, window=window, q_len=q_len, block_size=refs.block_size, tile=TILE)
 
     # 2. Q and the first tiles are on their way.
     k_tiles, v_tiles = ((ring[0] if narrow and not interpret else ring) for ring in (refs.k_smem, refs.v_smem))
@@ -89,7 +89,7 @@ def _kernel(refs: Refs, *, config: Config, interpret: Any) -> None:
         # a. S^T = K Q^T
         copies.wait_keys(slot)  # every warp has come here: all are done with the values of the tile before
         copies.start_values(i + stages - 1, values_ids)
-        scores = _rows.zeros((config.tile, rows))
+        scores = _rows.zeros((TILE, rows))
         for c in chunks:
             scores = product(scores, tiles.keys(slot, c), tiles.query(c) if kept is None else kept[c], interpret)
         if unit is not None:
@@ -125,7 +125,7 @@ def _kernel(refs: Refs, *, config: Config, interpret: Any) -> None:
     state = State(
         acc=tuple(_rows.zeros((COLUMNS, rows)) for _ in chunks),
         m=_rows.full_rows(rows, LOWEST),
-        l=_rows.zeros((config.tile, rows)),
+        l=_rows.zeros((TILE, rows)),
         values_ids=ids[stages - 1],
         keys_ids=ids[stages],
     )

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _fetch, _scales, _widen
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
-from pallas_kernels.portable_config import COLUMNS, Config
+from pallas_kernels.portable_config import COLUMNS, TILE, Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,26 +78,26 @@ def scratch(
     """SMEM and barriers, by the names of `Refs`."""
     rows, width = filled_rows(q_len, group, rows_first=False), round_up(head_dim, COLUMNS)
     of_rows = next(columns for columns in (64, 32, 16, 8) if rows % columns == 0)
-    stages, tile = config.num_stages, config.tile
+    stages = config.num_stages
     narrow = is_narrow(cache_dtype)
-    ring = plgpu.SMEM((stages, tile, width), cache_dtype, transforms=matrix(COLUMNS, 2))
+    ring = plgpu.SMEM((stages, TILE, width), cache_dtype, transforms=matrix(COLUMNS, 2))
     arrays: dict[str, Any] = {}
     if narrow:
         ring = _widen.scratch(
-            (stages, tile, width), rows=rows, chunk=COLUMNS, dtype=cache_dtype, head_dim=width, interpret=interpret
+            (stages, TILE, width), rows=rows, chunk=COLUMNS, dtype=cache_dtype, head_dim=width, interpret=interpret
         )["k_smem"]
         arrays["wide_q_smem"] = plgpu.SMEM((width, rows), jnp.float16, transforms=matrix(of_rows, 2))
         for name, scale in zip(("k_scales_smem", "v_scales_smem"), scales, strict=True):
             if _scales.of_tokens(scale):
-                arrays[name] = plgpu.SMEM((stages, tile), jnp.float32)
+                arrays[name] = plgpu.SMEM((stages, TILE), jnp.float32)
     if config.copies == "tma":
         for name in ("k_full", "v_full"):
-            num_copies = tile // _fetch.rows_of_copy(block_size, tile)
+            num_copies = TILE // _fetch.rows_of_copy(block_size, TILE)
             arrays[name] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages)
     return dict(
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix(COLUMNS, 2)),
         k_smem=ring,
         v_smem=ring,
-        p_smem=plgpu.SMEM((tile, rows), jnp.float16 if narrow else dtype, transforms=matrix(of_rows, 2)),
+        p_smem=plgpu.SMEM((TILE, rows), jnp.float16 if narrow else dtype, transforms=matrix(of_rows, 2)),
         **arrays,
     )

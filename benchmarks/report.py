@@ -54,6 +54,11 @@ VARIANTS = (  # GPU, file, shape, what the file calls it
     *(("H200", "decisions/rows_h200", f"32/8 {seqs}x8192 q_len=16", "run 5 | {} | default") for seqs in (1, 64)),
     *(("H100", "h100/balanced", "32/8 8xoutlier131072", f"{{}} {plan}") for plan in ("default", "balanced")),
 )
+PREFIXES = {
+    "apart": "512, nothing in common",
+    "completions": "64, 8 completions of each",
+    "system prompt": "512, behind 512 equal tokens",
+}
 SHARED = {
     "64x8448 shared=8192": "64 x (8192 + 256)",
     "64x2304 shared=2048": "64 x (2048 + 256)",
@@ -203,6 +208,14 @@ def portable() -> str:
     return table(head, rows)
 
 
+def engine_prefixes() -> str:
+    found, rows = points("h100/engine_prefixes"), []
+    for name, text in PREFIXES.items():
+        off, on = (found[f"{name}, {cache}"] for cache in ("off", "on"))
+        rows.append([text, f"{off['tokens_per_s']:,.0f}", f"{on['tokens_per_s']:,.0f}", f"{on['num_found']:,}"])
+    return table(("prompts", "without", "with", "tokens found"), rows)
+
+
 def quantised() -> str:
     rows = []
     for gpu, name in QUANTISED:
@@ -300,6 +313,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefill": prefill,
     "packed": packed,
     "engine": engine,
+    "engine prefixes": engine_prefixes,
     "quantised": quantised,
     "shared": shared,
     "portable": portable,

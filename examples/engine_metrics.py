@@ -25,6 +25,7 @@ def metrics_text(engine: EngineThread) -> str:
     for name, kind, meaning, value in families:
         lines += [f"# HELP jaxpaged_{name} {meaning}", f"# TYPE jaxpaged_{name} {kind}", f"jaxpaged_{name} {value}"]
     name = "jaxpaged_finished_requests_total"
-    lines += [f"# HELP {name} Completions that ended.", f"# TYPE {name} counter"]
+    meaning = "Completions that ended; by abort also those that met a stop string."
+    lines += [f"# HELP {name} {meaning}", f"# TYPE {name} counter"]
     lines += [f'{name}{{reason="{reason}"}} {engine.finished[reason]}' for reason in ("stop", "length", "abort")]
     return "\n".join(lines) + "\n"

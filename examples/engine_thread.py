@@ -130,7 +130,13 @@ class EngineThread:
         return generation
 
     def start(self, generation: Generation, requests: list[Request]) -> None:
-        """Sends the requests to the engine."""
+        """Sends the requests to the engine.
+
+        Raises:
+            DrainingError: the places were lost, because draining has taken too long.
+        """
+        if generation not in self._open:
+            raise DrainingError
         generation.requests, generation.num_unfinished = requests, len(requests)
         self._inbox.put(functools.partial(self._add, generation))
 

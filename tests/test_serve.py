@@ -384,6 +384,21 @@ def test_draining_aborts_what_takes_too_long(service, gate):
         assert list(stream)[-1].choices[0].finish_reason == "abort"
 
 
+def test_draining_does_not_wait_for_a_prompt_that_is_read_too_long(service, monkeypatch):
+    read, encode = threading.Event(), serve.Service._encode
+    monkeypatch.setattr(serve.Service, "_encode", lambda self, ask: read.wait(60) and encode(self, ask))
+    with running(service, drain_seconds=0.05) as server:
+        engine, statuses = server.service.engine, []
+        client = threading.Thread(target=lambda: statuses.append(ask(server.port, body=body())[0]))
+        client.start()
+        wait_for(lambda: engine.num_open == 1)
+        server.server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: engine.num_open == 0)
+        read.set()
+        client.join(60)
+        assert statuses == [503]
+
+
 def test_an_engine_that_fails_ends_the_server(service, monkeypatch):
     engine = service.engine._engine
 

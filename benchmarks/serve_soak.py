@@ -3,7 +3,7 @@
     python -m benchmarks.serve_soak --clients 64 --seconds 120
 
 Each answer must be that of examples/generate.py, greedy, character by character. In the end no request is lost, all
-blocks are free, and SIGTERM ends the server with 0. The pool is too small for all seats: requests are preempted.
+blocks are free, and SIGTERM ends the server with 0. The pool has a quarter of the blocks that the seats may need.
 """
 
 import argparse

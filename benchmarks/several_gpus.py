@@ -5,16 +5,19 @@
   prefill    prompts for that model, one after the other in one jit
   context    one sequence, its blocks cut over the GPUs, `context_parallel_attention` against `paged_attention`
 
-Before a part is timed, its results on several GPUs are compared with those of one. Of each compiled program the
-collectives are counted, and none may give a result, nor a copy, of the size of a device's part of a cache. A step is
-compiled with each of `--variants`. Figures are microseconds, of a call or of a step.
+Before a part is timed, its results on several GPUs are compared with those of one. Of a model the logits are, with two
+layers; the timed layers are copies of these. Of each compiled program the collectives are counted, and none may give a
+result, nor a copy, of the size of a device's part of a cache. A step is compiled with each of `--variants`. Figures are
+microseconds, of a call or of a step.
 
     python -m benchmarks.several_gpus --parts step --shapes 64x2048 --variants default graphs
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m benchmarks.several_gpus --toy    # on a CPU
 """
 
 import argparse
+import dataclasses
 import functools
+import itertools
 import math
 import statistics
 import sys
@@ -29,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import decode_step, llama_step
-from benchmarks.decode_step import State, loop, start, time_loop
+from benchmarks.decode_step import CHECKED_LAYERS, State, loop, start, time_loop
 from benchmarks.harness import Store, add_output, open_store, slope_microseconds
 from benchmarks.points import Inputs, Point, make_inputs, parse
 from jaxpaged import context_parallel_attention, paged_attention
@@ -49,7 +52,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "graphs": NCCL_IN_GRAPHS,
     "graphs_sync": NCCL_IN_GRAPHS | {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"},
 }
-MOST_ERROR = 5e-2  # of the largest number: logits of random bfloat16 weights differ by up to 2 %
+MOST_ERROR = 5e-2  # of the largest number
 SHAPES = dict(
     attention=("64x2048", "64x8192", "1x32768"),
     step=("64x2048", "1x8192"),
@@ -152,12 +155,25 @@ def context(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
 class Models:
     """The model on one GPU and on all of the mesh, with the same weights."""
 
-    def __init__(self, config: LlamaConfig, mesh: Mesh):
+    def __init__(self, config: LlamaConfig, mesh: Mesh, one: Llama, cut: Llama):
         self.config, self.mesh = config, mesh
-        abstract = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        self.graph, _ = nnx.split(abstract)
-        self.weights, _ = llama_step.example_model(config)
-        self.own_graph, self.cut_weights = nnx.split(shard_model(nnx.merge(self.graph, self.weights), config, mesh))
+        self.graph, self.weights = nnx.split(one)
+        self.cut_graph, self.cut_weights = nnx.split(cut)
+
+    @staticmethod
+    def create(config: LlamaConfig, mesh: Mesh) -> "Models":
+        graph, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+        one = nnx.merge(graph, llama_step.example_model(config)[0])
+        return Models(config, mesh, one, shard_model(one, config, mesh))
+
+    def with_layers(self, num_layers: int) -> "Models":
+        """With copies of the layers, in turn: quicker than as many weights of their own, cut on the host."""
+        config = dataclasses.replace(self.config, num_layers=num_layers)
+        one, cut = nnx.merge(self.graph, self.weights), nnx.merge(self.cut_graph, self.cut_weights)
+        for model in (one, cut):
+            layers = itertools.islice(itertools.cycle(model.layers), num_layers)
+            model.layers = nnx.List([jax.tree.map(jnp.copy, layer) for layer in layers])
+        return Models(config, self.mesh, one, cut)
 
     def state(self, shape: str, *, cut: bool) -> State:
         num_seqs, length = map(int, shape.split("x"))
@@ -167,8 +183,11 @@ class Models:
         return replicate(self.mesh, State(state.tokens, put(self.mesh, state.caches, CACHE), state.allocator))
 
     def apply(self, cut: bool, weights: Any, tokens: jax.Array, caches: Any, allocator: Any, slots: jax.Array) -> Any:
-        model = nnx.merge(self.own_graph if cut else self.graph, weights)
+        model = nnx.merge(self.cut_graph if cut else self.graph, weights)
         return model(tokens.reshape(*slots.shape[:1], -1), caches, allocator, slots.reshape(*slots.shape[:1], -1))
+
+    def on_one(self, function: Any) -> Any:
+        return functools.partial(function, functools.partial(self.apply, False))
 
     def over_mesh(self, function: Any, out_specs: Any) -> Any:
         return jax.shard_map(
@@ -189,10 +208,19 @@ def prompts(apply: Any, weights: Any, state: State, *, length: int) -> tuple[Sta
     return State(logits.argmax(axis=-1).astype(jnp.int32), caches, allocator), logits
 
 
-def model_step(shape: str, models: Models, one_step: Any, variants: list[str]) -> dict[str, Any]:
+def check(shape: str, models: Models, one_step: Any) -> tuple[float, tuple[int, ...]]:
+    """The error of the logits, and the shape of a device's part of a cache."""
+
     def logits(apply: Any, weights: Any, state: State) -> jax.Array:
         return one_step(apply, weights, state)[1]
 
+    state, cut_state = models.state(shape, cut=False), models.state(shape, cut=True)
+    on_one, on_all = models.on_one(logits), models.over_mesh(logits, P())
+    ours, theirs = jax.jit(on_all)(models.cut_weights, cut_state), jax.jit(on_one)(models.weights, state)
+    return error(ours, theirs), part_shape(cut_state.caches[0].k)
+
+
+def model_step(shape: str, checked: Models, models: Models, one_step: Any, variants: list[str]) -> dict[str, Any]:
     def timed(function: Any, weights: Any, *, cut: bool, xla: Any) -> tuple[float, Any]:
         """Microseconds a step, and the program."""
         state = models.state(shape, cut=cut)
@@ -200,15 +228,11 @@ def model_step(shape: str, models: Models, one_step: Any, variants: list[str]) -
         compiled = lowered.compile(compiler_options=xla)
         return statistics.median(time_loop(compiled, weights, state)[1]) * 1e6, compiled
 
-    state, cut_state = models.state(shape, cut=False), models.state(shape, cut=True)
-    on_one = functools.partial(models.apply, False)
-    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, cut_state)
-    on_all = jax.jit(models.over_mesh(logits, P()))(models.cut_weights, cut_state)
-    result: dict[str, Any] = {"error": error(on_all, jax.jit(functools.partial(logits, on_one))(models.weights, state))}
-    part_of_cache = part_shape(cut_state.caches[0].k)
-    del state, cut_state
+    found, part_of_cache = check(shape, checked, one_step)
+    result: dict[str, Any] = {"error": found}
+    specs = State(P(), CACHE, P())  # type: ignore[arg-type]
     steps = functools.partial(loop, step=one_step)
-    result["one"], _ = timed(functools.partial(steps, on_one), models.weights, cut=False, xla={})
+    result["one"], _ = timed(models.on_one(steps), models.weights, cut=False, xla={})
     print(f"{shape}: one GPU {result['one']:.0f} us, error {result['error']:.1e}", flush=True)
     for name in variants:
         try:
@@ -225,17 +249,18 @@ def model_step(shape: str, models: Models, one_step: Any, variants: list[str]) -
 
 
 def measure(part: str, shapes: Any, mesh: Mesh, options: argparse.Namespace, store: Store) -> None:
-    models = None
+    checked = models = None
     for shape in shapes:
         if f"{part} {shape}" in store.points:
             continue
         if part in ("step", "prefill") and models is None:
-            config = llama_step.toy(2) if options.toy else llama_step.llama_3_8b(options.layers)
-            models = Models(config, mesh)
-        if models is not None:
+            config = (llama_step.toy if options.toy else llama_step.llama_3_8b)(CHECKED_LAYERS)
+            checked = Models.create(config, mesh)
+            models = checked.with_layers(3 if options.toy else options.layers)
+        if checked is not None and models is not None:
             length = int(shape.split("x")[1])
             one_step = decode_step.step if part == "step" else functools.partial(prompts, length=length)
-            result = model_step(shape, models, one_step, options.variants)
+            result = model_step(shape, checked, models, one_step, options.variants)
         else:
             result = {"attention": attention, "context": context}[part](shape, mesh, options.toy)
         store.add(f"{part} {shape}", result)

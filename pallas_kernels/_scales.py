@@ -1,4 +1,4 @@
-"""Scales of an 8-bit cache in the decode kernel: where they are read and what they multiply.
+"""Scales of an 8-bit cache in the kernels: where they are read and what they multiply.
 
     x_t = scale s^K_t q . k_t,    out = sum_t p_t s^V_t v_t / sum_t p_t
 
@@ -15,11 +15,11 @@ that the scales of the other heads, which lie between, are found in L2.
 
 Interpret mode has no such copies: there the computing warpgroup reads them from GMEM.
 
-Everything here is traced inside the decode kernel.
+Everything here is traced inside the kernels.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,19 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, SCALAR
-from pallas_kernels._walk import Walk
 
-TOKENS = ROWS.reduce(1)  # [tile]: every thread holds the tokens of its rows
 LEAST = 2.0**-100  # a scale of 0 has a logarithm too
 LANES = 32
+
+
+class WalkOrItem(Protocol):
+    """Of the decode kernel or the prefill kernel: a sequence, and what is read of its table."""
+
+    @property
+    def seq(self) -> jax.Array: ...
+    @property
+    def tile(self) -> int: ...
+    def entries_to_follow(self) -> tuple[jax.Array, jax.Array]: ...
 
 
 def of_tokens(*scales: Any | None) -> tuple[Any, ...]:
@@ -65,6 +73,7 @@ class Scales:
     full: Any  # barriers [stages], likewise
     stages: int
     interpret: Any
+    tokens_axis: int = 0  # of the products
 
     @property
     def of_tokens(self) -> tuple[Any, ...]:
@@ -77,7 +86,7 @@ class Scales:
         return scales[self.kv_head if scales.shape[0] > 1 else 0]
 
     def of_tile(
-        self, walk: Walk, tables: Any, tile: jax.Array, stage: jax.Array
+        self, walk: WalkOrItem, tables: Any, tile: jax.Array, stage: jax.Array
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """Those of K and V, f32 [tile] or None, of a tile of the sequence that was fetched into `stage`."""
         if not self.of_tokens:
@@ -88,7 +97,8 @@ class Scales:
         else:
             plgpu.barrier_wait(self.full.at[stage])
             ring = [self.ring.at[stage, j] for j in range(len(self.of_tokens))]
-            loaded = [plgpu.load(scales, layout=TOKENS, optimized=False) for scales in ring]
+            layout = ROWS.reduce(1 - self.tokens_axis)  # every thread holds those of its part of the products
+            loaded = [plgpu.load(scales, layout=layout, optimized=False) for scales in ring]
         k = loaded[0] if self.k is self.of_tokens[0] else None
         v = loaded[-1] if self.v is self.of_tokens[-1] else None
         return k, v
@@ -168,7 +178,7 @@ def _commit_and_wait(pending: int) -> None:
     _wait()
 
 
-def _slots(walk: Walk, tables: Any, tile: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
+def _slots(walk: WalkOrItem, tables: Any, tile: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
     """The slots of the tokens of a tile, int32 [tile]; those of the null block where nothing may be read."""
     tokens = jnp.arange(walk.tile, dtype=jnp.int32) + tile * walk.tile
     entries = tokens // block_size
@@ -178,12 +188,12 @@ def _slots(walk: Walk, tables: Any, tile: jax.Array, num_blocks: int, block_size
     return ids * block_size + tokens % block_size
 
 
-def over_tokens(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [0])
+def over_tokens(vector: jax.Array, shape: tuple[int, ...], tokens_axis: int = 0) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, [tokens_axis])
 
 
-def peaks(logits: jax.Array, v_scales: jax.Array, visible: jax.Array | None) -> jax.Array:
+def peaks(logits: jax.Array, v_scales: jax.Array, visible: jax.Array | None = None, tokens_axis: int = 0) -> jax.Array:
     """What the running maximum is taken of, f32 [tile, rows]."""
     size = jnp.maximum(jnp.abs(v_scales), jnp.full(v_scales.shape, LEAST, jnp.float32))
-    logits += over_tokens(jnp.log(size) * LOG2E, logits.shape)
+    logits += over_tokens(jnp.log(size) * LOG2E, logits.shape, tokens_axis)
     return logits if visible is None else jnp.where(visible, logits, jnp.full(logits.shape, LOWEST, jnp.float32))

@@ -16,8 +16,10 @@ logits are multiplied by that power. Numbers below 2^-14 of the largest lose bit
 Weights of a softmax up to 2^HEADROOM use float16's whole range: down to 2^-29 of the largest, a weight is off by at
 most 2^-11 of itself; a bfloat16 one is off by 2^-9.
 
-Everything here is traced inside the decode kernel. Interpret mode has neither two views of one buffer nor products with
-an operand in registers: there the same orders come about by reshaping.
+The prefill kernel, which widens K and V in SMEM, takes only the conversions from here.
+
+Everything here is traced inside the kernels. Interpret mode has neither two views of one buffer nor products with an
+operand in registers: there the same orders come about by reshaping.
 """
 
 import dataclasses
@@ -122,7 +124,7 @@ def load_q(q: Any, target_of: Callable[[int], Any], interpret: Any) -> jax.Array
         largest = plgpu.layout_cast(jnp.full((rows,), 0.0, jnp.float32), ROW_VECTOR)
         for start in range(0, width, 64):
             largest = jnp.maximum(largest, jnp.abs(load(start).astype(jnp.float32)).max(axis=0))
-        unit = _power_of_two(largest)
+        unit = power_of_two(largest)
     for start in range(0, width, 64):
         columns = load(start)
         if unit is not None:
@@ -137,7 +139,7 @@ def ordered(acc: jax.Array, interpret: Any) -> jax.Array:
     return _in_order(acc, own) if interpret else _exchange(acc, own)
 
 
-def _power_of_two(x: jax.Array) -> jax.Array:
+def power_of_two(x: jax.Array) -> jax.Array:
     """The largest power of two that is not above x, within what has an inverse, f32."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.full(x.shape, 0x7F800000, jnp.int32)
     power = lax.bitcast_convert_type(bits, jnp.float32)
@@ -169,7 +171,7 @@ def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.
     def widen(_: Any, narrow: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         wide = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
         for (i, j, *rest), register in np.ndenumerate(narrow.registers):
-            for h, half in enumerate(_halves(register, dtype, transposed)):
+            for h, half in enumerate(halves(register, dtype, transposed)):
                 # [rows / 64, columns / 8, -, -, which eight of the 16 rows of a warp, -, -, -, -]
                 target = (i, j, 0, 0, h) if transposed else (i, 2 * j + h, 0, 0, rest[2])
                 wide[(*target, 0, 0, 0, 0)] = half
@@ -183,7 +185,7 @@ def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.
     )(widen)(words)
 
 
-def _halves(register: ir.Value, dtype: Any, transposed: bool) -> list[ir.Value]:
+def halves(register: ir.Value, dtype: Any, transposed: bool) -> list[ir.Value]:
     """The bytes 0 to 3 of a register as two of two float16 each: 0, 1 and 2, 3; where `transposed` 0, 2 and 1, 3."""
     i32 = ir.IntegerType.get_signless(32)
     pairs = ((0, 2), (1, 3)) if transposed else ((0, 1), (2, 3))
@@ -229,7 +231,7 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
         ]
         taken, dtype = np.empty_like(x.registers), x.registers.flat[0].type
         for index in np.ndindex(*x.registers.shape):
-            eights = [_words_of(x.registers[(*index[:4], h, *index[5:])]) for h in range(2)]
+            eights = [words_of(x.registers[(*index[:4], h, *index[5:])]) for h in range(2)]
             words = [
                 utils.inline_ptx(
                     "{ .reg .b32 a, b; .reg .pred p; shfl.sync.idx.b32 a, $1, $3, 31, -1; "
@@ -242,7 +244,7 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
                 )
                 for pair in zip(*eights, strict=True)
             ]
-            taken[index] = _from_words(words, dtype)
+            taken[index] = from_words(words, dtype)
         return mgpu.FragmentedArray(_registers=taken, _layout=x.layout, _is_signed=x.is_signed)
 
     return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=ROWS))(
@@ -250,14 +252,14 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
     )(x)
 
 
-def _words_of(register: ir.Value) -> list[ir.Value]:
+def words_of(register: ir.Value) -> list[ir.Value]:
     """A vector of registers of 32 bits."""
     bits = utils.bitwidth(register.type)
     words = vector.bitcast(ir.VectorType.get((bits // 32,), ir.IntegerType.get_signless(32)), register)
     return [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(bits // 32)]
 
 
-def _from_words(words: list[ir.Value], dtype: ir.Type) -> ir.Value:
+def from_words(words: list[ir.Value], dtype: ir.Type) -> ir.Value:
     return vector.bitcast(dtype, vector.from_elements(ir.VectorType.get((len(words),), words[0].type), words))
 
 

@@ -18,11 +18,23 @@ class Config:
     heads: int  # query heads of an item, which divide the group
     item_tokens: int  # query tokens of an item, a multiple of 8
     tile: int  # tokens of keys a step
-    num_stages: int  # tiles of K, and of V, in SMEM
+    num_stages: int  # tiles of K, and of V, in SMEM, of 16 bits
     separate_output: bool  # whether O has its own SMEM, so that the next item's Q is fetched while O is written
     num_parts: int = 1  # of the tiles that an item sees, each a program's; more than one are merged after the kernel
-    registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches
+    registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches or widens
     causal: bool = True  # False: every query token sees the whole sequence, and stands at its last token
+    num_narrow_stages: int = 0  # tiles of K, and of V, of an 8-bit cache, as they are fetched; 0: of 16 bits
+
+    @property
+    def num_fetched_stages(self) -> int:
+        return self.num_narrow_stages or self.num_stages
+
+    @property
+    def num_scale_stages(self) -> int:
+        """Tiles whose scales of tokens are in SMEM: so many that they need no barrier to be replaced. A tile is fetched
+        after the values `num_narrow_stages` tiles before it are widened, and these after the products with those
+        `num_stages` before them, which follow their tile's softmax."""
+        return self.num_narrow_stages + self.num_stages
 
 
 def check_supported(
@@ -42,12 +54,19 @@ def check_supported(
         )
 
 
-def default_config(*, group: int, head_dim: int, num_sms: int, num_parts: int = 1, causal: bool = True) -> Config:
+def default_config(
+    *, group: int, head_dim: int, num_sms: int, num_parts: int = 1, causal: bool = True, itemsize: int = 2
+) -> Config:
+    """`itemsize`: of the cache's numbers, in bytes."""
     heads, item_tokens = heads_and_tokens(group)
     width = round_up(head_dim, 64)
     # Of head_dim 128, O takes 64 registers of a thread: 128 tokens a step spill registers, and 64 are faster on an
     # H100. Of head_dim 64 none are spilled, and 128 are faster.
     tile, num_stages = {64: (128, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}[width]
+    registers, num_narrow_stages = (232, 40), 0
+    if itemsize == 1:
+        num_stages, num_narrow_stages = {64: (3, 3), 128: (3, 3), 192: (2, 3)}[width]
+        registers = (216, 40)  # of 512 threads, which have 65536 together
     return Config(
         num_programs=num_sms,
         heads=heads,
@@ -56,7 +75,9 @@ def default_config(*, group: int, head_dim: int, num_sms: int, num_parts: int = 
         num_stages=num_stages,
         separate_output=width <= 128,
         num_parts=num_parts,
+        registers=registers,
         causal=causal,
+        num_narrow_stages=num_narrow_stages,
     )
 
 

@@ -14,7 +14,7 @@ from tests.kernels import prefill
 from tests.kernels.interpret import FAULTS
 
 pytestmark = pytest.mark.gpu
-BF16 = jnp.bfloat16
+BF16, E4M3, E5M2, INT8 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
 LENGTHS = (0, 1, 15, 33, 300, 777, 1040, 64)
 COUNTS = (0, 1, 15, 7, 300, 100, 33, 64)
 attend = functools.partial(prefill.attend, interpret=None)
@@ -61,6 +61,61 @@ def test_parts_of_keys(name, head_dim, num_parts):
     prefill.check(case, COUNTS, num_sms=132, num_parts=num_parts)
 
 
+@pytest.mark.parametrize("scale_shape", [None, "tensor", "head", "token_head"])
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2, INT8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_narrow_caches(head_dim, cache_dtype, scale_shape):
+    case = ragged_case(head_dim=head_dim, cache_dtype=cache_dtype, scale_shape=scale_shape)
+    prefill.check(case, COUNTS, num_sms=132)
+
+
+@pytest.mark.parametrize("scale_shape", ["head", "token_head"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_a_narrow_cache(name, scale_shape):
+    case = ragged_case(head_dim=128, cache_dtype=E4M3, scale_shape=scale_shape, options=OPTIONS[name])
+    prefill.check(case, COUNTS, num_sms=132)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
+def test_blocks_of_a_narrow_cache(block_size):
+    shape = dict(block_size=block_size, cache_dtype=E4M3, scale_shape="token_head", options=OPTIONS["window"])
+    prefill.check(ragged_case(head_dim=128, **shape), COUNTS, num_sms=132)
+
+
+@pytest.mark.parametrize("head_dim", [32, 48, 80, 96, 112, 192])
+@pytest.mark.parametrize("cache_dtype", [E4M3, INT8])
+def test_heads_of_a_narrow_cache(head_dim, cache_dtype):
+    case = ragged_case(head_dim=head_dim, cache_dtype=cache_dtype, scale_shape="head", options=OPTIONS["all"])
+    prefill.check(case, COUNTS, num_sms=132)
+
+
+@pytest.mark.parametrize("num_sms", [1, 7])
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_any_number_of_programs_and_a_narrow_cache(dtype, num_sms):
+    case = ragged_case(head_dim=128, dtype=dtype, cache_dtype=E4M3, scale_shape="token_head")
+    prefill.check(case, COUNTS, num_sms=num_sms)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_parts_of_a_narrow_cache(head_dim):
+    case = ragged_case(head_dim=head_dim, cache_dtype=E4M3, scale_shape="token_head", options=OPTIONS["all"])
+    prefill.check(case, COUNTS, num_sms=132, num_parts=7)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
+def test_queries_that_float16_does_not_hold(factor):
+    case = ragged_case(head_dim=128, cache_dtype=E4M3, scale_shape="head")
+    q = (case.q.astype(jnp.float32) * factor).astype(BF16)
+    case = case.replace(q=q, options=case.options | {"scale": 0.1 / factor})
+    prefill.check(case, COUNTS, num_sms=132)
+
+
+def test_scales_below_zero():
+    case = ragged_case(head_dim=128, kv_heads=2, cache_dtype=E4M3)
+    for k_scale, v_scale in ((jnp.array([-0.3, 0.2]), jnp.float32(-2.0)), (jnp.float32(-0.3), jnp.array([1.0, -3.0]))):
+        prefill.check(case.replace(options={"k_scale": k_scale, "v_scale": v_scale}), COUNTS, num_sms=132)
+
+
 def test_a_scale_below_zero():
     prefill.check(ragged_case(head_dim=128, options={"scale": -0.3}), COUNTS, num_sms=132)
 
@@ -72,8 +127,9 @@ def test_a_wrong_result_is_noticed(fault):
     assert not prefill.good_rows(case, (2, 2), out).all(axis=-1).any()
 
 
-def test_equal_bits_twice():
-    case = ragged_case(head_dim=128)
+@pytest.mark.parametrize("shape", [{}, dict(cache_dtype=E4M3, scale_shape="token_head")], ids=str)
+def test_equal_bits_twice(shape):
+    case = ragged_case(head_dim=128, **shape)
     first, second = (attend(case, COUNTS, num_sms=132) for _ in range(2))
     for x, y in zip(first, second, strict=True):
         assert (np.asarray(x[:-1]).view(np.uint8) == np.asarray(y[:-1]).view(np.uint8)).all()

@@ -18,6 +18,9 @@ on each SM computes its share of them, one after the other, with three warpgroup
 | Q | GMEM to SMEM by asynchronous copies of 16 bytes, while the item before is written |
 | S, P, m, l, O | registers; O through SMEM to GMEM, lse directly to GMEM |
 
+An 8-bit cache is fetched as it is. A fourth warpgroup widens its tiles to float16 in SMEM, where the products read
+them; `_widener` says at what cost. Q becomes float16 in place.
+
 Without a causal mask (`Config.causal`) every query token sees the whole sequence: the queries of many sequences, for
 example, and the blocks that all of them begin with.
 
@@ -36,6 +39,7 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 | `prefill_config` | what the kernel takes, and how a call is cut up |
 | `_work_list`, `_item` | the items, and an item inside the kernel |
 | `_fetch` | how K and V are fetched |
+| `_widener` | how an 8-bit cache is widened; `pallas_kernels._scales` says where its scales are used |
 | `_steps` | what is done with a tile |
 | `_products`, `_logits` | the work of the tensor cores, and from the products of Q and K to the logits |
 | `_rows_of_item` | how Q is read and O and lse are written |

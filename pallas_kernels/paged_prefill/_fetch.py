@@ -5,6 +5,7 @@ Everything here is traced inside the kernel.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,12 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _sizes
 from pallas_kernels._fetch import WARPS, Ring, rows_of_copy
+from pallas_kernels._scales import Scales
 from pallas_kernels.paged_prefill._item import Item, Items
 from pallas_kernels.prefill_config import Config
 
 Ids = tuple[jax.Array, ...]  # of the blocks that a warp copies of a tile
+ScalesOf = Callable[[jax.Array], Scales]  # by KV head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Fetcher:
     keys: Ring
     values: Ring
     tables: Any  # GMEM, int32 [seqs, max_blocks]
+    scales_of: ScalesOf
     config: Config
 
     def run(self) -> None:
@@ -45,8 +48,9 @@ class Fetcher:
             return lax.fori_loop(item.begin, item.end, fetch_tile, (turn, self._ids(item, item.begin, warp)))[0]
 
         turn = lax.fori_loop(0, self.items.count(), fetch_item, jnp.int32(0))
+        self.scales_of(jnp.int32(0)).announce_last(turn)
         # No warp may exit while a barrier that it waited on still completes a phase.
-        for stage in range(self.config.num_stages):
+        for stage in range(self.config.num_fetched_stages):
 
             @pl.when(turn > stage)
             def _drain(stage: int = stage) -> None:
@@ -60,8 +64,7 @@ class Fetcher:
 
     def _ids(self, item: Item, tile: jax.Array, warp: jax.Array) -> Ids:
         num_blocks, block_size = self.keys.source.shape[:2]
-        first_entry = lax.div(item.first_visible, jnp.int32(block_size))
-        end_entry = _sizes.ceil_div(item.length, block_size)
+        first_entry, end_entry = item.entries_to_follow()
         ids = []
         for row in self._copies(warp)[1]:
             entry = lax.div(tile * self.config.tile + row, jnp.int32(block_size))
@@ -73,21 +76,28 @@ class Fetcher:
     def _copy(self, item: Item, tile: jax.Array, turn: jax.Array, ids: Ids, warp: jax.Array) -> None:
         count, rows = self._copies(warp)
         block_size, head_dim = self.keys.source.shape[1], self.keys.source.shape[3]
-        width, stages = self.keys.target.shape[2], self.config.num_stages
+        width, stages = self.keys.target.shape[2], self.config.num_fetched_stages
         stage = lax.rem(turn, jnp.int32(stages))
         # A copy as wide as SMEM reaches past the end of a narrower head, where the copy engine writes zeros. The start
         # must look dynamic, or tracing refuses the slice.
         columns = pl.ds(0 if head_dim == width else turn - turn, width)
+        starts = [
+            lax.rem(tile * self.config.tile + row, jnp.int32(block_size)) if block_size > count else 0 for row in rows
+        ]
         for ring in (self.keys, self.values):
 
             @pl.when(turn >= stages)
             def _wait(ring: Ring = ring) -> None:
                 plgpu.barrier_wait(ring.free.at[stage])
 
-            for block_id, row in zip(ids, rows, strict=True):
-                start = lax.rem(tile * self.config.tile + row, jnp.int32(block_size)) if block_size > count else 0
+            for block_id, start, row in zip(ids, starts, rows, strict=True):
                 plgpu.copy_gmem_to_smem(
                     ring.source.at[block_id, pl.ds(start, count), item.kv_head, columns],
                     ring.target.at[stage, pl.ds(row, count)],
                     ring.full.at[stage],
                 )
+        scales = self.scales_of(item.kv_head)
+        place = lax.rem(turn, jnp.int32(scales.stages))
+        for block_id, start, row in zip(ids, starts, rows, strict=True):
+            scales.fetch(block_id, start, place, row, count)
+        scales.announce(turn)

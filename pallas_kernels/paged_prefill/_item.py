@@ -32,12 +32,17 @@ class Item:
     first_visible: jax.Array  # position
     window: jax.Array | None
     tile: int
+    block_size: int
     causal: bool
 
-    def seen(self, tile: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    def seen(self, tile: jax.Array, shape: tuple[int, ...], layout: Any = _rows.ROWS) -> jax.Array:
         """bool `shape`: which tokens of a tile, on axis 0, may be seen by some query of the sequence."""
-        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_rows.ROWS) + tile * self.tile
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * self.tile
         return jnp.logical_and(tokens < self.length, tokens >= self.first_visible)
+
+    def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
+        """The first entry of the sequence's table row with a token that some query sees, and one past the last."""
+        return lax.div(self.first_visible, jnp.int32(self.block_size)), _sizes.ceil_div(self.length, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Items:
     program: jax.Array
     config: Config
     tokens: int  # of q
+    block_size: int
     kv_heads: int
     group: int
     window: jax.Array | None
@@ -105,6 +111,7 @@ class Items:
             first_visible=first_visible,
             window=window,
             tile=self.config.tile,
+            block_size=self.block_size,
             causal=self.config.causal,
         )
 

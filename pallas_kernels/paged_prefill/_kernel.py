@@ -9,9 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows, _sizes
-from pallas_kernels._fetch import Ring, rows_of_copy
+from pallas_kernels import _rows, _scales, _sizes
+from pallas_kernels._fetch import WARPS, Ring, rows_of_copy
 from pallas_kernels._rows import COLUMNS
+from pallas_kernels._scales import Scales
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.paged_prefill import _merge
 from pallas_kernels.paged_prefill._fetch import Fetcher
@@ -19,6 +20,7 @@ from pallas_kernels.paged_prefill._item import Items
 from pallas_kernels.paged_prefill._logits import Logits
 from pallas_kernels.paged_prefill._rows_of_item import WG_ROWS, RowsOfItem
 from pallas_kernels.paged_prefill._steps import Steps
+from pallas_kernels.paged_prefill._widener import Widener, q_as_float16
 from pallas_kernels.paged_prefill._work_list import WorkList
 from pallas_kernels.prefill_config import ROWS, Config
 
@@ -41,26 +43,45 @@ def _kernel(
         lax.axis_index("program"),
         config,
         tokens=refs["q"].shape[0],
+        block_size=refs["k_cache"].shape[1],
         kv_heads=refs["k_cache"].shape[2],
         group=group,
         window=window,
     )
-    keys = Ring(refs["k_cache"], refs["k_smem"], refs["k_full"], refs["k_free"])
-    values = Ring(refs["v_cache"], refs["v_smem"], refs["v_full"], refs["v_free"])
+    keys, values = multiplied = _rings(refs, "")
+    fetched = _rings(refs, "_narrow") if config.num_narrow_stages else multiplied
+    scales_of = functools.partial(
+        Scales,
+        refs.get("k_scale"),
+        refs.get("v_scale"),
+        ring=refs.get("scales_smem"),
+        full=refs.get("scales_full"),
+        stages=config.num_scale_stages,
+        interpret=interpret,
+        tokens_axis=1,
+    )
 
     @pl.when(warpgroup == 2)
     def _fetch() -> None:
         plgpu.set_max_registers(config.registers[1], action="decrease")
-        Fetcher(items, keys, values, refs["block_tables"], config).run()
+        Fetcher(items, *fetched, refs["block_tables"], scales_of, config).run()
+
+    if config.num_narrow_stages:
+
+        @pl.when(warpgroup == 3)
+        def _widen() -> None:
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            Widener(items, fetched, multiplied, config, interpret).run()
 
     @pl.when(warpgroup < 2)
     def _compute() -> None:
         plgpu.set_max_registers(config.registers[0], action="increase")
         first_row = warpgroup * WG_ROWS
         rows = RowsOfItem(config, first_row, transforms, interpret)
-        q_smem, lse_smem = refs["q_smem"].at[warpgroup], refs["lse_smem"].at[warpgroup]  # [64, width], f32 [64]
+        q_smem, q_float16 = (ref.at[warpgroup] for ref in _views_of_q(refs, config))  # [64, width]
+        lse_smem = refs["lse_smem"].at[warpgroup] if interpret else None  # f32 [64]
         o_smem = refs["o_smem"].at[warpgroup] if "o_smem" in refs else q_smem
-        scale = refs["scale"][0]
+        softmax_scale = refs["scale"][0]
         cap = refs["logits_soft_cap"][0] if "logits_soft_cap" in refs else None
         count = items.count()
 
@@ -74,7 +95,13 @@ def _kernel(
 
             # 1. Q is there.
             rows.finish_load()
+            scales = scales_of(item.kv_head)
+            k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
+            scale = softmax_scale if k_scale is None else softmax_scale * k_scale
             pl.when(scale < 0)(lambda: _negate(q_smem))
+            scale = jnp.abs(scale)
+            if q_float16.dtype != q_smem.dtype:
+                scale = scale * q_as_float16(q_smem, q_float16)
 
             # 2. All tiles.
             of_item = functools.partial(_of_item, lax.div(item.head, jnp.int32(config.heads)), first_row)
@@ -82,14 +109,16 @@ def _kernel(
             sinks = of_item(refs["sinks"]) if "sinks" in refs else None
             acc, m, l = Steps(
                 item,
-                Logits(item, config.item_tokens, first_row, jnp.abs(scale), cap, slopes),
+                Logits(item, config.item_tokens, first_row, scale, cap, slopes),
                 keys,
                 values,
                 turn,
-                q_smem,
+                q_float16,
                 refs["zeroed"],
                 warpgroup,
-                config.num_stages,
+                config,
+                scales,
+                refs["block_tables"],
                 transforms,
                 interpret,
             ).run()
@@ -98,11 +127,13 @@ def _kernel(
             if config.separate_output:
                 start_load(next_numbers)
             factor, lse = _rows.normalise(m, l, sinks)
+            if v_scale is not None:
+                factor = factor * v_scale
             o = acc * _rows.over_rows(factor, acc.shape, 0)
             if config.num_parts > 1:
                 rows.store_float32(o, refs["out"], item, o_smem)
             else:
-                rows.store(o.astype(q_smem.dtype), refs["out"], item, o_smem)
+                rows.store(o.astype(o_smem.dtype), refs["out"], item, o_smem)
             rows.store_vector(lse, refs["lse"], item, lse_smem)
             if not config.separate_output:
                 plgpu.commit_smem()  # all threads have read their part of O
@@ -115,6 +146,25 @@ def _kernel(
             start_load(numbers)
             lax.fori_loop(0, count, work, (jnp.int32(0), numbers))
             rows.finish_load()
+
+
+def _rings(refs: dict[str, Any], kind: str) -> tuple[Ring, Ring]:
+    """Those of K and of V."""
+    keys, values = (
+        Ring(refs[f"{x}_cache"], *(refs[f"{x}{kind}_{part}"] for part in ("smem", "full", "free"))) for x in "kv"
+    )
+    return keys, values
+
+
+def _views_of_q(refs: dict[str, Any], config: Config) -> tuple[Any, Any]:
+    """SMEM [2, 64, width]: as it is loaded, and as it is multiplied, which differ for bfloat16 and an 8-bit cache."""
+    q_smem = refs["q_smem"]
+    if "q_float16" in refs:  # in interpret mode, which has no two views of one buffer
+        return q_smem, refs["q_float16"]
+    if config.num_narrow_stages and refs["q"].dtype != jnp.float16:
+        q, q_float16 = q_smem
+        return q, q_float16
+    return q_smem, q_smem
 
 
 def _negate(q_smem: Any) -> None:
@@ -137,7 +187,7 @@ def launch(
     v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
     block_tables: jax.Array,  # int32 [seqs, max_blocks]
     work: WorkList,
-    options: AttentionOptions,  # without scales of the cache
+    options: AttentionOptions,
     *,
     config: Config,
     interpret: Any = None,
@@ -148,7 +198,9 @@ def launch(
     _, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
     width = _sizes.round_up(head_dim, 64)
-    columns = next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
+    is_narrow = _sizes.is_narrow(k_cache.dtype)
+    # What is widened is not copied; the copy engine only takes tiles that divide the head, or hold all of it.
+    columns = COLUMNS if is_narrow else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
 
     def by_row(by_head: jax.Array) -> jax.Array:
@@ -160,6 +212,8 @@ def launch(
         "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
         "alibi_slopes": None if options.alibi_slopes is None else by_row(options.alibi_slopes),
         "sinks": None if options.sinks is None or in_parts else by_row(options.sinks),
+        "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
+        "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
     }
     inputs = {
         "q": q,
@@ -176,24 +230,46 @@ def launch(
         "lse": jax.ShapeDtypeStruct((parts * tokens, heads), jnp.float32),
     }
     copies = config.tile // rows_of_copy(block_size, config.tile)
-    ring = functools.partial(plgpu.SMEM, (config.num_stages, config.tile, width), k_cache.dtype, transforms=matrix)
-    stages = config.num_stages
+    multiplied = jnp.float16 if is_narrow else q.dtype
+
+    def rings(kind: str, stages: int, dtype: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
+        """Of K and V, with `arrivals` at their barriers: tiles that are full, and free."""
+        return {
+            name: ref
+            for x in "kv"
+            for name, ref in (
+                (f"{x}{kind}_smem", plgpu.SMEM((stages, config.tile, width), dtype, transforms=transforms)),
+                (f"{x}{kind}_full", plgpu.Barrier(num_arrivals=arrivals[0], num_barriers=stages)),
+                (f"{x}{kind}_free", plgpu.Barrier(num_arrivals=arrivals[1], num_barriers=stages)),
+            )
+        }
+
+    q_smem: dict[str, Any] = {"q_smem": plgpu.SMEM((2, WG_ROWS, width), q.dtype, transforms=matrix)}
+    if multiplied != q.dtype:
+        view = plgpu.SMEM((2, WG_ROWS, width), multiplied, transforms=matrix)
+        q_smem = q_smem | {"q_float16": view} if interpret else {"q_smem": plgpu.RefUnion(q_smem["q_smem"], view)}
+    fetched: dict[str, Any] = {}
+    if is_narrow:
+        stages = config.num_narrow_stages
+        fetched = rings("_narrow", stages, k_cache.dtype, (), (copies, 1)) | _scales.scratch(
+            len(_scales.of_tokens(options.k_scale, options.v_scale)),
+            stages=config.num_scale_stages,
+            tile=config.tile,
+            warps=WARPS,
+        )
     output: dict[str, Any] = {}
     if in_parts and interpret:
         output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), jnp.float32)
     elif config.separate_output and not in_parts:
         output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), q.dtype, transforms=matrix)
+    if interpret:
+        output["lse_smem"] = plgpu.SMEM((2, WG_ROWS), jnp.float32)
     scratch: dict[str, Any] = dict(
-        q_smem=plgpu.SMEM((2, WG_ROWS, width), q.dtype, transforms=matrix),
+        **q_smem,
         **output,
-        lse_smem=plgpu.SMEM((2, WG_ROWS), jnp.float32),
-        k_smem=ring(),
-        v_smem=ring(),
+        **fetched,
+        **rings("", config.num_stages, multiplied, matrix, (1 if is_narrow else copies, 2)),
         q_full=plgpu.Barrier(num_barriers=2),
-        k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        k_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        v_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         zeroed=plgpu.Barrier(num_arrivals=2),
     )
     names = (*inputs, *out_types)
@@ -207,7 +283,7 @@ def launch(
         out_type=tuple(out_types.values()),
         grid=(config.num_programs,),
         grid_names=("program",),
-        num_threads=3,
+        num_threads=4 if is_narrow else 3,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -19,7 +19,7 @@ class Logits:
     item: Item
     item_tokens: int
     first_row: jax.Array  # of the item's 128
-    scale: jax.Array  # f32 [], not negative
+    scale: jax.Array  # f32 [], or [64] of the rows, not negative
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [64]
 
@@ -35,10 +35,10 @@ class Logits:
         if self.cap is not None:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1): the hardware's own tanh is good to 2^-11 only.
             cap = jnp.minimum(self.cap, LARGEST_CAP)
-            e = jnp.exp2(products * (self.scale / cap * (2 * LOG2E)))
+            e = jnp.exp2(times(products, self.scale / cap * (2 * LOG2E)))
             logits, unit = (cap * LOG2E) * (1.0 - 2.0 / (e + 1.0)), one
         elif self.slopes is not None:
-            logits, unit = products * (self.scale * LOG2E), one
+            logits, unit = times(products, self.scale * LOG2E), one
         if not masked and self.slopes is None:
             return logits, unit
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
@@ -59,3 +59,8 @@ class Logits:
         if self.item_tokens & (self.item_tokens - 1):
             return lax.rem(rows, jnp.full(shape, self.item_tokens, jnp.int32))
         return lax.bitwise_and(rows, jnp.full(shape, self.item_tokens - 1, jnp.int32))
+
+
+def times(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """x [64, tile] times one number, or one a row."""
+    return x * (factor if factor.ndim == 0 else over_rows(factor, x.shape, 0))

@@ -120,7 +120,7 @@ class RowsOfItem:
         store(out, x, *self._scalars(item, item.out_row))
 
     def store_vector(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
-        """x f32 [64] into out, GMEM f32 [tokens, heads]."""
+        """x f32 [64] into out, GMEM f32 [tokens, heads]; SMEM is for interpret mode."""
         if self.interpret:
             x_smem[...] = x
             plgpu.commit_smem()

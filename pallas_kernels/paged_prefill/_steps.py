@@ -20,11 +20,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _scales
 from pallas_kernels._fetch import Ring
 from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, full_rows, over_rows, zeros
+from pallas_kernels._scales import Scales
 from pallas_kernels.paged_prefill import _products
 from pallas_kernels.paged_prefill._item import Item
-from pallas_kernels.paged_prefill._logits import Logits
+from pallas_kernels.paged_prefill._logits import Logits, times
+from pallas_kernels.prefill_config import Config
 
 Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # O, m, l, and P of the last tile
 # In units of log2, by which a logit may exceed m before O is scaled to it: weights of 2^8 are far from overflow.
@@ -41,7 +44,9 @@ class Steps:
     q: Any  # SMEM [64, width]
     zeroed: Any  # barrier of both warpgroups
     warpgroup: jax.Array
-    num_stages: int
+    config: Config
+    scales: Scales
+    tables: Any  # GMEM, int32 [seqs, max_blocks]
     transforms: tuple[Any, ...]  # of a matrix in SMEM
     interpret: Any
 
@@ -109,7 +114,7 @@ class Steps:
         return acc, m, l
 
     def _stage(self, tile: jax.Array) -> jax.Array:
-        return lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.num_stages))
+        return lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.config.num_stages))
 
     def _await_values(self, tile: jax.Array, stage: jax.Array) -> None:
         if self.item.window is None:
@@ -121,12 +126,35 @@ class Steps:
         self, scores: jax.Array, tile: jax.Array, m: jax.Array, l: jax.Array, *, masked: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """The new m and l, what sums so far are multiplied with, f32 [64], and the weights, f32 [64, tile]."""
+        k_scales, v_scales = self._token_scales(tile, masked=masked)
+        if k_scales is not None:
+            scores *= _scales.over_tokens(k_scales, scores.shape, 1)
         logits, unit = self.logits(scores, tile, masked)
-        highest = logits.max(axis=1) * unit
+        if v_scales is None:
+            highest = logits.max(axis=1) * unit
+        else:
+            highest = _scales.peaks(times(logits, unit), v_scales, tokens_axis=1).max(axis=1)
         m_new = jnp.where(highest > m + HEADROOM, highest, m)
         alpha = jnp.exp2(m - m_new)
-        p = jnp.exp2(logits * unit - over_rows(m_new, logits.shape, 0))
-        return m_new, l * alpha + p.sum(axis=1), alpha, p
+        p = jnp.exp2(times(logits, unit) - over_rows(m_new, logits.shape, 0))
+        l_new = l * alpha + p.sum(axis=1)
+        if v_scales is not None:
+            p *= _scales.over_tokens(v_scales, p.shape, 1)
+        return m_new, l_new, alpha, p
+
+    def _token_scales(self, tile: jax.Array, *, masked: bool) -> tuple[jax.Array | None, jax.Array | None]:
+        """Those of K and V, f32 [tile]: where no query sees the token, 1."""
+        place = lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.scales.stages))
+        pair = self.scales.of_tile(self.item, self.tables, tile, place)
+        if not masked:
+            return pair
+
+        def of_seen(scales: jax.Array) -> jax.Array:
+            seen = self.item.seen(tile, scales.shape, ROWS.reduce(0))
+            return jnp.where(seen, scales, jnp.ones_like(scales))
+
+        k, v = (None if scales is None else of_seen(scales) for scales in pair)
+        return k, v
 
     def _scores(self, stage: jax.Array) -> jax.Array:
         def product(ref: Any) -> jax.Array:

@@ -153,7 +153,7 @@ def _of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:
 
 def _token_scales(ring: Any, slot: jax.Array) -> jax.Array:
     """f32 [64]."""
-    return plgpu.load(ring.at[slot], layout=_scales.TOKENS, optimized=False)
+    return plgpu.load(ring.at[slot], layout=_rows.ROWS.reduce(1), optimized=False)
 
 
 def launch(

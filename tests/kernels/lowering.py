@@ -36,6 +36,13 @@ def option_types(shape, heads):
     }
 
 
+def scale_types(shape, cache, scales):
+    """Of k_scale and v_scale: tensor, head, token_head or None."""
+    shapes = {"tensor": (), "head": cache.shape[2:3], "token_head": cache.shape[:3]}
+    named = zip(("k_scale", "v_scale"), scales, strict=True)
+    return {name: shape(shapes[scale], jnp.float32) for name, scale in named if scale is not None}
+
+
 def traced(
     *,
     seqs=2,
@@ -68,7 +75,6 @@ def traced(
         itemsize=cache.dtype.itemsize,
         token_scales=scales.count("token_head"),
     )
-    scale_shapes = {"tensor": (), "head": (kv_heads,), "token_head": cache.shape[:3]}
     types = option_types(shape, kv_heads * group) | {"tree_bits": shape((seqs, q_len, -(-q_len // 32)), jnp.uint32)}
 
     @jax.jit
@@ -80,10 +86,7 @@ def traced(
 
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)
-    named = {name: types[name] for name in ("scale", *options)}
-    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-        if scale is not None:
-            named[name] = shape(scale_shapes[scale], jnp.float32)
+    named = {name: types[name] for name in ("scale", *options)} | scale_types(shape, cache, scales)
     return launch.trace(*arrays, **named), config
 
 
@@ -97,14 +100,21 @@ def traced_prefill(
     num_parts=1,
     causal=True,
     options=(),
+    cache_dtype=None,
+    scales=(None, None),
     sharding=None,
 ):
     """The traced call of the prefill kernel on 300 tokens of 3 sequences."""
     config = prefill_config.default_config(
-        group=group, head_dim=head_dim, num_sms=132, num_parts=num_parts, causal=causal
+        group=group,
+        head_dim=head_dim,
+        num_sms=132,
+        num_parts=num_parts,
+        causal=causal,
+        itemsize=jnp.dtype(cache_dtype or dtype).itemsize,
     )
     shape, heads, tokens = functools.partial(jax.ShapeDtypeStruct, sharding=sharding), kv_heads * group, 300
-    cache = shape((64, block_size, kv_heads, head_dim), dtype)
+    cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
     types = option_types(shape, heads)
 
     @jax.jit
@@ -116,7 +126,8 @@ def traced_prefill(
 
     arrays = shape((tokens, heads, head_dim), dtype), cache, cache, shape((3, 32), jnp.int32)
     sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)
-    return launch.trace(*arrays, *sizes, **{name: types[name] for name in ("scale", *options)})
+    named = {name: types[name] for name in ("scale", *options)} | scale_types(shape, cache, scales)
+    return launch.trace(*arrays, *sizes, **named)
 
 
 def traced_portable(
@@ -153,7 +164,6 @@ def traced_portable(
         itemsize=cache.dtype.itemsize,
     )
     config = dataclasses.replace(config, **changes)
-    scale_shapes = {"tensor": (), "head": (kv_heads,), "token_head": cache.shape[:3]}
     types = option_types(shape, kv_heads * group)
 
     @jax.jit
@@ -162,10 +172,7 @@ def traced_portable(
 
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, cache, shape((seqs, capacity // block_size), jnp.int32), shape((seqs,), jnp.int32)
-    named = {name: types[name] for name in ("scale", *options)}
-    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-        if scale is not None:
-            named[name] = shape(scale_shapes[scale], jnp.float32)
+    named = {name: types[name] for name in ("scale", *options)} | scale_types(shape, cache, scales)
     return launch.trace(*arrays, **named), config
 
 

@@ -26,7 +26,12 @@ def attend(
     """Out [tokens + padding, heads, head_dim] and the lse."""
     a = arguments_of(case)
     config = paged_prefill.default_config(
-        group=a.group, head_dim=a.q.shape[-1], num_sms=num_sms, num_parts=num_parts, causal=causal
+        group=a.group,
+        head_dim=a.q.shape[-1],
+        num_sms=num_sms,
+        num_parts=num_parts,
+        causal=causal,
+        itemsize=a.k_cache.dtype.itemsize,
     )
     q = jnp.asarray(packed(case.q, counts))
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])

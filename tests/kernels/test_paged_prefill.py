@@ -16,7 +16,8 @@ from tests.kernels.lowering import traced_prefill
 
 pytestmark = pytest.mark.slow
 
-BF16 = jnp.bfloat16
+BF16, E4M3, INT8 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8
+HEAD, TOKEN_HEAD = ("head", "head"), ("token_head", "token_head")
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 # None of a sequence, a prompt, and the last of a long one.
 LENGTHS, COUNTS = (20, 5, 150), (0, 5, 1)
@@ -46,6 +47,32 @@ def test_queries_that_all_see_the_whole_sequence():
     case = make_case(lengths=(150,) * 5, max_blocks=10, heads=3, kv_heads=1, dtype=BF16)
     case = case.replace(block_tables=jnp.repeat(case.block_tables[:1], 5, axis=0))
     prefill.check_shared(case, num_sms=1, interpret=INTERPRET)
+    assert not races_found()
+
+
+@pytest.mark.parametrize(
+    ("shape", "counts"),
+    [
+        (dict(cache_dtype=INT8, scale_shape="token_head", options=OPTIONS["all"]), COUNTS),
+        # Nine tiles for rings of three; a scale of each head, which may be negative.
+        (
+            dict(
+                lengths=(530,),
+                max_blocks=34,
+                q_len=5,
+                heads=2,
+                kv_heads=1,
+                head_dim=128,
+                cache_dtype=E4M3,
+                options={"k_scale": jnp.array([-0.3]), "v_scale": jnp.float32(-2.0)},
+            ),
+            (5,),
+        ),
+    ],
+    ids=["all", "many tiles"],
+)
+def test_narrow_caches(shape, counts):
+    prefill.check(ragged_case(**shape), counts, num_sms=1, interpret=INTERPRET)
     assert not races_found()
 
 
@@ -86,6 +113,11 @@ def lower(**shape):
         dict(num_parts=3, options=("sliding_window", "sinks")),
         dict(head_dim=80, num_parts=2),
         dict(causal=False, options=("sliding_window", "alibi_slopes")),
+        dict(cache_dtype=E4M3, scales=HEAD),
+        dict(cache_dtype=jnp.float8_e5m2, scales=TOKEN_HEAD, options=("sliding_window", "logits_soft_cap", "sinks")),
+        dict(cache_dtype=INT8, scales=("tensor", "token_head"), head_dim=80, block_size=8),
+        dict(cache_dtype=E4M3, head_dim=112, dtype=jnp.float16, block_size=256),
+        dict(cache_dtype=E4M3, scales=TOKEN_HEAD, head_dim=192, num_parts=2),
     ],
     ids=str,
 )

@@ -80,7 +80,8 @@ SPILLING = {
     "a run, float8_e4m3fn, head_dim 256": (run(256, **E4M3), 2852),
 }
 # Of the prefill kernel: the most bytes that are spilled and read back. Its 384 threads start with 168 registers each;
-# those that compute take 232 once the others have given theirs up.
+# those that compute take 232 once the others have given theirs up. With an 8-bit cache 512 threads start with 128, and
+# those that compute take 216.
 ALL_OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 PREFILL = {
     "prefill": (dict(), 0),
@@ -96,6 +97,10 @@ PREFILL = {
     "prefill, head_dim 96": (dict(head_dim=96), 0),
     "prefill, head_dim 192": (dict(head_dim=192), 624),
     "prefill, head_dim 256": (dict(head_dim=256), 924),
+    "prefill, float8_e4m3fn, scales of heads": (E4M3 | dict(scales=("head", "head")), 20),
+    "prefill, float8_e4m3fn": (E4M3, 184),
+    "prefill, float8_e4m3fn, head_dim 64": (E4M3 | dict(head_dim=64), 492),
+    "prefill, float8_e4m3fn, head_dim 192": (E4M3 | dict(head_dim=192), 968),
 }
 
 

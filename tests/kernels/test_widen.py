@@ -113,8 +113,8 @@ def on_lanes(monkeypatch):
     monkeypatch.setattr(
         _widen, "ir", types.SimpleNamespace(IntegerType=kinds, VectorType=kinds, F16Type=kinds, Value=None)
     )
-    monkeypatch.setattr(_widen, "_words_of", lambda x: [x])
-    monkeypatch.setattr(_widen, "_from_words", lambda words, _: words[0])
+    monkeypatch.setattr(_widen, "words_of", lambda x: [x])
+    monkeypatch.setattr(_widen, "from_words", lambda words, _: words[0])
     monkeypatch.setattr(
         _widen.mgpu,
         "FragmentedArray",

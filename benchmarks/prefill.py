@@ -37,6 +37,11 @@ POINTS = (
     *("32/8 8x2304 q_len=256", "32/8 1x8448 q_len=256", "32/8 1x34816 q_len=2048", "32/8 64x2064 q_len=16"),
     *("32/32 8x1024 q_len=all", "64/8 8x1024 q_len=all"),
     *(f"32/8 {shape} q_len=all head_dim={n}" for n in (64, 256) for shape in ("8x1024", "1x8192")),
+    *(
+        f"32/8 {shape} cache=float8_e4m3fn scale={scale}"
+        for scale in ("head", "token_head")
+        for shape in ("8x2304 q_len=256", "1x8192 q_len=all")
+    ),
     "32/8 64xragged1024 q_len=all",
     *("32/8 60x4096", "32/8 4x4608 q_len=512", "32/8 60x4096 + 4x4608 q_len=512"),
 )

@@ -94,9 +94,9 @@ def _kernel(
             next_numbers = items.read(jnp.minimum(i + 1, count - 1))
 
             # 1. Q is there.
-            rows.finish_load()
             scales = scales_of(item.kv_head)
             k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
+            rows.finish_load()
             scale = softmax_scale if k_scale is None else softmax_scale * k_scale
             pl.when(scale < 0)(lambda: _negate(q_smem))
             scale = jnp.abs(scale)

@@ -70,7 +70,6 @@ class EngineThread:
 
     Attributes:
         most_completions: more under way at once are refused.
-        num_blocks: of the pool, without the null block.
         stats: of the engine, as of its last step.
         finished: completions by their finish reason.
         num_refused: generations refused because too many are under way.
@@ -82,7 +81,6 @@ class EngineThread:
     def __init__(self, engine: Engine, *, most_completions: int):
         self.most_completions = most_completions
         self.stats: EngineStats = engine.stats()
-        self.num_blocks = self.stats.num_free_blocks  # all of them: nothing has been asked for
         self.finished: collections.Counter[str] = collections.Counter()
         self.num_refused = 0
         self.is_draining = False

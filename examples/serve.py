@@ -329,6 +329,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="steps between two pieces of a stream; default: %(default)s",
     )
+    parser.add_argument("--prefix-cache", action="store_true", help="let requests share the blocks of equal beginnings")
     parser.add_argument(
         "--max-queue", type=positive, default=128, metavar="N", help="completions that may wait for a seat"
     )
@@ -366,6 +367,7 @@ def create_service(args: argparse.Namespace) -> Service:
             dtype=args.dtype,
             chunk_tokens=args.chunk_tokens,
             steps_per_slice=args.steps_per_slice,
+            prefix_cache=args.prefix_cache,
             num_stop_ids=len(checkpoint.tokenizer.eos_ids),
             seed=secrets.randbits(32),
         )

@@ -25,7 +25,14 @@ from tests.tiny_checkpoint import EOS, greedy, next_logits
 
 KEY, PROMPT = "secret", "The quick brown fox"
 LONG = dict(prompt="page", temperature=0, max_tokens=100)  # the answer is as long
-SIZES = ["--num-seats=4", "--chunk-tokens=16", "--steps-per-slice=4", "--block-size=8", "--max-queue=6"]
+SIZES = [
+    "--num-seats=4",
+    "--chunk-tokens=16",
+    "--steps-per-slice=4",
+    "--block-size=8",
+    "--max-queue=6",
+    "--prefix-cache",
+]
 
 
 @pytest.fixture(scope="module")
@@ -341,6 +348,7 @@ def test_metrics_count_and_the_page_reads_them(server):
     finished = [sum(n for name, n in m.items() if name.startswith("finished")) for m in (before, after)]
     assert finished[1] - finished[0] == 2
     assert after["running_requests"] == after["waiting_requests"] == 0
+    assert after["found_tokens_total"] >= before["found_tokens_total"] + 16  # of the second completion
     assert after["free_blocks"] == after["blocks"] == 64  # 4 seats of 128 tokens in blocks of 8
     status, headers, page = ask(server.port, "/", Authorization="")
     assert status == 200

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels._sizes import round_up
+from pallas_kernels._sizes import is_narrow, round_up
 
 ROWS = 128  # of an item: 64 for each of two warpgroups
 MOST_HEADS = 16  # of an item: of 8 tokens then
@@ -47,10 +47,14 @@ def check_supported(
         raise NotImplementedError(f"the prefill kernel takes a head_dim of 32, 48, ... 256; got {head_dim=}.")
     if block_size not in (8, 16, 32, 64, 128, 256):
         raise NotImplementedError(f"the prefill kernel takes a block_size of 8, 16, ... 256; got {block_size=}.")
-    if q_dtype not in (jnp.bfloat16, jnp.float16) or cache_dtype != q_dtype:
+    if q_dtype not in (jnp.bfloat16, jnp.float16) or not (cache_dtype == q_dtype or is_narrow(cache_dtype)):
         raise NotImplementedError(
-            "the prefill kernel takes q and a cache of bfloat16 or of float16; "
+            "the prefill kernel takes q of bfloat16 or float16, and a cache of the same or of 8 bits; "
             f"got q.dtype={jnp.dtype(q_dtype)!s}, k_cache.dtype={jnp.dtype(cache_dtype)!s}."
+        )
+    if is_narrow(cache_dtype) and head_dim > 128 and head_dim != 192:
+        raise NotImplementedError(
+            f"the prefill kernel takes an 8-bit cache of a head_dim of 32, 48, ... 128, or 192; got {head_dim=}."
         )
 
 

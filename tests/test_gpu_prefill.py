@@ -135,8 +135,9 @@ def test_equal_bits_twice(shape):
         assert (np.asarray(x[:-1]).view(np.uint8) == np.asarray(y[:-1]).view(np.uint8)).all()
 
 
+@pytest.mark.parametrize("shape", [{}, dict(cache_dtype=E4M3, scale_shape="token_head")], ids=str)
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_prompts_through_the_public_function(name, monkeypatch):
+def test_prompts_through_the_public_function(name, shape, monkeypatch):
     launched = []
     launch = paged_prefill.launch
     monkeypatch.setattr(paged_prefill, "launch", lambda *args, **named: launched.append(0) or launch(*args, **named))
@@ -150,6 +151,7 @@ def test_prompts_through_the_public_function(name, monkeypatch):
         head_dim=128,
         dtype=BF16,
         options=OPTIONS[name],
+        **shape,
     )
     out, lse = paged_attention(*case.arrays, **case.options, implementation="mosaic_gpu", return_lse=True)
     assert launched

@@ -113,7 +113,12 @@ def _prefill_config_of(
     if num_partitions is None:
         num_parts = prefill_config.default_parts(num_items=num_items, visible=_visible(a, window), num_sms=gpu.num_sms)
     return prefill_config.default_config(
-        group=a.group, head_dim=a.q.shape[-1], num_sms=gpu.num_sms, num_parts=num_parts, causal=a.causal
+        group=a.group,
+        head_dim=a.q.shape[-1],
+        num_sms=gpu.num_sms,
+        num_parts=num_parts,
+        causal=a.causal,
+        itemsize=a.k_cache.dtype.itemsize,
     )
 
 

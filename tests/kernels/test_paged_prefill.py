@@ -142,13 +142,16 @@ def test_an_item_fills_its_rows(group, heads, tokens):
         ("head_dim=120", dict(head_dim=120)),
         ("block_size=24", dict(block_size=24)),
         ("float32", dict(q_dtype=jnp.float32)),
-        ("int8", dict(cache_dtype=jnp.int8)),
+        ("float16", dict(cache_dtype=jnp.float16)),
+        ("int4", dict(cache_dtype=jnp.int4)),
+        ("8-bit cache .* head_dim=160", dict(cache_dtype=INT8, head_dim=160)),
         ("compute_capability=8.0", dict(compute_capability=8.0)),
     ],
 )
 def test_what_it_does_not_take(limit, shape):
     supported = dict(head_dim=128, block_size=16, q_dtype=BF16, cache_dtype=BF16, compute_capability=9.0)
     paged_prefill.check_supported(**supported)
+    paged_prefill.check_supported(**supported | dict(cache_dtype=INT8))
     with pytest.raises(NotImplementedError, match=limit):
         paged_prefill.check_supported(**supported | shape)
 

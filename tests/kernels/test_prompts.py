@@ -120,8 +120,8 @@ def hopper(monkeypatch):
     return launched
 
 
-def shapes(*, seqs, q_len, heads, kv_heads, max_blocks=512, head_dim=128):
-    cache = jax.ShapeDtypeStruct((99, 16, kv_heads, head_dim), BF16)
+def shapes(*, seqs, q_len, heads, kv_heads, max_blocks=512, head_dim=128, cache_dtype=BF16):
+    cache = jax.ShapeDtypeStruct((99, 16, kv_heads, head_dim), cache_dtype)
     return (
         jax.ShapeDtypeStruct((seqs, q_len, heads, head_dim), BF16),
         cache,
@@ -179,6 +179,8 @@ def test_a_wide_table_cuts_no_prompt_into_partitions(hopper, max_blocks):
         (dict(seqs=1, q_len=256, max_blocks=144), False),  # of fewer keys
         (dict(seqs=64, q_len=16), False),  # one run of the decode kernel
         (dict(seqs=8, q_len=1024, head_dim=120), False),
+        (dict(seqs=8, q_len=1024, cache_dtype=jnp.float8_e4m3fn), True),
+        (dict(seqs=8, q_len=1024, cache_dtype=jnp.float8_e4m3fn, head_dim=256), False),
     ],
 )
 def test_what_the_prefill_kernel_takes(hopper, shape, taken):

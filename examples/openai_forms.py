@@ -121,7 +121,8 @@ def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int) -> Ask:
 def _refuse_others(fields: Fields, known: set[str]) -> None:
     for name, value in fields.values.items():
         if name not in known | IGNORED and value is not None and value not in FIXED.get(name, ()):
-            raise ValueError(f"{name[:100]} is not supported here; leave it out")
+            shown = name[:100] if name.isidentifier() else repr(name[:100])  # a name may hold anything
+            raise ValueError(f"{shown} is not supported here; leave it out")
 
 
 def _max_tokens(fields: Fields) -> int | None:

@@ -256,6 +256,7 @@ REFUSED = [
     (body(stop=""), 400, "stop must be a text or at most 4 texts"),
     (body(echo=True), 400, "echo is not supported here; leave it out."),
     (body(logit_bias={"1": 5}), 400, "logit_bias is not supported here; leave it out."),
+    (body(**{"a\n\ud800": 1}), 400, r"'a\n\ud800' is not supported here; leave it out."),
     (body(logprobs=2), 400, "logprobs must be 0"),
     (body(stream_options={"include_usage": True}), 400, "stream_options goes with stream."),
     (body(stream="yes"), 400, "stream must be true or false; got 'yes'."),

@@ -37,7 +37,12 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-ROLES = ("system", "user", "assistant")
+ROLES = {
+    "developer": "system",
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+}  # and the templates' names
 
 
 class ApiError(Exception):
@@ -105,8 +110,8 @@ def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int) -> Ask:
                 n=fields.whole("n", 1, MOST_N, 1),
                 temperature=fields.real("temperature", 0, 2, 1),
                 top_p=max(fields.real("top_p", 0, 1, 1), 1e-30),  # 0: the most likely token, as near as can be
-                top_k=fields.whole("top_k", 0, vocab_size, 0),
-                seed=None if fields.get("seed", None) is None else fields.whole("seed", 0, 2**32 - 1),
+                top_k=max(fields.whole("top_k", -1, vocab_size, 0), 0),  # -1: all, as 0 is
+                seed=_seed(fields),
                 logprobs=_wants_logprobs(fields, is_chat),
             ),
             is_streamed=is_streamed,
@@ -123,6 +128,11 @@ def _refuse_others(fields: Fields, known: set[str]) -> None:
         if name not in known | IGNORED and value is not None and value not in FIXED.get(name, ()):
             shown = name[:100] if name.isidentifier() else repr(name[:100])  # a name may hold anything
             raise ValueError(f"{shown} is not supported here; leave it out")
+
+
+def _seed(fields: Fields) -> int | None:
+    """The engine's seed of 32 bits for one of 64, as clients send them."""
+    return None if fields.get("seed", None) is None else fields.whole("seed", -(2**63), 2**63 - 1) % 2**32
 
 
 def _max_tokens(fields: Fields) -> int | None:
@@ -194,7 +204,7 @@ def _messages(fields: Fields) -> list[dict[str, str]]:
         if not isinstance(content, str):
             raise ValueError("content must be a text, or a list of parts of the type text")
         _check_text("content", content)
-        read.append({"role": role, "content": content})
+        read.append({"role": ROLES[role], "content": content})
     return read
 
 

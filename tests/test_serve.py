@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn")
 import openai
 import serve
 from engine_thread import EngineThread
+from openai_forms import read_ask
 from text_stream import TextStream
 
 from tests.tiny_checkpoint import EOS, greedy, next_logits
@@ -249,8 +250,8 @@ REFUSED = [
     (body(temperature=-1), 400, "temperature must be a number from 0 to 2; got -1."),
     (body(temperature=10**400), 400, "temperature must be a number from 0 to 2; got 1000"),
     (body(top_p=1.01), 400, "top_p must be a number from 0 to 1; got 1.01."),
-    (body(top_k=-1), 400, "top_k must be a whole number from 0 to 300; got -1."),
-    (body(seed=2**32), 400, "seed must be a whole number from 0 to 4294967295; got 4294967296."),
+    (body(top_k=-2), 400, "top_k must be a whole number from -1 to 300; got -2."),
+    (body(seed=2**63), 400, "seed must be a whole number from -9223372036854775808 to 9223372036854775807"),
     (body(n=0), 400, "n must be a whole number from 1 to 16; got 0."),
     (body(stop=["a"] * 5), 400, "stop must be a text or at most 4 texts"),
     (body(stop=""), 400, "stop must be a text or at most 4 texts"),
@@ -269,13 +270,21 @@ REFUSED_CHATS = [
     (json.dumps({"model": "model", "messages": [{"role": "user"}]}), "The field 'content' is missing."),
     (
         json.dumps({"model": "model", "messages": [{"role": "tool", "content": "a"}]}),
-        "role must be one of system, user, assistant; got 'tool'.",
+        "role must be one of developer, system, user, assistant; got 'tool'.",
     ),
     (
         json.dumps({"model": "model", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         "content must be a text, or a list of parts of the type text.",
     ),
 ]
+
+
+def test_what_clients_of_openai_and_vllm_send_is_read():
+    ask = read_ask(body(seed=-1, top_k=-1).encode(), model="model", is_chat=False, vocab_size=300)
+    assert (ask.params.seed, ask.params.top_k) == (2**32 - 1, 0)
+    chat = json.dumps({"model": "model", "messages": [{"role": "developer", "content": "a"}]}).encode()
+    ask = read_ask(chat, model="model", is_chat=True, vocab_size=300)
+    assert ask.messages == [{"role": "system", "content": "a"}]
 
 
 def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):

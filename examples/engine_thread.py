@@ -37,14 +37,18 @@ class Generation:
     Attributes:
         num_completions: of all of them.
         requests: prompts and parameters; none until it is started.
-        news: what the engine says of them, as `outputs` reads it.
+        news: the latest output of each that `outputs` has not read: a client that reads slowly holds one, not all.
+        has_news: whether there are any, or a failure.
+        failure: what ended the engine.
         request_ids: the engine's; only for its thread.
         num_unfinished: requests that the engine has not finished.
     """
 
     num_completions: int
     requests: list[Request] = dataclasses.field(default_factory=list)
-    news: asyncio.Queue[tuple[int, RequestOutput] | Exception] = dataclasses.field(default_factory=asyncio.Queue)
+    news: dict[int, RequestOutput] = dataclasses.field(default_factory=dict)
+    has_news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    failure: EngineFailedError | None = None
     request_ids: list[int] = dataclasses.field(default_factory=list)
     num_unfinished: int = 0
 
@@ -56,11 +60,23 @@ class Generation:
         """
         num_left = len(self.requests)
         while num_left:
-            news = await self.news.get()
-            if isinstance(news, Exception):
-                raise news
-            num_left -= news[1].finished
-            yield news
+            await self.has_news.wait()
+            self.has_news.clear()
+            if self.failure is not None:
+                raise self.failure
+            news, self.news = self.news, {}
+            for index, output in news.items():
+                num_left -= output.finished
+                yield index, output
+
+    def tell(self, index: int, output: RequestOutput) -> None:
+        """For `outputs` to read."""
+        self.news[index] = output
+        self.has_news.set()
+
+    def fail(self, failure: EngineFailedError) -> None:
+        self.failure = failure
+        self.has_news.set()
 
 
 class EngineThread:
@@ -159,7 +175,7 @@ class EngineThread:
         """Takes the outputs of one step."""
         self.stats = stats
         for generation, index, output in news:
-            generation.news.put_nowait((index, output))
+            generation.tell(index, output)
             if output.finished:
                 self.finished.update(str(completion.finish_reason) for completion in output.outputs)
                 generation.num_unfinished -= 1
@@ -177,7 +193,7 @@ class EngineThread:
         self.failure = ended.exception()
         if self.failure is not None:
             for generation in list(self._open):
-                generation.news.put_nowait(EngineFailedError("The engine failed."))
+                generation.fail(EngineFailedError("The engine failed."))
                 self._forget(generation)
             self.on_failure()
 

@@ -1,5 +1,6 @@
 """examples/serve.py, asked by the real `openai` client: answers, streams, refusals, clients that leave, draining."""
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -18,10 +19,11 @@ pytest.importorskip("uvicorn")
 
 import openai
 import serve
-from engine_thread import EngineThread
+from engine_thread import EngineThread, Generation
 from openai_forms import read_ask
 from text_stream import TextStream
 
+from jaxpaged import Completion, RequestOutput, SamplingParams
 from tests.tiny_checkpoint import EOS, greedy, next_logits
 
 KEY, PROMPT = "secret", "The quick brown fox"
@@ -343,6 +345,20 @@ def leave(port, content):
     connection.request("POST", "/v1/completions", content, headers)
     time.sleep(0.2)
     connection.close()
+
+
+def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
+    generation = Generation(2, [([1], SamplingParams())] * 2)
+    for count in (1, 2, 3):
+        completion = Completion([7] * count, None, "length" if count == 3 else None)
+        generation.tell(0, RequestOutput(0, [completion], count == 3))
+    generation.tell(1, RequestOutput(1, [Completion([8], None, "stop")], True))
+    assert len(generation.news) == 2
+
+    async def read():
+        return [(index, output.outputs[0].token_ids) async for index, output in generation.outputs()]
+
+    assert asyncio.run(read()) == [(0, [7, 7, 7]), (1, [8])]
 
 
 def test_metrics_count_and_the_page_reads_them(server):

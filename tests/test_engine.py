@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from tests.toy_model import (
     STEPS,
     VOCAB,
     continuation,
+    create_engine,
     engine_of,
     random_weights,
 )
@@ -398,3 +400,17 @@ def test_soak_in_a_pool_of_a_third_of_what_the_seats_may_need(prefix_cache):
     assert result["refused"] > 0
     assert result["preempted"] > 0
     assert (result["found"] > 0) == prefix_cache
+
+
+def test_engines_on_two_devices_share_the_prompts_out():
+    other = jax.devices()[1]
+    engines = engine_of(16), create_engine(device=other)
+    prompts, params = [[3, 1, 4], [1, 5], [9, 2, 6], [5, 3], [5, 8]], SamplingParams(max_tokens=6, seed=7)
+    expected = engines[0].generate(prompts, params)
+    with ThreadPoolExecutor() as threads:
+        shares = threads.map(
+            lambda engine, share: engine.generate(share, params), engines, (prompts[::2], prompts[1::2])
+        )
+    for outputs, alone in zip(shares, (expected[::2], expected[1::2]), strict=True):
+        assert [x.outputs[0].token_ids for x in outputs] == [x.outputs[0].token_ids for x in alone]
+    assert all(leaf.devices() == {other} for leaf in jax.tree.leaves(engines[1]._state))

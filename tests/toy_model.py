@@ -74,12 +74,12 @@ def continuation(weights, prompt, params):
     return tokens[len(prompt) :], logprobs
 
 
-def create_engine(*, model=apply, num_blocks=BLOCKS + 1, **options):
+def create_engine(*, model=apply, num_blocks=BLOCKS + 1, device=None, **options):
     sizes = dict(num_seats=SEATS, max_tokens=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
     # Not optimised: compiling takes longer than running.
     sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
     cache = KVCache.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
-    return Engine(model, random_weights(), cache, **sizes | options)
+    return Engine(model, *jax.device_put((random_weights(), cache), device), **sizes | options)
 
 
 ENGINES = {}  # by their options: an engine that has no requests is as good as a new one

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jaxpaged import cache_capacity
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "allocator", "cache", "engine")]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "allocator", "cache", "engine", "several_gpus")]
 RESULTS = ROOT / "benchmarks" / "results"
 LENGTHS = {  # by the word in place of a length, of sequences and tokens
     "": "{} x {}",
@@ -101,6 +101,12 @@ ALLOCATOR_OPERATIONS = {
     "fork, replace": "`fork` with `replace`, beams of 4",
     "rollback": "`rollback` by a token",
     "match_prefix, free": "`match_prefix` of 256 tokens, and `free` of all",
+}
+SEVERAL_GPUS = {
+    "attention": "tensor parallel, attention",
+    "step": "tensor parallel, a decode step",
+    "prefill": "tensor parallel, prompts",
+    "context": "context parallel, attention",
 }
 
 
@@ -306,6 +312,16 @@ def perplexity() -> str:
     return table((*heads, "prompts equal", "tokens before"), rows)
 
 
+def several_gpus() -> str:
+    rows = []
+    for name, p in points("h200/several_gpus").items():
+        part, shape = name.split()
+        share = us(p["share"]) if "share" in p else ""
+        times = us(p["one"]), share, us(p["several"]), f"{p['speedup']:.2f}"
+        rows.append([SEVERAL_GPUS[part], label(f"32/8 {shape}"), *times])
+    return table(("what", "sequences x length", "one GPU", "its share", "two GPUs", "times as fast"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "peers": peers,
@@ -323,6 +339,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "allocator": allocator,
     "allocator in a step": allocator_in_a_step,
     "perplexity": perplexity,
+    "several gpus": several_gpus,
 }
 
 

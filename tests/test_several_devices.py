@@ -1,6 +1,10 @@
 """Arrays on several devices, here four of a CPU: each works on its own part, and nothing is gathered."""
 
 import functools
+import os
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -238,3 +242,18 @@ def test_context_parallel_slots_and_a_token_of_another_device():
 def test_context_parallel_attention_takes_one_token_a_sequence():
     with pytest.raises(ValueError, match="one token a sequence"):
         context_parallel_attention(jnp.ones((1, 2, 4, 64)), *LONG.arrays[1:], axis_name="devices")
+
+
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    command = [sys.executable, "-m", "tests.two_processes", port]
+    with subprocess.Popen([*command, "1"], env=environment) as second:
+        try:
+            subprocess.run([*command, "0"], env=environment, check=True, timeout=100)
+        except Exception:
+            second.kill()
+            raise
+    assert second.returncode == 0

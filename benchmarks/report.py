@@ -104,8 +104,8 @@ ALLOCATOR_OPERATIONS = {
 }
 SEVERAL_GPUS = {
     "attention": "tensor parallel, attention",
-    "step": "tensor parallel, a decode step",
-    "prefill": "tensor parallel, prompts",
+    "step": "tensor parallel, a step of Llama-3-8B",
+    "prefill": "tensor parallel, prompts of Llama-3-8B",
     "context": "context parallel, attention",
 }
 
@@ -232,6 +232,15 @@ def quantised() -> str:
     return table(("GPU", "sequences x length", "bfloat16", *columns), rows)
 
 
+def narrow_prefill() -> str:
+    found, rows = points("h200/prefill"), []
+    for name in ("32/8 8x2304 q_len=256", "32/8 1x8192 q_len=all"):
+        times = [found[f"{name}{cache} mosaic_gpu"]["us"] for cache in ("", *CACHES[:2])]
+        rows.append([label(name), *map(us, times)])
+    columns = (cache.replace(" cache=", "").replace(" scale=", ", ") for cache in CACHES[:2])
+    return table(("sequences x length", "bfloat16", *columns), rows)
+
+
 def cache_choices() -> str:
     """By the exact bytes, a call on an H100, and the perplexity of a small model; over those of bfloat16."""
     times, perplexities = points("h100/quantised"), points("cpu/perplexity")
@@ -331,6 +340,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine": engine,
     "engine prefixes": engine_prefixes,
     "quantised": quantised,
+    "narrow prefill": narrow_prefill,
     "shared": shared,
     "portable": portable,
     "cache choices": cache_choices,

@@ -26,33 +26,42 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
     """
     signature = inspect.signature(function)
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        mesh = _explicit_mesh((args, kwargs))
-        if mesh is None:
-            return function(*args, **kwargs)
-        arguments = signature.bind(*args, **kwargs).arguments
+    # Outside of a trace, shard_map alone runs one operation after the other. One jit, so that it compiles once.
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def run(arrays: Any, settings: Any, tree: Any) -> Any:
+        arguments = jax.tree.unflatten(tree, map(_either, arrays, settings))
+        mesh: Any = _explicit_mesh(arguments)
         specs = _specs_of(arguments)
-        out_specs = specs[next(iter(arguments))]
+        out_specs = specs[next(iter(signature.parameters))]
         if arguments.get("return_lse"):
             out_specs = out_specs, P(*out_specs[:-1])
 
         def on_one_shard(parts: Any) -> Any:
-            return function(**_map(lambda leaf, part: leaf if part is None else part, arguments, parts))
+            return function(**_map(_either, parts, arguments))
 
-        @jax.jit  # outside of a trace, shard_map alone runs one operation after the other
-        def run(arrays: Any) -> Any:
-            parts = jax.tree.map_with_path(functools.partial(_cut, mesh), arrays, specs, is_leaf=_is_none)
-            axes = set(mesh.explicit_axes)
-            return jax.shard_map(on_one_shard, mesh=mesh, out_specs=out_specs, axis_names=axes, check_vma=False)(parts)
+        parts = _map(lambda leaf: leaf if _is_array(leaf) else None, arguments)
+        parts = jax.tree.map_with_path(functools.partial(_cut, mesh), parts, specs, is_leaf=_is_none)
+        axes = set(mesh.explicit_axes)
+        return jax.shard_map(on_one_shard, mesh=mesh, out_specs=out_specs, axis_names=axes, check_vma=False)(parts)
 
-        return run(_map(lambda leaf: leaf if _is_array(leaf) else None, arguments))
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _explicit_mesh((args, kwargs)) is None:
+            return function(*args, **kwargs)
+        leaves, tree = jax.tree.flatten(signature.bind(*args, **kwargs).arguments, is_leaf=_is_none)
+        arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+        settings = tuple(None if _is_array(leaf) else _hashable(leaf) for leaf in leaves)
+        return run(arrays, settings, tree)
 
     return call  # type: ignore[return-value]
 
 
 def _map(function: Callable[..., Any], *trees: Any) -> Any:
     return jax.tree.map(function, *trees, is_leaf=_is_none)
+
+
+def _either(array: Any, setting: Any) -> Any:
+    return setting if array is None else array
 
 
 def _is_none(leaf: Any) -> bool:
@@ -62,6 +71,10 @@ def _is_none(leaf: Any) -> bool:
 def _is_array(leaf: Any) -> bool:
     # A single number of NumPy's stays one: attention is set up for a window that is known beforehand.
     return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.ndim > 0)
+
+
+def _hashable(setting: Any) -> Any:
+    return setting[()] if isinstance(setting, np.ndarray) else setting
 
 
 def _explicit_mesh(arguments: Any) -> AbstractMesh | None:

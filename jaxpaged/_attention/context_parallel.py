@@ -56,10 +56,11 @@ def context_parallel_attention(
 
     Example:
         >>> import functools, jax, jax.numpy as jnp, jaxpaged
-        >>> from jax.sharding import PartitionSpec as P
-        >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=32, num_kv_heads=2, head_dim=64)
-        >>> tables, lengths = jnp.array([[3, 5]]), jnp.array([40])
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
         >>> mesh = jax.make_mesh((1,), ("devices",))
+        >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=32, num_kv_heads=2, head_dim=64)
+        >>> cache = jax.device_put(cache, NamedSharding(mesh, P(None, "devices")))
+        >>> tables, lengths = jnp.array([[3, 5]]), jnp.array([40])
         >>> attend = functools.partial(jaxpaged.context_parallel_attention, axis_name="devices")
         >>> specs = P(), P(None, "devices"), P(None, "devices"), P(), P()
         >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)

@@ -291,6 +291,16 @@ def test_an_abort_frees_the_blocks_within_one_slice():
     assert set(finish(engine)) == {sent}
 
 
+def test_an_abort_spares_who_got_the_place():
+    """The request ends in the slice that the host has not read when it is aborted and the next one is sent."""
+    engine = engine_of(16)
+    first = engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=2, temperature=0))
+    engine.step()
+    engine.abort(first)
+    second = engine.add_request([5, 6, 7, 8], SamplingParams(max_tokens=MAX_TOKENS - 4, temperature=0))
+    assert finish(engine)[second].outputs[0].finish_reason == "length"
+
+
 def finish(engine):
     """The last output of each request, once all are finished."""
     outputs = {}

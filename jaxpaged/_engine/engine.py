@@ -332,7 +332,7 @@ class Engine:
                 raise RuntimeError(f"the scheduler refused a request that the engine took: {Refusal(refusal).name}.")
             row.place = place
             self._on_device[place] = row
-            if row.is_aborted:
+            if row.is_aborted and not report.outbox.finished[place]:  # else the place is somebody else's by now
                 self._aborts.append(place)
         num_generated = 0
         for place, tokens, logprobs in new_tokens(report):

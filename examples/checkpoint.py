@@ -53,7 +53,8 @@ class Tokenizer:
     special_tokens: dict[str, str]  # bos_token, eos_token, for the template
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text).ids
+        # Not `encode`, which holds Python's lock: a server would stand still.
+        return self.tokenizer.encode_batch([text])[0].ids
 
     def encode_chat(self, texts: list[str], *, allow_control_tokens: bool = False) -> list[list[int]]:
         """The ids of a conversation for each text, its one message, up to where the answer begins."""
@@ -89,7 +90,7 @@ class Tokenizer:
         except ChatTemplateError as error:
             raise CheckpointError(f"The checkpoint's chat template failed: {one_line(error)}.") from error
         if not marks:
-            return [self.tokenizer.encode(text, add_special_tokens=False).ids for text in rendered]
+            return [each.ids for each in self.tokenizer.encode_batch(rendered, add_special_tokens=False)]
 
         unmark = {ord(mark): token for token, mark in marks.items()}
         encoded = []
@@ -99,7 +100,7 @@ class Tokenizer:
                 if piece in control:  # the template's own
                     ids.append(control[piece])
                 else:
-                    ids += self._plain.encode(piece.translate(unmark), add_special_tokens=False).ids
+                    ids += self._plain.encode_batch([piece.translate(unmark)], add_special_tokens=False)[0].ids
             encoded.append(ids)
         return encoded
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fields import Fields
+from text_stream import HALF
 
 from jaxpaged import SamplingParams
 
@@ -37,12 +38,8 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-ROLES = {
-    "developer": "system",
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-}  # and the templates' names
+# The roles of messages, and what the templates call them.
+ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant")}
 
 
 class ApiError(Exception):
@@ -289,7 +286,10 @@ class Answer:
             names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
             return dict(zip(names, (piece.tokens, piece.logprobs, None, piece.offsets), strict=True))
         entries = zip(piece.tokens, piece.logprobs, strict=True)
-        content = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in entries]
+        content = [
+            {"token": t, "logprob": p, "bytes": None if HALF in t else list(t.encode()), "top_logprobs": []}
+            for t, p in entries
+        ]
         return {"content": content, "refusal": None}
 
 

@@ -75,7 +75,7 @@ class Service:
             QueueFullError: refuse_for_now,
             DrainingError: refuse_for_now,
             ClientDisconnect: lambda request, error: Response(status_code=499),  # nobody reads it
-            HTTPException: lambda request, error: refuse(request, ApiError(error.status_code, f"{error.detail}.")),
+            HTTPException: refuse_path,
             EngineFailedError: lambda request, error: refuse(request, ApiError(500, str(error))),
             Exception: lambda request, error: refuse(request, ApiError(500, "The server failed.")),
         }
@@ -197,7 +197,8 @@ class Service:
                     each = range(start, text.num_tokens)
                     piece.tokens += [decode([completion.token_ids[k]]) for k in each]
                     piece.logprobs += [completion.logprobs[k] for k in each]
-                    piece.offsets += [len(decode(completion.token_ids[:k]).rstrip(HALF)) for k in each]
+                    if not ask.is_chat:  # whose logprobs have no offsets
+                        piece.offsets += [len(decode(completion.token_ids[:k]).rstrip(HALF)) for k in each]
                 if new or reason or piece.tokens:
                     yield piece
             if not open_ones:
@@ -246,6 +247,11 @@ def refuse(request: Request, error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
+def refuse_path(request: Request, error: HTTPException) -> Response:
+    body = ApiError(error.status_code, f"{error.detail}.").body()
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
 def refuse_for_now(request: Request, error: Exception) -> Response:
     if isinstance(error, QueueFullError):
         message = "As many requests are under way as may be; try again soon."
@@ -277,9 +283,9 @@ class Server(uvicorn.Server):
             self.loop.call_soon_threadsafe(self._begin_to_drain)
 
     def _begin_to_drain(self) -> None:
-        say(f"Draining for at most {self.drain_seconds:g} seconds.")
         self._draining = asyncio.ensure_future(self.engine.drain(self.drain_seconds))
         self._draining.add_done_callback(lambda _: self._exit())
+        say(f"Draining for at most {self.drain_seconds:g} seconds.")  # last: nobody may be there to read it
 
     def _exit(self) -> None:
         self.should_exit = True

@@ -301,6 +301,7 @@ def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):
         assert error["message"].endswith(".")
         assert error["type"] == "invalid_request_error"
     assert ask(server.port, body=body(), **{"Content-Type": "text/plain"})[0] == 415
+    assert "GET" in ask(server.port, "/health", "{}")[1]["Allow"]
     assert server.service.engine.num_open == 0
     with pytest.raises(openai.BadRequestError, match="echo is not supported"):
         complete(server, echo=True)

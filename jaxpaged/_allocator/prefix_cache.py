@@ -16,9 +16,8 @@ from jaxpaged._export import exportable
 Words = tuple[jax.Array, jax.Array]  # uint32, each half of 64 bits
 
 PROBES = 6  # places of the table in which a block may be listed
-PLACES = (
-    8  # places for each block of the pool, at least: if all blocks are cached a probe meets one of them 1 time in 8
-)
+# If all blocks are cached, a probe meets one of them 1 time in 8.
+PLACES = 8  # places of the table for each block of the pool, at least
 
 
 @exportable
@@ -299,7 +298,7 @@ class PrefixCache:
             >>> int(allocator.num_waiting), int(allocator.num_free)
             (0, 7)
         """
-        self._check_sizes(allocator)
+        self.check_sizes(allocator)
         allocator = dataclasses.replace(allocator, pool=allocator.pool.forget())
         return dataclasses.replace(self, table=jnp.zeros_like(self.table)), allocator
 
@@ -361,13 +360,13 @@ class PrefixCache:
     def _num_columns(self, allocator: BlockAllocator, tokens: jax.Array) -> int:
         return min(tokens.shape[1] // allocator.block_size, allocator.block_tables.shape[1])
 
-    def _check_sizes(self, allocator: BlockAllocator) -> None:
+    def check_sizes(self, allocator: BlockAllocator) -> None:
         sizes, wanted = self.tokens.shape, (allocator.num_blocks, allocator.block_size)
         if sizes != wanted:
             raise ValueError(f"a prefix cache has its allocator's (num_blocks, block_size), {wanted}; got {sizes}.")
 
     def _check(self, allocator: BlockAllocator, tokens: Any, salts: Any) -> tuple[jax.Array, jax.Array]:
-        self._check_sizes(allocator)
+        self.check_sizes(allocator)
         tokens = jnp.asarray(tokens)
         num_seqs = allocator.lengths.shape[0]
         if tokens.ndim != 2 or tokens.shape[0] != num_seqs or tokens.dtype != jnp.int32:

@@ -295,7 +295,8 @@ class Scheduler(SchedulerState):
             allocator: the allocator whose rows are the seats.
 
         Raises:
-            ValueError: the scheduler has no prefix cache, or an allocator with another number of rows.
+            ValueError: the scheduler has no prefix cache, or one of other sizes than the allocator; an allocator with
+                another number of rows.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxpaged
@@ -323,6 +324,7 @@ class Scheduler(SchedulerState):
         self._check(allocator)
         if self.prefixes is None:
             raise ValueError("seats change by themselves: create the scheduler with a prefix_cache to call this.")
+        self.prefixes.cache.check_sizes(allocator)
         return seats.change_seats(self, self.prefixes, allocator)
 
     def forget_prefixes(self, forgets: ArrayLike = True) -> "Scheduler":

@@ -18,11 +18,11 @@ NOTHING_TO_LIST = jnp.iinfo(jnp.int32).max
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Beginnings:
-    """With which cached blocks requests may begin."""
+    """With which cached blocks requests may begin: a row for each candidate, or for the seat that it was given."""
 
-    num_asked: jax.Array  # int32 [requests], full blocks that were looked up
-    ids: jax.Array  # int32 [requests, columns]
-    found: jax.Array  # bool [requests, columns]
+    num_asked: jax.Array  # int32 [seats], full blocks that were looked up
+    ids: jax.Array  # int32 [seats, columns]
+    found: jax.Array  # bool [seats, columns]
 
     @property
     def num_found(self) -> jax.Array:
@@ -165,7 +165,7 @@ def is_being_computed(
 
 
 def woken_by_each(allocator: BlockAllocator, beginnings: Beginnings) -> jax.Array:
-    """Free blocks that each would be the first to hold, if they enter in this order, int32 `[requests]`."""
+    """Free blocks that each would be the first to hold, if they enter in this order, int32 `[seats]`."""
     pool, ids = allocator.pool, beginnings.ids
     is_free = beginnings.found & (pool.cached_at[ids] != pool.num_blocks)
     order = jnp.broadcast_to(jnp.arange(len(ids), dtype=jnp.int32)[:, None], ids.shape)

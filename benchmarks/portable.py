@@ -50,7 +50,7 @@ def compile_way(point: Point, way: str) -> Any:
         args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
         return jax.jit(functools.partial(chain, point, call)).lower(*args).compile()
     except Exception as error:  # a way that does not fit is a result too
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+        return f"{type(error).__name__}: {str(error).partition('\n')[0][:80]}"
 
 
 def main() -> None:

@@ -84,6 +84,12 @@ def _devices_to_partition_over(context: Any) -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis not in context.manual_axes)
 
 
+@_by_kernel.def_impl
+def _evaluate(*arrays: Any, **settings: Any) -> Any:  # outside of jit, which may be disabled
+    with jax.disable_jit(False):
+        return jax.jit(lambda *arrays: _by_kernel.bind(*arrays, **settings))(*arrays)
+
+
 batching.primitive_batchers[_by_kernel] = _batch
 mlir.register_lowering(_by_kernel, _lower)
 mlir.register_lowering(_by_kernel, _lower_for_cuda, platform="cuda")

@@ -1,4 +1,4 @@
-"""What JAX says about the hardware and the mesh. No other file asks."""
+"""What JAX says about the hardware. No other file asks."""
 
 import dataclasses
 import functools

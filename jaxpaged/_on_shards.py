@@ -101,7 +101,7 @@ def _specs_of(arguments: Mapping[str, Any]) -> Any:
     def spec_of(path: Any, leaf: Any) -> P:
         axes: list[Any] = [None] * np.ndim(leaf)
         axis = HEADS_AXES.get(_name(path))
-        if axis is not None and np.ndim(leaf) >= -axis and leaf.shape[axis] > 1:
+        if axis is not None and np.ndim(leaf) >= -axis and (leaf.shape[axis] > 1 or _spec_of(leaf)[axis] is not None):
             axes[axis] = heads
         if has_seqs and _name(path) in OF_SEQS and axes:
             axes[0] = seqs

@@ -33,6 +33,7 @@ from jaxpaged import (
     zero_blocks,
 )
 from jaxpaged._attention import xla
+from jaxpaged._by_kernel import by_kernel
 from tests.cases import make_case
 from tests.compiled import collectives
 
@@ -259,3 +260,16 @@ def test_two_processes():
             second.kill()
             raise
     assert second.returncode == 0
+
+
+def test_one_kv_head_on_a_mesh_of_one_device():
+    mesh = jax.make_mesh((1,), ("devices",))
+    cache = KVCache.create(num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8)
+    k, slots = jnp.ones((2, 1, 8), cache.k.dtype), jnp.array([4, 5])
+    put = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((cache, POOL), (k, P(None, "devices")))]
+    assert (write_kv(put[0], put[1], put[1], slots).k == write_kv(cache, k, k, slots).k).all()
+
+
+def test_without_jit_a_kernel_is_called_all_the_same():
+    with jax.disable_jit():
+        assert by_kernel(lambda x: x + 1, lambda x: x + 2, jnp.float32(3)) == 5

@@ -1,4 +1,4 @@
-"""Paged attention by the Mosaic GPU kernels: what they take, which of the two gets a call, and how many partitions."""
+"""Paged attention by the Mosaic GPU kernels: what they take, which of them gets a call, and how many partitions."""
 
 import dataclasses
 import functools

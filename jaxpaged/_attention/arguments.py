@@ -49,6 +49,11 @@ class _Arguments:
         return self.k_cache.shape[1]
 
     @property
+    def capacity(self) -> int:
+        """Tokens that a row of the table has room for."""
+        return self.block_tables.shape[1] * self.block_size
+
+    @property
     def group(self) -> int:
         return self.q.shape[-2] // self.k_cache.shape[2]
 

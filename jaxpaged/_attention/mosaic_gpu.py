@@ -82,8 +82,7 @@ def _prompt_config_of(
 
 def _visible(a: AttentionArguments | PackedArguments, window: int | None) -> int:
     """The most tokens that a query can see, as far as is known beforehand."""
-    capacity = a.block_tables.shape[1] * a.block_size
-    return capacity if window is None else min(capacity, window)
+    return a.capacity if window is None else min(a.capacity, window)
 
 
 def _prefill_takes(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> bool:
@@ -130,24 +129,18 @@ def config_of(
     fast_memory: bool = False,
     window: int | None = None,
 ) -> decode_config.Config:
-    num_runs, run = query_runs.runs_of(a.q.shape[1], a.group)
+    num_runs, _ = query_runs.runs_of(a.q.shape[1], a.group)
     plan = None
     if isinstance(num_partitions, PartitionPlan):
         plan, num_partitions = num_partitions, "balanced"
     if num_partitions == "balanced" and num_runs > 1:
         num_partitions = None  # a prompt's runs are many, and there is nothing to even out
     config = decode_config.default_config(
-        seqs=a.q.shape[0] * num_runs,
-        kv_heads=a.k_cache.shape[2],
-        group=a.group,
-        q_len=run,
-        head_dim=a.q.shape[-1],
-        capacity=a.block_tables.shape[1] * a.block_size,
+        **query_runs.sizes_of(a),
         num_sms=num_sms,
         fast_memory=fast_memory,
         window=window,
         num_partitions=num_partitions,
-        itemsize=a.k_cache.dtype.itemsize,
         token_scales=sum(scale is not None and scale.ndim == 3 for scale in (a.options.k_scale, a.options.v_scale)),
     )
     if plan is None or config.total_partitions is None:

@@ -20,19 +20,12 @@ def attend(a: AttentionArguments, *, num_partitions: int | None, window: int | N
 def config_of(
     a: AttentionArguments, gpu: _device.Gpu, *, num_partitions: int | None, window: int | None = None
 ) -> portable_config.Config:
-    num_runs, run = query_runs.runs_of(a.q.shape[1], a.group)
     return portable_config.default_config(
-        seqs=a.q.shape[0] * num_runs,
-        kv_heads=a.k_cache.shape[2],
-        group=a.group,
-        q_len=run,
-        head_dim=a.q.shape[-1],
-        capacity=a.block_tables.shape[1] * a.block_size,
+        **query_runs.sizes_of(a),
         num_sms=gpu.num_sms,
         compute_capability=gpu.compute_capability,
         window=window,
         num_partitions=num_partitions,
-        itemsize=a.k_cache.dtype.itemsize,
     )
 
 

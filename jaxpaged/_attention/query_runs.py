@@ -26,6 +26,20 @@ def runs_of(q_len: int, group: int) -> tuple[int, int]:
     return num_runs, -(-q_len // num_runs)
 
 
+def sizes_of(a: AttentionArguments) -> dict[str, int]:
+    """Of the call that `cut` makes of this one, as the configurations of the decode kernels take them."""
+    num_runs, run = runs_of(a.q.shape[1], a.group)
+    return dict(
+        seqs=a.q.shape[0] * num_runs,
+        kv_heads=a.k_cache.shape[2],
+        group=a.group,
+        q_len=run,
+        head_dim=a.q.shape[-1],
+        capacity=a.capacity,
+        itemsize=a.k_cache.dtype.itemsize,
+    )
+
+
 def cut(a: AttentionArguments) -> AttentionArguments:
     """The same call on `seqs * runs` sequences; if the runs together are longer than q_len, padding comes first."""
     seqs, q_len, heads, head_dim = a.q.shape

@@ -57,7 +57,7 @@ def default_partitions(a: AttentionArguments, *, on_gpu: bool) -> int:
     kv_heads, tile = a.k_cache.shape[2], _tile_of(a.block_size)
     slot_bytes = 2 * kv_heads * head_dim * (4 if _is_widened(a) else a.k_cache.dtype.itemsize)
     tile_bytes = tile * (slot_bytes + q_len * heads * 4)
-    tiles = -(-a.block_tables.shape[1] * a.block_size // tile)
+    tiles = -(-a.capacity // tile)
     steps = -(-tiles // max(1, STEP_BYTES // (seqs * tile_bytes)))
     return -(-tiles // steps)
 
@@ -101,8 +101,7 @@ def _attend(num_partitions: int, a: AttentionArguments) -> tuple[jax.Array, jax.
 def _attend_jvp(num_partitions: int, primals: tuple, tangents: tuple) -> tuple:
     # A loop whose trip count is known only at run time has no transpose: differentiate the one over the whole table.
     (a,) = primals
-    capacity = a.block_tables.shape[1] * a.block_size
-    num_steps = -(-capacity // (_tile_of(a.block_size) * num_partitions))
+    num_steps = -(-a.capacity // (_tile_of(a.block_size) * num_partitions))
     return jax.jvp(functools.partial(_online_softmax, num_partitions, num_steps), primals, tangents)
 
 

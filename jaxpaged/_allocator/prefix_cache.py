@@ -159,14 +159,7 @@ class PrefixCache:
         num_full = jnp.where(legal, (lengths - 1) // allocator.block_size, 0)
         blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
         ids, found, _ = self.find(allocator.pool, blocks, num_full, salts)
-        num_cached = found.sum(axis=1, dtype=jnp.int32) * allocator.block_size
-        tables = allocator.block_tables
-        tables = tables.at[:, :num_columns].set(jnp.where(found, ids, tables[:, :num_columns]))
-        allocator = allocator.with_rows(
-            tables,
-            jnp.where(num_cached > 0, num_cached, allocator.lengths),
-            allocator.pool.acquire_cached(ids, found),
-        )
+        allocator, num_cached = begin_with(allocator, ids, found)
         return self.counted(num_full, found), allocator, num_cached
 
     def insert(
@@ -443,6 +436,19 @@ def _find_places(
         served &= salts[first // wanted.shape[1]] == salts[:, None]
         firsts, homes = jnp.where(served, first, firsts), jnp.where(served, place, homes)
     return table, firsts, homes
+
+
+def begin_with(allocator: BlockAllocator, ids: jax.Array, found: jax.Array) -> tuple[BlockAllocator, jax.Array]:
+    """Empty sequences begin with the cached blocks that `PrefixCache.find` found for them; those for which it found
+    none stay as they are. Also how many tokens these hold, int32 `[seqs]`."""
+    num_columns, tables = found.shape[1], allocator.block_tables
+    num_cached = found.sum(axis=1, dtype=jnp.int32) * allocator.block_size
+    allocator = allocator.with_rows(
+        tables.at[:, :num_columns].set(jnp.where(found, ids, tables[:, :num_columns])),
+        jnp.where(num_cached > 0, num_cached, allocator.lengths),
+        allocator.pool.acquire_cached(ids, found),
+    )
+    return allocator, num_cached
 
 
 def _cut(tokens: jax.Array, lengths: jax.Array, num_columns: int, block_size: int) -> jax.Array:

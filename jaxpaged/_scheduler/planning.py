@@ -35,7 +35,7 @@ def plan[S: SchedulerState](scheduler: S, allocator: BlockAllocator, num_places:
 
 def of_seats(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
     """Values of requests, `[requests, ...]`, for the request in each seat; 0 for a free seat."""
-    return values.at[scheduler.seated].get(mode="fill", fill_value=0)
+    return rows_of(values, scheduler.seated)
 
 
 def rows_of[T](of_each: T, indices: jax.Array) -> T:
@@ -58,13 +58,16 @@ def with_due[S: SchedulerState](scheduler: S, is_due: jax.Array | bool) -> S:
 
 def first_waiting(scheduler: SchedulerState) -> jax.Array:
     """The waiting requests that come first in rank, one for each seat, int32 `[seats]`; `max_requests`: no more."""
-    num_requests, num_seats = scheduler.max_requests, scheduler.num_seats
     is_waiting = (scheduler.statuses == RequestStatus.WAITING)[scheduler.order]
-    queue = jnp.cumsum(is_waiting, dtype=jnp.int32) - 1
-    dropped = num_seats + jnp.arange(num_requests, dtype=jnp.int32)
-    queue = jnp.where(is_waiting & (queue < num_seats), queue, dropped)
-    nobody = jnp.full(num_seats, num_requests, jnp.int32)
-    return nobody.at[queue].set(scheduler.order, mode="drop", unique_indices=True)
+    return first_marked(scheduler.order, is_waiting, size=scheduler.num_seats, fill_value=scheduler.max_requests)
+
+
+def first_marked(values: jax.Array, is_marked: jax.Array, *, size: int, fill_value: int) -> jax.Array:
+    """The first `size` values that are marked, in their order, int32 `[size]`; `fill_value` behind the last of them."""
+    places = jnp.cumsum(is_marked, dtype=jnp.int32) - 1
+    dropped = size + jnp.arange(len(values), dtype=jnp.int32)
+    places = jnp.where(is_marked & (places < size), places, dropped)
+    return jnp.full(size, fill_value, jnp.int32).at[places].set(values, mode="drop", unique_indices=True)
 
 
 def admit[S: SchedulerState](
@@ -94,8 +97,7 @@ def admit[S: SchedulerState](
     reserved = reserved_blocks(scheduler, allocator, candidates) - num_found
     reserved = jnp.where(candidates < num_requests, reserved, 0)
     before = jnp.cumsum(reserved + num_woken, dtype=jnp.int32) - reserved + owed.sum(dtype=jnp.int32)
-    num_known = scheduler.num_known.at[candidates].get(mode="fill", fill_value=0)
-    limits = scheduler.limits.at[candidates].get(mode="fill", fill_value=0)
+    num_known, limits = rows_of((scheduler.num_known, scheduler.limits), candidates)
     entry = allocator.blocks_of(jnp.minimum(num_known + 1, limits - 1)) - num_found
     fits = (candidates < num_requests) & (seats < is_free.sum(dtype=jnp.int32))
     fits &= (before + entry <= allocator.num_free) & ~scheduler.was_refused & ~scheduler.is_outbox_full
@@ -112,8 +114,7 @@ def admit[S: SchedulerState](
 
 def reserved_blocks(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
     """Blocks reserved for requests: for their known tokens and a spare one, but no more than they need in all."""
-    num_known = scheduler.num_known.at[request_ids].get(mode="fill", fill_value=0)
-    limits = scheduler.limits.at[request_ids].get(mode="fill", fill_value=0)
+    num_known, limits = rows_of((scheduler.num_known, scheduler.limits), request_ids)
     # The last token is sampled and never computed.
     return jnp.minimum(allocator.blocks_of(num_known) + 1, allocator.blocks_of(limits - 1))
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.prefix_cache import begin_with
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
 
@@ -82,7 +83,7 @@ def ready(
     the last of them; and the blocks that are found for each.
     """
     candidates = planning.first_waiting(scheduler)
-    num_asked = jnp.maximum(known_of(scheduler, candidates) - 1, 0) // allocator.block_size
+    num_asked = jnp.maximum(planning.rows_of(scheduler.num_known, candidates) - 1, 0) // allocator.block_size
     salts = jnp.broadcast_to(prefixes.salt, candidates.shape)
     blocks = blocks_of(scheduler, allocator, candidates)
     ids, found, new_tags = prefixes.cache.find(allocator.pool, blocks, num_asked, salts)
@@ -92,8 +93,7 @@ def ready(
 
     num_seats = scheduler.num_seats
     every = jnp.arange(num_seats, dtype=jnp.int32)
-    turn = jnp.where(is_ready, jnp.cumsum(is_ready, dtype=jnp.int32) - 1, num_seats + every)
-    order = jnp.full(num_seats, num_seats, jnp.int32).at[turn].set(every, mode="drop", unique_indices=True)
+    order = planning.first_marked(every, is_ready, size=num_seats, fill_value=num_seats)
     candidates = candidates.at[order].get(mode="fill", fill_value=scheduler.max_requests)
     return candidates, planning.rows_of(beginnings, order)
 
@@ -102,19 +102,13 @@ def begin(
     prefixes: Prefixes, allocator: BlockAllocator, entered: jax.Array, beginnings: Beginnings
 ) -> tuple[Prefixes, BlockAllocator]:
     """Those who entered hold the blocks that were found for them: `beginnings` of each seat, empty where nobody did."""
-    ids, found, num_found = beginnings.ids, beginnings.found, beginnings.num_found
-    has_entered, num_columns = entered < entered.shape[0], found.shape[1]
-    tables = allocator.block_tables
-    allocator = allocator.with_rows(
-        tables.at[:, :num_columns].set(jnp.where(found, ids, tables[:, :num_columns])),
-        jnp.where(has_entered, num_found * allocator.block_size, allocator.lengths),
-        allocator.pool.acquire_cached(ids, found),
-    )
+    allocator, _ = begin_with(allocator, beginnings.ids, beginnings.found)
+    has_entered = entered < entered.shape[0]
     prefixes = dataclasses.replace(
         prefixes,
-        cache=prefixes.cache.counted(beginnings.num_asked, found),
+        cache=prefixes.cache.counted(beginnings.num_asked, beginnings.found),
         salts=jnp.where(has_entered, prefixes.salt, prefixes.salts),
-        num_listed=jnp.where(has_entered, num_found, prefixes.num_listed),
+        num_listed=jnp.where(has_entered, beginnings.num_found, prefixes.num_listed),
     )
     return prefixes, allocator
 
@@ -123,12 +117,8 @@ def blocks_of(scheduler: SchedulerState, allocator: BlockAllocator, request_ids:
     """The tokens of requests in blocks, int32 `[requests, columns, block_size]`; of what is not known, any."""
     block_size = allocator.block_size
     num_columns = min(scheduler.tokens.shape[1] // block_size, allocator.block_tables.shape[1])
-    tokens = scheduler.tokens.at[request_ids].get(mode="fill", fill_value=0)
+    tokens = planning.rows_of(scheduler.tokens, request_ids)
     return tokens[:, : num_columns * block_size].reshape(-1, num_columns, block_size)
-
-
-def known_of(scheduler: SchedulerState, request_ids: jax.Array) -> jax.Array:
-    return scheduler.num_known.at[request_ids].get(mode="fill", fill_value=0)
 
 
 def is_being_computed(
@@ -157,7 +147,7 @@ def is_being_computed(
     of_others = jnp.concatenate([tags, new_tags]).at[:, column].get(mode="clip")  # [others, candidates]
     its_own = new_tags.at[jnp.arange(num_seats, dtype=jnp.int32), column].get(mode="clip")[None]
     num_listed = jnp.concatenate([prefixes.num_listed, jnp.zeros_like(column)])[:, None]
-    num_full = (known_of(scheduler, others) // allocator.block_size)[:, None]
+    num_full = (planning.rows_of(scheduler.num_known, others) // allocator.block_size)[:, None]
     will_list = (num_listed <= column[None]) & (column[None] < num_full)
     ranks = scheduler.ranks.at[others].get(mode="fill", fill_value=scheduler.max_requests)
     is_before = ranks[:, None] < ranks[None, num_seats:]

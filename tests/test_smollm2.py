@@ -6,6 +6,7 @@ from pathlib import Path
 
 import checkpoint
 import generate
+import jax
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -13,29 +14,41 @@ pytestmark = pytest.mark.slow
 NEAR_TIE = 0.005  # two orders of magnitude above the spread of its own attention implementations, 5e-5
 DATA = Path(__file__).with_name("data") / "smollm2_greedy.jsonl"
 CASES = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
-GROUPS = {
-    "raw": [case for case in CASES if not case["chat"] and len(case["prompt_tokens"]) <= 100],
-    "chat": [case for case in CASES if case["chat"]],
-    "long": [case for case in CASES if len(case["prompt_tokens"]) > 100],
-}
 
 
-def test_every_case_is_in_a_group():
-    assert sum(map(len, GROUPS.values())) == len(CASES) == 44
+@pytest.fixture(scope="module")
+def tokenizer():
+    return checkpoint.read_checkpoint(checkpoint.default_path()).tokenizer
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_greedy_tokens(group, capsys):
-    cases = GROUPS[group]
-    command = ["--json", "--max-new-tokens", "48"]
-    if group == "chat":  # transformers takes control tokens that a prompt spells for such
-        command += ["--chat", "--allow-control-tokens"]
-    assert generate.main(command + [f"--prompt={case['prompt']}" for case in cases]) == 0
+@pytest.fixture
+def optimised():
+    """The work of a real model outweighs its compilation, unlike that of the other tests: see `conftest`."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def test_greedy_tokens(tokenizer, optimised, capsys):
+    """All prompts in one batch, of 1 to 707 tokens; a conversation as the template writes it."""
+    texts = [
+        tokenizer.tokenizer.decode(c["prompt_tokens"], skip_special_tokens=False) if c["chat"] else c["prompt"]
+        for c in CASES
+    ]
+    assert generate.main(["--json", "--max-new-tokens=48", *(f"--prompt={text}" for text in texts)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    for case, line in zip(cases, lines, strict=True):
+    for case, line in zip(CASES, lines, strict=True):
         assert line["prompt_tokens"] == case["prompt_tokens"], case["name"]
         tie = next((i for i, gap in enumerate(case["gaps"]) if gap < NEAR_TIE), len(case["tokens"]))
         assert line["tokens"][:tie] == case["tokens"][:tie], case["name"]
+
+
+def test_conversations(tokenizer):
+    chats = [case for case in CASES if case["chat"]]
+    # transformers takes control tokens that a prompt spells for such
+    encoded = tokenizer.encode_chat([case["prompt"] for case in chats], allow_control_tokens=True)
+    assert encoded == [case["prompt_tokens"] for case in chats]
 
 
 def test_the_weights_are_there():

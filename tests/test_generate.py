@@ -20,10 +20,21 @@ PROMPTS = ["Hello there, paged world", "a", "The quick brown fox jumps over it"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def checkpoint_files(tmp_path_factory):
+    """The folder and its tensors."""
     path = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(path)
-    return path
+    return path, write_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint_files):
+    return checkpoint_files[0]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint_files):
+    """The tokens behind a JSON line's prompt, of the model that is not paged."""
+    return lambda line, count: greedy(checkpoint_files[1], line["prompt_tokens"], count)
 
 
 @pytest.fixture
@@ -44,46 +55,46 @@ def run(folder, capsys):
 @pytest.mark.parametrize("tied", [False, True])
 def test_tokens_are_those_of_a_model_that_is_not_paged(tmp_path, run, tied):
     tensors = write_checkpoint(tmp_path / "model", seed=5, tied=tied)
-    code, lines, _ = run(model=tmp_path / "model", tokens=20)
+    code, lines, _ = run(model=tmp_path / "model")
     assert code == 0
     assert [line["prompt"] for line in lines] == PROMPTS
     for line in lines:
         assert set(line) == {"prompt", "prompt_tokens", "tokens", "text"}
-        assert line["tokens"] == greedy(tensors, line["prompt_tokens"], 20)
+        assert line["tokens"] == greedy(tensors, line["prompt_tokens"], 12)
 
 
-def test_the_result_depends_on_the_prompt_alone(run):
-    _, lines, _ = run()
-    expected = {line["prompt"]: line["tokens"] for line in lines}
-    for arguments, prompts in (
-        (["--block-size", 8], PROMPTS),
-        (["--block-size", 64], PROMPTS[::-1]),
-        (["--num-blocks", 100], [*PROMPTS, "another one", *PROMPTS]),
-        (["--stream"], PROMPTS[:1]),
-    ):
-        code, lines, _ = run(*arguments, prompts=prompts)
-        assert code == 0
-        for line in lines:
-            assert line["tokens"] == expected.get(line["prompt"], line["tokens"])
+@pytest.mark.parametrize(
+    ("arguments", "prompts"),
+    [
+        (["--block-size", 8, "--num-blocks", 100], ["another one", *PROMPTS[::-1], *PROMPTS]),
+        (["--block-size", 64, "--stream"], PROMPTS[:1]),
+    ],
+)
+def test_the_result_depends_on_the_prompt_alone(run, expected, arguments, prompts):
+    code, lines, _ = run(*arguments, prompts=prompts)
+    assert code == 0
+    assert [line["prompt"] for line in lines] == prompts
+    for line in lines:
+        assert line["tokens"] == expected(line, 12)
 
 
-def test_long_prompts_are_prefilled_in_chunks(run, monkeypatch):
-    prompts = ["x" * 100, "hello", "y" * 33]
-    _, whole, _ = run(prompts=prompts)
+def test_long_prompts_are_prefilled_in_chunks(run, expected, monkeypatch):
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
-    _, chunked, _ = run(prompts=prompts)
-    assert [line["tokens"] for line in whole] == [line["tokens"] for line in chunked]
+    _, lines, _ = run(prompts=["x" * 100, "hello", "y" * 33])
+    for line in lines:
+        assert line["tokens"] == expected(line, 12)
 
 
 def test_sampling_follows_the_seed_and_not_the_place_in_the_batch(run):
-    hot = ["--temperature", 5.0]
-    _, first, _ = run(*hot, "--seed", 1)
-    _, again, _ = run(*hot, "--seed", 1, prompts=PROMPTS[::-1])
-    _, other, _ = run(*hot, "--seed", 2)
-    assert [line["tokens"] for line in first] == [line["tokens"] for line in again[::-1]]
-    assert [line["tokens"] for line in first] != [line["tokens"] for line in other]
-    _, twins, _ = run(*hot, prompts=["a", "a"])
-    assert twins[0]["tokens"] != twins[1]["tokens"]
+    hot, prompts = ["--temperature", 5.0], [*PROMPTS, PROMPTS[1]]
+    first, again, other = (
+        [line["tokens"] for line in run(*hot, "--seed", seed, prompts=order)[1]]
+        for seed, order in ((1, prompts), (1, prompts[::-1]), (2, prompts))
+    )
+    assert [first[0], first[2]] == [again[3], again[1]]
+    assert first != other
+    assert first[1] != first[3]  # of one prompt
+    assert [first[1], first[3]] == [again[0], again[2]]
 
 
 @pytest.mark.parametrize("option", [["--top-k", 1], ["--top-p", 1e-6]])
@@ -94,20 +105,15 @@ def test_the_narrowest_sampling_is_greedy(run, option):
 
 
 def test_eos_stops_and_is_the_last_token_unless_ignored(run, folder):
-    _, lines, _ = run(tokens=40, prompts=[*PROMPTS, "b", "c", "d"])
-    ended = [line for line in lines if EOS in line["tokens"]]
-    for line in ended:  # none with some seeds; a token that surely comes follows
-        assert line["tokens"].index(EOS) == len(line["tokens"]) - 1
-    # Some token that did come out, taken for the end.
-    eos = lines[0]["tokens"][3]
-    config = json.loads((folder / "config.json").read_text())
+    _, lines, _ = run()
+    tokens = lines[0]["tokens"]
+    eos = tokens[3]  # some token that did come out, taken for the end
     other = folder / "other"
-    write_checkpoint(other)
-    (other / "config.json").write_text(json.dumps(config | {"eos_token_id": [eos, EOS]}))
-    _, stopped, _ = run(tokens=40, model=other)
-    assert stopped[0]["tokens"] == lines[0]["tokens"][: lines[0]["tokens"].index(eos) + 1]
-    _, ignored, _ = run("--ignore-eos", tokens=40, model=other)
-    assert len(ignored[0]["tokens"]) == 40
+    write_checkpoint(other, eos_token_id=[eos, EOS])
+    _, stopped, _ = run(model=other)
+    assert stopped[0]["tokens"] == tokens[: tokens.index(eos) + 1]
+    _, ignored, _ = run("--ignore-eos", model=other)
+    assert ignored[0]["tokens"] == tokens
 
 
 def test_blocks_come_back_inside_the_loop(run):
@@ -119,18 +125,16 @@ def test_blocks_come_back_inside_the_loop(run):
     assert "17 blocks of 8 tokens in use at the peak" in err
 
 
-def test_running_out_of_blocks_marks_the_sequence_and_the_others_complete(run):
+def test_running_out_of_blocks_marks_the_sequence_and_the_others_complete(run, expected):
     # Both want a third block at the same step and there is none: the last one makes room.
     code, lines, err = run("--block-size", 8, "--num-blocks", 1 + 4, tokens=20, prompts=["abcdefgh", "ijklmnop"])
     assert code == 3
     finished, starved = lines
-    assert len(finished["tokens"]) == 20
+    assert finished["tokens"] == expected(finished, 20)
     assert "out_of_blocks" not in finished
     assert starved["out_of_blocks"] is True
     assert 0 < len(starved["tokens"]) < 20
     assert re.search(r"\[1\] stopped after \d+ tokens: the pool ran out of blocks; pass a larger --num-blocks", err)
-    _, alone, _ = run(tokens=20, prompts=["abcdefgh"])
-    assert finished["tokens"] == alone[0]["tokens"]
 
 
 def test_a_prompt_as_long_as_the_context_gives_one_token(run):
@@ -139,12 +143,12 @@ def test_a_prompt_as_long_as_the_context_gives_one_token(run):
     assert len(lines[0]["tokens"]) == 1
 
 
-def test_chat_and_prompt_file(run, tmp_path):
+def test_chat_and_prompt_file(run, folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("\ufefffirst\r\n\nsec\u2028ond\n")
     _, lines, _ = run("--chat", "--prompt-file", tmp_path / "prompts.txt", prompts=["zeroth"])
     assert [line["prompt"] for line in lines] == ["zeroth", "first", "sec\u2028ond"]
-    _, raw, _ = run(prompts=["first:"])
-    assert lines[1]["prompt_tokens"] == [EOS, *raw[0]["prompt_tokens"]]
+    tokenizer = checkpoint.read_checkpoint(folder).tokenizer
+    assert lines[1]["prompt_tokens"] == [EOS, *tokenizer.encode("first:")]
 
 
 def test_bfloat16(run):
@@ -174,8 +178,8 @@ def test_what_a_person_sees(run):
 
 
 def test_a_stream_is_the_text(run):
-    _, lines, _ = run(prompts=PROMPTS[:1], tokens=30)
-    _, out, _ = run("--stream", prompts=PROMPTS[:1], tokens=30, as_json=False)
+    _, lines, _ = run()
+    _, out, _ = run("--stream", prompts=PROMPTS[:1], as_json=False)
     assert out.startswith(lines[0]["text"].rstrip("\ufffd"))
     _, out, _ = run("--stream", as_json=False)
     assert {"[0]", "[1]", "[2]"} <= set(re.findall(r"^\[\d\]", out, re.MULTILINE))

@@ -103,16 +103,16 @@ def make_case(
             scales = np.asarray(rng.uniform(0.01, 0.05, shape), np.float32)
             if scale_shape == "token_head":
                 scales[~legal] = np.nan
-            options[name] = jnp.asarray(scales)
-        return jnp.asarray(values.astype(cache_dtype or dtype))  # cast by NumPy: nothing to compile
+            options[name] = jax.device_put(scales)
+        return jax.device_put(values.astype(cache_dtype or dtype))  # `jnp.asarray` would compile a program a shape
 
     q_shape = (seqs, heads, head_dim) if q_len is None else (seqs, q_len, heads, head_dim)
     return Case(
-        q=jnp.asarray(rng.normal(size=q_shape).astype(np.float32).astype(dtype)),
+        q=jax.device_put(rng.normal(size=q_shape).astype(np.float32).astype(dtype)),
         k_cache=cache("k_scale"),
         v_cache=cache("v_scale"),
-        block_tables=jnp.asarray(tables, jnp.int32),
-        lengths=jnp.asarray(lengths, jnp.int32),
+        block_tables=jax.device_put(tables.astype(np.int32)),
+        lengths=jax.device_put(np.asarray(lengths, np.int32)),
         options=options,
     )
 

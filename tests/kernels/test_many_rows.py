@@ -19,8 +19,9 @@ def test_options(name):
     check(make_case(**SMALL, options=OPTIONS[name]))
 
 
-@pytest.mark.parametrize("name", ["plain", "all"])
-@pytest.mark.parametrize("num_partitions", [2, 3, "balanced"])
+@pytest.mark.parametrize(
+    ("num_partitions", "name"), [(2, "plain"), (3, "all"), ("balanced", "plain"), ("balanced", "all")]
+)
 def test_partitions(name, num_partitions):
     case = make_case(lengths=(0, 9, 400), max_blocks=26, options=OPTIONS[name], **MANY)
     check(case, num_partitions=num_partitions)
@@ -31,15 +32,14 @@ def test_groups(heads, q_len):
     check(make_case(lengths=(1, 70, 130), max_blocks=9, heads=heads, kv_heads=1, q_len=q_len, dtype=BF16))
 
 
-@pytest.mark.parametrize(("head_dim", "num_partitions"), [(32, 1), (80, 1), (120, 1), (120, 2), (128, 2), (256, 2)])
-def test_heads(head_dim, num_partitions):
-    case = make_case(lengths=(3, 150), max_blocks=10, head_dim=head_dim, options=OPTIONS["window"], **MANY)
+@pytest.mark.parametrize(
+    ("head_dim", "num_partitions", "block_size"),
+    [(32, 1, 8), (80, 1, 64), (120, 1, 256), (120, 2, 16), (128, 2, 64), (256, 2, 8)],
+)
+def test_heads_and_blocks(head_dim, num_partitions, block_size):
+    sizes = dict(head_dim=head_dim, block_size=block_size, max_blocks=-(-150 // block_size) + 1)
+    case = make_case(lengths=(3, 150), options=OPTIONS["window"], **sizes, **MANY)
     check(case, num_partitions=num_partitions, zero_fill=True)
-
-
-@pytest.mark.parametrize("block_size", [8, 64, 256])
-def test_block_sizes(block_size):
-    check(make_case(lengths=(3, 140), block_size=block_size, max_blocks=-(-140 // block_size) + 1, **MANY))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

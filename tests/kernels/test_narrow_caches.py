@@ -1,5 +1,7 @@
 """The decode kernel on 8-bit caches in interpret mode: widening, scales, and no races."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,10 +26,29 @@ def narrow_case(seed=0, **shape):
     )
 
 
-@pytest.mark.parametrize("scale_shape", [None, "tensor", "head", "token_head"])
-@pytest.mark.parametrize("cache_dtype", DTYPES)
-def test_dtypes_and_scales(cache_dtype, scale_shape):
-    check(narrow_case(lengths=(0, 70), kv_heads=2, cache_dtype=cache_dtype, scale_shape=scale_shape))
+HEAD_DIMS, BLOCK_SIZES = (64, 32, 80, 96, 112, 128, 192, 256), (16, 8, 64, 128)
+
+
+@pytest.mark.parametrize(  # every dtype with every kind of scales; in turns every head_dim and block size
+    ("cache_dtype", "scale_shape", "head_dim", "block_size"),
+    [
+        (cache_dtype, scale_shape, HEAD_DIMS[i % 8], BLOCK_SIZES[(i + i // 4) % 4])
+        for i, (cache_dtype, scale_shape) in enumerate(
+            itertools.product(DTYPES, (None, "tensor", "head", "token_head"))
+        )
+    ],
+)
+def test_dtypes_and_scales(cache_dtype, scale_shape, head_dim, block_size):
+    case = narrow_case(
+        lengths=(0, block_size, 70),
+        kv_heads=2,
+        head_dim=head_dim,
+        block_size=block_size,
+        max_blocks=-(-70 // block_size) + 1,
+        cache_dtype=cache_dtype,
+        scale_shape=scale_shape,
+    )
+    check(case, zero_fill=head_dim % 64 != 0)
 
 
 @pytest.mark.parametrize("name", ["window", "window of one", "soft cap", "alibi", "sinks", "all"])
@@ -45,21 +66,6 @@ def test_partitions(num_partitions, cluster):
 def test_several_query_tokens(q_len, num_partitions, options):
     case = narrow_case(lengths=(3, 130), max_blocks=9, q_len=q_len, cache_dtype=E4M3, options=OPTIONS[options])
     check(case, num_partitions=num_partitions)
-
-
-@pytest.mark.parametrize("head_dim", [32, 80, 96, 112])
-def test_heads_that_the_copy_fills_up(head_dim):
-    check(narrow_case(head_dim=head_dim, cache_dtype=E5M2), zero_fill=True)
-
-
-@pytest.mark.parametrize("head_dim", [128, 192, 256])
-def test_wide_heads(head_dim):
-    check(narrow_case(head_dim=head_dim, cache_dtype=E4M3))
-
-
-@pytest.mark.parametrize("block_size", [8, 64, 128])
-def test_block_sizes(block_size):
-    check(narrow_case(lengths=(1, block_size, 70), block_size=block_size, max_blocks=-(-70 // block_size) + 1))
 
 
 @pytest.mark.parametrize("head_dim", [112, 128])

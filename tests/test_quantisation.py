@@ -1,6 +1,7 @@
 """Quantised caches: what writing stores, how far it is from what was given, and that attention sees nothing else."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,8 @@ LARGEST = {jnp.float8_e4m3fn: 448.0, jnp.float8_e5m2: 57344.0, jnp.int8: 127.0}
 GRANULARITIES = ("tensor", "head", "token_head")
 DTYPES = pytest.mark.parametrize("dtype", ROUNDING, ids=lambda dtype: jnp.dtype(dtype).name)
 EVERY_SCALE = pytest.mark.parametrize("scale", GRANULARITIES)
+
+pool_of = jax.jit(lambda layer: layer.pool)
 
 
 def drawn(shape, seed=0):
@@ -155,17 +158,18 @@ def test_a_layer_of_a_stack_is_that_cache_by_itself(dtype, scale):
         assert (stack.k[i] == alone[i].k).all()
         assert (np.asarray(widen_kv(stack).v[i]) == np.asarray(widen_kv(alone[i]).v)).all()
         layer = CacheLayer(stack, jnp.int32(i))
-        pool = jax.jit(lambda layer: layer.pool)(layer)
-        expected = paged_attention(
+        pool = pool_of(layer)
+        expected = jitted_attention(
             q, alone[i].k, alone[i].v, tables, lengths, k_scale=alone[i].k_scale, v_scale=alone[i].v_scale
         )
         shifted = layer.block_tables(tables)
-        out = paged_attention(q, pool.k, pool.v, shifted, lengths, k_scale=pool.k_scale, v_scale=pool.v_scale)
+        out = jitted_attention(q, pool.k, pool.v, shifted, lengths, k_scale=pool.k_scale, v_scale=pool.v_scale)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def written_case(dtype, scale, *, options=None, q_len=None, q_dtype=jnp.float32) -> Case:
-    """A case whose cache went through `write_kv`, with NaN in every slot and every scale that was not written."""
+@functools.cache
+def written(dtype, scale) -> tuple[KVCache, BlockAllocator]:
+    """A cache that `write_kv` has written, with NaN in every slot and every scale that it has not."""
     lengths, block_size, max_blocks = (0, 1, 15, 16, 17, 80, 35), 16, 5
     allocator = BlockAllocator.create(
         num_blocks=40, block_size=block_size, num_seqs=len(lengths), max_blocks=max_blocks
@@ -182,8 +186,13 @@ def written_case(dtype, scale, *, options=None, q_len=None, q_dtype=jnp.float32)
     if scale == "token_head":
         nan = jnp.full_like(cache.k_scale, jnp.nan)
         cache = dataclasses.replace(cache, k_scale=nan, v_scale=nan)
-    cache = jax.jit(write_kv)(cache, k, v, slots)
-    q_shape = (len(lengths), 6, 64) if q_len is None else (len(lengths), q_len, 6, 64)
+    return jax.jit(write_kv)(cache, k, v, slots), allocator
+
+
+def written_case(dtype, scale, *, options=None, q_len=None, q_dtype=jnp.float32) -> Case:
+    cache, allocator = written(dtype, scale)
+    seqs = len(allocator.lengths)
+    q_shape = (seqs, 6, 64) if q_len is None else (seqs, q_len, 6, 64)
     return Case(
         q=jax.random.normal(jax.random.key(4), q_shape).astype(q_dtype),
         k_cache=cache.k,

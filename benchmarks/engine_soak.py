@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.harness import add_output, open_store
 from jaxpaged import Engine, SamplingParams
 from tests.toy_model import BLOCK_SIZE, MAX_TOKENS, VOCAB, create_engine
 
@@ -107,19 +108,23 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prefix-cache", action="store_true", help="requests share the blocks of equal beginnings")
+    add_output(parser)
     options = parser.parse_args()
+    store = open_store("engine_soak", options)
     num_blocks = SEATS * MAX_TOKENS // BLOCK_SIZE // 4 + 1
     sizes = dict(num_seats=SEATS, num_blocks=num_blocks, max_requests=4 * SEATS)
     engine = create_engine(**sizes, prefix_cache=options.prefix_cache, compiler_options=None)
     begin = time.perf_counter()
-    done = 0
-    while done < options.requests:  # in parts, so that a run that is cut off has said something
-        count = min(10_000, options.requests - done)
-        result = soak(engine, count, seed=options.seed + done)
-        done += count
-        share = result["recomputed"] / result["computed"]
+    totals: collections.Counter[str] = collections.Counter()
+    while totals["requests"] < options.requests:  # in parts, so that a run that is cut off has said something
+        count = min(10_000, options.requests - totals["requests"])
+        totals.update(soak(engine, count, seed=options.seed + totals["requests"]), requests=count)
+        share = totals["recomputed"] / totals["computed"]
         check(share <= MOST_RECOMPUTED, f"{share:.2%} recomputed")
-        print(f"[{time.perf_counter() - begin:5.0f} s] {done} requests; {result}, recomputed {share:.2%}", flush=True)
+        seconds = time.perf_counter() - begin
+        print(f"[{seconds:5.0f} s] {dict(totals)}, recomputed {share:.2%}", flush=True)
+        name = "with a prefix cache" if options.prefix_cache else "without a prefix cache"
+        store.add(name, dict(totals) | {"recomputed_share": share, "seconds": seconds})
 
 
 if __name__ == "__main__":

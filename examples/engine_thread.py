@@ -36,21 +36,21 @@ class Generation:
 
     Attributes:
         num_completions: of all of them.
+        unfinished: those that the engine has not finished, of each request; before it is started, of all together.
         requests: prompts and parameters; none until it is started.
         news: the latest output of each that `outputs` has not read: a client that reads slowly holds one, not all.
         has_news: whether there are any, or a failure.
         failure: what ended the engine.
         request_ids: the engine's; only for its thread.
-        num_unfinished: requests that the engine has not finished.
     """
 
     num_completions: int
+    unfinished: list[int]
     requests: list[Request] = dataclasses.field(default_factory=list)
     news: dict[int, RequestOutput] = dataclasses.field(default_factory=dict)
     has_news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     failure: EngineFailedError | None = None
     request_ids: list[int] = dataclasses.field(default_factory=list)
-    num_unfinished: int = 0
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Which request has news, and its output so far; ends with the last request.
@@ -82,7 +82,7 @@ class Generation:
 class EngineThread:
     """Runs an engine in a thread of its own while the event loop that entered `running()` goes on.
 
-    All but `_run`, `_add` and `_abort`, which are the thread's, is for the event loop.
+    All but `_run`, `_add`, `_abort` and `_abort_one`, which are the thread's, is for the event loop.
 
     Attributes:
         most_completions: more under way at once are refused.
@@ -124,7 +124,7 @@ class EngineThread:
     @property
     def num_open(self) -> int:
         """Completions under way, waiting ones included."""
-        return sum(generation.num_completions for generation in self._open)
+        return sum(sum(generation.unfinished) for generation in self._open)
 
     def open(self, num_completions: int) -> Generation:
         """Takes places for so many completions. Whoever calls this calls `close` in the end, however it ends.
@@ -138,7 +138,7 @@ class EngineThread:
         if self.num_open + num_completions > self.most_completions:
             self.num_refused += 1
             raise QueueFullError
-        generation = Generation(num_completions)
+        generation = Generation(num_completions, [num_completions])
         self._open[generation] = None
         self._idle.clear()
         return generation
@@ -151,7 +151,7 @@ class EngineThread:
         """
         if generation not in self._open:
             raise DrainingError
-        generation.requests, generation.num_unfinished = requests, len(requests)
+        generation.requests, generation.unfinished = requests, [params.n for _, params in requests]
         self._inbox.put(functools.partial(self._add, generation))
 
     def close(self, generation: Generation) -> None:
@@ -160,6 +160,10 @@ class EngineThread:
             self._forget(generation)
         elif generation in self._open:
             self._inbox.put(functools.partial(self._abort, generation))
+
+    def end(self, generation: Generation, index: int, completion: int) -> None:
+        """Ends one completion of the request of this index; the others go on."""
+        self._inbox.put(functools.partial(self._abort_one, generation, index, completion))
 
     async def drain(self, seconds: float) -> None:
         """Takes no more requests and waits until none is left. Those that take longer than this are aborted."""
@@ -176,10 +180,10 @@ class EngineThread:
         self.stats = stats
         for generation, index, output in news:
             generation.tell(index, output)
+            generation.unfinished[index] = sum(completion.finish_reason is None for completion in output.outputs)
             if output.finished:
                 self.finished.update(str(completion.finish_reason) for completion in output.outputs)
-                generation.num_unfinished -= 1
-            if generation.num_unfinished == 0:
+            if not any(generation.unfinished):
                 self._forget(generation)
 
     def _forget(self, generation: Generation) -> None:
@@ -223,3 +227,6 @@ class EngineThread:
     def _abort(self, generation: Generation) -> None:
         for request_id in generation.request_ids:
             self._engine.abort(request_id)
+
+    def _abort_one(self, generation: Generation, index: int, completion: int) -> None:
+        self._engine.abort(generation.request_ids[index], completion)

@@ -33,7 +33,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from text_stream import HALF, TextStream
+from text_stream import TextStream
 
 API_KEY = "JAXPAGED_API_KEY"  # the environment variable
 MOST_TOKENS = 2048  # of a request by default
@@ -181,7 +181,8 @@ class Service:
         texts = [TextStream(decode, ask.stops) for _ in range(generation.num_completions)]
         open_ones = set(range(generation.num_completions))
         async for i, output in generation.outputs():
-            for index, completion in enumerate(output.outputs, start=i * ask.params.n):
+            for k, completion in enumerate(output.outputs):
+                index = i * ask.params.n + k
                 if index not in open_ones:
                     continue
                 text = texts[index]
@@ -190,15 +191,16 @@ class Service:
                 reason = "stop" if text.is_stopped else completion.finish_reason
                 if reason is not None:
                     open_ones.remove(index)
+                if completion.finish_reason is None and text.is_stopped:
+                    self.engine.end(generation, i, k)
                 usage["completion_tokens"] += text.num_tokens - start
                 usage["total_tokens"] += text.num_tokens - start
                 piece = Piece(index, new, finish_reason=reason)
                 if completion.logprobs is not None:
-                    each = range(start, text.num_tokens)
-                    piece.tokens += [decode([completion.token_ids[k]]) for k in each]
-                    piece.logprobs += [completion.logprobs[k] for k in each]
+                    piece.tokens += [decode([token]) for token in completion.token_ids[start : text.num_tokens]]
+                    piece.logprobs += completion.logprobs[start : text.num_tokens]
                     if not ask.is_chat:  # whose logprobs have no offsets
-                        piece.offsets += [len(decode(completion.token_ids[:k]).rstrip(HALF)) for k in each]
+                        piece.offsets += text.offsets[start:]
                 if new or reason or piece.tokens:
                     yield piece
             if not open_ones:

@@ -9,16 +9,24 @@ class TextStream:
     """Hands out the text of growing tokens piece by piece. The pieces together are the text of all tokens, or of those
     before the first stop string.
 
-    Kept back for the time being are half a character, and what may be the beginning of a stop string.
+    Kept back for the time being are half a character, and what may be the beginning of a stop string. Each token
+    is decoded behind the few before it, so the work grows with the text and not with its square.
 
     Attributes:
         num_tokens: those that the text is made of. The last may hold a stop string and more.
         is_stopped: whether a stop string was found.
+        offsets: where the text of each of these tokens begins.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
         self.num_tokens, self.is_stopped = 0, False
-        self._decode, self._stops, self._num_shown = decode, stops, 0
+        self.offsets: list[int] = []
+        self._decode, self._stops = decode, stops
+        self._kept_back, self._half = "", ""  # whole characters, and what stands for half of one behind them
+        self._num_characters = 0  # whole ones
+        # The next token is decoded behind those from `_begin` on, since a decoder may treat the first one otherwise.
+        # The text of those before `_end` ends with a whole character, and `_num_known` characters of it were taken.
+        self._begin = self._end = self._num_known = 0
 
     def extend(self, token_ids: list[int], *, is_last: bool) -> str:
         """The next piece of text.
@@ -27,24 +35,35 @@ class TextStream:
             token_ids: all tokens so far.
             is_last: no more come, so nothing is kept back.
         """
-        if self.is_stopped:
-            return ""
-        text = self._decode(token_ids)
-        whole = text if is_last else text.rstrip(HALF)
-        place = first_stop(whole, self._stops)
-        if place is not None:
-            self.is_stopped = True
-            counts = range(self.num_tokens + 1, len(token_ids))
-            self.num_tokens = next((n for n in counts if self._has_stop(token_ids[:n])), len(token_ids))
-            end = place
-        else:
-            self.num_tokens = len(token_ids)
-            end = len(whole) if is_last else len(whole) - num_kept_back(whole, self._stops)
-        piece, self._num_shown = text[self._num_shown : end], max(self._num_shown, end)
+        while self.num_tokens < len(token_ids) and not self.is_stopped:
+            self._take(token_ids)
+            self._cut()
+        if is_last and not self.is_stopped:
+            self._kept_back += self._half
+            self._cut()
+        num_kept = 0 if is_last or self.is_stopped else num_kept_back(self._kept_back, self._stops)
+        end = len(self._kept_back) - num_kept
+        piece, self._kept_back = self._kept_back[:end], self._kept_back[end:]
         return piece
 
-    def _has_stop(self, token_ids: list[int]) -> bool:
-        return first_stop(self._decode(token_ids).rstrip(HALF), self._stops) is not None
+    def _take(self, token_ids: list[int]) -> None:
+        """Decodes the next token."""
+        self.offsets.append(self._num_characters)
+        self.num_tokens += 1
+        text = self._decode(token_ids[self._begin : self.num_tokens])
+        whole = text.rstrip(HALF)
+        new, self._half = whole[self._num_known :], text[len(whole) :]
+        self._kept_back += new
+        self._num_characters += len(new)
+        self._num_known += len(new)
+        known = "" if self._half else self._decode(token_ids[self._end : self.num_tokens])
+        if known:
+            self._begin, self._end, self._num_known = self._end, self.num_tokens, len(known)
+
+    def _cut(self) -> None:
+        place = first_stop(self._kept_back, self._stops)
+        if place is not None:
+            self.is_stopped, self._kept_back = True, self._kept_back[:place]
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:

@@ -291,6 +291,21 @@ def test_an_abort_frees_the_blocks_within_one_slice():
     assert set(finish(engine)) == {sent}
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_an_abort_of_one_completion_spares_the_others(prefix_cache):
+    engine, prompt = engine_of(16, prefix_cache=prefix_cache), [1, 2, 3, 4, 5]
+    params = SamplingParams(max_tokens=MAX_TOKENS - len(prompt), seed=1, n=3)
+    (expected,) = engine.generate([prompt], params)
+    request = engine.add_request(prompt, params)
+    engine.step()
+    engine.step()
+    engine.abort(request, 1)
+    (output,) = finish(engine).values()
+    assert [completion.finish_reason for completion in output.outputs] == ["length", "abort", "length"]
+    for completion, whole in zip(output.outputs, expected.outputs, strict=True):
+        assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+
+
 def test_an_abort_spares_who_got_the_place():
     """The request ends in the slice that the host has not read when it is aborted and the next one is sent."""
     engine = engine_of(16)

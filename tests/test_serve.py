@@ -196,6 +196,19 @@ def test_a_stop_string_ends_the_text_before_it(server):
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+def test_a_stop_string_ends_one_completion_and_the_others_go_on(server):
+    engine, options = server.service.engine, dict(max_tokens=60, temperature=2, seed=5, n=2)
+    texts = [choice.text for choice in complete(server, **options).choices]
+    pairs = (texts[0][i : i + 2] for i in range(5, len(texts[0])))
+    stop = next(pair for pair in pairs if pair not in texts[1] and "\ufffd" not in pair)
+    before = engine.finished.copy()
+    answer = complete(server, **options, stop=stop)
+    assert [choice.text for choice in answer.choices] == [texts[0].partition(stop)[0], texts[1]]
+    wait_for(lambda: engine.num_open == 0)
+    assert engine.finished - before == {"abort": 1, answer.choices[1].finish_reason: 1}
+    assert engine.stats.num_free_blocks == engine._engine._num_blocks - 1
+
+
 @pytest.mark.parametrize(
     ("tokens", "stops", "expected", "num_tokens"),
     [
@@ -220,6 +233,26 @@ def test_pieces_of_text_are_the_text_before_the_stop(tokens, stops, expected, nu
     assert "".join(pieces) == expected
     assert stream.num_tokens == num_tokens
     assert stream.is_stopped == (stops != [] and expected not in ("abx", "ab"))
+    starts = [b"".join(data[:i]).decode(errors="replace").rstrip("\ufffd") for i in range(num_tokens)]
+    assert stream.offsets == [len(start) for start in starts]
+
+
+def test_a_long_text_is_decoded_once_and_not_in_each_slice():
+    rng, num_decoded = np.random.default_rng(0), 0
+    # As SentencePiece's decoders do, without the space that the text begins with; 0 is a control token.
+    pieces = ["", *(rng.choice([" ", ""]) + chr(0x20AC + i) for i in range(40))]
+
+    def decode(ids):
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return "".join(pieces[i] for i in ids).removeprefix(" ")
+
+    ids, stream, shown = rng.integers(0, len(pieces), 2000).tolist(), TextStream(decode), ""
+    for end in range(8, 2001, 8):
+        shown += stream.extend(ids[:end], is_last=end == 2000)
+    assert num_decoded < 5 * len(ids)
+    assert shown == decode(ids)
+    assert stream.offsets[-8:] == [len(decode(ids[:i])) for i in range(1992, 2000)]
 
 
 def body(**fields):
@@ -349,7 +382,7 @@ def leave(port, content):
 
 
 def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
-    generation = Generation(2, [([1], SamplingParams())] * 2)
+    generation = Generation(2, [1, 1], [([1], SamplingParams())] * 2)
     for count in (1, 2, 3):
         completion = Completion([7] * count, None, "length" if count == 3 else None)
         generation.tell(0, RequestOutput(0, [completion], count == 3))
@@ -360,6 +393,17 @@ def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
         return [(index, output.outputs[0].token_ids) async for index, output in generation.outputs()]
 
     assert asyncio.run(read()) == [(0, [7, 7, 7]), (1, [8])]
+
+
+def test_a_finished_completion_of_an_open_request_is_not_under_way(service):
+    engine = EngineThread(service.engine._engine, most_completions=4)
+    generation = engine.open(4)
+    assert engine.num_open == 4
+    engine.start(generation, [([1], SamplingParams(n=3)), ([1], SamplingParams())])
+    completions = [Completion([1], None, reason) for reason in ("stop", "length", None)]
+    engine._deliver([(generation, 0, RequestOutput(0, completions, False))], engine.stats)
+    assert engine.num_open == 2
+    assert engine.open(2)
 
 
 def test_metrics_count_and_the_page_reads_them(server):

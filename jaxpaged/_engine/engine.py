@@ -188,10 +188,15 @@ class Engine:
         """
         return self._add(*self._check(prompt, params))
 
-    def abort(self, request_id: int) -> None:
-        """Ends a request, whose blocks are free within a slice. One that is finished or was never there stays so."""
-        for row in self._requests.get(request_id, []):
-            if row.finish_reason is not None or row.is_aborted:
+    def abort(self, request_id: int, completion: int | None = None) -> None:
+        """Ends a request, whose blocks are free within a slice. One that is finished or was never there stays so.
+
+        Args:
+            request_id: as `add_request` returned it.
+            completion: only this one of its `n` completions, from 0 on; the others go on. None: all.
+        """
+        for index, row in enumerate(self._requests.get(request_id, [])):
+            if row.finish_reason is not None or row.is_aborted or completion not in (None, index):
                 continue
             row.is_aborted = True
             if row.place is not None:

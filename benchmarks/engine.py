@@ -6,7 +6,8 @@
 
 Random bfloat16 weights, greedy, no stop tokens. Before anything is timed, the logits of two layers are compared with
 those of the "xla" implementation, in a step of single tokens and in one with chunks, and each run checks that every
-request got as many tokens as it asked for. Rows of the table:
+request got as many tokens as it asked for. With --exact logprobs are compared alone and among others, bit by bit. Rows
+of the table:
 
 - engine: `Engine.generate`;
 - batches: the same engine, given as many requests as it has seats, one batch after the other;
@@ -37,10 +38,11 @@ from benchmarks.harness import add_output, compile_all, open_store, random, read
 from benchmarks.llama_step import LlamaConfig
 from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler
 from jaxpaged._engine.requests import Row
-from jaxpaged._engine.slices import Kind, State, apply_model, kinds_of_steps, next_kind, one_step, step_attention
+from jaxpaged._engine.slices import Kind, State, apply_model, next_kind, one_step, step_attention
 
 BLOCK_SIZE = 16
 CHECKED_LAYERS = 2
+CHECKED_REQUESTS, CHECKED_TOKENS = 8, 16  # of an exact engine
 Request = tuple[list[int], int]  # a prompt, and how many new tokens are wanted
 
 
@@ -54,6 +56,7 @@ class Sizes:
     many: int
 
 
+KINDS = ("narrow", "few", "mixed")  # as the engine has them; an exact one has the last alone
 SIZES = {name: Sizes(256, 512, 1024, 16_384, 16, 512) for name in CONFIGS} | {"toy": Sizes(8, 16, 64, 128, 4, 32)}
 
 
@@ -147,7 +150,9 @@ class Steps:
         num_decoding = sizes.seats - max(1, sizes.seats // 32)
         few, many = (2, 12) if sizes.longest > 64 else (2, 4)
         cases = dict(
-            narrow=(sizes.seats // 4, sizes.few), few=(num_decoding, sizes.few), many=(num_decoding, sizes.many)
+            narrow=(sizes.seats // 4, sizes.few),
+            few=(num_decoding, sizes.few),
+            many=(num_decoding, sizes.many),
         )
         for name, (count, length) in cases.items():
             self.clear()
@@ -164,6 +169,19 @@ class Steps:
         result["mixed_ms"] = self.milliseconds(2, 8) if sizes.longest > 64 else self.milliseconds(1, 2)
         self.clear()
         return result
+
+
+def check_exact(engine: Engine, work: Sequence[Request]) -> int:
+    """Raises where the logprobs of a request alone are not those that it has among others; how many were compared."""
+    params = SamplingParams(max_tokens=CHECKED_TOKENS, temperature=0, logprobs=True)
+    prompts = [prompt for prompt, _ in work]
+    together = engine.generate(prompts, params)
+    some = range(0, len(prompts), -(-len(prompts) // CHECKED_REQUESTS))
+    alone = [engine.generate([prompts[i]], params)[0].outputs for i in some]
+    differing = [i for i, outputs in zip(some, alone, strict=True) if outputs != together[i].outputs]
+    if differing:
+        raise AssertionError(f"{len(differing)} of {len(alone)} requests have other logprobs alone than among others")
+    return len(alone) * CHECKED_TOKENS
 
 
 def scheduling_microseconds(engine: Engine, steps: Steps, chunk: int) -> float:
@@ -196,13 +214,12 @@ def scheduling_microseconds(engine: Engine, steps: Steps, chunk: int) -> float:
     return slopes[2]
 
 
-def compile_host_step(apply: Any, engine: Engine, chunk_tokens: int, index: int) -> Any:
+def compile_host_step(apply: Any, engine: Engine, index: int) -> Any:
     """A step in a call of its own; whether there is work left, and the kind of the next step."""
-    kinds = kinds_of_steps(engine._num_seats, chunk_tokens)
 
     def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
-        state = one_step(apply, weights, state, jnp.zeros((), bool), kinds, index)
-        return state, (state.scheduler.has_work, next_kind(state, kinds))
+        state = one_step(apply, weights, state, jnp.zeros((), bool), engine._kinds, index)
+        return state, (state.scheduler.has_work, next_kind(state, engine._kinds))
 
     return jax.jit(step, donate_argnums=1).lower(engine._weights, engine._state).compile()
 
@@ -221,7 +238,7 @@ def host_loop(steps: Steps, programs: dict[int, Callable], work: Sequence[Reques
             if not arrivals:
                 break
         flags: deque[tuple[jax.Array, jax.Array]] = deque()
-        has_work, kind = num_sent > 0, 1
+        has_work, kind = num_sent > 0, KINDS.index("few")
         for _ in range(engine._steps_per_slice):
             if len(flags) > lag:
                 has_work, kind = (flag.item() for flag in flags.popleft())
@@ -247,25 +264,25 @@ class Costs:
     """What a run's steps cost by themselves, and by their bytes and products, in seconds."""
 
     times: dict[str, float]
+    kinds: tuple[Kind, ...]
     weight_bytes: int
     kv_bytes: int  # a token
     layer_params: int
     head_params: int
-    sizes: Sizes
     bandwidth: float
     products: float
 
     def of_steps(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
         times = self.times
         a_token = (times["many_ms"] - times["few_ms"]) / (times["many_kv"] - times["few_kv"])
-        narrow, wide = (times[f"{name}_ms"] - a_token * times[f"{name}_kv"] for name in ("narrow", "few"))
-        mixed = times["mixed_ms"] - a_token * times["many_kv"]
-        steps = sum(number * ms for number, ms in zip(num_of_kind, (narrow, wide, mixed), strict=True))
+        kv = times | {"mixed_kv": times["many_kv"]}
+        each = [times[f"{name}_ms"] - a_token * kv[f"{name}_kv"] for name in KINDS[-len(self.kinds) :]]
+        steps = sum(number * ms for number, ms in zip(num_of_kind, each, strict=True))
         return (steps + kv_tokens(work) * a_token) / 1e3
 
     def floor(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
         seconds = kv_tokens(work) * self.kv_bytes / self.bandwidth
-        for number, kind in zip(num_of_kind, kinds_of_steps(self.sizes.seats, self.sizes.chunk), strict=True):
+        for number, kind in zip(num_of_kind, self.kinds, strict=True):
             logits = min(kind.num_places, kind.num_seats)
             products = 2 * (self.layer_params * kind.num_places + self.head_params * logits) / self.products
             seconds += number * max(self.weight_bytes / self.bandwidth, products)
@@ -329,9 +346,8 @@ def generate(engine: Engine, work: Sequence[Request], batch: int | None = None) 
 
 
 def line(name: str, point: dict[str, Any]) -> str:
-    narrow, wide, mixed = point["steps"]
-    text = f"{name:<20} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s, "
-    text += f"steps {narrow} narrow, {wide} wide, {mixed} mixed"
+    kinds = ", ".join(f"{n} {kind}" for n, kind in zip(point["steps"], KINDS[-len(point["steps"]) :], strict=True))
+    text = f"{name:<20} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s, steps {kinds}"
     if "of_steps" in point:
         text += (
             f", {point['of_steps']:.0%} of steps, {point['of_floor']:.0%} of floor, {point['preempted']} preempted, "
@@ -347,13 +363,14 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, help="tokens of prompts in a step")
     parser.add_argument("--steps-per-slice", type=int, default=32)
     parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
+    parser.add_argument("--exact", action="store_true", help="an exact engine")
     parser.add_argument("--only-engine", action="store_true", help="neither batches nor the host loops")
     add_output(parser)
     options = parser.parse_args()
     options.toy = options.model == "toy"
     config, sizes = CONFIGS[options.model], SIZES[options.model]
     sizes = dataclasses.replace(sizes, chunk=options.chunk or sizes.chunk)
-    store = open_store(f"engine_{options.model}", options)
+    store = open_store(f"engine_{options.model}{'_exact' if options.exact else ''}", options)
 
     started = time.perf_counter()
 
@@ -374,6 +391,7 @@ def main() -> None:
         max_tokens=2 * sizes.longest,
         chunk_tokens=sizes.chunk,
         steps_per_slice=options.steps_per_slice,
+        exact=options.exact,
         compiler_options=dict(option.split("=") for option in options.xla),
     )
     compile_seconds = time.perf_counter() - begin
@@ -390,16 +408,18 @@ def main() -> None:
     head_params = config.vocab_size * config.features
     costs = Costs(
         times=times,
+        kinds=engine._kinds,
         weight_bytes=2 * (layer_params + head_params),
         kv_bytes=2 * config.num_layers * config.num_kv_heads * config.head_dim * 2,
         layer_params=layer_params,
         head_params=head_params,
-        sizes=sizes,
         bandwidth=bandwidth,
         products=products,
     )
 
     work = workload(max(options.requests), sizes.longest)
+    if options.exact:
+        say(f"{check_exact(engine, work)} tokens have the same logprobs alone and among others, to the last bit")
     runs: dict[str, tuple[Callable[[], int], list[Request]]] = {
         f"engine {count}": (functools.partial(generate, engine, work[:count]), work[:count])
         for count in options.requests
@@ -407,8 +427,8 @@ def main() -> None:
     if not options.only_engine:
         part = work[: min(options.requests)]
         runs[f"batches {len(part)}"] = functools.partial(generate, engine, part, sizes.seats), part
-        compile_step = functools.partial(compile_host_step, apply, engine, sizes.chunk)
-        jobs: dict[Any, Callable] = {index: functools.partial(compile_step, index) for index in range(3)}
+        compile_step = functools.partial(compile_host_step, apply, engine)
+        jobs: dict[Any, Callable] = {i: functools.partial(compile_step, i) for i in range(len(engine._kinds))}
         programs = compile_all(jobs)
         for lag, name in enumerate(("sync", "async")):
             runs[f"host loop {name} {len(part)}"] = functools.partial(host_loop, steps, programs, part, lag), part
@@ -431,8 +451,8 @@ def main() -> None:
 
     print(f"\n{options.model}, {sizes.seats} seats, chunks of {sizes.chunk}, {jax.devices()[0].device_kind}")
     print(
-        f"ms a step: narrow {times['narrow_ms']:.2f}, wide {times['few_ms']:.2f} to {times['many_ms']:.2f}, "
-        f"mixed {times['mixed_ms']:.2f}; "
+        f"ms a step: narrow {times['narrow_ms']:.2f}, wide {times['few_ms']:.2f} to "
+        f"{times['many_ms']:.2f}, mixed {times['mixed_ms']:.2f}; "
         f"plan and commit {scheduling[0]:.0f} us, mixed {scheduling[sizes.chunk]:.0f} us"
     )
     for name, point in points.items():

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.engine_soak import soak
-from jaxpaged import BlockAllocator, Engine, SamplingParams
+from jaxpaged import BlockAllocator, Engine, SamplingParams, StepAttention
 from jaxpaged._engine.requests import seed_of
 from jaxpaged._engine.sampling import furthest_kept
 from tests import toy_model
@@ -130,6 +131,27 @@ def test_tokens_do_not_depend_on_the_load(load, left, chunk_tokens, prefix_cache
                         assert completion.logprobs is None
     assert (engine.stats().num_preempted > preempted_before) == (left == TIGHT)
     assert (engine.stats().num_found > found_before) == prefix_cache  # in the second and third order
+
+
+def test_an_exact_engine_gives_equal_bits_whatever_the_load():
+    prompts, params = requests(20)
+    params = [dataclasses.replace(of_one, logprobs=True, n=1) for of_one in params]
+
+    def differing(engine, left):
+        with fewer_blocks(engine, left):
+            together = engine.generate(prompts[::-1], params[::-1])[::-1]
+        return sum(one.outputs != other.outputs for one, other in zip(alone, together, strict=True))
+
+    exact = engine_of(16, prefix_cache=True, exact=True)
+    alone = [exact.generate([prompt], of_one)[0] for prompt, of_one in zip(prompts, params, strict=True)]
+    before = exact.stats()
+    assert [differing(exact, left) for left in (BLOCKS, TIGHT)] == [0, 0]
+    assert exact.stats().num_preempted > before.num_preempted
+    assert exact.stats().num_found > before.num_found
+    assert differing(engine_of(16), BLOCKS)
+    module, attend = SimpleNamespace(num_partitions=None), StepAttention(*[None] * 5, num_partitions=1)
+    with pytest.raises(ValueError, match="modules with a fixed num_partitions"):
+        attend.call(module, None, None)
 
 
 def test_other_weights_give_other_tokens_and_old_ones_the_old(load):

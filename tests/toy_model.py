@@ -85,8 +85,8 @@ def create_engine(*, model=apply, num_blocks=BLOCKS + 1, device=None, **options)
 ENGINES = {}  # by their options: an engine that has no requests is as good as a new one
 
 
-def engine_of(chunk_tokens, *, prefix_cache=False):
-    options = chunk_tokens, prefix_cache
+def engine_of(chunk_tokens, *, prefix_cache=False, exact=False):
+    options = chunk_tokens, prefix_cache, exact
     if options not in ENGINES:
-        ENGINES[options] = create_engine(chunk_tokens=chunk_tokens, prefix_cache=prefix_cache)
+        ENGINES[options] = create_engine(chunk_tokens=chunk_tokens, prefix_cache=prefix_cache, exact=exact)
     return ENGINES[options]

@@ -19,7 +19,7 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.progress import ProgressBar
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, inbox_of, new_tokens, output_of, seed_of
-from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_slice
+from jaxpaged._engine.slices import Apply, Inbox, Report, State, kinds_of_steps, run_slice
 from jaxpaged._integers import checked_size
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 from jaxpaged._scheduler.scheduler import Scheduler
@@ -56,6 +56,8 @@ class Engine:
         steps_per_slice: steps between two looks of the host. New requests and aborts wait for the end of a slice.
         num_stop_ids: the most stop tokens that a request may have.
         prefix_cache: whether requests share the blocks of equal beginnings, instead of computing each its own.
+        exact: whether a request's logprobs are equal to the last bit whatever shares its steps. Every step then has
+            `num_seats + chunk_tokens` places, and attention one partition; `docs/engine.md` says what that costs.
         seed: of the requests that bring none.
         compiler_options: of `jax.jit`.
 
@@ -79,6 +81,7 @@ class Engine:
         steps_per_slice: int = 32,
         num_stop_ids: int = 4,
         prefix_cache: bool = False,
+        exact: bool = False,
         seed: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
@@ -90,6 +93,7 @@ class Engine:
         self._steps_per_slice = checked_size("steps_per_slice", steps_per_slice)
         self._max_tokens, self._num_blocks, self._block_size = max_tokens, num_blocks, block_size
         self._max_requests, self._num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
+        self._kinds = kinds_of_steps(num_seats, checked_size("chunk_tokens", chunk_tokens), exact=exact)
         self._state_of_slice = State(
             scheduler=Scheduler.create(
                 max_requests=max_requests,
@@ -112,7 +116,7 @@ class Engine:
             caches=caches,
             logprobs=jnp.zeros((self._steps_per_slice, num_seats), jnp.float32),
             num_waited=jnp.zeros((), jnp.int32),
-            num_of_kind=jnp.zeros(3, jnp.int32),
+            num_of_kind=jnp.zeros(len(self._kinds), jnp.int32),
         )
         self._inbox_of = functools.partial(
             inbox_of,
@@ -122,7 +126,7 @@ class Engine:
             num_stop_ids=self._num_stop_ids,
         )
         no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0)
-        function = functools.partial(run_slice, apply, chunk_tokens=checked_size("chunk_tokens", chunk_tokens))
+        function = functools.partial(run_slice, apply, kinds=self._kinds)
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
         self._run_slice = jitted.lower(weights, self._state_of_slice, no_news).compile()
@@ -363,7 +367,7 @@ class Engine:
         def total(so_far: int, counter: jax.Array) -> int:  # the device counts modulo 2^32
             return so_far + (int(counter) - so_far) % 2**32
 
-        num_narrow, _, num_mixed = report.num_of_kind
+        is_narrow, is_mixed = ([getattr(kind, name) for kind in self._kinds] for name in ("is_narrow", "has_chunk"))
         since, self._since = self._since, time.perf_counter()
         self._stats = EngineStats(
             seconds=before.seconds + self._since - since,
@@ -372,8 +376,8 @@ class Engine:
             num_free_blocks=int(report.num_free),
             num_slices=before.num_slices + 1,
             num_steps=before.num_steps + int(report.outbox.num_steps),
-            num_narrow_steps=total(before.num_narrow_steps, num_narrow),
-            num_mixed_steps=total(before.num_mixed_steps, num_mixed),
+            num_narrow_steps=total(before.num_narrow_steps, report.num_of_kind[is_narrow].sum()),
+            num_mixed_steps=total(before.num_mixed_steps, report.num_of_kind[is_mixed].sum()),
             num_generated=before.num_generated + num_generated,
             num_computed=total(before.num_computed, report.num_computed),
             num_found=total(before.num_found, report.num_found),

@@ -21,7 +21,7 @@ Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, jax
 # Prompts are computed once they fill a chunk, so that steps with chunks are few; or before, where that leaves too many
 # seats without a token to decode, or one has waited for so many steps.
 BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
-NARROW = 4  # a step of a part of the seats this small is taken where so few are taken
+NARROW = (4,)  # steps of a part of the seats this small, where no more of them are taken
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +72,9 @@ class Report:
     num_preempted: jax.Array
 
 
-def run_slice(apply: Apply, weights: Any, state: State, inbox: Inbox, *, chunk_tokens: int) -> tuple[State, Report]:
+def run_slice(
+    apply: Apply, weights: Any, state: State, inbox: Inbox, *, kinds: tuple["Kind", ...]
+) -> tuple[State, Report]:
     scheduler, allocator = state.scheduler.abort(state.allocator, inbox.aborts)
     prefixes = scheduler.prefixes
     if prefixes is not None:
@@ -87,8 +89,6 @@ def run_slice(apply: Apply, weights: Any, state: State, inbox: Inbox, *, chunk_t
         **{field.name: getattr(inbox.sampling, field.name) for field in dataclasses.fields(Sampling)},
     )
     state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator)
-
-    kinds = kinds_of_steps(scheduler.num_seats, chunk_tokens)
 
     def goes_on(state: State) -> jax.Array:
         return state.scheduler.has_work & (state.scheduler.num_steps < inbox.num_steps)
@@ -145,10 +145,17 @@ def num_found(scheduler: Scheduler, allocator: BlockAllocator) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of step, by its static shape. Single tokens of a few seats, single tokens of all, or those and a chunk."""
+    """A kind of step, by its static shape. Single tokens of a few seats, single tokens of all, or those and a chunk.
+
+    Attributes:
+        num_places: tokens that it has room for.
+        num_seats: of the scheduler.
+        num_partitions: of each call of attention where the model gives none.
+    """
 
     num_places: int
     num_seats: int
+    num_partitions: int | None = None
 
     @property
     def has_chunk(self) -> bool:
@@ -159,22 +166,29 @@ class Kind:
         return self.num_places < self.num_seats
 
 
-def kinds_of_steps(num_seats: int, chunk_tokens: int) -> tuple[Kind, Kind, Kind]:
-    narrow = max(1, num_seats // NARROW)
-    return Kind(narrow, num_seats), Kind(num_seats, num_seats), Kind(num_seats + chunk_tokens, num_seats)
+def kinds_of_steps(num_seats: int, chunk_tokens: int, *, exact: bool = False) -> tuple[Kind, ...]:
+    """The kinds, by their places; the last has a chunk. An exact engine has no other."""
+    mixed = num_seats + chunk_tokens
+    if exact:
+        return (Kind(mixed, num_seats, num_partitions=1),)
+    places = {num_seats // part for part in NARROW} - {0}
+    return tuple(Kind(count, num_seats) for count in (*sorted(places), num_seats, mixed))
 
 
-def next_kind(state: State, kinds: tuple[Kind, Kind, Kind]) -> jax.Array:
+def next_kind(state: State, kinds: tuple[Kind, ...]) -> jax.Array:
     """Which of the kinds the next step has, int32 `[]`."""
-    narrow, _, mixed = kinds
+    *decoding, mixed = kinds
+    if not decoding:
+        return jnp.zeros((), jnp.int32)
     scheduler, allocator = state.scheduler, state.allocator
     num_pending = scheduler.num_pending(allocator)
     num_decoding = (planning.of_seats(scheduler, scheduler.num_known) - allocator.lengths == 1).sum(dtype=jnp.int32)
     is_idle = 8 * num_decoding < BUSY_EIGHTHS * scheduler.num_seats
     is_due = is_idle | (state.num_waited >= LONGEST_WAIT)
     wants_chunk = (num_pending >= mixed.num_places - mixed.num_seats) | (is_due & (num_pending > 0))
-    is_full = (scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32) > narrow.num_places
-    return jnp.where(wants_chunk, 2, is_full.astype(jnp.int32))
+    num_seated = (scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32)
+    places = jnp.asarray([kind.num_places for kind in decoding[:-1]], jnp.int32)
+    return jnp.where(wants_chunk, len(decoding), (places < num_seated).sum(dtype=jnp.int32))
 
 
 def one_step(
@@ -215,7 +229,7 @@ def step_attention(allocator: BlockAllocator, step: Step, kind: Kind) -> StepAtt
     if kind.is_narrow:
         rows = planning.rows_of((allocator.block_tables, allocator.lengths), step.seats)
         allocator = dataclasses.replace(allocator, block_tables=rows[0], lengths=rows[1])
-    return StepAttention(allocator, step.positions, step.slots, query_starts, step.last)
+    return StepAttention(allocator, step.positions, step.slots, query_starts, step.last, kind.num_partitions)
 
 
 def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: StepAttention) -> tuple[Any, jax.Array]:

@@ -28,6 +28,7 @@ class StepAttention:
         slots: int32 `[tokens]`, where each goes; outside the pool for padding.
         query_starts: int32 `[seqs + 1]`, where each sequence's tokens begin; None where token i is that of row i.
         last: int32 `[seqs]`, where each sequence's newest token stands.
+        num_partitions: of each call of attention that gives none; None: as many as fill the GPU.
     """
 
     allocator: BlockAllocator
@@ -35,6 +36,7 @@ class StepAttention:
     slots: jax.Array
     query_starts: jax.Array | None
     last: jax.Array
+    num_partitions: int | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -69,6 +71,7 @@ class StepAttention:
         else:
             cache, q = rotate_and_write_kv(cache, q, k, v, self.slots, self.positions, rotary_frequencies)
         options["query_starts"] = self.query_starts
+        options.setdefault("num_partitions", self.num_partitions)
         return cache, attend(q, cache, self.allocator, **options)
 
     def call[C: (KVCache, CacheLayer)](self, module: Any, x: jax.Array, cache: C) -> tuple[C, jax.Array]:
@@ -81,7 +84,12 @@ class StepAttention:
 
         Returns:
             The new cache, and `[tokens, features]`.
+
+        Raises:
+            ValueError: the engine is exact, and the module leaves the number of partitions open.
         """
+        if self.num_partitions is not None and module.num_partitions is None:
+            raise ValueError("an exact engine needs modules with a fixed num_partitions; make them with 1.")
         if self.query_starts is not None:
             return module(x, cache, self.allocator, self.slots, query_starts=self.query_starts)
         cache, out = module(x[:, None], cache, self.allocator, self.slots[:, None])

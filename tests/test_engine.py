@@ -328,6 +328,18 @@ def test_an_abort_of_one_completion_spares_the_others(prefix_cache):
         assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
 
 
+def test_a_request_begins_with_the_slice_after_the_one_under_way():
+    engine = engine_of(16)
+    engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=MAX_TOKENS - 4, temperature=0))
+    engine.step()
+    engine.add_request([5] * 20, SamplingParams(max_tokens=STEPS * 2, temperature=0))  # while a slice is under way
+    num_slices = engine.stats().num_slices
+    engine.step()  # sends the next slice, and reads the one under way
+    assert engine.stats().num_slices == num_slices + 1
+    assert (np.asarray(engine._state.allocator.lengths) > 20).sum() == 1  # by now its prompt is computed
+    finish(engine)
+
+
 def test_an_abort_spares_who_got_the_place():
     """The request ends in the slice that the host has not read when it is aborted and the next one is sent."""
     engine = engine_of(16)

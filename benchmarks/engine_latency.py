@@ -1,0 +1,81 @@
+"""Milliseconds of the steps that others take part in while a long prompt is computed, beside those with short prompts.
+
+    python -m benchmarks.engine_latency                 # Llama-3-8B's shape, 8 of its layers; about 40 s on an H100
+    python -m benchmarks.engine_latency --model toy     # on a CPU, to try the script out
+
+All seats but one of 32 decode, and each step has a full chunk of prompts: of short ones, or of one as long as eight
+times `longest`. Steps are timed one by one, in slices of one step, the host's part included in both.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+
+import numpy as np
+
+from benchmarks.engine import SIZES, Steps, create_caches
+from benchmarks.engine_model import CONFIGS, packed_model, random_weights
+from benchmarks.harness import add_output, open_store
+from jaxpaged import Engine
+
+LAYERS, REPEATS = 8, 4
+
+
+def step_milliseconds(steps: Steps, length: int, count: int) -> list[float]:
+    """Of each step with a full chunk while `count` prompts of so many tokens are computed."""
+    engine, sizes = steps.engine, steps.sizes
+    num_decoding = sizes.seats - max(1, sizes.seats // 32)
+    steps.clear()
+    steps.submit([([1] * sizes.many, sizes.longest)] * num_decoding)
+    steps.run(num_steps=2)
+    while engine._state.scheduler.num_pending(engine._state.allocator) > 0:
+        steps.run(num_steps=1)
+    steps.submit([([1] * length, 8)] * count)
+    steps.run(num_steps=1)  # gives them their seats
+    milliseconds = []
+    for _ in range((length - 1) * count // (sizes.chunk + sizes.seats - num_decoding)):
+        before = np.asarray(engine._state.num_of_kind)
+        begin = time.perf_counter()
+        steps.run(num_steps=1)
+        milliseconds.append((time.perf_counter() - begin) * 1e3)
+        if (np.asarray(engine._state.num_of_kind) - before)[-1] != 1:
+            raise AssertionError("a step without a chunk")
+    steps.clear()
+    return milliseconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
+    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
+    add_output(parser)
+    options = parser.parse_args()
+    options.toy = options.model == "toy"
+    config, sizes = CONFIGS[options.model], SIZES[options.model]
+    config = dataclasses.replace(config, num_layers=min(LAYERS, config.num_layers))
+    store = open_store(f"engine_latency_{options.model}", options)
+    longest = 8 * sizes.longest
+    engine = Engine(
+        packed_model(config),
+        random_weights(config),
+        create_caches(config, sizes.num_blocks),
+        num_seats=sizes.seats,
+        max_tokens=longest + sizes.longest,
+        chunk_tokens=sizes.chunk,
+        compiler_options=dict(option.split("=") for option in options.xla),
+    )
+    steps = Steps(engine, sizes)
+    num_short = max(1, sizes.seats // 32)
+    cases = {"short prompts": (longest // num_short, num_short), "a long prompt": (longest, 1)}
+    for name, case in cases.items():
+        step_milliseconds(steps, *case)  # warm
+        times = [ms for _ in range(REPEATS) for ms in step_milliseconds(steps, *case)]
+        point = dict(prompts=case[1], tokens=case[0], median_ms=statistics.median(times))
+        point |= dict(p99_ms=float(np.quantile(times, 0.99)), steps=len(times))
+        print(f"{name:>14}  {point}", flush=True)
+        store.add(name, point)
+
+
+if __name__ == "__main__":
+    main()

@@ -336,6 +336,20 @@ MUTANTS = (
         "tests/test_engine.py::abort",
     ),
     Mutant(
+        "engine: ends all completions for one",
+        "jaxpaged/_engine/engine.py",
+        " or completion not in (None, index)",
+        "",
+        "tests/test_engine.py::abort_of_one and False",
+    ),
+    Mutant(
+        "engine: exact in steps of every shape",
+        "jaxpaged/_engine/slices.py",
+        "    if exact:\n        return (Kind(mixed, num_seats, num_partitions=1),)\n",
+        "",
+        "tests/test_engine.py::exact_engine",
+    ),
+    Mutant(
         "engine: what is cut by top_p is drawn",
         "jaxpaged/_engine/sampling.py",
         "fits &= ~is_cut_by_p",

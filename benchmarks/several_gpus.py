@@ -72,8 +72,8 @@ def error(ours: jax.Array, theirs: jax.Array) -> float:
 
 
 def collectives(compiled: Any, part: tuple[int, ...]) -> dict[str, int]:
-    """How often each stands in a program. Raises `AssertionError` where one, or a copy, is of one or more devices' parts
-    of a cache; a pool has its null block, so that no other array is as many times as large."""
+    """How often each stands in a program. Raises `AssertionError` where one, or a copy, is of one or more devices'
+    parts of a cache; a pool has its null block, so that no other array is as many times as large."""
     counts: Counter[str] = Counter()
     for operation, size, line in instructions(compiled.as_text() or ""):
         name = operation.removesuffix("-start")

@@ -1,4 +1,4 @@
-"""Tokens a second of `jaxpaged.Engine` over a chat log's lengths, beside its own steps, its floor, and other loops.
+"""Tokens a second of `jaxpaged.Engine` over a chat log's lengths, beside its own steps and its floor.
 
     python -m benchmarks.engine                      # Llama-3-8B's shape, 256 seats; about 4 minutes on an H100
     python -m benchmarks.engine --model 135m
@@ -10,9 +10,7 @@ request got as many tokens as it asked for. With --exact logprobs are compared a
 of the table:
 
 - engine: `Engine.generate`;
-- batches: the same engine, given as many requests as it has seats, one batch after the other;
-- host loop: the same plan, model and commit, a step a call, the host choosing the kind of each step by what it reads
-  of the step before (sync) or of the one before that (async).
+- batches: the same engine, given as many requests as it has seats, one batch after the other.
 
 `of steps` is the time that the same steps take by themselves, over the time of the run; `of floor` the time of the
 bytes (weights, keys and values) and products at the measured rates, over the same.
@@ -24,7 +22,6 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,11 +31,11 @@ import numpy as np
 
 from benchmarks.decode_step import cache_copies
 from benchmarks.engine_model import CONFIGS, packed_model, random_weights
-from benchmarks.harness import add_output, compile_all, open_store, random, read_bandwidth, slope_microseconds
+from benchmarks.harness import add_output, open_store, random, read_bandwidth, slope_microseconds
 from benchmarks.llama_step import LlamaConfig
 from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler
 from jaxpaged._engine.requests import Row
-from jaxpaged._engine.slices import Kind, State, apply_model, next_kind, one_step, step_attention
+from jaxpaged._engine.slices import Kind, apply_model, step_attention
 
 BLOCK_SIZE = 16
 CHECKED_LAYERS = 2
@@ -214,43 +211,6 @@ def scheduling_microseconds(engine: Engine, steps: Steps, chunk: int) -> float:
     return slopes[2]
 
 
-def compile_host_step(apply: Any, engine: Engine, index: int) -> Any:
-    """A step in a call of its own; whether there is work left, and the kind of the next step."""
-
-    def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
-        state = one_step(apply, weights, state, jnp.zeros((), bool), engine._kinds, index)
-        return state, (state.scheduler.has_work, next_kind(state, engine._kinds))
-
-    return jax.jit(step, donate_argnums=1).lower(engine._weights, engine._state).compile()
-
-
-def host_loop(steps: Steps, programs: dict[int, Callable], work: Sequence[Request], lag: int) -> int:
-    """The tokens generated. The host reads the flags of the step `lag` before the last one."""
-    engine, waiting = steps.engine, deque(work)
-    num_sent = num_tokens = 0
-    while waiting or num_sent:
-        while True:  # what was sampled is drained, and others are submitted
-            room = min(64, engine._max_requests - num_sent)
-            arrivals = [waiting.popleft() for _ in range(min(room, len(waiting)))]
-            report = steps.run(arrivals)
-            num_tokens += int((report.outbox.tokens >= 0).sum())
-            num_sent += len(arrivals) - int((report.outbox.finished > 0).sum())
-            if not arrivals:
-                break
-        flags: deque[tuple[jax.Array, jax.Array]] = deque()
-        has_work, kind = num_sent > 0, KINDS.index("few")
-        for _ in range(engine._steps_per_slice):
-            if len(flags) > lag:
-                has_work, kind = (flag.item() for flag in flags.popleft())
-            if not has_work:
-                break
-            engine._state_of_slice, flag = programs[kind](engine._weights, engine._state_of_slice)
-            for array in flag:
-                array.copy_to_host_async()
-            flags.append(flag)
-    return num_tokens
-
-
 def product_rate() -> float:
     """Floating point operations a second of a large product in bfloat16."""
     width = 8192 if jax.default_backend() == "gpu" else 512
@@ -364,7 +324,7 @@ def main() -> None:
     parser.add_argument("--steps-per-slice", type=int, default=32)
     parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
     parser.add_argument("--exact", action="store_true", help="an exact engine")
-    parser.add_argument("--only-engine", action="store_true", help="neither batches nor the host loops")
+    parser.add_argument("--only-engine", action="store_true", help="no batches")
     add_output(parser)
     options = parser.parse_args()
     options.toy = options.model == "toy"
@@ -382,6 +342,7 @@ def main() -> None:
     say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rates}")
     say(f"error of a logit {check(config):.1e}")
     weights, apply = random_weights(config), packed_model(config)
+    compiler_options = dict(option.split("=") for option in options.xla)
     begin = time.perf_counter()
     engine = Engine(
         apply,
@@ -392,7 +353,7 @@ def main() -> None:
         chunk_tokens=sizes.chunk,
         steps_per_slice=options.steps_per_slice,
         exact=options.exact,
-        compiler_options=dict(option.split("=") for option in options.xla),
+        compiler_options=compiler_options,
     )
     compile_seconds = time.perf_counter() - begin
     copies = cache_copies(engine._run_slice.as_text() or "", engine._state.caches[0])
@@ -427,11 +388,6 @@ def main() -> None:
     if not options.only_engine:
         part = work[: min(options.requests)]
         runs[f"batches {len(part)}"] = functools.partial(generate, engine, part, sizes.seats), part
-        compile_step = functools.partial(compile_host_step, apply, engine)
-        jobs: dict[Any, Callable] = {i: functools.partial(compile_step, i) for i in range(len(engine._kinds))}
-        programs = compile_all(jobs)
-        for lag, name in enumerate(("sync", "async")):
-            runs[f"host loop {name} {len(part)}"] = functools.partial(host_loop, steps, programs, part, lag), part
     points = {}
     for name, (function, requests) in runs.items():
         points[name] = timed_run(engine, function, requests, costs)

@@ -21,6 +21,7 @@ from jaxpaged._cache.transfer import blocks_from_host, blocks_to_host, gather_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._cache.zeroing import zero_blocks
 from jaxpaged._engine.engine import Engine
+from jaxpaged._engine.generate import generate
 from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler.records import Refusal, RequestStatus
@@ -52,6 +53,7 @@ __all__ = [
     "context_parallel_slots",
     "copy_blocks",
     "gather_kv",
+    "generate",
     "kv_scale",
     "merge_attention",
     "paged_attention",

@@ -56,23 +56,26 @@ class StepAttention:
 
         Args:
             cache: this layer's cache, or `CacheLayer(stack, i)`.
-            q: `[tokens, heads, head_dim]`.
-            k: `[tokens, kv_heads, head_dim]`.
+            q: `[tokens, heads, head_dim]`; or with an axis of one as a model with a batch axis has it,
+                `[1, tokens, heads, head_dim]` or `[tokens, 1, heads, head_dim]`.
+            k: `[tokens, kv_heads, head_dim]`, with the same axes in front.
             v: likewise.
             rotary_frequencies: turn q and k by their positions, as `rotate_and_write_kv` does. None: they are turned
                 already, or need not be.
             options: the others of `attend`, except `query_starts`.
 
         Returns:
-            The new cache, and `[tokens, heads, head_dim]`.
+            The new cache, and attention of q's shape.
         """
+        shape = q.shape
+        q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
         if rotary_frequencies is None:
             cache = write_kv(cache, k, v, self.slots)
         else:
             cache, q = rotate_and_write_kv(cache, q, k, v, self.slots, self.positions, rotary_frequencies)
         options["query_starts"] = self.query_starts
         options.setdefault("num_partitions", self.num_partitions)
-        return cache, attend(q, cache, self.allocator, **options)
+        return cache, attend(q, cache, self.allocator, **options).reshape(shape)
 
     def call[C: (KVCache, CacheLayer)](self, module: Any, x: jax.Array, cache: C) -> tuple[C, jax.Array]:
         """The same through a Flax module: `jaxpaged.nnx.PagedAttention`, or Linen's where it is bound.

@@ -1,0 +1,84 @@
+"""A model that nobody edits, in Linen: Google DeepMind's Gemma 3, decoded through a paged cache.
+
+    pip install gemma
+    python examples/gemma_linen.py
+
+`step` runs the model's own parts, and `paged_attention` stands in for its attention: windows in most layers, norms of
+q and k, two rotary bases. The weights are random and the model is small: load your own with `gemma.gm.ckpts`.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from gemma.gm.math._positional_embeddings import apply_rope
+from gemma.gm.nn import _config, _modules, _transformer
+
+import jaxpaged
+
+LOCAL, GLOBAL = _modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLOBAL
+
+
+def paged_attention(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """The blocks hand the mask through: `attend` comes in its place."""
+    a = context.module
+    if not isinstance(a, _modules.Attention) or context.method_name != "__call__":
+        return method(*args, **kwargs)
+    x, positions, cache, attend = args
+    q, (k, v) = a.q_einsum("BTD,NDH->BTNH", x), a.kv_einsum("BSD,CKDH->CBSKH", x)
+    rope = dict(base_frequency=a.rope_base_frequency, scale_factor=a.rope_scale_factor)
+    q, k = apply_rope(a._query_norm(q), positions, **rope), apply_rope(a._key_norm(k), positions, **rope)
+    window = a.sliding_window_size if a.attn_type == LOCAL else None
+    cache, out = attend(cache, q, k, v, scale=a.query_pre_attn_scalar, sliding_window=window)
+    return cache, a.attn_vec_einsum("BTNH,NHD->BTD", out)
+
+
+def step(model: Any, tokens: Any, positions: Any, caches: Any, attend: Any) -> tuple[Any, Any]:
+    x, new_caches = model.embedder.encode(tokens[None]), []
+    for block, cache in zip(model.blocks, caches, strict=True):
+        cache, x = block(x, positions[None], cache, attend)
+        new_caches.append(cache)
+    return tuple(new_caches), model.embedder.decode(model.final_norm(attend.newest(x[0])))
+
+
+def paged(model: Any) -> Any:
+    """What `jaxpaged.generate` and `jaxpaged.Engine` take; the weights are those of `model.init`."""
+
+    def apply(weights: Any, *inputs: Any) -> tuple[Any, Any]:
+        with nn.intercept_methods(paged_attention):
+            return nn.apply(step, model)(weights, *inputs)
+
+    return apply
+
+
+def small_model() -> Any:
+    config = _config.TransformerConfig(
+        num_embed=64,
+        embed_dim=32,
+        hidden_dim=64,
+        num_heads=4,
+        head_dim=16,
+        num_kv_heads=2,
+        final_logit_softcap=None,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        attention_types=(LOCAL, GLOBAL),
+        sliding_window_size=4,
+        use_qk_norm=True,
+        global_base_frequency=1_000_000,
+    )
+    return _transformer.Transformer(config=config, dtype=jnp.float32)
+
+
+def main() -> None:
+    model = small_model()
+    weights = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = jaxpaged.SamplingParams(max_tokens=8, temperature=0)
+    sizes: dict[str, Any] = dict(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
+    for output in jaxpaged.generate(paged(model), weights, [[3, 1, 4], [1, 5]], params, **sizes):
+        print(output.outputs[0].token_ids)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A model that nobody edits, in NNX: the Qwen3 of Tunix, decoded through a paged cache.
+
+    pip install google-tunix
+    python examples/tunix_qwen3.py
+
+`paged` puts our attention in the place of the model's own and says what a step of it is. The weights are random and
+the model is small: load your own with `tunix.models.qwen3.params`.
+"""
+
+from typing import Any
+
+from flax import nnx
+from tunix.models.qwen3.model import ModelConfig, Qwen3, apply_rope
+
+import jaxpaged
+
+
+class PagedAttention(nnx.Module):
+    """The attention of a layer, with its weights. The model hands the mask through: `attend` comes in its place."""
+
+    def __init__(self, attention: Any):
+        self.attention = attention
+
+    def __call__(self, x: Any, positions: Any, cache: Any, attend: Any, segment_ids: Any = None) -> tuple[Any, Any]:
+        a = self.attention
+        q, k = (apply_rope(x, positions, a.head_dim) for x in (a.q_norm(a.q_proj(x)), a.k_norm(a.k_proj(x))))
+        cache, out = attend(cache, q, k, a.v_proj(x))
+        return cache, a.o_proj(out)
+
+
+def paged(model: Qwen3) -> tuple[Any, nnx.State]:
+    """What `jaxpaged.generate` and `jaxpaged.Engine` take: a step of the model, and its weights."""
+    for layer in model.layers:
+        layer.attn = PagedAttention(layer.attn)
+    graph, weights = nnx.split(model)
+
+    def apply(weights: Any, tokens: Any, positions: Any, caches: Any, attend: Any) -> tuple[Any, Any]:
+        layers = {f"layer_{i}": cache for i, cache in enumerate(caches)}
+        logits, layers = nnx.merge(graph, weights)(tokens[None], positions[None], layers, attend)
+        return tuple(layers.values()), attend.newest(logits[0])
+
+    return apply, weights
+
+
+def small_model() -> Qwen3:
+    config = ModelConfig(
+        num_layers=2,
+        vocab_size=64,
+        embed_dim=32,
+        hidden_dim=64,
+        num_heads=4,
+        head_dim=16,
+        num_kv_heads=2,
+        rope_theta=1_000_000,
+        norm_eps=1e-6,
+    )
+    return Qwen3(config, rngs=nnx.Rngs(0))
+
+
+def main() -> None:
+    apply, weights = paged(small_model())
+    params = jaxpaged.SamplingParams(max_tokens=8, temperature=0)
+    sizes: dict[str, Any] = dict(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
+    for output in jaxpaged.generate(apply, weights, [[3, 1, 4], [1, 5]], params, **sizes):
+        print(output.outputs[0].token_ids)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Prompts to tokens in one call: an engine whose sizes follow from the prompts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._engine.engine import Engine
+from jaxpaged._engine.records import RequestOutput, SamplingParams
+from jaxpaged._engine.slices import Apply
+from jaxpaged._integers import checked_size
+
+MOST_SEATS, MOST_CHUNK_TOKENS = 64, 256
+
+
+def generate(
+    apply: Apply,
+    weights: Any,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike = jnp.bfloat16,
+    block_size: int = 16,
+    progress: bool = False,
+) -> list[RequestOutput]:
+    """Continues prompts with a model: prefill, decoding, sampling, stop tokens, n completions, logprobs.
+
+    It makes an `Engine` with a cache for each layer, and blocks for all that runs at once: up to 64 completions. The
+    engine is compiled for each call, and gone after it: make one yourself to call it again, to change the weights, or
+    to choose the sizes.
+
+    Args:
+        apply: the model, `caches, logits = apply(weights, tokens, positions, caches, attend)`, as `Engine` takes it.
+            `caches` is a tuple of one `KVCache` a layer.
+        weights: a pytree, handed to `apply`.
+        prompts: the token ids of each.
+        params: of each prompt, or of all.
+        num_layers: layers with a cache.
+        num_kv_heads: KV heads.
+        head_dim: numbers a head.
+        dtype: of the caches.
+        block_size: tokens in a block.
+        progress: write a progress bar to stderr.
+
+    Returns:
+        What became of each prompt, in their order.
+
+    Raises:
+        ValueError: no prompts, params for another number of them, a prompt without tokens, a size that is no int
+            or below 1, or an `apply` that does not return what it should.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpaged
+        >>> embedding = jax.random.normal(jax.random.key(0), (50, 2, 32))  # a vocabulary of 50, two heads
+        >>> def apply(weights, tokens, positions, caches, attend):
+        ...     x = weights[tokens]
+        ...     cache, out = attend(caches[0], x, x, x)
+        ...     return (cache,), jnp.einsum("shd,vhd->sv", attend.newest(x + out), weights)
+        >>> params = jaxpaged.SamplingParams(max_tokens=4, temperature=0, stop_token_ids=(7,))
+        >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=32, dtype="float32")
+        >>> [output] = jaxpaged.generate(apply, embedding, [[3, 1, 4]], params, **sizes)
+        >>> len(output.outputs[0].token_ids)
+        4
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts) or not prompts:
+        raise ValueError(f"pass at least one prompt, and params for each or all; got {len(prompts)=}, {len(each)=}.")
+    block_size, num_layers = checked_size("block_size", block_size), checked_size("num_layers", num_layers)
+    num_seats = min(MOST_SEATS, sum(request.n for request in each))
+    max_tokens = max(len(prompt) + request.max_tokens for prompt, request in zip(prompts, each, strict=True))
+    caches = tuple(
+        KVCache.create(
+            num_blocks=1 + num_seats * -(-max_tokens // block_size),
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
+        for _ in range(num_layers)
+    )
+    engine = Engine(
+        apply,
+        weights,
+        caches,
+        num_seats=num_seats,
+        max_tokens=max_tokens,
+        chunk_tokens=max(1, min(MOST_CHUNK_TOKENS, sum(map(len, prompts)))),
+        num_stop_ids=max(len(request.stop_token_ids) for request in each),
+        prefix_cache=any(request.n > 1 for request in each),  # a prompt of n completions is computed once
+    )
+    return engine.generate(prompts, each, progress=progress)

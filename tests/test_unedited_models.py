@@ -1,0 +1,73 @@
+"""Models of packages, unedited behind an engine, give their own greedy tokens and logprobs.
+
+Skipped where a package is missing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpaged
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [1, 5]]
+NUM_TOKENS = 8
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """The packages promote dtypes and ranks silently."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def spread(weights):
+    """Weights far enough from their small beginnings that a mistake shows."""
+    leaves, tree = jax.tree.flatten(weights)
+    rng = np.random.default_rng(0)
+    return jax.tree.unflatten(tree, [x + jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype) for x in leaves])
+
+
+def greedy(logits_of, prompt):
+    """By the model itself, without a cache: `logits_of(tokens)` is [tokens, vocab] of padded tokens."""
+    tokens, logprobs = list(prompt), []
+    for _ in range(NUM_TOKENS):
+        padded = np.ones(16, np.int32)
+        padded[: len(tokens)] = tokens
+        logits = np.asarray(logits_of(padded)[len(tokens) - 1], np.float64)
+        tokens.append(int(logits.argmax()))
+        logprobs.append(-np.log(np.exp(logits - logits.max()).sum()))
+    return tokens[len(prompt) :], logprobs
+
+
+def check(apply, weights, logits_of):
+    params = jaxpaged.SamplingParams(max_tokens=NUM_TOKENS, temperature=0, logprobs=True)
+    sizes = dict(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
+    for prompt, output in zip(PROMPTS, jaxpaged.generate(apply, weights, PROMPTS, params, **sizes), strict=True):
+        tokens, logprobs = greedy(logits_of, prompt)
+        assert output.outputs[0].token_ids == tokens
+        np.testing.assert_allclose(output.outputs[0].logprobs, logprobs, rtol=1e-3, atol=1e-3)
+
+
+def test_qwen3_of_tunix_in_nnx():
+    pytest.importorskip("tunix.models.qwen3.model")
+    import tunix_qwen3
+    from flax import nnx
+
+    model = tunix_qwen3.small_model()
+    nnx.update(model, spread(nnx.state(model)))
+    causal, positions = jnp.tril(jnp.ones((1, 16, 16), bool)), jnp.arange(16)[None]
+    graph, weights = nnx.split(model)
+    own = jax.jit(lambda tokens: nnx.merge(graph, weights)(tokens[None], positions, None, causal)[0][0])
+    check(*tunix_qwen3.paged(model), own)
+
+
+def test_gemma_3_in_linen():
+    pytest.importorskip("gemma.gm.nn._transformer")
+    import gemma_linen
+
+    model = gemma_linen.small_model()
+    weights = spread(model.init(jax.random.key(0), jnp.ones((1, 1), jnp.int32)))
+    own = jax.jit(lambda tokens: model.apply(weights, tokens[None]).logits[0])
+    check(gemma_linen.paged(model), weights, own)

@@ -67,6 +67,9 @@ def default_config(
     # Of head_dim 128, O takes 64 registers of a thread: 128 tokens a step spill registers, and 64 are faster on an
     # H100. Of head_dim 64 none are spilled, and 128 are faster.
     tile, num_stages = {64: (128, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}[width]
+    # 64 prompts of 1 to 1024 tokens take 463 to 498 us with SMEM of its own for O, 534 to 547 where O leaves through
+    # that of Q. A second Q in its stead is not faster. [prefill_ahead_h100 of benchmarks/results/decisions/]
+    separate_output = width <= 128
     registers, num_narrow_stages = (232, 40), 0
     if itemsize == 1:
         num_stages, num_narrow_stages = {64: (3, 3), 128: (3, 3), 192: (2, 3)}[width]
@@ -77,7 +80,7 @@ def default_config(
         item_tokens=item_tokens,
         tile=tile,
         num_stages=num_stages,
-        separate_output=width <= 128,
+        separate_output=separate_output,
         num_parts=num_parts,
         registers=registers,
         causal=causal,

@@ -214,6 +214,15 @@ def portable() -> str:
     return table(head, rows)
 
 
+def engine_loops() -> str:
+    found, rows = points("h100/engine_loops"), []
+    for name, text in {"135m": "135 million", "1b": "1 billion"}.items():
+        ways = [found[f"{name} {way}"]["tokens_per_s"] for way in ("engine", "host loop async", "host loop sync")]
+        rows.append([text, *(f"{way:,.0f}" for way in ways), f"{ways[0] / ways[1]:.2f}"])
+    head = "parameters", "engine", "host loop, a step ahead", "host loop, each step read", "times the faster loop"
+    return table(head, rows)
+
+
 def engine_prefixes() -> str:
     found, rows = points("h100/engine_prefixes"), []
     for name, text in PREFIXES.items():
@@ -338,6 +347,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefill": prefill,
     "packed": packed,
     "engine": engine,
+    "engine loops": engine_loops,
     "engine prefixes": engine_prefixes,
     "quantised": quantised,
     "narrow prefill": narrow_prefill,

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from jaxpaged import cache_capacity
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "allocator", "cache", "engine", "several_gpus")]
+NAMES = "performance", "allocator", "cache", "engine", "several_gpus", "kernel"
+PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 RESULTS = ROOT / "benchmarks" / "results"
 LENGTHS = {  # by the word in place of a length, of sequences and tokens
     "": "{} x {}",
@@ -72,6 +73,8 @@ PORTABLE = (
     *("64x8192", "64x2048", "8x8192", "1x8192", "64x2048 head_dim=64", "64x2048 q_len=16"),
     *("64x8192 cache=float8_e4m3fn scale=head", "64x8192 cache=int8 scale=head"),
 )
+KERNEL_STEPS = "1 gather", "2 scan", "3 a tile at a time", "4 tiles under way", "5 masks at the end"
+KERNELS = {"tma": "7 portable kernel", "mosaic_gpu": "8 Hopper kernel"}
 QUANTISED = ("H100", "32/8 64x8192"), ("H100", "32/8 8x4096"), ("H200", "32/8 64x8192")
 CACHES = tuple(
     f" cache={dtype} scale={scale}" for dtype in ("float8_e4m3fn", "int8") for scale in ("head", "token_head")
@@ -214,6 +217,14 @@ def portable() -> str:
     return table(head, rows)
 
 
+def kernel_steps() -> str:
+    steps, kernels = points("h100/kernel_steps"), points("h100/portable")
+    found = {text: steps[f"32/8 64x2048, {text}"] for text in KERNEL_STEPS}
+    found |= {text: kernels[f"32/8 64x2048 {way}"] for way, text in KERNELS.items()}
+    rows = ([text, us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"] for text, p in found.items())
+    return table(("step", "us", "floor", "over it"), rows)
+
+
 def engine_loops() -> str:
     found, rows = points("h100/engine_loops"), []
     for name, text in {"135m": "135 million", "1b": "1 billion"}.items():
@@ -353,6 +364,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "narrow prefill": narrow_prefill,
     "shared": shared,
     "portable": portable,
+    "kernel steps": kernel_steps,
     "cache choices": cache_choices,
     "decode step": decode_step,
     "cache operations": cache_operations,

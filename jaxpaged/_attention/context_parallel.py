@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._attention.public import ContextKeywords, paged_attention
 from jaxpaged._integers import as_int32
+from pallas_kernels import merge_parts
 
 
 def context_parallel_attention(
@@ -81,9 +82,8 @@ def context_parallel_attention(
     packed = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)
     parts = jax.lax.all_gather(packed, axis_name)  # [n, seqs, heads, head_dim + 1]
     outs, lses = parts[..., :-1], parts[..., -1]
-    total = jax.nn.logsumexp(lses, axis=0)
-    weights = jnp.exp(lses - jnp.where(total == -jnp.inf, 0.0, total)[None])
-    return (weights[..., None] * outs).sum(axis=0).astype(out.dtype), total
+    merged, lse = merge_parts.merge(outs, lses, None)
+    return merged.astype(out.dtype), lse
 
 
 def context_parallel_slots(slots: ArrayLike, *, block_size: int, axis_name: str) -> jax.Array:

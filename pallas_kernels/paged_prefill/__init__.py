@@ -43,7 +43,7 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 | `_steps` | what is done with a tile |
 | `_products`, `_logits` | the work of the tensor cores, and from the products of Q and K to the logits |
 | `_rows_of_item` | how Q is read and O and lse are written |
-| `_merge` | the parts of an item, put together |
+| `merge_parts` | the parts of an item, put together |
 
 Source: Shah et al., FlashAttention-3, 2024 (https://arxiv.org/abs/2407.08608).
 """

@@ -9,12 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows, _scales, _sizes
+from pallas_kernels import _rows, _scales, _sizes, merge_parts
 from pallas_kernels._fetch import WARPS, Ring, rows_of_copy
 from pallas_kernels._rows import COLUMNS
 from pallas_kernels._scales import Scales
 from pallas_kernels.attention_options import AttentionOptions
-from pallas_kernels.paged_prefill import _merge
 from pallas_kernels.paged_prefill._fetch import Fetcher
 from pallas_kernels.paged_prefill._item import Items
 from pallas_kernels.paged_prefill._logits import Logits
@@ -291,5 +290,5 @@ def launch(
     )(*inputs.values())
     if not in_parts:
         return out, lse
-    out, lse = _merge.merge(out.reshape(parts, *q.shape), lse.reshape(parts, tokens, heads), options.sinks)
+    out, lse = merge_parts.merge(out.reshape(parts, *q.shape), lse.reshape(parts, tokens, heads), options.sinks)
     return out.astype(q.dtype), lse

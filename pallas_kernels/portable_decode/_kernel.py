@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows, _scales, _widen
+from pallas_kernels import _rows, _scales, _widen, merge_parts
 from pallas_kernels._logits import Logits
 from pallas_kernels._rows import LOWEST, over_rows
 from pallas_kernels._scales import over_tokens
@@ -17,7 +17,6 @@ from pallas_kernels._steps import softmax
 from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.paged_decode import by_row
-from pallas_kernels.paged_prefill import _merge
 from pallas_kernels.portable_config import COLUMNS, TILE, Config
 from pallas_kernels.portable_decode import _results
 from pallas_kernels.portable_decode._copies import CpAsync, Ids, Interpreted, Ring, Tma
@@ -225,7 +224,7 @@ def launch(
     if partitions == 1:
         return out[0], lse[0]
     tokens = seqs * q_len
-    out, lse = _merge.merge(
+    out, lse = merge_parts.merge(
         out.reshape(partitions, tokens, heads, head_dim), lse.reshape(partitions, tokens, heads), options.sinks
     )
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3])

@@ -1,4 +1,4 @@
-"""Merge of the parts of the tiles that an item sees, by XLA.
+"""Merge of attention over parts of the tokens, by XLA.
 
 lse = log(sum_p exp(lse_p) + exp(sink)),    out = sum_p exp(lse_p - lse) O_p
 """

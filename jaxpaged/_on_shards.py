@@ -29,7 +29,8 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
     # Outside of a trace, shard_map alone runs one operation after the other. One jit, so that it compiles once.
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def run(arrays: Any, settings: Any, tree: Any) -> Any:
-        arguments = jax.tree.unflatten(tree, map(_either, arrays, settings))
+        leaves = (array if setting is None else setting[1] for array, setting in zip(arrays, settings, strict=True))
+        arguments = jax.tree.unflatten(tree, leaves)
         mesh: Any = _explicit_mesh(arguments)
         specs = _specs_of(arguments)
         out_specs = specs[next(iter(signature.parameters))]
@@ -48,9 +49,12 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if _explicit_mesh((args, kwargs)) is None:
             return function(*args, **kwargs)
-        leaves, tree = jax.tree.flatten(signature.bind(*args, **kwargs).arguments, is_leaf=_is_none)
+        given = signature.bind(*args, **kwargs).arguments.items()
+        arguments = {name: np.asarray(value) if isinstance(value, list | tuple) else value for name, value in given}
+        leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_none)
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
-        settings = tuple(None if _is_array(leaf) else _hashable(leaf) for leaf in leaves)
+        # With their types: 4.0 equals 4, and is no window.
+        settings = tuple(None if _is_array(leaf) else (type(leaf), _hashable(leaf)) for leaf in leaves)
         return run(arrays, settings, tree)
 
     return call  # type: ignore[return-value]

@@ -85,6 +85,15 @@ def test_what_is_whole_is_cut():
         paged_attention(CASE.q, k_cache, v_cache, *CASE.arrays[3:], **CASE.options)
 
 
+def test_what_is_no_array_on_an_explicit_mesh():
+    _, k_cache, v_cache, *_ = put(CASE.arrays, OVER_HEADS, mesh_of(2))
+    tables, lengths = np.asarray(CASE.block_tables).tolist(), np.asarray(CASE.lengths).tolist()
+    out = paged_attention(CASE.q, k_cache, v_cache, tables, lengths, sliding_window=4)
+    np.testing.assert_allclose(out, paged_attention(*CASE.arrays, sliding_window=4), atol=1e-6)
+    with pytest.raises(ValueError, match="sliding_window must be int32"):  # though 4.0 == 4
+        paged_attention(CASE.q, k_cache, v_cache, tables, lengths, sliding_window=4.0)
+
+
 @pytest.mark.parametrize("specs", [(P(None, "devices"), P(), P(), P(), P()), (P(), P(None, "devices"), POOL, P(), P())])
 def test_other_shardings_are_refused(specs):
     with pytest.raises(ValueError, match=r"(q|k_cache) must be sharded as .* got .* jax\.sharding\.reshard"):

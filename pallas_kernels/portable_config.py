@@ -105,9 +105,19 @@ def default_config(
         seen = capacity if window is None else min(capacity, window + q_len - 1)
         num_partitions = max(1, min(resident * num_sms // (seqs * kv_heads), seen // 512))
     return Config(
-        num_partitions=num_partitions,
+        num_partitions=min(num_partitions, max(1, -(-capacity // TILE))),  # more would have no tile
         num_stages=max(1, fitting_stages(resident)),
         copies="tma" if compute_capability >= 9.0 and head_dim % COLUMNS == 0 else "cp_async",
+    )
+
+
+def most_rows(*, head_dim: int, itemsize: int, compute_capability: float) -> int:
+    """Rows, a multiple of 8, that a program has shared memory for."""
+    room = program_smem(compute_capability)
+    return max(
+        rows
+        for rows in range(8, MAX_ROWS + 1, 8)
+        if smem_bytes(1, q_len=1, group=rows, head_dim=head_dim, itemsize=itemsize) <= room
     )
 
 

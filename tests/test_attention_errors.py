@@ -4,6 +4,7 @@ import importlib.metadata
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpaged import _device, paged_attention, paged_attention_reference, plan_partitions
@@ -48,6 +49,7 @@ MISTAKES = {
     "v_scale with kv_heads first": (dict(v_scale=jnp.ones((2, 9, 16))), r"v_scale must have .*; got \[2, 9, 16\]"),
     "v_scale with head_dim": (dict(v_scale=jnp.ones((9, 16, 2, 64))), r"v_scale must have .*; got \[9, 16, 2, 64\]"),
     "k_scale dtype": (dict(k_scale=jnp.ones(2, jnp.bfloat16)), r"k_scale must be float32; got bfloat16. Cast"),
+    "windows": (dict(sliding_window=np.array([4, 5])), r"sliding_window must have shape \[\]; got \[2\]"),
     "window kind": (dict(sliding_window=2.5), r"sliding_window must be int32; got float64"),
     "window sign": (dict(sliding_window=0), r"sliding_window must be positive; got sliding_window=0. Pass None"),
     "cap sign": (dict(logits_soft_cap=-1.0), r"logits_soft_cap must be positive; got logits_soft_cap=-1.0"),

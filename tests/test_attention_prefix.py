@@ -136,6 +136,7 @@ def test_tokens_folded_into_heads():
     a = dataclasses.replace(arguments_of(case), causal=False)
     folded = query_runs.fold(a)
     assert folded.q.shape == (4, 1, 13 * 6, 64)
+    assert query_runs.fold(a, most_rows=32).q.shape == (6, 1, 9 * 6, 64)  # of 3 heads
     expected = xla.attend(a, num_partitions=1)
     for x, y in zip(xla.attend(folded, num_partitions=1), expected, strict=True):
         np.testing.assert_allclose(query_runs.unfold(x, a), y, atol=1e-5)

@@ -1,6 +1,7 @@
 """Packed queries (`query_starts`) against the same tokens in padded rows."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,16 @@ def test_which_kernel_takes_them(monkeypatch, head_dim, by_prefill):
     out = paged_attention(q, *case.arrays[1:], query_starts=starts)
     assert out.shape == q.shape
     assert launched == ["prefill" if by_prefill else "decode"]
+
+
+def test_partitions_of_more_heads_than_the_decode_kernel_takes(monkeypatch):
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+    case = make_case(lengths=LENGTHS, q_len=max(COUNTS), heads=65, kv_heads=1, dtype=jnp.bfloat16)
+    q, starts = packed_call(case)
+    call = functools.partial(paged_attention, query_starts=starts, num_partitions=2)
+    jax.eval_shape(call, q, *case.arrays[1:])  # by XLA
+    with pytest.raises(NotImplementedError, match="got group=65"):
+        jax.eval_shape(functools.partial(call, implementation="mosaic_gpu"), q, *case.arrays[1:])
 
 
 def test_scales_of_a_wide_cache_are_not_left_out(monkeypatch):

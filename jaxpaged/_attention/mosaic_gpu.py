@@ -32,7 +32,15 @@ def attend(
         out, lse = _launch_packed(prompts, None, _packed(a), falls_back)
         return out.reshape(a.q.shape), lse.reshape(a.q.shape[:3])
     if not a.causal:
-        out, lse = attend(query_runs.fold(a), num_partitions=num_partitions, window=window, falls_back=falls_back)
+        most_rows = decode_config.MAX_ROWS
+        if not gpu.is_hopper:
+            most_rows = portable_config.most_rows(
+                head_dim=a.q.shape[-1],
+                itemsize=a.k_cache.dtype.itemsize,
+                compute_capability=gpu.compute_capability,
+            )
+        folded = query_runs.fold(a, most_rows=most_rows)
+        out, lse = attend(folded, num_partitions=num_partitions, window=window, falls_back=falls_back)
         return query_runs.unfold(out, a), query_runs.unfold(lse, a)
     if not gpu.is_hopper:
         number = num_partitions if isinstance(num_partitions, int) else None
@@ -162,7 +170,7 @@ def plan_of(config: decode_config.Config, a: AttentionArguments, num_partitions:
     )
 
 
-def check_supported(a: AttentionArguments | PackedArguments) -> None:
+def check_supported(a: AttentionArguments | PackedArguments, *, num_partitions: int | None = None) -> None:
     """Raises `NotImplementedError` where the kernels, or the GPU, cannot; the message names the limit and the value."""
     if a.k_cache.dtype.itemsize > 1 and (a.options.k_scale is not None or a.options.v_scale is not None):
         raise NotImplementedError(
@@ -172,7 +180,7 @@ def check_supported(a: AttentionArguments | PackedArguments) -> None:
     gpu = _device.gpu()
     _check_tree(a, gpu)
     if isinstance(a, PackedArguments):
-        if _prefill_takes(a, gpu):
+        if num_partitions in (None, 1) and _prefill_takes(a, gpu):
             return
         run = _run_of(a)
         a = jax.eval_shape(lambda p: packed.cut(p, packed.runs_of(p, run)), a)
@@ -338,7 +346,7 @@ def _launch_jvp(
     tangents: tuple,
 ) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
-    return jax.jvp(functools.partial(xla.attend, num_partitions=1), primals[:1], tangents[:1])
+    return jax.jvp(functools.partial(xla.attend, num_partitions=None), primals[:1], tangents[:1])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
@@ -353,4 +361,4 @@ def _launch_packed(
 def _launch_packed_jvp(
     config: prefill_config.Config, interpret: Any, falls_back: bool, primals: tuple, tangents: tuple
 ) -> tuple:
-    return jax.jvp(functools.partial(xla.attend_packed, num_partitions=1), primals, tangents)
+    return jax.jvp(functools.partial(xla.attend_packed, num_partitions=None), primals, tangents)

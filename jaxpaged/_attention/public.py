@@ -196,14 +196,17 @@ def paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    window, falls_back = known_int(sliding_window), implementation is None
+    falls_back = implementation is None
     if query_starts is not None:
         if plan is not None:
             raise ValueError("a plan is for calls without query_starts; leave it out.")
         p = check_packed(*arrays, query_starts, tree_mask=tree_mask, **options)
-        if _use_kernel(p, implementation):
+        if _use_kernel(p, implementation, num_partitions):
             attend_packed = functools.partial(
-                mosaic_gpu.attend_packed, num_partitions=num_partitions, window=window, falls_back=falls_back
+                mosaic_gpu.attend_packed,
+                num_partitions=num_partitions,
+                window=known_int(sliding_window),
+                falls_back=falls_back,
             )
         else:
             attend_packed = functools.partial(xla.attend_packed, num_partitions=num_partitions)
@@ -212,9 +215,12 @@ def paged_attention(
     a = check_arguments(*arrays, tree_mask=tree_mask, **options)
     if plan is not None:
         check_plan(plan, num_partitions, seqs=a.q.shape[0])
-    if _use_kernel(a, implementation):
+    if _use_kernel(a, implementation, num_partitions):
         attend = functools.partial(
-            mosaic_gpu.attend, num_partitions=plan or num_partitions, window=window, falls_back=falls_back
+            mosaic_gpu.attend,
+            num_partitions=plan or num_partitions,
+            window=known_int(sliding_window),
+            falls_back=falls_back,
         )
     else:
         attend = functools.partial(xla.attend, num_partitions=num_partitions)
@@ -224,12 +230,14 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def _use_kernel(arguments: AttentionArguments | PackedArguments, implementation: Implementation | None) -> bool:
+def _use_kernel(
+    arguments: AttentionArguments | PackedArguments, implementation: Implementation | None, num_partitions: int | None
+) -> bool:
     """Whether the Mosaic GPU kernels do it. Raises `NotImplementedError` where they are named and cannot."""
     if implementation == "xla":
         return False
     try:
-        mosaic_gpu.check_supported(arguments)
+        mosaic_gpu.check_supported(arguments, num_partitions=num_partitions)
     except NotImplementedError:
         if implementation == "mosaic_gpu":
             raise

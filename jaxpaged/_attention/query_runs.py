@@ -18,11 +18,11 @@ from jaxpaged._attention.arguments import AttentionArguments
 from pallas_kernels.decode_config import MAX_ROWS
 
 
-def runs_of(q_len: int, group: int) -> tuple[int, int]:
+def runs_of(q_len: int, group: int, most_rows: int = MAX_ROWS) -> tuple[int, int]:
     """Number of runs, and tokens in each, for `q_len` tokens with `group` heads for each KV head."""
     # As many rows as the kernel takes: with more than 32 rows and a 16-bit cache it always computes 64.
     # [run_rows_h100, run_rows_wide_h100 of benchmarks/results/decisions/]
-    num_runs = -(-q_len // max(1, MAX_ROWS // group))
+    num_runs = -(-q_len // max(1, most_rows // group))
     return num_runs, -(-q_len // num_runs)
 
 
@@ -56,13 +56,13 @@ def cut(a: AttentionArguments) -> AttentionArguments:
     )
 
 
-def fold(a: AttentionArguments) -> AttentionArguments:
+def fold(a: AttentionArguments, *, most_rows: int = MAX_ROWS) -> AttentionArguments:
     """A call that is not causal, as runs of one query token each: what tokens see alike, heads do too.
 
     The tokens of a run become heads of their KV head, which must not differ in options.
     """
     seqs, q_len, heads, head_dim = a.q.shape
-    kv_heads, (num_runs, run) = a.k_cache.shape[2], runs_of(q_len, a.group)
+    kv_heads, (num_runs, run) = a.k_cache.shape[2], runs_of(q_len, a.group, most_rows)
     q = jnp.pad(a.q, ((0, 0), (num_runs * run - q_len, 0), (0, 0), (0, 0)))
     q = q.reshape(seqs * num_runs, run, kv_heads, a.group, head_dim).swapaxes(1, 2)
     return dataclasses.replace(

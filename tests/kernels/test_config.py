@@ -345,8 +345,15 @@ def test_partitions_of_the_portable_kernel():
     assert default().num_partitions == 3  # two programs for each of 108 SMs
     assert portable_config.default_config(**(PORTABLE | dict(seqs=64))).num_partitions == 1
     assert portable_config.default_config(**(PORTABLE | dict(seqs=1))).num_partitions == 16
+    assert portable_config.default_config(**(PORTABLE | dict(capacity=300)), num_partitions=256).num_partitions == 5
     assert default(window=1024).num_partitions == 2
     assert default(num_partitions=7).num_partitions == 7
+
+
+@pytest.mark.parametrize(("compute_capability", "rows"), [(8.0, 64), (8.9, 48)])
+def test_rows_that_the_portable_kernel_has_room_for(compute_capability, rows):
+    sizes = dict(head_dim=256, itemsize=2, compute_capability=compute_capability)
+    assert portable_config.most_rows(**sizes) == rows
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, jax
 # Prompts are computed once they fill a chunk, so that steps with chunks are few; or before, where that leaves too many
 # seats without a token to decode, or one has waited for so many steps.
 BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
-NARROW = (4,)  # steps of a part of the seats this small, where no more of them are taken
+NARROW = 4  # a step of a part of the seats this small is taken where no more of them are
 
 
 @jax.tree_util.register_dataclass
@@ -168,27 +168,25 @@ class Kind:
 
 def kinds_of_steps(num_seats: int, chunk_tokens: int, *, exact: bool = False) -> tuple[Kind, ...]:
     """The kinds, by their places; the last has a chunk. An exact engine has no other."""
-    mixed = num_seats + chunk_tokens
+    narrow, mixed = max(1, num_seats // NARROW), num_seats + chunk_tokens
     if exact:
         return (Kind(mixed, num_seats, num_partitions=1),)
-    places = {num_seats // part for part in NARROW} - {0}
-    return tuple(Kind(count, num_seats) for count in (*sorted(places), num_seats, mixed))
+    return tuple(Kind(num_places, num_seats) for num_places in (narrow, num_seats, mixed))
 
 
 def next_kind(state: State, kinds: tuple[Kind, ...]) -> jax.Array:
     """Which of the kinds the next step has, int32 `[]`."""
-    *decoding, mixed = kinds
-    if not decoding:
+    if len(kinds) == 1:
         return jnp.zeros((), jnp.int32)
+    narrow, _, mixed = kinds
     scheduler, allocator = state.scheduler, state.allocator
     num_pending = scheduler.num_pending(allocator)
     num_decoding = (planning.of_seats(scheduler, scheduler.num_known) - allocator.lengths == 1).sum(dtype=jnp.int32)
     is_idle = 8 * num_decoding < BUSY_EIGHTHS * scheduler.num_seats
     is_due = is_idle | (state.num_waited >= LONGEST_WAIT)
     wants_chunk = (num_pending >= mixed.num_places - mixed.num_seats) | (is_due & (num_pending > 0))
-    num_seated = (scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32)
-    places = jnp.asarray([kind.num_places for kind in decoding[:-1]], jnp.int32)
-    return jnp.where(wants_chunk, len(decoding), (places < num_seated).sum(dtype=jnp.int32))
+    is_full = (scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32) > narrow.num_places
+    return jnp.where(wants_chunk, 2, is_full.astype(jnp.int32))
 
 
 def one_step(

@@ -4,12 +4,15 @@
 
 The toy model of the tests, a pool of a quarter of what the seats may need, requests that come in bursts, a few of which
 are aborted at random moments or can never be served. Requests are drawn from a few hundred different ones, whose
-tokens are known from one-by-one generation. After each slice the invariants of scheduler and allocator are tested.
+tokens are known from one-by-one generation. After each slice the invariants of scheduler and allocator are tested, and
+nothing may be compiled.
 """
 
 import argparse
 import collections
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -53,8 +56,30 @@ def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int
         expected.append(output.outputs[0].token_ids)
 
     ends: collections.Counter[str] = collections.Counter()
-    under_way: dict[int, int] = {}
     before = engine.stats()
+    with compilations() as compiled:
+        num_tokens = serve(engine, num_requests, chosen, expected, rng, ends)
+    check(not compiled, f"{len(compiled)} compilations")
+    check(sum(ends.values()) == num_requests, "a request ended twice or never")
+    after = engine.stats()
+    check(after.num_generated - before.num_generated == num_tokens, "tokens that nobody asked for")
+    check(not engine._state.allocator.lengths.any(), "somebody still has a seat")
+    check(after.num_free_blocks == before.num_free_blocks, "blocks did not come back")
+    names = "computed", "found", "recomputed", "preempted"
+    counts = {name: getattr(after, f"num_{name}") - getattr(before, f"num_{name}") for name in names}
+    return dict(ends) | dict(tokens=num_tokens) | counts
+
+
+def serve(
+    engine: Engine,
+    num_requests: int,
+    chosen: list[tuple[list[int], SamplingParams]],
+    expected: list[list[int]],
+    rng: np.random.Generator,
+    ends: collections.Counter[str],
+) -> int:
+    """How many tokens were generated; counts in `ends` how the requests ended."""
+    under_way: dict[int, int] = {}
     num_left, num_tokens = num_requests, 0
     while num_left or engine.has_unfinished_requests:
         # Bursts, and pauses in which the queue may run empty.
@@ -64,7 +89,7 @@ def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int
                 check(refuses(engine), "a request that can never be served was taken")
                 ends["refused"] += 1
                 continue
-            kind = int(rng.integers(0, num_kinds))
+            kind = int(rng.integers(0, len(chosen)))
             under_way[engine.add_request(*chosen[kind])] = kind
         for request_id in [i for i in under_way if rng.random() < ABORTED]:
             engine.abort(request_id)
@@ -80,14 +105,22 @@ def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int
         scheduler, allocator = jax.tree.map(np.asarray, (engine._state.scheduler, engine._state.allocator))
         broken = scheduler.broken_invariants(allocator) + allocator.broken_invariants()
         check(not broken, f"{broken}")
-    check(not under_way and sum(ends.values()) == num_requests, "a request never ended")
-    after = engine.stats()
-    check(after.num_generated - before.num_generated == num_tokens, "tokens that nobody asked for")
-    check(not engine._state.allocator.lengths.any(), "somebody still has a seat")
-    check(after.num_free_blocks == before.num_free_blocks, "blocks did not come back")
-    names = "computed", "found", "recomputed", "preempted"
-    counts = {name: getattr(after, f"num_{name}") - getattr(before, f"num_{name}") for name in names}
-    return dict(ends) | dict(tokens=num_tokens) | counts
+    check(not under_way, "a request never ended")
+    return num_tokens
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[float]]:
+    """Seconds of each compilation meanwhile, on any thread."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seconds
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def refuses(engine: Engine) -> bool:

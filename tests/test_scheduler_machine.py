@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxpaged import BlockAllocator, PrefixCache, RequestStatus, Scheduler
+from jaxpaged import BlockAllocator, PrefixCache, Refusal, RequestStatus, Scheduler
 from tests.allocator_model import Model
 from tests.scheduler_model import PrefixSchedulerModel, SchedulerModel
 
@@ -288,6 +288,36 @@ def test_the_first_in_rank_is_never_a_victim():
         scheduler, allocator = OPERATIONS["commit"](scheduler, allocator, step, np.zeros(4, np.int32))
         allocator, _, _ = allocator.append(np.int32([0, 12 if len(seen) == 1 else 0, 0, 0]), max_tokens=12)
     assert seen == [(5, False, False), (5, True, False), (5, True, False)]
+
+
+@pytest.mark.parametrize(("one", "endless"), [((8192, 4), (20, 30)), ((20, 4), (8192, 30))], ids=["long", "short"])
+def test_one_among_endless_others_starts_within_a_bound(one, endless):
+    """Prompts of 8192 tokens and of 20, in a pool for one long one and little more. The model asserts in each step that
+    the first in rank ends within its own bound: nobody behind a request in rank keeps it from its seat."""
+    model = SchedulerModel(16, 8, 8300, 1, Model(540, 16, 8, 530))
+
+    def submit(prompt_tokens, new_tokens):
+        return model.submit([1] * prompt_tokens, 8300, new_tokens, 0, [])
+
+    def step():
+        while submit(*endless)[1] == Refusal.ACCEPTED:
+            pass
+        planned = model.plan(512)
+        model.commit(planned, [0] * 8, list(model.seats))
+        model.drain()
+
+    for _ in range(100):
+        step()
+    while (submitted := submit(*one))[1] == Refusal.QUEUE_FULL:
+        step()
+    request, num_steps = submitted[0], 0
+    ahead = [other.limit for i, other in model.requests.items() if i != request]
+    bound = sum(limit + 7 * model.pool.num_blocks_of(limit) for limit in ahead)
+    while model.requests[request].status == RequestStatus.WAITING:
+        step()
+        num_steps += 1
+        assert num_steps <= bound
+    assert num_steps > 0
 
 
 def random_steps(model, num_steps):

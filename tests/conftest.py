@@ -2,8 +2,6 @@ import gc
 import os
 from types import SimpleNamespace
 
-# Before JAX starts: see `tests.kernels.interpret.provide_threads`.
-os.environ.setdefault("NPROC", "32")
 # Before NumPy starts: its threads spin while they wait. 14 workers on 16 cores take a quarter of the time without them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

@@ -1,21 +1,24 @@
 """Runs the kernels of paged decode in interpret mode, with race detection, on a CPU."""
 
 import dataclasses
-import os
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import callback as callbacks
-from jax._src import xla_bridge
+from jax._src.pallas.mosaic.interpret import thread_map
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged._attention import mosaic_gpu
 from jaxpaged._attention.arguments import check_arguments
 from jaxpaged._attention.partitions import NumPartitions
 from tests.cases import Case, assert_lse, assert_within_budget
+from tests.kernels.evaluate import evaluate
 
 FAULTS: dict[str, Callable[[Case], Case]] = {  # what must give another result, of a case with a scale
     "values replaced by keys": lambda case: case.replace(v_cache=case.k_cache),
@@ -26,25 +29,23 @@ FAULTS: dict[str, Callable[[Case], Case]] = {  # what must give another result, 
 OPTION_NAMES = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
 
 
-def provide_threads() -> None:
-    """Interpret mode runs each warp of a cluster in a thread that may wait for another. XLA has as many threads as the
-    machine has cores unless told otherwise before it starts; 2 are too few for a cluster of 2: a deadlock."""
-    if "NPROC" not in os.environ and xla_bridge.backends_are_initialized():
-        raise RuntimeError("interpret mode needs NPROC=32 in the environment, set before JAX starts")
-    os.environ.setdefault("NPROC", "32")
+_programs_of_kernel = interpret_pallas_call.interpret_pallas_call
+_one_kernel = threading.Lock()  # their shared memory is one
 
 
-provide_threads()
+def _call_of_kernel(*args: jax.Array, **params: Any) -> Any:
+    """What is compiled where JAX would compile all that interpret mode does: one call of Python that evaluates it."""
+    jaxpr = jax.make_jaxpr(functools.partial(_programs_of_kernel, **params))(*args)
+
+    def run(*args: jax.Array) -> list[np.ndarray]:
+        with _one_kernel:
+            return evaluate(jaxpr.jaxpr, jaxpr.consts, *args)
+
+    return io_callback(run, jaxpr.out_avals, *args)
 
 
-def _callback_on_numbers(*args: np.ndarray, callback: Callable[..., Any], **_: Any) -> Any:
-    """What JAX does where compiled code calls Python, without making JAX arrays of the arguments: of interpret mode's
-    thousands of calls most take ten numbers, and those arrays take two thirds of the time."""
-    numbers = (x.item() if np.issubdtype(x.dtype, np.integer) and x.ndim == 0 else np.array(x) for x in args)
-    return jax.tree.map(np.asarray, callback(*numbers))
-
-
-callbacks.io_callback_impl = _callback_on_numbers
+interpret_pallas_call.interpret_pallas_call = _call_of_kernel
+thread_map._run_jaxpr = lambda jaxpr, consts, *args: evaluate(jaxpr.jaxpr, consts, *args)
 
 
 def arguments_of(case: Case) -> Any:

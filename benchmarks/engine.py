@@ -211,11 +211,11 @@ def scheduling_microseconds(engine: Engine, steps: Steps, chunk: int) -> float:
     return slopes[2]
 
 
-def product_rate() -> float:
+def product_rate(compiler_options: dict[str, Any]) -> float:
     """Floating point operations a second of a large product in bfloat16."""
     width = 8192 if jax.default_backend() == "gpu" else 512
     x, w = (random(i, shape=(width, width), dtype="bfloat16") for i in range(2))
-    chain = jax.jit(lambda x: x @ w @ w @ w @ w)
+    chain = jax.jit(lambda x: x @ w @ w @ w @ w, compiler_options=compiler_options)
     return 2 * width**3 / slope_microseconds(lambda _: chain(x), 4, 0.5) * 1e6
 
 
@@ -337,12 +337,12 @@ def main() -> None:
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - started:5.0f} s] {text}", flush=True)
 
-    bandwidth, products = read_bandwidth(), product_rate()
+    compiler_options = dict(option.split("=") for option in options.xla)
+    bandwidth, products = read_bandwidth(), product_rate(compiler_options)
     rates = f"{bandwidth / 1e9:.0f} GB/s, {products / 1e12:.0f} TFLOP/s"
     say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rates}")
     say(f"error of a logit {check(config):.1e}")
     weights, apply = random_weights(config), packed_model(config)
-    compiler_options = dict(option.split("=") for option in options.xla)
     begin = time.perf_counter()
     engine = Engine(
         apply,

@@ -51,7 +51,7 @@ def apart(one: Completion, other: Completion) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint; by default the one that `make setup` installs")
-    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=100)
     add_output(parser)
     options = parser.parse_args()
     options.toy = jax.default_backend() != "gpu"

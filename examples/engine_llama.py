@@ -48,7 +48,7 @@ def create_engine(
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         x = model.norm(attend.newest(x))
         head = model.embed_tokens.embedding if model.lm_head is None else model.lm_head.weight
-        return tuple(new_caches), jnp.einsum("vf,sqf->sv", head[...], x)
+        return tuple(new_caches), jnp.einsum("vf,sqf->sv", head[...], x, preferred_element_type=jnp.float32)
 
     if num_blocks is None:
         num_blocks = 1 + num_seats * -(-max_tokens // block_size)

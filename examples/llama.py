@@ -175,7 +175,7 @@ class Llama(nnx.Module):
             x = x[:, -num_logits:] if num_logits else x[:, -1]
         # Not embed_tokens.attend: x @ embedding.T transposes the embedding at every step on a CPU.
         head = self.embed_tokens.embedding if self.lm_head is None else self.lm_head.weight
-        logits = jnp.einsum("vf,...f->...v", head[...], self.norm(x)).astype(jnp.float32)
+        logits = jnp.einsum("vf,...f->...v", head[...], self.norm(x), preferred_element_type=jnp.float32)
         if self.axis is not None:
             logits = jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
         return tuple(new_caches), logits

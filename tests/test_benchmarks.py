@@ -1,6 +1,7 @@
 """The benchmark of the allocator runs at toy sizes, and what it checks before it times can fail; configs by name."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -17,7 +18,14 @@ from jaxpaged import copy_blocks, paged_attention
 from pallas_kernels.decode_config import default_config
 
 
-def test_the_allocators_benchmark_runs_and_keeps_its_results(tmp_path, capsys):
+@pytest.fixture
+def short_loops(monkeypatch):
+    """An iteration of the allocator's loops takes 2 steps, not 8: less to compile."""
+    run = functools.partial(allocator_loops.run.__wrapped__, unroll=2)
+    monkeypatch.setattr(allocator_loops, "run", jax.jit(run, static_argnames=("body", "num_steps", "unroll")))
+
+
+def test_the_allocators_benchmark_runs_and_keeps_its_results(short_loops, tmp_path, capsys):
     output = tmp_path / "allocator.json"
     command = ["--toy", "--no-model", "--operations", "append", "match_prefix, free", "--output", str(output)]
     allocator.main(command)
@@ -32,7 +40,7 @@ def test_the_allocators_benchmark_runs_and_keeps_its_results(tmp_path, capsys):
     assert output.stat().st_mtime_ns == kept
 
 
-def test_the_checks_see_a_host_allocator_that_goes_another_way(monkeypatch):
+def test_the_checks_see_a_host_allocator_that_goes_another_way(short_loops, monkeypatch):
     allocator.check_by_host(allocator.TOY_POINT, 24)
     monkeypatch.setattr(HostAllocator, "free", lambda self, ended: None)
     with pytest.raises(AssertionError):

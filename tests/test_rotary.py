@@ -69,6 +69,15 @@ def test_writes_what_write_kv_writes(name):
         (dict(positions=jnp.zeros(3, jnp.int32)), r"positions must be int32 \[2, 3\], one a token; got int32 \[3\]"),
         (dict(positions=jnp.zeros((2, 3))), r"positions must be int32 \[2, 3\], one a token; got float32"),
         (dict(frequencies=(1.0,) * 5), r"frequencies must be up to head_dim // 2 numbers; got 5 for head_dim=8"),
+        (dict(tables=(jnp.zeros((9, 4)),) * 2), "tables take the place of frequencies; pass frequencies=None"),
+        (
+            dict(frequencies=None, tables=(jnp.zeros((9, 4)), jnp.zeros((9, 3)))),
+            r"got \[9, 4\] and \[9, 3\] for head_dim=8",
+        ),
+        (
+            dict(frequencies=None, tables=(jnp.zeros((9, 5)),) * 2),
+            r"tables must be two of \[positions, up to head_dim // 2\]",
+        ),
         (dict(slots=jnp.zeros(3, jnp.int32)), r"k and v must be \[..., kv_heads, head_dim\] with slots"),
     ],
 )
@@ -87,6 +96,17 @@ LLAMA = dict(
     original_max_position_embeddings=8192,
 )
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768)  # of Qwen2.5
+
+
+GPT_OSS = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
+DYNAMIC = dict(rope_type="dynamic", factor=2.0, original_max_position_embeddings=4096)
+LONGROPE = dict(
+    rope_type="longrope",
+    factor=32.0,
+    long_factor=[1.0 + 0.5 * i for i in range(8)],
+    short_factor=[1.0 + 0.125 * i for i in range(8)],
+    original_max_position_embeddings=4096,
+)
 
 
 def plain_llama3(frequencies):
@@ -126,14 +146,47 @@ def test_the_attention_factor():
     assert rotary_attention_factor(None) == rotary_attention_factor(LLAMA) == 1.0
     np.testing.assert_allclose(rotary_attention_factor(YARN), 0.1 * np.log(4.0) + 1.0)
     assert rotary_attention_factor(YARN | dict(attention_factor=0.7)) == 0.7
+    np.testing.assert_allclose(rotary_attention_factor(GPT_OSS), 1.3465735902799727)  # these two of transformers
+    np.testing.assert_allclose(rotary_attention_factor(LONGROPE), 1.1902380714238083)
     factor = rotary_attention_factor(YARN | dict(factor=40.0, mscale=0.707, mscale_all_dim=1.0))  # DeepSeek's fields
     np.testing.assert_allclose(factor, (0.0707 * np.log(40.0) + 1) / (0.1 * np.log(40.0) + 1))
+
+
+# As transformers 5.23 gives them, in float32: tools/transformers_values.py
+TRANSFORMERS = [
+    (
+        LLAMA,
+        500_000.0,
+        None,
+        [1, 0.1939228, 0.03760603, 0.007292665, 0.000524846, 3.428102e-5, 6.64787e-6, 1.289173e-6],
+    ),
+    (YARN, 1e6, None, [1, 0.1778279, 0.03162278, 0.00421756, 0.0005, 4.445699e-5, 7.905694e-6, 1.405853e-6]),
+    (
+        GPT_OSS,
+        150_000.0,
+        None,
+        [1, 0.225418, 0.05081327, 0.006794959, 4.564839e-4, 1.818834e-5, 4.099978e-6, 9.24209e-7],
+    ),
+    (DYNAMIC, 1e4, 100, [1, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 3.162278e-4]),
+    (DYNAMIC, 1e4, 4096, [1, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 3.162278e-4]),
+    (DYNAMIC, 1e4, 16_384, [1, 0.2394814, 0.05735132, 0.01373457, 0.003289174, 7.876959e-4, 1.886385e-4, 4.517539e-5]),
+    (LONGROPE, 1e4, 4096, [1, 0.2810914, 0.08, 0.02299838, 0.006666667, 0.001946017, 5.714286e-4, 1.686548e-4]),
+    (LONGROPE, 1e4, 4097, [1, 0.2108185, 0.05, 0.01264911, 0.003333333, 9.035079e-4, 2.5e-4, 7.027284e-5]),
+]
+
+
+@pytest.mark.parametrize(("scaling", "theta", "max_length", "expected"), TRANSFORMERS)
+def test_frequencies_of_transformers(scaling, theta, max_length, expected):
+    found = rotary_frequencies(16, theta, scaling, max_length=max_length)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        (dict(rope_type="dynamic"), "one of default, linear, llama3, yarn; got 'dynamic'"),
+        (dict(rope_type="axial"), "one of default, linear, llama3, yarn, dynamic, longrope; got 'axial'"),
+        (DYNAMIC, "type 'dynamic' depends on the length of sequences; pass max_length"),
+        (LONGROPE, "type 'longrope' depends on the length of sequences; pass max_length"),
         (dict(type="linear"), "needs factor, a number above 0; got None"),
         (YARN | dict(factor=-1.0), "needs factor, a number above 0; got -1.0"),
         (LLAMA | dict(original_max_position_embeddings="8192"), "needs original_max_position_embeddings.*'8192'"),
@@ -161,3 +214,26 @@ def test_a_part_of_the_dimensions_and_pairs_of_neighbours(num_pairs, interleaved
         expected[..., j] = x[..., j] * np.cos(angle) + x[..., i] * np.sin(angle)
     np.testing.assert_allclose(new_q[0], expected[0], atol=1e-6)
     assert not np.allclose(new_q[0], x[0])
+
+
+def test_tables_of_the_caller():
+    q, k, v, slots, _ = new_tokens()
+    positions = jnp.asarray([[0, 1, 2], [30, 31, 40]], jnp.int32)  # the last one past the end of the tables
+    angles = np.arange(32)[:, None] * np.asarray(FREQUENCIES)
+    tables = np.cos(angles), np.sin(angles)
+    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8)
+    cache, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, None, tables=tables)
+    at = jnp.minimum(positions, 31)
+    expected, expected_q = rotate_and_write_kv(empty, q, k, v, slots, at, FREQUENCIES)
+    np.testing.assert_allclose(new_q, expected_q, atol=1e-5)
+    np.testing.assert_allclose(cache.k, expected.k, atol=1e-5)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(new_q, q, atol=1e-5)
+
+
+def test_no_rotation():
+    q, k, v, slots, positions = new_tokens()
+    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8)
+    cache, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, None)
+    assert (new_q == q).all()
+    assert (cache.k == write_kv(empty, k, v, slots).k).all()

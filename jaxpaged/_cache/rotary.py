@@ -16,15 +16,27 @@ from jaxpaged._integers import as_int32
 
 
 def rotary_frequencies(
-    head_dim: int, theta: float = 10_000.0, scaling: Mapping[str, Any] | None = None
+    head_dim: int,
+    theta: float = 10_000.0,
+    scaling: Mapping[str, Any] | None = None,
+    *,
+    max_length: int | None = None,
 ) -> tuple[float, ...]:
     """The angle per token of each pair of dimensions, `theta ** (-2 i / head_dim)`, `head_dim // 2` numbers.
+
+    The scalings "dynamic" (NTK) and "longrope" depend on the length of a sequence. A cache holds rotated keys, so it
+    needs one set of frequencies for all its time: that of `max_length`. Hugging Face transformers takes others while a
+    sequence is shorter, and does not rotate the keys of its cache anew when it changes them. Both agree for a prompt of
+    `max_length` tokens, and everywhere if `max_length` is within the context of the model's training.
 
     Args:
         head_dim: the dimensions that are rotated: of a model that rotates a part of each head, that part.
         theta: the base.
-        scaling: `rope_scaling` (or `rope_parameters`) of a Hugging Face config, of type "linear", "llama3" or "yarn".
-            The last comes with a `rotary_attention_factor`.
+        scaling: `rope_scaling` (or `rope_parameters`) of a Hugging Face config, of type "linear", "llama3", "yarn",
+            "dynamic" or "longrope". "yarn" and "longrope" come with a `rotary_attention_factor`. "dynamic" and
+            "longrope" need `original_max_position_embeddings` in it, and `rotary_attention_factor` of "longrope" a
+            `factor`: where they stand elsewhere in the config, add them.
+        max_length: the most tokens of a sequence in the cache, which "dynamic" and "longrope" need.
 
     Raises:
         ValueError: an odd head_dim; a scaling that is not known, or without a field that it needs.
@@ -37,7 +49,7 @@ def rotary_frequencies(
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim must be even for a rotary embedding; got {head_dim=}.")
     frequencies = tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
-    return frequencies if scaling is None else scaled(frequencies, theta, scaling)
+    return frequencies if scaling is None else scaled(frequencies, theta, scaling, max_length)
 
 
 def rotate_and_write_kv[C: (KVCache, CacheLayer)](
@@ -47,9 +59,10 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     v: ArrayLike,
     slots: ArrayLike,
     positions: ArrayLike,
-    frequencies: tuple[float, ...],
+    frequencies: tuple[float, ...] | None,
     *,
     interleaved: bool = False,
+    tables: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> tuple[C, jax.Array]:
     """Rotates q and k by their positions and writes k and v into their slots; in place if the cache is donated.
 
@@ -58,7 +71,8 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         x'_i         = x_i cos(p f_i) - x_{i + d/2} sin(p f_i)
         x'_{i + d/2} = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),    i < d/2,    d = 2 len(frequencies)
 
-    Dimensions from d on stay as they are. With `interleaved` a pair is x_{2i} and x_{2i + 1}.
+    Dimensions from d on stay as they are. With `interleaved` a pair is x_{2i} and x_{2i + 1}. Row p of
+    `tables` takes the place of cos(p f_i) and sin(p f_i). With neither tables nor frequencies nothing is rotated.
 
     It writes `write_kv` of v and of the rotated k, rounded to k's dtype. Under `jax.jit` on a GPU, XLA makes one kernel
     each of q, k and v, which reads the new tokens and writes the results, quantised or not. Scales of each token and
@@ -72,8 +86,11 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         slots: int32 `[...]`, see `write_kv`.
         positions: int32 `[...]`, as `BlockAllocator.positions` gives them.
         frequencies: the angle per token of each pair of dimensions, up to `head_dim // 2` numbers:
-            `rotary_frequencies`. An array too, which may be traced.
+            `rotary_frequencies`. An array too, which may be traced: a scan over layers of two bases compiles once.
+            None: no rotation, but for that of `tables`.
         interleaved: whether pairs are neighbours, as in GPT-J, and not halves, as in Llama.
+        tables: the model's own cosines and sines, each `[positions, up to head_dim // 2]`, in the place of frequencies.
+            A position past their end takes the last row.
 
     Returns:
         The new cache, and the rotated q, in q's dtype.
@@ -104,11 +121,18 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         raise ValueError(
             f"positions must be int32 {list(k.shape[:-2])}, one a token; got {positions.dtype} {list(positions.shape)}."
         )
-    if not 0 < 2 * len(frequencies) <= k.shape[-1]:
+    if frequencies is not None and not 0 < 2 * len(frequencies) <= k.shape[-1]:
         raise ValueError(
             f"frequencies must be up to head_dim // 2 numbers; got {len(frequencies)} for head_dim={k.shape[-1]}."
         )
-    cos, sin = _turn_of(positions, frequencies)
+    if tables is not None:
+        if frequencies is not None:
+            raise ValueError("tables take the place of frequencies; pass frequencies=None with them.")
+        cos, sin = _rows_of(tables, positions, k.shape[-1])
+    elif frequencies is not None:
+        cos, sin = _turn_of(positions, frequencies)
+    else:
+        return write_kv(cache, k, v, slots), q
     return write_kv(cache, _rotate(k, cos, sin, interleaved), v, slots), _rotate(q, cos, sin, interleaved)
 
 
@@ -117,6 +141,19 @@ def _turn_of(positions: jax.Array, frequencies: tuple[float, ...]) -> tuple[jax.
     per_token = jnp.asarray(frequencies, jnp.float32).reshape((1,) * (positions.ndim + 1) + (-1,))
     angles = positions.astype(jnp.float32)[..., None, None] * per_token
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rows_of(tables: tuple[ArrayLike, ArrayLike], positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Likewise."""
+    cos, sin = (jnp.asarray(table, jnp.float32) for table in tables)
+    if cos.ndim != 2 or cos.shape != sin.shape or not (0 < 2 * cos.shape[1] <= head_dim and cos.shape[0]):
+        raise ValueError(
+            f"tables must be two of [positions, up to head_dim // 2]; got {list(cos.shape)} and {list(sin.shape)} for "
+            f"{head_dim=}."
+        )
+    last = cos.shape[0] - 1
+    rows = jnp.clip(positions, 0, last)[..., None]
+    return cos[rows], sin[rows]
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool) -> jax.Array:

@@ -1,21 +1,30 @@
 """Rotary frequencies for contexts beyond those of a model's training, from the `rope_scaling` of a Hugging Face config.
 
-linear   f' = f / factor
-llama3   f' = f where a rotation is short, f / factor where it is long, blended between
-yarn     likewise, blended over the pairs of dimensions; logits are multiplied by attention_factor ** 2
+linear     f' = f / factor
+llama3     f' = f where a rotation is short, f / factor where it is long, blended between
+yarn       likewise, blended over the pairs of dimensions; logits are multiplied by attention_factor ** 2
+dynamic    f'_i = f_i / growth ** (i / (pairs - 1)), growth = factor * max_length / context - (factor - 1)
+longrope   f'_i = f_i / long_factor_i, or short_factor_i within the context of training; attention_factor as with yarn
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-KINDS = ("default", "linear", "llama3", "yarn")
+CONTEXT = "original_max_position_embeddings"  # of the model's training
+KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
-def scaled(frequencies: tuple[float, ...], theta: float, scaling: Mapping[str, Any]) -> tuple[float, ...]:
+def scaled(
+    frequencies: tuple[float, ...], theta: float, scaling: Mapping[str, Any], max_length: int | None
+) -> tuple[float, ...]:
     match kind_of(scaling):
         case "default":
             return frequencies
+        case "dynamic":
+            return _by_dynamic_ntk(frequencies, scaling, max_length)
+        case "longrope":
+            return _by_longrope(frequencies, scaling, max_length)
         case "linear":
             kept = [0.0] * len(frequencies)
         case "llama3":
@@ -27,10 +36,10 @@ def scaled(frequencies: tuple[float, ...], theta: float, scaling: Mapping[str, A
 
 
 def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
-    """The factor of q and of k that goes with the frequencies of `rope_scaling`: 1 but for "yarn".
+    """The factor of q and of k that goes with the frequencies of `rope_scaling`: 1 but for "yarn" and "longrope".
 
     Where whole heads are rotated, pass `scale=head_dim**-0.5 * factor**2` to the attention; the cache then holds keys
-    without it.
+    without it. Where a part of each head is rotated, multiply the `tables` of `rotate_and_write_kv` with it.
 
     Args:
         scaling: as `rotary_frequencies` takes it.
@@ -45,12 +54,15 @@ def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
 
     References:
         Peng et al., YaRN, 2023 (https://arxiv.org/abs/2309.00071), section 3.4.
+        Ding et al., LongRoPE, 2024 (https://arxiv.org/abs/2402.13753).
     """
-    if scaling is None or kind_of(scaling) != "yarn":
+    if scaling is None or kind_of(scaling) not in ("yarn", "longrope"):
         return 1.0
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     factor = _number(scaling, "factor")
+    if kind_of(scaling) == "longrope":
+        return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(_number(scaling, CONTEXT)))
 
     def of(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -67,7 +79,7 @@ def kind_of(scaling: Mapping[str, Any]) -> str:
 
 
 def _kept_by_llama3(frequencies: tuple[float, ...], scaling: Mapping[str, Any]) -> list[float]:
-    context = _number(scaling, "original_max_position_embeddings")
+    context = _number(scaling, CONTEXT)
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     if low >= high:
         raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}.")
@@ -76,7 +88,7 @@ def _kept_by_llama3(frequencies: tuple[float, ...], scaling: Mapping[str, Any]) 
 
 
 def _kept_by_yarn(num_pairs: int, theta: float, scaling: Mapping[str, Any]) -> list[float]:
-    context = _number(scaling, "original_max_position_embeddings")
+    context = _number(scaling, CONTEXT)
 
     def pair_of(turns: float) -> float:  # that turns so often in the context of training
         return num_pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
@@ -87,6 +99,32 @@ def _kept_by_yarn(num_pairs: int, theta: float, scaling: Mapping[str, Any]) -> l
     first, last = max(first, 0), min(last, 2 * num_pairs - 1)
     width = last - first or 0.001
     return [1.0 - min(max((i - first) / width, 0.0), 1.0) for i in range(num_pairs)]
+
+
+def _by_dynamic_ntk(
+    frequencies: tuple[float, ...], scaling: Mapping[str, Any], max_length: int | None
+) -> tuple[float, ...]:
+    factor, context = _number(scaling, "factor"), _number(scaling, CONTEXT)
+    growth = factor * max(_known(max_length, "dynamic"), context) / context - (factor - 1)
+    last = max(len(frequencies) - 1, 1)
+    return tuple(f * growth ** (-i / last) for i, f in enumerate(frequencies))
+
+
+def _by_longrope(
+    frequencies: tuple[float, ...], scaling: Mapping[str, Any], max_length: int | None
+) -> tuple[float, ...]:
+    is_long = _known(max_length, "longrope") > _number(scaling, CONTEXT)
+    name = "long_factor" if is_long else "short_factor"
+    factors = scaling.get(name)
+    if not isinstance(factors, list | tuple) or len(factors) != len(frequencies):
+        raise ValueError(f"the rotary scaling needs {name}, a list of {len(frequencies)} numbers; got {factors!r}.")
+    return tuple(f / _number({name: factor}, name) for f, factor in zip(frequencies, factors, strict=True))
+
+
+def _known(max_length: int | None, kind: str) -> int:
+    if max_length is None:
+        raise ValueError(f"a rotary scaling of type {kind!r} depends on the length of sequences; pass max_length.")
+    return max_length
 
 
 def _number(scaling: Mapping[str, Any], name: str) -> float:

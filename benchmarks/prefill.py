@@ -43,6 +43,7 @@ POINTS = (
         for shape in ("8x2304 q_len=256", "1x8192 q_len=all")
     ),
     "32/8 64xragged1024 q_len=all",
+    *("32/8 64x2112 q_len=64", "32/8 64x2112 q_len=64 tree=1"),
     *("32/8 60x4096", "32/8 4x4608 q_len=512", "32/8 60x4096 + 4x4608 q_len=512"),
 )
 TOY_POINTS = (
@@ -86,7 +87,7 @@ class Prompt(Point):
             return True
         if method == "mosaic_gpu":
             return jax.default_backend() == "gpu"
-        if self.packed or self.window or self.cache or ("fa3" in method and self.head_dim > 128):
+        if self.packed or self.window or self.cache or self.tree or ("fa3" in method and self.head_dim > 128):
             return False
         fresh = self.counts == self.lengths and self.lengths[0] % self.block_size == 0
         return method == "fa3 paged" or fresh

@@ -17,4 +17,6 @@ class AttentionOptions:
     sinks: jax.Array | None = None  # f32 [heads]
     k_scale: jax.Array | None = None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads], of a narrow cache
     v_scale: jax.Array | None = None  # likewise
-    tree_bits: jax.Array | None = None  # uint32 [seqs, q_len, words], which of the q_len tokens each of them sees
+    # uint32 [seqs, q_len, words], which of the q_len tokens each of them sees; for the prefill kernel [tokens, words],
+    # see `paged_prefill._tree`.
+    tree_bits: jax.Array | None = None

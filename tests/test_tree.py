@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _device, paged_attention, paged_attention_reference, tree_mask
+from jaxpaged import _device, paged_attention, paged_attention_reference, plan_partitions, tree_mask
+from jaxpaged._attention import mosaic_gpu
+from jaxpaged._attention.tree import by_place
 from tests.cases import OPTIONS, assert_within_budget, make_case, oracle
 from tests.kernels.prefill import packed
 
@@ -157,6 +159,51 @@ def test_errors(function, changes, message):
         function(**named | changes)
 
 
+def test_which_kernel_takes_a_tree(monkeypatch):
+    """Beyond 64 rows, and of packed tokens, the prefill kernel, however few items there are and whatever the plan, but
+    only if it is named."""
+    taken = []
+
+    def launch(kernel, arguments):
+        taken.append(kernel)
+        return arguments.q, jnp.zeros(arguments.q.shape[:-1])
+
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+    monkeypatch.setattr(mosaic_gpu, "_launch", lambda config, mapped, interpret, a, *_: launch("decode", a))
+    monkeypatch.setattr(mosaic_gpu, "_launch_packed", lambda config, interpret, p, *_: launch("prefill", p))
+    q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
+    mask, named = jnp.ones((4, 22, 1), jnp.uint32), dict(implementation="mosaic_gpu")
+
+    @jax.eval_shape
+    def _attend():
+        paged_attention(q[:, :NODES], *arrays, tree_mask=MASK, **named)
+        paged_attention(q, *arrays, tree_mask=mask, **named)
+        plan = plan_partitions(arrays[-1], num_kv_heads=2, q_len=22)
+        paged_attention(q, *arrays, tree_mask=mask, plan=plan, **named)
+        packed = dict(tree_mask=mask.reshape(88, 1), query_starts=jnp.arange(5) * 22)
+        paged_attention(q.reshape(88, 6, 64), *arrays, **packed, **named)
+        paged_attention(q, *arrays, tree_mask=mask)
+
+    assert taken == ["decode", "prefill", "prefill", "prefill"]
+
+
+def test_bits_by_place():
+    """Each bit is of one place, whatever the number of new tokens, 0 and more than there are bits included."""
+    counts, lengths, words = (7, 0, 40, 1, 70, 9), (23, 5, 61, 64, 80, 4), 2
+    starts = np.cumsum([0, *counts])
+    seqs = np.repeat(np.arange(6), counts)
+    bits = np.random.default_rng(0).integers(2**32, size=(starts[-1], words), dtype=np.uint32)
+    args = (jnp.asarray(x, jnp.int32) for x in (seqs, lengths, starts))
+    got = np.asarray(jax.jit(by_place)(jnp.asarray(bits), *args))
+    for row, seq in enumerate(seqs):
+        index, first_new = row - starts[seq], lengths[seq] - counts[seq]
+        first = 32 * (-(-lengths[seq] // 32) - words - 1)
+        for place in range(max(first, 0), first_new + index + 1):  # what stands behind is not read
+            newest = place - first_new
+            is_seen = newest < 0 or newest == index or counts[seq] > 64 or bits[row, newest // 32] >> newest % 32 & 1
+            assert got[row, (place - first) // 32] >> (place - first) % 32 & 1 == is_seen
+
+
 def test_what_the_kernels_do_not_take(monkeypatch):
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
     case = make_case(lengths=LENGTHS, q_len=NODES, dtype=jnp.bfloat16)
@@ -164,10 +211,11 @@ def test_what_the_kernels_do_not_take(monkeypatch):
     for options in (dict(sliding_window=9), dict(alibi_slopes=jnp.ones(6))):
         with pytest.raises(NotImplementedError, match="a tree_mask without sliding_window and alibi_slopes"):
             paged_attention(case.q, *arrays, tree_mask=MASK, **options, **how)
-    many = jnp.zeros((4, 22, 6, 64), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"up to 64 rows.*got q_len=22, group=3"):
-        paged_attention(many, *arrays, tree_mask=jnp.zeros((4, 22, 1), jnp.uint32), **how)
+    many, tree = jnp.zeros((4, 22, 6, 64), jnp.bfloat16), jnp.zeros((4, 22, 1), jnp.uint32)
     packed_call = dict(query_starts=jnp.arange(5) * NODES, tree_mask=MASK.reshape(-1, 1))
-    with pytest.raises(NotImplementedError, match="a tree_mask without query_starts only"):
-        paged_attention(case.q.reshape(-1, 6, 64), *arrays, **packed_call, **how)
+    for q, named in ((many, dict(tree_mask=tree)), (case.q.reshape(-1, 6, 64), packed_call)):
+        with pytest.raises(NotImplementedError, match=r"more than 64 rows .* got num_partitions=2"):
+            paged_attention(q, *arrays, **named, num_partitions=2, **how)
+        with pytest.raises(NotImplementedError, match=r"prefill kernel .* got q.dtype=float32"):
+            paged_attention(q.astype(jnp.float32), *arrays, **named, **how)
     assert paged_attention(case.q, *arrays, tree_mask=MASK, sliding_window=9).shape == case.q.shape  # by "xla"

@@ -25,8 +25,8 @@ def attend(
     `falls_back`: XLA computes it where it is lowered for another platform.
     """
     gpu = _device.gpu()
-    if not a.causal and isinstance(num_partitions, PartitionPlan):
-        num_partitions = None  # it is of the sequences, not of what they share
+    if isinstance(num_partitions, PartitionPlan) and (not a.causal or is_wide_tree(a)):
+        num_partitions = None  # it is of the decode kernel's sequences
     prompts = _prompt_config_of(a, gpu, num_partitions, window)
     if prompts is not None:
         out, lse = _launch_packed(prompts, None, _packed(a), falls_back)
@@ -77,7 +77,7 @@ def _prompt_config_of(
     """How the prefill kernel takes this call; None: the decode kernel does, as it does what is one run of it."""
     seqs, q_len, heads, _ = a.q.shape
     num_runs, _ = query_runs.runs_of(q_len, a.group)
-    if num_runs == 1 or num_partitions not in (None, 1) or not _prefill_takes(a, gpu):
+    if not is_wide_tree(a) and (num_runs == 1 or num_partitions not in (None, 1) or not _prefill_takes(a, gpu)):
         return None
     num_entries = seqs * -(-q_len // prefill_config.heads_and_tokens(a.group)[1])
     config = _prefill_config_of(a, gpu, num_entries, num_partitions, window)
@@ -85,7 +85,7 @@ def _prompt_config_of(
     # two parts, 90.2 in runs of the decode kernel. [prefill_parts_h100 of benchmarks/results/decisions/]
     num_programs = num_entries * (heads // config.heads) * config.num_parts
     is_filled = num_programs > gpu.num_sms or (config.num_parts > 1 and 4 * num_programs > 3 * gpu.num_sms)
-    return config if is_filled else None
+    return config if is_filled or is_wide_tree(a) else None
 
 
 def _visible(a: AttentionArguments | PackedArguments, window: int | None) -> int:
@@ -95,16 +95,20 @@ def _visible(a: AttentionArguments | PackedArguments, window: int | None) -> int
 
 def _prefill_takes(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> bool:
     try:
-        prefill_config.check_supported(
-            head_dim=a.q.shape[-1],
-            block_size=a.block_size,
-            q_dtype=a.q.dtype,
-            cache_dtype=a.k_cache.dtype,
-            compute_capability=gpu.compute_capability,
-        )
+        _check_prefill(a, gpu)
     except NotImplementedError:
         return False
     return True
+
+
+def _check_prefill(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> None:
+    prefill_config.check_supported(
+        head_dim=a.q.shape[-1],
+        block_size=a.block_size,
+        q_dtype=a.q.dtype,
+        cache_dtype=a.k_cache.dtype,
+        compute_capability=gpu.compute_capability,
+    )
 
 
 def _prefill_config_of(
@@ -178,7 +182,9 @@ def check_supported(a: AttentionArguments | PackedArguments, *, num_partitions: 
             f'got k_cache.dtype={a.k_cache.dtype!s}. Pass implementation="xla".'
         )
     gpu = _device.gpu()
-    _check_tree(a, gpu)
+    _check_tree(a, gpu, num_partitions)
+    if is_wide_tree(a):
+        return
     if isinstance(a, PackedArguments):
         if num_partitions in (None, 1) and _prefill_takes(a, gpu):
             return
@@ -207,7 +213,15 @@ def check_supported(a: AttentionArguments | PackedArguments, *, num_partitions: 
         )
 
 
-def _check_tree(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> None:
+def is_wide_tree(a: AttentionArguments | PackedArguments) -> bool:
+    """Whether there is a tree that only the prefill kernel takes: the decode kernel's runs have none.
+
+    No GPU has run such a call yet: the kernel must be named.
+    """
+    return a.has_tree and (isinstance(a, PackedArguments) or a.q.shape[1] * a.group > decode_config.MAX_ROWS)
+
+
+def _check_tree(a: AttentionArguments | PackedArguments, gpu: _device.Gpu, num_partitions: int | None) -> None:
     """Raises `NotImplementedError` for a tree that the Mosaic GPU kernels do not take."""
     if not a.has_tree:
         return
@@ -216,22 +230,21 @@ def _check_tree(a: AttentionArguments | PackedArguments, gpu: _device.Gpu) -> No
             "the portable decode kernel takes no tree_mask; "
             f'got compute_capability={gpu.compute_capability}. Pass implementation="xla".'
         )
-    if isinstance(a, PackedArguments):
-        raise NotImplementedError(
-            "the Mosaic GPU kernels take a tree_mask without query_starts only. Pass q [seqs, q_len, heads, "
-            'head_dim], or implementation="xla".'
-        )
-    q_len, group = a.q.shape[1], a.group
-    if q_len * group > decode_config.MAX_ROWS:
-        raise NotImplementedError(
-            f"with a tree_mask the decode kernel takes up to {decode_config.MAX_ROWS} rows, q_len * heads / kv_heads; "
-            f"got {q_len=}, {group=}."
-        )
-    # Both count from a token's depth; the kernel knows its place only.
+    # Both count from a token's depth; the kernels know its place only.
     if a.options.sliding_window is not None or a.options.alibi_slopes is not None:
         raise NotImplementedError(
-            'the decode kernel takes a tree_mask without sliding_window and alibi_slopes. Pass implementation="xla".'
+            "the Mosaic GPU kernels take a tree_mask without sliding_window and alibi_slopes. "
+            'Pass implementation="xla".'
         )
+    if not is_wide_tree(a):
+        return
+    if num_partitions not in (None, 1):
+        raise NotImplementedError(
+            "the prefill kernel, which takes a tree_mask with query_starts or of more than "
+            f"{decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), chooses its partitions itself; "
+            f"got {num_partitions=}. Leave it out, or pass 1."
+        )
+    _check_prefill(a, gpu)
 
 
 # Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
@@ -306,7 +319,7 @@ def _prompts(
             p.v_cache,
             p.block_tables,
             work,
-            p.options,
+            dataclasses.replace(p.options, tree_bits=packed.tree_by_place(p)),
             config=config,
             interpret=interpret,
         )
@@ -332,6 +345,7 @@ def _packed(a: AttentionArguments) -> PackedArguments:
         lengths=a.lengths,
         query_starts=jnp.arange(seqs + 1, dtype=jnp.int32) * q_len,
         options=a.options,
+        tree_mask=None if a.tree is None else a.tree.bits.reshape(seqs * q_len, -1),
         causal=a.causal,
     )
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
-from jaxpaged._attention.tree import of_runs
+from jaxpaged._attention.tree import by_place, of_runs
 
 
 @jax.tree_util.register_dataclass
@@ -86,6 +86,15 @@ def positions(query_starts: jax.Array, lengths: jax.Array, *, tokens: int) -> ja
     """Where each token of q stands in its sequence, int32 `[tokens]`; of padding any number."""
     seqs = owners(query_starts, tokens=tokens)
     return jnp.arange(tokens, dtype=jnp.int32) + (lengths - query_starts[1:]).at[seqs].get(mode="clip")
+
+
+def tree_by_place(p: PackedArguments) -> jax.Array | None:
+    """The bits of its trees as the prefill kernel takes them."""
+    if p.tree_mask is None:
+        return None
+    starts = starts_of(p)
+    seqs = jnp.minimum(owners(starts, tokens=p.q.shape[0]), p.lengths.shape[0] - 1)
+    return by_place(p.tree_mask, seqs, p.lengths, starts)
 
 
 def join(out: jax.Array, lse: jax.Array, p: PackedArguments, runs: Runs) -> tuple[jax.Array, jax.Array]:

@@ -42,6 +42,7 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 | `_widener` | how an 8-bit cache is widened; `pallas_kernels._scales` says where its scales are used |
 | `_steps` | what is done with a tile |
 | `_products`, `_logits` | the work of the tensor cores, and from the products of Q and K to the logits |
+| `_tree` | which tokens of a tree a query token sees |
 | `_rows_of_item` | how Q is read and O and lse are written |
 | `merge_parts` | the parts of an item, put together |
 

@@ -12,6 +12,8 @@ from pallas_kernels import _rows, _sizes
 from pallas_kernels.paged_prefill import _work_list
 from pallas_kernels.prefill_config import Config
 
+BITS = 32  # of a word of a tree
+
 
 @dataclasses.dataclass(frozen=True)
 class Item:
@@ -31,6 +33,7 @@ class Item:
     whole_end: jax.Array  # one past their last
     first_visible: jax.Array  # position
     window: jax.Array | None
+    first_word: jax.Array  # with a tree's bits, counted from the start of the sequence; negative in short ones
     tile: int
     block_size: int
     causal: bool
@@ -58,6 +61,7 @@ class Items:
     kv_heads: int
     group: int
     window: jax.Array | None
+    tree_words: int  # of a query token; 0: there is no tree
 
     def count(self) -> jax.Array:
         total, n = self.num_entries[0] * self._per_entry, self.config.num_programs
@@ -66,9 +70,12 @@ class Items:
 
     def read(self, i: jax.Array) -> tuple[jax.Array, ...]:
         """The numbers that make the i-th item, read long before they are needed."""
-        index = _work_list.item_of(i, self.program, self.config.num_programs)
-        place, share = lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
+        place, share = self._place_and_share(i)
         return (share, *(self.entries[place, field] for field in range(len(_work_list.FIELDS))))
+
+    def place(self, i: jax.Array) -> jax.Array:
+        """Of the i-th item's entry."""
+        return self._place_and_share(i)[0]
 
     def item(self, numbers: tuple[jax.Array, ...]) -> Item:
         share, seq, q_row, position, num_tokens, length = numbers
@@ -78,7 +85,10 @@ class Items:
         begin = first_visible = jnp.int32(0)
         seen = position + (num_tokens if self.config.causal else 1)  # one past the last position that some token sees
         end = jnp.maximum(_sizes.ceil_div(jnp.maximum(seen, 0), self.config.tile), 1)
+        first_word = _sizes.ceil_div(length, BITS) - self.tree_words
         whole_begin, whole_end = begin, jnp.minimum(lax.div(jnp.maximum(position + 1, 0), tile), end)
+        if self.tree_words:
+            whole_end = jnp.minimum(whole_end, lax.div(jnp.maximum(first_word, 0) * BITS, tile))
         if window is not None:
             first_visible = jnp.maximum(position + 1 - window, 0)
             begin = jnp.minimum(lax.div(first_visible, tile), end - 1)
@@ -110,11 +120,24 @@ class Items:
             whole_end=whole_end,
             first_visible=first_visible,
             window=window,
+            first_word=first_word,
             tile=self.config.tile,
             block_size=self.block_size,
             causal=self.config.causal,
         )
 
+    def _place_and_share(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        index = _work_list.item_of(i, self.program, self.config.num_programs)
+        return lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
+
     @property
     def _per_entry(self) -> int:
         return self.kv_heads * (self.group // self.config.heads) * self.config.num_parts
+
+
+def row_tokens(shape: tuple[int, ...], first_row: jax.Array, item_tokens: int, layout: Any = _rows.ROWS) -> jax.Array:
+    """Of each row the token of the item, int32 `shape`, the rows on axis 0."""
+    rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first_row
+    if item_tokens & (item_tokens - 1):
+        return lax.rem(rows, jnp.full(shape, item_tokens, jnp.int32))
+    return lax.bitwise_and(rows, jnp.full(shape, item_tokens - 1, jnp.int32))

@@ -14,6 +14,7 @@ from pallas_kernels._fetch import WARPS, Ring, rows_of_copy
 from pallas_kernels._rows import COLUMNS
 from pallas_kernels._scales import Scales
 from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.paged_prefill import _tree
 from pallas_kernels.paged_prefill._fetch import Fetcher
 from pallas_kernels.paged_prefill._item import Items
 from pallas_kernels.paged_prefill._logits import Logits
@@ -46,6 +47,7 @@ def _kernel(
         kv_heads=refs["k_cache"].shape[2],
         group=group,
         window=window,
+        tree_words=refs["tree_bits"].shape[1] if "tree_bits" in refs else 0,
     )
     keys, values = multiplied = _rings(refs, "")
     fetched = _rings(refs, "_narrow") if config.num_narrow_stages else multiplied
@@ -106,9 +108,12 @@ def _kernel(
             of_item = functools.partial(_of_item, lax.div(item.head, jnp.int32(config.heads)), first_row)
             slopes = of_item(refs["alibi_slopes"]) if "alibi_slopes" in refs else None
             sinks = of_item(refs["sinks"]) if "sinks" in refs else None
+            tree = None
+            if "tree_bits" in refs:
+                tree = _tree.Tree(refs["tree_bits"], items.place(i), item, config.item_tokens, first_row)
             acc, m, l = Steps(
                 item,
-                Logits(item, config.item_tokens, first_row, scale, cap, slopes),
+                Logits(item, config.item_tokens, first_row, scale, cap, slopes, tree),
                 keys,
                 values,
                 turn,
@@ -213,6 +218,7 @@ def launch(
         "sinks": None if options.sinks is None or in_parts else by_row(options.sinks),
         "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
         "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
+        "tree_bits": None if options.tree_bits is None else _tree.by_entry(options.tree_bits, work, config),
     }
     inputs = {
         "q": q,

@@ -4,12 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._logits import LARGEST_CAP
 from pallas_kernels._rows import LOG2E, ROWS, over_rows
-from pallas_kernels.paged_prefill._item import Item
+from pallas_kernels.paged_prefill._item import Item, row_tokens
+from pallas_kernels.paged_prefill._tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Logits:
     scale: jax.Array  # f32 [], or [64] of the rows, not negative
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [64]
+    tree: Tree | None
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
         """f32 [64, tile] -> logits, -inf where nothing is visible, and what makes them logits in units of log2.
@@ -43,22 +44,16 @@ class Logits:
             return logits, unit
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
         position = self.item.position - tile * self.item.tile
-        distance = self._tokens(shape) - columns + position if self.item.causal else position - columns
+        tokens = row_tokens(shape, self.first_row, self.item_tokens)
+        distance = tokens - columns + position if self.item.causal else position - columns
         if self.slopes is not None:
             logits -= over_rows(self.slopes * LOG2E, shape, 0) * distance.astype(jnp.float32)
         if not masked:
             return logits, unit
-        visible = distance >= 0
+        visible = distance >= 0 if self.tree is None else self.tree.seen(tile, shape)
         if self.item.window is not None:
             visible = jnp.logical_and(visible, distance < self.item.window)
         return jnp.where(visible, logits, jnp.full(shape, -jnp.inf, jnp.float32)), unit
-
-    def _tokens(self, shape: tuple[int, ...]) -> jax.Array:
-        """Of each row the token of the item, int32 `shape`."""
-        rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + self.first_row
-        if self.item_tokens & (self.item_tokens - 1):
-            return lax.rem(rows, jnp.full(shape, self.item_tokens, jnp.int32))
-        return lax.bitwise_and(rows, jnp.full(shape, self.item_tokens - 1, jnp.int32))
 
 
 def times(x: jax.Array, factor: jax.Array) -> jax.Array:

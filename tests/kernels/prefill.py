@@ -1,5 +1,6 @@
 """Calls the prefill kernel on the newest tokens of a case's sequences, as many of each as a test says."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged._attention import packed as packing
+from jaxpaged._attention import tree
 from pallas_kernels import paged_prefill
 from tests.cases import Case, assert_lse, assert_within_budget, oracle, within_budget
 from tests.kernels.interpret import arguments_of
@@ -20,10 +23,42 @@ def packed(x: Any, counts: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([row[row.shape[0] - count :] for row, count in zip(x, counts, strict=True)])
 
 
+def with_trees(case: Case, counts: tuple[int, ...], words: int) -> tuple[Case, np.ndarray]:
+    """A random tree of each sequence's newest tokens, if they are not more than there are bits: the case with that of
+    all its rows, a chain before; and the mask of the packed rows, uint32 [tokens + padding, words]."""
+    rng, q_len = np.random.default_rng(0), case.q.shape[1]
+    padded, packed = [], []
+    for count in counts:
+        parents = np.arange(q_len) - 1
+        if count <= 32 * words:  # a root follows the last token of the history
+            parents[q_len - count :] = q_len - count + rng.integers(-1, np.arange(count))
+        seen = np.eye(q_len, dtype=bool)
+        for token in np.flatnonzero(parents >= 0):
+            seen[token] |= seen[parents[token]]
+        padded.append(_bits(seen, -(-q_len // 32)))
+        newest = seen[q_len - count :, q_len - count :]
+        packed.append(_bits(newest, words) if count <= 32 * words else np.full((count, words), 0x5A5A5A5A, np.uint32))
+    mask = np.concatenate([*packed, np.zeros((PADDING, words), np.uint32)])
+    return case.replace(options=case.options | {"tree_mask": jax.device_put(np.stack(padded))}), mask
+
+
+def _bits(seen: np.ndarray, words: int) -> np.ndarray:
+    """bool [n, m] as uint32 [n, words]."""
+    padded = np.pad(seen, ((0, 0), (0, 32 * words - seen.shape[1])))
+    return np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+
+
 def attend(
-    case: Case, counts: tuple[int, ...], *, num_sms: int, interpret: Any, num_parts: int = 1, causal: bool = True
+    case: Case,
+    counts: tuple[int, ...],
+    *,
+    num_sms: int,
+    interpret: Any,
+    num_parts: int = 1,
+    causal: bool = True,
+    mask: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Out [tokens + padding, heads, head_dim] and the lse."""
+    """Out [tokens + padding, heads, head_dim] and the lse. `mask`: of `with_trees`."""
     a = arguments_of(case)
     config = paged_prefill.default_config(
         group=a.group,
@@ -37,11 +72,15 @@ def attend(
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
 
-    return _launch(config, interpret, q, a, starts)
+    return _launch(config, interpret, q, a, starts, mask)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _launch(config: paged_prefill.Config, interpret: Any, q: jax.Array, a: Any, starts: jax.Array) -> Any:
+def _launch(config: paged_prefill.Config, interpret: Any, q: jax.Array, a: Any, starts: jax.Array, mask: Any) -> Any:
+    options = a.options
+    if mask is not None:
+        seqs = jnp.minimum(packing.owners(starts, tokens=q.shape[0]), a.lengths.shape[0] - 1)
+        options = dataclasses.replace(options, tree_bits=tree.by_place(mask, seqs, a.lengths, starts))
     token_bytes = 4 * a.k_cache.shape[2] * a.k_cache.shape[3]
     work = paged_prefill.make_work_list(starts, a.lengths, tokens=q.shape[0], token_bytes=token_bytes, config=config)
     return paged_prefill.launch(
@@ -50,7 +89,7 @@ def _launch(config: paged_prefill.Config, interpret: Any, q: jax.Array, a: Any, 
         a.v_cache,
         a.block_tables,
         work,
-        a.options,
+        options,
         config=config,
         interpret=interpret,
     )
@@ -66,8 +105,8 @@ def good_rows(case: Case, counts: tuple[int, ...], out: Any) -> np.ndarray:
     return packed(within_budget(case, padded), counts)
 
 
-def check(case: Case, counts: tuple[int, ...], *, num_sms: int = 2, interpret: Any = None, num_parts: int = 1) -> None:
-    out, lse = attend(case, counts, num_sms=num_sms, interpret=interpret, num_parts=num_parts)
+def check(case: Case, counts: tuple[int, ...], *, num_sms: int = 2, **how: Any) -> None:
+    out, lse = attend(case, counts, num_sms=num_sms, **{"interpret": None} | how)
     tokens = sum(counts)
     assert out.dtype == case.q.dtype
     assert good_rows(case, counts, out).all()

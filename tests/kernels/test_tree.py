@@ -1,15 +1,19 @@
-"""Trees of drafted tokens in the decode kernel: in interpret mode with race detection, and lowered for Hopper."""
+"""Trees of drafted tokens in the decode and the prefill kernel: in interpret mode with race detection, and lowered for
+Hopper."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import tree_mask
 from tests.cases import OPTIONS, make_case, oracle
+from tests.kernels import prefill
 from tests.kernels.interpret import attend, races_found
-from tests.kernels.lowering import traced
+from tests.kernels.lowering import traced, traced_prefill
 
 pytestmark = pytest.mark.slow
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def tree_case(q_len, *, lengths=(0, 5, 40, 150), **shape):
@@ -57,3 +61,26 @@ def test_another_tree_is_noticed():
 def test_lowers_for_hopper(q_len):
     trace, _ = traced(q_len=q_len, options=("tree_bits", "logits_soft_cap"))
     assert "@mosaic_gpu_v2" in trace.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_packed_trees():
+    """By the prefill kernel: a tree of two words in two items, and one that is a whole sequence."""
+    counts = (45, 9)
+    case = make_case(lengths=(150, 9), max_blocks=10, heads=3, kv_heads=1, q_len=45, dtype=jnp.bfloat16)
+    chain = oracle(case)[0]
+    case, mask = prefill.with_trees(case, counts, words=2)
+    out, lse = prefill.attend(case, counts, num_sms=1, num_parts=2, interpret=INTERPRET, mask=mask)
+    assert not races_found()
+    expected, expected_lse = oracle(case)
+    assert np.abs(expected - chain).max() > 0.3
+    tokens = sum(counts)
+    np.testing.assert_allclose(np.asarray(out[:tokens], np.float32), prefill.packed(expected, counts), atol=0.03)
+    np.testing.assert_allclose(lse[:tokens], prefill.packed(expected_lse, counts), atol=2e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prefill_lowers_for_hopper(head_dim):
+    text = traced_prefill(head_dim=head_dim, options=("tree_bits", "logits_soft_cap")).lower(
+        lowering_platforms=("cuda",)
+    )
+    assert "@mosaic_gpu_v2" in text.as_text()

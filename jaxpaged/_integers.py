@@ -30,7 +30,7 @@ def saturated(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return array.clip(least, most).astype(np.int32)
 
 
-def checked_size(name: str, size: Any, least: int = 1) -> int:
+def checked_size(name: str, size: Any, least: int = 1, most: int | None = None) -> int:
     """A static size as an int of Python's: one of NumPy's would make int64 of int32 arrays where x64 is on."""
     try:
         number = operator.index(size)
@@ -38,4 +38,6 @@ def checked_size(name: str, size: Any, least: int = 1) -> int:
         raise ValueError(f"{name} must be an int; got {name}={size!r}.") from None
     if number < least:
         raise ValueError(f"{name} must be at least {least}; got {name}={size}.")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}; got {name}={size}.")
     return number

@@ -397,11 +397,20 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
     engine = engine_of(16)
     calls = {
         r"a prompt must be a list of at least one token id; got \[\]": lambda: engine.generate([[]], SamplingParams()),
+        r"token ids must be from 0 to 2\*\*31 - 1; got 3 to 4294967299": lambda: engine.add_request(
+            [3, 2**32 + 3], SamplingParams()
+        ),
+        r"token ids must be .*; got -1 to 3": lambda: engine.add_request([-1, 3], SamplingParams()),
         "a prompt of 40 tokens and 9 new ones are more than the engine's max_tokens=48": lambda: engine.add_request(
             [1] * 40, SamplingParams(max_tokens=9)
         ),
         "at most num_stop_ids=2 stop tokens": lambda: engine.add_request([1], SamplingParams(stop_token_ids=(1, 2, 3))),
         "max_tokens must be at least 1; got max_tokens=0": lambda: SamplingParams(max_tokens=0),
+        "max_tokens must be an int; got max_tokens=1.5": lambda: SamplingParams(max_tokens=1.5),
+        "top_k must be at most 2147483647; got top_k=4294967296": lambda: SamplingParams(top_k=2**32),
+        "priority must be at least -2147483648": lambda: SamplingParams(priority=-(2**40)),
+        "stop_token_ids must be at least 0; got stop_token_ids=-1": lambda: SamplingParams(stop_token_ids=(-1,)),
+        "seed must be at most 4294967295": lambda: SamplingParams(seed=2**32),
         "top_p must be above 0 and at most 1; got top_p=1.5": lambda: SamplingParams(top_p=1.5),
         "temperature must be a number of at least 0; got temperature=nan": lambda: SamplingParams(
             temperature=float("nan")

@@ -257,6 +257,8 @@ class Engine:
         tokens = np.asarray(prompt)
         if tokens.ndim != 1 or len(tokens) == 0 or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(f"a prompt must be a list of at least one token id; got {prompt!r}.")
+        if tokens.min() < 0 or tokens.max() >= 2**31:
+            raise ValueError(f"token ids must be from 0 to 2**31 - 1; got {tokens.min()} to {tokens.max()}.")
         limit = len(tokens) + params.max_tokens
         if limit > self._max_tokens:
             raise ValueError(

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jaxpaged._integers import checked_size
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -34,13 +36,15 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self) -> None:
+        for name, least in {"max_tokens": 1, "top_k": 0, "n": 1, "priority": -(2**31)}.items():
+            checked_size(name, getattr(self, name), least, 2**31 - 1)
+        if self.seed is not None:
+            checked_size("seed", self.seed, 0, 2**32 - 1)
+        for token in self.stop_token_ids:
+            checked_size("stop_token_ids", token, 0, 2**31 - 1)
         wrong = {
-            "max_tokens must be at least 1": self.max_tokens < 1,
             "temperature must be a number of at least 0": not 0 <= self.temperature < float("inf"),
-            "top_k must be at least 0": self.top_k < 0,
             "top_p must be above 0 and at most 1": not 0 < self.top_p <= 1,
-            "seed must be at least 0 and below 2^32": self.seed is not None and not 0 <= self.seed < 2**32,
-            "n must be at least 1": self.n < 1,
         }
         for message in (message for message, is_wrong in wrong.items() if is_wrong):
             name = message.split()[0]

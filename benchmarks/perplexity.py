@@ -73,13 +73,8 @@ def run(model: Llama, caches: Caches, tokens: list[int]) -> tuple[Caches, BlockA
     ):
         model = nnx.merge(graph, weights)
         allocator, slots, _ = allocator.append(jnp.asarray([CHUNK], jnp.int32), max_tokens=CHUNK)
-        x, new_caches = model.embed_tokens(chunk[None]), []
-        for layer, cache in zip(model.layers, caches, strict=True):
-            cache, x = layer(x, cache, allocator, slots)
-            new_caches.append(cache)
-        assert model.lm_head is None, "SmolLM2 ties its embeddings"
-        logits = jnp.einsum("vf,tf->tv", model.embed_tokens.embedding[...], model.norm(x)[0])
-        return tuple(new_caches), allocator, jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1)[:, 0]
+        caches, logits = model(chunk[None], caches, allocator, slots, num_logits=CHUNK)
+        return caches, allocator, jnp.take_along_axis(jax.nn.log_softmax(logits[0]), targets[:, None], 1)[:, 0]
 
     padded = np.zeros(-(-len(tokens) // CHUNK) * CHUNK + 1, np.int32)  # what stands behind a token does not reach it
     padded[: len(tokens)] = tokens

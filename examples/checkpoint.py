@@ -1,4 +1,4 @@
-"""Reads a Llama-family checkpoint: a GGUF file, or a folder in Hugging Face form."""
+"""Reads a checkpoint: a GGUF file of the Llama family, or a folder in Hugging Face form of any in families.py."""
 
 import dataclasses
 import functools
@@ -16,6 +16,7 @@ import numpy as np
 import safetensors
 import tokenizers
 from chat_template import ChatTemplateError, Conversation, render
+from families import MOST_FEATURES, MOST_HEAD_DIM, MOST_HEADS, MOST_LAYERS, MOST_TOKENS, THETAS, read_config
 from fields import Fields
 from flax import nnx
 from jax.typing import DTypeLike
@@ -36,9 +37,6 @@ READ_ERRORS = (
     RecursionError,
     safetensors.SafetensorError,
 )
-
-# The most that a config may say. All are beyond any model that there is, and small enough to calculate shapes with.
-MOST_TOKENS, MOST_FEATURES, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM = 2**24, 2**20, 2**12, 2**12, 2**10
 
 
 class CheckpointError(Exception):
@@ -133,7 +131,7 @@ def default_path() -> Path:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Raises `CheckpointError` for a path that is missing, broken, or not of the Llama family."""
+    """Raises `CheckpointError` for a path that is missing, broken, or of a family that is not known here."""
     try:
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint at {path}.")
@@ -141,7 +139,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         _check(checkpoint)
         return checkpoint
     except KeyError as error:
-        raise CheckpointError(f"{path} lacks {error}, which a Llama checkpoint has.") from error
+        raise CheckpointError(f"{path} lacks {error}, which such a checkpoint has.") from error
     except READ_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error)}.") from error
 
@@ -151,7 +149,8 @@ def _check(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     if config.num_heads % config.num_kv_heads:
         raise ValueError(f"{config.num_heads} heads do not go evenly to {config.num_kv_heads} KV heads")
-    if not all(0 <= frequency < math.inf for frequency in config.rotary_frequencies):
+    frequencies = config.rotary_frequencies + (config.window_frequencies or ())
+    if not all(0 <= frequency < math.inf for frequency in frequencies):
         raise ValueError("its rotary frequencies are not finite")
     if any(not 0 <= eos < config.vocab_size for eos in checkpoint.tokenizer.eos_ids):
         raise ValueError(f"its end-of-text tokens {checkpoint.tokenizer.eos_ids} are not all of the vocabulary")
@@ -169,7 +168,7 @@ def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
     fused = fused_parts(checkpoint.config)
     for path, leaf in tqdm(leaves.items(), desc="loading weights", unit="tensor", disable=None, leave=False):
         *modules, module, kind = map(str, path)
-        suffix = "bias" if kind == "bias" else "weight"
+        suffix = "weight" if kind in ("kernel", "scale", "embedding") else kind
         shape = leaf.shape[::-1] if kind == "kernel" else leaf.shape  # an nnx.Linear holds [in, out]
         tensors = [
             _read_tensor(checkpoint, ".".join((*modules, part, suffix)), (outputs, *shape[1:]))
@@ -182,7 +181,7 @@ def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
 
 def _read_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if name not in checkpoint.tensors:
-        raise CheckpointError(f"The checkpoint holds no tensor {name}; is it complete, and of the Llama family?")
+        raise CheckpointError(f"The checkpoint holds no tensor {name}; is it complete, and of the type that it says?")
     try:
         tensor = checkpoint.tensors[name]()
     except READ_ERRORS as error:
@@ -247,6 +246,7 @@ def _read_gguf(path: Path) -> Checkpoint:
         norm_epsilon=fields.real("llama.attention.layer_norm_rms_epsilon", 0, 1),
         rotary_frequencies=tuple(map(float, frequencies)),
         attention_bias="blk.0.attn_q.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
         tie_embeddings="output.weight" not in tensors,
     )
 
@@ -310,39 +310,18 @@ def _gguf_tokenizer(path: Path, fields: Fields) -> Tokenizer:
 
 # A folder in Hugging Face form.
 
+PREFIX = r"^(language_model\.model|model\.language_model|model)\."  # the first two: of a model that reads images too
+
 
 def _read_folder(folder: Path) -> Checkpoint:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no {name}.")
     config = _read_json(folder / "config.json")
-    if config.get("model_type", None) != "llama":
-        raise CheckpointError(
-            f"{folder} is of the type {config.get('model_type', None)!r}; only 'llama' is known here."
-        )
-    if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{folder} has the activation {config.get('hidden_act')!r}; only 'silu' is known here.")
-    num_heads = config.whole("num_attention_heads", 1, MOST_HEADS)
-    features = config.whole("hidden_size", 1, MOST_FEATURES)
-    head_dim = config.whole("head_dim", 1, MOST_HEAD_DIM, features // num_heads)
     return Checkpoint(
-        LlamaConfig(
-            vocab_size=config.whole("vocab_size", 1, MOST_TOKENS),
-            context=config.whole("max_position_embeddings", 1, MOST_TOKENS),
-            features=features,
-            hidden_features=config.whole("intermediate_size", 1, MOST_FEATURES),
-            num_layers=config.whole("num_hidden_layers", 1, MOST_LAYERS),
-            num_heads=num_heads,
-            num_kv_heads=config.whole("num_key_value_heads", 1, MOST_HEADS, num_heads),
-            head_dim=head_dim,
-            norm_epsilon=config.real("rms_norm_eps", 0, 1),
-            rotary_frequencies=_scaled_frequencies(config, head_dim),
-            attention_bias=config.flag("attention_bias", False),
-            mlp_bias=config.flag("mlp_bias", False),
-            tie_embeddings=config.flag("tie_word_embeddings", False),
-        ),
+        read_config(config),
         _folder_tokenizer(folder, config),
-        {name.removeprefix("model."): read for name, read in _safetensors(folder)},
+        {re.sub(PREFIX, "", name): read for name, read in _safetensors(folder)},
     )
 
 
@@ -367,25 +346,6 @@ def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]
 
 def _get_tensor(tensors: safetensors.safe_open, name: str) -> np.ndarray:
     return np.asarray(tensors.get_tensor(name))
-
-
-THETAS = 1, 1e30
-FACTORS = 1e-3, 1e9
-
-
-def _scaled_frequencies(config: Fields, head_dim: int) -> tuple[float, ...]:
-    rope = Fields(config.get("rope_parameters", None) or config.get("rope_scaling", None) or {})
-    theta = (rope if "rope_theta" in rope.values else config).real("rope_theta", *THETAS, 10_000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"The rotary embedding is scaled by {kind!r}, which is not known here.")
-    scaling: dict[str, Any] = {"rope_type": kind}
-    if kind != "default":
-        scaling["factor"] = rope.real("factor", *FACTORS)
-    if kind == "llama3":
-        scaling |= {name: rope.real(name, *FACTORS) for name in ("low_freq_factor", "high_freq_factor")}
-        scaling["original_max_position_embeddings"] = rope.whole("original_max_position_embeddings", 1, MOST_TOKENS)
-    return jaxpaged.rotary_frequencies(head_dim, theta, scaling)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -1,10 +1,9 @@
-"""The Llama of llama.py behind a `jaxpaged.Engine`: its forward pass over packed tokens, and an engine for it."""
+"""The model of llama.py behind a `jaxpaged.Engine`: its forward pass over packed tokens, and an engine for it."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from llama import Llama, LlamaConfig
 
@@ -38,17 +37,16 @@ def create_engine(
         attend: jaxpaged.StepAttention,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
         model = nnx.merge(graph, weights)
+
         # The modules of llama.py take [seqs, q_len, features]: to all but attention each token is a sequence.
-        x = model.embed_tokens(tokens)[:, None]
-        new_caches = []
-        for layer, cache in zip(model.layers, caches, strict=True):
-            cache, attended = attend.call(layer.self_attn, layer.input_layernorm(x)[:, 0], cache)
-            new_caches.append(cache)
-            x = x + attended[:, None]
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        x = model.norm(attend.newest(x))
-        head = model.embed_tokens.embedding if model.lm_head is None else model.lm_head.weight
-        return tuple(new_caches), jnp.einsum("vf,sqf->sv", head[...], x, preferred_element_type=jnp.float32)
+        def attend_to_tokens(
+            attention: jaxpaged.nnx.PagedAttention, x: jax.Array, cache: jaxpaged.KVCache
+        ) -> tuple[jaxpaged.KVCache, jax.Array]:
+            cache, out = attend.call(attention, x[:, 0], cache)
+            return cache, out[:, None]
+
+        new_caches, x = model.through_layers(tokens[:, None], caches, attend_to_tokens)
+        return new_caches, model.logits(attend.newest(x)[:, 0])
 
     if num_blocks is None:
         num_blocks = 1 + num_seats * -(-max_tokens // block_size)

@@ -1,7 +1,8 @@
-"""A small Llama in Flax NNX, its attention swapped for `jaxpaged.nnx.PagedAttention`."""
+"""A Llama in Flax NNX on `jaxpaged.nnx.PagedAttention`, and by its config a Mistral, Qwen, Gemma or gpt-oss."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +15,37 @@ import jaxpaged.nnx
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
+    """The defaults are Llama's; `families.py` reads which family has what."""
+
     vocab_size: int
     context: int  # the most tokens of a sequence, prompt and continuation
     features: int
-    hidden_features: int
+    hidden_features: int  # of the MLP, or of each expert
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     norm_epsilon: float
     rotary_frequencies: tuple[float, ...]
-    attention_bias: bool = False
+    attention_bias: bool = False  # of q, k and v
+    output_bias: bool = False  # of attention's output
     mlp_bias: bool = False
     tie_embeddings: bool = True
+    windows: tuple[int | None, ...] | None = None  # each layer's sliding window in tokens; None: no layer has one
+    window_frequencies: tuple[float, ...] | None = None  # rotary, of layers with a window; None: as the others
+    scale: float | None = None  # of attention's logits; None: head_dim ** -0.5
+    logits_soft_cap: float | None = None  # of attention's logits
+    final_soft_cap: float | None = None  # of the model's logits
+    use_sinks: bool = False
+    use_qk_norm: bool = False  # of each head of q and k
+    use_post_norms: bool = False  # of what attention and the MLP add, beside the norms of what they read
+    norm_plus_one: bool = False  # whether a norm multiplies by its weight + 1
+    activation: Literal["silu", "gelu"] = "silu"  # of the MLP; the GELU that is approximated with tanh
+    embedding_scale: float = 1.0
+    num_experts: int = 0  # 0: an MLP
+    experts_per_token: int = 0
+    swiglu_alpha: float = 1.702  # of the experts, like the next
+    swiglu_limit: float = 7.0
 
 
 def fused_parts(config: LlamaConfig) -> dict[str, dict[str, int]]:
@@ -63,23 +82,28 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
         y = jnp.einsum("oi,...i->...o", self.weight[...], x)
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) in float32, then times a weight in x's dtype, as Hugging Face computes it.
 
-    nnx.RMSNorm multiplies with the weight before it rounds: that takes XLA on a GPU two kernels instead of one.
+    nnx.RMSNorm multiplies with the weight before it rounds: that takes XLA on a GPU two kernels instead of one. With
+    `norm_plus_one` this one does so too: weight + 1 would lose bits in a narrow dtype.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones(config.features, dtype))
+    def __init__(self, features: int, config: LlamaConfig, *, dtype: DTypeLike):
+        self.plus_one = config.norm_plus_one
+        self.scale = nnx.Param(jnp.full(features, 0 if self.plus_one else 1, dtype))
         self.epsilon = config.norm_epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., features]
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * jnp.broadcast_to(self.scale[...], x.shape)
+        scale = jnp.broadcast_to(self.scale[...], x.shape)
+        if self.plus_one:
+            return (wide * (scale.astype(jnp.float32) + 1)).astype(x.dtype)
+        return wide.astype(x.dtype) * scale
 
 
 class MLP(nnx.Module):
@@ -89,42 +113,108 @@ class MLP(nnx.Module):
 
         self.gate_up_proj = linear(config.features, 2 * config.hidden_features)
         self.down_proj = linear(config.hidden_features, config.features)
+        self.activation = nnx.silu if config.activation == "silu" else nnx.gelu
         self.axis = axis
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return sum_over(self.axis, self.down_proj(nnx.silu(gate) * up))
+        return sum_over(self.axis, self.down_proj(self.activation(gate) * up))
+
+
+class Experts(nnx.Module):
+    """The experts of gpt-oss: the columns of gate and up stand in turn, and both are clipped.
+
+    Every expert computes every token: simple, but `num_experts / experts_per_token` times the work that is needed.
+    """
+
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        experts, features, hidden = config.num_experts, config.features, config.hidden_features
+        initialize = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
+        self.gate_up_proj = nnx.Param(initialize(rngs.params(), (experts, features, 2 * hidden), dtype))
+        self.gate_up_proj_bias = nnx.Param(jnp.zeros((experts, 2 * hidden), dtype))
+        self.down_proj = nnx.Param(initialize(rngs.params(), (experts, hidden, features), dtype))
+        self.down_proj_bias = nnx.Param(jnp.zeros((experts, features), dtype))
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+
+    def __call__(self, x: jax.Array, shares: jax.Array) -> jax.Array:  # [..., features], [..., experts]
+        gate_up = jnp.einsum("...f,efh->...eh", x, self.gate_up_proj[...])
+        gate_up += jnp.broadcast_to(self.gate_up_proj_bias[...], gate_up.shape)
+        gate = jnp.minimum(gate_up[..., 0::2], self.limit)
+        up = jnp.clip(gate_up[..., 1::2], -self.limit, self.limit)
+        hidden = gate * nnx.sigmoid(self.alpha * gate) * (up + 1) * shares[..., None]
+        out = jnp.einsum("...eh,ehf->...f", hidden, self.down_proj[...])
+        return out + jnp.einsum("...e,ef->...f", shares, self.down_proj_bias[...])
+
+
+class MixtureOfExperts(nnx.Module):
+    """The sum of the `experts_per_token` experts with the largest logits, weighted with their softmax."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.router = Linear(config.features, config.num_experts, use_bias=True, dtype=dtype, rngs=rngs)
+        self.experts = Experts(config, dtype=dtype, rngs=rngs)
+        self.experts_per_token = config.experts_per_token
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        logits = self.router(x)
+        largest, chosen = jax.lax.top_k(logits, self.experts_per_token)
+        is_chosen = jax.nn.one_hot(chosen, logits.shape[-1], dtype=x.dtype)
+        return self.experts(x, jnp.einsum("...k,...ke->...e", nnx.softmax(largest), is_chosen))
+
+
+# The cache, the tokens and the sequences that they belong to are the caller's: a module, x and its cache in, the new
+# cache and the module's output.
+Attend = Callable[[jaxpaged.nnx.PagedAttention, jax.Array, jaxpaged.KVCache], tuple[jaxpaged.KVCache, jax.Array]]
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.input_layernorm = RMSNorm(config, dtype=dtype)
+    def __init__(self, config: LlamaConfig, i: int, *, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
+        def norm(features: int) -> RMSNorm:
+            return RMSNorm(features, config, dtype=dtype)
+
+        window = None if config.windows is None else config.windows[i]
+        frequencies = config.rotary_frequencies
+        if window is not None and config.window_frequencies is not None:
+            frequencies = config.window_frequencies
+        self.input_layernorm = norm(config.features)
         self.self_attn = jaxpaged.nnx.PagedAttention(
             config.features,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            rotary_frequencies=config.rotary_frequencies,
+            rotary_frequencies=frequencies,
             use_bias=config.attention_bias,
-            use_output_bias=config.attention_bias,
+            use_output_bias=config.output_bias,
+            norm_epsilon=config.norm_epsilon if config.use_qk_norm else None,
+            use_sinks=config.use_sinks,
+            scale=config.scale,
+            sliding_window=window,
+            logits_soft_cap=config.logits_soft_cap,
             dtype=dtype,
             param_dtype=dtype,
             rngs=rngs,
         )
-        self.post_attention_layernorm = RMSNorm(config, dtype=dtype)
-        self.mlp = MLP(config, axis=axis, dtype=dtype, rngs=rngs)
+        if config.use_qk_norm:  # those of this file in place of nnx.RMSNorm
+            self.self_attn.q_norm = norm(config.head_dim)  # type: ignore[assignment]
+            self.self_attn.k_norm = norm(config.head_dim)  # type: ignore[assignment]
+        self.post_attention_layernorm = norm(config.features)
+        if config.use_post_norms:
+            self.pre_feedforward_layernorm = norm(config.features)
+            self.post_feedforward_layernorm = norm(config.features)
+        self.use_post_norms = config.use_post_norms
+        self.mlp = (
+            MixtureOfExperts(config, dtype=dtype, rngs=rngs)
+            if config.num_experts
+            else MLP(config, axis=axis, dtype=dtype, rngs=rngs)
+        )
         self.axis = axis
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: jaxpaged.KVCache,
-        allocator: jaxpaged.BlockAllocator,
-        slots: jax.Array,
-        **which: Any,  # of packed tokens, trees and shared prefixes
-    ) -> tuple[jaxpaged.KVCache, jax.Array]:
-        cache, attended = self.self_attn(self.input_layernorm(x), cache, allocator, slots, **which)
-        x = x + sum_over(self.axis, attended)
+    def __call__(self, x: jax.Array, cache: jaxpaged.KVCache, attend: Attend) -> tuple[jaxpaged.KVCache, jax.Array]:
+        cache, attended = attend(self.self_attn, self.input_layernorm(x), cache)
+        attended = sum_over(self.axis, attended)
+        if self.use_post_norms:  # under the same name a norm that stands elsewhere
+            x = x + self.post_attention_layernorm(attended)
+            return cache, x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = x + attended
         return cache, x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -140,8 +230,10 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, axis: str | None = None, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.axis = axis
         self.embed_tokens = nnx.Embed(config.vocab_size, config.features, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([Layer(config, axis=axis, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config, dtype=dtype)
+        self.embedding_scale = config.embedding_scale
+        self.layers = nnx.List([Layer(config, i, axis=axis, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.features, config, dtype=dtype)
+        self.final_soft_cap = config.final_soft_cap
         self.lm_head = (
             None if config.tie_embeddings else Linear(config.features, config.vocab_size, dtype=dtype, rngs=rngs)
         )
@@ -163,29 +255,52 @@ class Llama(nnx.Module):
 
         With `num_logits` those after its last so many tokens, f32 [seqs, num_logits, vocab_size].
         """
-        which = dict(query_starts=query_starts, positions=positions, tree_mask=tree_mask, shared_prefix=shared_prefix)
-        x = self.embed(tokens)
-        new_caches = []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            cache, x = layer(x, cache, allocator, slots, **which)
-            new_caches.append(cache)
+        which: dict[str, Any] = dict(
+            query_starts=query_starts, positions=positions, tree_mask=tree_mask, shared_prefix=shared_prefix
+        )
+
+        def attend(
+            attention: jaxpaged.nnx.PagedAttention, x: jax.Array, cache: jaxpaged.KVCache
+        ) -> tuple[jaxpaged.KVCache, jax.Array]:
+            return attention(x, cache, allocator, slots, **which)
+
+        new_caches, x = self.through_layers(tokens, caches, attend)
         if query_starts is not None:
             x = x[jnp.maximum(query_starts[1:] - 1, 0)]
         else:
             x = x[:, -num_logits:] if num_logits else x[:, -1]
+        return new_caches, self.logits(x)
+
+    def through_layers(
+        self, tokens: jax.Array, caches: Sequence[jaxpaged.KVCache], attend: Attend
+    ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
+        """The new caches and what the last layer gives, [..., features]: what all ways to batch share."""
+        x = self.embed(tokens)
+        new_caches = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            cache, x = layer(x, cache, attend)
+            new_caches.append(cache)
+        return tuple(new_caches), x
+
+    def logits(self, x: jax.Array) -> jax.Array:  # [..., features] -> f32 [..., vocab_size]
         # Not embed_tokens.attend: x @ embedding.T transposes the embedding at every step on a CPU.
         head = self.embed_tokens.embedding if self.lm_head is None else self.lm_head.weight
         logits = jnp.einsum("vf,...f->...v", head[...], self.norm(x), preferred_element_type=jnp.float32)
-        if self.axis is not None:
-            logits = jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
-        return tuple(new_caches), logits
+        if self.final_soft_cap is not None:
+            logits = self.final_soft_cap * jnp.tanh(logits / self.final_soft_cap)
+        return logits if self.axis is None else jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
 
     @property
     def vocab_size(self) -> int:
         return self.embed_tokens.num_embeddings * (1 if self.axis is None else jax.lax.axis_size(self.axis))
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """[..., features]. Of several devices, each has some rows, and zeros for the tokens of the others."""
+        """[..., features]."""
+        x = self._rows(tokens)
+        return x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)
+
+    def _rows(self, tokens: jax.Array) -> jax.Array:
+        """Of several devices, each has some rows, and zeros for the tokens of the others."""
         if self.axis is None:
             return self.embed_tokens(tokens)
         num_rows = self.embed_tokens.num_embeddings

@@ -43,6 +43,8 @@ def repeated_kv_heads(config: LlamaConfig, num_devices: int) -> LlamaConfig:
     """The config of the same model with at least one KV head for each device. Raises `DevicesError`."""
     if num_devices % config.num_kv_heads == 0:
         config = dataclasses.replace(config, num_kv_heads=num_devices)
+    if config.num_experts:
+        raise DevicesError("The model is a mixture of experts, which does not go over several devices here.")
     for name in ("num_heads", "num_kv_heads", "hidden_features", "vocab_size"):
         if getattr(config, name) % num_devices:
             raise DevicesError(
@@ -74,7 +76,7 @@ def _cut(path: tuple, weight: jax.Array, *, config: LlamaConfig, repeats: int, m
     array = np.asarray(weight)
     outputs = 1 if kind == "kernel" else 0  # the axis: an nnx.Linear holds [in, out], all others [out, in]
     axis = None
-    if module in BY_OUTPUTS:
+    if module in BY_OUTPUTS or kind == "sinks":
         axis = outputs
     elif module in BY_INPUTS and kind != "bias":
         axis = 1 - outputs

@@ -10,6 +10,7 @@ import numpy as np
 import prefill
 import pytest
 from command_line import exit_code
+from families import scaled_frequencies
 from fields import Fields
 
 from tests.tiny_checkpoint import CONTEXT, EOS, greedy, write_checkpoint
@@ -268,7 +269,9 @@ def test_broken_checkpoints(run, tmp_path):
     (model / "config.json").write_text('{"model_type": "llama"}')
     assert "lacks 'num_attention_heads'" in refused(model)
     write_checkpoint(model, rope_scaling={"rope_type": "yarn"})
-    assert "scaled by 'yarn'" in refused(model)
+    assert "lacks 'factor', which such a checkpoint has" in refused(model)
+    write_checkpoint(model, rope_scaling={"rope_type": "longrope"})
+    assert "scaled by 'longrope', which is not known here" in refused(model)
     (model / "config.json").write_text("{")
     assert "cannot be read as a checkpoint" in refused(model)
     (model / "config.json").unlink()
@@ -284,8 +287,8 @@ def test_broken_checkpoints(run, tmp_path):
 def test_llama3_frequencies():
     rope = dict(rope_type="llama3", rope_theta=500_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
     rope["original_max_position_embeddings"] = 8192
-    scaled = np.asarray(checkpoint._scaled_frequencies(Fields({"rope_parameters": rope}), 128))
-    plain = np.asarray(checkpoint._scaled_frequencies(Fields({"rope_theta": 500_000.0}), 128))
+    scaled = np.asarray(scaled_frequencies(Fields(rope), 1e4, 128, 131_072)[0])
+    plain = np.asarray(scaled_frequencies(Fields({}), 500_000.0, 128, 131_072)[0])
     turns = 8192 * plain / (2 * np.pi)
     np.testing.assert_allclose(scaled[turns > 4], plain[turns > 4])
     np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / 8)

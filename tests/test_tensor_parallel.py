@@ -18,6 +18,9 @@ import jaxpaged
 
 pytestmark = pytest.mark.slow
 
+RELATIVES = dict(
+    windows=(4,), final_soft_cap=9.0, embedding_scale=2.0, use_sinks=True, use_qk_norm=True, use_post_norms=True
+)
 PROMPTS = [[5, 7, 11], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [42]]
 
 
@@ -35,8 +38,13 @@ def make_model(**changes) -> tuple[Llama, LlamaConfig]:
 @pytest.mark.parametrize(
     ("num_devices", "changes"),
     [
-        (2, dict(num_layers=1, num_kv_heads=4)),
-        (4, dict(num_layers=2, num_kv_heads=2, tie_embeddings=False, attention_bias=True, mlp_bias=True)),
+        (2, dict(num_layers=1, num_kv_heads=4, **RELATIVES)),
+        (
+            4,
+            dict(
+                num_layers=2, num_kv_heads=2, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True
+            ),
+        ),
     ],
 )
 def test_tokens_are_those_of_one_device(num_devices, changes):

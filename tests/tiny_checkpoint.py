@@ -54,6 +54,11 @@ def write_checkpoint(folder: Path, *, seed: int = 0, tied: bool = False, **chang
         "eos_token_id": EOS,
     }
     (folder / "config.json").write_text(json.dumps(config | changes))
+    write_tokenizer(folder)
+    return tensors
+
+
+def write_tokenizer(folder: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(alphabet)} | {"<eos>": EOS}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
@@ -63,7 +68,6 @@ def write_checkpoint(folder: Path, *, seed: int = 0, tied: bool = False, **chang
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}<eos>{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<eos>"}))
-    return tensors
 
 
 def next_logits(tensors: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:

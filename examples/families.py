@@ -1,0 +1,215 @@
+"""From a Hugging Face config to one of llama.py: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, gpt-oss.
+
+A field that a config leaves out is what transformers takes for it. What llama.py does not compute is refused by name.
+"""
+
+from typing import Any, Literal
+
+from fields import Fields
+from llama import LlamaConfig
+
+import jaxpaged
+
+# The most that a config may say. All are beyond any model that there is, and small enough to calculate shapes with.
+MOST_TOKENS, MOST_FEATURES, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM = 2**24, 2**20, 2**12, 2**12, 2**10
+THETAS = 1, 1e30
+FACTORS = 1e-3, 1e9
+
+GEMMA = dict(
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    tie_word_embeddings=True,
+)
+QWEN = dict(sliding_window=4096, max_window_layers=28, use_sliding_window=False)
+GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
+# Of each family, what published configs leave out. That of a Gemma 3 with images leaves out most.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": dict(sliding_window=4096),
+    "qwen2": QWEN,
+    "qwen3": QWEN | dict(head_dim=128),
+    "gemma2": GEMMA | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window_pattern=2),
+    "gemma3_text": GEMMA
+    | dict(
+        vocab_size=262_208,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        sliding_window_pattern=6,
+    ),
+    "gpt_oss": dict(
+        head_dim=64,
+        attention_bias=True,
+        sliding_window=128,
+        sliding_window_pattern=2,
+        rope_theta=150_000.0,
+        rope_scaling=GPT_OSS_ROPE,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+    ),
+}
+# What no field of a config says.
+GEMMA_MODEL = dict(use_post_norms=True, norm_plus_one=True)
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": dict(attention_bias=True, output_bias=False),
+    "qwen3": dict(use_qk_norm=True),
+    "gemma2": GEMMA_MODEL,
+    "gemma3_text": GEMMA_MODEL | dict(use_qk_norm=True),
+    "gpt_oss": dict(use_sinks=True),
+}
+# What transformers computes and llama.py does not, unless it is this.
+ONLY = {"partial_rotary_factor": 1.0, "use_bidirectional_attention": False, "quantization_config": None}
+
+
+def read_config(fields: Fields) -> LlamaConfig:
+    """Raises `KeyError` where a field is missing, `ValueError` where one is not what it must be, or not known here."""
+    family = fields.get("model_type", None)
+    if family == "gemma3":  # reads images too; its language model is taken
+        _only(fields, "quantization_config", None)
+        return read_config(Fields({**fields.get("text_config"), "model_type": "gemma3_text"}))
+    if family not in DEFAULTS:
+        raise ValueError(f"it is of the type {family!r}; known here are {', '.join(DEFAULTS)}")
+    fields = Fields(DEFAULTS[family] | fields.values)
+    for name, known in ONLY.items():
+        _only(fields, name, known)
+    num_heads = fields.whole("num_attention_heads", 1, MOST_HEADS)
+    num_layers = fields.whole("num_hidden_layers", 1, MOST_LAYERS)
+    features = fields.whole("hidden_size", 1, MOST_FEATURES)
+    head_dim = fields.whole("head_dim", 1, MOST_HEAD_DIM, features // num_heads)
+    context = fields.whole("max_position_embeddings", 1, MOST_TOKENS)
+    frequencies, window_frequencies, factor = _rotary(fields, family, head_dim, context)
+    has_bias = fields.flag("attention_bias", False)
+    config = dict(
+        vocab_size=fields.whole("vocab_size", 1, MOST_TOKENS),
+        context=context,
+        features=features,
+        hidden_features=fields.whole("intermediate_size", 1, MOST_FEATURES),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.whole("num_key_value_heads", 1, MOST_HEADS, num_heads),
+        head_dim=head_dim,
+        norm_epsilon=fields.real("rms_norm_eps", 0, 1),
+        rotary_frequencies=frequencies,
+        attention_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        windows=_windows(fields, family, num_layers),
+        window_frequencies=window_frequencies,
+        scale=fields.real("query_pre_attn_scalar", *FACTORS, head_dim) ** -0.5 * factor**2,
+        logits_soft_cap=_cap(fields, "attn_logit_softcapping"),
+        final_soft_cap=_cap(fields, "final_logit_softcapping"),
+        activation=_activation(fields),
+        embedding_scale=features**0.5 if family in ("gemma2", "gemma3_text") else 1.0,
+    )
+    if family == "gpt_oss":
+        config |= _experts(fields)
+    return LlamaConfig(**config | MODELS.get(family, {}))
+
+
+def _only(fields: Fields, name: str, known: Any) -> None:
+    if fields.get(name, known) != known:
+        raise ValueError(f"its {name} is {str(fields.get(name))[:60]}, which is not known here")
+
+
+def _activation(fields: Fields) -> Literal["silu", "gelu"]:
+    match fields.get("hidden_activation", fields.get("hidden_act", "silu")):
+        case "silu":
+            return "silu"
+        case "gelu_pytorch_tanh":
+            return "gelu"
+        case other:
+            raise ValueError(f"it has the activation {str(other)[:60]!r}; known here are silu and gelu_pytorch_tanh")
+
+
+def _cap(fields: Fields, name: str) -> float | None:
+    return None if fields.get(name, None) is None else fields.real(name, *FACTORS)
+
+
+def _experts(fields: Fields) -> dict[str, Any]:
+    num_experts = fields.whole("num_local_experts", 1, MOST_HEADS)
+    return dict(
+        num_experts=num_experts,
+        experts_per_token=fields.whole("num_experts_per_tok", 1, num_experts),
+        swiglu_alpha=fields.real("swiglu_alpha", *FACTORS),
+        swiglu_limit=fields.real("swiglu_limit", *FACTORS),
+    )
+
+
+def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, ...] | None:
+    if family in ("llama", "mistral"):
+        _only(fields, "layer_types", None)
+    is_used = fields.flag("use_sliding_window", "use_sliding_window" not in DEFAULTS[family])
+    has_none = fields.get("sliding_window", None) is None or not is_used
+    if family == "llama" or (has_none and family in ("mistral", "qwen2", "qwen3")):
+        return None
+    window = fields.whole("sliding_window", 1, MOST_TOKENS)
+    if "sliding_window_pattern" in DEFAULTS[family]:
+        period = fields.whole("sliding_window_pattern", 1, MOST_LAYERS)  # the last layer of each sees all
+        has_window = [(i + 1) % period != 0 for i in range(num_layers)]
+    else:
+        first = fields.whole("max_window_layers", 0, MOST_LAYERS, 0)
+        has_window = [i >= first for i in range(num_layers)]
+    usual = ["sliding_attention" if it_has else "full_attention" for it_has in has_window]
+    kinds = fields.get("layer_types", usual)
+    known = "sliding_attention", "full_attention"
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        raise ValueError(f"layer_types must be {num_layers} of {', '.join(known)}; got {str(kinds)[:60]}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+Frequencies = tuple[float, ...]
+
+
+def _rotary(fields: Fields, family: str, head_dim: int, context: int) -> tuple[Frequencies, Frequencies | None, float]:
+    """The frequencies, those of layers with a window where they are others, and the factor of q and of k."""
+    rope = Fields(fields.get("rope_parameters", None) or fields.get("rope_scaling", None) or {})
+    theta = fields.real("rope_theta", *THETAS, 10_000.0)
+    if family != "gemma3_text":
+        frequencies, factor = scaled_frequencies(rope, theta, head_dim, context)
+        return frequencies, None, factor
+    kinds = (
+        rope
+        if {"full_attention", "sliding_attention"} & rope.values.keys()
+        else Fields({"full_attention": rope.values})
+    )
+    window_theta = fields.real("rope_local_base_freq", *THETAS)
+    frequencies, factor = scaled_frequencies(Fields(kinds.get("full_attention", {})), theta, head_dim, context)
+    of_windows, their_factor = scaled_frequencies(
+        Fields(kinds.get("sliding_attention", {})), window_theta, head_dim, context
+    )
+    if factor != their_factor:
+        raise ValueError(
+            f"its rotary embedding has the factor {factor:g}, with windows {their_factor:g}; known here is 1"
+        )
+    return frequencies, of_windows, factor
+
+
+def scaled_frequencies(rope: Fields, theta: float, head_dim: int, context: int) -> tuple[Frequencies, float]:
+    """The frequencies, and the factor of q and of k. `rope` may hold another theta."""
+    _only(rope, "partial_rotary_factor", 1.0)
+    _only(rope, "mrope_section", None)
+    theta = rope.real("rope_theta", *THETAS, theta)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3", "yarn", "dynamic"):
+        raise ValueError(f"its rotary embedding is scaled by {str(kind)[:60]!r}, which is not known here")
+    scaling: dict[str, Any] = {"rope_type": kind}
+    if kind != "default":
+        scaling["factor"] = rope.real("factor", *FACTORS)
+    if kind in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.whole("original_max_position_embeddings", 1, MOST_TOKENS)
+    if kind == "llama3":
+        scaling |= {name: rope.real(name, *FACTORS) for name in ("low_freq_factor", "high_freq_factor")}
+    if kind == "yarn":
+        names = "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"
+        scaling |= {name: rope.real(name, *FACTORS) for name in names if rope.get(name, None) is not None}
+        scaling["truncate"] = rope.flag("truncate", True)
+    if kind == "dynamic":  # begins past the context, where these models end
+        scaling["original_max_position_embeddings"] = context
+    frequencies = jaxpaged.rotary_frequencies(head_dim, theta, scaling, max_length=context)
+    return frequencies, jaxpaged.rotary_attention_factor(scaling)

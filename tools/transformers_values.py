@@ -1,0 +1,78 @@
+"""Writes tests/data/families.json, and prints the frequencies of tests/test_rotary.py: what transformers computes.
+
+    python -m pip install torch transformers safetensors tokenizers
+    PYTHONPATH=. python tools/transformers_values.py
+
+Of each tiny checkpoint of tests/tiny_families.py it stores the most likely tokens after the prompt, the least that one
+of them is ahead of the second, and some logits of each step.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests.tiny_families import FAMILIES, PROMPT, write_family
+
+NUM_TOKENS, IDS = 8, (0, 7, 33, 104, 255, 298)
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LONGROPE = dict(
+    factor=32.0,
+    long_factor=[1.0 + 0.5 * i for i in range(8)],
+    short_factor=[1.0 + 0.125 * i for i in range(8)],
+    original_max_position_embeddings=4096,
+)
+SCALINGS = [  # type, fields, theta, context of the config, longest sequence
+    ("llama3", LLAMA3, 500_000.0, 131_072, None),
+    ("yarn", dict(factor=4.0, original_max_position_embeddings=32_768), 1e6, 131_072, None),
+    ("yarn", dict(factor=32.0, truncate=False, original_max_position_embeddings=4096), 150_000.0, 131_072, None),
+    ("dynamic", dict(factor=2.0), 1e4, 4096, 100),
+    ("dynamic", dict(factor=2.0), 1e4, 4096, 4096),
+    ("dynamic", dict(factor=2.0), 1e4, 4096, 16_384),
+    ("longrope", LONGROPE, 1e4, 131_072, 4096),
+    ("longrope", LONGROPE, 1e4, 131_072, 4097),
+]
+
+
+def values_of(family: str) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        write_family(Path(folder), family)
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+    assert not loading["missing_keys"], loading
+    assert not loading["unexpected_keys"], loading
+    tokens, logits = list(PROMPT), []
+    with torch.no_grad():
+        for _ in range(NUM_TOKENS):
+            logits.append(model(torch.tensor([tokens]), use_cache=False).logits[0, -1])
+            tokens.append(int(logits[-1].argmax()))
+    best, second = torch.stack(logits).topk(2).values.T
+    return {
+        "tokens": tokens[len(PROMPT) :],
+        "gap": round(float((best - second).min()), 4),
+        "ids": IDS,
+        "logits": [[round(float(row[i]), 6) for i in IDS] for row in logits],
+    }
+
+
+def print_frequencies() -> None:
+    for kind, fields, theta, context, length in SCALINGS:
+        config = transformers.LlamaConfig(
+            hidden_size=32,
+            num_attention_heads=2,
+            max_position_embeddings=context,
+            rope_parameters=fields | dict(rope_type=kind, rope_theta=theta),
+        )
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
+        print(kind, length, [float(f"{frequency:.7g}") for frequency in frequencies.tolist()], factor)
+
+
+if __name__ == "__main__":
+    print_frequencies()
+    found = {"transformers": transformers.__version__} | {family: values_of(family) for family in FAMILIES}
+    lines = [f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items()]
+    Path("tests/data/families.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

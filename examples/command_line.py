@@ -54,7 +54,10 @@ def checkpoint_arguments() -> argparse.ArgumentParser:
     """A parent for a script's own parser: the model."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
-        "--model", type=Path, help="a GGUF file or a Hugging Face folder; default: SmolLM2-135M-Instruct"
+        "--model",
+        type=Path,
+        help="a GGUF file of the Llama family, or a Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3, Gemma 2, "
+        "Gemma 3 or gpt-oss; default: SmolLM2-135M-Instruct",
     )
     parser.add_argument(
         "--allow-control-tokens",

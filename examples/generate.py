@@ -1,4 +1,4 @@
-"""Text from a Llama-family model through a paged cache.
+"""Text from a Llama, Mistral, Qwen, Gemma or gpt-oss through a paged cache.
 
 `generation.py` is the part to copy: all of decoding in one `jax.jit`. This is the command around it.
 

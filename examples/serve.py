@@ -1,4 +1,4 @@
-"""A model of the Llama family behind an OpenAI-compatible HTTP server, on a `jaxpaged.Engine`.
+"""A Llama, Mistral, Qwen, Gemma or gpt-oss behind an OpenAI-compatible HTTP server, on a `jaxpaged.Engine`.
 
     python examples/serve.py --port 8000
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '

@@ -324,6 +324,8 @@ def _prompts(
             interpret=interpret,
         )
 
+    if interpret is not None:
+        return launch(p)
     by_xla = functools.partial(xla.attend_packed, num_partitions=1)
 
     # One program is on each SM already, so that mapped calls follow one another.

@@ -1,15 +1,13 @@
 """Calls the prefill kernel on the newest tokens of a case's sequences, as many of each as a test says."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged._attention import packed as packing
-from jaxpaged._attention import tree
+from jaxpaged._attention import mosaic_gpu
+from jaxpaged._attention.arguments import PackedArguments
 from pallas_kernels import paged_prefill
 from tests.cases import Case, assert_lse, assert_within_budget, oracle, within_budget
 from tests.kernels.interpret import arguments_of
@@ -71,28 +69,9 @@ def attend(
     q = jnp.asarray(packed(case.q, counts))
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
-
-    return _launch(config, interpret, q, a, starts, mask)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _launch(config: paged_prefill.Config, interpret: Any, q: jax.Array, a: Any, starts: jax.Array, mask: Any) -> Any:
-    options = a.options
-    if mask is not None:
-        seqs = jnp.minimum(packing.owners(starts, tokens=q.shape[0]), a.lengths.shape[0] - 1)
-        options = dataclasses.replace(options, tree_bits=tree.by_place(mask, seqs, a.lengths, starts))
-    token_bytes = 4 * a.k_cache.shape[2] * a.k_cache.shape[3]
-    work = paged_prefill.make_work_list(starts, a.lengths, tokens=q.shape[0], token_bytes=token_bytes, config=config)
-    return paged_prefill.launch(
-        q,
-        a.k_cache,
-        a.v_cache,
-        a.block_tables,
-        work,
-        options,
-        config=config,
-        interpret=interpret,
-    )
+    arrays = q, a.k_cache, a.v_cache, a.block_tables, a.lengths, a.options, starts
+    mask = None if mask is None else jnp.asarray(mask)
+    return mosaic_gpu._launch_packed(config, interpret, PackedArguments(*arrays, mask, causal=causal))
 
 
 def good_rows(case: Case, counts: tuple[int, ...], out: Any) -> np.ndarray:

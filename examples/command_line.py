@@ -182,6 +182,16 @@ def encode_prompts(prompts: list[str], checkpoint: Checkpoint, args: argparse.Na
     return encoded
 
 
+def add_tensor_parallel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tensor-parallel",
+        type=positive,
+        default=1,
+        metavar="DEVICES",
+        help="cut the model's heads and hidden features over so many devices",
+    )
+
+
 def positive(text: str) -> int:
     number = int(text)
     if number < 1:

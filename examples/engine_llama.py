@@ -1,11 +1,14 @@
 """The model of llama.py behind a `jaxpaged.Engine`: its forward pass over packed tokens, and an engine for it."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from llama import Llama, LlamaConfig
+from tensor_parallel import create_on
 
 import jaxpaged
 
@@ -21,11 +24,13 @@ def create_engine(
     block_size: int,
     dtype: str,
     num_blocks: int | None = None,
+    mesh: Mesh | None = None,
     **options: Any,
 ) -> jaxpaged.Engine:
     """An engine for the model, whose weights are `nnx.state(model)`.
 
-    `num_blocks` None: as many as `num_seats` requests of `max_tokens` take.
+    `num_blocks` None: as many as `num_seats` requests of `max_tokens` take. `mesh`: that of a model that
+    tensor_parallel.py cut.
     """
     graph, weights = nnx.split(model)
 
@@ -50,15 +55,16 @@ def create_engine(
 
     if num_blocks is None:
         num_blocks = 1 + num_seats * -(-max_tokens // block_size)
-    caches = tuple(
-        jaxpaged.KVCache.create(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-        )
-        for _ in range(config.num_layers)
+    create = functools.partial(
+        jaxpaged.KVCache.create,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
     )
+    if mesh is not None:
+        create = functools.partial(create_on, mesh, create)
+    caches = tuple(create() for _ in range(config.num_layers))
     sizes = dict(num_seats=num_seats, max_tokens=max_tokens, chunk_tokens=CHUNK_TOKENS)
     return jaxpaged.Engine(apply, weights, caches, **sizes | options)

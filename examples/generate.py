@@ -7,6 +7,7 @@
 """
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from checkpoint import Tokenizer, load_model
 from command_line import (
     Request,
     RequestError,
+    add_tensor_parallel,
     matmul_precision,
     model_arguments,
     positive,
@@ -30,7 +32,7 @@ from command_line import (
 )
 from generation import Generation, Granularity, Timing, calibrate, generate, generated, num_bytes, start
 from shared_prefix import common_prefix, num_spared_blocks
-from tensor_parallel import make_mesh, repeated_kv_heads, shard_model
+from tensor_parallel import spread
 from tqdm import tqdm
 
 STREAM_STEPS = 8  # decode steps between two looks at the tokens
@@ -77,13 +79,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--num-blocks", type=positive, help="blocks in the pool, the null block included; default: what is needed"
     )
-    parser.add_argument(
-        "--tensor-parallel",
-        type=positive,
-        default=1,
-        metavar="DEVICES",
-        help="cut the model's heads and hidden features over so many devices",
-    )
+    add_tensor_parallel(parser)
     parser.add_argument("--stream", action="store_true", help="print the text as it grows")
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a prompt on stdout, and nothing else there"
@@ -108,13 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
     request = read_request(args, prefix=shared_text)
     config, prompts = request.checkpoint.config, request.prompts
     prefix = common_prefix(prompts, args.block_size) if shared_text else None
-    mesh = make_mesh(args.tensor_parallel) if args.tensor_parallel > 1 else None
-    if mesh is None:
-        model = load_model(request.checkpoint, args.dtype)
-    else:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # no device has to hold it as a whole
-            model = shard_model(load_model(request.checkpoint, args.dtype), config, mesh)
-        config = repeated_kv_heads(config, mesh.size)
+    load = functools.partial(load_model, request.checkpoint, args.dtype)
+    model, config, mesh = spread(load, config, args.tensor_parallel)
     state = start(
         config,
         prompts,

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import secrets
 import signal
@@ -22,7 +23,7 @@ from typing import Any
 
 import uvicorn
 from checkpoint import Checkpoint, CheckpointError, default_path, load_model, read_checkpoint
-from command_line import RequestError, checkpoint_arguments, matmul_precision, positive, run, say
+from command_line import RequestError, add_tensor_parallel, checkpoint_arguments, matmul_precision, positive, run, say
 from engine_llama import create_engine
 from engine_metrics import metrics_text
 from engine_thread import DrainingError, EngineFailedError, EngineThread, Generation, QueueFullError
@@ -33,6 +34,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from tensor_parallel import spread
 from text_stream import TextStream
 
 API_KEY = "JAXPAGED_API_KEY"  # the environment variable
@@ -337,6 +339,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="steps between two pieces of a stream; default: %(default)s",
     )
+    add_tensor_parallel(parser)
     parser.add_argument("--prefix-cache", action="store_true", help="let requests share the blocks of equal beginnings")
     parser.add_argument(
         "--max-queue", type=positive, default=128, metavar="N", help="completions that may wait for a seat"
@@ -363,11 +366,13 @@ def create_service(args: argparse.Namespace) -> Service:
         max_tokens = min(max_tokens, (args.num_blocks - 1) * args.block_size)
     if max_tokens < 2:
         raise RequestError("A request must have room for two tokens; pass a larger --max-tokens or --num-blocks.")
-    model = load_model(checkpoint, args.dtype)
+    load = functools.partial(load_model, checkpoint, args.dtype)
+    model, config, mesh = spread(load, checkpoint.config, args.tensor_parallel)
     with matmul_precision(args):
         engine = create_engine(
             model,
-            checkpoint.config,
+            config,
+            mesh=mesh,
             num_seats=args.num_seats,
             max_tokens=max_tokens,
             block_size=args.block_size,

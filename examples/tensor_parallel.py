@@ -71,6 +71,19 @@ def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
     return nnx.merge(graph, nnx.from_flat_state([(path, leaf.replace(cut(path, leaf[...]))) for path, leaf in leaves]))
 
 
+def spread(load: Callable[[], Llama], config: LlamaConfig, num_devices: int) -> tuple[Llama, LlamaConfig, Mesh | None]:
+    """The model over so many devices, the config of its caches, and the mesh: None for one device.
+
+    Raises `DevicesError`.
+    """
+    if num_devices == 1:
+        return load(), config, None
+    mesh = make_mesh(num_devices)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # no device has to hold it as a whole
+        model = shard_model(load(), config, mesh)
+    return model, repeated_kv_heads(config, num_devices), mesh
+
+
 def _cut(path: tuple, weight: jax.Array, *, config: LlamaConfig, repeats: int, mesh: Mesh) -> jax.Array:
     *_, module, kind = map(str, path)
     array = np.asarray(weight)

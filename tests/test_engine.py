@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.engine_soak import soak
-from jaxpaged import BlockAllocator, Engine, SamplingParams, StepAttention
+from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, StepAttention
 from jaxpaged._engine.requests import seed_of
 from jaxpaged._engine.sampling import furthest_kept
 from tests import toy_model
@@ -468,6 +469,38 @@ def test_soak_in_a_pool_of_a_third_of_what_the_seats_may_need(prefix_cache):
     assert result["refused"] > 0
     assert result["preempted"] > 0
     assert (result["found"] > 0) == prefix_cache
+
+
+def test_an_engine_on_four_devices_gives_the_tokens_of_one(load):
+    """Each device has one of the heads of every sequence; the pool is tight, and prefixes are found."""
+    prompts, params, expected = load
+    mesh = jax.make_mesh((toy_model.HEADS,), ("heads",))
+    sizes = dict(block_size=BLOCK_SIZE, num_kv_heads=toy_model.HEADS, head_dim=toy_model.HEAD_DIM)
+    create = functools.partial(KVCache.create, num_blocks=TIGHT + 1, **sizes)
+    cache = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec(None, None, "heads")))()
+    weights = toy_model.weights_over_heads(mesh)
+    engine = create_engine(model=toy_model.apply_to_heads, weights=weights, cache=cache, prefix_cache=True)
+
+    def tokens():
+        outputs = engine.generate(prompts, params)
+        return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+    assert tokens() == [[tokens for tokens, _ in completions] for completions in expected]
+    assert engine.stats().num_preempted > 0
+    engine.update_weights(toy_model.weights_over_heads(mesh, 1))
+    assert tokens() != [[tokens for tokens, _ in completions] for completions in expected]
+    engine.update_weights(weights)
+    tokens()
+    assert tokens() == [[tokens for tokens, _ in completions] for completions in expected]
+    assert engine.stats().num_found > 0
+    for leaf in jax.tree.leaves(engine._state.allocator):
+        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        assert len(others) == 3
+        assert all((other == first).all() for other in others)
+    shape = f"f32[{TIGHT + 1},{BLOCK_SIZE},"
+    gathers = [line for name, _, line in instructions(engine._run_slice.as_text()) if name == "all-gather"]
+    assert gathers
+    assert not any(shape in line for line in gathers)
 
 
 def test_engines_on_two_devices_share_the_prompts_out():

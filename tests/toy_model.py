@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged import Engine, KVCache, rotary_frequencies, rotate_and_write_kv
 
-VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 2, 16
+VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
 BLOCK_SIZE, SEATS, MAX_TOKENS, MAX_REQUESTS, STEPS = 4, 6, 48, 16, 8
 BLOCKS = SEATS * MAX_TOKENS // BLOCK_SIZE  # all that the seats may need
 FREQUENCIES = rotary_frequencies(HEAD_DIM)
@@ -27,6 +28,21 @@ def apply(weights, tokens, positions, cache, attend):
     x, q, k, v = project(weights, tokens)
     cache, out = attend(cache, q, k, v, rotary_frequencies=FREQUENCIES)
     return cache, attend.newest(x + out.reshape(x.shape)) @ weights["head"]
+
+
+def apply_to_heads(weights, tokens, positions, cache, attend):
+    """`apply` on one of several devices: qkv [features, 3, heads, head_dim] and the cache hold its heads alone."""
+    x = weights["embedding"][tokens]
+    q, k, v = jnp.einsum("tf,fihd->ithd", x, weights["qkv"])
+    cache, out = attend(cache, q, k, v, rotary_frequencies=FREQUENCIES)
+    out = jax.lax.all_gather(out, "heads", axis=1, tiled=True)
+    return cache, attend.newest(x + out.reshape(x.shape)) @ weights["head"]
+
+
+def weights_over_heads(mesh, seed=0):
+    weights = random_weights(seed)
+    qkv = weights["qkv"].reshape(FEATURES, 3, HEADS, HEAD_DIM)
+    return weights | {"qkv": jax.device_put(qkv, NamedSharding(mesh, PartitionSpec(None, None, "heads")))}
 
 
 @jax.jit
@@ -74,12 +90,14 @@ def continuation(weights, prompt, params):
     return tokens[len(prompt) :], logprobs
 
 
-def create_engine(*, model=apply, num_blocks=BLOCKS + 1, device=None, **options):
+def create_engine(*, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 1, device=None, **options):
     sizes = dict(num_seats=SEATS, max_tokens=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
     # Not optimised: compiling takes longer than running.
     sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
-    cache = KVCache.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
-    return Engine(model, *jax.device_put((random_weights(), cache), device), **sizes | options)
+    if cache is None:
+        cache = KVCache.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
+        weights, cache = jax.device_put((random_weights(), cache), device)
+    return Engine(model, weights, cache, **sizes | options)
 
 
 ENGINES = {}  # by their options: an engine that has no requests is as good as a new one

@@ -16,6 +16,7 @@ import numpy as np
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._engine.on_mesh import mesh_of, on_each_device, replicate
 from jaxpaged._engine.progress import ProgressBar
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, inbox_of, new_tokens, output_of, seed_of
@@ -126,10 +127,14 @@ class Engine:
             num_stop_ids=self._num_stop_ids,
         )
         no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0)
-        function = functools.partial(run_slice, apply, kinds=self._kinds)
+        function: Any = functools.partial(run_slice, apply, kinds=self._kinds)
+        self._mesh = mesh_of(caches)
+        if self._mesh is not None:
+            self._weights, self._state_of_slice = replicate(self._mesh, (weights, self._state_of_slice))
+            function = on_each_device(self._mesh, function, self._weights, self._state_of_slice)
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
-        self._run_slice = jitted.lower(weights, self._state_of_slice, no_news).compile()
+        self._run_slice = jitted.lower(self._weights, self._state_of_slice, no_news).compile()
         # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged")
 
@@ -230,7 +235,7 @@ class Engine:
         before, after = (jax.tree.map(lambda x: x.dtype, tree) for tree in (self._weights, weights))
         if before != after:
             raise ValueError(f"weights must have the dtypes of those before, {before}; got {after}.")
-        self._weights, self._forgets = weights, True
+        self._weights, self._forgets = weights if self._mesh is None else replicate(self._mesh, weights), True
 
     def stats(self) -> EngineStats:
         """Counts, as of the last slice that was read."""

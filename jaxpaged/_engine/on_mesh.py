@@ -1,0 +1,37 @@
+"""An engine whose caches lie on several devices: each of them runs the slice on its own part of caches and weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """That of the arrays, if they lie on several devices."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
+            return sharding.mesh
+    return None
+
+
+def replicate(mesh: Mesh, tree: Any) -> Any:
+    """Everything on every device, but for the arrays that lie on the mesh already."""
+
+    def put(x: Any) -> jax.Array:
+        sharding = getattr(x, "sharding", None)
+        is_there = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+        return x if is_there else jax.device_put(x, NamedSharding(mesh, P()))
+
+    return jax.tree.map(put, tree)
+
+
+def on_each_device(mesh: Mesh, function: Callable[..., Any], weights: Any, state: Any) -> Callable[..., Any]:
+    """`new_state, report = function(weights, state, inbox)`, where an array lies as these do, or everywhere."""
+    of_weights, of_state = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (weights, state))
+    # What is the same on all devices follows from what is: no type says so.
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=(of_weights, of_state, P()), out_specs=(of_state, P()), check_vma=False
+    )

@@ -318,11 +318,11 @@ def _read_folder(folder: Path) -> Checkpoint:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no {name}.")
     config = _read_json(folder / "config.json")
-    return Checkpoint(
-        read_config(config),
-        _folder_tokenizer(folder, config),
-        {re.sub(PREFIX, "", name): read for name, read in _safetensors(folder)},
-    )
+    tensors = {re.sub(PREFIX, "", name): read for name, read in _safetensors(folder)}
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        name = name.removesuffix("_blocks")
+        tensors[name] = functools.partial(_unpacked, tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+    return Checkpoint(read_config(config), _folder_tokenizer(folder, config), tensors)
 
 
 def _read_json(file: Path) -> Fields:
@@ -346,6 +346,18 @@ def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]
 
 def _get_tensor(tensors: safetensors.safe_open, name: str) -> np.ndarray:
     return np.asarray(tensors.get_tensor(name))
+
+
+def _unpacked(read_blocks: Callable[[], np.ndarray], read_scales: Callable[[], np.ndarray]) -> np.ndarray:
+    """Experts [experts, in, out] in float32, of MXFP4: numbers of four bits, each 32 of them with an exponent.
+
+    The blocks are uint8 [experts, out, in / 32, 16], the number in a byte's lower bits first, the scales uint8
+    [experts, out, in / 32].
+    """
+    blocks, scales = read_blocks(), read_scales().view(jnp.float8_e8m0fnu).astype(np.float32)
+    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).view(jnp.float4_e2m1fn).astype(np.float32)
+    numbers = numbers.reshape(*scales.shape, 32) * scales[..., None]
+    return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -63,18 +63,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(use_sinks=True),
 }
 # What transformers computes and llama.py does not, unless it is this.
-ONLY = {"partial_rotary_factor": 1.0, "use_bidirectional_attention": False, "quantization_config": None}
+ONLY = {"partial_rotary_factor": 1.0, "use_bidirectional_attention": False}
 
 
 def read_config(fields: Fields) -> LlamaConfig:
     """Raises `KeyError` where a field is missing, `ValueError` where one is not what it must be, or not known here."""
     family = fields.get("model_type", None)
     if family == "gemma3":  # reads images too; its language model is taken
-        _only(fields, "quantization_config", None)
+        _check_weights(fields, family)
         return read_config(Fields({**fields.get("text_config"), "model_type": "gemma3_text"}))
     if family not in DEFAULTS:
         raise ValueError(f"it is of the type {family!r}; known here are {', '.join(DEFAULTS)}")
     fields = Fields(DEFAULTS[family] | fields.values)
+    _check_weights(fields, family)
     for name, known in ONLY.items():
         _only(fields, name, known)
     num_heads = fields.whole("num_attention_heads", 1, MOST_HEADS)
@@ -115,6 +116,13 @@ def read_config(fields: Fields) -> LlamaConfig:
 def _only(fields: Fields, name: str, known: Any) -> None:
     if fields.get(name, known) != known:
         raise ValueError(f"its {name} is {str(fields.get(name))[:60]}, which is not known here")
+
+
+def _check_weights(fields: Fields, family: str) -> None:
+    """Raises `ValueError` for weights that checkpoint.py cannot widen: it knows the experts of gpt-oss in MXFP4."""
+    method = Fields(fields.get("quantization_config", {})).get("quant_method", None)
+    if method is not None and (family, method) != ("gpt_oss", "mxfp4"):
+        raise ValueError(f"its quantization_config is of the method {str(method)[:60]!r}, which is not known here")
 
 
 def _activation(fields: Fields) -> Literal["silu", "gelu"]:

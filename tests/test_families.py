@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from checkpoint import CheckpointError, load_model, read_checkpoint
 from engine_llama import create_engine
 from families import read_config
@@ -122,7 +123,17 @@ def test_the_rotary_fields_of_two_generations():
             dict(use_bidirectional_attention=True),
             "its use_bidirectional_attention is True, which is not known",
         ),
-        ("gpt_oss", dict(quantization_config={"quant_method": "mxfp4"}), "its quantization_config is {'quant_method'"),
+        (
+            "gpt_oss",
+            dict(quantization_config={"quant_method": "awq"}),
+            "its quantization_config is of the method 'awq'",
+        ),
+        (
+            "llama",
+            dict(quantization_config={"quant_method": "mxfp4"}),
+            "its quantization_config is of the method 'mxfp4'",
+        ),
+        ("llama", dict(quantization_config="fp8"), "'fp8' stands where a JSON object must"),
         ("llama", dict(partial_rotary_factor=0.5), "its partial_rotary_factor is 0.5, which is not known here"),
         ("llama", dict(rope_scaling=dict(partial_rotary_factor=0.5)), "its partial_rotary_factor is 0.5"),
         ("llama", dict(rope_scaling=dict(mrope_section=[1, 1, 2])), "its mrope_section is"),
@@ -160,7 +171,20 @@ def test_what_is_refused_by_name(family, changes, message):
 
 
 def test_a_refusal_is_one_sentence(tmp_path):
-    write_family(tmp_path, "gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    write_family(tmp_path, "llama", partial_rotary_factor=0.5)
     with pytest.raises(CheckpointError) as error:
         read_checkpoint(tmp_path)
-    assert str(error.value).endswith("its quantization_config is {'quant_method': 'mxfp4'}, which is not known here.")
+    assert str(error.value).endswith(": its partial_rotary_factor is 0.5, which is not known here.")
+
+
+def test_experts_in_four_bits(tmp_path):
+    write_family(tmp_path, "gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    blocks, scales, expected = (np.asarray(array) for array in EXPECTED["mxfp4"].values())
+    shape = tensors.pop(name).shape
+    tensors[f"{name}_blocks"] = np.broadcast_to(blocks.astype(np.uint8), (shape[0], shape[2], 1, 16)).copy()
+    tensors[f"{name}_scales"] = np.broadcast_to(scales.astype(np.uint8), (shape[0], shape[2], 1)).copy()
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    found = load_model(read_checkpoint(tmp_path), "float32").layers[1].mlp.experts.gate_up_proj[...]
+    np.testing.assert_array_equal(found, np.broadcast_to(expected[:, None], shape))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.tiny_families import FAMILIES, PROMPT, write_family
@@ -59,6 +60,13 @@ def values_of(family: str) -> dict:
     }
 
 
+def mxfp4_values() -> dict:
+    """A row of 32 numbers in four bits each."""
+    blocks, scale = torch.arange(7, 256, 16, dtype=torch.uint8), torch.tensor([124], dtype=torch.uint8)
+    row = convert_moe_packed_tensors(blocks[None, None, None], scale[None, None], dtype=torch.float32)
+    return {"blocks": blocks.tolist(), "scales": scale.tolist(), "numbers": row[0, :, 0].tolist()}
+
+
 def print_frequencies() -> None:
     for kind, fields, theta, context, length in SCALINGS:
         config = transformers.LlamaConfig(
@@ -74,5 +82,6 @@ def print_frequencies() -> None:
 if __name__ == "__main__":
     print_frequencies()
     found = {"transformers": transformers.__version__} | {family: values_of(family) for family in FAMILIES}
+    found["mxfp4"] = mxfp4_values()
     lines = [f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items()]
     Path("tests/data/families.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

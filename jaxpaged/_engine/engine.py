@@ -47,7 +47,8 @@ class Engine:
             disturbs nobody.
         weights: a pytree, handed to `apply`.
         caches: a pytree of `KVCache`s of the same number of blocks and the same block size. The engine takes them
-            over: they are donated.
+            over: they are donated. If they lie over several devices, each runs `apply` inside `jax.shard_map` with its
+            part of weights and caches (`docs/several_gpus.md`).
         num_seats: requests that run at once.
         max_tokens: the most tokens that a request may have, prompt and new ones.
         chunk_tokens: tokens of prompts that a step computes beside one of each seat. More makes long prompts faster,

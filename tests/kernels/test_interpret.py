@@ -1,12 +1,16 @@
-"""What stands in for XLA in interpret mode gives the same numbers."""
+"""What stands in for XLA in interpret mode gives the same numbers, and finds races."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.kernels.evaluate import OPERATIONS, evaluate
+from tests.kernels.interpret import races_found
 
 
 def every_operation(x, y, i, j):
@@ -40,3 +44,38 @@ def test_numpy_gives_the_numbers_of_xla():
     for i, (expected, found) in enumerate(zip(jax.jit(every_operation)(*args), results, strict=True)):
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape), i
         np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=2e-6)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_a_race_is_found(is_ordered):
+    """One warpgroup writes a scratch that the other reads; with a barrier between them it is no race."""
+
+    def kernel(out, scratch, barrier):
+        is_first = lax.axis_index("warpgroup") == 0
+
+        @pl.when(is_first)
+        def _():
+            scratch[...] = jnp.ones((8, 128), jnp.float32)
+            if is_ordered:
+                plgpu.barrier_arrive(barrier)
+
+        @pl.when(jnp.logical_not(is_first))
+        def _():
+            if is_ordered:
+                plgpu.barrier_wait(barrier)
+            out[...] = scratch[...]
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        scratch_types=[plgpu.SMEM((8, 128), jnp.float32), plgpu.Barrier()],
+        num_threads=2,
+        thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    if is_ordered:
+        assert (np.asarray(run()) == 1).all()
+        assert not races_found()
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+            jax.block_until_ready(run())

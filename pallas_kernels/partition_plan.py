@@ -1,6 +1,7 @@
 """The partitions of each sequence, if a batch's partitions are shared out by length.
 
-XLA computes the plan on the device, before the kernels. `paged_decode` follows it, `paged_merge` merges what it split.
+XLA computes the plan on the device, before the kernels. `paged_decode` and `portable_decode` follow it, and merge what
+it split.
 Any plan gives the same result up to rounding: a sequence's tiles go to its partitions in turn, however many there are
 of either.
 """
@@ -40,9 +41,13 @@ def make(lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_part
     first, end = jax.vmap(lambda length: _sizes.tile_range(length, window, q_len, TILE))(lengths)
     tiles = jnp.clip(end - first, 0, 2**30 // seqs)  # so that their sum is an int32
     most = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // (total_partitions - seqs)), 1)
-    counts = jnp.maximum(-(-tiles // most), 1)
+    return of_counts(jnp.maximum(-(-tiles // most), 1), total_partitions)
+
+
+def of_counts(counts: jax.Array, total_partitions: int) -> PartitionPlan:
+    """The plan with int32 [seqs] partitions of each sequence, at least one and together at most `total_partitions`."""
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     places = jnp.arange(total_partitions, dtype=jnp.int32)
     seq_ids = jnp.searchsorted(starts[1:], places, side="right", method="scan_unrolled").astype(jnp.int32)
-    seq_ids = jnp.minimum(seq_ids, seqs - 1)
+    seq_ids = jnp.minimum(seq_ids, counts.shape[0] - 1)
     return PartitionPlan(jnp.stack([seq_ids, places - starts[seq_ids], counts[seq_ids]], axis=1), starts)

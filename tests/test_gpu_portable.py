@@ -15,6 +15,7 @@ import pytest
 
 from jaxpaged import _device
 from jaxpaged._attention import portable
+from pallas_kernels import partition_plan
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
 from tests.kernels.interpret import arguments_of
 from tests.kernels.lowering import mosaic_for
@@ -26,12 +27,12 @@ LENGTHS = (0, 1, 15, 16, 17, 700, 1000, 2048)
 BF16 = jnp.bfloat16
 
 
-def check(case, form, num_partitions=None, **changes):
+def check(case, form, num_partitions=None, plan=None, **changes):
     a = arguments_of(case)
     config = portable.config_of(a, _device.gpu(), num_partitions=num_partitions)
     config = dataclasses.replace(config, copies="tma" if form == "tma" else "cp_async", **changes)
     with mosaic_for(8.0) if form == "sm_80" else contextlib.nullcontext():
-        attend = jax.jit(lambda a: portable.launch(config, None, a)).lower(a).compile()
+        attend = jax.jit(lambda a: portable.launch(config, None, a, plan)).lower(a).compile()
     results = [(out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0]) for out, lse in (attend(a), attend(a))]
     assert_within_budget(case, results[0][0])
     assert_lse(case, results[0][1])
@@ -80,6 +81,23 @@ def test_options(form, name):
 def test_several_query_tokens(form, q_len, heads, options):
     """The last one in runs."""
     check(real(q_len=q_len, heads=heads, kv_heads=1 if q_len == 13 else 2, options=OPTIONS[options]), form)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(options=OPTIONS["all"]),
+        dict(heads=64, kv_heads=1, head_dim=80, options=OPTIONS["sinks"]),
+        dict(cache_dtype=jnp.int8, scale_shape="token_head", q_len=3),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_plan(form, shape):
+    if form == "tma" and shape.get("head_dim", 128) % 64:
+        pytest.skip("not copied by TMA")
+    plan = partition_plan.make(jnp.asarray(LENGTHS), None, q_len=1, total_partitions=80)
+    assert jnp.diff(plan.partition_starts).tolist() == [1, 1, 1, 1, 1, 11, 16, 32]
+    check(real(**shape), form, 1, plan)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])

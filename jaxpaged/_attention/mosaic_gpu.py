@@ -44,7 +44,8 @@ def attend(
         return query_runs.unfold(out, a), query_runs.unfold(lse, a)
     if not gpu.is_hopper:
         number = num_partitions if isinstance(num_partitions, int) else None
-        return portable.attend(a, num_partitions=number, window=window)
+        plan = num_partitions if isinstance(num_partitions, PartitionPlan) else None
+        return portable.attend(a, num_partitions=number, plan=plan, window=window)
     config_with = functools.partial(config_of, a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, window=window)
     config = config_with(num_partitions=num_partitions)
     mapped = config if config.total_partitions is None else config_with(num_partitions=None)

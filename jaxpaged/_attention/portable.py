@@ -9,12 +9,30 @@ from jaxpaged import _device
 from jaxpaged._attention import query_runs, xla
 from jaxpaged._attention.arguments import AttentionArguments
 from jaxpaged._attention.kernel_call import call_kernel
-from pallas_kernels import portable_config
+from pallas_kernels import decode_config, portable_config
+from pallas_kernels._sizes import filled_rows, round_up
+from pallas_kernels.partition_plan import PartitionPlan
 
 
-def attend(a: AttentionArguments, *, num_partitions: int | None, window: int | None) -> tuple[jax.Array, jax.Array]:
+def attend(
+    a: AttentionArguments, *, num_partitions: int | None, plan: PartitionPlan | None = None, window: int | None
+) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
-    return launch(config_of(a, _device.gpu(), num_partitions=num_partitions, window=window), None, a)
+    if plan is not None and not follows(a, plan):
+        plan = None
+    config = config_of(a, _device.gpu(), num_partitions=num_partitions if plan is None else 1, window=window)
+    return launch(config, None, a, plan)
+
+
+def follows(a: AttentionArguments, plan: PartitionPlan) -> bool:
+    """Whether the kernel follows a plan for this call: not for one sequence, prompts in several runs, more partitions
+    than the grid takes, nor where the partials would need too much memory."""
+    num_runs, run = query_runs.runs_of(a.q.shape[1], a.group)
+    row_bytes = 4 * round_up(a.q.shape[-1], portable_config.COLUMNS)
+    partial_bytes = filled_rows(run, a.group, rows_first=False) * row_bytes
+    num_bytes = plan.total_partitions * a.k_cache.shape[2] * partial_bytes
+    fits = plan.total_partitions <= portable_config.MAX_SEQS and num_bytes <= decode_config.PARTIAL_BYTES
+    return a.q.shape[0] > 1 and num_runs == 1 and fits
 
 
 def config_of(
@@ -32,20 +50,24 @@ def config_of(
 # Jitted by itself: otherwise every layer of a model lowers the kernel again.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def launch(config: portable_config.Config, interpret: Any, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+def launch(
+    config: portable_config.Config, interpret: Any, a: AttentionArguments, plan: PartitionPlan | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
 
-    def kernel(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+    def kernel(a: AttentionArguments, plan: PartitionPlan | None) -> tuple[jax.Array, jax.Array]:
         from pallas_kernels import portable_decode  # here, so that only its callers import Mosaic
 
         runs = query_runs.cut(a)
         arrays = runs.q, runs.k_cache, runs.v_cache, runs.block_tables, runs.lengths
-        out, lse = portable_decode.launch(*arrays, runs.options, config=config, interpret=interpret)
+        out, lse = portable_decode.launch(*arrays, runs.options, plan=plan, config=config, interpret=interpret)
         return query_runs.join(out, a), query_runs.join(lse, a)
 
-    return kernel(a) if interpret is not None else call_kernel(kernel, None, a)
+    call = kernel if interpret is not None else functools.partial(call_kernel, kernel, None)
+    # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0).
+    return call(a, None) if plan is None else jax.custom_batching.sequential_vmap(call)(a, plan)
 
 
 @launch.__wrapped__.defjvp  # type: ignore[attr-defined]
 def _launch_jvp(config: portable_config.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(functools.partial(xla.attend, num_partitions=None), primals, tangents)
+    return jax.jvp(functools.partial(xla.attend, num_partitions=None), primals[:1], tangents[:1])

@@ -6,19 +6,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows, _scales, _widen, merge_parts
 from pallas_kernels._logits import Logits
 from pallas_kernels._rows import LOWEST, over_rows
 from pallas_kernels._scales import over_tokens
-from pallas_kernels._sizes import filled_rows, is_narrow
+from pallas_kernels._sizes import filled_rows, is_narrow, round_up
 from pallas_kernels._steps import softmax
 from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.paged_decode import by_row
+from pallas_kernels.partition_plan import PartitionPlan
 from pallas_kernels.portable_config import COLUMNS, TILE, Config
-from pallas_kernels.portable_decode import _results
+from pallas_kernels.portable_decode import _merge, _results
 from pallas_kernels.portable_decode._copies import CpAsync, Ids, Interpreted, Ring, Tma
 from pallas_kernels.portable_decode._operands import RIGHT, Narrow, Wide, product
 from pallas_kernels.portable_decode._refs import Refs, scratch
@@ -37,6 +39,21 @@ class State(NamedTuple):
 
 
 def _kernel(refs: Refs, *, config: Config, interpret: Any) -> None:
+    planned = {} if refs.partitions is None else {"partitions": refs.partitions}
+    partition = Partition.of(
+        {"lengths": refs.lengths, **planned},
+        num_partitions=config.num_partitions,
+        cluster=1,
+        num_kv_heads=refs.k_cache.shape[2],
+    )
+    attend = functools.partial(_attend, refs, partition, config=config, interpret=interpret)
+    if planned:
+        pl.when(partition.works)(attend)
+    else:
+        attend()
+
+
+def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any) -> None:
     q_len, group = refs.q.shape[1], refs.group
     (rows, width), stages = refs.q_smem.shape, config.num_stages
     chunks = range(width // COLUMNS)
@@ -44,12 +61,6 @@ def _kernel(refs: Refs, *, config: Config, interpret: Any) -> None:
     tiles = Narrow(refs, interpret) if narrow else Wide(refs)
 
     # 1. Which tiles are ours, from the true length.
-    partition = Partition.of(
-        {"lengths": refs.lengths},
-        num_partitions=config.num_partitions,
-        cluster=1,
-        num_kv_heads=refs.k_cache.shape[2],
-    )
     window = None if refs.sliding_window is None else refs.sliding_window[0]
     walk = Walk.of(partition, window=window, q_len=q_len, block_size=refs.block_size, tile=TILE)
 
@@ -134,13 +145,29 @@ def _kernel(refs: Refs, *, config: Config, interpret: Any) -> None:
     state = lax.fori_loop(start, end, functools.partial(step, masked=False), state)
     state = lax.fori_loop(end, walk.num_tiles, functools.partial(step, masked=True), state)
 
-    # 5. The finished rows.
-    sinks = None if refs.sinks is None else _rows.load_rows(refs.sinks.at[partition.kv_head])
-    factor, lse = _rows.normalise(state.m, state.l.sum(axis=0), sinks)
-    if (v_scale := _of_head(refs.v_scale, partition.kv_head)) is not None:
-        factor = factor * v_scale
-    out = [tiles.ordered(part * over_rows(factor, part.shape)).astype(refs.out.dtype) for part in state.acc]
-    _results.store(out, lse, refs, partition, interpret)
+    # 5. The rows: finished ones, or those of a partition.
+    def rows_of(sinks: jax.Array | None, dtype: Any) -> tuple[list[jax.Array], jax.Array]:
+        factor, lse = _rows.normalise(state.m, state.l.sum(axis=0), sinks)
+        if (v_scale := _of_head(refs.v_scale, partition.kv_head)) is not None:
+            factor = factor * v_scale
+        return [tiles.ordered(part * over_rows(factor, part.shape)).astype(dtype) for part in state.acc], lse
+
+    def finish(partial: jax.Array) -> None:
+        sinks = None if refs.sinks is None else _rows.load_rows(refs.sinks.at[partition.kv_head])
+        place = partial, partition.seq, partition.kv_head
+        _results.store(*rows_of(sinks, refs.out.dtype), refs.out, refs.lse, place, group, interpret)
+
+    if refs.partitions is None:
+        finish(partition.partial)
+        return
+
+    @pl.when(partition.count == 1)
+    def _whole() -> None:
+        finish(jnp.int32(0))
+
+    @pl.when(partition.count > 1)
+    def _split() -> None:
+        _merge.store_partial(*rows_of(None, jnp.float32), refs, partition)
 
 
 def _of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:
@@ -163,6 +190,7 @@ def launch(
     lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
     options: AttentionOptions,
     *,
+    plan: PartitionPlan | None = None,  # instead of the config's partitions, which are 1
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -191,22 +219,28 @@ def launch(
         "block_tables": block_tables,
         "lengths": lengths,
         "scale": options.scale.reshape(1),
+        **({} if plan is None else {"partitions": plan.partitions, "partition_starts": plan.partition_starts}),
         **{name: value for name, value in named.items() if value is not None},
     }
-    names = (*inputs, "out", "lse")
+    out_types = {
+        "out": jax.ShapeDtypeStruct((partitions, *q.shape), q.dtype if partitions == 1 else jnp.float32),
+        "lse": jax.ShapeDtypeStruct((partitions, *q.shape[:3]), jnp.float32),
+    }
+    if plan is not None:
+        stacks = plan.total_partitions, kv_heads
+        out_types["partial_out"] = jax.ShapeDtypeStruct((*stacks, round_up(head_dim, COLUMNS), rows), jnp.float32)
+        out_types["partial_lse"] = jax.ShapeDtypeStruct((*stacks, rows), jnp.float32)
+    names = (*inputs, *out_types)
 
     def portable_decode(*operands: Any, **scratch_refs: Any) -> None:
         refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
         _kernel(refs, config=config, interpret=interpret)
 
-    out, lse = plgpu.kernel(
+    out, lse, *partials = plgpu.kernel(
         portable_decode,
-        out_type=(
-            jax.ShapeDtypeStruct((partitions, *q.shape), q.dtype if partitions == 1 else jnp.float32),
-            jax.ShapeDtypeStruct((partitions, *q.shape[:3]), jnp.float32),
-        ),
-        grid=(seqs, partitions, kv_heads),
-        grid_names=("seq", "partial", "kv_head"),
+        out_type=tuple(out_types.values()),
+        grid=(plan.total_partitions, kv_heads) if plan else (seqs, partitions, kv_heads),
+        grid_names=("place", "kv_head") if plan else ("seq", "partial", "kv_head"),
         scratch_types=scratch(
             config,
             q_len=q_len,
@@ -221,6 +255,16 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*inputs.values())
+    if plan is not None:
+        partial_out, partial_lse = partials
+        out, lse = _merge.launch(
+            partial_out,
+            partial_lse,
+            plan.partition_starts,
+            finished=(out, lse),
+            sinks=inputs.get("sinks"),
+            interpret=interpret,
+        )
     if partitions == 1:
         return out[0], lse[0]
     tokens = seqs * q_len

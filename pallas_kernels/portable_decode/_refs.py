@@ -30,6 +30,11 @@ class Refs:
     k_smem: Any  # [stages, 64, width], in the cache's dtype; of 8 bits also as words: see `_widen.Tiles`
     v_smem: Any  # [stages, 64, width], likewise
     p_smem: Any  # [64, rows], in the dtype of the products
+    # Of a plan, GMEM
+    partitions: Any = None  # int32 [total_partitions, 3]
+    partition_starts: Any = None  # int32 [seqs + 1]
+    partial_out: Any = None  # f32 [total_partitions, kv_heads, width, rows], O^T of each partition of split sequences
+    partial_lse: Any = None  # f32 [total_partitions, kv_heads, rows]
     # Options, GMEM
     sliding_window: Any = None  # int32 [1]
     logits_soft_cap: Any = None  # f32 [1]

@@ -11,25 +11,29 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels._rows import ROW_VECTOR, ROWS, SCALAR
-from pallas_kernels._walk import Partition
 from pallas_kernels.paged_prefill._mlir import arith, constant
 from pallas_kernels.portable_config import COLUMNS
-from pallas_kernels.portable_decode._refs import Refs
 
 
-def store(parts: Sequence[jax.Array], lse: jax.Array, refs: Refs, partition: Partition, interpret: Any) -> None:
-    """`parts`: [64, rows] each, together O^T in the dtype of `refs.out`; lse: f32 [rows]."""
-    _, _, q_len, _, head_dim = refs.out.shape
-    group = refs.group
+def store(
+    parts: Sequence[jax.Array],  # [64, rows] each, together O^T, in the dtype of `out_gmem`
+    lse: jax.Array,  # f32 [rows]
+    out_gmem: Any,  # [partitions, seqs, q_len, heads, head_dim]
+    lse_gmem: Any,  # f32 [partitions, seqs, q_len, heads]
+    place: tuple[jax.Array, jax.Array, jax.Array],  # the first two of these axes, and the KV head
+    group: int,
+    interpret: Any,
+) -> None:
+    _, _, q_len, _, head_dim = out_gmem.shape
     if interpret:
-        heads = pl.ds(partition.kv_head * group, group)
+        partial, seq, kv_head = place
+        heads = pl.ds(kv_head * group, group)
         for token in range(q_len):
             rows = slice(token * group, (token + 1) * group)
-            place = partition.partial, partition.seq, token, heads
-            refs.lse[place] = lse[rows]
+            lse_gmem[partial, seq, token, heads] = lse[rows]
             for c, part in enumerate(parts):
                 size = min(COLUMNS, head_dim - c * COLUMNS)
-                refs.out[(*place, pl.ds(c * COLUMNS, size))] = part.T[rows, :size]
+                out_gmem[partial, seq, token, heads, pl.ds(c * COLUMNS, size)] = part.T[rows, :size]
         return
 
     def put(ref: Any, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
@@ -71,7 +75,7 @@ def store(parts: Sequence[jax.Array], lse: jax.Array, refs: Refs, partition: Par
         put(lse_out, [lse], operands[-3:])
         put(out, operands[:-3], operands[-3:])
 
-    put_all(refs.out, refs.lse, lse, *parts, partition.partial, partition.seq, partition.kv_head)
+    put_all(out_gmem, lse_gmem, lse, *parts, *place)
 
 
 def _index(x: int) -> Any:

@@ -145,6 +145,7 @@ def traced_portable(
     cache_dtype=None,
     scales=(None, None),
     compute_capability=9.0,
+    total_partitions=None,  # of a plan
     sharding=None,
     **changes,  # of the default config
 ):
@@ -168,7 +169,10 @@ def traced_portable(
 
     @jax.jit
     def launch(*arrays, **named):
-        return portable_decode.launch(*arrays, AttentionOptions(**named), config=config)
+        plan = None
+        if total_partitions is not None:
+            plan = partition_plan.make(arrays[-1], None, q_len=q_len, total_partitions=total_partitions)
+        return portable_decode.launch(*arrays, AttentionOptions(**named), plan=plan, config=config)
 
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, cache, shape((seqs, capacity // block_size), jnp.int32), shape((seqs,), jnp.int32)

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, paged_attention, plan_partitions, tree_mask
 from jaxpaged._attention import portable, public, xla
+from pallas_kernels import partition_plan
 from pallas_kernels.portable_config import Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import FAULTS, arguments_of, races_found
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.slow
 BF16, F16, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def attend(case, *, num_partitions=1, num_stages=2):
+def attend(case, *, num_partitions=1, num_stages=2, plan=None):
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out, lse = portable.launch(Config(num_partitions, num_stages, "tma"), interpret, arguments_of(case))
+    out, lse = portable.launch(Config(num_partitions, num_stages, "tma"), interpret, arguments_of(case), plan)
     jax.block_until_ready(out)
     assert not races_found()
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
@@ -48,6 +49,45 @@ def test_options(name):
 def test_partitions():
     case = make_case(lengths=(0, 1, 300), max_blocks=19, kv_heads=1, dtype=BF16, options=OPTIONS["sinks"])
     check(case, num_partitions=3)
+
+
+def plan_of(lengths, total, *, q_len=1):
+    return partition_plan.make(jnp.asarray(lengths, jnp.int32), None, q_len=q_len, total_partitions=total)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_a_plan(name):
+    """Sequences that are whole, split, and empty; of 10 partitions of the longest the merge takes 8 and 2 at once."""
+    lengths = 0, 1, 620, 70
+    plan = plan_of(lengths, 17)
+    assert jnp.diff(plan.partition_starts).tolist() == [1, 1, 10, 2]
+    check(make_case(lengths=lengths, max_blocks=39, kv_heads=1, dtype=BF16, options=OPTIONS[name]), plan=plan)
+
+
+def test_what_follows_no_plan():
+    def follows(total, **shape):
+        return portable.follows(arguments_of(small(**shape)), plan_of(shape.get("lengths", (0, 1, 70)), total))
+
+    assert follows(5)
+    assert not follows(5, lengths=(70,))
+    assert not follows(5, q_len=40)  # in runs
+    assert not follows(65536)
+    assert not follows(30_000, heads=24)  # 24 rows of 64 columns, 184 MB
+
+
+def test_a_plan_for_other_lengths_and_several_query_tokens():
+    """Partitions without a tile, and a head of two times 64 columns."""
+    shape = dict(lengths=(3, 150), max_blocks=10, q_len=5, kv_heads=1, head_dim=128, dtype=BF16)
+    check(make_case(**shape, options=OPTIONS["sinks"]), plan=plan_of((700, 1), 7, q_len=5))
+
+
+def test_a_plan_that_loses_a_partition_is_noticed():
+    plan = plan_of((150, 3), 5)
+    assert plan.partitions[1].tolist() == [0, 1, 2]
+    shorter = dataclasses.replace(plan, partitions=plan.partitions.at[1, 1].set(2))  # now it is one left over
+    case = make_case(lengths=(150, 3), max_blocks=10, kv_heads=1, dtype=BF16)
+    out, _ = attend(case, plan=shorter)
+    assert within_budget(case, out).reshape(2, -1).all(axis=1).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
@@ -78,7 +118,7 @@ def test_by_name_on_other_gpus_than_hopper(monkeypatch):
     public._name_the_self_test.cache_clear()
     launched = []
     launch = portable.launch
-    monkeypatch.setattr(portable, "launch", lambda *args: launched.append(0) or launch(*args))
+    monkeypatch.setattr(portable, "launch", lambda *args: launched.append(args) or launch(*args))
 
     def launches(case, **options):
         launched.clear()
@@ -95,6 +135,7 @@ def test_by_name_on_other_gpus_than_hopper(monkeypatch):
     assert launches(case, implementation="mosaic_gpu", query_starts=starts)
     plan = plan_partitions(case.lengths, num_kv_heads=1)
     assert launches(case, implementation="mosaic_gpu", plan=plan)
+    assert launched[0][-1] is not None
     tree = tree_mask(jnp.full((3, 2), -1, jnp.int32))
     with pytest.raises(NotImplementedError, match="takes no tree_mask"):
         launches(small(q_len=2), implementation="mosaic_gpu", tree_mask=tree)
@@ -104,9 +145,11 @@ def test_vmap_and_gradients():
     cases = [small(seed) for seed in range(2)]
     a = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out, _ = jax.vmap(functools.partial(portable.launch, Config(1, 2, "tma"), interpret))(a)
-    for case, its in zip(cases, out, strict=True):
-        assert_within_budget(case, its[:, 0])
+    plan = plan_of((0, 1, 70), 5)
+    for planned in ((), (plan,)):
+        mapped = jax.vmap(lambda a, planned=planned: portable.launch(Config(1, 2, "tma"), interpret, a, *planned))
+        for case, its in zip(cases, mapped(a)[0], strict=True):
+            assert_within_budget(case, its[:, 0])
 
     def loss(attend, q):
         return attend(dataclasses.replace(arguments_of(cases[0]), q=q))[0].astype(jnp.float32).sum()
@@ -123,6 +166,7 @@ SHAPES = {
     "blocks of 8": dict(block_size=8, head_dim=32),
     "blocks of 256": dict(block_size=256, head_dim=256, dtype=F16),
     "64 rows": dict(group=16, q_len=4, head_dim=96, num_partitions=3),
+    "a plan": dict(total_partitions=5, options=("sinks",)),
     "24 rows": dict(group=24, head_dim=120, options=ALL_OPTIONS),
     "int8": dict(cache_dtype=jnp.int8, scales=("head", "token_head"), head_dim=80),
     "float8_e5m2": dict(cache_dtype=E5M2, scales=("token_head", "token_head"), block_size=8, group=64),
@@ -139,4 +183,4 @@ def test_lowers(name, compute_capability):
     assert config.copies == (GPUS[compute_capability] if head_dim % 64 == 0 else "cp_async")
     with mosaic_for(compute_capability):
         text = trace.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 1
+    assert text.count("@mosaic_gpu_v2") == (2 if "total_partitions" in SHAPES[name] else 1)

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged import __version__, _device
+from jaxpaged._attention.partitions import plan_partitions
 from jaxpaged._attention.public import Implementation, paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
 from pallas_kernels import portable_config
+from pallas_kernels.partition_plan import PartitionPlan
 
 TOLERANCE = 2e-2  # bfloat16 rounds weights and output, each by 2^-9 or less; a wrong token is worse by far
 LENGTHS = (0, 1, 15, 16, 700, 1024)
@@ -30,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "head_dim 256, 3 partitions": dict(head_dim=256, num_partitions=3),
     "4 query tokens of 16 heads a KV head": dict(q_len=4, heads=32),
     "window, soft cap, ALiBi, sinks": dict(with_options=True),
+    "a plan": dict(with_plan=True),
     "int8": dict(cache_dtype=jnp.int8),
     "float8_e4m3fn": dict(cache_dtype=jnp.float8_e4m3fn),
 }
@@ -40,6 +43,7 @@ class Call(NamedTuple):
     arrays: tuple[jax.Array, ...]  # q, caches, tables, lengths
     options: dict[str, Any]
     num_partitions: int | None
+    plan: PartitionPlan | None
 
 
 def make_call(
@@ -52,6 +56,7 @@ def make_call(
     dtype: Any = jnp.bfloat16,
     cache_dtype: Any = None,
     with_options: bool = False,
+    with_plan: bool = False,
     num_partitions: int | None = None,
 ) -> Call:
     """Blocks in random order, and NaN in all that no sequence owns."""
@@ -79,14 +84,20 @@ def make_call(
         options |= dict(alibi_slopes=jnp.linspace(0.01, 0.5, heads), sinks=jnp.linspace(-2.0, 2.0, heads))
     q = jnp.asarray(rng.normal(size=(len(lengths), q_len, heads, head_dim)), jnp.float32).astype(dtype)
     arrays = q, cache(), cache(), jnp.asarray(tables), jnp.asarray(lengths, jnp.int32)
-    return Call(arrays, options, num_partitions)
+    plan = plan_partitions(arrays[-1], num_kv_heads=kv_heads, q_len=q_len) if with_plan else None
+    return Call(arrays, options, num_partitions, plan)
 
 
 def error_of(call: Call, implementation: Implementation) -> float:
     """The worst error of a row over its largest number; NaN or infinity where a result is not finite."""
     out, lse = jax.jit(
         lambda arrays, options: paged_attention(
-            *arrays, **options, num_partitions=call.num_partitions, implementation=implementation, return_lse=True
+            *arrays,
+            **options,
+            num_partitions=call.num_partitions,
+            plan=call.plan,
+            implementation=implementation,
+            return_lse=True,
         )
     )(call.arrays, call.options)
     expected, expected_lse = jax.jit(

@@ -4,6 +4,7 @@
   step       a decode step of a model of Llama-3-8B's shape (examples/llama.py), the whole loop in one jit
   prefill    prompts for that model, one after the other in one jit
   context    one sequence, its blocks cut over the GPUs, `context_parallel_attention` against `paged_attention`
+  engines    data parallel: the requests of benchmarks/engine.py, model x number, over an engine on each GPU
 
 Before a part is timed, its results on several GPUs are compared with those of one. Of a model the logits are, with two
 layers; the timed layers are copies of these. Of each compiled program the collectives are counted, and none may give a
@@ -21,7 +22,9 @@ import itertools
 import math
 import statistics
 import sys
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,11 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import decode_step, llama_step
 from benchmarks.decode_step import CHECKED_LAYERS, State, loop, start, time_loop
+from benchmarks.engine import SIZES, create_caches, generate, workload
+from benchmarks.engine_model import CONFIGS, packed_model, random_weights
 from benchmarks.harness import Store, add_output, open_store, slope_microseconds
 from benchmarks.points import Inputs, Point, make_inputs, parse
-from jaxpaged import context_parallel_attention, paged_attention
+from jaxpaged import Engine, context_parallel_attention, paged_attention
 from tests.compiled import COLLECTIVES, instructions
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -58,8 +63,9 @@ SHAPES = dict(
     step=("64x2048", "1x8192"),
     prefill=("8x1024",),
     context=("1x32768", "1x131072", "1x1048576"),
+    engines=("1bx1024",),
 )
-TOY_SHAPES = dict(attention=("3x50",), step=("2x40",), prefill=("2x16",), context=("1x100",))
+TOY_SHAPES = dict(attention=("3x50",), step=("2x40",), prefill=("2x16",), context=("1x100",), engines=("toyx20",))
 
 
 def error(ours: jax.Array, theirs: jax.Array) -> float:
@@ -150,6 +156,37 @@ def context(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
         "several": several,
         "speedup": one / several,
     }
+
+
+def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
+    """Microseconds of the requests, and their tokens."""
+    name, count = shape.split("x")
+    config, sizes = CONFIGS[name], SIZES[name]
+    work = workload(int(count), sizes.longest)
+
+    def create(device: jax.Device) -> Engine:
+        return Engine(
+            packed_model(config),
+            *jax.device_put((random_weights(config), create_caches(config, sizes.num_blocks)), device),
+            num_seats=sizes.seats,
+            max_tokens=2 * sizes.longest,
+            chunk_tokens=sizes.chunk,
+        )
+
+    with ThreadPoolExecutor() as threads:
+        made = list(threads.map(create, mesh.devices.flat))
+
+        def serve(engines: list[Engine]) -> float:
+            shares = [work[i :: len(engines)] for i in range(len(engines))]
+            begin = time.perf_counter()
+            if sum(threads.map(generate, engines, shares)) != sum(new for _, new in work):
+                raise AssertionError("not all tokens came")
+            return (time.perf_counter() - begin) * 1e6
+
+        serve(made)  # warm
+        runs = [(serve(made[:1]), serve(made)) for _ in range(1 if toy else 3)]
+    one, several = (statistics.median(times) for times in zip(*runs, strict=True))
+    return dict(tokens=sum(new for _, new in work), one=one, several=several, speedup=one / several)
 
 
 class Models:
@@ -262,7 +299,7 @@ def measure(part: str, shapes: Any, mesh: Mesh, options: argparse.Namespace, sto
             one_step = decode_step.step if part == "step" else functools.partial(prompts, length=length)
             result = model_step(shape, checked, models, one_step, options.variants)
         else:
-            result = {"attention": attention, "context": context}[part](shape, mesh, options.toy)
+            result = {"attention": attention, "context": context, "engines": engines}[part](shape, mesh, options.toy)
         store.add(f"{part} {shape}", result)
         print(f"{part} {shape}: {result}", flush=True)
 

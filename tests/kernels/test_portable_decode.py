@@ -65,11 +65,14 @@ def test_a_plan(name):
 
 
 def test_what_follows_no_plan():
-    def follows(total, **shape):
-        return portable.follows(arguments_of(small(**shape)), plan_of(shape.get("lengths", (0, 1, 70)), total))
+    a = arguments_of(small())
+
+    def follows(total, *, seqs=3, q_len=1, heads=6):
+        plan = partition_plan.PartitionPlan(np.zeros((total, 3)), np.zeros(seqs + 1))
+        return portable.follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64))), plan)
 
     assert follows(5)
-    assert not follows(5, lengths=(70,))
+    assert not follows(5, seqs=1)
     assert not follows(5, q_len=40)  # in runs
     assert not follows(65536)
     assert not follows(30_000, heads=24)  # 24 rows of 64 columns, 184 MB

@@ -1,5 +1,6 @@
 """The engine: tokens against one-by-one generation, whatever the load; aborts; refusals; its compiled program."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -169,10 +170,40 @@ def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
     assert after != before
     engine.update_weights(random_weights())
     assert tokens() == before
-    with pytest.raises(ValueError, match="weights must have the shapes of those before"):
-        engine.update_weights(random_weights() | {"head": jnp.ones(3)})
-    with pytest.raises(ValueError, match="weights must have the dtypes of those before"):
-        engine.update_weights(jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_weights()))
+    weights = random_weights()
+    engine.update_weights(weights)
+    weights["head"] *= 2  # a learner's container, not the engine's
+    assert tokens() == before
+    wrong = {
+        r"\['head'\] was float32\[32, 48\] and is float32\[3\]": random_weights() | {"head": jnp.ones(3)},
+        "was float32.* and is bfloat16": jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_weights()),
+        r"\['bias'\] was not there and is float32\[3\]": random_weights() | {"bias": jnp.ones(3)},
+        "it was a dict and is a OrderedDict": collections.OrderedDict(random_weights()),
+    }
+    for message, weights in wrong.items():
+        with pytest.raises(ValueError, match=f"weights must be like those before; .*{message}"):
+            engine.update_weights(weights)
+
+
+def test_a_slice_that_fails_loses_nothing(load):
+    prompts, params, expected = load
+    engine = engine_of(16)
+    first, aborted = (engine.add_request(prompts[i], params[i]) for i in (0, 1))
+    donated = random_weights()
+    engine.update_weights(donated)
+    donated["head"].delete()  # as a learner's jit does that donates them
+    with pytest.raises(RuntimeError, match="deleted"):
+        finish(engine)
+    second = engine.add_request(prompts[2], params[2])
+    engine.abort(aborted)
+    engine.update_weights(random_weights())
+    outputs = {}
+    while engine.has_unfinished_requests:
+        with contextlib.suppress(RuntimeError):  # of a slice sent before
+            outputs |= {output.request_id: output for output in engine.step()}
+    for request, i in ((first, 0), (second, 2)):
+        assert [one.token_ids for one in outputs[request].outputs] == [tokens for tokens, _ in expected[i]]
+    assert {one.finish_reason for one in outputs[aborted].outputs} == {"abort"}
 
 
 def test_several_completions_each_have_a_seed_of_their_own(load):
@@ -405,6 +436,9 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         "a prompt of 40 tokens and 9 new ones are more than the engine's max_tokens=48": lambda: engine.add_request(
             [1] * 40, SamplingParams(max_tokens=9)
         ),
+        r"pass params for each prompt or for all; got len\(prompts\)=2, len\(each\)=3": lambda: engine.generate(
+            [[1], [2]], [SamplingParams()] * 3
+        ),
         "at most num_stop_ids=2 stop tokens": lambda: engine.add_request([1], SamplingParams(stop_token_ids=(1, 2, 3))),
         "max_tokens must be at least 1; got max_tokens=0": lambda: SamplingParams(max_tokens=0),
         "max_tokens must be an int; got max_tokens=1.5": lambda: SamplingParams(max_tokens=1.5),
@@ -433,6 +467,7 @@ def test_a_request_beyond_the_pool_is_refused(monkeypatch):
 
 def test_a_model_that_cannot_be_served_is_refused():
     def every_token(weights, tokens, positions, cache, attend):
+        cache, _ = toy_model.apply(weights, tokens, positions, cache, attend)
         attend = dataclasses.replace(attend, query_starts=None)  # newest takes all
         return cache, attend.newest(weights["embedding"][tokens]) @ weights["head"]
 
@@ -441,8 +476,14 @@ def test_a_model_that_cannot_be_served_is_refused():
 
     with pytest.raises(ValueError, match=r"logits \[6, vocab\].*Take attend.newest\(x\) before the head"):
         toy_model.create_engine(model=every_token)
-    with pytest.raises(ValueError, match="apply must return the caches as it was given them"):
+
+    def old_caches(weights, tokens, positions, cache, attend):
+        return cache, toy_model.apply(weights, tokens, positions, cache, attend)[1]
+
+    with pytest.raises(ValueError, match=r"caches like those it was given; .* was float32\[.*\] and is not there"):
         toy_model.create_engine(model=no_caches)
+    with pytest.raises(ValueError, match="apply must return the new caches, which `cache, out = attend"):
+        toy_model.create_engine(model=old_caches)
     with pytest.raises(ValueError, match="caches must be a pytree of KVCaches"):
         Engine(toy_model.apply, random_weights(), [jnp.ones(3)], num_seats=1, max_tokens=8)
 

@@ -21,6 +21,7 @@ from jaxpaged._engine.progress import ProgressBar
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, inbox_of, new_tokens, output_of, seed_of
 from jaxpaged._engine.slices import Apply, Inbox, Report, State, kinds_of_steps, run_slice
+from jaxpaged._engine.trees import difference
 from jaxpaged._integers import checked_size
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 from jaxpaged._scheduler.scheduler import Scheduler
@@ -91,7 +92,7 @@ class Engine:
         max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
         num_blocks, block_size = _sizes_of(caches)
         max_tokens = checked_size("max_tokens", max_tokens)
-        self._weights, self._seed, self._num_seats = weights, seed, num_seats
+        self._weights, self._seed, self._num_seats = _own(weights), seed, num_seats
         self._steps_per_slice = checked_size("steps_per_slice", steps_per_slice)
         self._max_tokens, self._num_blocks, self._block_size = max_tokens, num_blocks, block_size
         self._max_requests, self._num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
@@ -131,7 +132,7 @@ class Engine:
         function: Any = functools.partial(run_slice, apply, kinds=self._kinds)
         self._mesh = mesh_of(caches)
         if self._mesh is not None:
-            self._weights, self._state_of_slice = replicate(self._mesh, (weights, self._state_of_slice))
+            self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))
             function = on_each_device(self._mesh, function, self._weights, self._state_of_slice)
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
@@ -141,7 +142,7 @@ class Engine:
 
         self._queue: deque[Row] = deque()  # not on the device
         self._on_device: dict[int, Row] = {}  # by place, as far as the host has read
-        self._under_way: deque[tuple[list[Row], Future[Report]]] = deque()  # slices, and the rows sent with each
+        self._under_way: deque[Slice] = deque()
         self._requests: dict[int, list[Row]] = {}  # unfinished, or with news
         self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
         self._aborts: list[int] = []  # places, to be sent in with the next slice
@@ -230,12 +231,9 @@ class Engine:
         Raises:
             ValueError: weights of another structure, shape or dtype.
         """
-        before, after = (jax.tree.map(jnp.shape, tree) for tree in (self._weights, weights))
-        if before != after:
-            raise ValueError(f"weights must have the shapes of those before, {before}; got {after}.")
-        before, after = (jax.tree.map(lambda x: x.dtype, tree) for tree in (self._weights, weights))
-        if before != after:
-            raise ValueError(f"weights must have the dtypes of those before, {before}; got {after}.")
+        if found := difference(self._weights, weights):
+            raise ValueError(f"weights must be like those before; {found}.")
+        weights = _own(weights)
         self._weights, self._forgets = weights if self._mesh is None else replicate(self._mesh, weights), True
 
     def stats(self) -> EngineStats:
@@ -246,8 +244,8 @@ class Engine:
     @property
     def _state(self) -> State:
         """The state, once the slices under way are over."""
-        for _, report in self._under_way:
-            report.result()
+        for under_way in self._under_way:
+            under_way.report.result()
         return self._state_of_slice
 
     def _add_all(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> None:
@@ -256,6 +254,8 @@ class Engine:
                 f"{self._num_unfinished} requests are under way; finish or abort them with step() and abort() first."
             )
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if len(each) != len(prompts):
+            raise ValueError(f"pass params for each prompt or for all; got {len(prompts)=}, {len(each)=}.")
         for request in [self._check(*request) for request in zip(prompts, each, strict=True)]:
             self._add(*request)
 
@@ -323,14 +323,15 @@ class Engine:
             self._num_sent += len(rows)
             is_last = not self._queue or self._num_sent == self._max_requests
             wants_logprobs = any(row.params.logprobs for row in (*rows, *self._on_device.values()))
-            wants_logprobs |= any(row.params.logprobs for sent, _ in self._under_way for row in sent)
+            wants_logprobs |= any(row.params.logprobs for sent in self._under_way for row in sent.rows)
             num_steps = self._steps_per_slice if is_last else 0
             inbox = self._inbox_of(
                 rows, self._aborts, wants_logprobs=wants_logprobs, num_steps=num_steps, forgets=self._forgets
             )
+            report = self._thread.submit(self._run, self._weights, inbox)
+            self._under_way.append(Slice(rows, self._aborts, self._forgets, report))
             # Each abort is sent once, and before anybody else can have got the place.
             self._aborts, self._forgets = [], False
-            self._under_way.append((rows, self._thread.submit(self._run, self._weights, inbox)))
             if is_last:
                 return
 
@@ -342,9 +343,21 @@ class Engine:
         return report
 
     def _receive(self) -> None:
-        rows, future = self._under_way.popleft()
-        report = jax.tree.map(np.asarray, future.result())
-        for row, place, refusal in zip(rows, report.request_ids.tolist(), report.refusals.tolist(), strict=False):
+        received = self._under_way.popleft()
+        try:
+            report = jax.tree.map(np.asarray, received.report.result())
+        except Exception:  # nothing of it came to pass: what was sent is sent again
+            self._queue.extendleft(reversed([row for row in received.rows if not row.is_aborted]))
+            self._num_sent -= len(received.rows)
+            for row in received.rows:
+                if row.is_aborted:
+                    self._finish(row, RequestStatus.ABORTED)
+            self._aborts = received.aborts + self._aborts
+            self._forgets |= received.forgets
+            raise
+        for row, place, refusal in zip(
+            received.rows, report.request_ids.tolist(), report.refusals.tolist(), strict=False
+        ):
             if refusal != Refusal.ACCEPTED:
                 raise RuntimeError(f"the scheduler refused a request that the engine took: {Refusal(refusal).name}.")
             row.place = place
@@ -392,6 +405,21 @@ class Engine:
             num_recomputed=total(before.num_recomputed, report.num_recomputed),
             num_preempted=total(before.num_preempted, report.num_preempted),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """One under way: what was sent with it, and what will come back."""
+
+    rows: list[Row]
+    aborts: list[int]
+    forgets: bool
+    report: Future[Report]
+
+
+def _own(weights: Any) -> Any:
+    """The same arrays in containers of our own: Flax's learners put other arrays into theirs."""
+    return jax.tree.map(lambda x: x, weights)
 
 
 def _sizes_of(caches: Any) -> tuple[int, int]:

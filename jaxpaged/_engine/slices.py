@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax import lax
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._engine.sampling import sample
 from jaxpaged._engine.step_attention import StepAttention
+from jaxpaged._engine.trees import difference
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Outbox, Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
@@ -238,7 +240,8 @@ def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: Ste
             f"apply must return logits [{attend.num_seqs}, vocab], one row for each sequence; got "
             f"{list(logits.shape)}. Take attend.newest(x) before the head."
         )
-    before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (caches, new_caches))
-    if before != after:
-        raise ValueError(f"apply must return the caches as it was given them; got {after} for {before}.")
+    if found := difference(caches, new_caches):
+        raise ValueError(f"apply must return caches like those it was given; {found}.")
+    if all(map(operator.is_, jax.tree.leaves(caches), jax.tree.leaves(new_caches))):
+        raise ValueError("apply must return the new caches, which `cache, out = attend(cache, q, k, v)` gives it.")
     return new_caches, logits

@@ -1,0 +1,23 @@
+"""Pytrees of arrays that must be alike."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def difference(before: Any, after: Any) -> str | None:
+    """What first differs in structure, shape or dtype, in words; None if nothing does."""
+    found = [dict(jax.tree.flatten_with_path(tree)[0]) for tree in (before, after)]
+    for path in [*found[0], *found[1]]:
+        ours, theirs = (_text(leaves, path) for leaves in found)
+        if ours != theirs:
+            return f"{jax.tree_util.keystr(path) or 'it'} was {ours} and is {theirs}"
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
+    if structures[0] == structures[1]:
+        return None
+    return f"it was a {type(before).__name__} and is a {type(after).__name__}"
+
+
+def _text(leaves: dict[Any, Any], path: Any) -> str:
+    return f"{leaves[path].dtype}{list(np.shape(leaves[path]))}" if path in leaves else "not there"

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.engine_soak import soak
-from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, StepAttention
+from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, StepAttention, rotate_and_write_kv
 from jaxpaged._engine.requests import seed_of
 from jaxpaged._engine.sampling import furthest_kept
 from tests import toy_model
@@ -471,6 +471,9 @@ def test_a_model_that_cannot_be_served_is_refused():
         attend = dataclasses.replace(attend, query_starts=None)  # newest takes all
         return cache, attend.newest(weights["embedding"][tokens]) @ weights["head"]
 
+    donated = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=8)
+    donated.k.delete()
+
     def no_caches(*args):
         return (), toy_model.apply(*args)[1]
 
@@ -484,8 +487,26 @@ def test_a_model_that_cannot_be_served_is_refused():
         toy_model.create_engine(model=no_caches)
     with pytest.raises(ValueError, match="apply must return the new caches, which `cache, out = attend"):
         toy_model.create_engine(model=old_caches)
+    with pytest.raises(ValueError, match=r"apply must return \(caches, logits\); got KVCache for the logits"):
+        toy_model.create_engine(model=lambda *args: toy_model.apply(*args)[::-1])
+    with pytest.raises(ValueError, match="these caches were donated, perhaps to another engine"):
+        create_engine(cache=donated, weights=random_weights())
     with pytest.raises(ValueError, match="caches must be a pytree of KVCaches"):
         Engine(toy_model.apply, random_weights(), [jnp.ones(3)], num_seats=1, max_tokens=8)
+
+
+def test_attend_turns_neighbours():
+    allocator = BlockAllocator.create(num_blocks=4, block_size=BLOCK_SIZE, num_seqs=2, max_blocks=2)
+    allocator, slots, _ = allocator.append(jnp.full(2, 3, jnp.int32), max_tokens=3)
+    cache = KVCache.create(num_blocks=4, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=toy_model.HEAD_DIM)
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1, toy_model.HEAD_DIM))
+    positions, slots = allocator.positions(1)[:, 0], slots[:, -1]
+    step = StepAttention(allocator, positions, slots, None, jnp.arange(2, dtype=jnp.int32))
+    found, _ = step(cache, q, k, v, rotary_frequencies=toy_model.FREQUENCIES, interleaved=True)
+    expected, _ = rotate_and_write_kv(cache, q, k, v, slots, positions, toy_model.FREQUENCIES, interleaved=True)
+    assert (found.k == expected.k).all()
+    halves, _ = step(cache, q, k, v, rotary_frequencies=toy_model.FREQUENCIES)
+    assert (halves.k != expected.k).any()
 
 
 def test_the_cut_of_top_k_and_top_p_is_that_of_a_sort():

@@ -88,7 +88,8 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         frequencies: the angle per token of each pair of dimensions, up to `head_dim // 2` numbers:
             `rotary_frequencies`. An array too, which may be traced: a scan over layers of two bases compiles once.
             None: no rotation, but for that of `tables`.
-        interleaved: whether pairs are neighbours, as in GPT-J, and not halves, as in Llama.
+        interleaved: whether pairs are neighbours, as in GPT-J and Meta's own Llama, and not halves, as in that of
+            Hugging Face.
         tables: the model's own cosines and sines, each `[positions, up to head_dim // 2]`, in the place of frequencies.
             A position past their end takes the last row.
 

@@ -427,6 +427,8 @@ def _sizes_of(caches: Any) -> tuple[int, int]:
     found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
     if not found or not all(isinstance(cache, KVCache) for cache in found):
         raise ValueError(f"caches must be a pytree of KVCaches; got {jax.tree.structure(caches)}.")
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(caches)):
+        raise ValueError("these caches were donated, perhaps to another engine; make new ones for each.")
     sizes = {cache.k.shape[-4:-2] for cache in found}
     if len(sizes) > 1:
         raise ValueError(f"all caches must have the same [blocks, block_size]; got {sorted(sizes)}.")

@@ -50,6 +50,7 @@ class StepAttention:
         v: jax.Array,
         *,
         rotary_frequencies: tuple[float, ...] | None = None,
+        interleaved: bool = False,
         **options: Unpack[AttentionKeywords],
     ) -> tuple[C, jax.Array]:
         """Writes k and v of the step's tokens, and attends.
@@ -62,6 +63,7 @@ class StepAttention:
             v: likewise.
             rotary_frequencies: turn q and k by their positions, as `rotate_and_write_kv` does. None: they are turned
                 already, or need not be.
+            interleaved: whether the pairs that are turned are neighbours, and not halves of a head.
             options: the others of `attend`, except `query_starts`.
 
         Returns:
@@ -72,7 +74,9 @@ class StepAttention:
         if rotary_frequencies is None:
             cache = write_kv(cache, k, v, self.slots)
         else:
-            cache, q = rotate_and_write_kv(cache, q, k, v, self.slots, self.positions, rotary_frequencies)
+            cache, q = rotate_and_write_kv(
+                cache, q, k, v, self.slots, self.positions, rotary_frequencies, interleaved=interleaved
+            )
         options["query_starts"] = self.query_starts
         options.setdefault("num_partitions", self.num_partitions)
         return cache, attend(q, cache, self.allocator, **options).reshape(shape)

@@ -215,7 +215,7 @@ class Twins:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    num_steps = num_preempted = num_hits = 0
+    num_steps = 0
 
     @initialize(shape=st.sampled_from(SHAPES[:LONGER]), model=st.sampled_from((SchedulerModel, PrefixSchedulerModel)))
     def create(self, shape, model):
@@ -259,20 +259,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         type(self).num_steps += 1
         self.twins.compare()
 
-    def teardown(self):
-        type(self).num_preempted += self.twins.model.num_preempted
-        if self.twins.model.has_cache:
-            type(self).num_hits += self.twins.model.num_hits
-
 
 def test_the_scheduler_does_what_the_model_does():
-    SchedulerMachine.num_steps = SchedulerMachine.num_preempted = SchedulerMachine.num_hits = 0
+    SchedulerMachine.num_steps = 0
     # Not shrunk: that takes minutes, and the steps of a failure are printed all the same.
     examples = settings(max_examples=14 * LONGER, stateful_step_count=40, phases=(Phase.generate,))
     run_state_machine_as_test(SchedulerMachine, settings=examples)
-    assert SchedulerMachine.num_steps >= 700
-    assert SchedulerMachine.num_preempted >= 10
-    assert SchedulerMachine.num_hits >= 20
+    # 500 to 1200: what Hypothesis draws depends on the modules that happen to be imported. That preemption and prefixes
+    # are met is the matter of the mixtures below.
+    assert SchedulerMachine.num_steps >= 250
 
 
 def test_the_first_in_rank_is_never_a_victim():

@@ -1,10 +1,9 @@
 """Configs of the decode kernel against each other: `python -m benchmarks.configs --points "32/8 1x8192" --configs ...`.
 
 A config is written as partitions/cluster/tile/resident, where `resident` programs share a SM's shared memory, with
-/unsplit_tiles after it or not, or, with partitions shared out by length, as total/tile/resident; `default` is what the
-library takes, `balanced` what it takes if asked for that. Each is checked against the reference before it is timed; the
-columns are those of benchmarks/decode.py, `kernels` the time of the kernels alone. What wins here becomes a rule in
-pallas_kernels/decode_config.py.
+/unsplit_tiles after it or not; `default` is what the library takes for this kernel. Each is checked against the
+reference before it is timed; the columns are those of benchmarks/decode.py, `kernels` the time of the kernels alone.
+What wins here becomes a rule in pallas_kernels/decode_config.py.
 
     python -m benchmarks.configs --points "32/8 1x8192" "32/8 1x32768" --configs default 16/8/64/2 16/16/64/2
 """
@@ -20,21 +19,17 @@ from benchmarks.harness import add_output, compile_all, open_store
 from benchmarks.points import Point, make_inputs, parse
 from jaxpaged._attention import mosaic_gpu
 from jaxpaged._attention.query_runs import runs_of
-from pallas_kernels.decode_config import Config, completed, most_of_one
+from pallas_kernels.decode_config import Config, completed
 
 
 def parse_config(text: str, point: Point) -> Config:
-    numbers = tuple(map(int, text.split("/")))
-    if len(numbers) == 3:
-        total, tile, resident = numbers
-        cut = dict(num_partitions=most_of_one(total, seqs=len(point.lengths)), cluster=1, total_partitions=total)
-    else:
-        num_partitions, cluster, tile, resident, unsplit_tiles = numbers if len(numbers) == 5 else (*numbers, 0)
-        cut = dict(num_partitions=num_partitions, cluster=cluster, unsplit_tiles=unsplit_tiles)
+    num_partitions, cluster, tile, resident, unsplit_tiles = (*map(int, text.split("/")), 0)[:5]
     group = point.heads // point.kv_heads
     _, run = runs_of(point.q_len, group)
     config = completed(
-        **cut,
+        num_partitions=num_partitions,
+        cluster=cluster,
+        unsplit_tiles=unsplit_tiles,
         tile=tile,
         resident=resident,
         head_dim=point.head_dim,
@@ -52,12 +47,13 @@ def parse_config(text: str, point: Point) -> Config:
 
 def compile_config(point: Point, text: str) -> Any:
     """The chain of `point` with one config; or, as a string, why not."""
-    job = compile_point(point, "mosaic_gpu", "balanced" if text == "balanced" else None, [])[point, "ours"]
+    job = compile_point(point, "mosaic_gpu", None, [])[point, "ours"]
     try:
-        if text in ("default", "balanced"):
-            return job()
-        with mock.patch.object(mosaic_gpu, "config_of", return_value=parse_config(text, point)):
-            return job()
+        with mock.patch.object(mosaic_gpu, "are_uneven", return_value=False):  # otherwise another kernel may take it
+            if text == "default":
+                return job()
+            with mock.patch.object(mosaic_gpu, "config_of", return_value=parse_config(text, point)):
+                return job()
     except Exception as error:  # a config that does not fit is a result too
         return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
 
@@ -65,7 +61,7 @@ def compile_config(point: Point, text: str) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", required=True, help="names of points, see benchmarks/points.py")
-    parser.add_argument("--configs", nargs="+", required=True, metavar="P/C/T/R[/U]", help="or default, balanced")
+    parser.add_argument("--configs", nargs="+", required=True, metavar="P/C/T/R[/U]", help="or default")
     add_output(parser)
     options = parser.parse_args()
     store = open_store("configs", options)

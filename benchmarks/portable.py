@@ -1,13 +1,12 @@
 """The portable decode kernel against the Hopper one, "xla" and the floor: `python -m benchmarks.portable`.
 
 A way is "mosaic_gpu", "xla", or a form of the portable kernel, tma or cp_async, with /stages/partitions after it or
-not: tma, cp_async/2, tma/3/16. In the place of the partitions, `plan` is `plan_partitions`, and `pieces512` a plan that
-cuts each sequence into pieces of 512 tokens, or of a 64th of the table where that is more: a sequence's bits do not
-depend on the others then. Each is checked against the reference before it is timed. The columns are those of
-benchmarks/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
+not: tma, cp_async/2, tma/3/16. In the place of the partitions, `plan` is `plan_partitions`. `hopper` is the Hopper
+kernel for any table, where "mosaic_gpu" chooses. Each is checked against the reference before it is timed. The columns
+are those of benchmarks/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
 
     python -m benchmarks.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
-    python -m benchmarks.portable --points "32/8 8xoutlier131072" --ways tma/1/1 tma/1/plan tma/1/pieces512
+    python -m benchmarks.portable --points "32/8 8xoutlier131072" --ways mosaic_gpu hopper tma/1/plan
 """
 
 import argparse
@@ -16,16 +15,13 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks.decode import Programs, chain, compile_point, measure, measure_kernels, options_of, with_scales
 from benchmarks.harness import add_output, compile_all, open_store
 from benchmarks.points import Point, make_inputs, parse, shapes_of
 from jaxpaged import _device, plan_partitions
-from jaxpaged._attention import portable
+from jaxpaged._attention import mosaic_gpu, portable
 from jaxpaged._attention.arguments import check_arguments
-from pallas_kernels import partition_plan
-from pallas_kernels.partition_plan import PartitionPlan
 
 POINTS = (
     *("32/8 64x8192", "32/8 64x2048", "32/8 8x8192", "32/8 1x8192", "32/8 64x2048 head_dim=64"),
@@ -36,26 +32,24 @@ WAYS = ("mosaic_gpu", "xla", "tma", "cp_async")
 
 
 def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
-    """The output of the portable kernel, called as `paged_attention`."""
+    """The output of one kernel, called as `paged_attention`."""
     missing = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
     a = check_arguments(*arrays, **(dict.fromkeys(missing) | options))  # type: ignore[arg-type]
+    gpu, window = _device.gpu(), options.get("sliding_window")
+    if way == "hopper":
+        hopper = mosaic_gpu.config_of(
+            a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, num_partitions=None, window=window
+        )
+        return mosaic_gpu._launch(hopper, None, a)[0]
     copies, stages, partitions, *_ = (*way.split("/"), "", "")
     plan = None
     if partitions == "plan":
         plan = plan_partitions(a.lengths, num_kv_heads=a.k_cache.shape[2], q_len=a.q.shape[1])
-    elif partitions.startswith("pieces"):
-        plan = pieces(a.lengths, a.capacity, int(partitions.removeprefix("pieces")))
-    num_partitions = 1 if plan else int(partitions) if partitions else None
-    config = portable.config_of(a, _device.gpu(), num_partitions=num_partitions, window=options.get("sliding_window"))
+        partitions = ""
+    num_partitions = int(partitions) if partitions else None
+    config = portable.config_of(a, gpu, num_partitions=num_partitions, planned=plan is not None, window=window)
     changes: dict[str, Any] = {"copies": copies} | ({"num_stages": int(stages)} if stages else {})
     return portable.launch(dataclasses.replace(config, **changes), None, a, plan)[0]
-
-
-def pieces(lengths: jax.Array, capacity: int, tokens: int) -> PartitionPlan:
-    """Each sequence in pieces of `tokens`, or of a 64th of the capacity where that is more."""
-    tokens = max(tokens, -(-capacity // 64))
-    most = -(-capacity // tokens)
-    return partition_plan.of_counts(jnp.clip(-(-lengths // tokens), 1, most), lengths.shape[0] * most)
 
 
 def compile_way(point: Point, way: str) -> Any:

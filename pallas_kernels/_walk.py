@@ -23,8 +23,8 @@ class Partition:
     index: jax.Array  # of this one among those of its sequence
     count: int | jax.Array  # an int if it depends on no length
     length: jax.Array  # int32 [], of the sequence; 0 for what a plan leaves over
-    stack: jax.Array  # of partials: one a sequence and KV head, or, with a plan, one a KV head
-    partial: jax.Array  # in that stack
+    stack: jax.Array  # of partials: one a sequence and KV head
+    partial: jax.Array  # in that stack; 0 with a plan, which says where its partials are
 
     @property
     def works(self) -> bool | jax.Array:
@@ -38,7 +38,7 @@ class Partition:
             place, kv_head = lax.axis_index("place"), lax.axis_index("kv_head")
             seq, index, count = (refs["partitions"][place, i] for i in range(3))
             length = jnp.where(index < count, lengths[seq], 0)
-            return cls(seq, kv_head, index, count, length, stack=kv_head, partial=place)
+            return cls(seq, kv_head, index, count, length, seq * num_kv_heads + kv_head, jnp.int32(0))
         # From the last one: the longest of a prompt's runs begin, and the short ones fill the gaps at the end (H100,
         # 1 x 2048 219 us, 8 x 1024 519). [prefill_h100 of benchmarks/results/decisions/]
         seq = lengths.shape[0] - 1 - lax.axis_index("seq")

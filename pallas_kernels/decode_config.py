@@ -7,7 +7,7 @@ of `benchmarks/results/decisions/` with its figures, microseconds. U(1..n) are l
 import bisect
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -22,12 +22,11 @@ SMEM_PER_SM = 228 * 1024  # bytes, Hopper
 PROGRAM_OVERHEAD = 3 * 1024  # bytes of SMEM for each resident program: 1024, and 2048 for Mosaic's reductions
 MAX_CLUSTER = 8  # programs in a cluster that any Hopper GPU can start
 FEW_ROWS = 32  # rows of a KV head; more are the M dimension of the products of a 16-bit cache
-PARTIAL_BYTES = 128 * 1024 * 1024  # the most memory for the partials of a plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    num_partitions: int  # programs for each sequence and KV head; with `total_partitions`, the most that one can get
+    num_partitions: int  # programs for each sequence and KV head
     cluster: int  # partitions that merge in shared memory, a divisor of num_partitions, at most 8
     num_stages: int  # tiles of K and of V in SMEM at a time
     tile: int  # tokens, 64 or 128
@@ -35,13 +34,11 @@ class Config:
     rows_first: bool = False  # whether the rows, padded to 64, are the M dimension of the products, not the tokens
     last_first: bool = False  # whether a program starts with the tiles at the end that some query sees only in part
     keys_ahead: bool = False  # whether a tile's keys are multiplied beside the values of the tile before it (few rows)
-    total_partitions: int | None = None  # of all sequences, shared out by length; None: equally many for each
     unsplit_tiles: int = 0  # a sequence of at most so many tiles stays whole: one program of its cluster computes it
 
     @property
     def num_partials(self) -> int:
-        """Results in memory for each sequence and KV head, with a plan at most: 1 is the finished rows, more need the
-        merge kernel."""
+        """Results in memory for each sequence and KV head: 1 is the finished rows, more need the merge kernel."""
         return self.num_partitions // self.cluster
 
 
@@ -92,7 +89,7 @@ def default_config(
     num_sms: int,
     fast_memory: bool = False,  # an H200's
     window: int | None = None,  # sliding, in tokens, if it is known: it bounds what is read
-    num_partitions: int | Literal["balanced"] | None = None,  # fixed by the caller
+    num_partitions: int | None = None,  # fixed by the caller
     itemsize: int = 2,  # of the cache's numbers, in bytes
     token_scales: int = 0,  # scales of each token and KV head: 2 if K and V have their own
 ) -> Config:
@@ -108,40 +105,32 @@ def default_config(
     if width <= 128 and rows <= 32 and itemsize == 1:
         # 128 tokens have the bytes of 64 of 16 bits. H100, 64 x 8192: 371, with 64 tokens 377. [configs_h100]
         tile, resident = 128, 2 if width <= 64 else 1
-    total_partitions, unsplit_tiles = None, 0
-    if num_partitions == "balanced":
-        num_partitions = None
-        total_partitions = balanced_partitions(seqs, kv_heads, num_sms)
-        if kv_heads * (total_partitions or 0) * width * rows * 4 > PARTIAL_BYTES:
-            total_partitions = None
-    if total_partitions is not None:
-        cluster, num_partitions = 1, most_of_one(total_partitions, seqs=seqs)
-    else:
-        chosen_here = num_partitions is None
-        if num_partitions is None and q_len * group > FEW_ROWS:
-            num_partitions = partitions_of_many_rows(pairs, seen, num_sms)
-        elif num_partitions is None:
-            shared = itemsize > 1 and width <= 128 and rows <= 16
-            num_partitions = partitions_for(pairs, seen, num_sms, shared=shared, fast_memory=fast_memory)
-            # A tile of 8-bit numbers has half the bytes and as much work: half the SMs do not reach the bandwidth.
-            # H100, 8 x 4096: 27.9 in 2, 31.0 in 1. At most 4: clusters of 8 on all SMs wait for room. [configs_h100]
-            if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and seen >= 1024:
-                num_partitions *= 2
-        cluster = cluster_of(num_partitions) if chunk == width and q_len * group <= FEW_ROWS else 1
-        # If every program has a SM to itself, the speed of one program counts: 128 tokens a step take less than twice
-        # as long as 64. H100: 8 x U(1..8192) in 2 38.8, with 64 42.6; 5 x 32768 of 4 KV heads in 3 118, with 64 121.
-        # Very long sequences do not gain: 32 KV heads, 1 x 131072 in 2 723 to 735, with 64 695 to 713. [configs_h100,
-        # pairs_h100, tiles_h100]
-        # Not if the caller fixed the partitions: a sequence's bits must not depend on the number of others.
-        # Nor for quarters on more than half the SMs (see `partitions_for`).
-        alone = chosen_here and pairs * num_partitions <= (num_sms if num_partitions <= 2 else num_sms // 2)
-        if width <= 128 and rows <= 32 and itemsize > 1 and alone:
-            tile, resident = 128 if seen <= 32768 * num_partitions else 64, 1
-        # Each program costs its start, even with nothing to do. H100, short sequences whole, and all in quarters: 64 x
-        # 128 in tables of 8192 23.5, 30.7; 64 x 8192 / 1, / 2, / 3, ... 62.1, 64.2. Halves do not gain (64 x 128: 19.1,
-        # 18.3), nor do fewer sequences (16 x 512: 18.4, 15.9). [parts_h100]
-        if chosen_here and pairs > 2 * num_sms and cluster == 4:
-            unsplit_tiles = 512 // tile
+    unsplit_tiles = 0
+    chosen_here = num_partitions is None
+    if num_partitions is None and q_len * group > FEW_ROWS:
+        num_partitions = partitions_of_many_rows(pairs, seen, num_sms)
+    elif num_partitions is None:
+        shared = itemsize > 1 and width <= 128 and rows <= 16
+        num_partitions = partitions_for(pairs, seen, num_sms, shared=shared, fast_memory=fast_memory)
+        # A tile of 8-bit numbers has half the bytes and as much work: half the SMs do not reach the bandwidth.
+        # H100, 8 x 4096: 27.9 in 2, 31.0 in 1. At most 4: clusters of 8 on all SMs wait for room. [configs_h100]
+        if itemsize == 1 and num_partitions <= 2 and 2 * num_partitions * pairs <= num_sms and seen >= 1024:
+            num_partitions *= 2
+    cluster = cluster_of(num_partitions) if chunk == width and q_len * group <= FEW_ROWS else 1
+    # If every program has a SM to itself, the speed of one program counts: 128 tokens a step take less than twice
+    # as long as 64. H100: 8 x U(1..8192) in 2 38.8, with 64 42.6; 5 x 32768 of 4 KV heads in 3 118, with 64 121.
+    # Very long sequences do not gain: 32 KV heads, 1 x 131072 in 2 723 to 735, with 64 695 to 713. [configs_h100,
+    # pairs_h100, tiles_h100]
+    # Not if the caller fixed the partitions: a sequence's bits must not depend on the number of others.
+    # Nor for quarters on more than half the SMs (see `partitions_for`).
+    alone = chosen_here and pairs * num_partitions <= (num_sms if num_partitions <= 2 else num_sms // 2)
+    if width <= 128 and rows <= 32 and itemsize > 1 and alone:
+        tile, resident = 128 if seen <= 32768 * num_partitions else 64, 1
+    # Each program costs its start, even with nothing to do. H100, short sequences whole, and all in quarters: 64 x
+    # 128 in tables of 8192 23.5, 30.7; 64 x 8192 / 1, / 2, / 3, ... 62.1, 64.2. Halves do not gain (64 x 128: 19.1,
+    # 18.3), nor do fewer sequences (16 x 512: 18.4, 15.9). [parts_h100]
+    if chosen_here and pairs > 2 * num_sms and cluster == 4:
+        unsplit_tiles = 512 // tile
     complete = functools.partial(
         completed,
         num_partitions=num_partitions,
@@ -153,7 +142,6 @@ def default_config(
         window=window,
         itemsize=itemsize,
         token_scales=token_scales,
-        total_partitions=total_partitions,
         unsplit_tiles=unsplit_tiles,
     )
     config = complete(tile=tile, resident=resident)
@@ -175,7 +163,6 @@ def completed(
     window: int | None,
     itemsize: int,
     token_scales: int,
-    total_partitions: int | None = None,
     unsplit_tiles: int = 0,
 ) -> Config:
     """The config with these sizes, and with as many stages as fit and have a tile."""
@@ -189,7 +176,6 @@ def completed(
         tile=tile,
         chunk=chunk,
         rows_first=rows_first,
-        total_partitions=total_partitions,
         unsplit_tiles=unsplit_tiles,
     )
 
@@ -221,8 +207,7 @@ def completed(
     most_tokens = most_seen(capacity, window=window, q_len=q_len)
     if window is not None:
         most_tokens = min(capacity, most_tokens + tile - 1)  # it may begin within a tile
-    if total_partitions is None:
-        most_tokens = -(-most_tokens // num_partitions)  # of a partition
+    most_tokens = -(-most_tokens // num_partitions)  # of a partition
     num_stages = max(1, min(fitting, -(-most_tokens // tile)))
     return dataclasses.replace(
         config,
@@ -302,19 +287,6 @@ def partitions_of_many_rows(pairs: int, seen: int, num_sms: int) -> int:
     # 2 75, in 1 89; 12 x 8192 in 1 109, in 2 129; 64 x 8192 501, 547; 64 x U(1..8192) 310, 330. 8-bit caches, 3 x 8192
     # in 5 52, in 2 120. [rows_h200]
     return max(1, min(num_sms // pairs, seen // 256)) if seen >= 1024 else 1
-
-
-def balanced_partitions(seqs: int, kv_heads: int, num_sms: int) -> int | None:
-    """Partitions of a KV head to share out by length; None for a single or too many sequences."""
-    # One for each sequence and as many again: a sequence no longer than the mean stays whole, and needs no merge.
-    # And at least as many as half the SMs have room for: they reach the bandwidth.
-    total = seqs + max(seqs, num_sms // 2 // kv_heads)
-    return total if seqs > 1 and total <= MAX_SEQS else None
-
-
-def most_of_one(total_partitions: int, *, seqs: int) -> int:
-    """The most partitions that one sequence can get."""
-    return total_partitions - seqs + 1
 
 
 def cluster_of(num_partitions: int) -> int:

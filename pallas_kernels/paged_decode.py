@@ -66,7 +66,6 @@ from pallas_kernels._steps import NarrowSteps, WideSteps
 from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.decode_config import Config
-from pallas_kernels.partition_plan import PartitionPlan
 
 
 def _kernel(
@@ -84,7 +83,7 @@ def _kernel(
     k_gmem = refs["k_cache"]  # [blocks, block_size, kv_heads * parts, head_dim / parts]
     v_gmem = refs["v_cache"]  # [blocks, block_size, kv_heads * parts, head_dim / parts]
     tables_gmem = refs["block_tables"]  # int32 [seqs, max_blocks]
-    # lengths, int32 [seqs]; with a plan partitions, int32 [total_partitions, 3]
+    # lengths, int32 [seqs]
     scale_gmem = refs["scale"]  # f32 [1]
     window_gmem = refs.get("sliding_window")  # int32 [1]
     cap_gmem = refs.get("logits_soft_cap")  # f32 [1]
@@ -257,14 +256,12 @@ def launch(
     lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
     options: AttentionOptions,
     *,
-    plan: PartitionPlan | None = None,  # where the config has `total_partitions`
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
-    assert config.total_partitions == (plan.total_partitions if plan else None)
     assert not (config.rows_first and config.cluster > 1)  # a cluster adds up O^T
-    assert not config.unsplit_tiles or (config.cluster == config.num_partitions and plan is None)
+    assert not config.unsplit_tiles or config.cluster == config.num_partitions
     seqs, q_len, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
@@ -285,7 +282,7 @@ def launch(
         "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
         "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
     }
-    if config.num_partials > 1 and config.total_partitions is None:
+    if config.num_partials > 1:
         del named["sinks"]  # only the merge kernel adds them
     inputs = {
         "q": q,
@@ -293,7 +290,6 @@ def launch(
         "v_cache": v_cache,
         "block_tables": block_tables,
         "lengths": lengths,
-        **({} if plan is None else {"partitions": plan.partitions}),
         "scale": options.scale.reshape(1),
         **{name: value for name, value in named.items() if value is not None},
     }
@@ -301,19 +297,14 @@ def launch(
         "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
         "lse": jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
     }
-    num_stacks = kv_heads if plan else seqs * kv_heads
-    room_for = functools.partial(
-        paged_merge.room_for, config.total_partitions or config.num_partials, planned=plan is not None
-    )
-    room, ml_room = room_for(at_once=paged_merge.partials_of_copy(rows)), room_for(at_once=paged_merge.WEIGHTS)
+    num_stacks = seqs * kv_heads
+    room = _sizes.round_up(config.num_partials, paged_merge.partials_of_copy(rows))
+    ml_room = _sizes.round_up(config.num_partials, paged_merge.WEIGHTS)
     partial_types = {
         "partial_out": jax.ShapeDtypeStruct((num_stacks * room, width, rows), jnp.float32),
         "partial_ml": jax.ShapeDtypeStruct((num_stacks * 2, ml_room, rows), jnp.float32),
     }
-    if config.num_partials == 1:
-        out_types = finished_types
-    else:
-        out_types = partial_types | finished_types if plan else partial_types
+    out_types = finished_types if config.num_partials == 1 else partial_types
     if interpret and config.cluster > 1:
         out_types |= _inbox.interpreted_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
     scratch = _scratch.scratch(
@@ -347,8 +338,8 @@ def launch(
     results = plgpu.kernel(
         paged_decode,
         out_type=tuple(out_types.values()),
-        grid=(plan.total_partitions, kv_heads) if plan else (seqs, config.num_partials, kv_heads),
-        grid_names=("place", "kv_head") if plan else ("seq", "partial", "kv_head"),
+        grid=(seqs, config.num_partials, kv_heads),
+        grid_names=("seq", "partial", "kv_head"),
         **clusters,
         num_threads=2,
         thread_name="warpgroup",
@@ -365,8 +356,6 @@ def launch(
             made["partial_out"],
             made["partial_ml"],
             lengths,
-            partition_starts=plan.partition_starts if plan else None,
-            finished=(made["out"], made["lse"]) if plan else None,
             sliding_window=inputs.get("sliding_window"),
             sinks=None if options.sinks is None else by_row(options.sinks, kv_heads, q_len, rows),
             q_len=q_len,
@@ -377,7 +366,6 @@ def launch(
                 cluster=config.cluster,
                 rows=rows,
                 tile=config.tile,
-                planned=plan is not None,
             ),
             interpret=interpret,
         )

@@ -5,7 +5,6 @@
 One program makes 64 columns of the head_dim of the finished rows of one sequence and KV head. It takes the partials
 through a ring in SMEM, several at a time, so that their latencies overlap; only those of partitions that own a tile
 are read. The weights are worked out for 64 partitions at once, and sums are taken in the order of the partitions.
-Where a plan (`partition_plan`) left a sequence whole, the decode kernel has written its rows: nothing is done.
 
 | array | where it lives and how it moves |
 |---|---|
@@ -52,13 +51,7 @@ def partials_of_copy(rows: int) -> int:
     return max(1, 16 * 1024 // (COLUMNS * rows * 4))  # 8 partials of 8 rows: 16 KiB
 
 
-def room_for(num_partials: int, *, at_once: int, planned: bool) -> int:
-    """Partials that a stack of them has room for, so that nobody who reads `at_once` of them reads past its end: a
-    sequence's begin anywhere in it where they follow a plan, and otherwise at its start."""
-    return num_partials + at_once if planned else _sizes.round_up(num_partials, at_once)
-
-
-def default_config(*, num_partials: int, cluster: int, rows: int, tile: int, planned: bool = False) -> Config:
+def default_config(*, num_partials: int, cluster: int, rows: int, tile: int) -> Config:
     copied = partials_of_copy(rows)
     wanted = -(-num_partials // copied)
     return Config(
@@ -66,35 +59,11 @@ def default_config(*, num_partials: int, cluster: int, rows: int, tile: int, pla
         cluster=cluster,
         tile=tile,
         copied=copied,
-        # With a plan most sequences have few partials, and programs that share a SM are better than room for many.
-        num_stages=min(wanted, (64 if planned else 128) * 1024 // (copied * COLUMNS * rows * 4)),
+        num_stages=min(wanted, 128 * 1024 // (copied * COLUMNS * rows * 4)),
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Partials:
-    """Where the partials of a sequence and KV head stand."""
-
-    stack: jax.Array
-    start: int | jax.Array  # in that stack
-    most: int | jax.Array  # that there can be
-
-
 def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> None:
-    seq, kv_head = lax.axis_index("seq"), lax.axis_index("kv_head")
-    starts_gmem = refs.get("partition_starts")  # int32 [seqs + 1]
-    if starts_gmem is None:
-        partials = Partials(seq * refs["lse"].shape[1] + kv_head, 0, config.num_partials)
-        _merge(refs, partials, config=config, q_len=q_len, group=group)
-        return
-    start, end = starts_gmem[seq], starts_gmem[seq + 1]
-
-    @pl.when(end - start > 1)  # otherwise its rows are finished
-    def _split() -> None:
-        _merge(refs, Partials(kv_head, start, end - start), config=config, q_len=q_len, group=group)
-
-
-def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: int, group: int) -> None:
     out_gmem = refs["partial_out"]  # f32 [stacks * room, width, rows]
     ml_gmem = refs["partial_ml"]  # f32 [stacks * 2, ml_room, rows]
     lengths_gmem = refs["lengths"]  # int32 [seqs]
@@ -108,7 +77,7 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
     ring_full, ml_full = refs["ring_full"], refs["ml_full"]  # [stages], []
 
     seq, columns, kv_head = lax.axis_index("seq"), lax.axis_index("columns"), lax.axis_index("kv_head")
-    stack, start = partials.stack, partials.start
+    stack = seq * refs["lse"].shape[1] + kv_head
     # One axis for these and the partials: with more, a copy has more axes than the copy engine can take.
     room = _rows.room_of_stack(out_gmem, ml_gmem)
     rows = lse_smem.shape[0]
@@ -118,13 +87,13 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
     length = lengths_gmem[seq]
     window = None if window_gmem is None else window_gmem[0]
     first_tile, end_tile = _sizes.tile_range(length, window, q_len, config.tile)
-    count = jnp.clip(_sizes.ceil_div(end_tile - first_tile, config.cluster), 0, partials.most)
+    count = jnp.clip(_sizes.ceil_div(end_tile - first_tile, config.cluster), 0, config.num_partials)
     num_copies = _sizes.ceil_div(count, copied)
 
     def copy_partials(i: jax.Array) -> None:
         stage = lax.rem(i, jnp.int32(stages))
         plgpu.copy_gmem_to_smem(
-            out_gmem.at[pl.ds(stack * room + start + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
+            out_gmem.at[pl.ds(stack * room + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
             ring_smem.at[stage],
             ring_full.at[stage],
         )
@@ -140,7 +109,7 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
         acc, m, l = carry  # f32 [64, rows], [rows], [rows]
         shape = (WEIGHTS, rows)
         for i in range(2):
-            some = pl.ds(start + g * WEIGHTS, WEIGHTS)
+            some = pl.ds(g * WEIGHTS, WEIGHTS)
             plgpu.copy_gmem_to_smem(ml_gmem.at[2 * stack + i, some], ml_smem.at[i], ml_full)
         plgpu.barrier_wait(ml_full)
         written = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + g * WEIGHTS < count
@@ -201,12 +170,10 @@ def _merge(refs: dict[str, Any], partials: Partials, *, config: Config, q_len: i
 
 
 def launch(
-    partial_out: jax.Array,  # f32 [stacks * room, width, rows], `room_for` what one copy brings
-    partial_ml: jax.Array,  # f32 [stacks * 2, ml_room, rows], `room_for` WEIGHTS
+    partial_out: jax.Array,  # f32 [seqs * kv_heads * room, width, rows], room a multiple of what one copy brings
+    partial_ml: jax.Array,  # f32 [seqs * kv_heads * 2, ml_room, rows], ml_room a multiple of WEIGHTS
     lengths: jax.Array,  # int32 [seqs]
     *,
-    partition_starts: jax.Array | None,  # int32 [seqs + 1], of a plan: where a sequence's stand in a KV head's stack
-    finished: tuple[jax.Array, jax.Array] | None,  # with a plan: the results, but for those of split sequences
     sliding_window: jax.Array | None,  # int32 [1]
     sinks: jax.Array | None,  # f32 [kv_heads, rows]
     q_len: int,
@@ -218,17 +185,14 @@ def launch(
     """Returns out [seqs, q_len, heads, width] in `dtype`, and lse f32 [seqs, kv_heads, rows]."""
     _, width, rows = partial_out.shape
     seqs = lengths.shape[0]
-    kv_heads = partial_ml.shape[0] // 2 // (seqs if partition_starts is None else 1)
+    kv_heads = partial_ml.shape[0] // 2 // seqs
     check_supported(num_partials=config.num_partials, rows=rows)
     inputs = {"partial_out": partial_out, "partial_ml": partial_ml, "lengths": lengths}
-    if partition_starts is not None:
-        inputs["partition_starts"] = partition_starts
     if sliding_window is not None:
         inputs["sliding_window"] = sliding_window
     if sinks is not None:
         inputs["sinks"] = sinks
-    results = ("out", "lse")
-    names = (*inputs, *results) if finished is None else (*results, *inputs)
+    names = (*inputs, "out", "lse")
     out_types = (
         jax.ShapeDtypeStruct((seqs, q_len, heads, width), dtype),
         jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
@@ -238,9 +202,9 @@ def launch(
         refs = dict(zip(names, operands, strict=True)) | scratch_refs
         _kernel(refs, config=config, q_len=q_len, group=heads // kv_heads)
 
-    merge = plgpu.kernel(
+    return plgpu.kernel(
         paged_merge,
-        out_type=out_types if finished is None else (),
+        out_type=out_types,
         grid=(seqs, width // COLUMNS, kv_heads),
         grid_names=("seq", "columns", "kv_head"),
         scratch_types=dict(
@@ -254,12 +218,4 @@ def launch(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )
-    if finished is None:
-        return merge(*inputs.values())
-
-    def overwrite(finished_refs: tuple[Any, Any]) -> None:
-        merge(*finished_refs, *inputs.values())
-
-    # Refs are how a kernel writes into its operands.
-    return pl.run_state(overwrite)(finished)
+    )(*inputs.values())

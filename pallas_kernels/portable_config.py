@@ -19,6 +19,7 @@ MAX_SEQS = 65535  # the grid's slowest axis, where CUDA allows no more
 # H100, 2 programs an SM, us: 64 x 8192 in float8_e4m3fn 430 with 4 stages, 395 with 6; 64 x 2048 of head_dim 64 99, 96.
 # [portable_stages_h100 of benchmarks/results/decisions/]
 MAX_STAGES = 8
+PARTIAL_BYTES = 128 * 1024 * 1024  # the most memory for the partials of a plan
 PROGRAM_OVERHEAD = 4 * 1024  # bytes of SMEM: 1024 that CUDA takes, 2048 for Mosaic's reductions, barriers
 
 # By the compute capability: bytes of SMEM of a SM. A program can have 1024 less. (CUDA programming guide, table of
@@ -89,6 +90,7 @@ def default_config(
     compute_capability: float,
     window: int | None = None,  # sliding, in tokens, if it is known: it bounds what is read
     num_partitions: int | None = None,  # fixed by the caller
+    planned: bool = False,  # the partitions of a plan instead
     itemsize: int = 2,  # of the cache's numbers, in bytes
 ) -> Config:
 
@@ -100,13 +102,19 @@ def default_config(
         )
 
     resident = 2 if fitting_stages(2) >= 2 else 1  # one program computes while the other waits
+    num_stages = max(1, fitting_stages(resident))
+    if planned:
+        num_partitions = 1
+        # As many programs as a SM takes even out the lengths. H100, 64 x 2048 in 1 stage 177 us, in 2 184; 64 x 128 in
+        # tables of 8192 15.3, 17.0; 64 x 8192 / 1, / 2, ... 60.8, 61.6. [plans_h100]
+        num_stages = 1 if itemsize > 1 else num_stages
     if num_partitions is None:
         # H100, 8 KV heads: 8 x 8192 in 4 partitions 99 us, 1 x 8192 in 16 18.8.
         seen = capacity if window is None else min(capacity, window + q_len - 1)
         num_partitions = max(1, min(resident * num_sms // (seqs * kv_heads), seen // 512))
     return Config(
         num_partitions=min(num_partitions, max(1, -(-capacity // TILE))),  # more would have no tile
-        num_stages=max(1, fitting_stages(resident)),
+        num_stages=num_stages,
         copies="tma" if compute_capability >= 9.0 and head_dim % COLUMNS == 0 else "cp_async",
     )
 

@@ -9,8 +9,9 @@ import pytest
 
 from jaxpaged import paged_attention, tree_mask
 from jaxpaged._attention import mosaic_gpu, query_runs
-from jaxpaged._attention.partitions import StaticPartitions
+from jaxpaged._attention.partitions import NumPartitions
 from pallas_kernels import decode_config
+from pallas_kernels.partition_plan import PartitionPlan
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, within_budget
 from tests.kernels.interpret import arguments_of
 
@@ -18,14 +19,21 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 1, 15, 16, 17, 700, 1000, 2048)
 BF16 = jnp.bfloat16
+are_uneven = mosaic_gpu.are_uneven
 
 
-def attend(case: Case, num_partitions: StaticPartitions) -> tuple[jax.Array, jax.Array]:
+@pytest.fixture(autouse=True)
+def no_plan_by_default(monkeypatch):
+    """The pools here are small: calls would get a plan, and the Hopper kernel none of them."""
+    monkeypatch.setattr(mosaic_gpu, "are_uneven", lambda *_: False)
+
+
+def attend(case: Case, num_partitions: NumPartitions) -> tuple[jax.Array, jax.Array]:
     out, lse = mosaic_gpu.attend(arguments_of(case), num_partitions=num_partitions)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 
 
-def check(case: Case, num_partitions: StaticPartitions = None) -> np.ndarray:
+def check(case: Case, num_partitions: NumPartitions = None) -> np.ndarray:
     out, lse = attend(case, num_partitions)
     assert_within_budget(case, out)
     assert_lse(case, lse)
@@ -136,7 +144,7 @@ def test_query_tokens_in_runs(q_len, heads, options, num_partitions):
     check(real(q_len=q_len, heads=heads, kv_heads=1, options=OPTIONS[options]), num_partitions)
 
 
-@pytest.mark.parametrize("num_partitions", [None, 1, 5, "balanced"])
+@pytest.mark.parametrize("num_partitions", [None, 1, 5])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 120, 128, 192, 256])
 def test_many_rows(head_dim, num_partitions):
     """64, as 4 heads of 16 tokens."""
@@ -291,32 +299,38 @@ def test_many_partitions():
     check(make_case(lengths=(64 * 140, 64), max_blocks=64 * 10, heads=2, kv_heads=1, dtype=BF16), 140)
 
 
-@pytest.mark.parametrize("head_dim", [64, 120, 128, 256])
+def planned(case: Case) -> PartitionPlan:
+    return mosaic_gpu.plan_of(arguments_of(case), 132)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
-def test_balanced(head_dim, name):
-    check(real(head_dim=head_dim, options=OPTIONS[name]), "balanced")
+def test_plans(head_dim, name):
+    case = real(head_dim=head_dim, options=OPTIONS[name])
+    check(case, planned(case))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "q_len"), [(32, 8, None), (32, 8, 4), (64, 1, None), (24, 2, 5)])
-def test_balanced_rows(heads, kv_heads, q_len):
-    check(real(heads=heads, kv_heads=kv_heads, q_len=q_len, head_dim=128), "balanced")
+def test_plans_for_rows(heads, kv_heads, q_len):
+    case = real(heads=heads, kv_heads=kv_heads, q_len=q_len, head_dim=128)
+    check(case, planned(case))
 
 
 @pytest.mark.parametrize("cache_dtype", NARROW)
-def test_balanced_narrow_caches(cache_dtype):
-    check(real(cache_dtype=cache_dtype, scale_shape="token_head", head_dim=128), "balanced")
+def test_plans_for_narrow_caches(cache_dtype):
+    case = real(cache_dtype=cache_dtype, scale_shape="token_head", head_dim=128)
+    check(case, planned(case))
 
 
-def test_one_sequence_much_longer_than_the_others():
+def test_one_sequence_much_longer_than_the_others(monkeypatch):
+    """By default it is split: the pool could not fill tables for all."""
+    monkeypatch.setattr(mosaic_gpu, "are_uneven", are_uneven)
     lengths = (3, 0, 40_000, 64, 1000, 17)
     case = make_case(lengths=lengths, max_blocks=2500, heads=8, kv_heads=2, head_dim=128, dtype=BF16)
-    check(case, "balanced")
-    config = mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions="balanced")
-    assert config.total_partitions == 6 + 33
-
-
-def test_more_partials_than_weights_at_once():
-    check(make_case(lengths=(5, 64 * 65), max_blocks=4 * 65, heads=2, kv_heads=1, dtype=BF16), "balanced")
+    assert jnp.diff(planned(case).partition_starts).tolist() == [1, 1, 79, 1, 2, 1]
+    by_default = check(case)
+    assert (by_default == check(case, planned(case))).all()
+    assert (by_default != check(case, 1)).any()
 
 
 @pytest.mark.parametrize("num_partitions", [1, 4])

@@ -101,7 +101,7 @@ def test_which_kernel_takes_them(monkeypatch, head_dim, by_prefill):
         launched.append("prefill")
         return p.q, jnp.zeros(p.q.shape[:2])
 
-    def launch(config, mapped, interpret, a, plan, falls_back):
+    def launch(config, interpret, a, falls_back):
         launched.append("decode")
         assert a.q.shape[1] == 64 // 3  # query tokens of a run: 64 rows of 3 heads
         return a.q, jnp.zeros(a.q.shape[:3])

@@ -169,7 +169,7 @@ def test_which_kernel_takes_a_tree(monkeypatch):
         return arguments.q, jnp.zeros(arguments.q.shape[:-1])
 
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    monkeypatch.setattr(mosaic_gpu, "_launch", lambda config, mapped, interpret, a, *_: launch("decode", a))
+    monkeypatch.setattr(mosaic_gpu, "_launch", lambda config, interpret, a, *_: launch("decode", a))
     monkeypatch.setattr(mosaic_gpu, "_launch_packed", lambda config, interpret, p, *_: launch("prefill", p))
     q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
     mask, named = jnp.ones((4, 22, 1), jnp.uint32), dict(implementation="mosaic_gpu")

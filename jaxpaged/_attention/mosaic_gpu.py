@@ -25,9 +25,12 @@ def attend(
     `falls_back`: XLA computes it where it is lowered for another platform.
     """
     gpu = _device.gpu()
-    if isinstance(num_partitions, PartitionPlan) and (not a.causal or is_wide_tree(a)):
-        num_partitions = None  # it is of the decode kernel's sequences
-    prompts = _prompt_config_of(a, gpu, num_partitions, window)
+    plan, number = None, None
+    if not isinstance(num_partitions, PartitionPlan):
+        number = num_partitions
+    elif a.causal and not is_wide_tree(a):  # it is of the decode kernel's sequences
+        plan = num_partitions
+    prompts = _prompt_config_of(a, gpu, number, window) if plan is None else None
     if prompts is not None:
         out, lse = _launch_packed(prompts, None, _packed(a), falls_back)
         return out.reshape(a.q.shape), lse.reshape(a.q.shape[:3])
@@ -40,16 +43,16 @@ def attend(
                 compute_capability=gpu.compute_capability,
             )
         folded = query_runs.fold(a, most_rows=most_rows)
-        out, lse = attend(folded, num_partitions=num_partitions, window=window, falls_back=falls_back)
+        out, lse = attend(folded, num_partitions=number, window=window, falls_back=falls_back)
         return query_runs.unfold(out, a), query_runs.unfold(lse, a)
+    if plan is None and number is None and are_uneven(a, gpu.num_sms, window):
+        plan = plan_of(a, gpu.num_sms)
+    if plan is not None and portable.follows(a, plan.total_partitions):
+        return portable.attend(a, plan=plan, window=window, falls_back=falls_back)
     if not gpu.is_hopper:
-        number = num_partitions if isinstance(num_partitions, int) else None
-        plan = num_partitions if isinstance(num_partitions, PartitionPlan) else None
-        return portable.attend(a, num_partitions=number, plan=plan, window=window)
-    config_with = functools.partial(config_of, a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, window=window)
-    config = config_with(num_partitions=num_partitions)
-    mapped = config if config.total_partitions is None else config_with(num_partitions=None)
-    return _launch(config, mapped, None, a, plan_of(config, a, num_partitions), falls_back)
+        return portable.attend(a, num_partitions=number, window=window, falls_back=falls_back)
+    config = config_of(a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, num_partitions=number, window=window)
+    return _launch(config, None, a, falls_back)
 
 
 def attend_packed(
@@ -73,7 +76,7 @@ def _run_of(p: PackedArguments) -> int:
 
 
 def _prompt_config_of(
-    a: AttentionArguments, gpu: _device.Gpu, num_partitions: NumPartitions, window: int | None
+    a: AttentionArguments, gpu: _device.Gpu, num_partitions: int | None, window: int | None
 ) -> prefill_config.Config | None:
     """How the prefill kernel takes this call; None: the decode kernel does, as it does what is one run of it."""
     seqs, q_len, heads, _ = a.q.shape
@@ -87,6 +90,16 @@ def _prompt_config_of(
     num_programs = num_entries * (heads // config.heads) * config.num_parts
     is_filled = num_programs > gpu.num_sms or (config.num_parts > 1 and 4 * num_programs > 3 * gpu.num_sms)
     return config if is_filled or is_wide_tree(a) else None
+
+
+def are_uneven(a: AttentionArguments, num_sms: int, window: int | None = None) -> bool:
+    """Whether the pool can fill the tables in small part only: the lengths differ, or are all short."""
+    seqs, (num_blocks, block_size, kv_heads, _) = a.q.shape[0], a.k_cache.shape
+    most_of_mean = seqs * _visible(a, window) / (num_blocks * block_size)
+    # More programs even each other out. H100, with a plan and without: 8 x U(1..8192), 3 times the mean, 36.9, 39.1; 64
+    # with one of 4096, 4 times the mean, 107.7, 98.0; 64 x 8192 / 1, / 2, ..., 14 times, 60.8, 61.6; 64 with one of
+    # 32768, 22 times, 139.5, 161.8. [plans_h100]
+    return most_of_mean > 2 + 1.5 * seqs * kv_heads / num_sms
 
 
 def _visible(a: AttentionArguments | PackedArguments, window: int | None) -> int:
@@ -116,7 +129,7 @@ def _prefill_config_of(
     a: AttentionArguments | PackedArguments,
     gpu: _device.Gpu,
     num_entries: int,  # of its work list, at most
-    num_partitions: NumPartitions,
+    num_partitions: int | None,
     window: int | None,
 ) -> prefill_config.Config:
     heads, _ = prefill_config.heads_and_tokens(a.group)
@@ -138,17 +151,11 @@ def config_of(
     a: AttentionArguments,
     *,
     num_sms: int,
-    num_partitions: NumPartitions,
+    num_partitions: int | None,
     fast_memory: bool = False,
     window: int | None = None,
 ) -> decode_config.Config:
-    num_runs, _ = query_runs.runs_of(a.q.shape[1], a.group)
-    plan = None
-    if isinstance(num_partitions, PartitionPlan):
-        plan, num_partitions = num_partitions, "balanced"
-    if num_partitions == "balanced" and num_runs > 1:
-        num_partitions = None  # a prompt's runs are many, and there is nothing to even out
-    config = decode_config.default_config(
+    return decode_config.default_config(
         **query_runs.sizes_of(a),
         num_sms=num_sms,
         fast_memory=fast_memory,
@@ -156,23 +163,12 @@ def config_of(
         num_partitions=num_partitions,
         token_scales=sum(scale is not None and scale.ndim == 3 for scale in (a.options.k_scale, a.options.v_scale)),
     )
-    if plan is None or config.total_partitions is None:
-        return config
-    return dataclasses.replace(
-        config,
-        total_partitions=plan.total_partitions,
-        num_partitions=decode_config.most_of_one(plan.total_partitions, seqs=a.q.shape[0]),
-    )
 
 
-def plan_of(config: decode_config.Config, a: AttentionArguments, num_partitions: NumPartitions) -> PartitionPlan | None:
-    if config.total_partitions is None:
-        return None
-    if isinstance(num_partitions, PartitionPlan):
-        return num_partitions
-    return partition_plan.make(
-        a.lengths, a.options.sliding_window, q_len=a.q.shape[1], total_partitions=config.total_partitions
-    )
+def plan_of(a: AttentionArguments, num_sms: int) -> PartitionPlan:
+    seqs, q_len, _, _ = a.q.shape
+    total = partition_plan.default_total(seqs, a.k_cache.shape[2], num_sms)
+    return partition_plan.make(a.lengths, a.options.sliding_window, q_len=q_len, total_partitions=total)
 
 
 def check_supported(a: AttentionArguments | PackedArguments, *, num_partitions: int | None = None) -> None:
@@ -249,58 +245,25 @@ def _check_tree(a: AttentionArguments | PackedArguments, gpu: _device.Gpu, num_p
 
 
 # Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 5))
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 3))
 def _launch(
-    config: decode_config.Config,
-    mapped: decode_config.Config,  # what is taken under vmap
-    interpret: Any,
-    a: AttentionArguments,
-    plan: PartitionPlan | None,
-    falls_back: bool = False,
+    config: decode_config.Config, interpret: Any, a: AttentionArguments, falls_back: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    kernels = functools.partial(_kernels, config, interpret, falls_back)
-    if plan is None:
-        return kernels(a, None)
-    # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0).
-    launch = jax.custom_batching.custom_vmap(kernels)
-
-    @launch.def_vmap
-    def _without_plan(
-        axis_size: int, in_batched: list[Any], a: AttentionArguments, _: PartitionPlan
-    ) -> tuple[Any, Any]:
-        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])
-        mapped_kernels = functools.partial(_kernels, mapped, interpret, falls_back)
-        return jax.vmap(mapped_kernels, in_axes=(axes, None), axis_size=axis_size)(a, None), (True, True)
-
-    return launch(a, plan)
-
-
-def _kernels(
-    config: decode_config.Config, interpret: Any, falls_back: bool, a: AttentionArguments, plan: PartitionPlan | None
-) -> tuple[jax.Array, jax.Array]:
-    def launch(a: AttentionArguments, plan: PartitionPlan | None) -> tuple[jax.Array, jax.Array]:
+    def launch(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
         from pallas_kernels import paged_decode  # here, so that only its callers import Mosaic
 
         runs = query_runs.cut(a)
+        arrays = runs.q, runs.k_cache, runs.v_cache, runs.block_tables, runs.lengths
         tree_bits = None if runs.tree is None else runs.tree.bits
-        out, lse = paged_decode.launch(
-            runs.q,
-            runs.k_cache,
-            runs.v_cache,
-            runs.block_tables,
-            runs.lengths,
-            dataclasses.replace(runs.options, tree_bits=tree_bits),
-            plan=plan,
-            config=config,
-            interpret=interpret,
-        )
+        options = dataclasses.replace(runs.options, tree_bits=tree_bits)
+        out, lse = paged_decode.launch(*arrays, options, config=config, interpret=interpret)
         return query_runs.join(out, a), query_runs.join(lse, a)
 
     if interpret is not None:
-        return launch(a, plan)
+        return launch(a)
     by_xla = functools.partial(xla.attend, num_partitions=1)
-    return call_kernel(launch, (lambda a, _: by_xla(a)) if falls_back else None, a, plan)
+    return call_kernel(launch, by_xla if falls_back else None, a)
 
 
 def _prompts(
@@ -355,12 +318,7 @@ def _packed(a: AttentionArguments) -> PackedArguments:
 
 @_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
 def _launch_jvp(
-    config: decode_config.Config,
-    mapped: decode_config.Config,
-    interpret: Any,
-    falls_back: bool,
-    primals: tuple,
-    tangents: tuple,
+    config: decode_config.Config, interpret: Any, falls_back: bool, primals: tuple, tangents: tuple
 ) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
     return jax.jvp(functools.partial(xla.attend, num_partitions=None), primals[:1], tangents[:1])

@@ -1,7 +1,5 @@
 """Into how many partitions sequences are cut: what a caller can ask for, and the plan by true lengths."""
 
-from typing import Literal
-
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -10,11 +8,10 @@ from jaxpaged import _device
 from jaxpaged._attention.arguments import check_lengths_dtype, optional
 from jaxpaged._export import exportable
 from jaxpaged._integers import as_int32, checked_size
-from pallas_kernels import decode_config, partition_plan
+from pallas_kernels import partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
-StaticPartitions = int | Literal["balanced"] | None
-NumPartitions = StaticPartitions | PartitionPlan
+NumPartitions = int | PartitionPlan | None
 
 exportable(PartitionPlan)
 
@@ -89,5 +86,5 @@ def plan_partitions(
         num_sms = _device.gpu().num_sms
     except NotImplementedError:
         num_sms = 0  # no kernel will use the plan
-    total = decode_config.balanced_partitions(seqs, num_kv_heads, num_sms) or seqs + 1
+    total = partition_plan.default_total(seqs, num_kv_heads, num_sms)
     return partition_plan.make(lengths, window, q_len=q_len, total_partitions=total)

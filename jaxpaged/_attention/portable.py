@@ -1,4 +1,4 @@
-"""Paged attention by the portable decode kernel: every GPU since Ampere, used by name on those that are not Hopper."""
+"""Paged attention by the portable decode kernel: on Hopper for calls with a plan, by name for all on other GPUs."""
 
 import functools
 from typing import Any
@@ -9,34 +9,42 @@ from jaxpaged import _device
 from jaxpaged._attention import query_runs, xla
 from jaxpaged._attention.arguments import AttentionArguments
 from jaxpaged._attention.kernel_call import call_kernel
-from pallas_kernels import decode_config, portable_config
+from pallas_kernels import portable_config
 from pallas_kernels._sizes import filled_rows, round_up
 from pallas_kernels.partition_plan import PartitionPlan
 
 
 def attend(
-    a: AttentionArguments, *, num_partitions: int | None, plan: PartitionPlan | None = None, window: int | None
+    a: AttentionArguments,
+    *,
+    num_partitions: int | None = None,
+    plan: PartitionPlan | None = None,  # one that `follows`
+    window: int | None,
+    falls_back: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
-    if plan is not None and not follows(a, plan):
-        plan = None
-    config = config_of(a, _device.gpu(), num_partitions=num_partitions if plan is None else 1, window=window)
-    return launch(config, None, a, plan)
+    config = config_of(a, _device.gpu(), num_partitions=num_partitions, planned=plan is not None, window=window)
+    return launch(config, None, a, plan, falls_back)
 
 
-def follows(a: AttentionArguments, plan: PartitionPlan) -> bool:
-    """Whether the kernel follows a plan for this call: not for one sequence, prompts in several runs, more partitions
-    than the grid takes, nor where the partials would need too much memory."""
+def follows(a: AttentionArguments, total_partitions: int) -> bool:
+    """Whether the kernel follows a plan of so many partitions for this call: not for one sequence, trees, prompts in
+    several runs, more partitions than the grid takes, nor where the partials would need too much memory."""
     num_runs, run = query_runs.runs_of(a.q.shape[1], a.group)
     row_bytes = 4 * round_up(a.q.shape[-1], portable_config.COLUMNS)
     partial_bytes = filled_rows(run, a.group, rows_first=False) * row_bytes
-    num_bytes = plan.total_partitions * a.k_cache.shape[2] * partial_bytes
-    fits = plan.total_partitions <= portable_config.MAX_SEQS and num_bytes <= decode_config.PARTIAL_BYTES
-    return a.q.shape[0] > 1 and num_runs == 1 and fits
+    num_bytes = total_partitions * a.k_cache.shape[2] * partial_bytes
+    fits = total_partitions <= portable_config.MAX_SEQS and num_bytes <= portable_config.PARTIAL_BYTES
+    return a.q.shape[0] > 1 and num_runs == 1 and not a.has_tree and fits
 
 
 def config_of(
-    a: AttentionArguments, gpu: _device.Gpu, *, num_partitions: int | None, window: int | None = None
+    a: AttentionArguments,
+    gpu: _device.Gpu,
+    *,
+    num_partitions: int | None = None,
+    planned: bool = False,
+    window: int | None = None,
 ) -> portable_config.Config:
     return portable_config.default_config(
         **query_runs.sizes_of(a),
@@ -44,14 +52,19 @@ def config_of(
         compute_capability=gpu.compute_capability,
         window=window,
         num_partitions=num_partitions,
+        planned=planned,
     )
 
 
 # Jitted by itself: otherwise every layer of a model lowers the kernel again.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 4))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 4))
 def launch(
-    config: portable_config.Config, interpret: Any, a: AttentionArguments, plan: PartitionPlan | None = None
+    config: portable_config.Config,
+    interpret: Any,
+    a: AttentionArguments,
+    plan: PartitionPlan | None = None,
+    falls_back: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
 
@@ -63,11 +76,14 @@ def launch(
         out, lse = portable_decode.launch(*arrays, runs.options, plan=plan, config=config, interpret=interpret)
         return query_runs.join(out, a), query_runs.join(lse, a)
 
-    call = kernel if interpret is not None else functools.partial(call_kernel, kernel, None)
+    by_xla = (lambda a, _: xla.attend(a, num_partitions=1)) if falls_back else None
+    call = kernel if interpret is not None else functools.partial(call_kernel, kernel, by_xla)
     # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0).
     return call(a, None) if plan is None else jax.custom_batching.sequential_vmap(call)(a, plan)
 
 
 @launch.__wrapped__.defjvp  # type: ignore[attr-defined]
-def _launch_jvp(config: portable_config.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
+def _launch_jvp(
+    config: portable_config.Config, interpret: Any, falls_back: bool, primals: tuple, tangents: tuple
+) -> tuple:
     return jax.jvp(functools.partial(xla.attend, num_partitions=None), primals[:1], tangents[:1])

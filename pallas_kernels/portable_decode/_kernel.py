@@ -152,18 +152,15 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
             factor = factor * v_scale
         return [tiles.ordered(part * over_rows(factor, part.shape)).astype(dtype) for part in state.acc], lse
 
-    def finish(partial: jax.Array) -> None:
+    def finish() -> None:
         sinks = None if refs.sinks is None else _rows.load_rows(refs.sinks.at[partition.kv_head])
-        place = partial, partition.seq, partition.kv_head
+        place = partition.partial, partition.seq, partition.kv_head
         _results.store(*rows_of(sinks, refs.out.dtype), refs.out, refs.lse, place, group, interpret)
 
     if refs.partitions is None:
-        finish(partition.partial)
+        finish()
         return
-
-    @pl.when(partition.count == 1)
-    def _whole() -> None:
-        finish(jnp.int32(0))
+    pl.when(partition.count == 1)(finish)
 
     @pl.when(partition.count > 1)
     def _split() -> None:

@@ -37,7 +37,7 @@ class State(NamedTuple):
 
 def store_partial(parts: list[jax.Array], lse: jax.Array, refs: Refs, partition: Partition) -> None:
     """`parts`: f32 [64, rows] each, together O^T; lse: f32 [rows]."""
-    place = partition.partial, partition.kv_head
+    place = refs.partition_starts[partition.seq] + partition.index, partition.kv_head
     for c, part in enumerate(parts):
         _rows.store(refs.partial_out.at[(*place, pl.ds(c * COLUMNS, COLUMNS))], part)
     _rows.store(refs.partial_lse.at[place], lse)

@@ -16,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged._attention import mosaic_gpu
 from jaxpaged._attention.arguments import check_arguments
-from jaxpaged._attention.partitions import NumPartitions
 from tests.cases import Case, assert_lse, assert_within_budget
 from tests.kernels.evaluate import evaluate
 
@@ -61,7 +60,7 @@ def races_found() -> bool:
 def attend(
     case: Case,
     *,
-    num_partitions: NumPartitions = 1,
+    num_partitions: int | None = 1,
     num_sms: int = 132,
     window: int | None = None,
     zero_fill: bool = False,
@@ -75,7 +74,7 @@ def attend(
     a = arguments_of(case)
     chosen = mosaic_gpu.config_of(a, num_sms=num_sms, num_partitions=num_partitions, window=window)
     chosen = dataclasses.replace(chosen, **config)
-    out, lse = mosaic_gpu._launch(chosen, chosen, interpret, a, mosaic_gpu.plan_of(chosen, a, num_partitions))
+    out, lse = mosaic_gpu._launch(chosen, interpret, a)
     jax.block_until_ready(out)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 

@@ -79,10 +79,7 @@ def traced(
 
     @jax.jit
     def launch(*arrays, **named):
-        plan, total = None, config.total_partitions
-        if total is not None:
-            plan = partition_plan.make(arrays[-1], named.get("sliding_window"), q_len=q_len, total_partitions=total)
-        return paged_decode.launch(*arrays, AttentionOptions(**named), plan=plan, config=config)
+        return paged_decode.launch(*arrays, AttentionOptions(**named), config=config)
 
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)

@@ -15,7 +15,6 @@ from jaxpaged import (
     KVCache,
     _device,
     paged_attention,
-    plan_partitions,
     write_kv,
 )
 from jaxpaged._attention import mosaic_gpu
@@ -91,29 +90,26 @@ def test_a_scan_over_layers_of_a_stack_with_mixed_windows():
 
 @pytest.fixture
 def configs(monkeypatch):
-    """Those that are launched, each with that for vmap, instead of a launch."""
+    """Those that are launched, instead of a launch."""
     launched = []
 
-    def launch(config, mapped, interpret, a, plan, falls_back):
-        launched.append((config, mapped))
+    def launch(config, interpret, a, falls_back):
+        launched.append(config)
         return a.q, jnp.zeros(a.q.shape[:3])
 
     monkeypatch.setattr(mosaic_gpu, "_launch", launch)
     return launched
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_window_that_is_a_number_bounds_what_there_is_to_do(configs, planned):
+def test_a_window_that_is_a_number_bounds_what_there_is_to_do(configs):
     cache, allocator, q = inputs()
-    plan = plan_partitions(allocator.lengths, num_kv_heads=KV_HEADS) if planned else None
     arrays = q, cache.k, cache.v, allocator.block_tables, allocator.lengths
     for window in (20, np.int32(20), jnp.int32(20), None):
-        attend(*arrays, sliding_window=window, plan=plan)
+        attend(*arrays, sliding_window=window)
     number, numpy_number, array, none = configs
     assert number == numpy_number
     assert array == none
-    assert number[0] != none[0]
-    assert (number[1].num_partitions, none[1].num_partitions) == (1, 8)
+    assert (number.num_partitions, none.num_partitions) == (1, 8)
 
 
 def test_rules_of_an_h200(configs, monkeypatch):
@@ -125,7 +121,7 @@ def test_rules_of_an_h200(configs, monkeypatch):
         gpu = _device.Gpu(132, 9.0, fast_memory=is_h200)
         monkeypatch.setattr(_device, "gpu", lambda gpu=gpu: gpu)
         attend(jnp.ones((1, 32, HEAD_DIM), jnp.bfloat16), cache.k, cache.v, tables, lengths)
-    assert [config.num_partitions for config, _ in configs] == [2, 4]
+    assert [config.num_partitions for config in configs] == [2, 4]
 
 
 def test_layers_whose_windows_come_to_one_config_share_a_kernel():

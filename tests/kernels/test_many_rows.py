@@ -19,9 +19,7 @@ def test_options(name):
     check(make_case(**SMALL, options=OPTIONS[name]))
 
 
-@pytest.mark.parametrize(
-    ("num_partitions", "name"), [(2, "plain"), (3, "all"), ("balanced", "plain"), ("balanced", "all")]
-)
+@pytest.mark.parametrize(("num_partitions", "name"), [(2, "plain"), (3, "all")])
 def test_partitions(name, num_partitions):
     case = make_case(lengths=(0, 9, 400), max_blocks=26, options=OPTIONS[name], **MANY)
     check(case, num_partitions=num_partitions)

@@ -1,7 +1,5 @@
 """Partitions shared out by length: the plan, and the kernels that follow it."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +7,9 @@ import pytest
 from jax import export
 
 from jaxpaged import _device, paged_attention, plan_partitions
-from jaxpaged._attention import mosaic_gpu
-from pallas_kernels import decode_config, partition_plan
-from tests.cases import OPTIONS, make_case, within_budget
-from tests.kernels.interpret import arguments_of, attend, check
-from tests.kernels.lowering import SHAPE
+from jaxpaged._attention import mosaic_gpu, portable
+from pallas_kernels import partition_plan
+from tests.cases import make_case
 
 pytestmark = pytest.mark.slow
 
@@ -44,98 +40,50 @@ def test_every_partition_is_somebodys_and_none_has_too_much(name, extra):
     assert starts[-1] <= total
     assert (counts >= 1).all()
     seq_ids, indices, of = partitions.T
-    assert (seq_ids[: starts[-1]] == np.repeat(np.arange(seqs), counts)).all()
-    assert (seq_ids[starts[-1] :] == seqs - 1).all()
-    assert (indices == np.arange(total) - starts[seq_ids]).all()
     assert (of == counts[seq_ids]).all()
+    working = indices < of
+    assert working.tolist() == [True] * starts[-1] + [False] * (total - starts[-1])
+    assert sorted(zip(seq_ids[working], indices[working], strict=True)) == [
+        (seq, index) for seq in range(seqs) for index in range(counts[seq])
+    ]
     tiles = -(-lengths // 64)
-    assert (-(-tiles // counts) <= max(1, -(-tiles.sum() // extra))).all()
+    assert (-(-tiles // counts) <= max(partition_plan.LEAST_TILES, -(-tiles.sum() // extra))).all()
+    assert (np.diff((tiles // counts)[seq_ids[working]]) <= 0).all()  # the longest begin
 
 
 def test_a_literal_plan():
-    """2, 0, 40, 1 and 1 tiles, together 44, on 5 + 8 partitions: 6 tiles each at most."""
-    partitions, starts = make(LENGTHS["one long"], 13)
+    """2, 0, 80, 1 and 9 tiles, together 92, on 5 + 8 partitions: 12 tiles each at most."""
+    partitions, starts = make((70, 0, 64 * 80, 1, 64 * 9), 13)
     assert starts.tolist() == [0, 1, 2, 9, 10, 11]
-    assert partitions[:, 0].tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 2, 3, 4, 4, 4]
-    assert partitions[:, 1].tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2]
-    assert partitions[:, 2].tolist() == [1, 1, 7, 7, 7, 7, 7, 7, 7, 1, 1, 1, 1]
+    assert partitions[:, 0].tolist() == [2, 2, 2, 2, 2, 2, 2, 4, 0, 3, 1, 1, 1]
+    assert partitions[:, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 1, 2]
+    assert partitions[:, 2].tolist() == [7, 7, 7, 7, 7, 7, 7, 1, 1, 1, 1, 1, 1]
 
 
 def test_a_sequence_as_long_as_the_mean_stays_whole():
-    for seqs in (8, 64):
-        total = decode_config.balanced_partitions(seqs, kv_heads=8, num_sms=132)
+    for seqs in (66, 256):
+        total = partition_plan.default_total(seqs, kv_heads=8, num_sms=132)
         _, starts = make((1000,) * seqs, total)
         assert (np.diff(starts) == 1).all()
         _, starts = make((1000,) * (seqs - 1) + (100_000,), total)
-        assert np.diff(starts)[-1] > seqs // 2
+        assert np.diff(starts)[-1] >= 40
+
+
+def test_a_short_sequence_stays_whole():
+    _, starts = make((513, 512, 3), 100)
+    assert np.diff(starts).tolist() == [2, 1, 1]
 
 
 def test_a_window_is_what_there_is_to_share():
-    _, starts = make(LENGTHS["one long"], 13, window=64)
-    assert np.diff(starts).tolist() == [2, 1, 1, 1, 1]  # 70 tokens end 6 past a tile
-    _, starts = make((640, 64), 6, window=65, q_len=64)
-    assert np.diff(starts).tolist() == [2, 1]
+    lengths = 64 * 100, 64 * 5
+    assert np.diff(make(lengths, 12)[1]).tolist() == [10, 1]
+    assert np.diff(make(lengths, 12, window=64 * 12)[1]).tolist() == [2, 1]
+    assert np.diff(make(lengths, 12, window=64 * 12, q_len=300)[1]).tolist() == [3, 1]
 
 
-def test_what_is_balanced():
-    def total(**shape):
-        return decode_config.default_config(**(SHAPE | dict(num_partitions="balanced") | shape)).total_partitions
-
-    assert total() == 16
-    assert total(seqs=64) == 128
-    assert total(seqs=4) == 12
-    assert total(kv_heads=1) == 74
-    assert total(seqs=1) is None
-    assert total(seqs=40_000) is None
-    assert decode_config.default_config(**SHAPE).total_partitions is None
-
-
-def test_what_is_not_balanced():
-    """One sequence, prompts in several runs, and what would need too much memory for partials."""
-
-    def total(**shape):
-        case = make_case(**(dict(lengths=(70, 3), max_blocks=8, dtype=BF16) | shape))
-        return mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions="balanced").total_partitions
-
-    assert total() is not None
-    assert total(lengths=(70,)) is None
-    assert total(q_len=40) is None
-    many = SHAPE | dict(num_partitions="balanced", group=64, head_dim=256)
-    assert decode_config.default_config(**many | dict(seqs=64)).total_partitions == 128
-    assert decode_config.default_config(**many | dict(seqs=256)).total_partitions is None
-
-
-FEW = dict(num_partitions="balanced", num_sms=4)
-
-
-@pytest.mark.parametrize("name", ["plain", "window", "all"])
-def test_options(name):
-    """Sequences that are whole, split, and empty."""
-    case = make_case(lengths=(0, 1, 500, 70), max_blocks=32, kv_heads=2, dtype=BF16, options=OPTIONS[name])
-    check(case, **FEW)
-
-
-@pytest.mark.parametrize(("q_len", "heads", "head_dim"), [(5, 3, 64), (1, 64, 128), (2, 4, 120)])
-def test_rows_and_heads(q_len, heads, head_dim):
-    case = make_case(
-        lengths=(130, 3), max_blocks=9, q_len=q_len, heads=heads, kv_heads=1, head_dim=head_dim, dtype=BF16
-    )
-    check(case, zero_fill=True, **FEW)
-
-
-def test_narrow_caches():
-    """Tiles of 128 tokens, where the plan counts 64: of two partitions one has nothing to do."""
-    case = make_case(
-        lengths=(100, 3, 40), max_blocks=7, kv_heads=1, dtype=BF16, cache_dtype=jnp.int8, scale_shape="token_head"
-    )
-    check(case, **FEW)
-
-
-def test_more_partials_than_weights_at_once():
-    case = make_case(lengths=(5, 64 * 65), max_blocks=4 * 65, heads=2, kv_heads=1, dtype=BF16)
-    plan = partition_plan.make(case.lengths, None, q_len=1, total_partitions=68)
-    assert plan.partition_starts.tolist() == [0, 1, 66]
-    check(case, num_partitions="balanced")
+def test_total():
+    assert [partition_plan.default_total(seqs, 8, 132) for seqs in (2, 66, 100)] == [68, 132, 200]
+    assert partition_plan.default_total(8, 1, 132) == 8 + 528
 
 
 def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
@@ -161,31 +109,50 @@ def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
     assert plans_inside(False) == 1
 
 
-def test_the_public_plan_is_that_of_balanced(monkeypatch):
+@pytest.fixture
+def launched(monkeypatch):
+    """The plans of the calls that are launched; None where the Hopper kernel is."""
+    plans = []
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    case = make_case(lengths=(500, 3), max_blocks=32, dtype=BF16, options=OPTIONS["window"])
-    a = arguments_of(case)
-    theirs = mosaic_gpu.plan_of(mosaic_gpu.config_of(a, num_sms=132, num_partitions="balanced"), a, "balanced")
-    ours = plan_partitions(a.lengths, num_kv_heads=2, sliding_window=a.options.sliding_window)
-    assert (ours.partitions == theirs.partitions).all()
-    assert (ours.partition_starts == theirs.partition_starts).all()
+
+    def launch(config, interpret, a, plan, falls_back):
+        plans.append(plan)
+        return a.q, jnp.zeros(a.q.shape[:3])
+
+    monkeypatch.setattr(portable, "launch", launch)
+    monkeypatch.setattr(
+        mosaic_gpu, "_launch", lambda config, interpret, a, falls_back: launch(None, None, a, None, None)
+    )
+    return plans
 
 
-def test_a_plan_for_other_lengths_and_heads_is_followed():
-    """It decides only who works on what."""
-    case = make_case(lengths=(0, 1, 500, 70), max_blocks=32, kv_heads=2, dtype=BF16)
-    plan = partition_plan.make(jnp.array([900, 1, 30, 64]), None, q_len=1, total_partitions=9)
-    assert jnp.diff(plan.partition_starts).tolist() == [4, 1, 1, 1]
-    check(case, num_partitions=plan)
+def test_calls_whose_pool_cannot_fill_their_tables_get_a_plan(launched):
+    def is_planned(max_blocks, **options):
+        q_len = options.pop("q_len", None)
+        case = make_case(lengths=(200, 180, 190), max_blocks=max_blocks, q_len=q_len, dtype=BF16)
+        launched.clear()
+        paged_attention(*case.arrays, **options, implementation="mosaic_gpu")
+        (plan,) = launched
+        if plan is not None and not options:
+            public = plan_partitions(case.lengths, num_kv_heads=2, q_len=case.q.shape[1] if case.q.ndim == 4 else 1)
+            assert (plan.partitions == public.partitions).all()
+        return plan is not None
+
+    wide = 29  # 464 tokens; the pool has 656 for three sequences
+    assert is_planned(wide)
+    assert is_planned(wide, q_len=2)
+    assert not is_planned(wide - 1)
+    assert not is_planned(wide, num_partitions=1)
+    assert not is_planned(wide, sliding_window=440)  # nobody sees as much
+    assert is_planned(wide, sliding_window=jnp.int32(440))
+    assert not is_planned(wide, q_len=40)  # in runs
 
 
-def test_a_plan_that_loses_a_partition_is_noticed():
-    case = make_case(lengths=(500, 3), max_blocks=32, kv_heads=1, dtype=BF16)
-    plan = partition_plan.make(case.lengths, None, q_len=1, total_partitions=4)
-    assert plan.partitions[1].tolist() == [0, 1, 2]
-    shorter = dataclasses.replace(plan, partitions=plan.partitions.at[1, 1].set(2))  # now it is one left over
-    out, _ = attend(case, num_partitions=shorter)
-    assert within_budget(case, out).reshape(2, -1).all(axis=1).tolist() == [False, True]
+def test_one_sequence_gets_no_plan(launched):
+    case = make_case(lengths=(500,), max_blocks=1000, dtype=BF16)
+    paged_attention(*case.arrays, implementation="mosaic_gpu")
+    paged_attention(*case.arrays, plan=plan_partitions(case.lengths, num_kv_heads=2), implementation="mosaic_gpu")
+    assert launched == [None, None]
 
 
 @pytest.mark.parametrize("lengths", [(0, 100_000), (2**31 - 1, 3), (2**31 - 1,) * 40, (1, 2, 3)])

@@ -59,7 +59,7 @@ def plan_of(lengths, total, *, q_len=1):
 def test_a_plan(name):
     """Sequences that are whole, split, and empty; of 10 partitions of the longest the merge takes 8 and 2 at once."""
     lengths = 0, 1, 620, 70
-    plan = plan_of(lengths, 17)
+    plan = plan_of((0, 1, 64 * 80, 64 * 16), 17)
     assert jnp.diff(plan.partition_starts).tolist() == [1, 1, 10, 2]
     check(make_case(lengths=lengths, max_blocks=39, kv_heads=1, dtype=BF16, options=OPTIONS[name]), plan=plan)
 
@@ -68,8 +68,7 @@ def test_what_follows_no_plan():
     a = arguments_of(small())
 
     def follows(total, *, seqs=3, q_len=1, heads=6):
-        plan = partition_plan.PartitionPlan(np.zeros((total, 3)), np.zeros(seqs + 1))
-        return portable.follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64))), plan)
+        return portable.follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64))), total)
 
     assert follows(5)
     assert not follows(5, seqs=1)
@@ -81,11 +80,11 @@ def test_what_follows_no_plan():
 def test_a_plan_for_other_lengths_and_several_query_tokens():
     """Partitions without a tile, and a head of two times 64 columns."""
     shape = dict(lengths=(3, 150), max_blocks=10, q_len=5, kv_heads=1, head_dim=128, dtype=BF16)
-    check(make_case(**shape, options=OPTIONS["sinks"]), plan=plan_of((700, 1), 7, q_len=5))
+    check(make_case(**shape, options=OPTIONS["sinks"]), plan=plan_of((64 * 40, 1), 7, q_len=5))
 
 
 def test_a_plan_that_loses_a_partition_is_noticed():
-    plan = plan_of((150, 3), 5)
+    plan = plan_of((64 * 16, 3), 5)
     assert plan.partitions[1].tolist() == [0, 1, 2]
     shorter = dataclasses.replace(plan, partitions=plan.partitions.at[1, 1].set(2))  # now it is one left over
     case = make_case(lengths=(150, 3), max_blocks=10, kv_heads=1, dtype=BF16)

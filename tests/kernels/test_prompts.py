@@ -88,7 +88,7 @@ def test_gradients_are_those_of_xla():
     config = mosaic_gpu.config_of(a, num_sms=132, num_partitions=1)
 
     def interpreted(a):
-        return mosaic_gpu._launch(config, config, plgpu.InterpretGPUParams(detect_races=True), a, None)
+        return mosaic_gpu._launch(config, plgpu.InterpretGPUParams(detect_races=True), a)
 
     def loss(function, q):
         return function(dataclasses.replace(a, q=q))[0].astype(jnp.float32).sum()
@@ -107,8 +107,8 @@ def hopper(monkeypatch):
     launched = []
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
 
-    def launch(config, mapped, interpret, a, plan, falls_back):
-        launched.append((config, mapped, interpret, a, plan))
+    def launch(config, interpret, a, falls_back):
+        launched.append((config, interpret, a))
         return a.q, jnp.zeros(a.q.shape[:3])
 
     def launch_packed(config, interpret, p, falls_back):
@@ -121,7 +121,7 @@ def hopper(monkeypatch):
 
 
 def shapes(*, seqs, q_len, heads, kv_heads, max_blocks=512, head_dim=128, cache_dtype=BF16):
-    cache = jax.ShapeDtypeStruct((99, 16, kv_heads, head_dim), cache_dtype)
+    cache = jax.ShapeDtypeStruct((seqs * max_blocks, 16, kv_heads, head_dim), cache_dtype)
     return (
         jax.ShapeDtypeStruct((seqs, q_len, heads, head_dim), BF16),
         cache,
@@ -203,11 +203,11 @@ def test_which_kernel_takes_a_shared_prefix(hopper, max_blocks, prefix, by_prefi
     arrays = shapes(seqs=64, q_len=1, heads=32, kv_heads=8, max_blocks=max_blocks)
     out = jax.eval_shape(attend, jax.ShapeDtypeStruct((), jnp.int32), *arrays)
     assert out.shape == (64, 1, 32, 128)
-    first, (_, _, _, rest, _) = hopper
+    first, (_, _, rest) = hopper
     assert rest.q.shape == out.shape
     if by_prefill:
         config, _, shared = first
         assert (config.causal, config.num_parts, shared.q.shape) == (False, 8, (64, 32, 128))
     else:
-        shared = first[3]  # 4 runs of 16 tokens, 64 rows
+        shared = first[2]  # 4 runs of 16 tokens, 64 rows
         assert (shared.q.shape, shared.block_tables.shape) == ((4, 1, 16 * 32, 128), (4, 512))

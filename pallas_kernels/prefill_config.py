@@ -19,7 +19,9 @@ class Config:
     item_tokens: int  # query tokens of an item, a multiple of 8
     tile: int  # tokens of keys a step
     num_stages: int  # tiles of K, and of V, in SMEM, of 16 bits
-    separate_output: bool  # whether O has its own SMEM, so that the next item's Q is fetched while O is written
+    output_columns: (
+        int  # of O at a time through SMEM of their own, beside which the next item's Q is fetched; 0: by Q's
+    )
     num_parts: int = 1  # of the tiles that an item sees, each a program's; more than one are merged after the kernel
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches or widens
     causal: bool = True  # False: every query token sees the whole sequence, and stands at its last token
@@ -68,8 +70,10 @@ def default_config(
     # H100. Of head_dim 64 none are spilled, and 128 are faster.
     tile, num_stages = {64: (128, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}[width]
     # 64 prompts of 1 to 1024 tokens take 463 to 498 us with SMEM of its own for O, 534 to 547 where O leaves through
-    # that of Q. A second Q in its stead is not faster. [prefill_ahead_h100 of benchmarks/results/decisions/]
-    separate_output = width <= 128
+    # that of Q. A second Q in its stead is not faster. Of head_dim 256 half of O has room: 8 x 1024 347 us, a quarter
+    # 357, through Q's 414; of 192 a third gains nothing. [prefill_ahead_h100, prefill_variants_h100 of
+    # benchmarks/results/decisions/]
+    output_columns = {64: 64, 128: 128, 192: 0, 256: 128}[width]
     registers, num_narrow_stages = (232, 40), 0
     if itemsize == 1:
         num_stages, num_narrow_stages = {64: (3, 3), 128: (3, 3), 192: (2, 3)}[width]
@@ -80,7 +84,7 @@ def default_config(
         item_tokens=item_tokens,
         tile=tile,
         num_stages=num_stages,
-        separate_output=separate_output,
+        output_columns=output_columns,
         num_parts=num_parts,
         registers=registers,
         causal=causal,

@@ -128,7 +128,7 @@ def _kernel(
             ).run()
 
             # 3. The next item's Q comes while O and lse of this one leave.
-            if config.separate_output:
+            if config.output_columns:
                 start_load(next_numbers)
             factor, lse = _rows.normalise(m, l, sinks)
             if v_scale is not None:
@@ -139,7 +139,7 @@ def _kernel(
             else:
                 rows.store(o.astype(o_smem.dtype), refs["out"], item, o_smem)
             rows.store_vector(lse, refs["lse"], item, lse_smem)
-            if not config.separate_output:
+            if not config.output_columns:
                 plgpu.commit_smem()  # all threads have read their part of O
                 start_load(next_numbers)
             return turn + item.end - item.begin, next_numbers
@@ -265,8 +265,8 @@ def launch(
     output: dict[str, Any] = {}
     if in_parts and interpret:
         output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), jnp.float32)
-    elif config.separate_output and not in_parts:
-        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), q.dtype, transforms=matrix)
+    elif config.output_columns and not in_parts:
+        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, config.output_columns), q.dtype, transforms=matrix)
     if interpret:
         output["lse_smem"] = plgpu.SMEM((2, WG_ROWS), jnp.float32)
     scratch: dict[str, Any] = dict(

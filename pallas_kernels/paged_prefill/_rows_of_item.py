@@ -71,18 +71,26 @@ class RowsOfItem:
         plgpu.commit_smem()
 
     def store(self, x: jax.Array, out: Any, item: Item, o_smem: Any) -> None:
-        """x [64, width] into out, GMEM [tokens, heads, head_dim], by way of o_smem [64, width]."""
+        """x [64, width] into out, GMEM [tokens, heads, head_dim], by way of o_smem [64, columns], so many at a time."""
+        columns = o_smem.shape[1]
+        for start in range(0, x.shape[1], columns):
+            if start:
+                plgpu.commit_smem()  # all threads have read what was there
+            part = lax.slice(x, (0, start), (WG_ROWS, start + columns))
+            self._store_columns(part, out, item, o_smem, start)
+
+    def _store_columns(self, x: jax.Array, out: Any, item: Item, o_smem: Any, start: int) -> None:
         o_smem[...] = x
         plgpu.commit_smem()
         if self.interpret:
-            self._store_one_by_one(out, item, o_smem)
+            self._store_one_by_one(out, item, o_smem, start)
             return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(self.transforms), *[SPLAT] * 4))
         def store(_: Any, out: Any, o_smem: Any, *scalars: Any) -> None:
             copy = "ld.shared.v4.b32 {a, b, c, d}, [$0]; @p st.global.v4.b32 [$1], {a, b, c, d};"
             place = _Place.of(self.config, *scalars)
-            for chunk in _chunks(out, o_smem, place):
+            for chunk in _chunks(out, o_smem, place, start):
                 is_there = arith.extui(ir.IntegerType.get_signless(32), chunk.is_there)
                 _asm(
                     "{ .reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $2, 0; " + copy + " }",
@@ -168,9 +176,11 @@ class RowsOfItem:
 
         self._each_row(item, item.q_row, copy)
 
-    def _store_one_by_one(self, out: Any, item: Item, smem: Any) -> None:
+    def _store_one_by_one(self, out: Any, item: Item, smem: Any, start: int = 0) -> None:
+        columns = min(smem.shape[-1], out.shape[-1] - start)
+
         def copy(i: jax.Array, *at: jax.Array) -> None:
-            plgpu.copy_smem_to_gmem(_row(smem, i, out), out.at[at])
+            plgpu.copy_smem_to_gmem(smem.at[i, pl.ds(0, columns)], out.at[(*at, pl.ds(start, columns))])
 
         self._each_row(item, item.out_row, copy)
         plgpu.wait_smem_to_gmem(0)
@@ -224,10 +234,11 @@ class _Chunk:
     is_there: Any  # i1
 
 
-def _chunks(array: Any, smem: Any, place: _Place) -> Iterator[_Chunk]:
+def _chunks(array: Any, smem: Any, place: _Place, start: int = 0) -> Iterator[_Chunk]:
     """Those of 64 rows in an array of [tokens, heads, head_dim] and in tiled and swizzled SMEM, dealt out to threads.
 
-    smem: [row tiles, column tiles, 8, columns of a tile], as `TilingTransform` makes it of [64, width].
+    smem: [row tiles, column tiles, 8, columns of a tile], as `TilingTransform` makes it of [64, columns], those of the
+    array from `start` on.
     """
     i32, i64, index = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.IndexType.get()
     _, heads, head_dim = ir.MemRefType(array.type).shape
@@ -254,6 +265,7 @@ def _chunks(array: Any, smem: Any, place: _Place) -> Iterator[_Chunk]:
         # The swizzle: bits 4 to 6 of an address, or fewer for narrower tiles, turned by bits 7 to 9.
         turn = arith.andi(arith.shrui(offset, _index(7)), _index(2 * tile_columns // 16 - 1))
         offset = arith.xori(offset, arith.shli(turn, _index(4)))
+        column = arith.addi(column, _index(start))
         in_head = arith.cmpi(arith.CmpIPredicate.ult, column, _index(head_dim))
         yield _Chunk(
             smem=arith.addi(smem_start, arith.index_cast(i32, offset)),

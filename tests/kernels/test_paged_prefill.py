@@ -81,6 +81,7 @@ def test_narrow_caches(shape, counts):
     [
         (dict(lengths=(140,), q_len=42, heads=3, kv_heads=1, options={"scale": -0.3}), (42,)),  # two items
         (dict(lengths=(70,), q_len=9, heads=8, kv_heads=1, head_dim=80, dtype=jnp.float16), (9,)),
+        (dict(lengths=(70,), q_len=9, heads=8, kv_heads=1, head_dim=208), (9,)),  # O in columns of 128 and of 80
     ],
 )
 def test_shapes(shape, counts):

@@ -87,7 +87,7 @@ def test_several_query_tokens(form, q_len, heads, options):
     "shape",
     [
         dict(options=OPTIONS["all"]),
-        dict(heads=64, kv_heads=1, head_dim=80, options=OPTIONS["sinks"]),
+        dict(heads=64, kv_heads=1, head_dim=80, options={"sinks": np.linspace(-2.0, 4.0, 64, dtype=np.float32)}),
         dict(cache_dtype=jnp.int8, scale_shape="token_head", q_len=3),
     ],
 )

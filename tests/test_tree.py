@@ -160,8 +160,7 @@ def test_errors(function, changes, message):
 
 
 def test_which_kernel_takes_a_tree(monkeypatch):
-    """Beyond 64 rows, and of packed tokens, the prefill kernel, however few items there are and whatever the plan, but
-    only if it is named."""
+    """Beyond 64 rows, and of packed tokens, the prefill kernel, however few items there are and whatever the plan."""
     taken = []
 
     def launch(kernel, arguments):
@@ -184,7 +183,7 @@ def test_which_kernel_takes_a_tree(monkeypatch):
         paged_attention(q.reshape(88, 6, 64), *arrays, **packed, **named)
         paged_attention(q, *arrays, tree_mask=mask)
 
-    assert taken == ["decode", "prefill", "prefill", "prefill"]
+    assert taken == ["decode", "prefill", "prefill", "prefill", "prefill"]
 
 
 def test_bits_by_place():

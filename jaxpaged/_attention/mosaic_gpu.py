@@ -211,10 +211,7 @@ def check_supported(a: AttentionArguments | PackedArguments, *, num_partitions: 
 
 
 def is_wide_tree(a: AttentionArguments | PackedArguments) -> bool:
-    """Whether there is a tree that only the prefill kernel takes: the decode kernel's runs have none.
-
-    No GPU has run such a call yet: the kernel must be named.
-    """
+    """Whether there is a tree that only the prefill kernel takes: the decode kernel's runs have none."""
     return a.has_tree and (isinstance(a, PackedArguments) or a.q.shape[1] * a.group > decode_config.MAX_ROWS)
 
 

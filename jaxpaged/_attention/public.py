@@ -141,9 +141,7 @@ def paged_attention(
             `query_starts`: of its newest ones). Itself and what stands before them it always sees, what stands behind
             it never. A token's position n is then that of its branch alone, so that windows and ALiBi are those of the
             branch by itself; give the same positions to the rotary embedding. With `query_starts` sequences with
-            more newest tokens than bits have no tree. "mosaic_gpu" takes a tree without a window and ALiBi. It must
-            be named for one with `query_starts`, or of more than 64 rows (q_len * heads / kv_heads): no GPU has run
-            such a call yet.
+            more newest tokens than bits have no tree. "mosaic_gpu" takes a tree without a window and ALiBi.
         shared_prefix: int or int32 `[]`, in tokens: all sequences begin with the same blocks, as many as these tokens
             fill, which are then read once for all of them. Or `[groups]`, for each run of seqs / groups sequences. It
             only decides what is computed together: a sequence with other blocks there, or with new tokens, is computed
@@ -245,8 +243,6 @@ def _use_kernel(
         return False
     if implementation is None and not _device.gpu().is_hopper:
         _name_the_self_test()
-        return False
-    if implementation is None and mosaic_gpu.is_wide_tree(arguments):
         return False
     if (version := _device.broken_ptxas()) is None:
         return True

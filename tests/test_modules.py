@@ -295,5 +295,5 @@ def test_a_plan_reaches_the_attention():
 
 
 def test_rotary_frequencies_of_an_odd_head_dim():
-    with pytest.raises(ValueError, match=r"head_dim must be even for a rotary embedding; got head_dim=5"):
+    with pytest.raises(ValueError, match=r"an even number of dimensions, up to head_dim; got head_dim=5 and"):
         jaxpaged.rotary_frequencies(5)

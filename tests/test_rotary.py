@@ -140,6 +140,11 @@ def test_scaled_frequencies():
     assert not np.allclose(rotary_frequencies(128, 1e6, YARN), plain)
     assert rotary_frequencies(4, scaling={"type": "linear", "factor": 2}) == (0.5, 0.005)
     assert rotary_frequencies(4, scaling={}) == rotary_frequencies(4)
+    fields = dict(rope_type="default", partial_rotary_factor=0.25, rope_theta=500.0)
+    assert rotary_frequencies(16, scaling=fields) == rotary_frequencies(4, 500.0)
+    assert rotary_frequencies(16, 500, fields) == rotary_frequencies(4, 500.0)
+    yarn = rotary_frequencies(256, scaling=YARN | dict(partial_rotary_factor=0.5, rope_theta=1e6))
+    assert yarn == rotary_frequencies(128, 1e6, YARN)
 
 
 def test_the_attention_factor():
@@ -190,12 +195,22 @@ def test_frequencies_of_transformers(scaling, theta, max_length, expected):
         (dict(type="linear"), "needs factor, a number above 0; got None"),
         (YARN | dict(factor=-1.0), "needs factor, a number above 0; got -1.0"),
         (LLAMA | dict(original_max_position_embeddings="8192"), "needs original_max_position_embeddings.*'8192'"),
+        (
+            dict(rope_theta=500.0),
+            "must be rope_theta of the rotary scaling, or None; got theta=10000.0 and rope_theta=500",
+        ),
+        (dict(partial_rotary_factor=1.5), "up to head_dim; got head_dim=64 and partial_rotary_factor=1.5"),
+        (dict(partial_rotary_factor=0.05), "an even number of dimensions"),
+        (
+            dict(full_attention={}, sliding_attention={}),
+            "of one type of layers; pass that of full_attention or of sliding",
+        ),
         (LLAMA | dict(low_freq_factor=4.0), "low_freq_factor must be below high_freq_factor; got 4.0 and 4.0"),
     ],
 )
 def test_scalings_that_are_not_known(scaling, message):
     with pytest.raises(ValueError, match=message):
-        rotary_frequencies(64, scaling=scaling)
+        rotary_frequencies(64, 10_000.0, scaling)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -10,14 +10,14 @@ from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._cache.rotary_scaling import scaled
+from jaxpaged._cache.rotary_scaling import rotary_dims_of, scaled, theta_of
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
 
 
 def rotary_frequencies(
     head_dim: int,
-    theta: float = 10_000.0,
+    theta: float | None = None,
     scaling: Mapping[str, Any] | None = None,
     *,
     max_length: int | None = None,
@@ -30,8 +30,9 @@ def rotary_frequencies(
     `max_length` tokens, and everywhere if `max_length` is within the context of the model's training.
 
     Args:
-        head_dim: the dimensions that are rotated: of a model that rotates a part of each head, that part.
-        theta: the base.
+        head_dim: the dimensions that are rotated: of a model that rotates a part of each head, that part. With
+            `partial_rotary_factor` in `scaling` all dimensions of a head, of which that part is rotated.
+        theta: the base. None: `rope_theta` of `scaling`, or 10,000.
         scaling: `rope_scaling` (or `rope_parameters`) of a Hugging Face config, of type "linear", "llama3", "yarn",
             "dynamic" or "longrope". "yarn" and "longrope" come with a `rotary_attention_factor`. "dynamic" and
             "longrope" need `original_max_position_embeddings` in it, and `rotary_attention_factor` of "longrope" a
@@ -39,17 +40,20 @@ def rotary_frequencies(
         max_length: the most tokens of a sequence in the cache, which "dynamic" and "longrope" need.
 
     Raises:
-        ValueError: an odd head_dim; a scaling that is not known, or without a field that it needs.
+        ValueError: an odd number of dimensions to rotate; a theta that is not that of the scaling; a scaling that is
+            not known, or without a field that it needs.
 
     Example:
         >>> import jaxpaged
         >>> jaxpaged.rotary_frequencies(4)
         (1.0, 0.01)
+        >>> jaxpaged.rotary_frequencies(16, scaling={"partial_rotary_factor": 0.25, "rope_theta": 10_000.0})
+        (1.0, 0.01)
     """
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim must be even for a rotary embedding; got {head_dim=}.")
-    frequencies = tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
-    return frequencies if scaling is None else scaled(frequencies, theta, scaling, max_length)
+    scaling = {} if scaling is None else scaling
+    theta, rotary_dims = theta_of(scaling, theta), rotary_dims_of(scaling, head_dim)
+    frequencies = tuple(theta ** (-2 * i / rotary_dims) for i in range(rotary_dims // 2))
+    return scaled(frequencies, theta, scaling, max_length)
 
 
 def rotate_and_write_kv[C: (KVCache, CacheLayer)](

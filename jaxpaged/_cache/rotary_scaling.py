@@ -15,6 +15,29 @@ CONTEXT = "original_max_position_embeddings"  # of the model's training
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
+def theta_of(scaling: Mapping[str, Any], theta: float | None) -> float:
+    if scaling.get("rope_theta") is None:
+        return 10_000.0 if theta is None else theta
+    found = _number(scaling, "rope_theta")
+    if theta not in (None, found):
+        raise ValueError(
+            f"theta must be rope_theta of the rotary scaling, or None; got {theta=} and rope_theta={found}."
+        )
+    return found
+
+
+def rotary_dims_of(scaling: Mapping[str, Any], head_dim: int) -> int:
+    """The dimensions of a head that are rotated."""
+    part = 1.0 if scaling.get("partial_rotary_factor") is None else _number(scaling, "partial_rotary_factor")
+    rotary_dims = int(part * head_dim)  # as transformers rounds
+    if not 2 <= rotary_dims <= head_dim or rotary_dims % 2:
+        raise ValueError(
+            "a rotary embedding turns an even number of dimensions, up to head_dim; got "
+            f"{head_dim=} and partial_rotary_factor={part:g}."
+        )
+    return rotary_dims
+
+
 def scaled(
     frequencies: tuple[float, ...], theta: float, scaling: Mapping[str, Any], max_length: int | None
 ) -> tuple[float, ...]:
@@ -72,6 +95,8 @@ def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
 
 
 def kind_of(scaling: Mapping[str, Any]) -> str:
+    if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
+        raise ValueError(f"a rotary scaling is of one type of layers; pass that of {' or of '.join(nested)}.")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in KINDS:
         raise ValueError(f"a rotary scaling must be one of {', '.join(KINDS)}; got {kind!r}.")

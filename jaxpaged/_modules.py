@@ -11,7 +11,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention import packed
 from jaxpaged._attention.attend import attend
 from jaxpaged._attention.public import Implementation
-from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotary import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
@@ -113,6 +113,7 @@ def check_call(
         raise ValueError(
             f"with query_starts x must be [tokens, features] and slots [tokens]; got {x.shape=}, {slots.shape=}."
         )
+    check_cache(_pools(cache))
     k = _pools(cache).k
     if k.shape[-2:] != (settings.num_kv_heads, settings.head_dim):
         raise ValueError(

@@ -115,6 +115,10 @@ def test_slots_of_a_layer_shift_tokens_and_keep_padding():
 
 
 def test_a_layer_is_of_a_stack():
+    cache = KVCache.create(**SMALL)
+    for wrong in ((cache, cache), CacheLayer((cache, cache), 0)):
+        with pytest.raises(ValueError, match=r"must be a KVCache, .*; got a tuple. .* index it, or make an Engine"):
+            write_kv(wrong, tokens(1), tokens(1), jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match=r"takes a stack \[layers, blocks, ...\]; got k.shape=\(4, 2, 1, 8\)"):
         write_kv(CacheLayer(KVCache.create(**SMALL), 0), tokens(1), tokens(1), jnp.zeros(1, jnp.int32))
 

@@ -270,6 +270,8 @@ def test_call_errors():
         module(jnp.zeros((3, FEATURES)), cache, allocator, slots)
     with pytest.raises(ValueError, match=r"with query_starts x must be \[tokens, features\].*got x.shape=\(3, 1, 48\)"):
         module(jnp.zeros((3, 1, FEATURES)), cache, allocator, slots, query_starts=jnp.arange(4))
+    with pytest.raises(ValueError, match=r"a cache must be a KVCache, .*; got a tuple"):
+        module(jnp.zeros((3, 1, FEATURES)), CacheLayer((cache, cache), 0), allocator, slots)
     other = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM)
     with pytest.raises(ValueError, match=r"must be \[blocks, block_size, 2, 16\].*got k.shape=\(4, 4, 1, 16\)"):
         module(jnp.zeros((3, 1, FEATURES)), other, allocator, slots)

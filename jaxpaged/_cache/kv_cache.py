@@ -155,7 +155,12 @@ def _create_scale(
 
 
 def check_cache(cache: KVCache) -> None:
-    """Raises `ValueError` where a cache's arrays do not fit together."""
+    """Raises `ValueError` where it is no cache, or its arrays do not fit together."""
+    if not isinstance(cache, KVCache):
+        raise ValueError(
+            f"a cache must be a KVCache, and in a CacheLayer a stack of num_layers; got a {type(cache).__name__}. "
+            "A tuple has one cache for each layer: index it, or make an Engine with a stack."
+        )
     k, v = cache.k, cache.v
     if k.ndim not in (4, 5) or k.shape != v.shape or k.dtype != v.dtype or k.dtype not in CACHE_DTYPES:
         raise ValueError(

@@ -277,6 +277,16 @@ def test_call_errors():
         module(jnp.zeros((3, 1, FEATURES)), other, allocator, slots)
 
 
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(32, 8), (8, BLOCK_SIZE)])
+@pytest.mark.parametrize("num_layers", [None, 2])
+def test_attend_refuses_a_cache_with_other_blocks_than_the_allocator(num_layers, num_blocks, block_size):
+    sizes = dict(num_blocks=num_blocks, block_size=block_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    cache, (_, allocator) = KVCache.create(**sizes, num_layers=num_layers), fresh()
+    message = rf"got a cache with {num_blocks=}, {block_size=}, and allocator.num_blocks=16, allocator.block_size=4"
+    with pytest.raises(ValueError, match=message):
+        attend(jnp.zeros((3, HEADS, HEAD_DIM)), CacheLayer(cache, 0) if num_layers else cache, allocator)
+
+
 def test_the_number_of_partitions_reaches_the_attention():
     module, apply = make(dict(num_partitions=0))
     cache, allocator = fresh()

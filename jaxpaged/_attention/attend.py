@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.public import AttentionKeywords, paged_attention
-from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
 
 
@@ -55,7 +55,7 @@ def attend(
         As `paged_attention`.
 
     Raises:
-        ValueError: as `paged_attention`.
+        ValueError: as `paged_attention`; a cache with other blocks than the allocator's.
         NotImplementedError: as `paged_attention`.
 
     Example:
@@ -67,6 +67,7 @@ def attend(
         >>> jaxpaged.attend(jnp.ones((1, 4, 64)), cache, allocator).shape
         (1, 4, 64)
     """
+    _check_blocks(cache.stack if isinstance(cache, CacheLayer) else cache, allocator)
     if isinstance(cache, CacheLayer):
         pool, block_tables = cache.pool, cache.block_tables(allocator.block_tables)
     else:
@@ -74,3 +75,13 @@ def attend(
     options |= dict(k_scale=pool.k_scale, v_scale=pool.v_scale)
     arrays = q, pool.k, pool.v, block_tables, allocator.lengths
     return paged_attention(*arrays, return_lse=True, **options) if return_lse else paged_attention(*arrays, **options)
+
+
+def _check_blocks(cache: KVCache, allocator: BlockAllocator) -> None:
+    check_cache(cache)
+    num_blocks, block_size = cache.k.shape[-4:-2]
+    if block_size != allocator.block_size or num_blocks < allocator.num_blocks:
+        raise ValueError(
+            "the cache must have the allocator's block_size, and its num_blocks at least; got a cache with "
+            f"{num_blocks=}, {block_size=}, and {allocator.num_blocks=}, {allocator.block_size=}."
+        )

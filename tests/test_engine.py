@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.engine_soak import soak
-from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, StepAttention, rotate_and_write_kv
+from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, StepAttention, generate, rotate_and_write_kv
 from jaxpaged._engine.requests import seed_of
 from jaxpaged._engine.sampling import furthest_kept
 from tests import toy_model
@@ -426,7 +426,7 @@ def test_stats_count_seconds_only_while_there_are_requests():
 
 
 def test_what_can_never_be_served_is_refused_with_its_reason():
-    engine = engine_of(16)
+    engine, sizes = engine_of(16), dict(num_layers=1, num_kv_heads=1, head_dim=8)
     calls = {
         r"a prompt must be a list of at least one token id; got \[\]": lambda: engine.generate([[]], SamplingParams()),
         r"token ids must be from 0 to 2\*\*31 - 1; got 3 to 4294967299": lambda: engine.add_request(
@@ -439,6 +439,11 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         r"pass params for each prompt or for all; got len\(prompts\)=2, len\(each\)=3": lambda: engine.generate(
             [[1], [2]], [SamplingParams()] * 3
         ),
+        "params must be SamplingParams; got None": lambda: engine.generate([[1]], None),
+        r"params must be SamplingParams; got {'max_tokens': 3}": lambda: engine.add_request([1], dict(max_tokens=3)),
+        "params must be SamplingParams; got 5": lambda: generate(None, None, [[1]], [5], **sizes),
+        "pass at least one prompt": lambda: generate(None, None, [], SamplingParams(), **sizes),
+        "a tuple of token ids; got stop_token_ids=5": lambda: SamplingParams(stop_token_ids=5),
         "at most num_stop_ids=2 stop tokens": lambda: engine.add_request([1], SamplingParams(stop_token_ids=(1, 2, 3))),
         "max_tokens must be at least 1; got max_tokens=0": lambda: SamplingParams(max_tokens=0),
         "max_tokens must be an int; got max_tokens=1.5": lambda: SamplingParams(max_tokens=1.5),

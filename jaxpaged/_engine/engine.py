@@ -19,7 +19,16 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.on_mesh import mesh_of, on_each_device, replicate
 from jaxpaged._engine.progress import ProgressBar
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
-from jaxpaged._engine.requests import FINISH_REASONS, Row, inbox_of, new_tokens, output_of, seed_of
+from jaxpaged._engine.requests import (
+    FINISH_REASONS,
+    Row,
+    check_params,
+    inbox_of,
+    new_tokens,
+    output_of,
+    params_of_each,
+    seed_of,
+)
 from jaxpaged._engine.slices import Apply, Inbox, Report, State, kinds_of_steps, run_slice
 from jaxpaged._engine.trees import difference
 from jaxpaged._integers import checked_size
@@ -194,6 +203,8 @@ class Engine:
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Takes a request, and returns its id. It begins with the next slice that has room.
 
+        Token ids are not compared with the vocabulary, which only the model knows.
+
         Raises:
             ValueError: the request can never be served; the message says why.
         """
@@ -253,9 +264,7 @@ class Engine:
             raise ValueError(
                 f"{self._num_unfinished} requests are under way; finish or abort them with step() and abort() first."
             )
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        if len(each) != len(prompts):
-            raise ValueError(f"pass params for each prompt or for all; got {len(prompts)=}, {len(each)=}.")
+        each = params_of_each(prompts, params)
         for request in [self._check(*request) for request in zip(prompts, each, strict=True)]:
             self._add(*request)
 
@@ -265,6 +274,7 @@ class Engine:
             raise ValueError(f"a prompt must be a list of at least one token id; got {prompt!r}.")
         if tokens.min() < 0 or tokens.max() >= 2**31:
             raise ValueError(f"token ids must be from 0 to 2**31 - 1; got {tokens.min()} to {tokens.max()}.")
+        check_params(params)
         limit = len(tokens) + params.max_tokens
         if limit > self._max_tokens:
             raise ValueError(

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.records import RequestOutput, SamplingParams
+from jaxpaged._engine.requests import params_of_each
 from jaxpaged._engine.slices import Apply
 from jaxpaged._integers import checked_size
 
@@ -67,9 +68,9 @@ def generate(
         >>> len(output.outputs[0].token_ids)
         4
     """
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(each) != len(prompts) or not prompts:
-        raise ValueError(f"pass at least one prompt, and params for each or all; got {len(prompts)=}, {len(each)=}.")
+    each = params_of_each(prompts, params)
+    if not each:
+        raise ValueError("pass at least one prompt; got none.")
     block_size, num_layers = checked_size("block_size", block_size), checked_size("num_layers", num_layers)
     num_seats = min(MOST_SEATS, sum(request.n for request in each))
     max_tokens = max(len(prompt) + request.max_tokens for prompt, request in zip(prompts, each, strict=True))

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 from jaxpaged._integers import checked_size
 
 
@@ -40,6 +42,10 @@ class SamplingParams:
             checked_size(name, getattr(self, name), least, 2**31 - 1)
         if self.seed is not None:
             checked_size("seed", self.seed, 0, 2**32 - 1)
+        if np.ndim(self.stop_token_ids) != 1:
+            raise ValueError(
+                f"stop_token_ids must be a tuple of token ids; got stop_token_ids={self.stop_token_ids!r}."
+            )
         for token in self.stop_token_ids:
             checked_size("stop_token_ids", token, 0, 2**31 - 1)
         wrong = {

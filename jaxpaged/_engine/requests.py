@@ -34,6 +34,22 @@ class Row:
     finish_reason: str | None = None
 
 
+def params_of_each(
+    prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[SamplingParams]:
+    each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+    for one in each:
+        check_params(one)
+    if len(each) != len(prompts):
+        raise ValueError(f"pass params for each prompt or for all; got {len(prompts)=}, {len(each)=}.")
+    return each
+
+
+def check_params(params: SamplingParams) -> None:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams; got {params!r}.")
+
+
 def output_of(request_id: int, rows: Sequence[Row]) -> RequestOutput:
     completions = [
         Completion(list(row.token_ids), list(row.logprobs) if row.params.logprobs else None, row.finish_reason)

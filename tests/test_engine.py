@@ -494,6 +494,9 @@ def test_a_model_that_cannot_be_served_is_refused():
         toy_model.create_engine(model=old_caches)
     with pytest.raises(ValueError, match=r"apply must return \(caches, logits\); got KVCache for the logits"):
         toy_model.create_engine(model=lambda *args: toy_model.apply(*args)[::-1])
+    for wrong, num_returned in ((lambda *args: toy_model.apply(*args)[1], 1), (lambda *args: (1, 2, 3), 3)):
+        with pytest.raises(ValueError, match=rf"return two values, \(caches, logits\); got {num_returned}"):
+            toy_model.create_engine(model=wrong)
     with pytest.raises(ValueError, match="these caches were donated, perhaps to another engine"):
         create_engine(cache=donated, weights=random_weights())
     with pytest.raises(ValueError, match="caches must be a pytree of KVCaches"):

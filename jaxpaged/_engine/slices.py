@@ -234,7 +234,11 @@ def step_attention(allocator: BlockAllocator, step: Step, kind: Kind) -> StepAtt
 
 def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: StepAttention) -> tuple[Any, jax.Array]:
     """The model over a step's tokens: the new caches, and logits `[seqs, vocab]`."""
-    new_caches, logits = apply(weights, step.tokens, step.positions, caches, attend)
+    returned = apply(weights, step.tokens, step.positions, caches, attend)
+    num_returned = len(returned) if isinstance(returned, tuple | list) else 1
+    if num_returned != 2:
+        raise ValueError(f"apply must return two values, (caches, logits); got {num_returned}.")
+    new_caches, logits = returned
     if not isinstance(logits, jax.Array):
         raise ValueError(f"apply must return (caches, logits); got {type(logits).__name__} for the logits.")
     if logits.ndim != 2 or logits.shape[0] != attend.num_seqs:

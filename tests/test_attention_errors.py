@@ -35,7 +35,7 @@ MISTAKES = {
     "heads": (dict(q=jnp.zeros((3, 5, 64))), r"multiple of kv_heads; got heads=5, kv_heads=2.*kv_heads third"),
     "table shape": (
         dict(block_tables=jnp.zeros((2, 4), jnp.int32)),
-        r"block_tables must be \[seqs, max_blocks\] with seqs=3.*got block_tables.shape=\(2, 4\)",
+        r"block_tables must be \[seqs, max_blocks\] with seqs=3.*got block_tables.shape=\(2, 4\).*pass query_starts",
     ),
     "lengths shape": (dict(lengths=jnp.zeros(2, jnp.int32)), r"lengths must be \[seqs\] with seqs=3.*\(2,\)"),
     "scale shape": (dict(scale=jnp.ones(6)), r"scale must have shape \[\]; got \[6\]"),

@@ -273,7 +273,10 @@ def _check_shapes(
             "Is the cache [blocks, block_size, kv_heads, head_dim], with kv_heads third?"
         )
     if block_tables.ndim != 2 or block_tables.shape[0] != seqs or block_tables.shape[1] == 0:
-        raise ValueError(f"block_tables must be [seqs, max_blocks] with seqs={seqs}; got {block_tables.shape=}.")
+        raise ValueError(
+            f"block_tables must be [seqs, max_blocks] with seqs={seqs}; got {block_tables.shape=}. "
+            "With packed q, [tokens, heads, head_dim], pass query_starts."
+        )
     if lengths.shape != (seqs,):
         raise ValueError(f"lengths must be [seqs] with seqs={seqs}; got {lengths.shape=}.")
     capacity = block_tables.shape[1] * k_cache.shape[1]

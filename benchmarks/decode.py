@@ -216,9 +216,9 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", help="only points with these, for example 32/8 64/8")
     parser.add_argument(
         "--num-partitions",
-        type=lambda text: text if text == "balanced" else int(text),
+        type=lambda text: text if text == "plan" else int(text),
         metavar="N",
-        help="or balanced; what the library takes by default",
+        help="or plan; what the library takes by default",
     )
     parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), default="mosaic_gpu")
     parser.add_argument(

@@ -22,7 +22,7 @@ CALLS: tuple[tuple[str, dict[str, Any], Partitions], ...] = (  # name, shape, pa
     ("single pass", {}, 1),
     ("partitions", {}, 3),
     ("chosen partitions", {}, None),
-    ("balanced", {"lengths": (1, 300, 0), "max_blocks": 20}, "balanced"),
+    ("plan", {"lengths": (1, 300, 0), "max_blocks": 20}, "plan"),
     ("head_dim 64", {"head_dim": 64}, 2),
     ("head_dim 80", {"head_dim": 80}, 1),
     ("head_dim 256", {"head_dim": 256}, 2),

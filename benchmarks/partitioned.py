@@ -1,4 +1,4 @@
-"""`paged_attention` with partitions as a benchmark names them: a number, None for the default, or "balanced"."""
+"""`paged_attention` with partitions as a benchmark names them: a number, None for the default, or "plan"."""
 
 from typing import Any, Literal
 
@@ -6,12 +6,12 @@ import jax
 
 from jaxpaged import paged_attention, plan_partitions
 
-Partitions = int | Literal["balanced"] | None
+Partitions = int | Literal["plan"] | None
 
 
 def partitioned(partitions: Partitions, q: jax.Array, k_cache: jax.Array, *rest: Any, **options: Any) -> Any:
-    """The call, where "balanced" makes a plan from its lengths."""
-    if partitions != "balanced":
+    """The call, where "plan" makes a plan from its lengths."""
+    if partitions != "plan":
         return paged_attention(q, k_cache, *rest, num_partitions=partitions, **options)
     _, _, lengths = rest
     q_len = q.shape[1] if q.ndim == 4 else 1

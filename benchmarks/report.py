@@ -53,8 +53,14 @@ VARIANTS = (  # GPU, file, shape, what the file calls it
     *(("H100", "h100/variants", f"32/8 64x8192 {option}", "{}") for option in ("head_dim=64", "head_dim=256")),
     *(("H100", "h100/variants", f"32/8 64x8192 {option}", "{}") for option in ("window=1024", "q_len=4")),
     *(("H200", "decisions/rows_h200", f"32/8 {seqs}x8192 q_len=16", "run 5 | {} | default") for seqs in (1, 64)),
-    *(("H100", "h100/balanced", "32/8 8xoutlier131072", f"{{}} {plan}") for plan in ("default", "balanced")),
 )
+PLANS = {
+    "8xoutlier131072": "8, one of 131072, the others of 1024",
+    "64xoutlier32768": "64, one of 32768, the others of 1024",
+    "64xzipf8192": "64, of 8192, 8192 / 2, 8192 / 3, ...",
+    "64x128 room=8192": "64 x 128 in tables for 8192",
+    "64xragged512 room=2048": "64 of 1 to 512 in tables for 2048",
+}
 PREFIXES = {
     "apart": "512, nothing in common",
     "completions": "64, 8 completions of each",
@@ -166,9 +172,16 @@ def variants() -> str:
     rows = []
     for gpu, file, name, key in VARIANTS:
         p = points(file)[key.format(name)]
-        text = label(name) + (", with a plan" if key == "{} balanced" else "")
-        rows.append([gpu, text, us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"])
+        rows.append([gpu, label(name), us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"])
     return table(("GPU", "sequences x length", "us", "floor", "over it"), rows)
+
+
+def plans() -> str:
+    found, rows = points("h100/plans"), []
+    for name, text in PLANS.items():
+        default, even = (found[f"32/8 {name} {way}"] for way in ("mosaic_gpu", "hopper"))
+        rows.append([text, us(even["us"]), us(default["us"]), us(default["floor"]), f"{default['over_floor']:.2f}"])
+    return table(("sequences", "as many partitions each", "by default", "floor", "over it"), rows)
 
 
 def prefill() -> str:
@@ -355,6 +368,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "peers": peers,
     "variants": variants,
+    "plans": plans,
     "prefill": prefill,
     "packed": packed,
     "engine": engine,

@@ -71,8 +71,8 @@ def default_config(
     tile, num_stages = {64: (128, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}[width]
     # 64 prompts of 1 to 1024 tokens take 463 to 498 us with SMEM of its own for O, 534 to 547 where O leaves through
     # that of Q. A second Q in its stead is not faster. Of head_dim 256 half of O has room: 8 x 1024 347 us, a quarter
-    # 357, through Q's 414; of 192 a third gains nothing. [prefill_ahead_h100, prefill_variants_h100 of
-    # benchmarks/results/decisions/]
+    # 357, through Q's 414; of 192 a third gains nothing.
+    # [prefill_ahead_h100, prefill_variants_h100 of benchmarks/results/decisions/]
     output_columns = {64: 64, 128: 128, 192: 0, 256: 128}[width]
     registers, num_narrow_stages = (232, 40), 0
     if itemsize == 1:

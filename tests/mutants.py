@@ -310,8 +310,8 @@ MUTANTS = (
     Mutant(
         "engine: new weights are not told",
         "jaxpaged/_engine/engine.py",
-        "self._weights, self._forgets = weights, True",
-        "self._weights, self._forgets = weights, False",
+        "else replicate(self._mesh, weights), True",
+        "else replicate(self._mesh, weights), False",
         FORGOTTEN,
     ),
     Mutant(

@@ -24,13 +24,25 @@ def attend(
     What `check_supported` lets through. `window`: the sliding window, in tokens, where it is known beforehand.
     `falls_back`: XLA computes it where it is lowered for another platform.
     """
-    gpu = _device.gpu()
     plan, number = None, None
-    if not isinstance(num_partitions, PartitionPlan):
-        number = num_partitions
-    elif a.causal and not is_wide_tree(a):  # it is of the decode kernel's sequences
+    if isinstance(num_partitions, PartitionPlan):
         plan = num_partitions
-    prompts = _prompt_config_of(a, gpu, number, window) if plan is None else None
+    else:
+        number = num_partitions
+        num_sms = _device.gpu().num_sms
+        if number is None and are_uneven(a, num_sms, window):
+            plan = plan_of(a, num_sms)
+    if plan is not None and portable.follows(a, plan.total_partitions):
+        return portable.attend(a, plan=plan, window=window, falls_back=falls_back)
+    return _attend_evenly(a, number, window, falls_back)
+
+
+def _attend_evenly(
+    a: AttentionArguments, num_partitions: int | None, window: int | None, falls_back: bool
+) -> tuple[jax.Array, jax.Array]:
+    """As many partitions for each sequence."""
+    gpu = _device.gpu()
+    prompts = _prompt_config_of(a, gpu, num_partitions, window)
     if prompts is not None:
         out, lse = _launch_packed(prompts, None, _packed(a), falls_back)
         return out.reshape(a.q.shape), lse.reshape(a.q.shape[:3])
@@ -43,15 +55,13 @@ def attend(
                 compute_capability=gpu.compute_capability,
             )
         folded = query_runs.fold(a, most_rows=most_rows)
-        out, lse = attend(folded, num_partitions=number, window=window, falls_back=falls_back)
+        out, lse = _attend_evenly(folded, num_partitions, window, falls_back)
         return query_runs.unfold(out, a), query_runs.unfold(lse, a)
-    if plan is None and number is None and are_uneven(a, gpu.num_sms, window):
-        plan = plan_of(a, gpu.num_sms)
-    if plan is not None and portable.follows(a, plan.total_partitions):
-        return portable.attend(a, plan=plan, window=window, falls_back=falls_back)
     if not gpu.is_hopper:
-        return portable.attend(a, num_partitions=number, window=window, falls_back=falls_back)
-    config = config_of(a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, num_partitions=number, window=window)
+        return portable.attend(a, num_partitions=num_partitions, window=window, falls_back=falls_back)
+    config = config_of(
+        a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, num_partitions=num_partitions, window=window
+    )
     return _launch(config, None, a, falls_back)
 
 
@@ -66,7 +76,7 @@ def attend_packed(
         config = _prefill_config_of(p, gpu, most_entries, num_partitions, window)
         return _launch_packed(config, None, p, falls_back)
     runs = packed.runs_of(p, _run_of(p))
-    out, lse = attend(packed.cut(p, runs), num_partitions=num_partitions, window=window, falls_back=falls_back)
+    out, lse = _attend_evenly(packed.cut(p, runs), num_partitions, window, falls_back)
     return packed.join(out, lse, p, runs)
 
 

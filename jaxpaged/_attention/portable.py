@@ -28,14 +28,15 @@ def attend(
 
 
 def follows(a: AttentionArguments, total_partitions: int) -> bool:
-    """Whether the kernel follows a plan of so many partitions for this call: not for one sequence, trees, prompts in
-    several runs, more partitions than the grid takes, nor where the partials would need too much memory."""
+    """Whether the kernel follows a plan of so many partitions for this call: not for one sequence, trees, queries that
+    are not causal, prompts in several runs, more partitions than the grid takes, nor where the partials would need too
+    much memory."""
     num_runs, run = query_runs.runs_of(a.q.shape[1], a.group)
     row_bytes = 4 * round_up(a.q.shape[-1], portable_config.COLUMNS)
     partial_bytes = filled_rows(run, a.group, rows_first=False) * row_bytes
     num_bytes = total_partitions * a.k_cache.shape[2] * partial_bytes
     fits = total_partitions <= portable_config.MAX_SEQS and num_bytes <= portable_config.PARTIAL_BYTES
-    return a.q.shape[0] > 1 and num_runs == 1 and not a.has_tree and fits
+    return a.q.shape[0] > 1 and num_runs == 1 and a.causal and not a.has_tree and fits
 
 
 def config_of(

@@ -3,8 +3,8 @@
     pip install gemma
     python examples/gemma_linen.py
 
-`step` runs the model's own parts, and `paged_attention` stands in for its attention: windows in most layers, norms of
-q and k, two rotary bases. The weights are random and the model is small: load your own with `gemma.gm.ckpts`.
+`step` runs the model's own parts, and `attention` stands in for its own: windows in most layers, norms of q and k, two
+rotary bases. The weights are random and the model is small: load your own with `gemma.gm.ckpts`.
 """
 
 from typing import Any
@@ -16,16 +16,13 @@ from gemma.gm.math._positional_embeddings import apply_rope
 from gemma.gm.nn import _config, _modules, _transformer
 
 import jaxpaged
+import jaxpaged.linen
 
 LOCAL, GLOBAL = _modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLOBAL
 
 
-def paged_attention(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+def attention(a: Any, x: Any, positions: Any, cache: Any, attend: Any) -> tuple[Any, Any]:
     """The blocks hand the mask through: `attend` comes in its place."""
-    a = context.module
-    if not isinstance(a, _modules.Attention) or context.method_name != "__call__":
-        return method(*args, **kwargs)
-    x, positions, cache, attend = args
     q, (k, v) = a.q_einsum("BTD,NDH->BTNH", x), a.kv_einsum("BSD,CKDH->CBSKH", x)
     rope = dict(base_frequency=a.rope_base_frequency, scale_factor=a.rope_scale_factor)
     q, k = apply_rope(a._query_norm(q), positions, **rope), apply_rope(a._key_norm(k), positions, **rope)
@@ -35,18 +32,17 @@ def paged_attention(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
 
 
 def step(model: Any, tokens: Any, positions: Any, caches: Any, attend: Any) -> tuple[Any, Any]:
-    x, new_caches = model.embedder.encode(tokens[None]), []
-    for block, cache in zip(model.blocks, caches, strict=True):
-        cache, x = block(x, positions[None], cache, attend)
-        new_caches.append(cache)
-    return tuple(new_caches), model.embedder.decode(model.final_norm(attend.newest(x[0])))
+    x, caches = model.embedder.encode(tokens[None]), list(caches)
+    for i, block in enumerate(model.blocks):
+        caches[i], x = block(x, positions[None], caches[i], attend)
+    return tuple(caches), model.embedder.decode(model.final_norm(attend.newest(x[0])))
 
 
 def paged(model: Any) -> Any:
     """What `jaxpaged.generate` and `jaxpaged.Engine` take; the weights are those of `model.init`."""
 
     def apply(weights: Any, *inputs: Any) -> tuple[Any, Any]:
-        with nn.intercept_methods(paged_attention):
+        with jaxpaged.linen.replace(_modules.Attention, attention):
             return nn.apply(step, model)(weights, *inputs)
 
     return apply

@@ -3,40 +3,36 @@
     pip install google-tunix
     python examples/tunix_qwen3.py
 
-`paged` puts our attention in the place of the model's own and says what a step of it is. The weights are random and
-the model is small: load your own with `tunix.models.qwen3.params`.
+`attention` stands in for the model's own, and `paged` says what a step of the model is. The weights are random and the
+model is small: load your own with `tunix.models.qwen3.params`.
 """
 
 from typing import Any
 
 from flax import nnx
-from tunix.models.qwen3.model import ModelConfig, Qwen3, apply_rope
+from tunix.models.qwen3.model import Attention, ModelConfig, Qwen3, apply_rope
 
 import jaxpaged
+import jaxpaged.nnx
 
 
-class PagedAttention(nnx.Module):
-    """The attention of a layer, with its weights. The model hands the mask through: `attend` comes in its place."""
-
-    def __init__(self, attention: Any):
-        self.attention = attention
-
-    def __call__(self, x: Any, positions: Any, cache: Any, attend: Any, segment_ids: Any = None) -> tuple[Any, Any]:
-        a = self.attention
-        q, k = (apply_rope(x, positions, a.head_dim) for x in (a.q_norm(a.q_proj(x)), a.k_norm(a.k_proj(x))))
-        cache, out = attend(cache, q, k, a.v_proj(x))
-        return cache, a.o_proj(out)
+def attention(
+    a: Attention, x: Any, positions: Any, cache: Any, attend: Any, segment_ids: Any = None
+) -> tuple[Any, Any]:
+    """The model hands the mask through: `attend` comes in its place."""
+    q, k = (apply_rope(x, positions, a.head_dim) for x in (a.q_norm(a.q_proj(x)), a.k_norm(a.k_proj(x))))
+    cache, out = attend(cache, q, k, a.v_proj(x))
+    return cache, a.o_proj(out)
 
 
 def paged(model: Qwen3) -> tuple[Any, nnx.State]:
     """What `jaxpaged.generate` and `jaxpaged.Engine` take: a step of the model, and its weights."""
-    for layer in model.layers:
-        layer.attn = PagedAttention(layer.attn)
     graph, weights = nnx.split(model)
 
     def apply(weights: Any, tokens: Any, positions: Any, caches: Any, attend: Any) -> tuple[Any, Any]:
         layers = {f"layer_{i}": cache for i, cache in enumerate(caches)}
-        logits, layers = nnx.merge(graph, weights)(tokens[None], positions[None], layers, attend)
+        step = jaxpaged.nnx.replace(nnx.merge(graph, weights), Attention, attention)
+        logits, layers = step(tokens[None], positions[None], layers, attend)
         return tuple(layers.values()), attend.newest(logits[0])
 
     return apply, weights

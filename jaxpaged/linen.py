@@ -1,4 +1,8 @@
-"""Paged attention as a Flax Linen module."""
+"""Paged attention as a Flax Linen module, and in the place of a model's own."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +16,7 @@ from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._modules import Rotary, check_call, check_settings, rotate_write_attend
 from pallas_kernels.partition_plan import PartitionPlan
 
-__all__ = ["PagedAttention"]
+__all__ = ["PagedAttention", "replace"]
 
 
 class PagedAttention(linen.Module):
@@ -106,3 +110,28 @@ class PagedAttention(linen.Module):
         if self.use_gate:
             out *= linen.sigmoid(linear("gate_proj", features)(x))
         return cache, linear("o_proj", x.shape[-1], self.use_output_bias)(out)
+
+
+def replace(module_type: type, call: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Puts `call(module, *args)` in the place of each call `module(*args)` of the modules of a type, within `with`.
+
+    `jaxpaged.nnx.replace` for Linen. What `nn.jit` or `nn.remat` has traced before is not traced again: call the parts
+    of a model that stands under them.
+
+    Args:
+        module_type: of the modules that are replaced.
+        call: gets the bound module, and what it was called with.
+
+    Example:
+        >>> import jax.numpy as jnp, flax.linen as nn, jaxpaged.linen
+        >>> with jaxpaged.linen.replace(nn.Dense, lambda dense, x: x[: dense.features]):
+        ...     nn.Dense(2).apply({}, jnp.arange(3))
+        Array([0, 1], dtype=int32)
+    """
+
+    def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: linen.module.InterceptorContext) -> Any:
+        if isinstance(context.module, module_type) and context.method_name == "__call__":
+            return call(context.module, *args, **kwargs)
+        return method(*args, **kwargs)
+
+    return linen.intercept_methods(intercept)

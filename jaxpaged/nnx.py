@@ -1,4 +1,7 @@
-"""Paged attention as a Flax NNX module."""
+"""Paged attention as a Flax NNX module, and in the place of a model's own."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._modules import Rotary, check_call, check_settings, rotate_write_attend
 from pallas_kernels.partition_plan import PartitionPlan
 
-__all__ = ["PagedAttention"]
+__all__ = ["PagedAttention", "replace"]
 
 
 class PagedAttention(nnx.Module):
@@ -191,3 +194,49 @@ class PagedAttention(nnx.Module):
         if self.gate_proj is not None:
             out *= nnx.sigmoid(self.gate_proj(x))
         return cache, self.o_proj(out)
+
+
+def replace[M: nnx.Module](model: M, module_type: type, call: Callable[..., Any]) -> M:
+    """Puts `call(module, *args)` in the place of each call `module(*args)` of the modules of a type in a model.
+
+    For models that are not edited: `module_type` is their attention, and `call` attends to the cache instead. Call it
+    on what `nnx.merge` gave, inside the step: the weights keep their names, and the model itself its attention.
+
+    Args:
+        model: changed in place. Modules with modules of the type as attributes or in an `nnx.List` get others.
+        module_type: of the modules that are replaced.
+        call: gets the module, which has the weights, and what the module was called with.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model has no such module.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged.nnx
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+        >>> model = jaxpaged.nnx.replace(model, nnx.Linear, lambda linear, x: 0 * linear(x))
+        >>> model(jnp.ones(2))
+        Array([0., 0., 0.], dtype=float32)
+    """
+    places = [
+        (parent, name)
+        for _, parent in nnx.iter_modules(model)
+        for name, child in vars(parent).items()
+        if isinstance(child, module_type)
+    ]
+    if not places:
+        raise ValueError(f"the model must have modules of the type; got none of {module_type.__name__}.")
+    for parent, name in places:
+        setattr(parent, name, _Replaced(getattr(parent, name), call))
+    return model
+
+
+class _Replaced(nnx.Module):
+    def __init__(self, module: nnx.Module, call: Callable[..., Any]):
+        self.module, self.call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self.module, *args, **kwargs)

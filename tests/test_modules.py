@@ -309,3 +309,23 @@ def test_a_plan_reaches_the_attention():
 def test_rotary_frequencies_of_an_odd_head_dim():
     with pytest.raises(ValueError, match=r"an even number of dimensions, up to head_dim; got head_dim=5 and"):
         jaxpaged.rotary_frequencies(5)
+
+
+class Twins(nnx.Module):
+    def __init__(self):
+        self.one, self.others = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0))])
+
+    def __call__(self, x):
+        return self.one(x), self.others[0](x)
+
+
+def test_replaced_modules_keep_their_weights():
+    model, x = Twins(), jnp.ones(2)
+    expected = model(x)
+    graph, weights = nnx.split(model)
+    replaced = jaxpaged.nnx.replace(nnx.merge(graph, weights), nnx.Linear, lambda linear, x: linear(x) + 1)
+    for ours, theirs, own in zip(replaced(x), expected, model(x), strict=True):
+        assert (ours == theirs + 1).all()
+        assert (own == theirs).all()
+    with pytest.raises(ValueError, match="got none of Conv"):
+        jaxpaged.nnx.replace(model, nnx.Conv, lambda conv, x: x)

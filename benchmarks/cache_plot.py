@@ -71,35 +71,51 @@ def draw_memory(path: Path) -> None:
 
 
 def frames() -> Iterator[tuple[str, BlockAllocator]]:
-    """What was done, and the pool after it."""
-
-    def append(allocator: BlockAllocator, *num_tokens: int) -> BlockAllocator:
-        return allocator.append(jnp.array(num_tokens), max_tokens=max(num_tokens))[0]
-
+    """What is done, and the pool after it."""
     allocator = BlockAllocator.create(num_blocks=50, block_size=4, num_seqs=5, max_blocks=16)
-    yield "append: three prompts", (allocator := append(allocator, 22, 13, 9, 0, 0))
-    yield "append: 12 tokens more for each", (allocator := append(allocator, 12, 12, 12, 0, 0))
+
+    def append(done: str, num_steps: int, *num_tokens: int) -> Iterator[tuple[str, BlockAllocator]]:
+        nonlocal allocator
+        for _ in range(num_steps):
+            allocator, _, _ = allocator.append(jnp.array(num_tokens), max_tokens=max(num_tokens))
+            yield done, allocator
+
+    yield from append("append: three prompts", 1, 22, 13, 9, 0, 0)
+    yield from append("append: 3 tokens each", 4, 3, 3, 3, 0, 0)
     allocator, _, _ = allocator.fork(jnp.array([-1, -1, -1, 0, 0]))
     yield "fork: two copies of the first", allocator
-    yield "append: 10 tokens more for each", (allocator := append(allocator, 10, 10, 10, 10, 10))
+    yield from append("append: 2 tokens each", 4, 2, 2, 2, 2, 2)
     allocator = allocator.free(jnp.array([True, True, False, False, False]))
     yield "free: the first and the second", allocator
-    yield "append: another prompt", append(allocator, 0, 30, 0, 0, 0)
+    yield from append("append: another prompt", 1, 30, 0, 0, 0, 0)
 
 
 def draw_pool(path: Path) -> None:
-    """The pool while sequences grow, are forked and freed."""
-    pyplot = begin()
-    figure, axes = pyplot.subplots(2, 3, figsize=(9, 4.2))
-    for axis, (done, allocator) in zip(axes.flat, frames(), strict=True):
-        plot_blocks(allocator, axes=axis)
+    """The pool while sequences grow, are forked and freed: one picture after the other."""
+    shown = list(frames())
+    figure = begin().figure(figsize=(5, 3.1))
+    for i, (done, allocator) in enumerate(shown):
+        axis = plot_blocks(allocator, axes=figure.add_axes((0.03, 0.03, 0.94, 0.78), label=str(i)))
+        axis.set_gid(f"picture{i}")
         axis.set_title(f"{done}\n{int(allocator.num_held)} blocks held", fontsize=9)
-        axis.lines[0].set_markersize(4)
+        axis.lines[0].set_markersize(5)
         rows, columns = axis.images[0].get_array().shape[:2]
         axis.vlines(np.arange(columns) - 0.5, -0.5, rows - 0.5, color="lightgrey", linewidth=0.5)
         axis.hlines(np.arange(rows) - 0.5, -0.5, columns - 0.5, color="lightgrey", linewidth=0.5)
-    figure.tight_layout()
     save(figure, path)
+    path.write_text(path.read_text().replace("</svg>", f"{style(len(shown))}</svg>"))
+
+
+def style(num_pictures: int) -> str:
+    """Each of the groups `picture0`, `picture1`, ... for a second, in turn; the last one where nothing may move."""
+    rules = [
+        "@keyframes turn { 0% { visibility: visible } " + f"{100 / num_pictures:.4f}% {{ visibility: hidden }} }}",
+        f"g[id^=picture] {{ visibility: hidden; animation: turn {num_pictures}s step-end infinite }}",
+        *(f"#picture{i} {{ animation-delay: {i - num_pictures}s }}" for i in range(num_pictures)),
+        "@media (prefers-reduced-motion) { g[id^=picture] { animation: none } "
+        f"#picture{num_pictures - 1} {{ visibility: visible }} }}",
+    ]
+    return "<style>\n" + "\n".join(rules) + "\n</style>\n"
 
 
 if __name__ == "__main__":

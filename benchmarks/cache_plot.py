@@ -8,6 +8,7 @@ Needs matplotlib: pip install "jaxpaged[plot]".
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -99,7 +100,8 @@ def draw_pool(path: Path) -> None:
         axis.set_gid(f"picture{i}")
         axis.set_title(f"{done}\n{int(allocator.num_held)} blocks held", fontsize=9)
         axis.lines[0].set_markersize(5)
-        rows, columns = axis.images[0].get_array().shape[:2]
+        cells: Any = axis.images[0].get_array()
+        rows, columns = cells.shape[:2]
         axis.vlines(np.arange(columns) - 0.5, -0.5, rows - 0.5, color="lightgrey", linewidth=0.5)
         axis.hlines(np.arange(rows) - 0.5, -0.5, columns - 0.5, color="lightgrey", linewidth=0.5)
     save(figure, path)

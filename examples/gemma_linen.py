@@ -32,20 +32,14 @@ def attention(a: Any, x: Any, positions: Any, cache: Any, attend: Any) -> tuple[
 
 
 def step(model: Any, tokens: Any, positions: Any, caches: Any, attend: Any) -> tuple[Any, Any]:
-    x, caches = model.embedder.encode(tokens[None]), list(caches)
-    for i, block in enumerate(model.blocks):
-        caches[i], x = block(x, positions[None], caches[i], attend)
-    return tuple(caches), model.embedder.decode(model.final_norm(attend.newest(x[0])))
+    inputs = _transformer._Inputs(model.embedder.encode(tokens[None]), positions[None], attend, None)
+    x, layers = model._apply_attention(inputs, {f"layer_{i}": cache for i, cache in enumerate(caches)})
+    return tuple(layers.values()), model.embedder.decode(attend.newest(x[0]))
 
 
 def paged(model: Any) -> Any:
     """What `jaxpaged.generate` and `jaxpaged.Engine` take; the weights are those of `model.init`."""
-
-    def apply(weights: Any, *inputs: Any) -> tuple[Any, Any]:
-        with jaxpaged.linen.replace(_modules.Attention, attention):
-            return nn.apply(step, model)(weights, *inputs)
-
-    return apply
+    return jaxpaged.linen.replace(_modules.Attention, attention)(nn.apply(step, model))
 
 
 def small_model() -> Any:

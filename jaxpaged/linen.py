@@ -1,7 +1,7 @@
 """Paged attention as a Flax Linen module, and in the place of a model's own."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -112,11 +112,12 @@ class PagedAttention(linen.Module):
         return cache, linear("o_proj", x.shape[-1], self.use_output_bias)(out)
 
 
-def replace(module_type: type, call: Callable[..., Any]) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def replace(module_type: type, call: Callable[..., Any]) -> Iterator[None]:
     """Puts `call(module, *args)` in the place of each call `module(*args)` of the modules of a type, within `with`.
 
-    `jaxpaged.nnx.replace` for Linen. What `nn.jit` or `nn.remat` has traced before is not traced again: call the parts
-    of a model that stands under them.
+    `jaxpaged.nnx.replace` for Linen. It decorates functions too. What `nn.jit` or `nn.remat` has traced before is not
+    traced again: call the parts of a model that stands under them.
 
     Args:
         module_type: of the modules that are replaced.
@@ -127,6 +128,9 @@ def replace(module_type: type, call: Callable[..., Any]) -> AbstractContextManag
         >>> with jaxpaged.linen.replace(nn.Dense, lambda dense, x: x[: dense.features]):
         ...     nn.Dense(2).apply({}, jnp.arange(3))
         Array([0, 1], dtype=int32)
+        >>> apply = jaxpaged.linen.replace(nn.Dense, lambda dense, x: x[: dense.features])(nn.Dense(2).apply)
+        >>> apply({}, jnp.arange(3))
+        Array([0, 1], dtype=int32)
     """
 
     def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: linen.module.InterceptorContext) -> Any:
@@ -134,4 +138,5 @@ def replace(module_type: type, call: Callable[..., Any]) -> AbstractContextManag
             return call(context.module, *args, **kwargs)
         return method(*args, **kwargs)
 
-    return linen.intercept_methods(intercept)
+    with linen.intercept_methods(intercept):
+        yield

@@ -27,6 +27,7 @@ from command_line import RequestError, add_tensor_parallel, checkpoint_arguments
 from engine_llama import create_engine
 from engine_metrics import metrics_text
 from engine_thread import DrainingError, EngineFailedError, EngineThread, Generation, QueueFullError
+from llama import LlamaConfig
 from openai_forms import USUAL_TOKENS, Answer, ApiError, Ask, Piece, event, read_ask, usage_of
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -36,6 +37,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from tensor_parallel import spread
 from text_stream import TextStream
+
+from jaxpaged import CacheCapacity, cache_capacity
 
 API_KEY = "JAXPAGED_API_KEY"  # the environment variable
 MOST_TOKENS = 2048  # of a request by default
@@ -322,9 +325,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="the most of a request, prompt and answer together; default: %(default)s, or the model's context",
     )
-    parser.add_argument(
+    pool = parser.add_mutually_exclusive_group()
+    pool.add_argument(
         "--num-blocks", type=positive, help="blocks in the pool; default: what all seats need at --max-tokens"
     )
+    pool.add_argument("--cache-mb", type=positive, metavar="N", help="memory of the pool in 10^6 bytes, all layers")
     parser.add_argument(
         "--chunk-tokens",
         type=positive,
@@ -357,13 +362,36 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def capacity_of(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacity:
+    """What fits into --cache-mb. Raises `RequestError`."""
+    try:
+        return cache_capacity(
+            args.cache_mb * 10**6,
+            [min(args.max_tokens, config.context)],
+            num_layers=config.num_layers,
+            num_kv_heads=max(config.num_kv_heads, args.tensor_parallel),  # fewer are repeated
+            head_dim=config.head_dim,
+            block_size=args.block_size,
+            dtype=args.dtype,
+        )
+    except ValueError as error:
+        raise RequestError(f"--cache-mb {args.cache_mb} is too small: {error}") from error
+
+
 def create_service(args: argparse.Namespace) -> Service:
     """Loads the model and compiles the engine. Raises `CheckpointError`."""
     path = args.model or default_path()
     checkpoint = read_checkpoint(path)
-    max_tokens = min(args.max_tokens, checkpoint.config.context)
-    if args.num_blocks is not None:
-        max_tokens = min(max_tokens, (args.num_blocks - 1) * args.block_size)
+    max_tokens, num_blocks = min(args.max_tokens, checkpoint.config.context), args.num_blocks
+    if args.cache_mb is not None:
+        capacity = capacity_of(checkpoint.config, args)
+        num_blocks = capacity.num_blocks
+        say(
+            f"The cache takes {capacity.num_bytes / 1e6:,.1f} MB: {num_blocks:,} blocks for "
+            f"{capacity.num_tokens:,} tokens, or {capacity.num_seqs:,} of the longest requests."
+        )
+    if num_blocks is not None:
+        max_tokens = min(max_tokens, (num_blocks - 1) * args.block_size)
     if max_tokens < 2:
         raise RequestError("A request must have room for two tokens; pass a larger --max-tokens or --num-blocks.")
     load = functools.partial(load_model, checkpoint, args.dtype)
@@ -376,7 +404,7 @@ def create_service(args: argparse.Namespace) -> Service:
             num_seats=args.num_seats,
             max_tokens=max_tokens,
             block_size=args.block_size,
-            num_blocks=args.num_blocks,
+            num_blocks=num_blocks,
             dtype=args.dtype,
             chunk_tokens=args.chunk_tokens,
             steps_per_slice=args.steps_per_slice,

@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn")
 
 import openai
 import serve
+from command_line import RequestError
 from engine_thread import EngineThread, Generation
 from openai_forms import read_ask
 from text_stream import TextStream
@@ -495,3 +496,24 @@ def test_an_engine_that_fails_ends_the_server(service, monkeypatch):
         server.thread.join(60)
         assert not server.thread.is_alive()
         assert str(server.service.engine.failure) == "out of memory"
+
+
+def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):
+    made = {}
+    monkeypatch.setattr(serve, "create_engine", lambda model, config, **options: made.update(options))
+    monkeypatch.setattr(serve, "EngineThread", lambda engine, most_completions: None)
+    config = tiny.config
+    options = ["--model", str(tiny.path), "--dtype=float32", "--block-size=8", "--cache-mb=1"]
+    serve.create_service(serve.parse_arguments(options))
+    bytes_per_token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
+    assert made["num_blocks"] == 10**6 // (8 * bytes_per_token)
+    assert f"{made['num_blocks']:,} blocks" in capsys.readouterr().err
+
+    devices = 4 * config.num_kv_heads  # they hold a KV head each
+    capacity = serve.capacity_of(config, serve.parse_arguments([*options, f"--tensor-parallel={devices}"]))
+    assert capacity.bytes_per_token == 4 * bytes_per_token
+    with pytest.raises(RequestError, match=r"--cache-mb 1 is too small: .* holds 0 blocks"):
+        serve.capacity_of(config, serve.parse_arguments([*options, "--block-size=100000"]))
+    with pytest.raises(SystemExit):
+        serve.parse_arguments([*options, "--num-blocks=3"])
+    assert "not allowed with argument --cache-mb" in capsys.readouterr().err

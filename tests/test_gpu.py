@@ -224,11 +224,10 @@ def test_as_many_runs_as_a_launch_takes(q_len):
     k, v = (jax.random.normal(key, pool, BF16) for key in keys[1:3])
     tables = jax.random.randint(keys[3], (seqs, 3), 0, 1000, jnp.int32)
     lengths = jax.random.randint(keys[4], (seqs,), 0, 49, jnp.int32).at[-1].set(48)
-    out, expected = (
-        paged_attention(q, k, v, tables, lengths, implementation=name).astype(jnp.float32)
-        for name in ("mosaic_gpu", "xla")
-    )
-    assert jnp.allclose(out, expected, rtol=2e-2, atol=2e-2)
+    out = paged_attention(q, k, v, tables, lengths, implementation="mosaic_gpu").astype(jnp.float32)
+    some = jnp.arange((seqs - 1) % 61, seqs, 61)  # the last among them; all would take gigabytes of "xla"
+    expected = paged_attention(q[some], k, v, tables[some], lengths[some], implementation="xla").astype(jnp.float32)
+    assert jnp.allclose(out[some], expected, rtol=2e-2, atol=2e-2)
     assert not jnp.allclose(out[-1], out[-2], rtol=2e-2, atol=2e-2)
 
 

@@ -1,6 +1,6 @@
 """Milliseconds of the steps that others take part in while a long prompt is computed, beside those with short prompts.
 
-    python -m benchmarks.engine_latency                 # Llama-3-8B's shape, 8 of its layers; about 40 s on an H100
+    python -m benchmarks.engine_latency                 # Llama-3-8B's shape, 8 of its layers; two minutes on an H100
     python -m benchmarks.engine_latency --model toy     # on a CPU, to try the script out
 
 All seats but one of 32 decode, and each step has a full chunk of prompts: of short ones, or of one as long as eight

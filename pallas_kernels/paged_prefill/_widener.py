@@ -6,7 +6,9 @@ Its budget on an H100, for 64 tokens of head_dim 128: the products of a tile, 12
 best. For K and V, 2 x 8192 numbers, a thread makes 16 loads of 8 numbers, 64 conversions to two numbers each, and 16
 stores, about 500 instructions of four warps: 130 clocks of each scheduler. Their 16 KB read and 32 KB written are 400
 clocks of SMEM's bandwidth, of which the products take 800 and the copies 130. The conversion straight to float16 is
-one instruction for two numbers; bfloat16 would take four, by way of float32.
+one instruction for two numbers; bfloat16 would take four, by way of float32. Measured, over the time with a bfloat16
+cache: 1.10, with a warpgroup that only passes the barriers on 1.04, with a conversion by five instructions 1.37.
+[prefill_widen_h100 of benchmarks/results/decisions/]
 
 So the products are of float16 numbers: `pallas_kernels._widen` says what that means for Q.
 

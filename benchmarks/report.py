@@ -40,7 +40,7 @@ PROMPTS = (
     *(f"32/8 {shape} q_len=all" for shape in ("1x512", "1x2048", "1x8192", "1x32768", "8x1024", "64x128")),
     *("32/8 8x2304 q_len=256", "32/8 1x8448 q_len=256", "32/8 1x34816 q_len=2048", "32/8 64x2064 q_len=16"),
     *("64/8 8x1024 q_len=all", "32/32 8x1024 q_len=all"),
-    *(f"32/8 {shape} q_len=all head_dim=64" for shape in ("8x1024", "1x8192")),
+    *(f"32/8 {shape} q_len=all head_dim={n}" for n in (64, 256) for shape in ("8x1024", "1x8192")),
 )
 PACKED = {
     "32/8 60x4096": "60 single tokens after 4095",
@@ -196,7 +196,7 @@ def prefill() -> str:
 
 
 def packed() -> str:
-    found, rows = points("h100/prefill_packed"), []
+    found, rows = points("h100/prefill"), []
     for name, text in PACKED.items():
         p = found[f"{name} mosaic_gpu"]
         rows.append([text, us(p["us"]), f"{p['teraflops_per_second']:.0f}"])
@@ -266,7 +266,7 @@ def quantised() -> str:
 
 
 def narrow_prefill() -> str:
-    found, rows = points("h200/prefill"), []
+    found, rows = points("h100/prefill"), []
     for name in ("32/8 8x2304 q_len=256", "32/8 1x8192 q_len=all"):
         times = [found[f"{name}{cache} mosaic_gpu"]["us"] for cache in ("", *CACHES[:2])]
         rows.append([label(name), *map(us, times)])

@@ -67,7 +67,9 @@ def default_config(
     heads, item_tokens = heads_and_tokens(group)
     width = round_up(head_dim, 64)
     # Of head_dim 128, O takes 64 registers of a thread: 128 tokens a step spill registers, and 64 are faster on an
-    # H100. Of head_dim 64 none are spilled, and 128 are faster.
+    # H100. Of head_dim 64 none are spilled, and 128 are faster. Three warpgroups, for which it leaves registers too,
+    # take 0.95 of the time of two at 8 x 1024, 1.12 with 32/32 heads and 1.28 for 64 tokens after 2048.
+    # [prefill_warpgroups_h100 of benchmarks/results/decisions/]
     tile, num_stages = {64: (128, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}[width]
     # 64 prompts of 1 to 1024 tokens take 463 to 498 us with SMEM of its own for O, 534 to 547 where O leaves through
     # that of Q. A second Q in its stead is not faster. Of head_dim 256 half of O has room: 8 x 1024 347 us, a quarter

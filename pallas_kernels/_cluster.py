@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _rows
 from pallas_kernels._inbox import SHARE, SHARE_ROWS, Inbox, InterpretedInbox, Sharing
 from pallas_kernels._place import Place
-from pallas_kernels._rows import over_rows
+from pallas_kernels._rows import ROWS_LAST
 
 
 def columns_of(*, width: int, cluster: int, q_len: int, group: int) -> int:
@@ -81,7 +81,11 @@ def _merge_share(share: jax.Array, turn: int, inbox: Inbox | InterpretedInbox, p
         factor, lse = _rows.normalise(m, l, place.sinks(SHARE_ROWS))
         out = _weighted(merged, factor).astype(columns_smem.dtype)
         _rows.store_together(
-            (row_smem.at[0], lse), transposed=[(columns_smem, out)], layout=SHARE, interpret=place.interpret
+            (row_smem.at[0], lse),
+            transposed=[(columns_smem, out)],
+            layout=SHARE,
+            orientation=ROWS_LAST,
+            interpret=place.interpret,
         )
     else:
         _rows.store_together(
@@ -89,6 +93,7 @@ def _merge_share(share: jax.Array, turn: int, inbox: Inbox | InterpretedInbox, p
             (row_smem.at[0], m),
             (row_smem.at[1], l),
             layout=SHARE,
+            orientation=ROWS_LAST,
             interpret=place.interpret,
         )
     plgpu.commit_smem()
@@ -101,4 +106,4 @@ def _merge_share(share: jax.Array, turn: int, inbox: Inbox | InterpretedInbox, p
 
 
 def _weighted(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return x * plgpu.layout_cast(over_rows(weight, x.shape), SHARE)
+    return x * plgpu.layout_cast(ROWS_LAST.over(weight, x.shape), SHARE)

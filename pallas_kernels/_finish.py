@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _cluster, _rows
 from pallas_kernels._inbox import Sharing
 from pallas_kernels._place import Place
-from pallas_kernels._rows import over_rows
+from pallas_kernels._rows import ROWS_LAST, Orientation
 
 Chunks = tuple[jax.Array, ...]
 
@@ -26,8 +26,8 @@ def scratch(*, sharing: Sharing, num_partials: int, chunk: int, dtype: Any, inte
     return {} if num_partials == 1 else {"acc_smem": plgpu.SMEM((chunk, sharing.rows), jnp.float32)}
 
 
-def finish(acc: Chunks, m: jax.Array, l: jax.Array, place: Place, *, rows_axis: int) -> None:
-    """`acc`: f32 [chunk, rows] each, the chunks of O^T, or by `rows_axis` [rows, chunk], those of O. m, in units of
+def finish(acc: Chunks, m: jax.Array, l: jax.Array, place: Place, *, orientation: Orientation) -> None:
+    """`acc`: f32 [chunk, rows] each, the chunks of O^T, or by the orientation [rows, chunk], those of O. m, in units of
     log2, and l: f32 [rows]."""
 
     def share() -> None:
@@ -35,40 +35,40 @@ def finish(acc: Chunks, m: jax.Array, l: jax.Array, place: Place, *, rows_axis: 
             (chunk,) = acc
             _cluster.merge(chunk, m, l, place)
         else:
-            _write_partial(acc, m, l, place, rows_axis)
+            _write_partial(acc, m, l, place, orientation)
 
-    pl.when(place.whole)(lambda: _write_rows(acc, m, l, place, rows_axis))
+    pl.when(place.whole)(lambda: _write_rows(acc, m, l, place, orientation))
     pl.when(place.split)(share)
 
 
-def _write_rows(acc: Chunks, m: jax.Array, l: jax.Array, place: Place, rows_axis: int) -> None:
+def _write_rows(acc: Chunks, m: jax.Array, l: jax.Array, place: Place, orientation: Orientation) -> None:
     q_flat_smem, row_smem = place.refs["q_flat_smem"], place.refs["row_smem"]  # [rows + 1, width]; f32 [2, rows]
-    rows, chunk = m.shape[0], acc[0].shape[1 - rows_axis]
-    factor, lse = _rows.normalise(m, l, place.sinks(_rows.ROWS.reduce(1 - rows_axis)))
-    out = [(part * over_rows(factor, part.shape, rows_axis)).astype(q_flat_smem.dtype) for part in acc]
+    rows, chunk = m.shape[0], acc[0].shape[1 - orientation.axis]
+    factor, lse = _rows.normalise(m, l, place.sinks(orientation.vector))
+    out = [(part * orientation.over(factor, part.shape)).astype(q_flat_smem.dtype) for part in acc]
     places = [q_flat_smem.at[pl.ds(0, rows), pl.ds(c * chunk, chunk)] for c in range(len(acc))]  # Q is no longer needed
     chunks = list(zip(places, out, strict=True))
-    _store(((row_smem.at[0], lse),), chunks, place, rows_axis, transposed=rows_axis == 1)
+    _store(((row_smem.at[0], lse),), chunks, place, orientation, transposed=orientation == ROWS_LAST)
     plgpu.commit_smem()
     place.copy_rows(q_flat_smem)
     place.copy_lse(row_smem.at[0])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _write_partial(acc: Chunks, m: jax.Array, l: jax.Array, place: Place, rows_axis: int) -> None:
+def _write_partial(acc: Chunks, m: jax.Array, l: jax.Array, place: Place, orientation: Orientation) -> None:
     acc_smem, row_smem = place.refs["acc_smem"], place.refs["row_smem"]  # f32 [chunk, rows], [2, rows]
     chunk = acc_smem.shape[0]
     for c, part in enumerate(acc):
         vectors = ((row_smem.at[0], m), (row_smem.at[1], l)) if c == 0 else ()
         if c > 0:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        _store(vectors, [(acc_smem, part)], place, rows_axis, transposed=rows_axis == 0)
+        _store(vectors, [(acc_smem, part)], place, orientation, transposed=orientation != ROWS_LAST)
         plgpu.commit_smem()
         place.copy_partial(acc_smem, pl.ds(c * chunk, chunk))
     place.copy_m_and_l(row_smem)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _store(vectors: Any, matrices: Any, place: Place, rows_axis: int, *, transposed: bool) -> None:
+def _store(vectors: Any, matrices: Any, place: Place, orientation: Orientation, *, transposed: bool) -> None:
     plain, turned = ((), matrices) if transposed else (matrices, ())
-    _rows.store_together(*plain, *vectors, transposed=turned, rows_axis=rows_axis, interpret=place.interpret)
+    _rows.store_together(*plain, *vectors, transposed=turned, orientation=orientation, interpret=place.interpret)

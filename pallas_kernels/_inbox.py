@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels._rows import ROW_VECTOR, ROWS, SCALAR
+from pallas_kernels._rows import ROWS, ROWS_LAST, SCALAR
 
 # [columns, rows], a number a thread of each 16 columns of 8 rows.
 SHARE = plgpu.Layout.TILED(
@@ -102,7 +102,7 @@ class Inbox:
         """Sends our partial, f32 [width, rows] and [rows], and waits for all."""
         plgpu.barrier_wait(self.refs["ready"])
         names = "acc_smem", "ml_smem", "arrived_smem"
-        types = ROWS, ROW_VECTOR, ROW_VECTOR, SCALAR, *[plgpu.RefType()] * 3
+        types = ROWS, ROWS_LAST.vector, ROWS_LAST.vector, SCALAR, *[plgpu.RefType()] * 3
 
         def send(_: Any, *operands: Any) -> None:
             acc, m, l, member, *refs = operands

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows
-from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows
+from pallas_kernels._rows import LOG2E, LOWEST, ROWS, Orientation
 from pallas_kernels._walk import Walk
 
 # The sum e + 1 is rounded, and the cap multiplies its error: 7e-4 of a logit here. Larger caps, which mean no cap
@@ -27,14 +26,14 @@ class Logits:
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [rows]
     group: int
+    orientation: Orientation  # of the products
     tree_bits: list[jax.Array] | None = None  # int32 [rows] each: the newest tokens that a row sees, 32 a word
-    rows_axis: int = 1  # of the products
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
-        """f32 [tile, rows], or by `rows_axis` [rows, tile] -> logits in units of log2, and which of them are visible;
-        None: all.
+        """f32 [tile, rows], or by the orientation [rows, tile] -> logits in units of log2, and which of them are
+        visible; None: all.
         """
-        walk, shape, rows_axis = self.walk, products.shape, self.rows_axis
+        walk, shape, orientation = self.walk, products.shape, self.orientation
         if self.cap is None:
             logits = products * (self.scale * LOG2E)
         else:
@@ -44,11 +43,11 @@ class Logits:
             logits = (cap * LOG2E) * (1.0 - 2.0 / (e + 1.0))
         if not masked and self.slopes is None:
             return logits, None
-        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 1 - rows_axis, layout=ROWS) + tile * walk.tile
-        in_call = _rows.row_tokens(shape, self.group, rows_axis) if walk.q_len > 1 else jnp.int32(0)
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 1 - orientation.axis, layout=ROWS) + tile * walk.tile
+        in_call = orientation.tokens(shape, self.group) if walk.q_len > 1 else jnp.int32(0)
         distance = self.first_query + in_call - tokens
         if self.slopes is not None:
-            logits -= over_rows(self.slopes * LOG2E, shape, rows_axis) * distance.astype(jnp.float32)
+            logits -= orientation.over(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
         if not masked:
             return logits, None
         visible = distance >= 0
@@ -59,6 +58,6 @@ class Logits:
             bit_of = jnp.bitwise_and(place, 31)
             word_of = lax.shift_right_arithmetic(place, jnp.full(shape, 5, jnp.int32))
             for word, bits in enumerate(self.tree_bits):
-                bit = jnp.bitwise_and(lax.shift_right_logical(over_rows(bits, shape, rows_axis), bit_of), 1)
+                bit = jnp.bitwise_and(lax.shift_right_logical(orientation.over(bits, shape), bit_of), 1)
                 visible = jnp.logical_and(visible, jnp.logical_or(word_of != word, bit == 1))
         return jnp.where(visible, logits, jnp.full(shape, LOWEST, jnp.float32)), visible

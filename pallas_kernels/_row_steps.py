@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._fetch import Ring
 from pallas_kernels._logits import Logits
 from pallas_kernels._products import zero_unseen
-from pallas_kernels._rows import COLUMNS, LOWEST, full_rows, over_rows, zeros
+from pallas_kernels._rows import COLUMNS, LOWEST, ROWS_FIRST, zeros
 from pallas_kernels._steps import Carry, PlaceOf, Sums, weights
 from pallas_kernels._walk import Walk
 
@@ -54,7 +54,7 @@ class RowSteps:
         scores = pl.run_scoped(product, self._scores)
         self.keys.free_if(is_there, stage)
         acc = tuple(zeros((rows, width // num_parts)) for _ in range(num_parts))
-        return acc, full_rows(rows, LOWEST, rows_axis=0), full_rows(rows, 0.0, rows_axis=0), scores
+        return acc, ROWS_FIRST.full(rows, LOWEST), ROWS_FIRST.full(rows, 0.0), scores
 
     def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
         acc, m, l, scores = carry
@@ -71,7 +71,7 @@ class RowSteps:
             logits, visible = self.logits_of(scores, tile, masked)
             m_new = jnp.maximum(m, logits.max(axis=1))
             alpha = jnp.exp2(m - m_new)
-            p = weights(logits, visible, m_new, rows_axis=0)
+            p = weights(logits, visible, m_new, ROWS_FIRST)
             l_new = l * alpha + p.sum(axis=1)
 
             # c. O += P V
@@ -79,7 +79,7 @@ class RowSteps:
             if masked:
                 zero_unseen(self.values, self.parts_of(stage), functools.partial(self.walk.seen, tile))
                 plgpu.commit_smem()
-            scaled = [part * over_rows(alpha, part.shape, rows_axis=0) for part in acc]
+            scaled = [part * ROWS_FIRST.over(alpha, part.shape) for part in acc]
             acc_new = self._plus_values(scaled, p.astype(self.q.dtype), stage)
             plgpu.barrier_arrive(self.values.free.at[stage])
             return acc_new, m_new, l_new, next_scores[...]

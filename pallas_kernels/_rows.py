@@ -4,6 +4,7 @@ A row is one (query token, query head) pair of one KV head: row r is token `r //
 Everything here is traced inside the kernels.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,8 +20,7 @@ LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 # In place of -inf in the running maximum: the difference of two is 0, that of two infinities is NaN.
 LOWEST = -1e30
-ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps; or [rows, n], as a `rows_axis` says
-ROW_VECTOR = ROWS.reduce(0)  # [rows], of [m, rows]
+ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps; or [rows, n]: see `Orientation`
 SCALAR = plgpu.Layout.WG_SPLAT
 COLUMNS = 64  # of the head_dim that one program of a merge adds up: the smallest M that this layout has
 
@@ -30,20 +30,37 @@ def room_of_stack(partial_out: Any, partial_ml: Any) -> int:
     return partial_out.shape[0] // (partial_ml.shape[0] // 2)
 
 
-def row_tokens(shape: tuple[int, ...], group: int, rows_axis: int = 1) -> jax.Array:
-    """The query token of each row, int32 `shape`."""
-    rows = plgpu.broadcasted_iota(jnp.int32, shape, rows_axis, layout=ROWS)
-    return rows if group == 1 else lax.div(rows, jnp.full(shape, group, jnp.int32))
+@dataclasses.dataclass(frozen=True)
+class Orientation:
+    """On which axis of a matrix in ROWS the rows lie, and how vectors of one number a row go with it."""
+
+    axis: int
+
+    @property
+    def vector(self) -> Any:
+        """The layout of [rows]."""
+        return ROWS.reduce(1 - self.axis)
+
+    def load(self, ref: Any) -> jax.Array:
+        """[rows], from GMEM or SMEM."""
+        return plgpu.load(ref, layout=self.vector, optimized=False)
+
+    def full(self, rows: int, value: float) -> jax.Array:
+        """f32 [rows], the same number for each."""
+        return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), self.vector)
+
+    def over(self, vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """[rows] as a matrix of that shape: each number all along its row."""
+        return lax.broadcast_in_dim(vector, shape, [self.axis])
+
+    def tokens(self, shape: tuple[int, ...], group: int) -> jax.Array:
+        """The query token of each row, int32 `shape`."""
+        rows = plgpu.broadcasted_iota(jnp.int32, shape, self.axis, layout=ROWS)
+        return rows if group == 1 else lax.div(rows, jnp.full(shape, group, jnp.int32))
 
 
-def load_rows(ref: Any, rows_axis: int = 1) -> jax.Array:
-    """One f32 a row, [rows], from GMEM or SMEM."""
-    return plgpu.load(ref, layout=ROWS.reduce(1 - rows_axis), optimized=False)
-
-
-def full_rows(rows: int, value: float, rows_axis: int = 1) -> jax.Array:
-    """The same f32 for each row, [rows]."""
-    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROWS.reduce(1 - rows_axis))
+ROWS_FIRST = Orientation(0)  # S [rows, tile], O [rows, head_dim]
+ROWS_LAST = Orientation(1)  # their transposes
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:
@@ -63,7 +80,7 @@ def store_together(
     *pairs: tuple[Any, jax.Array],
     transposed: Sequence[tuple[Any, jax.Array]] = (),
     layout: Any = ROWS,
-    rows_axis: int = 1,
+    orientation: Orientation,
     interpret: Any,
 ) -> None:
     """Values in `layout`, or reduced to [rows], into SMEM as `store` does, each of `transposed` into its SMEM's
@@ -88,12 +105,8 @@ def store_together(
             else:  # Mosaic can only transpose 16 bits
                 array.foreach(lambda x, index, target=target: memref.store(x, target, index[::-1]))
 
-    layouts = [layout if value.ndim == 2 else layout.reduce(1 - rows_axis) for value in values]
+    layouts = [layout if value.ndim == 2 else layout.reduce(1 - orientation.axis) for value in values]
     plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *layouts))(put)(*refs, *values)
-
-
-def over_rows(vector: jax.Array, shape: tuple[int, ...], rows_axis: int = 1) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [rows_axis])
 
 
 def normalise(m: jax.Array, l: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels._rows import LOG2E, LOWEST, ROWS, SCALAR
+from pallas_kernels._rows import LOG2E, LOWEST, ROWS, SCALAR, Orientation
 
 LEAST = 2.0**-100  # a scale of 0 has a logarithm too
 LANES = 32
@@ -73,7 +73,7 @@ class Scales:
     full: Any  # barriers [stages], likewise
     stages: int
     interpret: Any
-    tokens_axis: int = 0  # of the products
+    orientation: Orientation  # of the products
 
     @property
     def of_tokens(self) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ class Scales:
         else:
             plgpu.barrier_wait(self.full.at[stage])
             ring = [self.ring.at[stage, j] for j in range(len(self.of_tokens))]
-            layout = ROWS.reduce(1 - self.tokens_axis)  # every thread holds those of its part of the products
+            layout = ROWS.reduce(self.orientation.axis)  # every thread holds those of its part of the products
             loaded = [plgpu.load(scales, layout=layout, optimized=False) for scales in ring]
         k = loaded[0] if self.k is self.of_tokens[0] else None
         v = loaded[-1] if self.v is self.of_tokens[-1] else None
@@ -188,12 +188,15 @@ def _slots(walk: WalkOrItem, tables: Any, tile: jax.Array, num_blocks: int, bloc
     return ids * block_size + tokens % block_size
 
 
-def over_tokens(vector: jax.Array, shape: tuple[int, ...], tokens_axis: int = 0) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [tokens_axis])
+def over_tokens(vector: jax.Array, shape: tuple[int, ...], orientation: Orientation) -> jax.Array:
+    """[tile] as a matrix of that shape: each number for all rows."""
+    return lax.broadcast_in_dim(vector, shape, [1 - orientation.axis])
 
 
-def peaks(logits: jax.Array, v_scales: jax.Array, visible: jax.Array | None = None, tokens_axis: int = 0) -> jax.Array:
-    """What the running maximum is taken of, f32 [tile, rows]."""
+def peaks(
+    logits: jax.Array, v_scales: jax.Array, orientation: Orientation, visible: jax.Array | None = None
+) -> jax.Array:
+    """What the running maximum is taken of, f32 as the logits."""
     size = jnp.maximum(jnp.abs(v_scales), jnp.full(v_scales.shape, LEAST, jnp.float32))
-    logits += over_tokens(jnp.log(size) * LOG2E, logits.shape, tokens_axis)
+    logits += over_tokens(jnp.log(size) * LOG2E, logits.shape, orientation)
     return logits if visible is None else jnp.where(visible, logits, jnp.full(logits.shape, LOWEST, jnp.float32))

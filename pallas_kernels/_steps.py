@@ -25,7 +25,7 @@ from pallas_kernels import _scales, _widen
 from pallas_kernels._fetch import Ring
 from pallas_kernels._logits import Logits
 from pallas_kernels._products import Products, zero_unseen
-from pallas_kernels._rows import LOWEST, full_rows, over_rows, zeros
+from pallas_kernels._rows import LOWEST, ROWS_LAST, Orientation, zeros
 from pallas_kernels._walk import Walk
 
 Carry = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None]
@@ -80,7 +80,7 @@ class WideSteps:
                 o, next_scores = products.of_values_and_next_keys(stage, j + 1 < self.walk.num_tiles, next_stage)
             else:
                 o = products.of_values(stage, c)
-            acc_new.append(part * over_rows(alpha, part.shape) + o)
+            acc_new.append(part * ROWS_LAST.over(alpha, part.shape) + o)
         if not self.keys_ahead:
             plgpu.barrier_arrive(values.free.at[stage])
         return tuple(acc_new), m, l, next_scores
@@ -131,16 +131,16 @@ class NarrowSteps:
         shape = tile_tokens, rows
         scores, values = _widen.product(shape, k_tiles.keys(stage), self.q.T, self.interpret, meanwhile)
         if self.unit is not None:
-            scores *= over_rows(self.unit, shape)
+            scores *= ROWS_LAST.over(self.unit, shape)
         if k_scales is not None:
-            scores *= _scales.over_tokens(k_scales, shape)
+            scores *= _scales.over_tokens(k_scales, shape, ROWS_LAST)
 
         # b. Online softmax.
         logits, visible = self.logits_of(scores, tile, masked)
-        highest = logits if v_scales is None else _scales.peaks(logits, v_scales, visible)
+        highest = logits if v_scales is None else _scales.peaks(logits, v_scales, ROWS_LAST, visible)
         m, l, alpha, p = softmax(logits, highest, visible, m, l, headroom=_widen.HEADROOM)
         if v_scales is not None:
-            p *= _scales.over_tokens(v_scales, p.shape)
+            p *= _scales.over_tokens(v_scales, p.shape, ROWS_LAST)
             p = p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
         if one_chunk and not early:
             values = load_values()
@@ -157,7 +157,7 @@ class NarrowSteps:
             if masked:
                 v = v_tiles.zero_unseen(v, functools.partial(self.walk.seen, tile))
             o, _ = _widen.product((self.chunk, rows), v_tiles.values(v), self.p.T, self.interpret)
-            acc_new.append(part * over_rows(alpha, part.shape) + o)
+            acc_new.append(part * ROWS_LAST.over(alpha, part.shape) + o)
         if not one_chunk:
             plgpu.commit_smem()
             plgpu.barrier_arrive(v_ring.free.at[stage])
@@ -172,7 +172,7 @@ def _nothing(q: Any, p: Any, chunk: int) -> Sums:
     """acc, m and l before the first tile."""
     (rows, width), tile = q.shape, p.shape[1]
     acc = tuple(zeros((chunk, rows)) for _ in range(width // chunk))
-    return acc, full_rows(rows, LOWEST), zeros((tile, rows))
+    return acc, ROWS_LAST.full(rows, LOWEST), zeros((tile, rows))
 
 
 def softmax(
@@ -187,12 +187,12 @@ def softmax(
     highest = peaks.max(axis=0)
     m_new = jnp.maximum(m, highest if headroom is None else highest - headroom)
     alpha = jnp.exp2(m - m_new)
-    p = weights(logits, visible, m_new)
-    return m_new, l * over_rows(alpha, l.shape) + p, alpha, p
+    p = weights(logits, visible, m_new, ROWS_LAST)
+    return m_new, l * ROWS_LAST.over(alpha, l.shape) + p, alpha, p
 
 
-def weights(logits: jax.Array, visible: jax.Array | None, m: jax.Array, rows_axis: int = 1) -> jax.Array:
+def weights(logits: jax.Array, visible: jax.Array | None, m: jax.Array, orientation: Orientation) -> jax.Array:
     """exp2(logits - m), 0 where nothing is visible."""
-    p = jnp.exp2(logits - over_rows(m, logits.shape, rows_axis))
+    p = jnp.exp2(logits - orientation.over(m, logits.shape))
     # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
     return p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))

@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels._rows import ROW_VECTOR, ROWS, over_rows
+from pallas_kernels._rows import ROWS, ROWS_LAST
 
 HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
 # [32 words, tokens], 8 words to a warp: widened, the 16 rows that ROWS gives it.
@@ -121,14 +121,14 @@ def load_q(q: Any, target_of: Callable[[int], Any], interpret: Any) -> jax.Array
 
     unit = None
     if q.dtype == jnp.bfloat16:
-        largest = plgpu.layout_cast(jnp.full((rows,), 0.0, jnp.float32), ROW_VECTOR)
+        largest = ROWS_LAST.full(rows, 0.0)
         for start in range(0, width, 64):
             largest = jnp.maximum(largest, jnp.abs(load(start).astype(jnp.float32)).max(axis=0))
         unit = power_of_two(largest)
     for start in range(0, width, 64):
         columns = load(start)
         if unit is not None:
-            columns = (columns.astype(jnp.float32) * over_rows(1.0 / unit, columns.shape)).astype(jnp.float16)
+            columns = (columns.astype(jnp.float32) * ROWS_LAST.over(1.0 / unit, columns.shape)).astype(jnp.float16)
         target_of(start)[...] = _in_order(columns, K_ORDER) if interpret else _exchange(columns, K_ORDER)
     return unit
 

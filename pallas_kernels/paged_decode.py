@@ -55,13 +55,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _cluster, _finish, _inbox, _rows, _scales, _scratch, _sizes, _widen, paged_merge
+from pallas_kernels import _cluster, _finish, _inbox, _scales, _scratch, _sizes, _widen, paged_merge
 from pallas_kernels._fetch import Ring, fetch, rows_of_copy
 from pallas_kernels._logits import Logits
 from pallas_kernels._place import Place
 from pallas_kernels._products import Products
 from pallas_kernels._row_steps import RowSteps
-from pallas_kernels._rows import ROWS
+from pallas_kernels._rows import ROWS, ROWS_FIRST, ROWS_LAST
 from pallas_kernels._steps import NarrowSteps, WideSteps
 from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.attention_options import AttentionOptions
@@ -138,6 +138,7 @@ def _kernel(
         full=refs.get("scales_full"),
         stages=stages,
         interpret=interpret,
+        orientation=ROWS_LAST,  # a cache with scales of tokens has no more rows
     )
 
     # 2. Warpgroup 1 fetches.
@@ -180,8 +181,8 @@ def _kernel(
             pl.when(place.split)(_cluster.inbox_of(place).open)
         scale = scale_gmem[0]
         cap = None if cap_gmem is None else cap_gmem[0]
-        rows_axis = 0 if config.rows_first else 1
-        slopes = None if slopes_gmem is None else _rows.load_rows(slopes_gmem.at[kv_head], rows_axis)
+        orientation = ROWS_FIRST if config.rows_first else ROWS_LAST
+        slopes = None if slopes_gmem is None else orientation.load(slopes_gmem.at[kv_head])
         first_query = walk.first_query
         k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
         if k_scale is not None:
@@ -189,8 +190,8 @@ def _kernel(
         tree_bits = None
         if tree_gmem is not None:
             words = range(tree_gmem.shape[1])
-            tree_bits = [_rows.load_rows(tree_gmem.at[seq, word], rows_axis) for word in words]
-        logits_of = Logits(walk, first_query, scale, cap, slopes, group, tree_bits, rows_axis)
+            tree_bits = [orientation.load(tree_gmem.at[seq, word]) for word in words]
+        logits_of = Logits(walk, first_query, scale, cap, slopes, group, orientation, tree_bits)
 
         order = walk.last_first(stages) if config.last_first else None
 
@@ -245,7 +246,7 @@ def _kernel(
         acc, m, l = steps.sums(carry)
         if v_scale is not None:
             acc = tuple(part * v_scale for part in acc)
-        _finish.finish(acc, m, l, place, rows_axis=rows_axis)
+        _finish.finish(acc, m, l, place, orientation=orientation)
 
 
 def launch(

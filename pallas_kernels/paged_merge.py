@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows, _sizes
-from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, over_rows
+from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, ROWS_LAST
 
 WEIGHTS = 64  # partitions whose weights are worked out at once: the smallest M, as COLUMNS
 
@@ -117,10 +117,10 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
         l_p = plgpu.load(ml_smem.at[1], layout=ROWS, optimized=False)
         m_p = jnp.where(written, m_p, jnp.full(shape, LOWEST, jnp.float32))
         m_new = jnp.maximum(m, m_p.max(axis=0))
-        weights = jnp.exp2(m_p - over_rows(m_new, shape))
+        weights = jnp.exp2(m_p - ROWS_LAST.over(m_new, shape))
         alpha = jnp.exp2(m - m_new)
         l = l * alpha + jnp.where(written, weights * l_p, jnp.zeros_like(l_p)).sum(axis=0)
-        acc = acc * over_rows(alpha, acc.shape)
+        acc = acc * ROWS_LAST.over(alpha, acc.shape)
         _rows.store(weights_smem, weights)
         plgpu.commit_smem()
 
@@ -129,9 +129,9 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
             plgpu.barrier_wait(ring_full.at[stage])
 
             def add(j: jax.Array, acc: jax.Array) -> jax.Array:
-                weight = _rows.load_rows(weights_smem.at[i * copied - g * WEIGHTS + j])
+                weight = ROWS_LAST.load(weights_smem.at[i * copied - g * WEIGHTS + j])
                 part = plgpu.load(ring_smem.at[stage, j], layout=ROWS, optimized=False)
-                return acc + over_rows(weight, part.shape) * part
+                return acc + ROWS_LAST.over(weight, part.shape) * part
 
             acc = lax.fori_loop(0, jnp.minimum(copied, count - i * copied), add, acc)
 
@@ -146,13 +146,13 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
         end_copy = jnp.minimum(first_copy + WEIGHTS // copied, num_copies)
         return lax.fori_loop(first_copy, end_copy, merge_copy, acc), m_new, l
 
-    nothing = _rows.zeros((COLUMNS, rows)), _rows.full_rows(rows, LOWEST), _rows.full_rows(rows, 0.0)
+    nothing = _rows.zeros((COLUMNS, rows)), ROWS_LAST.full(rows, LOWEST), ROWS_LAST.full(rows, 0.0)
     acc, m, l = lax.fori_loop(0, _sizes.ceil_div(count, WEIGHTS), merge_group, nothing)
 
     # 3. Write the finished rows.
-    sinks = None if sinks_gmem is None else _rows.load_rows(sinks_gmem.at[kv_head])
+    sinks = None if sinks_gmem is None else ROWS_LAST.load(sinks_gmem.at[kv_head])
     factor, lse = _rows.normalise(m, l, sinks)
-    _rows.store(result_smem.T, (acc * over_rows(factor, acc.shape)).astype(result_smem.dtype))
+    _rows.store(result_smem.T, (acc * ROWS_LAST.over(factor, acc.shape)).astype(result_smem.dtype))
     lse_smem[...] = lse
     plgpu.commit_smem()
     for token in range(q_len):

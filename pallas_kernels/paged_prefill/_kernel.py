@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows, _scales, _sizes, merge_parts
 from pallas_kernels._fetch import WARPS, Ring, rows_of_copy
-from pallas_kernels._rows import COLUMNS
+from pallas_kernels._rows import COLUMNS, ROWS_FIRST
 from pallas_kernels._scales import Scales
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.paged_prefill import _tree
@@ -59,7 +59,7 @@ def _kernel(
         full=refs.get("scales_full"),
         stages=config.num_scale_stages,
         interpret=interpret,
-        tokens_axis=1,
+        orientation=ROWS_FIRST,
     )
 
     @pl.when(warpgroup == 2)
@@ -133,7 +133,7 @@ def _kernel(
             factor, lse = _rows.normalise(m, l, sinks)
             if v_scale is not None:
                 factor = factor * v_scale
-            o = acc * _rows.over_rows(factor, acc.shape, 0)
+            o = acc * ROWS_FIRST.over(factor, acc.shape)
             if config.num_parts > 1:
                 rows.store_float32(o, refs["out"], item, o_smem)
             else:
@@ -182,7 +182,7 @@ def _negate(q_smem: Any) -> None:
 
 def _of_item(place: jax.Array, first_row: jax.Array, by_row: Any) -> jax.Array:
     """f32 [64], those of a warpgroup, of GMEM f32 [heads / heads of an item, 128]."""
-    return _rows.load_rows(by_row.at[place, pl.ds(first_row, WG_ROWS)], rows_axis=0)
+    return ROWS_FIRST.load(by_row.at[place, pl.ds(first_row, WG_ROWS)])
 
 
 def launch(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._logits import LARGEST_CAP
-from pallas_kernels._rows import LOG2E, ROWS, over_rows
+from pallas_kernels._rows import LOG2E, ROWS, ROWS_FIRST
 from pallas_kernels.paged_prefill._item import Item, row_tokens
 from pallas_kernels.paged_prefill._tree import Tree
 
@@ -47,7 +47,7 @@ class Logits:
         tokens = row_tokens(shape, self.first_row, self.item_tokens)
         distance = tokens - columns + position if self.item.causal else position - columns
         if self.slopes is not None:
-            logits -= over_rows(self.slopes * LOG2E, shape, 0) * distance.astype(jnp.float32)
+            logits -= ROWS_FIRST.over(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
         if not masked:
             return logits, unit
         visible = distance >= 0 if self.tree is None else self.tree.seen(tile, shape)
@@ -58,4 +58,4 @@ class Logits:
 
 def times(x: jax.Array, factor: jax.Array) -> jax.Array:
     """x [64, tile] times one number, or one a row."""
-    return x * (factor if factor.ndim == 0 else over_rows(factor, x.shape, 0))
+    return x * (factor if factor.ndim == 0 else ROWS_FIRST.over(factor, x.shape))

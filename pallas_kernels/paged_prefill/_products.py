@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
-from pallas_kernels._rows import ROWS
+from pallas_kernels._rows import ROWS, ROWS_FIRST
 from pallas_kernels.paged_prefill._mlir import arith, constant, scf
 
 F32 = jnp.dtype(jnp.float32)
@@ -90,7 +90,7 @@ def _add(acc: Any, p: Any, v: Any, swizzle: int) -> Any:
 def rescale(acc: jax.Array, alpha: jax.Array) -> jax.Array:
     """acc f32 [64, width] times alpha f32 [64]; a warp in all of whose rows alpha is 1 leaves acc as it is."""
 
-    @plgpu.inline_mgpu(arg_types=(ROWS, ROWS.reduce(1)), return_type=plgpu.ShapeDtypeStruct(acc.shape, F32, ROWS))
+    @plgpu.inline_mgpu(arg_types=(ROWS, ROWS_FIRST.vector), return_type=plgpu.ShapeDtypeStruct(acc.shape, F32, ROWS))
     def scale(_: Any, acc: Any, alpha: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         first, second = alpha.registers.flat

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref, vector
 
-from pallas_kernels._rows import ROWS
+from pallas_kernels._rows import ROWS, ROWS_FIRST
 from pallas_kernels.paged_prefill._item import Item
 from pallas_kernels.paged_prefill._mlir import arith, constant, scf
 from pallas_kernels.prefill_config import Config
@@ -140,7 +140,7 @@ class RowsOfItem:
             plgpu.wait_smem_to_gmem(0)
             return
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS.reduce(1), *[SPLAT] * 4))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS_FIRST.vector, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
             place = _Place.of(self.config, *scalars)
 

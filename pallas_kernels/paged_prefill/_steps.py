@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _scales
 from pallas_kernels._fetch import Ring
-from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, full_rows, over_rows, zeros
+from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, ROWS_FIRST, zeros
 from pallas_kernels._scales import Scales
 from pallas_kernels.paged_prefill import _products
 from pallas_kernels.paged_prefill._item import Item
@@ -72,7 +72,7 @@ class Steps:
         scores = self._scores(stage)
         plgpu.barrier_arrive(self.keys.free.at[stage])
         m, l, _, p = self._softmax(
-            scores, item.begin, full_rows(rows, LOWEST, rows_axis=0), full_rows(rows, 0.0, rows_axis=0), masked=True
+            scores, item.begin, ROWS_FIRST.full(rows, LOWEST), ROWS_FIRST.full(rows, 0.0), masked=True
         )
         if item.window is not None:
             plgpu.barrier_wait(self.values.full.at[stage])
@@ -128,18 +128,18 @@ class Steps:
         """The new m and l, what sums so far are multiplied with, f32 [64], and the weights, f32 [64, tile]."""
         k_scales, v_scales = self._token_scales(tile, masked=masked)
         if k_scales is not None:
-            scores *= _scales.over_tokens(k_scales, scores.shape, 1)
+            scores *= _scales.over_tokens(k_scales, scores.shape, ROWS_FIRST)
         logits, unit = self.logits(scores, tile, masked)
         if v_scales is None:
             highest = logits.max(axis=1) * unit
         else:
-            highest = _scales.peaks(times(logits, unit), v_scales, tokens_axis=1).max(axis=1)
+            highest = _scales.peaks(times(logits, unit), v_scales, ROWS_FIRST).max(axis=1)
         m_new = jnp.where(highest > m + HEADROOM, highest, m)
         alpha = jnp.exp2(m - m_new)
-        p = jnp.exp2(times(logits, unit) - over_rows(m_new, logits.shape, 0))
+        p = jnp.exp2(times(logits, unit) - ROWS_FIRST.over(m_new, logits.shape))
         l_new = l * alpha + p.sum(axis=1)
         if v_scales is not None:
-            p *= _scales.over_tokens(v_scales, p.shape, 1)
+            p *= _scales.over_tokens(v_scales, p.shape, ROWS_FIRST)
         return m_new, l_new, alpha, p
 
     def _token_scales(self, tile: jax.Array, *, masked: bool) -> tuple[jax.Array | None, jax.Array | None]:
@@ -182,7 +182,7 @@ class Steps:
         return x if self.interpret else lax.optimization_barrier(x)
 
     def _rescaled(self, acc: jax.Array, alpha: jax.Array) -> jax.Array:
-        return acc * over_rows(alpha, acc.shape, 0) if self.interpret else _products.rescale(acc, alpha)
+        return acc * ROWS_FIRST.over(alpha, acc.shape) if self.interpret else _products.rescale(acc, alpha)
 
     def _weighted_values(self, p: jax.Array, stage: jax.Array) -> jax.Array:
         """In interpret mode, which has no products with an operand in registers."""

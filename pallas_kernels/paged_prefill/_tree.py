@@ -13,8 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows
-from pallas_kernels._rows import ROWS, over_rows
+from pallas_kernels._rows import ROWS, ROWS_FIRST
 from pallas_kernels.paged_prefill._item import BITS, Item, row_tokens
 from pallas_kernels.paged_prefill._work_list import WorkList
 from pallas_kernels.prefill_config import ROWS as ITEM_ROWS
@@ -44,7 +43,7 @@ class Tree:
         word_of = lax.shift_right_logical(columns, jnp.full(shape, 5, jnp.int32))
         bits = jnp.full(shape, 0, jnp.int32)
         for i in range(shape[1] // BITS):
-            word = over_rows(self._word(tile * (shape[1] // BITS) + i, shape[0]), shape, 0)
+            word = ROWS_FIRST.over(self._word(tile * (shape[1] // BITS) + i, shape[0]), shape)
             bits = jnp.where(word_of == i, word, bits)
         return jnp.bitwise_and(lax.shift_right_logical(bits, jnp.bitwise_and(columns, BITS - 1)), 1) == 1
 
@@ -53,8 +52,8 @@ class Tree:
         stored = number - self.item.first_word
         place = jnp.clip(stored, 0, self.words.shape[1] - 1)
         rows = self.words.at[self.entry, place, pl.ds(self.first_row, num_rows)]
-        bits = jnp.bitwise_or(_rows.load_rows(rows, rows_axis=0), jnp.where(stored < 0, -1, 0))
-        tokens = row_tokens((num_rows,), self.first_row, self.item_tokens, ROWS.reduce(1))
+        bits = jnp.bitwise_or(ROWS_FIRST.load(rows), jnp.where(stored < 0, -1, 0))
+        tokens = row_tokens((num_rows,), self.first_row, self.item_tokens, ROWS_FIRST.vector)
         num_before = tokens + (self.item.position + 1 - number * BITS)  # tokens of the word up to the row's own
         ones = lax.shift_right_logical(jnp.full_like(bits, -1), jnp.clip(BITS - num_before, 0, BITS - 1))
         return jnp.where(num_before > 0, jnp.bitwise_and(bits, ones), jnp.zeros_like(bits))

@@ -30,7 +30,7 @@ from jaxlib.mlir import ir
 
 from pallas_kernels import _widen
 from pallas_kernels._fetch import Ring
-from pallas_kernels._rows import COLUMNS, ROWS, full_rows, over_rows
+from pallas_kernels._rows import COLUMNS, ROWS, ROWS_FIRST
 from pallas_kernels.paged_prefill._item import Items
 from pallas_kernels.prefill_config import Config
 
@@ -120,12 +120,12 @@ def q_as_float16(q: Any, target: Any) -> jax.Array:
     def load(columns: Any) -> jax.Array:
         return plgpu.load(q.at[:, columns], layout=ROWS).astype(jnp.float32)
 
-    largest = full_rows(q.shape[0], 0.0, rows_axis=0)
+    largest = ROWS_FIRST.full(q.shape[0], 0.0)
     for columns in parts:
         largest = jnp.maximum(largest, jnp.abs(load(columns)).max(axis=1))
     unit = _widen.power_of_two(largest)
     for columns in parts:
         x = load(columns)
-        target[:, columns] = (x * over_rows(1.0 / unit, x.shape, 0)).astype(jnp.float16)
+        target[:, columns] = (x * ROWS_FIRST.over(1.0 / unit, x.shape)).astype(jnp.float16)
     plgpu.commit_smem()
     return unit

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows, _scales, _widen, merge_parts
 from pallas_kernels._logits import Logits
-from pallas_kernels._rows import LOWEST, over_rows
+from pallas_kernels._rows import LOWEST, ROWS_LAST
 from pallas_kernels._scales import over_tokens
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
 from pallas_kernels._steps import softmax
@@ -84,9 +84,9 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
     scale = refs.scale[0]
     if (k_scale := _of_head(refs.k_scale, partition.kv_head)) is not None:
         scale = scale * k_scale
-    slopes = None if refs.alibi_slopes is None else _rows.load_rows(refs.alibi_slopes.at[partition.kv_head])
+    slopes = None if refs.alibi_slopes is None else ROWS_LAST.load(refs.alibi_slopes.at[partition.kv_head])
     cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
-    logits_of = Logits(walk, walk.first_query, scale, cap, slopes, group)
+    logits_of = Logits(walk, walk.first_query, scale, cap, slopes, group, ROWS_LAST)
     copies.wait_query()
     unit = tiles.prepare_query()
     kept = [tiles.query(c) for c in chunks] if rows * width // 64 <= QUERY_REGISTERS else None
@@ -103,9 +103,9 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
         for c in chunks:
             scores = product(scores, tiles.keys(slot, c), tiles.query(c) if kept is None else kept[c], interpret)
         if unit is not None:
-            scores *= over_rows(unit, scores.shape)
+            scores *= ROWS_LAST.over(unit, scores.shape)
         if refs.k_scales_smem is not None:
-            scores *= over_tokens(_token_scales(refs.k_scales_smem, slot), scores.shape)
+            scores *= over_tokens(_token_scales(refs.k_scales_smem, slot), scores.shape, ROWS_LAST)
 
         # b. Online softmax.
         logits, visible = logits_of(scores, tile, masked)
@@ -113,10 +113,10 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
             v_scales, peaks = None, logits
         else:
             v_scales = _token_scales(refs.v_scales_smem, slot)
-            peaks = _scales.peaks(logits, v_scales, visible)
+            peaks = _scales.peaks(logits, v_scales, ROWS_LAST, visible)
         m, l, alpha, p = softmax(logits, peaks, visible, m, l, headroom=_widen.HEADROOM if narrow else None)
         if v_scales is not None:
-            p *= over_tokens(v_scales, p.shape)
+            p *= over_tokens(v_scales, p.shape, ROWS_LAST)
             p = p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
         refs.p_smem[...] = p.astype(refs.p_smem.dtype)  # with a barrier: all are done with the keys
 
@@ -127,14 +127,14 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
         weights = plgpu.load(refs.p_smem, layout=RIGHT)
         seen = functools.partial(walk.seen, tile) if masked else None
         acc = tuple(
-            product(part * over_rows(alpha, part.shape), tiles.values(slot, c, seen), weights, interpret)
+            product(part * ROWS_LAST.over(alpha, part.shape), tiles.values(slot, c, seen), weights, interpret)
             for c, part in enumerate(acc)
         )
         return State(acc, m, l, keys_ids, next_ids)
 
     state = State(
         acc=tuple(_rows.zeros((COLUMNS, rows)) for _ in chunks),
-        m=_rows.full_rows(rows, LOWEST),
+        m=ROWS_LAST.full(rows, LOWEST),
         l=_rows.zeros((TILE, rows)),
         values_ids=ids[stages - 1],
         keys_ids=ids[stages],
@@ -150,10 +150,10 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
         factor, lse = _rows.normalise(state.m, state.l.sum(axis=0), sinks)
         if (v_scale := _of_head(refs.v_scale, partition.kv_head)) is not None:
             factor = factor * v_scale
-        return [tiles.ordered(part * over_rows(factor, part.shape)).astype(dtype) for part in state.acc], lse
+        return [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(dtype) for part in state.acc], lse
 
     def finish() -> None:
-        sinks = None if refs.sinks is None else _rows.load_rows(refs.sinks.at[partition.kv_head])
+        sinks = None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[partition.kv_head])
         place = partition.partial, partition.seq, partition.kv_head
         _results.store(*rows_of(sinks, refs.out.dtype), refs.out, refs.lse, place, group, interpret)
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
-from pallas_kernels._rows import LOG2E, LOWEST, ROWS, over_rows
+from pallas_kernels._rows import LOG2E, LOWEST, ROWS, ROWS_LAST
 from pallas_kernels._sizes import ceil_div
 from pallas_kernels._walk import Partition
 from pallas_kernels.portable_config import COLUMNS
@@ -60,27 +60,27 @@ def _merge(refs: dict[str, Any], interpret: Any) -> None:
         # Past the end the last one is read again, and has no weight.
         changes = [jnp.where(place < end, 0.0, LOWEST) for place in places]
         places = [jnp.minimum(place, end - 1) for place in places]
-        lses = [_rows.load_rows(partial_lse.at[place, kv_head]) * LOG2E for place in places]
+        lses = [ROWS_LAST.load(partial_lse.at[place, kv_head]) * LOG2E for place in places]
         lses = [lse + change for lse, change in zip(lses, changes, strict=True)]
         parts = [[load(place, c) for c in chunks] for place in places]
         m = functools.reduce(jnp.maximum, lses, state.m)
         alpha, weights = jnp.exp2(state.m - m), [jnp.exp2(lse - m) for lse in lses]
-        acc = [part * over_rows(alpha, part.shape) for part in state.acc]
+        acc = [part * ROWS_LAST.over(alpha, part.shape) for part in state.acc]
         for weight, its in zip(weights, parts, strict=True):
-            acc = [so_far + part * over_rows(weight, part.shape) for so_far, part in zip(acc, its, strict=True)]
+            acc = [so_far + part * ROWS_LAST.over(weight, part.shape) for so_far, part in zip(acc, its, strict=True)]
         return State(tuple(acc), m, sum(weights, state.l * alpha))
 
     @pl.when(end - start > 1)
     def _split() -> None:
         nothing = State(
             acc=tuple(_rows.zeros((COLUMNS, rows)) for _ in chunks),
-            m=_rows.full_rows(rows, LOWEST),
-            l=_rows.full_rows(rows, 0.0),
+            m=ROWS_LAST.full(rows, LOWEST),
+            l=ROWS_LAST.full(rows, 0.0),
         )
         acc, m, l = lax.fori_loop(0, ceil_div(end - start, at_once), add, nothing)
-        sinks = None if "sinks" not in refs else _rows.load_rows(refs["sinks"].at[kv_head])
+        sinks = None if "sinks" not in refs else ROWS_LAST.load(refs["sinks"].at[kv_head])
         factor, lse = _rows.normalise(m, l, sinks)
-        out = [(part * over_rows(factor, part.shape)).astype(refs["out"].dtype) for part in acc]
+        out = [(part * ROWS_LAST.over(factor, part.shape)).astype(refs["out"].dtype) for part in acc]
         group = refs["out"].shape[3] // kv_heads
         _results.store(out, lse, refs["out"], refs["lse"], (jnp.int32(0), seq, kv_head), group, interpret)
 

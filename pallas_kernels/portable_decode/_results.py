@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels._rows import ROW_VECTOR, ROWS, SCALAR
+from pallas_kernels._rows import ROWS, ROWS_LAST, SCALAR
 from pallas_kernels.paged_prefill._mlir import arith, constant
 from pallas_kernels.portable_config import COLUMNS
 
@@ -69,7 +69,7 @@ def store(
             array.foreach(put_one)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), ROW_VECTOR, *[ROWS] * len(parts), SCALAR, SCALAR, SCALAR)
+        arg_types=(plgpu.RefType(), plgpu.RefType(), ROWS_LAST.vector, *[ROWS] * len(parts), SCALAR, SCALAR, SCALAR)
     )
     def put_all(_: Any, out: Any, lse_out: Any, lse: Any, *operands: Any) -> None:
         put(lse_out, [lse], operands[-3:])

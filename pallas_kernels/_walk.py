@@ -32,13 +32,16 @@ class Partition:
         return True if isinstance(self.count, int) else self.index < self.count
 
     @classmethod
-    def of(cls, refs: dict[str, Any], *, num_partitions: int, cluster: int, num_kv_heads: int) -> "Partition":
-        lengths = refs["lengths"]
-        if "partitions" in refs:
-            place, kv_head = lax.axis_index("place"), lax.axis_index("kv_head")
-            seq, index, count = (refs["partitions"][place, i] for i in range(3))
-            length = jnp.where(index < count, lengths[seq], 0)
-            return cls(seq, kv_head, index, count, length, seq * num_kv_heads + kv_head, jnp.int32(0))
+    def of_plan(cls, partitions: Any, lengths: Any, *, num_kv_heads: int) -> "Partition":
+        """GMEM, int32 [total_partitions, 3] and [seqs]."""
+        place, kv_head = lax.axis_index("place"), lax.axis_index("kv_head")
+        seq, index, count = (partitions[place, i] for i in range(3))
+        length = jnp.where(index < count, lengths[seq], 0)
+        return cls(seq, kv_head, index, count, length, seq * num_kv_heads + kv_head, jnp.int32(0))
+
+    @classmethod
+    def of_grid(cls, lengths: Any, *, num_partitions: int, cluster: int, num_kv_heads: int) -> "Partition":
+        """GMEM, int32 [seqs]."""
         # From the last one: the longest of a prompt's runs begin, and the short ones fill the gaps at the end (H100,
         # 1 x 2048 219 us, 8 x 1024 519). [prefill_h100 of benchmarks/results/decisions/]
         seq = lengths.shape[0] - 1 - lax.axis_index("seq")

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -20,3 +21,11 @@ class AttentionOptions:
     # uint32 [seqs, q_len, words], which of the q_len tokens each of them sees; for the prefill kernel [tokens, words],
     # see `paged_prefill._tree`.
     tree_bits: jax.Array | None = None
+
+
+def by_row(by_head: jax.Array, kv_heads: int, q_len: int, rows: int) -> jax.Array:
+    """f32 [heads] -> [kv_heads, rows], the same for every query token, zero in the padding."""
+    by_head = by_head.reshape(kv_heads, 1, -1)
+    group = by_head.shape[-1]
+    by_row = jnp.broadcast_to(by_head, (kv_heads, q_len, group)).reshape(kv_heads, q_len * group)
+    return jnp.pad(by_row, ((0, 0), (0, rows - q_len * group)))

@@ -179,11 +179,11 @@ def completed(
         unsplit_tiles=unsplit_tiles,
     )
 
-    from pallas_kernels import _scratch  # imports Mosaic, and this file is imported everywhere
+    from pallas_kernels.paged_decode import _refs  # imports Mosaic, and this file is imported everywhere
 
     def num_bytes(num_stages: int) -> int:
-        return _scratch.num_bytes(
-            _scratch.scratch(
+        return _refs.num_bytes(
+            _refs.scratch(
                 dataclasses.replace(config, num_stages=num_stages),
                 q_len=q_len,
                 group=group,

@@ -35,7 +35,7 @@ To be read in this order:
 | `_merge` | the partitions of a plan (`partition_plan`): how they are written, and the kernel that merges them |
 
 Of the Hopper kernel's files it shares those that know neither wgmma nor TMA: `_walk` (which tiles a program computes),
-`_logits` (from products to logits), `_rows` (rows in registers), `_widen` and `_scales` (8-bit caches).
+`_logits` and `_softmax` (from products to weights), `_rows` (rows in registers), `_widen` and `_scales` (8-bit caches).
 
 Only table entries of blocks with a token that some query sees are followed, and ids are clamped to the pool. Instead of
 other blocks, block 0 is fetched and masked. Values that no query may see are zeroed in registers, because 0 x NaN is

@@ -14,10 +14,9 @@ from pallas_kernels._logits import Logits
 from pallas_kernels._rows import LOWEST, ROWS_LAST
 from pallas_kernels._scales import over_tokens
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
-from pallas_kernels._steps import softmax
+from pallas_kernels._softmax import softmax
 from pallas_kernels._walk import Partition, Walk
-from pallas_kernels.attention_options import AttentionOptions
-from pallas_kernels.paged_decode import by_row
+from pallas_kernels.attention_options import AttentionOptions, by_row
 from pallas_kernels.partition_plan import PartitionPlan
 from pallas_kernels.portable_config import COLUMNS, TILE, Config
 from pallas_kernels.portable_decode import _merge, _results
@@ -39,15 +38,15 @@ class State(NamedTuple):
 
 
 def _kernel(refs: Refs, *, config: Config, interpret: Any) -> None:
-    planned = {} if refs.partitions is None else {"partitions": refs.partitions}
-    partition = Partition.of(
-        {"lengths": refs.lengths, **planned},
-        num_partitions=config.num_partitions,
-        cluster=1,
-        num_kv_heads=refs.k_cache.shape[2],
-    )
+    num_kv_heads = refs.k_cache.shape[2]
+    if refs.partitions is None:
+        partition = Partition.of_grid(
+            refs.lengths, num_partitions=config.num_partitions, cluster=1, num_kv_heads=num_kv_heads
+        )
+    else:
+        partition = Partition.of_plan(refs.partitions, refs.lengths, num_kv_heads=num_kv_heads)
     attend = functools.partial(_attend, refs, partition, config=config, interpret=interpret)
-    if planned:
+    if refs.partitions is not None:
         pl.when(partition.works)(attend)
     else:
         attend()

@@ -43,10 +43,19 @@ def store_partial(parts: list[jax.Array], lse: jax.Array, refs: Refs, partition:
     _rows.store(refs.partial_lse.at[place], lse)
 
 
-def _merge(refs: dict[str, Any], interpret: Any) -> None:
-    partial_out, partial_lse = refs["partial_out"], refs["partial_lse"]  # as in `Refs`
+def _merge(
+    # GMEM, as in `Refs`
+    out: Any,
+    lse: Any,
+    partial_out: Any,
+    partial_lse: Any,
+    partition_starts: Any,
+    sinks: Any = None,
+    *,
+    interpret: Any,
+) -> None:
     seq, kv_head = lax.axis_index("seq"), lax.axis_index("kv_head")
-    start, end = refs["partition_starts"][seq], refs["partition_starts"][seq + 1]
+    start, end = partition_starts[seq], partition_starts[seq + 1]
     kv_heads, width, rows = partial_out.shape[1:]
     chunks = range(width // COLUMNS)
     at_once = max(1, min(MOST_AT_ONCE, LOADED_REGISTERS // (width * rows // 128)))
@@ -78,11 +87,10 @@ def _merge(refs: dict[str, Any], interpret: Any) -> None:
             l=ROWS_LAST.full(rows, 0.0),
         )
         acc, m, l = lax.fori_loop(0, ceil_div(end - start, at_once), add, nothing)
-        sinks = None if "sinks" not in refs else ROWS_LAST.load(refs["sinks"].at[kv_head])
-        factor, lse = _rows.normalise(m, l, sinks)
-        out = [(part * ROWS_LAST.over(factor, part.shape)).astype(refs["out"].dtype) for part in acc]
-        group = refs["out"].shape[3] // kv_heads
-        _results.store(out, lse, refs["out"], refs["lse"], (jnp.int32(0), seq, kv_head), group, interpret)
+        factor, row_lse = _rows.normalise(m, l, None if sinks is None else ROWS_LAST.load(sinks.at[kv_head]))
+        rows_of_out = [(part * ROWS_LAST.over(factor, part.shape)).astype(out.dtype) for part in acc]
+        group = out.shape[3] // kv_heads
+        _results.store(rows_of_out, row_lse, out, lse, (jnp.int32(0), seq, kv_head), group, interpret)
 
 
 def launch(
@@ -95,13 +103,10 @@ def launch(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `finished`, out [1, seqs, q_len, heads, head_dim] and lse f32 [1, seqs, q_len, heads], with all rows."""
-    inputs = {"partial_out": partial_out, "partial_lse": partial_lse, "partition_starts": partition_starts}
-    if sinks is not None:
-        inputs["sinks"] = sinks
-    names = ("out", "lse", *inputs)
+    inputs = partial_out, partial_lse, partition_starts, *(() if sinks is None else (sinks,))
 
     def portable_merge(*operands: Any) -> None:
-        _merge(dict(zip(names, operands, strict=True)), interpret)
+        _merge(*operands, interpret=interpret)
 
     merge = plgpu.kernel(
         portable_merge,
@@ -112,4 +117,4 @@ def launch(
         interpret=interpret,
     )
     # Refs are how a kernel writes into its operands.
-    return pl.run_state(lambda results: merge(*results, *inputs.values()))(finished)
+    return pl.run_state(lambda results: merge(*results, *inputs))(finished)

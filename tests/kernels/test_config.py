@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _cluster, _scratch, _sizes, decode_config, paged_merge, portable_config
+from pallas_kernels import _sizes, decode_config, portable_config
 from pallas_kernels._sizes import filled_rows
+from pallas_kernels.paged_decode import _inbox, _merge
+from pallas_kernels.paged_decode import _refs as decode_refs
 from pallas_kernels.portable_decode import _refs
 from tests.kernels.lowering import SHAPE
 
@@ -50,7 +52,7 @@ def test_fits_a_gpu(head_dim, num_partitions, itemsize, token_scales):
 
 def smem_bytes(config, *, head_dim, group, q_len, itemsize, token_scales):
     """What a program of the decode kernel takes in all, added up once more."""
-    taken = _scratch.scratch(
+    taken = decode_refs.scratch(
         config,
         q_len=q_len,
         group=group,
@@ -201,7 +203,7 @@ def test_partials_that_nobody_asked_for_take_little_memory(head_dim, itemsize):
         config = decode_config.default_config(**(SHAPE | shape))
         if config.num_partials > 1:
             rows = filled_rows(q_len, group, rows_first=config.rows_first)
-            room = _sizes.round_up(config.num_partials, paged_merge.partials_of_copy(rows))
+            room = _sizes.round_up(config.num_partials, _merge.partials_of_copy(rows))
             numbers = seqs * SHAPE["kv_heads"] * room * _sizes.padded_width(head_dim) * rows
             assert numbers * 4 <= portable_config.PARTIAL_BYTES
 
@@ -252,7 +254,7 @@ def test_no_more_partitions_than_tiles():
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 12, 64])
 def test_columns_that_a_member_of_a_cluster_adds_up(width, group):
     for cluster, q_len in itertools.product(range(2, 9), range(1, 17)):
-        columns = _cluster.columns_of(width=width, cluster=cluster, q_len=q_len, group=group)
+        columns = _inbox.columns_of(width=width, cluster=cluster, q_len=q_len, group=group)
         assert width % columns == 0
         assert q_len == 1 or columns * group * 2 % 128 == 0  # bytes at which a token's rows begin
 
@@ -262,7 +264,7 @@ def test_columns_that_a_member_of_a_cluster_adds_up(width, group):
     [((128, 8, 1, 4), 16), ((128, 4, 1, 4), 32), ((256, 8, 1, 4), 32), ((256, 2, 1, 4), 64), ((64, 8, 2, 1), 64)],
 )
 def test_few_columns_where_many_share_them(shape, columns):
-    assert _cluster.columns_of(**dict(zip(("width", "cluster", "q_len", "group"), shape, strict=True))) == columns
+    assert _inbox.columns_of(**dict(zip(("width", "cluster", "q_len", "group"), shape, strict=True))) == columns
 
 
 def test_supported():
@@ -293,11 +295,11 @@ def test_not_supported(change, quoted):
 @pytest.mark.parametrize("rows", [8, 16, 64])
 @pytest.mark.parametrize("num_partials", [2, 33, 264])
 def test_merge(rows, num_partials):
-    config = paged_merge.default_config(num_partials=num_partials, cluster=1, rows=rows, tile=64)
-    assert paged_merge.WEIGHTS % config.copied == 0
-    assert config.num_stages * config.copied * paged_merge.COLUMNS * rows * 4 <= 128 * 1024
+    config = _merge.default_config(num_partials=num_partials, cluster=1, rows=rows, tile=64)
+    assert _merge.WEIGHTS % config.copied == 0
+    assert config.num_stages * config.copied * _merge.COLUMNS * rows * 4 <= 128 * 1024
     with pytest.raises(NotImplementedError, match="rows=65"):
-        paged_merge.check_supported(num_partials=2, rows=65)
+        _merge.check_supported(num_partials=2, rows=65)
 
 
 PORTABLE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=108, compute_capability=8.0)
@@ -323,7 +325,7 @@ def test_the_portable_kernel_fits_every_gpu(compute_capability, smem):
             scales=(jnp.zeros((1, 16, 1)),) * 2,
             interpret=True,
         )
-        num_bytes = _scratch.num_bytes(arrays)
+        num_bytes = decode_refs.num_bytes(arrays)
         assert num_bytes + 2048 <= smem * 1024  # and Mosaic's reductions
         barriers = 8 * 2 * config.num_stages if config.copies == "tma" else 0
         assert num_bytes - barriers == portable_config.smem_bytes(config.num_stages, **shape, itemsize=itemsize)

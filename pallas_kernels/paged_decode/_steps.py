@@ -9,7 +9,7 @@ A step is a loop's body: it takes and returns the sums so far, (acc, m, l, produ
 | l | the sum of the weights, f32 [tile, rows], added up over the tokens at the end |
 | products | S^T of the tile of this step, f32 [tile, rows], if the step before has computed it; otherwise None |
 
-`_row_steps` has the steps for many rows, with rows first. Everything here is traced inside the decode kernel.
+`_many_rows` has the steps for many rows, with rows first. Everything here is traced inside the decode kernel.
 """
 
 import dataclasses
@@ -24,36 +24,37 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _scales, _widen
 from pallas_kernels._fetch import Ring
 from pallas_kernels._logits import Logits
-from pallas_kernels._products import Products, zero_unseen
-from pallas_kernels._rows import LOWEST, ROWS_LAST, Orientation, zeros
+from pallas_kernels._rows import LOWEST, ROWS_LAST, zeros
+from pallas_kernels._softmax import softmax
 from pallas_kernels._walk import Walk
+from pallas_kernels.paged_decode._products import Products, zero_unseen
 
 Carry = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None]
 Sums = tuple[tuple[jax.Array, ...], jax.Array, jax.Array]  # acc, m and l, f32 [rows], of all tiles
 # Of the j-th tile to be computed: its index in the sequence, and its stage in the rings.
-PlaceOf = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+TileAndStage = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
-class WideSteps:
+class FewRows:
     """Of a 16-bit cache and up to 32 rows: the tensor cores read the tiles where they were fetched to."""
 
     walk: Walk
     logits_of: Logits
-    place_of: PlaceOf
+    tile_and_stage: TileAndStage
     products: Products
     keys_ahead: bool
 
     def start(self) -> Carry:
         products = None
         if self.keys_ahead:
-            _, stage = self.place_of(jnp.int32(0))
+            _, stage = self.tile_and_stage(jnp.int32(0))
             products = self.products.of_keys_if(self.walk.num_tiles > 0, stage)
         return *_nothing(self.products.q, self.products.p, self.products.chunk), products
 
     def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
         acc, m, l, scores = carry
-        tile, stage = self.place_of(j)
+        tile, stage = self.tile_and_stage(j)
         products, keys, values = self.products, self.products.keys, self.products.values
 
         # a. S^T = K Q^T
@@ -76,7 +77,7 @@ class WideSteps:
         acc_new, next_scores = [], None
         for c, part in enumerate(acc):
             if self.keys_ahead:
-                _, next_stage = self.place_of(j + 1)  # after the last tile: any stage, unused
+                _, next_stage = self.tile_and_stage(j + 1)  # after the last tile: any stage, unused
                 o, next_scores = products.of_values_and_next_keys(stage, j + 1 < self.walk.num_tiles, next_stage)
             else:
                 o = products.of_values(stage, c)
@@ -91,12 +92,12 @@ class WideSteps:
 
 
 @dataclasses.dataclass(frozen=True)
-class NarrowSteps:
+class NarrowCache:
     """Of an 8-bit cache: its tiles pass through registers, and their SMEM is free as soon as they are read."""
 
     walk: Walk
     logits_of: Logits
-    place_of: PlaceOf
+    tile_and_stage: TileAndStage
     scales: _scales.Scales
     tables: Any  # GMEM, int32 [seqs, max_blocks]
     rings: tuple[Ring, Ring]  # of K and V
@@ -112,7 +113,7 @@ class NarrowSteps:
 
     def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
         acc, m, l, _ = carry
-        tile, stage = self.place_of(j)
+        tile, stage = self.tile_and_stage(j)
         (k_ring, v_ring), (k_tiles, v_tiles) = self.rings, self.tiles
         (rows, width), tile_tokens = self.q.shape, self.p.shape[1]
         one_chunk = len(acc) == 1
@@ -173,26 +174,3 @@ def _nothing(q: Any, p: Any, chunk: int) -> Sums:
     (rows, width), tile = q.shape, p.shape[1]
     acc = tuple(zeros((chunk, rows)) for _ in range(width // chunk))
     return acc, ROWS_LAST.full(rows, LOWEST), zeros((tile, rows))
-
-
-def softmax(
-    logits: jax.Array,  # f32 [tile, rows]
-    peaks: jax.Array,  # likewise, what must not overflow
-    visible: jax.Array | None,  # bool, likewise
-    m: jax.Array,
-    l: jax.Array,
-    headroom: float | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The new m and l, what sums so far are multiplied with, f32 [rows], and the weights, f32 [tile, rows]."""
-    highest = peaks.max(axis=0)
-    m_new = jnp.maximum(m, highest if headroom is None else highest - headroom)
-    alpha = jnp.exp2(m - m_new)
-    p = weights(logits, visible, m_new, ROWS_LAST)
-    return m_new, l * ROWS_LAST.over(alpha, l.shape) + p, alpha, p
-
-
-def weights(logits: jax.Array, visible: jax.Array | None, m: jax.Array, orientation: Orientation) -> jax.Array:
-    """exp2(logits - m), 0 where nothing is visible."""
-    p = jnp.exp2(logits - orientation.over(m, logits.shape))
-    # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
-    return p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))

@@ -63,29 +63,41 @@ def default_config(*, num_partials: int, cluster: int, rows: int, tile: int) -> 
     )
 
 
-def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> None:
-    out_gmem = refs["partial_out"]  # f32 [stacks * room, width, rows]
-    ml_gmem = refs["partial_ml"]  # f32 [stacks * 2, ml_room, rows]
-    lengths_gmem = refs["lengths"]  # int32 [seqs]
-    window_gmem = refs.get("sliding_window")  # int32 [1]
-    sinks_gmem = refs.get("sinks")  # f32 [kv_heads, rows]
-    ring_smem = refs["ring_smem"]  # f32 [stages, copied, 64, rows]
-    ml_smem = refs["ml_smem"]  # f32 [2, 64, rows]
-    weights_smem = refs["weights_smem"]  # f32 [64, rows]
-    result_smem = refs["result_smem"]  # [rows, 64]
-    lse_smem = refs["lse_smem"]  # f32 [rows]
-    ring_full, ml_full = refs["ring_full"], refs["ml_full"]  # [stages], []
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """`stacks` are seqs * kv_heads. None: not of this call."""
 
+    # Inputs, GMEM. One axis for stacks and partials: with more, a copy has more axes than the copy engine can take.
+    partial_out: Any  # f32 [stacks * room, width, rows]
+    partial_ml: Any  # f32 [stacks * 2, ml_room, rows]
+    lengths: Any  # int32 [seqs]
+    # Outputs, GMEM
+    out: Any  # [seqs, q_len, heads, width]
+    lse: Any  # f32 [seqs, kv_heads, rows]
+    # SMEM
+    ring_smem: Any  # f32 [stages, copied, 64, rows]
+    ml_smem: Any  # f32 [2, 64, rows]
+    weights_smem: Any  # f32 [64, rows]
+    result_smem: Any  # [rows, 64]
+    lse_smem: Any  # f32 [rows]
+    # Barriers
+    ring_full: Any  # [stages]
+    ml_full: Any  # []
+    # Options, GMEM
+    sliding_window: Any = None  # int32 [1]
+    sinks: Any = None  # f32 [kv_heads, rows]
+
+
+def _kernel(refs: Refs, *, config: Config, q_len: int, group: int) -> None:
     seq, columns, kv_head = lax.axis_index("seq"), lax.axis_index("columns"), lax.axis_index("kv_head")
-    stack = seq * refs["lse"].shape[1] + kv_head
-    # One axis for these and the partials: with more, a copy has more axes than the copy engine can take.
-    room = _rows.room_of_stack(out_gmem, ml_gmem)
-    rows = lse_smem.shape[0]
+    stack = seq * refs.lse.shape[1] + kv_head
+    room = _rows.room_of_stack(refs.partial_out, refs.partial_ml)
+    rows = refs.lse_smem.shape[0]
     copied, stages = config.copied, config.num_stages
 
     # 1. How many partitions wrote something.
-    length = lengths_gmem[seq]
-    window = None if window_gmem is None else window_gmem[0]
+    length = refs.lengths[seq]
+    window = None if refs.sliding_window is None else refs.sliding_window[0]
     first_tile, end_tile = _sizes.tile_range(length, window, q_len, config.tile)
     count = jnp.clip(_sizes.ceil_div(end_tile - first_tile, config.cluster), 0, config.num_partials)
     num_copies = _sizes.ceil_div(count, copied)
@@ -93,9 +105,9 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
     def copy_partials(i: jax.Array) -> None:
         stage = lax.rem(i, jnp.int32(stages))
         plgpu.copy_gmem_to_smem(
-            out_gmem.at[pl.ds(stack * room + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
-            ring_smem.at[stage],
-            ring_full.at[stage],
+            refs.partial_out.at[pl.ds(stack * room + i * copied, copied), pl.ds(columns * COLUMNS, COLUMNS)],
+            refs.ring_smem.at[stage],
+            refs.ring_full.at[stage],
         )
 
     for i in range(stages):
@@ -110,27 +122,27 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
         shape = (WEIGHTS, rows)
         for i in range(2):
             some = pl.ds(g * WEIGHTS, WEIGHTS)
-            plgpu.copy_gmem_to_smem(ml_gmem.at[2 * stack + i, some], ml_smem.at[i], ml_full)
-        plgpu.barrier_wait(ml_full)
+            plgpu.copy_gmem_to_smem(refs.partial_ml.at[2 * stack + i, some], refs.ml_smem.at[i], refs.ml_full)
+        plgpu.barrier_wait(refs.ml_full)
         written = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + g * WEIGHTS < count
-        m_p = plgpu.load(ml_smem.at[0], layout=ROWS, optimized=False)
-        l_p = plgpu.load(ml_smem.at[1], layout=ROWS, optimized=False)
+        m_p = plgpu.load(refs.ml_smem.at[0], layout=ROWS, optimized=False)
+        l_p = plgpu.load(refs.ml_smem.at[1], layout=ROWS, optimized=False)
         m_p = jnp.where(written, m_p, jnp.full(shape, LOWEST, jnp.float32))
         m_new = jnp.maximum(m, m_p.max(axis=0))
         weights = jnp.exp2(m_p - ROWS_LAST.over(m_new, shape))
         alpha = jnp.exp2(m - m_new)
         l = l * alpha + jnp.where(written, weights * l_p, jnp.zeros_like(l_p)).sum(axis=0)
         acc = acc * ROWS_LAST.over(alpha, acc.shape)
-        _rows.store(weights_smem, weights)
+        _rows.store(refs.weights_smem, weights)
         plgpu.commit_smem()
 
         def merge_copy(i: jax.Array, acc: jax.Array) -> jax.Array:
             stage = lax.rem(i, jnp.int32(stages))
-            plgpu.barrier_wait(ring_full.at[stage])
+            plgpu.barrier_wait(refs.ring_full.at[stage])
 
             def add(j: jax.Array, acc: jax.Array) -> jax.Array:
-                weight = ROWS_LAST.load(weights_smem.at[i * copied - g * WEIGHTS + j])
-                part = plgpu.load(ring_smem.at[stage, j], layout=ROWS, optimized=False)
+                weight = ROWS_LAST.load(refs.weights_smem.at[i * copied - g * WEIGHTS + j])
+                part = plgpu.load(refs.ring_smem.at[stage, j], layout=ROWS, optimized=False)
                 return acc + ROWS_LAST.over(weight, part.shape) * part
 
             acc = lax.fori_loop(0, jnp.minimum(copied, count - i * copied), add, acc)
@@ -150,21 +162,21 @@ def _kernel(refs: dict[str, Any], *, config: Config, q_len: int, group: int) -> 
     acc, m, l = lax.fori_loop(0, _sizes.ceil_div(count, WEIGHTS), merge_group, nothing)
 
     # 3. Write the finished rows.
-    sinks = None if sinks_gmem is None else ROWS_LAST.load(sinks_gmem.at[kv_head])
+    sinks = None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[kv_head])
     factor, lse = _rows.normalise(m, l, sinks)
-    _rows.store(result_smem.T, (acc * ROWS_LAST.over(factor, acc.shape)).astype(result_smem.dtype))
-    lse_smem[...] = lse
+    _rows.store(refs.result_smem.T, (acc * ROWS_LAST.over(factor, acc.shape)).astype(refs.result_smem.dtype))
+    refs.lse_smem[...] = lse
     plgpu.commit_smem()
     for token in range(q_len):
         plgpu.copy_smem_to_gmem(
-            result_smem.at[pl.ds(token * group, group)],
+            refs.result_smem.at[pl.ds(token * group, group)],
             # [seqs, q_len, heads, width]
-            refs["out"].at[seq, token, pl.ds(kv_head * group, group), pl.ds(columns * COLUMNS, COLUMNS)],
+            refs.out.at[seq, token, pl.ds(kv_head * group, group), pl.ds(columns * COLUMNS, COLUMNS)],
         )
 
     @pl.when(columns == 0)
     def _write_lse() -> None:
-        plgpu.copy_smem_to_gmem(lse_smem, refs["lse"].at[seq, kv_head])  # [seqs, kv_heads, rows]
+        plgpu.copy_smem_to_gmem(refs.lse_smem, refs.lse.at[seq, kv_head])  # [seqs, kv_heads, rows]
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -199,7 +211,7 @@ def launch(
     )
 
     def paged_merge(*operands: Any, **scratch_refs: Any) -> None:
-        refs = dict(zip(names, operands, strict=True)) | scratch_refs
+        refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
         _kernel(refs, config=config, q_len=q_len, group=heads // kv_heads)
 
     return plgpu.kernel(

@@ -25,17 +25,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._fetch import Ring
 from pallas_kernels._logits import Logits
-from pallas_kernels._products import zero_unseen
 from pallas_kernels._rows import COLUMNS, LOWEST, ROWS_FIRST, zeros
-from pallas_kernels._steps import Carry, PlaceOf, Sums, weights
+from pallas_kernels._softmax import weights
 from pallas_kernels._walk import Walk
+from pallas_kernels.paged_decode._products import zero_unseen
+from pallas_kernels.paged_decode._steps import Carry, Sums, TileAndStage
 
 
 @dataclasses.dataclass(frozen=True)
-class RowSteps:
+class ManyRows:
     walk: Walk
     logits_of: Logits
-    place_of: PlaceOf
+    tile_and_stage: TileAndStage
     keys: Ring
     values: Ring
     q: Any  # SMEM [rows, width]
@@ -44,7 +45,7 @@ class RowSteps:
 
     def start(self) -> Carry:
         rows, width = self.q.shape
-        _, stage = self.place_of(jnp.int32(0))
+        _, stage = self.tile_and_stage(jnp.int32(0))
         is_there, num_parts = self.walk.num_tiles > 0, len(self.parts_of(stage))
 
         def product(ref: Any) -> jax.Array:
@@ -59,8 +60,8 @@ class RowSteps:
     def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
         acc, m, l, scores = carry
         assert scores is not None
-        tile, stage = self.place_of(j)
-        _, next_stage = self.place_of(j + 1)  # after the last tile: any stage, unused
+        tile, stage = self.tile_and_stage(j)
+        _, next_stage = self.tile_and_stage(j + 1)  # after the last tile: any stage, unused
         is_next = j + 1 < self.walk.num_tiles
 
         def work(next_scores: Any) -> Carry:

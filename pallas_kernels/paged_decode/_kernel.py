@@ -1,50 +1,4 @@
-"""Paged decode attention, a Mosaic GPU kernel for Hopper (sm_90a).
-
-    x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t
-    lse = log(sum_t exp(x_t) + exp(sink))
-
-One program computes one partition of one sequence for one KV head: `group` query heads of each of the last `q_len`
-tokens, together `rows` rows, against tiles of `tile` tokens. With up to 32 rows the tokens are the M dimension of both
-matrix products, so that a group of 4 is padded to 8 columns, not to 64 rows:
-
-    S^T [tile, rows]      = K [tile, head_dim]   Q^T [head_dim, rows]
-    O^T [head_dim, rows] += V^T [head_dim, tile] P^T [tile, rows]
-
-More rows of a 16-bit cache are the M dimension themselves, padded to 64, and S, P and O are not transposed.
-
-| array | where it lives and how it moves |
-|---|---|
-| K, V | GMEM to a ring of SMEM tiles, one copy a cache block or quarter of a tile, by four warps in turn |
-| block tables, lengths, scalars | read from GMEM when they are needed, so that all of them may be traced |
-| Q | GMEM to SMEM row by row, once, and from there through registers to the layout of the products |
-| P | registers to SMEM, transposed; with many rows it stays in registers |
-| m, l, O^T | registers, float32; at the end to GMEM through SMEM, as finished rows or float32 partials |
-
-Caches of 8 bits are widened to float16 between SMEM and the products (`_widen`), and the SMEM of K and V is free as
-soon as they are read. `_scales` says where their scales are used.
-
-| file | has |
-|---|---|
-| `decode_config` | what the kernel takes, and how a call is cut up |
-| `_walk` | which tiles of its sequence a program computes |
-| `_fetch` | how tiles are fetched |
-| `_steps`, for many rows `_row_steps` | what is done with a tile |
-| `_products`, `_logits` | the work of the tensor cores, and from the products of Q and K to the logits |
-| `_finish`, in a cluster `_cluster` and `_inbox` | how the sums are written |
-| `_place` | where the sums are written |
-
-A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. The copy itself pads a head_dim with zeros to a
-multiple of 64: the cache is read in place. A head_dim that is not a multiple of 16 is copied in parts, each padded to
-64 columns (`_sizes.num_parts`).
-
-Only table entries of blocks with a token that some query sees are followed, and ids are clamped to the pool. Instead of
-other blocks, block 0 is fetched and masked. Rows of V that no query may see are zeroed in SMEM before the product,
-because 0 x NaN is NaN; only tiles with such a row need that.
-
-Sources: Dao et al., FlashAttention, 2022 (https://arxiv.org/abs/2205.14135) for the online softmax; Hong et al.,
-FlashDecoding++, 2023 (https://arxiv.org/abs/2311.01282) for padding the few rows to 8 rather than to 64; Kwon et al.,
-2023 (https://arxiv.org/abs/2309.06180) for the blocks.
-"""
+"""The body of the decode kernel for Hopper, and its launch."""
 
 import functools
 from typing import Any
@@ -55,22 +9,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _cluster, _finish, _inbox, _scales, _scratch, _sizes, _widen, paged_merge
+from pallas_kernels import _scales, _sizes, _widen
 from pallas_kernels._fetch import Ring, fetch, rows_of_copy
 from pallas_kernels._logits import Logits
-from pallas_kernels._place import Place
-from pallas_kernels._products import Products
-from pallas_kernels._row_steps import RowSteps
 from pallas_kernels._rows import ROWS, ROWS_FIRST, ROWS_LAST
-from pallas_kernels._steps import NarrowSteps, WideSteps
 from pallas_kernels._walk import Partition, Walk
-from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.attention_options import AttentionOptions, by_row
 from pallas_kernels.decode_config import Config
+from pallas_kernels.paged_decode import _cluster, _finish, _inbox, _merge
+from pallas_kernels.paged_decode._many_rows import ManyRows
+from pallas_kernels.paged_decode._output import Output
+from pallas_kernels.paged_decode._products import Products
+from pallas_kernels.paged_decode._refs import Refs, scratch
+from pallas_kernels.paged_decode._steps import FewRows, NarrowCache
 
 
 def _kernel(
-    # Inputs, GMEM. An option that was not given is not among them.
-    refs: dict[str, Any],
+    refs: Refs,
     *,
     config: Config,
     q_len: int,
@@ -79,40 +34,27 @@ def _kernel(
     width: int,  # head_dim, or each of its parts, rounded up to a multiple of 64
     interpret: Any,
 ) -> None:
-    q_gmem = refs["q"]  # [seqs, q_len, heads, head_dim], or of `width` where a head has several parts
-    k_gmem = refs["k_cache"]  # [blocks, block_size, kv_heads * parts, head_dim / parts]
-    v_gmem = refs["v_cache"]  # [blocks, block_size, kv_heads * parts, head_dim / parts]
-    tables_gmem = refs["block_tables"]  # int32 [seqs, max_blocks]
-    # lengths, int32 [seqs]
-    scale_gmem = refs["scale"]  # f32 [1]
-    window_gmem = refs.get("sliding_window")  # int32 [1]
-    cap_gmem = refs.get("logits_soft_cap")  # f32 [1]
-    slopes_gmem = refs.get("alibi_slopes")  # f32 [kv_heads, rows]
-    tree_gmem = refs.get("tree_bits")  # int32 [seqs, words, rows]
-    # and sinks, f32 [kv_heads, rows], k_scale and v_scale, f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
-    q_smem = refs["q_smem"]  # [rows, width]
-    q_flat_smem = refs["q_flat_smem"].at[pl.ds(0, q_smem.shape[0])]  # [rows, width]
-    narrow = _sizes.is_narrow(k_gmem.dtype)
-    k_smem, v_smem = refs["k_smem"], refs["v_smem"]  # [stages * parts, tile, width / parts]
+    q_flat_smem = refs.q_flat_smem.at[pl.ds(0, refs.q_smem.shape[0])]  # without the extra row
+    narrow = _sizes.is_narrow(refs.k_cache.dtype)
+    k_smem, v_smem = refs.k_smem, refs.v_smem
     if narrow:
         k_tiles, v_tiles = _widen.Tiles.of(k_smem, interpret), _widen.Tiles.of(v_smem, interpret)
         k_smem, v_smem = k_tiles.narrow, v_tiles.narrow
-    p_smem = refs.get("p_smem")  # [rows, tile]; not where rows come first
-    k_ring = Ring(k_gmem, k_smem, refs["k_full"], refs["k_free"])  # and their barriers [stages]
-    v_ring = Ring(v_gmem, v_smem, refs["v_full"], refs["v_free"])
+    k_ring = Ring(refs.k_cache, k_smem, refs.k_full, refs.k_free)
+    v_ring = Ring(refs.v_cache, v_smem, refs.v_full, refs.v_free)
 
     warpgroup = lax.axis_index("warpgroup")
-    partition = Partition.of(
-        refs,
+    partition = Partition.of_grid(
+        refs.lengths,
         num_partitions=config.num_partitions,
         cluster=config.cluster,
-        num_kv_heads=k_gmem.shape[2] // num_parts,
+        num_kv_heads=refs.k_cache.shape[2] // num_parts,
     )
     seq, kv_head = partition.seq, partition.kv_head
     stages = config.num_stages
     # A copy as wide as SMEM reaches past the end of a narrower head, where the copy engine writes zeros. The start
     # must look dynamic, or tracing refuses the slice.
-    whole = pl.ds(0, width) if q_gmem.shape[-1] == width else pl.ds(seq - seq, width)
+    whole = pl.ds(0, width) if refs.q.shape[-1] == width else pl.ds(seq - seq, width)
     filled = whole if num_parts == 1 else pl.ds(seq - seq, width // num_parts)
 
     def parts_of(x: Any) -> list[Any]:
@@ -122,20 +64,20 @@ def _kernel(
     # 1. Which tiles are ours, from the true length.
     walk = Walk.of(
         partition,
-        window=None if window_gmem is None else window_gmem[0],
+        window=None if refs.sliding_window is None else refs.sliding_window[0],
         q_len=q_len,
-        block_size=k_gmem.shape[1],
+        block_size=refs.k_cache.shape[1],
         tile=config.tile,
         unsplit_tiles=config.unsplit_tiles,
     )
     partition = walk.partition
 
     scales = _scales.Scales(
-        k=refs.get("k_scale"),
-        v=refs.get("v_scale"),
+        k=refs.k_scale,
+        v=refs.v_scale,
         kv_head=kv_head,
-        ring=refs.get("scales_smem"),
-        full=refs.get("scales_full"),
+        ring=refs.scales_smem,
+        full=refs.scales_full,
         stages=stages,
         interpret=interpret,
         orientation=ROWS_LAST,  # a cache with scales of tokens has no more rows
@@ -148,7 +90,7 @@ def _kernel(
             walk,
             (k_ring, v_ring),
             scales,
-            tables_gmem,
+            refs.block_tables,
             stages=stages,
             last_first=config.last_first,
             kv_head=kv_head,
@@ -160,12 +102,12 @@ def _kernel(
     # warpgroups that use it at once overwrite each other (wrong on an H100, not seen by interpret mode; jax 0.11.2).
     @pl.when(jnp.logical_and(warpgroup == 0, partition.works))
     def _compute() -> None:
-        place = Place(
+        output = Output(
             refs,
             partition,
             num_partials=config.num_partials,
-            sharing=_cluster.sharing_of(
-                rows=q_smem.shape[0], width=width, cluster=config.cluster, q_len=q_len, group=group
+            sharing=_inbox.sharing_of(
+                rows=refs.q_smem.shape[0], width=width, cluster=config.cluster, q_len=q_len, group=group
             ),
             q_len=q_len,
             group=group,
@@ -173,61 +115,61 @@ def _kernel(
         )
         for token in range(q_len):
             plgpu.copy_gmem_to_smem(
-                q_gmem.at[seq, token, pl.ds(kv_head * group, group), whole],
+                refs.q.at[seq, token, pl.ds(kv_head * group, group), whole],
                 q_flat_smem.at[pl.ds(token * group, group)],
-                refs["q_full"],
+                refs.q_full,
             )
         if config.cluster > 1:
-            pl.when(place.split)(_cluster.inbox_of(place).open)
-        scale = scale_gmem[0]
-        cap = None if cap_gmem is None else cap_gmem[0]
+            pl.when(output.split)(_cluster.inbox_of(output).open)
+        scale = refs.scale[0]
+        cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
         orientation = ROWS_FIRST if config.rows_first else ROWS_LAST
-        slopes = None if slopes_gmem is None else orientation.load(slopes_gmem.at[kv_head])
+        slopes = None if refs.alibi_slopes is None else orientation.load(refs.alibi_slopes.at[kv_head])
         first_query = walk.first_query
         k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
         if k_scale is not None:
             scale = scale * k_scale
         tree_bits = None
-        if tree_gmem is not None:
-            words = range(tree_gmem.shape[1])
-            tree_bits = [orientation.load(tree_gmem.at[seq, word]) for word in words]
+        if refs.tree_bits is not None:
+            words = range(refs.tree_bits.shape[1])
+            tree_bits = [orientation.load(refs.tree_bits.at[seq, word]) for word in words]
         logits_of = Logits(walk, first_query, scale, cap, slopes, group, orientation, tree_bits)
 
         order = walk.last_first(stages) if config.last_first else None
 
-        def place_of(j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def tile_and_stage(j: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Of the j-th tile to be computed: its index in the sequence, and its stage in the rings."""
             i = j if order is None else order.worked(j)
             return walk.tile_of(i), lax.rem(i if order is None else order.turn_of(i), jnp.int32(stages))
 
-        plgpu.barrier_wait(refs["q_full"])
+        plgpu.barrier_wait(refs.q_full)
         # The rows between q_len * group and `rows` are what SMEM held: rows do not mix.
-        steps: WideSteps | NarrowSteps | RowSteps
+        steps: FewRows | NarrowCache | ManyRows
         if narrow:
-            unit = _widen.load_q(q_flat_smem, lambda start: q_smem.at[:, pl.ds(start, 64)].T, interpret)
+            unit = _widen.load_q(q_flat_smem, lambda start: refs.q_smem.at[:, pl.ds(start, 64)].T, interpret)
             plgpu.commit_smem()
-            steps = NarrowSteps(
+            steps = NarrowCache(
                 walk,
                 logits_of,
-                place_of,
+                tile_and_stage,
                 scales,
-                tables_gmem,
+                refs.block_tables,
                 rings=(k_ring, v_ring),
                 tiles=(k_tiles, v_tiles),
-                q=q_smem,
-                p=p_smem,
+                q=refs.q_smem,
+                p=refs.p_smem,
                 unit=unit,
                 chunk=config.chunk,
                 interpret=interpret,
             )
         else:
-            q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
+            refs.q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
             plgpu.commit_smem()
         if config.rows_first:
-            steps = RowSteps(walk, logits_of, place_of, k_ring, v_ring, q_smem, parts_of, interpret)
+            steps = ManyRows(walk, logits_of, tile_and_stage, k_ring, v_ring, refs.q_smem, parts_of, interpret)
         elif not narrow:
-            products = Products(k_ring, v_ring, q_smem, p_smem, num_parts, parts_of, config.chunk)
-            steps = WideSteps(walk, logits_of, place_of, products, config.keys_ahead)
+            products = Products(k_ring, v_ring, refs.q_smem, refs.p_smem, num_parts, parts_of, config.chunk)
+            steps = FewRows(walk, logits_of, tile_and_stage, products, config.keys_ahead)
 
         carry = steps.start()
 
@@ -246,7 +188,7 @@ def _kernel(
         acc, m, l = steps.sums(carry)
         if v_scale is not None:
             acc = tuple(part * v_scale for part in acc)
-        _finish.finish(acc, m, l, place, orientation=orientation)
+        _finish.finish(acc, m, l, output, orientation=orientation)
 
 
 def launch(
@@ -299,8 +241,8 @@ def launch(
         "lse": jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
     }
     num_stacks = seqs * kv_heads
-    room = _sizes.round_up(config.num_partials, paged_merge.partials_of_copy(rows))
-    ml_room = _sizes.round_up(config.num_partials, paged_merge.WEIGHTS)
+    room = _sizes.round_up(config.num_partials, _merge.partials_of_copy(rows))
+    ml_room = _sizes.round_up(config.num_partials, _merge.WEIGHTS)
     partial_types = {
         "partial_out": jax.ShapeDtypeStruct((num_stacks * room, width, rows), jnp.float32),
         "partial_ml": jax.ShapeDtypeStruct((num_stacks * 2, ml_room, rows), jnp.float32),
@@ -308,7 +250,7 @@ def launch(
     out_types = finished_types if config.num_partials == 1 else partial_types
     if interpret and config.cluster > 1:
         out_types |= _inbox.interpreted_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
-    scratch = _scratch.scratch(
+    scratch_types = scratch(
         config,
         q_len=q_len,
         group=group,
@@ -322,7 +264,7 @@ def launch(
     names = (*inputs, *out_types)
 
     def paged_decode(*operands: Any, **scratch_refs: Any) -> None:
-        refs = dict(zip(names, operands, strict=True)) | scratch_refs
+        refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
         _kernel(
             refs,
             config=config,
@@ -344,7 +286,7 @@ def launch(
         **clusters,
         num_threads=2,
         thread_name="warpgroup",
-        scratch_types=scratch,
+        scratch_types=scratch_types,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*inputs.values())
@@ -353,7 +295,7 @@ def launch(
     if config.num_partials == 1:
         out, lse = made["out"], made["lse"]
     else:
-        out, lse = paged_merge.launch(
+        out, lse = _merge.launch(
             made["partial_out"],
             made["partial_ml"],
             lengths,
@@ -362,7 +304,7 @@ def launch(
             q_len=q_len,
             heads=heads,
             dtype=q.dtype,
-            config=paged_merge.default_config(
+            config=_merge.default_config(
                 num_partials=config.num_partials,
                 cluster=config.cluster,
                 rows=rows,
@@ -376,14 +318,6 @@ def launch(
         return out[..., :head_dim], lse
     out = out.reshape(*out.shape[:3], num_parts, -1)[..., : head_dim // num_parts]
     return out.reshape(*out.shape[:3], head_dim), lse
-
-
-def by_row(by_head: jax.Array, kv_heads: int, q_len: int, rows: int) -> jax.Array:
-    """f32 [heads] -> [kv_heads, rows], the same for every query token, zero in the padding."""
-    by_head = by_head.reshape(kv_heads, 1, -1)
-    group = by_head.shape[-1]
-    by_row = jnp.broadcast_to(by_head, (kv_heads, q_len, group)).reshape(kv_heads, q_len * group)
-    return jnp.pad(by_row, ((0, 0), (0, rows - q_len * group)))
 
 
 def _bits_by_row(bits: jax.Array, group: int, rows: int) -> jax.Array:

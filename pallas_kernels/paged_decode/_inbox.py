@@ -65,11 +65,26 @@ class Sharing:
         }
 
 
+def columns_of(*, width: int, cluster: int, q_len: int, group: int) -> int:
+    """Columns of the head_dim that a member of a cluster adds up at a time.
+
+    As few as need no second turn, or 64. A token's rows of them begin at multiples of 128 bytes, which the copy engine
+    needs.
+    """
+    least = 16 if q_len == 1 else 64 // min(4, group & -group)
+    return next((columns for columns in (16, 32) if columns >= least and columns * cluster >= width), 64)
+
+
+def sharing_of(*, rows: int, width: int, cluster: int, q_len: int, group: int) -> Sharing:
+    columns = columns_of(width=width, cluster=cluster, q_len=q_len, group=group)
+    return Sharing(cluster=cluster, columns=columns, width=width, rows=rows)
+
+
 @dataclasses.dataclass(frozen=True)
 class Inbox:
     """Sums that the members of the cluster have sent to this one, by the number of the member."""
 
-    refs: dict[str, Any]
+    refs: Any  # `_refs.Refs`
     sharing: Sharing
 
     def open(self) -> None:
@@ -95,13 +110,12 @@ class Inbox:
             )
             utils.warpgroup_barrier()  # the arrivals below come from other warps than the one that has set it up
 
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))(set_up)(self.refs["arrived_smem"], num_bytes)
-        plgpu.barrier_arrive(self.refs["ready"])
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))(set_up)(self.refs.arrived_smem, num_bytes)
+        plgpu.barrier_arrive(self.refs.ready)
 
     def exchange(self, acc: jax.Array, m: jax.Array, l: jax.Array) -> None:
         """Sends our partial, f32 [width, rows] and [rows], and waits for all."""
-        plgpu.barrier_wait(self.refs["ready"])
-        names = "acc_smem", "ml_smem", "arrived_smem"
+        plgpu.barrier_wait(self.refs.ready)
         types = ROWS, ROWS_LAST.vector, ROWS_LAST.vector, SCALAR, *[plgpu.RefType()] * 3
 
         def send(_: Any, *operands: Any) -> None:
@@ -109,21 +123,18 @@ class Inbox:
             _send(self.sharing, (acc, m, l), member.registers.item(), refs)
             _wait_for_all(refs[-1])
 
-        plgpu.inline_mgpu(arg_types=types)(send)(
-            acc, m, l, lax.axis_index("member"), *(self.refs[name] for name in names)
-        )
+        inbox = self.refs.acc_smem, self.refs.ml_smem, self.refs.arrived_smem
+        plgpu.inline_mgpu(arg_types=types)(send)(acc, m, l, lax.axis_index("member"), *inbox)
 
     def m_and_l(self, member: int) -> tuple[jax.Array, jax.Array]:
         """f32 [rows] each."""
-        m, l = (
-            plgpu.load(self.refs["ml_smem"].at[2 * member + i], layout=SHARE_ROWS, optimized=False) for i in range(2)
-        )
+        m, l = (plgpu.load(self.refs.ml_smem.at[2 * member + i], layout=SHARE_ROWS, optimized=False) for i in range(2))
         return m, l
 
     def columns(self, member: int, turn: int) -> jax.Array:
         """f32 [columns, rows], of our share of this turn."""
         start = (turn * self.sharing.cluster + member) * self.sharing.columns
-        source = self.refs["acc_smem"].at[pl.ds(start, self.sharing.columns)]
+        source = self.refs.acc_smem.at[pl.ds(start, self.sharing.columns)]
         return plgpu.load(source, layout=SHARE, optimized=False)
 
 
@@ -131,7 +142,7 @@ class Inbox:
 class InterpretedInbox:
     """The same in interpret mode."""
 
-    refs: dict[str, Any]
+    refs: Any  # `_refs.Refs`
     sharing: Sharing
     first: jax.Array  # where the first member's partial stands in GMEM
 
@@ -139,23 +150,26 @@ class InterpretedInbox:
         pass
 
     def exchange(self, acc: jax.Array, m: jax.Array, l: jax.Array) -> None:
-        for name, value in {"acc": acc, "m": m, "l": l}.items():
-            self.refs[f"{name}_smem"][...] = value
+        refs, place = self.refs, self.first + lax.axis_index("member")
+        refs.acc_smem[...], refs.m_smem[...], refs.l_smem[...] = acc, m, l
         plgpu.commit_smem()
-        for name in ("acc", "m", "l"):
-            target = self.refs[f"sent_{name}"].at[self.first + lax.axis_index("member")]
-            plgpu.copy_smem_to_gmem(self.refs[f"{name}_smem"], target)
+        for ours, sent in (
+            (refs.acc_smem, refs.sent_acc),
+            (refs.m_smem, refs.sent_m),
+            (refs.l_smem, refs.sent_l),
+        ):
+            plgpu.copy_smem_to_gmem(ours, sent.at[place])
         plgpu.wait_smem_to_gmem(0)
-        plgpu.barrier_arrive(self.refs["partials_written"])
-        plgpu.barrier_wait(self.refs["partials_written"])
+        plgpu.barrier_arrive(self.refs.partials_written)
+        plgpu.barrier_wait(self.refs.partials_written)
 
     def m_and_l(self, member: int) -> tuple[jax.Array, jax.Array]:
-        return self.refs["sent_m"][self.first + member], self.refs["sent_l"][self.first + member]
+        return self.refs.sent_m[self.first + member], self.refs.sent_l[self.first + member]
 
     def columns(self, member: int, turn: int) -> jax.Array:
         share = turn * self.sharing.cluster + lax.axis_index("member")
         columns = pl.ds(share * self.sharing.columns, self.sharing.columns)
-        return self.refs["sent_acc"][self.first + member, columns]
+        return self.refs.sent_acc[self.first + member, columns]
 
 
 def interpreted_types(*, programs: int, rows: int, width: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,0 +1,32 @@
+"""The online softmax of a tile.
+
+Everything here is traced inside the decode kernels.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._rows import ROWS_LAST, Orientation
+
+
+def softmax(
+    logits: jax.Array,  # f32 [tile, rows]
+    peaks: jax.Array,  # likewise, what must not overflow
+    visible: jax.Array | None,  # bool, likewise
+    m: jax.Array,
+    l: jax.Array,
+    headroom: float | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The new m and l, what sums so far are multiplied with, f32 [rows], and the weights, f32 [tile, rows]."""
+    highest = peaks.max(axis=0)
+    m_new = jnp.maximum(m, highest if headroom is None else highest - headroom)
+    alpha = jnp.exp2(m - m_new)
+    p = weights(logits, visible, m_new, ROWS_LAST)
+    return m_new, l * ROWS_LAST.over(alpha, l.shape) + p, alpha, p
+
+
+def weights(logits: jax.Array, visible: jax.Array | None, m: jax.Array, orientation: Orientation) -> jax.Array:
+    """exp2(logits - m), 0 where nothing is visible."""
+    p = jnp.exp2(logits - orientation.over(m, logits.shape))
+    # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
+    return p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))

@@ -37,6 +37,8 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 | file | has |
 |---|---|
 | `prefill_config` | what the kernel takes, and how a call is cut up |
+| `_refs` | every array with its shape, and the shared memory |
+| `_kernel` | a program from its start to its end, and the launch |
 | `_work_list`, `_item` | the items, and an item inside the kernel |
 | `_fetch` | how K and V are fetched |
 | `_widener` | how an 8-bit cache is widened; `pallas_kernels._scales` says where its scales are used |

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows, _scales, _sizes, merge_parts
-from pallas_kernels._fetch import WARPS, Ring, rows_of_copy
+from pallas_kernels import _rows, _sizes, merge_parts
+from pallas_kernels._fetch import Ring
 from pallas_kernels._rows import COLUMNS, ROWS_FIRST
 from pallas_kernels._scales import Scales
 from pallas_kernels.attention_options import AttentionOptions
@@ -18,6 +18,7 @@ from pallas_kernels.paged_prefill import _tree
 from pallas_kernels.paged_prefill._fetch import Fetcher
 from pallas_kernels.paged_prefill._item import Items
 from pallas_kernels.paged_prefill._logits import Logits
+from pallas_kernels.paged_prefill._refs import Refs, scratch
 from pallas_kernels.paged_prefill._rows_of_item import WG_ROWS, RowsOfItem
 from pallas_kernels.paged_prefill._steps import Steps
 from pallas_kernels.paged_prefill._widener import Widener, q_as_float16
@@ -28,7 +29,7 @@ Numbers = tuple[jax.Array, ...]  # of an item, see `Items.read`
 
 
 def _kernel(
-    refs: dict[str, Any],  # inputs, outputs and scratch, by name; an option that was not given is not among them
+    refs: Refs,
     *,
     config: Config,
     group: int,
@@ -36,27 +37,33 @@ def _kernel(
     interpret: Any,
 ) -> None:
     warpgroup = lax.axis_index("warpgroup")
-    window = refs["sliding_window"][0] if "sliding_window" in refs else None
+    window = refs.sliding_window[0] if refs.sliding_window is not None else None
     items = Items(
-        refs["entries"],
-        refs["num_entries"],
+        refs.entries,
+        refs.num_entries,
         lax.axis_index("program"),
         config,
-        tokens=refs["q"].shape[0],
-        block_size=refs["k_cache"].shape[1],
-        kv_heads=refs["k_cache"].shape[2],
+        tokens=refs.q.shape[0],
+        block_size=refs.k_cache.shape[1],
+        kv_heads=refs.k_cache.shape[2],
         group=group,
         window=window,
-        tree_words=refs["tree_bits"].shape[1] if "tree_bits" in refs else 0,
+        tree_words=refs.tree_bits.shape[1] if refs.tree_bits is not None else 0,
     )
-    keys, values = multiplied = _rings(refs, "")
-    fetched = _rings(refs, "_narrow") if config.num_narrow_stages else multiplied
+    keys = Ring(refs.k_cache, refs.k_smem, refs.k_full, refs.k_free)
+    values = Ring(refs.v_cache, refs.v_smem, refs.v_full, refs.v_free)
+    multiplied = fetched = keys, values
+    if config.num_narrow_stages:
+        fetched = (
+            Ring(refs.k_cache, refs.k_narrow_smem, refs.k_narrow_full, refs.k_narrow_free),
+            Ring(refs.v_cache, refs.v_narrow_smem, refs.v_narrow_full, refs.v_narrow_free),
+        )
     scales_of = functools.partial(
         Scales,
-        refs.get("k_scale"),
-        refs.get("v_scale"),
-        ring=refs.get("scales_smem"),
-        full=refs.get("scales_full"),
+        refs.k_scale,
+        refs.v_scale,
+        ring=refs.scales_smem,
+        full=refs.scales_full,
         stages=config.num_scale_stages,
         interpret=interpret,
         orientation=ROWS_FIRST,
@@ -65,7 +72,7 @@ def _kernel(
     @pl.when(warpgroup == 2)
     def _fetch() -> None:
         plgpu.set_max_registers(config.registers[1], action="decrease")
-        Fetcher(items, *fetched, refs["block_tables"], scales_of, config).run()
+        Fetcher(items, *fetched, refs.block_tables, scales_of, config).run()
 
     if config.num_narrow_stages:
 
@@ -80,14 +87,14 @@ def _kernel(
         first_row = warpgroup * WG_ROWS
         rows = RowsOfItem(config, first_row, transforms, interpret)
         q_smem, q_float16 = (ref.at[warpgroup] for ref in _views_of_q(refs, config))  # [64, width]
-        lse_smem = refs["lse_smem"].at[warpgroup] if interpret else None  # f32 [64]
-        o_smem = refs["o_smem"].at[warpgroup] if "o_smem" in refs else q_smem
-        softmax_scale = refs["scale"][0]
-        cap = refs["logits_soft_cap"][0] if "logits_soft_cap" in refs else None
+        lse_smem = refs.lse_smem.at[warpgroup] if interpret else None  # f32 [64]
+        o_smem = refs.o_smem.at[warpgroup] if refs.o_smem is not None else q_smem
+        softmax_scale = refs.scale[0]
+        cap = refs.logits_soft_cap[0] if refs.logits_soft_cap is not None else None
         count = items.count()
 
         def start_load(numbers: Numbers) -> None:
-            rows.start_load(refs["q"], items.item(numbers), q_smem, refs["q_full"].at[warpgroup])
+            rows.start_load(refs.q, items.item(numbers), q_smem, refs.q_full.at[warpgroup])
 
         def work(i: jax.Array, carry: tuple[jax.Array, Numbers]) -> tuple[jax.Array, Numbers]:
             turn, numbers = carry
@@ -106,11 +113,11 @@ def _kernel(
 
             # 2. All tiles.
             of_item = functools.partial(_of_item, lax.div(item.head, jnp.int32(config.heads)), first_row)
-            slopes = of_item(refs["alibi_slopes"]) if "alibi_slopes" in refs else None
-            sinks = of_item(refs["sinks"]) if "sinks" in refs else None
+            slopes = of_item(refs.alibi_slopes) if refs.alibi_slopes is not None else None
+            sinks = of_item(refs.sinks) if refs.sinks is not None else None
             tree = None
-            if "tree_bits" in refs:
-                tree = _tree.Tree(refs["tree_bits"], items.place(i), item, config.item_tokens, first_row)
+            if refs.tree_bits is not None:
+                tree = _tree.Tree(refs.tree_bits, items.place(i), item, config.item_tokens, first_row)
             acc, m, l = Steps(
                 item,
                 Logits(item, config.item_tokens, first_row, scale, cap, slopes, tree),
@@ -118,11 +125,11 @@ def _kernel(
                 values,
                 turn,
                 q_float16,
-                refs["zeroed"],
+                refs.zeroed,
                 warpgroup,
                 config,
                 scales,
-                refs["block_tables"],
+                refs.block_tables,
                 transforms,
                 interpret,
             ).run()
@@ -135,10 +142,10 @@ def _kernel(
                 factor = factor * v_scale
             o = acc * ROWS_FIRST.over(factor, acc.shape)
             if config.num_parts > 1:
-                rows.store_float32(o, refs["out"], item, o_smem)
+                rows.store_float32(o, refs.out, item, o_smem)
             else:
-                rows.store(o.astype(o_smem.dtype), refs["out"], item, o_smem)
-            rows.store_vector(lse, refs["lse"], item, lse_smem)
+                rows.store(o.astype(o_smem.dtype), refs.out, item, o_smem)
+            rows.store_vector(lse, refs.lse, item, lse_smem)
             if not config.output_columns:
                 plgpu.commit_smem()  # all threads have read their part of O
                 start_load(next_numbers)
@@ -152,20 +159,12 @@ def _kernel(
             rows.finish_load()
 
 
-def _rings(refs: dict[str, Any], kind: str) -> tuple[Ring, Ring]:
-    """Those of K and of V."""
-    keys, values = (
-        Ring(refs[f"{x}_cache"], *(refs[f"{x}{kind}_{part}"] for part in ("smem", "full", "free"))) for x in "kv"
-    )
-    return keys, values
-
-
-def _views_of_q(refs: dict[str, Any], config: Config) -> tuple[Any, Any]:
+def _views_of_q(refs: Refs, config: Config) -> tuple[Any, Any]:
     """SMEM [2, 64, width]: as it is loaded, and as it is multiplied, which differ for bfloat16 and an 8-bit cache."""
-    q_smem = refs["q_smem"]
-    if "q_float16" in refs:  # in interpret mode, which has no two views of one buffer
-        return q_smem, refs["q_float16"]
-    if config.num_narrow_stages and refs["q"].dtype != jnp.float16:
+    q_smem = refs.q_smem
+    if refs.q_float16 is not None:  # in interpret mode, which has no two views of one buffer
+        return q_smem, refs.q_float16
+    if config.num_narrow_stages and refs.q.dtype != jnp.float16:
         q, q_float16 = q_smem
         return q, q_float16
     return q_smem, q_smem
@@ -234,53 +233,20 @@ def launch(
         "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),
         "lse": jax.ShapeDtypeStruct((parts * tokens, heads), jnp.float32),
     }
-    copies = config.tile // rows_of_copy(block_size, config.tile)
-    multiplied = jnp.float16 if is_narrow else q.dtype
-
-    def rings(kind: str, stages: int, dtype: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
-        """Of K and V, with `arrivals` at their barriers: tiles that are full, and free."""
-        return {
-            name: ref
-            for x in "kv"
-            for name, ref in (
-                (f"{x}{kind}_smem", plgpu.SMEM((stages, config.tile, width), dtype, transforms=transforms)),
-                (f"{x}{kind}_full", plgpu.Barrier(num_arrivals=arrivals[0], num_barriers=stages)),
-                (f"{x}{kind}_free", plgpu.Barrier(num_arrivals=arrivals[1], num_barriers=stages)),
-            )
-        }
-
-    q_smem: dict[str, Any] = {"q_smem": plgpu.SMEM((2, WG_ROWS, width), q.dtype, transforms=matrix)}
-    if multiplied != q.dtype:
-        view = plgpu.SMEM((2, WG_ROWS, width), multiplied, transforms=matrix)
-        q_smem = q_smem | {"q_float16": view} if interpret else {"q_smem": plgpu.RefUnion(q_smem["q_smem"], view)}
-    fetched: dict[str, Any] = {}
-    if is_narrow:
-        stages = config.num_narrow_stages
-        fetched = rings("_narrow", stages, k_cache.dtype, (), (copies, 1)) | _scales.scratch(
-            len(_scales.of_tokens(options.k_scale, options.v_scale)),
-            stages=config.num_scale_stages,
-            tile=config.tile,
-            warps=WARPS,
-        )
-    output: dict[str, Any] = {}
-    if in_parts and interpret:
-        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), jnp.float32)
-    elif config.output_columns and not in_parts:
-        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, config.output_columns), q.dtype, transforms=matrix)
-    if interpret:
-        output["lse_smem"] = plgpu.SMEM((2, WG_ROWS), jnp.float32)
-    scratch: dict[str, Any] = dict(
-        **q_smem,
-        **output,
-        **fetched,
-        **rings("", config.num_stages, multiplied, matrix, (1 if is_narrow else copies, 2)),
-        q_full=plgpu.Barrier(num_barriers=2),
-        zeroed=plgpu.Barrier(num_arrivals=2),
+    scratch_types = scratch(
+        config,
+        width=width,
+        block_size=block_size,
+        dtype=q.dtype,
+        cache_dtype=k_cache.dtype,
+        scales=(options.k_scale, options.v_scale),
+        matrix=matrix,
+        interpret=interpret,
     )
     names = (*inputs, *out_types)
 
     def paged_prefill(*operands: Any, **scratch_refs: Any) -> None:
-        refs = dict(zip(names, operands, strict=True)) | scratch_refs
+        refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
         _kernel(refs, config=config, group=group, transforms=matrix, interpret=interpret)
 
     out, lse = plgpu.kernel(
@@ -290,7 +256,7 @@ def launch(
         grid_names=("program",),
         num_threads=4 if is_narrow else 3,
         thread_name="warpgroup",
-        scratch_types=scratch,
+        scratch_types=scratch_types,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*inputs.values())

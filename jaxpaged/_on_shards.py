@@ -60,6 +60,14 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def check_whole(name: str, array: Any) -> None:
+    """Raises `ValueError` for an array of which an explicit mesh has a part on each device."""
+    if _own_shape(array) != np.shape(array):
+        raise ValueError(
+            f"{name} must be the same on every device; got {P(*_spec_of(array))}. Move it with jax.sharding.reshard."
+        )
+
+
 def _map(function: Callable[..., Any], *trees: Any) -> Any:
     return jax.tree.map(function, *trees, is_leaf=_is_none)
 
@@ -95,20 +103,32 @@ def _spec_of(array: Any) -> tuple[Any, ...]:
     return tuple(jax.typeof(array).sharding.spec)
 
 
+def _own_shape(array: Any) -> tuple[int, ...]:
+    """Of one device's part."""
+    return jax.typeof(array).sharding.shard_shape(np.shape(array))
+
+
 def _specs_of(arguments: Mapping[str, Any]) -> Any:
     """How each array must be sharded for its heads to lie where those of the cache do."""
     k_cache = arguments["k_cache"] if "k_cache" in arguments else jax.tree.leaves(arguments["cache"])[0]
     heads = _spec_of(k_cache)[-2]
     has_seqs = "q" in arguments and arguments.get("query_starts") is None
     seqs = _spec_of(arguments["q"])[0] if has_seqs else None
+    if has_seqs and arguments.get("plan") is not None and _own_shape(arguments["q"])[0] < arguments["q"].shape[0]:
+        raise ValueError(
+            f"a plan is for sequences that are on every device; got q sharded as {P(*_spec_of(arguments['q']))}. "
+            "Leave it out, or call plan_partitions and paged_attention inside jax.shard_map."
+        )
 
     def spec_of(path: Any, leaf: Any) -> P:
         axes: list[Any] = [None] * np.ndim(leaf)
-        axis = HEADS_AXES.get(_name(path))
-        if axis is not None and np.ndim(leaf) >= -axis and (leaf.shape[axis] > 1 or _spec_of(leaf)[axis] is not None):
-            axes[axis] = heads
-        if has_seqs and _name(path) in OF_SEQS and axes:
-            axes[0] = seqs
+        places = [(HEADS_AXES[_name(path)], heads)] if _name(path) in HEADS_AXES else []
+        if has_seqs and _name(path) in OF_SEQS:
+            places.append((0, seqs))
+        for axis, mesh_axis in places:
+            # What there is one of is for all heads, or for all sequences.
+            if -np.ndim(leaf) <= axis < np.ndim(leaf) and (leaf.shape[axis] > 1 or _spec_of(leaf)[axis] is not None):
+                axes[axis] = mesh_axis
         return P(*axes)
 
     return jax.tree.map_with_path(spec_of, dict(arguments))

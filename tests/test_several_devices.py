@@ -26,6 +26,7 @@ from jaxpaged import (
     copy_blocks,
     gather_kv,
     paged_attention,
+    plan_partitions,
     rotary_frequencies,
     rotate_and_write_kv,
     scatter_kv,
@@ -98,6 +99,28 @@ def test_what_is_no_array_on_an_explicit_mesh():
 def test_other_shardings_are_refused(specs):
     with pytest.raises(ValueError, match=r"(q|k_cache) must be sharded as .* got .* jax\.sharding\.reshard"):
         paged_attention(*put(CASE.arrays, specs, mesh_of(2)), **CASE.options)
+
+
+def test_a_plan_is_for_sequences_on_every_device():
+    q, k_cache, v_cache, tables, lengths = put(CASE.arrays, OVER_SEQS, mesh_of(2))
+    plan = plan_partitions(CASE.lengths, num_kv_heads=4)
+    with pytest.raises(ValueError, match=r"a plan is for .* got q sharded as P\('devices', .* inside jax\.shard_map"):
+        paged_attention(q, k_cache, v_cache, tables, lengths, plan=plan)
+    with pytest.raises(ValueError, match=r"lengths must be the same on every device; got .* jax\.sharding\.reshard"):
+        plan_partitions(lengths, num_kv_heads=4)
+
+
+def test_one_shared_prefix_is_that_of_the_sequences_of_each_device():
+    arrays = put(CASE.arrays, OVER_SEQS, mesh_of(2))
+    ours = paged_attention(*arrays, shared_prefix=jnp.array([16]), **CASE.options)
+    np.testing.assert_allclose(ours, paged_attention(*CASE.arrays, **CASE.options), atol=1e-6)
+
+
+def test_rotary_tables_are_the_same_on_every_device():
+    x, ids, tables = jnp.ones((2, 4, 8)), jnp.arange(2), np.ones((2, 4), np.float32)
+    cut = jax.device_put(tables, NamedSharding(mesh_of(2), P("devices")))
+    with pytest.raises(ValueError, match=r"tables must be the same on every device; got .* jax\.sharding\.reshard"):
+        rotate_and_write_kv(new_cache(), x, x, x, ids, ids, None, tables=(tables, cut))
 
 
 def opaque(a, *, num_partitions):

@@ -8,6 +8,7 @@ from jaxpaged import _device
 from jaxpaged._attention.arguments import check_lengths_dtype, optional
 from jaxpaged._export import exportable
 from jaxpaged._integers import as_int32, checked_size
+from jaxpaged._on_shards import check_whole
 from pallas_kernels import partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
@@ -79,6 +80,7 @@ def plan_partitions(
     if lengths.ndim != 1 or lengths.shape[0] == 0:
         raise ValueError(f"lengths must be [seqs], of one sequence at least; got {lengths.shape=}.")
     check_lengths_dtype(lengths)
+    check_whole("lengths", lengths)
     num_kv_heads, q_len = checked_size("num_kv_heads", num_kv_heads), checked_size("q_len", q_len)
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     seqs = lengths.shape[0]

@@ -13,6 +13,7 @@ from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotary_scaling import rotary_dims_of, scaled, theta_of
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
+from jaxpaged._on_shards import check_whole
 
 
 def rotary_frequencies(
@@ -151,6 +152,8 @@ def _turn_of(positions: jax.Array, frequencies: tuple[float, ...]) -> tuple[jax.
 def _rows_of(tables: tuple[ArrayLike, ArrayLike], positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Likewise."""
     cos, sin = (jnp.asarray(table, jnp.float32) for table in tables)
+    check_whole("tables", cos)
+    check_whole("tables", sin)
     if cos.ndim != 2 or cos.shape != sin.shape or not (0 < 2 * cos.shape[1] <= head_dim and cos.shape[0]):
         raise ValueError(
             f"tables must be two of [positions, up to head_dim // 2]; got {list(cos.shape)} and {list(sin.shape)} for "

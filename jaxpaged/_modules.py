@@ -5,6 +5,8 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
@@ -31,6 +33,8 @@ class Settings(Protocol):
     rotary_frequencies: tuple[float, ...] | None
     rotary: Rotary | None
     interleaved: bool
+    fused: bool
+    heads_axis: str | None
     scale: float | None
     sliding_window: int | None
     logits_soft_cap: float | None
@@ -41,7 +45,9 @@ class Settings(Protocol):
 
 def rotate_write_attend[C: (KVCache, CacheLayer)](
     settings: Settings,
-    qkv: jax.Array,  # [seqs, q_len, (heads + 2 * kv_heads) * head_dim], the heads of q, then of k, then of v
+    q: jax.Array,  # [seqs, q_len, heads * head_dim]
+    k: jax.Array,  # [seqs, q_len, kv_heads * head_dim]
+    v: jax.Array,  # likewise
     cache: C,
     allocator: BlockAllocator,
     slots: jax.Array,  # int32 [seqs, q_len]
@@ -54,9 +60,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     tree_mask: ArrayLike | None,
     shared_prefix: ArrayLike | None,
 ) -> tuple[C, jax.Array]:  # and [seqs, q_len, heads * head_dim]
-    heads, kv_heads = settings.num_heads, settings.num_kv_heads
-    projected = qkv.reshape(*slots.shape, -1, settings.head_dim)
-    q, k, v = jnp.split(projected, [heads, heads + kv_heads], axis=-2)
+    q, k, v = (x.reshape(*slots.shape, -1, settings.head_dim) for x in (q, k, v))
     if norms is not None:
         q, k = norms[0](q), norms[1](k)
     frequencies = settings.rotary_frequencies
@@ -88,6 +92,12 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
         implementation=settings.implementation,
     )
     return cache, out.reshape(*slots.shape, -1)
+
+
+def sharding_of_sum(out: jax.Array) -> NamedSharding | None:
+    """Of the product that sums over the heads in `out` [..., heads * head_dim], where an explicit mesh shards these."""
+    mesh, spec = jax.typeof(out).sharding.mesh, tuple(jax.typeof(out).sharding.spec)
+    return NamedSharding(mesh, P(*spec[:-1])) if mesh.explicit_axes and spec[-1] is not None else None
 
 
 def _positions(allocator: BlockAllocator, slots: jax.Array, query_starts: ArrayLike | None) -> jax.Array:
@@ -135,3 +145,8 @@ def check_settings(settings: Settings) -> None:
         )
     if frequencies is not None and settings.rotary is not None:
         raise ValueError("rotary takes the place of rotary_frequencies; pass rotary_frequencies=None with it.")
+    if settings.fused and settings.heads_axis is not None:
+        raise ValueError(
+            "heads_axis needs q, k and v apart: the columns of one kernel do not fall on the heads of a device. "
+            "Pass fused=False with it."
+        )

@@ -1,6 +1,7 @@
 """Paged attention as a Flax Linen module, and in the place of a model's own."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._modules import Rotary, check_call, check_settings, rotate_write_attend
+from jaxpaged._modules import Rotary, check_call, check_settings, rotate_write_attend, sharding_of_sum
 from pallas_kernels.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention", "replace"]
@@ -22,7 +23,8 @@ __all__ = ["PagedAttention", "replace"]
 class PagedAttention(linen.Module):
     """`jaxpaged.nnx.PagedAttention` for Linen: the same arguments, parameter names and results.
 
-    The output is as wide as the input, so there is no `in_features`.
+    The output is as wide as the input, so there is no `in_features`. `heads_axis` is a mesh axis, and makes the
+    parameters those of `nn.with_partitioning`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged, jaxpaged.linen
@@ -46,6 +48,7 @@ class PagedAttention(linen.Module):
     rotary: Rotary | None = None
     interleaved: bool = False
     fused: bool = True
+    heads_axis: str | None = None
     use_bias: bool = False
     use_output_bias: bool = False
     norm_epsilon: float | None = None
@@ -79,28 +82,44 @@ class PagedAttention(linen.Module):
         check_call(self, x, cache, slots, query_starts)
         features, kv_features = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
-        def linear(name: str, features: int, bias: bool = self.use_bias) -> linen.Dense:
-            return linen.Dense(features, use_bias=bias, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+        def sharded(initializer: Callable[..., Any], *axes: str | None) -> Callable[..., Any]:
+            return initializer if self.heads_axis is None else linen.with_partitioning(initializer, axes)
+
+        kernel_init, zeros = linen.linear.default_kernel_init, linen.initializers.zeros
+        dtypes: Any = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+
+        def to_heads(name: str, features: int) -> jax.Array:
+            return linen.Dense(
+                features,
+                use_bias=self.use_bias,
+                kernel_init=sharded(kernel_init, None, self.heads_axis),
+                bias_init=sharded(zeros, self.heads_axis),
+                **dtypes,
+                name=name,
+            )(x)
 
         def norm(name: str) -> linen.RMSNorm:
             assert self.norm_epsilon is not None
-            return linen.RMSNorm(self.norm_epsilon, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+            return linen.RMSNorm(self.norm_epsilon, **dtypes, name=name)
 
         if self.fused:
-            qkv = linear("qkv_proj", features + 2 * kv_features)(x)
+            qkv = to_heads("qkv_proj", features + 2 * kv_features)
+            q, k, v = jnp.split(qkv, [features, features + kv_features], axis=-1)
         else:
-            widths = {"q_proj": features, "k_proj": kv_features, "v_proj": kv_features}
-            qkv = jnp.concatenate([linear(name, width)(x) for name, width in widths.items()], axis=-1)
+            q = to_heads("q_proj", features)
+            k, v = to_heads("k_proj", kv_features), to_heads("v_proj", kv_features)
         cache, out = rotate_write_attend(
             self,
-            qkv,
+            q,
+            k,
+            v,
             cache,
             allocator,
             slots,
             query_starts,
             positions,
             norms=None if self.norm_epsilon is None else (norm("q_norm"), norm("k_norm")),
-            sinks=self.param("sinks", linen.initializers.zeros, (self.num_heads,), self.param_dtype)
+            sinks=self.param("sinks", sharded(zeros, self.heads_axis), (self.num_heads,), self.param_dtype)
             if self.use_sinks
             else None,
             plan=plan,
@@ -108,8 +127,16 @@ class PagedAttention(linen.Module):
             shared_prefix=shared_prefix,
         )
         if self.use_gate:
-            out *= linen.sigmoid(linear("gate_proj", features)(x))
-        return cache, linear("o_proj", x.shape[-1], self.use_output_bias)(out)
+            out *= linen.sigmoid(to_heads("gate_proj", features))
+        o_proj = linen.Dense(
+            x.shape[-1],
+            use_bias=self.use_output_bias,
+            kernel_init=sharded(kernel_init, self.heads_axis, None),
+            dot_general=functools.partial(jax.lax.dot_general, out_sharding=sharding_of_sum(out)),
+            **dtypes,
+            name="o_proj",
+        )
+        return cache, o_proj(out)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._modules import Rotary, check_call, check_settings, rotate_write_attend
+from jaxpaged._modules import Rotary, check_call, check_settings, rotate_write_attend, sharding_of_sum
 from pallas_kernels.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention", "replace"]
@@ -44,6 +44,9 @@ class PagedAttention(nnx.Module):
         rotary: the model's own rotation, `(x [..., heads, head_dim], positions [...]) -> x`, for q and for k.
         interleaved: whether the pairs that `rotary_frequencies` turn are neighbours, see `rotate_and_write_kv`.
         fused: whether q, k and v are one product.
+        heads_axis: the mesh axis of the heads and KV heads, or a name that Flax's `logical_axis_rules` give one. It
+            becomes the `out_sharding` of the parameters: the projections to heads are sharded by their outputs, the
+            output projection by its inputs, the sinks by heads, and the others not. Needs `fused=False`.
         use_bias: whether q, k and v have a bias.
         use_output_bias: whether the output projection has one.
         norm_epsilon: of the RMS norm of each head of q and k, before they are rotated; None: no norm.
@@ -88,6 +91,7 @@ class PagedAttention(nnx.Module):
         rotary: Rotary | None = None,
         interleaved: bool = False,
         fused: bool = True,
+        heads_axis: str | None = None,
         use_bias: bool = False,
         use_output_bias: bool = False,
         norm_epsilon: float | None = None,
@@ -109,6 +113,8 @@ class PagedAttention(nnx.Module):
         self.rotary_frequencies = rotary_frequencies
         self.rotary = rotary
         self.interleaved = interleaved
+        self.fused = fused
+        self.heads_axis = heads_axis
         self.scale = scale
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
@@ -117,26 +123,45 @@ class PagedAttention(nnx.Module):
         self.implementation = implementation
         check_settings(self)
 
-        def linear(features_in: int, features_out: int, bias: bool) -> nnx.Linear:
-            return nnx.Linear(features_in, features_out, use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        def metadata(*axes: str | None) -> dict[str, Any]:
+            return {} if heads_axis is None else {"out_sharding": axes}
+
+        dtypes: Any = dict(dtype=dtype, param_dtype=param_dtype)
+
+        def to_heads(features_out: int) -> nnx.Linear:
+            return nnx.Linear(
+                in_features,
+                features_out,
+                use_bias=use_bias,
+                kernel_metadata=metadata(None, heads_axis),
+                bias_metadata=metadata(heads_axis),
+                **dtypes,
+                rngs=rngs,
+            )
 
         def norm() -> nnx.RMSNorm | None:
             if norm_epsilon is None:
                 return None
-            return nnx.RMSNorm(head_dim, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            return nnx.RMSNorm(head_dim, epsilon=norm_epsilon, **dtypes, rngs=rngs)
 
         features, kv_features = num_heads * head_dim, num_kv_heads * head_dim
-        self.fused = fused
         if fused:
-            self.qkv_proj = linear(in_features, features + 2 * kv_features, use_bias)
+            self.qkv_proj = to_heads(features + 2 * kv_features)
         else:
-            self.q_proj = linear(in_features, features, use_bias)
-            self.k_proj = linear(in_features, kv_features, use_bias)
-            self.v_proj = linear(in_features, kv_features, use_bias)
+            self.q_proj = to_heads(features)
+            self.k_proj = to_heads(kv_features)
+            self.v_proj = to_heads(kv_features)
         self.q_norm, self.k_norm = norm(), norm()
-        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None
-        self.gate_proj = linear(in_features, features, use_bias) if use_gate else None
-        self.o_proj = linear(features, in_features, use_output_bias)
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype), **metadata(heads_axis)) if use_sinks else None
+        self.gate_proj = to_heads(features) if use_gate else None
+        self.o_proj = nnx.Linear(
+            features,
+            in_features,
+            use_bias=use_output_bias,
+            kernel_metadata=metadata(heads_axis, None),
+            **dtypes,
+            rngs=rngs,
+        )
 
     def __call__[C: (KVCache, CacheLayer)](
         self,
@@ -174,12 +199,15 @@ class PagedAttention(nnx.Module):
         """
         check_call(self, x, cache, slots, query_starts)
         if self.fused:
-            qkv = self.qkv_proj(x)
+            heads, kv_heads = self.num_heads, self.num_kv_heads
+            q, k, v = jnp.split(self.qkv_proj(x), [heads * self.head_dim, (heads + kv_heads) * self.head_dim], axis=-1)
         else:
-            qkv = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         cache, out = rotate_write_attend(
             self,
-            qkv,
+            q,
+            k,
+            v,
             cache,
             allocator,
             slots,
@@ -193,7 +221,7 @@ class PagedAttention(nnx.Module):
         )
         if self.gate_proj is not None:
             out *= nnx.sigmoid(self.gate_proj(x))
-        return cache, self.o_proj(out)
+        return cache, self.o_proj(out, out_sharding=sharding_of_sum(out))
 
 
 def replace[M: nnx.Module](model: M, module_type: type, call: Callable[..., Any]) -> M:

@@ -250,6 +250,7 @@ def test_nothing_is_hidden_in_the_modules():
         (dict(num_heads=5), r"num_heads must be a multiple of num_kv_heads; got num_heads=5, num_kv_heads=2"),
         (dict(head_dim=8), r"rotary_frequencies must hold up to head_dim // 2 numbers; got 8 for head_dim=8"),
         (dict(rotary=lambda x, positions: x), r"pass rotary_frequencies=None with it"),
+        (dict(heads_axis="devices"), r"heads_axis needs q, k and v apart.* Pass fused=False with it"),
     ],
 )
 def test_size_errors(changes, message):

@@ -1,5 +1,6 @@
 """Arrays on several devices, here four of a CPU: each works on its own part, and nothing is gathered."""
 
+import contextlib
 import functools
 import os
 import socket
@@ -10,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpaged.linen
+import jaxpaged.nnx
 from jaxpaged import (
     BlockAllocator,
     CacheLayer,
@@ -305,3 +309,87 @@ def test_one_kv_head_on_a_mesh_of_one_device():
 def test_without_jit_a_kernel_is_called_all_the_same():
     with jax.disable_jit():
         assert by_kernel(lambda x: x + 1, lambda x: x + 2, jnp.float32(3)) == 5
+
+
+MODULE = dict(
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    rotary_frequencies=rotary_frequencies(8),
+    fused=False,
+    use_bias=True,
+    use_output_bias=True,
+    norm_epsilon=1e-3,
+    use_sinks=True,
+    use_gate=True,
+)
+FEATURES = 16
+TO_HEADS = {"kernel": P(None, "devices"), "bias": P("devices")}
+PARAMETERS = {
+    **dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj"], TO_HEADS),
+    "o_proj": {"kernel": P("devices", None), "bias": P()},
+    "q_norm": {"scale": P()},
+    "k_norm": {"scale": P()},
+    "sinks": P("devices"),
+}
+
+
+def module_inputs():
+    allocator = BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks=2)
+    allocator, slots, _ = allocator.append(jnp.array([3, 1]), max_tokens=3)
+    return jax.random.normal(jax.random.key(0), (2, 3, FEATURES)), new_cache(), allocator, slots
+
+
+@jax.jit
+def noisy(weights):
+    """Biases that are not zero, and scales that are not one."""
+    return jax.tree.map(lambda x: x + jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), weights)
+
+
+def nnx_module(mesh):
+    """`call(weights, ...)`, the weights, and what the metadata say of them; without a mesh, on one device."""
+    axis = None if mesh is None else "devices"
+
+    def make():
+        return nnx.split(jaxpaged.nnx.PagedAttention(FEATURES, **MODULE, heads_axis=axis, rngs=nnx.Rngs(0)))
+
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        graph, weights = jax.jit(make)()
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(weights))
+    return lambda weights, *inputs: nnx.merge(graph, weights)(*inputs), weights, specs
+
+
+def linen_module(mesh):
+    module = jaxpaged.linen.PagedAttention(**MODULE, heads_axis=None if mesh is None else "devices")
+    initialise = functools.partial(module.init, jax.random.key(0), *module_inputs())
+    boxed = jax.eval_shape(initialise)
+    shardings = None if mesh is None else linen.get_sharding(boxed, mesh)
+    return module.apply, jax.jit(initialise, out_shardings=shardings)(), linen.get_partition_spec(boxed)["params"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize("make", [nnx_module, linen_module])
+def test_a_module_over_heads(make, kind):
+    x, cache, *rest = module_inputs()
+    call, weights, _ = make(None)
+    expected_cache, expected = jax.jit(call)(noisy(weights), x, cache, *rest)
+
+    mesh = mesh_of(2, kind)
+    call, weights, specs = make(mesh)
+    assert specs == PARAMETERS
+    for weight, spec in zip(jax.tree.leaves(weights), jax.tree.leaves(specs), strict=True):
+        assert weight.sharding.is_equivalent_to(NamedSharding(mesh, spec), weight.ndim)
+    inputs = noisy(weights), x, sharded(cache, mesh), *rest
+    compiled = jax.jit(call).lower(*inputs).compile()
+    assert collectives(compiled.as_text()) == ["all-reduce"]
+    cache, out = compiled(*inputs)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(expected_cache), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        assert ours.sharding.shard_shape(ours.shape)[2] == 2
+
+
+def test_the_heads_of_a_module_by_a_logical_name():
+    with nnx.logical_axis_rules([("heads", "devices")]), jax.set_mesh(mesh_of(2)):
+        module = jaxpaged.nnx.PagedAttention(FEATURES, **MODULE, heads_axis="heads", rngs=nnx.Rngs(0))
+        assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(module))) == PARAMETERS

@@ -1,6 +1,7 @@
 """Arrays on several devices, here four of a CPU: each works on its own part, and nothing is gathered."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import socket
@@ -278,9 +279,31 @@ def test_context_parallel_slots_and_a_token_of_another_device():
             assert place == (block * 16 + offset % 16 if offset // 16 == device and slot >= 0 else -1)
 
 
-def test_context_parallel_attention_takes_one_token_a_sequence():
-    with pytest.raises(ValueError, match="one token a sequence"):
-        context_parallel_attention(jnp.ones((1, 2, 4, 64)), *LONG.arrays[1:], axis_name="devices")
+INT8 = dict(cache_dtype=jnp.int8, scale_shape="head")
+
+
+@pytest.mark.parametrize(("num_devices", "q_len", "changes"), [(2, 2, INT8), (4, 89, {})], ids=str)
+def test_context_parallel_prompts(num_devices, q_len, changes):
+    """Runs that begin and end anywhere in a block, and rows before a sequence begins, which hold NaN."""
+    case = make_case(
+        lengths=(0, 1, 33, 64, 200, 130),
+        max_blocks=4,
+        block_size=64,
+        heads=8,
+        kv_heads=4,
+        q_len=q_len,
+        options=LONG.options,
+        **changes,
+    )
+    attend = context_parallel(functools.partial(context_parallel_attention, **case.options), num_devices)
+    exists = case.lengths[:, None] + jnp.arange(-q_len, 0)[None] >= 0
+    case = dataclasses.replace(case, q=jnp.where(exists[..., None, None], case.q, jnp.nan))
+    arrays = put(case.arrays, (P(), P(None, "devices"), P(None, "devices"), P(), P()), mesh_of(num_devices))
+    compiled = attend.lower(*arrays).compile()
+    assert collectives(compiled.as_text()) == ["all-gather"]
+    ours, theirs = compiled(*arrays), paged_attention(*case.arrays, **case.options, return_lse=True)
+    for left, right in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-6)
 
 
 def test_two_processes():

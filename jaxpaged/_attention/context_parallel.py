@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpaged._attention import query_runs
+from jaxpaged._attention.arguments import check_arguments
+from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import ContextKeywords, paged_attention
 from jaxpaged._integers import as_int32
 from pallas_kernels import merge_parts
@@ -22,7 +25,7 @@ def context_parallel_attention(
     sinks: ArrayLike | None = None,
     **options: Unpack[ContextKeywords],
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` of one token a sequence, over tokens that lie on all devices of a mesh axis.
+    """`paged_attention` of the newest tokens of each sequence, over tokens that lie on all devices of a mesh axis.
 
     For use inside `jax.shard_map`. Each of the n devices holds its part of every block: of the `block_size` tokens of
     the allocator's, device i holds the i-th `block_size / n`. Tables, lengths and the whole allocator are the same
@@ -32,12 +35,16 @@ def context_parallel_attention(
     Each device attends to its own tokens, and one `all_gather` of `(head_dim + 1) * 4` bytes a query and head brings
     the outputs and lses together.
 
+    Several tokens a sequence are computed in runs of 64 rows (tokens times heads of a KV head) at most: a run sees the
+    blocks before its first token as a whole, and each of its tokens the next few by itself. No GPU has timed it.
+
     Which device holds a token is settled when the cache is made: no call attends on one device instead. Two H200s are
     faster than one from about 45,000 tokens on, those of all sequences together (32/8 heads, head_dim 128). For a pool
     of fewer, make the mesh axis of one device.
 
     Args:
-        q: `[seqs, heads, head_dim]`, the same on every device.
+        q: `[seqs, heads, head_dim]` or `[seqs, q_len, heads, head_dim]`, as in `paged_attention`, the same on every
+            device.
         k_cache: this device's, `[blocks, block_size / n, kv_heads, head_dim]`.
         v_cache: likewise.
         block_tables: int32 `[seqs, max_blocks]`, of the allocator.
@@ -48,11 +55,11 @@ def context_parallel_attention(
             `paged_attention`; the scales are this device's.
 
     Returns:
-        The output, in q's shape and dtype, and the lse, f32 `[seqs, heads]`; the same on every device. Each device's
-            output is rounded to q's dtype before the merge, which is float32.
+        The output, in q's shape and dtype, and the lse, f32 `[seqs, heads]` or `[seqs, q_len, heads]`; the same on
+            every device. Each device's output is rounded to q's dtype before the merge, which is float32.
 
     Raises:
-        ValueError: as `paged_attention`; q with another number of axes.
+        ValueError: as `paged_attention`.
         NotImplementedError: as `paged_attention`.
 
     Example:
@@ -72,15 +79,21 @@ def context_parallel_attention(
     References:
         Dao et al., Flash-Decoding for long-context inference, 2023, across devices.
     """
-    if jnp.ndim(q) != 3:
-        raise ValueError(f"q must be [seqs, heads, head_dim], one token a sequence; got {jnp.shape(q)}.")
+    arrays = q, k_cache, v_cache, block_tables, lengths
+    scales = options.get("k_scale"), options.get("v_scale")
+    check_arguments(*arrays, sinks=sinks, k_scale=scales[0], v_scale=scales[1])
+    q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
+    block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     if sinks is not None:  # once: those of the first device
         sinks = jnp.where(jax.lax.axis_index(axis_name) == 0, sinks, -jnp.inf)
-    own_lengths = _own_lengths(as_int32(lengths), jnp.shape(k_cache)[1], axis_name)
-    arrays = q, k_cache, v_cache, block_tables, own_lengths
-    out, lse = paged_attention(*arrays, sinks=sinks, return_lse=True, **options)
+    if q.ndim == 3:
+        own_lengths = _own_lengths(lengths, k_cache.shape[1], axis_name)
+        arrays = q, k_cache, v_cache, block_tables, own_lengths
+        out, lse = paged_attention(*arrays, sinks=sinks, return_lse=True, **options)
+    else:
+        out, lse = _attend_in_runs(q, k_cache, v_cache, block_tables, lengths, axis_name, sinks, options)
     packed = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)
-    parts = jax.lax.all_gather(packed, axis_name)  # [n, seqs, heads, head_dim + 1]
+    parts = jax.lax.all_gather(packed, axis_name)  # [n, seqs, ..., heads, head_dim + 1]
     outs, lses = parts[..., :-1], parts[..., -1]
     merged, lse = merge_parts.merge(outs, lses, None)
     return merged.astype(out.dtype), lse
@@ -104,8 +117,58 @@ def context_parallel_slots(slots: ArrayLike, *, block_size: int, axis_name: str)
     return jnp.where(is_own, slots // size * block_size + offsets, -1)
 
 
+def _attend_in_runs(
+    q: jax.Array,  # [seqs, q_len, heads, head_dim]
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,  # int32 [seqs, max_blocks]
+    lengths: jax.Array,  # int32 [seqs], of all devices
+    axis_name: str,
+    sinks: jax.Array | None,
+    options: ContextKeywords,
+) -> tuple[jax.Array, jax.Array]:
+    """Over this device's tokens: out [seqs, q_len, heads, head_dim] and lse f32 [seqs, q_len, heads].
+
+    How many of this device's tokens a query sees in the blocks of its run depends on its own position. So there are two
+    calls: all of the blocks before the run, where the tokens of a run are heads of one token, and the blocks of the
+    run, where each token is a sequence.
+    """
+    seqs, q_len, heads, head_dim = q.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    size = block_size * jax.lax.axis_size(axis_name)
+    group = heads // kv_heads
+    num_runs, run = query_runs.runs_of(q_len, group)
+    rows = seqs * num_runs
+
+    lengths = jnp.clip(lengths, 0, block_tables.shape[1] * size)
+    padding = num_runs * run - q_len
+    q = jnp.pad(q, ((0, 0), (padding, 0), (0, 0), (0, 0))).reshape(rows, run, heads, head_dim)
+    places = jnp.arange(-num_runs * run, 0, dtype=jnp.int32)
+    positions = (lengths[:, None] + places[None]).reshape(rows, run)
+    tables = jnp.repeat(block_tables, num_runs, axis=0)
+    blocks_before = jnp.maximum(positions[:, :1], 0) // size  # [rows, 1]
+
+    by_kv_head = (rows, run, kv_heads, group)
+    as_heads = q.reshape(*by_kv_head, head_dim).swapaxes(1, 2).reshape(rows, -1, head_dim)
+    before = blocks_before[:, 0] * block_size
+    out, lse = paged_attention(as_heads, k_cache, v_cache, tables, before, return_lse=True, **options)
+    out = out.reshape(rows, kv_heads, run, group, head_dim).swapaxes(1, 2).reshape(q.shape)
+    lse = lse.reshape(rows, kv_heads, run, group).swapaxes(1, 2).reshape(q.shape[:-1])
+
+    # A run of tokens lies in one block more than it fills.
+    entries = blocks_before + jnp.arange(-(-(run - 1) // size) + 1, dtype=jnp.int32)[None]
+    tables = jnp.take_along_axis(tables, jnp.minimum(entries, tables.shape[1] - 1), axis=1)
+    behind = _own_lengths(jnp.maximum(positions + 1, 0), block_size, axis_name) - before[:, None]
+    arrays = q.reshape(-1, heads, head_dim), k_cache, v_cache, jnp.repeat(tables, run, axis=0), behind.reshape(-1)
+    own_out, own_lse = paged_attention(*arrays, sinks=sinks, return_lse=True, **options)
+
+    out, lse = merge_attention(out, lse, own_out.reshape(q.shape), own_lse.reshape(q.shape[:-1]))
+    out, lse = out.reshape(seqs, -1, heads, head_dim), lse.reshape(seqs, -1, heads)
+    return out[:, padding:], lse[:, padding:]
+
+
 def _own_lengths(lengths: jax.Array, block_size: int, axis_name: str) -> jax.Array:
-    """How many of the tokens are this device's, int32 [seqs]; they are the first of its slots."""
+    """How many of the tokens are this device's, int32 like `lengths`; they are the first of its slots."""
     size = block_size * jax.lax.axis_size(axis_name)
     rest = lengths % size - jax.lax.axis_index(axis_name) * block_size
     return lengths // size * block_size + jnp.clip(rest, 0, block_size)

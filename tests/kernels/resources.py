@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 GPU = """
 gpu_device_info {{
@@ -42,6 +43,7 @@ runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "{name}"
 """
 H100 = "sm_90"
+WITHOUT_A_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 # Bytes of SMEM are those of the CUDA programming guide's table of compute capabilities.
 GPUS = {
     "sm_80": dict(name="NVIDIA A100-SXM4-80GB", sms=108, threads=2048, smem=164 * 1024, bandwidth=2039 * 10**9),
@@ -87,10 +89,7 @@ def installed() -> bool:
 def main() -> None:
     gpu, shapes = sys.argv[1], json.loads(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {
-            "CUDA_VISIBLE_DEVICES": "-1",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        os.environ |= WITHOUT_A_GPU | {
             "MOSAIC_GPU_DUMP_TO": folder,
             "MOSAIC_GPU_DUMP_PTXAS": "1",
             "MOSAIC_GPU_DUMP_RESOURCES": "1",
@@ -98,17 +97,23 @@ def main() -> None:
         print(json.dumps([compile_one(Path(folder), gpu, **shape) for shape in shapes]))
 
 
+def mesh_of(gpu: str) -> Any:
+    """A mesh of one GPU that is not there."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(gpu), topology="1x1x1")
+    return topologies.make_mesh(topology, (1,), ("x",))
+
+
 def compile_one(
     folder: Path, gpu: str, *, dtype: str = "bfloat16", kernel: str = "decode", **shape
 ) -> dict[str, dict[str, int]]:
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
 
     from tests.kernels.lowering import mosaic_for, traced, traced_portable, traced_prefill
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(gpu), topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    mesh = mesh_of(gpu)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for file in folder.iterdir():
         file.unlink()

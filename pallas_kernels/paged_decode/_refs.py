@@ -85,7 +85,6 @@ def scratch(
     interpret: Any,
 ) -> dict[str, Any]:
     """SMEM and barriers, by the names of `Refs`."""
-
     # The copy engine needs tiles that divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The operands of a
     # product must be tiled alike.
     parts, width = num_parts(head_dim), padded_width(head_dim)

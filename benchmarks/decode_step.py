@@ -107,7 +107,7 @@ def check(name: str, config: LlamaConfig, state: State) -> float:
 
     with (
         mock.patch.object(llama_step, "paged_attention", replaced),
-        mock.patch("jaxpaged._modules.paged_attention", replaced),
+        mock.patch("jaxpaged._attention.attend.paged_attention", replaced),
     ):
         _, expected = jax.jit(functools.partial(step, apply))(weights, state)
     error = float(jnp.abs(logits - expected).max() / jnp.abs(expected).max())

@@ -92,6 +92,15 @@ def test_the_checks_see_decode_steps_that_differ(wrong):
         allocator_model_step.check("filled", changed, after, 40)
 
 
+def test_the_decode_step_of_the_example_is_compared_with_xla(monkeypatch, rank_promotion):
+    config = llama_step.toy(decode_step.CHECKED_LAYERS)
+    state = decode_step.start(config, 2, 40)
+    assert decode_step.check("example", config, state) == 0.0  # on a CPU by "xla" twice
+    monkeypatch.setattr(decode_step, "paged_attention", lambda q, *_, **__: q)
+    with pytest.raises(AssertionError, match="wrong logits"):
+        decode_step.check("example", config, state)
+
+
 def test_a_free_seat_takes_the_next_request():
     assert seat_lengths([(3, 3), (1, 1), (5, 1)], num_seats=2).tolist() == [[4, 2], [5, 6], [6, 0]]
 

@@ -14,7 +14,7 @@ from pallas_kernels._fetch import Ring, fetch, rows_of_copy
 from pallas_kernels._logits import Logits
 from pallas_kernels._rows import ROWS, ROWS_FIRST, ROWS_LAST
 from pallas_kernels._walk import Partition, Walk
-from pallas_kernels.attention_options import AttentionOptions, by_row
+from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
 from pallas_kernels.decode_config import Config
 from pallas_kernels.paged_decode import _cluster, _finish, _inbox, _merge
 from pallas_kernels.paged_decode._many_rows import ManyRows
@@ -216,17 +216,14 @@ def launch(
         q = jnp.pad(q, ((0, 0),) * 4 + ((0, width // num_parts - part),)).reshape(*q.shape[:3], width)
         k_cache, v_cache = (c.reshape(num_blocks, block_size, kv_heads * num_parts, part) for c in (k_cache, v_cache))
 
-    named = {
-        "sliding_window": None if options.sliding_window is None else options.sliding_window.reshape(1),
-        "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
-        "alibi_slopes": None if options.alibi_slopes is None else by_row(options.alibi_slopes, kv_heads, q_len, rows),
-        "sinks": None if options.sinks is None else by_row(options.sinks, kv_heads, q_len, rows),
-        "tree_bits": None if options.tree_bits is None else _bits_by_row(options.tree_bits, group, rows),
-        "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
-        "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
-    }
-    if config.num_partials > 1:
-        del named["sinks"]  # only the merge kernel adds them
+    named = operands_of(
+        options,
+        kv_heads=kv_heads,
+        group=group,
+        q_len=q_len,
+        rows=rows,
+        with_sinks=config.num_partials == 1,  # else only the merge kernel adds them
+    )
     inputs = {
         "q": q,
         "k_cache": k_cache,
@@ -234,7 +231,7 @@ def launch(
         "block_tables": block_tables,
         "lengths": lengths,
         "scale": options.scale.reshape(1),
-        **{name: value for name, value in named.items() if value is not None},
+        **named,
     }
     finished_types = {
         "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
@@ -318,9 +315,3 @@ def launch(
         return out[..., :head_dim], lse
     out = out.reshape(*out.shape[:3], num_parts, -1)[..., : head_dim // num_parts]
     return out.reshape(*out.shape[:3], head_dim), lse
-
-
-def _bits_by_row(bits: jax.Array, group: int, rows: int) -> jax.Array:
-    """uint32 [seqs, q_len, words] -> int32 [seqs, words, rows], the same for every head, zero in the padding."""
-    by_row = jnp.repeat(lax.bitcast_convert_type(bits, jnp.int32).swapaxes(1, 2), group, axis=2)
-    return jnp.pad(by_row, ((0, 0), (0, 0), (0, rows - by_row.shape[2])))

@@ -16,7 +16,7 @@ from pallas_kernels._scales import over_tokens
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
 from pallas_kernels._softmax import softmax
 from pallas_kernels._walk import Partition, Walk
-from pallas_kernels.attention_options import AttentionOptions, by_row
+from pallas_kernels.attention_options import AttentionOptions, operands_of
 from pallas_kernels.partition_plan import PartitionPlan
 from pallas_kernels.portable_config import COLUMNS, TILE, Config
 from pallas_kernels.portable_decode import _merge, _results
@@ -197,17 +197,7 @@ def launch(
     rows = filled_rows(q_len, group, rows_first=False)
     partitions = config.num_partitions
 
-    def per_row(by_head: jax.Array | None) -> jax.Array | None:
-        return None if by_head is None else by_row(by_head, kv_heads, q_len, rows)
-
-    named = {
-        "sliding_window": None if options.sliding_window is None else options.sliding_window.reshape(1),
-        "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
-        "alibi_slopes": per_row(options.alibi_slopes),
-        "sinks": per_row(options.sinks) if partitions == 1 else None,
-        "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
-        "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
-    }
+    named = operands_of(options, kv_heads=kv_heads, group=group, q_len=q_len, rows=rows, with_sinks=partitions == 1)
     inputs = {
         "q": q,
         "k_cache": k_cache,
@@ -216,7 +206,7 @@ def launch(
         "lengths": lengths,
         "scale": options.scale.reshape(1),
         **({} if plan is None else {"partitions": plan.partitions, "partition_starts": plan.partition_starts}),
-        **{name: value for name, value in named.items() if value is not None},
+        **named,
     }
     out_types = {
         "out": jax.ShapeDtypeStruct((partitions, *q.shape), q.dtype if partitions == 1 else jnp.float32),

@@ -1,10 +1,10 @@
 """The options of attention, carried whole from the public function to the kernel."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 @jax.tree_util.register_dataclass
@@ -25,36 +25,29 @@ class AttentionOptions:
 
 
 def operands_of(
-    options: AttentionOptions, *, kv_heads: int, group: int, q_len: int, rows: int, with_sinks: bool
+    options: AttentionOptions,
+    per_row: Callable[[jax.Array], jax.Array],  # of f32 [heads]
+    *,
+    with_sinks: bool,
+    tree_bits: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """As a decode kernel reads them, by its names, but for the scale: numbers as [1], numbers of heads by row. Without
-    what is left out."""
-
-    def per_row(by_head: jax.Array | None) -> jax.Array | None:
-        return None if by_head is None else by_row(by_head, kv_heads, q_len, rows)
-
-    bits = options.tree_bits
+    """As a kernel reads them, by its names: numbers as [1], numbers of heads by row. Without what is left out."""
     named = {
         "sliding_window": None if options.sliding_window is None else options.sliding_window.reshape(1),
         "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
-        "alibi_slopes": per_row(options.alibi_slopes),
-        "sinks": per_row(options.sinks) if with_sinks else None,
-        "tree_bits": None if bits is None else _bits_by_row(bits, group, rows),
+        "alibi_slopes": None if options.alibi_slopes is None else per_row(options.alibi_slopes),
+        "sinks": None if options.sinks is None or not with_sinks else per_row(options.sinks),
+        "tree_bits": tree_bits,
         "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
         "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
     }
-    return {name: value for name, value in named.items() if value is not None}
+    given = {name: value for name, value in named.items() if value is not None}
+    return {"scale": options.scale.reshape(1), **given}
 
 
-def by_row(by_head: jax.Array, kv_heads: int, q_len: int, rows: int) -> jax.Array:
+def by_row(by_head: jax.Array, *, kv_heads: int, q_len: int, rows: int) -> jax.Array:
     """f32 [heads] -> [kv_heads, rows], the same for every query token, zero in the padding."""
     by_head = by_head.reshape(kv_heads, 1, -1)
     group = by_head.shape[-1]
     by_row = jnp.broadcast_to(by_head, (kv_heads, q_len, group)).reshape(kv_heads, q_len * group)
     return jnp.pad(by_row, ((0, 0), (0, rows - q_len * group)))
-
-
-def _bits_by_row(bits: jax.Array, group: int, rows: int) -> jax.Array:
-    """uint32 [seqs, q_len, words] -> int32 [seqs, words, rows], the same for every head, zero in the padding."""
-    by_row = jnp.repeat(lax.bitcast_convert_type(bits, jnp.int32).swapaxes(1, 2), group, axis=2)
-    return jnp.pad(by_row, ((0, 0), (0, 0), (0, rows - by_row.shape[2])))

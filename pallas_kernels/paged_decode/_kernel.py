@@ -216,22 +216,19 @@ def launch(
         q = jnp.pad(q, ((0, 0),) * 4 + ((0, width // num_parts - part),)).reshape(*q.shape[:3], width)
         k_cache, v_cache = (c.reshape(num_blocks, block_size, kv_heads * num_parts, part) for c in (k_cache, v_cache))
 
-    named = operands_of(
-        options,
-        kv_heads=kv_heads,
-        group=group,
-        q_len=q_len,
-        rows=rows,
-        with_sinks=config.num_partials == 1,  # else only the merge kernel adds them
-    )
+    per_row = functools.partial(by_row, kv_heads=kv_heads, q_len=q_len, rows=rows)
     inputs = {
         "q": q,
         "k_cache": k_cache,
         "v_cache": v_cache,
         "block_tables": block_tables,
         "lengths": lengths,
-        "scale": options.scale.reshape(1),
-        **named,
+        **operands_of(
+            options,
+            per_row,
+            with_sinks=config.num_partials == 1,  # else only the merge kernel adds them
+            tree_bits=None if options.tree_bits is None else _bits_by_row(options.tree_bits, group, rows),
+        ),
     }
     finished_types = {
         "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
@@ -297,7 +294,7 @@ def launch(
             made["partial_ml"],
             lengths,
             sliding_window=inputs.get("sliding_window"),
-            sinks=None if options.sinks is None else by_row(options.sinks, kv_heads, q_len, rows),
+            sinks=None if options.sinks is None else per_row(options.sinks),
             q_len=q_len,
             heads=heads,
             dtype=q.dtype,
@@ -315,3 +312,9 @@ def launch(
         return out[..., :head_dim], lse
     out = out.reshape(*out.shape[:3], num_parts, -1)[..., : head_dim // num_parts]
     return out.reshape(*out.shape[:3], head_dim), lse
+
+
+def _bits_by_row(bits: jax.Array, group: int, rows: int) -> jax.Array:
+    """uint32 [seqs, q_len, words] -> int32 [seqs, words, rows], the same for every head, zero in the padding."""
+    by_row = jnp.repeat(lax.bitcast_convert_type(bits, jnp.int32).swapaxes(1, 2), group, axis=2)
+    return jnp.pad(by_row, ((0, 0), (0, 0), (0, rows - by_row.shape[2])))

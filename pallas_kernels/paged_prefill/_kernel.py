@@ -13,7 +13,7 @@ from pallas_kernels import _rows, _sizes, merge_parts
 from pallas_kernels._fetch import Ring
 from pallas_kernels._rows import COLUMNS, ROWS_FIRST
 from pallas_kernels._scales import Scales
-from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.attention_options import AttentionOptions, operands_of
 from pallas_kernels.paged_prefill import _tree
 from pallas_kernels.paged_prefill._fetch import Fetcher
 from pallas_kernels.paged_prefill._item import Items
@@ -206,19 +206,10 @@ def launch(
     columns = COLUMNS if is_narrow else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
     matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
 
-    def by_row(by_head: jax.Array) -> jax.Array:
+    def per_row(by_head: jax.Array) -> jax.Array:
         by_item = jnp.repeat(by_head.reshape(-1, config.heads), config.item_tokens, axis=1)
         return jnp.pad(by_item, ((0, 0), (0, ROWS - by_item.shape[1])))
 
-    named = {
-        "sliding_window": None if options.sliding_window is None else options.sliding_window.reshape(1),
-        "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
-        "alibi_slopes": None if options.alibi_slopes is None else by_row(options.alibi_slopes),
-        "sinks": None if options.sinks is None or in_parts else by_row(options.sinks),
-        "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
-        "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
-        "tree_bits": None if options.tree_bits is None else _tree.by_entry(options.tree_bits, work, config),
-    }
     inputs = {
         "q": q,
         "k_cache": k_cache,
@@ -226,8 +217,12 @@ def launch(
         "block_tables": block_tables,
         "entries": work.entries,
         "num_entries": work.num_entries,
-        "scale": options.scale.reshape(1),
-        **{name: value for name, value in named.items() if value is not None},
+        **operands_of(
+            options,
+            per_row,
+            with_sinks=not in_parts,
+            tree_bits=None if options.tree_bits is None else _tree.by_entry(options.tree_bits, work, config),
+        ),
     }
     out_types = {
         "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),

@@ -16,7 +16,7 @@ from pallas_kernels._scales import over_tokens
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
 from pallas_kernels._softmax import softmax
 from pallas_kernels._walk import Partition, Walk
-from pallas_kernels.attention_options import AttentionOptions, operands_of
+from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
 from pallas_kernels.partition_plan import PartitionPlan
 from pallas_kernels.portable_config import COLUMNS, TILE, Config
 from pallas_kernels.portable_decode import _merge, _results
@@ -197,16 +197,15 @@ def launch(
     rows = filled_rows(q_len, group, rows_first=False)
     partitions = config.num_partitions
 
-    named = operands_of(options, kv_heads=kv_heads, group=group, q_len=q_len, rows=rows, with_sinks=partitions == 1)
+    per_row = functools.partial(by_row, kv_heads=kv_heads, q_len=q_len, rows=rows)
     inputs = {
         "q": q,
         "k_cache": k_cache,
         "v_cache": v_cache,
         "block_tables": block_tables,
         "lengths": lengths,
-        "scale": options.scale.reshape(1),
         **({} if plan is None else {"partitions": plan.partitions, "partition_starts": plan.partition_starts}),
-        **named,
+        **operands_of(options, per_row, with_sinks=partitions == 1),
     }
     out_types = {
         "out": jax.ShapeDtypeStruct((partitions, *q.shape), q.dtype if partitions == 1 else jnp.float32),

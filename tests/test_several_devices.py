@@ -252,16 +252,20 @@ def context_parallel(function, num_devices):
     return jax.jit(jax.shard_map(function, mesh=mesh_of(num_devices), in_specs=specs, out_specs=P(), check_vma=False))
 
 
+def check_context_parallel(case, num_devices):
+    attend = context_parallel(functools.partial(context_parallel_attention, **case.options), num_devices)
+    arrays = put(case.arrays, (P(), P(None, "devices"), P(None, "devices"), P(), P()), mesh_of(num_devices))
+    compiled = attend.lower(*arrays).compile()
+    assert collectives(compiled.as_text()) == ["all-gather"]
+    ours, theirs = compiled(*arrays), paged_attention(*case.arrays, **case.options, return_lse=True)
+    for left, right in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-6)
+
+
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_context_parallel_attention(num_devices):
     """Each device's tokens, and nobody's NaN: the pools are poisoned."""
-    attend = context_parallel(functools.partial(context_parallel_attention, **LONG.options), num_devices)
-    arrays = put(LONG.arrays, (P(), P(None, "devices"), P(None, "devices"), P(), P()), mesh_of(num_devices))
-    compiled = attend.lower(*arrays).compile()
-    assert collectives(compiled.as_text()) == ["all-gather"]
-    ours, theirs = compiled(*arrays), paged_attention(*LONG.arrays, **LONG.options, return_lse=True)
-    for left, right in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(left, right, atol=2e-6)
+    check_context_parallel(LONG, num_devices)
 
 
 def test_context_parallel_slots_and_a_token_of_another_device():
@@ -295,15 +299,9 @@ def test_context_parallel_prompts(num_devices, q_len, changes):
         options=LONG.options,
         **changes,
     )
-    attend = context_parallel(functools.partial(context_parallel_attention, **case.options), num_devices)
     exists = case.lengths[:, None] + jnp.arange(-q_len, 0)[None] >= 0
     case = dataclasses.replace(case, q=jnp.where(exists[..., None, None], case.q, jnp.nan))
-    arrays = put(case.arrays, (P(), P(None, "devices"), P(None, "devices"), P(), P()), mesh_of(num_devices))
-    compiled = attend.lower(*arrays).compile()
-    assert collectives(compiled.as_text()) == ["all-gather"]
-    ours, theirs = compiled(*arrays), paged_attention(*case.arrays, **case.options, return_lse=True)
-    for left, right in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(left, right, atol=2e-6)
+    check_context_parallel(case, num_devices)
 
 
 def test_two_processes():

@@ -79,7 +79,7 @@ def launch(
 
     by_xla = (lambda a, _: xla.attend(a, num_partitions=1)) if falls_back else None
     call = kernel if interpret is not None else functools.partial(call_kernel, kernel, by_xla)
-    # Results that one kernel begins and another ends cannot be mapped (jax 0.11.2 and 0.12.0).
+    # A kernel that writes into its operands cannot be mapped (jax 0.11.2 and 0.12.0).
     return call(a, None) if plan is None else jax.custom_batching.sequential_vmap(call)(a, plan)
 
 

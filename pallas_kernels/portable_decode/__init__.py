@@ -32,7 +32,7 @@ To be read in this order:
 | `_copies`, `_cp_async` | how Q, K and V are fetched: the only part that differs between GPUs |
 | `_operands` | what the products read, and how 8-bit caches are widened for them (`_widen`) |
 | `_results` | how the rows are written |
-| `_merge` | the partitions of a plan (`partition_plan`): how they are written, and the kernel that merges them |
+| `_merge` | the partitions of a plan (`partition_plan`): how they are written, counted, and merged |
 
 Of the Hopper kernel's files it shares those that know neither wgmma nor TMA: `_walk` (which tiles a program computes),
 `_logits` and `_softmax` (from products to weights), `_rows` (rows in registers), `_widen` and `_scales` (8-bit caches).

@@ -163,7 +163,7 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
 
     @pl.when(partition.count > 1)
     def _split() -> None:
-        _merge.store_partial(*rows_of(None, jnp.float32), refs, partition)
+        _merge.store_and_merge(*rows_of(None, jnp.float32), refs, partition, interpret)
 
 
 def _of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:
@@ -215,15 +215,16 @@ def launch(
         stacks = plan.total_partitions, kv_heads
         out_types["partial_out"] = jax.ShapeDtypeStruct((*stacks, round_up(head_dim, COLUMNS), rows), jnp.float32)
         out_types["partial_lse"] = jax.ShapeDtypeStruct((*stacks, rows), jnp.float32)
-    names = (*inputs, *out_types)
+        out_types["arrivals"] = jax.ShapeDtypeStruct((seqs, kv_heads), jnp.int32)
+    names, types = (*inputs, *out_types), tuple(out_types.values())
 
     def portable_decode(*operands: Any, **scratch_refs: Any) -> None:
         refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
         _kernel(refs, config=config, interpret=interpret)
 
-    out, lse, *partials = plgpu.kernel(
+    kernel = functools.partial(
+        plgpu.kernel,
         portable_decode,
-        out_type=tuple(out_types.values()),
         grid=(plan.total_partitions, kv_heads) if plan else (seqs, partitions, kv_heads),
         grid_names=("place", "kv_head") if plan else ("seq", "partial", "kv_head"),
         scratch_types=scratch(
@@ -239,17 +240,12 @@ def launch(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(*inputs.values())
-    if plan is not None:
-        partial_out, partial_lse = partials
-        out, lse = _merge.launch(
-            partial_out,
-            partial_lse,
-            plan.partition_starts,
-            finished=(out, lse),
-            sinks=inputs.get("sinks"),
-            interpret=interpret,
-        )
+    )
+    if plan is None:
+        out, lse = kernel(out_type=types)(*inputs.values())
+    else:  # by refs, because `arrivals` has a first value
+        first = *pl.empty_like(types[:-1]), jnp.zeros_like(types[-1])
+        out, lse, *_ = pl.run_state(lambda results: kernel()(*inputs.values(), *results))(first)
     if partitions == 1:
         return out[0], lse[0]
     tokens = seqs * q_len

@@ -35,6 +35,7 @@ class Refs:
     partition_starts: Any = None  # int32 [seqs + 1]
     partial_out: Any = None  # f32 [total_partitions, kv_heads, width, rows], O^T of each partition of split sequences
     partial_lse: Any = None  # f32 [total_partitions, kv_heads, rows]
+    arrivals: Any = None  # int32 [seqs, kv_heads], how many partitions of split sequences are stored; zeros at first
     # Options, GMEM
     sliding_window: Any = None  # int32 [1]
     logits_soft_cap: Any = None  # f32 [1]

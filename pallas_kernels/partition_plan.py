@@ -33,8 +33,8 @@ class PartitionPlan:
 def default_total(seqs: int, kv_heads: int, num_sms: int) -> int:
     """Partitions of a KV head to share out by length."""
     # One for each sequence and as many again: a sequence no longer than the mean stays whole, and needs no merge.
-    # And four programs a SM: H100, 8 KV heads, one of 131072 and seven of 1024 196 us, with half a program a SM 318,
-    # with eight 200; 8 x 8192 94, 156, 96. [plans_h100 of benchmarks/results/decisions/]
+    # And four programs a SM: H100, 8 KV heads, one of 131072 and seven of 1024 193 us, with half a program a SM 319,
+    # with eight 202; 8 x 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
     return seqs + max(seqs, 4 * num_sms // kv_heads)
 
 
@@ -51,8 +51,8 @@ def make(lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_part
     most = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // (total_partitions - seqs)), LEAST_TILES)
     counts = jnp.maximum(-(-tiles // most), 1)
 
-    # The longest begin, and the short ones fill the gaps at the end. H100, 64 x U(1..8192) 369 us, in the order of the
-    # sequences 378. [plans_h100 of benchmarks/results/decisions/]
+    # The longest begin, and the short ones fill the gaps at the end. H100, 64 x U(1..8192) 366 us, in the order of the
+    # sequences 377, dealt to as many programs as run at once 382. [plans_h100 of benchmarks/results/decisions/]
     order = jnp.argsort(tiles // counts, descending=True).astype(jnp.int32)
     ends = jnp.cumsum(counts[order], dtype=jnp.int32)
     places = jnp.arange(total_partitions, dtype=jnp.int32)

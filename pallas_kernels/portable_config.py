@@ -105,8 +105,8 @@ def default_config(
     num_stages = max(1, fitting_stages(resident))
     if planned:
         num_partitions = 1
-        # As many programs as a SM takes even out the lengths. H100, 64 x 2048 in 1 stage 177 us, in 2 184; 64 x 128 in
-        # tables of 8192 15.3, 17.0; 64 x 8192 / 1, / 2, ... 60.8, 61.6. [plans_h100]
+        # As many programs as a SM takes even out the lengths. H100, 64 x 2048 in 1 stage 177 us, in 2 183; 64 x 128 in
+        # tables of 8192 14.5, 15.5; 64 x 8192 / 1, / 2, ... 58.2, 59.6. [plans_h100]
         num_stages = 1 if itemsize > 1 else num_stages
     if num_partitions is None:
         # H100, 8 KV heads: 8 x 8192 in 4 partitions 99 us, 1 x 8192 in 16 18.8.

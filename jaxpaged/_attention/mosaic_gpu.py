@@ -106,10 +106,10 @@ def are_uneven(a: AttentionArguments, num_sms: int, window: int | None = None) -
     """Whether the pool can fill the tables in small part only: the lengths differ, or are all short."""
     seqs, (num_blocks, block_size, kv_heads, _) = a.q.shape[0], a.k_cache.shape
     most_of_mean = seqs * _visible(a, window) / (num_blocks * block_size)
-    # More programs even each other out. H100, with a plan and without: 8 x U(1..8192), 3 times the mean, 36.9, 39.1; 64
-    # with one of 4096, 4 times the mean, 107.7, 98.0; 64 x 8192 / 1, / 2, ..., 14 times, 60.8, 61.6; 64 with one of
-    # 32768, 22 times, 139.5, 161.8; 16 with one of 8192, 6 times, 38.6, 40.6; 64 with one, 7 times, 112.2, 103.5.
-    # [plans_h100, plans_border_h100 of benchmarks/results/decisions/]
+    # More programs even each other out. H100, with a plan and without: 8 x U(1..8192), 3 times the mean, 36.8, 38.8; 64
+    # with one of 4096, 4 times the mean, 104.9, 98.7; 64 x 8192 / 1, / 2, ..., 14 times, 58.2, 61.3; 64 with one of
+    # 32768, 22 times, 136.7, 161.9; 16 with one of 8192, 6 times, 38.7, 40.4; 64 with one, 7 times, 111.8, 104.3.
+    # [plans_h100 of benchmarks/results/decisions/]
     return most_of_mean > 2 + 1.5 * seqs * kv_heads / num_sms
 
 

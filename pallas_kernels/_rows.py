@@ -16,6 +16,8 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import memref
 
+from pallas_kernels._interpret import interpreted
+
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 # In place of -inf in the running maximum: the difference of two is 0, that of two infinities is NaN.
@@ -81,7 +83,6 @@ def store_together(
     transposed: Sequence[tuple[Any, jax.Array]] = (),
     layout: Any = ROWS,
     orientation: Orientation,
-    interpret: Any,
 ) -> None:
     """Values in `layout`, or reduced to [rows], into SMEM as `store` does, each of `transposed` into its SMEM's
     transpose.
@@ -89,7 +90,7 @@ def store_together(
     Unlike an assignment it has no barriers: no thread may still read this SMEM, and the caller's barrier, that of
     `commit_smem`, must come before the next read.
     """
-    if interpret:
+    if interpreted():
         for ref, value in (*pairs, *((ref.T, value) for ref, value in transposed)):
             ref[...] = value
         return

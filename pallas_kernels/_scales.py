@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, SCALAR, Orientation
 
 LEAST = 2.0**-100  # a scale of 0 has a logarithm too
@@ -72,7 +73,6 @@ class Scales:
     ring: Any  # SMEM, f32 [stages, 1 or 2, tile]: of K, V, or both; None where no token has one
     full: Any  # barriers [stages], likewise
     stages: int
-    interpret: Any
     orientation: Orientation  # of the products
 
     @property
@@ -91,7 +91,7 @@ class Scales:
         """Those of K and V, f32 [tile] or None, of a tile of the sequence that was fetched into `stage`."""
         if not self.of_tokens:
             return None, None
-        if self.interpret:
+        if interpreted():
             slots = _slots(walk, tables, tile, *self.of_tokens[0].shape[:2])
             loaded = [scales[...].reshape(-1)[slots * scales.shape[2] + self.kv_head] for scales in self.of_tokens]
         else:
@@ -106,7 +106,7 @@ class Scales:
     @property
     def copied(self) -> tuple[Any, ...]:
         """Those that pass through the ring."""
-        return () if self.interpret else self.of_tokens
+        return () if interpreted() else self.of_tokens
 
     @property
     def lag(self) -> int:

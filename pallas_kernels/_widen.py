@@ -37,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import ROWS, ROWS_LAST
 
 HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
@@ -48,15 +49,13 @@ K_ORDER = tuple(4 * i + 2 * h + j for h in range(2) for i in range(4) for j in r
 V_ORDER = tuple(2 * i + h for h in range(2) for i in range(8))
 
 
-def scratch(
-    shape: tuple[int, int, int], *, rows: int, chunk: int, dtype: Any, head_dim: int, interpret: Any
-) -> dict[str, Any]:
+def scratch(shape: tuple[int, int, int], *, rows: int, chunk: int, dtype: Any, head_dim: int) -> dict[str, Any]:
     """SMEM for rings of K and V, [stages, tile, width], as the copies write them and as words, and for Q and P."""
     stages, tile, width = shape
     # The copy engine only takes tiles that divide the head, or hold all of it.
     columns = next(n for n in (128, 64, 32, 16) if n <= chunk and (head_dim % n == 0 or head_dim < n))
     ring = plgpu.SMEM(shape, dtype, transforms=_matrix(columns, columns))
-    if not interpret:
+    if not interpreted():
         words = plgpu.SMEM((stages, tile, width // 2), jnp.int16, transforms=_matrix(columns // 2, columns))
         ring = plgpu.RefUnion(ring, words)
     return {
@@ -80,8 +79,8 @@ class Tiles:
     left: Any = ROWS  # layout of a left operand: ROWS, or another of the same registers in the same order
 
     @classmethod
-    def of(cls, ref: Any, interpret: Any) -> "Tiles":
-        return cls(ref, None) if interpret else cls(*ref)
+    def of(cls, ref: Any) -> "Tiles":
+        return cls(ref, None) if interpreted() else cls(*ref)
 
     def keys(self, stage: jax.Array) -> jax.Array:
         """float16 [tile, width], the columns in the order of K."""
@@ -110,7 +109,7 @@ class Tiles:
         return _widen(loaded, self.narrow.dtype, self.left, transposed=True)
 
 
-def load_q(q: Any, target_of: Callable[[int], Any], interpret: Any) -> jax.Array | None:
+def load_q(q: Any, target_of: Callable[[int], Any]) -> jax.Array | None:
     """Q, SMEM [rows, width], in the order of K into `target_of(start)`, SMEM [64, rows], for each 64 columns; and the
     factor of the products with each row, f32 [rows]; None: ones."""
     rows, width = q.shape
@@ -129,14 +128,14 @@ def load_q(q: Any, target_of: Callable[[int], Any], interpret: Any) -> jax.Array
         columns = load(start)
         if unit is not None:
             columns = (columns.astype(jnp.float32) * ROWS_LAST.over(1.0 / unit, columns.shape)).astype(jnp.float16)
-        target_of(start)[...] = _in_order(columns, K_ORDER) if interpret else _exchange(columns, K_ORDER)
+        target_of(start)[...] = _in_order(columns, K_ORDER) if interpreted() else _exchange(columns, K_ORDER)
     return unit
 
 
-def ordered(acc: jax.Array, interpret: Any) -> jax.Array:
+def ordered(acc: jax.Array) -> jax.Array:
     """f32 [columns, rows], the columns from the order of V to their own."""
     own = tuple(V_ORDER.index(column) for column in range(16))
-    return _in_order(acc, own) if interpret else _exchange(acc, own)
+    return _in_order(acc, own) if interpreted() else _exchange(acc, own)
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
@@ -146,12 +145,10 @@ def power_of_two(x: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.maximum(power, jnp.full(x.shape, 2.0**-120)), jnp.full(x.shape, 2.0**120))
 
 
-def product(
-    shape: tuple[int, int], left: jax.Array, right: Any, interpret: Any, meanwhile: Any = None
-) -> tuple[jax.Array, Any]:
+def product(shape: tuple[int, int], left: jax.Array, right: Any, meanwhile: Any = None) -> tuple[jax.Array, Any]:
     """left @ right, f32 `shape`, the left one in registers and the right one in SMEM; and the result of `meanwhile()`,
     which runs beside the tensor cores."""
-    if interpret:
+    if interpreted():
         result = jnp.dot(left, right[...], preferred_element_type=jnp.float32)
         return result, None if meanwhile is None else meanwhile()
 

@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _interpret
 from pallas_kernels.copy_config import Config, padded_rows
 
 
@@ -144,7 +145,6 @@ def launch(
     counts: jax.Array,  # int32 [2], how many there are of either
     *,
     config: Config,
-    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Returns the new pools, in place if XLA may overwrite the old ones. Ids are legal, destinations distinct."""
     num_layers, num_blocks = pools[0].shape[:2]
@@ -155,7 +155,7 @@ def launch(
         named = dict(pools=pool_refs, pairs=pairs, counts=counts, aside=aside)
         _kernel(named | scratch_refs, config=config, num_layers=num_layers, num_blocks=num_blocks)
 
-    copy = plgpu.kernel(
+    copy = _interpret.kernel(
         copy_blocks,
         # Named an output, since scratch in GMEM is filled with zeros first.
         out_type=jax.ShapeDtypeStruct((config.num_slice_programs * num_pairs * config.slice_rows, config.width), dtype),
@@ -167,7 +167,6 @@ def launch(
             ),
             full=plgpu.Barrier(num_barriers=config.num_stages * config.stage_slices),
         ),
-        interpret=interpret,
     )
 
     def overwrite(refs: tuple[Any, ...]) -> None:

@@ -192,7 +192,6 @@ def completed(
                 token_scales=token_scales,
                 dtype=jnp.bfloat16,
                 cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
-                interpret=None,
             )
         )
 

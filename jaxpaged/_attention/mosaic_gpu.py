@@ -259,13 +259,14 @@ def _launch(
     config: decode_config.Config, interpret: Any, a: AttentionArguments, falls_back: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     def launch(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
-        from pallas_kernels import paged_decode  # here, so that only its callers import Mosaic
+        from pallas_kernels import _interpret, paged_decode  # here, so that only its callers import Mosaic
 
         runs = query_runs.cut(a)
         arrays = runs.q, runs.k_cache, runs.v_cache, runs.block_tables, runs.lengths
         tree_bits = None if runs.tree is None else runs.tree.bits
         options = dataclasses.replace(runs.options, tree_bits=tree_bits)
-        out, lse = paged_decode.launch(*arrays, options, config=config, interpret=interpret)
+        with _interpret.interpret_mode(interpret):
+            out, lse = paged_decode.launch(*arrays, options, config=config)
         return query_runs.join(out, a), query_runs.join(lse, a)
 
     if interpret is not None:
@@ -280,21 +281,14 @@ def _prompts(
     token_bytes = 2 * p.k_cache.shape[2] * p.q.shape[-1] * p.k_cache.dtype.itemsize
 
     def launch(p: PackedArguments) -> tuple[jax.Array, jax.Array]:
-        from pallas_kernels import paged_prefill  # here, so that only its callers import Mosaic
+        from pallas_kernels import _interpret, paged_prefill  # here, so that only its callers import Mosaic
 
         work = paged_prefill.make_work_list(
             p.query_starts, p.lengths, tokens=p.q.shape[0], token_bytes=token_bytes, config=config
         )
-        return paged_prefill.launch(
-            p.q,
-            p.k_cache,
-            p.v_cache,
-            p.block_tables,
-            work,
-            dataclasses.replace(p.options, tree_bits=packed.tree_by_place(p)),
-            config=config,
-            interpret=interpret,
-        )
+        options = dataclasses.replace(p.options, tree_bits=packed.tree_by_place(p))
+        with _interpret.interpret_mode(interpret):
+            return paged_prefill.launch(p.q, p.k_cache, p.v_cache, p.block_tables, work, options, config=config)
 
     if interpret is not None:
         return launch(p)

@@ -70,11 +70,12 @@ def launch(
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
 
     def kernel(a: AttentionArguments, plan: PartitionPlan | None) -> tuple[jax.Array, jax.Array]:
-        from pallas_kernels import portable_decode  # here, so that only its callers import Mosaic
+        from pallas_kernels import _interpret, portable_decode  # here, so that only its callers import Mosaic
 
         runs = query_runs.cut(a)
         arrays = runs.q, runs.k_cache, runs.v_cache, runs.block_tables, runs.lengths
-        out, lse = portable_decode.launch(*arrays, runs.options, plan=plan, config=config, interpret=interpret)
+        with _interpret.interpret_mode(interpret):
+            out, lse = portable_decode.launch(*arrays, runs.options, plan=plan, config=config)
         return query_runs.join(out, a), query_runs.join(lse, a)
 
     by_xla = (lambda a, _: xla.attend(a, num_partitions=1)) if falls_back else None

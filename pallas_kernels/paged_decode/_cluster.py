@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import ROWS_LAST
 from pallas_kernels.paged_decode._inbox import SHARE, SHARE_ROWS, Inbox, InterpretedInbox
 from pallas_kernels.paged_decode._output import Output
@@ -22,7 +23,7 @@ from pallas_kernels.paged_decode._output import Output
 
 def inbox_of(output: Output) -> Inbox | InterpretedInbox:
     sharing = output.sharing
-    if not output.interpret:
+    if not interpreted():
         return Inbox(output.refs, sharing)
     cluster_index = output.partition.stack * output.num_partials + output.partition.partial
     return InterpretedInbox(output.refs, sharing, cluster_index * sharing.cluster)
@@ -59,7 +60,6 @@ def _merge_share(share: jax.Array, turn: int, inbox: Inbox | InterpretedInbox, o
             transposed=[(columns_smem, out)],
             layout=SHARE,
             orientation=ROWS_LAST,
-            interpret=output.interpret,
         )
     else:
         _rows.store_together(
@@ -68,7 +68,6 @@ def _merge_share(share: jax.Array, turn: int, inbox: Inbox | InterpretedInbox, o
             (row_smem.at[1], l),
             layout=SHARE,
             orientation=ROWS_LAST,
-            interpret=output.interpret,
         )
     plgpu.commit_smem()
     if output.num_partials == 1:

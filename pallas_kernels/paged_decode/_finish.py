@@ -63,4 +63,4 @@ def _write_partial(acc: Chunks, m: jax.Array, l: jax.Array, output: Output, orie
 
 def _store(vectors: Any, matrices: Any, output: Output, orientation: Orientation, *, transposed: bool) -> None:
     plain, turned = ((), matrices) if transposed else (matrices, ())
-    _rows.store_together(*plain, *vectors, transposed=turned, orientation=orientation, interpret=output.interpret)
+    _rows.store_together(*plain, *vectors, transposed=turned, orientation=orientation)

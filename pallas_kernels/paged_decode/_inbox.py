@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import ROWS, ROWS_LAST, SCALAR
 
 # [columns, rows], a number a thread of each 16 columns of 8 rows.
@@ -49,8 +50,8 @@ class Sharing:
     def num_turns(self) -> int:
         return -(-self.num_shares // self.cluster)
 
-    def scratch(self, interpret: Any) -> dict[str, Any]:
-        if interpret:
+    def scratch(self) -> dict[str, Any]:
+        if interpreted():
             return {
                 "acc_smem": plgpu.SMEM((self.width, self.rows), jnp.float32),
                 "m_smem": plgpu.SMEM((self.rows,), jnp.float32),

@@ -9,8 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _scales, _sizes, _widen
+from pallas_kernels import _interpret, _scales, _sizes, _widen
 from pallas_kernels._fetch import Ring, fetch, rows_of_copy
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
 from pallas_kernels._rows import ROWS, ROWS_FIRST, ROWS_LAST
 from pallas_kernels._walk import Partition, Walk
@@ -32,13 +33,12 @@ def _kernel(
     group: int,
     num_parts: int,  # of a head
     width: int,  # head_dim, or each of its parts, rounded up to a multiple of 64
-    interpret: Any,
 ) -> None:
     q_flat_smem = refs.q_flat_smem.at[pl.ds(0, refs.q_smem.shape[0])]  # without the extra row
     narrow = _sizes.is_narrow(refs.k_cache.dtype)
     k_smem, v_smem = refs.k_smem, refs.v_smem
     if narrow:
-        k_tiles, v_tiles = _widen.Tiles.of(k_smem, interpret), _widen.Tiles.of(v_smem, interpret)
+        k_tiles, v_tiles = _widen.Tiles.of(k_smem), _widen.Tiles.of(v_smem)
         k_smem, v_smem = k_tiles.narrow, v_tiles.narrow
     k_ring = Ring(refs.k_cache, k_smem, refs.k_full, refs.k_free)
     v_ring = Ring(refs.v_cache, v_smem, refs.v_full, refs.v_free)
@@ -79,7 +79,6 @@ def _kernel(
         ring=refs.scales_smem,
         full=refs.scales_full,
         stages=stages,
-        interpret=interpret,
         orientation=ROWS_LAST,  # a cache with scales of tokens has no more rows
     )
 
@@ -111,7 +110,6 @@ def _kernel(
             ),
             q_len=q_len,
             group=group,
-            interpret=interpret,
         )
         for token in range(q_len):
             plgpu.copy_gmem_to_smem(
@@ -146,7 +144,7 @@ def _kernel(
         # The rows between q_len * group and `rows` are what SMEM held: rows do not mix.
         steps: FewRows | NarrowCache | ManyRows
         if narrow:
-            unit = _widen.load_q(q_flat_smem, lambda start: refs.q_smem.at[:, pl.ds(start, 64)].T, interpret)
+            unit = _widen.load_q(q_flat_smem, lambda start: refs.q_smem.at[:, pl.ds(start, 64)].T)
             plgpu.commit_smem()
             steps = NarrowCache(
                 walk,
@@ -160,13 +158,12 @@ def _kernel(
                 p=refs.p_smem,
                 unit=unit,
                 chunk=config.chunk,
-                interpret=interpret,
             )
         else:
             refs.q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
             plgpu.commit_smem()
         if config.rows_first:
-            steps = ManyRows(walk, logits_of, tile_and_stage, k_ring, v_ring, refs.q_smem, parts_of, interpret)
+            steps = ManyRows(walk, logits_of, tile_and_stage, k_ring, v_ring, refs.q_smem, parts_of)
         elif not narrow:
             products = Products(k_ring, v_ring, refs.q_smem, refs.p_smem, num_parts, parts_of, config.chunk)
             steps = FewRows(walk, logits_of, tile_and_stage, products, config.keys_ahead)
@@ -200,7 +197,6 @@ def launch(
     options: AttentionOptions,
     *,
     config: Config,
-    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
     assert not (config.rows_first and config.cluster > 1)  # a cluster adds up O^T
@@ -242,7 +238,7 @@ def launch(
         "partial_ml": jax.ShapeDtypeStruct((num_stacks * 2, ml_room, rows), jnp.float32),
     }
     out_types = finished_types if config.num_partials == 1 else partial_types
-    if interpret and config.cluster > 1:
+    if interpreted() and config.cluster > 1:
         out_types |= _inbox.interpreted_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
     scratch_types = scratch(
         config,
@@ -253,7 +249,6 @@ def launch(
         token_scales=len(_scales.of_tokens(options.k_scale, options.v_scale)),
         dtype=q.dtype,
         cache_dtype=k_cache.dtype,
-        interpret=interpret,
     )
     names = (*inputs, *out_types)
 
@@ -266,13 +261,12 @@ def launch(
             group=group,
             num_parts=num_parts,
             width=width,
-            interpret=interpret,
         )
 
     clusters: dict[str, Any] = {}
     if config.cluster > 1:
         clusters = {"cluster": (config.cluster,), "cluster_names": ("member",)}
-    results = plgpu.kernel(
+    results = _interpret.kernel(
         paged_decode,
         out_type=tuple(out_types.values()),
         grid=(seqs, config.num_partials, kv_heads),
@@ -282,7 +276,6 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch_types,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
     )(*inputs.values())
 
     made = dict(zip(out_types, results, strict=True))
@@ -304,7 +297,6 @@ def launch(
                 rows=rows,
                 tile=config.tile,
             ),
-            interpret=interpret,
         )
     # [seqs, kv_heads, rows] -> [seqs, q_len, heads]: a kernel of its own, which XLA drops where nobody asks for lse.
     lse = lse[..., : q_len * group].reshape(seqs, kv_heads, q_len, group).swapaxes(1, 2).reshape(seqs, q_len, heads)

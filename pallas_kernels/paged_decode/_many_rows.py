@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._fetch import Ring
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
 from pallas_kernels._rows import COLUMNS, LOWEST, ROWS_FIRST, zeros
 from pallas_kernels._softmax import weights
@@ -41,7 +42,6 @@ class ManyRows:
     values: Ring
     q: Any  # SMEM [rows, width]
     parts_of: Callable[[Any], list[Any]]  # of a stage
-    interpret: Any
 
     def start(self) -> Carry:
         rows, width = self.q.shape
@@ -109,7 +109,7 @@ class ManyRows:
     def _plus_values(self, acc: list[jax.Array], p: jax.Array, stage: jax.Array) -> tuple[jax.Array, ...]:
         """f32 [rows, columns of a part] each, with the product of p [rows, tile] and the values added to them."""
         values = [self.values.target.at[place] for place in self.parts_of(stage)]
-        if self.interpret:  # which has no products with an operand in registers
+        if interpreted():  # which has no products with an operand in registers
             added = [jnp.dot(p, v[...], preferred_element_type=jnp.float32) for v in values]
             plgpu.commit_smem()  # orders these reads, unlike those of a product, before the copy engine's writes
             return tuple(map(jnp.add, acc, added))

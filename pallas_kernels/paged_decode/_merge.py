@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows, _sizes
+from pallas_kernels import _interpret, _rows, _sizes
 from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, ROWS_LAST
 
 WEIGHTS = 64  # partitions whose weights are worked out at once: the smallest M, as COLUMNS
@@ -192,7 +192,6 @@ def launch(
     heads: int,
     dtype: Any,  # of the output
     config: Config,
-    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, width] in `dtype`, and lse f32 [seqs, kv_heads, rows]."""
     _, width, rows = partial_out.shape
@@ -214,7 +213,7 @@ def launch(
         refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
         _kernel(refs, config=config, q_len=q_len, group=heads // kv_heads)
 
-    return plgpu.kernel(
+    return _interpret.kernel(
         paged_merge,
         out_type=out_types,
         grid=(seqs, width // COLUMNS, kv_heads),
@@ -229,5 +228,4 @@ def launch(
             ml_full=plgpu.Barrier(num_arrivals=2),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
     )(*inputs.values())

@@ -28,7 +28,6 @@ class Output:
     sharing: Sharing  # of columns among the members of its cluster
     q_len: int
     group: int
-    interpret: Any
 
     @property
     def whole(self) -> bool | jax.Array:

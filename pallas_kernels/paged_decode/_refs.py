@@ -82,7 +82,6 @@ def scratch(
     token_scales: int,
     dtype: Any,  # of q
     cache_dtype: Any,
-    interpret: Any,
 ) -> dict[str, Any]:
     """SMEM and barriers, by the names of `Refs`."""
     # The copy engine needs tiles that divide the head: 64 columns, or 32 for 96, 16 for 80 and 112. The operands of a
@@ -106,7 +105,6 @@ def scratch(
             chunk=config.chunk,
             dtype=cache_dtype,
             head_dim=head_dim,
-            interpret=interpret,
         )
     sums: dict[str, Any] = {}
     if config.cluster > 1:
@@ -114,7 +112,7 @@ def scratch(
         columns_smem = plgpu.SMEM((rows, sharing.columns), dtype)
         if config.num_partials > 1:
             columns_smem = plgpu.SMEM((sharing.columns, rows), jnp.float32)
-        sums = {"columns_smem": columns_smem, **sharing.scratch(interpret)}
+        sums = {"columns_smem": columns_smem, **sharing.scratch()}
     elif config.num_partials > 1:
         sums = {"acc_smem": plgpu.SMEM((config.chunk, rows), jnp.float32)}
     return dict(

@@ -106,7 +106,6 @@ class NarrowCache:
     p: Any  # SMEM [rows, tile]
     unit: jax.Array | None  # f32 [rows], the factor of the products of a row
     chunk: int  # rows of O^T
-    interpret: Any
 
     def start(self) -> Carry:
         return *_nothing(self.q, self.p, self.chunk), None
@@ -130,7 +129,7 @@ class NarrowCache:
         k_scales, v_scales = self.scales.of_tile(self.walk, self.tables, tile, stage)
         meanwhile = load_values if early else None
         shape = tile_tokens, rows
-        scores, values = _widen.product(shape, k_tiles.keys(stage), self.q.T, self.interpret, meanwhile)
+        scores, values = _widen.product(shape, k_tiles.keys(stage), self.q.T, meanwhile)
         if self.unit is not None:
             scores *= ROWS_LAST.over(self.unit, shape)
         if k_scales is not None:
@@ -157,7 +156,7 @@ class NarrowCache:
             v = values if one_chunk else load_values(c)
             if masked:
                 v = v_tiles.zero_unseen(v, functools.partial(self.walk.seen, tile))
-            o, _ = _widen.product((self.chunk, rows), v_tiles.values(v), self.p.T, self.interpret)
+            o, _ = _widen.product((self.chunk, rows), v_tiles.values(v), self.p.T)
             acc_new.append(part * ROWS_LAST.over(alpha, part.shape) + o)
         if not one_chunk:
             plgpu.commit_smem()
@@ -166,7 +165,7 @@ class NarrowCache:
 
     def sums(self, carry: Carry) -> Sums:
         acc, m, l, _ = carry
-        return tuple(_widen.ordered(part, self.interpret) for part in acc), m, l.sum(axis=0)
+        return tuple(_widen.ordered(part) for part in acc), m, l.sum(axis=0)
 
 
 def _nothing(q: Any, p: Any, chunk: int) -> Sums:

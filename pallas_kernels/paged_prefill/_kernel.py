@@ -9,8 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows, _sizes, merge_parts
+from pallas_kernels import _interpret, _rows, _sizes, merge_parts
 from pallas_kernels._fetch import Ring
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import COLUMNS, ROWS_FIRST
 from pallas_kernels._scales import Scales
 from pallas_kernels.attention_options import AttentionOptions, operands_of
@@ -34,7 +35,6 @@ def _kernel(
     config: Config,
     group: int,
     transforms: tuple[Any, ...],  # of a matrix in SMEM
-    interpret: Any,
 ) -> None:
     warpgroup = lax.axis_index("warpgroup")
     window = refs.sliding_window[0] if refs.sliding_window is not None else None
@@ -65,7 +65,6 @@ def _kernel(
         ring=refs.scales_smem,
         full=refs.scales_full,
         stages=config.num_scale_stages,
-        interpret=interpret,
         orientation=ROWS_FIRST,
     )
 
@@ -79,15 +78,15 @@ def _kernel(
         @pl.when(warpgroup == 3)
         def _widen() -> None:
             plgpu.set_max_registers(config.registers[1], action="decrease")
-            Widener(items, fetched, multiplied, config, interpret).run()
+            Widener(items, fetched, multiplied, config).run()
 
     @pl.when(warpgroup < 2)
     def _compute() -> None:
         plgpu.set_max_registers(config.registers[0], action="increase")
         first_row = warpgroup * WG_ROWS
-        rows = RowsOfItem(config, first_row, transforms, interpret)
+        rows = RowsOfItem(config, first_row, transforms)
         q_smem, q_float16 = (ref.at[warpgroup] for ref in _views_of_q(refs, config))  # [64, width]
-        lse_smem = refs.lse_smem.at[warpgroup] if interpret else None  # f32 [64]
+        lse_smem = refs.lse_smem.at[warpgroup] if interpreted() else None  # f32 [64]
         o_smem = refs.o_smem.at[warpgroup] if refs.o_smem is not None else q_smem
         softmax_scale = refs.scale[0]
         cap = refs.logits_soft_cap[0] if refs.logits_soft_cap is not None else None
@@ -131,7 +130,6 @@ def _kernel(
                 scales,
                 refs.block_tables,
                 transforms,
-                interpret,
             ).run()
 
             # 3. The next item's Q comes while O and lse of this one leave.
@@ -193,7 +191,6 @@ def launch(
     options: AttentionOptions,
     *,
     config: Config,
-    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
     tokens, heads, head_dim = q.shape
@@ -236,15 +233,14 @@ def launch(
         cache_dtype=k_cache.dtype,
         scales=(options.k_scale, options.v_scale),
         matrix=matrix,
-        interpret=interpret,
     )
     names = (*inputs, *out_types)
 
     def paged_prefill(*operands: Any, **scratch_refs: Any) -> None:
         refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
-        _kernel(refs, config=config, group=group, transforms=matrix, interpret=interpret)
+        _kernel(refs, config=config, group=group, transforms=matrix)
 
-    out, lse = plgpu.kernel(
+    out, lse = _interpret.kernel(
         paged_prefill,
         out_type=tuple(out_types.values()),
         grid=(config.num_programs,),
@@ -253,7 +249,6 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch_types,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
     )(*inputs.values())
     if not in_parts:
         return out, lse

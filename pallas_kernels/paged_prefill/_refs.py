@@ -8,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _scales, _sizes
 from pallas_kernels._fetch import WARPS, rows_of_copy
+from pallas_kernels._interpret import interpreted
 from pallas_kernels.paged_prefill._rows_of_item import WG_ROWS
 from pallas_kernels.prefill_config import Config
 
@@ -71,7 +72,6 @@ def scratch(
     cache_dtype: Any,
     scales: tuple[Any, Any],  # k_scale and v_scale
     matrix: tuple[Any, ...],  # transforms of a matrix in SMEM
-    interpret: Any,
 ) -> dict[str, Any]:
     """SMEM and barriers, by the names of `Refs`."""
     is_narrow, in_parts = _sizes.is_narrow(cache_dtype), config.num_parts > 1
@@ -93,7 +93,7 @@ def scratch(
     q_smem: dict[str, Any] = {"q_smem": plgpu.SMEM((2, WG_ROWS, width), dtype, transforms=matrix)}
     if multiplied != dtype:
         view = plgpu.SMEM((2, WG_ROWS, width), multiplied, transforms=matrix)
-        q_smem = q_smem | {"q_float16": view} if interpret else {"q_smem": plgpu.RefUnion(q_smem["q_smem"], view)}
+        q_smem = q_smem | {"q_float16": view} if interpreted() else {"q_smem": plgpu.RefUnion(q_smem["q_smem"], view)}
     fetched: dict[str, Any] = {}
     if is_narrow:
         stages = config.num_narrow_stages
@@ -104,11 +104,11 @@ def scratch(
             warps=WARPS,
         )
     output: dict[str, Any] = {}
-    if in_parts and interpret:
+    if in_parts and interpreted():
         output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), jnp.float32)
     elif config.output_columns and not in_parts:
         output["o_smem"] = plgpu.SMEM((2, WG_ROWS, config.output_columns), dtype, transforms=matrix)
-    if interpret:
+    if interpreted():
         output["lse_smem"] = plgpu.SMEM((2, WG_ROWS), jnp.float32)
     return dict(
         **q_smem,

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref, vector
 
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import ROWS, ROWS_FIRST
 from pallas_kernels.paged_prefill._item import Item
 from pallas_kernels.paged_prefill._mlir import arith, constant, scf
@@ -36,14 +37,13 @@ class RowsOfItem:
     config: Config
     first_row: jax.Array  # of the item's 128
     transforms: tuple[Any, ...]  # of a matrix in SMEM
-    interpret: Any
 
     def start_load(self, q: Any, item: Item, q_smem: Any, arrived: Any) -> None:
         """Starts to bring Q [64, width]: zero past the end of a narrower head, and in rows that the item does not have.
 
         q: GMEM [tokens, heads, head_dim]; the barrier is for interpret mode.
         """
-        if self.interpret:
+        if interpreted():
             self._load_one_by_one(q, item, q_smem, arrived)
             return
 
@@ -60,7 +60,7 @@ class RowsOfItem:
         load(q, q_smem, *self._scalars(item, item.q_row))
 
     def finish_load(self) -> None:
-        if self.interpret:
+        if interpreted():
             return
 
         @plgpu.inline_mgpu()
@@ -82,7 +82,7 @@ class RowsOfItem:
     def _store_columns(self, x: jax.Array, out: Any, item: Item, o_smem: Any, start: int) -> None:
         o_smem[...] = x
         plgpu.commit_smem()
-        if self.interpret:
+        if interpreted():
             self._store_one_by_one(out, item, o_smem, start)
             return
 
@@ -104,7 +104,7 @@ class RowsOfItem:
 
     def store_float32(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
         """x f32 [64, width] into out, GMEM f32 [tokens, heads, head_dim], without SMEM but in interpret mode."""
-        if self.interpret:
+        if interpreted():
             x_smem[...] = x
             plgpu.commit_smem()
             self._store_one_by_one(out, item, x_smem)
@@ -129,7 +129,7 @@ class RowsOfItem:
 
     def store_vector(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
         """x f32 [64] into out, GMEM f32 [tokens, heads]; SMEM is for interpret mode."""
-        if self.interpret:
+        if interpreted():
             x_smem[...] = x
             plgpu.commit_smem()
 

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _scales
 from pallas_kernels._fetch import Ring
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, ROWS_FIRST, zeros
 from pallas_kernels._scales import Scales
 from pallas_kernels.paged_prefill import _products
@@ -48,7 +49,6 @@ class Steps:
     scales: Scales
     tables: Any  # GMEM, int32 [seqs, max_blocks]
     transforms: tuple[Any, ...]  # of a matrix in SMEM
-    interpret: Any
 
     def run(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """O f32 [64, width], not yet divided by l; m, in units of log2, and l, f32 [64]."""
@@ -102,7 +102,7 @@ class Steps:
         stage = self._stage(tile)
         self._await_values(tile, stage)
         pl.when(self.item.end * self.item.tile > self.item.length)(lambda: self._zero_unseen(tile, stage))
-        if self.interpret:
+        if interpreted():
             acc = acc + self._weighted_values(p, stage)
         else:
 
@@ -167,22 +167,22 @@ class Steps:
         self, acc: jax.Array, p: jax.Array, stage: jax.Array, before: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """O with the values in stage `before`, and S with the keys in `stage`: under way."""
-        if self.interpret:
+        if interpreted():
             return acc + self._weighted_values(p, before), self._scores(stage)
         keys, values = self.keys.target.at[stage], self.values.target.at[before]
         return _products.start(acc, p, self.q, keys, values, self.transforms)
 
     def _wait(self, n: int) -> None:
         """Until at most the last n products are under way."""
-        if not self.interpret:
+        if not interpreted():
             plgpu.wgmma_wait(n)
 
     def _fenced(self, x: Any) -> Any:
         """x, of which nothing is made before this point."""
-        return x if self.interpret else lax.optimization_barrier(x)
+        return x if interpreted() else lax.optimization_barrier(x)
 
     def _rescaled(self, acc: jax.Array, alpha: jax.Array) -> jax.Array:
-        return acc * ROWS_FIRST.over(alpha, acc.shape) if self.interpret else _products.rescale(acc, alpha)
+        return acc * ROWS_FIRST.over(alpha, acc.shape) if interpreted() else _products.rescale(acc, alpha)
 
     def _weighted_values(self, p: jax.Array, stage: jax.Array) -> jax.Array:
         """In interpret mode, which has no products with an operand in registers."""

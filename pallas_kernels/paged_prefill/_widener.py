@@ -30,6 +30,7 @@ from jaxlib.mlir import ir
 
 from pallas_kernels import _widen
 from pallas_kernels._fetch import Ring
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import COLUMNS, ROWS, ROWS_FIRST
 from pallas_kernels.paged_prefill._item import Items
 from pallas_kernels.prefill_config import Config
@@ -49,7 +50,6 @@ class Widener:
     fetched: tuple[Ring, Ring]  # of K and of V, of 8 bits
     widened: tuple[Ring, Ring]  # likewise, float16
     config: Config
-    interpret: Any
 
     def run(self) -> None:
         count = self.items.count()
@@ -86,16 +86,16 @@ class Widener:
             for start in range(0, width, size):
                 columns = pl.ds(start, size)
                 narrow = fetched.target.at[source, :, columns]
-                widened.target[target, :, columns] = _float16(narrow, self.interpret)
+                widened.target[target, :, columns] = _float16(narrow)
             plgpu.commit_smem()
             plgpu.barrier_arrive(widened.full.at[target])
             plgpu.barrier_arrive(fetched.free.at[source])
         return turn + 1
 
 
-def _float16(narrow: Any, interpret: Any) -> jax.Array:
+def _float16(narrow: Any) -> jax.Array:
     """Of SMEM [rows, 64 or 128] of 8-bit numbers."""
-    if interpret:
+    if interpreted():
         return narrow[...].astype(jnp.float16)
 
     def widen(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:

@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows, _scales, _widen, merge_parts
+from pallas_kernels import _interpret, _rows, _scales, _widen, merge_parts
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
 from pallas_kernels._rows import LOWEST, ROWS_LAST
 from pallas_kernels._scales import over_tokens
@@ -37,7 +38,7 @@ class State(NamedTuple):
     keys_ids: Ids  # of the next tile whose keys are
 
 
-def _kernel(refs: Refs, *, config: Config, interpret: Any) -> None:
+def _kernel(refs: Refs, *, config: Config) -> None:
     num_kv_heads = refs.k_cache.shape[2]
     if refs.partitions is None:
         partition = Partition.of_grid(
@@ -45,27 +46,27 @@ def _kernel(refs: Refs, *, config: Config, interpret: Any) -> None:
         )
     else:
         partition = Partition.of_plan(refs.partitions, refs.lengths, num_kv_heads=num_kv_heads)
-    attend = functools.partial(_attend, refs, partition, config=config, interpret=interpret)
+    attend = functools.partial(_attend, refs, partition, config=config)
     if refs.partitions is not None:
         pl.when(partition.works)(attend)
     else:
         attend()
 
 
-def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any) -> None:
+def _attend(refs: Refs, partition: Partition, *, config: Config) -> None:
     q_len, group = refs.q.shape[1], refs.group
     (rows, width), stages = refs.q_smem.shape, config.num_stages
     chunks = range(width // COLUMNS)
     narrow = is_narrow(refs.k_cache.dtype)
-    tiles = Narrow(refs, interpret) if narrow else Wide(refs)
+    tiles = Narrow(refs) if narrow else Wide(refs)
 
     # 1. Which tiles are ours, from the true length.
     window = None if refs.sliding_window is None else refs.sliding_window[0]
     walk = Walk.of(partition, window=window, q_len=q_len, block_size=refs.block_size, tile=TILE)
 
     # 2. Q and the first tiles are on their way.
-    k_tiles, v_tiles = ((ring[0] if narrow and not interpret else ring) for ring in (refs.k_smem, refs.v_smem))
-    copies = (Interpreted if interpret else {"tma": Tma, "cp_async": CpAsync}[config.copies])(
+    k_tiles, v_tiles = ((ring[0] if narrow and not interpreted() else ring) for ring in (refs.k_smem, refs.v_smem))
+    copies = (Interpreted if interpreted() else {"tma": Tma, "cp_async": CpAsync}[config.copies])(
         refs,
         walk,
         keys=Ring(refs.k_cache, k_tiles, refs.k_full),
@@ -100,7 +101,7 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
         copies.start_values(i + stages - 1, values_ids)
         scores = _rows.zeros((TILE, rows))
         for c in chunks:
-            scores = product(scores, tiles.keys(slot, c), tiles.query(c) if kept is None else kept[c], interpret)
+            scores = product(scores, tiles.keys(slot, c), tiles.query(c) if kept is None else kept[c])
         if unit is not None:
             scores *= ROWS_LAST.over(unit, scores.shape)
         if refs.k_scales_smem is not None:
@@ -126,7 +127,7 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
         weights = plgpu.load(refs.p_smem, layout=RIGHT)
         seen = functools.partial(walk.seen, tile) if masked else None
         acc = tuple(
-            product(part * ROWS_LAST.over(alpha, part.shape), tiles.values(slot, c, seen), weights, interpret)
+            product(part * ROWS_LAST.over(alpha, part.shape), tiles.values(slot, c, seen), weights)
             for c, part in enumerate(acc)
         )
         return State(acc, m, l, keys_ids, next_ids)
@@ -154,7 +155,7 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
     def finish() -> None:
         sinks = None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[partition.kv_head])
         place = partition.partial, partition.seq, partition.kv_head
-        _results.store(*rows_of(sinks, refs.out.dtype), refs.out, refs.lse, place, group, interpret)
+        _results.store(*rows_of(sinks, refs.out.dtype), refs.out, refs.lse, place, group)
 
     if refs.partitions is None:
         finish()
@@ -163,7 +164,7 @@ def _attend(refs: Refs, partition: Partition, *, config: Config, interpret: Any)
 
     @pl.when(partition.count > 1)
     def _split() -> None:
-        _merge.store_and_merge(*rows_of(None, jnp.float32), refs, partition, interpret)
+        _merge.store_and_merge(*rows_of(None, jnp.float32), refs, partition)
 
 
 def _of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:
@@ -188,7 +189,6 @@ def launch(
     *,
     plan: PartitionPlan | None = None,  # instead of the config's partitions, which are 1
     config: Config,
-    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
     seqs, q_len, heads, head_dim = q.shape
@@ -220,10 +220,10 @@ def launch(
 
     def portable_decode(*operands: Any, **scratch_refs: Any) -> None:
         refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
-        _kernel(refs, config=config, interpret=interpret)
+        _kernel(refs, config=config)
 
     kernel = functools.partial(
-        plgpu.kernel,
+        _interpret.kernel,
         portable_decode,
         grid=(plan.total_partitions, kv_heads) if plan else (seqs, partitions, kv_heads),
         grid_names=("place", "kv_head") if plan else ("seq", "partial", "kv_head"),
@@ -236,10 +236,8 @@ def launch(
             dtype=q.dtype,
             cache_dtype=k_cache.dtype,
             scales=(options.k_scale, options.v_scale),
-            interpret=interpret,
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
     )
     if plan is None:
         out, lse = kernel(out_type=types)(*inputs.values())

@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels import _rows
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, ROWS_LAST, SCALAR
 from pallas_kernels._sizes import ceil_div
 from pallas_kernels._walk import Partition
@@ -45,22 +46,22 @@ COUNT = """{
 }"""
 
 
-def store_and_merge(parts: list[jax.Array], lse: jax.Array, refs: Refs, partition: Partition, interpret: Any) -> None:
+def store_and_merge(parts: list[jax.Array], lse: jax.Array, refs: Refs, partition: Partition) -> None:
     """`parts`: f32 [64, rows] each, together O^T of this partition; lse: f32 [rows]."""
     start = refs.partition_starts[partition.seq]
     place = start + partition.index, partition.kv_head
     for c, part in enumerate(parts):
         _rows.store(refs.partial_out.at[(*place, pl.ds(c * COLUMNS, COLUMNS))], part)
     _rows.store(refs.partial_lse.at[place], lse)
-    merges = _is_last(refs.arrivals, partition, interpret)
-    pl.when(merges)(lambda: _merge(refs, partition, start, interpret))
+    merges = _is_last(refs.arrivals, partition)
+    pl.when(merges)(lambda: _merge(refs, partition, start))
 
 
-def _is_last(arrivals: Any, partition: Partition, interpret: Any) -> jax.Array:
+def _is_last(arrivals: Any, partition: Partition) -> jax.Array:
     """Counts this partition in `arrivals`, int32 [seqs, kv_heads]. bool []: whether it is the last of its sequence and
     KV head, so that the program may read the partials of all."""
     last = partition.count - 1
-    if interpret:  # one program after the other
+    if interpreted():  # one program after the other
         place = partition.seq, pl.ds(partition.kv_head, 1)
         arrived = arrivals[place]
         arrivals[place] = arrived + 1
@@ -87,7 +88,7 @@ class State(NamedTuple):
     l: jax.Array  # f32 [rows], the sum of the weights
 
 
-def _merge(refs: Refs, partition: Partition, start: jax.Array, interpret: Any) -> None:
+def _merge(refs: Refs, partition: Partition, start: jax.Array) -> None:
     seq, kv_head, end = partition.seq, partition.kv_head, start + partition.count
     width, rows = refs.partial_out.shape[2:]
     chunks = range(width // COLUMNS)
@@ -120,4 +121,4 @@ def _merge(refs: Refs, partition: Partition, start: jax.Array, interpret: Any) -
     acc, m, l = lax.fori_loop(0, ceil_div(end - start, at_once), add, nothing)
     factor, lse = _rows.normalise(m, l, None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[kv_head]))
     rows_of_out = [(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in acc]
-    _results.store(rows_of_out, lse, refs.out, refs.lse, (jnp.int32(0), seq, kv_head), refs.group, interpret)
+    _results.store(rows_of_out, lse, refs.out, refs.lse, (jnp.int32(0), seq, kv_head), refs.group)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _widen
+from pallas_kernels._interpret import interpreted
 from pallas_kernels.portable_config import COLUMNS
 from pallas_kernels.portable_decode._refs import Refs
 
@@ -26,9 +27,9 @@ LEFT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4)  # [64 or a multiple, k]
 RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)  # [k, rows]
 
 
-def product(acc: jax.Array, left: jax.Array, right: jax.Array, interpret: Any) -> jax.Array:
+def product(acc: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
     """acc + left @ right, f32 [64, rows]."""
-    if interpret:
+    if interpreted():
         return acc + jnp.dot(left, right, preferred_element_type=jnp.float32)
     return plgpu.mma(acc, left, right)
 
@@ -66,11 +67,10 @@ class Narrow:
     """Of an 8-bit cache: see `_widen`, also for the order of the columns."""
 
     refs: Refs
-    interpret: Any
 
     def prepare_query(self) -> jax.Array | None:
         wide = self.refs.wide_q_smem
-        return _widen.load_q(self.refs.q_smem, lambda start: wide.at[pl.ds(start, COLUMNS)], self.interpret)
+        return _widen.load_q(self.refs.q_smem, lambda start: wide.at[pl.ds(start, COLUMNS)])
 
     def query(self, c: int) -> jax.Array:
         return plgpu.load(self.refs.wide_q_smem.at[columns_of(c)], layout=RIGHT)
@@ -86,10 +86,10 @@ class Narrow:
         return tiles.values(v)
 
     def ordered(self, acc: jax.Array) -> jax.Array:
-        return _widen.ordered(acc, self.interpret)
+        return _widen.ordered(acc)
 
     def _tiles(self, ring: Any, c: int) -> _widen.Tiles:
         """64 columns of a ring."""
-        tiles = _widen.Tiles.of(ring, self.interpret)
+        tiles = _widen.Tiles.of(ring)
         words = tiles.words if tiles.words is None else tiles.words.at[:, :, pl.ds(c * COLUMNS // 2, COLUMNS // 2)]
         return _widen.Tiles(tiles.narrow.at[:, :, columns_of(c)], words, LEFT)

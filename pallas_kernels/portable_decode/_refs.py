@@ -79,7 +79,6 @@ def scratch(
     dtype: Any,  # of q
     cache_dtype: Any,
     scales: tuple[Any, Any],  # k_scale and v_scale
-    interpret: Any,
 ) -> dict[str, Any]:
     """SMEM and barriers, by the names of `Refs`."""
     rows, width = filled_rows(q_len, group, rows_first=False), round_up(head_dim, COLUMNS)
@@ -89,9 +88,9 @@ def scratch(
     ring = plgpu.SMEM((stages, TILE, width), cache_dtype, transforms=matrix(COLUMNS, 2))
     arrays: dict[str, Any] = {}
     if narrow:
-        ring = _widen.scratch(
-            (stages, TILE, width), rows=rows, chunk=COLUMNS, dtype=cache_dtype, head_dim=width, interpret=interpret
-        )["k_smem"]
+        ring = _widen.scratch((stages, TILE, width), rows=rows, chunk=COLUMNS, dtype=cache_dtype, head_dim=width)[
+            "k_smem"
+        ]
         arrays["wide_q_smem"] = plgpu.SMEM((width, rows), jnp.float16, transforms=matrix(of_rows, 2))
         for name, scale in zip(("k_scales_smem", "v_scales_smem"), scales, strict=True):
             if _scales.of_tokens(scale):

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import ROWS, ROWS_LAST, SCALAR
 from pallas_kernels.paged_prefill._mlir import arith, constant
 from pallas_kernels.portable_config import COLUMNS
@@ -22,10 +23,9 @@ def store(
     lse_gmem: Any,  # f32 [partitions, seqs, q_len, heads]
     place: tuple[jax.Array, jax.Array, jax.Array],  # the first two of these axes, and the KV head
     group: int,
-    interpret: Any,
 ) -> None:
     _, _, q_len, _, head_dim = out_gmem.shape
-    if interpret:
+    if interpreted():
         partial, seq, kv_head = place
         heads = pl.ds(kv_head * group, group)
         for token in range(q_len):

@@ -61,7 +61,6 @@ def smem_bytes(config, *, head_dim, group, q_len, itemsize, token_scales):
         token_scales=token_scales,
         dtype=jnp.bfloat16,
         cache_dtype={1: jnp.int8, 2: jnp.bfloat16}[itemsize],
-        interpret=None,
     )
     return 2048 + sum(map(bytes_of, taken.values()))  # and Mosaic's own, for reductions
 
@@ -323,7 +322,6 @@ def test_the_portable_kernel_fits_every_gpu(compute_capability, smem):
             dtype=jnp.bfloat16,
             cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
             scales=(jnp.zeros((1, 16, 1)),) * 2,
-            interpret=True,
         )
         num_bytes = decode_refs.num_bytes(arrays)
         assert num_bytes + 2048 <= smem * 1024  # and Mosaic's reductions

@@ -27,11 +27,6 @@ SCALAR = plgpu.Layout.WG_SPLAT
 COLUMNS = 64  # of the head_dim that one program of a merge adds up: the smallest M that this layout has
 
 
-def room_of_stack(partial_out: Any, partial_ml: Any) -> int:
-    """Partials that a stack has room for in [stacks * room, width, rows]; the other is [stacks * 2, ml_room, rows]."""
-    return partial_out.shape[0] // (partial_ml.shape[0] // 2)
-
-
 @dataclasses.dataclass(frozen=True)
 class Orientation:
     """On which axis of a matrix in ROWS the rows lie, and how vectors of one number a row go with it."""

@@ -23,8 +23,9 @@ class Partition:
     index: jax.Array  # of this one among those of its sequence
     count: int | jax.Array  # an int if it depends on no length
     length: jax.Array  # int32 [], of the sequence; 0 for what a plan leaves over
-    stack: jax.Array  # of partials: one a sequence and KV head
-    partial: jax.Array  # in that stack; 0 with a plan, which says where its partials are
+    partial: jax.Array  # which of its sequence's partials it writes; the programs of a cluster write one
+    first: jax.Array  # the place of its sequence's first partial among all
+    in_cluster: bool = False
 
     @property
     def works(self) -> bool | jax.Array:
@@ -32,22 +33,23 @@ class Partition:
         return True if isinstance(self.count, int) else self.index < self.count
 
     @classmethod
-    def of_plan(cls, partitions: Any, lengths: Any, *, num_kv_heads: int) -> "Partition":
-        """GMEM, int32 [total_partitions, 3] and [seqs]."""
+    def of_plan(cls, partitions: Any, partition_starts: Any, lengths: Any) -> "Partition":
+        """GMEM, int32 [total_partitions, 3], [seqs + 1] and [seqs]."""
         place, kv_head = lax.axis_index("place"), lax.axis_index("kv_head")
         seq, index, count = (partitions[place, i] for i in range(3))
         length = jnp.where(index < count, lengths[seq], 0)
-        return cls(seq, kv_head, index, count, length, seq * num_kv_heads + kv_head, jnp.int32(0))
+        return cls(seq, kv_head, index, count, length, index, partition_starts[seq])
 
     @classmethod
-    def of_grid(cls, lengths: Any, *, num_partitions: int, cluster: int, num_kv_heads: int) -> "Partition":
+    def of_grid(cls, lengths: Any, *, num_partitions: int, cluster: int = 1) -> "Partition":
         """GMEM, int32 [seqs]."""
         # From the last one: the longest of a prompt's runs begin, and the short ones fill the gaps at the end (H100,
         # 1 x 2048 219 us, 8 x 1024 519). [prefill_h100 of benchmarks/results/decisions/]
         seq = lengths.shape[0] - 1 - lax.axis_index("seq")
         partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
         index = partial if cluster == 1 else partial * cluster + lax.axis_index("member")
-        return cls(seq, kv_head, index, num_partitions, lengths[seq], seq * num_kv_heads + kv_head, partial)
+        first = seq * (num_partitions // cluster)
+        return cls(seq, kv_head, index, num_partitions, lengths[seq], partial, first, in_cluster=cluster > 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +73,15 @@ class Walk:
         q_len: int,
         block_size: int,
         tile: int,
-        unsplit_tiles: int = 0,  # a sequence with no more of them has one partition
+        unsplit_tiles: int = 0,  # in a cluster, a sequence with no more of them has one partition
     ) -> "Walk":
         first_tile, end_tile = _sizes.tile_range(partition.length, window, q_len, tile)
+        count = partition.count
         if unsplit_tiles:
-            count = jnp.where(end_tile - first_tile <= unsplit_tiles, 1, partition.count)
+            count = jnp.where(end_tile - first_tile <= unsplit_tiles, 1, count)
+        elif isinstance(count, int) and count > 1 and not partition.in_cluster:
+            count = jnp.clip(end_tile - first_tile, 1, count)  # one without a tile would write a partial all the same
+        if count is not partition.count:
             partition = dataclasses.replace(partition, count=count)
             end_tile = jnp.where(partition.works, end_tile, first_tile)
         num_tiles = _sizes.tiles_of_partition(first_tile, end_tile, partition.count, partition.index)

@@ -38,7 +38,7 @@ class Config:
 
     @property
     def num_partials(self) -> int:
-        """Results in memory for each sequence and KV head: 1 is the finished rows, more need the merge kernel."""
+        """Of each sequence and KV head; if there are several, `_merge` merges them in memory."""
         return self.num_partitions // self.cluster
 
 

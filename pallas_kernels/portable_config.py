@@ -30,7 +30,7 @@ LEAST_SMEM_PER_SM = 100 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    num_partitions: int  # programs for each sequence and KV head, merged by XLA if there are several
+    num_partitions: int  # programs for each sequence and KV head
     num_stages: int  # tiles of K, and of V, in SMEM at a time
     copies: Literal["tma", "cp_async"]  # how tiles come to SMEM: see `portable_decode._copies`
 

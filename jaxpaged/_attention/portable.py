@@ -79,9 +79,7 @@ def launch(
         return query_runs.join(out, a), query_runs.join(lse, a)
 
     by_xla = (lambda a, _: xla.attend(a, num_partitions=1)) if falls_back else None
-    call = kernel if interpret is not None else functools.partial(call_kernel, kernel, by_xla)
-    # A kernel that writes into its operands cannot be mapped (jax 0.11.2 and 0.12.0).
-    return call(a, None) if plan is None else jax.custom_batching.sequential_vmap(call)(a, plan)
+    return kernel(a, plan) if interpret is not None else call_kernel(kernel, by_xla, a, plan)
 
 
 @launch.__wrapped__.defjvp  # type: ignore[attr-defined]

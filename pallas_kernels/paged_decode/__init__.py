@@ -18,7 +18,7 @@ More rows of a 16-bit cache are the M dimension themselves, padded to 64, and S,
 | block tables, lengths, scalars | read from GMEM when they are needed, so that all of them may be traced |
 | Q | GMEM to SMEM row by row, once, and from there through registers to the layout of the products |
 | P | registers to SMEM, transposed; with many rows it stays in registers |
-| m, l, O^T | registers, float32; at the end to GMEM through SMEM, as finished rows or float32 partials |
+| m, l, O^T | registers, float32; at the end to GMEM, as finished rows through SMEM or as partials (`_merge`) |
 
 Caches of 8 bits are widened to float16 between SMEM and the products (`_widen`), and the SMEM of K and V is free as
 soon as they are read. `_scales` says where their scales are used.
@@ -32,12 +32,12 @@ To be read in this order, for few rows, 16 bits and one partition the first six:
 | `_kernel` | a program from its start to its end, and the launch |
 | `_walk` beside this folder, `_fetch` | which tiles of its sequence a program computes, and how they are fetched |
 | `_steps`, `_products` | what is done with a tile, and the work of the tensor cores |
-| `_finish`, `_output` | how the sums are written, and where |
+| `_output` | how finished rows are written |
 | `_many_rows` | the steps for more than 32 rows |
 | `_cluster`, `_inbox` | how the partitions of a cluster are merged |
-| `_merge` | the kernel that merges other partitions |
+| `_merge` beside this folder | how other partitions are merged |
 
-`_logits`, `_softmax`, `_rows`, `_widen` and `_scales` are shared with the portable kernel.
+`_logits`, `_softmax`, `_rows`, `_widen`, `_scales` and `_merge` are shared with the portable kernel.
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. The copy itself pads a head_dim with zeros to a
 multiple of 64: the cache is read in place. A head_dim that is not a multiple of 16 is copied in parts, each padded to

@@ -9,15 +9,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _interpret, _scales, _sizes, _widen
+from pallas_kernels import _interpret, _merge, _scales, _sizes, _widen
 from pallas_kernels._fetch import Ring, fetch, rows_of_copy
 from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
+from pallas_kernels._merge import Partials, Sums
 from pallas_kernels._rows import ROWS, ROWS_FIRST, ROWS_LAST
 from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
 from pallas_kernels.decode_config import Config
-from pallas_kernels.paged_decode import _cluster, _finish, _inbox, _merge
+from pallas_kernels.paged_decode import _cluster, _inbox
 from pallas_kernels.paged_decode._many_rows import ManyRows
 from pallas_kernels.paged_decode._output import Output
 from pallas_kernels.paged_decode._products import Products
@@ -44,12 +45,7 @@ def _kernel(
     v_ring = Ring(refs.v_cache, v_smem, refs.v_full, refs.v_free)
 
     warpgroup = lax.axis_index("warpgroup")
-    partition = Partition.of_grid(
-        refs.lengths,
-        num_partitions=config.num_partitions,
-        cluster=config.cluster,
-        num_kv_heads=refs.k_cache.shape[2] // num_parts,
-    )
+    partition = Partition.of_grid(refs.lengths, num_partitions=config.num_partitions, cluster=config.cluster)
     seq, kv_head = partition.seq, partition.kv_head
     stages = config.num_stages
     # A copy as wide as SMEM reaches past the end of a narrower head, where the copy engine writes zeros. The start
@@ -101,16 +97,6 @@ def _kernel(
     # warpgroups that use it at once overwrite each other (wrong on an H100, not seen by interpret mode; jax 0.11.2).
     @pl.when(jnp.logical_and(warpgroup == 0, partition.works))
     def _compute() -> None:
-        output = Output(
-            refs,
-            partition,
-            num_partials=config.num_partials,
-            sharing=_inbox.sharing_of(
-                rows=refs.q_smem.shape[0], width=width, cluster=config.cluster, q_len=q_len, group=group
-            ),
-            q_len=q_len,
-            group=group,
-        )
         for token in range(q_len):
             plgpu.copy_gmem_to_smem(
                 refs.q.at[seq, token, pl.ds(kv_head * group, group), whole],
@@ -118,7 +104,10 @@ def _kernel(
                 refs.q_full,
             )
         if config.cluster > 1:
-            pl.when(output.split)(_cluster.inbox_of(output).open)
+            sharing = _inbox.sharing_of(
+                rows=refs.q_smem.shape[0], width=width, cluster=config.cluster, q_len=q_len, group=group
+            )
+            pl.when(partition.count != 1)(_cluster.inbox_of(refs, partition, sharing).open)
         scale = refs.scale[0]
         cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
         orientation = ROWS_FIRST if config.rows_first else ROWS_LAST
@@ -182,10 +171,20 @@ def _kernel(
         else:
             carry = work(0, order.num_masked, carry, masked=True)
             carry = work(order.num_masked, walk.num_tiles, carry, masked=False)
-        acc, m, l = steps.sums(carry)
-        if v_scale is not None:
-            acc = tuple(part * v_scale for part in acc)
-        _finish.finish(acc, m, l, output, orientation=orientation)
+        output = Output(refs, partition, q_len, group, orientation)
+
+        def sums() -> Sums:
+            sums = steps.sums(carry)
+            return sums if v_scale is None else sums._replace(acc=tuple(part * v_scale for part in sums.acc))
+
+        def share() -> None:
+            if config.cluster > 1:
+                _cluster.merge(sums(), output, sharing, config.num_partials)
+            else:
+                Partials(refs, partition, partition.count, orientation=orientation).merge(sums(), output.write)
+
+        pl.when(partition.count == 1)(lambda: output.write(sums()))
+        pl.when(partition.count != 1)(share)
 
 
 def launch(
@@ -222,24 +221,23 @@ def launch(
         **operands_of(
             options,
             per_row,
-            with_sinks=config.num_partials == 1,  # else only the merge kernel adds them
+            with_sinks=True,
             tree_bits=None if options.tree_bits is None else _bits_by_row(options.tree_bits, group, rows),
         ),
     }
-    finished_types = {
+    out_types = {
         "out": jax.ShapeDtypeStruct((seqs, q_len, heads, width), q.dtype),
         "lse": jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
     }
-    num_stacks = seqs * kv_heads
-    room = _sizes.round_up(config.num_partials, _merge.partials_of_copy(rows))
-    ml_room = _sizes.round_up(config.num_partials, _merge.WEIGHTS)
-    partial_types = {
-        "partial_out": jax.ShapeDtypeStruct((num_stacks * room, width, rows), jnp.float32),
-        "partial_ml": jax.ShapeDtypeStruct((num_stacks * 2, ml_room, rows), jnp.float32),
-    }
-    out_types = finished_types if config.num_partials == 1 else partial_types
     if interpreted() and config.cluster > 1:
         out_types |= _inbox.interpreted_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
+    if config.num_partials > 1:
+        shares = 1
+        if config.cluster > 1:
+            sizes = dict(rows=rows, width=width, cluster=config.cluster, q_len=q_len, group=group)
+            shares = _inbox.sharing_of(**sizes).num_shares
+        places = seqs * config.num_partials
+        out_types |= _merge.types_of(seqs=seqs, places=places, kv_heads=kv_heads, shares=shares, width=width, rows=rows)
     scratch_types = scratch(
         config,
         q_len=q_len,
@@ -250,7 +248,7 @@ def launch(
         dtype=q.dtype,
         cache_dtype=k_cache.dtype,
     )
-    names = (*inputs, *out_types)
+    names, types = (*inputs, *out_types), tuple(out_types.values())
 
     def paged_decode(*operands: Any, **scratch_refs: Any) -> None:
         refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
@@ -266,9 +264,9 @@ def launch(
     clusters: dict[str, Any] = {}
     if config.cluster > 1:
         clusters = {"cluster": (config.cluster,), "cluster_names": ("member",)}
-    results = _interpret.kernel(
+    kernel = functools.partial(
+        _interpret.kernel,
         paged_decode,
-        out_type=tuple(out_types.values()),
         grid=(seqs, config.num_partials, kv_heads),
         grid_names=("seq", "partial", "kv_head"),
         **clusters,
@@ -276,28 +274,11 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch_types,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*inputs.values())
-
-    made = dict(zip(out_types, results, strict=True))
-    if config.num_partials == 1:
-        out, lse = made["out"], made["lse"]
+    )
+    if config.num_partials > 1:
+        out, lse, *_ = _merge.call_with_arrivals(kernel, tuple(inputs.values()), types)
     else:
-        out, lse = _merge.launch(
-            made["partial_out"],
-            made["partial_ml"],
-            lengths,
-            sliding_window=inputs.get("sliding_window"),
-            sinks=None if options.sinks is None else per_row(options.sinks),
-            q_len=q_len,
-            heads=heads,
-            dtype=q.dtype,
-            config=_merge.default_config(
-                num_partials=config.num_partials,
-                cluster=config.cluster,
-                rows=rows,
-                tile=config.tile,
-            ),
-        )
+        out, lse, *_ = kernel(out_type=types)(*inputs.values())
     # [seqs, kv_heads, rows] -> [seqs, q_len, heads]: a kernel of its own, which XLA drops where nobody asks for lse.
     lse = lse[..., : q_len * group].reshape(seqs, kv_heads, q_len, group).swapaxes(1, 2).reshape(seqs, q_len, heads)
     if num_parts == 1:

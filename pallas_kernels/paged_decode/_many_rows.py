@@ -26,11 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._fetch import Ring
 from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
+from pallas_kernels._merge import Sums
 from pallas_kernels._rows import COLUMNS, LOWEST, ROWS_FIRST, zeros
 from pallas_kernels._softmax import weights
 from pallas_kernels._walk import Walk
 from pallas_kernels.paged_decode._products import zero_unseen
-from pallas_kernels.paged_decode._steps import Carry, Sums, TileAndStage
+from pallas_kernels.paged_decode._steps import Carry, TileAndStage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,8 @@ class ManyRows:
         acc, m, l, _ = carry
         rows, columns = acc[0].shape
         starts = range(0, columns, COLUMNS)  # few columns are written at a time
-        return tuple(lax.slice(x, (0, start), (rows, start + COLUMNS)) for x in acc for start in starts), m, l
+        parts = [lax.slice(x, (0, start), (rows, start + COLUMNS)) for x in acc for start in starts]
+        return Sums(tuple(parts), m, l)
 
     @property
     def _scores(self) -> Any:

@@ -1,5 +1,6 @@
-"""Where a program writes its sums: to finished rows, or to a float32 partial for the merge kernel.
+"""How a program writes finished rows.
 
+A program may exit once its results have been read from SMEM; only a later kernel uses them.
 Everything here is traced inside the decode kernel.
 """
 
@@ -10,9 +11,10 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._rows import room_of_stack
+from pallas_kernels import _rows
+from pallas_kernels._merge import Sums
+from pallas_kernels._rows import ROWS_LAST, Orientation
 from pallas_kernels._walk import Partition
-from pallas_kernels.paged_decode._inbox import Sharing
 from pallas_kernels.paged_decode._refs import Refs
 
 WHOLE = slice(None)
@@ -20,23 +22,29 @@ WHOLE = slice(None)
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Which rows of the output a program computes, and which of the programs of these rows it is."""
+    """Of one sequence and KV head."""
 
     refs: Refs
     partition: Partition
-    num_partials: int  # of its sequence and KV head, each from one cluster
-    sharing: Sharing  # of columns among the members of its cluster
     q_len: int
     group: int
+    orientation: Orientation  # of the sums
 
-    @property
-    def whole(self) -> bool | jax.Array:
-        """Whether this program has its whole sequence."""
-        return self.partition.count == 1
-
-    @property
-    def split(self) -> bool | jax.Array:
-        return self.partition.count != 1
+    def write(self, sums: Sums) -> None:
+        q_flat_smem, lse_smem = self.refs.q_flat_smem, self.refs.lse_smem  # [rows + 1, width]; f32 [rows]
+        orientation = self.orientation
+        rows, columns = sums.m.shape[0], sums.acc[0].shape[1 - orientation.axis]
+        factor, lse = _rows.normalise(sums.m, sums.l, self.sinks(orientation.vector))
+        out = [(part * orientation.over(factor, part.shape)).astype(q_flat_smem.dtype) for part in sums.acc]
+        # Q is no longer needed.
+        places = [q_flat_smem.at[pl.ds(0, rows), pl.ds(c * columns, columns)] for c in range(len(out))]
+        chunks = list(zip(places, out, strict=True))
+        plain, turned = ((), chunks) if orientation == ROWS_LAST else (chunks, ())
+        _rows.store_together(*plain, (lse_smem, lse), transposed=turned, orientation=orientation)
+        plgpu.commit_smem()
+        self.copy_rows(q_flat_smem)
+        self.copy_lse(lse_smem)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def sinks(self, layout: Any) -> jax.Array | None:
         """f32 [rows]."""
@@ -56,16 +64,3 @@ class Output:
     def copy_lse(self, lse_smem: Any) -> None:
         """f32 [rows]."""
         plgpu.copy_smem_to_gmem(lse_smem, self.refs.lse.at[self.partition.seq, self.partition.kv_head])
-
-    def copy_partial(self, acc_smem: Any, columns: Any) -> None:
-        """Starts to copy some columns of O^T of a partial, f32 [columns, rows]."""
-        partials = self.refs.partial_out  # [stacks * room, width, rows]
-        room = room_of_stack(partials, self.refs.partial_ml)
-        partial = partials.at[self.partition.stack * room + self.partition.partial]
-        plgpu.copy_smem_to_gmem(acc_smem, partial.at[columns])
-
-    def copy_m_and_l(self, ml_smem: Any) -> None:
-        """f32 [2, rows]."""
-        for i in range(2):  # [stacks * 2, ml_room, rows]
-            partial = self.refs.partial_ml.at[2 * self.partition.stack + i, self.partition.partial]
-            plgpu.copy_smem_to_gmem(ml_smem.at[i], partial)

@@ -28,29 +28,30 @@ class Refs:
     block_tables: Any  # int32 [seqs, max_blocks]
     lengths: Any  # int32 [seqs]
     scale: Any  # f32 [1]
+    # Outputs, GMEM
+    out: Any  # [seqs, q_len, heads, width]
+    lse: Any  # f32 [seqs, kv_heads, rows]
     # SMEM
     q_flat_smem: Any  # [rows + 1, width], Q as it comes, and later O
     q_smem: Any  # [rows, width]
     k_smem: Any  # [stages * parts, tile, width / parts]; of 8 bits also as words: see `_widen.Tiles`
     v_smem: Any  # likewise
-    row_smem: Any  # f32 [2, rows], lse, or m and l
+    lse_smem: Any  # f32 [rows]
     # Barriers
     q_full: Any  # []
     k_full: Any  # [stages]
     v_full: Any  # [stages]
     k_free: Any  # [stages]
     v_free: Any  # [stages]
-    # Finished rows, GMEM
-    out: Any = None  # [seqs, q_len, heads, width]
-    lse: Any = None  # f32 [seqs, kv_heads, rows]
-    # Partials, GMEM; one axis for stacks and partials, because a copy has no more axes
-    partial_out: Any = None  # f32 [stacks * room, width, rows]
-    partial_ml: Any = None  # f32 [stacks * 2, ml_room, rows]
+    # Of several partials a sequence, GMEM: see `_merge.types_of`
+    partial_acc: Any = None  # f32 [seqs * partials, kv_heads, width, rows]
+    partial_ml: Any = None  # f32 [seqs * partials, kv_heads, shares, 2, rows]
+    arrivals: Any = None  # int32 [seqs, kv_heads, shares], how many partials are stored
     # Options, GMEM
     sliding_window: Any = None  # int32 [1]
     logits_soft_cap: Any = None  # f32 [1]
     alibi_slopes: Any = None  # f32 [kv_heads, rows]
-    sinks: Any = None  # f32 [kv_heads, rows]; of several partials left to the merge kernel
+    sinks: Any = None  # f32 [kv_heads, rows]
     tree_bits: Any = None  # int32 [seqs, words, rows]
     k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     v_scale: Any = None  # likewise
@@ -58,11 +59,12 @@ class Refs:
     p_smem: Any = None  # [rows, tile]; not of many rows
     scales_smem: Any = None  # of scales of tokens, see `_scales.scratch`
     scales_full: Any = None  # barriers [stages]
-    acc_smem: Any = None  # of partials, f32 [chunk, rows]; of a cluster see `_inbox.Sharing.scratch`, like the next
+    # SMEM of a cluster, see `_inbox.Sharing.scratch`
+    columns_smem: Any = None  # [rows, columns]
+    acc_smem: Any = None
     ml_smem: Any = None
     arrived_smem: Any = None
     ready: Any = None
-    columns_smem: Any = None  # of a cluster, [rows, columns]; f32 [columns, rows] of several partials
     # Of a cluster in interpret mode, see `_inbox.InterpretedInbox`
     m_smem: Any = None
     l_smem: Any = None
@@ -109,19 +111,14 @@ def scratch(
     sums: dict[str, Any] = {}
     if config.cluster > 1:
         sharing = sharing_of(rows=rows, width=width, cluster=config.cluster, q_len=q_len, group=group)
-        columns_smem = plgpu.SMEM((rows, sharing.columns), dtype)
-        if config.num_partials > 1:
-            columns_smem = plgpu.SMEM((sharing.columns, rows), jnp.float32)
-        sums = {"columns_smem": columns_smem, **sharing.scratch()}
-    elif config.num_partials > 1:
-        sums = {"acc_smem": plgpu.SMEM((config.chunk, rows), jnp.float32)}
+        sums = {"columns_smem": plgpu.SMEM((rows, sharing.columns), dtype), **sharing.scratch()}
     return dict(
         # Untiled rows, for Q and then O. One extra row keeps Mosaic from tiling it: a copy of a narrow head cannot
         # write tiles.
         q_flat_smem=plgpu.SMEM((rows + 1, width), dtype),
         **tiles,
         **_scales.scratch(token_scales, stages=stages, tile=tile, warps=_fetch.WARPS),
-        row_smem=plgpu.SMEM((2, rows), jnp.float32),  # lse, or m and l
+        lse_smem=plgpu.SMEM((rows,), jnp.float32),
         q_full=plgpu.Barrier(num_arrivals=q_len),
         k_full=plgpu.Barrier(num_arrivals=copies_of_tile * parts, num_barriers=stages),
         v_full=plgpu.Barrier(num_arrivals=copies_of_tile * parts, num_barriers=stages),

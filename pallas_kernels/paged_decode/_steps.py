@@ -24,13 +24,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _scales, _widen
 from pallas_kernels._fetch import Ring
 from pallas_kernels._logits import Logits
+from pallas_kernels._merge import Sums
 from pallas_kernels._rows import LOWEST, ROWS_LAST, zeros
 from pallas_kernels._softmax import softmax
 from pallas_kernels._walk import Walk
 from pallas_kernels.paged_decode._products import Products, zero_unseen
 
 Carry = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None]
-Sums = tuple[tuple[jax.Array, ...], jax.Array, jax.Array]  # acc, m and l, f32 [rows], of all tiles
 # Of the j-th tile to be computed: its index in the sequence, and its stage in the rings.
 TileAndStage = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -88,7 +88,7 @@ class FewRows:
 
     def sums(self, carry: Carry) -> Sums:
         acc, m, l, _ = carry
-        return acc, m, l.sum(axis=0)
+        return Sums(acc, m, l.sum(axis=0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,10 +165,10 @@ class NarrowCache:
 
     def sums(self, carry: Carry) -> Sums:
         acc, m, l, _ = carry
-        return tuple(_widen.ordered(part) for part in acc), m, l.sum(axis=0)
+        return Sums(tuple(_widen.ordered(part) for part in acc), m, l.sum(axis=0))
 
 
-def _nothing(q: Any, p: Any, chunk: int) -> Sums:
+def _nothing(q: Any, p: Any, chunk: int) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
     """acc, m and l before the first tile."""
     (rows, width), tile = q.shape, p.shape[1]
     acc = tuple(zeros((chunk, rows)) for _ in range(width // chunk))

@@ -20,7 +20,7 @@ The same warps copy: while a tile is worked on, the next ones are on their way.
 | Q | GMEM to SMEM, once; to registers once, or with many rows for each tile |
 | S, m, l, O^T | registers, float32 |
 | P | registers to SMEM and back, because a warp has the weights of 16 tokens and needs those of all 64 |
-| out, lse | registers to GMEM: finished rows, or of each partition float32 ones, which XLA or `_merge` merges |
+| out, lse | registers to GMEM, once the partitions of a sequence are merged (`_merge`) |
 
 To be read in this order:
 
@@ -32,10 +32,10 @@ To be read in this order:
 | `_copies`, `_cp_async` | how Q, K and V are fetched: the only part that differs between GPUs |
 | `_operands` | what the products read, and how 8-bit caches are widened for them (`_widen`) |
 | `_results` | how the rows are written |
-| `_merge` | the partitions of a plan (`partition_plan`): how they are written, counted, and merged |
 
 Of the Hopper kernel's files it shares those that know neither wgmma nor TMA: `_walk` (which tiles a program computes),
-`_logits` and `_softmax` (from products to weights), `_rows` (rows in registers), `_widen` and `_scales` (8-bit caches).
+`_logits` and `_softmax` (from products to weights), `_rows` (rows in registers), `_widen` and `_scales` (8-bit caches),
+`_merge` (how the partitions of a sequence are written, counted and merged).
 
 Only table entries of blocks with a token that some query sees are followed, and ids are clamped to the pool. Instead of
 other blocks, block 0 is fetched and masked. Values that no query may see are zeroed in registers, because 0 x NaN is

@@ -9,9 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _interpret, _rows, _scales, _widen, merge_parts
+from pallas_kernels import _interpret, _merge, _rows, _scales, _widen
 from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
+from pallas_kernels._merge import Partials, Sums
 from pallas_kernels._rows import LOWEST, ROWS_LAST
 from pallas_kernels._scales import over_tokens
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
@@ -20,7 +21,7 @@ from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
 from pallas_kernels.partition_plan import PartitionPlan
 from pallas_kernels.portable_config import COLUMNS, TILE, Config
-from pallas_kernels.portable_decode import _merge, _results
+from pallas_kernels.portable_decode import _results
 from pallas_kernels.portable_decode._copies import CpAsync, Ids, Interpreted, Ring, Tma
 from pallas_kernels.portable_decode._operands import RIGHT, Narrow, Wide, product
 from pallas_kernels.portable_decode._refs import Refs, scratch
@@ -39,30 +40,27 @@ class State(NamedTuple):
 
 
 def _kernel(refs: Refs, *, config: Config) -> None:
-    num_kv_heads = refs.k_cache.shape[2]
+    # 1. Which tiles are ours, from the true length.
     if refs.partitions is None:
-        partition = Partition.of_grid(
-            refs.lengths, num_partitions=config.num_partitions, cluster=1, num_kv_heads=num_kv_heads
-        )
+        partition = Partition.of_grid(refs.lengths, num_partitions=config.num_partitions)
     else:
-        partition = Partition.of_plan(refs.partitions, refs.lengths, num_kv_heads=num_kv_heads)
-    attend = functools.partial(_attend, refs, partition, config=config)
-    if refs.partitions is not None:
-        pl.when(partition.works)(attend)
-    else:
-        attend()
+        partition = Partition.of_plan(refs.partitions, refs.partition_starts, refs.lengths)
+    walk = Walk.of(
+        partition,
+        window=None if refs.sliding_window is None else refs.sliding_window[0],
+        q_len=refs.q.shape[1],
+        block_size=refs.block_size,
+        tile=TILE,
+    )
+    pl.when(walk.partition.works)(functools.partial(_attend, refs, walk, config=config))
 
 
-def _attend(refs: Refs, partition: Partition, *, config: Config) -> None:
-    q_len, group = refs.q.shape[1], refs.group
+def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
+    partition = walk.partition
     (rows, width), stages = refs.q_smem.shape, config.num_stages
     chunks = range(width // COLUMNS)
     narrow = is_narrow(refs.k_cache.dtype)
     tiles = Narrow(refs) if narrow else Wide(refs)
-
-    # 1. Which tiles are ours, from the true length.
-    window = None if refs.sliding_window is None else refs.sliding_window[0]
-    walk = Walk.of(partition, window=window, q_len=q_len, block_size=refs.block_size, tile=TILE)
 
     # 2. Q and the first tiles are on their way.
     k_tiles, v_tiles = ((ring[0] if narrow and not interpreted() else ring) for ring in (refs.k_smem, refs.v_smem))
@@ -86,7 +84,7 @@ def _attend(refs: Refs, partition: Partition, *, config: Config) -> None:
         scale = scale * k_scale
     slopes = None if refs.alibi_slopes is None else ROWS_LAST.load(refs.alibi_slopes.at[partition.kv_head])
     cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
-    logits_of = Logits(walk, walk.first_query, scale, cap, slopes, group, ROWS_LAST)
+    logits_of = Logits(walk, walk.first_query, scale, cap, slopes, refs.group, ROWS_LAST)
     copies.wait_query()
     unit = tiles.prepare_query()
     kept = [tiles.query(c) for c in chunks] if rows * width // 64 <= QUERY_REGISTERS else None
@@ -140,31 +138,26 @@ def _attend(refs: Refs, partition: Partition, *, config: Config) -> None:
         keys_ids=ids[stages],
     )
     start, end = walk.whole_tiles()
-    if window is not None:
+    if walk.window is not None:
         state = lax.fori_loop(0, start, functools.partial(step, masked=True), state)
     state = lax.fori_loop(start, end, functools.partial(step, masked=False), state)
     state = lax.fori_loop(end, walk.num_tiles, functools.partial(step, masked=True), state)
 
-    # 5. The rows: finished ones, or those of a partition.
-    def rows_of(sinks: jax.Array | None, dtype: Any) -> tuple[list[jax.Array], jax.Array]:
-        factor, lse = _rows.normalise(state.m, state.l.sum(axis=0), sinks)
+    # 5. The rows; of a sequence with several partitions in the program that merges them.
+    def finish(sums: Sums) -> None:
+        sinks = None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[partition.kv_head])
+        factor, lse = _rows.normalise(sums.m, sums.l, sinks)
         if (v_scale := _of_head(refs.v_scale, partition.kv_head)) is not None:
             factor = factor * v_scale
-        return [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(dtype) for part in state.acc], lse
+        parts = [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in sums.acc]
+        _results.store(parts, lse, refs.out, refs.lse, partition.seq, partition.kv_head, refs.group)
 
-    def finish() -> None:
-        sinks = None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[partition.kv_head])
-        place = partition.partial, partition.seq, partition.kv_head
-        _results.store(*rows_of(sinks, refs.out.dtype), refs.out, refs.lse, place, group)
+    def sums() -> Sums:  # within a branch: before it they take 35 registers more
+        return Sums(state.acc, state.m, state.l.sum(axis=0))
 
-    if refs.partitions is None:
-        finish()
-        return
-    pl.when(partition.count == 1)(finish)
-
-    @pl.when(partition.count > 1)
-    def _split() -> None:
-        _merge.store_and_merge(*rows_of(None, jnp.float32), refs, partition)
+    partials = Partials(refs, partition, partition.count)
+    pl.when(partition.count == 1)(lambda: finish(sums()))
+    pl.when(partition.count != 1)(lambda: partials.merge(sums(), finish))
 
 
 def _of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:
@@ -195,7 +188,6 @@ def launch(
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
     rows = filled_rows(q_len, group, rows_first=False)
-    partitions = config.num_partitions
 
     per_row = functools.partial(by_row, kv_heads=kv_heads, q_len=q_len, rows=rows)
     inputs = {
@@ -205,17 +197,16 @@ def launch(
         "block_tables": block_tables,
         "lengths": lengths,
         **({} if plan is None else {"partitions": plan.partitions, "partition_starts": plan.partition_starts}),
-        **operands_of(options, per_row, with_sinks=partitions == 1),
+        **operands_of(options, per_row, with_sinks=True),
     }
     out_types = {
-        "out": jax.ShapeDtypeStruct((partitions, *q.shape), q.dtype if partitions == 1 else jnp.float32),
-        "lse": jax.ShapeDtypeStruct((partitions, *q.shape[:3]), jnp.float32),
+        "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
+        "lse": jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
     }
-    if plan is not None:
-        stacks = plan.total_partitions, kv_heads
-        out_types["partial_out"] = jax.ShapeDtypeStruct((*stacks, round_up(head_dim, COLUMNS), rows), jnp.float32)
-        out_types["partial_lse"] = jax.ShapeDtypeStruct((*stacks, rows), jnp.float32)
-        out_types["arrivals"] = jax.ShapeDtypeStruct((seqs, kv_heads), jnp.int32)
+    if plan is not None or config.num_partitions > 1:
+        places = seqs * config.num_partitions if plan is None else plan.total_partitions
+        width = round_up(head_dim, COLUMNS)
+        out_types |= _merge.types_of(seqs=seqs, places=places, kv_heads=kv_heads, shares=1, width=width, rows=rows)
     names, types = (*inputs, *out_types), tuple(out_types.values())
 
     def portable_decode(*operands: Any, **scratch_refs: Any) -> None:
@@ -225,7 +216,7 @@ def launch(
     kernel = functools.partial(
         _interpret.kernel,
         portable_decode,
-        grid=(plan.total_partitions, kv_heads) if plan else (seqs, partitions, kv_heads),
+        grid=(plan.total_partitions, kv_heads) if plan else (seqs, config.num_partitions, kv_heads),
         grid_names=("place", "kv_head") if plan else ("seq", "partial", "kv_head"),
         scratch_types=scratch(
             config,
@@ -239,15 +230,8 @@ def launch(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    if plan is None:
+    if "arrivals" in out_types:
+        out, lse, *_ = _merge.call_with_arrivals(kernel, tuple(inputs.values()), types)
+    else:
         out, lse = kernel(out_type=types)(*inputs.values())
-    else:  # by refs, because `arrivals` has a first value
-        first = *pl.empty_like(types[:-1]), jnp.zeros_like(types[-1])
-        out, lse, *_ = pl.run_state(lambda results: kernel()(*inputs.values(), *results))(first)
-    if partitions == 1:
-        return out[0], lse[0]
-    tokens = seqs * q_len
-    out, lse = merge_parts.merge(
-        out.reshape(partitions, tokens, heads, head_dim), lse.reshape(partitions, tokens, heads), options.sinks
-    )
-    return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3])
+    return out, lse

@@ -23,8 +23,8 @@ class Refs:
     lengths: Any  # int32 [seqs]
     scale: Any  # f32 [1]
     # Outputs, GMEM
-    out: Any  # [partitions, seqs, q_len, heads, head_dim], in q's dtype; float32 if there are several partitions
-    lse: Any  # f32 [partitions, seqs, q_len, heads]
+    out: Any  # [seqs, q_len, heads, head_dim], in q's dtype
+    lse: Any  # f32 [seqs, q_len, heads]
     # SMEM
     q_smem: Any  # [rows, width], in q's dtype
     k_smem: Any  # [stages, 64, width], in the cache's dtype; of 8 bits also as words: see `_widen.Tiles`
@@ -33,14 +33,15 @@ class Refs:
     # Of a plan, GMEM
     partitions: Any = None  # int32 [total_partitions, 3]
     partition_starts: Any = None  # int32 [seqs + 1]
-    partial_out: Any = None  # f32 [total_partitions, kv_heads, width, rows], O^T of each partition of split sequences
-    partial_lse: Any = None  # f32 [total_partitions, kv_heads, rows]
-    arrivals: Any = None  # int32 [seqs, kv_heads], how many partitions of split sequences are stored; zeros at first
+    # Of several partitions, GMEM: see `_merge.types_of`
+    partial_acc: Any = None  # f32 [partitions of all sequences, kv_heads, width, rows]
+    partial_ml: Any = None  # f32 [partitions of all sequences, kv_heads, 1, 2, rows]
+    arrivals: Any = None  # int32 [seqs, kv_heads, 1], how many partitions are stored
     # Options, GMEM
     sliding_window: Any = None  # int32 [1]
     logits_soft_cap: Any = None  # f32 [1]
     alibi_slopes: Any = None  # f32 [kv_heads, rows]
-    sinks: Any = None  # f32 [kv_heads, rows]; of several partitions left to the merge
+    sinks: Any = None  # f32 [kv_heads, rows]
     k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     v_scale: Any = None  # likewise
     # SMEM of 8-bit caches

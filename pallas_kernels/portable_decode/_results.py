@@ -19,32 +19,31 @@ from pallas_kernels.portable_config import COLUMNS
 def store(
     parts: Sequence[jax.Array],  # [64, rows] each, together O^T, in the dtype of `out_gmem`
     lse: jax.Array,  # f32 [rows]
-    out_gmem: Any,  # [partitions, seqs, q_len, heads, head_dim]
-    lse_gmem: Any,  # f32 [partitions, seqs, q_len, heads]
-    place: tuple[jax.Array, jax.Array, jax.Array],  # the first two of these axes, and the KV head
+    out_gmem: Any,  # [seqs, q_len, heads, head_dim]
+    lse_gmem: Any,  # f32 [seqs, q_len, heads]
+    seq: jax.Array,
+    kv_head: jax.Array,
     group: int,
 ) -> None:
-    _, _, q_len, _, head_dim = out_gmem.shape
+    _, q_len, _, head_dim = out_gmem.shape
     if interpreted():
-        partial, seq, kv_head = place
         heads = pl.ds(kv_head * group, group)
         for token in range(q_len):
             rows = slice(token * group, (token + 1) * group)
-            lse_gmem[partial, seq, token, heads] = lse[rows]
+            lse_gmem[seq, token, heads] = lse[rows]
             for c, part in enumerate(parts):
                 size = min(COLUMNS, head_dim - c * COLUMNS)
-                out_gmem[partial, seq, token, heads, pl.ds(c * COLUMNS, size)] = part.T[rows, :size]
+                out_gmem[seq, token, heads, pl.ds(c * COLUMNS, size)] = part.T[rows, :size]
         return
 
     def put(ref: Any, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
         start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
         ref_type = ir.MemRefType(ref.type)
-        _, seqs, _, heads, *rest = ref_type.shape
+        _, _, heads, *rest = ref_type.shape
         width = rest[0] if rest else 1
         bits = utils.bitwidth(ref_type.element_type)
         number_type = ir.IntegerType.get_signless(bits)
-        partial, seq, kv_head = (arith.index_cast(ir.IndexType.get(), scalar.registers.item()) for scalar in scalars)
-        seq = arith.addi(arith.muli(partial, _index(seqs)), seq)
+        seq, kv_head = (arith.index_cast(ir.IndexType.get(), scalar.registers.item()) for scalar in scalars)
         head = arith.muli(kv_head, _index(group))
         for c, array in enumerate(arrays):
 
@@ -69,13 +68,13 @@ def store(
             array.foreach(put_one)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), ROWS_LAST.vector, *[ROWS] * len(parts), SCALAR, SCALAR, SCALAR)
+        arg_types=(plgpu.RefType(), plgpu.RefType(), ROWS_LAST.vector, *[ROWS] * len(parts), SCALAR, SCALAR)
     )
     def put_all(_: Any, out: Any, lse_out: Any, lse: Any, *operands: Any) -> None:
-        put(lse_out, [lse], operands[-3:])
-        put(out, operands[:-3], operands[-3:])
+        put(lse_out, [lse], operands[-2:])
+        put(out, operands[:-2], operands[-2:])
 
-    put_all(out_gmem, lse_gmem, lse, *parts, *place)
+    put_all(out_gmem, lse_gmem, lse, *parts, seq, kv_head)
 
 
 def _index(x: int) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import _sizes, decode_config, portable_config
 from pallas_kernels._sizes import filled_rows
-from pallas_kernels.paged_decode import _inbox, _merge
+from pallas_kernels.paged_decode import _inbox
 from pallas_kernels.paged_decode import _refs as decode_refs
 from pallas_kernels.portable_decode import _refs
 from tests.kernels.lowering import SHAPE
@@ -202,8 +202,7 @@ def test_partials_that_nobody_asked_for_take_little_memory(head_dim, itemsize):
         config = decode_config.default_config(**(SHAPE | shape))
         if config.num_partials > 1:
             rows = filled_rows(q_len, group, rows_first=config.rows_first)
-            room = _sizes.round_up(config.num_partials, _merge.partials_of_copy(rows))
-            numbers = seqs * SHAPE["kv_heads"] * room * _sizes.padded_width(head_dim) * rows
+            numbers = seqs * SHAPE["kv_heads"] * config.num_partials * _sizes.padded_width(head_dim) * rows
             assert numbers * 4 <= portable_config.PARTIAL_BYTES
 
 
@@ -289,16 +288,6 @@ def test_supported():
 def test_not_supported(change, quoted):
     with pytest.raises(NotImplementedError, match=quoted):
         decode_config.check_supported(**(SUPPORTED | change))
-
-
-@pytest.mark.parametrize("rows", [8, 16, 64])
-@pytest.mark.parametrize("num_partials", [2, 33, 264])
-def test_merge(rows, num_partials):
-    config = _merge.default_config(num_partials=num_partials, cluster=1, rows=rows, tile=64)
-    assert _merge.WEIGHTS % config.copied == 0
-    assert config.num_stages * config.copied * _merge.COLUMNS * rows * 4 <= 128 * 1024
-    with pytest.raises(NotImplementedError, match="rows=65"):
-        _merge.check_supported(num_partials=2, rows=65)
 
 
 PORTABLE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=108, compute_capability=8.0)

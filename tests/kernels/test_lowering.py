@@ -11,9 +11,8 @@ pytestmark = pytest.mark.slow
 
 
 def lower(**shape):
-    trace, config = traced(**shape)
-    text = trace.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == (1 if config.num_partials == 1 else 2)
+    trace, _ = traced(**shape)
+    assert trace.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 1
 
 
 # A block's size sets the copies of a tile, head_dim its products: each meets two or more of the other, and the extremes

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._scales import Scales
-from pallas_kernels._walk import Walk
+from pallas_kernels._walk import Order
 
 WARPS = 4
 
@@ -40,25 +40,20 @@ def rows_of_copy(block_size: int, tile: int) -> int:
 
 
 def fetch(
-    walk: Walk,
+    order: Order,
     rings: tuple[Ring, ...],
     scales: Scales,
     tables: Any,  # GMEM, int32 [seqs, max_blocks]
     *,
-    stages: int,
-    last_first: bool,  # see `LastFirst`
     kv_head: jax.Array,
     parts_of: Callable[[Any], list[Any]],  # of a KV head or a stage, in the cache or in SMEM
     columns: Any,  # as wide as a part in SMEM; past the end of a narrower part the copy engine writes zeros
 ) -> None:
+    walk, stages = order.walk, order.stages
     num_blocks, max_blocks = rings[0].source.shape[0], tables.shape[1]
     block_size, tile_tokens, num_tiles = walk.block_size, walk.tile, walk.num_tiles
     copy_rows = rows_of_copy(block_size, tile_tokens)
     first_entry, end_entry = walk.entries_to_follow()
-    order = walk.last_first(stages) if last_first else None
-
-    def fetched(turn: jax.Array) -> jax.Array:
-        return turn if order is None else order.fetched(turn)
 
     @plgpu.warp_map
     def _warp(warp: jax.Array) -> None:
@@ -80,8 +75,8 @@ def fetch(
 
         def fetch_tile(turn: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             stage = lax.rem(turn, jnp.int32(stages))
-            next_ids = ids_of(walk.tile_of(fetched(jnp.minimum(turn + 1, num_tiles - 1))))
-            tile = walk.tile_of(fetched(turn))
+            next_ids = ids_of(walk.tile_of(order.fetched(jnp.minimum(turn + 1, num_tiles - 1))))
+            tile = walk.tile_of(order.fetched(turn))
             offsets = [
                 lax.rem(token, jnp.int32(block_size)) if block_size > copy_rows else 0 for token in tokens_of(tile)
             ]
@@ -104,7 +99,7 @@ def fetch(
             return next_ids
 
         first = jnp.int32(0)
-        ids = ids_of(walk.tile_of(first if order is None or order.first_is_0 else order.fetched(first)))
+        ids = ids_of(walk.tile_of(first if order.first_is_0 else order.fetched(first)))
 
         @pl.when(num_tiles > 0)
         def _walk() -> None:

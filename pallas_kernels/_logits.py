@@ -1,6 +1,7 @@
 """From the products of queries and keys to the logits: scale, soft cap, ALiBi, mask."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._rows import LOG2E, LOWEST, ROWS, Orientation
+from pallas_kernels._scales import of_head
 from pallas_kernels._walk import Walk
 
 # The sum e + 1 is rounded, and the cap multiplies its error: 7e-4 of a logit here. Larger caps, which mean no cap
@@ -28,6 +30,21 @@ class Logits:
     group: int
     orientation: Orientation  # of the products
     tree_bits: list[jax.Array] | None = None  # int32 [rows] each: the newest tokens that a row sees, 32 a word
+
+    @classmethod
+    def of(cls, refs: Any, walk: Walk, group: int, orientation: Orientation, tree_bits: Any | None = None) -> "Logits":
+        """`refs`: with the options of the kernel; `tree_bits`: GMEM, int32 [seqs, words, rows]."""
+        kv_head = walk.partition.kv_head
+        scale = refs.scale[0]
+        cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
+        slopes = None if refs.alibi_slopes is None else orientation.load(refs.alibi_slopes.at[kv_head])
+        k_scale = of_head(refs.k_scale, kv_head)
+        if k_scale is not None:
+            scale = scale * k_scale
+        trees = None
+        if tree_bits is not None:
+            trees = [orientation.load(tree_bits.at[walk.seq, word]) for word in range(tree_bits.shape[1])]
+        return cls(walk, walk.first_query, scale, cap, slopes, group, orientation, trees)
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
         """f32 [tile, rows], or by the orientation [rows, tile] -> logits in units of log2, and which of them are

@@ -53,6 +53,13 @@ def of_tokens(*scales: Any | None) -> tuple[Any, ...]:
     return tuple(each for each in scales if each is not None and len(each.shape) == 3)
 
 
+def of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:
+    """f32 []; None where there is none, or one a token."""
+    if scales is None or len(scales.shape) == 3:
+        return None
+    return scales[kv_head if scales.shape[0] > 1 else 0]
+
+
 def scratch(num_scales: int, *, stages: int, tile: int, warps: int) -> dict[str, Any]:
     """SMEM for `num_scales` scales of each token of a ring of tiles, which `warps` warps fetch."""
     if num_scales == 0:
@@ -78,12 +85,6 @@ class Scales:
     @property
     def of_tokens(self) -> tuple[Any, ...]:
         return of_tokens(self.k, self.v)
-
-    def of_head(self, scales: Any | None) -> jax.Array | None:
-        """f32 []; None where there is none, or one a token."""
-        if scales is None or len(scales.shape) == 3:
-            return None
-        return scales[self.kv_head if scales.shape[0] > 1 else 0]
 
     def of_tile(
         self, walk: WalkOrItem, tables: Any, tile: jax.Array, stage: jax.Array

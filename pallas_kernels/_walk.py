@@ -104,14 +104,6 @@ class Walk:
         """The i-th of our tiles, as a tile of the sequence."""
         return self.first_tile + self.partition.index + i * self.partition.count
 
-    def last_first(self, stages: int) -> "LastFirst":
-        start, end = self.whole_tiles()
-        # A stage is filled again once its tile has been used: the tile used first must be there with those fetched
-        # before it.
-        most = 1 if self.q_len == 1 else 2
-        lead = 1 if 1 + most <= stages - stages // 2 else 0
-        return LastFirst(start, end, self.num_tiles, start + jnp.minimum(end - start, lead), lead > 0)
-
     def ours_before(self, end: jax.Array) -> jax.Array:
         """How many of our tiles are before tile `end` of the sequence."""
         return _sizes.tiles_of_partition(self.first_tile, end, self.partition.count, self.partition.index)
@@ -143,8 +135,44 @@ class Walk:
 
 
 @dataclasses.dataclass(frozen=True)
-class LastFirst:
-    """The order of our tiles if those at the end, which some query does not see whole, come first.
+class Order:
+    """In which our tiles are fetched, into stages in turn, and in which they are computed: here one after the other."""
+
+    walk: Walk
+    stages: int
+
+    @property
+    def first_is_0(self) -> bool:
+        """Whether tile 0 is fetched first, for any length."""
+        return True
+
+    def fetched(self, turn: jax.Array) -> jax.Array:
+        """Which of our tiles is fetched as the `turn`-th."""
+        return turn
+
+    def worked(self, j: jax.Array) -> jax.Array:
+        """Which of our tiles is computed as the j-th."""
+        return j
+
+    def turn_of(self, i: jax.Array) -> jax.Array:
+        """In which turn the i-th of our tiles is fetched."""
+        return i
+
+    def tile_and_stage(self, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of the j-th tile to be computed: its index in the sequence, and its stage."""
+        i = self.worked(j)
+        return self.walk.tile_of(i), lax.rem(self.turn_of(i), jnp.int32(self.stages))
+
+    def runs(self) -> list[tuple[Any, jax.Array, bool]]:
+        """The first tile to be computed, one past the last, and whether some row does not see them whole."""
+        start, end = self.walk.whole_tiles()
+        before = [] if self.walk.window is None else [(0, start, True)]
+        return [*before, (start, end, False), (end, self.walk.num_tiles, True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class LastFirst(Order):
+    """Our tiles at the end, which some query does not see whole, come first.
 
     They cost more time for fewer bytes: computed first, they overlap with the fetching of others. A tile that does not
     depend on the length, if there is one, is fetched before them, so that the first copy does not wait for the length.
@@ -152,27 +180,43 @@ class LastFirst:
 
     start: jax.Array  # the first tile that every row sees whole
     end: jax.Array  # one past the last of these, and the first of those at the end
-    num_tiles: jax.Array
     before: jax.Array  # tiles fetched before those at the end
-    first_is_0: bool  # whether tile 0 is fetched first, for any length
+    lead: int  # how many of these every row sees whole
 
-    def fetched(self, turn: jax.Array) -> jax.Array:
-        """Which of our tiles is fetched as the `turn`-th."""
-        last = self.num_tiles - self.end
-        later = jnp.where(turn < self.before + last, turn - self.before + self.end, turn - last)
-        return jnp.where(turn < self.before, turn, later)
+    @classmethod
+    def of(cls, walk: Walk, stages: int) -> "LastFirst":
+        start, end = walk.whole_tiles()
+        # A stage is filled again once its tile has been used: the tile used first must be there with those fetched
+        # before it.
+        most = 1 if walk.q_len == 1 else 2
+        lead = 1 if 1 + most <= stages - stages // 2 else 0
+        return cls(walk, stages, start, end, start + jnp.minimum(end - start, lead), lead)
+
+    @property
+    def first_is_0(self) -> bool:
+        return self.lead > 0
+
+    @property
+    def num_tiles(self) -> jax.Array:
+        return self.walk.num_tiles
 
     @property
     def num_masked(self) -> jax.Array:
         """How many are computed before those that every row sees whole."""
         return self.start + self.num_tiles - self.end
 
+    def fetched(self, turn: jax.Array) -> jax.Array:
+        last = self.num_tiles - self.end
+        later = jnp.where(turn < self.before + last, turn - self.before + self.end, turn - last)
+        return jnp.where(turn < self.before, turn, later)
+
     def worked(self, j: jax.Array) -> jax.Array:
-        """Which of our tiles is computed as the j-th."""
         later = jnp.where(j < self.num_masked, j - self.start + self.end, j - self.num_masked + self.start)
         return jnp.where(j < self.start, j, later)
 
     def turn_of(self, i: jax.Array) -> jax.Array:
-        """In which turn the i-th of our tiles is fetched."""
         others = jnp.where(i < self.end, i + self.num_tiles - self.end, i - self.end + self.before)
         return jnp.where(i < self.before, i, others)
+
+    def runs(self) -> list[tuple[Any, jax.Array, bool]]:
+        return [(0, self.num_masked, True), (self.num_masked, self.num_tiles, False)]

@@ -31,9 +31,9 @@ To be read in this order, for few rows, 16 bits and one partition the first six:
 | `_refs` | every array with its shape, and the shared memory |
 | `_kernel` | a program from its start to its end, and the launch |
 | `_walk` beside this folder, `_fetch` | which tiles of its sequence a program computes, and how they are fetched |
-| `_steps`, `_products` | what is done with a tile, and the work of the tensor cores |
+| `_few_rows` | what is done with a tile |
 | `_output` | how finished rows are written |
-| `_many_rows` | the steps for more than 32 rows |
+| `_many_rows`, `_narrow_cache` | the same for more than 32 rows, and for 8-bit caches |
 | `_cluster`, `_inbox` | how the partitions of a cluster are merged |
 | `_merge` beside this folder | how other partitions are merged |
 

@@ -15,15 +15,16 @@ from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
 from pallas_kernels._merge import Partials, Sums
 from pallas_kernels._rows import ROWS, ROWS_FIRST, ROWS_LAST
-from pallas_kernels._walk import Partition, Walk
+from pallas_kernels._walk import LastFirst, Order, Partition, Walk
 from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
 from pallas_kernels.decode_config import Config
-from pallas_kernels.paged_decode import _cluster, _inbox
+from pallas_kernels.paged_decode import _cluster
+from pallas_kernels.paged_decode._few_rows import FewRows
+from pallas_kernels.paged_decode._inbox import Sharing, interpreted_types, sharing_of
 from pallas_kernels.paged_decode._many_rows import ManyRows
+from pallas_kernels.paged_decode._narrow_cache import NarrowCache
 from pallas_kernels.paged_decode._output import Output
-from pallas_kernels.paged_decode._products import Products
 from pallas_kernels.paged_decode._refs import Refs, scratch
-from pallas_kernels.paged_decode._steps import FewRows, NarrowCache
 
 
 def _kernel(
@@ -32,6 +33,7 @@ def _kernel(
     config: Config,
     q_len: int,
     group: int,
+    sharing: Sharing | None,  # of the columns among the members of a cluster
     num_parts: int,  # of a head
     width: int,  # head_dim, or each of its parts, rounded up to a multiple of 64
 ) -> None:
@@ -82,12 +84,10 @@ def _kernel(
     @pl.when(warpgroup == 1)
     def _fetch_tiles() -> None:
         fetch(
-            walk,
+            LastFirst.of(walk, stages) if config.last_first else Order(walk, stages),
             (k_ring, v_ring),
             scales,
             refs.block_tables,
-            stages=stages,
-            last_first=config.last_first,
             kv_head=kv_head,
             parts_of=parts_of,
             columns=filled,
@@ -103,31 +103,12 @@ def _kernel(
                 q_flat_smem.at[pl.ds(token * group, group)],
                 refs.q_full,
             )
-        if config.cluster > 1:
-            sharing = _inbox.sharing_of(
-                rows=refs.q_smem.shape[0], width=width, cluster=config.cluster, q_len=q_len, group=group
-            )
+        if sharing is not None:
             pl.when(partition.count != 1)(_cluster.inbox_of(refs, partition, sharing).open)
-        scale = refs.scale[0]
-        cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
         orientation = ROWS_FIRST if config.rows_first else ROWS_LAST
-        slopes = None if refs.alibi_slopes is None else orientation.load(refs.alibi_slopes.at[kv_head])
-        first_query = walk.first_query
-        k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
-        if k_scale is not None:
-            scale = scale * k_scale
-        tree_bits = None
-        if refs.tree_bits is not None:
-            words = range(refs.tree_bits.shape[1])
-            tree_bits = [orientation.load(refs.tree_bits.at[seq, word]) for word in words]
-        logits_of = Logits(walk, first_query, scale, cap, slopes, group, orientation, tree_bits)
-
-        order = walk.last_first(stages) if config.last_first else None
-
-        def tile_and_stage(j: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Of the j-th tile to be computed: its index in the sequence, and its stage in the rings."""
-            i = j if order is None else order.worked(j)
-            return walk.tile_of(i), lax.rem(i if order is None else order.turn_of(i), jnp.int32(stages))
+        logits_of = Logits.of(refs, walk, group, orientation, refs.tree_bits)
+        v_scale = _scales.of_head(refs.v_scale, kv_head)
+        order = LastFirst.of(walk, stages) if config.last_first else Order(walk, stages)
 
         plgpu.barrier_wait(refs.q_full)
         # The rows between q_len * group and `rows` are what SMEM held: rows do not mix.
@@ -136,9 +117,8 @@ def _kernel(
             unit = _widen.load_q(q_flat_smem, lambda start: refs.q_smem.at[:, pl.ds(start, 64)].T)
             plgpu.commit_smem()
             steps = NarrowCache(
-                walk,
+                order,
                 logits_of,
-                tile_and_stage,
                 scales,
                 refs.block_tables,
                 rings=(k_ring, v_ring),
@@ -152,25 +132,23 @@ def _kernel(
             refs.q_smem.T[...] = plgpu.load(q_flat_smem.T, layout=ROWS, optimized=False)
             plgpu.commit_smem()
         if config.rows_first:
-            steps = ManyRows(walk, logits_of, tile_and_stage, k_ring, v_ring, refs.q_smem, parts_of)
+            steps = ManyRows(order, logits_of, k_ring, v_ring, refs.q_smem, parts_of)
         elif not narrow:
-            products = Products(k_ring, v_ring, refs.q_smem, refs.p_smem, num_parts, parts_of, config.chunk)
-            steps = FewRows(walk, logits_of, tile_and_stage, products, config.keys_ahead)
+            steps = FewRows(
+                order,
+                logits_of,
+                k_ring,
+                v_ring,
+                refs.q_smem,
+                refs.p_smem,
+                parts_of,
+                config.chunk,
+                config.keys_ahead,
+            )
 
         carry = steps.start()
-
-        def work(start: Any, end: jax.Array, carry: Any, *, masked: bool) -> Any:
-            return lax.fori_loop(start, end, functools.partial(steps.step, masked=masked), carry)
-
-        if order is None:
-            start, end = walk.whole_tiles()
-            if walk.window is not None:
-                carry = work(0, start, carry, masked=True)
-            carry = work(start, end, carry, masked=False)
-            carry = work(end, walk.num_tiles, carry, masked=True)
-        else:
-            carry = work(0, order.num_masked, carry, masked=True)
-            carry = work(order.num_masked, walk.num_tiles, carry, masked=False)
+        for start, end, masked in order.runs():
+            carry = lax.fori_loop(start, end, functools.partial(steps.step, masked=masked), carry)
         output = Output(refs, partition, q_len, group, orientation)
 
         def sums() -> Sums:
@@ -178,7 +156,7 @@ def _kernel(
             return sums if v_scale is None else sums._replace(acc=tuple(part * v_scale for part in sums.acc))
 
         def share() -> None:
-            if config.cluster > 1:
+            if sharing is not None:
                 _cluster.merge(sums(), output, sharing, config.num_partials)
             else:
                 Partials(refs, partition, partition.count, orientation=orientation).merge(sums(), output.write)
@@ -230,13 +208,12 @@ def launch(
         "lse": jax.ShapeDtypeStruct((seqs, kv_heads, rows), jnp.float32),
     }
     if interpreted() and config.cluster > 1:
-        out_types |= _inbox.interpreted_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
+        out_types |= interpreted_types(programs=seqs * kv_heads * config.num_partitions, rows=rows, width=width)
+    sharing = None
+    if config.cluster > 1:
+        sharing = sharing_of(rows=rows, width=width, cluster=config.cluster, q_len=q_len, group=group)
     if config.num_partials > 1:
-        shares = 1
-        if config.cluster > 1:
-            sizes = dict(rows=rows, width=width, cluster=config.cluster, q_len=q_len, group=group)
-            shares = _inbox.sharing_of(**sizes).num_shares
-        places = seqs * config.num_partials
+        places, shares = seqs * config.num_partials, 1 if sharing is None else sharing.num_shares
         out_types |= _merge.types_of(seqs=seqs, places=places, kv_heads=kv_heads, shares=shares, width=width, rows=rows)
     scratch_types = scratch(
         config,
@@ -257,6 +234,7 @@ def launch(
             config=config,
             q_len=q_len,
             group=group,
+            sharing=sharing,
             num_parts=num_parts,
             width=width,
         )

@@ -3,9 +3,9 @@
     S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
     O [64, head_dim] += P [64, tile]      V [tile, head_dim]
 
-The carry is that of `_steps`, but acc is O, one array for each part of a head, l is f32 [rows], and the products are S.
-Sums over the tokens stay within four lanes, P stays in registers, and no warp waits for another. Few rows would cost as
-much as 64.
+The carry is that of `_few_rows`, but acc is O, one array for each part of a head, l is f32 [rows], and the products
+are S. Sums over the tokens stay within four lanes, P stays in registers, and no warp waits for another. Few rows would
+cost as much as 64.
 
 The keys of the next tile are multiplied during the softmax of this one.
 
@@ -29,16 +29,14 @@ from pallas_kernels._logits import Logits
 from pallas_kernels._merge import Sums
 from pallas_kernels._rows import COLUMNS, LOWEST, ROWS_FIRST, zeros
 from pallas_kernels._softmax import weights
-from pallas_kernels._walk import Walk
-from pallas_kernels.paged_decode._products import zero_unseen
-from pallas_kernels.paged_decode._steps import Carry, TileAndStage
+from pallas_kernels._walk import Order
+from pallas_kernels.paged_decode._few_rows import Carry, zero_unseen
 
 
 @dataclasses.dataclass(frozen=True)
 class ManyRows:
-    walk: Walk
+    order: Order
     logits_of: Logits
-    tile_and_stage: TileAndStage
     keys: Ring
     values: Ring
     q: Any  # SMEM [rows, width]
@@ -46,8 +44,8 @@ class ManyRows:
 
     def start(self) -> Carry:
         rows, width = self.q.shape
-        _, stage = self.tile_and_stage(jnp.int32(0))
-        is_there, num_parts = self.walk.num_tiles > 0, len(self.parts_of(stage))
+        _, stage = self.order.tile_and_stage(jnp.int32(0))
+        is_there, num_parts = self.order.walk.num_tiles > 0, len(self.parts_of(stage))
 
         def product(ref: Any) -> jax.Array:
             self._start_keys(ref, is_there, stage)
@@ -61,9 +59,9 @@ class ManyRows:
     def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
         acc, m, l, scores = carry
         assert scores is not None
-        tile, stage = self.tile_and_stage(j)
-        _, next_stage = self.tile_and_stage(j + 1)  # after the last tile: any stage, unused
-        is_next = j + 1 < self.walk.num_tiles
+        tile, stage = self.order.tile_and_stage(j)
+        _, next_stage = self.order.tile_and_stage(j + 1)  # after the last tile: any stage, unused
+        is_next = j + 1 < self.order.walk.num_tiles
 
         def work(next_scores: Any) -> Carry:
             # a. S = Q K^T, of the next tile
@@ -79,7 +77,7 @@ class ManyRows:
             # c. O += P V
             plgpu.barrier_wait(self.values.full.at[stage])
             if masked:
-                zero_unseen(self.values, self.parts_of(stage), functools.partial(self.walk.seen, tile))
+                zero_unseen(self.values, self.parts_of(stage), functools.partial(self.order.walk.seen, tile))
                 plgpu.commit_smem()
             scaled = [part * ROWS_FIRST.over(alpha, part.shape) for part in acc]
             acc_new = self._plus_values(scaled, p.astype(self.q.dtype), stage)
@@ -99,7 +97,7 @@ class ManyRows:
 
     @property
     def _scores(self) -> Any:
-        return plgpu.ACC((self.q.shape[0], self.walk.tile), jnp.float32)
+        return plgpu.ACC((self.q.shape[0], self.order.walk.tile), jnp.float32)
 
     def _start_keys(self, ref: Any, is_there: jax.Array, stage: jax.Array) -> None:
         self.keys.wait_if(is_there, stage)

@@ -13,7 +13,7 @@ from pallas_kernels import _interpret, _rows, _sizes, merge_parts
 from pallas_kernels._fetch import Ring
 from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import COLUMNS, ROWS_FIRST
-from pallas_kernels._scales import Scales
+from pallas_kernels._scales import Scales, of_head
 from pallas_kernels.attention_options import AttentionOptions, operands_of
 from pallas_kernels.paged_prefill import _tree
 from pallas_kernels.paged_prefill._fetch import Fetcher
@@ -102,7 +102,7 @@ def _kernel(
 
             # 1. Q is there.
             scales = scales_of(item.kv_head)
-            k_scale, v_scale = scales.of_head(scales.k), scales.of_head(scales.v)
+            k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (refs.k_scale, refs.v_scale))
             rows.finish_load()
             scale = softmax_scale if k_scale is None else softmax_scale * k_scale
             pl.when(scale < 0)(lambda: _negate(q_smem))

@@ -14,10 +14,10 @@ from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
 from pallas_kernels._merge import Partials, Sums
 from pallas_kernels._rows import LOWEST, ROWS_LAST
-from pallas_kernels._scales import over_tokens
+from pallas_kernels._scales import of_head, over_tokens
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
 from pallas_kernels._softmax import softmax
-from pallas_kernels._walk import Partition, Walk
+from pallas_kernels._walk import Order, Partition, Walk
 from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
 from pallas_kernels.partition_plan import PartitionPlan
 from pallas_kernels.portable_config import COLUMNS, TILE, Config
@@ -79,12 +79,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
             copies.start_values(jnp.int32(i), ids[i])
 
     # 3. Q is there.
-    scale = refs.scale[0]
-    if (k_scale := _of_head(refs.k_scale, partition.kv_head)) is not None:
-        scale = scale * k_scale
-    slopes = None if refs.alibi_slopes is None else ROWS_LAST.load(refs.alibi_slopes.at[partition.kv_head])
-    cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
-    logits_of = Logits(walk, walk.first_query, scale, cap, slopes, refs.group, ROWS_LAST)
+    logits_of = Logits.of(refs, walk, refs.group, ROWS_LAST)
     copies.wait_query()
     unit = tiles.prepare_query()
     kept = [tiles.query(c) for c in chunks] if rows * width // 64 <= QUERY_REGISTERS else None
@@ -137,17 +132,14 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
         values_ids=ids[stages - 1],
         keys_ids=ids[stages],
     )
-    start, end = walk.whole_tiles()
-    if walk.window is not None:
-        state = lax.fori_loop(0, start, functools.partial(step, masked=True), state)
-    state = lax.fori_loop(start, end, functools.partial(step, masked=False), state)
-    state = lax.fori_loop(end, walk.num_tiles, functools.partial(step, masked=True), state)
+    for start, end, masked in Order(walk, stages).runs():
+        state = lax.fori_loop(start, end, functools.partial(step, masked=masked), state)
 
     # 5. The rows; of a sequence with several partitions in the program that merges them.
     def finish(sums: Sums) -> None:
         sinks = None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[partition.kv_head])
         factor, lse = _rows.normalise(sums.m, sums.l, sinks)
-        if (v_scale := _of_head(refs.v_scale, partition.kv_head)) is not None:
+        if (v_scale := of_head(refs.v_scale, partition.kv_head)) is not None:
             factor = factor * v_scale
         parts = [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in sums.acc]
         _results.store(parts, lse, refs.out, refs.lse, partition.seq, partition.kv_head, refs.group)
@@ -158,13 +150,6 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     partials = Partials(refs, partition, partition.count)
     pl.when(partition.count == 1)(lambda: finish(sums()))
     pl.when(partition.count != 1)(lambda: partials.merge(sums(), finish))
-
-
-def _of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:
-    """f32 []; None where there is none, or one a token."""
-    if scales is None or len(scales.shape) == 3:
-        return None
-    return scales[kv_head if scales.shape[0] > 1 else 0]
 
 
 def _token_scales(ring: Any, slot: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,8 @@ def test_a_ring_for_a_known_window(window, q_len, num_stages):
 def test_every_tile_has_its_turn(before_whole, num_whole, num_last, lead):
     end = before_whole + num_whole
     before = before_whole + min(num_whole, lead)
-    order = LastFirst(before_whole, end, jnp.int32(end + num_last), jnp.int32(before), lead > 0)
+    walk = SimpleNamespace(num_tiles=jnp.int32(end + num_last))
+    order = LastFirst(walk, 1, before_whole, end, jnp.int32(before), lead)
     tiles = [int(order.fetched(jnp.int32(turn))) for turn in range(end + num_last)]
     expected = [*range(before), *range(end, end + num_last), *range(before, end)]
     assert tiles == expected

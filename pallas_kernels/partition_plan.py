@@ -30,26 +30,36 @@ class PartitionPlan:
         return self.partitions.shape[0]
 
 
-def default_total(seqs: int, kv_heads: int, num_sms: int) -> int:
-    """Partitions of a KV head to share out by length."""
+def default(lengths: jax.Array, window: jax.Array | None, *, q_len: int, kv_heads: int, num_sms: int) -> PartitionPlan:
+    """The plan of a call: int32 lengths [seqs], window int32 [], heads and SMs of one device."""
+    # Four programs a SM: H100, 8 KV heads, one of 131072 and seven of 1024 193 us, with half a program a SM 319, with
+    # eight 202; 8 x 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
+    at_once, seqs = 4 * num_sms // kv_heads, lengths.shape[0]
     # One for each sequence and as many again: a sequence no longer than the mean stays whole, and needs no merge.
-    # And four programs a SM: H100, 8 KV heads, one of 131072 and seven of 1024 193 us, with half a program a SM 319,
-    # with eight 202; 8 x 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
-    return seqs + max(seqs, 4 * num_sms // kv_heads)
+    return make(lengths, window, q_len=q_len, total_partitions=seqs + max(seqs, at_once), at_once=at_once)
 
 
-def make(lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_partitions: int) -> PartitionPlan:
+def make(
+    lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_partitions: int, at_once: int = 0
+) -> PartitionPlan:
     """Shares `total_partitions`, more than there are sequences, out over int32 lengths [seqs]; window is int32 [].
 
     Whatever the lengths and the window, each sequence gets one at least, and no partition more tiles than `most` =
     ceil(all tiles / (total_partitions - seqs)), or LEAST_TILES, for which there are enough: ceil(tiles / most) of each
-    sequence add up to at most `total_partitions`.
+    sequence add up to at most `total_partitions`. If up to half as many tiles more let all run at the same time,
+    `at_once` of a KV head, a partition gets them.
     """
     seqs = lengths.shape[0]
     first, end = jax.vmap(lambda length: _sizes.tile_range(length, window, q_len, TILE))(lengths)
     tiles = jnp.clip(end - first, 0, 2**30 // seqs)  # so that their sum is an int32
     most = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // (total_partitions - seqs)), LEAST_TILES)
-    counts = jnp.maximum(-(-tiles // most), 1)
+    # A few programs that start when the others end leave the GPU idle. H100, all at once, and not: 24 x 4096 135, 148;
+    # 16 x 4096, one of them 8192, 100, 109; 64 x 1024, one of them 4096, 98, 104; but of short partitions, 64 x 256,
+    # one of them 2048, 35, 32. [outliers_h100 of benchmarks/results/decisions/]
+    longer = most + jnp.arange(33, dtype=jnp.int32) * jnp.maximum(most // 64, 1)
+    fits = (_counts(tiles[None], longer[:, None]).sum(axis=1) <= at_once) & (longer <= most + most // 2)
+    most = jnp.where(fits.any() & (most > LEAST_TILES), longer[jnp.argmax(fits)], most)
+    counts = _counts(tiles, most)
 
     # The longest begin, and the short ones fill the gaps at the end. H100, 64 x U(1..8192) 366 us, in the order of the
     # sequences 377, dealt to as many programs as run at once 382. [plans_h100 of benchmarks/results/decisions/]
@@ -62,3 +72,8 @@ def make(lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_part
     indices = places - (ends[ranks] - counts[seq_ids])
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     return PartitionPlan(jnp.stack([seq_ids, indices, counts[seq_ids]], axis=1), starts)
+
+
+def _counts(tiles: jax.Array, most: jax.Array) -> jax.Array:
+    """Partitions of sequences of so many tiles, no more than `most` of them in each."""
+    return jnp.maximum(-(-tiles // most), 1)

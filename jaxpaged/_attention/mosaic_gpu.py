@@ -15,6 +15,8 @@ from jaxpaged._attention.partitions import NumPartitions
 from pallas_kernels import decode_config, partition_plan, portable_config, prefill_config
 from pallas_kernels.partition_plan import PartitionPlan
 
+WIDE = 8192  # tokens; narrower tables hold no sequence that takes long by itself
+
 
 def attend(
     a: AttentionArguments, *, num_partitions: NumPartitions, window: int | None = None, falls_back: bool = False
@@ -103,8 +105,16 @@ def _prompt_config_of(
 
 
 def are_uneven(a: AttentionArguments, num_sms: int, window: int | None = None) -> bool:
-    """Whether the pool can fill the tables in small part only: the lengths differ, or are all short."""
+    """Whether some sequences may be much longer than the others: in wide tables, or where the pool can fill only a part
+    of them."""
     seqs, (num_blocks, block_size, kv_heads, _) = a.q.shape[0], a.k_cache.shape
+    # H100, 151 batches of 4 to 128 sequences, one of them up to 128 times as long as the others, in tables for 131072:
+    # the mean over the floor is 1.13 with a plan and 1.41 without, the worst from 20 us up 1.35 and 2.95. With none
+    # longer: 64 x 4096 350 us and 350, 24 x 4096 135 and 132, 8 x 4096 51 and 49, 96 x 256 38 and 40. The kernel that
+    # follows plans takes 1.17 times as long as the other one with 8-bit caches.
+    # [outliers_h100 of benchmarks/results/decisions/]
+    if _visible(a, window) > WIDE and a.k_cache.dtype.itemsize > 1:
+        return True
     most_of_mean = seqs * _visible(a, window) / (num_blocks * block_size)
     # More programs even each other out. H100, with a plan and without: 8 x U(1..8192), 3 times the mean, 36.8, 38.8; 64
     # with one of 4096, 4 times the mean, 104.9, 98.7; 64 x 8192 / 1, / 2, ..., 14 times, 58.2, 61.3; 64 with one of
@@ -177,9 +187,8 @@ def config_of(
 
 
 def plan_of(a: AttentionArguments, num_sms: int) -> PartitionPlan:
-    seqs, q_len, _, _ = a.q.shape
-    total = partition_plan.default_total(seqs, a.k_cache.shape[2], num_sms)
-    return partition_plan.make(a.lengths, a.options.sliding_window, q_len=q_len, total_partitions=total)
+    window, kv_heads = a.options.sliding_window, a.k_cache.shape[2]
+    return partition_plan.default(a.lengths, window, q_len=a.q.shape[1], kv_heads=kv_heads, num_sms=num_sms)
 
 
 def check_supported(a: AttentionArguments | PackedArguments, *, num_partitions: int | None = None) -> None:

@@ -83,10 +83,8 @@ def plan_partitions(
     check_whole("lengths", lengths)
     num_kv_heads, q_len = checked_size("num_kv_heads", num_kv_heads), checked_size("q_len", q_len)
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
-    seqs = lengths.shape[0]
     try:
         num_sms = _device.gpu().num_sms
     except NotImplementedError:
         num_sms = 0  # no kernel will use the plan
-    total = partition_plan.default_total(seqs, num_kv_heads, num_sms)
-    return partition_plan.make(lengths, window, q_len=q_len, total_partitions=total)
+    return partition_plan.default(lengths, window, q_len=q_len, kv_heads=num_kv_heads, num_sms=num_sms)

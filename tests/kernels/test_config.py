@@ -179,8 +179,9 @@ def test_many_rows():
     def partitions(**shape):
         return [config(**(dict(seqs=seqs) | shape)).num_partitions for seqs in (1, 3, 8, 12, 64)]
 
-    assert partitions() == partitions(itemsize=1) == [16, 5, 2, 1, 1]
-    assert partitions(capacity=2048) == [8, 5, 2, 1, 1]
+    assert partitions() == partitions(itemsize=1) == [8, 5, 2, 1, 1]
+    assert partitions(capacity=2048) == [4, 4, 2, 1, 1]
+    assert partitions(capacity=131072)[0] == 16
     assert partitions(capacity=1023) == [1, 1, 1, 1, 1]
     assert [config(group=group, q_len=1).rows_first for group in (32, 33, 64)] == [False, True, True]
     assert not config(itemsize=1).rows_first

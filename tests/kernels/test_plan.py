@@ -23,9 +23,10 @@ LENGTHS = {
 }
 
 
-def make(lengths, total, *, window=None, q_len=1):
+def make(lengths, total, *, window=None, q_len=1, at_once=0):
     window = None if window is None else jnp.asarray(window, jnp.int32)
-    plan = partition_plan.make(jnp.asarray(lengths, jnp.int32), window, q_len=q_len, total_partitions=total)
+    lengths = jnp.asarray(lengths, jnp.int32)
+    plan = partition_plan.make(lengths, window, q_len=q_len, total_partitions=total, at_once=at_once)
     return np.asarray(plan.partitions), np.asarray(plan.partition_starts)
 
 
@@ -62,11 +63,23 @@ def test_a_literal_plan():
 
 def test_a_sequence_as_long_as_the_mean_stays_whole():
     for seqs in (66, 256):
-        total = partition_plan.default_total(seqs, kv_heads=8, num_sms=132)
-        _, starts = make((1000,) * seqs, total)
-        assert (np.diff(starts) == 1).all()
-        _, starts = make((1000,) * (seqs - 1) + (100_000,), total)
-        assert np.diff(starts)[-1] >= 40
+        assert (partitions_of((1000,) * seqs) == 1).all()
+        assert partitions_of((1000,) * (seqs - 1) + (100_000,))[-1] >= 40
+
+
+def partitions_of(lengths):
+    plan = partition_plan.default(jnp.asarray(lengths, jnp.int32), None, q_len=1, kv_heads=8, num_sms=132)
+    return np.diff(plan.partition_starts)
+
+
+def test_partitions_that_all_run_at_once():
+    """66 of a KV head do on an H100: with a few tiles more each, no program starts when the others end."""
+    lengths = (4096,) * 24
+    assert np.diff(make(lengths, 90)[1]).tolist() == [3] * 24
+    assert partitions_of(lengths).tolist() == [2] * 24
+    assert partitions_of((1024,) * 63 + (4096,)).tolist() == [1] * 63 + [3]  # and not 4
+    assert partitions_of((256,) * 63 + (2048,)).tolist() == [1] * 63 + [4]  # but for short ones
+    assert partitions_of((1024,) * 31 + (4096,)).sum() > 66  # of half as many tiles more it would still be too many
 
 
 def test_a_short_sequence_stays_whole():
@@ -82,8 +95,12 @@ def test_a_window_is_what_there_is_to_share():
 
 
 def test_total():
-    assert [partition_plan.default_total(seqs, 8, 132) for seqs in (2, 66, 100)] == [68, 132, 200]
-    assert partition_plan.default_total(8, 1, 132) == 8 + 528
+    def total(seqs, kv_heads):
+        lengths = jnp.ones(seqs, jnp.int32)
+        return partition_plan.default(lengths, None, q_len=1, kv_heads=kv_heads, num_sms=132).total_partitions
+
+    assert [total(seqs, 8) for seqs in (2, 66, 100)] == [68, 132, 200]
+    assert total(8, 1) == 8 + 528
 
 
 def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
@@ -146,6 +163,20 @@ def test_calls_whose_pool_cannot_fill_their_tables_get_a_plan(launched):
     assert not is_planned(wide, sliding_window=440)  # nobody sees as much
     assert is_planned(wide, sliding_window=jnp.int32(440))
     assert not is_planned(wide, q_len=40)  # in runs
+
+
+def test_wide_tables_get_a_plan_unless_the_cache_is_of_8_bits(launched):
+    def is_planned(max_blocks, **kind):
+        case = make_case(lengths=(200, 180, 190), max_blocks=max_blocks, dtype=BF16, **kind)
+        pool = jnp.zeros((2 * 3 * max_blocks, *case.k_cache.shape[1:]), case.k_cache.dtype)  # it could fill them twice
+        launched.clear()
+        paged_attention(case.q, pool, pool, *case.arrays[3:], implementation="mosaic_gpu")
+        (plan,) = launched
+        return plan is not None
+
+    assert not is_planned(512)
+    assert is_planned(513)
+    assert not is_planned(513, cache_dtype=jnp.float8_e4m3fn)
 
 
 def test_one_sequence_gets_no_plan(launched):

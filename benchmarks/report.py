@@ -184,6 +184,22 @@ def plans() -> str:
     return table(("sequences", "as many partitions each", "by default", "floor", "over it"), rows)
 
 
+def outliers() -> str:
+    """By how much longer the one sequence is than the others."""
+    found: dict[int, list[Any]] = {}
+    for name, point in points("h100/outliers").items():
+        _, length, longest = map(int, re.findall(r"\d+", name))
+        found.setdefault(longest // length, []).append(point)
+    rows = []
+    for factor, its in sorted(found.items()):
+        row = [str(factor), str(len(its))]
+        for way in ("even", "default"):
+            ratios = [point[way] / point["floor"] for point in its]
+            row.append(f"{statistics.geometric_mean(ratios):.2f}, at most {max(ratios):.2f}")
+        rows.append(row)
+    return table(("times as long", "batches", "as many partitions each", "by default"), rows)
+
+
 def prefill() -> str:
     found, rows = points("h100/prefill"), []
     for name in PROMPTS:
@@ -369,6 +385,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers,
     "variants": variants,
     "plans": plans,
+    "outliers": outliers,
     "prefill": prefill,
     "packed": packed,
     "engine": engine,

@@ -110,9 +110,9 @@ def are_uneven(a: AttentionArguments, num_sms: int, window: int | None = None) -
     seqs, (num_blocks, block_size, kv_heads, _) = a.q.shape[0], a.k_cache.shape
     # H100, 151 batches of 4 to 128 sequences, one of them up to 128 times as long as the others, in tables for 131072:
     # the mean over the floor is 1.13 with a plan and 1.41 without, the worst from 20 us up 1.35 and 2.95. With none
-    # longer: 64 x 4096 350 us and 350, 24 x 4096 135 and 132, 8 x 4096 51 and 49, 96 x 256 38 and 40. The kernel that
-    # follows plans takes 1.17 times as long as the other one with 8-bit caches.
-    # [outliers_h100 of benchmarks/results/decisions/]
+    # longer: 64 x 4096 350 us and 350, 24 x 4096 135 and 132, 8 x 4096 51 and 49, 96 x 256 38 and 40; of one KV head
+    # 8 x 8192 18.4 and 15.0; head_dim 64, 16 x 4096 51 and 55. With 8-bit caches the kernel that follows plans takes
+    # 1.17 times as long as the other one. [outliers_h100, plan_heads_h100 of benchmarks/results/decisions/]
     if _visible(a, window) > WIDE and a.k_cache.dtype.itemsize > 1:
         return True
     most_of_mean = seqs * _visible(a, window) / (num_blocks * block_size)

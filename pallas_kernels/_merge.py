@@ -4,7 +4,8 @@
 
 Each program stores its sums, and is then counted. The one that is counted last merges all of them, a few at a time, so
 that their latencies overlap, and in the order of the partitions: whichever is the last, the bits are the same. No
-program waits for another. Everything here is traced inside the decode kernels, by warpgroup 0.
+program waits for another. All but `types_of` and `call_with_arrivals` is traced inside the decode kernels, by warpgroup
+0.
 
 Source: Dao et al., Flash-Decoding, 2023 (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
@@ -30,7 +31,7 @@ from pallas_kernels._sizes import ceil_div
 from pallas_kernels._walk import Partition
 
 MOST_AT_ONCE = 8  # partials
-# Of a thread, that partials take which are read at once: with 64 not four programs of the portable kernel share a SM.
+# Of a thread, for partials that are read at once. With 64, four programs of the portable kernel no longer share a SM.
 LOADED_REGISTERS = 48
 
 # Once all threads have stored, the first one counts: it releases what its program stored, and acquires what those
@@ -69,11 +70,13 @@ def types_of(*, seqs: int, places: int, kv_heads: int, shares: int, width: int, 
 def call_with_arrivals(kernel: Any, inputs: tuple[jax.Array, ...], types: tuple[Any, ...]) -> Any:
     """Calls `kernel`, made without output types; the last of its outputs is `arrivals`."""
 
+    written = kernel()
+
     # A kernel that writes into its operands cannot be mapped (jax 0.11.2 and 0.12.0).
     @jax.custom_batching.sequential_vmap
     def call(inputs: tuple[jax.Array, ...]) -> Any:
         first = *pl.empty_like(types[:-1]), jnp.zeros_like(types[-1])
-        return pl.run_state(lambda results: kernel()(*inputs, *results))(first)
+        return pl.run_state(lambda results: written(*inputs, *results))(first)
 
     return call(inputs)
 
@@ -92,7 +95,7 @@ class Partials:
 
     def merge(self, sums: Sums, finish: Callable[[Sums], None]) -> None:
         """Stores the sums of this program. If it is counted last, `finish` gets those of all."""
-        place = self.partition.first + self.partition.partial
+        place = self.partition.first_place + self.partition.partial
         for c, part in enumerate(sums.acc):
             _rows.store(self._acc(place, c, part.shape[0]), part)
         for i, vector in enumerate((sums.m, sums.l)):
@@ -133,16 +136,20 @@ class Partials:
         registers = sum(size * columns for size, columns in shapes) // 128
         at_once = max(1, min(MOST_AT_ONCE, LOADED_REGISTERS // registers))
         vector = self.layout.reduce(1 - self.orientation.axis)
-        end = self.partition.first + self.count
+        end = self.partition.first_place + self.count
 
         def load(ref: Any, layout: Any) -> jax.Array:
             return plgpu.load(ref, layout=layout, optimized=False)
 
-        def weighted(x: jax.Array, weight: jax.Array) -> jax.Array:
-            return x * plgpu.layout_cast(self.orientation.over(weight, x.shape), self.layout)
+        def times(x: jax.Array, weight: jax.Array) -> jax.Array:
+            return weighted(x, weight, self.orientation, self.layout)
+
+        def plus(so_far: jax.Array, part: jax.Array, weight: jax.Array) -> jax.Array:
+            is_there = plgpu.layout_cast(self.orientation.over(weight, part.shape), self.layout) != 0.0
+            return so_far + jnp.where(is_there, times(part, weight), jnp.zeros_like(part))  # 0 x Inf is NaN
 
         def add(i: jax.Array, so_far: Sums) -> Sums:
-            places = [self.partition.first + i * at_once + j for j in range(at_once)]
+            places = [self.partition.first_place + i * at_once + j for j in range(at_once)]
             # Past the end the last one is read again, and has no weight.
             changes = [jnp.where(place < end, 0.0, LOWEST) for place in places]
             places = [jnp.minimum(place, end - 1) for place in places]
@@ -153,15 +160,20 @@ class Partials:
             m_parts = [part + change for part, change in zip(m_parts, changes, strict=True)]
             m = functools.reduce(jnp.maximum, m_parts, so_far.m)
             alpha, weights = jnp.exp2(so_far.m - m), [jnp.exp2(part - m) for part in m_parts]
-            l, acc = so_far.l * alpha, [weighted(part, alpha) for part in so_far.acc]
+            l, acc = so_far.l * alpha, [times(part, alpha) for part in so_far.acc]
             for weight, l_part, its in zip(weights, l_parts, acc_parts, strict=True):
                 l += weight * l_part
-                acc = [a + weighted(part, weight) for a, part in zip(acc, its, strict=True)]
+                acc = [plus(a, part, weight) for a, part in zip(acc, its, strict=True)]
             return Sums(tuple(acc), m, l)
 
         nothing = Sums(
-            acc=tuple(plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), self.layout) for shape in shapes),
-            m=plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), vector),
-            l=plgpu.layout_cast(jnp.full((rows,), 0.0, jnp.float32), vector),
+            acc=tuple(_rows.full(shape, 0.0, self.layout) for shape in shapes),
+            m=_rows.full((rows,), LOWEST, vector),
+            l=_rows.full((rows,), 0.0, vector),
         )
         return lax.fori_loop(0, ceil_div(jnp.int32(self.count), at_once), add, nothing)
+
+
+def weighted(x: jax.Array, weight: jax.Array, orientation: Orientation, layout: Any) -> jax.Array:
+    """A matrix in `layout`, each row times its number of `weight` [rows]."""
+    return x * plgpu.layout_cast(orientation.over(weight, x.shape), layout)

@@ -1,4 +1,4 @@
-"""Shared by the decode kernel and the merge: rows in registers, their way into SMEM, and finished rows.
+"""Shared by the kernels: rows in registers, their way into SMEM, and finished rows.
 
 A row is one (query token, query head) pair of one KV head: row r is token `r // group`, head `r % group` of the group.
 Everything here is traced inside the kernels.
@@ -24,7 +24,7 @@ LN2 = math.log(2.0)
 LOWEST = -1e30
 ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps; or [rows, n]: see `Orientation`
 SCALAR = plgpu.Layout.WG_SPLAT
-COLUMNS = 64  # of the head_dim that one program of a merge adds up: the smallest M that this layout has
+COLUMNS = 64  # of a head, that are handled together: the smallest M that this layout has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Orientation:
 
     def full(self, rows: int, value: float) -> jax.Array:
         """f32 [rows], the same number for each."""
-        return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), self.vector)
+        return full((rows,), value, self.vector)
 
     def over(self, vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """[rows] as a matrix of that shape: each number all along its row."""
@@ -60,12 +60,16 @@ ROWS_FIRST = Orientation(0)  # S [rows, tile], O [rows, head_dim]
 ROWS_LAST = Orientation(1)  # their transposes
 
 
+def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
 def zeros(shape: tuple[int, int]) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), ROWS)
+    return full(shape, 0.0, ROWS)
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Into SMEM that is neither tiled nor swizzled, with bank conflicts."""
+    """Into GMEM, or into SMEM that is neither tiled nor swizzled, with bank conflicts."""
     if hasattr(plgpu, "store"):
         # From jax 0.12 on, an assignment searches for a store without conflicts; if there is none, it does not end.
         plgpu.store(ref, value, optimized=False)

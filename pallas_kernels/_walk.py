@@ -24,7 +24,7 @@ class Partition:
     count: int | jax.Array  # an int if it depends on no length
     length: jax.Array  # int32 [], of the sequence; 0 for what a plan leaves over
     partial: jax.Array  # which of its sequence's partials it writes; the programs of a cluster write one
-    first: jax.Array  # the place of its sequence's first partial among all
+    first_place: jax.Array  # of its sequence's partials, among all
     in_cluster: bool = False
 
     @property
@@ -48,8 +48,8 @@ class Partition:
         seq = lengths.shape[0] - 1 - lax.axis_index("seq")
         partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
         index = partial if cluster == 1 else partial * cluster + lax.axis_index("member")
-        first = seq * (num_partitions // cluster)
-        return cls(seq, kv_head, index, num_partitions, lengths[seq], partial, first, in_cluster=cluster > 1)
+        first_place = seq * (num_partitions // cluster)
+        return cls(seq, kv_head, index, num_partitions, lengths[seq], partial, first_place, in_cluster=cluster > 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Walk:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """In which our tiles are fetched, into stages in turn, and in which they are computed: here one after the other."""
+    """The order in which our tiles are fetched, into stages in turn, and computed: here one after the other."""
 
     walk: Walk
     stages: int

@@ -293,7 +293,7 @@ def partitions_of_many_rows(pairs: int, seen: int, num_sms: int) -> int:
 
 def cluster_of(num_partitions: int) -> int:
     """The largest divisor of num_partitions up to 8."""
-    # H100, in a cluster, and by the last program: 1 x 8192 15.1, 16.6; 8 x 2048 26.1, 26.9; 1 x 32768 47.6, 50.1;
-    # the kernel alone, 1 x 512 3.9, 5.0. Of one KV head 64 partitions in 8 clusters, whose partials the last program
-    # merges, and 32 without: 1 x 8192 5.8, 9.1. [merge_h100]
+    # H100, in a cluster, and by the last program: 1 x 8192 15.1, 16.6; 8 x 2048 26.1, 26.9; 1 x 32768 47.6, 50.1. The
+    # kernel alone: 1 x 512 3.9, 5.0; of one KV head, 1 x 8192 in 64 partitions of 8 clusters, whose partials the last
+    # program merges, 5.8, in 32 without clusters 9.1. [merge_h100]
     return next(cluster for cluster in range(MAX_CLUSTER, 0, -1) if num_partitions % cluster == 0)

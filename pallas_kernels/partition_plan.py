@@ -30,13 +30,24 @@ class PartitionPlan:
         return self.partitions.shape[0]
 
 
+def programs_at_once(kv_heads: int, num_sms: int) -> int:
+    """Of a KV head, where those of all KV heads run side by side."""
+    # Four a SM: H100, 8 KV heads, one of 131072 and seven of 1024 193 us, with half a program a SM 319, with eight 202;
+    # 8 x 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
+    return 4 * num_sms // kv_heads
+
+
+def default_total(seqs: int, kv_heads: int, num_sms: int) -> int:
+    """Partitions of a KV head to share out by length."""
+    # One for each sequence and as many again: a sequence no longer than the mean stays whole, and needs no merge.
+    return seqs + max(seqs, programs_at_once(kv_heads, num_sms))
+
+
 def default(lengths: jax.Array, window: jax.Array | None, *, q_len: int, kv_heads: int, num_sms: int) -> PartitionPlan:
     """The plan of a call: int32 lengths [seqs], window int32 [], heads and SMs of one device."""
-    # Four programs a SM: H100, 8 KV heads, one of 131072 and seven of 1024 193 us, with half a program a SM 319, with
-    # eight 202; 8 x 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
-    at_once, seqs = 4 * num_sms // kv_heads, lengths.shape[0]
-    # One for each sequence and as many again: a sequence no longer than the mean stays whole, and needs no merge.
-    return make(lengths, window, q_len=q_len, total_partitions=seqs + max(seqs, at_once), at_once=at_once)
+    total = default_total(lengths.shape[0], kv_heads, num_sms)
+    at_once = programs_at_once(kv_heads, num_sms)
+    return make(lengths, window, q_len=q_len, total_partitions=total, at_once=at_once)
 
 
 def make(
@@ -56,7 +67,7 @@ def make(
     # A few programs that start when the others end leave the GPU idle. H100, all at once, and not: 24 x 4096 135, 148;
     # 16 x 4096, one of them 8192, 100, 109; 64 x 1024, one of them 4096, 98, 104; but of short partitions, 64 x 256,
     # one of them 2048, 35, 32. [outliers_h100 of benchmarks/results/decisions/]
-    longer = most + jnp.arange(33, dtype=jnp.int32) * jnp.maximum(most // 64, 1)
+    longer = most + jnp.arange(33, dtype=jnp.int32) * -(-most // 64)
     fits = (_counts(tiles[None], longer[:, None]).sum(axis=1) <= at_once) & (longer <= most + most // 2)
     most = jnp.where(fits.any() & (most > LEAST_TILES), longer[jnp.argmax(fits)], most)
     counts = _counts(tiles, most)

@@ -32,7 +32,8 @@ def attend(
     else:
         number = num_partitions
         num_sms = _device.gpu().num_sms
-        if number is None and are_uneven(a, num_sms, window):
+        total = partition_plan.default_total(a.q.shape[0], a.k_cache.shape[2], num_sms)
+        if number is None and are_uneven(a, num_sms, window) and portable.follows(a, total):
             plan = plan_of(a, num_sms)
     if plan is not None and portable.follows(a, plan.total_partitions):
         return portable.attend(a, plan=plan, window=window, falls_back=falls_back)
@@ -113,7 +114,8 @@ def are_uneven(a: AttentionArguments, num_sms: int, window: int | None = None) -
     # longer: 64 x 4096 350 us and 350, 24 x 4096 135 and 132, 8 x 4096 51 and 49, 96 x 256 38 and 40; of one KV head
     # 8 x 8192 18.4 and 15.0; head_dim 64, 16 x 4096 51 and 55. With 8-bit caches the kernel that follows plans takes
     # 1.17 times as long as the other one. [outliers_h100, plan_heads_h100 of benchmarks/results/decisions/]
-    if _visible(a, window) > WIDE and a.k_cache.dtype.itemsize > 1:
+    is_measured = a.k_cache.dtype.itemsize > 1 and a.q.shape[1] * a.group <= decode_config.FEW_ROWS
+    if is_measured and _visible(a, window) > WIDE:
         return True
     most_of_mean = seqs * _visible(a, window) / (num_blocks * block_size)
     # More programs even each other out. H100, with a plan and without: 8 x U(1..8192), 3 times the mean, 36.8, 38.8; 64

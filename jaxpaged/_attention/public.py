@@ -150,7 +150,8 @@ def paged_attention(
             choose its partitions for it.
         num_partitions: into how many parts each sequence is cut, computed side by side and then merged. With a number,
             a sequence's output does not depend on its batch neighbours. None: as many as fill the GPU, or a plan
-            in tables for more than 8192 tokens, and where the pool could fill only a small part of them; on a CPU 1.
+            in tables of a 16-bit cache for more than 8192 tokens, and where the pool could fill only a small part of
+            the tables; on a CPU 1.
         plan: from `plan_partitions`, instead of a number: partitions by the true lengths, for batches in which a few
             sequences are much longer than the others. "xla" takes its default instead.
         return_lse: also return the lse.

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _rows
 from pallas_kernels._interpret import interpreted
-from pallas_kernels._merge import Partials, Sums
+from pallas_kernels._merge import Partials, Sums, weighted
 from pallas_kernels._rows import ROWS_LAST
 from pallas_kernels._walk import Partition
 from pallas_kernels.paged_decode._inbox import SHARE, SHARE_ROWS, Inbox, InterpretedInbox, Sharing
@@ -27,7 +27,7 @@ from pallas_kernels.paged_decode._refs import Refs
 def inbox_of(refs: Refs, partition: Partition, sharing: Sharing) -> Inbox | InterpretedInbox:
     if not interpreted():
         return Inbox(refs, sharing)
-    cluster = (partition.first + partition.partial) * refs.lse.shape[1] + partition.kv_head
+    cluster = (partition.first_place + partition.partial) * refs.lse.shape[1] + partition.kv_head
     return InterpretedInbox(refs, sharing, cluster * sharing.cluster)
 
 
@@ -54,12 +54,14 @@ def _merge_share(
     m = functools.reduce(jnp.maximum, m_members)
     weights = [jnp.exp2(m_member - m) for m_member in m_members]
     l = functools.reduce(jnp.add, [l_member * weight for l_member, weight in zip(l_members, weights, strict=True)])
-    merged = functools.reduce(jnp.add, [_weighted(inbox.columns(i, turn), weights[i]) for i in members])
+    merged = functools.reduce(
+        jnp.add, [weighted(inbox.columns(i, turn), weights[i], ROWS_LAST, SHARE) for i in members]
+    )
 
     def write(sums: Sums) -> None:
         columns_smem, lse_smem = output.refs.columns_smem, output.refs.lse_smem  # [rows, columns], f32 [rows]
         factor, lse = _rows.normalise(sums.m, sums.l, output.sinks(SHARE_ROWS))
-        out = _weighted(sums.acc[0], factor).astype(columns_smem.dtype)
+        out = weighted(sums.acc[0], factor, ROWS_LAST, SHARE).astype(columns_smem.dtype)
         _rows.store_together((lse_smem, lse), transposed=[(columns_smem, out)], layout=SHARE, orientation=ROWS_LAST)
         plgpu.commit_smem()
         output.copy_rows(columns_smem, pl.ds(share * columns, columns))
@@ -70,7 +72,3 @@ def _merge_share(
         write(sums)
     else:
         Partials(output.refs, output.partition, num_clusters, share, columns, SHARE).merge(sums, write)
-
-
-def _weighted(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return x * plgpu.layout_cast(ROWS_LAST.over(weight, x.shape), SHARE)

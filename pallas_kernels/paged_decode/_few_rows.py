@@ -4,14 +4,14 @@
     O^T [chunk, rows] = V^T [chunk, tile]   P^T [tile, rows]
 
 The tensor cores read the tiles where they were fetched to. A step is a loop's body: it takes and returns the sums so
-far, (acc, m, l, products):
+far, (acc, m, l, scores):
 
 | | |
 |---|---|
 | acc | the chunks of O^T, each f32 [chunk, rows] |
 | m | the highest logit so far, in units of log2, f32 [rows] |
 | l | the sum of the weights, f32 [tile, rows], added up over the tokens at the end |
-| products | S^T of the tile of this step, f32 [tile, rows], if the step before has computed it; otherwise None |
+| scores | S^T of the tile of this step, f32 [tile, rows], if the step before has computed it; otherwise None |
 
 `_narrow_cache` and `_many_rows` have the other steps. Everything here is traced inside the decode kernel.
 """

@@ -3,7 +3,7 @@
     S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
     O [64, head_dim] += P [64, tile]      V [tile, head_dim]
 
-The carry is that of `_few_rows`, but acc is O, one array for each part of a head, l is f32 [rows], and the products
+The carry is that of `_few_rows`, but acc is O, one array for each part of a head, l is f32 [rows], and the scores
 are S. Sums over the tokens stay within four lanes, P stays in registers, and no warp waits for another. Few rows would
 cost as much as 64.
 

@@ -1,7 +1,7 @@
 """A step of the warpgroup that computes, for an 8-bit cache: its tiles pass through registers to the products
 (`_widen`), and their SMEM is free as soon as they are read.
 
-The carry is that of `_few_rows`, without products. Everything here is traced inside the decode kernel.
+The carry is that of `_few_rows`, without scores. Everything here is traced inside the decode kernel.
 """
 
 import dataclasses

@@ -44,7 +44,7 @@ class Refs:
     k_free: Any  # [stages]
     v_free: Any  # [stages]
     # Of several partials a sequence, GMEM: see `_merge.types_of`
-    partial_acc: Any = None  # f32 [seqs * partials, kv_heads, width, rows]
+    partial_acc: Any = None  # f32 [seqs * partials, kv_heads, width, rows]; of many rows 64 x 64 of O below each other
     partial_ml: Any = None  # f32 [seqs * partials, kv_heads, shares, 2, rows]
     arrivals: Any = None  # int32 [seqs, kv_heads, shares], how many partials are stored
     # Options, GMEM

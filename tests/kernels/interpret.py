@@ -1,4 +1,4 @@
-"""Runs the kernels of paged decode in interpret mode, with race detection, on a CPU."""
+"""Runs the kernels of paged decode in interpret mode on a CPU, with race detection where no program reads another's."""
 
 import dataclasses
 import functools

@@ -142,9 +142,24 @@ def test_vmap_is_one_more_grid_axis(in_axes):
     text = lowered(jax.vmap(attend, in_axes=in_axes), *mapped)
     assert kernel_calls(text) == 1
     assert "stablehlo.while" not in text
+    assert pools_made(text, cache) == []
+
+
+def pools_made(text, cache):
+    """The operations of a module that make an array as large as the pool, or several."""
     pool = "x".join(map(str, cache.k.shape))
     made = [line for line in text.splitlines() if re.search(rf"-> tensor<(\d+x)?{pool}xbf16>", line)]
-    assert [line for line in made if "func.func" not in line and "custom_call" not in line] == []
+    return [line for line in made if "func.func" not in line and "custom_call" not in line]
+
+
+def test_mapped_calls_with_a_plan_follow_one_another():
+    cache, allocator, q = inputs()
+    wide = jnp.pad(allocator.block_tables, ((0, 0), (0, 500)))
+    mapped = jax.vmap(lambda q: attend(q, cache.k, cache.v, wide, allocator.lengths))
+    text = lowered(mapped, jnp.stack([q] * 3))
+    assert kernel_calls(text) == 1
+    assert "stablehlo.while" in text
+    assert pools_made(text, cache) == []
 
 
 def test_an_exported_decode_step_comes_back():

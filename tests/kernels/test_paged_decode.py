@@ -1,4 +1,4 @@
-"""The decode kernel and its merge in interpret mode: every code path at toy sizes, and no races."""
+"""The decode kernel in interpret mode: every code path at toy sizes, and no races."""
 
 import dataclasses
 import functools
@@ -173,9 +173,19 @@ def test_the_ring_goes_round():
     check(make_case(lengths=(64 * 5,), max_blocks=20, heads=2, kv_heads=1, dtype=BF16), num_stages=2)
 
 
-def test_more_partitions_than_one_group_of_the_merge():
-    case = make_case(lengths=(64 * 66,), block_size=64, max_blocks=66, heads=1, kv_heads=1, dtype=BF16)
-    check(case, num_partitions=66, cluster=1, tile=64)
+def test_more_partitions_than_are_merged_at_once():
+    case = make_case(lengths=(64 * 10,), block_size=64, max_blocks=10, heads=1, kv_heads=1, dtype=BF16)
+    check(case, num_partitions=10, cluster=1, tile=64)
+
+
+@pytest.mark.parametrize("num_partitions", [1, 3])
+def test_an_infinite_value_stays_one(num_partitions):
+    """Also where a partial is read twice, the second time without weight."""
+    case = make_case(lengths=(64 * 3,), block_size=64, max_blocks=3, heads=1, kv_heads=1, dtype=BF16)
+    block, slot = case.block_tables[0, 2], 5
+    case = case.replace(v_cache=case.v_cache.at[block, slot].set(jnp.inf))
+    out, _ = attend(case, num_partitions=num_partitions, cluster=1, tile=64)
+    assert (np.asarray(out, np.float32) == np.inf).all()
 
 
 def test_traced_scalars_and_a_batch_neighbour():
@@ -241,9 +251,14 @@ def test_vmap_gradient_and_export():
     launch = functools.partial(mosaic_gpu._launch, decode_config.default_config(**shape, num_partitions=2))
     interpreted = functools.partial(launch, plgpu.InterpretGPUParams(detect_races=True))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
-    out, _ = jax.vmap(interpreted)(stacked)
-    for case, its in zip(cases, out, strict=True):
-        assert_within_budget(case, its[:, 0])
+    config = decode_config.default_config(**shape, num_partitions=2)
+    in_memory = functools.partial(
+        mosaic_gpu._launch, dataclasses.replace(config, cluster=1), plgpu.InterpretGPUParams()
+    )
+    for mapped in (interpreted, in_memory):
+        out, _ = jax.vmap(mapped)(stacked)
+        for case, its in zip(cases, out, strict=True):
+            assert_within_budget(case, its[:, 0])
 
     # Differentiated, it is the XLA path that runs.
     def loss(attend, q):

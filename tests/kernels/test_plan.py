@@ -80,6 +80,7 @@ def test_partitions_that_all_run_at_once():
     assert partitions_of((1024,) * 63 + (4096,)).tolist() == [1] * 63 + [3]  # and not 4
     assert partitions_of((256,) * 63 + (2048,)).tolist() == [1] * 63 + [4]  # but for short ones
     assert partitions_of((1024,) * 31 + (4096,)).sum() > 66  # of half as many tiles more it would still be too many
+    assert make((1400 * 64,) * 10, 150, at_once=100)[1][-1] == 100  # of 140 tiles, not of 100
 
 
 def test_a_short_sequence_stays_whole():

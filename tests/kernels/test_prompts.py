@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, paged_attention
-from jaxpaged._attention import mosaic_gpu, query_runs, xla
+from jaxpaged._attention import mosaic_gpu, portable, query_runs, xla
 from pallas_kernels import prefill_config
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_xla():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """As if JAX's default device were an H100; the calls of the kernel."""
+    """As if JAX's default device were an H100; the calls of the kernels, with the plan of those that follow one."""
     launched = []
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
 
@@ -117,6 +117,9 @@ def hopper(monkeypatch):
 
     monkeypatch.setattr(mosaic_gpu, "_launch", launch)
     monkeypatch.setattr(mosaic_gpu, "_launch_packed", launch_packed)
+    monkeypatch.setattr(
+        portable, "launch", lambda config, interpret, a, plan, falls_back: launch(config, plan, a, None)
+    )
     return launched
 
 
@@ -203,8 +206,9 @@ def test_which_kernel_takes_a_shared_prefix(hopper, max_blocks, prefix, by_prefi
     arrays = shapes(seqs=64, q_len=1, heads=32, kv_heads=8, max_blocks=max_blocks)
     out = jax.eval_shape(attend, jax.ShapeDtypeStruct((), jnp.int32), *arrays)
     assert out.shape == (64, 1, 32, 128)
-    first, (_, _, rest) = hopper
+    first, (_, plan, rest) = hopper
     assert rest.q.shape == out.shape
+    assert plan is not None  # in tables for more than 8192 tokens
     if by_prefill:
         config, _, shared = first
         assert (config.causal, config.num_parts, shared.q.shape) == (False, 8, (64, 32, 128))

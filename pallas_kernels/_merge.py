@@ -4,8 +4,7 @@
 
 Each program stores its sums, and is then counted. The one that is counted last merges all of them, a few at a time, so
 that their latencies overlap, and in the order of the partitions: whichever is the last, the bits are the same. No
-program waits for another. All but `types_of` and `call_with_arrivals` is traced inside the decode kernels, by warpgroup
-0.
+program waits for another. All but `types_of` and `call` is traced inside the decode kernels, by warpgroup 0.
 
 Source: Dao et al., Flash-Decoding, 2023 (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
@@ -67,18 +66,20 @@ def types_of(*, seqs: int, places: int, kv_heads: int, shares: int, width: int, 
     }
 
 
-def call_with_arrivals(kernel: Any, inputs: tuple[jax.Array, ...], types: tuple[Any, ...]) -> Any:
-    """Calls `kernel`, made without output types; the last of its outputs is `arrivals`."""
-
+def call(kernel: Callable[..., Any], inputs: dict[str, jax.Array], out_types: dict[str, Any]) -> Any:
+    """The outputs of `kernel`, which still needs its `out_type`. Of several partials `arrivals` is the last of them."""
+    operands, types = tuple(inputs.values()), tuple(out_types.values())
+    if "arrivals" not in out_types:
+        return kernel(out_type=types)(*operands)
     written = kernel()
 
     # A kernel that writes into its operands cannot be mapped (jax 0.11.2 and 0.12.0).
     @jax.custom_batching.sequential_vmap
-    def call(inputs: tuple[jax.Array, ...]) -> Any:
+    def one_after_the_other(operands: tuple[jax.Array, ...]) -> Any:
         first = *pl.empty_like(types[:-1]), jnp.zeros_like(types[-1])
-        return pl.run_state(lambda results: written(*inputs, *results))(first)
+        return pl.run_state(lambda results: written(*operands, *results))(first)
 
-    return call(inputs)
+    return one_after_the_other(operands)
 
 
 @dataclasses.dataclass(frozen=True)

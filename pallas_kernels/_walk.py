@@ -104,6 +104,9 @@ class Walk:
         """The i-th of our tiles, as a tile of the sequence."""
         return self.first_tile + self.partition.index + i * self.partition.count
 
+    def order(self, stages: int, *, last_first: bool) -> "Order":
+        return LastFirst.of(self, stages) if last_first else Order(self, stages)
+
     def ours_before(self, end: jax.Array) -> jax.Array:
         """How many of our tiles are before tile `end` of the sequence."""
         return _sizes.tiles_of_partition(self.first_tile, end, self.partition.count, self.partition.index)

@@ -28,7 +28,7 @@ def operands_of(
     options: AttentionOptions,
     per_row: Callable[[jax.Array], jax.Array],  # of f32 [heads]
     *,
-    with_sinks: bool,
+    with_sinks: bool = True,
     tree_bits: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """As a kernel reads them, by its names: numbers as [1], numbers of heads by row. Without what is left out."""

@@ -283,9 +283,8 @@ def partitions_for(pairs: int, seen: int, num_sms: int, *, shared: bool, fast_me
 def partitions_of_many_rows(pairs: int, seen: int, num_sms: int) -> int:
     """Partitions, any number, for more than FEW_ROWS rows: each program has a SM to itself."""
     # Such programs compute more than they read, and their large partials merge in memory. H200, 8 KV heads, 64 rows:
-    # 3 x 8192 in 5 37.3, in 4 37.5; 1 x 512 in 1 10.8, in 2 12.8; 8 x 8192 in
-    # 2 75, in 1 89; 12 x 8192 in 1 109, in 2 129; 64 x 8192 501, 547; 64 x U(1..8192) 310, 330. 8-bit caches, 3 x 8192
-    # in 5 52, in 2 120. [rows_h200]
+    # 3 x 8192 in 5 37.3, in 4 37.5; 1 x 512 in 1 10.8, in 2 12.8; 8 x 8192 in 2 75, in 1 89; 12 x 8192 in 1 109, in 2
+    # 129; 64 x 8192 501, 547; 64 x U(1..8192) 310, 330. 8-bit caches, 3 x 8192 in 5 52, in 2 120. [rows_h200]
     # To merge n partials takes about as long as n tiles of 128 tokens, and a partition has at least as many of these.
     # H100, 64 rows: 1 x 8192 in 8 25.7, in 12 27.7, in 16 28.4; 1 x 2048 in 4 16.4, in 8 17.2. [rows_h100]
     return max(1, min(num_sms // pairs, math.isqrt(seen // 128))) if seen >= 1024 else 1

@@ -28,14 +28,14 @@ def attend(
     """
     plan, number = None, None
     if isinstance(num_partitions, PartitionPlan):
-        plan = num_partitions
+        plan = num_partitions if portable.follows(a, num_partitions.total_partitions) else None
     else:
         number = num_partitions
         num_sms = _device.gpu().num_sms
         total = partition_plan.default_total(a.q.shape[0], a.k_cache.shape[2], num_sms)
         if number is None and are_uneven(a, num_sms, window) and portable.follows(a, total):
             plan = plan_of(a, num_sms)
-    if plan is not None and portable.follows(a, plan.total_partitions):
+    if plan is not None:
         return portable.attend(a, plan=plan, window=window, falls_back=falls_back)
     return _attend_evenly(a, number, window, falls_back)
 

@@ -15,7 +15,7 @@ from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
 from pallas_kernels._merge import Partials, Sums
 from pallas_kernels._rows import ROWS, ROWS_FIRST, ROWS_LAST
-from pallas_kernels._walk import LastFirst, Order, Partition, Walk
+from pallas_kernels._walk import Partition, Walk
 from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
 from pallas_kernels.decode_config import Config
 from pallas_kernels.paged_decode import _cluster
@@ -84,7 +84,7 @@ def _kernel(
     @pl.when(warpgroup == 1)
     def _fetch_tiles() -> None:
         fetch(
-            LastFirst.of(walk, stages) if config.last_first else Order(walk, stages),
+            walk.order(stages, last_first=config.last_first),
             (k_ring, v_ring),
             scales,
             refs.block_tables,
@@ -108,7 +108,7 @@ def _kernel(
         orientation = ROWS_FIRST if config.rows_first else ROWS_LAST
         logits_of = Logits.of(refs, walk, group, orientation, refs.tree_bits)
         v_scale = _scales.of_head(refs.v_scale, kv_head)
-        order = LastFirst.of(walk, stages) if config.last_first else Order(walk, stages)
+        order = walk.order(stages, last_first=config.last_first)
 
         plgpu.barrier_wait(refs.q_full)
         # The rows between q_len * group and `rows` are what SMEM held: rows do not mix.
@@ -199,7 +199,6 @@ def launch(
         **operands_of(
             options,
             per_row,
-            with_sinks=True,
             tree_bits=None if options.tree_bits is None else _bits_by_row(options.tree_bits, group, rows),
         ),
     }
@@ -225,7 +224,7 @@ def launch(
         dtype=q.dtype,
         cache_dtype=k_cache.dtype,
     )
-    names, types = (*inputs, *out_types), tuple(out_types.values())
+    names = (*inputs, *out_types)
 
     def paged_decode(*operands: Any, **scratch_refs: Any) -> None:
         refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
@@ -253,10 +252,7 @@ def launch(
         scratch_types=scratch_types,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    if config.num_partials > 1:
-        out, lse, *_ = _merge.call_with_arrivals(kernel, tuple(inputs.values()), types)
-    else:
-        out, lse, *_ = kernel(out_type=types)(*inputs.values())
+    out, lse, *_ = _merge.call(kernel, inputs, out_types)
     # [seqs, kv_heads, rows] -> [seqs, q_len, heads]: a kernel of its own, which XLA drops where nobody asks for lse.
     lse = lse[..., : q_len * group].reshape(seqs, kv_heads, q_len, group).swapaxes(1, 2).reshape(seqs, q_len, heads)
     if num_parts == 1:

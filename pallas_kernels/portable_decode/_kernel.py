@@ -182,7 +182,7 @@ def launch(
         "block_tables": block_tables,
         "lengths": lengths,
         **({} if plan is None else {"partitions": plan.partitions, "partition_starts": plan.partition_starts}),
-        **operands_of(options, per_row, with_sinks=True),
+        **operands_of(options, per_row),
     }
     out_types = {
         "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -192,7 +192,7 @@ def launch(
         places = seqs * config.num_partitions if plan is None else plan.total_partitions
         width = round_up(head_dim, COLUMNS)
         out_types |= _merge.types_of(seqs=seqs, places=places, kv_heads=kv_heads, shares=1, width=width, rows=rows)
-    names, types = (*inputs, *out_types), tuple(out_types.values())
+    names = (*inputs, *out_types)
 
     def portable_decode(*operands: Any, **scratch_refs: Any) -> None:
         refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
@@ -215,8 +215,5 @@ def launch(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    if "arrivals" in out_types:
-        out, lse, *_ = _merge.call_with_arrivals(kernel, tuple(inputs.values()), types)
-    else:
-        out, lse = kernel(out_type=types)(*inputs.values())
+    out, lse, *_ = _merge.call(kernel, inputs, out_types)
     return out, lse

@@ -1,12 +1,12 @@
 """The portable decode kernel against the Hopper one, "xla" and the floor: `python -m benchmarks.portable`.
 
-A way is "mosaic_gpu", "xla", or a form of the portable kernel, tma or cp_async, with /stages/partitions after it or
-not: tma, cp_async/2, tma/3/16. In the place of the partitions, `plan` is `plan_partitions`. `hopper` is the Hopper
-kernel for any table, where "mosaic_gpu" chooses. Each is checked against the reference before it is timed. The columns
+A way is "mosaic_gpu", "xla", or a kernel, hopper, or a form of the portable one, tma or cp_async, with
+/stages/partitions after it or not: tma, cp_async/2, tma/3/16, hopper//plan. In the place of the partitions, `plan` is
+the plan that "mosaic_gpu" would make. Each is checked against the reference before it is timed. The columns
 are those of benchmarks/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
 
     python -m benchmarks.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
-    python -m benchmarks.portable --points "32/8 8xoutlier131072" --ways mosaic_gpu hopper tma/1/plan
+    python -m benchmarks.portable --points "32/8 8xoutlier131072" --ways mosaic_gpu hopper hopper//plan
 """
 
 import argparse
@@ -19,9 +19,10 @@ import jax
 from benchmarks.decode import Programs, chain, compile_point, measure, measure_kernels, options_of, with_scales
 from benchmarks.harness import add_output, compile_all, open_store
 from benchmarks.points import Point, make_inputs, parse, shapes_of
-from jaxpaged import _device, plan_partitions
-from jaxpaged._attention import mosaic_gpu, portable
+from jaxpaged import _device
+from jaxpaged._attention import decode, query_runs
 from jaxpaged._attention.arguments import check_arguments
+from pallas_kernels import portable_config
 
 POINTS = (
     *("32/8 64x8192", "32/8 64x2048", "32/8 8x8192", "32/8 1x8192", "32/8 64x2048 head_dim=64"),
@@ -36,20 +37,18 @@ def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
     missing = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
     a = check_arguments(*arrays, **(dict.fromkeys(missing) | options))  # type: ignore[arg-type]
     gpu, window = _device.gpu(), options.get("sliding_window")
-    if way == "hopper":
-        hopper = mosaic_gpu.config_of(
-            a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, num_partitions=None, window=window
-        )
-        return mosaic_gpu._launch(hopper, None, a)[0]
-    copies, stages, partitions, *_ = (*way.split("/"), "", "")
-    plan = None
-    if partitions == "plan":
-        plan = plan_partitions(a.lengths, num_kv_heads=a.k_cache.shape[2], q_len=a.q.shape[1])
-        partitions = ""
-    num_partitions = int(partitions) if partitions else None
-    config = portable.config_of(a, gpu, num_partitions=num_partitions, planned=plan is not None, window=window)
-    changes: dict[str, Any] = {"copies": copies} | ({"num_stages": int(stages)} if stages else {})
-    return portable.launch(dataclasses.replace(config, **changes), None, a, plan)[0]
+    kernel, stages, partitions, *_ = (*way.split("/"), "", "")
+    plan = decode.plan_of(a, gpu) if partitions == "plan" else None
+    how: dict[str, Any] = dict(planned=plan is not None, window=window)
+    how |= dict(num_partitions=int(partitions) if partitions and plan is None else None)
+    changes: dict[str, Any] = {"num_stages": int(stages)} if stages else {}
+    if kernel == "hopper":
+        config: decode.Config = decode.config_of(a, gpu, **how)
+    else:
+        how |= query_runs.sizes_of(a) | dict(num_sms=gpu.num_sms, compute_capability=gpu.compute_capability)
+        config = portable_config.default_config(**how)
+        changes["copies"] = kernel
+    return decode.launch(dataclasses.replace(config, **changes), None, a, plan)[0]
 
 
 def compile_way(point: Point, way: str) -> Any:

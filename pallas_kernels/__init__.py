@@ -3,7 +3,7 @@
 | kernel | computes | GPUs |
 |---|---|---|
 | `paged_decode` | attention of one query token of each sequence, or of few, from a paged cache | Hopper (sm_90a) |
-| `portable_decode` | the same, and partitions of a plan (`partition_plan`) | Ampere (sm_80) and newer |
+| `portable_decode` | the same | Ampere (sm_80) and newer |
 | `paged_prefill` | attention of prompts, packed, from a paged cache | Hopper (sm_90a) |
 | `copy_blocks` | copies of blocks within a cache | Hopper (sm_90a) |
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _sizes
+from pallas_kernels.partition_plan import PartitionPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,23 +34,27 @@ class Partition:
         return True if isinstance(self.count, int) else self.index < self.count
 
     @classmethod
-    def of_plan(cls, partitions: Any, partition_starts: Any, lengths: Any) -> "Partition":
-        """GMEM, int32 [total_partitions, 3], [seqs + 1] and [seqs]."""
-        place, kv_head = lax.axis_index("place"), lax.axis_index("kv_head")
-        seq, index, count = (partitions[place, i] for i in range(3))
-        length = jnp.where(index < count, lengths[seq], 0)
-        return cls(seq, kv_head, index, count, length, index, partition_starts[seq])
-
-    @classmethod
-    def of_grid(cls, lengths: Any, *, num_partitions: int, cluster: int = 1) -> "Partition":
-        """GMEM, int32 [seqs]."""
+    def of(cls, refs: Any, *, num_partitions: int, cluster: int = 1) -> "Partition":
+        """`refs`: with lengths, and the arrays of a plan or None."""
+        if refs.partitions is not None:
+            place, kv_head = lax.axis_index("place"), lax.axis_index("kv_head")
+            seq, index, count = (refs.partitions[place, i] for i in range(3))
+            length = jnp.where(index < count, refs.lengths[seq], 0)
+            return cls(seq, kv_head, index, count, length, index, refs.partition_starts[seq])
         # From the last one: the longest of a prompt's runs begin, and the short ones fill the gaps at the end (H100,
         # 1 x 2048 219 us, 8 x 1024 519). [prefill_h100 of benchmarks/results/decisions/]
-        seq = lengths.shape[0] - 1 - lax.axis_index("seq")
+        seq = refs.lengths.shape[0] - 1 - lax.axis_index("seq")
         partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
         index = partial if cluster == 1 else partial * cluster + lax.axis_index("member")
         first_place = seq * (num_partitions // cluster)
-        return cls(seq, kv_head, index, num_partitions, lengths[seq], partial, first_place, in_cluster=cluster > 1)
+        return cls(seq, kv_head, index, num_partitions, refs.lengths[seq], partial, first_place, in_cluster=cluster > 1)
+
+
+def grid_of(plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int) -> dict[str, tuple]:
+    """The grid of a kernel whose programs are `Partition.of`."""
+    if plan is None:
+        return dict(grid=(seqs, num_partials, kv_heads), grid_names=("seq", "partial", "kv_head"))
+    return dict(grid=(plan.total_partitions, kv_heads), grid_names=("place", "kv_head"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The partitions of each sequence, if a batch's partitions are shared out by length.
 
-XLA computes the plan on the device, before the kernels. `portable_decode` follows it, and merges what it split.
+XLA computes the plan on the device, before the kernels. The decode kernels follow it, and merge what it splits.
 Any plan gives the same result up to rounding: a sequence's tiles go to its partitions in turn, however many there are
 of either.
 """
@@ -30,23 +30,15 @@ class PartitionPlan:
         return self.partitions.shape[0]
 
 
-def programs_at_once(kv_heads: int, num_sms: int) -> int:
-    """Of a KV head, where those of all KV heads run side by side."""
-    # Four a SM: H100, 8 KV heads, one of 131072 and seven of 1024 193 us, with half a program a SM 319, with eight 202;
-    # 8 x 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
-    return 4 * num_sms // kv_heads
-
-
-def default_total(seqs: int, kv_heads: int, num_sms: int) -> int:
-    """Partitions of a KV head to share out by length."""
+def default_total(seqs: int, at_once: int) -> int:
+    """Partitions of a KV head to share out by length, `at_once` of which run at the same time."""
     # One for each sequence and as many again: a sequence no longer than the mean stays whole, and needs no merge.
-    return seqs + max(seqs, programs_at_once(kv_heads, num_sms))
+    return seqs + max(seqs, at_once)
 
 
-def default(lengths: jax.Array, window: jax.Array | None, *, q_len: int, kv_heads: int, num_sms: int) -> PartitionPlan:
-    """The plan of a call: int32 lengths [seqs], window int32 [], heads and SMs of one device."""
-    total = default_total(lengths.shape[0], kv_heads, num_sms)
-    at_once = programs_at_once(kv_heads, num_sms)
+def default(lengths: jax.Array, window: jax.Array | None, *, q_len: int, at_once: int) -> PartitionPlan:
+    """The plan of a call: int32 lengths [seqs], window int32 []."""
+    total = default_total(lengths.shape[0], at_once)
     return make(lengths, window, q_len=q_len, total_partitions=total, at_once=at_once)
 
 

@@ -15,11 +15,9 @@ TILE = 64  # tokens of a tile: 16 for each of four warps, the M dimension of the
 COLUMNS = 64  # of a head, that one product takes
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group
-MAX_SEQS = 65535  # the grid's slowest axis, where CUDA allows no more
 # H100, 2 programs an SM, us: 64 x 8192 in float8_e4m3fn 430 with 4 stages, 395 with 6; 64 x 2048 of head_dim 64 99, 96.
 # [portable_stages_h100 of benchmarks/results/decisions/]
 MAX_STAGES = 8
-PARTIAL_BYTES = 128 * 1024 * 1024  # the most memory for the partials of a plan
 PROGRAM_OVERHEAD = 4 * 1024  # bytes of SMEM: 1024 that CUDA takes, 2048 for Mosaic's reductions, barriers
 
 # By the compute capability: bytes of SMEM of a SM. A program can have 1024 less. (CUDA programming guide, table of

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import paged_attention, tree_mask
-from jaxpaged._attention import mosaic_gpu, query_runs
+from jaxpaged import _device, paged_attention, tree_mask
+from jaxpaged._attention import decode, mosaic_gpu, query_runs
 from jaxpaged._attention.partitions import NumPartitions
 from pallas_kernels import decode_config
 from pallas_kernels.partition_plan import PartitionPlan
@@ -120,7 +120,7 @@ def test_short_sequences_stay_whole(name):
     if "sliding_window" in options:
         options["sliding_window"] = 1000  # which leaves 4096 tokens long enough to be split
     case = real(lengths=lengths, max_blocks=256, head_dim=128, options=options)
-    assert mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions=None).unsplit_tiles
+    assert decode.config_of(arguments_of(case), _device.gpu()).unsplit_tiles
     check(case)
 
 
@@ -299,7 +299,7 @@ def test_many_partitions():
 
 
 def planned(case: Case) -> PartitionPlan:
-    return mosaic_gpu.plan_of(arguments_of(case), 132)
+    return decode.plan_of(arguments_of(case), _device.gpu())
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _device
-from jaxpaged._attention import portable
-from pallas_kernels import partition_plan
+from jaxpaged._attention import decode, query_runs
+from pallas_kernels import partition_plan, portable_config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
 from tests.kernels.interpret import arguments_of
 from tests.kernels.lowering import mosaic_for
@@ -29,10 +28,12 @@ BF16 = jnp.bfloat16
 
 def check(case, form, num_partitions=None, plan=None, **changes):
     a = arguments_of(case)
-    config = portable.config_of(a, _device.gpu(), num_partitions=num_partitions)
+    config = portable_config.default_config(
+        **query_runs.sizes_of(a), num_sms=132, compute_capability=9.0, num_partitions=num_partitions
+    )
     config = dataclasses.replace(config, copies="tma" if form == "tma" else "cp_async", **changes)
     with mosaic_for(8.0) if form == "sm_80" else contextlib.nullcontext():
-        attend = jax.jit(lambda a: portable.launch(config, None, a, plan)).lower(a).compile()
+        attend = jax.jit(lambda a: decode.launch(config, None, a, plan)).lower(a).compile()
     results = [(out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0]) for out, lse in (attend(a), attend(a))]
     assert_within_budget(case, results[0][0])
     assert_lse(case, results[0][1])

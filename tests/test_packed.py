@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import BlockAllocator, KVCache, _device, attend, paged_attention, write_kv
-from jaxpaged._attention import mosaic_gpu
+from jaxpaged._attention import decode, mosaic_gpu
 from tests.cases import OPTIONS, jitted_attention, jitted_reference, make_case, oracle
 from tests.kernels.prefill import packed
 
@@ -101,14 +101,14 @@ def test_which_kernel_takes_them(monkeypatch, head_dim, by_prefill):
         launched.append("prefill")
         return p.q, jnp.zeros(p.q.shape[:2])
 
-    def launch(config, interpret, a, falls_back):
+    def launch(config, interpret, a, *_):
         launched.append("decode")
         assert a.q.shape[1] == 64 // 3  # query tokens of a run: 64 rows of 3 heads
         return a.q, jnp.zeros(a.q.shape[:3])
 
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
     monkeypatch.setattr(mosaic_gpu, "_launch_packed", launch_packed)
-    monkeypatch.setattr(mosaic_gpu, "_launch", launch)
+    monkeypatch.setattr(decode, "launch", launch)
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), head_dim=head_dim, dtype=jnp.bfloat16)
     q, starts = packed_call(case)
     out = paged_attention(q, *case.arrays[1:], query_starts=starts)

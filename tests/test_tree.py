@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device, paged_attention, paged_attention_reference, plan_partitions, tree_mask
-from jaxpaged._attention import mosaic_gpu
+from jaxpaged._attention import decode, mosaic_gpu
 from jaxpaged._attention.tree import by_place
 from tests.cases import OPTIONS, assert_within_budget, make_case, oracle
 from tests.kernels.prefill import packed
@@ -168,7 +168,7 @@ def test_which_kernel_takes_a_tree(monkeypatch):
         return arguments.q, jnp.zeros(arguments.q.shape[:-1])
 
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    monkeypatch.setattr(mosaic_gpu, "_launch", lambda config, interpret, a, *_: launch("decode", a))
+    monkeypatch.setattr(decode, "launch", lambda config, interpret, a, *_: launch("decode", a))
     monkeypatch.setattr(mosaic_gpu, "_launch_packed", lambda config, interpret, p, *_: launch("prefill", p))
     q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
     mask, named = jnp.ones((4, 22, 1), jnp.uint32), dict(implementation="mosaic_gpu")

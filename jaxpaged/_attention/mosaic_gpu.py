@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged import _device
-from jaxpaged._attention import packed, portable, query_runs, xla
+from jaxpaged._attention import decode, packed, query_runs, xla
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
 from jaxpaged._attention.kernel_call import call_kernel
 from jaxpaged._attention.partitions import NumPartitions
-from pallas_kernels import decode_config, partition_plan, portable_config, prefill_config
+from pallas_kernels import decode_config, portable_config, prefill_config
 from pallas_kernels.partition_plan import PartitionPlan
 
 WIDE = 8192  # tokens; narrower tables hold no sequence that takes long by itself
@@ -26,18 +26,14 @@ def attend(
     What `check_supported` lets through. `window`: the sliding window, in tokens, where it is known beforehand.
     `falls_back`: XLA computes it where it is lowered for another platform.
     """
-    plan, number = None, None
+    gpu = _device.gpu()
+    if num_partitions is None and are_uneven(a, gpu.num_sms, window):
+        num_partitions = decode.plan_of(a, gpu)
     if isinstance(num_partitions, PartitionPlan):
-        plan = num_partitions if portable.follows(a, num_partitions.total_partitions) else None
-    else:
-        number = num_partitions
-        num_sms = _device.gpu().num_sms
-        total = partition_plan.default_total(a.q.shape[0], a.k_cache.shape[2], num_sms)
-        if number is None and are_uneven(a, num_sms, window) and portable.follows(a, total):
-            plan = plan_of(a, num_sms)
-    if plan is not None:
-        return portable.attend(a, plan=plan, window=window, falls_back=falls_back)
-    return _attend_evenly(a, number, window, falls_back)
+        if decode.follows(a, num_partitions.total_partitions):
+            return decode.attend(a, plan=num_partitions, window=window, falls_back=falls_back)
+        num_partitions = None
+    return _attend_evenly(a, num_partitions, window, falls_back)
 
 
 def _attend_evenly(
@@ -60,12 +56,7 @@ def _attend_evenly(
         folded = query_runs.fold(a, most_rows=most_rows)
         out, lse = _attend_evenly(folded, num_partitions, window, falls_back)
         return query_runs.unfold(out, a), query_runs.unfold(lse, a)
-    if not gpu.is_hopper:
-        return portable.attend(a, num_partitions=num_partitions, window=window, falls_back=falls_back)
-    config = config_of(
-        a, num_sms=gpu.num_sms, fast_memory=gpu.fast_memory, num_partitions=num_partitions, window=window
-    )
-    return _launch(config, None, a, falls_back)
+    return decode.attend(a, num_partitions=num_partitions, window=window, falls_back=falls_back)
 
 
 def attend_packed(
@@ -109,13 +100,10 @@ def are_uneven(a: AttentionArguments, num_sms: int, window: int | None = None) -
     """Whether some sequences may be much longer than the others: in wide tables, or where the pool can fill only a part
     of them."""
     seqs, (num_blocks, block_size, kv_heads, _) = a.q.shape[0], a.k_cache.shape
-    # H100, 151 batches of 4 to 128 sequences, one of them up to 128 times as long as the others, in tables for 131072:
-    # the mean over the floor is 1.13 with a plan and 1.41 without, the worst from 20 us up 1.35 and 2.95. With none
-    # longer: 64 x 4096 350 us and 350, 24 x 4096 135 and 132, 8 x 4096 51 and 49, 96 x 256 38 and 40; of one KV head
-    # 8 x 8192 18.4 and 15.0; head_dim 64, 16 x 4096 51 and 55. With 8-bit caches the kernel that follows plans takes
-    # 1.17 times as long as the other one. [outliers_h100, plan_heads_h100 of benchmarks/results/decisions/]
-    is_measured = a.k_cache.dtype.itemsize > 1 and a.q.shape[1] * a.group <= decode_config.FEW_ROWS
-    if is_measured and _visible(a, window) > WIDE:
+    # H100, in tables for 131072, with a plan and without: 8 x 1024, one of 131072, 196, 515, of 8 bits 99, 411, 64 rows
+    # 198, 646; 64 x U(1..8192) 367, 360, of 8 bits 192, 198. With none longer: 64 x 4096 352, 351, 24 x 4096 140, 135,
+    # 8 x 8192 93.7, 93.8, of 8 bits 51.4, 47.5, 64 rows 96.7, 95.4. [plan_kernels_h100]
+    if _visible(a, window) > WIDE:
         return True
     most_of_mean = seqs * _visible(a, window) / (num_blocks * block_size)
     # More programs even each other out. H100, with a plan and without: 8 x U(1..8192), 3 times the mean, 36.8, 38.8; 64
@@ -168,29 +156,6 @@ def _prefill_config_of(
         causal=a.causal,
         itemsize=a.k_cache.dtype.itemsize,
     )
-
-
-def config_of(
-    a: AttentionArguments,
-    *,
-    num_sms: int,
-    num_partitions: int | None,
-    fast_memory: bool = False,
-    window: int | None = None,
-) -> decode_config.Config:
-    return decode_config.default_config(
-        **query_runs.sizes_of(a),
-        num_sms=num_sms,
-        fast_memory=fast_memory,
-        window=window,
-        num_partitions=num_partitions,
-        token_scales=sum(scale is not None and scale.ndim == 3 for scale in (a.options.k_scale, a.options.v_scale)),
-    )
-
-
-def plan_of(a: AttentionArguments, num_sms: int) -> PartitionPlan:
-    window, kv_heads = a.options.sliding_window, a.k_cache.shape[2]
-    return partition_plan.default(a.lengths, window, q_len=a.q.shape[1], kv_heads=kv_heads, num_sms=num_sms)
 
 
 def check_supported(a: AttentionArguments | PackedArguments, *, num_partitions: int | None = None) -> None:
@@ -263,29 +228,6 @@ def _check_tree(a: AttentionArguments | PackedArguments, gpu: _device.Gpu, num_p
     _check_prefill(a, gpu)
 
 
-# Jitted by itself: otherwise every layer of a model lowers the kernels again, 0.4 s each.
-@functools.partial(jax.jit, static_argnums=(0, 1, 3))
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 3))
-def _launch(
-    config: decode_config.Config, interpret: Any, a: AttentionArguments, falls_back: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    def launch(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
-        from pallas_kernels import _interpret, paged_decode  # here, so that only its callers import Mosaic
-
-        runs = query_runs.cut(a)
-        arrays = runs.q, runs.k_cache, runs.v_cache, runs.block_tables, runs.lengths
-        tree_bits = None if runs.tree is None else runs.tree.bits
-        options = dataclasses.replace(runs.options, tree_bits=tree_bits)
-        with _interpret.interpret_mode(interpret):
-            out, lse = paged_decode.launch(*arrays, options, config=config)
-        return query_runs.join(out, a), query_runs.join(lse, a)
-
-    if interpret is not None:
-        return launch(a)
-    by_xla = functools.partial(xla.attend, num_partitions=1)
-    return call_kernel(launch, by_xla if falls_back else None, a)
-
-
 def _prompts(
     config: prefill_config.Config, interpret: Any, falls_back: bool, p: PackedArguments
 ) -> tuple[jax.Array, jax.Array]:
@@ -327,14 +269,6 @@ def _packed(a: AttentionArguments) -> PackedArguments:
         tree_mask=None if a.tree is None else a.tree.bits.reshape(seqs * q_len, -1),
         causal=a.causal,
     )
-
-
-@_launch.__wrapped__.defjvp  # type: ignore[attr-defined]
-def _launch_jvp(
-    config: decode_config.Config, interpret: Any, falls_back: bool, primals: tuple, tangents: tuple
-) -> tuple:
-    # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
-    return jax.jvp(functools.partial(xla.attend, num_partitions=None), primals[:1], tangents[:1])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))

@@ -46,8 +46,26 @@ def check_plan(plan: PartitionPlan, num_partitions: int | None, *, seqs: int) ->
         )
 
 
+def programs_at_once(gpu: _device.Gpu, *, num_heads: int, num_kv_heads: int, q_len: int) -> int:
+    """Partitions of a KV head that run at the same time, where those of all KV heads do."""
+    if not gpu.is_hopper:
+        # The portable kernel on an H100, 8 KV heads, one of 131072 and seven of 1024: 193 us, with half a program a SM
+        # 319, with eight 202; 8 x 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
+        return 4 * gpu.num_sms // num_kv_heads
+    # H100, two a SM, and four: 4 x 1024, one of 32768, 54.1, 62.0; 8 x U(1..8192) 36.4, 37.2. Many rows have the
+    # registers for one; one and two of 64 rows: 8 x 8192 102, 111, 8 x U(1..8192) 44.0, 47.9; of 32 rows 96.2, 102, and
+    # 43.5, 43.7. [plan_kernels_h100]
+    many_rows = q_len * num_heads // num_kv_heads > 16
+    return (1 if many_rows else 2) * gpu.num_sms // num_kv_heads
+
+
 def plan_partitions(
-    lengths: ArrayLike, *, num_kv_heads: int, q_len: int = 1, sliding_window: ArrayLike | None = None
+    lengths: ArrayLike,
+    *,
+    num_kv_heads: int,
+    num_heads: int | None = None,
+    q_len: int = 1,
+    sliding_window: ArrayLike | None = None,
 ) -> PartitionPlan:
     """Partitions shared out by the true lengths, for the `plan` of `paged_attention`.
 
@@ -58,6 +76,8 @@ def plan_partitions(
     Args:
         lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
         num_kv_heads: of the caches that the calls read; inside `shard_map`, of one device's.
+        num_heads: of the queries, likewise. Left out: at most 16 rows (`q_len * num_heads / num_kv_heads`); a plan for
+            fewer rows than there are is slower by up to a tenth.
         q_len: query tokens of a call.
         sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
 
@@ -82,9 +102,10 @@ def plan_partitions(
     check_lengths_dtype(lengths)
     check_whole("lengths", lengths)
     num_kv_heads, q_len = checked_size("num_kv_heads", num_kv_heads), checked_size("q_len", q_len)
+    num_heads = num_kv_heads if num_heads is None else checked_size("num_heads", num_heads)
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     try:
-        num_sms = _device.gpu().num_sms
+        at_once = programs_at_once(_device.gpu(), num_heads=num_heads, num_kv_heads=num_kv_heads, q_len=q_len)
     except NotImplementedError:
-        num_sms = 0  # no kernel will use the plan
-    return partition_plan.default(lengths, window, q_len=q_len, kv_heads=num_kv_heads, num_sms=num_sms)
+        at_once = 0  # no kernel will use the plan
+    return partition_plan.default(lengths, window, q_len=q_len, at_once=at_once)

@@ -15,7 +15,7 @@ from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
 from pallas_kernels._merge import Partials, Sums
 from pallas_kernels._rows import ROWS, ROWS_FIRST, ROWS_LAST
-from pallas_kernels._walk import Partition, Walk
+from pallas_kernels._walk import Partition, Walk, grid_of
 from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
 from pallas_kernels.decode_config import Config
 from pallas_kernels.paged_decode import _cluster
@@ -25,6 +25,7 @@ from pallas_kernels.paged_decode._many_rows import ManyRows
 from pallas_kernels.paged_decode._narrow_cache import NarrowCache
 from pallas_kernels.paged_decode._output import Output
 from pallas_kernels.paged_decode._refs import Refs, scratch
+from pallas_kernels.partition_plan import PartitionPlan
 
 
 def _kernel(
@@ -47,7 +48,7 @@ def _kernel(
     v_ring = Ring(refs.v_cache, v_smem, refs.v_full, refs.v_free)
 
     warpgroup = lax.axis_index("warpgroup")
-    partition = Partition.of_grid(refs.lengths, num_partitions=config.num_partitions, cluster=config.cluster)
+    partition = Partition.of(refs, num_partitions=config.num_partitions, cluster=config.cluster)
     seq, kv_head = partition.seq, partition.kv_head
     stages = config.num_stages
     # A copy as wide as SMEM reaches past the end of a narrower head, where the copy engine writes zeros. The start
@@ -173,6 +174,7 @@ def launch(
     lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
     options: AttentionOptions,
     *,
+    plan: PartitionPlan | None = None,  # instead of the config's partitions, which are 1
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
@@ -196,6 +198,7 @@ def launch(
         "v_cache": v_cache,
         "block_tables": block_tables,
         "lengths": lengths,
+        **({} if plan is None else vars(plan)),
         **operands_of(
             options,
             per_row,
@@ -211,8 +214,9 @@ def launch(
     sharing = None
     if config.cluster > 1:
         sharing = sharing_of(rows=rows, width=width, cluster=config.cluster, q_len=q_len, group=group)
-    if config.num_partials > 1:
-        places, shares = seqs * config.num_partials, 1 if sharing is None else sharing.num_shares
+    if plan is not None or config.num_partials > 1:
+        places = seqs * config.num_partials if plan is None else plan.total_partitions
+        shares = 1 if sharing is None else sharing.num_shares
         out_types |= _merge.types_of(seqs=seqs, places=places, kv_heads=kv_heads, shares=shares, width=width, rows=rows)
     scratch_types = scratch(
         config,
@@ -244,8 +248,7 @@ def launch(
     kernel = functools.partial(
         _interpret.kernel,
         paged_decode,
-        grid=(seqs, config.num_partials, kv_heads),
-        grid_names=("seq", "partial", "kv_head"),
+        **grid_of(plan, seqs=seqs, num_partials=config.num_partials, kv_heads=kv_heads),
         **clusters,
         num_threads=2,
         thread_name="warpgroup",

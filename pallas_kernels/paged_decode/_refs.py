@@ -43,6 +43,9 @@ class Refs:
     v_full: Any  # [stages]
     k_free: Any  # [stages]
     v_free: Any  # [stages]
+    # Of a plan, GMEM
+    partitions: Any = None  # int32 [total_partitions, 3]
+    partition_starts: Any = None  # int32 [seqs + 1]
     # Of several partials a sequence, GMEM: see `_merge.types_of`
     partial_acc: Any = None  # f32 [seqs * partials, kv_heads, width, rows]; of many rows 64 x 64 of O below each other
     partial_ml: Any = None  # f32 [seqs * partials, kv_heads, shares, 2, rows]

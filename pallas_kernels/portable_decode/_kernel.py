@@ -17,7 +17,7 @@ from pallas_kernels._rows import LOWEST, ROWS_LAST
 from pallas_kernels._scales import of_head, over_tokens
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
 from pallas_kernels._softmax import softmax
-from pallas_kernels._walk import Order, Partition, Walk
+from pallas_kernels._walk import Order, Partition, Walk, grid_of
 from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
 from pallas_kernels.partition_plan import PartitionPlan
 from pallas_kernels.portable_config import COLUMNS, TILE, Config
@@ -41,12 +41,8 @@ class State(NamedTuple):
 
 def _kernel(refs: Refs, *, config: Config) -> None:
     # 1. Which tiles are ours, from the true length.
-    if refs.partitions is None:
-        partition = Partition.of_grid(refs.lengths, num_partitions=config.num_partitions)
-    else:
-        partition = Partition.of_plan(refs.partitions, refs.partition_starts, refs.lengths)
     walk = Walk.of(
-        partition,
+        Partition.of(refs, num_partitions=config.num_partitions),
         window=None if refs.sliding_window is None else refs.sliding_window[0],
         q_len=refs.q.shape[1],
         block_size=refs.block_size,
@@ -181,7 +177,7 @@ def launch(
         "v_cache": v_cache,
         "block_tables": block_tables,
         "lengths": lengths,
-        **({} if plan is None else {"partitions": plan.partitions, "partition_starts": plan.partition_starts}),
+        **({} if plan is None else vars(plan)),
         **operands_of(options, per_row),
     }
     out_types = {
@@ -201,8 +197,7 @@ def launch(
     kernel = functools.partial(
         _interpret.kernel,
         portable_decode,
-        grid=(plan.total_partitions, kv_heads) if plan else (seqs, config.num_partitions, kv_heads),
-        grid_names=("place", "kv_head") if plan else ("seq", "partial", "kv_head"),
+        **grid_of(plan, seqs=seqs, num_partials=config.num_partitions, kv_heads=kv_heads),
         scratch_types=scratch(
             config,
             q_len=q_len,

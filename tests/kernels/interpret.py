@@ -14,8 +14,10 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged._attention import mosaic_gpu
+from jaxpaged import _device
+from jaxpaged._attention import decode
 from jaxpaged._attention.arguments import check_arguments
+from pallas_kernels.partition_plan import PartitionPlan
 from tests.cases import Case, assert_lse, assert_within_budget
 from tests.kernels.evaluate import evaluate
 
@@ -61,6 +63,7 @@ def attend(
     case: Case,
     *,
     num_partitions: int | None = 1,
+    plan: PartitionPlan | None = None,
     num_sms: int = 132,
     window: int | None = None,
     zero_fill: bool = False,
@@ -71,11 +74,11 @@ def attend(
     it; otherwise reading there raises."""
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
     a = arguments_of(case)
-    chosen = mosaic_gpu.config_of(a, num_sms=num_sms, num_partitions=num_partitions, window=window)
-    chosen = dataclasses.replace(chosen, **config)
+    how = dict(num_partitions=num_partitions, planned=plan is not None, window=window)
+    chosen = dataclasses.replace(decode.config_of(a, _device.Gpu(num_sms, 9.0), **how), **config)
     # The detector does not know that programs count each other before they read what others wrote.
-    interpret = plgpu.InterpretGPUParams(detect_races=chosen.num_partials == 1, **fill)
-    out, lse = mosaic_gpu._launch(chosen, interpret, a)
+    interpret = plgpu.InterpretGPUParams(detect_races=plan is None and chosen.num_partials == 1, **fill)
+    out, lse = decode.launch(chosen, interpret, a, plan)
     jax.block_until_ready(out)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 

@@ -57,6 +57,7 @@ def traced(
     options=(),
     cache_dtype=None,
     scales=(None, None),
+    total_partitions=None,  # of a plan
     sharding=None,
 ):
     """The traced call, for an H100, and its configuration."""
@@ -72,6 +73,7 @@ def traced(
         capacity=capacity,
         num_sms=132,
         num_partitions=num_partitions,
+        planned=total_partitions is not None,
         itemsize=cache.dtype.itemsize,
         token_scales=scales.count("token_head"),
     )
@@ -79,7 +81,10 @@ def traced(
 
     @jax.jit
     def launch(*arrays, **named):
-        return paged_decode.launch(*arrays, AttentionOptions(**named), config=config)
+        plan = None
+        if total_partitions is not None:
+            plan = partition_plan.make(arrays[-1], None, q_len=q_len, total_partitions=total_partitions)
+        return paged_decode.launch(*arrays, AttentionOptions(**named), plan=plan, config=config)
 
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)
@@ -159,6 +164,7 @@ def traced_portable(
         num_sms=132,
         compute_capability=compute_capability,
         num_partitions=num_partitions,
+        planned=total_partitions is not None,
         itemsize=cache.dtype.itemsize,
     )
     config = dataclasses.replace(config, **changes)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpaged._attention import decode
 from pallas_kernels import _sizes, decode_config, portable_config
 from pallas_kernels._sizes import filled_rows
 from pallas_kernels.paged_decode import _inbox
@@ -28,17 +29,17 @@ SUPPORTED = dict(
 
 @pytest.mark.parametrize(("itemsize", "token_scales"), [(1, 0), (1, 2), (2, 0)])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 120, 128, 192, 256])
-@pytest.mark.parametrize("num_partitions", [None, 1, 7, 16])
+@pytest.mark.parametrize("num_partitions", [None, 1, 7, 16, "a plan"])
 def test_fits_a_gpu(head_dim, num_partitions, itemsize, token_scales):
     if itemsize == 1 and head_dim == 120:
         pytest.skip("not taken")
     rows_of = [(1, 1), (8, 1), (16, 1), (32, 1), (64, 1), (5, 3), (7, 4), (5, 8), (4, 16)]
     for (group, q_len), seqs, capacity in itertools.product(rows_of, (1, 4, 8, 64, 512), (512, 8192, 131072)):
         shape = dict(head_dim=head_dim, group=group, q_len=q_len, itemsize=itemsize, token_scales=token_scales)
-        config = decode_config.default_config(
-            **(SHAPE | shape | dict(seqs=seqs, capacity=capacity, num_partitions=num_partitions))
-        )
-        assert config.num_partitions == (num_partitions or config.num_partitions)
+        planned = num_partitions == "a plan"
+        how = dict(planned=True) if planned else dict(num_partitions=num_partitions)
+        config = decode_config.default_config(**(SHAPE | shape | dict(seqs=seqs, capacity=capacity) | how))
+        assert config.num_partitions == (1 if planned else num_partitions or config.num_partitions)
         assert config.num_partials * config.cluster == config.num_partitions
         assert config.cluster <= 8
         assert config.num_stages >= 1
@@ -204,7 +205,7 @@ def test_partials_that_nobody_asked_for_take_little_memory(head_dim, itemsize):
         if config.num_partials > 1:
             rows = filled_rows(q_len, group, rows_first=config.rows_first)
             numbers = seqs * SHAPE["kv_heads"] * config.num_partials * _sizes.padded_width(head_dim) * rows
-            assert numbers * 4 <= portable_config.PARTIAL_BYTES
+            assert numbers * 4 <= decode.PARTIAL_BYTES
 
 
 @pytest.mark.parametrize("itemsize", [1, 2])

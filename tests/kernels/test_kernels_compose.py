@@ -17,7 +17,7 @@ from jaxpaged import (
     paged_attention,
     write_kv,
 )
-from jaxpaged._attention import mosaic_gpu
+from jaxpaged._attention import decode
 
 SEQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 100, 16, 8, 2, 128
 attend = functools.partial(paged_attention, implementation="mosaic_gpu")
@@ -93,11 +93,11 @@ def configs(monkeypatch):
     """Those that are launched, instead of a launch."""
     launched = []
 
-    def launch(config, interpret, a, falls_back):
+    def launch(config, interpret, a, *_):
         launched.append(config)
         return a.q, jnp.zeros(a.q.shape[:3])
 
-    monkeypatch.setattr(mosaic_gpu, "_launch", launch)
+    monkeypatch.setattr(decode, "launch", launch)
     return launched
 
 
@@ -152,13 +152,16 @@ def pools_made(text, cache):
     return [line for line in made if "func.func" not in line and "custom_call" not in line]
 
 
-def test_mapped_calls_with_a_plan_follow_one_another():
+@pytest.mark.parametrize("pool_is_mapped", [False, True])
+def test_mapped_calls_are_one_without_a_plan(pool_is_mapped):
     cache, allocator, q = inputs()
     wide = jnp.pad(allocator.block_tables, ((0, 0), (0, 500)))
-    mapped = jax.vmap(lambda q: attend(q, cache.k, cache.v, wide, allocator.lengths))
-    text = lowered(mapped, jnp.stack([q] * 3))
+    axis = 0 if pool_is_mapped else None
+    mapped = jax.vmap(lambda q, k, v: attend(q, k, v, wide, allocator.lengths), (0, axis, axis))
+    pools = [jnp.stack([pool] * 3) if pool_is_mapped else pool for pool in (cache.k, cache.v)]
+    text = lowered(mapped, jnp.stack([q] * 3), *pools)
     assert kernel_calls(text) == 1
-    assert "stablehlo.while" in text
+    assert "stablehlo.while" not in text
     assert pools_made(text, cache) == []
 
 

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged._attention import mosaic_gpu
+from jaxpaged import _device
+from jaxpaged._attention import decode
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import FAULTS, arguments_of, attend, check
 
@@ -54,7 +55,7 @@ def test_float16():
 def test_the_other_way_round():
     """As 8-bit caches take as many rows."""
     case = make_case(lengths=(9, 300), max_blocks=19, **MANY)
-    config = mosaic_gpu.config_of(arguments_of(case), num_sms=132, num_partitions=1)
+    config = decode.config_of(arguments_of(case), _device.Gpu(132, 9.0), num_partitions=1)
     assert config.rows_first
     check(case, rows_first=False)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device, paged_attention
-from jaxpaged._attention import mosaic_gpu
+from jaxpaged._attention import decode, mosaic_gpu
 from pallas_kernels import _scales, _widen
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
@@ -143,7 +143,7 @@ def test_nan_in_a_slot_in_use_shows():
 def test_taken_by_default(monkeypatch):
     case, launched = narrow_case(), []
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    monkeypatch.setattr(mosaic_gpu, "_launch", lambda *given: launched.append(given) or (case.q, case.q))
+    monkeypatch.setattr(decode, "launch", lambda *given: launched.append(given) or (case.q, case.q))
     paged_attention(*case.arrays, **case.options)
     assert len(launched) == 1
     paged_attention(*narrow_case(dtype=jnp.float32).arrays, **case.options)

@@ -12,7 +12,7 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device
-from jaxpaged._attention import mosaic_gpu, xla
+from jaxpaged._attention import decode, mosaic_gpu, xla
 from pallas_kernels import _sizes, decode_config
 from pallas_kernels._walk import LastFirst
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
@@ -144,10 +144,9 @@ def test_a_window_in_another_order(last_first):
 @pytest.mark.parametrize(("window", "q_len", "num_stages"), [(1, 1, 1), (64, 1, 2), (127, 4, 4)])
 def test_a_ring_for_a_known_window(window, q_len, num_stages):
     case = make_case(lengths=(0, 70, 64 * 5 + 1), max_blocks=21, heads=2, kv_heads=1, q_len=q_len, dtype=BF16)
-    shape = dict(num_sms=2, num_partitions=1, window=window)
-    config = mosaic_gpu.config_of(arguments_of(case), **shape)
-    assert config.num_stages == num_stages
-    check(case.replace(options=dict(sliding_window=window)), **shape)
+    how = dict(num_partitions=1, window=window)
+    assert decode.config_of(arguments_of(case), _device.Gpu(2, 9.0), **how).num_stages == num_stages
+    check(case.replace(options=dict(sliding_window=window)), num_sms=2, **how)
 
 
 @pytest.mark.parametrize("before_whole", range(3))
@@ -248,13 +247,11 @@ def test_what_cannot_be_taken_says_so(monkeypatch):
 def test_vmap_gradient_and_export():
     cases = [make_case(seed, lengths=(3, 50), max_blocks=4, dtype=BF16, options=OPTIONS["all"]) for seed in range(2)]
     shape = dict(seqs=2, kv_heads=2, group=3, q_len=1, head_dim=64, capacity=64, num_sms=132)
-    launch = functools.partial(mosaic_gpu._launch, decode_config.default_config(**shape, num_partitions=2))
+    launch = functools.partial(decode.launch, decode_config.default_config(**shape, num_partitions=2))
     interpreted = functools.partial(launch, plgpu.InterpretGPUParams(detect_races=True))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
     config = decode_config.default_config(**shape, num_partitions=2)
-    in_memory = functools.partial(
-        mosaic_gpu._launch, dataclasses.replace(config, cluster=1), plgpu.InterpretGPUParams()
-    )
+    in_memory = functools.partial(decode.launch, dataclasses.replace(config, cluster=1), plgpu.InterpretGPUParams())
     for mapped in (interpreted, in_memory):
         out, _ = jax.vmap(mapped)(stacked)
         for case, its in zip(cases, out, strict=True):

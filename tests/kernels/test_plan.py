@@ -1,15 +1,21 @@
 """Partitions shared out by length: the plan, and the kernels that follow it."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, paged_attention, plan_partitions
-from jaxpaged._attention import mosaic_gpu, portable
+from jaxpaged._attention import decode
+from jaxpaged._attention.partitions import programs_at_once
 from pallas_kernels import partition_plan
-from tests.cases import make_case
+from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
+from tests.kernels.interpret import arguments_of, attend, check, races_found
 
 pytestmark = pytest.mark.slow
 
@@ -68,12 +74,12 @@ def test_a_sequence_as_long_as_the_mean_stays_whole():
 
 
 def partitions_of(lengths):
-    plan = partition_plan.default(jnp.asarray(lengths, jnp.int32), None, q_len=1, kv_heads=8, num_sms=132)
+    plan = partition_plan.default(jnp.asarray(lengths, jnp.int32), None, q_len=1, at_once=66)
     return np.diff(plan.partition_starts)
 
 
 def test_partitions_that_all_run_at_once():
-    """66 of a KV head do on an H100: with a few tiles more each, no program starts when the others end."""
+    """With a few tiles more each, no program starts when the others end."""
     lengths = (4096,) * 24
     assert np.diff(make(lengths, 90)[1]).tolist() == [3] * 24
     assert partitions_of(lengths).tolist() == [2] * 24
@@ -96,12 +102,19 @@ def test_a_window_is_what_there_is_to_share():
 
 
 def test_total():
-    def total(seqs, kv_heads):
-        lengths = jnp.ones(seqs, jnp.int32)
-        return partition_plan.default(lengths, None, q_len=1, kv_heads=kv_heads, num_sms=132).total_partitions
+    """For each sequence one, and as many again or as run at once."""
+    assert [partition_plan.default_total(seqs, 33) for seqs in (2, 33, 100)] == [35, 66, 200]
 
-    assert [total(seqs, 8) for seqs in (2, 66, 100)] == [68, 132, 200]
-    assert total(8, 1) == 8 + 528
+
+H100, A100 = _device.Gpu(132, 9.0), _device.Gpu(108, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "num_heads", "num_kv_heads", "q_len", "expected"),
+    [(H100, 32, 8, 1, 33), (H100, 32, 8, 4, 33), (H100, 32, 8, 5, 16), (H100, 8, 1, 1, 264), (A100, 32, 8, 16, 54)],
+)
+def test_programs_at_once(gpu, num_heads, num_kv_heads, q_len, expected):
+    assert programs_at_once(gpu, num_heads=num_heads, num_kv_heads=num_kv_heads, q_len=q_len) == expected
 
 
 def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
@@ -127,9 +140,60 @@ def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
     assert plans_inside(False) == 1
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        dict(options=OPTIONS["plain"]),
+        dict(options=OPTIONS["all"]),
+        dict(q_len=6),  # many rows
+        dict(q_len=6, options=OPTIONS["all"]),
+        dict(head_dim=120),  # in parts
+        dict(cache_dtype=jnp.int8, scale_shape="token_head"),
+    ],
+)
+def test_the_kernel_for_hopper_follows(kind):
+    """Sequences that are whole, split, and empty; of 10 partitions of the longest the merge takes a few at once."""
+    lengths = jnp.array([0, 1, 64 * 80, 64 * 16])
+    plan = partition_plan.make(lengths, None, q_len=1, total_partitions=17)
+    assert jnp.diff(plan.partition_starts).tolist() == [1, 1, 10, 2]
+    case = make_case(lengths=(0, 1, 620, 70), max_blocks=39, kv_heads=1, dtype=BF16, **kind)
+    check(case, plan=plan, zero_fill="head_dim" in kind)
+
+
+def test_a_plan_that_loses_a_partition_is_noticed():
+    plan = partition_plan.make(jnp.array([64 * 16, 3]), None, q_len=1, total_partitions=5)
+    assert plan.partitions[1].tolist() == [0, 1, 2]
+    shorter = dataclasses.replace(plan, partitions=plan.partitions.at[1, 1].set(2))  # now it is one left over
+    case = make_case(lengths=(150, 3), max_blocks=10, kv_heads=1, dtype=BF16)
+    out, _ = attend(case, plan=shorter)
+    assert within_budget(case, out).reshape(2, -1).all(axis=1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("mapped", ["everything", "queries", "plans"])
+def test_mapped_calls_follow_no_plan(mapped):
+    """They run side by side, on a mapped pool as it is."""
+    cases = [make_case(seed, lengths=(3, 70), max_blocks=5, kv_heads=1, dtype=BF16) for seed in range(2)]
+    if mapped != "everything":
+        cases[1] = cases[0].replace(q=cases[mapped == "queries"].q)
+    a, *_ = singles = list(map(arguments_of, cases))
+    plan = partition_plan.make(a.lengths, None, q_len=1, total_partitions=5)
+    config = decode.config_of(a, H100, planned=True)
+    launch = functools.partial(decode.launch, config, plgpu.InterpretGPUParams(detect_races=True))
+    stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
+    if mapped == "everything":
+        out, _ = jax.vmap(launch, (0, None))(stack(*singles), plan)
+    elif mapped == "queries":
+        out, _ = jax.vmap(lambda q: launch(dataclasses.replace(a, q=q), plan))(jnp.stack([each.q for each in singles]))
+    else:
+        out, _ = jax.vmap(launch, (None, 0))(a, stack(plan, plan))
+    assert not races_found()  # of a merge it would find some
+    for case, its in zip(cases, out, strict=True):
+        assert_within_budget(case, its[:, 0])
+
+
 @pytest.fixture
 def launched(monkeypatch):
-    """The plans of the calls that are launched; None where the Hopper kernel is."""
+    """The plans of the calls that are launched; None of those without one."""
     plans = []
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
 
@@ -137,10 +201,7 @@ def launched(monkeypatch):
         plans.append(plan)
         return a.q, jnp.zeros(a.q.shape[:3])
 
-    monkeypatch.setattr(portable, "launch", launch)
-    monkeypatch.setattr(
-        mosaic_gpu, "_launch", lambda config, interpret, a, falls_back: launch(None, None, a, None, None)
-    )
+    monkeypatch.setattr(decode, "launch", launch)
     return plans
 
 
@@ -152,7 +213,7 @@ def test_calls_whose_pool_cannot_fill_their_tables_get_a_plan(launched):
         paged_attention(*case.arrays, **options, implementation="mosaic_gpu")
         (plan,) = launched
         if plan is not None and not options:
-            public = plan_partitions(case.lengths, num_kv_heads=2, q_len=case.q.shape[1] if case.q.ndim == 4 else 1)
+            public = plan_partitions(case.lengths, num_heads=6, num_kv_heads=2, q_len=q_len or 1)
             assert (plan.partitions == public.partitions).all()
         return plan is not None
 
@@ -166,8 +227,9 @@ def test_calls_whose_pool_cannot_fill_their_tables_get_a_plan(launched):
     assert not is_planned(wide, q_len=40)  # in runs
 
 
-def test_wide_tables_get_a_plan_unless_the_cache_is_of_8_bits(launched):
-    def is_planned(max_blocks, **kind):
+@pytest.mark.parametrize("kind", [{}, dict(cache_dtype=jnp.float8_e4m3fn), dict(q_len=16, heads=8)])
+def test_wide_tables_get_a_plan(launched, kind):
+    def is_planned(max_blocks):
         case = make_case(lengths=(200, 180, 190), max_blocks=max_blocks, dtype=BF16, **kind)
         pool = jnp.zeros((2 * 3 * max_blocks, *case.k_cache.shape[1:]), case.k_cache.dtype)  # it could fill them twice
         launched.clear()
@@ -177,7 +239,19 @@ def test_wide_tables_get_a_plan_unless_the_cache_is_of_8_bits(launched):
 
     assert not is_planned(512)
     assert is_planned(513)
-    assert not is_planned(513, cache_dtype=jnp.float8_e4m3fn)
+
+
+def test_what_follows_no_plan():
+    a = arguments_of(make_case(lengths=(0, 1, 70), max_blocks=5, kv_heads=1, dtype=BF16))
+
+    def follows(total, *, seqs=3, q_len=1, heads=6):
+        return decode.follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64))), total)
+
+    assert follows(5)
+    assert not follows(5, seqs=1)
+    assert not follows(5, q_len=40)  # in runs
+    assert not follows(65536)
+    assert not follows(30_000, heads=24)  # 24 rows of 64 columns, 184 MB
 
 
 def test_one_sequence_gets_no_plan(launched):

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, paged_attention, plan_partitions, tree_mask
-from jaxpaged._attention import portable, public, xla
+from jaxpaged._attention import decode, public, xla
 from pallas_kernels import partition_plan
 from pallas_kernels.portable_config import Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
@@ -26,7 +26,7 @@ BF16, F16, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8
 def attend(case, *, num_partitions=1, num_stages=2, plan=None):
     # The detector does not know that programs count each other before they read what others wrote.
     interpret = plgpu.InterpretGPUParams(detect_races=plan is None and num_partitions == 1)
-    out, lse = portable.launch(Config(num_partitions, num_stages, "tma"), interpret, arguments_of(case), plan)
+    out, lse = decode.launch(Config(num_partitions, num_stages, "tma"), interpret, arguments_of(case), plan)
     jax.block_until_ready(out)
     assert not races_found()
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
@@ -63,19 +63,6 @@ def test_a_plan(name):
     plan = plan_of((0, 1, 64 * 80, 64 * 16), 17)
     assert jnp.diff(plan.partition_starts).tolist() == [1, 1, 10, 2]
     check(make_case(lengths=lengths, max_blocks=39, kv_heads=1, dtype=BF16, options=OPTIONS[name]), plan=plan)
-
-
-def test_what_follows_no_plan():
-    a = arguments_of(small())
-
-    def follows(total, *, seqs=3, q_len=1, heads=6):
-        return portable.follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64))), total)
-
-    assert follows(5)
-    assert not follows(5, seqs=1)
-    assert not follows(5, q_len=40)  # in runs
-    assert not follows(65536)
-    assert not follows(30_000, heads=24)  # 24 rows of 64 columns, 184 MB
 
 
 def test_a_plan_for_other_lengths_and_several_query_tokens():
@@ -120,8 +107,8 @@ def test_by_name_on_other_gpus_than_hopper(monkeypatch):
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(108, 8.0))
     public._name_the_self_test.cache_clear()
     launched = []
-    launch = portable.launch
-    monkeypatch.setattr(portable, "launch", lambda *args: launched.append(args) or launch(*args))
+    launch = decode.launch
+    monkeypatch.setattr(decode, "launch", lambda *args: launched.append(args) or launch(*args))
 
     def launches(case, **options):
         launched.clear()
@@ -151,7 +138,7 @@ def test_vmap_and_gradients():
     plan = plan_of((0, 1, 70), 5)
     for num_partitions, planned in ((1, ()), (2, ()), (1, (plan,))):
         unchecked = plgpu.InterpretGPUParams()  # see `attend`
-        launch = functools.partial(portable.launch, Config(num_partitions, 2, "tma"), unchecked)
+        launch = functools.partial(decode.launch, Config(num_partitions, 2, "tma"), unchecked)
         mapped = jax.vmap(lambda a, launch=launch, planned=planned: launch(a, *planned))
         for case, its in zip(cases, mapped(a)[0], strict=True):
             assert_within_budget(case, its[:, 0])
@@ -159,7 +146,7 @@ def test_vmap_and_gradients():
     def loss(attend, q):
         return attend(dataclasses.replace(arguments_of(cases[0]), q=q))[0].astype(jnp.float32).sum()
 
-    ours = jax.grad(functools.partial(loss, functools.partial(portable.launch, Config(1, 2, "tma"), interpret)))
+    ours = jax.grad(functools.partial(loss, functools.partial(decode.launch, Config(1, 2, "tma"), interpret)))
     theirs = jax.grad(functools.partial(loss, functools.partial(xla.attend, num_partitions=1)))
     assert (ours(cases[0].q[:, None]) == theirs(cases[0].q[:, None])).all()
 

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, paged_attention
-from jaxpaged._attention import mosaic_gpu, portable, query_runs, xla
+from jaxpaged._attention import decode, mosaic_gpu, query_runs, xla
 from pallas_kernels import prefill_config
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check
@@ -85,10 +85,10 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch, request):
 
 def test_gradients_are_those_of_xla():
     a = arguments_of(prompt_case(lengths=(5, 60), options=OPTIONS["all"]))
-    config = mosaic_gpu.config_of(a, num_sms=132, num_partitions=1)
+    config = decode.config_of(a, _device.Gpu(132, 9.0), num_partitions=1)
 
     def interpreted(a):
-        return mosaic_gpu._launch(config, plgpu.InterpretGPUParams(detect_races=True), a)
+        return decode.launch(config, plgpu.InterpretGPUParams(detect_races=True), a)
 
     def loss(function, q):
         return function(dataclasses.replace(a, q=q))[0].astype(jnp.float32).sum()
@@ -107,19 +107,16 @@ def hopper(monkeypatch):
     launched = []
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
 
-    def launch(config, interpret, a, falls_back):
-        launched.append((config, interpret, a))
+    def launch(config, interpret, a, plan, falls_back):
+        launched.append((config, plan, a))
         return a.q, jnp.zeros(a.q.shape[:3])
 
     def launch_packed(config, interpret, p, falls_back):
         launched.append((config, interpret, p))
         return p.q, jnp.zeros(p.q.shape[:2])
 
-    monkeypatch.setattr(mosaic_gpu, "_launch", launch)
+    monkeypatch.setattr(decode, "launch", launch)
     monkeypatch.setattr(mosaic_gpu, "_launch_packed", launch_packed)
-    monkeypatch.setattr(
-        portable, "launch", lambda config, interpret, a, plan, falls_back: launch(config, plan, a, None)
-    )
     return launched
 
 

@@ -1,0 +1,123 @@
+"""Paged attention by a decode kernel: the one for Hopper, or on other GPUs the portable one."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from jaxpaged import _device
+from jaxpaged._attention import query_runs, xla
+from jaxpaged._attention.arguments import AttentionArguments
+from jaxpaged._attention.kernel_call import call_kernel
+from jaxpaged._attention.partitions import programs_at_once
+from pallas_kernels import decode_config, partition_plan, portable_config
+from pallas_kernels._sizes import filled_rows, padded_width
+from pallas_kernels.partition_plan import PartitionPlan
+
+Config = decode_config.Config | portable_config.Config
+
+PARTIAL_BYTES = 128 * 1024 * 1024  # the most memory for the partials of a plan
+
+
+def attend(
+    a: AttentionArguments,
+    *,
+    num_partitions: int | None = None,
+    plan: PartitionPlan | None = None,  # one that `follows`
+    window: int | None,
+    falls_back: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
+    config = config_of(a, _device.gpu(), num_partitions=num_partitions, planned=plan is not None, window=window)
+    return launch(config, None, a, plan, falls_back)
+
+
+def follows(a: AttentionArguments, total_partitions: int) -> bool:
+    """Whether the kernel follows a plan of so many partitions for this call: not for one sequence, queries that are not
+    causal, prompts in several runs, more partitions than the grid takes, nor where the partials would need too much
+    memory."""
+    num_runs, run = query_runs.runs_of(a.q.shape[1], a.group)
+    rows = filled_rows(run, a.group, rows_first=run * a.group > decode_config.FEW_ROWS)
+    num_bytes = total_partitions * a.k_cache.shape[2] * rows * padded_width(a.q.shape[-1]) * 4
+    fits = total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
+    return a.q.shape[0] > 1 and num_runs == 1 and a.causal and fits
+
+
+def plan_of(a: AttentionArguments, gpu: _device.Gpu) -> PartitionPlan | None:
+    """The plan of this call; None: the kernel follows none."""
+    _, q_len, heads, _ = a.q.shape
+    at_once = programs_at_once(gpu, num_heads=heads, num_kv_heads=a.k_cache.shape[2], q_len=q_len)
+    if not follows(a, partition_plan.default_total(a.q.shape[0], at_once)):
+        return None
+    return partition_plan.default(a.lengths, a.options.sliding_window, q_len=q_len, at_once=at_once)
+
+
+def config_of(
+    a: AttentionArguments,
+    gpu: _device.Gpu,
+    *,
+    num_partitions: int | None = None,
+    planned: bool = False,
+    window: int | None = None,
+) -> Config:
+    call: dict[str, Any] = query_runs.sizes_of(a)
+    call |= dict(num_sms=gpu.num_sms, num_partitions=num_partitions, planned=planned, window=window)
+    if not gpu.is_hopper:
+        return portable_config.default_config(**call, compute_capability=gpu.compute_capability)
+    scales = a.options.k_scale, a.options.v_scale
+    token_scales = sum(scale is not None and scale.ndim == 3 for scale in scales)
+    return decode_config.default_config(**call, fast_memory=gpu.fast_memory, token_scales=token_scales)
+
+
+# Jitted by itself: otherwise every layer of a model lowers the kernel again, 0.4 s each.
+@functools.partial(jax.jit, static_argnums=(0, 1, 4))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 4))
+def launch(
+    config: Config,
+    interpret: Any,
+    a: AttentionArguments,
+    plan: PartitionPlan | None = None,
+    falls_back: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
+
+    `falls_back`: XLA computes it where it is lowered for another platform.
+    """
+
+    def by_kernel(a: AttentionArguments, plan: PartitionPlan | None) -> tuple[jax.Array, jax.Array]:
+        from pallas_kernels import (
+            _interpret,
+            paged_decode,
+            portable_decode,
+        )  # here, so that only its callers import Mosaic
+
+        kernel: Any = paged_decode if isinstance(config, decode_config.Config) else portable_decode
+        runs = query_runs.cut(a)
+        arrays = runs.q, runs.k_cache, runs.v_cache, runs.block_tables, runs.lengths
+        options = dataclasses.replace(runs.options, tree_bits=None if runs.tree is None else runs.tree.bits)
+        with _interpret.interpret_mode(interpret):
+            out, lse = kernel.launch(*arrays, options, plan=plan, config=config)
+        return query_runs.join(out, a), query_runs.join(lse, a)
+
+    def call(a: AttentionArguments, plan: PartitionPlan | None) -> tuple[jax.Array, jax.Array]:
+        by_xla = (lambda a, _: xla.attend(a, num_partitions=1)) if falls_back else None
+        return by_kernel(a, plan) if interpret is not None else call_kernel(by_kernel, by_xla, a, plan)
+
+    # Mapped calls that follow plans would wait for each other, and copy a mapped pool: see `_merge.call`.
+    @jax.custom_batching.custom_vmap
+    def unless_mapped(a: AttentionArguments, plan: PartitionPlan) -> tuple[jax.Array, jax.Array]:
+        return call(a, plan)
+
+    @unless_mapped.def_vmap
+    def without_plan(axis_size: int, is_mapped: Any, a: AttentionArguments, plan: PartitionPlan) -> Any:
+        axes = jax.tree.map(lambda its: 0 if its else None, is_mapped[0])
+        return jax.vmap(lambda a: call(a, None), (axes,), axis_size=axis_size)(a), (True, True)
+
+    return call(a, plan) if plan is None else unless_mapped(a, plan)
+
+
+@launch.__wrapped__.defjvp  # type: ignore[attr-defined]
+def _launch_jvp(config: Config, interpret: Any, falls_back: bool, primals: tuple, tangents: tuple) -> tuple:
+    # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
+    return jax.jvp(functools.partial(xla.attend, num_partitions=None), primals[:1], tangents[:1])

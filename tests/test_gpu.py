@@ -76,13 +76,13 @@ def test_options(name, q_len):
     check(real(options=OPTIONS[name], q_len=q_len, head_dim=128), 2 if q_len is None else 1)
 
 
-@pytest.mark.parametrize(("q_len", "heads", "num_partitions"), [(8, 8, None), (16, 8, 5), (64, 2, 1)])
+@pytest.mark.parametrize(("q_len", "heads", "num_partitions"), [(8, 8, None), (16, 8, 5), (64, 2, 1), (8, 8, "a plan")])
 def test_trees(q_len, heads, num_partitions):
     rng = np.random.default_rng(0)
     parents = np.stack([rng.integers(-1, np.arange(q_len)) for _ in LENGTHS])
     case = real(q_len=q_len, heads=heads, kv_heads=2, head_dim=128)
     case = case.replace(options={"tree_mask": tree_mask(jnp.asarray(parents, jnp.int32))})
-    out, lse = attend(case, num_partitions)
+    out, lse = attend(case, planned(case) if num_partitions == "a plan" else num_partitions)
     np.testing.assert_allclose(np.asarray(out, np.float32), oracle(case)[0], atol=0.02)
     assert_lse(case, lse)
 
@@ -94,11 +94,13 @@ def test_columns_of_a_cluster(head_dim, q_len, heads, num_partitions):
     check(real(head_dim=head_dim, q_len=q_len, heads=heads, kv_heads=2), num_partitions)
 
 
-@pytest.mark.parametrize("num_partitions", [5, 8, 16])
+@pytest.mark.parametrize("num_partitions", [5, 8, 16, "a plan"])
 def test_ten_thousand_calls_give_equal_bits(num_partitions):
     """Programs of a cluster send each other their sums: none is used before it is there. Those of 16 rows take long to
     send, and in short sequences one program works while all others wait for it."""
-    a = arguments_of(real(heads=64, kv_heads=4, head_dim=128))
+    case = real(heads=64, kv_heads=4, head_dim=128)
+    a = arguments_of(case)
+    num_partitions = planned(case) if num_partitions == "a plan" else num_partitions
 
     @jax.jit
     def differing():

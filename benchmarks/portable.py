@@ -2,7 +2,7 @@
 
 A way is "mosaic_gpu", "xla", or a kernel, hopper, or a form of the portable one, tma or cp_async, with
 /stages/partitions after it or not: tma, cp_async/2, tma/3/16, hopper//plan. In the place of the partitions, `plan` is
-the plan that "mosaic_gpu" would make. Each is checked against the reference before it is timed. The columns
+a plan for that kernel. Each is checked against the reference before it is timed. The columns
 are those of benchmarks/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
 
     python -m benchmarks.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
@@ -20,9 +20,10 @@ from benchmarks.decode import Programs, chain, compile_point, measure, measure_k
 from benchmarks.harness import add_output, compile_all, open_store
 from benchmarks.points import Point, make_inputs, parse, shapes_of
 from jaxpaged import _device
-from jaxpaged._attention import decode, query_runs
+from jaxpaged._attention import decode
 from jaxpaged._attention.arguments import check_arguments
-from pallas_kernels import portable_config
+from jaxpaged._attention.partitions import programs_at_once
+from pallas_kernels import partition_plan
 
 POINTS = (
     *("32/8 64x8192", "32/8 64x2048", "32/8 8x8192", "32/8 1x8192", "32/8 64x2048 head_dim=64"),
@@ -38,16 +39,17 @@ def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
     a = check_arguments(*arrays, **(dict.fromkeys(missing) | options))  # type: ignore[arg-type]
     gpu, window = _device.gpu(), options.get("sliding_window")
     kernel, stages, partitions, *_ = (*way.split("/"), "", "")
-    plan = decode.plan_of(a, gpu) if partitions == "plan" else None
-    how: dict[str, Any] = dict(planned=plan is not None, window=window)
-    how |= dict(num_partitions=int(partitions) if partitions and plan is None else None)
+    plan = None
+    if partitions == "plan":
+        kv_heads, rows = a.k_cache.shape[2], a.q.shape[1] * a.group
+        at_once = programs_at_once(gpu, num_kv_heads=kv_heads, rows=rows, by_portable=kernel != "hopper")
+        plan = partition_plan.default(a.lengths, None, q_len=a.q.shape[1], at_once=at_once)
+    num_partitions = int(partitions) if partitions and plan is None else None
     changes: dict[str, Any] = {"num_stages": int(stages)} if stages else {}
-    if kernel == "hopper":
-        config: decode.Config = decode.config_of(a, gpu, **how)
-    else:
-        how |= query_runs.sizes_of(a) | dict(num_sms=gpu.num_sms, compute_capability=gpu.compute_capability)
-        config = portable_config.default_config(**how)
+    if kernel != "hopper":
         changes["copies"] = kernel
+    config_of: Any = decode.hopper_config_of if kernel == "hopper" else decode.portable_config_of
+    config = config_of(a, gpu, num_partitions=num_partitions, planned=plan is not None, window=window)
     return decode.launch(dataclasses.replace(config, **changes), None, a, plan)[0]
 
 

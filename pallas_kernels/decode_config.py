@@ -108,9 +108,6 @@ def default_config(
         # rows of 8 tokens: 8 x 8192 94, 99; 64 x U(1..8192) 379, 393; 64 x U(1..2048) 109, 115; 64 x 2048 192, 192.
         # [rows_h200, plan_kernels_h100]
         tile = 128
-    elif planned and width <= 64:
-        # H100, a plan: 64 x 4096 181, of 64 tokens 189; 64 x 1024, one of 32768, 71.9, 74.9. [plan_kernels_h100]
-        tile = 128
     elif width <= 128 and rows <= 32 and itemsize == 1 and not planned:
         # 128 tokens have the bytes of 64 of 16 bits. H100, 64 x 8192: 371, with 64 tokens 377. [configs_h100]
         # Not for a plan's partitions, many of which are short: 64 x 256, one of 8192, 32.6, with 64 tokens 25.9; 64 x

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged._attention import decode, query_runs
-from pallas_kernels import partition_plan, portable_config
+from jaxpaged import _device
+from jaxpaged._attention import decode
+from pallas_kernels import partition_plan
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
 from tests.kernels.interpret import arguments_of
 from tests.kernels.lowering import mosaic_for
@@ -28,9 +29,7 @@ BF16 = jnp.bfloat16
 
 def check(case, form, num_partitions=None, plan=None, **changes):
     a = arguments_of(case)
-    config = portable_config.default_config(
-        **query_runs.sizes_of(a), num_sms=132, compute_capability=9.0, num_partitions=num_partitions
-    )
+    config = decode.portable_config_of(a, _device.gpu(), num_partitions=num_partitions)
     config = dataclasses.replace(config, copies="tma" if form == "tma" else "cp_async", **changes)
     with mosaic_for(8.0) if form == "sm_80" else contextlib.nullcontext():
         attend = jax.jit(lambda a: decode.launch(config, None, a, plan)).lower(a).compile()

@@ -1,4 +1,4 @@
-"""Paged attention by a decode kernel: the one for Hopper, or on other GPUs the portable one."""
+"""Paged attention by a decode kernel: the one for Hopper, or on other GPUs, and for some plans, the portable one."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from jaxpaged import _device
 from jaxpaged._attention import query_runs, xla
 from jaxpaged._attention.arguments import AttentionArguments
 from jaxpaged._attention.kernel_call import call_kernel
-from jaxpaged._attention.partitions import programs_at_once
+from jaxpaged._attention.partitions import portable_follows, programs_at_once
 from pallas_kernels import decode_config, partition_plan, portable_config
 from pallas_kernels._sizes import filled_rows, padded_width
 from pallas_kernels.partition_plan import PartitionPlan
@@ -46,28 +46,36 @@ def follows(a: AttentionArguments, total_partitions: int) -> bool:
 
 def plan_of(a: AttentionArguments, gpu: _device.Gpu) -> PartitionPlan | None:
     """The plan of this call; None: the kernel follows none."""
-    _, q_len, heads, _ = a.q.shape
-    at_once = programs_at_once(gpu, num_heads=heads, num_kv_heads=a.k_cache.shape[2], q_len=q_len)
+    q_len, kv_heads = a.q.shape[1], a.k_cache.shape[2]
+    by_portable = _portable_takes(a, gpu, planned=True)
+    at_once = programs_at_once(gpu, num_kv_heads=kv_heads, rows=q_len * a.group, by_portable=by_portable)
     if not follows(a, partition_plan.default_total(a.q.shape[0], at_once)):
         return None
     return partition_plan.default(a.lengths, a.options.sliding_window, q_len=q_len, at_once=at_once)
 
 
-def config_of(
-    a: AttentionArguments,
-    gpu: _device.Gpu,
-    *,
-    num_partitions: int | None = None,
-    planned: bool = False,
-    window: int | None = None,
-) -> Config:
-    call: dict[str, Any] = query_runs.sizes_of(a)
-    call |= dict(num_sms=gpu.num_sms, num_partitions=num_partitions, planned=planned, window=window)
-    if not gpu.is_hopper:
-        return portable_config.default_config(**call, compute_capability=gpu.compute_capability)
+def config_of(a: AttentionArguments, gpu: _device.Gpu, *, planned: bool = False, **how: Any) -> Config:
+    """`how`: num_partitions, or None; window, in tokens, where it is known."""
+    of_kernel = portable_config_of if _portable_takes(a, gpu, planned) else hopper_config_of
+    return of_kernel(a, gpu, planned=planned, **how)
+
+
+def hopper_config_of(a: AttentionArguments, gpu: _device.Gpu, **how: Any) -> decode_config.Config:
     scales = a.options.k_scale, a.options.v_scale
     token_scales = sum(scale is not None and scale.ndim == 3 for scale in scales)
-    return decode_config.default_config(**call, fast_memory=gpu.fast_memory, token_scales=token_scales)
+    how |= query_runs.sizes_of(a) | dict(num_sms=gpu.num_sms, fast_memory=gpu.fast_memory)
+    return decode_config.default_config(**how, token_scales=token_scales)
+
+
+def portable_config_of(a: AttentionArguments, gpu: _device.Gpu, **how: Any) -> portable_config.Config:
+    how |= query_runs.sizes_of(a) | dict(num_sms=gpu.num_sms, compute_capability=gpu.compute_capability)
+    return portable_config.default_config(**how)
+
+
+def _portable_takes(a: AttentionArguments, gpu: _device.Gpu, planned: bool) -> bool:
+    rows, itemsize = a.q.shape[1] * a.group, a.k_cache.dtype.itemsize
+    follows = portable_follows(gpu, rows=rows, itemsize=itemsize, has_tree=a.has_tree)
+    return follows if planned else not gpu.is_hopper
 
 
 # Jitted by itself: otherwise every layer of a model lowers the kernel again, 0.4 s each.

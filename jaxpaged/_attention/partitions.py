@@ -46,17 +46,25 @@ def check_plan(plan: PartitionPlan, num_partitions: int | None, *, seqs: int) ->
         )
 
 
-def programs_at_once(gpu: _device.Gpu, *, num_heads: int, num_kv_heads: int, q_len: int) -> int:
+def portable_follows(gpu: _device.Gpu, *, rows: int, itemsize: int = 2, has_tree: bool = False) -> bool:
+    """Whether it is the portable kernel that follows a plan, for `rows` (q_len * heads / kv_heads)."""
+    # H100, the portable kernel and the one for Hopper, 4 rows: 64 x 128 in tables for 8192 14.0, 16.1; 64 x 8192 / 1,
+    # / 2, ... 58.4, 60.2; 8 x U(1..8192) 35.3, 36.4. But 64 x 4096, one of 32768, 425, 393; the mean of 43 batches in
+    # wide tables is equal. 16 rows: 8 x 8192 102, 95; 64 x 4096 377, 357. 8 bits: 64 x 4096 203, 194; 8 x 1024, one of
+    # 131072, 117, 102. [plan_kernels_h100]
+    return not gpu.is_hopper or (rows <= 8 and itemsize > 1 and not has_tree)
+
+
+def programs_at_once(gpu: _device.Gpu, *, num_kv_heads: int, rows: int, by_portable: bool) -> int:
     """Partitions of a KV head that run at the same time, where those of all KV heads do."""
-    if not gpu.is_hopper:
-        # The portable kernel on an H100, 8 KV heads, one of 131072 and seven of 1024: 193 us, with half a program a SM
-        # 319, with eight 202; 8 x 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
+    if by_portable:
+        # H100, 8 KV heads, one of 131072 and seven of 1024: 193 us, with half a program a SM 319, with eight 202; 8 x
+        # 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
         return 4 * gpu.num_sms // num_kv_heads
-    # H100, two a SM, and four: 4 x 1024, one of 32768, 54.1, 62.0; 8 x U(1..8192) 36.4, 37.2. Many rows have the
-    # registers for one; one and two of 64 rows: 8 x 8192 102, 111, 8 x U(1..8192) 44.0, 47.9; of 32 rows 96.2, 102, and
-    # 43.5, 43.7. [plan_kernels_h100]
-    many_rows = q_len * num_heads // num_kv_heads > 16
-    return (1 if many_rows else 2) * gpu.num_sms // num_kv_heads
+    # Two a SM, many rows have the registers for one. H100, one and two of 64 rows: 8 x 8192 102, 111, 8 x U(1..8192)
+    # 44.0, 47.9; of 32 rows 96.2, 102, and 43.5, 43.7. Two and four: 4 x 1024, one of 32768, 54.1, 62.0; 8 x U(1..8192)
+    # 36.4, 37.2. [plan_kernels_h100]
+    return (2 if rows <= 16 else 1) * gpu.num_sms // num_kv_heads
 
 
 def plan_partitions(
@@ -76,7 +84,7 @@ def plan_partitions(
     Args:
         lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
         num_kv_heads: of the caches that the calls read; inside `shard_map`, of one device's.
-        num_heads: of the queries, likewise. Left out: at most 16 rows (`q_len * num_heads / num_kv_heads`); a plan for
+        num_heads: of the queries, likewise. Left out: at most 8 rows (`q_len * num_heads / num_kv_heads`); a plan for
             fewer rows than there are is slower by up to a tenth.
         q_len: query tokens of a call.
         sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
@@ -104,8 +112,12 @@ def plan_partitions(
     num_kv_heads, q_len = checked_size("num_kv_heads", num_kv_heads), checked_size("q_len", q_len)
     num_heads = num_kv_heads if num_heads is None else checked_size("num_heads", num_heads)
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
+    rows = q_len * num_heads // num_kv_heads
     try:
-        at_once = programs_at_once(_device.gpu(), num_heads=num_heads, num_kv_heads=num_kv_heads, q_len=q_len)
+        gpu = _device.gpu()
     except NotImplementedError:
         at_once = 0  # no kernel will use the plan
+    else:
+        by_portable = portable_follows(gpu, rows=rows)
+        at_once = programs_at_once(gpu, num_kv_heads=num_kv_heads, rows=rows, by_portable=by_portable)
     return partition_plan.default(lengths, window, q_len=q_len, at_once=at_once)

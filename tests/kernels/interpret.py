@@ -75,7 +75,7 @@ def attend(
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
     a = arguments_of(case)
     how = dict(num_partitions=num_partitions, planned=plan is not None, window=window)
-    chosen = dataclasses.replace(decode.config_of(a, _device.Gpu(num_sms, 9.0), **how), **config)
+    chosen = dataclasses.replace(decode.hopper_config_of(a, _device.Gpu(num_sms, 9.0), **how), **config)
     # The detector does not know that programs count each other before they read what others wrote.
     interpret = plgpu.InterpretGPUParams(detect_races=plan is None and chosen.num_partials == 1, **fill)
     out, lse = decode.launch(chosen, interpret, a, plan)

@@ -12,8 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, paged_attention, plan_partitions
 from jaxpaged._attention import decode
-from jaxpaged._attention.partitions import programs_at_once
-from pallas_kernels import partition_plan
+from pallas_kernels import partition_plan, portable_config
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of, attend, check, races_found
 
@@ -110,11 +109,24 @@ H100, A100 = _device.Gpu(132, 9.0), _device.Gpu(108, 8.0)
 
 
 @pytest.mark.parametrize(
-    ("gpu", "num_heads", "num_kv_heads", "q_len", "expected"),
-    [(H100, 32, 8, 1, 33), (H100, 32, 8, 4, 33), (H100, 32, 8, 5, 16), (H100, 8, 1, 1, 264), (A100, 32, 8, 16, 54)],
+    ("gpu", "kind", "by_portable", "at_once"),
+    [
+        (H100, dict(heads=8), True, 66),
+        (H100, dict(heads=8, q_len=2), True, 66),
+        (H100, dict(heads=8, q_len=3), False, 33),
+        (H100, dict(heads=24), False, 33),
+        (H100, dict(heads=40), False, 16),
+        (H100, dict(heads=8, cache_dtype=jnp.int8), False, 33),
+        (A100, dict(heads=40), True, 54),
+    ],
 )
-def test_programs_at_once(gpu, num_heads, num_kv_heads, q_len, expected):
-    assert programs_at_once(gpu, num_heads=num_heads, num_kv_heads=num_kv_heads, q_len=q_len) == expected
+def test_who_follows_a_plan(gpu, kind, by_portable, at_once):
+    """And how many partitions run at once, by the registers of the programs."""
+    a = arguments_of(make_case(lengths=(3, 50), max_blocks=4, kv_heads=2, dtype=BF16, **kind))
+    a = dataclasses.replace(a, k_cache=jax.ShapeDtypeStruct((4, 16, 8, 64), a.k_cache.dtype))
+    a = dataclasses.replace(a, q=jax.ShapeDtypeStruct((2, a.q.shape[1], 4 * a.q.shape[2], 64), BF16))
+    assert isinstance(decode.config_of(a, gpu, planned=True), portable_config.Config) == by_portable
+    assert decode.plan_of(a, gpu).total_partitions == 2 + at_once
 
 
 def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
@@ -177,7 +189,7 @@ def test_mapped_calls_follow_no_plan(mapped):
         cases[1] = cases[0].replace(q=cases[mapped == "queries"].q)
     a, *_ = singles = list(map(arguments_of, cases))
     plan = partition_plan.make(a.lengths, None, q_len=1, total_partitions=5)
-    config = decode.config_of(a, H100, planned=True)
+    config = decode.hopper_config_of(a, H100, planned=True)
     launch = functools.partial(decode.launch, config, plgpu.InterpretGPUParams(detect_races=True))
     stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     if mapped == "everything":

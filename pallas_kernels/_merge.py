@@ -4,7 +4,7 @@
 
 Each program stores its sums, and is then counted. The one that is counted last merges all of them, a few at a time, so
 that their latencies overlap, and in the order of the partitions: whichever is the last, the bits are the same. No
-program waits for another. All but `types_of` and `call` is traced inside the decode kernels, by warpgroup 0.
+program waits for another. All but `types_of` is traced inside the decode kernels, by warpgroup 0.
 
 Source: Dao et al., Flash-Decoding, 2023 (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
@@ -64,22 +64,6 @@ def types_of(*, seqs: int, places: int, kv_heads: int, shares: int, width: int, 
         "partial_ml": jax.ShapeDtypeStruct((places, kv_heads, shares, 2, rows), jnp.float32),
         "arrivals": jax.ShapeDtypeStruct((seqs, kv_heads, shares), jnp.int32),  # zeros at first
     }
-
-
-def call(kernel: Callable[..., Any], inputs: dict[str, jax.Array], out_types: dict[str, Any]) -> Any:
-    """The outputs of `kernel`, which still needs its `out_type`. Of several partials `arrivals` is the last of them."""
-    operands, types = tuple(inputs.values()), tuple(out_types.values())
-    if "arrivals" not in out_types:
-        return kernel(out_type=types)(*operands)
-    written = kernel()
-
-    # A kernel that writes into its operands cannot be mapped (jax 0.11.2 and 0.12.0).
-    @jax.custom_batching.sequential_vmap
-    def one_after_the_other(operands: tuple[jax.Array, ...]) -> Any:
-        first = *pl.empty_like(types[:-1]), jnp.zeros_like(types[-1])
-        return pl.run_state(lambda results: written(*operands, *results))(first)
-
-    return one_after_the_other(operands)
 
 
 @dataclasses.dataclass(frozen=True)

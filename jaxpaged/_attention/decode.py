@@ -112,7 +112,7 @@ def launch(
         by_xla = (lambda a, _: xla.attend(a, num_partitions=1)) if falls_back else None
         return by_kernel(a, plan) if interpret is not None else call_kernel(by_kernel, by_xla, a, plan)
 
-    # Mapped calls that follow plans would wait for each other, and copy a mapped pool: see `_merge.call`.
+    # Mapped calls that follow plans would wait for each other, and copy a mapped pool: see `_launch`.
     @jax.custom_batching.custom_vmap
     def unless_mapped(a: AttentionArguments, plan: PartitionPlan) -> tuple[jax.Array, jax.Array]:
         return call(a, plan)

@@ -37,7 +37,7 @@ To be read in this order, for few rows, 16 bits and one partition the first six:
 | `_cluster`, `_inbox` | how the partitions of a cluster are merged |
 | `_merge` beside this folder | how other partitions are merged |
 
-`_logits`, `_softmax`, `_rows`, `_widen`, `_scales` and `_merge` are shared with the portable kernel.
+`_logits`, `_softmax`, `_rows`, `_widen`, `_scales`, `_merge` and `_launch` are shared with the portable kernel.
 
 A program has two warpgroups: warpgroup 0 computes, warpgroup 1 fetches. The copy itself pads a head_dim with zeros to a
 multiple of 64: the cache is read in place. A head_dim that is not a multiple of 16 is copied in parts, each padded to

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _interpret, _merge, _scales, _sizes, _widen
+from pallas_kernels import _launch, _merge, _scales, _sizes, _widen
 from pallas_kernels._fetch import Ring, fetch, rows_of_copy
 from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
@@ -228,34 +228,24 @@ def launch(
         dtype=q.dtype,
         cache_dtype=k_cache.dtype,
     )
-    names = (*inputs, *out_types)
-
-    def paged_decode(*operands: Any, **scratch_refs: Any) -> None:
-        refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
-        _kernel(
-            refs,
-            config=config,
-            q_len=q_len,
-            group=group,
-            sharing=sharing,
-            num_parts=num_parts,
-            width=width,
-        )
-
+    kernel = functools.partial(
+        _kernel, config=config, q_len=q_len, group=group, sharing=sharing, num_parts=num_parts, width=width
+    )
     clusters: dict[str, Any] = {}
     if config.cluster > 1:
         clusters = {"cluster": (config.cluster,), "cluster_names": ("member",)}
-    kernel = functools.partial(
-        _interpret.kernel,
-        paged_decode,
+    out, lse, *_ = _launch.launch(
+        "paged_decode",
+        kernel,
+        Refs,
+        inputs,
+        out_types,
         **grid_of(plan, seqs=seqs, num_partials=config.num_partials, kv_heads=kv_heads),
         **clusters,
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=scratch_types,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    out, lse, *_ = _merge.call(kernel, inputs, out_types)
     # [seqs, kv_heads, rows] -> [seqs, q_len, heads]: a kernel of its own, which XLA drops where nobody asks for lse.
     lse = lse[..., : q_len * group].reshape(seqs, kv_heads, q_len, group).swapaxes(1, 2).reshape(seqs, q_len, heads)
     if num_parts == 1:

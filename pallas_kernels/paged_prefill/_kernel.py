@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _interpret, _rows, _sizes, merge_parts
+from pallas_kernels import _launch, _rows, _sizes, merge_parts
 from pallas_kernels._fetch import Ring
 from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import COLUMNS, ROWS_FIRST
@@ -234,22 +234,18 @@ def launch(
         scales=(options.k_scale, options.v_scale),
         matrix=matrix,
     )
-    names = (*inputs, *out_types)
-
-    def paged_prefill(*operands: Any, **scratch_refs: Any) -> None:
-        refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
-        _kernel(refs, config=config, group=group, transforms=matrix)
-
-    out, lse = _interpret.kernel(
-        paged_prefill,
-        out_type=tuple(out_types.values()),
+    out, lse = _launch.launch(
+        "paged_prefill",
+        functools.partial(_kernel, config=config, group=group, transforms=matrix),
+        Refs,
+        inputs,
+        out_types,
         grid=(config.num_programs,),
         grid_names=("program",),
         num_threads=4 if is_narrow else 3,
         thread_name="warpgroup",
         scratch_types=scratch_types,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*inputs.values())
+    )
     if not in_parts:
         return out, lse
     out, lse = merge_parts.merge(out.reshape(parts, *q.shape), lse.reshape(parts, tokens, heads), options.sinks)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _interpret, _merge, _rows, _scales, _widen
+from pallas_kernels import _launch, _merge, _rows, _scales, _widen
 from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
 from pallas_kernels._merge import Partials, Sums
@@ -188,15 +188,12 @@ def launch(
         places = seqs * config.num_partitions if plan is None else plan.total_partitions
         width = round_up(head_dim, COLUMNS)
         out_types |= _merge.types_of(seqs=seqs, places=places, kv_heads=kv_heads, shares=1, width=width, rows=rows)
-    names = (*inputs, *out_types)
-
-    def portable_decode(*operands: Any, **scratch_refs: Any) -> None:
-        refs = Refs(**dict(zip(names, operands, strict=True)), **scratch_refs)
-        _kernel(refs, config=config)
-
-    kernel = functools.partial(
-        _interpret.kernel,
-        portable_decode,
+    out, lse, *_ = _launch.launch(
+        "portable_decode",
+        functools.partial(_kernel, config=config),
+        Refs,
+        inputs,
+        out_types,
         **grid_of(plan, seqs=seqs, num_partials=config.num_partitions, kv_heads=kv_heads),
         scratch_types=scratch(
             config,
@@ -208,7 +205,5 @@ def launch(
             cache_dtype=k_cache.dtype,
             scales=(options.k_scale, options.v_scale),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    out, lse, *_ = _merge.call(kernel, inputs, out_types)
     return out, lse

@@ -105,8 +105,8 @@ def default_config(
     tile, resident = 64, 2 if two_fit else 1
     if width <= 128 and itemsize > 1 and not two_fit:
         # 128 tokens a step, and 64. H200, 64 rows: 64 x 8192 502, 521; 8 x 256 new tokens after 2048 221, 255. H100, 32
-        # rows of 8 tokens: 8 x 8192 94, 99; 64 x U(1..8192) 379, 393; 64 x U(1..2048) 109, 115; 64 x 2048 192, 192.
-        # [rows_h200, plan_kernels_h100]
+        # rows of 8 tokens: 8 x 8192 94, 99; 64 x U(1..8192) 379, 393; 64 x U(1..2048) 109, 115; 64 x 2048 192, 192,
+        # in 3 stages 187. [rows_h200, plan_kernels_h100]
         tile = 128
     elif width <= 128 and rows <= 32 and itemsize == 1 and not planned:
         # 128 tokens have the bytes of 64 of 16 bits. H100, 64 x 8192: 371, with 64 tokens 377. [configs_h100]

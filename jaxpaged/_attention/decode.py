@@ -94,11 +94,7 @@ def launch(
     """
 
     def by_kernel(a: AttentionArguments, plan: PartitionPlan | None) -> tuple[jax.Array, jax.Array]:
-        from pallas_kernels import (
-            _interpret,
-            paged_decode,
-            portable_decode,
-        )  # here, so that only its callers import Mosaic
+        from pallas_kernels import _interpret, paged_decode, portable_decode  # only its callers import Mosaic
 
         kernel: Any = paged_decode if isinstance(config, decode_config.Config) else portable_decode
         runs = query_runs.cut(a)

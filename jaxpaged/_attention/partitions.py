@@ -84,8 +84,8 @@ def plan_partitions(
     Args:
         lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
         num_kv_heads: of the caches that the calls read; inside `shard_map`, of one device's.
-        num_heads: of the queries, likewise. Left out: at most 8 rows (`q_len * num_heads / num_kv_heads`); a plan for
-            fewer rows than there are is slower by up to a tenth.
+        num_heads: of the queries, likewise. Left out: one for each KV head; where there are more than 8 rows
+            (`q_len * num_heads / num_kv_heads`) such a plan is slower, by up to a tenth.
         q_len: query tokens of a call.
         sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
 
@@ -93,7 +93,8 @@ def plan_partitions(
         The plan, for calls on as many sequences.
 
     Raises:
-        ValueError: lengths that are not int32 `[seqs]`; a window that is not positive; sizes below 1.
+        ValueError: lengths that are not int32 `[seqs]`; a window that is not positive; sizes below 1; num_heads that
+            is no multiple of num_kv_heads.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
@@ -111,6 +112,8 @@ def plan_partitions(
     check_whole("lengths", lengths)
     num_kv_heads, q_len = checked_size("num_kv_heads", num_kv_heads), checked_size("q_len", q_len)
     num_heads = num_kv_heads if num_heads is None else checked_size("num_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads=}, {num_kv_heads=}.")
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     rows = q_len * num_heads // num_kv_heads
     try:

@@ -289,6 +289,7 @@ def test_no_length_and_no_window_breaks_a_plan(lengths, window, q_len):
         (dict(lengths=jnp.ones(2)), r"lengths must be int32; got lengths.dtype=float32"),
         (dict(sliding_window=0), r"sliding_window must be positive; got sliding_window=0"),
         (dict(num_kv_heads=0), r"num_kv_heads must be at least 1; got num_kv_heads=0"),
+        (dict(num_heads=3), r"num_heads must be a multiple of num_kv_heads; got num_heads=3, num_kv_heads=2"),
     ],
 )
 def test_plan_errors(arguments, message):

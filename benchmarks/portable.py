@@ -43,7 +43,7 @@ def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
     if partitions == "plan":
         kv_heads, rows = a.k_cache.shape[2], a.q.shape[1] * a.group
         at_once = programs_at_once(gpu, num_kv_heads=kv_heads, rows=rows, by_portable=kernel != "hopper")
-        plan = partition_plan.default(a.lengths, None, q_len=a.q.shape[1], at_once=at_once)
+        plan = partition_plan.default(a.lengths, a.options.sliding_window, q_len=a.q.shape[1], at_once=at_once)
     num_partitions = int(partitions) if partitions and plan is None else None
     changes: dict[str, Any] = {"num_stages": int(stages)} if stages else {}
     if kernel != "hopper":

@@ -184,6 +184,27 @@ def plans() -> str:
     return table(("sequences", "as many partitions each", "by default", "floor", "over it"), rows)
 
 
+def uneven() -> str:
+    found, rows = points("decisions/plan_kernels_h100"), []
+    of_kind = {
+        "float8_e4m3fn": ("cache=float8_e4m3fn scale=head", "a plan for 2 a SM, tile 64, 2 a SM"),
+        "16 query tokens": ("q_len=16", "a plan for 1 a SM"),
+    }
+    for kind, (options, way) in of_kind.items():
+        for batch in ("8 x 1024, one of 131072", "24 x 1024, one of 32768", "8 x 8192"):
+            point = found[f"run 3 | 32/8 {batch} {options}"]
+            rows.append(
+                [
+                    f"{batch}, {kind}",
+                    us(point["even"]),
+                    us(point[way]),
+                    us(point["floor"]),
+                    f"{point[way] / point['floor']:.2f}",
+                ]
+            )
+    return table(("sequences", "as many partitions each", "by default", "floor", "over it"), rows)
+
+
 def outliers() -> str:
     """By how much longer the one sequence is than the others."""
     found: dict[int, list[Any]] = {}
@@ -385,6 +406,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers,
     "variants": variants,
     "plans": plans,
+    "uneven": uneven,
     "outliers": outliers,
     "prefill": prefill,
     "packed": packed,

@@ -1,6 +1,6 @@
 """Which tiles of its sequence a program of the decode kernel computes, and what its queries see in them.
 
-Everything here is traced inside the kernel, in scalars.
+All but `grid_of` is traced inside the kernel, in scalars.
 """
 
 import dataclasses

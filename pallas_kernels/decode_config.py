@@ -101,14 +101,10 @@ def default_config(
     # H100, 64 x 8192: with a window of 128 15.7, if it is not known 23.5; of 1024 92.9 and 95.6. [pairs_h100]
     seen = most_seen(capacity, window=window, q_len=q_len)
     chunk = chunk_of(head_dim=head_dim, rows=rows, itemsize=itemsize, rows_first=rows_first)
-    two_fit = width <= 192 and rows <= (32 if q_len == 1 else 24)  # on a SM, with their registers
-    tile, resident = 64, 2 if two_fit else 1
-    if width <= 128 and itemsize > 1 and not two_fit:
-        # 128 tokens a step, and 64. H200, 64 rows: 64 x 8192 502, 521; 8 x 256 new tokens after 2048 221, 255. H100, 32
-        # rows of 8 tokens: 8 x 8192 94, 99; 64 x U(1..8192) 379, 393; 64 x U(1..2048) 109, 115; 64 x 2048 192, 192,
-        # in 3 stages 187. [rows_h200, plan_kernels_h100]
-        tile = 128
-    elif width <= 128 and rows <= 32 and itemsize == 1 and not planned:
+    resident = 2 if width <= 192 and rows <= 32 else 1
+    # H200, 64 rows, 128 tokens a step and 64: 64 x 8192 502, 521; 8 x 256 new tokens after 2048 221, 255. [rows_h200]
+    tile = 128 if rows_first and width <= 128 else 64
+    if width <= 128 and rows <= 32 and itemsize == 1 and not planned:
         # 128 tokens have the bytes of 64 of 16 bits. H100, 64 x 8192: 371, with 64 tokens 377. [configs_h100]
         # Not for a plan's partitions, many of which are short: 64 x 256, one of 8192, 32.6, with 64 tokens 25.9; 64 x
         # 1024 53.2, 52.5; 64 x U(1..8192) 192, 200. [plan_kernels_h100]

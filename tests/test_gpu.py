@@ -23,9 +23,10 @@ are_uneven = mosaic_gpu.are_uneven
 
 
 @pytest.fixture(autouse=True)
-def no_plan_by_default(monkeypatch):
-    """The pools here are small: calls would get a plan, and the Hopper kernel none of them."""
+def by_the_kernel_for_hopper(monkeypatch):
+    """The pools here are small: calls would get a plan, and some the portable kernel, which has tests of its own."""
     monkeypatch.setattr(mosaic_gpu, "are_uneven", lambda *_: False)
+    monkeypatch.setattr(decode, "portable_follows", lambda *_, **__: False)
 
 
 def attend(case: Case, num_partitions: NumPartitions) -> tuple[jax.Array, jax.Array]:

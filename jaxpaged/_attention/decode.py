@@ -29,8 +29,11 @@ def attend(
     falls_back: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
-    config = config_of(a, _device.gpu(), num_partitions=num_partitions, planned=plan is not None, window=window)
-    return launch(config, None, a, plan, falls_back)
+    gpu = _device.gpu()
+    if plan is None:
+        return launch(config_of(a, gpu, num_partitions=num_partitions, window=window), None, a, None, falls_back)
+    mapped = config_of(a, gpu, num_partitions=1, window=window)
+    return launch(config_of(a, gpu, planned=True, window=window), None, a, plan, falls_back, mapped)
 
 
 def follows(a: AttentionArguments, total_partitions: int) -> bool:
@@ -38,7 +41,8 @@ def follows(a: AttentionArguments, total_partitions: int) -> bool:
     causal, prompts in several runs, more partitions than the grid takes, nor where the partials would need too much
     memory."""
     num_runs, run = query_runs.runs_of(a.q.shape[1], a.group)
-    rows = filled_rows(run, a.group, rows_first=run * a.group > decode_config.FEW_ROWS)
+    rows_first = decode_config.rows_come_first(q_len=run, group=a.group, itemsize=a.k_cache.dtype.itemsize)
+    rows = filled_rows(run, a.group, rows_first=rows_first)
     num_bytes = total_partitions * a.k_cache.shape[2] * rows * padded_width(a.q.shape[-1]) * 4
     fits = total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
     return a.q.shape[0] > 1 and num_runs == 1 and a.causal and fits
@@ -73,24 +77,27 @@ def portable_config_of(a: AttentionArguments, gpu: _device.Gpu, **how: Any) -> p
 
 
 def _portable_takes(a: AttentionArguments, gpu: _device.Gpu, planned: bool) -> bool:
+    if not planned:
+        return not gpu.is_hopper
     rows, itemsize = a.q.shape[1] * a.group, a.k_cache.dtype.itemsize
-    follows = portable_follows(gpu, rows=rows, itemsize=itemsize, has_tree=a.has_tree)
-    return follows if planned else not gpu.is_hopper
+    return portable_follows(gpu, rows=rows, itemsize=itemsize, has_tree=a.has_tree)
 
 
 # Jitted by itself: otherwise every layer of a model lowers the kernel again, 0.4 s each.
-@functools.partial(jax.jit, static_argnums=(0, 1, 4))
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 4))
+@functools.partial(jax.jit, static_argnums=(0, 1, 4, 5))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 4, 5))
 def launch(
     config: Config,
     interpret: Any,
     a: AttentionArguments,
     plan: PartitionPlan | None = None,
     falls_back: bool = False,
+    mapped: Config | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
 
-    `falls_back`: XLA computes it where it is lowered for another platform.
+    `falls_back`: XLA computes it where it is lowered for another platform. `mapped`: the configuration of mapped calls,
+    which follow no plan.
     """
 
     def by_kernel(a: AttentionArguments, plan: PartitionPlan | None) -> tuple[jax.Array, jax.Array]:
@@ -108,7 +115,7 @@ def launch(
         by_xla = (lambda a, _: xla.attend(a, num_partitions=1)) if falls_back else None
         return by_kernel(a, plan) if interpret is not None else call_kernel(by_kernel, by_xla, a, plan)
 
-    # Mapped calls that follow plans would wait for each other, and copy a mapped pool: see `_launch`.
+    # Mapped calls that follow plans would wait for each other, and copy a mapped pool: see `pallas_kernels._launch`.
     @jax.custom_batching.custom_vmap
     def unless_mapped(a: AttentionArguments, plan: PartitionPlan) -> tuple[jax.Array, jax.Array]:
         return call(a, plan)
@@ -116,12 +123,15 @@ def launch(
     @unless_mapped.def_vmap
     def without_plan(axis_size: int, is_mapped: Any, a: AttentionArguments, plan: PartitionPlan) -> Any:
         axes = jax.tree.map(lambda its: 0 if its else None, is_mapped[0])
-        return jax.vmap(lambda a: call(a, None), (axes,), axis_size=axis_size)(a), (True, True)
+        one = functools.partial(launch, mapped or config, interpret, plan=None, falls_back=falls_back)
+        return jax.vmap(one, (axes,), axis_size=axis_size)(a), (True, True)
 
     return call(a, plan) if plan is None else unless_mapped(a, plan)
 
 
 @launch.__wrapped__.defjvp  # type: ignore[attr-defined]
-def _launch_jvp(config: Config, interpret: Any, falls_back: bool, primals: tuple, tangents: tuple) -> tuple:
+def _launch_jvp(
+    config: Config, interpret: Any, falls_back: bool, mapped: Config | None, primals: tuple, tangents: tuple
+) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
     return jax.jvp(functools.partial(xla.attend, num_partitions=None), primals[:1], tangents[:1])

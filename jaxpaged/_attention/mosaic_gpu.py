@@ -102,7 +102,8 @@ def are_uneven(a: AttentionArguments, num_sms: int, window: int | None = None) -
     seqs, (num_blocks, block_size, kv_heads, _) = a.q.shape[0], a.k_cache.shape
     # H100, in tables for 131072, with a plan and without: 8 x 1024, one of 131072, 196, 515, of 8 bits 102, 411, of 64
     # rows 198, 646; 64 x U(1..8192) 366, 360, of 8 bits 198, 198. With none longer: 64 x 4096 353, 351; 24 x 4096 142,
-    # 135; 8 x 8192 93, 94, of 8 bits 51, 48, of 64 rows 97, 95. [plan_kernels_h100]
+    # 135; 8 x 8192 93, 94, of 8 bits 51, 48, of 64 rows 97, 95, of one KV head 19.3, 16.5. [plan_kernels_h100 of
+    # benchmarks/results/decisions/]
     if _visible(a, window) > WIDE:
         return True
     most_of_mean = seqs * _visible(a, window) / (num_blocks * block_size)

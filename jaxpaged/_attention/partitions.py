@@ -51,19 +51,22 @@ def portable_follows(gpu: _device.Gpu, *, rows: int, itemsize: int = 2, has_tree
     # H100, the portable kernel and the one for Hopper, 4 rows: 64 x 128 in tables for 8192 14.0, 16.1; 64 x 8192 / 1,
     # / 2, ... 58.4, 60.2; 8 x U(1..8192) 35.3, 36.4. But 64 x 4096, one of 32768, 425, 393; the mean of 43 batches in
     # wide tables is equal. 16 rows: 8 x 8192 102, 95; 64 x 4096 377, 357. 8 bits: 64 x 4096 203, 194; 8 x 1024, one of
-    # 131072, 117, 102. [plan_kernels_h100]
+    # 131072, 117, 102. [plan_kernels_h100 of benchmarks/results/decisions/]
     return not gpu.is_hopper or (rows <= 8 and itemsize > 1 and not has_tree)
 
 
 def programs_at_once(gpu: _device.Gpu, *, num_kv_heads: int, rows: int, by_portable: bool) -> int:
-    """Partitions of a KV head that run at the same time, where those of all KV heads do."""
+    """For how many partitions of a KV head at the same time a plan is made, where those of all KV heads run together.
+
+    For one program a SM, or two or four: as many as run at the same time in most calls.
+    """
     if by_portable:
         # H100, 8 KV heads, one of 131072 and seven of 1024: 193 us, with half a program a SM 319, with eight 202; 8 x
         # 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
         return 4 * gpu.num_sms // num_kv_heads
-    # Two a SM, many rows have the registers for one. H100, one and two of 64 rows: 8 x 8192 102, 111, 8 x U(1..8192)
-    # 44.0, 47.9; of 32 rows 96.2, 102, and 43.5, 43.7. Two and four: 4 x 1024, one of 32768, 54.1, 62.0; 8 x U(1..8192)
-    # 36.4, 37.2. [plan_kernels_h100]
+    # H100, one program a SM, and two. 64 rows: 8 x 8192 102, 111; 8 x U(1..8192) 44.0, 47.9. 32 rows: 96.2, 102; 43.5,
+    # 43.7. Two, and four, 4 rows: 4 x 1024, one of 32768, 54.1, 62.0; 8 x U(1..8192) 36.4, 37.2. [plan_kernels_h100 of
+    # benchmarks/results/decisions/]
     return (2 if rows <= 16 else 1) * gpu.num_sms // num_kv_heads
 
 
@@ -85,7 +88,7 @@ def plan_partitions(
         lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
         num_kv_heads: of the caches that the calls read; inside `shard_map`, of one device's.
         num_heads: of the queries, likewise. Left out: one for each KV head; where there are more than 8 rows
-            (`q_len * num_heads / num_kv_heads`) such a plan is slower, by up to a tenth.
+            (`q_len * num_heads / num_kv_heads`) such a plan is slower, by up to a quarter.
         q_len: query tokens of a call.
         sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
 

@@ -150,10 +150,11 @@ def paged_attention(
             choose its partitions for it.
         num_partitions: into how many parts each sequence is cut, computed side by side and then merged. With a number,
             a sequence's output does not depend on its batch neighbours. None: as many as fill the GPU, or a plan
-            in tables of a 16-bit cache for more than 8192 tokens, and where the pool could fill only a small part of
-            the tables; on a CPU 1.
+            in tables for more than 8192 tokens, and where the pool could fill only a small part of the tables; on a CPU
+            1.
         plan: from `plan_partitions`, instead of a number: partitions by the true lengths, for batches in which a few
-            sequences are much longer than the others. "xla" takes its default instead.
+            sequences are much longer than the others. "xla" takes its default instead; so do mapped calls, those of a
+            single sequence, and those whose partials would take more than 128 MiB.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for NVIDIA GPUs, with q in bfloat16 or float16 and a cache in q's dtype or
             of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is a Hopper GPU, the call is

@@ -178,6 +178,7 @@ def launch(
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
+    assert plan is None or config.num_partitions == 1
     assert not (config.rows_first and config.cluster > 1)  # a cluster adds up O^T
     assert not config.unsplit_tiles or config.cluster == config.num_partitions
     seqs, q_len, heads, head_dim = q.shape

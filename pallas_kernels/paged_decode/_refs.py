@@ -47,8 +47,8 @@ class Refs:
     partitions: Any = None  # int32 [total_partitions, 3]
     partition_starts: Any = None  # int32 [seqs + 1]
     # Of several partials a sequence, GMEM: see `_merge.types_of`
-    partial_acc: Any = None  # f32 [seqs * partials, kv_heads, width, rows]; of many rows 64 x 64 of O below each other
-    partial_ml: Any = None  # f32 [seqs * partials, kv_heads, shares, 2, rows]
+    partial_acc: Any = None  # f32 [partials of all, kv_heads, width, rows]; of many rows 64 x 64 of O below each other
+    partial_ml: Any = None  # f32 [partials of all, kv_heads, shares, 2, rows]
     arrivals: Any = None  # int32 [seqs, kv_heads, shares], how many partials are stored
     # Options, GMEM
     sliding_window: Any = None  # int32 [1]

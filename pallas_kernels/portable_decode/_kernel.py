@@ -165,6 +165,8 @@ def launch(
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
+    assert options.tree_bits is None
+    assert plan is None or config.num_partitions == 1
     seqs, q_len, heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads

@@ -117,10 +117,11 @@ H100, A100 = _device.Gpu(132, 9.0), _device.Gpu(108, 8.0)
         (H100, dict(heads=24), False, 33),
         (H100, dict(heads=40), False, 16),
         (H100, dict(heads=8, cache_dtype=jnp.int8), False, 33),
+        (H100, dict(heads=4, q_len=4, options=dict(tree_mask=jnp.zeros((2, 4, 1), jnp.uint32))), False, 33),
         (A100, dict(heads=40), True, 54),
     ],
 )
-def test_who_follows_a_plan(gpu, kind, by_portable, at_once):
+def test_which_kernel_follows_a_plan(gpu, kind, by_portable, at_once):
     """And how many partitions run at once, by the registers of the programs."""
     a = arguments_of(make_case(lengths=(3, 50), max_blocks=4, kv_heads=2, dtype=BF16, **kind))
     a = dataclasses.replace(a, k_cache=jax.ShapeDtypeStruct((4, 16, 8, 64), a.k_cache.dtype))
@@ -172,6 +173,14 @@ def test_the_kernel_for_hopper_follows(kind):
     check(case, plan=plan, zero_fill="head_dim" in kind)
 
 
+@pytest.mark.parametrize("kind", [{}, dict(q_len=6), dict(cache_dtype=jnp.int8, scale_shape="token_head")])
+def test_the_kernel_for_hopper_follows_a_plan_for_other_lengths(kind):
+    """Partitions without a tile, all of a sequence of none."""
+    plan = partition_plan.make(jnp.array([64 * 40, 64 * 16, 1]), None, q_len=1, total_partitions=12)
+    assert jnp.diff(plan.partition_starts).tolist() == [5, 2, 1]
+    check(make_case(lengths=(70, 0, 9), max_blocks=5, kv_heads=1, dtype=BF16, **kind), plan=plan)
+
+
 def test_a_plan_that_loses_a_partition_is_noticed():
     plan = partition_plan.make(jnp.array([64 * 16, 3]), None, q_len=1, total_partitions=5)
     assert plan.partitions[1].tolist() == [0, 1, 2]
@@ -183,12 +192,13 @@ def test_a_plan_that_loses_a_partition_is_noticed():
 
 @pytest.mark.parametrize("mapped", ["everything", "queries", "plans"])
 def test_mapped_calls_follow_no_plan(mapped):
-    """They run side by side, on a mapped pool as it is."""
+    """They run side by side: in none of them a program merges what others wrote, which would be a race."""
     cases = [make_case(seed, lengths=(3, 70), max_blocks=5, kv_heads=1, dtype=BF16) for seed in range(2)]
     if mapped != "everything":
         cases[1] = cases[0].replace(q=cases[mapped == "queries"].q)
     a, *_ = singles = list(map(arguments_of, cases))
-    plan = partition_plan.make(a.lengths, None, q_len=1, total_partitions=5)
+    plan = partition_plan.make(jnp.array([3, 64 * 16]), None, q_len=1, total_partitions=5)
+    assert jnp.diff(plan.partition_starts).tolist() == [1, 2]
     config = decode.hopper_config_of(a, H100, planned=True)
     launch = functools.partial(decode.launch, config, plgpu.InterpretGPUParams(detect_races=True))
     stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
@@ -198,7 +208,7 @@ def test_mapped_calls_follow_no_plan(mapped):
         out, _ = jax.vmap(lambda q: launch(dataclasses.replace(a, q=q), plan))(jnp.stack([each.q for each in singles]))
     else:
         out, _ = jax.vmap(launch, (None, 0))(a, stack(plan, plan))
-    assert not races_found()  # of a merge it would find some
+    assert not races_found()
     for case, its in zip(cases, out, strict=True):
         assert_within_budget(case, its[:, 0])
 
@@ -209,7 +219,7 @@ def launched(monkeypatch):
     plans = []
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
 
-    def launch(config, interpret, a, plan, falls_back):
+    def launch(config, interpret, a, plan, *_):
         plans.append(plan)
         return a.q, jnp.zeros(a.q.shape[:3])
 
@@ -256,10 +266,11 @@ def test_wide_tables_get_a_plan(launched, kind):
 def test_what_follows_no_plan():
     a = arguments_of(make_case(lengths=(0, 1, 70), max_blocks=5, kv_heads=1, dtype=BF16))
 
-    def follows(total, *, seqs=3, q_len=1, heads=6):
-        return decode.follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64))), total)
+    def follows(total, *, seqs=3, q_len=1, heads=6, causal=True):
+        return decode.follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64)), causal=causal), total)
 
     assert follows(5)
+    assert not follows(5, causal=False)
     assert not follows(5, seqs=1)
     assert not follows(5, q_len=40)  # in runs
     assert not follows(65536)

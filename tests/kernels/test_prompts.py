@@ -107,7 +107,7 @@ def hopper(monkeypatch):
     launched = []
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
 
-    def launch(config, interpret, a, plan, falls_back):
+    def launch(config, interpret, a, plan, *_):
         launched.append((config, plan, a))
         return a.q, jnp.zeros(a.q.shape[:3])
 

@@ -126,12 +126,9 @@ class Partials:
         def load(ref: Any, layout: Any) -> jax.Array:
             return plgpu.load(ref, layout=layout, optimized=False)
 
-        def times(x: jax.Array, weight: jax.Array) -> jax.Array:
-            return weighted(x, weight, self.orientation, self.layout)
-
         def plus(so_far: jax.Array, part: jax.Array, weight: jax.Array) -> jax.Array:
-            is_there = plgpu.layout_cast(self.orientation.over(weight, part.shape), self.layout) != 0.0
-            return so_far + jnp.where(is_there, times(part, weight), jnp.zeros_like(part))  # 0 x Inf is NaN
+            factor = plgpu.layout_cast(self.orientation.over(weight, part.shape), self.layout)
+            return so_far + jnp.where(factor != 0.0, part * factor, jnp.zeros_like(part))  # 0 x Inf is NaN
 
         def add(i: jax.Array, so_far: Sums) -> Sums:
             places = [self.partition.first_place + i * at_once + j for j in range(at_once)]
@@ -145,7 +142,7 @@ class Partials:
             m_parts = [part + change for part, change in zip(m_parts, changes, strict=True)]
             m = functools.reduce(jnp.maximum, m_parts, so_far.m)
             alpha, weights = jnp.exp2(so_far.m - m), [jnp.exp2(part - m) for part in m_parts]
-            l, acc = so_far.l * alpha, [times(part, alpha) for part in so_far.acc]
+            l, acc = so_far.l * alpha, [weighted(part, alpha, self.orientation, self.layout) for part in so_far.acc]
             for weight, l_part, its in zip(weights, l_parts, acc_parts, strict=True):
                 l += weight * l_part
                 acc = [plus(a, part, weight) for a, part in zip(acc, its, strict=True)]

@@ -28,6 +28,7 @@ from pallas_kernels._interpret import interpreted
 from pallas_kernels._rows import LOWEST, ROWS, ROWS_LAST, SCALAR, Orientation
 from pallas_kernels._sizes import ceil_div
 from pallas_kernels._walk import Partition
+from pallas_kernels.partition_plan import PartitionPlan
 
 MOST_AT_ONCE = 8  # partials
 # Of a thread, for partials that are read at once. With 64, four programs of the portable kernel no longer share a SM.
@@ -57,8 +58,14 @@ class Sums(NamedTuple):
     l: jax.Array  # f32 [rows], the sum of the weights
 
 
-def types_of(*, seqs: int, places: int, kv_heads: int, shares: int, width: int, rows: int) -> dict[str, Any]:
-    """The arrays in GMEM, by their names in the kernels' `Refs`. `shares` of the columns are merged each by itself."""
+def types_of(
+    plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int, shares: int, width: int, rows: int
+) -> dict[str, Any]:
+    """The arrays in GMEM, by their names in the kernels' `Refs`; none where every sequence has one partial. `shares` of
+    the columns are merged each by itself."""
+    if plan is None and num_partials == 1:
+        return {}
+    places = seqs * num_partials if plan is None else plan.total_partitions
     return {
         "partial_acc": jax.ShapeDtypeStruct((places, kv_heads, width, rows), jnp.float32),
         "partial_ml": jax.ShapeDtypeStruct((places, kv_heads, shares, 2, rows), jnp.float32),

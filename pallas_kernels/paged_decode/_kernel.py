@@ -215,10 +215,9 @@ def launch(
     sharing = None
     if config.cluster > 1:
         sharing = sharing_of(rows=rows, width=width, cluster=config.cluster, q_len=q_len, group=group)
-    if plan is not None or config.num_partials > 1:
-        places = seqs * config.num_partials if plan is None else plan.total_partitions
-        shares = 1 if sharing is None else sharing.num_shares
-        out_types |= _merge.types_of(seqs=seqs, places=places, kv_heads=kv_heads, shares=shares, width=width, rows=rows)
+    programs = dict(seqs=seqs, num_partials=config.num_partials, kv_heads=kv_heads)
+    shares = 1 if sharing is None else sharing.num_shares
+    out_types |= _merge.types_of(plan, **programs, shares=shares, width=width, rows=rows)
     scratch_types = scratch(
         config,
         q_len=q_len,
@@ -241,7 +240,7 @@ def launch(
         Refs,
         inputs,
         out_types,
-        **grid_of(plan, seqs=seqs, num_partials=config.num_partials, kv_heads=kv_heads),
+        **grid_of(plan, **programs),
         **clusters,
         num_threads=2,
         thread_name="warpgroup",

@@ -186,17 +186,15 @@ def launch(
         "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
         "lse": jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
     }
-    if plan is not None or config.num_partitions > 1:
-        places = seqs * config.num_partitions if plan is None else plan.total_partitions
-        width = round_up(head_dim, COLUMNS)
-        out_types |= _merge.types_of(seqs=seqs, places=places, kv_heads=kv_heads, shares=1, width=width, rows=rows)
+    programs = dict(seqs=seqs, num_partials=config.num_partitions, kv_heads=kv_heads)
+    out_types |= _merge.types_of(plan, **programs, shares=1, width=round_up(head_dim, COLUMNS), rows=rows)
     out, lse, *_ = _launch.launch(
         "portable_decode",
         functools.partial(_kernel, config=config),
         Refs,
         inputs,
         out_types,
-        **grid_of(plan, seqs=seqs, num_partials=config.num_partitions, kv_heads=kv_heads),
+        **grid_of(plan, **programs),
         scratch_types=scratch(
             config,
             q_len=q_len,

@@ -30,6 +30,12 @@ def saturated(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return array.clip(least, most).astype(np.int32)
 
 
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Raises `ValueError` where the KV heads are not read by as many query heads each."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads=}, {num_kv_heads=}.")
+
+
 def checked_size(name: str, size: Any, least: int = 1, most: int | None = None) -> int:
     """A static size as an int of Python's: one of NumPy's would make int64 of int32 arrays where x64 is on."""
     try:

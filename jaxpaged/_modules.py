@@ -17,7 +17,7 @@ from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotary import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
-from jaxpaged._integers import as_int32
+from jaxpaged._integers import as_int32, check_heads
 from pallas_kernels.partition_plan import PartitionPlan
 
 Rotary = Callable[[jax.Array, jax.Array], jax.Array]
@@ -134,10 +134,8 @@ def check_call(
 
 def check_settings(settings: Settings) -> None:
     """Raises `ValueError` where a module's settings do not fit together."""
-    num_heads, num_kv_heads, head_dim = settings.num_heads, settings.num_kv_heads, settings.head_dim
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads=}, {num_kv_heads=}.")
-    frequencies = settings.rotary_frequencies
+    check_heads(settings.num_heads, settings.num_kv_heads)
+    head_dim, frequencies = settings.head_dim, settings.rotary_frequencies
     if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
         raise ValueError(
             f"rotary_frequencies must hold up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}. "

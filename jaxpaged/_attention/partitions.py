@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 from jaxpaged import _device
 from jaxpaged._attention.arguments import check_lengths_dtype, optional
 from jaxpaged._export import exportable
-from jaxpaged._integers import as_int32, checked_size
+from jaxpaged._integers import as_int32, check_heads, checked_size
 from jaxpaged._on_shards import check_whole
 from pallas_kernels import partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
@@ -115,8 +115,7 @@ def plan_partitions(
     check_whole("lengths", lengths)
     num_kv_heads, q_len = checked_size("num_kv_heads", num_kv_heads), checked_size("q_len", q_len)
     num_heads = num_kv_heads if num_heads is None else checked_size("num_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads=}, {num_kv_heads=}.")
+    check_heads(num_heads, num_kv_heads)
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     rows = q_len * num_heads // num_kv_heads
     try:

@@ -176,33 +176,31 @@ def variants() -> str:
     return table(("GPU", "sequences x length", "us", "floor", "over it"), rows)
 
 
-def plans() -> str:
-    found, rows = points("h100/plans"), []
-    for name, text in PLANS.items():
-        default, even = (found[f"32/8 {name} {way}"] for way in ("mosaic_gpu", "hopper"))
-        rows.append([text, us(even["us"]), us(default["us"]), us(default["floor"]), f"{default['over_floor']:.2f}"])
+def beside_even(calls: Iterable[tuple[str, float, float, float]]) -> str:
+    """Calls with their times with as many partitions each, and by default, and their floors."""
+    rows = [[text, us(even), us(default), us(floor), f"{default / floor:.2f}"] for text, even, default, floor in calls]
     return table(("sequences", "as many partitions each", "by default", "floor", "over it"), rows)
 
 
+def plans() -> str:
+    found, calls = points("h100/plans"), []
+    for name, text in PLANS.items():
+        default, even = (found[f"32/8 {name} {way}"] for way in ("mosaic_gpu", "hopper"))
+        calls.append((text, even["us"], default["us"], default["floor"]))
+    return beside_even(calls)
+
+
 def uneven() -> str:
-    found, rows = points("decisions/plan_kernels_h100"), []
+    found, calls = points("decisions/plan_kernels_h100"), []
     of_kind = {
         "float8_e4m3fn": ("cache=float8_e4m3fn scale=head", "a plan for 2 a SM, tile 64, 2 a SM"),
         "16 query tokens": ("q_len=16", "a plan for 1 a SM"),
     }
-    for kind, (options, way) in of_kind.items():
+    for kind, (options, default) in of_kind.items():
         for batch in ("8 x 1024, one of 131072", "24 x 1024, one of 32768", "8 x 8192"):
             point = found[f"run 3 | 32/8 {batch} {options}"]
-            rows.append(
-                [
-                    f"{batch}, {kind}",
-                    us(point["even"]),
-                    us(point[way]),
-                    us(point["floor"]),
-                    f"{point[way] / point['floor']:.2f}",
-                ]
-            )
-    return table(("sequences", "as many partitions each", "by default", "floor", "over it"), rows)
+            calls.append((f"{batch}, {kind}", point["even"], point[default], point["floor"]))
+    return beside_even(calls)
 
 
 def outliers() -> str:

@@ -247,10 +247,10 @@ def test_what_cannot_be_taken_says_so(monkeypatch):
 def test_vmap_gradient_and_export():
     cases = [make_case(seed, lengths=(3, 50), max_blocks=4, dtype=BF16, options=OPTIONS["all"]) for seed in range(2)]
     shape = dict(seqs=2, kv_heads=2, group=3, q_len=1, head_dim=64, capacity=64, num_sms=132)
-    launch = functools.partial(decode.launch, decode_config.default_config(**shape, num_partitions=2))
+    config = decode_config.default_config(**shape, num_partitions=2)
+    launch = functools.partial(decode.launch, config)
     interpreted = functools.partial(launch, plgpu.InterpretGPUParams(detect_races=True))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
-    config = decode_config.default_config(**shape, num_partitions=2)
     in_memory = functools.partial(decode.launch, dataclasses.replace(config, cluster=1), plgpu.InterpretGPUParams())
     for mapped in (interpreted, in_memory):
         out, _ = jax.vmap(mapped)(stacked)

@@ -2,8 +2,8 @@
 
 A way is "mosaic_gpu", "xla", or a kernel, hopper, or a form of the portable one, tma or cp_async, with
 /stages/partitions after it or not: tma, cp_async/2, tma/3/16, hopper//plan. In the place of the partitions, `plan` is
-a plan for that kernel. Each is checked against the reference before it is timed. The columns
-are those of benchmarks/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
+a plan for that kernel. Each is checked against the reference before it is timed. The columns are those of
+benchmarks/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
 
     python -m benchmarks.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
     python -m benchmarks.portable --points "32/8 8xoutlier131072" --ways mosaic_gpu hopper hopper//plan

@@ -97,7 +97,7 @@ def launch(
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads].
 
     `falls_back`: XLA computes it where it is lowered for another platform. `mapped`: the configuration of mapped calls,
-    which follow no plan.
+    which follow no plan; None: `config`.
     """
 
     def by_kernel(a: AttentionArguments, plan: PartitionPlan | None) -> tuple[jax.Array, jax.Array]:

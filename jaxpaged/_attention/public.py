@@ -149,9 +149,8 @@ def paged_attention(
             output are rounded to q's dtype before they are added up. It may be traced; a number lets "mosaic_gpu"
             choose its partitions for it.
         num_partitions: into how many parts each sequence is cut, computed side by side and then merged. With a number,
-            a sequence's output does not depend on its batch neighbours. None: as many as fill the GPU, or a plan
-            in tables for more than 8192 tokens, and where the pool could fill only a small part of the tables; on a CPU
-            1.
+            a sequence's output does not depend on its batch neighbours. None: on a CPU 1; otherwise as many as fill the
+            GPU, or a plan, in tables for more than 8192 tokens and where the pool could fill only a small part of them.
         plan: from `plan_partitions`, instead of a number: partitions by the true lengths, for batches in which a few
             sequences are much longer than the others. "xla" takes its default instead; so do mapped calls, those of a
             single sequence, and those whose partials would take more than 128 MiB.

@@ -35,7 +35,7 @@ To be read in this order:
 
 Of the Hopper kernel's files it shares those that know neither wgmma nor TMA: `_walk` (which tiles a program computes),
 `_logits` and `_softmax` (from products to weights), `_rows` (rows in registers), `_widen` and `_scales` (8-bit caches),
-`_merge` (how the partitions of a sequence are written, counted and merged), `_launch`.
+`_merge` (how the partitions of a sequence are written, counted and merged), `_launch` (how a kernel is called).
 
 Only table entries of blocks with a token that some query sees are followed, and ids are clamped to the pool. Instead of
 other blocks, block 0 is fetched and masked. Values that no query may see are zeroed in registers, because 0 x NaN is

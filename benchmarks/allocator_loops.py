@@ -118,13 +118,13 @@ def start(point: Point, *, prompts: bool = False) -> LoopState:
 def _start_of_sequences(point: Point) -> LoopState:
     """Sequences that have grown together, a block at a time; no last block of a first beam is full."""
     allocator = BlockAllocator.create(
-        num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks=point.max_blocks
+        num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks_per_seq=point.max_blocks
     )
     block = jnp.full(point.num_seqs, BLOCK_SIZE, jnp.int32)
     rounds = point.length // BLOCK_SIZE - 1
-    allocator = lax.fori_loop(0, rounds, lambda _, held: held.append(block, max_tokens=BLOCK_SIZE)[0], allocator)
+    allocator = lax.fori_loop(0, rounds, lambda _, held: held.append(block, q_len=BLOCK_SIZE)[0], allocator)
     rest = BLOCK_SIZE - 1 - jnp.arange(point.num_seqs, dtype=jnp.int32) % BLOCK_SIZE
-    allocator, _, ok = allocator.append(rest, max_tokens=BLOCK_SIZE)
+    allocator, _, ok = allocator.append(rest, q_len=BLOCK_SIZE)
     return LoopState(allocator, None, None, jnp.zeros_like(block), jnp.zeros_like(block), ok)
 
 
@@ -132,11 +132,11 @@ def _start_of_sequences(point: Point) -> LoopState:
 def _start_of_prompts(point: Point) -> LoopState:
     """Empty rows, and every other prompt cached in blocks that nobody holds."""
     allocator = BlockAllocator.create(
-        num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks=point.max_blocks
+        num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks_per_seq=point.max_blocks
     )
     prompts = jax.random.randint(jax.random.key(0), (point.num_seqs, PROMPT_LENGTH), 0, 1 << 16, jnp.int32)
     is_even = jnp.arange(point.num_seqs, dtype=jnp.int32) % 2 == 0
-    allocator, slots, ok = allocator.append(jnp.where(is_even, PROMPT_LENGTH, 0), max_tokens=PROMPT_LENGTH)
+    allocator, slots, ok = allocator.append(jnp.where(is_even, PROMPT_LENGTH, 0), q_len=PROMPT_LENGTH)
     prefix_cache, allocator = PrefixCache.create(num_blocks=point.num_blocks, block_size=BLOCK_SIZE).insert(
         allocator, prompts
     )

@@ -53,7 +53,7 @@ def fill_tables(allocator: BlockAllocator) -> BlockAllocator:
     room = max_blocks * BLOCK_SIZE
 
     def grow(_: jax.Array, filled: BlockAllocator) -> BlockAllocator:
-        return filled.append(jnp.minimum(BLOCK_SIZE, room - filled.lengths), max_tokens=BLOCK_SIZE)[0]
+        return filled.append(jnp.minimum(BLOCK_SIZE, room - filled.lengths), q_len=BLOCK_SIZE)[0]
 
     filled = jax.jit(lambda filled: lax.fori_loop(0, max_blocks, grow, filled))(allocator)
     if bool((filled.lengths < room).any()):

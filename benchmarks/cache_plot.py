@@ -73,12 +73,12 @@ def draw_memory(path: Path) -> None:
 
 def frames() -> Iterator[tuple[str, BlockAllocator]]:
     """What is done, and the pool after it."""
-    allocator = BlockAllocator.create(num_blocks=50, block_size=4, num_seqs=5, max_blocks=16)
+    allocator = BlockAllocator.create(num_blocks=50, block_size=4, num_seqs=5, max_blocks_per_seq=16)
 
     def append(done: str, num_steps: int, *num_tokens: int) -> Iterator[tuple[str, BlockAllocator]]:
         nonlocal allocator
         for _ in range(num_steps):
-            allocator, _, _ = allocator.append(jnp.array(num_tokens), max_tokens=max(num_tokens))
+            allocator, _, _ = allocator.append(jnp.array(num_tokens), q_len=max(num_tokens))
             yield done, allocator
 
     yield from append("append: three prompts", 1, 22, 13, 9, 0, 0)

@@ -69,13 +69,13 @@ def start(config: LlamaConfig, num_seqs: int, length: int) -> State:
     @jax.jit
     def grow() -> BlockAllocator:
         allocator = BlockAllocator.create(
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, num_seqs=num_seqs, max_blocks=max_blocks
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, num_seqs=num_seqs, max_blocks_per_seq=max_blocks
         )
         block = jnp.full(num_seqs, BLOCK_SIZE, jnp.int32)
         allocator = lax.fori_loop(
-            0, length // BLOCK_SIZE, lambda _, held: held.append(block, max_tokens=BLOCK_SIZE)[0], allocator
+            0, length // BLOCK_SIZE, lambda _, held: held.append(block, q_len=BLOCK_SIZE)[0], allocator
         )
-        return allocator.append(block * 0 + length % BLOCK_SIZE, max_tokens=BLOCK_SIZE)[0]
+        return allocator.append(block * 0 + length % BLOCK_SIZE, q_len=BLOCK_SIZE)[0]
 
     shape = num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim
     empty = KVCache.create(

@@ -81,8 +81,8 @@ def check(config: LlamaConfig) -> float:
     """The largest difference of a logit between the default implementation and "xla", over the largest logit."""
     config = dataclasses.replace(config, num_layers=CHECKED_LAYERS)
     weights = random_weights(config)
-    scheduler = Scheduler.create(max_requests=8, num_seats=8, max_tokens=64)
-    allocator = BlockAllocator.create(num_blocks=64, block_size=BLOCK_SIZE, num_seqs=8, max_blocks=4)
+    scheduler = Scheduler.create(max_requests=8, num_seats=8, max_length=64)
+    allocator = BlockAllocator.create(num_blocks=64, block_size=BLOCK_SIZE, num_seqs=8, max_blocks_per_seq=4)
     prompts = jax.random.randint(jax.random.key(0), (8, 32), 0, config.vocab_size)
     lengths = jnp.asarray([1, 2, 7, 16, 17, 31, 32, 20], jnp.int32)
     scheduler, _, _ = scheduler.submit(allocator, prompts, lengths, jnp.full(8, 8, jnp.int32))
@@ -349,7 +349,7 @@ def main() -> None:
         weights,
         create_caches(config, sizes.num_blocks),
         num_seats=sizes.seats,
-        max_tokens=2 * sizes.longest,
+        max_length=2 * sizes.longest,
         chunk_tokens=sizes.chunk,
         steps_per_slice=options.steps_per_slice,
         exact=options.exact,

@@ -61,7 +61,7 @@ def main() -> None:
         random_weights(config),
         create_caches(config, sizes.num_blocks),
         num_seats=sizes.seats,
-        max_tokens=longest + sizes.longest,
+        max_length=longest + sizes.longest,
         chunk_tokens=sizes.chunk,
         compiler_options=dict(option.split("=") for option in options.xla),
     )

@@ -39,7 +39,7 @@ def create_engine(name: str, compiler_options: dict[str, Any]) -> Engine:
         random_weights(config),
         create_caches(config, sizes.num_blocks),
         num_seats=sizes.seats,
-        max_tokens=2 * sizes.longest,
+        max_length=2 * sizes.longest,
         chunk_tokens=sizes.chunk,
         compiler_options=compiler_options,
     )

@@ -72,7 +72,7 @@ def packed_model(config: LlamaConfig, **attention_options: Any) -> Apply:
             qkv = (normalise(x, layer["attention_norm"]) @ layer["qkv"]).reshape(len(tokens), -1, config.head_dim)
             q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
             frequencies = config.rotary_frequencies
-            cache, out = attend(cache, q, k, v, rotary_frequencies=frequencies, **attention_options)
+            cache, out = attend(q, k, v, cache, rotary_frequencies=frequencies, **attention_options)
             new_caches.append(cache)
             x += out.reshape(len(tokens), -1) @ layer["out"]
             gate, up = jnp.split(normalise(x, layer["mlp_norm"]) @ layer["gate_up"], 2, axis=-1)

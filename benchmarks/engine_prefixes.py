@@ -88,7 +88,7 @@ def main() -> None:
     config, sizes = CONFIGS[options.model], SIZES[options.model]
     store = open_store(f"engine_prefixes_{options.model}", options)
     weights = random_weights(config)
-    create = functools.partial(Engine, num_seats=sizes.seats, max_tokens=2 * sizes.longest, chunk_tokens=sizes.chunk)
+    create = functools.partial(Engine, num_seats=sizes.seats, max_length=2 * sizes.longest, chunk_tokens=sizes.chunk)
     for name, prefix_cache in (("off", False), ("on", True)):
         begin = time.perf_counter()
         engine = create(

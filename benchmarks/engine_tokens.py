@@ -67,7 +67,7 @@ def main() -> None:
             model,
             checkpoint.config,
             num_seats=SEATS,
-            max_tokens=LONGEST + NEW_TOKENS,
+            max_length=LONGEST + NEW_TOKENS,
             block_size=BLOCK_SIZE,
             dtype="bfloat16",
             exact=exact,

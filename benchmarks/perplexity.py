@@ -64,7 +64,7 @@ def run(model: Llama, caches: Caches, tokens: list[int]) -> tuple[Caches, BlockA
     graph, weights = nnx.split(model)
     num_blocks = caches[0].k.shape[0]
     allocator = BlockAllocator.create(
-        num_blocks=num_blocks, block_size=BLOCK_SIZE, num_seqs=1, max_blocks=num_blocks - 1
+        num_blocks=num_blocks, block_size=BLOCK_SIZE, num_seqs=1, max_blocks_per_seq=num_blocks - 1
     )
 
     @jax.jit
@@ -72,7 +72,7 @@ def run(model: Llama, caches: Caches, tokens: list[int]) -> tuple[Caches, BlockA
         weights: nnx.State, caches: Caches, allocator: BlockAllocator, chunk: jax.Array, targets: jax.Array
     ):
         model = nnx.merge(graph, weights)
-        allocator, slots, _ = allocator.append(jnp.asarray([CHUNK], jnp.int32), max_tokens=CHUNK)
+        allocator, slots, _ = allocator.append(jnp.asarray([CHUNK], jnp.int32), q_len=CHUNK)
         caches, logits = model(chunk[None], caches, allocator, slots, num_logits=CHUNK)
         return caches, allocator, jnp.take_along_axis(jax.nn.log_softmax(logits[0]), targets[:, None], 1)[:, 0]
 

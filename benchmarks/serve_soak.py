@@ -217,7 +217,7 @@ def main() -> None:
     tokenizer = read_checkpoint(args.model or default_path()).tokenizer
     sizes = [
         f"--num-seats={SEATS}",
-        f"--max-tokens={MAX_TOKENS}",
+        f"--max-length={MAX_TOKENS}",
         f"--num-blocks={BLOCKS}",
         # Those who left keep their places until the engine knows.
         f"--max-queue={2 * args.clients * MOST_COMPLETIONS}",

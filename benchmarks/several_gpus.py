@@ -169,7 +169,7 @@ def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
             packed_model(config),
             *jax.device_put((random_weights(config), create_caches(config, sizes.num_blocks)), device),
             num_seats=sizes.seats,
-            max_tokens=2 * sizes.longest,
+            max_length=2 * sizes.longest,
             chunk_tokens=sizes.chunk,
         )
 
@@ -239,7 +239,7 @@ def prompts(apply: Any, weights: Any, state: State, *, length: int) -> tuple[Sta
     """A step that computes new prompts in the place of what there was. Also returns the logits."""
     seqs = state.tokens.shape[0]
     allocator = state.allocator.free(jnp.ones(seqs, bool))
-    allocator, slots, _ = allocator.append(jnp.full(seqs, length, jnp.int32), max_tokens=length)
+    allocator, slots, _ = allocator.append(jnp.full(seqs, length, jnp.int32), q_len=length)
     tokens = (state.tokens[:, None] + jnp.arange(length, dtype=jnp.int32)[None]) % 1000
     caches, logits = apply(weights, tokens, state.caches, allocator, slots)
     return State(logits.argmax(axis=-1).astype(jnp.int32), caches, allocator), logits

@@ -55,7 +55,7 @@ def decode(weights, cache, allocator, tokens):
 if __name__ == "__main__":
     cache = KVCache.create(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     allocator = BlockAllocator.create(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks=MAX_BLOCKS
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks_per_seq=MAX_BLOCKS
     )
     loop = jax.jit(decode, donate_argnames=("cache", "allocator"))
     cache, allocator, generated = loop(weights, cache, allocator, jnp.arange(SEQS, dtype=jnp.int32))

@@ -20,7 +20,7 @@ def create_engine(
     config: LlamaConfig,
     *,
     num_seats: int,
-    max_tokens: int,
+    max_length: int,
     block_size: int,
     dtype: str,
     num_blocks: int | None = None,
@@ -29,7 +29,7 @@ def create_engine(
 ) -> jaxpaged.Engine:
     """An engine for the model, whose weights are `nnx.state(model)`.
 
-    `num_blocks` None: as many as `num_seats` requests of `max_tokens` take. `mesh`: that of a model that
+    `num_blocks` None: as many as `num_seats` requests of `max_length` take. `mesh`: that of a model that
     tensor_parallel.py cut.
     """
     graph, weights = nnx.split(model)
@@ -54,7 +54,7 @@ def create_engine(
         return new_caches, model.logits(attend.newest(x)[:, 0])
 
     if num_blocks is None:
-        num_blocks = 1 + num_seats * -(-max_tokens // block_size)
+        num_blocks = 1 + num_seats * -(-max_length // block_size)
     create = functools.partial(
         jaxpaged.KVCache.create,
         num_blocks=num_blocks,
@@ -66,5 +66,5 @@ def create_engine(
     if mesh is not None:
         create = functools.partial(create_on, mesh, create)
     caches = tuple(create() for _ in range(config.num_layers))
-    sizes = dict(num_seats=num_seats, max_tokens=max_tokens, chunk_tokens=CHUNK_TOKENS)
+    sizes = dict(num_seats=num_seats, max_length=max_length, chunk_tokens=CHUNK_TOKENS)
     return jaxpaged.Engine(apply, weights, caches, **sizes | options)

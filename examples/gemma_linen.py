@@ -27,7 +27,7 @@ def attention(a: Any, x: Any, positions: Any, cache: Any, attend: Any) -> tuple[
     rope = dict(base_frequency=a.rope_base_frequency, scale_factor=a.rope_scale_factor)
     q, k = apply_rope(a._query_norm(q), positions, **rope), apply_rope(a._key_norm(k), positions, **rope)
     window = a.sliding_window_size if a.attn_type == LOCAL else None
-    cache, out = attend(cache, q, k, v, scale=a.query_pre_attn_scalar, sliding_window=window)
+    cache, out = attend(q, k, v, cache, scale=a.query_pre_attn_scalar, sliding_window=window)
     return cache, a.attn_vec_einsum("BTNH,NHD->BTD", out)
 
 

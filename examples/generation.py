@@ -53,12 +53,12 @@ class Generation:
     peak_unshared: jax.Array  # int32 [], the most that it would have been if none were shared
 
 
-def claim(state: Generation, num_tokens: jax.Array, *, max_tokens: int = 1) -> tuple[Generation, jax.Array, jax.Array]:
+def claim(state: Generation, num_tokens: jax.Array, *, q_len: int = 1) -> tuple[Generation, jax.Array, jax.Array]:
     """Makes room for new tokens of the running sequences: the new state, their slots, and which may advance.
 
     Who finds no block waits for one to come back. Where all wait, the last of them stops and makes room for the others.
     """
-    allocator, slots, ok = state.allocator.append(jnp.where(state.running, num_tokens, 0), max_tokens=max_tokens)
+    allocator, slots, ok = state.allocator.append(jnp.where(state.running, num_tokens, 0), q_len=q_len)
     advanced = state.running & ok
     seqs = jnp.arange(advanced.shape[0])
     stopped = ~advanced.any() & (seqs == jnp.where(state.running, seqs, -1).max())
@@ -213,7 +213,7 @@ def start(
     state = Generation(
         caches=tuple(create() for _ in range(config.num_layers)),
         allocator=jaxpaged.BlockAllocator.create(
-            num_blocks=num_blocks, block_size=block_size, num_seqs=len(prompts), max_blocks=max(blocks_at_end)
+            num_blocks=num_blocks, block_size=block_size, num_seqs=len(prompts), max_blocks_per_seq=max(blocks_at_end)
         ),
         keys=prompt_keys(prompts, seed),
         tokens=jnp.zeros((len(prompts), max(limits)), jnp.int32),

@@ -54,7 +54,7 @@ def write_prompts(
     num_cached = jnp.zeros_like(prompts.lengths) if num_cached is None else num_cached
     num_new = prompts.lengths - num_cached
     num_tokens = jnp.zeros_like(allocator.lengths).at[seqs].set(num_new)
-    allocator, _, ok = allocator.append(num_tokens, max_tokens=longest)
+    allocator, _, ok = allocator.append(num_tokens, q_len=longest)
     # The model sees the prompts' rows alone; what stands in the others costs nothing.
     rows = dataclasses.replace(allocator, block_tables=allocator.block_tables[seqs], lengths=allocator.lengths[seqs])
     starts = jnp.pad(jnp.cumsum(num_new, dtype=jnp.int32), (1, 0))  # of each prompt's new tokens, all packed

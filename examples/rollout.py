@@ -59,12 +59,12 @@ def roll_out(
 ) -> Iterator[list[RequestOutput]]:
     """Of each round the completions of all prompts, with the weights of that round."""
     longest = max(map(len, prompts))
-    max_tokens = min(config.context, longest + max_new_tokens)
+    max_length = min(config.context, longest + max_new_tokens)
     engine = create_engine(
         model,
         config,
         num_seats=min(MOST_SEATS, len(prompts) * num_completions),
-        max_tokens=max_tokens,
+        max_length=max_length,
         block_size=block_size,
         dtype=dtype,
         num_stop_ids=len(eos_ids),
@@ -83,7 +83,7 @@ def roll_out(
         each = [
             dataclasses.replace(
                 params,
-                max_tokens=min(max_new_tokens, max_tokens - len(prompt)),
+                max_tokens=min(max_new_tokens, max_length - len(prompt)),
                 seed=int(np.random.SeedSequence([seed, i, j]).generate_state(1)[0]),
             )
             for j, prompt in enumerate(prompts)

@@ -54,13 +54,13 @@ class Service:
 
     Attributes:
         model: its name.
-        max_tokens: the most of a request, prompt and answer together.
+        max_length: the most of a request, prompt and answer together.
     """
 
     engine: EngineThread
     checkpoint: Checkpoint
     model: str
-    max_tokens: int
+    max_length: int
     api_key: str | None = None
     max_body_bytes: int = 2**20
     allow_control_tokens: bool = False
@@ -172,12 +172,12 @@ class Service:
         """The most new tokens of a prompt."""
         if not prompt:
             raise ApiError(400, "The prompt holds no token.", param="prompt")
-        room = self.max_tokens - len(prompt)
+        room = self.max_length - len(prompt)
         usual = room if ask.is_chat else min(room, USUAL_TOKENS)
         num_new = usual if ask.max_tokens is None else ask.max_tokens
         if room < max(num_new, 1):
             message = f"The prompt has {len(prompt)} tokens and asks for {max(num_new, 1)} more; a request has at most "
-            raise ApiError(400, f"{message}{self.max_tokens} together here.", code="context_length_exceeded")
+            raise ApiError(400, f"{message}{self.max_length} together here.", code="context_length_exceeded")
         return num_new
 
     async def _pieces(self, ask: Ask, generation: Generation, usage: dict[str, int]) -> AsyncIterator[Piece]:
@@ -319,7 +319,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--num-seats", type=positive, default=16, metavar="N", help="requests that run at once")
     parser.add_argument(
-        "--max-tokens",
+        "--max-length",
         type=positive,
         default=MOST_TOKENS,
         metavar="N",
@@ -327,7 +327,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     pool = parser.add_mutually_exclusive_group()
     pool.add_argument(
-        "--num-blocks", type=positive, help="blocks in the pool; default: what all seats need at --max-tokens"
+        "--num-blocks", type=positive, help="blocks in the pool; default: what all seats need at --max-length"
     )
     pool.add_argument("--cache-mb", type=positive, metavar="N", help="memory of the pool in 10^6 bytes, all layers")
     parser.add_argument(
@@ -367,7 +367,7 @@ def capacity_of(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacity:
     try:
         return cache_capacity(
             args.cache_mb * 10**6,
-            [min(args.max_tokens, config.context)],
+            [min(args.max_length, config.context)],
             num_layers=config.num_layers,
             num_kv_heads=max(config.num_kv_heads, args.tensor_parallel),  # fewer are repeated
             head_dim=config.head_dim,
@@ -382,7 +382,7 @@ def create_service(args: argparse.Namespace) -> Service:
     """Loads the model and compiles the engine. Raises `CheckpointError`."""
     path = args.model or default_path()
     checkpoint = read_checkpoint(path)
-    max_tokens, num_blocks = min(args.max_tokens, checkpoint.config.context), args.num_blocks
+    max_length, num_blocks = min(args.max_length, checkpoint.config.context), args.num_blocks
     if args.cache_mb is not None:
         capacity = capacity_of(checkpoint.config, args)
         num_blocks = capacity.num_blocks
@@ -391,9 +391,9 @@ def create_service(args: argparse.Namespace) -> Service:
             f"{capacity.num_tokens:,} tokens, or {capacity.num_seqs:,} of the longest requests."
         )
     if num_blocks is not None:
-        max_tokens = min(max_tokens, (num_blocks - 1) * args.block_size)
-    if max_tokens < 2:
-        raise RequestError("A request must have room for two tokens; pass a larger --max-tokens or --num-blocks.")
+        max_length = min(max_length, (num_blocks - 1) * args.block_size)
+    if max_length < 2:
+        raise RequestError("A request must have room for two tokens; pass a larger --max-length or --num-blocks.")
     load = functools.partial(load_model, checkpoint, args.dtype)
     model, config, mesh = spread(load, checkpoint.config, args.tensor_parallel)
     with matmul_precision(args):
@@ -402,7 +402,7 @@ def create_service(args: argparse.Namespace) -> Service:
             config,
             mesh=mesh,
             num_seats=args.num_seats,
-            max_tokens=max_tokens,
+            max_length=max_length,
             block_size=args.block_size,
             num_blocks=num_blocks,
             dtype=args.dtype,
@@ -416,7 +416,7 @@ def create_service(args: argparse.Namespace) -> Service:
         EngineThread(engine, most_completions=args.num_seats + args.max_queue),
         checkpoint,
         model=Path(path).stem if Path(path).is_file() else Path(path).resolve().name,
-        max_tokens=max_tokens,
+        max_length=max_length,
         api_key=args.api_key,
         max_body_bytes=args.max_body_bytes,
         allow_control_tokens=args.allow_control_tokens,

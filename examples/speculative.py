@@ -113,7 +113,7 @@ def speculate(
 
         # 2. Verify. What was not found is drafted too, as garbage that is never accepted.
         before = state.allocator.lengths
-        state, slots, advanced = claim(state, jnp.full_like(before, num_nodes), max_tokens=num_nodes)
+        state, slots, advanced = claim(state, jnp.full_like(before, num_nodes), q_len=num_nodes)
         newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
         tokens = jnp.concatenate([newest, drafted.reshape(num_seqs, -1)], axis=1)
         caches, logits = model(

@@ -21,7 +21,7 @@ def attention(
 ) -> tuple[Any, Any]:
     """The model hands the mask through: `attend` comes in its place."""
     q, k = (apply_rope(x, positions, a.head_dim) for x in (a.q_norm(a.q_proj(x)), a.k_norm(a.k_proj(x))))
-    cache, out = attend(cache, q, k, a.v_proj(x))
+    cache, out = attend(q, k, a.v_proj(x), cache)
     return cache, a.o_proj(out)
 
 

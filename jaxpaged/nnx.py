@@ -73,8 +73,8 @@ class PagedAttention(nnx.Module):
         ...     rotary_frequencies=jaxpaged.rotary_frequencies(8), rngs=nnx.Rngs(0),
         ... )
         >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=8)
-        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks=4)
-        >>> allocator, slots, ok = allocator.append(jnp.array([5]), max_tokens=5)
+        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
+        >>> allocator, slots, ok = allocator.append(jnp.array([5]), q_len=5)
         >>> cache, out = attention(jnp.ones((1, 5, 32)), cache, allocator, slots)
         >>> out.shape
         (1, 5, 32)

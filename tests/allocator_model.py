@@ -74,12 +74,12 @@ class Model:
 
     # The operations.
 
-    def append(self, new: list[list[int]], counts: list[int], max_tokens: int) -> tuple[list[list[int]], list[bool]]:
+    def append(self, new: list[list[int]], counts: list[int], q_len: int) -> tuple[list[list[int]], list[bool]]:
         """`new`: the tokens of each row, as many as its count where that is legal."""
         needs: list[int | None] = []
         for i, count in enumerate(counts):
             length = self.lengths[i] + count
-            legal = 0 <= count <= max_tokens and length <= self.max_blocks * self.block_size
+            legal = 0 <= count <= q_len and length <= self.max_blocks * self.block_size
             legal &= not (self.swapped[i] and count)
             needs.append(self.num_blocks_of(length) - len(self.blocks[i]) if legal else None)
         oks = self.grant(needs)

@@ -28,9 +28,9 @@ def marks(*values: int) -> jax.Array:
 
 def make(*lengths: int, num_blocks: int = 12, block_size: int = 4, max_blocks: int = 4) -> BlockAllocator:
     allocator = BlockAllocator.create(
-        num_blocks=num_blocks, block_size=block_size, num_seqs=len(lengths), max_blocks=max_blocks
+        num_blocks=num_blocks, block_size=block_size, num_seqs=len(lengths), max_blocks_per_seq=max_blocks
     )
-    allocator, _, ok = allocator.append(counts(*lengths), max_tokens=max(*lengths, 1))
+    allocator, _, ok = allocator.append(counts(*lengths), q_len=max(*lengths, 1))
     assert ok.all()
     return allocator
 
@@ -40,12 +40,12 @@ def attend(cache, allocator):
     return np.asarray(paged_attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths))[:, 0, 0]
 
 
-def write(cache, allocator, tokens, max_tokens):
+def write(cache, allocator, tokens, q_len):
     """Appends and writes; each token is its value. The keys are zero, so that attention is the plain mean."""
-    allocator, slots, ok = allocator.append(counts(*map(len, tokens)), max_tokens=max_tokens)
+    allocator, slots, ok = allocator.append(counts(*map(len, tokens)), q_len=q_len)
     assert ok.all()
-    values = np.full((len(tokens), max_tokens, 1, 8), np.nan, np.float32)
+    values = np.full((len(tokens), q_len, 1, 8), np.nan, np.float32)
     for row, new in zip(values, tokens, strict=True):
-        row[max_tokens - len(new) :] = np.reshape(new, (-1, 1, 1))
+        row[q_len - len(new) :] = np.reshape(new, (-1, 1, 1))
     values = jnp.asarray(values)
     return write_kv(cache, jnp.zeros_like(values), values, slots), allocator

@@ -48,7 +48,7 @@ def decode_step(cache, allocator, q, k, v):
 def inputs():
     cache = KVCache.create(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     allocator = BlockAllocator.create(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks=MAX_BLOCKS
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks_per_seq=MAX_BLOCKS
     )
     q = jnp.ones((SEQS, 6, HEAD_DIM))
     k = jnp.ones((SEQS, KV_HEADS, HEAD_DIM))

@@ -36,8 +36,8 @@ class Planned:
 class SchedulerModel:
     has_cache = False
 
-    def __init__(self, max_requests: int, num_seats: int, max_tokens: int, max_steps: int, pool: Model):
-        self.max_requests, self.max_tokens, self.max_steps, self.pool = max_requests, max_tokens, max_steps, pool
+    def __init__(self, max_requests: int, num_seats: int, max_length: int, max_steps: int, pool: Model):
+        self.max_requests, self.max_length, self.max_steps, self.pool = max_requests, max_length, max_steps, pool
         self.requests: dict[int, Request] = {}
         self.seats: list[int | None] = [None] * num_seats
         self.was_refused = False
@@ -58,7 +58,7 @@ class SchedulerModel:
             return self.max_requests, Refusal.NO_PROMPT
         if max_new_tokens < 1:
             return self.max_requests, Refusal.NO_NEW_TOKENS
-        if limit > self.max_tokens or len(prompt) > width:
+        if limit > self.max_length or len(prompt) > width:
             return self.max_requests, Refusal.TOO_LONG
         if not self.fits(limit):
             return self.max_requests, Refusal.NEVER_FITS
@@ -231,8 +231,8 @@ class PrefixSchedulerModel(SchedulerModel):
 
     has_cache = True
 
-    def __init__(self, max_requests: int, num_seats: int, max_tokens: int, max_steps: int, pool: Model):
-        super().__init__(max_requests, num_seats, max_tokens, max_steps, pool)
+    def __init__(self, max_requests: int, num_seats: int, max_length: int, max_steps: int, pool: Model):
+        super().__init__(max_requests, num_seats, max_length, max_steps, pool)
         self.salt, self.is_due = 0, False
         self.num_listed = [0.0] * num_seats  # full blocks; without end where there is nothing to list before the end
         self.left: list[int | None] = [None] * num_seats  # requests whose blocks stay until `change_seats`
@@ -289,7 +289,7 @@ class PrefixSchedulerModel(SchedulerModel):
         self.is_due = False
 
     def list_blocks(self) -> None:
-        self.pool.insert(self.max_tokens)
+        self.pool.insert(self.max_length)
 
     def enter(self, i: int) -> bool:
         request, hits = self.requests[i], self.found(i)

@@ -41,8 +41,8 @@ class State:
     prefix_cache: PrefixCache
 
 
-def append(state, num_tokens, *, max_tokens):
-    allocator, slots, ok = state.allocator.append(num_tokens, max_tokens=max_tokens)
+def append(state, num_tokens, *, q_len):
+    allocator, slots, ok = state.allocator.append(num_tokens, q_len=q_len)
     return dataclasses.replace(state, allocator=allocator), slots, ok
 
 
@@ -119,7 +119,7 @@ OPERATIONS = (
     restore,
     look,
 )
-STATIC = ("max_tokens", "replace")
+STATIC = ("q_len", "replace")
 EAGER = {f.__name__: f for f in OPERATIONS}
 
 
@@ -176,20 +176,20 @@ class AllocatorMachine(RuleBasedStateMachine):
     def tokens_of(self, rng: np.random.Generator, count: int) -> list[int]:
         return [int(token) for token in rng.integers(0, 2, count)]  # few different ones, so that prefixes meet
 
-    @rule(seed=st.integers(0, 2**31), max_tokens=st.sampled_from([1, 7, 40]))
-    def append(self, seed: int, max_tokens: int) -> None:
+    @rule(seed=st.integers(0, 2**31), q_len=st.sampled_from([1, 7, 40]))
+    def append(self, seed: int, q_len: int) -> None:
         counts, expected = [], []
         for _, model, rng in self.rngs(seed):
             kind = rng.integers(4)
-            few = rng.integers(-1 if kind == 0 else 0, max_tokens + 2 if kind < 2 else 4, len(model.blocks))
+            few = rng.integers(-1 if kind == 0 else 0, q_len + 2 if kind < 2 else 4, len(model.blocks))
             counts.append(few.astype(np.int32))
             new = [self.tokens_of(rng, max(int(n), 0)) for n in few]
-            expected.append((new, *model.append(new, few.tolist(), max_tokens)))
-        for i, (slots, ok) in enumerate(self.run("append", counts, max_tokens=max_tokens)):
+            expected.append((new, *model.append(new, few.tolist(), q_len)))
+        for i, (slots, ok) in enumerate(self.run("append", counts, q_len=q_len)):
             new, expected_slots, expected_ok = expected[i]
             assert ok.tolist() == expected_ok
             for row, tokens, these, fine in zip(slots.tolist(), new, expected_slots, ok, strict=True):
-                padding = max_tokens - len(these)
+                padding = q_len - len(these)
                 assert row[padding:] == these
                 assert all(slot >= len(self.contents[i]) for slot in row[:padding])
                 if fine:

@@ -45,7 +45,7 @@ COUNTS, MARKS, TOKENS, SNAPSHOT = "counts", "marks", "tokens", "snapshot"
 OPERATIONS = {
     "append": (on_allocator("append"), (COUNTS,), 30),
     "append, in order": (lambda a, p, n: (a.append(n, order=n)[0], p), (COUNTS,), 30),
-    "append 256": (on_allocator("append", max_tokens=256), (COUNTS,), 30),
+    "append 256": (on_allocator("append", q_len=256), (COUNTS,), 30),
     "free": (on_allocator("free"), (MARKS,), 60),
     "fork": (on_allocator("fork"), (COUNTS,), 90),
     "fork, replace": (on_allocator("fork", replace=True), (COUNTS,), 120),
@@ -66,7 +66,7 @@ READING = "still_holds", "freed_since"  # return no allocator
 
 def inputs(name, num_seqs, num_blocks=NUM_BLOCKS):
     allocator = BlockAllocator.create(
-        num_blocks=num_blocks, block_size=BLOCK_SIZE, num_seqs=num_seqs, max_blocks=MAX_BLOCKS
+        num_blocks=num_blocks, block_size=BLOCK_SIZE, num_seqs=num_seqs, max_blocks_per_seq=MAX_BLOCKS
     )
     arguments = {
         COUNTS: zeros(allocator),

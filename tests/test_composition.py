@@ -114,7 +114,7 @@ def test_an_exported_decode_step_round_trips(dtype):
     cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=32, dtype=dtype)
     state = (
         cache,
-        BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks=3),
+        BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=3),
         jax.random.normal(jax.random.key(0), (2, 4, 32)),
     )
     restored = export.deserialize(export.export(jax.jit(step))(*state).serialize())

@@ -57,7 +57,7 @@ def assert_whole(engine):
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 def pin(allocator, counts):
     """Blocks that `counts` tokens of each row take, pinned; and what releases them."""
-    holder, _, _ = allocator.append(counts, max_tokens=MAX_TOKENS)
+    holder, _, _ = allocator.append(counts, q_len=MAX_TOKENS)
     return holder.hold(holder)[0].free(counts > 0), holder
 
 
@@ -433,7 +433,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
             [3, 2**32 + 3], SamplingParams()
         ),
         r"token ids must be .*; got -1 to 3": lambda: engine.add_request([-1, 3], SamplingParams()),
-        "a prompt of 40 tokens and 9 new ones are more than the engine's max_tokens=48": lambda: engine.add_request(
+        "a prompt of 40 tokens and 9 new ones are more than the engine's max_length=48": lambda: engine.add_request(
             [1] * 40, SamplingParams(max_tokens=9)
         ),
         r"pass params for each prompt or for all; got len\(prompts\)=2, len\(each\)=3": lambda: engine.generate(
@@ -500,21 +500,23 @@ def test_a_model_that_cannot_be_served_is_refused():
     with pytest.raises(ValueError, match="these caches were donated, perhaps to another engine"):
         create_engine(cache=donated, weights=random_weights())
     with pytest.raises(ValueError, match="caches must be a pytree of KVCaches"):
-        Engine(toy_model.apply, random_weights(), [jnp.ones(3)], num_seats=1, max_tokens=8)
+        Engine(toy_model.apply, random_weights(), [jnp.ones(3)], num_seats=1, max_length=8)
 
 
 def test_attend_turns_neighbours():
-    allocator = BlockAllocator.create(num_blocks=4, block_size=BLOCK_SIZE, num_seqs=2, max_blocks=2)
-    allocator, slots, _ = allocator.append(jnp.full(2, 3, jnp.int32), max_tokens=3)
+    allocator = BlockAllocator.create(num_blocks=4, block_size=BLOCK_SIZE, num_seqs=2, max_blocks_per_seq=2)
+    allocator, slots, _ = allocator.append(jnp.full(2, 3, jnp.int32), q_len=3)
     cache = KVCache.create(num_blocks=4, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=toy_model.HEAD_DIM)
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1, toy_model.HEAD_DIM))
     positions, slots = allocator.positions(1)[:, 0], slots[:, -1]
     step = StepAttention(allocator, positions, slots, None, jnp.arange(2, dtype=jnp.int32))
-    found, _ = step(cache, q, k, v, rotary_frequencies=toy_model.FREQUENCIES, interleaved=True)
+    found, _ = step(q, k, v, cache, rotary_frequencies=toy_model.FREQUENCIES, interleaved=True)
     expected, _ = rotate_and_write_kv(cache, q, k, v, slots, positions, toy_model.FREQUENCIES, interleaved=True)
     assert (found.k == expected.k).all()
-    halves, _ = step(cache, q, k, v, rotary_frequencies=toy_model.FREQUENCIES)
+    halves, _ = step(q, k, v, cache, rotary_frequencies=toy_model.FREQUENCIES)
     assert (halves.k != expected.k).any()
+    with pytest.raises(ValueError, match=r"takes the cache last, a KVCache or CacheLayer; got Array"):
+        step(cache, q, k, v)
 
 
 def test_the_cut_of_top_k_and_top_p_is_that_of_a_sort():

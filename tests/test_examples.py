@@ -32,7 +32,7 @@ def test_decode_loop_stops_frees_and_survives_a_pool_that_is_too_small():
             num_blocks=num_blocks,
             block_size=decode_loop.BLOCK_SIZE,
             num_seqs=decode_loop.SEQS,
-            max_blocks=decode_loop.MAX_BLOCKS,
+            max_blocks_per_seq=decode_loop.MAX_BLOCKS,
         )
         _, allocator, generated = jax.jit(decode_loop.decode)(
             decode_loop.weights, cache, allocator, jnp.arange(decode_loop.SEQS)

@@ -27,7 +27,7 @@ def paged_values(model, num_tokens):
     graph, weights = nnx.split(model)
     sizes = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     cache = jaxpaged.KVCache.create(**sizes, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-    allocator = jaxpaged.BlockAllocator.create(**sizes, num_seqs=1, max_blocks=NUM_BLOCKS - 1)
+    allocator = jaxpaged.BlockAllocator.create(**sizes, num_seqs=1, max_blocks_per_seq=NUM_BLOCKS - 1)
 
     @jax.jit
     def run(weights):
@@ -35,7 +35,7 @@ def paged_values(model, num_tokens):
 
         def step(carry, _):
             caches, allocator, tokens, count = carry
-            allocator, slots, _ = allocator.append(count[None], max_tokens=CHUNK)
+            allocator, slots, _ = allocator.append(count[None], q_len=CHUNK)
             slots = jnp.roll(slots[0], count)  # those of the newest stand at the end of the row
             caches, logits = model(tokens, caches, allocator, slots, query_starts=jnp.stack([0 * count, count]))
             token = logits[0].argmax().astype(jnp.int32)
@@ -72,7 +72,7 @@ def test_behind_an_engine(tmp_path):
     model = load_model(checkpoint, "float32")
     for layer in model.layers:
         layer.self_attn.num_partitions = 1  # for an exact engine, which compiles one kind of step and not three
-    sizes = dict(num_seats=1, max_tokens=20, block_size=BLOCK_SIZE, chunk_tokens=8)
+    sizes = dict(num_seats=1, max_length=20, block_size=BLOCK_SIZE, chunk_tokens=8)
     engine = create_engine(model, checkpoint.config, **sizes, dtype="float32", exact=True)
     expected = EXPECTED["gpt_oss"]["tokens"]
     params = jaxpaged.SamplingParams(max_tokens=len(expected), temperature=0.0)

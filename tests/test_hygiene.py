@@ -71,7 +71,7 @@ def test_zeroing_refuses_what_are_no_ids():
 @pytest.mark.parametrize("zeroing", [True, False])
 def test_what_is_freed_is_gone_from_memory_and_what_is_shared_stays(zeroing):
     cache = KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8)
-    allocator = BlockAllocator.create(num_blocks=12, block_size=4, num_seqs=2, max_blocks=4)
+    allocator = BlockAllocator.create(num_blocks=12, block_size=4, num_seqs=2, max_blocks_per_seq=4)
     cache, allocator = write(cache, allocator, [[5, 5, 5, 5, 6, 6], [7]], 6)
     allocator, _, _ = allocator.fork(counts(0, -1))
     before, allocator = allocator, allocator.free(marks(1, 0))
@@ -92,7 +92,7 @@ def test_a_waiting_prefix_is_not_zeroed():
 @pytest.mark.parametrize("moving", [True, False])
 def test_a_sequence_comes_back_from_the_host_under_new_ids(moving):
     cache = KVCache.create(num_blocks=6, block_size=4, num_kv_heads=1, head_dim=8)
-    allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=3, max_blocks=4)
+    allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=3, max_blocks_per_seq=4)
     cache, allocator = write(cache, allocator, [[1, 2, 3, 4, 5, 6], [], []], 6)
     allocator, old_ids = allocator.swap_out(marks(1, 1, 0))
     assert old_ids.tolist() == [[1, 2, 0, 0], [0] * 4, [0] * 4]
@@ -122,7 +122,7 @@ def test_a_sequence_comes_back_from_the_host_under_new_ids(moving):
 def test_swapping_in_waits_for_blocks_and_freeing_gives_up():
     allocator = make(6, 6, 6, num_blocks=7)
     allocator, _ = allocator.swap_out(marks(0, 1, 1))
-    allocator, _, ok = allocator.append(counts(6, 0, 0), max_tokens=6)
+    allocator, _, ok = allocator.append(counts(6, 0, 0), q_len=6)
     assert ok.all()
     after, ids, ok = allocator.swap_in(marks(0, 1, 1))
     assert ok.tolist() == [True, True, False]
@@ -140,7 +140,7 @@ def test_a_prefix_overwritten_since_is_forgotten_when_going_back():
     prompt = jnp.asarray([[1, 2, 3, 4]] * 2, jnp.int32)
     prefix_cache, allocator = prefix_cache.insert(allocator, prompt)
     snapshot = allocator.free(marks(1, 1))  # two blocks wait
-    taken, _, ok = snapshot.append(counts(8, 4), max_tokens=8)  # one of them is overwritten
+    taken, _, ok = snapshot.append(counts(8, 4), q_len=8)  # one of them is overwritten
     assert ok.all()
     back, ok = taken.restore(snapshot)
     assert ok
@@ -159,7 +159,7 @@ def test_a_prefix_that_only_pins_held_is_forgotten_after_their_release():
     snapshot = allocator.free(marks(1, 1))  # no sequence names the two blocks
     allocator, ok = snapshot.release(pinned)
     assert ok
-    allocator, _, ok = allocator.append(counts(8, 6), max_tokens=8)  # overwrites both
+    allocator, _, ok = allocator.append(counts(8, 6), q_len=8)  # overwrites both
     assert ok.all()
     allocator, ok = allocator.restore(snapshot)
     assert ok

@@ -53,7 +53,9 @@ def make(options):
 
 def fresh():
     cache = KVCache.create(num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-    return cache, BlockAllocator.create(num_blocks=16, block_size=BLOCK_SIZE, num_seqs=len(LENGTHS), max_blocks=4)
+    return cache, BlockAllocator.create(
+        num_blocks=16, block_size=BLOCK_SIZE, num_seqs=len(LENGTHS), max_blocks_per_seq=4
+    )
 
 
 def tokens():
@@ -122,7 +124,7 @@ def test_prefill_and_decode_are_dense_attention_in_both(options):
         cache, allocator = fresh()
         # All but the last token at once, ragged; then the last by itself.
         q_len = max(LENGTHS) - 1
-        allocator, slots, ok = allocator.append(jnp.asarray([n - 1 for n in LENGTHS], jnp.int32), max_tokens=q_len)
+        allocator, slots, ok = allocator.append(jnp.asarray([n - 1 for n in LENGTHS], jnp.int32), q_len=q_len)
         assert ok.all()
         cache, out = call(prompt_batch([x[:-1] for x in sequences], q_len), cache, allocator, slots)
         for row, length, wanted in zip(np.asarray(out), LENGTHS, expected, strict=True):
@@ -139,9 +141,9 @@ def test_packed_tokens_give_what_padded_rows_give(options):
     module, apply = make(options)
     old, new = np.asarray([2, 0, 5], np.int32), np.asarray([9, 1, 2], np.int32)
     cache, allocator = fresh()
-    allocator, slots, _ = allocator.append(old, max_tokens=5)
+    allocator, slots, _ = allocator.append(old, q_len=5)
     cache, _ = module(prompt_batch([x[:n] for x, n in zip(tokens(), old, strict=True)], 5), cache, allocator, slots)
-    after, slots, _ = allocator.append(new, max_tokens=9)
+    after, slots, _ = allocator.append(new, q_len=9)
     newest = [x[n:] for x, n in zip(tokens(), old, strict=True)]
     expected_cache, expected = module(prompt_batch(newest, 9), cache, after, slots)
     expected = np.concatenate([row[9 - len(x) :] for row, x in zip(np.asarray(expected), newest, strict=True)])
@@ -168,9 +170,9 @@ def test_a_tree_gives_what_its_branches_give():
     cache, allocator = fresh()
     x = tokens()[0]
     history, new = jnp.asarray([2, 0, 0], jnp.int32), jnp.asarray([3, 0, 0], jnp.int32)
-    allocator, slots, _ = allocator.append(history, max_tokens=3)
+    allocator, slots, _ = allocator.append(history, q_len=3)
     cache, _ = module(prompt_batch([x[:2]] * 3, 3), cache, allocator, slots)
-    after, slots, _ = allocator.append(new, max_tokens=3)
+    after, slots, _ = allocator.append(new, q_len=3)
     positions = jnp.asarray([[2, 3, 3]] * 3, jnp.int32)
     mask = jnp.tile(jaxpaged.tree_mask(jnp.asarray([-1, 0, 0]))[None], (3, 1, 1))
     first, second = (
@@ -192,7 +194,7 @@ def test_a_layer_of_a_stack_serves_as_a_cache(dtype):
     stack = KVCache.create(
         num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, num_layers=3
     )
-    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), max_tokens=11)
+    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
     x = prompt_batch(tokens(), 11)
     alone, expected = module(x, cache, allocator, slots)
     for call in (module, apply):
@@ -208,7 +210,7 @@ def test_attend_passes_tables_scales_and_options():
         KVCache.create(num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="int8"),
         fresh()[1],
     )
-    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), max_tokens=11)
+    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
     q, k, v = (jax.random.normal(jax.random.key(i), (3, 11, KV_HEADS, HEAD_DIM)) for i in range(3))
     cache = write_kv(cache, k, v, slots)
     scales = dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
@@ -223,7 +225,7 @@ def test_attend_passes_tables_scales_and_options():
 def test_the_same_weights_give_the_same_bits_in_both():
     module, apply = make({})
     cache, allocator = fresh()
-    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), max_tokens=11)
+    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
     x = prompt_batch(tokens(), 11)
     for left, right in zip(
         jax.tree.leaves(module(x, cache, allocator, slots)),
@@ -239,7 +241,7 @@ def test_nothing_is_hidden_in_the_modules():
     assert {path[-1] for path, _ in nnx.to_flat_state(state)} == {"kernel"}
     linen = jaxpaged.linen.PagedAttention(**SIZES)
     cache, allocator = fresh()
-    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), max_tokens=11)
+    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
     variables = linen.init(jax.random.key(0), prompt_batch(tokens(), 11), cache, allocator, slots)
     assert set(variables) == {"params"}
 

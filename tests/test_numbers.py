@@ -32,7 +32,7 @@ STACK = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, n
 TOKEN = jnp.ones((1, 1, 8))
 
 
-SIZES = dict(num_blocks=9, block_size=4, num_seqs=2, max_blocks=3)
+SIZES = dict(num_blocks=9, block_size=4, num_seqs=2, max_blocks_per_seq=3)
 
 
 def allocator():
@@ -65,7 +65,7 @@ def test_numpy_slots_and_ids_beyond_int32_are_padding():
 
 
 def test_the_allocator_refuses_numpy_counts_beyond_int32():
-    full, _, ok = allocator().append(np.array([WRAPS + 1, 4]), max_tokens=4)
+    full, _, ok = allocator().append(np.array([WRAPS + 1, 4]), q_len=4)
     assert ok.tolist() == [False, True]
     assert full.fork(np.array([WRAPS + 1, 1]))[2].tolist() == [False, True]
     assert full.rollback(np.array([0, WRAPS + 2]))[2].tolist() == [True, False]
@@ -144,12 +144,12 @@ def test_tokens_are_floating_point():
             r"num_layers must be an int; got num_layers='2'",
         ),
         (
-            lambda: BlockAllocator.create(num_blocks=9, block_size="4", num_seqs=2, max_blocks=3),
+            lambda: BlockAllocator.create(num_blocks=9, block_size="4", num_seqs=2, max_blocks_per_seq=3),
             r"block_size must be an int; got block_size='4'",
         ),
         (
-            lambda: BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks=2**29),
-            r"less than 2\^31 tokens; got max_blocks=536870912",
+            lambda: BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks_per_seq=2**29),
+            r"less than 2\^31 tokens; got max_blocks_per_seq=536870912",
         ),
         (lambda: gather_kv(CACHE, np.zeros((0, 2), np.int32), np.zeros(0, np.int32)), r"got .*shape=\(0, 2\)"),
         (lambda: zero_blocks(KVCache(CACHE.k[0], CACHE.v[0]), [1]), r"k and v of a cache must be .*got .*\(2, 1, 8\)"),
@@ -185,5 +185,5 @@ def test_everything_stays_int32_with_x64():
         paged_attention(*CASE.arrays, plan=plan)
         slots = CacheLayer(STACK, np.int64(1)).slots(jnp.zeros(2, jnp.int32))
         made = BlockAllocator.create(**{name: np.int64(size) for name, size in SIZES.items()})
-        after = made.append(np.array([1, 2]), max_tokens=np.int64(2))
+        after = made.append(np.array([1, 2]), q_len=np.int64(2))
     assert {leaf.dtype.name for leaf in jax.tree.leaves((plan, slots, after))} == {"int32", "bool"}

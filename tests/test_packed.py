@@ -139,10 +139,10 @@ def test_a_step_of_prompts_chunks_and_decode_rows_through_the_cache():
     """Slots of the allocator, written packed: the output is that of attention over each sequence by itself."""
     counts = [5, 1, 0, 9]
     cache = KVCache.create(num_blocks=16, block_size=4, num_kv_heads=2, head_dim=16)
-    allocator = BlockAllocator.create(num_blocks=16, block_size=4, num_seqs=4, max_blocks=4)
+    allocator = BlockAllocator.create(num_blocks=16, block_size=4, num_seqs=4, max_blocks_per_seq=4)
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (15, heads, 16)) for key, heads in zip(keys, (4, 2, 2), strict=True))
-    allocator, _, _ = allocator.append(jnp.asarray(counts, jnp.int32), max_tokens=9)
+    allocator, _, _ = allocator.append(jnp.asarray(counts, jnp.int32), q_len=9)
     seqs = jnp.asarray(np.repeat(np.arange(4), counts), jnp.int32)
     positions = jnp.asarray(np.concatenate([np.arange(n) for n in counts]), jnp.int32)
     cache = write_kv(cache, k, v, allocator.slots(seqs, positions))

@@ -15,7 +15,7 @@ A, B, C = [1, 2], [3, 4], [5, 6]  # blocks of two tokens
 
 def make(num_blocks=8, num_seqs=3, block_size=2, max_blocks=4):
     allocator = BlockAllocator.create(
-        num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks=max_blocks
+        num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks_per_seq=max_blocks
     )
     return PrefixCache.create(num_blocks=num_blocks, block_size=block_size), allocator
 
@@ -31,7 +31,7 @@ def begin(prefix_cache, allocator, *prompts, salts=None, insert=True):
     salts = None if salts is None else counts(*salts)
     prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, tokens, lengths, salts=salts)
     rest = jnp.where(lengths > 0, lengths - num_cached, 0)
-    allocator, _, ok = allocator.append(rest, max_tokens=8)
+    allocator, _, ok = allocator.append(rest, q_len=8)
     assert ok.all()
     if insert:
         prefix_cache, allocator = prefix_cache.insert(allocator, tokens, salts=salts)
@@ -80,7 +80,7 @@ def test_blocks_that_nobody_holds_are_found_until_their_space_is_needed():
     assert hits == [6, 0, 0]
     assert int(other.num_waiting) == 0
     # Four tokens too many for the blocks that are not cached: C's is overwritten, A and B stay.
-    allocator, _, ok = allocator.append(counts(0, 8, 2), max_tokens=8)
+    allocator, _, ok = allocator.append(counts(0, 8, 2), q_len=8)
     assert ok.all()
     assert allocator.block_tables.tolist() == [[0, 0, 0, 0], [4, 5, 6, 7], [3, 0, 0, 0]]
     allocator = allocator.free(marks(0, 1, 1))
@@ -96,7 +96,7 @@ def test_the_least_recently_used_goes_first():
     allocator = allocator.free(marks(1, 0, 0))  # A's head is the newest now
     order = []
     for count in range(1, 7):
-        taken, _, _ = allocator.append(counts(min(2 * count, 8), max(2 * count - 8, 0), 0), max_tokens=8)
+        taken, _, _ = allocator.append(counts(min(2 * count, 8), max(2 * count - 8, 0), 0), q_len=8)
         order += sorted(set(allocator.pool.free_list.tolist()) & set(taken.block_tables.ravel().tolist()) - set(order))
     # The tail of A was handed out for the rest of the prompt; then B's tail and head, C's, A's head.
     assert order[-1] == 1
@@ -146,7 +146,7 @@ def test_after_clear_nothing_is_found_and_what_is_held_is_cached_anew():
     prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7], [], []))
     _, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 7], [*C, 7])
     assert hits == [0, 4, 0]
-    allocator, _, ok = allocator.free(marks(1, 1, 1)).append(counts(8, 8, 6), max_tokens=8)
+    allocator, _, ok = allocator.free(marks(1, 1, 1)).append(counts(8, 8, 6), q_len=8)
     assert ok.all()
     assert allocator.broken_invariants() == ()
 
@@ -156,7 +156,7 @@ def test_a_refused_append_leaves_what_was_matched():
     assert int(allocator.num_free) == 0
     tokens, lengths = rows([], [], [*A, *B, 8]), counts(0, 0, 5)
     _, matched, num_cached = prefix_cache.match_prefix(allocator, tokens, lengths)
-    after, _, ok = matched.append(lengths - num_cached, max_tokens=8)
+    after, _, ok = matched.append(lengths - num_cached, q_len=8)
     assert ok.tolist() == [True, True, False]
     assert after.lengths.tolist() == [5, 8, 4]
     freed = after.free(marks(0, 0, 1))
@@ -288,7 +288,7 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(monkeypatch):
     assert begin(prefix_cache, allocator, [], [], [*A, *B, 7])[2] == [0, 0, 2]
     # Once its block is overwritten the place is free.
     allocator = allocator.free(marks(1, 1, 0))
-    allocator, _, _ = allocator.append(counts(8, 6, 0), max_tokens=8)
+    allocator, _, _ = allocator.append(counts(8, 6, 0), q_len=8)
     allocator = allocator.free(marks(1, 1, 0))
     prefix_cache, allocator, _ = begin(prefix_cache, allocator, [*C, 7], [], [])
     assert int(prefix_cache.next_serial) == 3
@@ -297,10 +297,10 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(monkeypatch):
 
 def test_many_random_prompts_all_find_their_places():
     # A pool of which every block is cached, of blocks with different tokens: none falls out of the table.
-    allocator = BlockAllocator.create(num_blocks=2049, block_size=4, num_seqs=256, max_blocks=8)
+    allocator = BlockAllocator.create(num_blocks=2049, block_size=4, num_seqs=256, max_blocks_per_seq=8)
     prefix_cache = PrefixCache.create(num_blocks=2049, block_size=4)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50_000, (256, 33), np.int32))
-    allocator, _, ok = allocator.append(jnp.full(256, 32, jnp.int32), max_tokens=32)
+    allocator, _, ok = allocator.append(jnp.full(256, 32, jnp.int32), q_len=32)
     assert ok.all()
     prefix_cache, allocator = jax.jit(PrefixCache.insert)(prefix_cache, allocator, tokens[:, :32])
     assert int(prefix_cache.next_serial) == 2049
@@ -315,7 +315,7 @@ def test_what_is_shared_is_what_attention_reads():
     prompts = rows([*A, *B, 7], [], [])
 
     def write(cache, allocator, tokens, count):
-        allocator, slots, _ = allocator.append(count, max_tokens=8)
+        allocator, slots, _ = allocator.append(count, q_len=8)
         values = jnp.broadcast_to(tokens[..., None, None].astype(jnp.float32), (3, 8, 1, 8))
         return write_kv(cache, jnp.zeros_like(values), values, slots), allocator
 
@@ -366,7 +366,7 @@ def test_the_compiled_insert_computes_each_hash_once():
             lambda p, a: PrefixCache.create(num_blocks=9, block_size=2).clear(a),
             r"allocator's .* \(8, 2\); got \(9, 2\)",
         ),
-        (lambda p, a: p.insert(a, rows(A, A)), r"tokens must be int32 \[3, max_tokens\].*got int32 \[2, 8\]"),
+        (lambda p, a: p.insert(a, rows(A, A)), r"tokens must be int32 \[3, width\].*got int32 \[2, 8\]"),
         (lambda p, a: p.insert(a, jnp.zeros((3, 8))), r"tokens must be int32 .*got float32"),
         (lambda p, a: p.insert(a, rows(A, A, A), salts=counts(1)), r"salts must be int32 \[3\].*got int32 \[1\]"),
         (lambda p, a: p.match_prefix(a, rows(A, A, A), counts(1)), r"lengths must be int32 \[3\]"),

@@ -172,9 +172,9 @@ def written(dtype, scale) -> tuple[KVCache, BlockAllocator]:
     """A cache that `write_kv` has written, with NaN in every slot and every scale that it has not."""
     lengths, block_size, max_blocks = (0, 1, 15, 16, 17, 80, 35), 16, 5
     allocator = BlockAllocator.create(
-        num_blocks=40, block_size=block_size, num_seqs=len(lengths), max_blocks=max_blocks
+        num_blocks=40, block_size=block_size, num_seqs=len(lengths), max_blocks_per_seq=max_blocks
     )
-    allocator, slots, ok = allocator.append(jnp.asarray(lengths, jnp.int32), max_tokens=80)
+    allocator, slots, ok = allocator.append(jnp.asarray(lengths, jnp.int32), q_len=80)
     assert ok.all()
     k, v = jax.random.normal(jax.random.key(3), (2, len(lengths), 80, 2, 64))
     cache = created(k, v, dtype, scale, num_blocks=40, block_size=block_size)
@@ -261,7 +261,7 @@ def test_a_donated_decode_step_widens_tiles_not_the_cache(dtype, scale):
     k = jnp.ones((SEQS, KV_HEADS, HEAD_DIM))
     cache = created(k, k, dtype, scale, num_blocks=4 * NUM_BLOCKS, block_size=BLOCK_SIZE)  # large beside a tile
     allocator = BlockAllocator.create(
-        num_blocks=4 * NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks=MAX_BLOCKS
+        num_blocks=4 * NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks_per_seq=MAX_BLOCKS
     )
     q = jnp.ones((SEQS, 6, HEAD_DIM))
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(cache, allocator, q, k).compile()

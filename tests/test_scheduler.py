@@ -67,11 +67,11 @@ def run_slice(cache, scheduler, allocator, arrivals, aborts, slip, chunk_tokens)
 
 def start(pool):
     allocator = BlockAllocator.create(
-        num_blocks=POOLS[pool], block_size=BLOCK_SIZE, num_seqs=SEATS, max_blocks=MAX_BLOCKS
+        num_blocks=POOLS[pool], block_size=BLOCK_SIZE, num_seqs=SEATS, max_blocks_per_seq=MAX_BLOCKS
     )
     cache = jnp.full((POOLS[pool] * BLOCK_SIZE, FEATURES), -1, jnp.int32)
     scheduler = Scheduler.create(
-        max_requests=REQUESTS, num_seats=SEATS, max_tokens=TOKENS, max_steps=STEPS, num_stop_ids=1
+        max_requests=REQUESTS, num_seats=SEATS, max_length=TOKENS, max_steps=STEPS, num_stop_ids=1
     )
     return cache, scheduler, allocator
 
@@ -207,7 +207,7 @@ def test_dtypes_hold_with_64_bits_switched_on():
     # A weak type would compile a slice a second time.
     assert not any(leaf.weak_type for leaf in jax.tree.leaves((state, after)))
     allocator = state[2]
-    scheduler = with_prefix_cache(allocator, max_requests=REQUESTS, num_seats=SEATS, max_tokens=TOKENS)
+    scheduler = with_prefix_cache(allocator, max_requests=REQUESTS, num_seats=SEATS, max_length=TOKENS)
     with jax.enable_x64(True):
         after = jax.eval_shape(lambda scheduler: scheduler.forget_prefixes().change_seats(allocator), scheduler)
     for one, other in zip(jax.tree.leaves((scheduler, allocator)), jax.tree.leaves(after), strict=True):
@@ -224,7 +224,7 @@ def test_no_loop_no_branch_no_sort_no_host(platform):
         return *scheduler.drain(), allocator
 
     _, _, allocator = start("tight")
-    scheduler = with_prefix_cache(allocator, max_requests=REQUESTS, num_seats=SEATS, max_tokens=TOKENS)
+    scheduler = with_prefix_cache(allocator, max_requests=REQUESTS, num_seats=SEATS, max_length=TOKENS)
     text = (
         jax.jit(all_of_them).trace(scheduler, allocator, np.zeros(REQUESTS, bool)).lower(lowering_platforms=(platform,))
     )
@@ -239,8 +239,8 @@ def with_prefix_cache(allocator, **sizes):
 
 
 def test_what_can_never_be_served_is_refused():
-    allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=2, max_blocks=5)
-    scheduler = Scheduler.create(max_requests=2, num_seats=2, max_tokens=22)
+    allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=2, max_blocks_per_seq=5)
+    scheduler = Scheduler.create(max_requests=2, num_seats=2, max_length=22)
     prompts = jnp.zeros((10, 20), jnp.int32)
     lengths = int32(0, 1, 1, 21, 20, 9, 1, 1, -1, 1)
     new_tokens = int32(1, 0, 2**31 - 1, 1, 3, 13, 20, 20, 1, 1)
@@ -270,8 +270,8 @@ def test_what_can_never_be_served_is_refused():
 
 
 def test_text_and_misuse():
-    allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=1, max_blocks=5)
-    scheduler = Scheduler.create(max_requests=2, num_seats=1, max_tokens=20)
+    allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=1, max_blocks_per_seq=5)
+    scheduler = Scheduler.create(max_requests=2, num_seats=1, max_length=20)
     prompts = jnp.ones((2, 3), jnp.int32)
     seated = dict(seated=int32(0), statuses=int32(2, 1), num_known=int32(3, 2), limits=int32(8, 3))
     scheduler = dataclasses.replace(scheduler, **seated)
@@ -282,13 +282,13 @@ def test_text_and_misuse():
         "  seat 0: request 0, 3 of at most 8 tokens known",
     ]
     jax.eval_shape(lambda scheduler: (str(scheduler), scheduler)[1], scheduler)  # while tracing too
-    other = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=3, max_blocks=5)
+    other = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=3, max_blocks_per_seq=5)
     calls = {
         "num_seats must be at least 1; got num_seats=0": lambda: Scheduler.create(
-            max_requests=1, num_seats=0, max_tokens=1
+            max_requests=1, num_seats=0, max_length=1
         ),
         "num_stop_ids must be at least 0; got num_stop_ids=-1": lambda: Scheduler.create(
-            max_requests=1, num_seats=1, max_tokens=1, num_stop_ids=-1
+            max_requests=1, num_seats=1, max_length=1, num_stop_ids=-1
         ),
         "got num_seqs=3, num_seats=1": lambda: scheduler.plan(other),
         "chunk_tokens must be at least 0; got chunk_tokens=-1": lambda: scheduler.plan(allocator, chunk_tokens=-1),
@@ -304,9 +304,9 @@ def test_text_and_misuse():
             allocator, prompts, int32(1, 1), int32(1, 1), stop_ids=jnp.zeros((2, 5), jnp.int32)
         ),
     }
-    few = dict(max_requests=2, num_seats=1, max_tokens=3)
+    few = dict(max_requests=2, num_seats=1, max_length=3)
     calls |= {
-        "max_tokens=3 is less than a block of 4": lambda: with_prefix_cache(allocator, **few),
+        "max_length=3 is less than a block of 4": lambda: with_prefix_cache(allocator, **few),
         "create the scheduler with a prefix_cache to call this": lambda: scheduler.change_seats(allocator),
         "there is nothing to forget": scheduler.forget_prefixes,
     }
@@ -334,9 +334,9 @@ BROKEN = {
 
 def two_running():
     """Two seats with a cached block each, in a scheduler with a prefix cache."""
-    allocator = BlockAllocator.create(num_blocks=6, block_size=2, num_seqs=2, max_blocks=5)
-    scheduler = with_prefix_cache(allocator, max_requests=3, num_seats=2, max_tokens=24)
-    allocator, _, _ = allocator.append(int32(3, 2), max_tokens=3)
+    allocator = BlockAllocator.create(num_blocks=6, block_size=2, num_seqs=2, max_blocks_per_seq=5)
+    scheduler = with_prefix_cache(allocator, max_requests=3, num_seats=2, max_length=24)
+    allocator, _, _ = allocator.append(int32(3, 2), q_len=3)
     pool = dataclasses.replace(allocator.pool, cached_at=int32(-1, 6, -1, 6, -1, -1))  # blocks 1 and 3
     scheduler = dataclasses.replace(
         scheduler,

@@ -70,13 +70,13 @@ def create(shape, has_cache=False):
     scheduler = Scheduler.create(
         max_requests=requests,
         num_seats=seats,
-        max_tokens=tokens,
+        max_length=tokens,
         max_steps=steps,
         num_stop_ids=NUM_STOP_IDS,
         prefix_cache=PrefixCache.create(num_blocks=num_blocks, block_size=block_size) if has_cache else None,
     )
     allocator = BlockAllocator.create(
-        num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks=max_blocks
+        num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks_per_seq=max_blocks
     )
     return scheduler, allocator
 
@@ -97,7 +97,7 @@ class Twins:
         return jax.tree.map(np.asarray, results)
 
     def submit(self, rng):
-        most = self.model.max_tokens
+        most = self.model.max_length
         prompts = rng.integers(0, self.vocabulary, (ROWS, WIDTH), np.int32)
         lengths = rng.integers(0, rng.choice([3, WIDTH + 1]), ROWS).astype(np.int32)
         new_tokens = rng.integers(1, most - 3, ROWS).astype(np.int32)
@@ -281,7 +281,7 @@ def test_the_first_in_rank_is_never_a_victim():
         scheduler, allocator, step = OPERATIONS["plan"](scheduler, allocator, chunk_tokens=CHUNK)
         seen.append((int(allocator.lengths[0]), bool(scheduler.was_refused), bool(step.is_victim.any())))
         scheduler, allocator = OPERATIONS["commit"](scheduler, allocator, step, np.zeros(4, np.int32))
-        allocator, _, _ = allocator.append(np.int32([0, 12 if len(seen) == 1 else 0, 0, 0]), max_tokens=12)
+        allocator, _, _ = allocator.append(np.int32([0, 12 if len(seen) == 1 else 0, 0, 0]), q_len=12)
     assert seen == [(5, False, False), (5, True, False), (5, True, False)]
 
 

@@ -218,7 +218,7 @@ def test_a_layer_of_a_stack_on_an_explicit_mesh():
 
     stack, allocator = (
         new_cache(num_layers=3),
-        BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks=2),
+        BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=2),
     )
     compiled = jax.jit(step).lower(sharded(stack, mesh_of(2), axis=3), allocator).compile()
     assert collectives(compiled.as_text()) == []
@@ -356,8 +356,8 @@ PARAMETERS = {
 
 
 def module_inputs():
-    allocator = BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks=2)
-    allocator, slots, _ = allocator.append(jnp.array([3, 1]), max_tokens=3)
+    allocator = BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=2)
+    allocator, slots, _ = allocator.append(jnp.array([3, 1]), q_len=3)
     return jax.random.normal(jax.random.key(0), (2, 3, FEATURES)), new_cache(), allocator, slots
 
 

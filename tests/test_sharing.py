@@ -44,7 +44,7 @@ def test_a_full_last_block_is_shared_without_a_copy():
 def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():
     # Four beams with a common full block. 0 and 3 go on in each other's row, 1 has two children, 2 has none.
     allocator, _, _ = make(4, 0, 0, 0).fork(counts(0, 0, 0, 0))
-    allocator, _, _ = allocator.append(counts(2, 2, 2, 2), max_tokens=2)
+    allocator, _, _ = allocator.append(counts(2, 2, 2, 2), q_len=2)
     assert allocator.block_tables[:, :2].tolist() == [[1, 2], [1, 3], [1, 4], [1, 5]]
     after, copies, ok = allocator.fork(counts(3, 1, 1, 0), replace=True)
     assert ok.all()
@@ -150,12 +150,12 @@ def test_rollback_into_a_shared_block_takes_a_copy():
 
 def test_going_back_is_sound_while_the_blocks_are_held():
     old = make(6, 3)
-    new, _, _ = old.append(counts(5, 0), max_tokens=5)
+    new, _, _ = old.append(counts(5, 0), q_len=5)
     assert new.still_holds(old)
     assert new.free(marks(0, 0)).still_holds(old)
     assert not new.free(marks(0, 1)).still_holds(old)
     # Handed on to the same row again: held, but by new tokens.
-    again, _, _ = new.free(marks(0, 1)).append(counts(0, 3), max_tokens=3)
+    again, _, _ = new.free(marks(0, 1)).append(counts(0, 3), q_len=3)
     assert again.block_tables[1, 0] == old.block_tables[1, 0]
     assert not again.still_holds(old)
     # Blocks beyond the snapshot may come and go.
@@ -175,7 +175,7 @@ def test_pins_keep_a_snapshot_sound():
     freed = held.free(marks(1, 1))
     assert freed.broken_invariants() == ()
     assert int(freed.num_held) == 3
-    taken, _, _ = freed.append(counts(16, 16), max_tokens=16)
+    taken, _, _ = freed.append(counts(16, 16), q_len=16)
     assert not set(taken.block_tables.ravel().tolist()) & {1, 2, 3}
     assert taken.still_holds(old)
     back, ok = taken.restore(old)
@@ -197,7 +197,7 @@ def test_pins_keep_a_snapshot_sound():
 def test_pins_are_counted_and_know_no_snapshot():
     old = make(6, 3)
     held, _ = old.hold(old)
-    other, _, _ = held.append(counts(2, 0), max_tokens=2)  # the same blocks, but nobody held this one
+    other, _, _ = held.append(counts(2, 0), q_len=2)  # the same blocks, but nobody held this one
     released, ok = other.release(other)
     assert ok
     assert released.pool.pins.tolist() == old.pool.pins.tolist()
@@ -236,10 +236,10 @@ def test_shortening_into_a_pinned_block_takes_a_copy():
 
 def test_a_snapshot_of_the_future_is_unsound_after_restore_even_inside_one_block():
     old = make(5)
-    future, _, _ = old.append(counts(2), max_tokens=2)
+    future, _, _ = old.append(counts(2), q_len=2)
     back, ok = future.restore(old)
     assert ok
-    other, _, _ = back.append(counts(3), max_tokens=3)  # overwrites what the future wrote
+    other, _, _ = back.append(counts(3), q_len=3)  # overwrites what the future wrote
     assert not other.still_holds(future)
     assert not other.restore(future)[1]
     assert other.still_holds(back)
@@ -279,7 +279,7 @@ def test_errors(call, message):
 @pytest.mark.parametrize("copying", [True, False])
 def test_a_child_reads_its_parents_tokens_and_writes_its_own(copying):
     cache = KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8)
-    allocator = BlockAllocator.create(num_blocks=12, block_size=4, num_seqs=3, max_blocks=4)
+    allocator = BlockAllocator.create(num_blocks=12, block_size=4, num_seqs=3, max_blocks_per_seq=4)
     cache, allocator = write(cache, allocator, [[1, 2, 3, 4, 5, 6], [], []], 6)
     allocator, copies, _ = allocator.fork(counts(0, 0, 0))
     cache = copy_blocks(cache, *copies) if copying else cache

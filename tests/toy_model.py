@@ -26,7 +26,7 @@ def project(weights, tokens):
 
 def apply(weights, tokens, positions, cache, attend):
     x, q, k, v = project(weights, tokens)
-    cache, out = attend(cache, q, k, v, rotary_frequencies=FREQUENCIES)
+    cache, out = attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
     return cache, attend.newest(x + out.reshape(x.shape)) @ weights["head"]
 
 
@@ -34,7 +34,7 @@ def apply_to_heads(weights, tokens, positions, cache, attend):
     """`apply` on one of several devices: qkv [features, 3, heads, head_dim] and the cache hold its heads alone."""
     x = weights["embedding"][tokens]
     q, k, v = jnp.einsum("tf,fihd->ithd", x, weights["qkv"])
-    cache, out = attend(cache, q, k, v, rotary_frequencies=FREQUENCIES)
+    cache, out = attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
     out = jax.lax.all_gather(out, "heads", axis=1, tiled=True)
     return cache, attend.newest(x + out.reshape(x.shape)) @ weights["head"]
 
@@ -91,7 +91,7 @@ def continuation(weights, prompt, params):
 
 
 def create_engine(*, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 1, device=None, **options):
-    sizes = dict(num_seats=SEATS, max_tokens=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
+    sizes = dict(num_seats=SEATS, max_length=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
     # Not optimised: compiling takes longer than running.
     sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
     if cache is None:

@@ -43,36 +43,38 @@ class BlockAllocator(AllocatorState):
     """
 
     @classmethod
-    def create(cls, *, num_blocks: int, block_size: int, num_seqs: int, max_blocks: int) -> "BlockAllocator":
+    def create(cls, *, num_blocks: int, block_size: int, num_seqs: int, max_blocks_per_seq: int) -> "BlockAllocator":
         """An allocator with all blocks free, to be handed out in the order 1, 2, 3, ...
 
         Args:
             num_blocks: blocks in the pool, the null block included: `num_blocks - 1` can be handed out.
             block_size: tokens in a block.
             num_seqs: sequences, that is, rows.
-            max_blocks: the most blocks that one sequence may hold, the width of its table row.
+            max_blocks_per_seq: the most blocks that one sequence may hold, the width of its table row.
 
         Raises:
             ValueError: a size that is no int or below 1, `num_blocks` below 2, or 2^31 slots and more, in the pool or
                 in a table row.
 
         Example:
-            >>> import jax.numpy as jnp, jaxpaged
-            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks=3)
-            >>> allocator, slots, ok = allocator.append(jnp.array([3, 1]), max_tokens=3)
+            >>> import jax.numpy as jnp
+            >>> from jaxpaged import BlockAllocator
+            >>> allocator = BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=3)
+            >>> allocator, slots, ok = allocator.append(jnp.array([3, 1]), q_len=3)
             >>> slots.tolist()  # row 1 has one token: it stands last, behind two places of padding
             [[16, 17, 18], [128, 128, 32]]
         """
         num_blocks, block_size = checked_size("num_blocks", num_blocks, 2), checked_size("block_size", block_size)
-        num_seqs, max_blocks = checked_size("num_seqs", num_seqs), checked_size("max_blocks", max_blocks)
+        num_seqs = checked_size("num_seqs", num_seqs)
+        max_blocks_per_seq = checked_size("max_blocks_per_seq", max_blocks_per_seq)
         if num_blocks * block_size >= 2**31:
             raise ValueError(f"slots are int32: a pool holds less than 2^31 tokens; got {num_blocks=}, {block_size=}.")
-        if max_blocks * block_size >= 2**31:
+        if max_blocks_per_seq * block_size >= 2**31:
             raise ValueError(
-                f"lengths are int32: a sequence holds less than 2^31 tokens; got {max_blocks=}, {block_size=}."
+                f"lengths are int32: a sequence holds less than 2^31 tokens; got {max_blocks_per_seq=}, {block_size=}."
             )
         return cls(
-            block_tables=jnp.zeros((num_seqs, max_blocks), jnp.int32),
+            block_tables=jnp.zeros((num_seqs, max_blocks_per_seq), jnp.int32),
             lengths=jnp.zeros(num_seqs, jnp.int32),
             swapped_lengths=jnp.zeros(num_seqs, jnp.int32),
             pool=BlockPool.create(num_blocks),
@@ -106,39 +108,39 @@ class BlockAllocator(AllocatorState):
         return jnp.where(exists, slots, self.num_blocks * self.block_size)
 
     def append(
-        self, num_tokens: ArrayLike, *, max_tokens: int = 1, order: ArrayLike | None = None
+        self, num_tokens: ArrayLike, *, q_len: int = 1, order: ArrayLike | None = None
     ) -> tuple["BlockAllocator", jax.Array, jax.Array]:
         """Makes room for new tokens at the end of each sequence.
 
         A sequence gets all of its tokens or none; a refused one stays exactly as it was. Blocks are granted in row
         order. After the first row that finds too few, every row that needs a new block is refused; rows whose last
         block has room are not. A row is also refused if its table is too narrow, its count is negative or above
-        `max_tokens`, or it is swapped out and its count is not 0.
+        `q_len`, or it is swapped out and its count is not 0.
 
         Args:
             num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is. Or bool: which sequences get one token.
-            max_tokens: the most tokens that a sequence may get in this call (static).
+            q_len: the most tokens that a sequence may get in this call (static): the width of `slots`.
             order: int32 `[seqs]`: the row with the smallest number gets blocks first, equal ones in row order. None:
                 row order.
 
         Returns:
             allocator: the new one.
-            slots: int32 `[seqs, max_tokens]`, the slots of the new tokens, for `write_kv`. They stand at the end of the
+            slots: int32 `[seqs, q_len]`, the slots of the new tokens, for `write_kv`. They stand at the end of the
                 row, as the queries of `paged_attention` do. The rest of the row, or all of a refused one, is
                 `num_blocks * block_size`, which `write_kv` drops.
             ok: bool `[seqs]`.
 
         Raises:
-            ValueError: `num_tokens` is not int32 or bool `[seqs]`, `order` is not int32 `[seqs]`, or `max_tokens` is no
+            ValueError: `num_tokens` is not int32 or bool `[seqs]`, `order` is not int32 `[seqs]`, or `q_len` is no
                 int or below 1.
         """
         counts = as_int32(num_tokens)
         counts = counts.astype(jnp.int32) if counts.dtype == jnp.bool_ else counts
         num_tokens = self._rows("num_tokens", counts, jnp.int32)
-        max_tokens = checked_size("max_tokens", max_tokens)
+        q_len = checked_size("q_len", q_len)
         order = None if order is None else self._rows("order", order, jnp.int32)
         num_seqs, max_blocks = self.block_tables.shape
-        legal = (num_tokens >= 0) & (num_tokens <= jnp.where(self.swapped_lengths == 0, max_tokens, 0))
+        legal = (num_tokens >= 0) & (num_tokens <= jnp.where(self.swapped_lengths == 0, q_len, 0))
         lengths = self.lengths + jnp.where(legal, num_tokens, 0)
         legal &= lengths <= max_blocks * self.block_size
 
@@ -150,14 +152,14 @@ class BlockAllocator(AllocatorState):
         lengths = jnp.where(ok, lengths, self.lengths)
 
         # 2. Their ids, from the top of the free blocks into the tables behind the blocks already held.
-        rank = jnp.arange(-(-max_tokens // self.block_size), dtype=jnp.int32)[None]  # no row needs more new blocks
+        rank = jnp.arange(-(-q_len // self.block_size), dtype=jnp.int32)[None]  # no row needs more new blocks
         ids = self.pool.peek(starts[:, None] + rank)
         entries = jnp.where(rank < granted[:, None], held[:, None] + rank, max_blocks + rank)
         rows = jnp.arange(num_seqs, dtype=jnp.int32)[:, None]
         block_tables = self.block_tables.at[rows, entries].set(ids, mode="drop", unique_indices=True)
 
         # 3. The slots of the new tokens, right-aligned.
-        positions = dataclasses.replace(self, lengths=lengths).positions(max_tokens)
+        positions = dataclasses.replace(self, lengths=lengths).positions(q_len)
         is_new = ok[:, None] & (positions >= self.lengths[:, None])
         block_ids = block_tables.at[rows, positions // self.block_size].get(mode="clip")
         slots = block_ids * self.block_size + positions % self.block_size
@@ -207,8 +209,8 @@ class BlockAllocator(AllocatorState):
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
-            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=3, max_blocks=3)
-            >>> allocator, _, _ = allocator.append(jnp.array([6, 0, 0]), max_tokens=6)
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=3, max_blocks_per_seq=3)
+            >>> allocator, _, _ = allocator.append(jnp.array([6, 0, 0]), q_len=6)
             >>> allocator, (source_ids, destination_ids), ok = allocator.fork(jnp.array([0, 0, 0]))
             >>> allocator.block_tables.tolist(), source_ids.tolist(), destination_ids.tolist()
             ([[1, 2, 0], [1, 3, 0], [1, 4, 0]], [0, 2, 2], [0, 3, 4])
@@ -276,10 +278,10 @@ class BlockAllocator(AllocatorState):
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
-            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks=3)
-            >>> allocator, _, _ = allocator.append(jnp.array([6, 0]), max_tokens=6)
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks_per_seq=3)
+            >>> allocator, _, _ = allocator.append(jnp.array([6, 0]), q_len=6)
             >>> allocator, old_ids = allocator.swap_out(jnp.array([True, False]))
-            >>> allocator, _, _ = allocator.append(jnp.array([0, 3]), max_tokens=3)
+            >>> allocator, _, _ = allocator.append(jnp.array([0, 3]), q_len=3)
             >>> allocator, new_ids, ok = allocator.swap_in(jnp.array([True, False]))
             >>> old_ids[0].tolist(), new_ids[0].tolist()
             ([1, 2, 0], [2, 3, 0])
@@ -316,8 +318,8 @@ class BlockAllocator(AllocatorState):
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
-            >>> snapshot = jaxpaged.BlockAllocator.create(num_blocks=4, block_size=4, num_seqs=1, max_blocks=3)
-            >>> snapshot, _, _ = snapshot.append(jnp.array([6]), max_tokens=6)
+            >>> snapshot = jaxpaged.BlockAllocator.create(num_blocks=4, block_size=4, num_seqs=1, max_blocks_per_seq=3)
+            >>> snapshot, _, _ = snapshot.append(jnp.array([6]), q_len=6)
             >>> allocator, ok = snapshot.hold(snapshot)
             >>> allocator = allocator.free(jnp.array([True]))
             >>> int(allocator.num_held)

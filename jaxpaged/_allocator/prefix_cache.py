@@ -85,16 +85,16 @@ class PrefixCache:
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
-            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=2, num_seqs=2, max_blocks=4)
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=2, num_seqs=2, max_blocks_per_seq=4)
             >>> prefix_cache = jaxpaged.PrefixCache.create(num_blocks=8, block_size=2)
             >>> prompts = jnp.array([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]])
-            >>> allocator, slots, ok = allocator.append(jnp.array([5, 0]), max_tokens=5)  # the first prompt, and ...
+            >>> allocator, slots, ok = allocator.append(jnp.array([5, 0]), q_len=5)  # the first prompt, and ...
             >>> prefix_cache, allocator = prefix_cache.insert(allocator, prompts)  # ... once its tokens are written
             >>> lengths = jnp.array([0, 5])  # the second
             >>> prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, prompts, lengths)
             >>> num_cached.tolist(), allocator.block_tables.tolist()
             ([0, 4], [[1, 2, 3, 0], [1, 2, 0, 0]])
-            >>> allocator, slots, ok = allocator.append(lengths - num_cached, max_tokens=5)  # the rest of it
+            >>> allocator, slots, ok = allocator.append(lengths - num_cached, q_len=5)  # the rest of it
         """
         if num_blocks < 2 or block_size < 1 or PLACES * num_blocks > 2**30:
             raise ValueError(
@@ -129,13 +129,13 @@ class PrefixCache:
         """Starts sequences in empty rows with the cached blocks of their prompts.
 
         Only full blocks are shared, and never a whole prompt: its last token is computed, because its logits are
-        needed. Append the rest with `append(lengths - num_cached, max_tokens=...)`. With prompts at the end of their
+        needed. Append the rest with `append(lengths - num_cached, q_len=...)`. With prompts at the end of their
         rows, the same `tokens` fit the slots that it returns: those of cached tokens are padding. If that `append` is
         refused, the row keeps the cached blocks until `free`.
 
         Args:
             allocator: the allocator whose blocks these are.
-            tokens: int32 `[seqs, max_tokens]`, each prompt at the end of its row.
+            tokens: int32 `[seqs, width]`, each prompt at the end of its row.
             lengths: int32 `[seqs]`, the prompts' lengths; 0: leave this row as it is.
             salts: int32 `[seqs]`: only blocks inserted with the same salt are found. None: 0.
 
@@ -143,7 +143,7 @@ class PrefixCache:
             prefix_cache: the new one, which differs in the counts.
             allocator: the new one. Each row holds the blocks that were found for it.
             num_cached: int32 `[seqs]`, in tokens, a multiple of the block size. It is 0, and the row unchanged, if
-                nothing was found, the row is occupied, or the length is negative or above `max_tokens`.
+                nothing was found, the row is occupied, or the length is negative or above `width`.
 
         Raises:
             ValueError: shapes, dtypes or sizes that do not fit.
@@ -175,8 +175,8 @@ class PrefixCache:
 
         Args:
             allocator: the allocator whose blocks these are.
-            tokens: int32 `[seqs, max_tokens]`, all tokens of each sequence, the newest at the end of the row. Of a
-                sequence longer than `max_tokens` nothing is cached.
+            tokens: int32 `[seqs, width]`, all tokens of each sequence, the newest at the end of the row. Of a
+                sequence longer than `width` nothing is cached.
             salts: int32 `[seqs]`, as in `match_prefix`. None: 0.
 
         Returns:
@@ -282,9 +282,9 @@ class PrefixCache:
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
-            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=2, num_seqs=1, max_blocks=4)
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=2, num_seqs=1, max_blocks_per_seq=4)
             >>> prefix_cache = jaxpaged.PrefixCache.create(num_blocks=8, block_size=2)
-            >>> allocator, slots, ok = allocator.append(jnp.array([5]), max_tokens=5)
+            >>> allocator, slots, ok = allocator.append(jnp.array([5]), q_len=5)
             >>> prefix_cache, allocator = prefix_cache.insert(allocator, jnp.array([[1, 2, 3, 4, 5]]))
             >>> allocator = allocator.free(jnp.array([True]))
             >>> prefix_cache, allocator = prefix_cache.clear(allocator)
@@ -364,7 +364,7 @@ class PrefixCache:
         num_seqs = allocator.lengths.shape[0]
         if tokens.ndim != 2 or tokens.shape[0] != num_seqs or tokens.dtype != jnp.int32:
             raise ValueError(
-                f"tokens must be int32 [{num_seqs}, max_tokens], a row for each sequence; "
+                f"tokens must be int32 [{num_seqs}, width], a row for each sequence; "
                 f"got {tokens.dtype} {list(tokens.shape)}."
             )
         salts = jnp.zeros(num_seqs, jnp.int32) if salts is None else salts

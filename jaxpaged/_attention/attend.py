@@ -61,7 +61,7 @@ def attend(
     Example:
         >>> import jax.numpy as jnp, jaxpaged
         >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="int8")
-        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks=4)
+        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
         >>> allocator, slots, ok = allocator.append(jnp.array([1]))
         >>> cache = jaxpaged.write_kv(cache, jnp.ones((1, 2, 64)), jnp.ones((1, 2, 64)), slots[:, 0])
         >>> jaxpaged.attend(jnp.ones((1, 4, 64)), cache, allocator).shape

@@ -29,7 +29,7 @@ class CacheLayer:
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
         >>> stack = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, num_layers=3)
-        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks=4)
+        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
         >>> allocator, slots, ok = allocator.append(jnp.array([1]))
         >>> k = v = jnp.ones((1, 2, 64))
         >>> def layer(carry, index):

@@ -99,8 +99,8 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
         lengths: int32 `[seqs]`, in tokens; cut to what a table row can hold.
 
     Returns:
-        A cache in which sequence i is block i and the block size is `max_tokens = max_blocks * block_size`. k and v are
-        `[seqs, max_tokens, kv_heads, head_dim]` as stored, with their scales, and with a leading layer axis if `cache`
+        A cache in which sequence i is block i and the block size is `tokens = max_blocks * block_size`. k and v are
+        `[seqs, tokens, kv_heads, head_dim]` as stored, with their scales, and with a leading layer axis if `cache`
         has one. Past the length they are zero. `widen_kv` widens a quantised one.
 
     Raises:
@@ -122,7 +122,7 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
         [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 1, 2, 0, 0, 0, 0]
     """
     check_cache(cache)
-    slots = _slots_of(cache, block_tables, lengths)  # [seqs, max_tokens], num_slots where there is no token
+    slots = _slots_of(cache, block_tables, lengths)  # [seqs, tokens], num_slots where there is no token
     num_slots = cache.k.shape[-4] * cache.k.shape[-3]
     # Whole blocks are fetched, then masked: a row of a block is too short to be fetched by itself at full speed.
     ids = jnp.where(slots < num_slots, slots // cache.k.shape[-3], 0)[:, :: cache.k.shape[-3]]
@@ -233,7 +233,7 @@ def distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
 
 
 def _slots_of(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> jax.Array:
-    """The slot of each token of each sequence, int32 [seqs, max_tokens]; the number of slots where there is none."""
+    """The slot of each token of each sequence, int32 [seqs, tokens]; the number of slots where there is none."""
     block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     if block_tables.ndim != 2 or block_tables.dtype != jnp.int32:
         raise ValueError(

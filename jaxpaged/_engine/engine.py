@@ -50,7 +50,7 @@ class Engine:
 
     Args:
         apply: the model over packed tokens, `caches, logits = apply(weights, tokens, positions, caches, attend)`.
-            `tokens` and `positions` are int32 `[tokens]`; in each layer `cache, out = attend(cache, q, k, v)` writes
+            `tokens` and `positions` are int32 `[tokens]`; in each layer `cache, out = attend(q, k, v, cache)` writes
             to the cache and attends (`StepAttention`); `attend.newest(x)` is `[seqs, ...]` of x `[tokens, ...]`, from
             which the head makes the logits `[seqs, vocab]`. Traced for three numbers of tokens: `num_seats // 4`,
             `num_seats`, and `num_seats + chunk_tokens`. All of it but `attend` is on single tokens, so that padding
@@ -60,7 +60,7 @@ class Engine:
             over: they are donated. If they lie over several devices, each runs `apply` inside `jax.shard_map` with its
             part of weights and caches (`docs/several_gpus.md`).
         num_seats: requests that run at once.
-        max_tokens: the most tokens that a request may have, prompt and new ones.
+        max_length: the most tokens that a request may have, prompt and new ones.
         chunk_tokens: tokens of prompts that a step computes beside one of each seat. More makes long prompts faster,
             and the steps that they share slower.
         max_requests: requests that the device holds at once, running or waiting. None: four for each seat. Others wait
@@ -87,7 +87,7 @@ class Engine:
         caches: Any,
         *,
         num_seats: int,
-        max_tokens: int,
+        max_length: int,
         chunk_tokens: int = 256,
         max_requests: int | None = None,
         steps_per_slice: int = 32,
@@ -100,17 +100,17 @@ class Engine:
         num_seats = checked_size("num_seats", num_seats)
         max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
         num_blocks, block_size = _sizes_of(caches)
-        max_tokens = checked_size("max_tokens", max_tokens)
+        max_length = checked_size("max_length", max_length)
         self._weights, self._seed, self._num_seats = _own(weights), seed, num_seats
         self._steps_per_slice = checked_size("steps_per_slice", steps_per_slice)
-        self._max_tokens, self._num_blocks, self._block_size = max_tokens, num_blocks, block_size
+        self._max_length, self._num_blocks, self._block_size = max_length, num_blocks, block_size
         self._max_requests, self._num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
         self._kinds = kinds_of_steps(num_seats, checked_size("chunk_tokens", chunk_tokens), exact=exact)
         self._state_of_slice = State(
             scheduler=Scheduler.create(
                 max_requests=max_requests,
                 num_seats=num_seats,
-                max_tokens=max_tokens,
+                max_length=max_length,
                 max_steps=self._steps_per_slice,
                 num_stop_ids=self._num_stop_ids,
                 prefix_cache=PrefixCache.create(
@@ -123,7 +123,7 @@ class Engine:
                 num_blocks=num_blocks,
                 block_size=block_size,
                 num_seqs=num_seats,
-                max_blocks=min(-(-max_tokens // block_size), num_blocks - 1),
+                max_blocks_per_seq=min(-(-max_length // block_size), num_blocks - 1),
             ),
             caches=caches,
             logprobs=jnp.zeros((self._steps_per_slice, num_seats), jnp.float32),
@@ -133,7 +133,7 @@ class Engine:
         self._inbox_of = functools.partial(
             inbox_of,
             num_rows=min(MOST_ARRIVALS, max_requests),
-            max_tokens=max_tokens,
+            max_length=max_length,
             max_requests=max_requests,
             num_stop_ids=self._num_stop_ids,
         )
@@ -276,10 +276,10 @@ class Engine:
             raise ValueError(f"token ids must be from 0 to 2**31 - 1; got {tokens.min()} to {tokens.max()}.")
         check_params(params)
         limit = len(tokens) + params.max_tokens
-        if limit > self._max_tokens:
+        if limit > self._max_length:
             raise ValueError(
                 f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones are more than the engine's "
-                f"max_tokens={self._max_tokens}. Shorten one of them, or make an engine with a larger max_tokens."
+                f"max_length={self._max_length}. Shorten one of them, or make an engine with a larger max_length."
             )
         num_needed = -(-(limit - 1) // self._block_size)  # the last token is never computed
         if num_needed > self._num_blocks - 1:

@@ -60,7 +60,7 @@ def generate(
         >>> embedding = jax.random.normal(jax.random.key(0), (50, 2, 32))  # a vocabulary of 50, two heads
         >>> def apply(weights, tokens, positions, caches, attend):
         ...     x = weights[tokens]
-        ...     cache, out = attend(caches[0], x, x, x)
+        ...     cache, out = attend(x, x, x, caches[0])
         ...     return (cache,), jnp.einsum("shd,vhd->sv", attend.newest(x + out), weights)
         >>> params = jaxpaged.SamplingParams(max_tokens=4, temperature=0, stop_token_ids=(7,))
         >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=32, dtype="float32")
@@ -73,10 +73,10 @@ def generate(
         raise ValueError("pass at least one prompt; got none.")
     block_size, num_layers = checked_size("block_size", block_size), checked_size("num_layers", num_layers)
     num_seats = min(MOST_SEATS, sum(request.n for request in each))
-    max_tokens = max(len(prompt) + request.max_tokens for prompt, request in zip(prompts, each, strict=True))
+    max_length = max(len(prompt) + request.max_tokens for prompt, request in zip(prompts, each, strict=True))
     caches = tuple(
         KVCache.create(
-            num_blocks=1 + num_seats * -(-max_tokens // block_size),
+            num_blocks=1 + num_seats * -(-max_length // block_size),
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -89,7 +89,7 @@ def generate(
         weights,
         caches,
         num_seats=num_seats,
-        max_tokens=max_tokens,
+        max_length=max_length,
         chunk_tokens=max(1, min(MOST_CHUNK_TOKENS, sum(map(len, prompts)))),
         num_stop_ids=max(len(request.stop_token_ids) for request in each),
         prefix_cache=any(request.n > 1 for request in each),  # a prompt of n completions is computed once

@@ -68,7 +68,7 @@ def inbox_of(
     aborts: Sequence[int],
     *,
     num_rows: int,
-    max_tokens: int,
+    max_length: int,
     max_requests: int,
     num_stop_ids: int,
     wants_logprobs: bool,
@@ -82,7 +82,7 @@ def inbox_of(
         return np.asarray([*values, *[0] * (num_rows - len(rows))], dtype)
 
     inbox = Inbox(
-        prompts=np.zeros((num_rows, max_tokens), np.int32),
+        prompts=np.zeros((num_rows, max_length), np.int32),
         prompt_lengths=column([len(row.prompt) for row in rows], np.int32),
         max_new_tokens=column([p.max_tokens for p in params], np.int32),
         priorities=column([p.priority for p in params], np.int32),

@@ -44,7 +44,7 @@ class State:
 class Inbox:
     """What the host sends in with a slice. Rows without a request have a prompt length of 0."""
 
-    prompts: Any  # int32 [rows, max_tokens]
+    prompts: Any  # int32 [rows, max_length]
     prompt_lengths: Any  # int32 [rows]
     max_new_tokens: Any  # int32 [rows]
     priorities: Any  # int32 [rows]
@@ -249,5 +249,5 @@ def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: Ste
     if found := difference(caches, new_caches):
         raise ValueError(f"apply must return caches like those it was given; {found}.")
     if all(map(operator.is_, jax.tree.leaves(caches), jax.tree.leaves(new_caches))):
-        raise ValueError("apply must return the new caches, which `cache, out = attend(cache, q, k, v)` gives it.")
+        raise ValueError("apply must return the new caches, which `cache, out = attend(q, k, v, cache)` gives it.")
     return new_caches, logits

@@ -16,7 +16,7 @@ from jaxpaged._cache.write import write_kv
 
 @dataclasses.dataclass(frozen=True)
 class StepAttention:
-    """The `attend` of a model that an `Engine` calls: `cache, out = attend(cache, q, k, v)`.
+    """The `attend` of a model that an `Engine` calls: `cache, out = attend(q, k, v, cache)`.
 
     It knows where the step's tokens go and which sequence each belongs to. A step of single tokens is an ordinary
     decode call of `paged_attention`, one with chunks of prompts a packed one.
@@ -44,10 +44,10 @@ class StepAttention:
 
     def __call__[C: (KVCache, CacheLayer)](
         self,
-        cache: C,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
+        cache: C,
         *,
         rotary_frequencies: tuple[float, ...] | None = None,
         interleaved: bool = False,
@@ -56,11 +56,11 @@ class StepAttention:
         """Writes k and v of the step's tokens, and attends.
 
         Args:
-            cache: this layer's cache, or `CacheLayer(stack, i)`.
             q: `[tokens, heads, head_dim]`; or with an axis of one as a model with a batch axis has it,
                 `[1, tokens, heads, head_dim]` or `[tokens, 1, heads, head_dim]`.
             k: `[tokens, kv_heads, head_dim]`, with the same axes in front.
-            v: likewise.
+            v: as k.
+            cache: this layer's cache, or `CacheLayer(stack, i)`.
             rotary_frequencies: turn q and k by their positions, as `rotate_and_write_kv` does. None: they are turned
                 already, or need not be.
             interleaved: whether the pairs that are turned are neighbours, and not halves of a head.
@@ -69,6 +69,10 @@ class StepAttention:
         Returns:
             The new cache, and attention of q's shape.
         """
+        if not isinstance(cache, KVCache | CacheLayer):
+            raise ValueError(
+                f"attend(q, k, v, cache) takes the cache last, a KVCache or CacheLayer; got {type(cache).__name__}."
+            )
         shape = q.shape
         q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
         if rotary_frequencies is None:

@@ -20,7 +20,7 @@ def plan[S: SchedulerState](scheduler: S, allocator: BlockAllocator, num_places:
     ranks = seat_ranks(scheduler)
     given = share(needed, ranks, num_places)
     most = num_places if num_places > scheduler.num_seats else 1
-    allocator, _, ok = allocator.append(given, max_tokens=most, order=ranks)
+    allocator, _, ok = allocator.append(given, q_len=most, order=ranks)
     given = jnp.where(ok, given, 0)
     was_refused = jnp.where(is_open, ~ok.all(), scheduler.was_refused)
     scheduler = dataclasses.replace(

@@ -28,7 +28,7 @@ class Refusal(enum.IntEnum):
     ACCEPTED = 0
     NO_PROMPT = 1  # a prompt length below 1: how a batch of submissions is padded
     NO_NEW_TOKENS = 2  # fewer than one new token is asked for
-    TOO_LONG = 3  # more tokens than the scheduler's `max_tokens`, or a prompt longer than its row
+    TOO_LONG = 3  # more tokens than the scheduler's `max_length`, or a prompt longer than its row
     NEVER_FITS = 4  # more blocks than a table row, or than the pool without its pinned blocks
     QUEUE_FULL = 5  # no free place: submit it again after a `drain`
 

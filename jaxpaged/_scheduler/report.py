@@ -12,7 +12,7 @@ SHOWN_SEATS = 16  # lines of a printed scheduler
 
 def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> tuple[str, ...]:
     """Names of the broken invariants, one a line below. Those that build on a broken one are not tested."""
-    num_requests, max_tokens = scheduler.tokens.shape
+    num_requests, max_length = scheduler.tokens.shape
     seats, statuses, order = (np.asarray(x) for x in (scheduler.seated, scheduler.statuses, scheduler.order))
     first = {
         "seats_name_requests": ((seats >= 0) & (seats <= num_requests)).all(),
@@ -38,7 +38,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
             "the_seated_run": set(seated.tolist()) == set(np.flatnonzero(statuses == RequestStatus.RUNNING).tolist()),
             "free_seats_hold_no_tokens": not lengths[~is_seated & ~has_left(scheduler)].any(),
             "what_is_computed_is_known": (lengths[is_seated] <= known[seated]).all(),
-            "the_live_may_grow": ((known >= 1) & (known < limits) & (limits <= max_tokens))[live].all(),
+            "the_live_may_grow": ((known >= 1) & (known < limits) & (limits <= max_length))[live].all(),
             "the_live_fit_the_pool": (-(-(limits[live] - 1) // allocator.block_size) <= most_blocks).all(),
             "ranks_are_places_in_the_order": (np.asarray(scheduler.ranks)[order] == np.arange(num_requests)).all(),
             "the_live_stand_in_order": served == sorted(set(served)),

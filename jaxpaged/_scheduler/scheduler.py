@@ -29,7 +29,7 @@ class Scheduler(SchedulerState):
     tokens that are not computed.
 
     Attributes:
-        tokens: int32 `[requests, max_tokens]`, the known tokens of each request, from the start of its row.
+        tokens: int32 `[requests, max_length]`, the known tokens of each request, from the start of its row.
         num_known: int32 `[requests]`, how many there are.
         limits: int32 `[requests]`, how many there may be: the length of the prompt and the new tokens asked for.
         stop_ids: int32 `[requests, num_stop_ids]`, tokens that end the request; -1: none.
@@ -60,7 +60,7 @@ class Scheduler(SchedulerState):
         *,
         max_requests: int,
         num_seats: int,
-        max_tokens: int,
+        max_length: int,
         max_steps: int = 64,
         num_stop_ids: int = 4,
         prefix_cache: PrefixCache | None = None,
@@ -70,20 +70,20 @@ class Scheduler(SchedulerState):
         Args:
             max_requests: requests that it holds at once: waiting, running, and finished but not drained.
             num_seats: requests that run at once, the rows of its allocator.
-            max_tokens: the most tokens that a request may have, prompt and generated.
+            max_length: the most tokens that a request may have, prompt and generated.
             max_steps: steps between two drains.
             num_stop_ids: the most stop ids that a request may have.
             prefix_cache: an empty one, for the allocator. Requests then begin with the blocks in which others computed
                 the same tokens, and only `change_seats` gives seats to requests. None: each computes its own.
 
         Raises:
-            ValueError: a size that is no int or below 1 (`num_stop_ids`: below 0), or `max_tokens` smaller than a block
+            ValueError: a size that is no int or below 1 (`num_stop_ids`: below 0), or `max_length` smaller than a block
                 of the prefix cache.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxpaged
-            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=4, num_seqs=2, max_blocks=4)
-            >>> scheduler = jaxpaged.Scheduler.create(max_requests=4, num_seats=2, max_tokens=16)
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=4, num_seqs=2, max_blocks_per_seq=4)
+            >>> scheduler = jaxpaged.Scheduler.create(max_requests=4, num_seats=2, max_length=16)
             >>> def one_step(state):
             ...     scheduler, allocator = state
             ...     scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=1)
@@ -102,7 +102,7 @@ class Scheduler(SchedulerState):
             ['EXHAUSTED', 'EXHAUSTED']
         """
         max_requests, num_seats = checked_size("max_requests", max_requests), checked_size("num_seats", num_seats)
-        max_tokens, max_steps = checked_size("max_tokens", max_tokens), checked_size("max_steps", max_steps)
+        max_length, max_steps = checked_size("max_length", max_length), checked_size("max_steps", max_steps)
         num_stop_ids = checked_size("num_stop_ids", num_stop_ids, 0)
 
         # One array each: two leaves that are one buffer cannot both be donated.
@@ -111,8 +111,8 @@ class Scheduler(SchedulerState):
 
         prefixes = None
         if prefix_cache is not None:
-            if max_tokens < (block_size := prefix_cache.tokens.shape[1]):
-                raise ValueError(f"nothing would ever be cached: {max_tokens=} is less than a block of {block_size}.")
+            if max_length < (block_size := prefix_cache.tokens.shape[1]):
+                raise ValueError(f"nothing would ever be cached: {max_length=} is less than a block of {block_size}.")
             prefixes = Prefixes(
                 cache=prefix_cache,
                 salt=full(),
@@ -122,7 +122,7 @@ class Scheduler(SchedulerState):
                 is_due=jnp.zeros((), jnp.bool_),
             )
         return cls(
-            tokens=full(max_requests, max_tokens),
+            tokens=full(max_requests, max_length),
             num_known=full(max_requests),
             limits=full(max_requests),
             stop_ids=full(max_requests, num_stop_ids, value=-1),
@@ -300,10 +300,10 @@ class Scheduler(SchedulerState):
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxpaged
-            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks=4)
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks_per_seq=4)
             >>> prefix_cache = jaxpaged.PrefixCache.create(num_blocks=9, block_size=4)
             >>> scheduler = jaxpaged.Scheduler.create(
-            ...     max_requests=4, num_seats=2, max_tokens=16, prefix_cache=prefix_cache
+            ...     max_requests=4, num_seats=2, max_length=16, prefix_cache=prefix_cache
             ... )
             >>> @jax.jit
             ... def one_step(scheduler, allocator):

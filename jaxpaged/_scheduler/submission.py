@@ -72,7 +72,7 @@ def validate(
 
 
 def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requests) -> tuple[S, jax.Array, jax.Array]:
-    num_requests, max_tokens = scheduler.tokens.shape
+    num_requests, max_length = scheduler.tokens.shape
     num_rows, width = new.prompts.shape
     rows = jnp.arange(num_rows, dtype=jnp.int32)
 
@@ -104,7 +104,7 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     keys = put(keys, arrival - jnp.clip(new.priorities, -MAX_PRIORITY, MAX_PRIORITY))
     order = jnp.lexsort((arrivals, keys)).astype(jnp.int32)
 
-    prompts = jnp.pad(new.prompts[:, :max_tokens], ((0, 0), (0, max(max_tokens - width, 0))))
+    prompts = jnp.pad(new.prompts[:, :max_length], ((0, 0), (0, max(max_length - width, 0))))
     scheduler = dataclasses.replace(
         planning.with_due(scheduler, True),
         tokens=put(scheduler.tokens, prompts),
@@ -124,11 +124,11 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
 
 def refused(scheduler: SchedulerState, allocator: BlockAllocator, new: Requests) -> jax.Array:
     """A `Refusal` for each row, but for a full queue."""
-    max_tokens, width = scheduler.tokens.shape[1], new.prompts.shape[1]
+    max_length, width = scheduler.tokens.shape[1], new.prompts.shape[1]
     # Compared one by one, so that no sum overflows.
-    is_too_long = (new.prompt_lengths > min(width, max_tokens)) | (new.max_new_tokens > max_tokens)
-    limits = jnp.minimum(new.prompt_lengths, max_tokens) + jnp.minimum(new.max_new_tokens, max_tokens)
-    is_too_long |= limits > max_tokens
+    is_too_long = (new.prompt_lengths > min(width, max_length)) | (new.max_new_tokens > max_length)
+    limits = jnp.minimum(new.prompt_lengths, max_length) + jnp.minimum(new.max_new_tokens, max_length)
+    is_too_long |= limits > max_length
     num_usable = allocator.num_blocks - 1 - (allocator.pool.pins > 0).sum(dtype=jnp.int32)
     num_usable = jnp.minimum(num_usable, allocator.block_tables.shape[1])
     reasons = (

@@ -39,7 +39,7 @@ def inputs(num_layers=None):
         num_layers=num_layers,
     )
     allocator = BlockAllocator.create(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks=MAX_BLOCKS
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks_per_seq=MAX_BLOCKS
     )
     return cache, allocator, jnp.ones((SEQS, HEADS, HEAD_DIM), jnp.bfloat16)
 

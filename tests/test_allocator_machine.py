@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from jaxpaged import BlockAllocator, PrefixCache
 from tests.allocator_model import Model, Snapshot
 
-SIZES = "num_blocks", "block_size", "num_seqs", "max_blocks"
+SIZES = "num_blocks", "block_size", "num_seqs", "max_blocks_per_seq"
 pytestmark = pytest.mark.slow
 
 POISON = -1

@@ -13,9 +13,9 @@ SEQS, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EOS = 4, 8, 2, 64, 1000, 302
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS, MAX_NEW_TOKENS = 16, 32, 8, 100
 
 keys = jax.random.split(jax.random.key(0), 3)
-embedding, head = jax.random.normal(keys[0], (2, VOCAB, HEADS * HEAD_DIM), jnp.float32)
-q_proj = jax.random.normal(keys[1], (HEADS * HEAD_DIM, HEADS * HEAD_DIM), jnp.float32) * 0.05
-k_proj, v_proj = jax.random.normal(keys[2], (2, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM), jnp.float32) * 0.05
+embedding, head = jax.random.normal(keys[0], (2, VOCAB, HEADS * HEAD_DIM), jnp.bfloat16)
+q_proj = jax.random.normal(keys[1], (HEADS * HEAD_DIM, HEADS * HEAD_DIM), jnp.bfloat16) * 0.05
+k_proj, v_proj = jax.random.normal(keys[2], (2, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM), jnp.bfloat16) * 0.05
 weights = {"embedding": embedding, "head": head, "q": q_proj, "k": k_proj, "v": v_proj}
 
 

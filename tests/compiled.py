@@ -46,7 +46,9 @@ def decode_step(cache, allocator, q, k, v):
 
 
 def inputs():
-    cache = KVCache.create(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    cache = KVCache.create(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32"
+    )
     allocator = BlockAllocator.create(
         num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks_per_seq=MAX_BLOCKS
     )

@@ -177,7 +177,7 @@ def test_an_order_is_a_permutation_of_the_rows():
 
 def test_a_block_handed_on_never_shows_its_last_owners_tokens():
     allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=2, max_blocks_per_seq=5)
-    cache = KVCache.create(num_blocks=6, block_size=4, num_kv_heads=1, head_dim=32)
+    cache = KVCache.create(num_blocks=6, block_size=4, num_kv_heads=1, head_dim=32, dtype="float32")
     poison = jnp.full((2, 20, 1, 32), jnp.nan)
     allocator, slots, ok = allocator.append(counts(20, 0), q_len=20)
     assert ok.all()

@@ -7,7 +7,7 @@ import jaxpaged
 from jaxpaged import CacheLayer, KVCache, paged_attention, write_kv
 from tests.cases import make_case
 
-SMALL = dict(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
+SMALL = dict(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
 
 
 def tokens(*values: float) -> jax.Array:
@@ -33,9 +33,14 @@ def test_slots_outside_the_pool_are_dropped(padding):
     assert shown(cache.v) == [0, 0, 0, 0, 0, 5, 0, 0]
 
 
+def test_the_default_is_the_dtype_that_the_kernels_take():
+    cache = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
+    assert cache.k.dtype == cache.v.dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"])
 def test_no_token(dtype):
-    empty = KVCache.create(**SMALL, dtype=dtype)
+    empty = KVCache.create(**SMALL | dict(dtype=dtype))
     nothing = jnp.zeros((0, 1, 8))
     cache = write_kv(empty, nothing, nothing, jnp.zeros(0, jnp.int32))
     assert not np.asarray(cache.k, np.float32).any()
@@ -49,7 +54,7 @@ def test_one_token(slot):
 
 
 def test_writes_take_any_leading_axes_and_cast_to_the_cache():
-    cache = KVCache.create(**SMALL, dtype=jnp.bfloat16)
+    cache = KVCache.create(**SMALL | dict(dtype=jnp.bfloat16))
     k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 1, 8)), jnp.float32)
     cache = write_kv(cache, k, k, jnp.asarray([[2, 3, 4], [5, 6, 7]], jnp.int32))
     assert cache.k.dtype == jnp.bfloat16

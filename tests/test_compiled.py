@@ -71,7 +71,12 @@ def test_a_scan_over_a_stack_copies_no_cache():
 
     _, *rest = inputs()
     stack = KVCache.create(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_layers=layers
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_layers=layers,
+        dtype="float32",
     )
     text = jax.jit(step, donate_argnums=(0, 1)).lower(stack, *rest).compile().as_text()
     assert cache_sized_copies(text) == []

@@ -476,7 +476,7 @@ def test_a_model_that_cannot_be_served_is_refused():
         attend = dataclasses.replace(attend, query_starts=None)  # newest takes all
         return cache, attend.newest(weights["embedding"][tokens]) @ weights["head"]
 
-    donated = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=8)
+    donated = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
     donated.k.delete()
 
     def no_caches(*args):
@@ -506,7 +506,9 @@ def test_a_model_that_cannot_be_served_is_refused():
 def test_attend_turns_neighbours():
     allocator = BlockAllocator.create(num_blocks=4, block_size=BLOCK_SIZE, num_seqs=2, max_blocks_per_seq=2)
     allocator, slots, _ = allocator.append(jnp.full(2, 3, jnp.int32), q_len=3)
-    cache = KVCache.create(num_blocks=4, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=toy_model.HEAD_DIM)
+    cache = KVCache.create(
+        num_blocks=4, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=toy_model.HEAD_DIM, dtype="float32"
+    )
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1, toy_model.HEAD_DIM))
     positions, slots = allocator.positions(1)[:, 0], slots[:, -1]
     step = StepAttention(allocator, positions, slots, None, jnp.arange(2, dtype=jnp.int32))
@@ -548,7 +550,7 @@ def test_an_engine_on_four_devices_gives_the_tokens_of_one(load):
     prompts, params, expected = load
     mesh = jax.make_mesh((toy_model.HEADS,), ("heads",))
     sizes = dict(block_size=BLOCK_SIZE, num_kv_heads=toy_model.HEADS, head_dim=toy_model.HEAD_DIM)
-    create = functools.partial(KVCache.create, num_blocks=TIGHT + 1, **sizes)
+    create = functools.partial(KVCache.create, num_blocks=TIGHT + 1, dtype="float32", **sizes)
     cache = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec(None, None, "heads")))()
     weights = toy_model.weights_over_heads(mesh)
     engine = create_engine(model=toy_model.apply_to_heads, weights=weights, cache=cache, prefix_cache=True)

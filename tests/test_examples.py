@@ -27,6 +27,7 @@ def test_decode_loop_stops_frees_and_survives_a_pool_that_is_too_small():
             block_size=decode_loop.BLOCK_SIZE,
             num_kv_heads=decode_loop.KV_HEADS,
             head_dim=decode_loop.HEAD_DIM,
+            dtype="float32",
         )
         allocator = decode_loop.BlockAllocator.create(
             num_blocks=num_blocks,

@@ -26,7 +26,7 @@ def paged_values(model, num_tokens):
     """The most likely tokens, and the logits of each. One program: the prompt in a step, then a token a step."""
     graph, weights = nnx.split(model)
     sizes = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    cache = jaxpaged.KVCache.create(**sizes, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    cache = jaxpaged.KVCache.create(**sizes, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32")
     allocator = jaxpaged.BlockAllocator.create(**sizes, num_seqs=1, max_blocks_per_seq=NUM_BLOCKS - 1)
 
     @jax.jit

@@ -24,8 +24,8 @@ from tests.allocators import assert_same, attend, counts, make, marks, write
 
 
 def caches():
-    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8)
-    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, num_layers=2)
+    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, num_layers=2, dtype="float32")
     yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.int8)
     yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.int8, num_layers=2)
     yield KVCache.create(
@@ -56,10 +56,12 @@ def test_zeroing_takes_the_named_blocks_alone_and_all_that_is_theirs(which):
 
 
 def test_more_blocks_than_are_zeroed_at_once():
-    cache = jax.tree.map(jnp.ones_like, KVCache.create(num_blocks=400, block_size=2, num_kv_heads=1, head_dim=8))
+    cache = jax.tree.map(
+        jnp.ones_like, KVCache.create(num_blocks=400, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
+    )
     zeroed = zero_blocks(cache, jnp.arange(100, 300, dtype=jnp.int32))
     assert np.flatnonzero(~np.asarray(zeroed.k).any(axis=(1, 2, 3))).tolist() == list(range(100, 300))
-    stack = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers=2)
+    stack = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers=2, dtype="float32")
     assert zero_blocks(stack, jnp.zeros(0, jnp.int32)).k.shape == stack.k.shape
 
 
@@ -70,7 +72,7 @@ def test_zeroing_refuses_what_are_no_ids():
 
 @pytest.mark.parametrize("zeroing", [True, False])
 def test_what_is_freed_is_gone_from_memory_and_what_is_shared_stays(zeroing):
-    cache = KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8)
+    cache = KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
     allocator = BlockAllocator.create(num_blocks=12, block_size=4, num_seqs=2, max_blocks_per_seq=4)
     cache, allocator = write(cache, allocator, [[5, 5, 5, 5, 6, 6], [7]], 6)
     allocator, _, _ = allocator.fork(counts(0, -1))
@@ -91,7 +93,7 @@ def test_a_waiting_prefix_is_not_zeroed():
 
 @pytest.mark.parametrize("moving", [True, False])
 def test_a_sequence_comes_back_from_the_host_under_new_ids(moving):
-    cache = KVCache.create(num_blocks=6, block_size=4, num_kv_heads=1, head_dim=8)
+    cache = KVCache.create(num_blocks=6, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
     allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=3, max_blocks_per_seq=4)
     cache, allocator = write(cache, allocator, [[1, 2, 3, 4, 5, 6], [], []], 6)
     allocator, old_ids = allocator.swap_out(marks(1, 1, 0))

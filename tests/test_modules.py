@@ -52,7 +52,9 @@ def make(options):
 
 
 def fresh():
-    cache = KVCache.create(num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    cache = KVCache.create(
+        num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32"
+    )
     return cache, BlockAllocator.create(
         num_blocks=16, block_size=BLOCK_SIZE, num_seqs=len(LENGTHS), max_blocks_per_seq=4
     )
@@ -275,7 +277,7 @@ def test_call_errors():
         module(jnp.zeros((3, 1, FEATURES)), cache, allocator, slots, query_starts=jnp.arange(4))
     with pytest.raises(ValueError, match=r"a cache must be a KVCache, .*; got a tuple"):
         module(jnp.zeros((3, 1, FEATURES)), CacheLayer((cache, cache), 0), allocator, slots)
-    other = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM)
+    other = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM, dtype="float32")
     with pytest.raises(ValueError, match=r"must be \[blocks, block_size, 2, 16\].*got k.shape=\(4, 4, 1, 16\)"):
         module(jnp.zeros((3, 1, FEATURES)), other, allocator, slots)
 

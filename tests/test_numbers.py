@@ -26,9 +26,9 @@ from tests.cases import make_case
 CASE = make_case(lengths=(1, 20, 0), max_blocks=4)
 FUNCTIONS = [paged_attention, paged_attention_reference]
 WRAPS = 2**32  # added to a number, it is gone after a cast to int32
-CACHE = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
+CACHE = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
 FULL = KVCache(jnp.ones_like(CACHE.k), jnp.ones_like(CACHE.v))
-STACK = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers=2)
+STACK = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers=2, dtype="float32")
 TOKEN = jnp.ones((1, 1, 8))
 
 
@@ -136,11 +136,13 @@ def test_tokens_are_floating_point():
     ("call", "message"),
     [
         (
-            lambda: KVCache.create(num_blocks=4.0, block_size=2, num_kv_heads=1, head_dim=8),
+            lambda: KVCache.create(num_blocks=4.0, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32"),
             r"num_blocks must be an int; got num_blocks=4.0",
         ),
         (
-            lambda: KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers="2"),
+            lambda: KVCache.create(
+                num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers="2", dtype="float32"
+            ),
             r"num_layers must be an int; got num_layers='2'",
         ),
         (

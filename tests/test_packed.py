@@ -138,7 +138,7 @@ def test_scales_of_a_wide_cache_are_not_left_out(monkeypatch):
 def test_a_step_of_prompts_chunks_and_decode_rows_through_the_cache():
     """Slots of the allocator, written packed: the output is that of attention over each sequence by itself."""
     counts = [5, 1, 0, 9]
-    cache = KVCache.create(num_blocks=16, block_size=4, num_kv_heads=2, head_dim=16)
+    cache = KVCache.create(num_blocks=16, block_size=4, num_kv_heads=2, head_dim=16, dtype="float32")
     allocator = BlockAllocator.create(num_blocks=16, block_size=4, num_seqs=4, max_blocks_per_seq=4)
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (15, heads, 16)) for key, heads in zip(keys, (4, 2, 2), strict=True))

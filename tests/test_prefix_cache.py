@@ -311,7 +311,7 @@ def test_many_random_prompts_all_find_their_places():
 
 def test_what_is_shared_is_what_attention_reads():
     prefix_cache, allocator = make()
-    cache = KVCache.create(num_blocks=8, block_size=2, num_kv_heads=1, head_dim=8)
+    cache = KVCache.create(num_blocks=8, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
     prompts = rows([*A, *B, 7], [], [])
 
     def write(cache, allocator, tokens, count):

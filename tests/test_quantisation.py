@@ -276,8 +276,8 @@ def test_a_donated_decode_step_widens_tiles_not_the_cache(dtype, scale):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(scale_per="token_head"), r"a float32 cache is not quantised: leave scale_per out"),
-        (dict(k_scale=1.0), r"a float32 cache is not quantised: leave k_scale out"),
+        (dict(scale_per="token_head"), r"a bfloat16 cache is not quantised: leave scale_per out"),
+        (dict(k_scale=1.0), r"a bfloat16 cache is not quantised: leave k_scale out"),
         (dict(dtype=jnp.int8, scale_per="block"), r'scale_per must be "tensor", "head", .* got scale_per=\'block\''),
         (
             dict(dtype=jnp.int8, scale_per="head"),

@@ -9,7 +9,7 @@ from jaxpaged import KVCache, rotary_attention_factor, rotary_frequencies, rotat
 
 FREQUENCIES = rotary_frequencies(8)
 CACHES = {
-    "float32": {},
+    "float32": dict(dtype="float32"),
     "bfloat16": dict(dtype="bfloat16"),
     "int8, token_head": dict(dtype="int8"),
     "float8_e4m3fn, head": dict(dtype="float8_e4m3fn", scale_per="head", k_scale=[0.01, 0.02], v_scale=[0.02, 0.01]),
@@ -37,7 +37,13 @@ def test_turns(jitted):
     function = jax.jit(rotate_and_write_kv, static_argnums=6) if jitted else rotate_and_write_kv
     q, k, v, slots, positions = new_tokens()
     cache, new_q = function(
-        KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8), q, k, v, slots, positions, FREQUENCIES
+        KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32"),
+        q,
+        k,
+        v,
+        slots,
+        positions,
+        FREQUENCIES,
     )
     # An angle of 131,071 is a float32, up to 2^-8 off: what that turns a number by.
     np.testing.assert_allclose(new_q, turned(q, positions), atol=2e-2)
@@ -85,7 +91,9 @@ def test_errors(change, message):
     names = ("q", "k", "v", "slots", "positions", "frequencies")
     arguments = dict(zip(names, (*new_tokens(), FREQUENCIES), strict=True)) | change
     with pytest.raises(ValueError, match=message):
-        rotate_and_write_kv(KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8), **arguments)
+        rotate_and_write_kv(
+            KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32"), **arguments
+        )
 
 
 LLAMA = dict(
@@ -217,7 +225,7 @@ def test_scalings_that_are_not_known(scaling, message):
 @pytest.mark.parametrize("num_pairs", [2, 4])
 def test_a_part_of_the_dimensions_and_pairs_of_neighbours(num_pairs, interleaved):
     q, k, v, slots, positions = new_tokens()
-    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8)
+    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
     frequencies = jnp.asarray(rotary_frequencies(2 * num_pairs), jnp.float32)  # an array is as good
     _, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, frequencies, interleaved=interleaved)
     x = np.asarray(q, np.float64)
@@ -236,7 +244,7 @@ def test_tables_of_the_caller():
     positions = jnp.asarray([[0, 1, 2], [30, 31, 40]], jnp.int32)  # the last one past the end of the tables
     angles = np.arange(32)[:, None] * np.asarray(FREQUENCIES)
     tables = np.cos(angles), np.sin(angles)
-    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8)
+    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
     cache, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, None, tables=tables)
     at = jnp.minimum(positions, 31)
     expected, expected_q = rotate_and_write_kv(empty, q, k, v, slots, at, FREQUENCIES)
@@ -248,7 +256,7 @@ def test_tables_of_the_caller():
 
 def test_no_rotation():
     q, k, v, slots, positions = new_tokens()
-    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8)
+    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
     cache, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, None)
     assert (new_q == q).all()
     assert (cache.k == write_kv(empty, k, v, slots).k).all()

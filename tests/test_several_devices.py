@@ -181,7 +181,7 @@ def test_the_platform_of_the_call_decides(on_an_h100):
 
 
 def new_cache(**options) -> KVCache:
-    return KVCache.create(num_blocks=8, block_size=16, num_kv_heads=4, head_dim=8, **options)
+    return KVCache.create(num_blocks=8, block_size=16, num_kv_heads=4, head_dim=8, **{"dtype": "float32"} | options)
 
 
 def sharded(cache: KVCache, mesh, axis: int = 2) -> KVCache:
@@ -321,7 +321,7 @@ def test_two_processes():
 
 def test_one_kv_head_on_a_mesh_of_one_device():
     mesh = jax.make_mesh((1,), ("devices",))
-    cache = KVCache.create(num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8)
+    cache = KVCache.create(num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
     k, slots = jnp.ones((2, 1, 8), cache.k.dtype), jnp.array([4, 5])
     put = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((cache, POOL), (k, P(None, "devices")))]
     assert (write_kv(put[0], put[1], put[1], slots).k == write_kv(cache, k, k, slots).k).all()

@@ -278,7 +278,7 @@ def test_errors(call, message):
 
 @pytest.mark.parametrize("copying", [True, False])
 def test_a_child_reads_its_parents_tokens_and_writes_its_own(copying):
-    cache = KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8)
+    cache = KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
     allocator = BlockAllocator.create(num_blocks=12, block_size=4, num_seqs=3, max_blocks_per_seq=4)
     cache, allocator = write(cache, allocator, [[1, 2, 3, 4, 5, 6], [], []], 6)
     allocator, copies, _ = allocator.fork(counts(0, 0, 0))

@@ -50,7 +50,9 @@ def logits_after(weights, tokens, length):
     """The same for one sequence, with plain attention: logits [vocab] after its first `length` tokens."""
     x, q, k, v = project(weights, tokens)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
-    scratch = KVCache.create(num_blocks=1, block_size=len(tokens), num_kv_heads=HEADS, head_dim=HEAD_DIM)
+    scratch = KVCache.create(
+        num_blocks=1, block_size=len(tokens), num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32"
+    )
     scratch, q = rotate_and_write_kv(scratch, q, k, v, positions, positions, FREQUENCIES)
     scores = jnp.einsum("qhd,khd->hqk", q, scratch.k[0]) / HEAD_DIM**0.5
     scores = jnp.where(positions[None, None] <= positions[None, :, None], scores, -jnp.inf)
@@ -95,7 +97,9 @@ def create_engine(*, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 
     # Not optimised: compiling takes longer than running.
     sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
     if cache is None:
-        cache = KVCache.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
+        cache = KVCache.create(
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32"
+        )
         weights, cache = jax.device_put((random_weights(), cache), device)
     return Engine(model, weights, cache, **sizes | options)
 

@@ -64,7 +64,7 @@ def attend(
         >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
         >>> allocator, slots, ok = allocator.append(jnp.array([1]))
         >>> cache = jaxpaged.write_kv(cache, jnp.ones((1, 2, 64)), jnp.ones((1, 2, 64)), slots[:, 0])
-        >>> jaxpaged.attend(jnp.ones((1, 4, 64)), cache, allocator).shape
+        >>> jaxpaged.attend(jnp.ones((1, 4, 64), jnp.bfloat16), cache, allocator).shape
         (1, 4, 64)
     """
     _check_blocks(cache.stack if isinstance(cache, CacheLayer) else cache, allocator)

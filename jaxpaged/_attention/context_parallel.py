@@ -72,7 +72,7 @@ def context_parallel_attention(
         >>> attend = functools.partial(jaxpaged.context_parallel_attention, axis_name="devices")
         >>> specs = P(), P(None, "devices"), P(None, "devices"), P(), P()
         >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-        >>> out, lse = attend(jnp.ones((1, 4, 64)), cache.k, cache.v, tables, lengths)
+        >>> out, lse = attend(jnp.ones((1, 4, 64), jnp.bfloat16), cache.k, cache.v, tables, lengths)
         >>> out.shape
         (1, 4, 64)
 

@@ -102,7 +102,7 @@ def plan_partitions(
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
         >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64)
-        >>> q = jax.random.normal(jax.random.key(0), (2, 4, 64))
+        >>> q = jax.random.normal(jax.random.key(0), (2, 4, 64), jnp.bfloat16)
         >>> tables, lengths = jnp.array([[3, 5], [4, 0]]), jnp.array([20, 9])
         >>> plan = jaxpaged.plan_partitions(lengths, num_kv_heads=2)
         >>> jaxpaged.paged_attention(q, cache.k, cache.v, tables, lengths, plan=plan).shape

@@ -173,7 +173,7 @@ def paged_attention(
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
         >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64)
-        >>> q = jax.random.normal(jax.random.key(0), (1, 4, 64))
+        >>> q = jax.random.normal(jax.random.key(0), (1, 4, 64), jnp.bfloat16)
         >>> tables, lengths = jnp.array([[3, 5]]), jnp.array([20])
         >>> jaxpaged.paged_attention(q, cache.k, cache.v, tables, lengths).shape
         (1, 4, 64)

@@ -52,7 +52,7 @@ class KVCache:
         block_size: int,
         num_kv_heads: int,
         head_dim: int,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike = jnp.bfloat16,
         num_layers: int | None = None,
         scale_per: Granularity | None = None,
         k_scale: ArrayLike | None = None,
@@ -65,7 +65,8 @@ class KVCache:
             block_size: tokens in a block.
             num_kv_heads: KV heads.
             head_dim: numbers a head.
-            dtype: float32, bfloat16, float16; or float8_e4m3fn, float8_e5m2, int8, to which `write_kv` quantises.
+            dtype: bfloat16, float16 or float32; or float8_e4m3fn, float8_e5m2, int8, to which `write_kv` quantises. The
+                kernels for GPUs take queries in the cache's dtype or an 8-bit cache, and no float32.
             num_layers: None for one layer's cache; a number for a stack of that many.
             scale_per: what has its own scale in a quantised cache. "token_head", the default there: each token and KV
                 head; `write_kv` computes the scale and stores it, 4 bytes. "head" or "tensor": each KV head, or all

@@ -108,7 +108,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
-        >>> cache = jaxpaged.KVCache.create(num_blocks=2, block_size=2, num_kv_heads=1, head_dim=4)
+        >>> cache = jaxpaged.KVCache.create(num_blocks=2, block_size=2, num_kv_heads=1, head_dim=4, dtype="float32")
         >>> x = jnp.array([[[1.0, 1.0, 0.0, 0.0]]])
         >>> slots, positions = jnp.array([2]), jnp.array([1])
         >>> cache, q = jaxpaged.rotate_and_write_kv(cache, x, x, x, slots, positions, jaxpaged.rotary_frequencies(4))

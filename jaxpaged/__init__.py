@@ -1,5 +1,7 @@
 """jaxpaged: paged attention for JAX."""
 
+import typing as _typing
+
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.plot import plot_blocks
 from jaxpaged._allocator.prefix_cache import PrefixCache
@@ -69,3 +71,9 @@ __all__ = [
     "write_kv",
     "zero_blocks",
 ]
+
+# What is public says so: in `help`, errors and pickles. Types are found first, in the modules that name them.
+for _public in map(globals().__getitem__, __all__):
+    if isinstance(_public, type):
+        _public.__annotations__ = _typing.get_type_hints(_public)
+    _public.__module__ = __name__

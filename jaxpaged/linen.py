@@ -1,5 +1,7 @@
 """Paged attention as a Flax Linen module, and in the place of a model's own."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

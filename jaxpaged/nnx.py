@@ -1,5 +1,7 @@
 """Paged attention as a Flax NNX module, and in the place of a model's own."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The block allocator: which block belongs to whom, as a pytree, inside jit."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 
@@ -11,11 +13,11 @@ from jaxpaged._allocator import report, sharing, snapshots, swapping
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState
-from jaxpaged._export import exportable
 from jaxpaged._integers import as_int32, checked_size
+from jaxpaged._public_state import public_state
 
 
-@exportable
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockAllocator(AllocatorState):
@@ -43,7 +45,7 @@ class BlockAllocator(AllocatorState):
     """
 
     @classmethod
-    def create(cls, *, num_blocks: int, block_size: int, num_seqs: int, max_blocks_per_seq: int) -> "BlockAllocator":
+    def create(cls, *, num_blocks: int, block_size: int, num_seqs: int, max_blocks_per_seq: int) -> BlockAllocator:
         """An allocator with all blocks free, to be handed out in the order 1, 2, 3, ...
 
         Args:
@@ -109,7 +111,7 @@ class BlockAllocator(AllocatorState):
 
     def append(
         self, num_tokens: ArrayLike, *, q_len: int = 1, order: ArrayLike | None = None
-    ) -> tuple["BlockAllocator", jax.Array, jax.Array]:
+    ) -> tuple[BlockAllocator, jax.Array, jax.Array]:
         """Makes room for new tokens at the end of each sequence.
 
         A sequence gets all of its tokens or none; a refused one stays exactly as it was. Blocks are granted in row
@@ -167,7 +169,7 @@ class BlockAllocator(AllocatorState):
 
         return self.with_rows(block_tables, lengths, self.pool.take(total)), slots, ok
 
-    def free(self, seqs: ArrayLike) -> "BlockAllocator":
+    def free(self, seqs: ArrayLike) -> BlockAllocator:
         """Gives back all blocks of the marked sequences, which become empty. Freeing an empty one changes nothing.
 
         A swapped out sequence becomes empty too. A block that another sequence or a pin also holds stays held. Blocks
@@ -181,7 +183,7 @@ class BlockAllocator(AllocatorState):
         """
         return self.let_go(self._rows("seqs", seqs, jnp.bool_))
 
-    def fork(self, parents: ArrayLike, *, replace: bool = False) -> tuple["BlockAllocator", Copies, jax.Array]:
+    def fork(self, parents: ArrayLike, *, replace: bool = False) -> tuple[BlockAllocator, Copies, jax.Array]:
         """Makes rows into copies of others: parallel sampling, beam search.
 
         Row i becomes what row `parents[i]` was before the call. Full blocks are shared. A partly filled last block has
@@ -217,7 +219,7 @@ class BlockAllocator(AllocatorState):
         """
         return sharing.fork(self, self._rows("parents", parents, jnp.int32), replace)
 
-    def rollback(self, lengths: ArrayLike) -> tuple["BlockAllocator", Copies, jax.Array]:
+    def rollback(self, lengths: ArrayLike) -> tuple[BlockAllocator, Copies, jax.Array]:
         """Shortens sequences to the given lengths, as when speculative decoding rejects tokens.
 
         Blocks past the new end are given back. If a sequence then ends inside a block that is shared, pinned or cached,
@@ -242,7 +244,7 @@ class BlockAllocator(AllocatorState):
         """
         return sharing.rollback(self, self._rows("lengths", lengths, jnp.int32))
 
-    def swap_out(self, seqs: ArrayLike) -> tuple["BlockAllocator", jax.Array]:
+    def swap_out(self, seqs: ArrayLike) -> tuple[BlockAllocator, jax.Array]:
         """Gives back the blocks of sequences whose tokens move to the host, and keeps their rows.
 
         The caller moves the tokens, in the same jit and before anything else is written: out of the returned blocks,
@@ -262,7 +264,7 @@ class BlockAllocator(AllocatorState):
         """
         return swapping.swap_out(self, self._rows("seqs", seqs, jnp.bool_))
 
-    def swap_in(self, seqs: ArrayLike) -> tuple["BlockAllocator", jax.Array, jax.Array]:
+    def swap_in(self, seqs: ArrayLike) -> tuple[BlockAllocator, jax.Array, jax.Array]:
         """Gives new blocks to swapped out sequences: all that one needs or none, in row order as in `append`.
 
         Args:
@@ -288,7 +290,7 @@ class BlockAllocator(AllocatorState):
         """
         return swapping.swap_in(self, self._rows("seqs", seqs, jnp.bool_))
 
-    def still_holds(self, snapshot: "BlockAllocator") -> jax.Array:
+    def still_holds(self, snapshot: BlockAllocator) -> jax.Array:
         """Whether going back to `snapshot` is sound, bool `[]`.
 
         It is if every block of its sequences has been held all the time and none of their tokens were dropped: then
@@ -303,7 +305,7 @@ class BlockAllocator(AllocatorState):
         """
         return snapshots.still_holds(self, snapshot)
 
-    def hold(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
+    def hold(self, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
         """Pins the blocks of a snapshot's sequences: they stay held until `release(snapshot)`.
 
         Args:
@@ -330,7 +332,7 @@ class BlockAllocator(AllocatorState):
         """
         return snapshots.hold(self, snapshot)
 
-    def release(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
+    def release(self, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
         """Removes the pins of `hold(snapshot)`; blocks that nothing else holds are then free.
 
         A block only counts its pins. Releasing a snapshot that was never held removes the pins that another snapshot
@@ -348,7 +350,7 @@ class BlockAllocator(AllocatorState):
         """
         return snapshots.release(self, snapshot)
 
-    def restore(self, snapshot: "BlockAllocator") -> tuple["BlockAllocator", jax.Array]:
+    def restore(self, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
         """Goes back to `snapshot` if that is sound. Everything done after it is undone, pins included.
 
         Using the old allocator itself does the same if `still_holds(snapshot)`, except for three things that `restore`
@@ -365,7 +367,7 @@ class BlockAllocator(AllocatorState):
         """
         return snapshots.restore(self, snapshot)
 
-    def freed_since(self, before: "BlockAllocator") -> jax.Array:
+    def freed_since(self, before: BlockAllocator) -> jax.Array:
         """Blocks that sequences held in `before` and that are free now, for `zero_blocks`.
 
         Args:

@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxpaged._export import exportable
+from jaxpaged._public_state import public_state
 
 
-@exportable
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockPool:

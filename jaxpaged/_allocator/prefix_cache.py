@@ -1,5 +1,7 @@
 """The prefix cache: full blocks found again by their tokens and all tokens before them, inside jit."""
 
+from __future__ import annotations
+
 import dataclasses
 import operator
 from typing import Any
@@ -11,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.block_pool import BlockPool
-from jaxpaged._export import exportable
+from jaxpaged._public_state import public_state
 
 Words = tuple[jax.Array, jax.Array]  # uint32, each half of 64 bits
 
@@ -20,7 +22,7 @@ PROBES = 6  # places of the table in which a block may be listed
 PLACES = 8  # places of the table for each block of the pool, at least
 
 
-@exportable
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixCache:
@@ -69,7 +71,7 @@ class PrefixCache:
     num_hits: jax.Array
 
     @classmethod
-    def create(cls, *, num_blocks: int, block_size: int, secret: int = 0) -> "PrefixCache":
+    def create(cls, *, num_blocks: int, block_size: int, secret: int = 0) -> PrefixCache:
         """An empty one for an allocator of `num_blocks` blocks of `block_size` tokens.
 
         Args:
@@ -125,7 +127,7 @@ class PrefixCache:
 
     def match_prefix(
         self, allocator: BlockAllocator, tokens: ArrayLike, lengths: ArrayLike, *, salts: ArrayLike | None = None
-    ) -> tuple["PrefixCache", BlockAllocator, jax.Array]:
+    ) -> tuple[PrefixCache, BlockAllocator, jax.Array]:
         """Starts sequences in empty rows with the cached blocks of their prompts.
 
         Only full blocks are shared, and never a whole prompt: its last token is computed, because its logits are
@@ -164,7 +166,7 @@ class PrefixCache:
 
     def insert(
         self, allocator: BlockAllocator, tokens: ArrayLike, *, salts: ArrayLike | None = None
-    ) -> tuple["PrefixCache", BlockAllocator]:
+    ) -> tuple[PrefixCache, BlockAllocator]:
         """Caches the full blocks of sequences, after their keys and values were written.
 
         If a block's tokens and all tokens before them are cached already, the sequence takes the cached block and gives
@@ -218,7 +220,7 @@ class PrefixCache:
         ids, listed, _ = self._look_up(pool, tags, probes, salts)
         return ids, _all_before(asked & self._confirm(ids, listed, blocks)), tags
 
-    def counted(self, num_full: jax.Array, found: jax.Array) -> "PrefixCache":
+    def counted(self, num_full: jax.Array, found: jax.Array) -> PrefixCache:
         """With what was looked up, blocks `[seqs]`, and what of it was found, bool `[seqs, columns]`, in the counts."""
         return dataclasses.replace(
             self,
@@ -228,7 +230,7 @@ class PrefixCache:
 
     def insert_blocks(
         self, allocator: BlockAllocator, blocks: jax.Array, num_full: jax.Array, salts: jax.Array
-    ) -> tuple["PrefixCache", BlockAllocator, jax.Array]:
+    ) -> tuple[PrefixCache, BlockAllocator, jax.Array]:
         """As `insert`, of the first `num_full` blocks of each row, given as to `find`; and their tags."""
         num_columns = blocks.shape[1]
         is_full = jnp.arange(num_columns, dtype=jnp.int32)[None] < num_full[:, None]
@@ -263,7 +265,7 @@ class PrefixCache:
         prefix_cache = dataclasses.replace(prefix_cache, table=table)
         return prefix_cache, allocator.with_rows(tables, allocator.lengths, pool), tags
 
-    def clear(self, allocator: BlockAllocator) -> tuple["PrefixCache", BlockAllocator]:
+    def clear(self, allocator: BlockAllocator) -> tuple[PrefixCache, BlockAllocator]:
         """Forgets every block, as when the weights change: no block computed with the old weights is found again.
 
         Sequences keep their blocks, and `insert` caches them again: first free the sequences whose tokens are no longer
@@ -304,7 +306,7 @@ class PrefixCache:
         salts: jax.Array,
         tags: jax.Array,
         homes: jax.Array,
-    ) -> "PrefixCache":
+    ) -> PrefixCache:
         rank = jnp.cumsum(new.ravel().astype(jnp.int32), dtype=jnp.int32).reshape(new.shape)
         dropped = self.serials.shape[0] + jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
         places = jnp.where(new, own, dropped)

@@ -1,5 +1,7 @@
 """Attention from a cache and an allocator, which know the tables and the scales."""
 
+from __future__ import annotations
+
 from typing import Literal, Unpack, overload
 
 import jax

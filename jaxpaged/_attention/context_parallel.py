@@ -1,5 +1,7 @@
 """Attention over caches whose blocks are cut over a mesh axis: each device attends to its own tokens; one merge."""
 
+from __future__ import annotations
+
 from typing import Unpack
 
 import jax

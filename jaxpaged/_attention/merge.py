@@ -1,5 +1,7 @@
 """Attention over two sets of tokens, merged from the attention over each."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike

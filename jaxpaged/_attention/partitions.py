@@ -1,20 +1,22 @@
 """Into how many partitions sequences are cut: what a caller can ask for, and the plan by true lengths."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from jaxpaged import _device
 from jaxpaged._attention.arguments import check_lengths_dtype, optional
-from jaxpaged._export import exportable
 from jaxpaged._integers import as_int32, check_heads, checked_size
 from jaxpaged._on_shards import check_whole
+from jaxpaged._public_state import public_state
 from pallas_kernels import partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
 NumPartitions = int | PartitionPlan | None
 
-exportable(PartitionPlan)
+public_state(PartitionPlan)
 
 
 def check_partitions(num_partitions: int | None) -> int | None:

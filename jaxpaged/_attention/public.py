@@ -1,5 +1,7 @@
 """The public attention function: checks, then one implementation."""
 
+from __future__ import annotations
+
 import functools
 import warnings
 from typing import Literal, TypedDict, Unpack, overload

@@ -1,5 +1,7 @@
 """The definition of paged attention: as plain as the equation, in float32, slow."""
 
+from __future__ import annotations
+
 from typing import Literal, Unpack, overload
 
 import jax

@@ -4,6 +4,8 @@ Bits rather than parents: whether a query sees a token is one shift, with no wal
 of a token is the number of its bits; and a token takes 4 bytes for each 32 newest tokens.
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 import jax

@@ -1,5 +1,7 @@
 """How many blocks and sequences fit into a memory: arithmetic on Python's integers."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 

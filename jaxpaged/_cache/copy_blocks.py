@@ -1,5 +1,7 @@
 """Copying blocks over other blocks of the same cache: by a kernel on the GPUs that it is for, elsewhere by XLA."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math

@@ -1,5 +1,7 @@
 """The paged key/value cache: an immutable pytree, and its creation."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import Literal, cast, get_args
@@ -8,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxpaged._export import exportable
 from jaxpaged._integers import checked_size
+from jaxpaged._public_state import public_state
 
 CACHE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 Granularity = Literal["tensor", "head", "token_head"]
@@ -19,7 +21,7 @@ Granularity = Literal["tensor", "head", "token_head"]
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0, jnp.dtype(jnp.int8): 127.0}
 
 
-@exportable
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
@@ -57,7 +59,7 @@ class KVCache:
         scale_per: Granularity | None = None,
         k_scale: ArrayLike | None = None,
         v_scale: ArrayLike | None = None,
-    ) -> "KVCache":
+    ) -> KVCache:
         """An empty cache of `num_blocks` blocks, the null block included.
 
         Args:

@@ -1,5 +1,7 @@
 """One layer of a stack of caches, seen in place."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from typing import final
@@ -9,11 +11,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache, map_blocks
-from jaxpaged._export import exportable
 from jaxpaged._integers import as_int32
+from jaxpaged._public_state import public_state
 
 
-@exportable
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 @final
@@ -67,7 +69,7 @@ class CacheLayer:
         pool = map_blocks(lambda pool: pool.reshape(math.prod(pool.shape[:2]), *pool.shape[2:]), self.stack)
         return dataclasses.replace(pool, k_scale=of_layer(pool.k_scale), v_scale=of_layer(pool.v_scale))
 
-    def with_pool(self, pool: KVCache) -> "CacheLayer":
+    def with_pool(self, pool: KVCache) -> CacheLayer:
         """This layer of the stack that `pool` is. Scales of a tensor or a head do not change."""
 
         def unfold(old: jax.Array, new: jax.Array) -> jax.Array:

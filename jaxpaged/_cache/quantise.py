@@ -1,5 +1,7 @@
 """Quantised keys and values: the scale that fits them, to the narrow dtype and back."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike

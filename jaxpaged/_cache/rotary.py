@@ -1,6 +1,8 @@
 """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), and the write to the cache that it
 goes with."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

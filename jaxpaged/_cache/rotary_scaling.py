@@ -7,6 +7,8 @@ dynamic    f'_i = f_i / growth ** (i / (pairs - 1)), growth = factor * max_lengt
 longrope   f'_i = f_i / long_factor_i, or short_factor_i within the context of training; attention_factor as with yarn
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """Moving what a cache holds: to contiguous arrays, to host memory, and back."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,5 +1,7 @@
 """Writing new tokens into the cache: a scatter, and the quantisation of what it scatters."""
 
+from __future__ import annotations
+
 import math
 
 import jax

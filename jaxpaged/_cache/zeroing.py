@@ -1,5 +1,7 @@
 """Hygiene: blocks that were given back are overwritten with zeros."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax import lax

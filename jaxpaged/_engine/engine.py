@@ -1,5 +1,7 @@
 """The engine: the host's side of continuous batching. It submits and drains; which request runs is decided in jit."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import secrets

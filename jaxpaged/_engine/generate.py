@@ -1,5 +1,7 @@
 """Prompts to tokens in one call: an engine whose sizes follow from the prompts."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What a caller hands to an engine with a request, and what comes back."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import numpy as np

@@ -1,5 +1,7 @@
 """What a model calls in each of its layers: the write to the cache, and attention over it, of one step's tokens."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any, Unpack
 
@@ -12,6 +14,7 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotary import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
+from jaxpaged._public_state import short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,8 @@ class StepAttention:
     query_starts: jax.Array | None
     last: jax.Array
     num_partitions: int | None = None
+
+    __repr__ = short_repr
 
     @property
     def num_seqs(self) -> int:

@@ -1,11 +1,13 @@
 """What a scheduler holds and hands out: states of requests, reasons of refusal, a step, an outbox."""
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 
 import jax
 
-from jaxpaged._export import exportable
+from jaxpaged._public_state import public_state
 
 
 class RequestStatus(enum.IntEnum):
@@ -33,7 +35,7 @@ class Refusal(enum.IntEnum):
     QUEUE_FULL = 5  # no free place: submit it again after a `drain`
 
 
-@exportable
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -53,7 +55,7 @@ class Sampling:
     seed: jax.Array
 
 
-@exportable
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -86,7 +88,7 @@ class Step:
     sampling: Sampling
 
 
-@exportable
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outbox:

@@ -1,5 +1,7 @@
 """The scheduler: which request runs and which of its tokens are computed next, as a pytree, inside jit."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import jax
@@ -8,14 +10,14 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
-from jaxpaged._export import exportable
 from jaxpaged._integers import as_int32, checked_size
+from jaxpaged._public_state import public_state
 from jaxpaged._scheduler import planning, progress, report, seats, submission
 from jaxpaged._scheduler.records import Outbox, RequestStatus, Sampling, Step
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
 
 
-@exportable
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scheduler(SchedulerState):
@@ -64,7 +66,7 @@ class Scheduler(SchedulerState):
         max_steps: int = 64,
         num_stop_ids: int = 4,
         prefix_cache: PrefixCache | None = None,
-    ) -> "Scheduler":
+    ) -> Scheduler:
         """A scheduler without requests.
 
         Args:
@@ -167,7 +169,7 @@ class Scheduler(SchedulerState):
         top_k: ArrayLike | None = None,
         top_p: ArrayLike | None = None,
         seed: ArrayLike | None = None,
-    ) -> tuple["Scheduler", jax.Array, jax.Array]:
+    ) -> tuple[Scheduler, jax.Array, jax.Array]:
         """Takes new requests, in the order of the rows. Refuses only what can never be served.
 
         Args:
@@ -199,7 +201,7 @@ class Scheduler(SchedulerState):
         )
         return submission.submit(self, allocator, requests)
 
-    def abort(self, allocator: BlockAllocator, requests: ArrayLike) -> tuple["Scheduler", BlockAllocator]:
+    def abort(self, allocator: BlockAllocator, requests: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
         """Ends the marked requests and frees their blocks. Requests that neither wait nor run do not change.
 
         Args:
@@ -216,7 +218,7 @@ class Scheduler(SchedulerState):
 
     def plan(
         self, allocator: BlockAllocator, *, chunk_tokens: int = 0, num_places: int | None = None
-    ) -> tuple["Scheduler", BlockAllocator, Step]:
+    ) -> tuple[Scheduler, BlockAllocator, Step]:
         """Decides what the next step computes, and makes room for it.
 
         1. Waiting requests take free seats in order of rank, without overtaking, while the free blocks suffice for all
@@ -257,7 +259,7 @@ class Scheduler(SchedulerState):
             )
         return planning.plan(self, allocator, num_places)
 
-    def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple["Scheduler", BlockAllocator]:
+    def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
         """Takes the tokens sampled in a step: requests grow by a token, end, or are preempted.
 
         A request ends with the first of its stop ids, which stays its last token, or with its last new token; its
@@ -280,7 +282,7 @@ class Scheduler(SchedulerState):
             raise ValueError(f"tokens must be int32 [{self.num_seats}]; got {sampled.dtype} {list(sampled.shape)}.")
         return progress.commit(self, allocator, step, sampled)
 
-    def change_seats(self, allocator: BlockAllocator) -> tuple["Scheduler", BlockAllocator]:
+    def change_seats(self, allocator: BlockAllocator) -> tuple[Scheduler, BlockAllocator]:
         """With a prefix cache: requests leave and enter the running batch.
 
         Call it where `is_change_due`, which is rarely: before the next `plan`, and before a `drain`. Until then a
@@ -327,7 +329,7 @@ class Scheduler(SchedulerState):
         self.prefixes.cache.check_sizes(allocator)
         return seats.change_seats(self, self.prefixes, allocator)
 
-    def forget_prefixes(self, forgets: ArrayLike = True) -> "Scheduler":
+    def forget_prefixes(self, forgets: ArrayLike = True) -> Scheduler:
         """No block that is listed is found any more, as when the weights change. Running requests keep theirs.
 
         Requests that begin later find only blocks of one another.
@@ -343,7 +345,7 @@ class Scheduler(SchedulerState):
         salt = self.prefixes.salt + jnp.asarray(forgets).astype(jnp.int32)
         return dataclasses.replace(self, prefixes=dataclasses.replace(self.prefixes, salt=salt))
 
-    def drain(self) -> tuple["Scheduler", Outbox]:
+    def drain(self) -> tuple[Scheduler, Outbox]:
         """Empties the outbox and frees the places of finished requests.
 
         Returns:

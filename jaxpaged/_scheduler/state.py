@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.prefix_cache import PrefixCache
-from jaxpaged._export import exportable
+from jaxpaged._public_state import public_state
 from jaxpaged._scheduler.records import RequestStatus, Sampling
 
 
-@exportable
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefixes:

@@ -1,0 +1,38 @@
+"""What every public pytree has beside its fields: `jax.export` serialises it, and its `repr` is one line of shapes."""
+
+import dataclasses
+import json
+from typing import Any
+
+from jax import export
+
+
+def public_state[T: type](cls: T) -> T:
+    """Class decorator, over a dataclass that JAX knows as a pytree.
+
+    An exported function may take and return it. Its static fields, plain numbers and strings, are written as JSON.
+    """
+
+    def write(static: Any) -> bytes:
+        return json.dumps(static).encode()
+
+    def read(written: bytes) -> tuple:
+        return tuple(json.loads(written))
+
+    export.register_pytree_node_serialization(
+        cls, serialized_name=f"jaxpaged.{cls.__name__}", serialize_auxdata=write, deserialize_auxdata=read
+    )
+    cls.__repr__ = short_repr  # type: ignore[assignment, method-assign]
+    return cls
+
+
+def short_repr(state: Any) -> str:
+    """`KVCache(k=float32[8,16,2,64], ...)`: shapes and dtypes in place of numbers, so that tracers look the same."""
+    fields = (f"{field.name}={_short(getattr(state, field.name))}" for field in dataclasses.fields(state))
+    return f"{type(state).__name__}({', '.join(fields)})"
+
+
+def _short(value: Any) -> str:
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return repr(value)  # static, another pytree, or what jax.tree.map put in the place of an array
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks import allocator_loops as loops
 from benchmarks import allocator_model_step as model_step
 from benchmarks.allocator_loops import BLOCK_SIZE, BODIES, NUM_STEPS, UNROLL, LoopState, Point
+from benchmarks.checks import poisoned
 from benchmarks.harness import (
     Store,
     add_output,
@@ -73,7 +74,7 @@ def fits(name: str, point: Point) -> bool:
 
 
 def measure(name: str, point: Point, compiled: Any, state: LoopState, seconds: float) -> dict[str, Any]:
-    loops.check(name, state, compiled(state), NUM_STEPS)
+    loops.check(name, state, poisoned(compiled, state), NUM_STEPS)
     microseconds = slope_microseconds(lambda _: compiled(state), NUM_STEPS, seconds)
     held = float(state.allocator.num_held) / (point.num_blocks - 1)
     return {"operation": name, **dataclasses.asdict(point), "held": held, "us": microseconds}

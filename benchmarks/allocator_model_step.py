@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks import decode_step, llama_step
+from benchmarks.checks import poisoned
 from benchmarks.decode_step import BLOCK_SIZE, FEW_STEPS, State
 from benchmarks.harness import compile_all
 from benchmarks.host_allocator import HostAllocator
@@ -140,7 +141,7 @@ def measure(shapes: list[str], toy: bool, append_us: float) -> Iterator[tuple[st
             if form == "host":
                 after, times = time_host(compiled[form], weights, fresh, FEW_STEPS if first else HOST_STEPS)
             elif first:
-                after, times = compiled[form](weights, fresh, jnp.int32(FEW_STEPS)), []
+                after, times = poisoned(compiled[form], weights, fresh, jnp.int32(FEW_STEPS)), []
             else:
                 after, times = decode_step.time_loop(compiled[form], weights, fresh)
             caches = after.caches

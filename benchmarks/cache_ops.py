@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.checks import poisoned
 from benchmarks.harness import add_output, open_store, random, slope_microseconds
 from jaxpaged import (
     KVCache,
@@ -178,7 +179,7 @@ def write_bytes(num_tokens: int, cache: KVCache) -> int:
 
 def check_write(write: Callable[..., KVCache], cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> None:
     """Every token is in its slot, and the sum over the pool says that nothing else was written."""
-    written = widen_kv(jax.jit(write)(cache, k, v, slots))
+    written = widen_kv(poisoned(jax.jit(write), cache, k, v, slots))
     for pool, tokens in ((written.k, k), (written.v, v)):
         wide = tokens.astype(jnp.float32)
         if write is write_rotated and pool is written.k:
@@ -308,7 +309,7 @@ def measure_copies(sizes: Sizes, stack: KVCache, configs: list[str]) -> list[dic
 def check_copy(copy: Callable[..., KVCache], stack: KVCache, sources: jax.Array, destinations: jax.Array) -> None:
     """Every block of the result is the one that it should be, those that are nobody's destination included."""
     comes_from = jnp.arange(stack.k.shape[1]).at[destinations].set(sources)
-    copied = jax.jit(copy)(stack, sources, destinations)
+    copied = poisoned(jax.jit(copy), stack, sources, destinations)
     for new, old in ((copied.k, stack.k), (copied.v, stack.v)):
         same = jax.jit(lambda new, old: (new == old[:, comes_from]).all())(new, old)
         assert bool(same), "copy_blocks copied something else"
@@ -318,7 +319,7 @@ def measure_swaps(sizes: Sizes, stack: KVCache) -> list[dict[str, Any]]:
     ids = 1 + np.random.default_rng(2).permutation(sizes.stack_blocks - 1)[: 2 * sizes.swapped_blocks]
     sources, destinations = (jnp.asarray(half, jnp.int32) for half in np.split(ids, 2))
     out, back = jax.jit(blocks_to_host), jax.jit(blocks_from_host, donate_argnums=0)
-    blocks = jax.block_until_ready(out(stack, sources))
+    blocks = jax.block_until_ready(poisoned(out, stack, sources))
     cache = back(jax.tree.map(jnp.copy, stack), blocks, destinations)
     assert bool((cache.k[:, destinations] == stack.k[:, sources]).all()), "a swap lost bits of k"
     assert bool((cache.v[:, destinations] == stack.v[:, sources]).all()), "a swap lost bits of v"
@@ -356,7 +357,7 @@ def measure_gather(sizes: Sizes) -> list[dict[str, Any]]:
     tables = jnp.asarray(ids.reshape(seqs, max_blocks), jnp.int32)
     lengths = jnp.full(seqs, length, jnp.int32)
     gather = jax.jit(gather_kv)
-    found = gather(cache, tables, lengths)
+    found = poisoned(gather, cache, tables, lengths)
     assert bool((found.k.reshape(seqs, max_blocks, *shape[1:]) == cache.k[tables]).all()), (
         "gather_kv got others' tokens"
     )

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.checks import poisoned, worst_error
 from benchmarks.harness import Store, add_output, compile_all, open_store, random, read_bandwidth, slope_microseconds
 from jaxpaged import paged_attention, paged_attention_reference
 
@@ -110,14 +111,13 @@ class Bench:
 
     def check(self) -> None:
         """One row at one length against the reference; raises where it is wrong."""
-        _, out = self.compiled(self.q, *self.caches, self.tables[0], self.lengths(CHECKED_LENGTH))
+        lengths = self.lengths(CHECKED_LENGTH)
+        _, out = poisoned(self.compiled, self.q, *self.caches, self.tables[0], lengths)
         table = self.tables[0][0][-1:, : -(-CHECKED_LENGTH // BLOCK_SIZE)]
         expected = jax.jit(paged_attention_reference)(
             self.q[-1:], *self.caches, table, jnp.full(1, CHECKED_LENGTH, jnp.int32)
         )
-        error = jnp.abs(out[-1:].astype(jnp.float32) - expected).max(axis=-1) / jnp.abs(expected).max(axis=-1)
-        if not float(error.max()) < 2e-2:
-            raise AssertionError(f"wrong result at {self.program}: {float(error.max())}")
+        worst_error(str(self.program), out[-1:], expected)
 
 
 def make(options: Any, batches: tuple[int, ...], partitions: tuple[int | None, ...]) -> dict[Any, Bench]:

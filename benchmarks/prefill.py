@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.decode import chain, check, checked_rows, options_of, with_scales
+from benchmarks.checks import poisoned, worst_error
+from benchmarks.decode import chain, checked_rows, options_of, with_scales
 from benchmarks.harness import add_output, compile_all, open_store, slope_microseconds
 from benchmarks.peers import fa3_attend, installed
 from benchmarks.points import Inputs, Point, make_inputs, parse, shapes_of
@@ -190,8 +191,8 @@ def measure(
     worst, times = 0.0, {}
     for variant, program in programs.items():
         run = functools.partial(program, inputs.q, caches, inputs.block_tables, inputs.lengths)
-        first = run()[1].reshape(-1, point.heads, point.head_dim)
-        worst = max(worst, *(check(point, first[tokens], wanted) for tokens, wanted in expected))
+        first = poisoned(run)[1].reshape(-1, point.heads, point.head_dim)
+        worst = max(worst, *(worst_error(point.name, first[tokens], wanted) for tokens, wanted in expected))
         times[variant] = slope_microseconds(functools.partial(_again, run), point.num_calls)
     best = min(times, key=lambda variant: times[variant])
     result: dict[str, Any] = {"us": times[best], "teraflops_per_second": point.flops / times[best] / 1e6}

@@ -35,7 +35,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import decode_step, llama_step
-from benchmarks.decode_step import CHECKED_LAYERS, State, loop, start, time_loop
+from benchmarks.checks import poisoned, worst_error
+from benchmarks.decode_step import CHECKED_LAYERS, MOST_ERROR, State, loop, start, time_loop
 from benchmarks.engine import SIZES, create_caches, generate, workload
 from benchmarks.engine_model import CONFIGS, packed_model, random_weights
 from benchmarks.harness import Store, add_output, open_store, slope_microseconds
@@ -57,7 +58,6 @@ VARIANTS: dict[str, dict[str, str]] = {
     "graphs": NCCL_IN_GRAPHS,
     "graphs_sync": NCCL_IN_GRAPHS | {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"},
 }
-MOST_ERROR = 5e-2  # of the largest number
 SHAPES = dict(
     attention=("64x2048", "64x8192", "1x32768"),
     step=("64x2048", "1x8192"),
@@ -66,15 +66,6 @@ SHAPES = dict(
     engines=("1bx1024",),
 )
 TOY_SHAPES = dict(attention=("3x50",), step=("2x40",), prefill=("2x16",), context=("1x100",), engines=("toyx20",))
-
-
-def error(ours: jax.Array, theirs: jax.Array) -> float:
-    """The largest difference over the largest number. Raises `AssertionError` where it is too large."""
-    ours, theirs = (jax.device_get(x).astype("float32") for x in (ours, theirs))
-    found = float(abs(ours - theirs).max() / abs(theirs).max())
-    if not found < MOST_ERROR:
-        raise AssertionError(f"wrong result: {found} of the largest number")
-    return found
 
 
 def collectives(compiled: Any, part: tuple[int, ...]) -> dict[str, int]:
@@ -113,7 +104,7 @@ def time_chain(point: Point, attend: Any, inputs: Inputs, toy: bool) -> tuple[fl
         return compiled(inputs.q, inputs.caches[i % point.num_sets], inputs.block_tables, inputs.lengths)
 
     compiled = chain.lower(inputs.q, inputs.caches[0], inputs.block_tables, inputs.lengths).compile()
-    return slope_microseconds(call, num_calls), call(0)[1], compiled
+    return slope_microseconds(call, num_calls), poisoned(call, 0)[1], compiled
 
 
 def attention(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
@@ -127,7 +118,7 @@ def attention(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
     q, caches = put(mesh, inputs.q, CACHE), put(mesh, inputs.caches, CACHE)
     several, first, compiled = time_chain(point, paged_attention, Inputs(q, caches, tables, lengths), toy)
     return {
-        "error": error(first, expected),
+        "error": worst_error(shape, first, expected),
         "collectives": collectives(compiled, part_shape(caches[0][0][0])),
         "one": one,
         "share": share,
@@ -150,7 +141,7 @@ def context(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
 
     several, first, compiled = time_chain(point, attend, Inputs(q, caches, tables, lengths), toy)
     return {
-        "error": error(first, expected[:, 0]),
+        "error": worst_error(shape, first, expected[:, 0]),
         "collectives": collectives(compiled, part_shape(caches[0][0][0])),
         "one": one,
         "several": several,
@@ -253,8 +244,9 @@ def check(shape: str, models: Models, one_step: Any) -> tuple[float, tuple[int, 
 
     state, cut_state = models.state(shape, cut=False), models.state(shape, cut=True)
     on_one, on_all = models.on_one(logits), models.over_mesh(logits, P())
-    ours, theirs = jax.jit(on_all)(models.cut_weights, cut_state), jax.jit(on_one)(models.weights, state)
-    return error(ours, theirs), part_shape(cut_state.caches[0].k)
+    theirs = jax.jit(on_one)(models.weights, state)
+    ours = poisoned(jax.jit(on_all), models.cut_weights, cut_state)
+    return worst_error(f"the logits of {shape}", ours, theirs, most=MOST_ERROR), part_shape(cut_state.caches[0].k)
 
 
 def model_step(shape: str, checked: Models, models: Models, one_step: Any, variants: list[str]) -> dict[str, Any]:

@@ -1,21 +1,28 @@
-"""The benchmark of the allocator runs at toy sizes, and what it checks before it times can fail; configs by name."""
+"""Benchmarks run at toy sizes, and what they check before they time can fail."""
 
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 from benchmarks import (
     allocator,
     allocator_loops,
     allocator_model_step,
     cache_ops,
+    checks,
+    decode,
     decode_step,
     harness,
     llama_step,
+    partitions,
+    points,
     prefill,
 )
 from benchmarks.cache_plot import seat_lengths
@@ -23,7 +30,7 @@ from benchmarks.configs import parse_config
 from benchmarks.harness import by_kernel
 from benchmarks.host_allocator import HostAllocator
 from benchmarks.points import make_tables, parse, tables_of
-from jaxpaged import copy_blocks, paged_attention
+from jaxpaged import copy_blocks, paged_attention, paged_attention_reference
 from pallas_kernels.decode_config import default_config
 
 
@@ -106,7 +113,7 @@ def test_the_decode_step_of_the_example_is_compared_with_xla(monkeypatch, rank_p
     state = decode_step.start(config, 2, 40)
     assert decode_step.check("example", config, state) == 0.0  # on a CPU by "xla" twice
     monkeypatch.setattr(decode_step, "paged_attention", lambda q, *_, **__: q)
-    with pytest.raises(AssertionError, match="wrong logits"):
+    with pytest.raises(AssertionError, match="wrong result at the logits"):
         decode_step.check("example", config, state)
 
 
@@ -207,3 +214,148 @@ def test_the_check_sees_a_copy_that_was_not_made():
     cache_ops.check_copy(copy_blocks, stack, *pairs)
     with pytest.raises(AssertionError, match="copied something else"):
         cache_ops.check_copy(lambda cache, sources, destinations: cache, stack, *pairs)
+
+
+class Memory:
+    """Stands for a GPU's memory: what a way leaves unwritten of its output is what the memory held."""
+
+    def __init__(self):
+        self.places = {}
+
+    def poison(self, device):
+        for place in self.places.values():
+            place[...] = np.frombuffer(bytes([checks.POISON]) * place.itemsize, place.dtype)[0]
+
+    def way(self, call, share):
+        """`call`, writing only so large a share of its output."""
+
+        def write(answer):
+            found, tree = jax.tree.flatten(answer)
+            places = []
+            for i, leaf in enumerate(map(np.asarray, found)):
+                place = self.places.setdefault((i, leaf.shape, leaf.dtype), np.zeros_like(leaf))
+                count = int(share * leaf.size)
+                place.reshape(-1)[:count] = leaf.reshape(-1)[:count]
+                places.append(place.copy())
+            return tree.unflatten(places)
+
+        def run(*args):
+            answer = call(*args)
+            return jax.pure_callback(write, jax.eval_shape(lambda: answer), answer)
+
+        return run
+
+
+def by_xla(*arrays):
+    return paged_attention(*arrays, implementation="xla")
+
+
+def first_of_chain(way):
+    def program(q, caches, tables, lengths):
+        out = way(q, *caches[0], tables, lengths)
+        return out, out
+
+    return program
+
+
+class FewSets(points.Point):
+    num_calls, num_caches, num_sets = 1, 1, 1
+
+
+def check_decode(wrapped):
+    point = FewSets(**vars(parse("6/2 2x48 head_dim=32")))
+    inputs = points.make_inputs(point)
+    programs = decode.Programs(
+        first_of_chain(wrapped(by_xla)), lambda token, _: token, jax.jit(paged_attention_reference), {}
+    )
+    decode.measure(point, programs, inputs)
+
+
+def check_prefill(wrapped):
+    point = prefill.prompt(prefill.TOY_POINTS[1])
+    inputs = points.make_inputs(point)
+    expected = list(prefill.expected_tokens(point, inputs))
+    prefill.measure(point, "xla", {"": first_of_chain(wrapped(by_xla))}, inputs, expected)
+
+
+def check_partitions(wrapped):
+    program = partitions.Program(1, None, 1, num_blocks=32, max_blocks=16, implementation="xla")
+    caches = tuple(harness.random(seed, shape=program.cache_shape, dtype="bfloat16") for seed in range(2))
+    compiled = first_of_chain(wrapped(by_xla))
+    partitions.Bench(program, lambda q, k, v, tables, n: compiled(q, ((k, v),), tables[0], n), caches, 0.1).check()
+
+
+def check_copies(wrapped):
+    pairs = jnp.asarray([1, 2]), jnp.asarray([3, 4])
+    cache_ops.check_copy(wrapped(copy_blocks), cache_ops.stack_of(cache_ops.TOY), *pairs)
+
+
+def check_allocator(wrapped):
+    state = allocator_loops.start(allocator.TOY_POINT)
+    append = functools.partial(allocator_loops.run, body=allocator_loops.append)
+    allocator.measure("append", allocator.TOY_POINT, wrapped(append), state, 0.002)
+
+
+@pytest.mark.parametrize("check", [check_decode, check_prefill, check_partitions, check_copies, check_allocator])
+def test_no_check_takes_what_another_way_left_in_memory(check, monkeypatch):
+    memory = Memory()
+    check(lambda call: memory.way(call, 1.0))
+    part = functools.partial(memory.way, share=0.1)
+    check(part)  # the memory still holds the right answer
+    monkeypatch.setattr(checks, "poison_free_memory", memory.poison)
+    with pytest.raises(AssertionError):
+        check(part)
+    check(lambda call: memory.way(call, 1.0))
+
+
+def test_whoever_compares_poisons():
+    """A benchmark that compares results also calls on poisoned memory, and compares by no rule of its own."""
+    texts = [path.read_text() for path in (harness.ROOT / "benchmarks").rglob("*.py") if path.name != "checks.py"]
+    assert sum("worst_error(" in text for text in texts) > 5
+    for text in texts:
+        assert "worst_error(" not in text or "poisoned(" in text
+        assert not re.search(r"AssertionError\(f?\"wrong", text)
+
+
+def test_wrong_rows_are_compared_by_their_own_largest_number():
+    expected = np.asarray([[100.0, 1.0], [0.1, 0.2]])
+    assert checks.worst_error("here", expected + np.asarray([[1.0, 0.0], [0.0, 0.001]]), expected) == pytest.approx(
+        0.01
+    )
+    with pytest.raises(AssertionError, match=r"wrong result at here: 0\.5"):
+        checks.worst_error("here", expected + np.asarray([[0.0, 0.0], [0.1, 0.0]]), expected)
+    for wrong in (expected * np.nan, expected * 0 + np.inf):
+        with pytest.raises(AssertionError, match="wrong result"):
+            checks.worst_error("here", wrong, expected)
+
+
+def test_memory_that_nobody_can_fill_is_an_error():
+    class Device:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return None
+
+    with pytest.raises(RuntimeError, match="XLA_PYTHON_CLIENT_ALLOCATOR"):
+        checks.poison_free_memory(Device())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_numbers", [64, 2**16, 2**24])
+def test_a_gpus_free_memory_is_filled(num_numbers):
+    """A program that writes a tenth of its output, and one that writes a tenth of a temporary array."""
+    tenth = num_numbers // 10
+
+    @jax.jit
+    def part(x):
+        return lax.empty(x.shape, x.dtype).at[:tenth].set(x[:tenth])
+
+    @jax.jit
+    def reversed_part(x):
+        return lax.optimization_barrier(part(x))[::-1]
+
+    x = jnp.arange(1.0, num_numbers + 1)
+    jax.block_until_ready(x + 0)  # the right answer, freed at once
+    assert (part(x) == x).all()
+    for program in (part, reversed_part):
+        assert jnp.isnan(checks.poisoned(program, x)).sum() == num_numbers - tenth

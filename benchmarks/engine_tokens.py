@@ -15,11 +15,10 @@ import jax
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from checkpoint import default_path, load_model, read_checkpoint
-from engine_llama import create_engine
-
 from benchmarks.harness import add_output, open_store
 from jaxpaged import Completion, Engine, SamplingParams
+from lib.checkpoint import default_path, load_model, read_checkpoint
+from lib.engine_llama import create_engine
 
 TEXT = Path(__file__).with_name("data") / "alice.txt"
 SEATS, LONGEST, NEW_TOKENS, BLOCK_SIZE = 64, 200, 48, 16

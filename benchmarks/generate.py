@@ -20,12 +20,11 @@ import numpy as np
 from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from checkpoint import Tokenizer, default_path, load_model, read_checkpoint
-from generation import generate, start
-from llama import Llama, LlamaConfig
-from sampling import Sampling
-
 from benchmarks.harness import add_output, open_store
+from lib.checkpoint import Tokenizer, default_path, load_model, read_checkpoint
+from lib.generation import generate, start
+from lib.llama import Llama, LlamaConfig
+from lib.sampling import Sampling
 
 PROMPT = "The page table of a process maps each page of its address space to a frame of memory, so that"
 STEPS = 64

@@ -1,4 +1,4 @@
-"""Two models of Llama's shape for benchmarks/decode_step.py: that of examples/llama.py, and a plain one with options.
+"""Two models of Llama's shape for benchmarks/decode_step.py: examples/lib/llama.py, and a plain one with options.
 
 A model is a pytree of weights and a function
 
@@ -22,7 +22,7 @@ from benchmarks.harness import random
 from jaxpaged import BlockAllocator, KVCache, paged_attention, rotary_frequencies, rotate_and_write_kv
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from llama import Llama, LlamaConfig
+from lib.llama import Llama, LlamaConfig
 
 Apply = Callable[
     [Any, jax.Array, tuple[KVCache, ...], BlockAllocator, jax.Array], tuple[tuple[KVCache, ...], jax.Array]
@@ -72,7 +72,7 @@ def fill(shapes: Any) -> Any:
 
 
 def example_model(config: LlamaConfig) -> tuple[Any, Apply]:
-    """examples/llama.py as it stands."""
+    """examples/lib/llama.py as it stands."""
     abstract = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     definition, shapes = nnx.split(abstract)
 

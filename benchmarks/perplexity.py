@@ -26,13 +26,12 @@ import numpy as np
 from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from checkpoint import Tokenizer, default_path, load_model, read_checkpoint
-from generation import generate, start
-from llama import Llama, LlamaConfig
-from sampling import Sampling
-
 from benchmarks.harness import add_output, open_store
 from jaxpaged import BlockAllocator, KVCache, gather_kv, kv_scale
+from lib.checkpoint import Tokenizer, default_path, load_model, read_checkpoint
+from lib.generation import generate, start
+from lib.llama import Llama, LlamaConfig
+from lib.sampling import Sampling
 
 ROOT = Path(__file__).parent.parent
 CHUNK, BLOCK_SIZE, NEW_TOKENS = 256, 16, 48

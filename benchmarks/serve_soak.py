@@ -27,10 +27,9 @@ import openai
 from openai import AsyncOpenAI
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from checkpoint import Tokenizer, default_path, read_checkpoint
-from text_stream import HALF, first_stop
-
 from benchmarks.harness import add_output, open_store
+from lib.checkpoint import Tokenizer, default_path, read_checkpoint
+from lib.text_stream import HALF, first_stop
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SEATS, BLOCK_SIZE, MAX_TOKENS, NEW_TOKENS, MOST_COMPLETIONS = 16, 16, 160, (4, 48), 4

@@ -1,7 +1,7 @@
 """Two GPUs against one: `python -m benchmarks.several_gpus`.
 
   attention  tensor parallel: the KV heads of a call over the GPUs, against all of them, and one GPU's share, on one GPU
-  step       a decode step of a model of Llama-3-8B's shape (examples/llama.py), the whole loop in one jit
+  step       a decode step of a model of Llama-3-8B's shape (examples/lib/llama.py), the whole loop in one jit
   prefill    prompts for that model, one after the other in one jit
   context    one sequence, its blocks cut over the GPUs, `context_parallel_attention` against `paged_attention`
   engines    data parallel: the requests of benchmarks/engine.py, model x number, over an engine on each GPU
@@ -45,8 +45,8 @@ from jaxpaged import Engine, context_parallel_attention, paged_attention
 from tests.compiled import COLLECTIVES, instructions
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from llama import Llama, LlamaConfig
-from tensor_parallel import AXIS, CACHE, make_mesh, replicate, shard_model
+from lib.llama import Llama, LlamaConfig
+from lib.tensor_parallel import AXIS, CACHE, make_mesh, replicate, shard_model
 
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 NCCL_IN_GRAPHS = {

@@ -18,14 +18,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import compute, describe_blocks, model_arguments, positive, run
 from flax import nnx
-from generation import num_entries, start
 from jax import lax
-from llama import Llama, LlamaConfig
-from prefill import Caches, Prompts, pad_prompts, write_prompts
 
 from jaxpaged import BlockAllocator, copy_blocks
+from lib.command_line import compute, describe_blocks, model_arguments, positive, run
+from lib.generation import num_entries, start
+from lib.llama import Llama, LlamaConfig
+from lib.prefill import Caches, Prompts, pad_prompts, write_prompts
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,6 @@
 """Text from a Llama, Mistral, Qwen, Gemma or gpt-oss through a paged cache.
 
-`generation.py` is the part to copy: all of decoding in one `jax.jit`. This is the command around it.
+`lib/generation.py` is the part to copy: all of decoding in one `jax.jit`. This is the command around it.
 
     python examples/generate.py --chat --prompt "What is a page table?" --prompt "Name three rivers."
     python examples/generate.py --shared-prefix LICENSE --prompt "In short, this license" --prompt "A user of it must"
@@ -15,8 +15,10 @@ from typing import Any, TextIO, get_args
 
 import jax
 import numpy as np
-from checkpoint import Tokenizer, load_model
-from command_line import (
+from tqdm import tqdm
+
+from lib.checkpoint import Tokenizer, load_model
+from lib.command_line import (
     Request,
     RequestError,
     add_tensor_parallel,
@@ -30,10 +32,9 @@ from command_line import (
     sampling_arguments,
     say,
 )
-from generation import Generation, Granularity, Timing, calibrate, generate, generated, num_bytes, start
-from shared_prefix import common_prefix, num_spared_blocks
-from tensor_parallel import spread
-from tqdm import tqdm
+from lib.generation import Generation, Granularity, Timing, calibrate, generate, generated, num_bytes, start
+from lib.shared_prefix import common_prefix, num_spared_blocks
+from lib.tensor_parallel import spread
 
 STREAM_STEPS = 8  # decode steps between two looks at the tokens
 QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")

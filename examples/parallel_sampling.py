@@ -13,14 +13,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from command_line import compute, describe_blocks, model_arguments, positive, read_sampling, run, sampling_arguments
 from flax import nnx
-from generation import Generation, accept, decode, generated, start
-from llama import Llama, LlamaConfig
-from prefill import Prompts, pad_prompts, write_prompts
-from sampling import Sampling
 
 from jaxpaged import copy_blocks
+from lib.command_line import compute, describe_blocks, model_arguments, positive, read_sampling, run, sampling_arguments
+from lib.generation import Generation, accept, decode, generated, start
+from lib.llama import Llama, LlamaConfig
+from lib.prefill import Prompts, pad_prompts, write_prompts
+from lib.sampling import Sampling
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "eos_ids", "sampling"), donate_argnames="state")

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import compute, model_arguments, positive, read_sampling, run, sampling_arguments, say
-from engine_llama import create_engine
 from flax import nnx
-from llama import Llama, LlamaConfig
-from sampling import Sampling
 
 from jaxpaged import RequestOutput, SamplingParams
+from lib.command_line import compute, model_arguments, positive, read_sampling, run, sampling_arguments, say
+from lib.engine_llama import create_engine
+from lib.llama import Llama, LlamaConfig
+from lib.sampling import Sampling
 
 MOST_SEATS = 64
 STEP = 1e-3  # of the weights' own standard deviation

@@ -4,7 +4,7 @@
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '
         {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": [{"role": "user", "content": "What is a page table?"}]}'
 
-`engine_thread.py` is the part to copy: the thread that owns the engine. This is HTTP around it; `docs/serving.md`.
+`lib/engine_thread.py` is the part to copy: the thread that owns the engine. This is HTTP around it; `docs/serving.md`.
 """
 
 import argparse
@@ -22,28 +22,36 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from checkpoint import Checkpoint, CheckpointError, default_path, load_model, read_checkpoint
-from command_line import RequestError, add_tensor_parallel, checkpoint_arguments, matmul_precision, positive, run, say
-from engine_llama import create_engine
-from engine_metrics import metrics_text
-from engine_thread import DrainingError, EngineFailedError, EngineThread, Generation, QueueFullError
-from llama import LlamaConfig
-from openai_forms import USUAL_TOKENS, Answer, ApiError, Ask, Piece, event, read_ask, usage_of
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from tensor_parallel import spread
-from text_stream import TextStream
 
 from jaxpaged import CacheCapacity, cache_capacity
+from lib.checkpoint import Checkpoint, CheckpointError, default_path, load_model, read_checkpoint
+from lib.command_line import (
+    RequestError,
+    add_tensor_parallel,
+    checkpoint_arguments,
+    matmul_precision,
+    positive,
+    run,
+    say,
+)
+from lib.engine_llama import create_engine
+from lib.engine_metrics import metrics_text
+from lib.engine_thread import DrainingError, EngineFailedError, EngineThread, Generation, QueueFullError
+from lib.llama import LlamaConfig
+from lib.openai_forms import USUAL_TOKENS, Answer, ApiError, Ask, Piece, event, read_ask, usage_of
+from lib.tensor_parallel import spread
+from lib.text_stream import TextStream
 
 API_KEY = "JAXPAGED_API_KEY"  # the environment variable
 MOST_TOKENS = 2048  # of a request by default
 RETRY_SECONDS = 1
-PAGE = Path(__file__).parent / "serve_page.html"
+PAGE = Path(__file__).parent / "lib" / "serve_page.html"
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 FLUSH_SECONDS = 5  # in which clients take the last of their answers
 

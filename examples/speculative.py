@@ -16,15 +16,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from command_line import compute, model_arguments, positive, run
 from flax import nnx
-from generation import Generation, claim, extend, generated, prefill, start
 from jax import lax
-from llama import Llama, LlamaConfig
-from prefill import Prompts, pad_prompts
-from sampling import Sampling
 
 import jaxpaged
+from lib.command_line import compute, model_arguments, positive, run
+from lib.generation import Generation, claim, extend, generated, prefill, start
+from lib.llama import Llama, LlamaConfig
+from lib.prefill import Prompts, pad_prompts
+from lib.sampling import Sampling
 
 
 @jax.tree_util.register_dataclass

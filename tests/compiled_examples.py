@@ -2,9 +2,9 @@
 
 from types import ModuleType
 
-import generation
 import pytest
 
+from lib import generation
 from tests.compiled import instructions
 
 NUM_BLOCKS = 4096  # a cache is larger than all else that the tiny model has

@@ -28,8 +28,7 @@ else:  # most programs run once or twice; without LLVM's passes, a third less ti
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """The tiny random model of `tests.tiny_checkpoint`: its path, tensors, config, tokenizer and the model itself."""
-    from checkpoint import load_model, read_checkpoint
-
+    from lib.checkpoint import load_model, read_checkpoint
     from tests.tiny_checkpoint import write_checkpoint
 
     path = tmp_path_factory.mktemp("tiny") / "model"

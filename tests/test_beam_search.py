@@ -2,12 +2,12 @@
 
 from types import SimpleNamespace
 
-import beam_search
 import numpy as np
 import pytest
-from command_line import exit_code
-from generation import start
 
+import beam_search
+from lib.command_line import exit_code
+from lib.generation import start
 from tests.compiled_examples import read_compiled
 from tests.tiny_checkpoint import EOS, greedy, next_logits
 

@@ -9,15 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import chat_template
-import command_line
-import generation
 import jax
 import jax.numpy as jnp
 import pytest
-from checkpoint import Checkpoint, CheckpointError
 from flax import nnx
-from sampling import Sampling, sample
+
+from lib import chat_template, command_line, generation
+from lib.checkpoint import Checkpoint, CheckpointError
+from lib.sampling import Sampling, sample
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -122,7 +121,7 @@ def test_a_backend_that_is_not_there_is_one_sentence(monkeypatch, capsys):
 
 def test_interrupting_one_long_call_ends_it_at_once():
     script = (
-        "import signal, sys; sys.path.insert(0, sys.argv[1]); import jax, command_line\n"
+        "import signal, sys; sys.path.insert(0, sys.argv[1]); import jax; from lib import command_line\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it\n"
         "loop = jax.jit(lambda: jax.lax.while_loop(lambda i: i >= 0, lambda i: (i + 1) % 7, 0)).lower().compile()\n"
         "command_line.run(lambda: print('running', flush=True) or jax.block_until_ready(loop()))\n"

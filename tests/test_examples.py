@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import decode_loop
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import decode_loop
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -1,4 +1,4 @@
-"""The families of examples/families.py on tiny random checkpoints, against what transformers gives for them."""
+"""The families of examples/lib/families.py on tiny random checkpoints, against what transformers gives for them."""
 
 import dataclasses
 import json
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoint import CheckpointError, load_model, read_checkpoint
-from engine_llama import create_engine
-from families import read_config
-from fields import Fields
 from flax import nnx
 
 import jaxpaged
+from lib.checkpoint import CheckpointError, load_model, read_checkpoint
+from lib.engine_llama import create_engine
+from lib.families import read_config
+from lib.fields import Fields
 from tests.tiny_families import FAMILIES, GEMMA, HEAD_DIM, KV_HEADS, PROMPT, SIZES, write_family
 
 EXPECTED = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())

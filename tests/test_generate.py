@@ -3,16 +3,15 @@
 import json
 import re
 
-import checkpoint
-import generate
 import jax
 import numpy as np
-import prefill
 import pytest
-from command_line import exit_code
-from families import scaled_frequencies
-from fields import Fields
 
+import generate
+from lib import checkpoint, prefill
+from lib.command_line import exit_code
+from lib.families import scaled_frequencies
+from lib.fields import Fields
 from tests.tiny_checkpoint import CONTEXT, EOS, greedy, write_checkpoint
 
 pytestmark = pytest.mark.slow

@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import numpy as np
-import parallel_sampling
 import pytest
-from command_line import exit_code
-from generation import generated
-from sampling import Sampling
 
+import parallel_sampling
+from lib.command_line import exit_code
+from lib.generation import generated
+from lib.sampling import Sampling
 from tests.compiled_examples import read_compiled
 from tests.tiny_checkpoint import greedy
 

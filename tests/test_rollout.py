@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-import rollout
-from sampling import Sampling
 
+import rollout
 from jaxpaged import Completion, RequestOutput
+from lib.sampling import Sampling
 from tests.tiny_checkpoint import greedy, next_logits
 
 pytestmark = pytest.mark.slow

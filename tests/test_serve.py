@@ -18,13 +18,13 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 import openai
-import serve
-from command_line import RequestError
-from engine_thread import EngineThread, Generation
-from openai_forms import read_ask
-from text_stream import TextStream
 
+import serve
 from jaxpaged import Completion, RequestOutput, SamplingParams
+from lib.command_line import RequestError
+from lib.engine_thread import EngineThread, Generation
+from lib.openai_forms import read_ask
+from lib.text_stream import TextStream
 from tests.tiny_checkpoint import EOS, greedy, next_logits
 
 KEY, PROMPT = "secret", "The quick brown fox"

@@ -1,16 +1,16 @@
-"""examples/shared_prefix.py, and --shared-prefix of examples/generate.py: the tokens are those without sharing."""
+"""examples/lib/shared_prefix.py, and --shared-prefix of examples/generate.py: the tokens are those without sharing."""
 
 import json
 
-import generate
 import pytest
-import shared_prefix
-from command_line import exit_code
 from flax import nnx
-from generation import generated, prefill, start
-from prefill import pad_prompts
-from sampling import Sampling
 
+import generate
+from lib import shared_prefix
+from lib.command_line import exit_code
+from lib.generation import generated, prefill, start
+from lib.prefill import pad_prompts
+from lib.sampling import Sampling
 from tests.tiny_checkpoint import greedy
 
 pytestmark = pytest.mark.slow

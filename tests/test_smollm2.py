@@ -4,10 +4,11 @@ float32. `gaps` are its best logit less the second best at each step: behind a n
 import json
 from pathlib import Path
 
-import checkpoint
-import generate
 import jax
 import pytest
+
+import generate
+from lib import checkpoint
 
 pytestmark = pytest.mark.slow
 

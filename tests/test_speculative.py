@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import speculative
-from generation import generated
 
+import speculative
+from lib.generation import generated
 from tests.compiled_examples import read_compiled
 from tests.tiny_checkpoint import greedy
 

@@ -2,19 +2,19 @@
 
 import json
 
-import generate as command
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from command_line import exit_code
 from flax import nnx
-from generation import generate, generated, start
-from llama import Llama, LlamaConfig
-from sampling import Sampling
-from tensor_parallel import make_mesh, repeated_kv_heads, shard_model
 
+import generate as command
 import jaxpaged
+from lib.command_line import exit_code
+from lib.generation import generate, generated, start
+from lib.llama import Llama, LlamaConfig
+from lib.sampling import Sampling
+from lib.tensor_parallel import make_mesh, repeated_kv_heads, shard_model
 
 pytestmark = pytest.mark.slow
 

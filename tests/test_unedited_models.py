@@ -52,8 +52,9 @@ def check(apply, weights, logits_of):
 
 def test_qwen3_of_tunix_in_nnx():
     pytest.importorskip("tunix.models.qwen3.model")
-    import tunix_qwen3
     from flax import nnx
+
+    import tunix_qwen3
 
     model = tunix_qwen3.small_model()
     nnx.update(model, spread(nnx.state(model)))

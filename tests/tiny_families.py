@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in Hugging Face form of the families of examples/families.py.
+"""Tiny random checkpoints in Hugging Face form of the families of examples/lib/families.py.
 
 `tools/transformers_values.py` runs them in transformers and stores what it finds in data/families.json.
 """

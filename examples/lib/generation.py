@@ -19,13 +19,13 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from llama import Llama, LlamaConfig
-from prefill import Caches, Prompts, pad_prompts, write_prompts
-from sampling import Sampling, sample
-from shared_prefix import Prefix, share_prefix
-from tensor_parallel import create_on, on_mesh, replicate
 
 import jaxpaged
+from lib.llama import Llama, LlamaConfig
+from lib.prefill import Caches, Prompts, pad_prompts, write_prompts
+from lib.sampling import Sampling, sample
+from lib.shared_prefix import Prefix, share_prefix
+from lib.tensor_parallel import create_on, on_mesh, replicate
 
 MOST_CACHE_BYTES = 64e9  # beyond this a pool is a slip of the keyboard
 Granularity = Literal["token_head", "head", "tensor"]  # of a quantised cache's scales

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-from checkpoint import Checkpoint, CheckpointError, default_path, load_model, one_line, read_checkpoint
-from generation import PoolError
-from sampling import Sampling
-from tensor_parallel import DevicesError
+
+from lib.checkpoint import Checkpoint, CheckpointError, default_path, load_model, one_line, read_checkpoint
+from lib.generation import PoolError
+from lib.sampling import Sampling
+from lib.tensor_parallel import DevicesError
 
 MOST_TEXT_BYTES = 2**28  # beyond this a file of prompts is a slip of the keyboard, or /dev/zero
 

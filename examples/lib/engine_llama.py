@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import Mesh
-from llama import Llama, LlamaConfig
-from tensor_parallel import create_on
 
 import jaxpaged
+from lib.llama import Llama, LlamaConfig
+from lib.tensor_parallel import create_on
 
 CHUNK_TOKENS = 256
 

@@ -3,7 +3,7 @@
 https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
-from engine_thread import EngineThread
+from lib.engine_thread import EngineThread
 
 
 def metrics_text(engine: EngineThread) -> str:

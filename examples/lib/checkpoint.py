@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import tokenizers
-from chat_template import ChatTemplateError, Conversation, render
-from families import MOST_FEATURES, MOST_HEAD_DIM, MOST_HEADS, MOST_LAYERS, MOST_TOKENS, THETAS, read_config
-from fields import Fields
 from flax import nnx
 from jax.typing import DTypeLike
-from llama import Llama, LlamaConfig, fused_parts
 from tqdm import tqdm
 
 import jaxpaged
+from lib.chat_template import ChatTemplateError, Conversation, render
+from lib.families import MOST_FEATURES, MOST_HEAD_DIM, MOST_HEADS, MOST_LAYERS, MOST_TOKENS, THETAS, read_config
+from lib.fields import Fields
+from lib.llama import Llama, LlamaConfig, fused_parts
 
 # What reading a file that is not what it says can raise.
 READ_ERRORS = (

@@ -10,10 +10,9 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fields import Fields
-from text_stream import HALF
-
 from jaxpaged import SamplingParams
+from lib.fields import Fields
+from lib.text_stream import HALF
 
 MOST_N, MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARACTERS = 16, 64, 4, 200
 USUAL_TOKENS = 16  # of a completion that says no max_tokens

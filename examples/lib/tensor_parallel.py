@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from llama import Llama, LlamaConfig, fused_parts
 
 import jaxpaged
+from lib.llama import Llama, LlamaConfig, fused_parts
 
 AXIS = "devices"
 CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]

@@ -5,10 +5,10 @@ import secrets
 
 import jax
 import jax.numpy as jnp
-from llama import Llama
-from prefill import Caches, Prompts, pad_prompts, write_prompts
 
 import jaxpaged
+from lib.llama import Llama
+from lib.prefill import Caches, Prompts, pad_prompts, write_prompts
 
 
 @jax.tree_util.register_dataclass

@@ -5,10 +5,9 @@ A field that a config leaves out is what transformers takes for it. What llama.p
 
 from typing import Any, Literal
 
-from fields import Fields
-from llama import LlamaConfig
-
 import jaxpaged
+from lib.fields import Fields
+from lib.llama import LlamaConfig
 
 # The most that a config may say. All are beyond any model that there is, and small enough to calculate shapes with.
 MOST_TOKENS, MOST_FEATURES, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM = 2**24, 2**20, 2**12, 2**12, 2**10

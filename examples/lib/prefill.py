@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from llama import Llama
 
 import jaxpaged
+from lib.llama import Llama
 
 PREFILL_CHUNK = 512  # tokens, of all prompts together
 

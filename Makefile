@@ -32,10 +32,12 @@ docs: ## the site, into build/site
 	"$$(tools/find_python.sh)" -m venv "$(VENV)-docs"
 	"$(VENV)-docs/bin/python" -m pip install --quiet zensical==0.0.73 mkdocstrings-python==2.0.11 ruff==0.17.6
 	rm -rf build/docs
-	mkdir -p build/docs/benchmarks
-	cp -R README.md CHANGELOG.md CONTRIBUTING.md docs examples build/docs
-	cp -R benchmarks/results build/docs/benchmarks
+	mkdir -p build/docs
+	cp -R README.md CHANGELOG.md CONTRIBUTING.md docs examples benchmarks jaxpaged pallas_kernels build/docs
+	find build/docs -name __pycache__ -prune -exec rm -rf {} +
 	"$(VENV)-docs/bin/zensical" build --strict --clean
+	"$(VENV)-docs/bin/python" tools/check_site.py build/site
+	@echo "The site: build/site/index.html. Its search needs a server: python3 -m http.server --directory build/site"
 
 lint: setup
 	$(PYTHON) -m ruff check

@@ -1,4 +1,4 @@
-"""The shell scripts behind make: which Python they find, which extra for which driver, and that set-up ends whole."""
+"""The scripts behind make: which Python and extra they find, that set-up ends whole, that broken links are found."""
 
 import os
 import shutil
@@ -165,3 +165,30 @@ def test_a_folder_that_is_no_virtual_environment_is_left_alone(checkout):
     assert code == 2
     assert "is no virtual environment" in err
     assert (folder / "some venv" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("link", "broken"),
+    [
+        ("page.html#here", None),
+        ("page.html?q=1#two%20words", None),
+        ("#top", None),
+        ("folder/", None),
+        ("/page.html", None),
+        ("https://elsewhere.invalid/page.html", None),
+        ("no_page.html", "no such file"),
+        ("page.html#nowhere", "no such anchor"),
+        ("#nowhere", "no such anchor"),
+        ("../outside.html", "no such file"),
+    ],
+)
+def test_a_broken_link_of_the_site_is_found(tmp_path, link, broken):
+    site = tmp_path / "site"
+    (site / "folder").mkdir(parents=True)
+    (tmp_path / "outside.html").touch()
+    (site / "folder" / "index.html").touch()
+    (site / "page.html").write_text('<h1 id="here">Here</h1><a name="two words"></a>')
+    (site / "index.html").write_text(f'<p id="top"><a href="{link}">a link</a><img src="page.html"></p>')
+    done = subprocess.run([sys.executable, TOOLS / "check_site.py", site], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (int(broken is not None), "")
+    assert done.stdout.startswith(f"index.html: {link}: {broken}\n" if broken else "0 broken links")

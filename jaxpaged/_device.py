@@ -28,6 +28,11 @@ def is_gpu() -> bool:
     return _device().platform == "gpu"
 
 
+def kind() -> str:
+    """The name of the device that JAX uses by default."""
+    return _device().device_kind
+
+
 def gpu() -> Gpu:
     """The GPU that JAX uses by default in this process. Raises `NotImplementedError` where that is no GPU."""
     device = _device()

@@ -1,18 +1,22 @@
-"""Checks the kernels on this machine's GPU against the reference and times them: `python -m jaxpaged.selftest`.
+"""Checks attention on this machine against the reference: `python -m jaxpaged.selftest`.
 
-It takes about half a minute, prints two tables and a line to report. Exit codes: 0, all is right; 1, a result is wrong
-or a kernel failed; 2, there is no GPU that the kernels run on.
+On an NVIDIA GPU since Ampere it checks the kernels, and times them if all are right: about half a minute. Elsewhere it
+checks what XLA computes. It prints the versions, a table or two, and a line to report. Exit codes: 0, every result is
+right; 1, a result is wrong or a kernel failed.
 """
 
+import argparse
+import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
 from jaxpaged import __version__, _device
@@ -31,9 +35,11 @@ CASES: dict[str, dict[str, Any]] = {
     "head_dim 80, one head a KV head": dict(head_dim=80, heads=2),
     "head_dim 256, 3 partitions": dict(head_dim=256, num_partitions=3),
     "4 query tokens of 16 heads a KV head": dict(q_len=4, heads=32),
+    "16 query tokens of 4 heads a KV head": dict(q_len=16),
     "window, soft cap, ALiBi, sinks": dict(with_options=True),
     "a plan": dict(with_plan=True),
     "int8": dict(cache_dtype=jnp.int8),
+    "int8, a scale a token and head": dict(cache_dtype=jnp.int8, with_token_scales=True),
     "float8_e4m3fn": dict(cache_dtype=jnp.float8_e4m3fn),
 }
 POINTS = {"64 x 2048": (64, 2048), "8 x 8192": (8, 8192)}  # sequences, tokens of each: 32/8 heads of 128, bfloat16
@@ -55,11 +61,12 @@ def make_call(
     q_len: int = 1,
     dtype: Any = jnp.bfloat16,
     cache_dtype: Any = None,
+    with_token_scales: bool = False,
     with_options: bool = False,
     with_plan: bool = False,
     num_partitions: int | None = None,
 ) -> Call:
-    """Blocks in random order, and NaN in all that no sequence owns."""
+    """Blocks in random order, and NaN in every slot and scale that no sequence owns."""
     rng, lengths = np.random.default_rng(0), LENGTHS
     held = [-(-length // block_size) for length in lengths]
     ids = rng.permutation(sum(held)) + 1
@@ -78,7 +85,9 @@ def make_call(
 
     options: dict[str, Any] = {}
     if cache_dtype is not None:
-        options |= dict(k_scale=jnp.full(kv_heads, 1 / 40, jnp.float32), v_scale=jnp.full(kv_heads, 0.1, jnp.float32))
+        factor = np.where(owned[..., None], 1, np.nan) if with_token_scales else np.ones(())
+        scales = np.broadcast_to(factor, (*factor.shape[:-1], kv_heads)).astype(np.float32)
+        options |= dict(k_scale=jnp.asarray(scales / 40), v_scale=jnp.asarray(scales / 10))
     if with_options:
         options |= dict(sliding_window=300, logits_soft_cap=5.0)
         options |= dict(alibi_slopes=jnp.linspace(0.01, 0.5, heads), sinks=jnp.linspace(-2.0, 2.0, heads))
@@ -119,11 +128,13 @@ def check(name: str, implementation: Implementation) -> tuple[str, bool]:
     return f"{error:.1e}", error < TOLERANCE
 
 
-def cases_of(gpu: _device.Gpu) -> Iterator[str]:
-    """Those that the kernels of this GPU take."""
-    for name, shape in CASES.items():
-        if gpu.compute_capability >= 8.9 or shape.get("cache_dtype") != jnp.float8_e4m3fn:
-            yield name
+def case_names(compute_capability: float) -> list[str]:
+    """The cases that the kernels of a GPU take."""
+    return [
+        name
+        for name, shape in CASES.items()
+        if compute_capability >= 8.9 or shape.get("cache_dtype") != jnp.float8_e4m3fn
+    ]
 
 
 def microseconds(run: Callable[[], Any], repetitions: int = 10) -> float:
@@ -157,46 +168,64 @@ def time_point(seqs: int, length: int, implementations: tuple[Implementation, ..
     return times
 
 
-def report(gpu: _device.Gpu, implementation: Implementation, points: dict[str, tuple[int, int]] = POINTS) -> bool:
-    """Prints all; returns whether every result is right."""
-    names = list(cases_of(gpu))
+def report(
+    device: str,
+    implementation: Implementation,
+    names: Iterable[str],
+    points: dict[str, tuple[int, int]] = POINTS,
+) -> bool:
+    """Prints the tables and the line to report; returns whether every result is right."""
+    names = list(names)
     with ThreadPoolExecutor() as threads:  # nearly all of the time is compilation
         results = dict(zip(names, threads.map(lambda name: check(name, implementation), names), strict=True))
-    print(f"{'case':<40} error of the largest number of a row, at most {TOLERANCE}")
+    print(f"{'case':<40} worst error of a row over its largest number, at most {TOLERANCE}")
     for name, (text, is_right) in results.items():
         print(f"{name:<40} {text} {'' if is_right else 'WRONG'}".rstrip())
     num_right = sum(is_right for _, is_right in results.values())
     summary = [f"{num_right} of {len(names)} cases right"]
-    if num_right == len(names):
+    if points and num_right == len(names):
         print(f"\n{'sequences x length':<20} {'implementation':<16} {'us':>8} {'GB/s':>6} {'of reading':>10}")
         for point, (seqs, length) in points.items():
             times = time_point(seqs, length, tuple(dict.fromkeys((implementation, "xla"))))
             num_bytes = 2 * seqs * length * 8 * 128 * 2
             for way, us in times.items():
                 print(f"{point:<20} {way:<16} {us:8.1f} {num_bytes / us / 1e3:6.0f} {times['read'] / us:10.2f}")
-            summary.append(
-                f"{point} {times[implementation]:.0f} us, {times['read'] / times[implementation]:.2f} of reading"
-            )
-    print(
-        f"\nPlease report this line: jaxpaged {__version__}, jax {jax.__version__}, {gpu.name}, "
-        f"{gpu.compute_capability}: {'; '.join(summary)}"
-    )
+            us = times[implementation]
+            summary.append(f"{point} {us:.0f} us, {times['read'] / us:.2f} of reading")
+    print(f"\nPlease report this line: {versions()}, {device}, {implementation}: {'; '.join(summary)}")
     return num_right == len(names)
 
 
-def main() -> int:
-    try:
-        gpu = _device.gpu()
-    except NotImplementedError as error:
-        print(f"There is nothing to test: {error}")
-        return 2
-    if gpu.compute_capability < portable_config.LEAST_COMPUTE_CAPABILITY:
-        print(
-            f"There is nothing to test: the kernels need compute capability 8.0 or higher; {gpu.name} has "
-            f"{gpu.compute_capability}."
+def versions() -> str:
+    return (
+        f"jaxpaged {__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
+        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    )
+
+
+def gpu_of_kernels() -> _device.Gpu:
+    """This machine's GPU. Raises `NotImplementedError` if the kernels do not run on it, or there is none."""
+    gpu, least = _device.gpu(), portable_config.LEAST_COMPUTE_CAPABILITY
+    if gpu.compute_capability < least:
+        raise NotImplementedError(
+            f"the kernels need compute capability {least} or higher; {gpu.name} has {gpu.compute_capability}."
         )
-        return 2
-    return 0 if report(gpu, "mosaic_gpu") else 1
+    return gpu
+
+
+def main(arguments: list[str] | None = None) -> int:
+    how = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser("python -m jaxpaged.selftest", description=__doc__, formatter_class=how).parse_args(
+        arguments
+    )
+    print(versions())
+    try:
+        gpu = gpu_of_kernels()
+    except NotImplementedError as reason:
+        print(f"XLA is checked, not the kernels: {reason}\n")
+        return 0 if report(_device.kind(), "xla", CASES, {}) else 1
+    device = f"{gpu.name} {gpu.compute_capability}"
+    return 0 if report(device, "mosaic_gpu", case_names(gpu.compute_capability)) else 1
 
 
 if __name__ == "__main__":

@@ -1,36 +1,54 @@
 """`python -m jaxpaged.selftest`, as far as that goes without a GPU: through XLA."""
 
+import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
 
+import jaxpaged
 from jaxpaged import _device, selftest
 
-A100, L4 = _device.Gpu(108, 8.0, name="an A100"), _device.Gpu(58, 8.9, name="an L4")
+
+@pytest.fixture
+def few(monkeypatch):
+    """Some of the cases, with short sequences."""
+    names = "window, soft cap, ALiBi, sinks", "int8, a scale a token and head", "float8_e4m3fn"
+    monkeypatch.setattr(selftest, "CASES", {name: selftest.CASES[name] for name in names})
+    monkeypatch.setattr(selftest, "LENGTHS", (0, 1, 40))
 
 
-def test_without_a_gpu(capsys):
-    assert selftest.main() == 2
-    assert "nothing to test: the Mosaic GPU kernels need an NVIDIA GPU" in capsys.readouterr().out
+def test_without_a_gpu_xla_is_checked(few, capsys):
+    assert selftest.main([]) == 0
+    text = capsys.readouterr().out
+    assert "XLA is checked, not the kernels: the Mosaic GPU kernels need an NVIDIA GPU" in text
+    assert (
+        f"Please report this line: jaxpaged {jaxpaged.__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+        in text
+    )
+    assert "cpu, xla: 3 of 3 cases right\n" in text
 
 
-def test_on_a_gpu_that_is_too_old(monkeypatch, capsys):
+def test_on_a_gpu_that_is_too_old_xla_is_checked(few, monkeypatch, capsys):
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(68, 7.5, name="a T4"))
-    assert selftest.main() == 2
-    assert "a T4 has 7.5" in capsys.readouterr().out
+    assert selftest.main([]) == 0
+    assert "8.0 or higher; a T4 has 7.5" in capsys.readouterr().out
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        selftest.main(["--help"])
+    assert "checks what XLA computes" in capsys.readouterr().out
 
 
 def test_cases():
-    assert "float8_e4m3fn" not in selftest.cases_of(A100)
-    assert list(selftest.cases_of(L4)) == list(selftest.CASES)
+    assert "float8_e4m3fn" not in selftest.case_names(8.0)
+    assert selftest.case_names(8.9) == list(selftest.CASES)
 
 
-def test_report(monkeypatch, capsys):
-    few = {name: selftest.CASES[name] for name in ("window, soft cap, ALiBi, sinks", "float8_e4m3fn")}
-    monkeypatch.setattr(selftest, "CASES", few)
-    monkeypatch.setattr(selftest, "LENGTHS", (0, 1, 40))
-    assert selftest.report(L4, "xla", {"1 x 32": (1, 32)})
+def test_report(few, capsys):
+    assert selftest.report("an L4 8.9", "xla", selftest.CASES, {"1 x 32": (1, 32)})
     text = capsys.readouterr().out
-    assert "an L4, 8.9: 2 of 2 cases right; 1 x 32" in text
+    assert "an L4 8.9, xla: 3 of 3 cases right; 1 x 32" in text
     assert "WRONG" not in text
 
 
@@ -43,8 +61,8 @@ def test_what_is_wrong_is_said(monkeypatch, capsys, fault):
 
     monkeypatch.setattr(selftest, "paged_attention", attention)
     monkeypatch.setattr(selftest, "CASES", {"bfloat16": {}})
-    assert not selftest.report(A100, "mosaic_gpu")
+    assert not selftest.report("an A100 8.0", "mosaic_gpu", ["bfloat16"])
     text = capsys.readouterr().out
     assert "WRONG" in text
     assert ("RuntimeError: no such kernel" in text) == (fault == "fails")
-    assert "an A100, 8.0: 0 of 1 cases right" in text
+    assert "an A100 8.0, mosaic_gpu: 0 of 1 cases right" in text

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import re
 
@@ -11,40 +12,53 @@ import numpy as np
 import pytest
 from jax import lax
 
-from benchmarks import (
-    allocator,
-    allocator_loops,
-    allocator_model_step,
-    cache_ops,
-    checks,
-    decode,
-    decode_step,
-    harness,
-    llama_step,
-    partitions,
-    points,
-    prefill,
-)
-from benchmarks.cache_plot import seat_lengths
-from benchmarks.configs import parse_config
+from benchmarks import checks, harness
+from benchmarks.allocator import loops, model_step, operations
+from benchmarks.allocator.host_allocator import HostAllocator
+from benchmarks.figures.memory import seat_lengths
 from benchmarks.harness import by_kernel
-from benchmarks.host_allocator import HostAllocator
-from benchmarks.points import make_tables, parse, tables_of
+from benchmarks.kernels import cache_ops, decode, partitions, points, prefill
+from benchmarks.kernels.configs import parse_config
+from benchmarks.kernels.points import make_tables, parse, tables_of
+from benchmarks.models import decode_step, llama_step
 from jaxpaged import copy_blocks, paged_attention, paged_attention_reference
 from pallas_kernels.decode_config import default_config
+
+PROGRAMS = [
+    ".".join(path.relative_to(harness.ROOT).with_suffix("").parts)
+    for path in sorted((harness.ROOT / "benchmarks").glob("*/*.py"))
+    if "__main__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_says_what_it_does(name, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main()
+    assert not end.value.code
+    assert "--help" in capsys.readouterr().out
+
+
+def test_the_readme_says_which_program_answers_what():
+    text = (harness.ROOT / "benchmarks" / "README.md").read_text()
+    named = {
+        f"benchmarks.{name}" for name in re.findall(r"`((?:kernels|allocator|engine|models|soak|figures)\.\w+)`", text)
+    }
+    assert named == {name for name in PROGRAMS if name.count(".") == 2}
 
 
 @pytest.fixture
 def short_loops(monkeypatch):
     """An iteration of the allocator's loops takes 2 steps, not 8: less to compile."""
-    run = functools.partial(allocator_loops.run.__wrapped__, unroll=2)
-    monkeypatch.setattr(allocator_loops, "run", jax.jit(run, static_argnames=("body", "num_steps", "unroll")))
+    run = functools.partial(loops.run.__wrapped__, unroll=2)
+    monkeypatch.setattr(loops, "run", jax.jit(run, static_argnames=("body", "num_steps", "unroll")))
 
 
 def test_the_allocators_benchmark_runs_and_keeps_its_results(short_loops, tmp_path, capsys):
     output = tmp_path / "allocator.json"
     command = ["--toy", "--no-model", "--operations", "append", "match_prefix, free", "--output", str(output)]
-    allocator.main(command)
+    operations.main(command)
     results = json.loads(output.read_text())["points"]
     assert {result.get("operation") for result in results.values()} == {"append", "match_prefix, free", None}
     assert len(results) == 2 * 2 + 2
@@ -52,24 +66,24 @@ def test_the_allocators_benchmark_runs_and_keeps_its_results(short_loops, tmp_pa
     assert "append + slots, 8 sequences, 512 blocks" in printed
     assert "an iteration of a loop alone" in printed
     kept = output.stat().st_mtime_ns
-    allocator.main(command)  # all is there
+    operations.main(command)  # all is there
     assert output.stat().st_mtime_ns == kept
 
 
 def test_the_checks_see_a_host_allocator_that_goes_another_way(short_loops, monkeypatch):
-    allocator.check_by_host(allocator.TOY_POINT, 24)
+    operations.check_by_host(operations.TOY_POINT, 24)
     monkeypatch.setattr(HostAllocator, "free", lambda self, ended: None)
     with pytest.raises(AssertionError):
-        allocator.check_by_host(allocator.TOY_POINT, 24)
+        operations.check_by_host(operations.TOY_POINT, 24)
 
 
 def test_the_checks_see_a_loop_that_did_nothing():
-    state = allocator_loops.start(allocator.TOY_POINT)
+    state = loops.start(operations.TOY_POINT)
     with pytest.raises(AssertionError, match="append"):
-        allocator_loops.check("append", state, state, 3)
+        loops.check("append", state, state, 3)
     refused = dataclasses.replace(state, ok=jnp.zeros_like(state.ok))
     with pytest.raises(AssertionError, match="append, free"):
-        allocator_loops.check("append, free", state, refused, 3)
+        loops.check("append, free", state, refused, 3)
 
 
 @pytest.fixture
@@ -80,7 +94,7 @@ def rank_promotion():
 
 
 def test_the_decode_steps_of_the_allocators_benchmark_agree(rank_promotion):
-    ((name, result),) = allocator_model_step.measure(["2x40"], True, 1.0)
+    ((name, result),) = model_step.measure(["2x40"], True, 1.0)
     assert name == "model 2x40"
     assert set(result["ms"]) == {"jaxpaged", "filled", "host"}
 
@@ -89,7 +103,7 @@ def test_the_checks_see_a_decode_step_that_writes_elsewhere(monkeypatch, rank_pr
     append = HostAllocator.append
     monkeypatch.setattr(HostAllocator, "append", lambda self: append(self) - 1)
     with pytest.raises(AssertionError, match="host"):
-        list(allocator_model_step.measure(["2x40"], True, 1.0))
+        list(model_step.measure(["2x40"], True, 1.0))
 
 
 @pytest.mark.parametrize("wrong", ["lengths", "block_tables", "tokens"])
@@ -97,7 +111,7 @@ def test_the_checks_see_decode_steps_that_differ(wrong):
     after = decode_step.start(llama_step.toy(1), 2, 40)
     keys = jnp.zeros_like(after.caches[0].k)
     after = dataclasses.replace(after, caches=(dataclasses.replace(after.caches[0], k=keys),))
-    allocator_model_step.check("filled", after, after, 40)
+    model_step.check("filled", after, after, 40)
     if wrong == "tokens":
         changed = dataclasses.replace(after, tokens=after.tokens.at[0].add(1))
     else:
@@ -105,7 +119,7 @@ def test_the_checks_see_decode_steps_that_differ(wrong):
         books = dataclasses.replace(after.allocator, **{wrong: jnp.where(array == array.max(), 1, array)})
         changed = dataclasses.replace(after, allocator=books)
     with pytest.raises(AssertionError, match="filled"):
-        allocator_model_step.check("filled", changed, after, 40)
+        model_step.check("filled", changed, after, 40)
 
 
 def test_the_decode_step_of_the_example_is_compared_with_xla(monkeypatch, rank_promotion):
@@ -291,9 +305,9 @@ def check_copies(wrapped):
 
 
 def check_allocator(wrapped):
-    state = allocator_loops.start(allocator.TOY_POINT)
-    append = functools.partial(allocator_loops.run, body=allocator_loops.append)
-    allocator.measure("append", allocator.TOY_POINT, wrapped(append), state, 0.002)
+    state = loops.start(operations.TOY_POINT)
+    append = functools.partial(loops.run, body=loops.append)
+    operations.measure("append", operations.TOY_POINT, wrapped(append), state, 0.002)
 
 
 @pytest.mark.parametrize("check", [check_decode, check_prefill, check_partitions, check_copies, check_allocator])

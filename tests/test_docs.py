@@ -40,7 +40,7 @@ def test_the_examples_of_the_docs_run(page):
 
 def test_the_steps_of_the_kernel_are_those_that_are_measured():
     extracts = re.findall(r"```py\n(.*?)```", (ROOT / "docs/kernel.md").read_text(), re.DOTALL)
-    code = (ROOT / "benchmarks/kernel_steps.py").read_text()
+    code = (ROOT / "benchmarks/kernels/kernel_steps.py").read_text()
     assert len(extracts) == 6
     assert all(extract in code for extract in extracts)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.engine_soak import soak
+from benchmarks.soak.engine import soak
 from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, StepAttention, generate, rotate_and_write_kv
 from jaxpaged._engine.requests import seed_of
 from jaxpaged._engine.sampling import furthest_kept

@@ -6,13 +6,13 @@ import statistics
 
 import pytest
 
-from benchmarks import report
+from benchmarks.figures import tables
 from benchmarks.harness import Store
 
-ROOT, RESULTS = report.ROOT, report.RESULTS
+ROOT, RESULTS = tables.ROOT, tables.RESULTS
 FILES = [str(path.relative_to(RESULTS)) for path in sorted(RESULTS.rglob("*.json"))]
 KEYS = ["device", "driver", "jax", "commit", "date", "command", "points"]
-FOLDERS = ("jaxpaged", "pallas_kernels", "benchmarks", "docs", "examples", "tests")
+FOLDERS = ("jaxpaged", "pallas_kernels", "benchmarks", "docs", "examples")
 TEXTS = {
     path.relative_to(ROOT): path.read_text()
     for path in [
@@ -49,17 +49,17 @@ def test_every_decision_is_named_by_a_rule():
     assert set().union(*map(named, code)) == decisions
 
 
-@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
 def test_a_page_says_what_the_files_hold(page):
     text = page.read_text()
-    assert report.filled(text) == text, "run `python -m benchmarks.report`"
+    assert tables.filled(text) == text, "run `python -m benchmarks.figures.tables`"
     wrong = re.sub(r"\| \d+\.\d+ \|", "| 0.0 |", text, count=1)
     assert wrong != text
-    assert report.filled(wrong) == text
+    assert tables.filled(wrong) == text
 
 
 def test_the_first_figures_of_the_readme_are_those_of_the_files():
-    decode, h200, prompts = map(report.points, ("h100/decode_peers", "h200/decode", "h100/prefill"))
+    decode, h200, prompts = map(tables.points, ("h100/decode_peers", "h200/decode", "h100/prefill"))
     names = [name for name in decode if not name.startswith("8/1 ")]
     best = [decode[name]["us"] / min(peer["us"] for peer in decode[name]["peers"].values()) for name in names]
     fa3 = [h200[name]["us"] / h200[name]["peers"]["fa3"]["us"] for name in names]
@@ -75,14 +75,14 @@ def test_the_first_figures_of_the_readme_are_those_of_the_files():
         f"{mean(fa3):.2f} of FlashAttention-3's on an H200",
         f"{mean(of_prompts('fa3 paged')):.2f} of FlashAttention-3's time on that cache",
         f"{mean(of_prompts('fa3')):.2f} of its time on contiguous keys",
-        f"{report.points('h100/engine')['engine 1024']['tokens_per_s']:,.0f} tokens a second",
+        f"{tables.points('h100/engine')['engine 1024']['tokens_per_s']:,.0f} tokens a second",
     ):
         assert figure in text
 
 
 def test_every_table_stands_on_a_page():
-    found = [name for page in report.PAGES for name in re.findall(r"<!-- table: (.*?) -->", page.read_text())]
-    assert sorted(found) == sorted(report.TABLES)
+    found = [name for page in tables.PAGES for name in re.findall(r"<!-- table: (.*?) -->", page.read_text())]
+    assert sorted(found) == sorted(tables.TABLES)
 
 
 def test_a_store_goes_on_with_its_own_file_and_refuses_another_machines(tmp_path):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks.kernel_steps import Kernel, gather, scan
+from benchmarks.kernels.kernel_steps import Kernel, gather, scan
 from tests.cases import assert_within_budget, make_case
 from tests.kernels.interpret import races_found
 

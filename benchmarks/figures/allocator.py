@@ -1,0 +1,72 @@
+"""The sweeps of allocator/operations.py as a figure: microseconds a step against batch, pool and blocks held.
+
+    python -m benchmarks.figures.allocator benchmarks/results/h100/allocator.json docs/allocator_h100.svg
+
+Needs matplotlib: pip install "jaxpaged[plot]".
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.allocator.operations import SWEEPS
+from benchmarks.figures.decode import begin, save
+
+AXES = {"batch": "num_seqs", "pool": "num_blocks", "held": "held"}
+# Colours that the colour-blind can tell apart (Okabe and Ito).
+STYLES = (
+    ("#000000", "."),
+    ("#0072B2", "o"),
+    ("#56B4E9", "v"),
+    ("#009E73", "s"),
+    ("#D55E00", "^"),
+    ("#CC79A7", "D"),
+)
+
+
+def label(title: str, point: Any) -> str:
+    """What stands under a panel, one of whose points this is."""
+    if title == "batch":
+        return f"sequences (of {point.length} tokens, {point.num_blocks} blocks in the pool)"
+    if title == "pool":
+        return f"blocks in the pool ({point.num_seqs} sequences of {point.length} tokens)"
+    return f"part of the pool held ({point.num_seqs} sequences, {point.num_blocks} blocks)"
+
+
+def draw(kept: dict[str, Any], path: Path) -> None:
+    """`kept`: what benchmarks/allocator/operations.py wrote."""
+    figure, axes = begin().subplots(1, len(SWEEPS), figsize=(4.6 * len(SWEEPS), 4), sharey=True)
+    for axis, (title, points) in zip(axes, SWEEPS.items(), strict=True):
+        sizes = {(p.num_seqs, p.num_blocks, p.max_blocks, p.length) for p in points}
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for result in kept["points"].values():
+            if (
+                "operation" in result
+                and tuple(result[n] for n in ("num_seqs", "num_blocks", "max_blocks", "length")) in sizes
+            ):
+                lines.setdefault(result["operation"], []).append((result[AXES[title]], result["us"]))
+        for (operation, found), (colour, marker) in zip(lines.items(), STYLES, strict=False):
+            axis.plot(*zip(*sorted(found), strict=True), color=colour, marker=marker, label=operation)
+        if title != "held":
+            axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel(label(title, points[0]))
+        axis.grid(linewidth=0.4, alpha=0.6)
+    axes[0].set_ylabel("microseconds a step, inside one jit")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"The allocator's operations, {kept['device']}, jax {kept['jax']}", fontsize=10)
+    figure.tight_layout()
+    save(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="the JSON file of benchmarks/allocator/operations.py")
+    parser.add_argument("figure", type=Path, help="an .svg or .png file")
+    options = parser.parse_args()
+    draw(json.loads(options.results.read_text()), options.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Time over the floor against the bytes a call reads, from what benchmarks/kernels/decode.py wrote.
+
+    python -m benchmarks.figures.decode benchmarks/results/h100/decode_peers.json docs/decode_h100.svg
+    python -m benchmarks.figures.decode benchmarks/results/h200/decode.json docs/decode_h200.svg
+
+Several files of results may be given, of one machine: pieces of one run. One panel for each pair of heads; the points
+of the grid alone. Needs matplotlib: pip install "jaxpaged[plot]".
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+# How each is called and drawn; colours that the colour-blind can tell apart (Okabe and Ito).
+SERIES = {
+    "jaxpaged": ("#0072B2", "o"),
+    "fa3": ("#D55E00", "^"),
+    "flashinfer": ("#009E73", "s"),
+    "xqa": ("#CC79A7", "D"),
+}
+LABELS = {
+    "jaxpaged": "jaxpaged",
+    "fa3": "FlashAttention 3 (JAX)",
+    "flashinfer": "FlashInfer, tensor cores",
+    "xqa": "FlashInfer, XQA",
+}
+
+Panel = dict[str, list[tuple[float, float]]]  # who -> (bytes, time over floor), sorted
+
+
+def read(paths: list[Path]) -> tuple[str, dict[str, Any]]:
+    """The machine and the results by point, of files of one machine; a later file's figure stands for an earlier's."""
+    machine = ""
+    results: dict[str, Any] = {}
+    for path in paths:
+        content = json.loads(path.read_text())
+        this = f"{content['device']}, jax {content['jax']}"
+        if machine not in ("", this):
+            raise SystemExit(f"{path} is of {this}, the file before it of {machine}: draw one machine at a time.")
+        machine = this
+        results |= content["points"]
+    return machine, results
+
+
+def panels(results: dict[str, Any]) -> dict[str, Panel]:
+    """By heads, in the order of their first point: what is drawn. Points with options, such as a window, are left out,
+    and peers that failed."""
+    found: dict[str, Panel] = {}
+    for name, result in results.items():
+        heads, *rest = name.split()
+        if len(rest) != 1:
+            continue
+        panel = found.setdefault(heads, {})
+        times = {"jaxpaged": result["us"]}
+        times |= {who: peer["us"] for who, peer in result.get("peers", {}).items() if "us" in peer}
+        for who, us in times.items():
+            panel.setdefault(who, []).append((result["bytes"], us / result["floor"]))
+    return {heads: {who: sorted(points) for who, points in panel.items()} for heads, panel in found.items()}
+
+
+def begin() -> Any:
+    """matplotlib.pyplot, for figures that go into a file."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display
+    matplotlib.rcParams["svg.hashsalt"] = "jaxpaged"  # the same ids, so that an unchanged figure is an unchanged file
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, path: Path) -> None:
+    # No date: drawing the same figures again gives the same file.
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    begin().close(figure)
+
+
+def draw(machine: str, drawn: dict[str, Panel], path: Path) -> None:
+    pyplot = begin()
+    from matplotlib import ticker
+
+    columns = min(2, len(drawn))
+    rows = -(-len(drawn) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(5 * columns, 3.4 * rows + 0.6), sharex=True, sharey=True, squeeze=False
+    )
+    labels: dict[str, Any] = {}
+    for axis, (heads, panel) in zip(axes.flat, drawn.items(), strict=False):
+        for who, points in panel.items():
+            colour, marker = SERIES[who]
+            sizes, ratios = zip(*points, strict=True)
+            (labels[who],) = axis.plot(
+                *(sizes, ratios),
+                color=colour,
+                marker=marker,
+                markersize=6 if who == "jaxpaged" else 5,
+                markerfacecolor=colour if who == "jaxpaged" else "none",
+                linestyle="none",
+                zorder=3 if who == "jaxpaged" else 2,
+            )
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_title(f"{heads} heads", fontsize=10)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(ticker.FixedLocator([1, 1.2, 1.5, 2, 3, 5, 10, 20]))
+        axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
+        axis.grid(linewidth=0.4, alpha=0.6)
+    for axis in axes.flat[len(drawn) :]:
+        axis.set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("bytes of K and V that a call reads")
+    for row in axes:
+        row[0].set_ylabel("time over the read floor")
+    figure.suptitle(f"Paged decode, bfloat16, head_dim 128, block 16, shuffled tables, cold L2\n{machine}", fontsize=10)
+    figure.legend(labels.values(), [LABELS[who] for who in labels], loc="lower center", ncols=len(labels), fontsize=9)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    save(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of benchmarks/kernels/decode.py")
+    parser.add_argument("figure", type=Path, help="an .svg or .png file")
+    options = parser.parse_args()
+    machine, results = read(options.results)
+    drawn = panels(results)
+    if not drawn:
+        raise SystemExit("these files have no point of the grid; benchmarks/kernels/decode.py measures it by default.")
+    draw(machine, drawn, options.figure)
+    print(
+        f"{options.figure}: " + ", ".join(f"{heads} {len(panel['jaxpaged'])} points" for heads, panel in drawn.items())
+    )
+
+
+if __name__ == "__main__":
+    main()

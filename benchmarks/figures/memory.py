@@ -1,0 +1,132 @@
+"""Two figures by arithmetic, of no measurement: the memory of a served chat log, and the blocks of a small pool.
+
+    python -m benchmarks.figures.memory      # writes docs/memory.svg and docs/pool.svg
+
+Needs matplotlib: pip install "jaxpaged[plot]".
+"""
+
+import argparse
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.engine.throughput import BLOCK_SIZE, SIZES, workload
+from benchmarks.figures.decode import begin, save
+from benchmarks.harness import ROOT
+from jaxpaged import BlockAllocator, cache_capacity, plot_blocks
+
+DOCS = ROOT / "docs"
+REQUESTS = 1024
+
+
+def seat_lengths(requests: Sequence[tuple[int, int]], num_seats: int) -> np.ndarray:
+    """[steps, seats], the tokens in each seat. A free seat takes the next request (its prompt, its new tokens) with
+    the whole prompt; each step adds one token, until the request has all."""
+    waiting = deque(requests)
+    lengths, left = np.zeros(num_seats, int), np.zeros(num_seats, int)
+    steps = []
+    while waiting or left.any():
+        for seat in np.flatnonzero(left == 0):
+            lengths[seat], left[seat] = waiting.popleft() if waiting else (0, 0)
+        lengths += left > 0
+        left -= left > 0
+        steps.append(lengths.copy())
+    return np.stack(steps)
+
+
+def token_bytes(dtype: str) -> int:
+    """Of the shape of Llama-3-8B."""
+    return cache_capacity(10**9, [1], num_layers=32, num_kv_heads=8, head_dim=128, dtype=dtype).bytes_per_token
+
+
+def draw_memory(path: Path) -> None:
+    """Gigabytes of the cache in each step: contiguous for the longest request, in blocks, and of the tokens."""
+    pyplot = begin()
+    sizes = SIZES["8b"]
+    lengths = seat_lengths([(len(prompt), new) for prompt, new in workload(REQUESTS, sizes.longest)], sizes.seats)
+    longest = 2 * sizes.longest
+    places = (-(-lengths // BLOCK_SIZE) * BLOCK_SIZE).sum(axis=1)
+    wide, narrow = token_bytes("bfloat16"), token_bytes("int8")
+    figure, axis = pyplot.subplots(figsize=(8, 4))
+    for label, tokens, size, colour, line in (
+        (f"contiguous, {longest} tokens a seat", np.full(len(places), sizes.seats * longest), wide, "#D55E00", "-"),
+        (f"blocks of {BLOCK_SIZE}", places, wide, "#0072B2", "-"),
+        (f"blocks of {BLOCK_SIZE}, int8 with scales of token and head", places, narrow, "#009E73", "-"),
+        ("the tokens themselves", lengths.sum(axis=1), wide, "black", ":"),
+    ):
+        held = tokens * size / 1e9
+        axis.plot(held, color=colour, linestyle=line, label=f"{label}: at most {held.max():.1f} GB")
+    axis.set_ylim(bottom=0)
+    axis.set_xlim(0, len(places))
+    axis.set_xlabel("step")
+    axis.set_ylabel("GB of keys and values")
+    axis.grid(linewidth=0.4, alpha=0.6)
+    axis.legend(fontsize=9, loc="center right")
+    axis.set_title(
+        f"{REQUESTS} requests of a chat log in {sizes.seats} seats, the shape of Llama-3-8B, bfloat16", fontsize=10
+    )
+    figure.tight_layout()
+    save(figure, path)
+
+
+def frames() -> Iterator[tuple[str, BlockAllocator]]:
+    """What is done, and the pool after it."""
+    allocator = BlockAllocator.create(num_blocks=50, block_size=4, num_seqs=5, max_blocks_per_seq=16)
+
+    def append(done: str, num_steps: int, *num_tokens: int) -> Iterator[tuple[str, BlockAllocator]]:
+        nonlocal allocator
+        for _ in range(num_steps):
+            allocator, _, _ = allocator.append(jnp.array(num_tokens), q_len=max(num_tokens))
+            yield done, allocator
+
+    yield from append("append: three prompts", 1, 22, 13, 9, 0, 0)
+    yield from append("append: 3 tokens each", 4, 3, 3, 3, 0, 0)
+    allocator, _, _ = allocator.fork(jnp.array([-1, -1, -1, 0, 0]))
+    yield "fork: two copies of the first", allocator
+    yield from append("append: 2 tokens each", 4, 2, 2, 2, 2, 2)
+    allocator = allocator.free(jnp.array([True, True, False, False, False]))
+    yield "free: the first and the second", allocator
+    yield from append("append: another prompt", 1, 30, 0, 0, 0, 0)
+
+
+def draw_pool(path: Path) -> None:
+    """The pool while sequences grow, are forked and freed: one picture after the other."""
+    shown = list(frames())
+    figure = begin().figure(figsize=(5, 3.1))
+    for i, (done, allocator) in enumerate(shown):
+        axis = plot_blocks(allocator, axes=figure.add_axes((0.03, 0.03, 0.94, 0.78), label=str(i)))
+        axis.set_gid(f"picture{i}")
+        axis.set_title(f"{done}\n{int(allocator.num_held)} blocks held", fontsize=9)
+        axis.lines[0].set_markersize(5)
+        cells: Any = axis.images[0].get_array()
+        rows, columns = cells.shape[:2]
+        axis.vlines(np.arange(columns) - 0.5, -0.5, rows - 0.5, color="lightgrey", linewidth=0.5)
+        axis.hlines(np.arange(rows) - 0.5, -0.5, columns - 0.5, color="lightgrey", linewidth=0.5)
+    save(figure, path)
+    path.write_text(path.read_text().replace("</svg>", f"{style(len(shown))}</svg>"))
+
+
+def style(num_pictures: int) -> str:
+    """Each of the groups `picture0`, `picture1`, ... for a second, in turn; the last one where nothing may move."""
+    rules = [
+        "@keyframes turn { 0% { visibility: visible } " + f"{100 / num_pictures:.4f}% {{ visibility: hidden }} }}",
+        f"g[id^=picture] {{ visibility: hidden; animation: turn {num_pictures}s step-end infinite }}",
+        *(f"#picture{i} {{ animation-delay: {i - num_pictures}s }}" for i in range(num_pictures)),
+        "@media (prefers-reduced-motion) { g[id^=picture] { animation: none } "
+        f"#picture{num_pictures - 1} {{ visibility: visible }} }}",
+    ]
+    return "<style>\n" + "\n".join(rules) + "\n</style>\n"
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    draw_memory(DOCS / "memory.svg")
+    draw_pool(DOCS / "pool.svg")
+
+
+if __name__ == "__main__":
+    main()

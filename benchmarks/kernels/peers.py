@@ -1,0 +1,221 @@
+"""Other libraries on the same inputs, where they are installed: baselines for benchmarks/kernels/decode.py.
+
+  fa3         FlashAttention 3 through flash-attn3-jax 0.2.3: a chain of calls in one jit, num_splits swept
+  flashinfer  FlashInfer 0.7.2.post1, tensor-core decode (its host-side plan is not counted), in a CUDA graph
+  xqa         FlashInfer's XQA kernel, in a CUDA graph
+
+Nothing of this is a dependency. FlashInfer runs on torch and reads the very same caches through DLPack.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.checks import MOST_ERROR, poisoned, worst_error
+from benchmarks.harness import compile_all, slope_microseconds
+from benchmarks.kernels.points import Inputs, Point, shapes_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    module: str
+    takes: Callable[[Point], bool]
+    compile: Callable[[Point, Any], Any]  # outside of the time that is measured; gets decode.chain
+    measure: Callable[[Point, Inputs, jax.Array, Any], dict[str, Any]]  # gets our output, to compare with
+
+
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(PEERS[name].module) is not None
+
+
+def error(out: Any, expected: jax.Array) -> float:
+    """Against our output, which was checked. Both round, so twice the error of one is right."""
+    return worst_error("a peer", out, expected, most=2 * MOST_ERROR)
+
+
+def is_plain(point: Point) -> bool:
+    return point.head_dim == 128 and point.q_len == 1 and not point.window
+
+
+def attempt(step: Callable[[], Any]) -> Any:
+    """What `step` returns, or what it failed with, as a result of its own."""
+    try:
+        return step()
+    except Exception as failure:  # other people's code: whatever it raises, our own figures go on
+        return {"failed": f"{type(failure).__name__}: {failure}"[:300]}
+
+
+def compile_peer(name: str, point: Point, chain: Any) -> Any:
+    return attempt(lambda: PEERS[name].compile(point, chain))
+
+
+def measure_peer(name: str, point: Point, inputs: Inputs, expected: jax.Array, compiled: Any) -> dict[str, Any]:
+    if isinstance(compiled, dict) and "failed" in compiled:
+        return compiled
+    return attempt(lambda: PEERS[name].measure(point, inputs, expected, compiled))
+
+
+# FlashAttention 3
+
+
+def fa3_splits(point: Point) -> tuple[int, ...]:
+    """1, and those powers of two that give between half and 8 programs a SM."""
+    pairs, longest = len(point.lengths) * point.kv_heads, max(point.lengths)
+    return (1, *(n for n in (2, 4, 8, 16, 32, 64, 128) if 66 <= pairs * n <= 1056 and n <= max(2, longest // 128)))
+
+
+def fa3_attend(
+    splits: int, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, lengths: Any, *, is_causal: bool = False
+) -> Any:
+    from flash_attn3_jax import flash_mha_with_kvcache
+
+    return flash_mha_with_kvcache(
+        *(q, k_cache, v_cache),
+        cache_seqlens=lengths,
+        page_table=block_tables,
+        num_splits=splits,
+        softmax_scale=q.shape[-1] ** -0.5,
+        is_causal=is_causal,
+    )
+
+
+def fa3_compile(point: Point, chain: Any) -> dict[int, Any]:
+    shapes = shapes_of(point)
+    args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
+
+    def job(splits: int) -> Any:
+        attend = functools.partial(fa3_attend, splits)
+        return jax.jit(functools.partial(chain, point, attend)).lower(*args).compile()
+
+    return compile_all({splits: functools.partial(job, splits) for splits in fa3_splits(point)})
+
+
+def fa3_measure(point: Point, inputs: Inputs, expected: jax.Array, compiled: dict[int, Any]) -> dict[str, Any]:
+    found: dict[int, float] = {}
+    worst = 0.0
+
+    def dispatch(i: int, program: Any) -> Any:
+        return program(inputs.q, inputs.caches[i % point.num_sets], inputs.block_tables, inputs.lengths)
+
+    for splits, program in compiled.items():
+        _, out = poisoned(dispatch, 0, program)
+        worst = max(worst, error(out, expected))
+        found[splits] = slope_microseconds(functools.partial(dispatch, program=program), point.num_calls, seconds=0.06)
+    best = min(found, key=lambda splits: found[splits])
+    us = slope_microseconds(functools.partial(dispatch, program=compiled[best]), point.num_calls, seconds=0.15)
+    return {"us": us, "best": str(best), "sweep": found, "error": worst}
+
+
+# FlashInfer
+
+
+@functools.cache
+def workspace(name: str) -> Any:
+    """What the library wants to have, and keep: 512 MiB, zero at first."""
+    import torch
+
+    return torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
+
+
+def to_torch(array: jax.Array) -> Any:
+    import torch
+
+    return torch.from_dlpack(array)
+
+
+def flashinfer_run(point: Point, inputs: Inputs) -> Any:
+    import flashinfer
+    import torch
+
+    tables = np.asarray(inputs.block_tables)
+    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(point.held)]).astype(np.int32))
+    ids = torch.from_numpy(np.concatenate([row[:n] for row, n in zip(tables, point.held, strict=True)])).cuda()
+    last = torch.tensor([(n - 1) % point.block_size + 1 for n in point.lengths], dtype=torch.int32)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace("flashinfer"), "NHD", use_tensor_cores=True, backend="fa2"
+    )
+    wrapper.plan(
+        *(starts, ids, last, point.heads, point.kv_heads, point.head_dim, point.block_size),
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+
+    def run(q: Any, k_cache: Any, v_cache: Any, out: Any) -> None:
+        wrapper.run(q, (k_cache, v_cache), out=out)
+
+    return run
+
+
+def xqa_run(point: Point, inputs: Inputs) -> Any:
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    tables, lengths = to_torch(inputs.block_tables), to_torch(inputs.lengths)
+    scratch = workspace("xqa")
+    scratch.zero_()
+
+    def run(q: Any, k_cache: Any, v_cache: Any, out: Any) -> None:
+        xqa_batch_decode_with_kv_cache(
+            *(q, (k_cache, v_cache), scratch, tables, lengths, max(point.lengths), point.head_dim**-0.5, 1.0),
+            out=out,
+            kv_layout="NHD",
+        )
+
+    return run
+
+
+def graph_measure(make: Any, point: Point, inputs: Inputs, expected: jax.Array, _: Any) -> dict[str, Any]:
+    """The median over replays of one CUDA graph of calls that take turns with all caches of the point."""
+    import torch
+
+    jax.block_until_ready((inputs.caches, expected))
+    q = to_torch(inputs.q[:, 0])
+    pairs = [(to_torch(k), to_torch(v)) for caches in inputs.caches for k, v in caches]
+    num_calls = max(point.num_calls, len(pairs))
+    run = make(point, inputs)
+    out = torch.full_like(q, math.nan)
+    run(q, *pairs[0], out)
+    torch.cuda.synchronize()
+    worst = error(out[:, None].float().cpu().numpy(), expected)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(3):
+            run(q, *pairs[i % len(pairs)], out)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(num_calls):
+            run(q, *pairs[i % len(pairs)], out)
+    graph.replay()
+    replays = max(7, min(50, int(0.1e6 / (num_calls * (4 + point.num_bytes / 2.8e6)))))
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(end) * 1e3 / num_calls for start, end in events]
+    return {"us": statistics.median(times), "error": worst}
+
+
+def is_for_flashinfer(point: Point) -> bool:
+    return is_plain(point) and point.block_size == 16
+
+
+def nothing(point: Point, chain: Any) -> None:
+    """Nothing to compile."""
+
+
+PEERS = {
+    "fa3": Peer("flash_attn3_jax", is_plain, fa3_compile, fa3_measure),
+    "flashinfer": Peer("flashinfer", is_for_flashinfer, nothing, functools.partial(graph_measure, flashinfer_run)),
+    "xqa": Peer("flashinfer", is_for_flashinfer, nothing, functools.partial(graph_measure, xqa_run)),
+}

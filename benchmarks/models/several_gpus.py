@@ -1,0 +1,317 @@
+"""Two GPUs against one: `python -m benchmarks.models.several_gpus`.
+
+  attention  tensor parallel: the KV heads of a call over the GPUs, against all of them, and one GPU's share, on one GPU
+  step       a decode step of a model of Llama-3-8B's shape (examples/lib/llama.py), the whole loop in one jit
+  prefill    prompts for that model, one after the other in one jit
+  context    one sequence, its blocks cut over the GPUs, `context_parallel_attention` against `paged_attention`
+  engines    data parallel: the requests of benchmarks/engine/throughput.py, model x number, over an engine on each GPU
+
+Before a part is timed, its results on several GPUs are compared with those of one. Of a model the logits are, with two
+layers; the timed layers are copies of these. Of each compiled program the collectives are counted, and none may give a
+result, nor a copy, of the size of a device's part of a cache. A step is compiled with each of `--variants`. Figures are
+microseconds, of a call or of a step.
+
+    python -m benchmarks.models.several_gpus --parts step --shapes 64x2048 --variants default graphs
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m benchmarks.models.several_gpus --toy    # on a CPU
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.checks import poisoned, worst_error
+from benchmarks.engine.model import CONFIGS, packed_model, random_weights
+from benchmarks.engine.throughput import SIZES, create_caches, generate, workload
+from benchmarks.harness import Store, add_output, open_store, slope_microseconds
+from benchmarks.kernels.points import Inputs, Point, make_inputs, parse
+from benchmarks.models import decode_step, llama_step
+from benchmarks.models.decode_step import CHECKED_LAYERS, MOST_ERROR, State, loop, start, time_loop
+from jaxpaged import Engine, context_parallel_attention, paged_attention
+from lib.llama import Llama, LlamaConfig
+from lib.tensor_parallel import AXIS, CACHE, make_mesh, replicate, shard_model
+from tests.compiled import COLLECTIVES, instructions
+
+GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
+NCCL_IN_GRAPHS = {
+    "xla_gpu_experimental_use_collective_kernels": "",
+    "xla_gpu_enable_command_buffer": f"{GRAPHS},COLLECTIVES",
+}
+VARIANTS: dict[str, dict[str, str]] = {
+    "default": {},
+    "graphs": NCCL_IN_GRAPHS,
+    "graphs_sync": NCCL_IN_GRAPHS | {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"},
+}
+SHAPES = dict(
+    attention=("64x2048", "64x8192", "1x32768"),
+    step=("64x2048", "1x8192"),
+    prefill=("8x1024",),
+    context=("1x32768", "1x131072", "1x1048576"),
+    engines=("1bx1024",),
+)
+TOY_SHAPES = dict(attention=("3x50",), step=("2x40",), prefill=("2x16",), context=("1x100",), engines=("toyx20",))
+
+
+def collectives(compiled: Any, part: tuple[int, ...]) -> dict[str, int]:
+    """How often each stands in a program. Raises `AssertionError` where one, or a copy, is of one or more devices'
+    parts of a cache; a pool has its null block, so that no other array is as many times as large."""
+    counts: Counter[str] = Counter()
+    for operation, size, line in instructions(compiled.as_text() or ""):
+        name = operation.removesuffix("-start")
+        counts[name] += name in COLLECTIVES
+        is_copy = name == "copy" and f"[{','.join(map(str, part))}]" in line
+        if is_copy or (name in COLLECTIVES and size > 0 and size % math.prod(part) == 0):
+            raise AssertionError(f"moves a cache: {line}")
+    return dict(+counts)
+
+
+def part_shape(array: jax.Array) -> tuple[int, ...]:
+    return array.sharding.shard_shape(array.shape)
+
+
+def put(mesh: Mesh, tree: Any, spec: P) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
+
+
+def time_chain(point: Point, attend: Any, inputs: Inputs, toy: bool) -> tuple[float, jax.Array, Any]:
+    """Microseconds a call, the first output, and the program."""
+    num_calls = 2 if toy else point.num_calls
+
+    @jax.jit
+    def chain(q: jax.Array, caches: Any, tables: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        outs = [q]
+        for i in range(num_calls):
+            outs.append(attend(outs[-1], *caches[i % len(caches)], tables, lengths))
+        return outs[-1], outs[1]
+
+    def call(i: int) -> tuple[jax.Array, jax.Array]:
+        return compiled(inputs.q, inputs.caches[i % point.num_sets], inputs.block_tables, inputs.lengths)
+
+    compiled = chain.lower(inputs.q, inputs.caches[0], inputs.block_tables, inputs.lengths).compile()
+    return slope_microseconds(call, num_calls), poisoned(call, 0)[1], compiled
+
+
+def attention(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
+    heads, kv_heads = (4, 2) if toy else (32, 8)
+    point = parse(f"{heads}/{kv_heads} {shape}")
+    part = parse(f"{heads // mesh.size}/{kv_heads // mesh.size} {shape}")
+    inputs = make_inputs(point)
+    one, expected, _ = time_chain(point, paged_attention, inputs, toy)
+    share, *_ = time_chain(part, paged_attention, make_inputs(part), toy)
+    tables, lengths = put(mesh, (inputs.block_tables, inputs.lengths), P())
+    q, caches = put(mesh, inputs.q, CACHE), put(mesh, inputs.caches, CACHE)
+    several, first, compiled = time_chain(point, paged_attention, Inputs(q, caches, tables, lengths), toy)
+    return {
+        "error": worst_error(shape, first, expected),
+        "collectives": collectives(compiled, part_shape(caches[0][0][0])),
+        "one": one,
+        "share": share,
+        "several": several,
+        "speedup": one / several,
+        "efficiency": share / several,
+    }
+
+
+def context(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
+    point = parse(f"{'4/2' if toy else '32/8'} {shape} block_size={16 * mesh.size}")
+    inputs = make_inputs(point)
+    one, expected, _ = time_chain(point, paged_attention, inputs, toy)
+    q, tables, lengths = put(mesh, (inputs.q[:, 0], inputs.block_tables, inputs.lengths), P())
+    caches = put(mesh, inputs.caches, P(None, AXIS))
+
+    @functools.partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
+    def attend(*arrays: jax.Array) -> jax.Array:
+        return context_parallel_attention(*arrays, axis_name=AXIS)[0]
+
+    several, first, compiled = time_chain(point, attend, Inputs(q, caches, tables, lengths), toy)
+    return {
+        "error": worst_error(shape, first, expected[:, 0]),
+        "collectives": collectives(compiled, part_shape(caches[0][0][0])),
+        "one": one,
+        "several": several,
+        "speedup": one / several,
+    }
+
+
+def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
+    """Microseconds of the requests, and their tokens."""
+    name, count = shape.split("x")
+    config, sizes = CONFIGS[name], SIZES[name]
+    work = workload(int(count), sizes.longest)
+
+    def create(device: jax.Device) -> Engine:
+        return Engine(
+            packed_model(config),
+            *jax.device_put((random_weights(config), create_caches(config, sizes.num_blocks)), device),
+            num_seats=sizes.seats,
+            max_length=2 * sizes.longest,
+            chunk_tokens=sizes.chunk,
+        )
+
+    with ThreadPoolExecutor() as threads:
+        made = list(threads.map(create, mesh.devices.flat))
+
+        def serve(engines: list[Engine]) -> float:
+            shares = [work[i :: len(engines)] for i in range(len(engines))]
+            begin = time.perf_counter()
+            if sum(threads.map(generate, engines, shares)) != sum(new for _, new in work):
+                raise AssertionError("not all tokens came")
+            return (time.perf_counter() - begin) * 1e6
+
+        serve(made)  # warm
+        runs = [(serve(made[:1]), serve(made)) for _ in range(1 if toy else 3)]
+    one, several = (statistics.median(times) for times in zip(*runs, strict=True))
+    return dict(tokens=sum(new for _, new in work), one=one, several=several, speedup=one / several)
+
+
+class Models:
+    """The model on one GPU and on all of the mesh, with the same weights."""
+
+    def __init__(self, config: LlamaConfig, mesh: Mesh, one: Llama, cut: Llama):
+        self.config, self.mesh = config, mesh
+        self.graph, self.weights = nnx.split(one)
+        self.cut_graph, self.cut_weights = nnx.split(cut)
+
+    @staticmethod
+    def create(config: LlamaConfig, mesh: Mesh) -> "Models":
+        graph, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+        one = nnx.merge(graph, llama_step.example_model(config)[0])
+        return Models(config, mesh, one, shard_model(one, config, mesh))
+
+    def with_layers(self, num_layers: int) -> "Models":
+        """With copies of the layers, in turn: quicker than as many weights of their own, cut on the host."""
+        config = dataclasses.replace(self.config, num_layers=num_layers)
+        one, cut = nnx.merge(self.graph, self.weights), nnx.merge(self.cut_graph, self.cut_weights)
+        for model in (one, cut):
+            layers = itertools.islice(itertools.cycle(model.layers), num_layers)
+            model.layers = nnx.List([jax.tree.map(jnp.copy, layer) for layer in layers])
+        return Models(config, self.mesh, one, cut)
+
+    def state(self, shape: str, *, cut: bool) -> State:
+        num_seqs, length = map(int, shape.split("x"))
+        state = start(self.config, num_seqs, length)
+        if not cut:
+            return state
+        return replicate(self.mesh, State(state.tokens, put(self.mesh, state.caches, CACHE), state.allocator))
+
+    def apply(self, cut: bool, weights: Any, tokens: jax.Array, caches: Any, allocator: Any, slots: jax.Array) -> Any:
+        model = nnx.merge(self.cut_graph if cut else self.graph, weights)
+        return model(tokens.reshape(*slots.shape[:1], -1), caches, allocator, slots.reshape(*slots.shape[:1], -1))
+
+    def on_one(self, function: Any) -> Any:
+        return functools.partial(function, functools.partial(self.apply, False))
+
+    def over_mesh(self, function: Any, out_specs: Any) -> Any:
+        return jax.shard_map(
+            functools.partial(function, functools.partial(self.apply, True)),
+            mesh=self.mesh,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+
+def prompts(apply: Any, weights: Any, state: State, *, length: int) -> tuple[State, jax.Array]:
+    """A step that computes new prompts in the place of what there was. Also returns the logits."""
+    seqs = state.tokens.shape[0]
+    allocator = state.allocator.free(jnp.ones(seqs, bool))
+    allocator, slots, _ = allocator.append(jnp.full(seqs, length, jnp.int32), q_len=length)
+    tokens = (state.tokens[:, None] + jnp.arange(length, dtype=jnp.int32)[None]) % 1000
+    caches, logits = apply(weights, tokens, state.caches, allocator, slots)
+    return State(logits.argmax(axis=-1).astype(jnp.int32), caches, allocator), logits
+
+
+def check(shape: str, models: Models, one_step: Any) -> tuple[float, tuple[int, ...]]:
+    """The error of the logits, and the shape of a device's part of a cache."""
+
+    def logits(apply: Any, weights: Any, state: State) -> jax.Array:
+        return one_step(apply, weights, state)[1]
+
+    state, cut_state = models.state(shape, cut=False), models.state(shape, cut=True)
+    on_one, on_all = models.on_one(logits), models.over_mesh(logits, P())
+    theirs = jax.jit(on_one)(models.weights, state)
+    ours = poisoned(jax.jit(on_all), models.cut_weights, cut_state)
+    return worst_error(f"the logits of {shape}", ours, theirs, most=MOST_ERROR), part_shape(cut_state.caches[0].k)
+
+
+def model_step(shape: str, checked: Models, models: Models, one_step: Any, variants: list[str]) -> dict[str, Any]:
+    def timed(function: Any, weights: Any, *, cut: bool, xla: Any) -> tuple[float, Any]:
+        """Microseconds a step, and the program."""
+        state = models.state(shape, cut=cut)
+        lowered = jax.jit(function, donate_argnums=1).lower(weights, state, jnp.int32(1))
+        compiled = lowered.compile(compiler_options=xla)
+        return statistics.median(time_loop(compiled, weights, state)[1]) * 1e6, compiled
+
+    found, part_of_cache = check(shape, checked, one_step)
+    result: dict[str, Any] = {"error": found}
+    specs = State(P(), CACHE, P())  # type: ignore[arg-type]
+    steps = functools.partial(loop, step=one_step)
+    result["one"], _ = timed(models.on_one(steps), models.weights, cut=False, xla={})
+    print(f"{shape}: one GPU {result['one']:.0f} us, error {result['error']:.1e}", flush=True)
+    for name in variants:
+        try:
+            result[name], compiled = timed(
+                models.over_mesh(steps, specs), models.cut_weights, cut=True, xla=VARIANTS[name]
+            )
+        except jax.errors.JaxRuntimeError as refused:  # options are renamed from version to version
+            print(f"   {name}: {str(refused).splitlines()[0]}", flush=True)
+            continue
+        result[f"{name}_collectives"] = collectives(compiled, part_of_cache)
+        print(f"   {name}: {result[name]:.0f} us, {result[f'{name}_collectives']}", flush=True)
+    times = [result[name] for name in variants if name in result]
+    return result | {"several": min(times), "speedup": result["one"] / min(times)}
+
+
+def measure(part: str, shapes: Any, mesh: Mesh, options: argparse.Namespace, store: Store) -> None:
+    checked = models = None
+    for shape in shapes:
+        if f"{part} {shape}" in store.points:
+            continue
+        if part in ("step", "prefill") and models is None:
+            config = (llama_step.toy if options.toy else llama_step.llama_3_8b)(CHECKED_LAYERS)
+            checked = Models.create(config, mesh)
+            models = checked.with_layers(3 if options.toy else options.layers)
+        if checked is not None and models is not None:
+            length = int(shape.split("x")[1])
+            one_step = decode_step.step if part == "step" else functools.partial(prompts, length=length)
+            result = model_step(shape, checked, models, one_step, options.variants)
+        else:
+            result = {"attention": attention, "context": context, "engines": engines}[part](shape, mesh, options.toy)
+        store.add(f"{part} {shape}", result)
+        print(f"{part} {shape}: {result}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=tuple(SHAPES), choices=tuple(SHAPES))
+    parser.add_argument("--shapes", nargs="+", help="sequences x length, with one of --parts")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--variants", nargs="+", default=tuple(VARIANTS), choices=tuple(VARIANTS))
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to try the script out")
+    add_output(parser)
+    options = parser.parse_args(arguments)
+    mesh = make_mesh(options.devices)
+    store = open_store("several_gpus", options, devices=options.devices)
+    print(f"{options.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+    for part in options.parts:
+        measure(part, options.shapes or (TOY_SHAPES if options.toy else SHAPES)[part], mesh, options, store)
+    print(f"{'':<20} {'one':>9} {'several':>9} {'speedup':>8} {'of share':>9}")
+    for name, result in store.points.items():
+        share = f"{result['efficiency']:9.3f}" if "efficiency" in result else ""
+        print(f"{name:<20} {result['one']:9.1f} {result['several']:9.1f} {result['speedup']:8.2f} {share}")
+
+
+if __name__ == "__main__":
+    main()

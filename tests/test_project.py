@@ -1,0 +1,53 @@
+"""What a public forge and a package index read: the workflow, the issue form, the package's metadata."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import jaxpaged
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+
+
+def test_the_workflow_makes_what_contributing_names_on_every_python():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    runs = workflow["jobs"]["make"]["strategy"]["matrix"]["include"]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {run["target"] for run in runs} == {"test", "test-oldest", "docs"} <= set(targets)
+    assert [run["python"] for run in runs if run["target"] == "test"] == PYTHONS
+    assert f">={PYTHONS[0]}" == PROJECT["requires-python"]
+    assert workflow["jobs"]["make"]["steps"][-1] == {"run": "make ${{ matrix.target }}"}
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").iterdir()), ids=lambda form: form.name)
+def test_a_report_brings_the_table_of_the_self_test(form):
+    form = yaml.safe_load(form.read_text())
+    assert set(form) == {"name", "description", "body"}
+    ids = [field["id"] for field in form["body"]]
+    assert len(set(ids)) == len(ids)
+    assert all(field["attributes"]["label"] for field in form["body"])
+    required = [field["attributes"] for field in form["body"] if field["validations"]["required"]]
+    assert any("python -m jaxpaged.selftest" in field["description"] for field in required)
+
+
+def test_the_lock_and_the_extras_allow_the_same_jax():
+    extras = PROJECT["optional-dependencies"]
+    (ours,) = (line.removeprefix("jax") for line in PROJECT["dependencies"] if re.match(r"jax[<>=]", line))
+    assert f"jaxlib{ours}" in PROJECT["dependencies"]
+    for name in ("cuda12", "cuda13"):
+        assert extras[name][0] == f"jax[{name}]{ours}"
+
+
+def test_caches_of_tools_stay_out_of_the_sdist():
+    """Hatch leaves out what git ignores."""
+    ignored = (ROOT / ".gitignore").read_text().split()
+    assert {".cache/", "build/", "dist/", ".venv*/"} <= set(ignored)
+
+
+def test_the_version_is_one_that_an_index_takes():
+    assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", jaxpaged.__version__)

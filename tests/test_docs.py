@@ -21,13 +21,22 @@ PUBLIC = {
 }
 
 
-def test_the_readme_example_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_attention_of_the_readme_runs():
+    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     with jax.numpy_dtype_promotion("strict"):
         names: dict = {}
         exec(code, names)
     assert names["out"].shape == (4, 8, 64)
     assert names["ok"].all()
+    assert len(code.strip().splitlines()) <= 12
+
+
+@pytest.mark.slow
+def test_the_text_of_the_readme_is_what_its_model_says(capsys):
+    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(code, {})
+    said = re.search(r"# (The capital.*)", code)[1]
+    assert capsys.readouterr().out.splitlines()[0] == said
     assert len(code.strip().splitlines()) <= 12
 
 

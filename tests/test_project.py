@@ -51,3 +51,11 @@ def test_caches_of_tools_stay_out_of_the_sdist():
 
 def test_the_version_is_one_that_an_index_takes():
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", jaxpaged.__version__)
+
+
+@pytest.mark.parametrize("figure", sorted((ROOT / "docs").glob("*.svg")), ids=lambda figure: figure.name)
+def test_text_in_figures_stays_legible(figure):
+    """All of it has 11 points, and a page shows about 10 inches."""
+    assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', figure.read_text())[1]) <= 720
+    sources = (ROOT / "benchmarks/figures").glob("*.py")
+    assert all(re.search("fontsize=|labelsize=", source.read_text()) is None for source in sources)

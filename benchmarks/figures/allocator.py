@@ -28,15 +28,15 @@ STYLES = (
 def label(title: str, point: Any) -> str:
     """What stands under a panel, one of whose points this is."""
     if title == "batch":
-        return f"sequences (of {point.length} tokens, {point.num_blocks} blocks in the pool)"
+        return f"sequences\n({point.length} tokens each, {point.num_blocks} blocks)"
     if title == "pool":
-        return f"blocks in the pool ({point.num_seqs} sequences of {point.length} tokens)"
-    return f"part of the pool held ({point.num_seqs} sequences, {point.num_blocks} blocks)"
+        return f"blocks in the pool\n({point.num_seqs} sequences of {point.length} tokens)"
+    return f"part of the pool held\n({point.num_seqs} sequences, {point.num_blocks} blocks)"
 
 
 def draw(kept: dict[str, Any], path: Path) -> None:
     """`kept`: what benchmarks/allocator/operations.py wrote."""
-    figure, axes = begin().subplots(1, len(SWEEPS), figsize=(4.6 * len(SWEEPS), 4), sharey=True)
+    figure, axes = begin().subplots(1, len(SWEEPS), figsize=(10, 4.4), sharey=True)
     for axis, (title, points) in zip(axes, SWEEPS.items(), strict=True):
         sizes = {(p.num_seqs, p.num_blocks, p.max_blocks, p.length) for p in points}
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -54,9 +54,9 @@ def draw(kept: dict[str, Any], path: Path) -> None:
         axis.set_xlabel(label(title, points[0]))
         axis.grid(linewidth=0.4, alpha=0.6)
     axes[0].set_ylabel("microseconds a step, inside one jit")
-    axes[0].legend(fontsize=8)
-    figure.suptitle(f"The allocator's operations, {kept['device']}, jax {kept['jax']}", fontsize=10)
-    figure.tight_layout()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=6)
+    figure.suptitle(f"The allocator's operations, {kept['device']}, jax {kept['jax']}")
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     save(figure, path)
 
 

@@ -34,8 +34,8 @@ def draw(kept: dict[str, Any], path: Path) -> None:
     axis.set_xlabel("sequences in the batch")
     axis.set_ylabel("tokens a second")
     axis.grid(linewidth=0.4, alpha=0.6)
-    axis.legend(fontsize=9)
-    axis.set_title(f"SmolLM2-135M, float32, {kept['device']}, jax {kept['jax']}", fontsize=10)
+    axis.legend()
+    axis.set_title(f"SmolLM2-135M, float32, {kept['device']}, jax {kept['jax']}")
     figure.tight_layout()
     save(figure, path)
 

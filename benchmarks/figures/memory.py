@@ -65,9 +65,9 @@ def draw_memory(path: Path) -> None:
     axis.set_xlabel("step")
     axis.set_ylabel("GB of keys and values")
     axis.grid(linewidth=0.4, alpha=0.6)
-    axis.legend(fontsize=9, loc="center right")
+    axis.legend(loc="center right")
     axis.set_title(
-        f"{REQUESTS} requests of a chat log in {sizes.seats} seats, the shape of Llama-3-8B, bfloat16", fontsize=10
+        f"{REQUESTS} requests of a chat log in {sizes.seats} seats, the shape of Llama-3-8B, bfloat16",
     )
     figure.tight_layout()
     save(figure, path)
@@ -100,7 +100,7 @@ def draw_pool(path: Path) -> None:
     for i, (done, allocator) in enumerate(shown):
         axis = plot_blocks(allocator, axes=figure.add_axes((0.03, 0.03, 0.94, 0.78), label=str(i)))
         axis.set_gid(f"picture{i}")
-        axis.set_title(f"{done}\n{int(allocator.num_held)} blocks held", fontsize=9)
+        axis.set_title(f"{done}\n{int(allocator.num_held)} blocks held")
         axis.lines[0].set_markersize(5)
         cells: Any = axis.images[0].get_array()
         rows, columns = cells.shape[:2]

@@ -1,0 +1,161 @@
+"""Tables of docs/ about caches, the allocator, models and the engine, from the files of benchmarks/results."""
+
+from typing import Literal
+
+from benchmarks.figures.cells import Points, label, table, us
+from jaxpaged import cache_capacity
+
+PREFIXES = {
+    "apart": "512, nothing in common",
+    "completions": "64, 8 completions of each",
+    "system prompt": "512, behind 512 equal tokens",
+}
+CHOICES: tuple[tuple[str, Literal["token_head", "head"] | None], ...] = (
+    ("bfloat16", None),
+    ("int8", "token_head"),
+    ("int8", "head"),
+    ("float8_e4m3fn", "token_head"),
+    ("float8_e4m3fn", "head"),
+    ("float8_e5m2", "head"),
+)
+CACHE_OPERATIONS = {
+    "write_kv | 8192 tokens": "`write_kv`, bfloat16",
+    "write_kv float8_e4m3fn, head | 8192 tokens": "`write_kv`, float8_e4m3fn, `head`",
+    "write_kv float8_e4m3fn, token_head | 8192 tokens": "`write_kv`, float8_e4m3fn, `token_head`",
+    "copy_blocks, a stack of 32 | 512 blocks": "`copy_blocks`, a stack",
+    "by XLA, a stack of 32 | 512 blocks": "the same by XLA",
+    "gather_kv | 64 x 1024 tokens": "`gather_kv`",
+    "swap_out | 256 blocks": "`blocks_to_host`",
+    "swap_in | 256 blocks": "`blocks_from_host`",
+}
+ALLOCATOR_OPERATIONS = {
+    "append": "`append`, with its slots",
+    "append, free": "`append`, and `free` of one sequence in 64",
+    "free": "`free` of one sequence",
+    "fork, replace": "`fork` with `replace`, beams of 4",
+    "rollback": "`rollback` by a token",
+    "match_prefix, free": "`match_prefix` of 256 tokens, and `free` of all",
+}
+SEVERAL_GPUS = {
+    "attention": "tensor parallel, attention",
+    "step": "tensor parallel, a step of Llama-3-8B",
+    "prefill": "tensor parallel, prompts of Llama-3-8B",
+    "context": "context parallel, attention",
+}
+
+
+def engine(points: Points) -> str:
+    rows = []
+    for requests in (512, 1024):
+        p = points("h100/engine")[f"engine {requests}"]
+        shares = (f"{p[share]:.0%}" for share in ("of_steps", "of_floor"))
+        rows.append([str(requests), f"{p['tokens']:,}", f"{p['seconds']:.1f}", f"{p['tokens_per_s']:,.0f}", *shares])
+    head = "requests", "new tokens", "seconds", "tokens a second", "of its steps", "of the floor"
+    return table(head, rows)
+
+
+def engine_loops(points: Points) -> str:
+    found, rows = points("h100/engine_loops"), []
+    for name, text in {"135m": "135 million", "1b": "1 billion"}.items():
+        ways = [found[f"{name} {way}"]["tokens_per_s"] for way in ("engine", "host loop async", "host loop sync")]
+        rows.append([text, *(f"{way:,.0f}" for way in ways), f"{ways[0] / ways[1]:.2f}"])
+    head = "parameters", "engine", "host loop, a step ahead", "host loop, each step read", "times the faster loop"
+    return table(head, rows)
+
+
+def engine_prefixes(points: Points) -> str:
+    found, rows = points("h100/engine_prefixes"), []
+    for name, text in PREFIXES.items():
+        off, on = (found[f"{name}, {cache}"] for cache in ("off", "on"))
+        rows.append([text, f"{off['tokens_per_s']:,.0f}", f"{on['tokens_per_s']:,.0f}", f"{on['num_found']:,}"])
+    return table(("prompts", "without", "with", "tokens found"), rows)
+
+
+def decode_step(points: Points) -> str:
+    rows = []
+    for gpu in ("h100", "h200"):
+        for shape in ("64x2048", "1x8192"):
+            p = points(f"{gpu}/decode_step")[f"example {shape}"]
+            rows.append([gpu.upper(), "Llama-3-8B", label(f"32/8 {shape}"), p["ms"], p["floor_ms"]])
+    for seqs in (1, 16):
+        p = points("cpu/generate")[f"batch {seqs}"]
+        ms = 1000 / p["steps_per_s"]
+        rows.append(["2 cores of a CPU", "SmolLM2-135M", f"{seqs}, 64 new tokens", ms, ms * p["of_floor"]])
+    texts = ([*names, f"{ms:.2f}", f"{floor:.2f}", f"{ms / floor:.2f}"] for *names, ms, floor in rows)
+    return table(("on", "model", "sequences x length", "ms a step", "floor", "over it"), texts)
+
+
+def cache_operations(points: Points) -> str:
+    found, rows = points("h100/cache_ops"), []
+    for name, text in CACHE_OPERATIONS.items():
+        p = found[name]
+        of = f"{p['of_link']:.0%} of the link" if "of_link" in p else f"{p['of_copy']:.0%}"
+        rows.append([text, p["size"], f"{p['microseconds']:.{1 if p['microseconds'] < 100 else 0}f}", of])
+    return table(("operation", "size", "us", "of a plain copy"), rows)
+
+
+def cache_choices(points: Points) -> str:
+    """By the exact bytes, a call on an H100, and the perplexity of a small model; over those of bfloat16."""
+    times, perplexities = points("h100/quantised"), points("cpu/perplexity")
+    rows = []
+    for dtype, scale in CHOICES:
+        sizes = dict(num_layers=1, num_kv_heads=8, head_dim=128)
+        bytes_per_token = cache_capacity(10**9, [1], dtype=dtype, scale_per=scale, **sizes).bytes_per_token
+        time = times["32/8 64x8192" + (f" cache={dtype} scale={scale}" if scale else "")]["us"]
+        perplexity = perplexities[f"{dtype}/{scale}" if scale else dtype]["perplexity"]
+        rows.append((dtype, scale or "", bytes_per_token, time, perplexity))
+    _, _, most_bytes, most_time, least_perplexity = rows[0]
+    texts = (
+        [*names, f"{size / most_bytes:.2f}", f"{time / most_time:.2f}", f"{perplexity / least_perplexity:.3f}"]
+        for *names, size, time, perplexity in rows
+    )
+    return table(("dtype", "scale", "memory", "time", "perplexity"), texts)
+
+
+def perplexity(points: Points) -> str:
+    found = points("cpu/perplexity")
+    exact, half = found["float32"]["perplexity"], found["bfloat16"]["bytes_per_token"]
+    rows = (
+        [
+            p["dtype"],
+            p["scale"] or "",
+            str(p["bytes_per_token"]),
+            f"{1 - p['bytes_per_token'] / half:.0%}" if p["bytes_per_token"] < half else "",
+            f"{p['perplexity']:.2f}",
+            f"{p['perplexity'] / exact - 1:+.2%}".replace("-0.00%", "+0.00%"),
+            f"{p['prompts_with_equal_tokens']} of {p['prompts']}",
+            f"{p['share_of_tokens_before_a_difference']:.0%}",
+        ]
+        for p in found.values()
+    )
+    heads = ("dtype", "scale", "bytes a token", "less than bfloat16", "perplexity", "change")
+    return table((*heads, "prompts equal", "tokens before"), rows)
+
+
+def allocator(points: Points) -> str:
+    found = points("h100/allocator")
+    rows = (
+        [text, us(found[f"{name} | 256 seqs, 65536 blocks, 2048 tokens in 256"]["us"])]
+        for name, text in ALLOCATOR_OPERATIONS.items()
+    )
+    return table(("operation", "us"), rows)
+
+
+def allocator_in_a_step(points: Points) -> str:
+    rows = []
+    for shape in ("64x2048", "256x512"):
+        p = points("h100/allocator")[f"model {shape}"]
+        times = (f"{p['ms'][method]:.2f}" for method in ("jaxpaged", "filled", "host"))
+        rows.append([label(f"32/8 {shape}"), *times, f"{p['append_share']:.2%}"])
+    heads = ("sequences x length", "with the allocator", "tables filled beforehand", "an allocator on the host")
+    return table((*heads, "`append` alone"), rows)
+
+
+def several_gpus(points: Points) -> str:
+    rows = []
+    for name, p in points("h200/several_gpus").items():
+        part, shape = name.split()
+        share = us(p["share"]) if "share" in p else ""
+        times = us(p["one"]), share, us(p["several"]), f"{p['speedup']:.2f}"
+        rows.append([SEVERAL_GPUS[part], label(f"32/8 {shape}"), *times])
+    return table(("what", "sequences x length", "one GPU", "its share", "two GPUs", "times as fast"), rows)

@@ -39,6 +39,8 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
 def checked_size(name: str, size: Any, least: int = 1, most: int | None = None) -> int:
     """A static size as an int of Python's: one of NumPy's would make int64 of int32 arrays where x64 is on."""
     try:
+        if isinstance(size, bool):
+            raise TypeError
         number = operator.index(size)
     except TypeError:
         raise ValueError(f"{name} must be an int; got {name}={size!r}.") from None

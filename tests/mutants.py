@@ -310,8 +310,8 @@ MUTANTS = (
     Mutant(
         "engine: new weights are not told",
         "jaxpaged/_engine/engine.py",
-        "else replicate(self._mesh, weights), True",
-        "else replicate(self._mesh, weights), False",
+        "self._forgets, self._weights = True, weights",
+        "self._forgets, self._weights = False, weights",
         FORGOTTEN,
     ),
     Mutant(
@@ -338,7 +338,7 @@ MUTANTS = (
     Mutant(
         "engine: ends all completions for one",
         "jaxpaged/_engine/engine.py",
-        " or completion not in (None, index)",
+        " if completion in (None, index)",
         "",
         "tests/test_engine.py::abort_of_one and False",
     ),
@@ -355,6 +355,41 @@ MUTANTS = (
         "fits &= ~is_cut_by_p",
         "fits &= True | ~is_cut_by_p",
         "tests/test_engine.py::cut_of_top_k",
+    ),
+    Mutant(
+        "engine: top_p takes a token too many",
+        "jaxpaged/_engine/sampling.py",
+        "axis=-1) < least)",
+        "axis=-1) <= least)",
+        "tests/test_engine.py::top_p_takes",
+    ),
+    Mutant(
+        "prefixes: old blocks listed as new ones",
+        SEATS,
+        "insert_blocks(allocator, blocks, num_full, prefixes.salts)",
+        "insert_blocks(allocator, blocks, num_full, prefixes.salts * 0 + prefixes.salt)",
+        "tests/test_engine.py::old_weights_began",
+    ),
+    Mutant(
+        "engine: Ctrl-C in the middle of the books",
+        "jaxpaged/_engine/engine.py",
+        "    @without_interrupts()\n    def _take(",
+        "    def _take(",
+        "tests/test_engine_trouble.py::any_line",
+    ),
+    Mutant(
+        "engine: a lost one goes on",
+        "jaxpaged/_engine/engine.py",
+        "raise StateLostError from failure\n            raise",
+        "pass\n            raise",
+        "tests/test_engine_trouble.py::says_so",
+    ),
+    Mutant(
+        "engine: a stream that is left goes on",
+        "jaxpaged/_engine/engine.py",
+        "            self._drop(request_ids)\n",
+        "            pass\n",
+        "tests/test_engine_trouble.py::is_left",
     ),
 )
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.soak.engine import soak
 from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, StepAttention, generate, rotate_and_write_kv
-from jaxpaged._engine.requests import seed_of
+from jaxpaged._engine.requests import checked_request, seed_of
 from jaxpaged._engine.sampling import furthest_kept
 from tests import toy_model
 from tests.compiled import instructions
@@ -32,6 +32,7 @@ from tests.toy_model import (
     continuation,
     create_engine,
     engine_of,
+    finish,
     random_weights,
 )
 
@@ -250,6 +251,19 @@ def test_a_prefix_is_found_until_the_weights_change():
     assert served_with(0) == (29, 0)
 
 
+def test_blocks_that_old_weights_began_are_not_found_with_new_ones():
+    """The first block is full, but not yet listed, when the weights change."""
+    engine, prompt, greedy = engine_of(16, prefix_cache=True), [9, 8, 7], SamplingParams(temperature=0, max_tokens=20)
+    engine.update_weights(random_weights())
+    request = engine.add_request(prompt, greedy)
+    engine.step()
+    engine.update_weights(random_weights(1))
+    served = prompt + finish(engine)[request].outputs[0].token_ids
+    counts, (output,) = counts_of(engine, [served], greedy)
+    assert counts == (len(served) + 19, 0)
+    assert output.outputs[0].token_ids == continuation(random_weights(1), served, greedy)[0]
+
+
 def test_equal_prompts_are_computed_once():
     prompt, params = [*range(22)], SamplingParams(max_tokens=6, temperature=1.0, seed=7, n=4)
     apart, (expected,) = counts_of(engine_of(16), [prompt], params)
@@ -382,15 +396,6 @@ def test_an_abort_spares_who_got_the_place():
     assert finish(engine)[second].outputs[0].finish_reason == "length"
 
 
-def finish(engine):
-    """The last output of each request, once all are finished."""
-    outputs = {}
-    while engine.has_unfinished_requests:
-        outputs |= {output.request_id: output for output in engine.step()}
-    assert all(output.finished for output in outputs.values())
-    return outputs
-
-
 def test_a_request_streams_as_it_grows():
     engine = engine_of(16)
     params = SamplingParams(max_tokens=30, temperature=0)
@@ -451,10 +456,17 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         "priority must be at least -2147483648": lambda: SamplingParams(priority=-(2**40)),
         "stop_token_ids must be at least 0; got stop_token_ids=-1": lambda: SamplingParams(stop_token_ids=(-1,)),
         "seed must be at most 4294967295": lambda: SamplingParams(seed=2**32),
-        "top_p must be above 0 and at most 1; got top_p=1.5": lambda: SamplingParams(top_p=1.5),
+        "top_p must be a number above 0 and at most 1; got top_p=1.5": lambda: SamplingParams(top_p=1.5),
         "temperature must be a number of at least 0; got temperature=nan": lambda: SamplingParams(
             temperature=float("nan")
         ),
+        "temperature must be a number of at least 0; got temperature='1'": lambda: SamplingParams(temperature="1"),
+        "temperature must be .*; got temperature=1e[+]39": lambda: SamplingParams(temperature=1e39),
+        "top_p must be a number .*; got top_p=None": lambda: SamplingParams(top_p=None),
+        "max_tokens must be an int; got max_tokens=True": lambda: SamplingParams(max_tokens=True),
+        "top_k must be at least -1; got top_k=-2": lambda: SamplingParams(top_k=-2),
+        r"logprobs must be True or False; got logprobs=5\. The engine returns": lambda: SamplingParams(logprobs=5),
+        "got stop_token_ids='ab'": lambda: SamplingParams(stop_token_ids="ab"),
     }
     for message, call in calls.items():
         with pytest.raises(ValueError, match=message):
@@ -462,12 +474,11 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
     assert not engine.has_unfinished_requests
 
 
-def test_a_request_beyond_the_pool_is_refused(monkeypatch):
-    engine = engine_of(16)
-    monkeypatch.setattr(engine, "_num_blocks", 6)
-    assert engine._check([1] * 10, SamplingParams(max_tokens=11))  # 20 tokens are computed, in 5 blocks
+def test_a_request_beyond_the_pool_is_refused():
+    sizes = dict(max_length=MAX_TOKENS, num_blocks=6, block_size=4, num_stop_ids=0)
+    assert checked_request([1] * 10, SamplingParams(max_tokens=11), **sizes)  # 20 tokens are computed, in 5 blocks
     with pytest.raises(ValueError, match="22 tokens need 6 blocks of 4, and the caches have 5 beside the null block"):
-        engine.add_request([1] * 10, SamplingParams(max_tokens=12))
+        checked_request([1] * 10, SamplingParams(max_tokens=12), **sizes)
 
 
 def test_a_model_that_cannot_be_served_is_refused():
@@ -503,6 +514,78 @@ def test_a_model_that_cannot_be_served_is_refused():
         Engine(toy_model.apply, random_weights(), [jnp.ones(3)], num_seats=1, max_length=8)
 
 
+def test_what_an_engine_is_made_from_is_checked():
+    weights, cache = (
+        random_weights(),
+        KVCache.create(num_blocks=4, block_size=4, num_kv_heads=4, head_dim=8, dtype="float32"),
+    )
+    module = {"layers": [weights, abs], "scale": 0.5}
+    calls = {
+        r"caches\[0\].k and caches\[2\].k are one array. Make a cache for each layer": dict(
+            cache=[cache, dataclasses.replace(cache, k=cache.k + 1, v=cache.v + 1), cache]
+        ),
+        r"caches.k and caches.v are one array": dict(cache=dataclasses.replace(cache, v=cache.k)),
+        "seed must be at least 0; got seed=-1": dict(seed=-1),
+        r"a pytree of arrays; got <built-in .* at \['layers'\]\[1\].*eqx.partition\(module, eqx.is_array\)": dict(
+            weights=module
+        ),
+        "got 'bfloat16' at its root": dict(weights="bfloat16"),
+    }
+    for message, options in calls.items():
+        with pytest.raises(ValueError, match=message):
+            create_engine(**dict(cache=cache, weights=weights) | options)
+    with pytest.raises(ValueError, match=r"a pytree of arrays; got <built-in function abs>"):
+        engine_of(16).update_weights(module)
+
+
+def test_parameters_are_vllms():
+    params = SamplingParams(stop_token_ids=[2, np.int64(3)])
+    assert params == SamplingParams(stop_token_ids=(2, 3))
+    assert len({params, SamplingParams(stop_token_ids=(2, 3))}) == 1
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(5)
+    engine, sampled = engine_of(16), SamplingParams(max_tokens=20, temperature=2.0, seed=3)
+    tokens = [
+        engine.generate([[1, 2]], dataclasses.replace(sampled, top_k=top_k))[0].outputs[0].token_ids
+        for top_k in (0, -1, 1)
+    ]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+def test_apply_may_return_caches_in_lists_and_weights_may_be_numbers():
+    caches = tuple(
+        KVCache.create(num_blocks=BLOCKS + 1, block_size=4, num_kv_heads=4, head_dim=8, dtype="float32")
+        for _ in range(2)
+    )
+
+    def apply(weights, tokens, positions, caches, attend):
+        cache, logits = toy_model.apply(weights["model"], tokens, positions, caches[0], attend)
+        return [cache, caches[1]], logits * weights["scale"]
+
+    engine = create_engine(model=apply, weights={"model": random_weights(), "scale": 1.0}, cache=caches)
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+
+    def tokens():
+        return [output.outputs[0].token_ids for output in engine.generate([[1, 2, 3]], greedy)]
+
+    assert tokens() == [continuation(random_weights(), [1, 2, 3], greedy)[0]]
+    engine.update_weights({"model": random_weights(1), "scale": 2.0})
+    assert tokens() == [continuation(random_weights(1), [1, 2, 3], greedy)[0]]
+    assert isinstance(engine._state.caches, tuple)
+
+
+def test_a_prefix_cache_that_can_find_nothing_is_harmless():
+    cache = KVCache.create(num_blocks=4, block_size=16, num_kv_heads=4, head_dim=8, dtype="float32")
+    engine = create_engine(weights=random_weights(), cache=cache, max_length=12, prefix_cache=True)
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    (output,) = engine.generate([[1, 2, 3]], greedy)
+    assert output.outputs[0].token_ids == continuation(random_weights(), [1, 2, 3], greedy)[0]
+    engine.update_weights(random_weights(1))
+    (output,) = engine.generate([[1, 2, 3]], greedy)
+    assert output.outputs[0].token_ids == continuation(random_weights(1), [1, 2, 3], greedy)[0]
+    assert engine.stats().num_found == 0
+
+
 def test_attend_turns_neighbours():
     allocator = BlockAllocator.create(num_blocks=4, block_size=BLOCK_SIZE, num_seqs=2, max_blocks_per_seq=2)
     allocator, slots, _ = allocator.append(jnp.full(2, 3, jnp.int32), q_len=3)
@@ -532,6 +615,16 @@ def test_the_cut_of_top_k_and_top_p_is_that_of_a_sort():
         probabilities = np.exp(-behind[row].astype(np.float64))
         expected = toy_model.kept(probabilities / probabilities.sum(), top_k[row], top_p[row])
         assert ((behind[row].view(np.int32) <= limit[row]) == expected).all()
+
+
+def test_top_p_takes_no_more_than_it_needs():
+    """Probabilities 1/2, 1/4, 1/4: the first alone has a half, so that nothing else is drawn with top_p=0.5."""
+    behind = jnp.log(jnp.array([[1, 2, 2]] * 3, jnp.float32))
+    np.testing.assert_array_equal(jnp.exp(-behind[0]), [1, 0.5, 0.5])  # no sum of these is rounded
+    top_p = jnp.array([0.5, np.nextafter(np.float32(0.5), np.float32(1)), 0.25], jnp.float32)
+    limit = furthest_kept(behind, jnp.zeros(3, jnp.int32), top_p)
+    is_kept = np.asarray(behind).view(np.int32) <= np.asarray(limit)[:, None]
+    assert is_kept.tolist() == [[True, False, False], [True, True, True], [True, False, False]]
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

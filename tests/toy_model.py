@@ -112,3 +112,12 @@ def engine_of(chunk_tokens, *, prefix_cache=False, exact=False):
     if options not in ENGINES:
         ENGINES[options] = create_engine(chunk_tokens=chunk_tokens, prefix_cache=prefix_cache, exact=exact)
     return ENGINES[options]
+
+
+def finish(engine):
+    """The last output of each request, once all are finished."""
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert all(output.finished for output in outputs.values())
+    return outputs

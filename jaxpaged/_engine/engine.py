@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
+import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,14 +20,16 @@ import numpy as np
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
-from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._engine.counting import counted
+from jaxpaged._engine.inputs import own, sizes_of
+from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.on_mesh import mesh_of, on_each_device, replicate
 from jaxpaged._engine.progress import ProgressBar
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import (
     FINISH_REASONS,
     Row,
-    check_params,
+    checked_request,
     inbox_of,
     new_tokens,
     output_of,
@@ -101,12 +106,18 @@ class Engine:
     ):
         num_seats = checked_size("num_seats", num_seats)
         max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
-        num_blocks, block_size = _sizes_of(caches)
+        num_blocks, block_size = sizes_of(caches)
         max_length = checked_size("max_length", max_length)
-        self._weights, self._seed, self._num_seats = _own(weights), seed, num_seats
+        self._weights, self._seed, self._num_blocks = own(weights), checked_size("seed", seed, 0), num_blocks
         self._steps_per_slice = checked_size("steps_per_slice", steps_per_slice)
-        self._max_length, self._num_blocks, self._block_size = max_length, num_blocks, block_size
-        self._max_requests, self._num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
+        self._max_requests, num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
+        self._check = functools.partial(
+            checked_request,
+            max_length=max_length,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_stop_ids=num_stop_ids,
+        )
         self._kinds = kinds_of_steps(num_seats, checked_size("chunk_tokens", chunk_tokens), exact=exact)
         self._state_of_slice = State(
             scheduler=Scheduler.create(
@@ -114,11 +125,11 @@ class Engine:
                 num_seats=num_seats,
                 max_length=max_length,
                 max_steps=self._steps_per_slice,
-                num_stop_ids=self._num_stop_ids,
+                num_stop_ids=num_stop_ids,
                 prefix_cache=PrefixCache.create(
                     num_blocks=num_blocks, block_size=block_size, secret=secrets.randbits(128)
                 )
-                if prefix_cache
+                if prefix_cache and max_length >= block_size  # else it could never find a block
                 else None,
             ),
             allocator=BlockAllocator.create(
@@ -137,7 +148,7 @@ class Engine:
             num_rows=min(MOST_ARRIVALS, max_requests),
             max_length=max_length,
             max_requests=max_requests,
-            num_stop_ids=self._num_stop_ids,
+            num_stop_ids=num_stop_ids,
         )
         no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0)
         function: Any = functools.partial(run_slice, apply, kinds=self._kinds)
@@ -149,7 +160,8 @@ class Engine:
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
         self._run_slice = jitted.lower(self._weights, self._state_of_slice, no_news).compile()
         # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged")
+        self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
+        self._failure: BaseException | None = None  # of the slice that took the state with it
 
         self._queue: deque[Row] = deque()  # not on the device
         self._on_device: dict[int, Row] = {}  # by place, as far as the host has read
@@ -157,7 +169,7 @@ class Engine:
         self._requests: dict[int, list[Row]] = {}  # unfinished, or with news
         self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
         self._aborts: list[int] = []  # places, to be sent in with the next slice
-        self._num_unfinished = self._num_sent = self._next_id = 0
+        self._num_sent = self._next_id = 0
         self._forgets = False  # whether the weights have changed since the last slice
         self._since = time.perf_counter()  # when the stats were last counted, or the first request came
         self._stats = EngineStats(num_blocks=num_blocks - 1, num_free_blocks=num_blocks - 1)
@@ -165,7 +177,7 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has still to be called: some request is not finished, or its end is not reported."""
-        return bool(self._num_unfinished or self._news)
+        return bool(self._requests)
 
     def generate(
         self,
@@ -174,33 +186,41 @@ class Engine:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continues all prompts, and returns when the last is finished, in the order of the prompts.
+        """Continues all prompts and returns their outputs in order, once the last is finished.
+
+        If it raises, Ctrl-C included, its requests are aborted and the engine is ready for others. Requests that
+        `add_request` took go on meanwhile; `step` returns their news.
 
         Args:
-            prompts: the token ids of each; more of them than the device holds are fed to it bit by bit.
+            prompts: the token ids of each. There may be more prompts than the device holds.
             params: of each prompt, or of all.
             progress: write a progress bar to stderr. For anything else there is `stream`.
 
         Raises:
-            ValueError: a request that can never be served, before any is begun; or other requests under way.
+            ValueError: a request that can never be served, before any is begun.
+            RuntimeError: the engine is lost, as in `step`.
         """
-        self._add_all(prompts, params)
         outputs: dict[int, RequestOutput] = {}
-        bar, num_generated = ProgressBar(len(prompts)) if progress else None, self._stats.num_generated
-        while self.has_unfinished_requests:
-            self._advance()
-            outputs |= {output.request_id: output for output in self._news_of(finished_only=True)}
-            if bar is not None:
-                bar.show(len(outputs), self._stats.num_generated - num_generated)
-        return [outputs[request_id] for request_id in sorted(outputs)]
+        with self._serving(prompts, params) as request_ids:
+            bar, num_generated = ProgressBar(len(prompts)) if progress else None, self._stats.num_generated
+            while len(outputs) < len(request_ids):
+                self._advance()
+                outputs |= {output.request_id: output for output in self._news_of(request_ids, finished_only=True)}
+                if bar is not None:
+                    bar.show(len(outputs), self._stats.num_generated - num_generated)
+        return [outputs[request_id] for request_id in request_ids]
 
     def stream(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but yields each request whenever it has new tokens. Request ids are in the prompts' order."""
-        self._add_all(prompts, params)
-        while self.has_unfinished_requests:
-            yield from self.step()
+        """As `generate`, but yields each request whenever it has new tokens. Request ids are in the prompts' order.
+
+        Leaving the loop early aborts the requests that are not finished.
+        """
+        with self._serving(prompts, params) as request_ids:
+            while not self._requests.keys().isdisjoint(request_ids):
+                self._advance()
+                yield from self._news_of(request_ids)
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Takes a request, and returns its id. It begins with the next slice that has room.
@@ -209,45 +229,59 @@ class Engine:
 
         Raises:
             ValueError: the request can never be served; the message says why.
+            RuntimeError: the engine is lost, as in `step`.
         """
+        self._check_usable()
         return self._add(*self._check(prompt, params))
 
-    def abort(self, request_id: int, completion: int | None = None) -> None:
-        """Ends a request, whose blocks are free within a slice. One that is finished or was never there stays so.
+    def abort(self, request_id: int | None = None, completion: int | None = None) -> bool:
+        """Ends a request, or all of them. Its blocks are free within a slice, and `step` reports its end.
 
         Args:
-            request_id: as `add_request` returned it.
-            completion: only this one of its `n` completions, from 0 on; the others go on. None: all.
+            request_id: as `add_request` returned it. None: every request.
+            completion: only this one of the request's `n` completions, from 0 on; the others go on. None: all.
+
+        Returns:
+            Whether the engine knows what was named. A request whose end `step` has returned is not known any more.
+
+        Raises:
+            RuntimeError: the engine is lost, as in `step`.
         """
-        for index, row in enumerate(self._requests.get(request_id, [])):
-            if row.finish_reason is not None or row.is_aborted or completion not in (None, index):
-                continue
-            row.is_aborted = True
-            if row.place is not None:
-                self._aborts.append(row.place)
-        queued = [row for row in self._queue if row.is_aborted]
-        self._queue = deque(row for row in self._queue if not row.is_aborted)
-        for row in queued:
-            self._finish(row, RequestStatus.ABORTED)
+        self._check_usable()
+        if request_id is None and completion is not None:
+            raise ValueError(f"pass the request_id of the completion; got {completion=} alone.")
+        rows = itertools.chain(*self._requests.values()) if request_id is None else self._requests.get(request_id, [])
+        named = [row for index, row in enumerate(rows) if completion in (None, index)]
+        self._end(named)
+        return bool(named)
 
     def step(self) -> list[RequestOutput]:
-        """Starts a slice, reads the one before it, and returns the requests that have news."""
+        """Starts a slice, reads the one before it, and returns the requests that have news.
+
+        Ctrl-C loses nothing: call `step` again.
+
+        Raises:
+            RuntimeError: the slice failed. If its buffers were gone by then, because they are donated, the engine is
+                lost: this call and every later one but `stats` raise this error, whose cause is the failure. Make
+                another engine, and add the unfinished requests to it.
+        """
         self._advance()
-        return self._news_of(finished_only=False)
+        return self._news_of(self._requests)
 
     def update_weights(self, weights: Any) -> None:
         """Other weights, of the same shapes, from the next slice on: nothing is compiled.
 
-        Requests under way go on with the keys and values that the old weights made. Finish or abort them first where
-        that must not be. A prefix cache finds nothing that was computed with the old weights, or begun with them.
+        Requests under way go on with the keys and values that the old weights made. If that must not be, finish or
+        abort them first. A prefix cache finds nothing that old weights computed, or that began with them.
 
         Raises:
             ValueError: weights of another structure, shape or dtype.
         """
+        self._check_usable()
+        weights = own(weights)
         if found := difference(self._weights, weights):
             raise ValueError(f"weights must be like those before; {found}.")
-        weights = _own(weights)
-        self._weights, self._forgets = weights if self._mesh is None else replicate(self._mesh, weights), True
+        self._forgets, self._weights = True, weights if self._mesh is None else replicate(self._mesh, weights)
 
     def stats(self) -> EngineStats:
         """Counts, as of the last slice that was read."""
@@ -261,44 +295,41 @@ class Engine:
             under_way.report.result()
         return self._state_of_slice
 
-    def _add_all(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> None:
-        if self.has_unfinished_requests:
-            raise ValueError(
-                f"{self._num_unfinished} requests are under way; finish or abort them with step() and abort() first."
-            )
+    @contextlib.contextmanager
+    def _serving(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[range]:
+        """Takes requests, and gives their ids. However the block ends, nothing is left of them."""
+        self._check_usable()
         each = params_of_each(prompts, params)
-        for request in [self._check(*request) for request in zip(prompts, each, strict=True)]:
-            self._add(*request)
+        requests = [self._check(*request) for request in zip(prompts, each, strict=True)]
+        request_ids = range(self._next_id, self._next_id + len(requests))
+        try:
+            for request in requests:
+                self._add(*request)
+            yield request_ids
+        finally:
+            self._drop(request_ids)
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
-        tokens = np.asarray(prompt)
-        if tokens.ndim != 1 or len(tokens) == 0 or not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(f"a prompt must be a list of at least one token id; got {prompt!r}.")
-        if tokens.min() < 0 or tokens.max() >= 2**31:
-            raise ValueError(f"token ids must be from 0 to 2**31 - 1; got {tokens.min()} to {tokens.max()}.")
-        check_params(params)
-        limit = len(tokens) + params.max_tokens
-        if limit > self._max_length:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones are more than the engine's "
-                f"max_length={self._max_length}. Shorten one of them, or make an engine with a larger max_length."
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            num_unfinished = sum(any(row.finish_reason is None for row in rows) for rows in self._requests.values())
+            raise RuntimeError(
+                "this engine is lost: a slice failed, and took the caches with it, which were donated. Make another "
+                f"engine, and add the {num_unfinished} unfinished requests again. The failure was "
+                f"{type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "this engine was made before os.fork(), and its thread and its device stayed with the parent process. "
+                "Make engines in the process that uses them; start processes with multiprocessing's 'spawn'."
             )
-        num_needed = -(-(limit - 1) // self._block_size)  # the last token is never computed
-        if num_needed > self._num_blocks - 1:
-            raise ValueError(
-                f"{limit} tokens need {num_needed} blocks of {self._block_size}, and the caches have "
-                f"{self._num_blocks - 1} beside the null block. Make the engine with larger caches."
-            )
-        if len(params.stop_token_ids) > self._num_stop_ids:
-            raise ValueError(
-                f"a request has at most num_stop_ids={self._num_stop_ids} stop tokens; got {params.stop_token_ids}."
-            )
-        return tokens.astype(np.int32), params
 
+    @without_interrupts()
     def _add(self, prompt: np.ndarray, params: SamplingParams) -> int:
         request_id = self._next_id
         self._next_id += 1
-        if not self._num_unfinished:
+        if not self._queue and not self._num_sent:
             self._since = time.perf_counter()
         seed = params.seed
         if seed is None:
@@ -306,28 +337,50 @@ class Engine:
         rows = [Row(request_id, prompt, params, seed_of(seed, i)) for i in range(params.n)]
         self._requests[request_id] = rows
         self._queue.extend(rows)
-        self._num_unfinished += len(rows)
         return request_id
 
+    @without_interrupts()
+    def _end(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            if row.finish_reason is not None or row.is_aborted:
+                continue
+            row.is_aborted = True
+            if row.place is not None:
+                self._aborts.append(row.place)
+        queued = [row for row in self._queue if row.is_aborted]
+        self._queue = deque(row for row in self._queue if not row.is_aborted)
+        for row in queued:
+            self._finish(row, RequestStatus.ABORTED)
+
+    @without_interrupts()
+    def _drop(self, request_ids: Iterable[int]) -> None:
+        """Ends requests, and never speaks of them again."""
+        left = [request_id for request_id in request_ids if request_id in self._requests]
+        if left:
+            self._end([row for request_id in left for row in self._requests[request_id]])
+        for request_id in left:
+            del self._requests[request_id]
+            self._news.pop(request_id, None)
+
     def _advance(self) -> None:
-        self._send()
+        self._check_usable()
+        if len(self._under_way) <= AHEAD:  # an interrupt may have left more
+            self._send()
         while len(self._under_way) > AHEAD:
             self._receive()
 
-    def _news_of(self, *, finished_only: bool) -> list[RequestOutput]:
-        outputs = []
-        for request_id in self._news:
-            rows = self._requests[request_id]
-            is_finished = all(row.finish_reason is not None for row in rows)
-            if is_finished or not finished_only:
-                outputs.append(output_of(request_id, rows))
-            if is_finished:
-                del self._requests[request_id]
-        self._news.clear()
-        return outputs
+    def _news_of(self, request_ids: Container[int], *, finished_only: bool = False) -> list[RequestOutput]:
+        told = [request_id for request_id in self._news if request_id in request_ids]
+        outputs = [output_of(request_id, self._requests[request_id]) for request_id in told]
+        for output in outputs:
+            del self._news[output.request_id]
+            if output.finished:
+                del self._requests[output.request_id]
+        return [output for output in outputs if output.finished] if finished_only else outputs
 
+    @without_interrupts()
     def _send(self) -> None:
-        """Starts a slice. Where more requests wait than it takes, slices of no steps before it take the others."""
+        """Starts a slice. If more requests wait than it takes, slices of no steps before it take the others."""
         most = min(MOST_ARRIVALS, self._max_requests)
         while True:
             room = min(most, self._max_requests - self._num_sent)
@@ -349,24 +402,45 @@ class Engine:
 
     def _run(self, weights: Any, inbox: Inbox) -> Report:
         """On the engine's own thread, one slice after the other."""
-        self._state_of_slice, report = self._run_slice(weights, self._state_of_slice, inbox)
+        try:
+            self._state_of_slice, report = self._run_slice(weights, self._state_of_slice, inbox)
+        except Exception as failure:
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state_of_slice)):
+                raise StateLostError from failure
+            raise
         for leaf in jax.tree.leaves(report):
             leaf.copy_to_host_async()
         return report
 
     def _receive(self) -> None:
-        received = self._under_way.popleft()
+        """Waits for the slice that was sent first, and takes what came of it. An interrupted wait changes nothing."""
+        received = self._under_way[0]
         try:
-            report = jax.tree.map(np.asarray, received.report.result())
-        except Exception:  # nothing of it came to pass: what was sent is sent again
-            self._queue.extendleft(reversed([row for row in received.rows if not row.is_aborted]))
-            self._num_sent -= len(received.rows)
-            for row in received.rows:
-                if row.is_aborted:
-                    self._finish(row, RequestStatus.ABORTED)
-            self._aborts = received.aborts + self._aborts
-            self._forgets |= received.forgets
+            report = read(received.report.result())
+        except StateLostError as lost:
+            self._failure = lost.__cause__
+            self._check_usable()
+        except Exception:
+            self._take_back(received)
             raise
+        else:
+            self._take(received, report)
+
+    @without_interrupts()
+    def _take_back(self, failed: Slice) -> None:
+        """Nothing of the slice came to pass: what was sent is sent again."""
+        self._under_way.popleft()
+        self._queue.extendleft(reversed([row for row in failed.rows if not row.is_aborted]))
+        self._num_sent -= len(failed.rows)
+        for row in failed.rows:
+            if row.is_aborted:
+                self._finish(row, RequestStatus.ABORTED)
+        self._aborts = failed.aborts + self._aborts
+        self._forgets |= failed.forgets
+
+    @without_interrupts()
+    def _take(self, received: Slice, report: Report) -> None:
+        self._under_way.popleft()
         for row, place, refusal in zip(
             received.rows, report.request_ids.tolist(), report.refusals.tolist(), strict=False
         ):
@@ -382,41 +456,35 @@ class Engine:
             row.token_ids += tokens
             if row.params.logprobs:
                 row.logprobs += logprobs
-            self._news[row.request_id] = None
+            self._tell(row)
             num_generated += len(tokens)
         for place in np.flatnonzero(report.outbox.finished).tolist():
             self._num_sent -= 1
             self._finish(self._on_device.pop(place), RequestStatus(int(report.outbox.finished[place])))
-        self._count(report, num_generated)
+        since, self._since = self._since, time.perf_counter()
+        self._stats = counted(
+            self._stats, report, self._kinds, num_generated=num_generated, seconds=self._since - since
+        )
 
     def _finish(self, row: Row, status: RequestStatus) -> None:
         row.finish_reason = FINISH_REASONS[status]
-        self._num_unfinished -= 1
-        self._news[row.request_id] = None
+        self._tell(row)
 
-    def _count(self, report: Report, num_generated: int) -> None:
-        before = self._stats
+    def _tell(self, row: Row) -> None:
+        if row.request_id in self._requests:  # else it was dropped
+            self._news[row.request_id] = None
 
-        def total(so_far: int, counter: jax.Array) -> int:  # the device counts modulo 2^32
-            return so_far + (int(counter) - so_far) % 2**32
 
-        is_narrow, is_mixed = ([getattr(kind, name) for kind in self._kinds] for name in ("is_narrow", "has_chunk"))
-        since, self._since = self._since, time.perf_counter()
-        self._stats = EngineStats(
-            seconds=before.seconds + self._since - since,
-            num_blocks=before.num_blocks,
-            num_running=int(report.num_running),
-            num_free_blocks=int(report.num_free),
-            num_slices=before.num_slices + 1,
-            num_steps=before.num_steps + int(report.outbox.num_steps),
-            num_narrow_steps=total(before.num_narrow_steps, report.num_of_kind[is_narrow].sum()),
-            num_mixed_steps=total(before.num_mixed_steps, report.num_of_kind[is_mixed].sum()),
-            num_generated=before.num_generated + num_generated,
-            num_computed=total(before.num_computed, report.num_computed),
-            num_found=total(before.num_found, report.num_found),
-            num_recomputed=total(before.num_recomputed, report.num_recomputed),
-            num_preempted=total(before.num_preempted, report.num_preempted),
-        )
+class StateLostError(Exception):
+    """A slice failed after its state was donated to it."""
+
+
+def read(report: Report) -> Report:
+    """The report in NumPy's arrays."""
+    try:
+        return jax.tree.map(np.asarray, report)
+    except Exception as failure:  # the call had returned by then, and the new state is as broken as the report
+        raise StateLostError from failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,21 +495,3 @@ class Slice:
     aborts: list[int]
     forgets: bool
     report: Future[Report]
-
-
-def _own(weights: Any) -> Any:
-    """The same arrays in containers of our own: Flax's learners put other arrays into theirs."""
-    return jax.tree.map(lambda x: x, weights)
-
-
-def _sizes_of(caches: Any) -> tuple[int, int]:
-    """Blocks and block size of the caches of a model."""
-    found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
-    if not found or not all(isinstance(cache, KVCache) for cache in found):
-        raise ValueError(f"caches must be a pytree of KVCaches; got {jax.tree.structure(caches)}.")
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(caches)):
-        raise ValueError("these caches were donated, perhaps to another engine; make new ones for each.")
-    sizes = {cache.k.shape[-4:-2] for cache in found}
-    if len(sizes) > 1:
-        raise ValueError(f"all caches must have the same [blocks, block_size]; got {sorted(sizes)}.")
-    return sizes.pop()

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+from typing import Any
 
 import numpy as np
 
 from jaxpaged._integers import checked_size
 
+LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # numbers that the device holds
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request is continued. The names are those of vLLM.
+    """How to continue a request. The names are vLLM's.
 
     Attributes:
         max_tokens: the most new tokens.
-        temperature: 0: the most likely token.
-        top_k: only among the k most likely; 0: all.
-        top_p: only among the most likely that together have this probability; 1: all.
-        seed: at least 0, below 2^32. A request's tokens depend on its prompt, its parameters and its seed, and not on
-            the other requests. None: the engine takes the next of its own.
-        stop_token_ids: each ends the request, and stays its last token.
-        n: completions. Each is a request of its own to the scheduler; the i-th has a seed made of `seed` and i, the
-            first `seed` itself.
-        logprobs: also return the logarithm of each new token's probability: that of the model, before temperature,
-            top_k and top_p.
-        priority: how many of the requests before it on the device it may overtake; negative: how many of those after
-            it may overtake it.
+        temperature: 0 takes the most likely token.
+        top_k: draw from the k most likely tokens; 0 or -1: from all.
+        top_p: draw from the most likely tokens that together have this probability; 1: from all.
+        seed: from 0 to 2^32 - 1. A request's tokens depend on its prompt, its parameters and its seed, not on other
+            requests. None: the engine gives each request a seed.
+        stop_token_ids: each of these ends the request, and stays its last token. Kept as a tuple.
+        n: the number of completions. The scheduler sees each as a request. The first has `seed`, the i-th a seed made
+            of `seed` and i.
+        logprobs: whether to return the log probability of each new token under the model, before temperature, top_k
+            and top_p. A bool: unlike vLLM, the engine returns no other tokens' logprobs.
+        priority: how many earlier requests on the device it may overtake; if negative, how many later ones may
+            overtake it.
     """
 
     max_tokens: int = 16
@@ -40,7 +44,7 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"max_tokens": 1, "top_k": 0, "n": 1, "priority": -(2**31)}.items():
+        for name, least in {"max_tokens": 1, "top_k": -1, "n": 1, "priority": -(2**31)}.items():
             checked_size(name, getattr(self, name), least, 2**31 - 1)
         if self.seed is not None:
             checked_size("seed", self.seed, 0, 2**32 - 1)
@@ -48,15 +52,25 @@ class SamplingParams:
             raise ValueError(
                 f"stop_token_ids must be a tuple of token ids; got stop_token_ids={self.stop_token_ids!r}."
             )
-        for token in self.stop_token_ids:
-            checked_size("stop_token_ids", token, 0, 2**31 - 1)
+        stop_token_ids = tuple(checked_size("stop_token_ids", token, 0, 2**31 - 1) for token in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        if not isinstance(self.logprobs, bool | np.bool_):
+            raise ValueError(
+                f"logprobs must be True or False; got logprobs={self.logprobs!r}. The engine returns the logprobs of "
+                "the new tokens, not those of other likely tokens."
+            )
         wrong = {
-            "temperature must be a number of at least 0": not 0 <= self.temperature < float("inf"),
-            "top_p must be above 0 and at most 1": not 0 < self.top_p <= 1,
+            "temperature must be a number of at least 0": not _is_within(self.temperature, 0, MOST),
+            "top_p must be a number above 0 and at most 1": not _is_within(self.top_p, LEAST, 1),
         }
         for message in (message for message, is_wrong in wrong.items() if is_wrong):
             name = message.split()[0]
-            raise ValueError(f"{message}; got {name}={getattr(self, name)}.")
+            raise ValueError(f"{message}; got {name}={getattr(self, name)!r}.")
+
+
+def _is_within(value: Any, least: float, most: float) -> bool:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and least <= value <= most
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,39 @@ def check_params(params: SamplingParams) -> None:
         raise ValueError(f"params must be SamplingParams; got {params!r}.")
 
 
+def checked_request(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    max_length: int,
+    num_blocks: int,
+    block_size: int,
+    num_stop_ids: int,
+) -> tuple[np.ndarray, SamplingParams]:
+    """The prompt as int32, and the parameters, if an engine of these sizes can ever serve them."""
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or len(tokens) == 0 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"a prompt must be a list of at least one token id; got {prompt!r}.")
+    if tokens.min() < 0 or tokens.max() >= 2**31:
+        raise ValueError(f"token ids must be from 0 to 2**31 - 1; got {tokens.min()} to {tokens.max()}.")
+    check_params(params)
+    limit = len(tokens) + params.max_tokens
+    if limit > max_length:
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones are more than the engine's "
+            f"{max_length=}. Shorten one of them, or make an engine with a larger max_length."
+        )
+    num_needed = -(-(limit - 1) // block_size)  # the last token is never computed
+    if num_needed > num_blocks - 1:
+        raise ValueError(
+            f"{limit} tokens need {num_needed} blocks of {block_size}, and the caches have {num_blocks - 1} beside the "
+            "null block. Make the engine with larger caches."
+        )
+    if len(params.stop_token_ids) > num_stop_ids:
+        raise ValueError(f"a request has at most {num_stop_ids=} stop tokens; got {params.stop_token_ids}.")
+    return tokens.astype(np.int32), params
+
+
 def output_of(request_id: int, rows: Sequence[Row]) -> RequestOutput:
     completions = [
         Completion(list(row.token_ids), list(row.logprobs) if row.params.logprobs else None, row.finish_reason)

@@ -13,7 +13,7 @@ from jax import lax
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._engine.sampling import sample
 from jaxpaged._engine.step_attention import StepAttention
-from jaxpaged._engine.trees import difference
+from jaxpaged._engine.trees import difference, in_containers_of
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Outbox, Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
@@ -246,6 +246,7 @@ def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: Ste
             f"apply must return logits [{attend.num_seqs}, vocab], one row for each sequence; got "
             f"{list(logits.shape)}. Take attend.newest(x) before the head."
         )
+    new_caches = in_containers_of(caches, new_caches)
     if found := difference(caches, new_caches):
         raise ValueError(f"apply must return caches like those it was given; {found}.")
     if all(map(operator.is_, jax.tree.leaves(caches), jax.tree.leaves(new_caches))):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -20,4 +21,10 @@ def difference(before: Any, after: Any) -> str | None:
 
 
 def _text(leaves: dict[Any, Any], path: Any) -> str:
-    return f"{leaves[path].dtype}{list(np.shape(leaves[path]))}" if path in leaves else "not there"
+    return f"{jnp.result_type(leaves[path])}{list(np.shape(leaves[path]))}" if path in leaves else "not there"
+
+
+def in_containers_of(before: Any, after: Any) -> Any:
+    """The leaves of `after` in the containers of `before`: lists become tuples. Unchanged if their paths differ."""
+    paths = [[path for path, _ in jax.tree.leaves_with_path(tree)] for tree in (before, after)]
+    return jax.tree.unflatten(jax.tree.structure(before), jax.tree.leaves(after)) if paths[0] == paths[1] else after

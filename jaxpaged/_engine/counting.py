@@ -1,0 +1,32 @@
+"""An engine's counts, after one more report."""
+
+import jax
+
+from jaxpaged._engine.records import EngineStats
+from jaxpaged._engine.slices import Kind, Report
+
+
+def counted(
+    before: EngineStats, report: Report, kinds: tuple[Kind, ...], *, num_generated: int, seconds: float
+) -> EngineStats:
+    """The stats with the slice of this report: it brought `num_generated` tokens in `seconds`."""
+
+    def total(so_far: int, counter: jax.Array) -> int:  # the device counts modulo 2^32
+        return so_far + (int(counter) - so_far) % 2**32
+
+    is_narrow, is_mixed = ([getattr(kind, name) for kind in kinds] for name in ("is_narrow", "has_chunk"))
+    return EngineStats(
+        seconds=before.seconds + seconds,
+        num_blocks=before.num_blocks,
+        num_running=int(report.num_running),
+        num_free_blocks=int(report.num_free),
+        num_slices=before.num_slices + 1,
+        num_steps=before.num_steps + int(report.outbox.num_steps),
+        num_narrow_steps=total(before.num_narrow_steps, report.num_of_kind[is_narrow].sum()),
+        num_mixed_steps=total(before.num_mixed_steps, report.num_of_kind[is_mixed].sum()),
+        num_generated=before.num_generated + num_generated,
+        num_computed=total(before.num_computed, report.num_computed),
+        num_found=total(before.num_found, report.num_found),
+        num_recomputed=total(before.num_recomputed, report.num_recomputed),
+        num_preempted=total(before.num_preempted, report.num_preempted),
+    )

@@ -1,0 +1,41 @@
+"""What an engine is made from, checked: the weights and caches of a model."""
+
+import numbers
+from typing import Any
+
+import jax
+
+from jaxpaged._cache.kv_cache import KVCache
+
+
+def own(weights: Any) -> Any:
+    """The same arrays in containers of our own: Flax's learners put other arrays into theirs."""
+    for path, leaf in jax.tree.leaves_with_path(weights):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
+            raise ValueError(
+                f"weights must be a pytree of arrays; got {leaf!r} at {jax.tree_util.keystr(path) or 'its root'}. "
+                "Split an Equinox module, `weights, static = eqx.partition(module, eqx.is_array)`, and call "
+                "`eqx.combine(weights, static)` in apply."
+            )
+    return jax.tree.map(lambda x: x, weights)
+
+
+def sizes_of(caches: Any) -> tuple[int, int]:
+    """Blocks and block size of the caches of a model."""
+    found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
+    if not found or not all(isinstance(cache, KVCache) for cache in found):
+        raise ValueError(f"caches must be a pytree of KVCaches; got {jax.tree.structure(caches)}.")
+    paths: dict[int, str] = {}
+    for path, leaf in jax.tree.leaves_with_path(caches):
+        name = f"caches{jax.tree_util.keystr(path)}"
+        if leaf.is_deleted():
+            raise ValueError("these caches were donated, perhaps to another engine; make new ones for each.")
+        if (other := paths.setdefault(id(leaf), name)) != name:
+            raise ValueError(
+                f"each cache must have arrays of its own, because all are donated; {other} and {name} are one array. "
+                "Make a cache for each layer: `[KVCache.create(...) for _ in range(num_layers)]`."
+            )
+    sizes = {cache.k.shape[-4:-2] for cache in found}
+    if len(sizes) > 1:
+        raise ValueError(f"all caches must have the same [blocks, block_size]; got {sorted(sizes)}.")
+    return sizes.pop()

@@ -1,0 +1,264 @@
+"""The engine in trouble: Ctrl-C, models that fail at run time, calls that are left early, forks."""
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged import SamplingParams
+from jaxpaged._engine.interrupts import without_interrupts
+from tests import toy_model
+from tests.toy_model import BLOCKS, MAX_TOKENS, STEPS, create_engine, engine_of, finish, random_weights
+
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
+LONG = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
+
+
+def tokens_of(outputs):
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return tokens_of(engine_of(16).generate(PROMPTS, LONG))
+
+
+def assert_ready(engine, expected):
+    """Nothing of earlier requests is left that could change the tokens of others or hold blocks."""
+    assert not engine.has_unfinished_requests
+    assert tokens_of(engine.generate(PROMPTS, LONG)) == expected
+    assert int(engine._state.allocator.num_free) == BLOCKS
+
+
+def interrupt_waits(monkeypatch, number):
+    """Ctrl-C while the engine waits for a slice, that number of waits from now: 0 is the one of the requests before."""
+    wait, waits = concurrent.futures.Future.result, iter(range(1_000_000))
+
+    def result(future, timeout=None):
+        if next(waits) == number:
+            raise KeyboardInterrupt
+        return wait(future, timeout)
+
+    monkeypatch.setattr(concurrent.futures.Future, "result", result)
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=["the first slice", "one in the middle"])
+def test_an_interrupted_step_loses_no_token(expected, monkeypatch, number):
+    engine = engine_of(16)
+    requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS]
+    outputs, num_interrupts = {}, 0
+    interrupt_waits(monkeypatch, number)
+    while engine.has_unfinished_requests:
+        try:
+            outputs |= {output.request_id: output for output in engine.step()}
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts == 1
+    assert tokens_of(outputs[request] for request in requests) == expected
+    assert {outputs[request].outputs[0].finish_reason for request in requests} == {"length"}
+    assert_ready(engine, expected)
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=["the first slice", "one in the middle"])
+def test_an_interrupted_generate_leaves_nothing(expected, monkeypatch, number):
+    engine = engine_of(16)
+    interrupt_waits(monkeypatch, number)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, LONG)
+    assert_ready(engine, expected)
+
+
+@contextlib.contextmanager
+def interrupted_at_line(number, functions):
+    """SIGINT before that line, counted from 0 over all that run in these functions of the engine."""
+    lines = iter(range(1_000_000))
+
+    def trace(frame, event, arg):
+        is_ours = frame.f_code.co_filename.endswith("_engine/engine.py") and frame.f_code.co_name in functions
+        if event == "line" and is_ours and next(lines) == number:
+            signal.raise_signal(signal.SIGINT)
+        return trace if is_ours else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="only the main thread gets SIGINT"
+)
+def test_ctrl_c_before_any_line_of_the_books_loses_nothing(expected):
+    engine = engine_of(16)
+    functions = {"_advance", "_send", "_receive", "_take", "_finish", "_tell"}
+
+    def serve(number):
+        """Whether the line was reached, in which case the engine was interrupted once."""
+        requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS[:2]]
+        outputs, was_interrupted = {}, False
+        with interrupted_at_line(number, functions):
+            while engine.has_unfinished_requests:
+                try:
+                    outputs |= {output.request_id: output for output in engine.step()}
+                except KeyboardInterrupt:
+                    was_interrupted = True
+        assert tokens_of(outputs[request] for request in requests) == expected[:2], number
+        return was_interrupted
+
+    number = 0
+    while serve(number):
+        number += 7
+    assert number > 200
+    assert_ready(engine, expected)
+
+
+def test_interrupts_wait_for_the_end_and_find_the_handler_of_before():
+    handler, done = signal.getsignal(signal.SIGINT), []
+
+    @without_interrupts()
+    @without_interrupts()
+    def work():
+        signal.raise_signal(signal.SIGINT)
+        done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+class Failing:
+    """The toy model, and a call of the host in it that fails on demand."""
+
+    def __init__(self):
+        self.fails = False
+
+    def call(self, x):
+        if self.fails:
+            raise ValueError("the model fails")
+        return x
+
+    def apply(self, weights, tokens, positions, cache, attend):
+        cache, logits = toy_model.apply(weights, tokens, positions, cache, attend)
+        return cache, jax.pure_callback(self.call, jax.ShapeDtypeStruct(logits.shape, logits.dtype), logits)
+
+
+def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
+    model = Failing()
+    cache = jax.tree.map(jnp.zeros_like, engine_of(16)._state.caches)
+    engine = create_engine(model=model.apply, weights=random_weights(), cache=cache)
+    assert tokens_of(engine.generate(PROMPTS, LONG)) == expected
+    request = engine.add_request(PROMPTS[0], LONG)
+    engine.step()
+    engine.add_request(PROMPTS[1], LONG)
+    assert engine._state  # the slice is over
+    model.fails = True
+    assert [output.request_id for output in engine.step()] == [request]  # of the slice before
+    for call in (
+        engine.step,
+        engine.step,
+        lambda: engine.abort(request),
+        engine.abort,
+        lambda: engine.add_request([1], LONG),
+        lambda: engine.generate([[1]], LONG),
+        lambda: next(engine.stream([[1]], LONG)),
+        lambda: engine.update_weights(random_weights()),
+    ):
+        with pytest.raises(RuntimeError, match="this engine is lost") as caught:
+            call()
+        assert "add the 2 unfinished requests again" in str(caught.value)
+        assert "the model fails" in str(caught.value.__cause__)
+        assert "the model fails" in str(caught.value)
+        model.fails = False
+    assert engine.stats().num_generated > 0
+
+
+def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
+    """As on a GPU, where a call may return before what it started has failed."""
+
+    class Broken:
+        def copy_to_host_async(self):
+            pass
+
+        def __array__(self, dtype=None, copy=None):
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    engine = create_engine()
+    engine.add_request(PROMPTS[0], LONG)
+    engine._run_slice = lambda weights, state, inbox: (state, Broken())
+    engine.step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"this engine is lost.* RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"):
+            engine.step()
+
+
+def test_a_stream_that_is_left_leaves_nothing(expected):
+    engine = engine_of(16)
+    for output in engine.stream(PROMPTS * 10, LONG):  # more than the device holds
+        assert not output.finished
+        break
+    assert_ready(engine, expected)
+    stream = engine.stream(PROMPTS, LONG)
+    next(stream)
+    stream.close()
+    assert_ready(engine, expected)
+
+
+def test_a_failed_generate_leaves_nothing(expected):
+    engine, donated = engine_of(16), random_weights()
+    engine.update_weights(donated)
+    donated["head"].delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        engine.generate(PROMPTS, LONG)
+    engine.update_weights(random_weights())
+    with contextlib.suppress(RuntimeError):  # of a slice sent before
+        engine.generate(PROMPTS[:1], LONG)
+    assert_ready(engine, expected)
+
+
+def test_generate_spares_the_requests_of_others(expected):
+    engine = engine_of(16)
+    first = engine.add_request(PROMPTS[0], LONG)
+    engine.step()
+    assert tokens_of(engine.generate(PROMPTS[1:3], LONG)) == expected[1:3]
+    stream = engine.stream(PROMPTS[3:], LONG)
+    second = engine.add_request(PROMPTS[1], LONG)
+    *_, last = stream
+    assert tokens_of([last]) == expected[3:]
+    outputs = finish(engine)
+    assert tokens_of(outputs[request] for request in (first, second)) == expected[:2]
+
+
+def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):
+    engine, params = engine_of(16), SamplingParams(max_tokens=MAX_TOKENS - 4, n=2)
+    assert not engine.abort()
+    requests = [engine.add_request(prompt, params) for prompt in PROMPTS * 10]
+    assert not engine.abort(requests[-1] + 1)
+    engine.step()
+    assert engine.abort(requests[0])
+    assert engine.abort(requests[1], 1)
+    assert not engine.abort(requests[1], 2)
+    assert engine.abort()
+    outputs = finish(engine)
+    assert outputs.keys() == set(requests)
+    assert {completion.finish_reason for output in outputs.values() for completion in output.outputs} == {"abort"}
+    assert all(len(tokens) < 3 * STEPS for tokens in tokens_of(outputs.values()))
+    assert not engine.abort(requests[0])
+    with pytest.raises(ValueError, match="pass the request_id of the completion; got completion=1 alone"):
+        engine.abort(completion=1)
+    assert_ready(engine, expected)
+
+
+def test_an_engine_from_before_a_fork_says_so(monkeypatch):
+    engine, process = engine_of(16), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)
+    with pytest.raises(RuntimeError, match=r"made before os.fork\(\)"):
+        engine.generate(PROMPTS, LONG)

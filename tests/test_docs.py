@@ -54,7 +54,7 @@ def test_the_steps_of_the_kernel_are_those_that_are_measured():
     assert all(extract in code for extract in extracts)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *PAGES])
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *PAGES])
 def test_links_and_names_lead_somewhere(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
@@ -93,6 +93,14 @@ def test_the_site_has_every_page_and_every_public_name_once():
     assert sorted(navigation) == sorted([*PAGES, *others])
     names = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", (ROOT / page).read_text(), re.MULTILINE)]
     assert sorted(name for name in names if "._" not in name) == sorted(PUBLIC)
+
+
+def test_docstrings_name_what_exists():
+    for name, value in PUBLIC.items():
+        docs = [value, *vars(value).values()] if inspect.isclass(value) else [value]
+        for doc in filter(None, (inspect.getdoc(each) for each in docs if callable(each))):
+            prose = re.sub(r"^ *(>>>|\.\.\.) .*", "", doc, flags=re.MULTILINE)  # examples run by themselves
+            assert mistakes(prose) == [], name
 
 
 def test_docstrings_describe_arguments_that_exist():

@@ -13,7 +13,7 @@ from jaxpaged._public_state import public_state
 class RequestStatus(enum.IntEnum):
     """State of a request. The last three are the reasons why a request is finished.
 
-    In `jnp.full` write `int(RequestStatus.X)`: an enum member makes the array weakly typed.
+    In `jnp.full` write `int(RequestStatus.FREE)`: an enum member makes the array weakly typed.
     """
 
     FREE = 0  # this place holds no request

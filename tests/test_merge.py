@@ -43,10 +43,29 @@ def test_sinks_in_both_halves_are_noticed():
     assert np.abs(out - oracle(case)[0]).max() > 1e-3
 
 
-def test_gradients_are_finite_where_nothing_was_seen():
-    unseen = jnp.zeros((1, 2, 4)), jnp.full((1, 2), -jnp.inf)
-    gradient = jax.grad(lambda out: merge_attention(out, unseen[1], *unseen)[0].sum())(unseen[0])
-    assert not gradient.any()
+@pytest.mark.parametrize("of", ["out", "lse", "both"])
+def test_gradients_where_nothing_was_seen(of):
+    """Zero there, for outputs, lses and both; elsewhere the softmax of the two lses."""
+    out_a = out_b = jnp.ones((1, 3, 4))
+    lses = jnp.array([[-jnp.inf, 0.5, -jnp.inf]]), jnp.array([[-jnp.inf, -jnp.inf, 1.5]])
+
+    def loss(*arrays):
+        out, lse = merge_attention(*arrays)
+        of_out, of_lse = out.sum(), jnp.where(jnp.isfinite(lse), lse, 0.0).sum()
+        return {"out": of_out, "lse": of_lse, "both": of_out + of_lse}[of]
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(out_a, lses[0], out_b, lses[1])
+    weights = jnp.array([0.0, 1.0, 0.0]), jnp.array([0.0, 0.0, 1.0])
+    for weight, of_out, of_lse in zip(weights, gradients[::2], gradients[1::2], strict=True):
+        np.testing.assert_array_equal(of_out[0], np.repeat(weight[:, None], 4, axis=1) if of != "lse" else 0.0)
+        np.testing.assert_array_equal(of_lse[0], weight if of != "out" else 0.0)
+
+
+def test_nan_is_not_hidden():
+    nan = jnp.full((1, 2), jnp.nan)
+    out, lse = merge_attention(jnp.ones((1, 2, 4)), nan, jnp.zeros((1, 2, 4)), jnp.full((1, 2), -jnp.inf))
+    assert np.isnan(out).all()
+    assert np.isnan(lse).all()
 
 
 @pytest.mark.parametrize(

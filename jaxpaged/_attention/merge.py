@@ -15,17 +15,17 @@ def merge_attention(
         lse = log(exp(lse_a) + exp(lse_b))
         out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
-    In float32, rounded once. A token counts twice if both saw it, and so does a sink: pass `sinks` to one of the two
-    calls only.
+    Computed in float32 and rounded once. A token that both saw counts twice, and so does a sink: pass `sinks` to one
+    of the two calls only.
 
     Args:
         out_a: `[..., heads, head_dim]`, as `paged_attention(..., return_lse=True)` returns it.
-        lse_a: f32 `[..., heads]`, natural logarithm; -inf where no token was seen.
+        lse_a: f32 `[..., heads]`, natural logarithm; -inf if no token was seen.
         out_b: as `out_a`.
         lse_b: as `lse_a`.
 
     Returns:
-        The output, in the dtype of `out_a`, and the lse. Where both lses are -inf: zeros and -inf.
+        The output, in the dtype of `out_a`, and the lse. If both lses are -inf, zeros and -inf, and gradients of zero.
 
     Raises:
         ValueError: shapes or dtypes that differ.
@@ -50,8 +50,10 @@ def merge_attention(
                 f"an lse must be float32 {list(out_a.shape[:-1])}, one for each query and head; "
                 f"got {lse.dtype} {list(lse.shape)}."
             )
+    # If no token was seen, compute with lses of 0: -inf - -inf, and its gradient, are NaN.
+    is_unseen = (lse_a == -jnp.inf) & (lse_b == -jnp.inf)
+    lse_a, lse_b = (jnp.where(is_unseen, 0.0, lse) for lse in (lse_a, lse_b))
     lse = jnp.logaddexp(lse_a, lse_b)
-    finite = jnp.where(lse == -jnp.inf, 0.0, lse)
-    weight_a, weight_b = jnp.exp(lse_a - finite)[..., None], jnp.exp(lse_b - finite)[..., None]
+    weight_a, weight_b = (jnp.where(is_unseen, 0.0, jnp.exp(x - lse))[..., None] for x in (lse_a, lse_b))
     out = weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)
-    return out.astype(out_a.dtype), lse
+    return out.astype(out_a.dtype), jnp.where(is_unseen, -jnp.inf, lse)

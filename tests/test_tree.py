@@ -10,7 +10,7 @@ import pytest
 from jaxpaged import _device, paged_attention, paged_attention_reference, plan_partitions, tree_mask
 from jaxpaged._attention import decode, mosaic_gpu
 from jaxpaged._attention.tree import by_place
-from tests.cases import OPTIONS, assert_within_budget, make_case, oracle
+from tests.cases import OPTIONS, Case, assert_within_budget, make_case, oracle
 from tests.kernels.prefill import packed
 
 BOTH = [
@@ -88,6 +88,49 @@ def test_tokens_of_a_short_sequence_are_where_they_stand():
         out, _ = call(*case.arrays, tree_mask=mask_of())
         assert not np.asarray(out[0, :5]).any()
         np.testing.assert_allclose(out[0, 5:], jnp.repeat(values, 3, axis=1), atol=1e-6)
+
+
+@pytest.mark.parametrize("parents", [(-1, -1, -1), (-1, 0, 0), (-1, 0, 1)])
+def test_a_packed_sequence_shorter_than_its_new_tokens(parents):
+    """The rows before its start are padding; the others are those of a padded call. Beside it one that is long enough,
+    and one with tokens and no length."""
+    case, counts = make_case(lengths=(2, 20, 0), q_len=3, options=OPTIONS["all"]), (3, 3, 2)
+    mask = tree_mask(jnp.asarray(parents, jnp.int32))
+    starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+    for call in BOTH:
+        expected = call(*case.arrays, **case.options, tree_mask=jnp.broadcast_to(mask, (3, *mask.shape)))
+        assert (np.isfinite(expected[1][0]).all(axis=-1) == [False, True, True]).all()
+        q, masks = jnp.asarray(packed(case.q, counts)), jnp.concatenate([mask, mask, mask[:2]])
+        got = call(q, *case.arrays[1:], **case.options, query_starts=starts, tree_mask=masks)
+        for x, y in zip(got, expected, strict=True):
+            np.testing.assert_allclose(x, packed(y, counts), atol=3e-6)
+
+
+def test_bits_that_are_no_tree():
+    """A query sees the tokens whose bits are set, whatever these see: the last query of each sequence sees token 2, and
+    not all that token 2 sees."""
+    lengths, bits = (20, 35), np.asarray([[0, 2, 6, 12], [1, 3, 7, 12]], np.uint32)[..., None]
+    case = make_case(lengths=lengths, q_len=4)
+    expected, expected_lse = np.zeros((2, 4, 6, 64)), np.zeros((2, 4, 6))
+    for seq, query in np.ndindex(2, 4):  # alone, at the end of a sequence of what it sees
+        seen = [j for j in range(4) if j == query or bits[seq, query, 0] >> j & 1]
+        places = np.asarray([*range(lengths[seq] - 4), *(lengths[seq] - 4 + j for j in seen)])
+        tokens = np.asarray(case.block_tables)[seq, places // 16], places % 16
+        pools = [np.asarray(pool)[tokens][:, None] for pool in (case.k_cache, case.v_cache)]
+        alone = case.q[seq, query][None], *pools, np.arange(len(places))[None], np.asarray([len(places)])
+        out, lse = oracle(Case(*alone, options={}))
+        expected[seq, query], expected_lse[seq, query] = out[0], lse[0]
+    starts = jnp.asarray([0, 4, 8], jnp.int32)
+    by_position = []  # with a window and ALiBi
+    for call in BOTH:
+        out, lse = call(*case.arrays, tree_mask=jnp.asarray(bits))
+        np.testing.assert_allclose(out, expected, atol=3e-6)
+        np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+        mask = jnp.asarray(bits.reshape(8, 1))
+        out, _ = call(case.q.reshape(8, 6, 64), *case.arrays[1:], query_starts=starts, tree_mask=mask)
+        np.testing.assert_allclose(out, expected.reshape(8, 6, 64), atol=3e-6)
+        by_position.append(call(*case.arrays, **OPTIONS["all"], tree_mask=jnp.asarray(bits))[0])
+    np.testing.assert_allclose(*by_position, atol=3e-6)
 
 
 def test_packed_trees_of_any_size_beside_a_prompt():

@@ -141,9 +141,11 @@ def paged_attention(
         tree_mask: uint32 `[seqs, q_len, words]`, or `[tokens, words]` with `query_starts`, of `jaxpaged.tree_mask`: bit
             `j % 32` of word `j // 32` says whether a query sees the j-th of its sequence's q_len tokens (with
             `query_starts`: of its newest ones). Itself and what stands before them it always sees, what stands behind
-            it never. A token's position n is then that of its branch alone, so that windows and ALiBi are those of the
-            branch by itself; give the same positions to the rotary embedding. With `query_starts` sequences with
-            more newest tokens than bits have no tree. "mosaic_gpu" takes a tree without a window and ALiBi.
+            it never. Any bits will do, whatever the tokens that a query sees see themselves. A token's position n is
+            the number of tokens that it sees before itself: in a tree its position in its branch, so that windows and
+            ALiBi work as they would on the branch alone. Give the same positions to the rotary embedding. With
+            `query_starts`, sequences with more newest tokens than bits have no tree. "mosaic_gpu" takes a tree without
+            a window and ALiBi.
         shared_prefix: int or int32 `[]`, in tokens: all sequences begin with the same blocks, as many as these tokens
             fill, which are then read once for all of them. Or `[groups]`, for each run of seqs / groups sequences. It
             only decides what is computed together: a sequence with other blocks there, or with new tokens, is computed

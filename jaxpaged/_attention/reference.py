@@ -86,8 +86,7 @@ def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     distance = query_positions[:, :, None] - token_positions[None, None]  # [seqs, q_len, tokens]
     if a.tree is not None:
         places = jnp.broadcast_to(token_positions[None], (seqs, token_positions.size))
-        distance = query_positions[:, :, None] - a.tree.positions(places)[:, None]
-        distance = jnp.where(a.tree.hides(places), -1, distance)
+        distance = a.tree.distances(query_positions, places)
     visible = (distance >= 0) & (query_positions >= 0)[:, :, None]
     if a.options.sliding_window is not None:
         visible &= distance < a.options.sliding_window

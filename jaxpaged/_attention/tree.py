@@ -1,7 +1,10 @@
 """Trees of drafted tokens: which of its sequence's newest tokens each query sees, as bits.
 
-Bits rather than parents: whether a query sees a token is one shift, with no walk up the tree for each logit; the depth
-of a token is the number of its bits; and a token takes 4 bytes for each 32 newest tokens.
+Bits rather than parents: one shift says whether a query sees a token, with no walk up the tree for each logit. A
+token's depth is the number of newest tokens that it sees before itself, which in a tree are its ancestors. A token
+takes 4 bytes for each 32 newest tokens.
+
+The bits need not be those of a tree: a query sees the tokens whose bits are set, whatever these tokens see.
 """
 
 from __future__ import annotations
@@ -15,40 +18,50 @@ from jax.typing import ArrayLike
 from jaxpaged._integers import as_int32
 
 BITS = 32  # of a word
+NOWHERE = 2**31 - 1  # a place behind all tokens
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The trees of a batch. A token stands as many places behind the history as it has ancestors among the newest."""
+    """The trees of a batch. The position of a newest token is the length of the history plus the token's depth."""
 
-    bits: jax.Array  # uint32 [seqs, q_len, words], a query's own bit set, those of tokens behind it not
+    bits: jax.Array  # uint32 [seqs, q_len, words]; a query's own bit is set, bits of tokens behind it are not
     starts: jax.Array  # int32 [seqs], the place of each sequence's first newest token
-    depths: jax.Array  # int32 [seqs, words * 32], of the newest tokens
+    depths: jax.Array  # int32 [seqs, words * 32], of the newest tokens; tokens before the sequence begins count
 
     def positions(self, places: jax.Array) -> jax.Array:
         """int32 [seqs, n], of tokens by their places in the cache, [seqs, n]."""
-        index = places - self.starts[:, None]
-        most = self.depths.shape[1]
-        depths = jnp.take_along_axis(self.depths, jnp.clip(index, 0, most - 1), axis=1)
-        return jnp.where((index >= 0) & (index < most), self.starts[:, None] + depths, places)
+        index, is_new = self._index(places)
+        depths = jnp.take_along_axis(self.depths, jnp.clip(index, 0, self.depths.shape[1] - 1), axis=1)
+        return jnp.where(is_new, self.starts[:, None] + depths, places)
 
-    def hides(self, places: jax.Array) -> jax.Array:
-        """bool [seqs, q_len, n]: whether a query does not see the token at a place, int32 [seqs, n]."""
-        index = (places - self.starts[:, None])[:, None]  # [seqs, 1, n]
+    def distances(self, query_positions: jax.Array, places: jax.Array) -> jax.Array:
+        """How far queries at int32 [seqs, q_len] stand past the tokens at places [seqs, n]: int32 [seqs, q_len, n],
+        negative if the query does not see the token.
+
+        A query that sees a token, but fewer tokens than that one sees, stands beside it: 0.
+        """
+        index, is_new = (x[:, None] for x in self._index(places))  # [seqs, 1, n]
         hidden = jnp.zeros((*self.bits.shape[:2], places.shape[1]), bool)
         for i in range(self.bits.shape[2]):
             bit = self.bits[:, :, i, None] >> (index % BITS).astype(jnp.uint32)
             hidden |= (index // BITS == i) & (bit % 2 == 0)
-        return hidden
+        distances = query_positions[:, :, None] - self.positions(places)[:, None]
+        return jnp.where(hidden, -1, jnp.where(is_new, jnp.maximum(distances, 0), distances))
+
+    def _index(self, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which of the newest tokens stands at each place, and whether one does."""
+        index = places - self.starts[:, None]
+        return index, (index >= 0) & (index < self.depths.shape[1])
 
 
 def tree_mask(parents: ArrayLike) -> jax.Array:
     """The `tree_mask` of `paged_attention` for trees given by their parents.
 
     Args:
-        parents: int32 `[..., n]`: which of its sequence's n newest tokens each of them follows, one that stands before
-            it; negative where it follows the history.
+        parents: int32 `[..., n]`: for each of a sequence's n newest tokens the one that it follows, which stands
+            before it; negative if it follows the history.
 
     Returns:
         uint32 `[..., n, ceil(n / 32)]`: each token sees itself and its ancestors. Bit `j % 32` of word `j // 32` is for
@@ -77,12 +90,11 @@ def tree_mask(parents: ArrayLike) -> jax.Array:
 
 
 def of_rows(mask: jax.Array, lengths: jax.Array) -> Tree:
-    """Of a mask uint32 [seqs, q_len, words] among the last q_len tokens of sequences."""
+    """The trees of a mask uint32 [seqs, q_len, words] among the last q_len tokens of sequences."""
     q_len, words = mask.shape[1:]
     index = jnp.arange(q_len, dtype=jnp.int32)[None]
     starts = lengths - q_len
-    absent = _bits_below(jnp.maximum(-starts, 0), words)  # of rows before a sequence begins
-    bits = _cleaned(mask | absent[:, None], index)
+    bits = _cleaned(mask | _absent(starts, words), index)
     depths = _depths(bits, index)
     return Tree(bits, starts, jnp.pad(depths, ((0, 0), (0, words * BITS - q_len))))
 
@@ -91,29 +103,29 @@ def of_runs(
     mask: jax.Array,  # uint32 [tokens, words]
     rows: jax.Array,  # int32 [runs, run], of the runs' tokens
     index: jax.Array,  # int32 [runs, run], of these tokens among the newest of their sequence
-    seqs: jax.Array,  # int32 [runs], whose each run is
+    seqs: jax.Array,  # int32 [runs], the sequence of each run
     lengths: jax.Array,  # int32 [seqs]
     query_starts: jax.Array,  # int32 [seqs + 1], within the tokens
 ) -> Tree:
     """The trees of runs of packed tokens. A sequence with more newest tokens than there are bits has none."""
     most = mask.shape[1] * BITS
     newest = jnp.arange(most, dtype=jnp.int32)[None]
-    of_seqs = mask.at[query_starts[:-1, None] + newest].get(mode="clip")  # [seqs, most, words]
-    depths = _depths(_cleaned(of_seqs, newest), newest)
     num_new = query_starts[1:] - query_starts[:-1]
-    starts = jnp.where(num_new <= most, lengths - num_new, lengths)
+    starts = jnp.where(num_new <= most, lengths - num_new, NOWHERE)
+    of_seqs = mask.at[query_starts[:-1, None] + newest].get(mode="clip")  # [seqs, most, words]
+    depths = _depths(_cleaned(of_seqs | _absent(starts, mask.shape[1]), newest), newest)
     return Tree(_cleaned(mask.at[rows].get(mode="clip"), index), starts[seqs], depths[seqs])
 
 
 def by_place(
     mask: jax.Array,  # uint32 [tokens, words]
-    seqs: jax.Array,  # int32 [tokens], whose each token is
+    seqs: jax.Array,  # int32 [tokens], the sequence of each token
     lengths: jax.Array,  # int32 [seqs]
     query_starts: jax.Array,  # int32 [seqs + 1], within the tokens
 ) -> jax.Array:
     """The bits of packed tokens as the prefill kernel takes them, uint32 [tokens, words + 1].
 
-    Each word is for 32 places from one that 32 divides on, the last for those around the sequence's last token. What
+    A word is for 32 places, the first of which is a multiple of 32. The last word has the sequence's last token. What
     stands before the newest tokens is seen.
     """
     words = mask.shape[1]
@@ -139,6 +151,14 @@ def _cleaned(bits: jax.Array, index: jax.Array) -> jax.Array:
     """A token sees itself, and none behind it."""
     words = bits.shape[-1]
     return (bits | _own_bit(index, words)) & _bits_below(index + 1, words)
+
+
+def _absent(starts: jax.Array, words: int) -> jax.Array:
+    """The bits of tokens before a sequence begins, if it is shorter than its new tokens: uint32 [seqs, 1, words].
+
+    With them set, a token's depth counts the absent tokens too, as its place does.
+    """
+    return _bits_below(jnp.maximum(-starts, 0), words)[:, None]
 
 
 def _depths(bits: jax.Array, index: jax.Array) -> jax.Array:

@@ -190,12 +190,9 @@ def _load_tile(
     if a.tree is None:
         distance = positions[:, None, None, :, None] - tokens[:, :, None, None, :]
     else:
-        places = tokens.reshape(tokens.shape[0], -1)
-        token_positions = a.tree.positions(places).reshape(tokens.shape)
-        hidden = jnp.repeat(a.tree.hides(places), a.group, axis=1)  # [seqs, rows, partitions * tile]
-        hidden = hidden.reshape(*hidden.shape[:2], *tokens.shape[1:]).swapaxes(1, 2)[:, :, None]
-        distance = positions[:, None, None, :, None] - token_positions[:, :, None, None, :]
-        distance = jnp.where(hidden, -1, distance)
+        distance = a.tree.distances(a.query_positions(), tokens.reshape(tokens.shape[0], -1))
+        distance = jnp.repeat(distance, a.group, axis=1)  # [seqs, rows, partitions * tile]
+        distance = distance.reshape(*distance.shape[:2], *tokens.shape[1:]).swapaxes(1, 2)[:, :, None]
     distance = jnp.where(active[..., None, None, None], distance, -1)
     return load(a.k_cache, a.options.k_scale), load(a.v_cache, a.options.v_scale), distance
 

@@ -49,6 +49,26 @@ def test_trees(q_len, shape, num_partitions):
     assert not races_found()
 
 
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_bits_that_are_no_tree(name):
+    """Both kernels follow the bits, as the reference does, whether or not a token sees all that its ancestors see; the
+    first sequence is shorter than its new tokens."""
+    case = make_case(lengths=(5, 20), max_blocks=10, heads=3, kv_heads=1, head_dim=128, q_len=8, dtype=jnp.bfloat16)
+    closed = oracle(case)[0]
+    bits = np.random.default_rng(0).integers(2**32, size=(2, 8, 1), dtype=np.uint32)
+    case = case.replace(options={"tree_mask": jnp.asarray(bits)})
+    expected, expected_lse = oracle(case)
+    assert np.abs(expected - closed)[1].max() > 0.3
+    if name == "decode":
+        out, lse = attend(case, num_partitions=1)
+    else:
+        mask = np.concatenate([bits.reshape(16, 1), np.zeros((prefill.PADDING, 1), np.uint32)])
+        out, lse = prefill.attend(case, (8, 8), num_sms=1, interpret=INTERPRET, mask=mask)
+        out, lse = out[:16].reshape(case.q.shape), lse[:16].reshape(case.q.shape[:-1])
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.03)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-3)
+
+
 def test_another_tree_is_noticed():
     case = tree_case(8)
     chain = tree_mask(jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32) - 1, (4, 8)))

@@ -89,7 +89,13 @@ def test_what_is_not_there_is_found(wrong):
 
 def test_the_site_has_every_page_and_every_public_name_once():
     navigation = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    others = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md"]
+    others = [
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "benchmarks/results/README.md",
+        "benchmarks/results/decisions/README.md",
+    ]
     assert sorted(navigation) == sorted([*PAGES, *others])
     names = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", (ROOT / page).read_text(), re.MULTILINE)]
     assert sorted(name for name in names if "._" not in name) == sorted(PUBLIC)

@@ -64,10 +64,36 @@ def test_the_ages_are_those_of_the_history():
     assert ages.filled(older, counted_at) == text
 
 
-def test_every_decision_is_named_by_a_rule():
-    code = [text for path, text in TEXTS.items() if path.parts[0] in ("jaxpaged", "pallas_kernels")]
-    decisions = {file for file in FILES if file.startswith("decisions/")}
-    assert set().union(*map(named, code)) == decisions
+INDEX = RESULTS / "decisions" / "README.md"
+DECISIONS = re.findall(r"^\| `(\w+)` \| (.*) \| `(\w+)` \|$", INDEX.read_text(), re.MULTILINE)  # rule, texts, file
+
+
+def test_the_index_of_decisions_has_every_file_and_the_rules_that_there_are():
+    code = {path: text for path, text in TEXTS.items() if path.parts[0] in ("jaxpaged", "pallas_kernels")}
+    assert {f"decisions/{file}.json" for *_, file in DECISIONS} == {f for f in FILES if f.startswith("decisions/")}
+    defined = {name for text in code.values() for name in re.findall(r"^ *(?:def|class) (\w+)|^(\w+) = ", text, re.M)}
+    rules = {rule for rule, *_ in DECISIONS} - {"gone"}
+    missing = rules - {name for pair in defined for name in pair}
+    assert not missing, f"{INDEX} names rules that the code has no more: rename them there, or write `gone`"
+    ruled = {f"decisions/{file}.json" for rule, _, file in DECISIONS if rule != "gone"}
+    assert set().union(*map(named, code.values())) == ruled, f"the comments beside rules, and {INDEX}, name other files"
+
+
+@pytest.mark.parametrize(("rule", "text", "file"), DECISIONS, ids=[f"{rule}-{file}" for rule, _, file in DECISIONS])
+def test_a_decisions_figures_are_those_of_its_file(rule, text, file):
+    def numbers(found):
+        if isinstance(found, dict | list):
+            for each in found.values() if isinstance(found, dict) else found:
+                yield from numbers(each)
+        elif isinstance(found, float | int):
+            yield found
+
+    measured = list(numbers(tables.points(f"decisions/{file}")))
+    figures = re.findall(r"(\d+(?:\.\d+)?) us", text)
+    assert figures
+    for figure in figures:
+        decimals = len(figure.partition(".")[2])
+        assert any(f"{number:.{decimals}f}" == figure for number in measured), f"{file} has no {figure} us"
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)

@@ -26,12 +26,14 @@ from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.generate import generate
 from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.step_attention import StepAttention
+from jaxpaged._modules import AttentionSettings
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 from jaxpaged._scheduler.scheduler import Scheduler
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionSettings",
     "BlockAllocator",
     "CacheCapacity",
     "CacheLayer",

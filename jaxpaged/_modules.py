@@ -1,13 +1,15 @@
-"""What the NNX and the Linen module share: everything between the projections."""
+"""What the NNX and the Linen module share: their settings, and everything between the projections."""
 
+from __future__ import annotations
+
+import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention import packed
@@ -24,30 +26,98 @@ Rotary = Callable[[jax.Array, jax.Array], jax.Array]
 Norm = Callable[[jax.Array], jax.Array]
 
 
-class Settings(Protocol):
-    """The fields of a module that say how it attends."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSettings:
+    """What `jaxpaged.nnx.PagedAttention` and `jaxpaged.linen.PagedAttention` compute, and which parameters they have.
+
+    Hashable, and without arrays. One serves all layers that are alike; `dataclasses.replace` makes others.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: KV heads; must divide `num_heads`.
+        head_dim: numbers a head.
+        rotary_frequencies: from `jaxpaged.rotary_frequencies`, up to `head_dim // 2` numbers; None: no rotation, but
+            for that of `rotary`.
+        rotary: the model's own rotation, `(x [..., heads, head_dim], positions [...]) -> x`, for q and for k.
+        interleaved: whether the pairs that `rotary_frequencies` turn are neighbours, see `rotate_and_write_kv`.
+        fused: whether q, k and v are one product.
+        heads_axis: the mesh axis of the heads and KV heads; the modules say how they use it. Needs `fused=False`.
+        use_bias: whether q, k and v have a bias.
+        use_output_bias: whether the output projection has one.
+        norm_epsilon: of the RMS norm of each head of q and k, before they are rotated; None: no norm.
+        use_sinks: whether each head has a sink, a logit without a value.
+        use_gate: whether the heads' output is multiplied by the sigmoid of a projection of x.
+        scale: as in `jaxpaged.paged_attention`, like the next five.
+        sliding_window: in tokens.
+        logits_soft_cap: of the logits.
+        alibi_slopes: one a head.
+        num_partitions: of each sequence.
+        implementation: of the attention.
+        dtype: of the computation; None: the one that input and parameters promote to.
+        param_dtype: of the parameters.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rotary_frequencies: tuple[float, ...] | None
-    rotary: Rotary | None
-    interleaved: bool
-    fused: bool
-    heads_axis: str | None
-    scale: float | None
-    sliding_window: int | None
-    logits_soft_cap: float | None
-    alibi_slopes: tuple[float, ...] | None
-    num_partitions: int | None
-    implementation: Implementation | None
+    rotary: Rotary | None = None
+    interleaved: bool = False
+    fused: bool = True
+    heads_axis: str | None = None
+    use_bias: bool = False
+    use_output_bias: bool = False
+    norm_epsilon: float | None = None
+    use_sinks: bool = False
+    use_gate: bool = False
+    scale: float | None = None
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    num_partitions: int | None = None
+    implementation: Implementation | None = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = "float32"
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, self.num_kv_heads)
+        head_dim, frequencies = self.head_dim, self.rotary_frequencies
+        if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
+            raise ValueError(
+                f"rotary_frequencies must hold up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}. "
+                "Make them with jaxpaged.rotary_frequencies(head_dim)."
+            )
+        if frequencies is not None and self.rotary is not None:
+            raise ValueError("rotary takes the place of rotary_frequencies; pass rotary_frequencies=None with it.")
+        if self.fused and self.heads_axis is not None:
+            raise ValueError(
+                "heads_axis needs q, k and v apart: the columns of one kernel do not fall on the heads of a device. "
+                "Pass fused=False with it."
+            )
+
+    @property
+    def features(self) -> int:
+        """Of q and of the heads' output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        """Of k and of v."""
+        return self.num_kv_heads * self.head_dim
+
+    def split(self, qkv: jax.Array) -> list[jax.Array]:
+        """q, k and v of their fused projection."""
+        return jnp.split(qkv, [self.features, self.features + self.kv_features], axis=-1)
 
 
 def rotate_write_attend[C: (KVCache, CacheLayer)](
-    settings: Settings,
+    settings: AttentionSettings,
     q: jax.Array,  # [seqs, q_len, heads * head_dim]
     k: jax.Array,  # [seqs, q_len, kv_heads * head_dim]
-    v: jax.Array,  # likewise
+    v: jax.Array,  # [seqs, q_len, kv_heads * head_dim]
     cache: C,
     allocator: BlockAllocator,
     slots: jax.Array,  # int32 [seqs, q_len]
@@ -95,7 +165,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
 
 
 def sharding_of_sum(out: jax.Array) -> NamedSharding | None:
-    """Of the product that sums over the heads in `out` [..., heads * head_dim], where an explicit mesh shards these."""
+    """Of the product that sums over the heads in `out` [..., heads * head_dim], if an explicit mesh shards these."""
     mesh, spec = jax.typeof(out).sharding.mesh, tuple(jax.typeof(out).sharding.spec)
     return NamedSharding(mesh, P(*spec[:-1])) if mesh.explicit_axes and spec[-1] is not None else None
 
@@ -111,9 +181,13 @@ def _pools(cache: KVCache | CacheLayer) -> KVCache:
 
 
 def check_call(
-    settings: Settings, x: jax.Array, cache: KVCache | CacheLayer, slots: jax.Array, query_starts: ArrayLike | None
+    settings: AttentionSettings,
+    x: jax.Array,
+    cache: KVCache | CacheLayer,
+    slots: jax.Array,
+    query_starts: ArrayLike | None,
 ) -> None:
-    """Raises `ValueError` where a module's inputs do not fit together."""
+    """Raises `ValueError` if a module's inputs do not fit together."""
     if query_starts is None and (x.ndim != 3 or slots.shape != x.shape[:2]):
         raise ValueError(
             f"x must be [seqs, q_len, features] and slots [seqs, q_len]; got {x.shape=}, {slots.shape=}. "
@@ -129,22 +203,4 @@ def check_call(
         raise ValueError(
             f"the cache must be [blocks, block_size, {settings.num_kv_heads}, {settings.head_dim}] for this module; "
             f"got {k.shape=}. Create it with the module's num_kv_heads and head_dim."
-        )
-
-
-def check_settings(settings: Settings) -> None:
-    """Raises `ValueError` where a module's settings do not fit together."""
-    check_heads(settings.num_heads, settings.num_kv_heads)
-    head_dim, frequencies = settings.head_dim, settings.rotary_frequencies
-    if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
-        raise ValueError(
-            f"rotary_frequencies must hold up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}. "
-            "Make them with jaxpaged.rotary_frequencies(head_dim)."
-        )
-    if frequencies is not None and settings.rotary is not None:
-        raise ValueError("rotary takes the place of rotary_frequencies; pass rotary_frequencies=None with it.")
-    if settings.fused and settings.heads_axis is not None:
-        raise ValueError(
-            "heads_axis needs q, k and v apart: the columns of one kernel do not fall on the heads of a device. "
-            "Pass fused=False with it."
         )

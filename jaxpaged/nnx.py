@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._modules import Rotary, check_call, check_settings, rotate_write_attend, sharding_of_sum
+from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sharding_of_sum
 from pallas_kernels.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention", "replace"]
@@ -36,44 +35,22 @@ class PagedAttention(nnx.Module):
     - `sinks` `[num_heads]`, with `use_sinks`.
     - `gate_proj.kernel` `[in_features, num_heads * head_dim]`, with `use_gate`.
 
+    `heads_axis`, a mesh axis or a name that Flax's `logical_axis_rules` give one, becomes the `out_sharding` of these:
+    of the projections to heads by their outputs, of the output projection by its inputs, of the sinks by heads. The
+    others are not sharded.
+
     Args:
         in_features: width of the input and the output.
-        num_heads: query heads.
-        num_kv_heads: KV heads; must divide `num_heads`.
-        head_dim: numbers a head.
-        rotary_frequencies: from `jaxpaged.rotary_frequencies`, up to `head_dim // 2` numbers; None: no rotation, but
-            for that of `rotary`.
-        rotary: the model's own rotation, `(x [..., heads, head_dim], positions [...]) -> x`, for q and for k.
-        interleaved: whether the pairs that `rotary_frequencies` turn are neighbours, see `rotate_and_write_kv`.
-        fused: whether q, k and v are one product.
-        heads_axis: the mesh axis of the heads and KV heads, or a name that Flax's `logical_axis_rules` give one. It
-            becomes the `out_sharding` of the parameters: the projections to heads are sharded by their outputs, the
-            output projection by its inputs, the sinks by heads, and the others not. Needs `fused=False`.
-        use_bias: whether q, k and v have a bias.
-        use_output_bias: whether the output projection has one.
-        norm_epsilon: of the RMS norm of each head of q and k, before they are rotated; None: no norm.
-        use_sinks: whether each head has a sink, a logit without a value.
-        use_gate: whether the heads' output is multiplied by the sigmoid of a projection of x.
-        scale: as in `jaxpaged.paged_attention`, like the next five.
-        sliding_window: in tokens.
-        logits_soft_cap: of the logits.
-        alibi_slopes: one a head.
-        num_partitions: of each sequence.
-        implementation: of the attention.
-        dtype: of the computation; None: the one that input and parameters promote to.
-        param_dtype: of the parameters.
+        settings: sizes, options, dtypes.
         rngs: for the parameters.
-
-    Raises:
-        ValueError: sizes that do not fit together.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged, jaxpaged.nnx
         >>> from flax import nnx
-        >>> attention = jaxpaged.nnx.PagedAttention(
-        ...     32, num_heads=4, num_kv_heads=2, head_dim=8,
-        ...     rotary_frequencies=jaxpaged.rotary_frequencies(8), rngs=nnx.Rngs(0),
+        >>> settings = jaxpaged.AttentionSettings(
+        ...     num_heads=4, num_kv_heads=2, head_dim=8, rotary_frequencies=jaxpaged.rotary_frequencies(8)
         ... )
+        >>> attention = jaxpaged.nnx.PagedAttention(32, settings, rngs=nnx.Rngs(0))
         >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=8)
         >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
         >>> allocator, slots, ok = allocator.append(jnp.array([5]), q_len=5)
@@ -82,87 +59,37 @@ class PagedAttention(nnx.Module):
         (1, 5, 32)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        rotary_frequencies: tuple[float, ...] | None,
-        rotary: Rotary | None = None,
-        interleaved: bool = False,
-        fused: bool = True,
-        heads_axis: str | None = None,
-        use_bias: bool = False,
-        use_output_bias: bool = False,
-        norm_epsilon: float | None = None,
-        use_sinks: bool = False,
-        use_gate: bool = False,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: tuple[float, ...] | None = None,
-        num_partitions: int | None = None,
-        implementation: Implementation | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = "float32",
-        rngs: nnx.Rngs,
-    ):
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.rotary_frequencies = rotary_frequencies
-        self.rotary = rotary
-        self.interleaved = interleaved
-        self.fused = fused
-        self.heads_axis = heads_axis
-        self.scale = scale
-        self.sliding_window = sliding_window
-        self.logits_soft_cap = logits_soft_cap
-        self.alibi_slopes = alibi_slopes
-        self.num_partitions = num_partitions
-        self.implementation = implementation
-        check_settings(self)
+    def __init__(self, in_features: int, settings: AttentionSettings, *, rngs: nnx.Rngs):
+        self.settings = s = settings
 
         def metadata(*axes: str | None) -> dict[str, Any]:
-            return {} if heads_axis is None else {"out_sharding": axes}
+            return {} if s.heads_axis is None else {"out_sharding": axes}
 
-        dtypes: Any = dict(dtype=dtype, param_dtype=param_dtype)
+        common: Any = dict(dtype=s.dtype, param_dtype=s.param_dtype, rngs=rngs)
 
-        def to_heads(features_out: int) -> nnx.Linear:
+        def to_heads(features: int) -> nnx.Linear:
             return nnx.Linear(
                 in_features,
-                features_out,
-                use_bias=use_bias,
-                kernel_metadata=metadata(None, heads_axis),
-                bias_metadata=metadata(heads_axis),
-                **dtypes,
-                rngs=rngs,
+                features,
+                use_bias=s.use_bias,
+                kernel_metadata=metadata(None, s.heads_axis),
+                bias_metadata=metadata(s.heads_axis),
+                **common,
             )
 
         def norm() -> nnx.RMSNorm | None:
-            if norm_epsilon is None:
-                return None
-            return nnx.RMSNorm(head_dim, epsilon=norm_epsilon, **dtypes, rngs=rngs)
+            return None if s.norm_epsilon is None else nnx.RMSNorm(s.head_dim, epsilon=s.norm_epsilon, **common)
 
-        features, kv_features = num_heads * head_dim, num_kv_heads * head_dim
-        if fused:
-            self.qkv_proj = to_heads(features + 2 * kv_features)
+        if s.fused:
+            self.qkv_proj = to_heads(s.features + 2 * s.kv_features)
         else:
-            self.q_proj = to_heads(features)
-            self.k_proj = to_heads(kv_features)
-            self.v_proj = to_heads(kv_features)
+            self.q_proj = to_heads(s.features)
+            self.k_proj, self.v_proj = to_heads(s.kv_features), to_heads(s.kv_features)
         self.q_norm, self.k_norm = norm(), norm()
-        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype), **metadata(heads_axis)) if use_sinks else None
-        self.gate_proj = to_heads(features) if use_gate else None
+        self.sinks = nnx.Param(jnp.zeros(s.num_heads, s.param_dtype), **metadata(s.heads_axis)) if s.use_sinks else None
+        self.gate_proj = to_heads(s.features) if s.use_gate else None
         self.o_proj = nnx.Linear(
-            features,
-            in_features,
-            use_bias=use_output_bias,
-            kernel_metadata=metadata(heads_axis, None),
-            **dtypes,
-            rngs=rngs,
+            s.features, in_features, use_bias=s.use_output_bias, kernel_metadata=metadata(s.heads_axis, None), **common
         )
 
     def __call__[C: (KVCache, CacheLayer)](
@@ -199,14 +126,13 @@ class PagedAttention(nnx.Module):
         Raises:
             ValueError: shapes that do not fit.
         """
-        check_call(self, x, cache, slots, query_starts)
-        if self.fused:
-            heads, kv_heads = self.num_heads, self.num_kv_heads
-            q, k, v = jnp.split(self.qkv_proj(x), [heads * self.head_dim, (heads + kv_heads) * self.head_dim], axis=-1)
+        check_call(self.settings, x, cache, slots, query_starts)
+        if self.settings.fused:
+            q, k, v = self.settings.split(self.qkv_proj(x))
         else:
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         cache, out = rotate_write_attend(
-            self,
+            self.settings,
             q,
             k,
             v,

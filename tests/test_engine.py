@@ -152,7 +152,8 @@ def test_an_exact_engine_gives_equal_bits_whatever_the_load():
     assert exact.stats().num_preempted > before.num_preempted
     assert exact.stats().num_found > before.num_found
     assert differing(engine_of(16), BLOCKS)
-    module, attend = SimpleNamespace(num_partitions=None), StepAttention(*[None] * 5, num_partitions=1)
+    module = SimpleNamespace(settings=SimpleNamespace(num_partitions=None))
+    attend = StepAttention(*[None] * 5, num_partitions=1)
     with pytest.raises(ValueError, match="modules with a fixed num_partitions"):
         attend.call(module, None, None)
 

@@ -71,7 +71,8 @@ def test_behind_an_engine(tmp_path):
     checkpoint = read_checkpoint(tmp_path)
     model = load_model(checkpoint, "float32")
     for layer in model.layers:
-        layer.self_attn.num_partitions = 1  # for an exact engine, which compiles one kind of step and not three
+        # For an exact engine, which compiles one kind of step and not three.
+        layer.self_attn.settings = dataclasses.replace(layer.self_attn.settings, num_partitions=1)
     sizes = dict(num_seats=1, max_length=20, block_size=BLOCK_SIZE, chunk_tokens=8)
     engine = create_engine(model, checkpoint.config, **sizes, dtype="float32", exact=True)
     expected = EXPECTED["gpt_oss"]["tokens"]

@@ -11,7 +11,7 @@ from flax import nnx
 import jaxpaged
 import jaxpaged.linen
 import jaxpaged.nnx
-from jaxpaged import BlockAllocator, CacheLayer, KVCache, attend, paged_attention, write_kv
+from jaxpaged import AttentionSettings, BlockAllocator, CacheLayer, KVCache, attend, paged_attention, write_kv
 
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 48, 6, 2, 16, 4
 SIZES = dict(
@@ -41,13 +41,14 @@ LENGTHS = (11, 1, 7)
 
 def make(options):
     """Both modules with the same weights."""
-    ours = nnx.eval_shape(lambda: jaxpaged.nnx.PagedAttention(FEATURES, **SIZES | options, rngs=nnx.Rngs(1)))
+    settings = AttentionSettings(**SIZES | options)
+    ours = nnx.eval_shape(lambda: jaxpaged.nnx.PagedAttention(FEATURES, settings, rngs=nnx.Rngs(1)))
     state, rng = nnx.state(ours), np.random.default_rng(1)
     for path, parameter in nnx.to_flat_state(state):
         scale, middle = (FEATURES**-0.5, 0) if path[-1] == "kernel" else (1, 1)
         parameter.set_value(jnp.asarray(middle + scale * rng.normal(size=parameter.shape), jnp.float32))
     nnx.update(ours, state)
-    linen = jaxpaged.linen.PagedAttention(**SIZES | options)
+    linen = jaxpaged.linen.PagedAttention(settings)
     return ours, functools.partial(linen.apply, {"params": nnx.to_pure_dict(state)})
 
 
@@ -241,7 +242,7 @@ def test_nothing_is_hidden_in_the_modules():
     module, _ = make({})
     _, state = nnx.split(module)
     assert {path[-1] for path, _ in nnx.to_flat_state(state)} == {"kernel"}
-    linen = jaxpaged.linen.PagedAttention(**SIZES)
+    linen = jaxpaged.linen.PagedAttention(AttentionSettings(**SIZES))
     cache, allocator = fresh()
     allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
     variables = linen.init(jax.random.key(0), prompt_batch(tokens(), 11), cache, allocator, slots)
@@ -259,12 +260,7 @@ def test_nothing_is_hidden_in_the_modules():
 )
 def test_size_errors(changes, message):
     with pytest.raises(ValueError, match=message):
-        jaxpaged.nnx.PagedAttention(FEATURES, **SIZES | changes, rngs=nnx.Rngs(0))
-    cache, allocator = fresh()
-    with pytest.raises(ValueError, match=message):
-        jaxpaged.linen.PagedAttention(**SIZES | changes).init(
-            jax.random.key(0), jnp.zeros((3, 1, FEATURES)), cache, allocator, jnp.zeros((3, 1), jnp.int32)
-        )
+        AttentionSettings(**SIZES | changes)
 
 
 def test_call_errors():

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpaged.linen
 import jaxpaged.nnx
 from jaxpaged import (
+    AttentionSettings,
     BlockAllocator,
     CacheLayer,
     KVCache,
@@ -332,18 +333,22 @@ def test_without_jit_a_kernel_is_called_all_the_same():
         assert by_kernel(lambda x: x + 1, lambda x: x + 2, jnp.float32(3)) == 5
 
 
-MODULE = dict(
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    rotary_frequencies=rotary_frequencies(8),
-    fused=False,
-    use_bias=True,
-    use_output_bias=True,
-    norm_epsilon=1e-3,
-    use_sinks=True,
-    use_gate=True,
-)
+def settings(heads_axis):
+    return AttentionSettings(
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=8,
+        rotary_frequencies=rotary_frequencies(8),
+        fused=False,
+        heads_axis=heads_axis,
+        use_bias=True,
+        use_output_bias=True,
+        norm_epsilon=1e-3,
+        use_sinks=True,
+        use_gate=True,
+    )
+
+
 FEATURES = 16
 TO_HEADS = {"kernel": P(None, "devices"), "bias": P("devices")}
 PARAMETERS = {
@@ -372,7 +377,7 @@ def nnx_module(mesh):
     axis = None if mesh is None else "devices"
 
     def make():
-        return nnx.split(jaxpaged.nnx.PagedAttention(FEATURES, **MODULE, heads_axis=axis, rngs=nnx.Rngs(0)))
+        return nnx.split(jaxpaged.nnx.PagedAttention(FEATURES, settings(axis), rngs=nnx.Rngs(0)))
 
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         graph, weights = jax.jit(make)()
@@ -381,7 +386,7 @@ def nnx_module(mesh):
 
 
 def linen_module(mesh):
-    module = jaxpaged.linen.PagedAttention(**MODULE, heads_axis=None if mesh is None else "devices")
+    module = jaxpaged.linen.PagedAttention(settings(None if mesh is None else "devices"))
     initialise = functools.partial(module.init, jax.random.key(0), *module_inputs())
     boxed = jax.eval_shape(initialise)
     shardings = None if mesh is None else linen.get_sharding(boxed, mesh)
@@ -412,5 +417,5 @@ def test_a_module_over_heads(make, kind):
 
 def test_the_heads_of_a_module_by_a_logical_name():
     with nnx.logical_axis_rules([("heads", "devices")]), jax.set_mesh(mesh_of(2)):
-        module = jaxpaged.nnx.PagedAttention(FEATURES, **MODULE, heads_axis="heads", rngs=nnx.Rngs(0))
+        module = jaxpaged.nnx.PagedAttention(FEATURES, settings("heads"), rngs=nnx.Rngs(0))
         assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(module))) == PARAMETERS

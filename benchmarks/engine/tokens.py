@@ -8,6 +8,7 @@ win. `apart` is the largest difference of the logprobs of two tokens of which on
 """
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -59,7 +60,7 @@ def main() -> None:
     for exact in (False, True):
         if exact:
             for layer in model.layers:
-                layer.self_attn.num_partitions = 1
+                layer.self_attn.settings = dataclasses.replace(layer.self_attn.settings, num_partitions=1)
         engine = create_engine(
             model,
             checkpoint.config,

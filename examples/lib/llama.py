@@ -176,8 +176,7 @@ class Layer(nnx.Module):
         if window is not None and config.window_frequencies is not None:
             frequencies = config.window_frequencies
         self.input_layernorm = norm(config.features)
-        self.self_attn = jaxpaged.nnx.PagedAttention(
-            config.features,
+        settings = jaxpaged.AttentionSettings(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -191,8 +190,8 @@ class Layer(nnx.Module):
             logits_soft_cap=config.logits_soft_cap,
             dtype=dtype,
             param_dtype=dtype,
-            rngs=rngs,
         )
+        self.self_attn = jaxpaged.nnx.PagedAttention(config.features, settings, rngs=rngs)
         if config.use_qk_norm:  # those of this file in place of nnx.RMSNorm
             self.self_attn.q_norm = norm(config.head_dim)  # type: ignore[assignment]
             self.self_attn.k_norm = norm(config.head_dim)  # type: ignore[assignment]

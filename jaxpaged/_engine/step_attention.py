@@ -104,7 +104,7 @@ class StepAttention:
         Raises:
             ValueError: the engine is exact, and the module leaves the number of partitions open.
         """
-        if self.num_partitions is not None and module.num_partitions is None:
+        if self.num_partitions is not None and module.settings.num_partitions is None:
             raise ValueError("an exact engine needs modules with a fixed num_partitions; make them with 1.")
         if self.query_starts is not None:
             return module(x, cache, self.allocator, self.slots, query_starts=self.query_starts)

@@ -93,6 +93,7 @@ def test_the_site_has_every_page_and_every_public_name_once():
         "README.md",
         "CHANGELOG.md",
         "CONTRIBUTING.md",
+        "benchmarks/README.md",
         "benchmarks/results/README.md",
         "benchmarks/results/decisions/README.md",
     ]

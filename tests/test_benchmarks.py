@@ -11,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import checks, harness
 from benchmarks.allocator import loops, model_step, operations
 from benchmarks.allocator.host_allocator import HostAllocator
 from benchmarks.figures.memory import seat_lengths
 from benchmarks.harness import by_kernel
-from benchmarks.kernels import cache_ops, decode, partitions, points, prefill
+from benchmarks.kernels import cache_ops, configs, decode, partitions, points, prefill, ways
 from benchmarks.kernels.configs import parse_config
 from benchmarks.kernels.points import make_tables, parse, tables_of
 from benchmarks.models import decode_step, llama_step
 from jaxpaged import copy_blocks, paged_attention, paged_attention_reference
+from jaxpaged._device import Gpu
 from pallas_kernels.decode_config import default_config
 
 PROGRAMS = [
@@ -148,6 +150,41 @@ def test_a_config_by_name_is_what_the_library_would_make():
     assert parse_config("4/4/128/1", parse("32/8 1x512")) == short
     prompt = default_config(seqs=128, kv_heads=8, group=4, q_len=16, head_dim=128, capacity=8192, num_sms=132)
     assert parse_config("1/1/128/1", parse("32/8 8x8192 q_len=256")) == prompt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["default", "2/1/64/1", "2/2/64/2"])
+def test_a_config_computes_attention(config):
+    from tests.kernels.interpret import races_found
+
+    point = parse("8/2 2x150")
+    inputs = points.make_inputs(FewSets(**vars(point)))
+    arrays = inputs.q, *inputs.caches[0][0], inputs.block_tables, inputs.lengths
+    interpret = plgpu.InterpretGPUParams(detect_races=config == "default")
+    out = configs.attend(config, point, Gpu(132, 9.0), *arrays, interpret=interpret)
+    assert not races_found()
+    checks.worst_error(config, out, paged_attention_reference(*arrays))
+
+
+def test_a_way_that_does_not_fit_is_a_result_and_a_mistake_is_none():
+    point = FewSets(**vars(parse("8/2 2x150")))
+
+    def refuses(way, point):
+        raise NotImplementedError(f"no {way}\nhere")
+
+    assert ways.compile_way(point, refuses, "such way") == "NotImplementedError: no such way"
+    assert ways.compile_way(point, lambda *_: by_xla, "xla").out_info is not None
+    with pytest.raises(AttributeError):
+        ways.compile_way(point, lambda *_: decode.has_moved, "moved")
+
+
+def test_ways_stand_side_by_side(capsys):
+    store = harness.Store(None)
+    every = {"xla": by_xla, "reference": paged_attention_reference}
+    ways.compare([FewSets(**vars(parse("6/2 2x48 head_dim=32")))], tuple(every), lambda way, _: every[way], store)
+    assert {name.split()[-1] for name in store.points} == set(every)
+    assert all(result["error"] < checks.MOST_ERROR for result in store.points.values())
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_a_point_of_sequences_that_share_blocks():

@@ -9,15 +9,16 @@ What wins here becomes a rule in pallas_kernels/decode_config.py.
 """
 
 import argparse
+import functools
 from typing import Any
-from unittest import mock
 
 import jax
 
-from benchmarks.harness import add_output, compile_all, open_store
-from benchmarks.kernels.decode import Programs, compile_point, measure, measure_kernels
-from benchmarks.kernels.points import Point, make_inputs, parse
-from jaxpaged._attention import mosaic_gpu
+from benchmarks.harness import add_output, open_store
+from benchmarks.kernels.points import Point, parse
+from benchmarks.kernels.ways import arguments_of, compare
+from jaxpaged import _device
+from jaxpaged._attention import decode
 from jaxpaged._attention.query_runs import runs_of
 from pallas_kernels.decode_config import Config, completed
 
@@ -45,45 +46,31 @@ def parse_config(text: str, point: Point) -> Config:
     return config
 
 
-def compile_config(point: Point, text: str) -> Any:
-    """The chain of `point` with one config; or, as a string, why not."""
-    job = compile_point(point, "mosaic_gpu", None, [])[point, "ours"]
-    try:
-        with mock.patch.object(mosaic_gpu, "are_uneven", return_value=False):  # otherwise another kernel may take it
-            if text == "default":
-                return job()
-            with mock.patch.object(mosaic_gpu, "config_of", return_value=parse_config(text, point)):
-                return job()
-    except Exception as error:  # a config that does not fit is a result too
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+def attend(
+    text: str, point: Point, gpu: _device.Gpu, *arrays: jax.Array, interpret: Any = None, **options: Any
+) -> jax.Array:
+    """The output of the Hopper decode kernel with one configuration, called as `paged_attention`."""
+    a = arguments_of(arrays, options)
+    if text == "default":
+        config = decode.hopper_config_of(a, gpu, num_partitions=None, window=point.window or None)
+    else:
+        config = parse_config(text, point)
+    return decode.launch(config, interpret, a, None)[0]
+
+
+def attend_of(text: str, point: Point) -> Any:
+    return functools.partial(attend, text, point, _device.gpu())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", nargs="+", required=True, help="names of points, see benchmarks/kernels/points.py")
+    parser.add_argument("--points", nargs="+", required=True, help="names of points, see points.py")
     parser.add_argument("--configs", nargs="+", required=True, metavar="P/C/T/R[/U]", help="or default")
     add_output(parser)
     options = parser.parse_args()
     store = open_store("configs", options)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    for point in map(parse, options.points):
-        jobs = compile_point(point, "mosaic_gpu", None, [])
-        del jobs[point, "ours"]
-        compiled = compile_all(jobs) | {text: compile_config(point, text) for text in options.configs}
-        inputs = make_inputs(point)
-        for text in options.configs:
-            if isinstance(compiled[text], str):
-                result: dict[str, Any] = {"failed": compiled[text]}
-                print(f"{point.name:<24} {text:<12} {compiled[text]}", flush=True)
-            else:
-                programs = Programs(compiled[text], compiled[point, "floor"], compiled[point, "reference"], {})
-                result = measure(point, programs, inputs) | measure_kernels(point, programs, inputs)
-                print(
-                    f"{point.name:<24} {text:<12} {result['us']:8.2f} us, kernels {result['kernels']:8.2f}, "
-                    f"floor {result['floor']:8.2f}, {result['over_floor']:.3f}, error {result['error']:.1e}",
-                    flush=True,
-                )
-            store.add(f"{point.name} {text}", result)
+    compare(map(parse, options.points), options.configs, attend_of, store)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,26 @@ class Programs:
     peers: dict[str, Any]
 
 
+def compile_judges(point: Point) -> dict[Any, Any]:
+    """Jobs for `compile_all`, by (point, what): the reference of a few sequences, and the floor."""
+    shapes = shapes_of(point)
+    pair, rows = shapes.caches[0][0], len(checked_rows(point))
+
+    def few(array: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
+
+    reference = functools.partial(with_scales, paged_attention_reference, **options_of(point))
+    floor = functools.partial(read_chain, slots=point.slots, num_calls=point.num_calls)
+    return {
+        (point, "reference"): lambda: (
+            jax.jit(reference).lower(few(shapes.q), *pair, few(shapes.block_tables), few(shapes.lengths)).compile()
+        ),
+        (point, "floor"): lambda: (
+            jax.jit(floor).lower(jax.ShapeDtypeStruct((128,), jnp.float32), shapes.caches[0]).compile()
+        ),
+    }
+
+
 def compile_point(
     point: Point, implementation: str, num_partitions: Partitions, peer_names: list[str]
 ) -> dict[Any, Any]:
@@ -107,23 +127,8 @@ def compile_point(
     attend = functools.partial(with_scales, ours, implementation=implementation, **options_of(point))
     if point.shared and not point.alone:
         attend = functools.partial(attend, shared_prefix=np.full(point.groups, point.shared))
-    rows = len(checked_rows(point))
-
-    def few(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
-
-    reference = functools.partial(with_scales, paged_attention_reference, **options_of(point))
-    floor = functools.partial(read_chain, slots=point.slots, num_calls=point.num_calls)
-    pair = shapes.caches[0][0]
-    jobs: dict[Any, Any] = {
-        (point, "ours"): lambda: jax.jit(functools.partial(chain, point, attend)).lower(*args).compile(),
-        (point, "reference"): lambda: (
-            jax.jit(reference).lower(few(shapes.q), *pair, few(shapes.block_tables), few(shapes.lengths)).compile()
-        ),
-        (point, "floor"): lambda: (
-            jax.jit(floor).lower(jax.ShapeDtypeStruct((128,), jnp.float32), shapes.caches[0]).compile()
-        ),
-    }
+    jobs = compile_judges(point)
+    jobs[point, "ours"] = lambda: jax.jit(functools.partial(chain, point, attend)).lower(*args).compile()
     for name in peer_names:
         if not point.cache and peers.PEERS[name].takes(point):
             jobs[point, name] = functools.partial(peers.compile_peer, name, point, chain)

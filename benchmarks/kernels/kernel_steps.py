@@ -18,9 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.harness import add_output, compile_all, open_store
-from benchmarks.kernels.decode import Programs, chain, compile_point, measure
-from benchmarks.kernels.points import Point, make_inputs, parse, shapes_of
+from benchmarks.kernels.decode import Programs, compile_judges, measure
+from benchmarks.kernels.points import Point, make_inputs, parse
 from benchmarks.kernels.portable import attend as attend_portable
+from benchmarks.kernels.ways import compile_chain
 from jaxpaged import paged_attention
 from pallas_kernels._rows import store
 
@@ -225,14 +226,12 @@ class FewCalls(Point):
 
 
 def compile_step(point: Point, step: Any) -> Any:
-    shapes = shapes_of(point)
-    args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
     jitted = jax.jit(step)  # lowered once for all calls
 
     def call(q: jax.Array, *arrays: jax.Array) -> jax.Array:
         return jitted(q[:, 0], *arrays)[:, None]
 
-    return jax.jit(functools.partial(chain, point, call)).lower(*args).compile()
+    return compile_chain(point, call)
 
 
 def main() -> None:
@@ -247,8 +246,7 @@ def main() -> None:
         points = {name: few if step in (gather, scan) else point for name, step in steps_of(point).items()}
         jobs: dict[Any, Any] = {}
         for each in {few, point}:
-            jobs |= compile_point(each, "mosaic_gpu", None, [])
-            del jobs[each, "ours"]
+            jobs |= compile_judges(each)
         jobs |= {name: functools.partial(compile_step, points[name], step) for name, step in steps_of(point).items()}
         compiled = compile_all(jobs)
         for name, each in points.items():

@@ -16,12 +16,11 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import add_output, compile_all, open_store
-from benchmarks.kernels.decode import Programs, chain, compile_point, measure, measure_kernels, options_of, with_scales
-from benchmarks.kernels.points import Point, make_inputs, parse, shapes_of
-from jaxpaged import _device
+from benchmarks.harness import add_output, open_store
+from benchmarks.kernels.points import Point, parse
+from benchmarks.kernels.ways import arguments_of, compare
+from jaxpaged import _device, paged_attention
 from jaxpaged._attention import decode
-from jaxpaged._attention.arguments import check_arguments
 from jaxpaged._attention.partitions import programs_at_once
 from pallas_kernels import partition_plan
 
@@ -35,8 +34,7 @@ WAYS = ("mosaic_gpu", "xla", "tma", "cp_async")
 
 def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
     """The output of one kernel, called as `paged_attention`."""
-    missing = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
-    a = check_arguments(*arrays, **(dict.fromkeys(missing) | options))  # type: ignore[arg-type]
+    a = arguments_of(arrays, options)
     gpu, window = _device.gpu(), options.get("sliding_window")
     kernel, stages, partitions, *_ = (*way.split("/"), "", "")
     plan = None
@@ -53,47 +51,21 @@ def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
     return decode.launch(dataclasses.replace(config, **changes), None, a, plan)[0]
 
 
-def compile_way(point: Point, way: str) -> Any:
-    """The chain of `point`; or, as a string, why not."""
-    try:
-        if way in ("mosaic_gpu", "xla"):
-            return compile_point(point, way, None, [])[point, "ours"]()
-        shapes = shapes_of(point)
-        call = functools.partial(with_scales, functools.partial(attend, way), **options_of(point))
-        args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
-        return jax.jit(functools.partial(chain, point, call)).lower(*args).compile()
-    except Exception as error:  # a way that does not fit is a result too
-        return f"{type(error).__name__}: {str(error).partition('\n')[0][:80]}"
+def attend_of(way: str, _: Point) -> Any:
+    if way in ("mosaic_gpu", "xla"):
+        return functools.partial(paged_attention, implementation=way)
+    return functools.partial(attend, way)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", nargs="+", default=POINTS, help="names of points, see benchmarks/kernels/points.py")
+    parser.add_argument("--points", nargs="+", default=POINTS, help="names of points, see points.py")
     parser.add_argument("--ways", nargs="+", default=WAYS, metavar="WAY")
     add_output(parser)
     options = parser.parse_args()
     store = open_store("portable", options)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    for point in map(parse, options.points):
-        jobs = compile_point(point, "mosaic_gpu", None, [])
-        del jobs[point, "ours"]
-        jobs |= {way: functools.partial(compile_way, point, way) for way in options.ways}
-        compiled = compile_all(jobs)
-        inputs = make_inputs(point)
-        for way in options.ways:
-            if isinstance(compiled[way], str):
-                result: dict[str, Any] = {"failed": compiled[way]}
-                print(f"{point.name:<48} {way:<14} {compiled[way]}", flush=True)
-            else:
-                programs = Programs(compiled[way], compiled[point, "floor"], compiled[point, "reference"], {})
-                result = measure(point, programs, inputs) | measure_kernels(point, programs, inputs)
-                print(
-                    f"{point.name:<48} {way:<14} {result['us']:8.2f} us, kernels {result['kernels']:8.2f}, "
-                    f"floor {result['floor']:8.2f}, {result['floor'] / result['us']:.3f} of it, "
-                    f"error {result['error']:.1e}",
-                    flush=True,
-                )
-            store.add(f"{point.name} {way}", result)
+    compare(map(parse, options.points), options.ways, attend_of, store)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""A point in several ways: each is compiled, checked against the reference, timed, and printed beside the others."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.harness import Store, compile_all
+from benchmarks.kernels.decode import Programs, chain, compile_judges, measure, measure_kernels, options_of, with_scales
+from benchmarks.kernels.points import Point, make_inputs, shapes_of
+from jaxpaged._attention.arguments import AttentionArguments, check_arguments
+
+Attend = Callable[..., jax.Array]  # of q, k_cache, v_cache, block_tables, lengths, and options as `paged_attention`
+OPTIONS = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
+DOES_NOT_FIT = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)  # the last: ptxas, or no memory
+
+
+def arguments_of(arrays: Sequence[jax.Array], options: dict[str, Any]) -> AttentionArguments:
+    """What the kernels of jaxpaged are launched with, of a call of `paged_attention`."""
+    return check_arguments(*arrays, **(dict.fromkeys(OPTIONS) | options))  # type: ignore[arg-type]
+
+
+def compile_chain(point: Point, attend: Attend) -> Any:
+    shapes = shapes_of(point)
+    call = functools.partial(with_scales, attend, **options_of(point))
+    args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
+    return jax.jit(functools.partial(chain, point, call)).lower(*args).compile()
+
+
+def compile_way(point: Point, attend_of: Callable[[str, Point], Attend], way: str) -> Any:
+    """The chain of `point`; or, as a string, why this way does not fit it, which is a result too."""
+    try:
+        return compile_chain(point, attend_of(way, point))
+    except DOES_NOT_FIT as error:
+        return f"{type(error).__name__}: {str(error).partition('\n')[0][:80]}"
+
+
+def compare(
+    points: Iterable[Point], ways: Sequence[str], attend_of: Callable[[str, Point], Attend], store: Store
+) -> None:
+    for point in points:
+        jobs = compile_judges(point) | {way: functools.partial(compile_way, point, attend_of, way) for way in ways}
+        compiled = compile_all(jobs)
+        inputs = make_inputs(point)
+        for way in ways:
+            if isinstance(compiled[way], str):
+                result: dict[str, Any] = {"failed": compiled[way]}
+                text = compiled[way]
+            else:
+                programs = Programs(compiled[way], compiled[point, "floor"], compiled[point, "reference"], {})
+                result = measure(point, programs, inputs)
+                result |= measure_kernels(point, programs, inputs) if jax.default_backend() == "gpu" else {}
+                text = line(result)
+            print(f"{point.name:<48} {way:<16} {text}", flush=True)
+            store.add(f"{point.name} {way}", result)
+
+
+def line(result: dict[str, Any]) -> str:
+    kernels = f"kernels {result['kernels']:8.2f}, " if "kernels" in result else ""
+    return (
+        f"{result['us']:8.2f} us, {kernels}floor {result['floor']:8.2f}, {result['over_floor']:.3f} of it, "
+        f"error {result['error']:.1e}"
+    )

@@ -3,6 +3,8 @@
 One attention layer with random weights stands for a model. Copy it, and put yours in its place.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,19 +48,18 @@ def decode(weights, cache, allocator, tokens):
         return (carry[0] < MAX_NEW_TOKENS) & carry[4].any()
 
     running, generated = jnp.ones(SEQS, bool), jnp.full((SEQS, MAX_NEW_TOKENS), -1, jnp.int32)
-    _, cache, allocator, _, _, generated = lax.while_loop(
-        go_on, step, (0, cache, allocator, tokens, running, generated)
-    )
+    carry = (0, cache, allocator, tokens, running, generated)
+    _, cache, allocator, _, _, generated = lax.while_loop(go_on, step, carry)
     return cache, allocator, generated
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     cache = KVCache.create(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     allocator = BlockAllocator.create(
         num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks_per_seq=MAX_BLOCKS
     )
     loop = jax.jit(decode, donate_argnames=("cache", "allocator"))
     cache, allocator, generated = loop(weights, cache, allocator, jnp.arange(SEQS, dtype=jnp.int32))
-    for row in generated.tolist():
-        print([token for token in row if token >= 0])
+    print(*([token for token in row if token >= 0] for row in generated.tolist()), sep="\n")
     print(f"{allocator.num_free} of {NUM_BLOCKS - 1} blocks are free")

@@ -12,11 +12,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from gemma.gm.math._positional_embeddings import apply_rope
-from gemma.gm.nn import _config, _modules, _transformer
 
 import jaxpaged
 import jaxpaged.linen
+from lib.extras import imports
+
+with imports(__doc__):
+    from gemma.gm.math._positional_embeddings import apply_rope
+    from gemma.gm.nn import _config, _modules, _transformer
 
 LOCAL, GLOBAL = _modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLOBAL
 

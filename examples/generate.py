@@ -15,7 +15,6 @@ from typing import Any, TextIO, get_args
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from lib.checkpoint import Tokenizer, load_model
 from lib.command_line import (
@@ -94,6 +93,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    from tqdm import tqdm  # of the extra "examples": --help works without
+
     sampling = read_sampling(args)
     if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
         raise RequestError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")

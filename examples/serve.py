@@ -2,35 +2,22 @@
 
     python examples/serve.py --port 8000
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '
-        {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": [{"role": "user", "content": "What is a page table?"}]}'
+        {"messages": [{"role": "user", "content": "What is a page table?"}]}'
 
-`lib/engine_thread.py` is the part to copy: the thread that owns the engine. This is HTTP around it; `docs/serving.md`.
+`lib/engine_thread.py` is the part to copy: the thread that owns the engine. The HTTP around it is `lib/service.py` and
+`lib/http_server.py`; `docs/serving.md` explains them.
 """
 
 import argparse
-import asyncio
-import contextlib
-import dataclasses
 import functools
 import os
 import secrets
 import signal
-import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from types import FrameType
-from typing import Any
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from typing import TYPE_CHECKING
 
 from jaxpaged import CacheCapacity, cache_capacity
-from lib.checkpoint import Checkpoint, CheckpointError, default_path, load_model, read_checkpoint
+from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.command_line import (
     RequestError,
     add_tensor_parallel,
@@ -41,281 +28,15 @@ from lib.command_line import (
     say,
 )
 from lib.engine_llama import create_engine
-from lib.engine_metrics import metrics_text
-from lib.engine_thread import DrainingError, EngineFailedError, EngineThread, Generation, QueueFullError
+from lib.engine_thread import EngineThread
 from lib.llama import LlamaConfig
-from lib.openai_forms import USUAL_TOKENS, Answer, ApiError, Ask, Piece, event, read_ask, usage_of
 from lib.tensor_parallel import spread
-from lib.text_stream import TextStream
+
+if TYPE_CHECKING:  # of the extra "serve": imported where it is used, so that --help works without
+    from lib.service import Service
 
 API_KEY = "JAXPAGED_API_KEY"  # the environment variable
 MOST_TOKENS = 2048  # of a request by default
-RETRY_SECONDS = 1
-PAGE = Path(__file__).parent / "lib" / "serve_page.html"
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-FLUSH_SECONDS = 5  # in which clients take the last of their answers
-
-
-@dataclasses.dataclass
-class Service:
-    """What the routes share.
-
-    Attributes:
-        model: its name.
-        max_length: the most of a request, prompt and answer together.
-    """
-
-    engine: EngineThread
-    checkpoint: Checkpoint
-    model: str
-    max_length: int
-    api_key: str | None = None
-    max_body_bytes: int = 2**20
-    allow_control_tokens: bool = False
-
-    def app(self) -> Starlette:
-        routes = [
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{model}", self.models),
-            Route("/health", self.health),
-            Route("/metrics", self.metrics),
-            Route("/", self.page),
-        ]
-        handlers: dict[Any, Any] = {
-            ApiError: refuse,
-            QueueFullError: refuse_for_now,
-            DrainingError: refuse_for_now,
-            ClientDisconnect: lambda request, error: Response(status_code=499),  # nobody reads it
-            HTTPException: refuse_path,
-            EngineFailedError: lambda request, error: refuse(request, ApiError(500, str(error))),
-            Exception: lambda request, error: refuse(request, ApiError(500, "The server failed.")),
-        }
-
-        @contextlib.asynccontextmanager
-        async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            async with self.engine.running():
-                yield
-
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-
-    async def complete(self, request: Request) -> Response:
-        return await self._answer(request, is_chat=False)
-
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, is_chat=True)
-
-    async def models(self, request: Request) -> Response:
-        self._check_key(request)
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "jaxpaged"}
-        named = request.path_params.get("model")
-        if named is None:
-            return JSONResponse({"object": "list", "data": [model]})
-        if named != self.model:
-            raise ApiError(404, f"The model {named[:100]!r} does not exist here.", code="model_not_found")
-        return JSONResponse(model)
-
-    async def health(self, request: Request) -> Response:
-        is_draining = self.engine.is_draining
-        return JSONResponse({"status": "draining" if is_draining else "ok"}, 503 if is_draining else 200)
-
-    async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(metrics_text(self.engine), media_type="text/plain; version=0.0.4")
-
-    async def page(self, request: Request) -> Response:
-        return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": PAGE_POLICY})
-
-    async def _answer(self, request: Request, *, is_chat: bool) -> Response:
-        self._check_key(request)
-        body = await self._body(request)
-        ask = read_ask(body, model=self.model, is_chat=is_chat, vocab_size=self.checkpoint.config.vocab_size)
-        num_completions = max(1, len(ask.prompts)) * ask.params.n
-        if num_completions > self.engine.most_completions:
-            most = self.engine.most_completions
-            raise ApiError(400, f"A request has at most {most} completions here; got {num_completions}.")
-        with contextlib.ExitStack() as ending:
-            generation = self.engine.open(num_completions)
-            ending.callback(self.engine.close, generation)
-            prompts = await unless_gone(request, asyncio.to_thread(self._encode, ask))
-            params = dataclasses.replace(ask.params, stop_token_ids=self.checkpoint.tokenizer.eos_ids)
-            requests = [(p, dataclasses.replace(params, max_tokens=self._num_new(ask, p))) for p in prompts]
-            self.engine.start(generation, requests)
-            usage = usage_of(sum(map(len, prompts)))
-            answer = Answer(ask, self.model, num_completions, usage)
-            pieces = self._pieces(ask, generation, usage)
-            if not ask.is_streamed:
-                return JSONResponse(await unless_gone(request, answer.whole(pieces)))
-            return EventStream(events(answer, pieces), on_end=ending.pop_all().close)
-
-    def _check_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if self.api_key is not None and not secrets.compare_digest(given, f"Bearer {self.api_key}".encode()):
-            raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
-
-    async def _body(self, request: Request) -> bytes:
-        # Also keeps web pages of others out, whose scripts cannot send this type without being asked for.
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "The Content-Type must be application/json.")
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.max_body_bytes:
-                raise ApiError(413, f"The body must be at most {self.max_body_bytes} bytes.")
-        return bytes(body)
-
-    def _encode(self, ask: Ask) -> list[list[int]]:
-        """The tokens of each prompt. In a thread: it may take a while."""
-        tokenizer = self.checkpoint.tokenizer
-        if not ask.is_chat:
-            return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
-        if tokenizer.chat_template is None:
-            raise ApiError(400, "This model has no chat template; use /v1/completions.")
-        try:
-            return tokenizer.encode_conversations([ask.messages], allow_control_tokens=self.allow_control_tokens)
-        except CheckpointError as error:  # a template may refuse a conversation
-            raise ApiError(400, str(error), param="messages") from error
-
-    def _num_new(self, ask: Ask, prompt: list[int]) -> int:
-        """The most new tokens of a prompt."""
-        if not prompt:
-            raise ApiError(400, "The prompt holds no token.", param="prompt")
-        room = self.max_length - len(prompt)
-        usual = room if ask.is_chat else min(room, USUAL_TOKENS)
-        num_new = usual if ask.max_tokens is None else ask.max_tokens
-        if room < max(num_new, 1):
-            message = f"The prompt has {len(prompt)} tokens and asks for {max(num_new, 1)} more; a request has at most "
-            raise ApiError(400, f"{message}{self.max_length} together here.", code="context_length_exceeded")
-        return num_new
-
-    async def _pieces(self, ask: Ask, generation: Generation, usage: dict[str, int]) -> AsyncIterator[Piece]:
-        """What is new, as it comes; counted in `usage`."""
-        decode = self.checkpoint.tokenizer.decode
-        texts = [TextStream(decode, ask.stops) for _ in range(generation.num_completions)]
-        open_ones = set(range(generation.num_completions))
-        async for i, output in generation.outputs():
-            for k, completion in enumerate(output.outputs):
-                index = i * ask.params.n + k
-                if index not in open_ones:
-                    continue
-                text = texts[index]
-                start = text.num_tokens
-                new = text.extend(completion.token_ids, is_last=completion.finish_reason is not None)
-                reason = "stop" if text.is_stopped else completion.finish_reason
-                if reason is not None:
-                    open_ones.remove(index)
-                if completion.finish_reason is None and text.is_stopped:
-                    self.engine.end(generation, i, k)
-                usage["completion_tokens"] += text.num_tokens - start
-                usage["total_tokens"] += text.num_tokens - start
-                piece = Piece(index, new, finish_reason=reason)
-                if completion.logprobs is not None:
-                    piece.tokens += [decode([token]) for token in completion.token_ids[start : text.num_tokens]]
-                    piece.logprobs += completion.logprobs[start : text.num_tokens]
-                    if not ask.is_chat:  # whose logprobs have no offsets
-                        piece.offsets += text.offsets[start:]
-                if new or reason or piece.tokens:
-                    yield piece
-            if not open_ones:
-                return
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events. `on_end` is called however it ends: the client may leave at any moment."""
-
-    def __init__(self, content: AsyncIterator[str], *, on_end: Callable[[], None]):
-        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
-
-
-async def events(answer: Answer, pieces: AsyncIterator[Piece]) -> AsyncIterator[str]:
-    try:
-        async for chunk in answer.chunks(pieces):
-            yield event(chunk)
-    except EngineFailedError as error:
-        yield event(ApiError(500, str(error)).body())
-    else:
-        yield "data: [DONE]\n\n"
-
-
-async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work, which is given up when the client leaves. Raises `ClientDisconnect` then."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(request.receive())  # the body was read: nothing else can come
-    try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-
-
-def refuse(request: Request, error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, headers=error.headers)
-
-
-def refuse_path(request: Request, error: HTTPException) -> Response:
-    body = ApiError(error.status_code, f"{error.detail}.").body()
-    return JSONResponse(body, error.status_code, headers=error.headers)
-
-
-def refuse_for_now(request: Request, error: Exception) -> Response:
-    if isinstance(error, QueueFullError):
-        message = "As many requests are under way as may be; try again soon."
-        return refuse(request, ApiError(429, message, code="queue_full", retry_after=RETRY_SECONDS))
-    return refuse(request, ApiError(503, "The server is shutting down.", code="draining", retry_after=RETRY_SECONDS))
-
-
-class Server(uvicorn.Server):
-    """Drains at SIGTERM and Ctrl-C: requests under way are finished, and new ones refused with 503.
-
-    The process then ends with 0. A second signal ends it at once.
-    """
-
-    def __init__(self, service: Service, *, drain_seconds: float):
-        options: dict[str, Any] = dict(loop="asyncio", http="h11", log_level="warning", access_log=False)
-        super().__init__(uvicorn.Config(service.app(), timeout_graceful_shutdown=FLUSH_SECONDS, **options))
-        self.engine, self.drain_seconds = service.engine, drain_seconds
-        self.engine.on_failure = self._exit
-        self.loop: asyncio.AbstractEventLoop | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.loop = asyncio.get_running_loop()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.loop is None or self.engine.is_draining:
-            self.should_exit = self.force_exit = True
-        else:
-            self.loop.call_soon_threadsafe(self._begin_to_drain)
-
-    def _begin_to_drain(self) -> None:
-        self._draining = asyncio.ensure_future(self.engine.drain(self.drain_seconds))
-        self._draining.add_done_callback(lambda _: self._exit())
-        say(f"Draining for at most {self.drain_seconds:g} seconds.")  # last: nobody may be there to read it
-
-    def _exit(self) -> None:
-        self.should_exit = True
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Raises `RequestError`."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise RequestError(f"The server cannot have --host {host} --port {port}: {error}.") from error
-    return listener
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -386,8 +107,10 @@ def capacity_of(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacity:
         raise RequestError(f"--cache-mb {args.cache_mb} is too small: {error}") from error
 
 
-def create_service(args: argparse.Namespace) -> Service:
+def create_service(args: argparse.Namespace) -> "Service":
     """Loads the model and compiles the engine. Raises `CheckpointError`."""
+    from lib.service import Service
+
     path = args.model or default_path()
     checkpoint = read_checkpoint(path)
     max_length, num_blocks = min(args.max_length, checkpoint.config.context), args.num_blocks
@@ -433,6 +156,8 @@ def create_service(args: argparse.Namespace) -> Service:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    from lib.http_server import Server, bind
+
     with bind(args.host, args.port) as listener:
         say("Loading the model and compiling the engine.")
         service = create_service(args)

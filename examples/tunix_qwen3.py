@@ -10,10 +10,13 @@ model is small: load your own with `tunix.models.qwen3.params`.
 from typing import Any
 
 from flax import nnx
-from tunix.models.qwen3.model import Attention, ModelConfig, Qwen3, apply_rope
 
 import jaxpaged
 import jaxpaged.nnx
+from lib.extras import imports
+
+with imports(__doc__):
+    from tunix.models.qwen3.model import Attention, ModelConfig, Qwen3, apply_rope
 
 
 def attention(

@@ -391,6 +391,62 @@ MUTANTS = (
         "            pass\n",
         "tests/test_engine_trouble.py::is_left",
     ),
+    Mutant(
+        "server: keeps back too little of a stop string",
+        "examples/lib/text_stream.py",
+        "range(len(stop) - 1, 0, -1)",
+        "range(len(stop) - 2, 0, -1)",
+        "tests/test_text_stream.py::pieces_of_text",
+    ),
+    Mutant(
+        "server: the offset of a token forgets an invalid byte",
+        "examples/lib/text_stream.py",
+        "self._num_characters + self._num_halves_before(text[self._num_known :])",
+        "self._num_characters",
+        "tests/test_text_stream.py::pieces_of_text",
+    ),
+    Mutant(
+        "server: a stop string ends the first completion",
+        "examples/lib/service.py",
+        "self.engine.end(generation, i, k)",
+        "self.engine.end(generation, i, 0)",
+        "tests/test_serve.py::ends_one_completion",
+    ),
+    Mutant(
+        "server: choices in the order of completions",
+        "examples/lib/service.py",
+        "index = i * ask.params.n + k",
+        "index = i + k * len(generation.requests)",
+        "tests/test_serve.py::in_the_order_of_the_prompts",
+    ),
+    Mutant(
+        "server: a half-closed client is dropped",
+        "examples/lib/http_server.py",
+        "self.cycle.keep_alive = False\n        self._probe()\n        return True",
+        "return None",
+        "tests/test_serve.py::half_closed",
+    ),
+    Mutant(
+        "server: a client that left is not noticed",
+        "examples/lib/http_server.py",
+        "self.loop.call_later(PROBE_SECONDS, self._probe)",
+        "pass",
+        "tests/test_serve.py::gives_its_blocks_back",
+    ),
+    Mutant(
+        "server: a body may have two lengths",
+        "examples/lib/http_server.py",
+        "<= names:",
+        "< set():",
+        "tests/test_serve.py::two_lengths",
+    ),
+    Mutant(
+        "server: clients are not dropped in the end",
+        "examples/lib/http_server.py",
+        "connection.transport.abort()",
+        "pass",
+        "tests/test_serve.py::never_ends",
+    ),
 )
 
 

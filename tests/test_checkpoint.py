@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from lib.checkpoint import CheckpointError, _gguf_tokenizer, load_model, read_checkpoint
+from lib.checkpoint import CheckpointError, load_model, read_checkpoint
 from lib.fields import Fields
+from lib.gguf_file import _gguf_tokenizer
 from tests.tiny_checkpoint import write_checkpoint
 
 WRONG = ["x", [], [1], {"a": {"b": 1}}, None, True, 0, -1, 0.5, float("nan"), 2**31, 10**40]

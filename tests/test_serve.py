@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import signal
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -21,10 +22,12 @@ import openai
 
 import serve
 from jaxpaged import Completion, RequestOutput, SamplingParams
+from lib import http_server
 from lib.command_line import RequestError
 from lib.engine_thread import EngineThread, Generation
+from lib.http_server import Server, bind
 from lib.openai_forms import read_ask
-from lib.text_stream import TextStream
+from lib.service import PAGE_POLICY, Service
 from tests.tiny_checkpoint import EOS, greedy, next_logits
 
 KEY, PROMPT = "secret", "The quick brown fox"
@@ -51,8 +54,8 @@ def running(service, drain_seconds=30.0):
     engine = service.engine._engine
     thread_of_engine = EngineThread(engine, most_completions=service.engine.most_completions)
     service = dataclasses.replace(service, engine=thread_of_engine)
-    server = serve.Server(service, drain_seconds=drain_seconds)
-    with serve.bind("127.0.0.1", 0) as listener:
+    server = Server(service, drain_seconds=drain_seconds)
+    with bind("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         wait_for(lambda: server.loop)
@@ -197,63 +200,30 @@ def test_a_stop_string_ends_the_text_before_it(server):
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_a_stop_string_ends_one_completion_and_the_others_go_on(server):
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_stop_string_ends_one_completion_and_the_others_go_on(server, ended):
     engine, options = server.service.engine, dict(max_tokens=60, temperature=2, seed=5, n=2)
     texts = [choice.text for choice in complete(server, **options).choices]
-    pairs = (texts[0][i : i + 2] for i in range(5, len(texts[0])))
-    stop = next(pair for pair in pairs if pair not in texts[1] and "\ufffd" not in pair)
+    text, other = texts[ended], texts[1 - ended]
+    pairs = (text[i : i + 2] for i in range(5, len(text)))
+    stop = next(pair for pair in pairs if pair not in other and "\ufffd" not in pair)
     before = engine.finished.copy()
     answer = complete(server, **options, stop=stop)
-    assert [choice.text for choice in answer.choices] == [texts[0].partition(stop)[0], texts[1]]
+    assert answer.choices[ended].text == text.partition(stop)[0]
+    assert answer.choices[1 - ended].text == other
     wait_for(lambda: engine.num_open == 0)
-    assert engine.finished - before == {"abort": 1, answer.choices[1].finish_reason: 1}
+    assert engine.finished - before == {"abort": 1, answer.choices[1 - ended].finish_reason: 1}
     assert engine.stats.num_free_blocks == engine._engine._num_blocks - 1
 
 
-@pytest.mark.parametrize(
-    ("tokens", "stops", "expected", "num_tokens"),
-    [
-        (["he", "llo wor", "ld"], ["o w"], "hell", 2),  # inside a token
-        (["ab", "c", "d"], ["abcd", "bc"], "a", 2),  # the one that is complete first, whatever is asked for first
-        (["abcd"], ["abcd", "bc"], "a", 1),
-        (["a", "b", "x"], ["abc"], "abx", 3),  # only a beginning
-        (["a", "b"], ["abc"], "ab", 2),
-        ([b"\xe2", b"\x82", b"\xac", b"\xe2"], [], "\u20ac\ufffd", 4),
-        ([b"\xe2\x82", b"\xacy"], ["\u20ac"], "", 2),
-        ([b"\xff", b"\xff", "a"], [], "\ufffd\ufffda", 3),
-    ],
-)
-@pytest.mark.parametrize("at_once", [1, 2, 9])
-def test_pieces_of_text_are_the_text_before_the_stop(tokens, stops, expected, num_tokens, at_once):
-    data = [token if isinstance(token, bytes) else token.encode() for token in tokens]
-    stream = TextStream(lambda ids: b"".join(data[i] for i in ids).decode(errors="replace"), stops)
-    ids, pieces = list(range(len(data))), []
-    for end in [*range(at_once, len(ids), at_once), len(ids)]:
-        pieces.append(stream.extend(ids[:end], is_last=end == len(ids)))
-        assert end == len(ids) or "\ufffd" not in pieces[-1][-1:]
-    assert "".join(pieces) == expected
-    assert stream.num_tokens == num_tokens
-    assert stream.is_stopped == (stops != [] and expected not in ("abx", "ab"))
-    starts = [b"".join(data[:i]).decode(errors="replace").rstrip("\ufffd") for i in range(num_tokens)]
-    assert stream.offsets == [len(start) for start in starts]
-
-
-def test_a_long_text_is_decoded_once_and_not_in_each_slice():
-    rng, num_decoded = np.random.default_rng(0), 0
-    # As SentencePiece's decoders do, without the space that the text begins with; 0 is a control token.
-    pieces = ["", *(rng.choice([" ", ""]) + chr(0x20AC + i) for i in range(40))]
-
-    def decode(ids):
-        nonlocal num_decoded
-        num_decoded += len(ids)
-        return "".join(pieces[i] for i in ids).removeprefix(" ")
-
-    ids, stream, shown = rng.integers(0, len(pieces), 2000).tolist(), TextStream(decode), ""
-    for end in range(8, 2001, 8):
-        shown += stream.extend(ids[:end], is_last=end == 2000)
-    assert num_decoded < 5 * len(ids)
-    assert shown == decode(ids)
-    assert stream.offsets[-8:] == [len(decode(ids[:i])) for i in range(1992, 2000)]
+def test_choices_are_in_the_order_of_the_prompts(server):
+    options = dict(max_tokens=8, temperature=2, seed=7, n=2)
+    prompts = [PROMPT, "12345678"]
+    alone = [choice.text for prompt in prompts for choice in complete(server, prompt=prompt, **options).choices]
+    assert len(set(alone)) == 4
+    together = complete(server, prompt=prompts, **options).choices
+    assert [choice.index for choice in together] == [0, 1, 2, 3]
+    assert [choice.text for choice in together] == alone
 
 
 def body(**fields):
@@ -266,7 +236,6 @@ REFUSED = [
     ("[" * 4000, 400, "must be a JSON object"),
     (b"\xff{}", 400, "must be a JSON object"),
     (f'{{"model": "model", "prompt": "a", "seed": {"1" * 4500}}}', 400, "must be a JSON object"),
-    ('{"prompt": "a"}', 400, "The field 'model' is missing."),
     ('{"model": "model"}', 400, "The field 'prompt' is missing."),
     (body(model="gpt-9"), 404, "The model 'gpt-9' does not exist here"),
     (body(model=7), 400, "model must be a text; got 7."),
@@ -320,6 +289,7 @@ def test_what_clients_of_openai_and_vllm_send_is_read():
     assert (ask.params.seed, ask.params.top_k) == (2**32 - 1, 0)
     chat = json.dumps({"model": "model", "messages": [{"role": "developer", "content": "a"}]}).encode()
     ask = read_ask(chat, model="model", is_chat=True, vocab_size=300)
+    assert read_ask(b'{"prompt": "a"}', model="model", is_chat=False, vocab_size=300).prompts == ["a"]
     assert ask.messages == [{"role": "system", "content": "a"}]
 
 
@@ -353,9 +323,11 @@ def test_a_key_is_asked_for_where_there_is_one(server):
     assert server.client.models.retrieve("model").id == "model"
     with pytest.raises(openai.NotFoundError):
         server.client.models.retrieve("other")
+    assert ask(server.port, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme has no case
 
 
-def test_a_client_that_leaves_gives_its_blocks_back(server, gate):
+def test_a_client_that_leaves_gives_its_blocks_back(server, gate, monkeypatch):
+    monkeypatch.setattr(http_server, "PROBE_SECONDS", 0.05)
     engine = server.service.engine
     before = engine.finished["abort"]
     streams = [complete(server, **LONG, stream=True) for _ in range(2)]
@@ -367,6 +339,7 @@ def test_a_client_that_leaves_gives_its_blocks_back(server, gate):
         thread.join()
     for stream in streams:
         stream.close()
+    wait_for(lambda: not server.server.server_state.tasks)  # while the engine stands still
     gate.set()
     wait_for(lambda: engine.num_open == 0)
     assert engine.finished["abort"] == before + 4
@@ -380,6 +353,46 @@ def leave(port, content):
     connection.request("POST", "/v1/completions", content, headers)
     time.sleep(0.2)
     connection.close()
+
+
+def head(path="/v1/completions", *lines):
+    lines = (f"POST {path} HTTP/1.1", "Host: here", f"Authorization: Bearer {KEY}", *lines)
+    return "\r\n".join((*lines, "Content-Type: application/json", "", "")).encode()
+
+
+def read_all(connection):
+    """What comes until the server closes the connection."""
+    return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+
+
+@pytest.mark.parametrize("closes", [(), ("Connection: close",)])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_half_closed_client_gets_its_answer(server, gate, monkeypatch, is_streamed, closes):
+    monkeypatch.setattr(http_server, "PROBE_SECONDS", 0.05)
+    content = body(max_tokens=4, stream=is_streamed).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(head("/v1/completions", f"Content-Length: {len(content)}", *closes) + content)
+        connection.shutdown(socket.SHUT_WR)
+        wait_for(lambda: server.service.engine.num_open == 1)
+        time.sleep(0.2)  # of probes
+        gate.set()
+        answer = read_all(connection)
+    before, _, answer = answer.rpartition("HTTP/1.1 200 OK")
+    assert set(before.split("\r\n")) <= {"HTTP/1.1 100 ", "HTTP/1.1 100 Continue", ""}
+    assert answer.endswith("data: [DONE]\n\n\r\n0\r\n\r\n" if is_streamed else "}")
+    assert server.service.engine.num_open == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+def test_a_body_of_two_lengths_is_refused_and_what_follows_is_not_read(server, path):
+    smuggled = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: here\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        lengths = f"Content-Length: {len(smuggled)}", "Transfer-Encoding: chunked"
+        connection.sendall(head(path, *lengths) + smuggled)
+        answer = read_all(connection)
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert answer.count("HTTP/1.1") == 1
+    assert "A request has Content-Length or Transfer-Encoding, not both." in answer
 
 
 def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
@@ -424,7 +437,7 @@ def test_metrics_count_and_the_page_reads_them(server):
     assert after["free_blocks"] == after["blocks"] == 64  # 4 seats of 128 tokens in blocks of 8
     status, headers, page = ask(server.port, "/", Authorization="")
     assert status == 200
-    assert headers["Content-Security-Policy"] == serve.PAGE_POLICY
+    assert headers["Content-Security-Policy"] == PAGE_POLICY
     assert re.findall(r"(?:src|href)=|https?://", page) == []  # nothing from elsewhere
     for name in re.findall(r"now\.(\w+)", page):
         assert name == "time" or name in after or name == "finished_requests_total", name
@@ -455,6 +468,24 @@ def test_draining_finishes_what_is_under_way_and_takes_nothing_new(service, gate
         assert not server.thread.is_alive()
 
 
+@pytest.mark.usefixtures("server")  # the first sets up logging, which must not meet capfd's stderr
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_body_that_never_ends_does_not_delay_the_end(service, monkeypatch, capfd, num_signals):
+    monkeypatch.setattr(http_server, "FLUSH_SECONDS", 0.2 if num_signals == 1 else 60)
+    with running(service) as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            connection.sendall(head("/v1/completions", "Content-Length: 1000") + b"{")
+        wait_for(lambda: len(server.server.server_state.tasks) == 3)
+        server.server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: server.service.engine.is_draining)
+        if num_signals == 2:
+            server.server.handle_exit(signal.SIGTERM, None)
+        server.thread.join(30)
+        assert not server.thread.is_alive()
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 def test_draining_aborts_what_takes_too_long(service, gate):
     with running(service, drain_seconds=0.05) as server:
         stream = complete(server, **LONG, stream=True)
@@ -465,8 +496,8 @@ def test_draining_aborts_what_takes_too_long(service, gate):
 
 
 def test_draining_does_not_wait_for_a_prompt_that_is_read_too_long(service, monkeypatch):
-    read, encode = threading.Event(), serve.Service._encode
-    monkeypatch.setattr(serve.Service, "_encode", lambda self, ask: read.wait(60) and encode(self, ask))
+    read, encode = threading.Event(), Service._encode
+    monkeypatch.setattr(Service, "_encode", lambda self, ask: read.wait(60) and encode(self, ask))
     with running(service, drain_seconds=0.05) as server:
         engine, statuses = server.service.engine, []
         client = threading.Thread(target=lambda: statuses.append(ask(server.port, body=body())[0]))

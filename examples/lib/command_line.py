@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import jax
 
 from lib.checkpoint import Checkpoint, CheckpointError, default_path, load_model, one_line, read_checkpoint
+from lib.extras import missing_extra
 from lib.generation import PoolError
 from lib.sampling import Sampling
 from lib.tensor_parallel import DevicesError
@@ -252,8 +253,13 @@ def exit_code(main: Callable[..., int | None], *arguments: Any) -> int | str | N
     try:
         return main(*arguments)
     except (RequestError, CheckpointError, PoolError, DevicesError) as error:
-        say(f"{script()}: {error}")
-        return 2
+        sentence = str(error)
+    except ModuleNotFoundError as error:
+        if (found := missing_extra(error)) is None:
+            raise
+        sentence = found
+    say(f"{script()}: {sentence}")
+    return 2
 
 
 def script() -> str:

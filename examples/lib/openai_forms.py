@@ -88,7 +88,7 @@ def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int) -> Ask:
     except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and numbers of too many digits
         raise ApiError(400, "The body must be a JSON object.") from error
     try:
-        named = fields.text("model")
+        named = fields.text("model", model)
         if named != model:
             message = f"The model {named[:100]!r} does not exist here; there is {model!r}."
             raise ApiError(404, message, param="model", code="model_not_found")

@@ -48,9 +48,9 @@ class TextStream:
 
     def _take(self, token_ids: list[int]) -> None:
         """Decodes the next token."""
-        self.offsets.append(self._num_characters)
         self.num_tokens += 1
         text = self._decode(token_ids[self._begin : self.num_tokens])
+        self.offsets.append(self._num_characters + self._num_halves_before(text[self._num_known :]))
         whole = text.rstrip(HALF)
         new, self._half = whole[self._num_known :], text[len(whole) :]
         self._kept_back += new
@@ -59,6 +59,16 @@ class TextStream:
         known = "" if self._half else self._decode(token_ids[self._end : self.num_tokens])
         if known:
             self._begin, self._end, self._num_known = self._end, self.num_tokens, len(known)
+
+    def _num_halves_before(self, text: str) -> int:
+        """How many of the characters that stood for half of one the last token leaves as they are, and begins behind.
+
+        `text` is what comes after the whole characters known so far. The token may complete the last half instead, or
+        add to it.
+        """
+        if text == self._half:
+            return max(len(text) - 1, 0)
+        return min(len(self._half), len(text) - len(text.lstrip(HALF)))
 
     def _cut(self) -> None:
         place = first_stop(self._kept_back, self._stops)

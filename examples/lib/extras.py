@@ -1,0 +1,33 @@
+"""The packages that the examples need beside jaxpaged: a missing one is named in one line, with its pip command."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PIP = dict.fromkeys(("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"), '".[examples]"')
+PIP |= dict.fromkeys(("h11", "starlette", "uvicorn"), '".[serve]"')
+PIP |= {"gemma": "gemma", "tunix": "google-tunix"}
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """One sentence, if the module that was not found is of an extra."""
+    package = str(error.name).partition(".")[0]
+    if package not in PIP:
+        return None
+    return f"The package {package} is not installed: pip install {PIP[package]}"
+
+
+@contextlib.contextmanager
+def imports(doc: str) -> Iterator[None]:
+    """Around the imports of a program without options, whose --help is its docstring."""
+    if sys.modules["__main__"].__doc__ == doc and {"-h", "--help"} & set(sys.argv[1:]):
+        print(doc)
+        sys.exit(0)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (sentence := missing_extra(error)) is None:
+            raise
+        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+        sys.exit(2)

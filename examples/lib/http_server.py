@@ -1,0 +1,135 @@
+"""uvicorn with what it lacks here: it drains at SIGTERM, answers half-closed clients, and refuses ambiguous bodies."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lib.command_line import RequestError, say
+from lib.openai_forms import ApiError
+from lib.service import COMMENT, Service
+
+FLUSH_SECONDS = 5  # in which clients take the last of their answers
+PROBE_SECONDS = 1
+
+
+class Server(uvicorn.Server):
+    """Drains at SIGTERM and Ctrl-C: requests under way are finished, and new ones refused with 503.
+
+    The process then ends with 0. A second signal ends it at once.
+    """
+
+    def __init__(self, service: Service, *, drain_seconds: float):
+        options: dict[str, Any] = dict(loop="asyncio", http=Protocol, log_level="warning", access_log=False)
+        options |= dict(timeout_graceful_shutdown=FLUSH_SECONDS + 2)  # never reached
+        super().__init__(uvicorn.Config(with_one_length(service.app()), **options))
+        self.engine, self.drain_seconds = service.engine, drain_seconds
+        self.engine.on_failure = self._exit
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.loop is None or self.engine.is_draining:
+            self.should_exit = self.force_exit = True
+        else:
+            self.loop.call_soon_threadsafe(self._begin_to_drain)
+
+    def _begin_to_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self.engine.drain(self.drain_seconds))
+        self._draining.add_done_callback(lambda _: self._exit())
+        say(f"Draining for at most {self.drain_seconds:g} seconds.")  # last: stderr may be closed
+
+    def _exit(self) -> None:
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        dropping = asyncio.ensure_future(self._drop_connections())
+        await super().shutdown(sockets)
+        await dropping
+        if self.force_exit:  # uvicorn leaves it out then, and logs a traceback
+            await self.lifespan.shutdown()
+
+    async def _drop_connections(self) -> None:
+        """Drops clients that do not take their answer or never finish their request.
+
+        Their tasks then end as for any client that leaves; each task that uvicorn cancels would log a traceback.
+        """
+        await wait_until(lambda: self.force_exit or not self.server_state.connections, FLUSH_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await wait_until(lambda: not self.server_state.tasks, 1)
+
+
+async def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    """Returns when it is so, or after these seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not is_so():
+                await asyncio.sleep(0.02)
+
+
+class Protocol(H11Protocol):
+    """Answers a client that has closed only its sending side, as `nc -N` does.
+
+    A client that has left looks the same until something is sent to it. So it is sent what clients skip, over and over:
+    `100 Continue` before an answer, comments in a stream of events. If nobody holds the connection any more, it fails.
+    """
+
+    def eof_received(self) -> bool | None:  # type: ignore[override] # asyncio asks whether to keep it open
+        has_asked = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        is_waiting = has_asked and self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
+        if not is_waiting or self.scope["http_version"] == "1.0":  # which knows no 100 Continue
+            return None  # closes the connection
+        self.cycle.keep_alive = False
+        self._probe()
+        return True
+
+    def _probe(self) -> None:
+        skipped: h11.Event
+        scope: Any = self.scope
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            skipped = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        elif self.conn.our_state is h11.SEND_BODY and COMMENT in scope:
+            skipped = h11.Data(scope[COMMENT])
+        else:
+            return
+        if not self.transport.is_closing():
+            self.transport.write(self.conn.send(skipped))
+            self.loop.call_later(PROBE_SECONDS, self._probe)
+
+
+def with_one_length(app: ASGIApp) -> ASGIApp:
+    """The application, but a request whose body has two lengths is refused: a proxy may have read the other one."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            error = ApiError(400, "A request has Content-Length or Transfer-Encoding, not both.")
+            await JSONResponse(error.body(), error.status, headers={"Connection": "close"})(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return checked
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Raises `RequestError`."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise RequestError(f"The server cannot have --host {host} --port {port}: {error}.") from error
+    return listener

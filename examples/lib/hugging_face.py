@@ -1,0 +1,104 @@
+"""Reads a folder in Hugging Face form, of any family in families.py."""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import tokenizers
+
+from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
+from lib.families import MOST_TOKENS, read_config
+from lib.fields import Fields
+
+PREFIX = r"^(language_model\.model|model\.language_model|model)\."  # the first two: of a model that reads images too
+
+
+def read_folder(folder: Path) -> Checkpoint:
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} holds no {name}.")
+    config = _read_json(folder / "config.json")
+    tensors = {re.sub(PREFIX, "", name): read for name, read in _safetensors(folder)}
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        name = name.removesuffix("_blocks")
+        tensors[name] = functools.partial(_unpacked, tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+    return Checkpoint(read_config(config), _folder_tokenizer(folder, config), tensors)
+
+
+def _read_json(file: Path) -> Fields:
+    try:
+        return Fields(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name}: {error}") from error
+
+
+def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no *.safetensors.")
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is no regular file.")  # a pipe would be waited for
+        try:
+            tensors = safetensors.safe_open(file, framework="flax")
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{file.name}: {error}") from error
+        for name in tensors.keys():  # noqa: SIM118 (not a dict)
+            yield name, functools.partial(_get_tensor, tensors, name)
+
+
+def _get_tensor(tensors: safetensors.safe_open, name: str) -> np.ndarray:
+    try:
+        return np.asarray(tensors.get_tensor(name))
+    except safetensors.SafetensorError as error:
+        raise ValueError(str(error)) from error
+
+
+def _unpacked(read_blocks: Callable[[], np.ndarray], read_scales: Callable[[], np.ndarray]) -> np.ndarray:
+    """Experts [experts, in, out] in float32, of MXFP4: numbers of four bits, each 32 of them with an exponent.
+
+    The blocks are uint8 [experts, out, in / 32, 16], the number in a byte's lower bits first, the scales uint8
+    [experts, out, in / 32].
+    """
+    blocks, scales = read_blocks(), read_scales().view(jnp.float8_e8m0fnu).astype(np.float32)
+    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).view(jnp.float4_e2m1fn).astype(np.float32)
+    numbers = numbers.reshape(*scales.shape, 32) * scales[..., None]
+    return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _folder_tokenizer(folder: Path, config: Fields) -> Tokenizer:
+    def read(name: str) -> Fields:
+        return _read_json(folder / name) if (folder / name).is_file() else Fields({})
+
+    settings = read("tokenizer_config.json")
+    eos = read("generation_config.json").get("eos_token_id", config.get("eos_token_id", []))
+    eos_ids = tuple(Fields({"eos_token_id": i}).whole("eos_token_id", 0, MOST_TOKENS) for i in _listed(eos))
+    template = settings.get("chat_template", None)
+    if isinstance(template, list):  # named templates
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text()
+    special_tokens = {}
+    for name in ("bos_token", "eos_token"):
+        token = settings.get(name, "")
+        special_tokens[name] = Fields(token).text("content") if isinstance(token, dict) else settings.text(name, "")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises no narrower class
+        raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be read: {one_line(error)}.") from error
+    return Tokenizer(
+        tokenizer,
+        eos_ids,
+        template if isinstance(template, str) else None,
+        special_tokens,
+    )

@@ -1,0 +1,248 @@
+"""The routes of the server: a request is read, sent to the engine's thread, and answered whole or as a stream."""
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from lib.checkpoint import Checkpoint, CheckpointError
+from lib.engine_metrics import metrics_text
+from lib.engine_thread import DrainingError, EngineFailedError, EngineThread, Generation, QueueFullError
+from lib.openai_forms import USUAL_TOKENS, Answer, ApiError, Ask, Piece, event, read_ask, usage_of
+from lib.text_stream import TextStream
+
+RETRY_SECONDS = 1
+COMMENT = "jaxpaged.comment"  # in the scope of a stream: bytes between its chunks that clients skip
+PAGE = Path(__file__).with_name("serve_page.html")
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+
+@dataclasses.dataclass
+class Service:
+    """What the routes share.
+
+    Attributes:
+        model: its name.
+        max_length: the most of a request, prompt and answer together.
+    """
+
+    engine: EngineThread
+    checkpoint: Checkpoint
+    model: str
+    max_length: int
+    api_key: str | None = None
+    max_body_bytes: int = 2**20
+    allow_control_tokens: bool = False
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model}", self.models),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/", self.page),
+        ]
+        handlers: dict[Any, Any] = {
+            ApiError: refuse,
+            QueueFullError: refuse_for_now,
+            DrainingError: refuse_for_now,
+            ClientDisconnect: lambda request, error: Response(status_code=499),  # nobody reads it
+            HTTPException: refuse_path,
+            EngineFailedError: lambda request, error: refuse(request, ApiError(500, str(error))),
+            Exception: lambda request, error: refuse(request, ApiError(500, "The server failed.")),
+        }
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            async with self.engine.running():
+                yield
+
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+
+    async def complete(self, request: Request) -> Response:
+        return await self._answer(request, is_chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, is_chat=True)
+
+    async def models(self, request: Request) -> Response:
+        self._check_key(request)
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "jaxpaged"}
+        named = request.path_params.get("model")
+        if named is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        if named != self.model:
+            raise ApiError(404, f"The model {named[:100]!r} does not exist here.", code="model_not_found")
+        return JSONResponse(model)
+
+    async def health(self, request: Request) -> Response:
+        is_draining = self.engine.is_draining
+        return JSONResponse({"status": "draining" if is_draining else "ok"}, 503 if is_draining else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(metrics_text(self.engine), media_type="text/plain; version=0.0.4")
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": PAGE_POLICY})
+
+    async def _answer(self, request: Request, *, is_chat: bool) -> Response:
+        self._check_key(request)
+        body = await self._body(request)
+        ask = read_ask(body, model=self.model, is_chat=is_chat, vocab_size=self.checkpoint.config.vocab_size)
+        num_completions = max(1, len(ask.prompts)) * ask.params.n
+        if num_completions > self.engine.most_completions:
+            most = self.engine.most_completions
+            raise ApiError(400, f"A request has at most {most} completions here; got {num_completions}.")
+        with contextlib.ExitStack() as ending:
+            generation = self.engine.open(num_completions)
+            ending.callback(self.engine.close, generation)
+            prompts = await unless_gone(request, asyncio.to_thread(self._encode, ask))
+            params = dataclasses.replace(ask.params, stop_token_ids=self.checkpoint.tokenizer.eos_ids)
+            requests = [(p, dataclasses.replace(params, max_tokens=self._num_new(ask, p))) for p in prompts]
+            self.engine.start(generation, requests)
+            usage = usage_of(sum(map(len, prompts)))
+            answer = Answer(ask, self.model, num_completions, usage)
+            pieces = self._pieces(ask, generation, usage)
+            if not ask.is_streamed:
+                return JSONResponse(await unless_gone(request, answer.whole(pieces)))
+            return EventStream(events(answer, pieces), on_end=ending.pop_all().close)
+
+    def _check_key(self, request: Request) -> None:
+        if self.api_key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(key.strip(), self.api_key.encode()):
+            raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
+
+    async def _body(self, request: Request) -> bytes:
+        # Also keeps web pages of others out, whose scripts cannot send this type without being asked for.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "The Content-Type must be application/json.")
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.max_body_bytes:
+                raise ApiError(413, f"The body must be at most {self.max_body_bytes} bytes.")
+        return bytes(body)
+
+    def _encode(self, ask: Ask) -> list[list[int]]:
+        """The tokens of each prompt. In a thread: it may take a while."""
+        tokenizer = self.checkpoint.tokenizer
+        if not ask.is_chat:
+            return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
+        if tokenizer.chat_template is None:
+            raise ApiError(400, "This model has no chat template; use /v1/completions.")
+        try:
+            return tokenizer.encode_conversations([ask.messages], allow_control_tokens=self.allow_control_tokens)
+        except CheckpointError as error:  # a template may refuse a conversation
+            raise ApiError(400, str(error), param="messages") from error
+
+    def _num_new(self, ask: Ask, prompt: list[int]) -> int:
+        """The most new tokens of a prompt."""
+        if not prompt:
+            raise ApiError(400, "The prompt holds no token.", param="prompt")
+        room = self.max_length - len(prompt)
+        usual = room if ask.is_chat else min(room, USUAL_TOKENS)
+        num_new = usual if ask.max_tokens is None else ask.max_tokens
+        if room < max(num_new, 1):
+            message = f"The prompt has {len(prompt)} tokens and asks for {max(num_new, 1)} more; a request has at most "
+            raise ApiError(400, f"{message}{self.max_length} together here.", code="context_length_exceeded")
+        return num_new
+
+    async def _pieces(self, ask: Ask, generation: Generation, usage: dict[str, int]) -> AsyncIterator[Piece]:
+        """What is new, as it comes; counted in `usage`."""
+        decode = self.checkpoint.tokenizer.decode
+        texts = [TextStream(decode, ask.stops) for _ in range(generation.num_completions)]
+        open_ones = set(range(generation.num_completions))
+        async for i, output in generation.outputs():
+            for k, completion in enumerate(output.outputs):
+                index = i * ask.params.n + k
+                if index not in open_ones:
+                    continue
+                text = texts[index]
+                start = text.num_tokens
+                new = text.extend(completion.token_ids, is_last=completion.finish_reason is not None)
+                reason = "stop" if text.is_stopped else completion.finish_reason
+                if reason is not None:
+                    open_ones.remove(index)
+                if completion.finish_reason is None and text.is_stopped:
+                    self.engine.end(generation, i, k)
+                usage["completion_tokens"] += text.num_tokens - start
+                usage["total_tokens"] += text.num_tokens - start
+                piece = Piece(index, new, finish_reason=reason)
+                if completion.logprobs is not None:
+                    piece.tokens += [decode([token]) for token in completion.token_ids[start : text.num_tokens]]
+                    piece.logprobs += completion.logprobs[start : text.num_tokens]
+                    if not ask.is_chat:  # whose logprobs have no offsets
+                        piece.offsets += text.offsets[start:]
+                if new or reason or piece.tokens:
+                    yield piece
+            if not open_ones:
+                return
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. `on_end` is called however it ends: the client may leave at any moment."""
+
+    def __init__(self, content: AsyncIterator[str], *, on_end: Callable[[], None]):
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[COMMENT] = b":\n\n"
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+async def events(answer: Answer, pieces: AsyncIterator[Piece]) -> AsyncIterator[str]:
+    try:
+        async for chunk in answer.chunks(pieces):
+            yield event(chunk)
+    except EngineFailedError as error:
+        yield event(ApiError(500, str(error)).body())
+    else:
+        yield "data: [DONE]\n\n"
+
+
+async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of the work, which is given up when the client leaves. Raises `ClientDisconnect` then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())  # the body was read: nothing else can come
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+def refuse(request: Request, error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def refuse_path(request: Request, error: HTTPException) -> Response:
+    body = ApiError(error.status_code, f"{error.detail}.").body()
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+def refuse_for_now(request: Request, error: Exception) -> Response:
+    if isinstance(error, QueueFullError):
+        message = "As many requests are under way as may be; try again soon."
+        return refuse(request, ApiError(429, message, code="queue_full", retry_after=RETRY_SECONDS))
+    return refuse(request, ApiError(503, "The server is shutting down.", code="draining", retry_after=RETRY_SECONDS))

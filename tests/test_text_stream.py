@@ -1,0 +1,54 @@
+"""examples/lib/text_stream.py: pieces of text are the whole text, cut at stop strings, and say where tokens begin."""
+
+import numpy as np
+import pytest
+
+from lib.text_stream import TextStream
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "expected", "offsets"),
+    [
+        (["he", "llo wor", "ld"], ["o w"], "hell", [0, 2]),  # inside a token
+        (["ab", "c", "d"], ["abcd", "bc"], "a", [0, 2]),  # the one that is complete first, whatever is asked for first
+        (["abcd"], ["abcd", "bc"], "a", [0]),
+        (["a", "b", "x"], ["abc"], "abx", [0, 1, 2]),  # only a beginning
+        (["a", "b"], ["abc"], "ab", [0, 1]),
+        (["x", "a", "bc"], ["ab"], "x", [0, 1, 2]),  # a stop string in two tokens
+        ([b"\xe2", b"\x82", b"\xac", b"\xe2"], [], "\u20ac\ufffd", [0, 0, 0, 1]),
+        ([b"\xe2\x82", b"\xacy"], ["\u20ac"], "", [0, 0]),
+        ([b"\xff", b"\xff", "a"], [], "\ufffd\ufffda", [0, 1, 2]),
+        ([b"\xe2", b"\x82", "a", b"\xe2\x82", b"\xacb", "c"], [], "\ufffda\u20acbc", [0, 0, 1, 2, 2, 4]),
+        ([b"a\xff\xe2", b"\x82", b"\xac", "b"], [], "a\ufffd\u20acb", [0, 2, 2, 3]),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 2, 9])
+def test_pieces_of_text_are_the_text_before_the_stop(tokens, stops, expected, offsets, at_once):
+    data = [token if isinstance(token, bytes) else token.encode() for token in tokens]
+    stream = TextStream(lambda ids: b"".join(data[i] for i in ids).decode(errors="replace"), stops)
+    ids, pieces = list(range(len(data))), []
+    for end in [*range(at_once, len(ids), at_once), len(ids)]:
+        pieces.append(stream.extend(ids[:end], is_last=end == len(ids)))
+        assert end == len(ids) or "\ufffd" not in pieces[-1][-1:]
+    assert "".join(pieces) == expected
+    assert stream.num_tokens == len(offsets)
+    assert stream.is_stopped == (stops != [] and expected not in ("abx", "ab"))
+    assert stream.offsets == offsets
+
+
+def test_a_long_text_is_decoded_once_and_not_in_each_slice():
+    rng, num_decoded = np.random.default_rng(0), 0
+    # As SentencePiece's decoders do, without the space that the text begins with; 0 is a control token.
+    pieces = ["", *(rng.choice([" ", ""]) + chr(0x20AC + i) for i in range(40))]
+
+    def decode(ids):
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return "".join(pieces[i] for i in ids).removeprefix(" ")
+
+    ids, stream, shown = rng.integers(0, len(pieces), 2000).tolist(), TextStream(decode), ""
+    for end in range(8, 2001, 8):
+        shown += stream.extend(ids[:end], is_last=end == 2000)
+    assert num_decoded < 5 * len(ids)
+    assert shown == decode(ids)
+    assert stream.offsets[-8:] == [len(decode(ids[:i])) for i in range(1992, 2000)]

@@ -127,6 +127,42 @@ def test_the_first_figures_of_the_readme_are_those_of_the_files():
         assert figure in text
 
 
+def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
+    def ratio(file, of, to, key="us"):
+        found = tables.points(file)
+        return found[of][key] / found[to][key]
+
+    def slower(block_size):
+        found = tables.points("h100/read_order")[f"32/8 8x2048 block_size={block_size}"]
+        return found["shuffled"] / found["in_order"] - 1
+
+    def of_prompts(peer):
+        found = tables.points("h100/prefill")
+        names = [name for name in found if name.endswith(" mosaic_gpu")]
+        pairs = [(found[name], found.get(name.replace("mosaic_gpu", peer))) for name in names]
+        ratios = [ours["us"] / theirs["us"] for ours, theirs in pairs if theirs]
+        return statistics.geometric_mean(ratios), len(ratios)
+
+    sweep = [tables.points("h100/partitions")[f"sweep {batch}"]["192"] for batch in (132, 133)]
+    tree = tables.points("h100/tree")
+    fa3_paged, fa3, cudnn = map(of_prompts, ("fa3 paged", "fa3", "cudnn"))
+    runs = tables.points("decisions/prefill_ahead_h100")
+    new, old = (runs[f"32/8 64xragged1024 q_len=all | {form}"]["runs"] for form in ("new", "old"))
+    text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    for figure in (
+        f"132 sequences of 192 tokens take {sweep[0]:.1f} us, 133 take {sweep[1]:.1f} us",
+        f"rises by {slower(16):.1%} with blocks of 16, and by {slower(256):.1%} with blocks of 256",
+        f"take {tree['32/8 64x2048 q_len=8 tree=1']['us']:.1f} us as a tree",
+        f"and {tree['32/8 64x2048 q_len=8']['us']:.1f} us as a chain",
+        f"takes {fa3_paged[0]:.2f} of FA3's time on the same cache ({fa3_paged[1]} points of the file)",
+        f"{fa3[0]:.2f} of FA3's ({fa3[1]} points) and {cudnn[0]:.2f} of cuDNN's ({cudnn[1]} points)",
+        f"it took {min(new):.0f} to {max(new):.0f} us, the kernel as it is {min(old):.0f} to {max(old):.0f}",
+        f"takes {ratio('cpu/generate', 'batch 1', 'batch 16', 'steps_per_s'):.1f} times as long as a step of one",
+        f"gives {ratio('cpu/generate', 'batch 16', 'batch 1', 'tokens_per_s'):.1f} times the tokens per second",
+    ):
+        assert figure in text
+
+
 def test_every_table_stands_on_a_page():
     found = [name for page in tables.PAGES for name in re.findall(r"<!-- table: (.*?) -->", page.read_text())]
     assert sorted(found) == sorted(tables.TABLES)

@@ -60,7 +60,7 @@ CACHES = tuple(
 
 def decode(points: Points) -> str:
     gpus = [points("h100/decode"), points("h200/decode")]
-    heads = ["sequences x length", *("H100", "floor", "over it", "FA3"), *("H200", "floor", "over it", "FA3")]
+    heads = ["sequences x length", *("H100", "floor", "ratio", "FA3"), *("H200", "floor", "ratio", "FA3")]
     rows = []
     for name in (f"32/8 {shape}" for shape in DECODE):
         row = [label(name)]
@@ -75,12 +75,12 @@ def peers(points: Points) -> str:
     names = [f"{heads} {shape}" for heads in ("32/8", "64/8", "32/32") for shape in SHAPES]
     for gpu, file in (("H100", "h100/decode_peers"), ("H200", "h200/decode")):
         found = [points(file)[name] for name in names]
-        row = [gpu, f"`{file}.json`", f"{statistics.geometric_mean(p['over_floor'] for p in found):.3f}"]
+        row = [gpu, f"{statistics.geometric_mean(p['over_floor'] for p in found):.3f}"]
         for peer in ("fa3", "flashinfer", "xqa"):
             ratios = [p["us"] / p["peers"][peer]["us"] for p in found if peer in p["peers"]]
             row.append(f"{statistics.geometric_mean(ratios):.2f}, at most {max(ratios):.2f}" if ratios else "")
         rows.append(row)
-    return table(("GPU", "file", "over the floor", "over FA3", "over FlashInfer", "over XQA"), rows)
+    return table(("GPU", "time / floor", "time / FA3's", "time / FlashInfer's", "time / XQA's"), rows)
 
 
 def variants(points: Points) -> str:
@@ -88,13 +88,13 @@ def variants(points: Points) -> str:
     for gpu, file, name, key in VARIANTS:
         p = points(file)[key.format(name)]
         rows.append([gpu, label(name), us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"])
-    return table(("GPU", "sequences x length", "us", "floor", "over it"), rows)
+    return table(("GPU", "sequences x length", "us", "floor", "us / floor"), rows)
 
 
 def beside_even(calls: Iterable[tuple[str, float, float, float]]) -> str:
-    """Calls with their times with as many partitions each, and by default, and their floors."""
+    """Calls, each with its times in equal partitions and by default, and its floor."""
     rows = [[text, us(even), us(default), us(floor), f"{default / floor:.2f}"] for text, even, default, floor in calls]
-    return table(("sequences", "as many partitions each", "by default", "floor", "over it"), rows)
+    return table(("sequences", "equal partitions", "by default", "floor", "time / floor"), rows)
 
 
 def plans(points: Points) -> str:
@@ -131,7 +131,7 @@ def outliers(points: Points) -> str:
             ratios = [point[way] / point["floor"] for point in its]
             row.append(f"{statistics.geometric_mean(ratios):.2f}, at most {max(ratios):.2f}")
         rows.append(row)
-    return table(("times as long", "batches", "as many partitions each", "by default"), rows)
+    return table(("times as long", "batches", "equal partitions", "by default"), rows)
 
 
 def shared(points: Points) -> str:
@@ -139,7 +139,7 @@ def shared(points: Points) -> str:
     for name, text in SHARED.items():
         together, alone = (found[f"32/8 {name}{flag}"]["us"] for flag in ("", " alone=1"))
         rows.append([text, us(alone), us(together), f"{together / alone:.2f}"])
-    return table(("sequences x (shared + own)", "each by itself", "`shared_prefix`", "over it"), rows)
+    return table(("sequences x (shared + own)", "each by itself", "`shared_prefix`", "ratio"), rows)
 
 
 def portable(points: Points) -> str:
@@ -156,7 +156,7 @@ def kernel_steps(points: Points) -> str:
     found = {text: steps[f"32/8 64x2048, {text}"] for text in KERNEL_STEPS}
     found |= {text: kernels[f"32/8 64x2048 {way}"] for way, text in KERNELS.items()}
     rows = ([text, us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"] for text, p in found.items())
-    return table(("step", "us", "floor", "over it"), rows)
+    return table(("step", "us", "floor", "us / floor"), rows)
 
 
 def prefill(points: Points) -> str:

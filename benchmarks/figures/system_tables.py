@@ -82,7 +82,7 @@ def decode_step(points: Points) -> str:
         ms = 1000 / p["steps_per_s"]
         rows.append(["2 cores of a CPU", "SmolLM2-135M", f"{seqs}, 64 new tokens", ms, ms * p["of_floor"]])
     texts = ([*names, f"{ms:.2f}", f"{floor:.2f}", f"{ms / floor:.2f}"] for *names, ms, floor in rows)
-    return table(("on", "model", "sequences x length", "ms a step", "floor", "over it"), texts)
+    return table(("on", "model", "sequences x length", "ms a step", "floor", "ms / floor"), texts)
 
 
 def cache_operations(points: Points) -> str:

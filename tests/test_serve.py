@@ -510,15 +510,19 @@ def test_draining_does_not_wait_for_a_prompt_that_is_read_too_long(service, monk
         assert statuses == [503]
 
 
-def test_an_engine_that_fails_ends_the_server(service, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
     engine = service.engine._engine
 
     def fail():
-        engine.abort(engine._next_id - 1)
+        engine.abort()
         monkeypatch.undo()
         while engine.has_unfinished_requests:
             engine.step()
-        raise RuntimeError("out of memory")
+        try:
+            raise error("out of memory")
+        except RuntimeError as failure:  # as a lost engine does
+            raise RuntimeError("this engine is lost") from failure
 
     with running(service) as server:
         monkeypatch.setattr(engine, "step", fail)

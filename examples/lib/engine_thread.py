@@ -1,7 +1,7 @@
-"""One thread that owns an `Engine`, for the coroutines of an event loop.
+"""A thread that owns an `Engine`, for the coroutines of an event loop.
 
-Requests reach the thread through a queue. What comes of them returns through `call_soon_threadsafe`. So the event loop
-never waits for a step of the model, and only one thread ever calls the engine.
+Requests reach the thread through a queue, and outputs return through `call_soon_threadsafe`. The event loop never waits
+for a step of the model, and only one thread ever calls the engine.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ Request = tuple[list[int], SamplingParams]
 
 
 class QueueFullError(Exception):
-    """As many completions are under way as may be."""
+    """Too many completions are under way."""
 
 
 class DrainingError(Exception):
@@ -27,7 +27,7 @@ class DrainingError(Exception):
 
 
 class EngineFailedError(Exception):
-    """The engine raised, and serves nobody any more."""
+    """The engine raised, and takes no more requests."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,13 +35,13 @@ class Generation:
     """Requests that one client made together.
 
     Attributes:
-        num_completions: of all of them.
-        unfinished: those that the engine has not finished, of each request; before it is started, of all together.
-        requests: prompts and parameters; none until it is started.
-        news: the latest output of each that `outputs` has not read: a client that reads slowly holds one, not all.
-        has_news: whether there are any, or a failure.
-        failure: what ended the engine.
-        request_ids: the engine's; only for its thread.
+        num_completions: of all requests together.
+        unfinished: how many completions of each request the engine has not finished; one number for all before `start`.
+        requests: prompts and parameters; empty before `start`.
+        news: each request's latest output that `outputs` has not read. A slow reader holds one output, not all.
+        has_news: set when there are news or a failure.
+        failure: the error that ended the engine.
+        request_ids: the engine's ids; only for its thread.
     """
 
     num_completions: int
@@ -53,7 +53,7 @@ class Generation:
     request_ids: list[int] = dataclasses.field(default_factory=list)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Which request has news, and its output so far; ends with the last request.
+        """Yields the index of a request that has news, and its output so far. Ends with the last request.
 
         Raises:
             EngineFailedError: the engine failed.
@@ -80,18 +80,18 @@ class Generation:
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own while the event loop that entered `running()` goes on.
+    """Runs an engine in its own thread while the event loop that entered `running()` goes on.
 
-    All but `_run`, `_add`, `_abort` and `_abort_one`, which are the thread's, is for the event loop.
+    `_run`, `_add`, `_abort` and `_abort_one` run in the thread; everything else runs in the event loop.
 
     Attributes:
-        most_completions: more under way at once are refused.
-        stats: of the engine, as of its last step.
+        most_completions: the most that may be under way at once.
+        stats: the engine's, after its last step.
         finished: completions by their finish reason.
-        num_refused: generations refused because too many are under way.
+        num_refused: generations refused because too many completions were under way.
         is_draining: whether new requests are refused.
-        failure: what the engine raised.
-        on_failure: is called then.
+        failure: the error that ended the engine.
+        on_failure: is called when it does.
     """
 
     def __init__(self, engine: Engine, *, most_completions: int):
@@ -127,11 +127,11 @@ class EngineThread:
         return sum(sum(generation.unfinished) for generation in self._open)
 
     def open(self, num_completions: int) -> Generation:
-        """Takes places for so many completions. Whoever calls this calls `close` in the end, however it ends.
+        """Reserves places for the completions. The caller must call `close` in the end, whatever happens.
 
         Raises:
-            QueueFullError: too many are under way.
-            DrainingError: no more are taken.
+            QueueFullError: too many completions are under way.
+            DrainingError: no more requests are taken.
         """
         if self.is_draining:
             raise DrainingError
@@ -147,7 +147,7 @@ class EngineThread:
         """Sends the requests to the engine.
 
         Raises:
-            DrainingError: the places were lost, because draining has taken too long.
+            DrainingError: draining took too long, and the places are gone.
         """
         if generation not in self._open:
             raise DrainingError
@@ -155,18 +155,18 @@ class EngineThread:
         self._inbox.put(functools.partial(self._add, generation))
 
     def close(self, generation: Generation) -> None:
-        """Ends what is left of a generation. Its blocks are free within two slices, and then its places."""
+        """Ends what is left of a generation. Its blocks are free within two slices, then its places."""
         if not generation.requests:
             self._forget(generation)
         elif generation in self._open:
             self._inbox.put(functools.partial(self._abort, generation))
 
     def end(self, generation: Generation, index: int, completion: int) -> None:
-        """Ends one completion of the request of this index; the others go on."""
+        """Ends one completion of the request with this index; the others go on."""
         self._inbox.put(functools.partial(self._abort_one, generation, index, completion))
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more requests and waits until none is left. Those that take longer than this are aborted."""
+        """Takes no more requests and waits until none is left. After `seconds`, the rest is aborted."""
         self.is_draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
@@ -192,10 +192,11 @@ class EngineThread:
             self._idle.set()
 
     def _stop(self, ended: asyncio.Future[None]) -> None:
-        """Sees the thread's end: it was told to, or the engine raised."""
+        """The thread has ended: it was told to, or the engine raised."""
         self.is_draining = True
-        self.failure = ended.exception()
-        if self.failure is not None:
+        failure = ended.exception()
+        if failure is not None:
+            self.failure = failure.__cause__ or failure  # a lost engine tells its caller to make another
             for generation in list(self._open):
                 generation.fail(EngineFailedError("The engine failed."))
                 self._forget(generation)
@@ -203,7 +204,7 @@ class EngineThread:
 
     def _run(self) -> None:
         while True:
-            # Waits only where there is nothing else to do.
+            # Waits for a message only when the engine has nothing to do.
             is_idle = not self._engine.has_unfinished_requests
             while is_idle or not self._inbox.empty():
                 message = self._inbox.get()

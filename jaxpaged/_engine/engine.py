@@ -47,42 +47,41 @@ AHEAD = 1  # slices that run while the host reads the one before
 
 
 class Engine:
-    """Continuous batching for a model: requests join and leave a running batch inside one compiled program.
+    """Continuous batching for a model that you bring: requests join and leave a running batch in one compiled program.
 
-    The program is a slice: up to `steps_per_slice` steps of the model, with everything that is decided between them.
-    The host sends requests in with a slice, and reads what came of it while the next one runs. It is compiled once,
-    when the engine is made.
+    The program is a slice: up to `steps_per_slice` steps of the model, and every decision between them. The host sends
+    new requests in with a slice, and while it runs, reads the results of the one before. The program is compiled once,
+    when you make the engine.
 
     An engine is not thread-safe.
 
     Args:
         apply: the model over packed tokens, `caches, logits = apply(weights, tokens, positions, caches, attend)`.
-            `tokens` and `positions` are int32 `[tokens]`; in each layer `cache, out = attend(q, k, v, cache)` writes
-            to the cache and attends (`StepAttention`); `attend.newest(x)` is `[seqs, ...]` of x `[tokens, ...]`, from
-            which the head makes the logits `[seqs, vocab]`. Traced for three numbers of tokens: `num_seats // 4`,
-            `num_seats`, and `num_seats + chunk_tokens`. All of it but `attend` is on single tokens, so that padding
-            disturbs nobody.
-        weights: a pytree, handed to `apply`.
-        caches: a pytree of `KVCache`s of the same number of blocks and the same block size. The engine takes them
-            over: they are donated. If they lie over several devices, each runs `apply` inside `jax.shard_map` with its
-            part of weights and caches (`docs/several_gpus.md`).
-        num_seats: requests that run at once.
-        max_length: the most tokens that a request may have, prompt and new ones.
-        chunk_tokens: tokens of prompts that a step computes beside one of each seat. More makes long prompts faster,
-            and the steps that they share slower.
-        max_requests: requests that the device holds at once, running or waiting. None: four for each seat. Others wait
-            on the host.
-        steps_per_slice: steps between two looks of the host. New requests and aborts wait for the end of a slice.
-        num_stop_ids: the most stop tokens that a request may have.
-        prefix_cache: whether requests share the blocks of equal beginnings, instead of computing each its own.
-        exact: whether a request's logprobs are equal to the last bit whatever shares its steps. Every step then has
+            `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = attend(q, k, v, cache)` writes
+            to the cache and attends (`StepAttention`). Before the head, `attend.newest(x)` picks the newest token of
+            each sequence, `[seqs, ...]` from x `[tokens, ...]`; the logits are `[seqs, vocab]`. `apply` is traced for
+            three numbers of tokens: `num_seats // 4`, `num_seats`, and `num_seats + chunk_tokens`. Apart from
+            `attend`, it must treat tokens one by one, so that padding disturbs nothing.
+        weights: a pytree of arrays, passed to `apply`.
+        caches: a pytree of `KVCache`s with the same number of blocks and the same block size. They are donated: do not
+            use them afterwards. If they lie on several devices, each device runs `apply` inside `jax.shard_map` on
+            its part of weights and caches (`docs/several_gpus.md`).
+        num_seats: the requests that run at once.
+        max_length: the most tokens of a request, prompt and new ones together.
+        chunk_tokens: the prompt tokens that a step can compute, beside one token of each seat. More make long prompts
+            faster, and the steps with prompts slower.
+        max_requests: the requests on the device, running or waiting; more wait on the host. None: four for each seat.
+        steps_per_slice: the steps between two looks of the host. New requests and aborts wait for the end of a slice.
+        num_stop_ids: the most stop tokens of a request.
+        prefix_cache: whether requests that begin alike share blocks, instead of each computing its own.
+        exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
             `num_seats + chunk_tokens` places, and attention one partition; `docs/engine.md` says what that costs.
-        seed: of the requests that bring none.
-        compiler_options: of `jax.jit`.
+        seed: at least 0; seeds the requests that bring none.
+        compiler_options: passed to `jax.jit`.
 
     Raises:
-        ValueError: a size that is no int or below 1, caches that do not fit together, or an `apply` that does not
-            return what it should.
+        ValueError: a size that is no int or below 1, weights that are not arrays, caches that do not fit together, or
+            an `apply` that does not return what it should.
 
     Example: see `docs/engine.md`.
     """
@@ -176,7 +175,7 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has still to be called: some request is not finished, or its end is not reported."""
+        """Whether to call `step` again: a request is not finished, or `step` has not returned its end."""
         return bool(self._requests)
 
     def generate(
@@ -186,18 +185,18 @@ class Engine:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continues all prompts and returns their outputs in order, once the last is finished.
+        """Continues all prompts, and returns their outputs in order once the last is finished.
 
-        If it raises, Ctrl-C included, its requests are aborted and the engine is ready for others. Requests that
-        `add_request` took go on meanwhile; `step` returns their news.
+        If it raises, also by Ctrl-C, its requests are aborted and the engine is ready for others. Requests from
+        `add_request` run on meanwhile; `step` returns their news.
 
         Args:
-            prompts: the token ids of each. There may be more prompts than the device holds.
-            params: of each prompt, or of all.
-            progress: write a progress bar to stderr. For anything else there is `stream`.
+            prompts: the token ids of each prompt. There may be more prompts than the device holds.
+            params: one for all prompts, or one for each.
+            progress: draw a progress bar on stderr. For anything else use `stream`.
 
         Raises:
-            ValueError: a request that can never be served, before any is begun.
+            ValueError: a request can never be served. No request is started then.
             RuntimeError: the engine is lost, as in `step`.
         """
         outputs: dict[int, RequestOutput] = {}
@@ -213,9 +212,9 @@ class Engine:
     def stream(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but yields each request whenever it has new tokens. Request ids are in the prompts' order.
+        """Like `generate`, but yields each request whenever it has new tokens. Request ids are in the prompts' order.
 
-        Leaving the loop early aborts the requests that are not finished.
+        If you leave the loop early, requests that are not finished are aborted.
         """
         with self._serving(prompts, params) as request_ids:
             while not self._requests.keys().isdisjoint(request_ids):
@@ -223,9 +222,9 @@ class Engine:
                 yield from self._news_of(request_ids)
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Takes a request, and returns its id. It begins with the next slice that has room.
+        """Adds a request and returns its id. It starts with the next slice that has room.
 
-        Token ids are not compared with the vocabulary, which only the model knows.
+        Token ids past the end of the vocabulary are not refused: only the model knows where it ends.
 
         Raises:
             ValueError: the request can never be served; the message says why.
@@ -235,14 +234,14 @@ class Engine:
         return self._add(*self._check(prompt, params))
 
     def abort(self, request_id: int | None = None, completion: int | None = None) -> bool:
-        """Ends a request, or all of them. Its blocks are free within a slice, and `step` reports its end.
+        """Ends a request, or all of them. The blocks are free within a slice, and `step` returns the end.
 
         Args:
-            request_id: as `add_request` returned it. None: every request.
-            completion: only this one of the request's `n` completions, from 0 on; the others go on. None: all.
+            request_id: what `add_request` returned. None: every request.
+            completion: end only this one of the request's `n` completions, counted from 0. None: all of them.
 
         Returns:
-            Whether the engine knows what was named. A request whose end `step` has returned is not known any more.
+            Whether the engine knew it. It forgets a request once `step` has returned its end.
 
         Raises:
             RuntimeError: the engine is lost, as in `step`.
@@ -261,21 +260,22 @@ class Engine:
         Ctrl-C loses nothing: call `step` again.
 
         Raises:
-            RuntimeError: the slice failed. If its buffers were gone by then, because they are donated, the engine is
-                lost: this call and every later one but `stats` raise this error, whose cause is the failure. Make
-                another engine, and add the unfinished requests to it.
+            RuntimeError: a slice failed. If it had started, the donated caches are gone and the engine is lost: this
+                call and every later one except `stats` raise this error, with the failure as its cause. Make another
+                engine, and add the unfinished requests again.
         """
         self._advance()
         return self._news_of(self._requests)
 
     def update_weights(self, weights: Any) -> None:
-        """Other weights, of the same shapes, from the next slice on: nothing is compiled.
+        """Uses other weights of the same shapes from the next slice on. Nothing is compiled.
 
-        Requests under way go on with the keys and values that the old weights made. If that must not be, finish or
-        abort them first. A prefix cache finds nothing that old weights computed, or that began with them.
+        Running requests keep the keys and values that the old weights made; to avoid that, finish or abort them first.
+        The prefix cache finds nothing that was computed with the old weights, nor by a request that began with them.
 
         Raises:
             ValueError: weights of another structure, shape or dtype.
+            RuntimeError: the engine is lost, as in `step`.
         """
         self._check_usable()
         weights = own(weights)
@@ -284,7 +284,7 @@ class Engine:
         self._forgets, self._weights = True, weights if self._mesh is None else replicate(self._mesh, weights)
 
     def stats(self) -> EngineStats:
-        """Counts, as of the last slice that was read."""
+        """The counts, as of the last slice that the host has read."""
         num_waiting = len(self._on_device) - self._stats.num_running
         return dataclasses.replace(self._stats, num_queued=len(self._queue), num_waiting=max(num_waiting, 0))
 

@@ -33,29 +33,29 @@ def generate(
 ) -> list[RequestOutput]:
     """Continues prompts with a model: prefill, decoding, sampling, stop tokens, n completions, logprobs.
 
-    It makes an `Engine` with a cache for each layer, and blocks for all that runs at once: up to 64 completions. The
-    engine is compiled for each call, and gone after it: make one yourself to call it again, to change the weights, or
-    to choose the sizes.
+    It makes an `Engine` with one cache a layer and enough blocks for the completions that run at once, up to 64. Each
+    call compiles an engine of its own. To call it again, change the weights or choose the sizes, make an `Engine`
+    yourself.
 
     Args:
         apply: the model, `caches, logits = apply(weights, tokens, positions, caches, attend)`, as `Engine` takes it.
             `caches` is a tuple of one `KVCache` a layer.
-        weights: a pytree, handed to `apply`.
-        prompts: the token ids of each.
-        params: of each prompt, or of all.
+        weights: a pytree of arrays, passed to `apply`.
+        prompts: the token ids of each prompt.
+        params: one for all prompts, or one for each.
         num_layers: layers with a cache.
-        num_kv_heads: KV heads.
-        head_dim: numbers a head.
-        dtype: of the caches.
+        num_kv_heads: KV heads of a layer.
+        head_dim: size of a head.
+        dtype: dtype of the caches.
         block_size: tokens in a block.
-        progress: write a progress bar to stderr.
+        progress: draw a progress bar on stderr.
 
     Returns:
-        What became of each prompt, in their order.
+        The output of each prompt, in order.
 
     Raises:
-        ValueError: no prompts, params for another number of them, a prompt without tokens, a size that is no int
-            or below 1, or an `apply` that does not return what it should.
+        ValueError: no prompts, another number of params than of prompts, an empty prompt, a size that is no int or
+            below 1, or an `apply` that does not return what it should.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """That of the arrays, if they lie on several devices."""
+    """The mesh of the arrays, if they lie on several devices."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
@@ -18,7 +18,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
-    """Everything on every device, but for the arrays that lie on the mesh already."""
+    """Puts everything on every device, except arrays that lie on the mesh already."""
 
     def put(x: Any) -> jax.Array:
         sharding = getattr(x, "sharding", None)
@@ -29,9 +29,9 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 
 
 def on_each_device(mesh: Mesh, function: Callable[..., Any], weights: Any, state: Any) -> Callable[..., Any]:
-    """`new_state, report = function(weights, state, inbox)`, where an array lies as these do, or everywhere."""
+    """`new_state, report = function(weights, state, inbox)`, for weights and a state that lie as these do."""
     of_weights, of_state = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (weights, state))
-    # What is the same on all devices follows from what is: no type says so.
+    # What is equal on all devices stays equal, because it is computed from equal values; no type proves it.
     return jax.shard_map(
         function, mesh=mesh, in_specs=(of_weights, of_state, P()), out_specs=(of_state, P()), check_vma=False
     )

@@ -79,8 +79,8 @@ class Completion:
 
     Attributes:
         token_ids: the new tokens so far.
-        logprobs: of each of them; None where they were not asked for.
-        finish_reason: "stop": a stop token; "length": `max_tokens`; "abort"; None: it is not finished.
+        logprobs: the log probability of each; None if the request did not ask for them.
+        finish_reason: "stop" after a stop token, "length" after `max_tokens`, "abort"; None: not finished.
     """
 
     token_ids: list[int]
@@ -90,12 +90,12 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """A request as far as it is known.
+    """What a request has generated so far.
 
     Attributes:
-        request_id: as `Engine.add_request` returned it.
+        request_id: the id from `Engine.add_request`.
         outputs: its `n` completions.
-        finished: whether all of them are.
+        finished: whether all completions are finished.
     """
 
     request_id: int
@@ -105,23 +105,23 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine was made, as of the last slice that was read; those of now are named so.
+    """Counts since the engine was made, unless an attribute says "now"; as of the last slice that the host has read.
 
     Attributes:
         num_queued: requests on the host now.
         num_waiting: requests on the device without a seat now.
         num_running: requests with a seat now.
-        num_blocks: of the caches, but for the null block.
-        num_free_blocks: those of them that are free now. Cached prefixes that nobody holds are in free blocks.
-        seconds: in which there were requests.
+        num_blocks: blocks of each cache, without the null block.
+        num_free_blocks: free blocks now. They include cached prefixes that nobody holds.
+        seconds: the time during which there were requests.
         num_slices: slices read.
         num_steps: steps of the model.
-        num_narrow_steps: those of them with places for a quarter of the seats.
-        num_mixed_steps: those of them with chunks of prompts.
+        num_narrow_steps: steps with places for a quarter of the seats.
+        num_mixed_steps: steps with chunks of prompts.
         num_generated: new tokens.
-        num_computed: tokens computed, those of prompts and those computed again included.
-        num_found: tokens found in the prefix cache, and not computed.
-        num_recomputed: tokens whose keys and values preemption gave up.
+        num_computed: tokens computed, including prompts and recomputed tokens.
+        num_found: tokens found in the prefix cache, and so not computed.
+        num_recomputed: computed tokens that preemptions dropped.
         num_preempted: preemptions.
     """
 
@@ -143,5 +143,5 @@ class EngineStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens, over the seconds in which there were requests."""
+        """New tokens per second, counting only time during which there were requests."""
         return self.num_generated / self.seconds if self.seconds else 0.0

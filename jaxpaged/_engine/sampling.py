@@ -7,7 +7,7 @@ from jax import lax
 from jaxpaged._scheduler.records import Sampling
 
 EVERYTHING = jnp.iinfo(jnp.int32).max
-COLDEST = 1e-6  # a lower temperature than this, but for 0, is taken for it: it overflows nothing
+COLDEST = 1e-6  # lower temperatures, except 0, are raised to this, which overflows nothing
 
 
 def sample(
@@ -15,12 +15,12 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """The next token of each seat, int32 `[seats]`, and the logarithm of its probability, float32 `[seats]`.
 
-    The probability is that of the model: before temperature, top-k and top-p. It is 0 where nobody wants it.
+    The probability is the model's, before temperature, top-k and top-p. If nobody wants logprobs, they are 0.
 
     Args:
         logits: `[seats, vocab]`.
-        sampling: of each seat.
-        positions: int32 `[seats]`, where the new token will stand in its request: with the seed, its random key.
+        sampling: the parameters of each seat.
+        positions: int32 `[seats]`, the new token's position in its request; with the seed, it makes the random key.
         wants_logprobs: bool `[]`.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -62,7 +62,7 @@ def furthest_kept(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.
 
     Args:
         scaled: float32 `[seats, vocab]`, how far behind the best, over the temperature.
-        top_k: int32 `[seats]`; 0: all.
+        top_k: int32 `[seats]`; 0 or -1: all.
         top_p: float32 `[seats]`; 1: all.
     """
     bits = _bits(scaled)

@@ -20,10 +20,10 @@ from jaxpaged._scheduler.scheduler import Scheduler
 
 Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, jax.Array]]
 
-# Prompts are computed once they fill a chunk, so that steps with chunks are few; or before, where that leaves too many
-# seats without a token to decode, or one has waited for so many steps.
+# Prompts wait until they fill a chunk, so that steps with chunks are few. They are computed sooner if fewer than
+# BUSY_EIGHTHS of the seats have a token to decode, or after LONGEST_WAIT steps.
 BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
-NARROW = 4  # a step of a part of the seats this small is taken where no more of them are
+NARROW = 4  # if at most this part of the seats is taken, steps have places for no more
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +42,7 @@ class State:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inbox:
-    """What the host sends in with a slice. Rows without a request have a prompt length of 0."""
+    """What the host sends in with a slice. A row without a request has a prompt length of 0."""
 
     prompts: Any  # int32 [rows, max_length]
     prompt_lengths: Any  # int32 [rows]
@@ -51,7 +51,7 @@ class Inbox:
     stop_ids: Any  # int32 [rows, stop_ids]
     sampling: Sampling  # of each row
     aborts: Any  # bool [requests]
-    forgets: Any  # bool [], whether the weights are others than those of the slice before
+    forgets: Any  # bool [], whether the weights have changed since the slice before
     wants_logprobs: Any  # bool []
     num_steps: Any  # int32 [], the most steps of this slice
 
@@ -152,7 +152,7 @@ class Kind:
     Attributes:
         num_places: tokens that it has room for.
         num_seats: of the scheduler.
-        num_partitions: of each call of attention where the model gives none.
+        num_partitions: the default of each call of attention.
     """
 
     num_places: int
@@ -169,7 +169,7 @@ class Kind:
 
 
 def kinds_of_steps(num_seats: int, chunk_tokens: int, *, exact: bool = False) -> tuple[Kind, ...]:
-    """The kinds, by their places; the last has a chunk. An exact engine has no other."""
+    """The kinds, from few places to many; the last has a chunk. An exact engine has only the last."""
     narrow, mixed = max(1, num_seats // NARROW), num_seats + chunk_tokens
     if exact:
         return (Kind(mixed, num_seats, num_partitions=1),)

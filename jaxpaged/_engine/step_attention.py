@@ -21,17 +21,17 @@ from jaxpaged._public_state import short_repr
 class StepAttention:
     """The `attend` of a model that an `Engine` calls: `cache, out = attend(q, k, v, cache)`.
 
-    It knows where the step's tokens go and which sequence each belongs to. A step of single tokens is an ordinary
-    decode call of `paged_attention`, one with chunks of prompts a packed one.
+    It knows where each of the step's tokens is written, and to which sequence it belongs. A step of single tokens is an
+    ordinary decode call of `paged_attention`; a step with chunks of prompts is a packed call.
 
     Attributes:
-        allocator: after the plan: its lengths count the step's tokens. Its rows are the step's sequences: the seats,
-            or in a step of few tokens the seat of each.
+        allocator: the allocator after the plan, so that its lengths count the step's tokens. Its rows are the step's
+            sequences: all seats, or in a step of few tokens the seat of each token.
         positions: int32 `[tokens]`, each token's position in its request.
-        slots: int32 `[tokens]`, where each goes; outside the pool for padding.
-        query_starts: int32 `[seqs + 1]`, where each sequence's tokens begin; None where token i is that of row i.
-        last: int32 `[seqs]`, where each sequence's newest token stands.
-        num_partitions: of each call of attention that gives none; None: as many as fill the GPU.
+        slots: int32 `[tokens]`, the slot of each token; outside the pool for padding.
+        query_starts: int32 `[seqs + 1]`, where each sequence's tokens begin. None: token i belongs to row i.
+        last: int32 `[seqs]`, the index of each sequence's newest token.
+        num_partitions: the default of attention's `num_partitions`; None: enough to fill the GPU.
     """
 
     allocator: BlockAllocator
@@ -58,21 +58,23 @@ class StepAttention:
         interleaved: bool = False,
         **options: Unpack[AttentionKeywords],
     ) -> tuple[C, jax.Array]:
-        """Writes k and v of the step's tokens, and attends.
+        """Writes k and v of the step's tokens to the cache, and attends.
 
         Args:
-            q: `[tokens, heads, head_dim]`; or with an axis of one as a model with a batch axis has it,
+            q: `[tokens, heads, head_dim]`. A model with a batch axis may keep it as an axis of one,
                 `[1, tokens, heads, head_dim]` or `[tokens, 1, heads, head_dim]`.
-            k: `[tokens, kv_heads, head_dim]`, with the same axes in front.
-            v: as k.
+            k: `[tokens, kv_heads, head_dim]`, with the same axis of one, if any.
+            v: like k.
             cache: this layer's cache, or `CacheLayer(stack, i)`.
-            rotary_frequencies: turn q and k by their positions, as `rotate_and_write_kv` does. None: they are turned
-                already, or need not be.
-            interleaved: whether the pairs that are turned are neighbours, and not halves of a head.
-            options: the others of `attend`, except `query_starts`.
+            rotary_frequencies: rotate q and k by their positions, as `rotate_and_write_kv` does. None: do not.
+            interleaved: whether a rotated pair is two neighbours, instead of one number from each half of a head.
+            options: the options of `attend`, except `query_starts`.
 
         Returns:
-            The new cache, and attention of q's shape.
+            The new cache, and the output in q's shape.
+
+        Raises:
+            ValueError: the last argument is no cache, or as in `attend`.
         """
         if not isinstance(cache, KVCache | CacheLayer):
             raise ValueError(
@@ -91,12 +93,12 @@ class StepAttention:
         return cache, attend(q, cache, self.allocator, **options).reshape(shape)
 
     def call[C: (KVCache, CacheLayer)](self, module: Any, x: jax.Array, cache: C) -> tuple[C, jax.Array]:
-        """The same through a Flax module: `jaxpaged.nnx.PagedAttention`, or Linen's where it is bound.
+        """Does the same with a Flax module: `jaxpaged.nnx.PagedAttention`, or a bound Linen module.
 
         Args:
-            module: projects, turns, writes, attends and projects back.
+            module: projects x, rotates, writes, attends and projects back.
             x: `[tokens, features]`.
-            cache: as above.
+            cache: this layer's cache, or `CacheLayer(stack, i)`.
 
         Returns:
             The new cache, and `[tokens, features]`.
@@ -112,5 +114,5 @@ class StepAttention:
         return cache, out[:, 0]
 
     def newest(self, x: jax.Array) -> jax.Array:
-        """The newest row of each sequence, `[seqs, ...]` of `[tokens, ...]`: what the head of the model is for."""
+        """The newest token of each sequence, `[seqs, ...]` from `[tokens, ...]`: apply the model's head to these."""
         return x if self.query_starts is None else x[self.last]

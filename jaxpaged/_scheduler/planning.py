@@ -80,7 +80,7 @@ def admit[S: SchedulerState](
         allocator: whose blocks must suffice.
         candidates: int32 `[seats]`, waiting requests; behind the last of them `max_requests`.
         num_found: int32 `[seats]`, blocks that each candidate begins with.
-        num_woken: int32 `[seats]`, those of them that are free blocks until it takes them.
+        num_woken: int32 `[seats]`, how many of them are free until it takes them.
 
     Returns:
         scheduler: the new one.
@@ -124,7 +124,7 @@ def num_held(allocator: BlockAllocator) -> jax.Array:
 
 
 def share(needed: jax.Array, ranks: jax.Array, num_places: int) -> jax.Array:
-    """Tokens of each seat: one if it needs any, then as many of the remaining places as it needs, in order of rank."""
+    """Tokens of each seat: one if it needs any. The remaining places are filled in order of rank."""
 
     def before(counts: jax.Array) -> jax.Array:
         return jnp.where(ranks[None] < ranks[:, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
@@ -153,7 +153,7 @@ def pack(
     num_places: int,
 ) -> Step:
     num_seats = scheduler.num_seats
-    # With as many places as seats each seat has its own: attention needs neither packed queries nor other tables.
+    # If there is one place for each seat, each has its own: attention needs neither packed queries nor other tables.
     widths = jnp.ones_like(given) if num_places == num_seats else given
     ends = jnp.cumsum(widths, dtype=jnp.int32)
     starts = ends - widths

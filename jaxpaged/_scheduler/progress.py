@@ -35,7 +35,7 @@ def commit[S: SchedulerState](
         num_steps=jnp.minimum(scheduler.num_steps + 1, scheduler.outbox_tokens.shape[0]),
     )
 
-    # 2. Who ends, and who has to wait again.
+    # 2. Which requests end, and which have to wait again.
     stop_ids = planning.of_seats(scheduler, scheduler.stop_ids)
     is_stopped = is_sampled & ((stop_ids == tokens[:, None]) & (stop_ids >= 0)).any(axis=1)
     is_exhausted = is_sampled & ~is_stopped & (num_known >= planning.of_seats(scheduler, scheduler.limits))

@@ -1,4 +1,4 @@
-"""What a scheduler holds and hands out: states of requests, reasons of refusal, a step, an outbox."""
+"""What a scheduler holds and hands out: the status of a request, reasons for refusal, a step, an outbox."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxpaged._public_state import public_state
 
 
 class RequestStatus(enum.IntEnum):
-    """State of a request. The last three are the reasons why a request is finished.
+    """The state of a request. The last three say why it is finished.
 
     In `jnp.full` write `int(RequestStatus.FREE)`: an enum member makes the array weakly typed.
     """
 
     FREE = 0  # this place holds no request
-    WAITING = 1  # has no seat: it is new, or was preempted
-    RUNNING = 2  # has a seat
+    WAITING = 1  # it has no seat: it is new, or was preempted
+    RUNNING = 2  # it has a seat
     STOPPED = 3  # one of its stop ids was sampled
-    EXHAUSTED = 4  # it has as many new tokens as it asked for
+    EXHAUSTED = 4  # it has all the new tokens that it asked for
     ABORTED = 5
 
 
@@ -29,7 +29,7 @@ class Refusal(enum.IntEnum):
 
     ACCEPTED = 0
     NO_PROMPT = 1  # a prompt length below 1: how a batch of submissions is padded
-    NO_NEW_TOKENS = 2  # fewer than one new token is asked for
+    NO_NEW_TOKENS = 2  # it asks for less than one new token
     TOO_LONG = 3  # more tokens than the scheduler's `max_length`, or a prompt longer than its row
     NEVER_FITS = 4  # more blocks than a table row, or than the pool without its pinned blocks
     QUEUE_FULL = 5  # no free place: submit it again after a `drain`
@@ -39,14 +39,14 @@ class Refusal(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the tokens of requests, or of seats, are to be sampled. The scheduler carries it and does not read it.
+    """How to sample the tokens of each request or seat. The scheduler carries it and does not read it.
 
     Attributes:
         temperature: float32; 0: greedy.
-        top_k: int32; 0: all tokens.
+        top_k: int32; 0 or -1: all tokens.
         top_p: float32; 1: all tokens.
-        seed: uint32. Sample with `jax.random.fold_in(jax.random.key(seed), length)`, of the request and never of the
-            seat: then its tokens do not depend on the others, nor on preemption.
+        seed: uint32. Sample with `jax.random.fold_in(jax.random.key(seed), length)`, where length is the request's.
+            Its tokens then depend neither on its seat, nor on other requests, nor on preemption.
     """
 
     temperature: jax.Array
@@ -59,21 +59,21 @@ class Sampling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one forward pass of the model computes: packed tokens, those of one seat next to each other, in seat order.
+    """What one forward pass of the model computes: packed tokens in the order of their seats.
 
     Attributes:
-        tokens: int32 `[tokens]`; 0 where padded.
-        positions: int32 `[tokens]`, each token's position in its request; 0 where padded.
-        seats: int32 `[tokens]`, each token's seat; `num_seats` where padded.
-        slots: int32 `[tokens]`, for `write_kv`, which drops the padded ones.
-        query_starts: int32 `[seats + 1]`, where each seat's tokens begin. In a step of as many places as seats each
-            seat has one, used or not.
+        tokens: int32 `[tokens]`; 0 for padding.
+        positions: int32 `[tokens]`, each token's position in its request; 0 for padding.
+        seats: int32 `[tokens]`, each token's seat; `num_seats` for padding.
+        slots: int32 `[tokens]`, for `write_kv`, which drops padding.
+        query_starts: int32 `[seats + 1]`, where each seat's tokens begin. If a step has one place for each seat, each
+            seat has its own, used or not.
         last: int32 `[seats]`, the place of each seat's newest token, whose logits are sampled; any place if the seat
             has none.
         is_sampled: bool `[seats]`, the seats that get a new token: all their known tokens are computed.
         is_victim: bool `[seats]`, the seat that `commit` preempts, if any.
         request_ids: int32 `[seats]`, the request in each seat; `max_requests` if it is free.
-        sampling: of the request in each seat, `[seats]`.
+        sampling: `[seats]`, the parameters of the request in each seat.
     """
 
     tokens: jax.Array
@@ -92,12 +92,12 @@ class Step:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outbox:
-    """What happened between two drains.
+    """What happened since the drain before.
 
     Attributes:
         tokens: int32 `[steps, seats]`, the sampled tokens, one row for each commit; -1: none.
-        request_ids: int32 `[steps, seats]`, the request of each; `max_requests`: none.
-        num_steps: int32 `[]`, commits.
+        request_ids: int32 `[steps, seats]`, the request that each token belongs to; `max_requests`: none.
+        num_steps: int32 `[]`, the number of commits.
         finished: int32 `[requests]`, a `RequestStatus` for each request that ended, 0 for the others. The ids of ended
             requests are free for other requests.
     """

@@ -21,39 +21,39 @@ from jaxpaged._scheduler.state import Prefixes, SchedulerState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scheduler(SchedulerState):
-    """Requests, and the seats of the running batch. Immutable: every operation returns a new one.
+    """Continuous batching: which request has which seat, and which tokens the next step computes. Immutable.
 
-    The seats are the rows of a `BlockAllocator`, which nothing else uses. The scheduler knows no model: `plan` says
-    which tokens to compute, the caller computes them and samples, `commit` takes the sampled tokens.
+    The seats are the rows of a `BlockAllocator` that nothing else uses. The scheduler knows no model: `plan` says which
+    tokens to compute, you compute them and sample, and `commit` takes the sampled tokens.
 
-    There are no phases. A request's known tokens are its prompt and the generated ones; the first of them are computed
-    (`allocator.lengths` of its seat). Prompts, decoding and computing again after a preemption are the same: known
-    tokens that are not computed.
+    There are no phases. A request knows its prompt and its generated tokens; the first `allocator.lengths` of them, in
+    the row of its seat, are computed. Prompts, decoding and recomputation after a preemption are the same thing: known
+    tokens that are not computed yet.
 
     Attributes:
         tokens: int32 `[requests, max_length]`, the known tokens of each request, from the start of its row.
-        num_known: int32 `[requests]`, how many there are.
-        limits: int32 `[requests]`, how many there may be: the length of the prompt and the new tokens asked for.
+        num_known: int32 `[requests]`, the number of known tokens.
+        limits: int32 `[requests]`, the most that there may be: the prompt and the new tokens asked for.
         stop_ids: int32 `[requests, num_stop_ids]`, tokens that end the request; -1: none.
         sampling: how to sample for each request.
-        statuses: int32 `[requests]`, a `RequestStatus` each.
+        statuses: int32 `[requests]`, the `RequestStatus` of each request.
         arrivals: int32 `[requests]`, a number that grows with each request submitted.
-        keys: int32 `[requests]`, arrival minus priority: requests are served in this order, equal ones by arrival.
+        keys: int32 `[requests]`, arrival minus priority: requests are served in this order, and by arrival if equal.
         order: int32 `[requests]`, request ids in order of rank. Only `submit` changes it.
         ranks: int32 `[requests]`, each request's place in `order`.
-        seated: int32 `[seats]`, the id of the request in each seat; `max_requests` where it is free.
+        seated: int32 `[seats]`, the id of the request in each seat; `max_requests` if the seat is free.
         was_refused: bool `[]`, whether the last plan had too few blocks for a seated request.
         outbox_tokens: int32 `[max_steps, seats]`, what was sampled since the last drain.
-        outbox_request_ids: int32 `[max_steps, seats]`, for which request; `max_requests` where nothing was.
+        outbox_request_ids: int32 `[max_steps, seats]`, for which request; `max_requests` if nothing was sampled.
         num_steps: int32 `[]`, commits since the last drain.
         next_arrival: int32 `[]`.
         num_computed: int32 `[]`, tokens planned so far; modulo 2^32, as are the next two.
         num_recomputed: int32 `[]`, computed tokens that preemption dropped.
         num_preempted: int32 `[]`, preemptions.
-        prefixes: the prefix cache, and what it needs of each seat. None: there is none.
+        prefixes: the prefix cache, and what it tracks for each seat. None: no prefix cache.
 
-    `broken_invariants` tests that all of this holds together. `docs/scheduler.md` states the policy, why each
-    accepted request ends, and what it costs.
+    `broken_invariants` checks that all of this is consistent. `docs/scheduler.md` states the policy, proves that each
+    accepted request ends, and says what it costs.
     """
 
     @classmethod
@@ -70,13 +70,13 @@ class Scheduler(SchedulerState):
         """A scheduler without requests.
 
         Args:
-            max_requests: requests that it holds at once: waiting, running, and finished but not drained.
-            num_seats: requests that run at once, the rows of its allocator.
-            max_length: the most tokens that a request may have, prompt and generated.
-            max_steps: steps between two drains.
-            num_stop_ids: the most stop ids that a request may have.
-            prefix_cache: an empty one, for the allocator. Requests then begin with the blocks in which others computed
-                the same tokens, and only `change_seats` gives seats to requests. None: each computes its own.
+            max_requests: the most requests that it holds at once: waiting, running, and finished but not drained.
+            num_seats: the requests that run at once; the rows of its allocator.
+            max_length: the most tokens of a request, prompt and generated ones together.
+            max_steps: the most steps between two drains.
+            num_stop_ids: the most stop ids of a request.
+            prefix_cache: an empty one of the allocator's sizes. Requests then begin with blocks in which others
+                computed the same tokens, and only `change_seats` gives out seats. None: each request computes its own.
 
         Raises:
             ValueError: a size that is no int or below 1 (`num_stop_ids`: below 0), or `max_length` smaller than a block
@@ -152,7 +152,7 @@ class Scheduler(SchedulerState):
         )
 
     def num_pending(self, allocator: BlockAllocator) -> jax.Array:
-        """Tokens of seated requests to be computed in chunks, that is, beyond one a seat, int32 `[]`."""
+        """The tokens of seated requests that await a chunk, beyond one a seat, int32 `[]`."""
         needed = planning.of_seats(self, self.num_known) - allocator.lengths
         return jnp.maximum(needed - 1, 0).sum(dtype=jnp.int32)
 
@@ -170,16 +170,16 @@ class Scheduler(SchedulerState):
         top_p: ArrayLike | None = None,
         seed: ArrayLike | None = None,
     ) -> tuple[Scheduler, jax.Array, jax.Array]:
-        """Takes new requests, in the order of the rows. Refuses only what can never be served.
+        """Adds requests, in the order of the rows. Refuses only what can never be served.
 
         Args:
-            allocator: for its sizes, and for the blocks that `hold` has pinned. Blocks that are pinned after this may
-                keep a request from ever ending.
+            allocator: read for its sizes, and for the blocks that `hold` has pinned. Blocks pinned later may keep a
+                request from ever ending.
             prompts: int32 `[rows, width]`, each prompt at the start of its row.
             prompt_lengths: int32 `[rows]`; 0: no request.
             max_new_tokens: int32 `[rows]`, at least 1.
-            priorities: int32 `[rows]`, how many of the requests submitted before it a request may overtake; negative:
-                how many of those after it may overtake it. At most 2^29. None: 0.
+            priorities: int32 `[rows]`, how many earlier requests a request may overtake; if negative, how many later
+                ones may overtake it. At most 2^29. None: 0.
             stop_ids: int32 `[rows, n]`, tokens that end a request, n at most `num_stop_ids`; -1: none.
             temperature: float32 `[rows]`. None: 0.
             top_k: int32 `[rows]`. None: 0.
@@ -188,9 +188,9 @@ class Scheduler(SchedulerState):
 
         Returns:
             scheduler: the new one.
-            request_ids: int32 `[rows]`, by which `abort` and the outbox name the requests; `max_requests` where
+            request_ids: int32 `[rows]`, the names of the requests in `abort` and in the outbox; `max_requests` if
                 refused. An id is free again once a `drain` has returned the end of its request.
-            refusals: int32 `[rows]`, a `Refusal` each; 0 where accepted.
+            refusals: int32 `[rows]`, a `Refusal` each; 0 if accepted.
 
         Raises:
             ValueError: shapes or dtypes that do not fit, or an allocator with another number of rows.
@@ -202,7 +202,7 @@ class Scheduler(SchedulerState):
         return submission.submit(self, allocator, requests)
 
     def abort(self, allocator: BlockAllocator, requests: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
-        """Ends the marked requests and frees their blocks. Requests that neither wait nor run do not change.
+        """Ends the marked requests and frees their blocks. Requests that neither wait nor run stay as they are.
 
         Args:
             requests: bool `[max_requests]`.
@@ -221,27 +221,27 @@ class Scheduler(SchedulerState):
     ) -> tuple[Scheduler, BlockAllocator, Step]:
         """Decides what the next step computes, and makes room for it.
 
-        1. Waiting requests take free seats in order of rank, without overtaking, while the free blocks suffice for all
-           known tokens of them and of the seated requests, and a spare block each. After a plan in which a seat was
-           refused, no request is admitted. (With a prefix cache, `change_seats` admits them.)
-        2. Each seat gets one token, if it has any to compute. With chunks, the other places of the step go to the seats
-           that have more, in order of rank.
+        1. Waiting requests take free seats in order of rank, without overtaking, while the free blocks suffice for
+           all known tokens, theirs and the seated requests', and a spare block each. After a plan that refused blocks
+           to a seat, nobody is admitted. (With a prefix cache, `change_seats` admits them.)
+        2. Each seat with tokens to compute gets one. With chunks, the remaining places of the step go to the seats that
+           have more, in order of rank.
         3. Blocks are granted in order of rank. A seat that finds too few gets nothing in this step. The request last in
            rank that holds blocks, but never the first in rank, is then the victim: `commit` preempts it.
 
-        Call `commit` after each plan: planned tokens count as computed. Once the outbox is full, steps are empty until
-        `drain`.
+        Call `commit` after each plan: planned tokens count as computed. When the outbox is full, steps are empty until
+        you `drain`.
 
         Args:
             allocator: the allocator whose rows are the seats.
             chunk_tokens: the step has `num_seats + chunk_tokens` places (static). 0: one place for each seat, place i
                 for seat i, and no seat gets more than one token.
-            num_places: fewer places than seats (static): the first in rank that need any get a token each, packed in
-                seat order. For steps in which few seats are taken. None: as `chunk_tokens` says.
+            num_places: fewer places than seats (static), for steps in which few seats are taken. The first in rank that
+                need a token get one each, packed in seat order. None: as `chunk_tokens` says.
 
         Returns:
             scheduler, allocator: the new ones, for the `commit` of this step.
-            step: what to compute. Its `query_starts` and `allocator.lengths` are what `paged_attention` needs.
+            step: what to compute. Pass its `query_starts` and `allocator.lengths` to `paged_attention`.
 
         Raises:
             ValueError: `chunk_tokens` is no int or negative, `num_places` is no int below the number of seats, or an
@@ -262,9 +262,9 @@ class Scheduler(SchedulerState):
     def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
         """Takes the tokens sampled in a step: requests grow by a token, end, or are preempted.
 
-        A request ends with the first of its stop ids, which stays its last token, or with its last new token; its
-        blocks are then free. A preempted request waits again, with its rank and all its tokens. Requests aborted after
-        the plan get nothing.
+        A request ends with the first of its stop ids, which stays its last token, or once it has all its new tokens;
+        its blocks are then free. A preempted request waits again and keeps its rank and its tokens. Requests aborted
+        after the plan get nothing.
 
         Args:
             allocator: as `plan` returned it.
@@ -285,13 +285,13 @@ class Scheduler(SchedulerState):
     def change_seats(self, allocator: BlockAllocator) -> tuple[Scheduler, BlockAllocator]:
         """With a prefix cache: requests leave and enter the running batch.
 
-        Call it where `is_change_due`, which is rarely: before the next `plan`, and before a `drain`. Until then a
-        request that ended or was preempted keeps its blocks, its end is not drained, and none is admitted.
+        Call it when `is_change_due`, before the next `plan` and before a `drain`; most steps do not need it. Until
+        then, a request that ended or was preempted keeps its blocks, its end is not drained, and nobody is admitted.
 
         1. The full blocks of all seats are listed in the prefix cache. The blocks of requests that left are free.
         2. Waiting requests are admitted as in `plan`, each with the blocks that are found for it. A block that another
-           request holds costs nothing. A request waits, and lets others pass, while one before it in rank computes the
-           first block that it lacks.
+           request holds costs nothing. While a request before it in rank computes the first block that it lacks, a
+           request waits and lets others pass.
 
         Args:
             allocator: the allocator whose rows are the seats.
@@ -330,12 +330,12 @@ class Scheduler(SchedulerState):
         return seats.change_seats(self, self.prefixes, allocator)
 
     def forget_prefixes(self, forgets: ArrayLike = True) -> Scheduler:
-        """No block that is listed is found any more, as when the weights change. Running requests keep theirs.
+        """Forgets every listed block, for instance because the weights changed. Running requests keep theirs.
 
-        Requests that begin later find only blocks of one another.
+        Requests that begin later find only each other's blocks.
 
         Args:
-            forgets: bool `[]`; false changes nothing.
+            forgets: bool `[]`; False changes nothing.
 
         Raises:
             ValueError: the scheduler has no prefix cache.
@@ -351,14 +351,14 @@ class Scheduler(SchedulerState):
         Returns:
             scheduler: the new one.
             outbox: what was sampled since the last drain, and which requests ended. It shares no buffer with the
-                scheduler: the host may read it while the scheduler is donated to the next call.
+                scheduler, so the host may read it while the scheduler is donated to the next call.
 
         Example: see `create`.
         """
         return progress.drain(self)
 
     def broken_invariants(self, allocator: BlockAllocator) -> tuple[str, ...]:
-        """The names of the invariants that this state breaks; empty if all is well. On the host, for tests."""
+        """The names of broken invariants; empty if all is well. Runs on the host, for tests."""
         return report.broken_invariants(self, allocator)
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Seats change hands where there is a prefix cache: who leaves lists its blocks, who enters begins with listed ones.
+"""Seats change hands with a prefix cache: requests that leave list their blocks, and new ones begin with listed blocks.
 
-That is a hundred small operations. They are done after the steps that give cause for it, and not in each.
+That takes a hundred small operations. They run only after steps that give cause for it.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ NOTHING_TO_LIST = jnp.iinfo(jnp.int32).max
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Beginnings:
-    """With which cached blocks requests may begin: a row for each candidate, or for the seat that it was given."""
+    """The cached blocks with which requests may begin: a row for each candidate, or for the seat that it was given."""
 
     num_asked: jax.Array  # int32 [seats], full blocks that were looked up
     ids: jax.Array  # int32 [seats, columns]
@@ -33,7 +33,7 @@ class Beginnings:
 def after_commit(
     prefixes: Prefixes, allocator: BlockAllocator, seated: jax.Array, has_left: jax.Array, is_sampled: jax.Array
 ) -> Prefixes:
-    """What `change_seats` will have to do: rows of those who left, and full blocks that others may be waiting for.
+    """Notes what `change_seats` has to do: rows of requests that left, and full blocks that others may be waiting for.
 
     Args:
         prefixes: before the commit.
@@ -66,7 +66,7 @@ def change_seats[S: SchedulerState](
 def vacate(
     scheduler: SchedulerState, prefixes: Prefixes, allocator: BlockAllocator
 ) -> tuple[Prefixes, BlockAllocator, jax.Array]:
-    """All full blocks are listed, and those who left give theirs back. Also the tags of each seat's tokens."""
+    """Lists all full blocks, and frees those of requests that left. Also returns the tags of each seat's tokens."""
     num_requests = scheduler.max_requests
     has_left = prefixes.left < num_requests
     blocks = blocks_of(scheduler, allocator, jnp.where(has_left, prefixes.left, scheduler.seated))
@@ -79,8 +79,9 @@ def vacate(
 def ready(
     scheduler: SchedulerState, prefixes: Prefixes, allocator: BlockAllocator, tags: jax.Array
 ) -> tuple[jax.Array, Beginnings]:
-    """Of the waiting requests that come first those who gain nothing by waiting, int32 `[seats]`, `max_requests` behind
-    the last of them; and the blocks that are found for each.
+    """The first waiting requests, without those that gain by waiting on, and the blocks that are found for each.
+
+    The requests are int32 `[seats]`, with `max_requests` behind the last.
     """
     candidates = planning.first_waiting(scheduler)
     num_asked = jnp.maximum(planning.rows_of(scheduler.num_known, candidates) - 1, 0) // allocator.block_size
@@ -101,7 +102,7 @@ def ready(
 def begin(
     prefixes: Prefixes, allocator: BlockAllocator, entered: jax.Array, beginnings: Beginnings
 ) -> tuple[Prefixes, BlockAllocator]:
-    """Those who entered hold the blocks that were found for them: `beginnings` of each seat, empty where nobody did."""
+    """Gives requests that entered the blocks found for them: `beginnings` of each seat, empty if nobody entered."""
     allocator, _ = begin_with(allocator, beginnings.ids, beginnings.found)
     has_entered = entered < entered.shape[0]
     prefixes = dataclasses.replace(
@@ -136,9 +137,9 @@ def is_being_computed(
         scheduler: seats that are taken compute.
         prefixes: what they have listed.
         allocator: for its block size.
-        candidates: int32 `[seats]`, those who wait; they will compute.
+        candidates: int32 `[seats]`, waiting requests; they will compute.
         beginnings: what they have.
-        tags: uint32 `[seats, columns]`, of the tokens of those who have seats.
+        tags: uint32 `[seats, columns]`, of the tokens of seated requests.
         new_tags: uint32 `[seats, columns]`, of the candidates.
     """
     num_seats, column = scheduler.num_seats, beginnings.num_found

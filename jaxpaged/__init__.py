@@ -7,6 +7,7 @@ from jaxpaged._allocator.plot import plot_blocks
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._attention.attend import attend
 from jaxpaged._attention.context_parallel import context_parallel_attention, context_parallel_slots
+from jaxpaged._attention.explain import Explanation, explain
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.partitions import PartitionPlan, plan_partitions
 from jaxpaged._attention.public import paged_attention
@@ -40,6 +41,7 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineStats",
+    "Explanation",
     "KVCache",
     "PartitionPlan",
     "PrefixCache",
@@ -56,6 +58,7 @@ __all__ = [
     "context_parallel_attention",
     "context_parallel_slots",
     "copy_blocks",
+    "explain",
     "gather_kv",
     "generate",
     "kv_scale",

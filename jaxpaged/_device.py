@@ -13,10 +13,28 @@ class Gpu:
     compute_capability: float
     fast_memory: bool = False  # an H200's, for which `decode_config` has rules of its own
     name: str = "a GPU"
+    broken_ptxas: str | None = None  # the version of the one that JAX compiles with here, if it miscompiles
 
     @property
     def is_hopper(self) -> bool:
         return self.compute_capability == 9.0
+
+
+# By name, for decisions without one at hand.
+GPUS = {
+    "A100": Gpu(108, 8.0, name="A100"),
+    "L4": Gpu(58, 8.9, name="L4"),
+    "H100": Gpu(132, 9.0, name="H100"),
+    "H200": Gpu(132, 9.0, fast_memory=True, name="H200"),
+    "B200": Gpu(148, 10.0, name="B200"),
+}
+
+
+def named(name: str) -> Gpu:
+    """Raises `ValueError` for a GPU that is not in the table."""
+    if name not in GPUS:
+        raise ValueError(f"gpu must be one of {', '.join(GPUS)}, or None for JAX's default device; got gpu={name!r}.")
+    return GPUS[name]
 
 
 def _device() -> jax.Device:
@@ -43,6 +61,7 @@ def gpu() -> Gpu:
         compute_capability=float(device.compute_capability),
         fast_memory="H200" in device.device_kind.split(),  # JAX tells the name, not the bandwidth
         name=device.device_kind,
+        broken_ptxas=broken_ptxas(),
     )
 
 

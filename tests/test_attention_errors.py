@@ -1,5 +1,6 @@
 """What paged_attention refuses, and that each refusal says what it got and what to do."""
 
+import dataclasses
 import importlib.metadata
 
 import jax
@@ -7,8 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _device, paged_attention, paged_attention_reference, plan_partitions
+from jaxpaged import (
+    BlockAllocator,
+    KVCache,
+    _device,
+    attend,
+    paged_attention,
+    paged_attention_reference,
+    plan_partitions,
+)
+from jaxpaged._attention import public
+from jaxpaged._device import GPUS
 from tests.cases import make_case
+
+H100 = GPUS["H100"]
 
 SEQS, HEADS, KV_HEADS, HEAD_DIM = 3, 6, 2, 64
 
@@ -121,9 +134,19 @@ def test_a_ptxas_that_miscompiles_is_found(monkeypatch, plugin, nvcc, is_broken)
     assert _device.broken_ptxas.__wrapped__() == (nvcc if is_broken else None)
 
 
-def test_no_kernel_is_compiled_with_a_ptxas_that_miscompiles(monkeypatch):
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    monkeypatch.setattr(_device, "broken_ptxas", lambda: "12.8.93")
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """As if JAX's default device were this GPU, in a process that was told nothing."""
+
+    def set_gpu(gpu):
+        monkeypatch.setattr(_device, "gpu", lambda: gpu)
+        monkeypatch.setattr(public, "_told", set())
+
+    return set_gpu
+
+
+def test_no_kernel_is_compiled_with_a_ptxas_that_miscompiles(on_gpu):
+    on_gpu(dataclasses.replace(H100, broken_ptxas="12.8.93"))
     case = make_case(lengths=(1, 20, 0), dtype=jnp.bfloat16)
     message = r"nvidia-cuda-nvcc-cu12 12\.8\.93, which miscompiles .* pip install \"nvidia-cuda-nvcc-cu12>=12\.9\.86\""
     with pytest.raises(NotImplementedError, match=message):
@@ -131,3 +154,55 @@ def test_no_kernel_is_compiled_with_a_ptxas_that_miscompiles(monkeypatch):
     with pytest.warns(UserWarning, match=message):
         out = paged_attention(*case.arrays)
     assert (out == paged_attention(*case.arrays, implementation="xla")).all()
+
+
+def wide(lengths=(1, 20, 0), **shape):
+    """A bfloat16 query and a float32 cache."""
+    return make_case(lengths=lengths, dtype=jnp.bfloat16, cache_dtype=jnp.float32, **shape)
+
+
+def traced(*arrays, jit=False, **how):
+    def call(*arrays):  # another each time, which no cache knows
+        return paged_attention(*arrays, **how)
+
+    jax.eval_shape(jax.jit(call) if jit else call, *arrays)
+
+
+def traced_attend():
+    cache = KVCache.create(num_blocks=4, block_size=16, num_kv_heads=2, head_dim=64, dtype="float32")
+    allocator = BlockAllocator.create(num_blocks=4, block_size=16, num_seqs=2, max_blocks_per_seq=2)
+    q = jnp.ones((2, 4, 64), jnp.bfloat16)
+    jax.eval_shape(lambda q: attend(q, cache, allocator), q)
+
+
+@pytest.mark.parametrize("how", ["called", "jitted", "through attend"])
+def test_a_call_that_falls_back_says_so_once(on_gpu, how):
+    on_gpu(H100)
+    message = r"XLA computes this call: the decode kernel takes a cache in q's dtype.*got cache_dtype=float32"
+    with pytest.warns(UserWarning, match=message) as warned:
+        traced_attend() if how == "through attend" else traced(*wide().arrays, jit=how == "jitted")
+    assert [warning.filename for warning in warned] == [__file__]  # a line of the user's
+    traced(*wide(lengths=(9, 3)).arrays)  # of another shape, for the same reason
+    with pytest.warns(UserWarning, match="block_size=24"):
+        traced(*make_case(lengths=(1, 20), dtype=jnp.bfloat16, block_size=24).arrays)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "case", "implementation"),
+    [
+        (H100, wide(), "xla"),
+        (GPUS["A100"], wide(), None),  # no kernel would compute it by default
+        (H100, make_case(lengths=(1, 20), dtype=jnp.bfloat16), None),
+    ],
+)
+def test_nothing_is_said_if_no_kernel_is_missed(on_gpu, gpu, case, implementation):
+    on_gpu(gpu)
+    traced(*case.arrays, implementation=implementation)
+
+
+def test_kernels_that_must_be_named_say_so_once(on_gpu):
+    on_gpu(GPUS["A100"])
+    arrays = make_case(lengths=(1, 20), dtype=jnp.bfloat16).arrays
+    with pytest.warns(UserWarning, match=r"must be named.*`python -m jaxpaged.selftest` checks"):
+        traced(*arrays)
+    traced(*arrays)

@@ -134,12 +134,12 @@ def test_tokens_folded_into_heads():
     """As the decode kernel takes queries that all see the whole sequence: 26 tokens of 3 heads in 2 runs."""
     case = make_case(lengths=(0, 50), q_len=26)
     a = dataclasses.replace(arguments_of(case), causal=False)
-    folded = query_runs.fold(a)
+    folded = query_runs.cut(a, run=13)
     assert folded.q.shape == (4, 1, 13 * 6, 64)
-    assert query_runs.fold(a, most_rows=32).q.shape == (6, 1, 9 * 6, 64)  # of 3 heads
+    assert query_runs.cut(a, run=9).q.shape == (6, 1, 9 * 6, 64)
     expected = xla.attend(a, num_partitions=1)
     for x, y in zip(xla.attend(folded, num_partitions=1), expected, strict=True):
-        np.testing.assert_allclose(query_runs.unfold(x, a), y, atol=1e-5)
+        np.testing.assert_allclose(query_runs.join(x, a), y, atol=1e-5)
 
 
 def test_gradients():

@@ -1,6 +1,7 @@
 """The kernels on a GPU, at real sizes: `pytest -m gpu`. Poisoned pools and garbage ids come with every case."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device, paged_attention, tree_mask
-from jaxpaged._attention import decode, mosaic_gpu, query_runs
-from jaxpaged._attention.partitions import NumPartitions
-from pallas_kernels import decode_config
+from jaxpaged._attention import query_runs
+from jaxpaged._attention.choose import Known, by_decode, choose, evenly, with_plan
+from jaxpaged._attention.run import Results, run
+from pallas_kernels import decode_config, partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, within_budget
 from tests.kernels.interpret import arguments_of
@@ -19,18 +21,19 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 1, 15, 16, 17, 700, 1000, 2048)
 BF16 = jnp.bfloat16
-are_uneven = mosaic_gpu.are_uneven
+NumPartitions = int | PartitionPlan | None
 
 
-@pytest.fixture(autouse=True)
-def by_the_kernel_for_hopper(monkeypatch):
-    """The pools here are small: calls would get a plan, and some the portable kernel, which has tests of its own."""
-    monkeypatch.setattr(mosaic_gpu, "are_uneven", lambda *_: False)
-    monkeypatch.setattr(decode, "portable_follows", lambda *_, **__: False)
+def results(a: Any, num_partitions: NumPartitions) -> Results:
+    """By the kernels for Hopper. The pools here are small: without a choice of the test's own, calls would get a plan,
+    and some the portable kernel, which has tests of its own."""
+    if isinstance(num_partitions, PartitionPlan):
+        return run(with_plan(a, _device.gpu(), kernel="paged_decode"), a, num_partitions)
+    return run(evenly(a, _device.gpu(), Known(num_partitions=num_partitions)), a)
 
 
-def attend(case: Case, num_partitions: NumPartitions) -> tuple[jax.Array, jax.Array]:
-    out, lse = mosaic_gpu.attend(arguments_of(case), num_partitions=num_partitions)
+def attend(case: Case, num_partitions: NumPartitions) -> Results:
+    out, lse = results(arguments_of(case), num_partitions)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 
 
@@ -105,11 +108,11 @@ def test_ten_thousand_calls_give_equal_bits(num_partitions):
 
     @jax.jit
     def differing():
-        first = mosaic_gpu.attend(a, num_partitions=num_partitions)
+        first = results(a, num_partitions)
 
         def compare(_, count):
             q, count = jax.lax.optimization_barrier((a.q, count))
-            again = mosaic_gpu.attend(dataclasses.replace(a, q=q), num_partitions=num_partitions)
+            again = results(dataclasses.replace(a, q=q), num_partitions)
             return count + sum((x != y).any().astype(jnp.int32) for x, y in zip(first, again, strict=True))
 
         return jax.lax.fori_loop(0, 10_000, compare, jnp.int32(0))
@@ -123,7 +126,7 @@ def test_short_sequences_stay_whole(name):
     if "sliding_window" in options:
         options["sliding_window"] = 1000  # which leaves 4096 tokens long enough to be split
     case = real(lengths=lengths, max_blocks=256, head_dim=128, options=options)
-    assert decode.config_of(arguments_of(case), _device.gpu()).unsplit_tiles
+    assert by_decode("paged_decode", arguments_of(case), _device.gpu()).config.unsplit_tiles
     check(case)
 
 
@@ -302,7 +305,9 @@ def test_many_partitions():
 
 
 def planned(case: Case) -> PartitionPlan:
-    return decode.plan_of(arguments_of(case), _device.gpu())
+    a = arguments_of(case)
+    at_once = with_plan(a, _device.gpu(), kernel="paged_decode").at_once
+    return partition_plan.default(a.lengths, a.options.sliding_window, q_len=a.q.shape[1], at_once=at_once)
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
@@ -324,15 +329,16 @@ def test_plans_for_narrow_caches(cache_dtype):
     check(case, planned(case))
 
 
-def test_one_sequence_much_longer_than_the_others(monkeypatch):
+def test_one_sequence_much_longer_than_the_others():
     """By default it is split: the pool could not fill tables for all."""
-    monkeypatch.setattr(mosaic_gpu, "are_uneven", are_uneven)
     lengths = (3, 0, 40_000, 64, 1000, 17)
     case = make_case(lengths=lengths, max_blocks=2500, heads=8, kv_heads=2, head_dim=128, dtype=BF16)
     assert jnp.diff(planned(case).partition_starts).tolist() == [1, 1, 79, 1, 2, 1]
-    by_default = check(case)
-    assert (by_default == check(case, planned(case))).all()
-    assert (by_default != check(case, 1)).any()
+    a = arguments_of(case)
+    assert choose(a, _device.gpu()).at_once is not None
+    choice = with_plan(a, _device.gpu(), kernel="paged_decode")
+    assert (run(choice, a)[0][:, 0] == check(case, planned(case))).all()
+    assert (run(choice, a)[0][:, 0] != check(case, 1)).any()
 
 
 @pytest.mark.parametrize("num_partitions", [1, 4])

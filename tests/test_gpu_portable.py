@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device
-from jaxpaged._attention import decode
+from jaxpaged._attention.choose import Known, by_decode
+from jaxpaged._attention.run import run
 from pallas_kernels import partition_plan
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
-from tests.kernels.interpret import arguments_of
+from tests.kernels.interpret import arguments_of, changed
 from tests.kernels.lowering import mosaic_for
 
 pytestmark = pytest.mark.gpu
@@ -29,10 +30,11 @@ BF16 = jnp.bfloat16
 
 def check(case, form, num_partitions=None, plan=None, **changes):
     a = arguments_of(case)
-    config = decode.portable_config_of(a, _device.gpu(), num_partitions=num_partitions)
-    config = dataclasses.replace(config, copies="tma" if form == "tma" else "cp_async", **changes)
+    choice = by_decode("portable_decode", a, _device.gpu(), Known(num_partitions=num_partitions))
+    choice = changed(choice, copies="tma" if form == "tma" else "cp_async", **changes)
+    choice = dataclasses.replace(choice, at_once=None if plan is None else plan.total_partitions)
     with mosaic_for(8.0) if form == "sm_80" else contextlib.nullcontext():
-        attend = jax.jit(lambda a: decode.launch(config, None, a, plan)).lower(a).compile()
+        attend = jax.jit(lambda a: run(choice, a, plan)).lower(a).compile()
     results = [(out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0]) for out, lse in (attend(a), attend(a))]
     assert_within_budget(case, results[0][0])
     assert_lse(case, results[0][1])

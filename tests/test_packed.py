@@ -1,18 +1,20 @@
 """Packed queries (`query_starts`) against the same tokens in padded rows."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, KVCache, _device, attend, paged_attention, write_kv
-from jaxpaged._attention import decode, mosaic_gpu
+from jaxpaged import BlockAllocator, KVCache, attend, explain, paged_attention, write_kv
+from jaxpaged._attention.arguments import check_packed
+from jaxpaged._attention.choose import choose
+from jaxpaged._device import GPUS
 from tests.cases import OPTIONS, jitted_attention, jitted_reference, make_case, oracle
 from tests.kernels.prefill import packed
 
+H100 = GPUS["H100"]
 LENGTHS, COUNTS = (0, 1, 15, 16, 17, 80, 72, 35), (0, 1, 15, 7, 0, 40, 1, 20)
 BEFORE, BEHIND = 2, 3  # rows of padding in q
 
@@ -94,45 +96,29 @@ def test_gradients_are_those_of_padded_rows():
 
 
 @pytest.mark.parametrize(("head_dim", "by_prefill"), [(128, True), (120, False)])
-def test_which_kernel_takes_them(monkeypatch, head_dim, by_prefill):
-    launched = []
-
-    def launch_packed(config, interpret, p, falls_back):
-        launched.append("prefill")
-        return p.q, jnp.zeros(p.q.shape[:2])
-
-    def launch(config, interpret, a, *_):
-        launched.append("decode")
-        assert a.q.shape[1] == 64 // 3  # query tokens of a run: 64 rows of 3 heads
-        return a.q, jnp.zeros(a.q.shape[:3])
-
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    monkeypatch.setattr(mosaic_gpu, "_launch_packed", launch_packed)
-    monkeypatch.setattr(decode, "launch", launch)
+def test_which_kernel_takes_them(head_dim, by_prefill):
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), head_dim=head_dim, dtype=jnp.bfloat16)
     q, starts = packed_call(case)
-    out = paged_attention(q, *case.arrays[1:], query_starts=starts)
-    assert out.shape == q.shape
-    assert launched == ["prefill" if by_prefill else "decode"]
+    choice = choose(check_packed(q, *case.arrays[1:], starts), H100)
+    assert choice.kernel == ("paged_prefill" if by_prefill else "paged_decode")
+    assert choice.run == (0 if by_prefill else 64 // 3)  # query tokens of a run: 64 rows of 3 heads
 
 
-def test_partitions_of_more_heads_than_the_decode_kernel_takes(monkeypatch):
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+def test_partitions_of_more_heads_than_the_decode_kernel_takes():
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), heads=65, kv_heads=1, dtype=jnp.bfloat16)
     q, starts = packed_call(case)
-    call = functools.partial(paged_attention, query_starts=starts, num_partitions=2)
-    jax.eval_shape(call, q, *case.arrays[1:])  # by XLA
+    how = dict(query_starts=starts, num_partitions=2, gpu="H100")
+    assert explain(q, *case.arrays[1:], **how).implementation == "xla"
     with pytest.raises(NotImplementedError, match="got group=65"):
-        jax.eval_shape(functools.partial(call, implementation="mosaic_gpu"), q, *case.arrays[1:])
+        explain(q, *case.arrays[1:], **how, implementation="mosaic_gpu")
 
 
-def test_scales_of_a_wide_cache_are_not_left_out(monkeypatch):
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+def test_scales_of_a_wide_cache_are_not_left_out():
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), head_dim=128, dtype=jnp.bfloat16)
     q, starts = packed_call(case)
-    how = dict(query_starts=starts, k_scale=jnp.float32(2.0), implementation="mosaic_gpu")
+    how = dict(query_starts=starts, k_scale=jnp.float32(2.0), implementation="mosaic_gpu", gpu="H100")
     with pytest.raises(NotImplementedError, match="take k_scale and v_scale with 8-bit caches"):
-        paged_attention(q, *case.arrays[1:], **how)
+        explain(q, *case.arrays[1:], **how)
 
 
 def test_a_step_of_prompts_chunks_and_decode_rows_through_the_cache():

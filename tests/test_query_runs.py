@@ -45,7 +45,7 @@ def arguments(case):
 
 def test_each_run_is_a_sequence_that_ends_with_it():
     case = make_case(lengths=(0, 3, 70), q_len=13, heads=6, kv_heads=1)  # 2 runs of 7, one row of padding
-    a = query_runs.cut(arguments(case))
+    a = query_runs.cut(arguments(case), run=7)
     assert a.lengths.tolist() == [0, 0, 0, 3, 63, 70]
     assert a.q.shape == (6, 7, 6, 64)
     assert (a.q[::2, 0] == 0).all()
@@ -65,14 +65,14 @@ def test_no_run_is_padding_alone(group):
 
 def test_few_rows_are_left_alone():
     a = arguments(make_case(q_len=10, heads=6, kv_heads=1))
-    assert query_runs.cut(a) is a
+    assert query_runs.cut(a, run=10) is a
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_runs_are_the_whole(name):
     case = make_case(lengths=(0, 3, 13, 14, 70), q_len=13, heads=6, kv_heads=1, options=OPTIONS[name])
     a = arguments(case)
-    out, lse = (query_runs.join(x, a) for x in xla.attend(query_runs.cut(a), num_partitions=1))
+    out, lse = (query_runs.join(x, a) for x in xla.attend(query_runs.cut(a, run=7), num_partitions=1))
     assert_within_budget(case, out)
     assert_lse(case, lse)
 
@@ -81,7 +81,7 @@ def test_runs_are_the_whole(name):
 def test_runs_that_all_end_with_the_sequence_are_noticed(name):
     case = make_case(lengths=(30, 70), q_len=13, heads=6, kv_heads=1, options=OPTIONS[name])
     a = arguments(case)
-    cut = query_runs.cut(a)
+    cut = query_runs.cut(a, run=7)
     cut = cut.__class__(**(cut.__dict__ | {"lengths": jnp.repeat(a.lengths, 2)}))
     out = query_runs.join(xla.attend(cut, num_partitions=1)[0], a)
     assert not within_budget(case, np.asarray(out))[:, :6].any()

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _device, paged_attention, paged_attention_reference, plan_partitions, tree_mask
-from jaxpaged._attention import decode, mosaic_gpu
+from jaxpaged import explain, paged_attention, paged_attention_reference, plan_partitions, tree_mask
 from jaxpaged._attention.tree import by_place
 from tests.cases import OPTIONS, Case, assert_within_budget, make_case, oracle
 from tests.kernels.prefill import packed
@@ -202,31 +201,20 @@ def test_errors(function, changes, message):
         function(**named | changes)
 
 
-def test_which_kernel_takes_a_tree(monkeypatch):
+def test_which_kernel_takes_a_tree():
     """Beyond 64 rows, and of packed tokens, the prefill kernel, however few items there are and whatever the plan."""
-    taken = []
-
-    def launch(kernel, arguments):
-        taken.append(kernel)
-        return arguments.q, jnp.zeros(arguments.q.shape[:-1])
-
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    monkeypatch.setattr(decode, "launch", lambda config, interpret, a, *_: launch("decode", a))
-    monkeypatch.setattr(mosaic_gpu, "_launch_packed", lambda config, interpret, p, *_: launch("prefill", p))
     q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
-    mask, named = jnp.ones((4, 22, 1), jnp.uint32), dict(implementation="mosaic_gpu")
+    mask = jnp.ones((4, 22, 1), jnp.uint32)
 
-    @jax.eval_shape
-    def _attend():
-        paged_attention(q[:, :NODES], *arrays, tree_mask=MASK, **named)
-        paged_attention(q, *arrays, tree_mask=mask, **named)
-        plan = plan_partitions(arrays[-1], num_kv_heads=2, q_len=22)
-        paged_attention(q, *arrays, tree_mask=mask, plan=plan, **named)
-        packed = dict(tree_mask=mask.reshape(88, 1), query_starts=jnp.arange(5) * 22)
-        paged_attention(q.reshape(88, 6, 64), *arrays, **packed, **named)
-        paged_attention(q, *arrays, tree_mask=mask)
+    def kernel(q, **options):
+        return explain(q, *arrays, **options, gpu="H100").kernel
 
-    assert taken == ["decode", "prefill", "prefill", "prefill", "prefill"]
+    assert kernel(q[:, :NODES], tree_mask=MASK) == "paged_decode"
+    assert kernel(q, tree_mask=mask) == "paged_prefill"
+    plan = plan_partitions(arrays[-1], num_kv_heads=2, q_len=22)
+    assert kernel(q, tree_mask=mask, plan=plan) == "paged_prefill"
+    packed = dict(tree_mask=mask.reshape(88, 1), query_starts=jnp.arange(5) * 22)
+    assert kernel(q.reshape(88, 6, 64), **packed) == "paged_prefill"
 
 
 def test_bits_by_place():
@@ -246,18 +234,17 @@ def test_bits_by_place():
             assert got[row, (place - first) // 32] >> (place - first) % 32 & 1 == is_seen
 
 
-def test_what_the_kernels_do_not_take(monkeypatch):
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+def test_what_the_kernels_do_not_take():
     case = make_case(lengths=LENGTHS, q_len=NODES, dtype=jnp.bfloat16)
-    arrays, how = case.arrays[1:], dict(implementation="mosaic_gpu")
+    arrays, how = case.arrays[1:], dict(implementation="mosaic_gpu", gpu="H100")
     for options in (dict(sliding_window=9), dict(alibi_slopes=jnp.ones(6))):
         with pytest.raises(NotImplementedError, match="a tree_mask without sliding_window and alibi_slopes"):
-            paged_attention(case.q, *arrays, tree_mask=MASK, **options, **how)
+            explain(case.q, *arrays, tree_mask=MASK, **options, **how)
     many, tree = jnp.zeros((4, 22, 6, 64), jnp.bfloat16), jnp.zeros((4, 22, 1), jnp.uint32)
     packed_call = dict(query_starts=jnp.arange(5) * NODES, tree_mask=MASK.reshape(-1, 1))
     for q, named in ((many, dict(tree_mask=tree)), (case.q.reshape(-1, 6, 64), packed_call)):
         with pytest.raises(NotImplementedError, match=r"more than 64 rows .* got num_partitions=2"):
-            paged_attention(q, *arrays, **named, num_partitions=2, **how)
+            explain(q, *arrays, **named, num_partitions=2, **how)
         with pytest.raises(NotImplementedError, match=r"prefill kernel .* got q.dtype=float32"):
-            paged_attention(q.astype(jnp.float32), *arrays, **named, **how)
-    assert paged_attention(case.q, *arrays, tree_mask=MASK, sliding_window=9).shape == case.q.shape  # by "xla"
+            explain(q.astype(jnp.float32), *arrays, **named, **how)
+    assert explain(case.q, *arrays, tree_mask=MASK, sliding_window=9, gpu="H100").implementation == "xla"

@@ -9,6 +9,7 @@ What wins here becomes a rule in pallas_kernels/decode_config.py.
 """
 
 import argparse
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,8 +19,9 @@ from benchmarks.harness import add_output, open_store
 from benchmarks.kernels.points import Point, parse
 from benchmarks.kernels.ways import arguments_of, compare
 from jaxpaged import _device
-from jaxpaged._attention import decode
+from jaxpaged._attention.choose import Known, by_decode
 from jaxpaged._attention.query_runs import runs_of
+from jaxpaged._attention.run import run
 from pallas_kernels.decode_config import Config, completed
 
 
@@ -51,11 +53,10 @@ def attend(
 ) -> jax.Array:
     """The output of the Hopper decode kernel with one configuration, called as `paged_attention`."""
     a = arguments_of(arrays, options)
-    if text == "default":
-        config = decode.hopper_config_of(a, gpu, num_partitions=None, window=point.window or None)
-    else:
-        config = parse_config(text, point)
-    return decode.launch(config, interpret, a, None)[0]
+    choice = by_decode("paged_decode", a, gpu, Known(window=point.window or None))
+    if text != "default":
+        choice = dataclasses.replace(choice, config=parse_config(text, point))
+    return run(dataclasses.replace(choice, interpret=interpret), a)[0]
 
 
 def attend_of(text: str, point: Point) -> Any:

@@ -20,9 +20,8 @@ from benchmarks.harness import add_output, open_store
 from benchmarks.kernels.points import Point, parse
 from benchmarks.kernels.ways import arguments_of, compare
 from jaxpaged import _device, paged_attention
-from jaxpaged._attention import decode
-from jaxpaged._attention.partitions import programs_at_once
-from pallas_kernels import partition_plan
+from jaxpaged._attention.choose import Kernel, Known, by_decode
+from jaxpaged._attention.run import run
 
 POINTS = (
     *("32/8 64x8192", "32/8 64x2048", "32/8 8x8192", "32/8 1x8192", "32/8 64x2048 head_dim=64"),
@@ -35,20 +34,15 @@ WAYS = ("mosaic_gpu", "xla", "tma", "cp_async")
 def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
     """The output of one kernel, called as `paged_attention`."""
     a = arguments_of(arrays, options)
-    gpu, window = _device.gpu(), options.get("sliding_window")
-    kernel, stages, partitions, *_ = (*way.split("/"), "", "")
-    plan = None
-    if partitions == "plan":
-        kv_heads, rows = a.k_cache.shape[2], a.q.shape[1] * a.group
-        at_once = programs_at_once(gpu, num_kv_heads=kv_heads, rows=rows, by_portable=kernel != "hopper")
-        plan = partition_plan.default(a.lengths, a.options.sliding_window, q_len=a.q.shape[1], at_once=at_once)
-    num_partitions = int(partitions) if partitions and plan is None else None
+    name, stages, partitions, *_ = (*way.split("/"), "", "")
+    kernel: Kernel = "paged_decode" if name == "hopper" else "portable_decode"
+    planned = partitions == "plan"
+    known = Known(int(partitions) if partitions and not planned else None, options.get("sliding_window"))
+    choice = by_decode(kernel, a, _device.gpu(), known, planned=planned)
     changes: dict[str, Any] = {"num_stages": int(stages)} if stages else {}
-    if kernel != "hopper":
-        changes["copies"] = kernel
-    config_of: Any = decode.hopper_config_of if kernel == "hopper" else decode.portable_config_of
-    config = config_of(a, gpu, num_partitions=num_partitions, planned=plan is not None, window=window)
-    return decode.launch(dataclasses.replace(config, **changes), None, a, plan)[0]
+    if name != "hopper":
+        changes["copies"] = name
+    return run(dataclasses.replace(choice, config=dataclasses.replace(choice.config, **changes)), a)[0]
 
 
 def attend_of(way: str, _: Point) -> Any:

@@ -14,8 +14,6 @@ from jaxpaged._public_state import public_state
 from pallas_kernels import partition_plan
 from pallas_kernels.partition_plan import PartitionPlan
 
-NumPartitions = int | PartitionPlan | None
-
 public_state(PartitionPlan)
 
 

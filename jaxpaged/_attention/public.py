@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
-from typing import Literal, TypedDict, Unpack, overload
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged import _device
-from jaxpaged._attention import mosaic_gpu, xla
-from jaxpaged._attention.arguments import (
-    AttentionArguments,
-    Options,
-    PackedArguments,
-    check_arguments,
-    check_packed,
-    known_int,
-)
+from jaxpaged._attention.arguments import Options, check_arguments, check_packed, known_int
+from jaxpaged._attention.choose import Call, Choice, Known, Refusal, choose
 from jaxpaged._attention.partitions import check_partitions, check_plan
+from jaxpaged._attention.run import Results, by_xla, run
 from jaxpaged._attention.shared_prefix import attend_with_prefix
 from jaxpaged._on_shards import on_shards
 from pallas_kernels.partition_plan import PartitionPlan
 
 Implementation = Literal["mosaic_gpu", "xla"]
+# Whose frames a warning passes over, up to the user's line.
+LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (jax.__file__, _device.__file__))
 
 
 class ContextKeywords(TypedDict, total=False):
@@ -187,85 +186,82 @@ def paged_attention(
         (https://arxiv.org/abs/2309.06180). Milakov and Gimelshein, Online normalizer calculation for softmax, 2018
         (https://arxiv.org/abs/1805.02867).
     """
-    if implementation not in (None, "mosaic_gpu", "xla"):
-        raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
-    num_partitions = check_partitions(num_partitions)
-    arrays = q, k_cache, v_cache, block_tables, lengths
-    options: Options = {
-        "scale": scale,
-        "sliding_window": sliding_window,
-        "logits_soft_cap": logits_soft_cap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    falls_back = implementation is None
-    if query_starts is not None:
-        if plan is not None:
-            raise ValueError("a plan is for calls without query_starts; leave it out.")
-        p = check_packed(*arrays, query_starts, tree_mask=tree_mask, **options)
-        if _use_kernel(p, implementation, num_partitions):
-            attend_packed = functools.partial(
-                mosaic_gpu.attend_packed,
-                num_partitions=num_partitions,
-                window=known_int(sliding_window),
-                falls_back=falls_back,
-            )
-        else:
-            attend_packed = functools.partial(xla.attend_packed, num_partitions=num_partitions)
-        out, lse = attend_with_prefix(attend_packed, p, shared_prefix)
-        return (out, lse) if return_lse else out
-    a = check_arguments(*arrays, tree_mask=tree_mask, **options)
-    if plan is not None:
-        check_plan(plan, num_partitions, seqs=a.q.shape[0])
-    if _use_kernel(a, implementation, num_partitions):
-        attend = functools.partial(
-            mosaic_gpu.attend,
-            num_partitions=plan or num_partitions,
-            window=known_int(sliding_window),
-            falls_back=falls_back,
-        )
-    else:
-        attend = functools.partial(xla.attend, num_partitions=num_partitions)
-    out, lse = attend_with_prefix(attend, a, shared_prefix)
-    if jnp.ndim(q) == 3:
+    out, lse = compute(
+        functools.partial(_attend, plan),
+        (q, k_cache, v_cache, block_tables, lengths),
+        query_starts=query_starts,
+        scale=scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        tree_mask=tree_mask,
+        shared_prefix=shared_prefix,
+        num_partitions=num_partitions,
+        plan=plan,
+        implementation=implementation,
+    )
+    if query_starts is None and jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
 
 
-def _use_kernel(
-    arguments: AttentionArguments | PackedArguments, implementation: Implementation | None, num_partitions: int | None
-) -> bool:
-    """Whether the Mosaic GPU kernels do it. Raises `NotImplementedError` where they are named and cannot."""
-    if implementation == "xla":
-        return False
+def compute(
+    attend: Callable[[Known, Implementation | None, Call], Results],
+    arrays: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike],
+    *,
+    query_starts: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
+    shared_prefix: ArrayLike | None = None,
+    num_partitions: int | None = None,
+    plan: PartitionPlan | None = None,
+    implementation: Implementation | None = None,
+    **options: Unpack[Options],
+) -> Results:
+    """`attend` of the checked arguments; with a shared prefix of the two calls that it makes of them."""
+    if implementation not in (None, "mosaic_gpu", "xla"):
+        raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
+    num_partitions = check_partitions(num_partitions)
+    call: Any  # a `Call`
+    if query_starts is None:
+        call = check_arguments(*arrays, tree_mask=tree_mask, **options)
+    else:
+        if plan is not None:
+            raise ValueError("a plan is for calls without query_starts; leave it out.")
+        call = check_packed(*arrays, query_starts, tree_mask=tree_mask, **options)
+    if plan is not None:
+        check_plan(plan, num_partitions, seqs=call.q.shape[0])
+    known = Known(
+        num_partitions=num_partitions,
+        window=known_int(options.get("sliding_window")),
+        total_partitions=None if plan is None else plan.total_partitions,
+        by_name=implementation == "mosaic_gpu",
+    )
+    return attend_with_prefix(functools.partial(attend, known, implementation), call, shared_prefix)
+
+
+def decide(known: Known, call: Call, gpu: _device.Gpu | None = None) -> Choice | Refusal:
+    """How the kernels compute the call on a GPU, by default JAX's default device."""
     try:
-        mosaic_gpu.check_supported(arguments, num_partitions=num_partitions)
-    except NotImplementedError:
-        if implementation == "mosaic_gpu":
-            raise
-        return False
-    if implementation is None and not _device.gpu().is_hopper:
-        _name_the_self_test()
-        return False
-    if (version := _device.broken_ptxas()) is None:
-        return True
-    message = (
-        f"the Mosaic GPU kernels do not run with the ptxas of nvidia-cuda-nvcc-cu12 {version}, which miscompiles "
-        'causal masks. Install a later one: pip install "nvidia-cuda-nvcc-cu12>=12.9.86".'
-    )
+        return choose(call, gpu or _device.gpu(), known)
+    except NotImplementedError as no_gpu:
+        return Refusal(str(no_gpu), is_told=False)
+
+
+def _attend(plan: PartitionPlan | None, known: Known, implementation: Implementation | None, call: Call) -> Results:
+    if implementation == "xla":
+        return by_xla(known.num_partitions, call)
+    choice = decide(known, call)
+    if isinstance(choice, Choice):
+        return run(choice, call, plan)
     if implementation == "mosaic_gpu":
-        raise NotImplementedError(message)
-    warnings.warn(f"{message} XLA computes this call, slowly.", stacklevel=4)
-    return False
+        raise NotImplementedError(choice.message)
+    if choice.is_told and choice.reason not in _told:
+        _told.add(choice.reason)
+        warnings.warn(f"XLA computes this call: {choice.message}", skip_file_prefixes=LIBRARIES)
+    return by_xla(known.num_partitions, call)
 
 
-@functools.cache
-def _name_the_self_test() -> None:
-    """Once a process, on a GPU where the kernels must be named."""
-    warnings.warn(
-        "XLA computes paged_attention on this GPU unless the call names "
-        'implementation="mosaic_gpu", which `python -m jaxpaged.selftest` checks here and compares with it.',
-        stacklevel=5,
-    )
+_told = set[str]()  # why XLA computes calls that a kernel could: once a process

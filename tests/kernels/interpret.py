@@ -14,9 +14,10 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _device
-from jaxpaged._attention import decode
 from jaxpaged._attention.arguments import check_arguments
+from jaxpaged._attention.choose import Choice, Known, by_decode
+from jaxpaged._attention.run import run
+from jaxpaged._device import GPUS, Gpu
 from pallas_kernels.partition_plan import PartitionPlan
 from tests.cases import Case, assert_lse, assert_within_budget
 from tests.kernels.evaluate import evaluate
@@ -27,6 +28,7 @@ FAULTS: dict[str, Callable[[Case], Case]] = {  # what must give another result, 
     "scale left out": lambda case: case.replace(options={}),
     "one token fewer": lambda case: case.replace(lengths=case.lengths - 1),
 }
+H100, A100 = GPUS["H100"], GPUS["A100"]
 OPTION_NAMES = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
 
 
@@ -53,6 +55,11 @@ def arguments_of(case: Case) -> Any:
     return check_arguments(*case.arrays, **(dict.fromkeys(OPTION_NAMES) | case.options))
 
 
+def changed(choice: Choice, **config: Any) -> Choice:
+    """With other fields of the configuration."""
+    return dataclasses.replace(choice, config=dataclasses.replace(choice.config, **config))
+
+
 def races_found() -> bool:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # there is no public way to ask
 
@@ -74,11 +81,12 @@ def attend(
     it; otherwise reading there raises."""
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
     a = arguments_of(case)
-    how = dict(num_partitions=num_partitions, planned=plan is not None, window=window)
-    chosen = dataclasses.replace(decode.hopper_config_of(a, _device.Gpu(num_sms, 9.0), **how), **config)
+    known = Known(num_partitions=num_partitions, window=window)
+    choice = by_decode("paged_decode", a, Gpu(num_sms, 9.0), known, planned=plan is not None)
+    choice = changed(choice, **config)
     # The detector does not know that programs count each other before they read what others wrote.
-    interpret = plgpu.InterpretGPUParams(detect_races=plan is None and chosen.num_partials == 1, **fill)
-    out, lse = decode.launch(chosen, interpret, a, plan)
+    interpret = plgpu.InterpretGPUParams(detect_races=plan is None and choice.config.num_partials == 1, **fill)
+    out, lse = run(dataclasses.replace(choice, interpret=interpret), a, plan)
     jax.block_until_ready(out)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged._attention import mosaic_gpu
 from jaxpaged._attention.arguments import PackedArguments
+from jaxpaged._attention.choose import Choice
+from jaxpaged._attention.run import run
 from pallas_kernels import paged_prefill
 from tests.cases import Case, assert_lse, assert_within_budget, oracle, within_budget
 from tests.kernels.interpret import arguments_of
@@ -71,7 +72,8 @@ def attend(
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
     arrays = q, a.k_cache, a.v_cache, a.block_tables, a.lengths, a.options, starts
     mask = None if mask is None else jnp.asarray(mask)
-    return mosaic_gpu._launch_packed(config, interpret, PackedArguments(*arrays, mask, causal=causal))
+    choice = Choice("paged_prefill", config, interpret=interpret)
+    return run(choice, PackedArguments(*arrays, mask, causal=causal))
 
 
 def good_rows(case: Case, counts: tuple[int, ...], out: Any) -> np.ndarray:

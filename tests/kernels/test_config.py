@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged._attention import decode
+from jaxpaged._attention.choose import PARTIAL_BYTES
 from pallas_kernels import _sizes, decode_config, portable_config
 from pallas_kernels._sizes import filled_rows
 from pallas_kernels.paged_decode import _inbox
@@ -205,7 +205,7 @@ def test_partials_that_nobody_asked_for_take_little_memory(head_dim, itemsize):
         if config.num_partials > 1:
             rows = filled_rows(q_len, group, rows_first=config.rows_first)
             numbers = seqs * SHAPE["kv_heads"] * config.num_partials * _sizes.padded_width(head_dim) * rows
-            assert numbers * 4 <= decode.PARTIAL_BYTES
+            assert numbers * 4 <= PARTIAL_BYTES
 
 
 @pytest.mark.parametrize("itemsize", [1, 2])

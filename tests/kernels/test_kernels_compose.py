@@ -14,10 +14,10 @@ from jaxpaged import (
     CacheLayer,
     KVCache,
     _device,
+    explain,
     paged_attention,
     write_kv,
 )
-from jaxpaged._attention import decode
 
 SEQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 100, 16, 8, 2, 128
 attend = functools.partial(paged_attention, implementation="mosaic_gpu")
@@ -88,40 +88,23 @@ def test_a_scan_over_layers_of_a_stack_with_mixed_windows():
     assert kernel_calls(text) == 1
 
 
-@pytest.fixture
-def configs(monkeypatch):
-    """Those that are launched, instead of a launch."""
-    launched = []
-
-    def launch(config, interpret, a, *_):
-        launched.append(config)
-        return a.q, jnp.zeros(a.q.shape[:3])
-
-    monkeypatch.setattr(decode, "launch", launch)
-    return launched
-
-
-def test_a_window_that_is_a_number_bounds_what_there_is_to_do(configs):
+def test_a_window_that_is_a_number_bounds_what_there_is_to_do():
     cache, allocator, q = inputs()
     arrays = q, cache.k, cache.v, allocator.block_tables, allocator.lengths
-    for window in (20, np.int32(20), jnp.int32(20), None):
-        attend(*arrays, sliding_window=window)
-    number, numpy_number, array, none = configs
+    windows = (20, np.int32(20), jnp.int32(20), None)
+    number, numpy_number, array, none = (explain(*arrays, sliding_window=window).config for window in windows)
     assert number == numpy_number
     assert array == none
     assert (number.num_partitions, none.num_partitions) == (1, 8)
 
 
-def test_rules_of_an_h200(configs, monkeypatch):
+def test_rules_of_an_h200():
     cache = KVCache.create(
         num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=32, head_dim=HEAD_DIM, dtype=jnp.bfloat16
     )
     tables, lengths = jnp.zeros((1, 8192), jnp.int32), jnp.zeros(1, jnp.int32)
-    for is_h200 in (False, True):
-        gpu = _device.Gpu(132, 9.0, fast_memory=is_h200)
-        monkeypatch.setattr(_device, "gpu", lambda gpu=gpu: gpu)
-        attend(jnp.ones((1, 32, HEAD_DIM), jnp.bfloat16), cache.k, cache.v, tables, lengths)
-    assert [config.num_partitions for config in configs] == [2, 4]
+    arrays = jnp.ones((1, 32, HEAD_DIM), jnp.bfloat16), cache.k, cache.v, tables, lengths
+    assert [explain(*arrays, gpu=gpu).num_partitions for gpu in ("H100", "H200")] == [2, 4]
 
 
 def test_layers_whose_windows_come_to_one_config_share_a_kernel():

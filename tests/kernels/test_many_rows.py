@@ -3,10 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged import _device
-from jaxpaged._attention import decode
+from jaxpaged._attention.choose import Known, choose
 from tests.cases import OPTIONS, make_case, within_budget
-from tests.kernels.interpret import FAULTS, arguments_of, attend, check
+from tests.kernels.interpret import FAULTS, H100, arguments_of, attend, check
 
 pytestmark = pytest.mark.slow
 
@@ -55,8 +54,7 @@ def test_float16():
 def test_the_other_way_round():
     """As 8-bit caches take as many rows."""
     case = make_case(lengths=(9, 300), max_blocks=19, **MANY)
-    config = decode.config_of(arguments_of(case), _device.Gpu(132, 9.0), num_partitions=1)
-    assert config.rows_first
+    assert choose(arguments_of(case), H100, Known(num_partitions=1)).config.rows_first
     check(case, rows_first=False)
 
 

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _device, paged_attention
-from jaxpaged._attention import decode, mosaic_gpu
+from jaxpaged import explain
 from pallas_kernels import _scales, _widen
 from tests.cases import OPTIONS, make_case, within_budget
-from tests.kernels.interpret import arguments_of, attend, check
+from tests.kernels.interpret import attend, check
 
 pytestmark = pytest.mark.slow
 
@@ -140,22 +139,14 @@ def test_nan_in_a_slot_in_use_shows():
     assert np.isnan(np.asarray(out, np.float32)).any()
 
 
-def test_taken_by_default(monkeypatch):
-    case, launched = narrow_case(), []
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    monkeypatch.setattr(decode, "launch", lambda *given: launched.append(given) or (case.q, case.q))
-    paged_attention(*case.arrays, **case.options)
-    assert len(launched) == 1
-    paged_attention(*narrow_case(dtype=jnp.float32).arrays, **case.options)
-    assert len(launched) == 1, "q in float32 is not for the kernels"
-
-
-def test_not_supported(monkeypatch):
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    with pytest.raises(NotImplementedError, match="head_dim=144"):
-        mosaic_gpu.check_supported(arguments_of(narrow_case(head_dim=144)))
-    with pytest.raises(NotImplementedError, match="float32"):
-        mosaic_gpu.check_supported(arguments_of(narrow_case(dtype=jnp.float32)))
+@pytest.mark.parametrize(
+    ("shape", "reason"), [({}, ""), (dict(head_dim=144), "head_dim=144"), (dict(dtype=jnp.float32), "float32")]
+)
+def test_taken_by_default(shape, reason):
+    case = narrow_case(**shape)
+    explanation = explain(*case.arrays, **case.options, gpu="H100")
+    assert (explanation.kernel is None) == bool(reason)
+    assert reason in explanation.reason
 
 
 def test_orders():

@@ -11,12 +11,15 @@ import pytest
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _device
-from jaxpaged._attention import decode, mosaic_gpu, xla
-from pallas_kernels import _sizes, decode_config
+from jaxpaged import explain
+from jaxpaged._attention import xla
+from jaxpaged._attention.choose import Choice, Known, by_decode, choose
+from jaxpaged._attention.run import run
+from jaxpaged._device import Gpu
+from pallas_kernels import _sizes
 from pallas_kernels._walk import LastFirst
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import FAULTS, arguments_of, attend, check
+from tests.kernels.interpret import FAULTS, H100, arguments_of, attend, changed, check
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +148,7 @@ def test_a_window_in_another_order(last_first):
 def test_a_ring_for_a_known_window(window, q_len, num_stages):
     case = make_case(lengths=(0, 70, 64 * 5 + 1), max_blocks=21, heads=2, kv_heads=1, q_len=q_len, dtype=BF16)
     how = dict(num_partitions=1, window=window)
-    assert decode.config_of(arguments_of(case), _device.Gpu(2, 9.0), **how).num_stages == num_stages
+    assert choose(arguments_of(case), Gpu(2, 9.0), Known(**how)).config.num_stages == num_stages
     check(case.replace(options=dict(sliding_window=window)), num_sms=2, **how)
 
 
@@ -221,37 +224,45 @@ def test_a_dropped_partition_is_noticed(monkeypatch, cluster):
     jax.clear_caches()
 
 
-def test_what_cannot_be_taken_says_so(monkeypatch):
+@pytest.mark.parametrize("shape", [{}, dict(q_len=16, heads=64, kv_heads=1), dict(q_len=100)])
+def test_what_is_taken(shape):
+    assert isinstance(choose(arguments_of(make_case(dtype=BF16, **shape)), H100), Choice)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (dict(dtype=jnp.float32), "float32"),
+        (dict(cache_dtype=jnp.float16), "cache_dtype=float16"),
+        (dict(head_dim=104), "head_dim=104"),
+        (dict(block_size=24), "block_size=24"),
+        (dict(heads=65, kv_heads=1), "up to 64 query heads a KV head; got group=65"),
+        (dict(cache_dtype=BF16, scale_shape="head"), "take k_scale and v_scale with 8-bit caches"),
+    ],
+)
+def test_what_cannot_be_taken_says_so(shape, message):
+    case = make_case(**(dict(dtype=BF16) | shape))
+    assert message in choose(arguments_of(case), H100).message
+    with pytest.raises(NotImplementedError, match=message):
+        explain(*case.arrays, **case.options, gpu="H100", implementation="mosaic_gpu")
+
+
+def test_a_gpu_without_kernels_says_so():
+    a = arguments_of(make_case(dtype=BF16))
+    assert "compute_capability=7.5" in choose(a, Gpu(68, 7.5)).message
     if jax.default_backend() != "gpu":
-        with pytest.raises(NotImplementedError, match=r"need an NVIDIA GPU; got device.platform='cpu'"):
-            mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16)))
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-    mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16)))
-
-    def refused(case, match):
-        with pytest.raises(NotImplementedError, match=match):
-            mosaic_gpu.check_supported(arguments_of(case))
-
-    refused(make_case(dtype=jnp.float32), "float32")
-    refused(make_case(dtype=BF16, cache_dtype=jnp.float16), "cache_dtype=float16")
-    refused(make_case(dtype=BF16, head_dim=104), "head_dim=104")
-    refused(make_case(dtype=BF16, block_size=24), "block_size=24")
-    mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=16, heads=64, kv_heads=1)))
-    mosaic_gpu.check_supported(arguments_of(make_case(dtype=BF16, q_len=100)))
-    refused(make_case(dtype=BF16, heads=65, kv_heads=1), "up to 64 query heads a KV head; got group=65")
-    refused(make_case(dtype=BF16, cache_dtype=BF16, scale_shape="head"), "take k_scale and v_scale with 8-bit caches")
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(68, 7.5))
-    refused(make_case(dtype=BF16), "compute_capability=7.5")
+        assert "need an NVIDIA GPU; got device.platform='cpu'" in explain(*make_case(dtype=BF16).arrays).reason
 
 
 def test_vmap_gradient_and_export():
     cases = [make_case(seed, lengths=(3, 50), max_blocks=4, dtype=BF16, options=OPTIONS["all"]) for seed in range(2)]
-    shape = dict(seqs=2, kv_heads=2, group=3, q_len=1, head_dim=64, capacity=64, num_sms=132)
-    config = decode_config.default_config(**shape, num_partitions=2)
-    launch = functools.partial(decode.launch, config)
-    interpreted = functools.partial(launch, plgpu.InterpretGPUParams(detect_races=True))
+    choice = by_decode("paged_decode", arguments_of(cases[0]), H100, Known(num_partitions=2))
+    racing = dataclasses.replace(choice, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    interpreted, for_gpu = functools.partial(run, racing), functools.partial(run, choice)
+    in_memory = functools.partial(
+        run, dataclasses.replace(changed(choice, cluster=1), interpret=plgpu.InterpretGPUParams())
+    )
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
-    in_memory = functools.partial(decode.launch, dataclasses.replace(config, cluster=1), plgpu.InterpretGPUParams())
     for mapped in (interpreted, in_memory):
         out, _ = jax.vmap(mapped)(stacked)
         for case, its in zip(cases, out, strict=True):
@@ -266,7 +277,6 @@ def test_vmap_gradient_and_export():
     theirs = jax.grad(functools.partial(loss, functools.partial(xla.attend, num_partitions=1)))(q)
     assert (ours == theirs).all()
 
-    for_gpu = functools.partial(launch, None)
     jax.jit(jax.vmap(for_gpu)).trace(stacked).lower(lowering_platforms=("cuda",))
     exported = export.export(jax.jit(for_gpu), platforms=["cuda"])(*[arguments_of(cases[0])])
     assert exported.platforms == ("cuda",)

@@ -10,11 +10,12 @@ import pytest
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _device, paged_attention, plan_partitions
-from jaxpaged._attention import decode
-from pallas_kernels import partition_plan, portable_config
+from jaxpaged import _device, explain, paged_attention, plan_partitions
+from jaxpaged._attention.choose import by_decode, choose, follows, with_plan
+from jaxpaged._attention.run import run
+from pallas_kernels import partition_plan
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import arguments_of, attend, check, races_found
+from tests.kernels.interpret import A100, H100, arguments_of, attend, check, races_found
 
 pytestmark = pytest.mark.slow
 
@@ -105,11 +106,8 @@ def test_total():
     assert [partition_plan.default_total(seqs, 33) for seqs in (2, 33, 100)] == [35, 66, 200]
 
 
-H100, A100 = _device.Gpu(132, 9.0), _device.Gpu(108, 8.0)
-
-
 @pytest.mark.parametrize(
-    ("gpu", "kind", "by_portable", "at_once"),
+    ("gpu", "kind", "is_portable", "at_once"),
     [
         (H100, dict(heads=8), True, 66),
         (H100, dict(heads=8, q_len=2), True, 66),
@@ -121,13 +119,13 @@ H100, A100 = _device.Gpu(132, 9.0), _device.Gpu(108, 8.0)
         (A100, dict(heads=40), True, 54),
     ],
 )
-def test_which_kernel_follows_a_plan(gpu, kind, by_portable, at_once):
+def test_which_kernel_follows_a_plan(gpu, kind, is_portable, at_once):
     """And how many partitions run at once, by the registers of the programs."""
     a = arguments_of(make_case(lengths=(3, 50), max_blocks=4, kv_heads=2, dtype=BF16, **kind))
     a = dataclasses.replace(a, k_cache=jax.ShapeDtypeStruct((4, 16, 8, 64), a.k_cache.dtype))
     a = dataclasses.replace(a, q=jax.ShapeDtypeStruct((2, a.q.shape[1], 4 * a.q.shape[2], 64), BF16))
-    assert isinstance(decode.config_of(a, gpu, planned=True), portable_config.Config) == by_portable
-    assert decode.plan_of(a, gpu).total_partitions == 2 + at_once
+    choice = with_plan(a, gpu)
+    assert (choice.kernel == "portable_decode", choice.at_once) == (is_portable, at_once)
 
 
 def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
@@ -199,8 +197,9 @@ def test_mapped_calls_follow_no_plan(mapped):
     a, *_ = singles = list(map(arguments_of, cases))
     plan = partition_plan.make(jnp.array([3, 64 * 16]), None, q_len=1, total_partitions=5)
     assert jnp.diff(plan.partition_starts).tolist() == [1, 2]
-    config = decode.hopper_config_of(a, H100, planned=True)
-    launch = functools.partial(decode.launch, config, plgpu.InterpretGPUParams(detect_races=True))
+    choice = by_decode("paged_decode", a, H100, planned=True)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    launch = functools.partial(run, dataclasses.replace(choice, interpret=interpret))
     stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     if mapped == "everything":
         out, _ = jax.vmap(launch, (0, None))(stack(*singles), plan)
@@ -213,75 +212,64 @@ def test_mapped_calls_follow_no_plan(mapped):
         assert_within_budget(case, its[:, 0])
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The plans of the calls that are launched; None of those without one."""
-    plans = []
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-
-    def launch(config, interpret, a, plan, *_):
-        plans.append(plan)
-        return a.q, jnp.zeros(a.q.shape[:3])
-
-    monkeypatch.setattr(decode, "launch", launch)
-    return plans
+def is_planned(case, k_cache=None, **options):
+    pool = case.k_cache if k_cache is None else k_cache
+    return explain(case.q, pool, pool, *case.arrays[3:], **options, gpu="H100").num_partitions == "plan"
 
 
-def test_calls_whose_pool_cannot_fill_their_tables_get_a_plan(launched):
-    def is_planned(max_blocks, **options):
-        q_len = options.pop("q_len", None)
-        case = make_case(lengths=(200, 180, 190), max_blocks=max_blocks, q_len=q_len, dtype=BF16)
-        launched.clear()
-        paged_attention(*case.arrays, **options, implementation="mosaic_gpu")
-        (plan,) = launched
-        if plan is not None and not options:
-            public = plan_partitions(case.lengths, num_heads=6, num_kv_heads=2, q_len=q_len or 1)
-            assert (plan.partitions == public.partitions).all()
-        return plan is not None
+def test_calls_whose_pool_cannot_fill_their_tables_get_a_plan():
+    def case_of(max_blocks, q_len=None):
+        return make_case(lengths=(200, 180, 190), max_blocks=max_blocks, q_len=q_len, dtype=BF16)
 
-    wide = 29  # 464 tokens; the pool has 656 for three sequences
+    wide = case_of(29)  # 464 tokens; the pool has 656 for three sequences
     assert is_planned(wide)
-    assert is_planned(wide, q_len=2)
-    assert not is_planned(wide - 1)
+    assert is_planned(case_of(29, q_len=2))
+    assert not is_planned(case_of(28))
     assert not is_planned(wide, num_partitions=1)
     assert not is_planned(wide, sliding_window=440)  # nobody sees as much
     assert is_planned(wide, sliding_window=jnp.int32(440))
-    assert not is_planned(wide, q_len=40)  # in runs
+    assert not is_planned(case_of(29, q_len=40))  # in runs
+
+
+@pytest.mark.parametrize("q_len", [None, 2])
+def test_the_plan_of_a_call_is_the_public_one(monkeypatch, q_len):
+    monkeypatch.setattr(_device, "gpu", lambda: H100)
+    case = make_case(lengths=(200, 180, 190), max_blocks=29, q_len=q_len, dtype=BF16)
+    public = plan_partitions(case.lengths, num_heads=6, num_kv_heads=2, q_len=q_len or 1)
+    at_once = choose(arguments_of(case), H100).at_once
+    plan = partition_plan.default(case.lengths, None, q_len=q_len or 1, at_once=at_once)
+    assert (plan.partitions == public.partitions).all()
 
 
 @pytest.mark.parametrize("kind", [{}, dict(cache_dtype=jnp.float8_e4m3fn), dict(q_len=16, heads=8)])
-def test_wide_tables_get_a_plan(launched, kind):
-    def is_planned(max_blocks):
+def test_wide_tables_get_a_plan(kind):
+    def gets_one(max_blocks):
         case = make_case(lengths=(200, 180, 190), max_blocks=max_blocks, dtype=BF16, **kind)
-        pool = jnp.zeros((2 * 3 * max_blocks, *case.k_cache.shape[1:]), case.k_cache.dtype)  # it could fill them twice
-        launched.clear()
-        paged_attention(case.q, pool, pool, *case.arrays[3:], implementation="mosaic_gpu")
-        (plan,) = launched
-        return plan is not None
+        shape = 2 * 3 * max_blocks, *case.k_cache.shape[1:]  # a pool that could fill them twice
+        return is_planned(case, jax.ShapeDtypeStruct(shape, case.k_cache.dtype))
 
-    assert not is_planned(512)
-    assert is_planned(513)
+    assert not gets_one(512)
+    assert gets_one(513)
 
 
 def test_what_follows_no_plan():
     a = arguments_of(make_case(lengths=(0, 1, 70), max_blocks=5, kv_heads=1, dtype=BF16))
 
-    def follows(total, *, seqs=3, q_len=1, heads=6, causal=True):
-        return decode.follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64)), causal=causal), total)
+    def is_followed(total, *, seqs=3, q_len=1, heads=6, causal=True):
+        return follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64)), causal=causal), total)
 
-    assert follows(5)
-    assert not follows(5, causal=False)
-    assert not follows(5, seqs=1)
-    assert not follows(5, q_len=40)  # in runs
-    assert not follows(65536)
-    assert not follows(30_000, heads=24)  # 24 rows of 64 columns, 184 MB
+    assert is_followed(5)
+    assert not is_followed(5, causal=False)
+    assert not is_followed(5, seqs=1)
+    assert not is_followed(5, q_len=40)  # in runs
+    assert not is_followed(65536)
+    assert not is_followed(30_000, heads=24)  # 24 rows of 64 columns, 184 MB
 
 
-def test_one_sequence_gets_no_plan(launched):
+def test_one_sequence_gets_no_plan():
     case = make_case(lengths=(500,), max_blocks=1000, dtype=BF16)
-    paged_attention(*case.arrays, implementation="mosaic_gpu")
-    paged_attention(*case.arrays, plan=plan_partitions(case.lengths, num_kv_heads=2), implementation="mosaic_gpu")
-    assert launched == [None, None]
+    assert not is_planned(case)
+    assert not is_planned(case, plan=plan_partitions(case.lengths, num_kv_heads=2))
 
 
 @pytest.mark.parametrize("lengths", [(0, 100_000), (2**31 - 1, 3), (2**31 - 1,) * 40, (1, 2, 3)])

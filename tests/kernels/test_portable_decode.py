@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _device, paged_attention, plan_partitions, tree_mask
-from jaxpaged._attention import decode, public, xla
+from jaxpaged import explain, plan_partitions, tree_mask
+from jaxpaged._attention import xla
+from jaxpaged._attention.choose import Choice
+from jaxpaged._attention.run import run
 from pallas_kernels import partition_plan
 from pallas_kernels.portable_config import Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
@@ -23,10 +25,18 @@ pytestmark = pytest.mark.slow
 BF16, F16, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
+def choice_of(interpret, num_partitions=1, num_stages=2, plan=None):
+    """For up to 64 query tokens of one head a KV head."""
+    at_once = None if plan is None else plan.total_partitions
+    return Choice(
+        "portable_decode", Config(num_partitions, num_stages, "tma"), run=64, at_once=at_once, interpret=interpret
+    )
+
+
 def attend(case, *, num_partitions=1, num_stages=2, plan=None):
     # The detector does not know that programs count each other before they read what others wrote.
     interpret = plgpu.InterpretGPUParams(detect_races=plan is None and num_partitions == 1)
-    out, lse = decode.launch(Config(num_partitions, num_stages, "tma"), interpret, arguments_of(case), plan)
+    out, lse = run(choice_of(interpret, num_partitions, num_stages, plan), arguments_of(case), plan)
     jax.block_until_ready(out)
     assert not races_found()
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
@@ -103,50 +113,34 @@ def test_a_wrong_result_is_noticed(fault):
     assert not within_budget(case, attend(FAULTS[fault](case))[0]).all()
 
 
-def test_by_name_on_other_gpus_than_hopper(monkeypatch):
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(108, 8.0))
-    public._name_the_self_test.cache_clear()
-    launched = []
-    launch = decode.launch
-    monkeypatch.setattr(decode, "launch", lambda *args: launched.append(args) or launch(*args))
-
-    def launches(case, **options):
-        launched.clear()
-        call = functools.partial(paged_attention, **options)
-        jax.make_jaxpr(lambda arrays, named: call(*arrays, **named))(case.arrays, case.options)
-        return bool(launched)
-
+def test_by_name_on_other_gpus_than_hopper():
     case = small(options=OPTIONS["all"])
-    with pytest.warns(UserWarning, match="python -m jaxpaged.selftest"):
-        assert not launches(case)
-    assert not launches(case)  # said once
-    assert launches(case, implementation="mosaic_gpu")
-    starts = jnp.asarray([0, 0, 1, 3], jnp.int32)
-    assert launches(case, implementation="mosaic_gpu", query_starts=starts)
-    plan = plan_partitions(case.lengths, num_kv_heads=1)
-    assert launches(case, implementation="mosaic_gpu", plan=plan)
-    assert launched[0][-1] is not None
+    how = dict(case.options, gpu="A100")
+    assert "`python -m jaxpaged.selftest` checks" in explain(*case.arrays, **how).reason
+    how["implementation"] = "mosaic_gpu"
+    assert explain(*case.arrays, **how).kernel == "portable_decode"
+    assert explain(*case.arrays, **how, query_starts=jnp.asarray([0, 0, 1, 3], jnp.int32)).kernel == "portable_decode"
+    planned = explain(*case.arrays, **how, plan=plan_partitions(case.lengths, num_kv_heads=1))
+    assert (planned.kernel, planned.num_partitions) == ("portable_decode", "plan")
     tree = tree_mask(jnp.full((3, 2), -1, jnp.int32))
     with pytest.raises(NotImplementedError, match="takes no tree_mask"):
-        launches(small(q_len=2), implementation="mosaic_gpu", tree_mask=tree)
+        explain(*small(q_len=2).arrays, **how, tree_mask=tree)
 
 
 def test_vmap_and_gradients():
     cases = [small(seed) for seed in range(2)]
     a = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    plan = plan_of((0, 1, 70), 5)
-    for num_partitions, planned in ((1, ()), (2, ()), (1, (plan,))):
-        unchecked = plgpu.InterpretGPUParams()  # see `attend`
-        launch = functools.partial(decode.launch, Config(num_partitions, 2, "tma"), unchecked)
-        mapped = jax.vmap(lambda a, launch=launch, planned=planned: launch(a, *planned))
-        for case, its in zip(cases, mapped(a)[0], strict=True):
+    for num_partitions, plan in ((1, None), (2, None), (1, plan_of((0, 1, 70), 5))):
+        unchecked = choice_of(plgpu.InterpretGPUParams(), num_partitions, plan=plan)  # see `attend`
+        out, _ = jax.vmap(lambda a, choice=unchecked, plan=plan: run(choice, a, plan))(a)
+        for case, its in zip(cases, out, strict=True):
             assert_within_budget(case, its[:, 0])
 
     def loss(attend, q):
         return attend(dataclasses.replace(arguments_of(cases[0]), q=q))[0].astype(jnp.float32).sum()
 
-    ours = jax.grad(functools.partial(loss, functools.partial(decode.launch, Config(1, 2, "tma"), interpret)))
+    ours = jax.grad(functools.partial(loss, functools.partial(run, choice_of(interpret))))
     theirs = jax.grad(functools.partial(loss, functools.partial(xla.attend, num_partitions=1)))
     assert (ours(cases[0].q[:, None]) == theirs(cases[0].q[:, None])).all()
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _device, paged_attention
-from jaxpaged._attention import decode, mosaic_gpu, query_runs, xla
-from pallas_kernels import prefill_config
+from jaxpaged import explain
+from jaxpaged._attention import query_runs, xla
+from jaxpaged._attention.choose import Known, choose
+from jaxpaged._attention.run import run
 from tests.cases import OPTIONS, make_case, within_budget
-from tests.kernels.interpret import arguments_of, attend, check
+from tests.kernels.interpret import H100, arguments_of, attend, check
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +71,8 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch, request):
     else:
         cut = query_runs.cut
 
-        def reordered(a):
-            runs = cut(a)
+        def reordered(a, run):
+            runs = cut(a, run)
             return dataclasses.replace(runs, lengths=runs.lengths.reshape(2, 3)[:, ::-1].reshape(-1))
 
         monkeypatch.setattr(query_runs, "cut", reordered)
@@ -85,10 +86,10 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch, request):
 
 def test_gradients_are_those_of_xla():
     a = arguments_of(prompt_case(lengths=(5, 60), options=OPTIONS["all"]))
-    config = decode.config_of(a, _device.Gpu(132, 9.0), num_partitions=1)
-
-    def interpreted(a):
-        return decode.launch(config, plgpu.InterpretGPUParams(detect_races=True), a)
+    choice = choose(a, H100, Known(num_partitions=1))
+    interpreted = functools.partial(
+        run, dataclasses.replace(choice, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    )
 
     def loss(function, q):
         return function(dataclasses.replace(a, q=q))[0].astype(jnp.float32).sum()
@@ -99,25 +100,6 @@ def test_gradients_are_those_of_xla():
     )
     assert np.abs(np.asarray(ours, np.float32)).max() > 0
     assert (ours == theirs).all()
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """As if JAX's default device were an H100; the calls of the kernels, with the plan of those that follow one."""
-    launched = []
-    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
-
-    def launch(config, interpret, a, plan, *_):
-        launched.append((config, plan, a))
-        return a.q, jnp.zeros(a.q.shape[:3])
-
-    def launch_packed(config, interpret, p, falls_back):
-        launched.append((config, interpret, p))
-        return p.q, jnp.zeros(p.q.shape[:2])
-
-    monkeypatch.setattr(decode, "launch", launch)
-    monkeypatch.setattr(mosaic_gpu, "_launch_packed", launch_packed)
-    return launched
 
 
 def shapes(*, seqs, q_len, heads, kv_heads, max_blocks=512, head_dim=128, cache_dtype=BF16):
@@ -139,9 +121,8 @@ def shapes(*, seqs, q_len, heads, kv_heads, max_blocks=512, head_dim=128, cache_
         dict(seqs=1, q_len=65535, heads=64, kv_heads=1),
     ],
 )
-def test_prompts_are_taken_by_default(hopper, shape):
-    jax.eval_shape(paged_attention, *shapes(**shape))
-    assert len(hopper) == 1
+def test_prompts_are_taken_by_default(shape):
+    assert explain(*shapes(**shape), gpu="H100").implementation == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(
@@ -152,21 +133,19 @@ def test_prompts_are_taken_by_default(hopper, shape):
         (dict(seqs=65536, q_len=1, heads=8, kv_heads=8), "seqs=65536, q_len=1, group=1: 65536 runs of 1"),
     ],
 )
-def test_more_runs_than_a_launch_takes_go_to_xla(hopper, shape, quoted):
+def test_more_runs_than_a_launch_takes_go_to_xla(shape, quoted):
     with pytest.raises(NotImplementedError, match=f"up to 65535 runs .*{quoted}"):
-        jax.eval_shape(functools.partial(paged_attention, implementation="mosaic_gpu"), *shapes(**shape))
-    jax.eval_shape(paged_attention, *shapes(**shape))
-    assert not hopper
+        explain(*shapes(**shape), gpu="H100", implementation="mosaic_gpu")
+    explanation = explain(*shapes(**shape), gpu="H100")
+    assert explanation.implementation == "xla"
+    assert quoted in explanation.reason
 
 
 @pytest.mark.parametrize("max_blocks", [64, 512, 8192])
-def test_a_wide_table_cuts_no_prompt_into_partitions(hopper, max_blocks):
+def test_a_wide_table_cuts_no_prompt_into_partitions(max_blocks):
     """The partials of many runs would take gigabytes."""
-    jax.eval_shape(
-        paged_attention, *shapes(seqs=8, q_len=256, heads=32, kv_heads=8, max_blocks=max_blocks, head_dim=120)
-    )
-    ((config, *_),) = hopper
-    assert config.num_partitions == 1
+    arrays = shapes(seqs=8, q_len=256, heads=32, kv_heads=8, max_blocks=max_blocks, head_dim=120)
+    assert explain(*arrays, gpu="H100").num_partitions == 1
 
 
 @pytest.mark.parametrize(
@@ -183,10 +162,9 @@ def test_a_wide_table_cuts_no_prompt_into_partitions(hopper, max_blocks):
         (dict(seqs=8, q_len=1024, cache_dtype=jnp.float8_e4m3fn, head_dim=256), False),
     ],
 )
-def test_what_the_prefill_kernel_takes(hopper, shape, taken):
-    jax.eval_shape(paged_attention, *shapes(heads=32, kv_heads=8, **shape))
-    ((config, *_),) = hopper
-    assert isinstance(config, prefill_config.Config) == taken
+def test_what_the_prefill_kernel_takes(shape, taken):
+    explanation = explain(*shapes(heads=32, kv_heads=8, **shape), gpu="H100")
+    assert (explanation.kernel == "paged_prefill") == taken
 
 
 @pytest.mark.parametrize(
@@ -196,19 +174,19 @@ def test_what_the_prefill_kernel_takes(hopper, shape, taken):
         (8192, None, True),  # perhaps keys for eight
     ],
 )
-def test_which_kernel_takes_a_shared_prefix(hopper, max_blocks, prefix, by_prefill):
-    def attend(num_tokens, *arrays):
-        return paged_attention(*arrays, shared_prefix=num_tokens if prefix is None else prefix)
-
+def test_which_kernel_takes_a_shared_prefix(max_blocks, prefix, by_prefill):
     arrays = shapes(seqs=64, q_len=1, heads=32, kv_heads=8, max_blocks=max_blocks)
-    out = jax.eval_shape(attend, jax.ShapeDtypeStruct((), jnp.int32), *arrays)
-    assert out.shape == (64, 1, 32, 128)
-    first, (_, plan, rest) = hopper
-    assert rest.q.shape == out.shape
-    assert plan is not None  # in tables for more than 8192 tokens
+    num_tokens = jax.ShapeDtypeStruct((), jnp.int32) if prefix is None else prefix
+    explanation = explain(*arrays, shared_prefix=num_tokens, gpu="H100")
+    assert explanation.num_partitions == "plan"  # in tables for more than 8192 tokens
+    assert (explanation.shared.kernel == "paged_prefill") == by_prefill
     if by_prefill:
-        config, _, shared = first
-        assert (config.causal, config.num_parts, shared.q.shape) == (False, 8, (64, 32, 128))
-    else:
-        shared = first[2]  # 4 runs of 16 tokens, 64 rows
-        assert (shared.q.shape, shared.block_tables.shape) == ((4, 1, 16 * 32, 128), (4, 512))
+        assert (explanation.shared.config.causal, explanation.shared.num_partitions) == (False, 8)
+
+
+def test_a_shared_prefix_is_computed_in_runs_of_64_rows():
+    a = arguments_of(make_case(lengths=(30,), q_len=70, heads=4, kv_heads=1, dtype=BF16))
+    choice = choose(dataclasses.replace(a, causal=False), H100)
+    assert choice.run == 14
+    runs = query_runs.cut(dataclasses.replace(a, causal=False), choice.run)
+    assert (runs.q.shape, runs.block_tables.shape) == ((5, 1, 14 * 4, 64), (5, a.block_tables.shape[1]))

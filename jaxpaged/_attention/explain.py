@@ -1,0 +1,128 @@
+"""Which kernel computes a call, told to a user."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged import _device
+from jaxpaged._attention.choose import Call, Choice, Kernel, Known
+from jaxpaged._attention.public import AttentionKeywords, Implementation, Results, compute, decide
+
+NAMES = {
+    "paged_decode": "the decode kernel for Hopper",
+    "portable_decode": "the portable decode kernel",
+    "paged_prefill": "the prefill kernel",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How a call of `paged_attention` is computed. `str` of it is for reading."""
+
+    implementation: Literal["mosaic_gpu", "xla"]
+    reason: str  # why no kernel computes the call; empty if one does
+    kernel: Kernel | None  # the package of `pallas_kernels`; None for "xla"
+    config: Any  # the kernel's `Config`; None for "xla"
+    # Into how many partitions each sequence is cut: "plan": by its length. None for "xla".
+    num_partitions: int | Literal["plan"] | None
+    # With a shared prefix: the call on the shared blocks, and this one is on the others.
+    shared: Explanation | None = None
+
+    def __str__(self) -> str:
+        if self.kernel is None:
+            text = f"xla: {self.reason}"
+        else:
+            partitions = f"{self.num_partitions} to a sequence"
+            if self.num_partitions == "plan":
+                partitions = "by a plan, more for longer sequences"
+            text = f"mosaic_gpu: {NAMES[self.kernel]}\n  partitions: {partitions}\n  {self.config}"
+        return text if self.shared is None else f"{text}\nfor the shared prefix {self.shared}"
+
+
+def explain(
+    q: ArrayLike | jax.ShapeDtypeStruct,
+    k_cache: ArrayLike | jax.ShapeDtypeStruct,
+    v_cache: ArrayLike | jax.ShapeDtypeStruct,
+    block_tables: ArrayLike | jax.ShapeDtypeStruct,
+    lengths: ArrayLike | jax.ShapeDtypeStruct,
+    *,
+    gpu: str | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionKeywords],
+) -> Explanation:
+    """Says which kernel computes a call of `paged_attention`, in which configuration, or why none does.
+
+    Nothing runs and no array is read: any of them may be a `jax.ShapeDtypeStruct`. What is known only beforehand
+    counts: pass numbers as numbers, as the call does.
+
+    Args:
+        q: as in `paged_attention`; of arrays on several devices the part of one, as a `jax.ShapeDtypeStruct`.
+        k_cache: likewise.
+        v_cache: likewise.
+        block_tables: likewise.
+        lengths: likewise.
+        gpu: "A100", "L4", "H100", "H200" or "B200"; by default JAX's default device.
+        return_lse: changes nothing here.
+        options: those of `paged_attention`.
+
+    Returns:
+        The `Explanation`: print it.
+
+    Raises:
+        ValueError: as `paged_attention`; another gpu.
+        NotImplementedError: as `paged_attention`, if the kernels are named and take no such call.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpaged
+        >>> q = jax.ShapeDtypeStruct((8, 32, 128), jnp.bfloat16)
+        >>> pool = jax.ShapeDtypeStruct((1024, 16, 8, 128), jnp.bfloat16)
+        >>> tables, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 128), (8,)))
+        >>> print(jaxpaged.explain(q, pool, pool, tables, lengths, gpu="H100").kernel)
+        paged_decode
+        >>> wide = jax.ShapeDtypeStruct(pool.shape, jnp.float32)
+        >>> print(jaxpaged.explain(q, wide, wide, tables, lengths, gpu="H100"))
+        xla: the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; got \
+cache_dtype=float32, q_dtype=bfloat16.
+    """
+    on = None if gpu is None else _device.named(gpu)
+    parts: list[Explanation] = []
+
+    def record(known: Known, implementation: Implementation | None, call: Call) -> Results:
+        parts.append(_explanation(known, implementation, call, on))
+        return call.q, jnp.zeros(call.q.shape[:-1], jnp.float32)
+
+    leaves, tree = jax.tree.flatten(((q, k_cache, v_cache, block_tables, lengths), options))
+    is_array = [isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in leaves]
+
+    def trace(arrays: list[Any]) -> None:
+        traced = iter(arrays)
+        given = [next(traced) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)]
+        arguments, named = jax.tree.unflatten(tree, given)
+        compute(record, arguments, **named)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, array in zip(leaves, is_array, strict=True) if array]
+    jax.eval_shape(trace, shapes)
+    *shared, last = parts
+    return dataclasses.replace(last, shared=shared[0]) if shared else last
+
+
+def _explanation(
+    known: Known, implementation: Implementation | None, call: Call, gpu: _device.Gpu | None
+) -> Explanation:
+    if implementation == "xla":
+        return Explanation("xla", 'the call names implementation="xla".', None, None, None)
+    choice = decide(known, call, gpu)
+    if isinstance(choice, Choice):
+        config: Any = choice.config
+        num_partitions = config.num_parts if choice.kernel == "paged_prefill" else config.num_partitions
+        return Explanation(
+            "mosaic_gpu", "", choice.kernel, config, num_partitions if choice.at_once is None else "plan"
+        )
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(choice.message)
+    return Explanation("xla", choice.message, None, None, None)

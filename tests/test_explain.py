@@ -1,0 +1,114 @@
+"""What `explain` says of calls, for GPUs that are not there."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged import KVCache, explain, paged_attention, plan_partitions, tree_mask
+from tests.cases import make_case
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def arrays(*, seqs=8, q_len=None, heads=32, kv_heads=8, head_dim=128, max_blocks=128, cache_dtype=jnp.bfloat16):
+    """8 sequences in tables for 2048 tokens, in a pool that just fills them."""
+    rows = (seqs,) if q_len is None else (seqs, q_len)
+    pool = shape(seqs * max_blocks, 16, kv_heads, head_dim, dtype=cache_dtype)
+    sizes = shape(seqs, max_blocks, dtype=jnp.int32), shape(seqs, dtype=jnp.int32)
+    return shape(*rows, heads, head_dim), pool, pool, *sizes
+
+
+@pytest.mark.parametrize(
+    ("gpu", "shapes", "options", "kernel", "num_partitions"),
+    [
+        ("H100", {}, {}, "paged_decode", 1),
+        ("H200", dict(seqs=1, max_blocks=512), {}, "paged_decode", 8),
+        ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=100), "paged_decode", 1),
+        ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=jnp.int32(100)), "paged_decode", 8),
+        ("H100", {}, dict(num_partitions=3), "paged_decode", 3),
+        ("H100", dict(max_blocks=1024), {}, "portable_decode", "plan"),
+        ("H100", dict(max_blocks=1024, cache_dtype=jnp.int8), dict(k_scale=1.0, v_scale=1.0), "paged_decode", "plan"),
+        ("H100", dict(q_len=1024), {}, "paged_prefill", 1),
+        ("H100", dict(seqs=1, q_len=256, max_blocks=512), {}, "paged_prefill", 2),
+        ("H100", {}, dict(implementation="xla"), None, None),
+        ("A100", {}, {}, None, None),
+        ("A100", {}, dict(implementation="mosaic_gpu"), "portable_decode", 3),
+        ("L4", dict(cache_dtype=jnp.float8_e4m3fn), dict(implementation="mosaic_gpu"), "portable_decode", 1),
+        ("B200", dict(max_blocks=1024), dict(implementation="mosaic_gpu"), "portable_decode", "plan"),
+    ],
+)
+def test_kernels(gpu, shapes, options, kernel, num_partitions):
+    explanation = explain(*arrays(**shapes), **options, gpu=gpu)
+    assert (explanation.kernel, explanation.num_partitions) == (kernel, num_partitions)
+    assert explanation.implementation == ("xla" if kernel is None else "mosaic_gpu")
+    assert bool(explanation.reason) == (kernel is None)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "reason"),
+    [
+        (dict(cache_dtype=jnp.float32), {}, "a cache in q's dtype, .* got cache_dtype=float32, q_dtype=bfloat16"),
+        (dict(head_dim=104), {}, "got head_dim=104"),
+        (dict(heads=65, kv_heads=1), {}, "up to 64 query heads a KV head; got group=65"),
+        (dict(q_len=8), dict(tree_mask=shape(8, 8, 1, dtype=jnp.uint32), sliding_window=9), "without sliding_window"),
+    ],
+)
+def test_why_not(shapes, options, reason):
+    explanation = explain(*arrays(**shapes), **options, gpu="H100")
+    assert explanation.implementation == "xla"
+    with pytest.raises(NotImplementedError, match=reason):
+        explain(*arrays(**shapes), **options, gpu="H100", implementation="mosaic_gpu")
+    assert str(explanation) == f"xla: {explanation.reason}"
+
+
+def test_packed_tokens_and_a_shared_prefix():
+    q, *rest = arrays()
+    packed = explain(shape(100, 32, 128), *rest, query_starts=shape(9, dtype=jnp.int32), gpu="H100")
+    assert packed.kernel == "paged_prefill"
+    whole = explain(q, *rest, shared_prefix=1024, gpu="H100")
+    assert whole.shared.config != whole.config
+    assert whole.shared.shared is None
+    assert str(whole).count("the decode kernel for Hopper") == 2
+
+
+def test_a_plan_that_came_with_the_call():
+    case = make_case(lengths=(3, 20), dtype=jnp.bfloat16)
+    plan = plan_partitions(case.lengths, num_kv_heads=2)
+    explanation = explain(*case.arrays, plan=plan, gpu="H100")
+    assert explanation.num_partitions == "plan"
+    assert "more for longer sequences" in str(explanation)
+
+
+def test_the_text_names_kernel_partitions_and_configuration():
+    lines = str(explain(*arrays(), gpu="H100")).splitlines()
+    assert lines[:2] == ["mosaic_gpu: the decode kernel for Hopper", "  partitions: 1 to a sequence"]
+    assert lines[2].startswith("  Config(num_partitions=1, ")
+
+
+def test_arrays_lists_and_trees_as_the_call_takes_them():
+    """Concrete arguments, none of which is read or computed with."""
+    cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+    q = jnp.ones((1, 4, 4, 64), jnp.bfloat16)
+    call = dict(block_tables=[[3, 5]], lengths=[20], tree_mask=tree_mask([[-1, 0, 0, 1]]))
+    assert explain(q, cache.k, cache.v, **call, gpu="H100", return_lse=True).kernel == "paged_decode"
+    assert paged_attention(q, cache.k, cache.v, **call).shape == q.shape
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="of machines without a GPU")
+def test_the_default_device():
+    assert "need an NVIDIA GPU; got device.platform='cpu'" in explain(*arrays()).reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(gpu="V100"), "gpu must be one of A100, L4, H100, H200, B200, or None .*got gpu='V100'"),
+        (dict(num_partitions=0), "num_partitions must be an int of at least 1"),
+        (dict(implementation="cuda"), "implementation must be None"),
+    ],
+)
+def test_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        explain(*arrays(), **changes)

@@ -30,6 +30,13 @@ def saturated(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return array.clip(least, most).astype(np.int32)
 
 
+def known_values(values: ArrayLike) -> np.ndarray | None:
+    """The numbers of an array that is no tracer and lies on this process's devices; otherwise None."""
+    if isinstance(values, jax.core.Tracer) or (isinstance(values, jax.Array) and not values.is_fully_addressable):
+        return None
+    return np.asarray(values)
+
+
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """Raises `ValueError` where the KV heads are not read by as many query heads each."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:

@@ -78,10 +78,22 @@ def test_counts_that_cannot_be(count):
     # Negative, above q_len, or more than the table can hold: refused, while the neighbour goes on.
     allocator = BlockAllocator.create(num_blocks=9, block_size=2, num_seqs=2, max_blocks_per_seq=2)
     allocator, _, _ = allocator.append(counts(2, 2), q_len=2)
-    after, _, ok = allocator.append(counts(count, 1), q_len=9 if count == 3 else 2)
+    append = jax.jit(BlockAllocator.append, static_argnames="q_len")  # outside of jit the count is known
+    after, _, ok = append(allocator, counts(count, 1), q_len=9 if count == 3 else 2)
     assert ok.tolist() == [False, True]
     assert after.lengths.tolist() == [2, 3]
     assert after.block_tables[0].tolist() == allocator.block_tables[0].tolist()
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray, list])
+def test_known_counts_above_q_len(make):
+    allocator = BlockAllocator.create(num_blocks=9, block_size=2, num_seqs=2, max_blocks_per_seq=4)
+    with pytest.raises(ValueError, match=r"at most q_len=1, .* got 6 for sequence 1. Pass q_len=6."):
+        allocator.append(make([0, 6]))
+    known = make([0, 6])
+    with pytest.raises(ValueError, match=r"Pass q_len=6\."):
+        jax.jit(lambda allocator: allocator.append(known, q_len=5))(allocator)
+    assert allocator.append(make([True, False]))[2].all()
 
 
 def test_keeping_the_old_one_is_a_snapshot():

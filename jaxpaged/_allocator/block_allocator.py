@@ -13,7 +13,7 @@ from jaxpaged._allocator import report, sharing, snapshots, swapping
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState
-from jaxpaged._integers import as_int32, checked_size
+from jaxpaged._integers import as_int32, checked_size, known_values
 from jaxpaged._public_state import public_state
 
 
@@ -121,7 +121,8 @@ class BlockAllocator(AllocatorState):
 
         Args:
             num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is. Or bool: which sequences get one token.
-            q_len: the most tokens that a sequence may get in this call (static): the width of `slots`.
+            q_len: the most tokens that a sequence may get in this call (static): the width of `slots`. A count above
+                it that is known while tracing is an error.
             order: int32 `[seqs]`: the row with the smallest number gets blocks first, equal ones in row order. None:
                 row order.
 
@@ -133,13 +134,19 @@ class BlockAllocator(AllocatorState):
             ok: bool `[seqs]`.
 
         Raises:
-            ValueError: `num_tokens` is not int32 or bool `[seqs]`, `order` is not int32 `[seqs]`, or `q_len` is no
-                int or below 1.
+            ValueError: `num_tokens` is not int32 or bool `[seqs]`, `order` is not int32 `[seqs]`, `q_len` is no
+                int or below 1, or a known count is above it.
         """
-        counts = as_int32(num_tokens)
+        counts, known = as_int32(num_tokens), known_values(num_tokens)
         counts = counts.astype(jnp.int32) if counts.dtype == jnp.bool_ else counts
         num_tokens = self._rows("num_tokens", counts, jnp.int32)
         q_len = checked_size("q_len", q_len)
+        if known is not None and known.max() > q_len:
+            row = int(known.argmax())
+            raise ValueError(
+                f"num_tokens must be at most {q_len=}, the width of the slots; got {known[row]} for sequence {row}. "
+                f"Pass q_len={known[row]}."
+            )
         order = None if order is None else self._rows("order", order, jnp.int32)
         num_seqs, max_blocks = self.block_tables.shape
         legal = (num_tokens >= 0) & (num_tokens <= jnp.where(self.swapped_lengths == 0, q_len, 0))

@@ -23,6 +23,7 @@ from jaxpaged._cache.rotary_scaling import rotary_attention_factor
 from jaxpaged._cache.transfer import blocks_from_host, blocks_to_host, gather_kv, scatter_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._cache.zeroing import zero_blocks
+from jaxpaged._debug import debug_checks
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.generate import generate
 from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams
@@ -58,6 +59,7 @@ __all__ = [
     "context_parallel_attention",
     "context_parallel_slots",
     "copy_blocks",
+    "debug_checks",
     "explain",
     "gather_kv",
     "generate",

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._attention import tree as trees
 from jaxpaged._cache.kv_cache import CACHE_DTYPES
+from jaxpaged._debug import check_attention
 from jaxpaged._integers import as_int32, saturated
 from pallas_kernels.attention_options import AttentionOptions
 
@@ -131,14 +132,14 @@ def check_arguments(
     if q.ndim not in (3, 4):
         raise ValueError(f"q must be [seqs, heads, head_dim] or [seqs, q_len, heads, head_dim]; got {q.shape=}.")
     capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=q.shape[0])
-    lengths = jnp.clip(lengths, 0, capacity)
+    given, lengths = lengths, jnp.clip(lengths, 0, capacity)
     mask = _check_tree_mask(tree_mask, "[seqs, q_len, words]", q.shape[:-2])
     if mask is not None and (q.ndim == 3 or mask.shape[2] * trees.BITS < q.shape[1]):
         raise ValueError(
             "tree_mask goes with q [seqs, q_len, heads, head_dim] and has a bit for each of the q_len tokens; "
             f"got {q.shape=}, {mask.shape=}."
         )
-    return AttentionArguments(
+    a = AttentionArguments(
         q=q if q.ndim == 4 else q[:, None],
         k_cache=k_cache,
         v_cache=v_cache,
@@ -147,6 +148,8 @@ def check_arguments(
         options=_check_options(q, k_cache, capacity, **options),
         tree=None if mask is None else trees.of_rows(mask, lengths),
     )
+    check_attention(a, given, a.q.shape[1])
+    return a
 
 
 def check_packed(
@@ -172,7 +175,7 @@ def check_packed(
             f"got {query_starts.dtype} {list(query_starts.shape)}, {lengths.shape=}."
         )
     capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=seqs)
-    return PackedArguments(
+    p = PackedArguments(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
@@ -182,6 +185,8 @@ def check_packed(
         options=_check_options(q, k_cache, capacity, **options),
         tree_mask=_check_tree_mask(tree_mask, "[tokens, words]", q.shape[:1]),
     )
+    check_attention(p, lengths, jnp.diff(query_starts))
+    return p
 
 
 def _check_tree_mask(value: ArrayLike | None, wanted: str, rows: tuple[int, ...]) -> jax.Array | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Literal, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.public import AttentionKeywords, paged_attention
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
+from jaxpaged._debug import check_tables
 
 
 @overload
@@ -71,6 +73,7 @@ def attend(
     """
     _check_blocks(cache.stack if isinstance(cache, CacheLayer) else cache, allocator)
     if isinstance(cache, CacheLayer):
+        _check_layer(cache, q, allocator, options)
         pool, block_tables = cache.pool, cache.block_tables(allocator.block_tables)
     else:
         pool, block_tables = cache, allocator.block_tables
@@ -87,3 +90,11 @@ def _check_blocks(cache: KVCache, allocator: BlockAllocator) -> None:
             "the cache must have the allocator's block_size, and its num_blocks at least; got a cache with "
             f"{num_blocks=}, {block_size=}, and {allocator.num_blocks=}, {allocator.block_size=}."
         )
+
+
+def _check_layer(cache: CacheLayer, q: ArrayLike, allocator: BlockAllocator, options: AttentionKeywords) -> None:
+    """For `debug_checks`: `paged_attention` gets the ids in the stack, and cannot tell those of other layers."""
+    starts, window = options.get("query_starts"), options.get("sliding_window")
+    num_new = jnp.diff(jnp.asarray(starts)) if starts is not None else jnp.shape(q)[1] if jnp.ndim(q) == 4 else 1
+    window = None if window is None else jnp.asarray(window, jnp.int32)
+    check_tables(cache.stack.k, allocator.block_tables, allocator.lengths, num_new, window)

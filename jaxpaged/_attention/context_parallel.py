@@ -12,10 +12,12 @@ from jaxpaged._attention import query_runs
 from jaxpaged._attention.arguments import check_arguments
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import ContextKeywords, paged_attention
+from jaxpaged._debug import unchecked
 from jaxpaged._integers import as_int32
 from pallas_kernels import merge_parts
 
 
+@unchecked
 def context_parallel_attention(
     q: ArrayLike,
     k_cache: ArrayLike,

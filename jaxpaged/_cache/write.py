@@ -12,6 +12,7 @@ from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.pool_rows import put_rows
 from jaxpaged._cache.quantise import kv_scale, quantise
+from jaxpaged._debug import check_write
 from jaxpaged._integers import as_int32
 from jaxpaged._on_shards import on_shards
 
@@ -55,8 +56,12 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slo
         raise ValueError(f"slots must be int32; got {slots.dtype=!s}. Cast with .astype(jnp.int32).")
     if isinstance(cache, CacheLayer):
         check_cache(cache.stack)
-        return cache.with_pool(_write_pool(cache.pool, new_k, new_v, cache.slots(slots)))
-    return _write_pool(cache, new_k, new_v, slots)
+        layer = cache.with_pool(_write_pool(cache.pool, new_k, new_v, cache.slots(slots)))
+        check_write(layer.stack.k, slots)
+        return layer
+    pool = _write_pool(cache, new_k, new_v, slots)
+    check_write(pool.k, slots)
+    return pool
 
 
 def _write_pool(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVCache:

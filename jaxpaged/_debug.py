@@ -1,0 +1,191 @@
+"""Checks of values that exist only at run time (slots, block ids, lengths, keys), for when tokens look wrong.
+
+Outside of `debug_checks` nothing is traced. Inside, the functions that write and attend count what is wrong on the
+device and send the counts to the host with `jax.debug.callback`. JAX's `checkify` would have to wrap the user's own
+function and add an output to it; a callback works inside it, in loops and on meshes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LIBRARIES = str(Path(__file__).parent), str(Path(jax.__file__).parent)
+
+
+@dataclasses.dataclass
+class _Checks:
+    """What was found, and the last write."""
+
+    found: dict[str, str] = dataclasses.field(default_factory=dict)  # by place and kind, the first of each
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    written: jax.Array | None = None  # keys of the cache after the last write
+    slots: jax.Array | None = None  # of the last write
+
+    def record(self, kind: str, shape: tuple[int, ...], count: Any, index: Any, value: Any) -> None:
+        """On the host: how many are wrong, and the first of them."""
+        if count > 0:
+            at = [int(i) for i in np.unravel_index(int(index), shape)]
+            with self.lock:
+                self.found.setdefault(kind, f"{kind}: {int(count)}, the first at {at}: {value}")
+
+
+_checks = contextvars.ContextVar[_Checks | None]("checks", default=None)
+
+
+@contextlib.contextmanager
+def debug_checks() -> Iterator[None]:
+    """Checks what jaxpaged reads and writes inside the `with` block. For when tokens look wrong; it is slow.
+
+    Reported are
+
+    - slots that `write_kv` drops and that are not padding, which is negative or the number of slots in the pool;
+    - slots in the null block;
+    - lengths below 0 or above what a table row can hold;
+    - block ids outside the pool, and the null block, in entries with tokens that a query may see;
+    - NaN and infinity in cached keys, values and scales of these tokens;
+    - slots of the last write that are no tokens of the sequences that attend to its cache.
+
+    It works inside `jit`, `scan`, `while_loop`, `vmap`, `grad`, and `shard_map` inside `jit`. To get the checks into
+    functions that are already compiled, and out of them afterwards, it clears JAX's caches when it begins and ends.
+
+    Not checked: what was compiled ahead of time outside the block, as `jax.jit(f).lower(...).compile()` and an
+    `Engine` are (make the engine inside), and `context_parallel_attention`. The last write is compared if attention
+    gets its very cache, in the same trace: not across calls of jitted functions, and not on an explicit mesh. One
+    write that several calls attend to, each for a part of the sequences, is reported.
+
+    Raises:
+        ValueError: at the end of the block, with all findings: the line that called jaxpaged, how many values were
+            wrong in the first such call, the index of the first and its value. If the block raises, the findings are
+            notes of that exception.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged
+        >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
+        >>> k = v = jnp.ones((2, 1, 8))
+        >>> with jaxpaged.debug_checks():  # doctest: +ELLIPSIS
+        ...     cache = jaxpaged.write_kv(cache, k, v, jnp.array([3, 1]))
+        Traceback (most recent call last):
+        ...
+        ValueError: debug_checks found:
+        ... slots in the null block: 1, the first at [1]: 1
+    """
+    checks = _Checks()
+    token = _checks.set(checks)
+    jax.clear_caches()
+    try:
+        yield
+    except BaseException as error:
+        for finding in _findings(checks):
+            error.add_note(finding)
+        raise
+    else:
+        if findings := _findings(checks):
+            raise ValueError("\n".join(["debug_checks found:", *findings]))
+    finally:
+        _checks.reset(token)
+        jax.clear_caches()
+
+
+def _findings(checks: _Checks) -> list[str]:
+    jax.effects_barrier()
+    return list(checks.found.values())
+
+
+def unchecked[F: Callable[..., Any]](function: F) -> F:
+    """The function, whose own calls are not checked: what they get is no whole sequence."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = _checks.set(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _checks.reset(token)
+
+    return call  # type: ignore[return-value]
+
+
+def check_write(k_cache: jax.Array, slots: jax.Array) -> None:
+    """Slots [...] of one layer, and the keys [..., blocks, block_size, kv_heads, head_dim] after the write."""
+    if (checks := _checks.get()) is None:
+        return
+    num_blocks, block_size = k_cache.shape[-4:-2]
+    num_slots = num_blocks * block_size
+    _report(checks, f"slots past the pool's {num_slots}, and not {num_slots} as padding is", slots > num_slots, slots)
+    _report(checks, "slots in the null block", (slots >= 0) & (slots < block_size), slots)
+    checks.written, checks.slots = k_cache, slots
+
+
+def check_tables(
+    k_cache: jax.Array,  # of one layer or a stack
+    block_tables: jax.Array,  # int32 [seqs, max_blocks], of one layer
+    lengths: jax.Array,  # int32 [seqs]
+    num_new: jax.Array | int,  # query tokens of each sequence
+    window: jax.Array | None,
+) -> jax.Array | None:
+    """Returns which tokens of each table row some query may see, bool [seqs, max_blocks, block_size]."""
+    if (checks := _checks.get()) is None:
+        return None
+    num_blocks, block_size = k_cache.shape[-4:-2]
+    seqs, max_blocks = block_tables.shape
+    capacity = max_blocks * block_size
+    _report(checks, f"lengths outside 0 to {capacity}", (lengths < 0) | (lengths > capacity), lengths)
+
+    places = jnp.arange(capacity, dtype=jnp.int32).reshape(1, max_blocks, block_size)
+    exists = places < lengths[:, None, None]
+    first = jnp.zeros_like(lengths) if window is None else lengths - num_new - window + 1
+    seen = exists & (places >= first[:, None, None])
+    is_read, ids = seen.any(axis=2), block_tables
+    _report(checks, f"block ids outside the pool of {num_blocks}", is_read & ((ids < 0) | (ids >= num_blocks)), ids)
+    _report(checks, "the null block with tokens", is_read & (ids == 0), ids)
+
+    if checks.written is k_cache and checks.slots is not None:
+        slots, num_slots = checks.slots, num_blocks * block_size
+        of_tokens = jnp.where(exists, ids[..., None] * block_size + places % block_size, -1)
+        owned = jnp.zeros(num_slots, bool).at[jnp.where(of_tokens < 0, num_slots, of_tokens)].set(True, mode="drop")
+        is_lost = (slots >= 0) & (slots < num_slots) & ~owned.at[slots].get(mode="clip")
+        _report(checks, "slots just written that are no token of an attending sequence", is_lost, slots)
+    return seen
+
+
+def check_attention(a: Any, lengths: jax.Array, num_new: jax.Array | int) -> None:
+    """`a`: checked arguments of attention; `lengths`: before they were clipped."""
+    options = a.options
+    seen = check_tables(a.k_cache, a.block_tables, lengths, num_new, options.sliding_window)
+    if (checks := _checks.get()) is None or seen is None:
+        return
+    ids = jnp.clip(a.block_tables, 0, a.k_cache.shape[0] - 1)
+    arrays = dict(keys=a.k_cache, values=a.v_cache, k_scale=options.k_scale, v_scale=options.v_scale)
+    for name, array in arrays.items():
+        if array is None or array.ndim < 3 or not jnp.issubdtype(array.dtype, jnp.floating):
+            continue
+        is_finite = jnp.isfinite(array).all(axis=tuple(range(2, array.ndim)))  # [blocks, block_size]
+        is_bad = seen & ~is_finite[ids]
+        places = jnp.broadcast_to(a.block_tables[..., None], is_bad.shape)
+        _report(checks, f"{name} that are not finite, by [sequence, entry, offset], with the block", is_bad, places)
+
+
+def _report(checks: _Checks, kind: str, is_wrong: jax.Array, values: jax.Array) -> None:
+    index = jnp.argmax(is_wrong.ravel())
+    record = functools.partial(checks.record, f"{_caller()}: {kind}", is_wrong.shape)
+    jax.debug.callback(record, is_wrong.sum(dtype=jnp.int32), index, values.ravel()[index])
+
+
+def _caller() -> str:
+    """The innermost line of the stack that is neither ours nor JAX's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

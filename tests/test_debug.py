@@ -1,0 +1,208 @@
+"""`debug_checks`: each mistake that it names is reported, inside every transformation, and right calls are not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpaged import (
+    BlockAllocator,
+    CacheLayer,
+    KVCache,
+    SamplingParams,
+    attend,
+    context_parallel_attention,
+    context_parallel_slots,
+    debug_checks,
+    paged_attention,
+    write_kv,
+)
+from tests.cases import OPTIONS, make_case
+from tests.toy_model import create_engine
+
+SIZES = dict(num_blocks=6, block_size=4)
+KV = jnp.ones((2, 1, 8))
+
+
+def cache_of(**changes):
+    return KVCache.create(**SIZES | dict(num_kv_heads=1, head_dim=8, dtype="float32") | changes)
+
+
+def allocator_of(*lengths, **sizes):
+    allocator = BlockAllocator.create(**SIZES | dict(num_seqs=len(lengths), max_blocks_per_seq=3) | sizes)
+    return allocator.append(jnp.asarray(lengths, jnp.int32), q_len=max(lengths))
+
+
+def step(cache, allocator, slots, **options):
+    cache = write_kv(cache, KV, KV, slots)
+    return attend(KV, cache, allocator, **options)
+
+
+def wrong_block_size(call):
+    """The issue: slots of an allocator with blocks of 2, its tables read with blocks of 4."""
+    allocator, slots, _ = allocator_of(5, 4, num_blocks=12, block_size=2)
+
+    def write_and_attend(cache):
+        cache = write_kv(cache, KV, KV, slots[:, -1])
+        return paged_attention(KV, cache.k, cache.v, allocator.block_tables, allocator.lengths)
+
+    call(write_and_attend, cache_of())
+
+
+def older_allocator(call):
+    older, _, _ = allocator_of(4, 4)
+    _, slots, _ = older.append(jnp.ones(2, jnp.int32))
+    call(functools.partial(step, allocator=older, slots=slots[:, 0]), cache_of())
+
+
+def older_allocator_and_a_layer(call):
+    older, _, _ = allocator_of(4, 4)
+    _, slots, _ = older.append(jnp.ones(2, jnp.int32))
+    stack = cache_of(num_layers=2)
+    call(lambda stack: step(CacheLayer(stack, 1), older, slots[:, 0]), stack)
+
+
+def null_block(call):
+    call(lambda cache: write_kv(cache, KV, KV, jnp.array([4, 3])), cache_of())
+
+
+def past_the_pool(call):
+    call(lambda cache: write_kv(cache, KV, KV, jnp.array([24, 25])), cache_of())
+
+
+def attended(call, tables, lengths, k=None, **options):
+    cache = cache_of()
+    k = cache.k if k is None else k
+    call(lambda k: paged_attention(KV, k, cache.v, jnp.array(tables), jnp.array(lengths), **options), k)
+
+
+def layout_of_jax(call):
+    """[kv_heads, pages, page_size, head_dim] with a page size that divides the heads: 2 blocks of 6 tokens."""
+    pages, tables = jnp.zeros((2, 6, 4, 8)), jnp.array([[1, 5]])
+    call(lambda pages: paged_attention(jnp.ones((1, 8, 8)), pages, pages, tables, jnp.array([7])), pages)
+
+
+MISTAKES = {
+    "wrong block size": (wrong_block_size, r"slots just written that are no token .*: 1, the first at \[1\]: 11"),
+    "older allocator": (older_allocator, r"slots just written .*: 2, the first at \[0\]: 12"),
+    "older allocator, a layer": (older_allocator_and_a_layer, r"slots just written .*: 2, the first at \[0\]: 12"),
+    "null block": (null_block, r"test_debug.py:\d+: slots in the null block: 1, the first at \[1\]: 3$"),
+    "past the pool": (past_the_pool, r"slots past the pool's 24, and not 24 as padding is: 1, the first at \[1\]: 25"),
+    "length above the capacity": (
+        lambda call: attended(call, [[1, 2, 3], [4, 5, 4]], [5, 13]),
+        r"lengths outside 0 to 12: 1, the first at \[1\]: 13",
+    ),
+    "negative length": (lambda call: attended(call, [[1], [1]], [-1, 4]), r"lengths outside 0 to 4: 1, .*: -1"),
+    "id outside": (
+        lambda call: attended(call, [[1, 99], [2, 6]], [4, 5]),
+        r"outside the pool of 6: 1, the first at \[1, 1\]: 6",
+    ),
+    "null block with tokens": (
+        lambda call: attended(call, [[1, 0], [2, 0]], [4, 5]),
+        r"the null block with tokens: 1, the first at \[1, 1\]: 0",
+    ),
+    "NaN": (
+        lambda call: attended(call, [[1, 2], [3, 4]], [5, 6], cache_of().k.at[4, 1].set(jnp.nan)),
+        r"keys that are not finite, .*: 1, the first at \[1, 1, 1\]: 4",
+    ),
+    "layout of JAX": (layout_of_jax, r"block ids outside the pool of 2: 1, the first at \[0, 1\]: 5"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found(name):
+    make, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message), debug_checks():
+        make(lambda function, *args: jax.jit(function)(*args))
+
+
+@pytest.mark.parametrize(
+    "way",
+    {
+        "nothing": lambda f, ids: f(ids),
+        "scan": lambda f, ids: jax.lax.scan(lambda c, _: (f(c), None), ids, length=2),
+        "vmap": lambda f, ids: jax.vmap(f)(ids[None]),
+        "while": lambda f, ids: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, f(c[1])), (0, ids)),
+        "grad": lambda f, ids: jax.grad(lambda x: f(ids, x)[0] * 1.0, allow_int=True)(1.0),
+        "shard_map": lambda f, ids: jax.jit(
+            jax.shard_map(f, mesh=jax.make_mesh((1,), ("x",)), in_specs=P(), out_specs=P())
+        )(ids),
+    }.items(),
+    ids=lambda way: way[0],
+)
+def test_inside_of_transformations(way):
+    cache = cache_of()
+
+    def call(ids, factor=1.0):
+        out = paged_attention(KV[:1] * factor, cache.k, cache.v, ids[None], jnp.array([4]))
+        return ids.astype(jnp.float32) * out.sum() if way[0] == "grad" else ids + 0 * out.sum().astype(jnp.int32)
+
+    with pytest.raises(ValueError, match=r"outside the pool of 6: 1, the first at \[0, 0\]: 77"), debug_checks():
+        way[1](call, jnp.array([77]))
+
+
+def test_right_calls_are_not_reported():
+    """Padding, garbage behind the lengths and before the window, empty sequences, layers, packed tokens."""
+    allocator, slots, _ = allocator_of(5, 0)
+    prompt = jnp.ones((2, 5, 1, 8))
+    case = make_case(q_len=3, options=OPTIONS["all"])
+    with debug_checks():
+        cache = write_kv(cache_of(), prompt, prompt, slots)  # the padding is 24
+        attend(prompt, cache, allocator)
+        layer = write_kv(CacheLayer(cache_of(num_layers=2), 1), prompt, prompt, slots)
+        attend(prompt, layer, allocator)
+        starts = jnp.array([0, 5, 5])
+        attend(prompt[0], write_kv(cache, prompt[0], prompt[0], slots[0]), allocator, query_starts=starts)
+        attend(prompt[0], layer, allocator, query_starts=starts)
+        before_the_window = allocator.block_tables.at[0, 0].set(-9)
+        paged_attention(KV, cache.k, cache.v, before_the_window, allocator.lengths, sliding_window=1)
+        paged_attention(*case.arrays, **case.options)
+        write_kv(cache, KV, KV, jnp.array([-1, -7]))
+
+
+def test_context_parallel_attention_is_not_checked():
+    """A device's blocks hold half of each: the lengths are beyond its tables."""
+    allocator, slots, _ = allocator_of(9, 12)
+
+    def device(cache):
+        own = context_parallel_slots(slots[:, -1], block_size=2, axis_name="x")
+        cache = write_kv(cache, KV, KV, own)
+        tables, lengths = allocator.block_tables, allocator.lengths
+        return context_parallel_attention(KV, cache.k, cache.v, tables, lengths, axis_name="x")
+
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    run = jax.shard_map(device, mesh=mesh, in_specs=P(None, "x"), out_specs=P(), check_vma=False)
+    with debug_checks():
+        jax.jit(run)(jax.device_put(cache_of(), jax.NamedSharding(mesh, P(None, "x"))))
+
+
+def test_off_it_costs_nothing_and_compiled_functions_are_compiled_again():
+    cache, slots = cache_of(), jnp.array([4, 3])
+    write = jax.jit(write_kv)
+
+    def effects():
+        return jax.make_jaxpr(write_kv)(cache, KV, KV, slots).effects
+
+    write(cache, KV, KV, slots)
+    assert not effects()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="null block"), debug_checks():
+            write(cache, KV, KV, slots)
+        assert not effects()
+        write(cache, KV, KV, slots)
+
+
+def test_an_exception_of_the_block_has_the_findings_as_notes():
+    with pytest.raises(KeyError) as caught, debug_checks():
+        {}[write_kv(cache_of(), KV, KV, jnp.array([3, 4])).k.ndim]
+    assert "slots in the null block: 1, the first at [0]: 3" in caught.value.__notes__[0]
+
+
+def test_an_engine_is_not_reported():
+    with debug_checks():
+        engine = create_engine(num_blocks=20)
+        prompts = [[1, 2, 3], [4] * 9, [5]]
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=4))
+    assert len(outputs) == 3

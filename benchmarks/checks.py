@@ -69,3 +69,9 @@ def worst_error(name: str, out: Any, expected: Any, *, most: float = MOST_ERROR)
     if not worst < most:
         raise AssertionError(f"wrong result at {name}: {worst} of the largest number of a row, at most {most} is right")
     return worst
+
+
+def require(holds: Any, message: str) -> None:
+    """Raises `AssertionError` unless it holds, under `python -O` too."""
+    if not holds:
+        raise AssertionError(message)

@@ -18,7 +18,7 @@ from benchmarks.allocator import loops, model_step, operations
 from benchmarks.allocator.host_allocator import HostAllocator
 from benchmarks.figures.memory import seat_lengths
 from benchmarks.harness import by_kernel
-from benchmarks.kernels import cache_ops, configs, decode, partitions, points, prefill, ways
+from benchmarks.kernels import cache_copies, cache_ops, cache_sizes, configs, decode, partitions, points, prefill, ways
 from benchmarks.kernels.configs import parse_config
 from benchmarks.kernels.points import make_tables, parse, tables_of
 from benchmarks.models import decode_step, llama_step
@@ -260,11 +260,11 @@ def test_cache_operations_by_name(tmp_path):
 
 
 def test_the_check_sees_a_copy_that_was_not_made():
-    stack = cache_ops.stack_of(cache_ops.TOY)
+    stack = cache_sizes.stack_of(cache_sizes.TOY)
     pairs = jnp.asarray([1, 2]), jnp.asarray([3, 4])
-    cache_ops.check_copy(copy_blocks, stack, *pairs)
+    cache_copies.check_copy(copy_blocks, stack, *pairs)
     with pytest.raises(AssertionError, match="copied something else"):
-        cache_ops.check_copy(lambda cache, sources, destinations: cache, stack, *pairs)
+        cache_copies.check_copy(lambda cache, sources, destinations: cache, stack, *pairs)
 
 
 class Memory:
@@ -338,7 +338,7 @@ def check_partitions(wrapped):
 
 def check_copies(wrapped):
     pairs = jnp.asarray([1, 2]), jnp.asarray([3, 4])
-    cache_ops.check_copy(wrapped(copy_blocks), cache_ops.stack_of(cache_ops.TOY), *pairs)
+    cache_copies.check_copy(wrapped(copy_blocks), cache_sizes.stack_of(cache_sizes.TOY), *pairs)
 
 
 def check_allocator(wrapped):

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.engine.throughput import SIZES, Request, Steps, create_caches, generate, workload
+from benchmarks.engine.steps import Steps
+from benchmarks.engine.workload import SIZES, Request, create_caches, generate, workload
 from benchmarks.harness import add_output, compile_all, open_store
 from jaxpaged import Engine
 from jaxpaged._engine.slices import State, next_kind, one_step

@@ -15,7 +15,8 @@ import time
 import numpy as np
 
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.engine.throughput import SIZES, Steps, create_caches
+from benchmarks.engine.steps import Steps
+from benchmarks.engine.workload import SIZES, create_caches
 from benchmarks.harness import add_output, open_store
 from jaxpaged import Engine
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.engine.throughput import SIZES, Request, Sizes, create_caches, workload
+from benchmarks.engine.workload import SIZES, Request, Sizes, create_caches, workload
 from benchmarks.harness import add_output, open_store
 from benchmarks.models.decode_step import cache_copies
 from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler

@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,52 +29,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.checks import poisoned, worst_error
+from benchmarks.engine.costs import Costs, product_rate
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.harness import add_output, open_store, random, read_bandwidth, slope_microseconds
+from benchmarks.engine.steps import KINDS, Steps, scheduling_microseconds
+from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, create_caches, generate, workload
+from benchmarks.harness import add_output, open_store, read_bandwidth
 from benchmarks.models.decode_step import MOST_ERROR, cache_copies
 from benchmarks.models.llama_step import LlamaConfig
-from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler
-from jaxpaged._engine.requests import Row
+from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
 from jaxpaged._engine.slices import Kind, apply_model, step_attention
 
-BLOCK_SIZE = 16
 CHECKED_LAYERS = 2
 CHECKED_REQUESTS, CHECKED_TOKENS = 8, 16  # of an exact engine
-Request = tuple[list[int], int]  # a prompt, and how many new tokens are wanted
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    seats: int
-    chunk: int
-    longest: int  # prompt, and as many new tokens
-    num_blocks: int
-    few: int  # tokens of a short sequence in the measurement of single steps
-    many: int
-
-
-KINDS = ("narrow", "few", "mixed")  # as the engine has them; an exact one has the last alone
-SIZES = {name: Sizes(256, 512, 1024, 16_384, 16, 512) for name in CONFIGS} | {"toy": Sizes(8, 16, 64, 128, 4, 32)}
-
-
-def workload(count: int, longest: int) -> list[Request]:
-    """Lengths as in a chat log: log-normal, cut to `longest`."""
-    rng = np.random.default_rng(0)
-    prompts = rng.lognormal(4.6, 1.0, count).clip(4, longest).astype(int)
-    new = rng.lognormal(5.3, 0.8, count).clip(8, longest).astype(int)
-    return [(rng.integers(10, 1000, length).tolist(), int(wanted)) for length, wanted in zip(prompts, new, strict=True)]
-
-
-def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
-    create = functools.partial(
-        KVCache.create,
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=jnp.bfloat16,
-    )
-    return tuple(create() for _ in range(config.num_layers))
 
 
 def check(config: LlamaConfig) -> float:
@@ -105,69 +70,6 @@ def check(config: LlamaConfig) -> float:
     return worst
 
 
-class Steps:
-    """Slices by hand, on the state of an engine that has no requests: for times of single steps, and the host loop."""
-
-    def __init__(self, engine: Engine, sizes: Sizes):
-        self.engine, self.sizes = engine, sizes
-
-    def run(self, requests: Sequence[Request] = (), *, num_steps: int = 0, aborts: Sequence[int] = ()) -> Any:
-        """A slice; what it reports, once it is over."""
-        engine = self.engine
-        rows = [
-            Row(0, np.asarray(prompt, np.int32), SamplingParams(max_tokens=new, temperature=0), 0)
-            for prompt, new in requests
-        ]
-        inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps)
-        return jax.tree.map(np.asarray, engine._thread.submit(engine._run, engine._weights, inbox).result())
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        for i in range(0, len(requests), 64):
-            refusals = self.run(requests[i : i + 64]).refusals
-            if refusals[: len(requests[i : i + 64])].any():
-                raise AssertionError(f"refused: {refusals}")
-
-    def clear(self) -> None:
-        self.run(aborts=range(self.engine._max_requests))
-
-    def milliseconds(self, few: int, many: int) -> float:
-        """A step, by the slope between slices of few and of many steps; of as many mixed steps in both."""
-        times = []
-        for num_steps in (few, many):
-            begin = time.perf_counter()
-            report = self.run(num_steps=num_steps)
-            times.append(time.perf_counter() - begin)
-            if report.outbox.num_steps != num_steps:
-                raise AssertionError(f"{report.outbox.num_steps} steps instead of {num_steps}")
-        return (times[1] - times[0]) / (many - few) * 1e3
-
-    def measure(self) -> dict[str, float]:
-        """Milliseconds of each kind of step; of single tokens in all seats with short and with long sequences."""
-        sizes, result = self.sizes, {}
-        num_decoding = sizes.seats - max(1, sizes.seats // 32)
-        few, many = (2, 12) if sizes.longest > 64 else (2, 4)
-        cases = dict(
-            narrow=(sizes.seats // 4, sizes.few),
-            few=(num_decoding, sizes.few),
-            many=(num_decoding, sizes.many),
-        )
-        for name, (count, length) in cases.items():
-            self.clear()
-            self.submit([([1] * length, sizes.longest)] * count)
-            self.run(num_steps=2)
-            while self.engine._state.scheduler.num_pending(self.engine._state.allocator) > 0:
-                self.run(num_steps=1)
-            result[f"{name}_ms"] = statistics.median(self.milliseconds(few, many) for _ in range(3))
-            result[f"{name}_kv"] = float(self.engine._state.allocator.lengths.sum())
-        # Prompts for the seats left, of so many tokens that the chunk of each step is full.
-        num_left = sizes.seats - num_decoding
-        self.submit([([1] * min(15 * sizes.chunk // num_left, sizes.longest), 8)] * num_left)
-        self.run(num_steps=1)
-        result["mixed_ms"] = self.milliseconds(2, 8) if sizes.longest > 64 else self.milliseconds(1, 2)
-        self.clear()
-        return result
-
-
 def check_exact(engine: Engine, work: Sequence[Request]) -> int:
     """Raises where the logprobs of a request alone are not those that it has among others; how many were compared."""
     params = SamplingParams(max_tokens=CHECKED_TOKENS, temperature=0, logprobs=True)
@@ -179,79 +81,6 @@ def check_exact(engine: Engine, work: Sequence[Request]) -> int:
     if differing:
         raise AssertionError(f"{len(differing)} of {len(alone)} requests have other logprobs alone than among others")
     return len(alone) * CHECKED_TOKENS
-
-
-def scheduling_microseconds(engine: Engine, steps: Steps, chunk: int) -> float:
-    """`plan` and `commit` of a step in which every seat decodes, in a loop without a model."""
-    steps.submit([([1] * 4, steps.sizes.longest)] * steps.sizes.seats)
-    steps.run(num_steps=8)
-
-    @jax.jit
-    def schedule(scheduler: Scheduler, allocator: BlockAllocator, num_steps: Any) -> Any:
-        def body(_: Any, carry: Any) -> Any:
-            scheduler, allocator, step = carry[0].plan(carry[1], chunk_tokens=chunk)
-            used = (step.tokens[step.last] + step.slots[step.last]) & 1  # all of the step is needed
-            scheduler, allocator = scheduler.commit(allocator, step, used)
-            return dataclasses.replace(scheduler, num_steps=jnp.zeros_like(scheduler.num_steps)), allocator
-
-        return jax.lax.fori_loop(0, num_steps, body, (scheduler, allocator))
-
-    state = engine._state
-    compiled = schedule.lower(state.scheduler, state.allocator, jnp.int32(1)).compile()
-
-    def seconds(num_steps: int) -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready(compiled(state.scheduler, state.allocator, jnp.int32(num_steps)))
-        return time.perf_counter() - begin
-
-    seconds(1)
-    few, many = (4, 40) if steps.sizes.longest > 64 else (2, 8)
-    slopes = sorted((seconds(many) - seconds(few)) / (many - few) * 1e6 for _ in range(5))
-    steps.clear()
-    return slopes[2]
-
-
-def product_rate(compiler_options: dict[str, Any]) -> float:
-    """Floating point operations a second of a large product in bfloat16."""
-    width = 8192 if jax.default_backend() == "gpu" else 512
-    x, w = (random(i, shape=(width, width), dtype="bfloat16") for i in range(2))
-    chain = jax.jit(lambda x: x @ w @ w @ w @ w, compiler_options=compiler_options)
-    return 2 * width**3 / slope_microseconds(lambda _: chain(x), 4, 0.5) * 1e6
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """What a run's steps cost by themselves, and by their bytes and products, in seconds."""
-
-    times: dict[str, float]
-    kinds: tuple[Kind, ...]
-    weight_bytes: int
-    kv_bytes: int  # a token
-    layer_params: int
-    head_params: int
-    bandwidth: float
-    products: float
-
-    def of_steps(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
-        times = self.times
-        a_token = (times["many_ms"] - times["few_ms"]) / (times["many_kv"] - times["few_kv"])
-        kv = times | {"mixed_kv": times["many_kv"]}
-        each = [times[f"{name}_ms"] - a_token * kv[f"{name}_kv"] for name in KINDS[-len(self.kinds) :]]
-        steps = sum(number * ms for number, ms in zip(num_of_kind, each, strict=True))
-        return (steps + kv_tokens(work) * a_token) / 1e3
-
-    def floor(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
-        seconds = kv_tokens(work) * self.kv_bytes / self.bandwidth
-        for number, kind in zip(num_of_kind, self.kinds, strict=True):
-            logits = min(kind.num_places, kind.num_seats)
-            products = 2 * (self.layer_params * kind.num_places + self.head_params * logits) / self.products
-            seconds += number * max(self.weight_bytes / self.bandwidth, products)
-        return seconds
-
-
-def kv_tokens(work: Sequence[Request]) -> int:
-    """Tokens whose keys and values are read by all the steps of single tokens: the last token is never computed."""
-    return sum((new - 1) * len(prompt) + new * (new - 1) // 2 for prompt, new in work)
 
 
 @contextlib.contextmanager
@@ -293,16 +122,6 @@ def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Reques
             between_slices=1 - sum(in_slices) / seconds,
         )
     return result
-
-
-def generate(engine: Engine, work: Sequence[Request], batch: int | None = None) -> int:
-    count = 0
-    for i in range(0, len(work), batch or len(work)):
-        part = work[i : i + (batch or len(work))]
-        params = [SamplingParams(max_tokens=new, temperature=0) for _, new in part]
-        outputs = engine.generate([prompt for prompt, _ in part], params)
-        count += sum(len(output.outputs[0].token_ids) for output in outputs)
-    return count
 
 
 def line(name: str, point: dict[str, Any]) -> str:

@@ -5,13 +5,11 @@
 Needs matplotlib: pip install "jaxpaged[plot]".
 """
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.allocator.operations import SWEEPS
-from benchmarks.figures.decode import begin, save
+from benchmarks.figures.drawing import begin, draw_a_file, save
 
 AXES = {"batch": "num_seqs", "pool": "num_blocks", "held": "held"}
 # Colours that the colour-blind can tell apart (Okabe and Ito).
@@ -61,11 +59,7 @@ def draw(kept: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="the JSON file of benchmarks/allocator/operations.py")
-    parser.add_argument("figure", type=Path, help="an .svg or .png file")
-    options = parser.parse_args()
-    draw(json.loads(options.results.read_text()), options.figure)
+    draw_a_file(draw, __doc__, "allocator/operations.py")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,10 @@
 Needs matplotlib: pip install "jaxpaged[plot]".
 """
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures.decode import begin, save
+from benchmarks.figures.drawing import begin, draw_a_file, save
 
 
 def draw(kept: dict[str, Any], path: Path) -> None:
@@ -41,11 +39,7 @@ def draw(kept: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="the JSON file of benchmarks/models/cpu_throughput.py")
-    parser.add_argument("figure", type=Path, help="an .svg or .png file")
-    options = parser.parse_args()
-    draw(json.loads(options.results.read_text()), options.figure)
+    draw_a_file(draw, __doc__, "models/cpu_throughput.py")
 
 
 if __name__ == "__main__":

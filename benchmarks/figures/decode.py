@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures.drawing import begin, save
+
 # How each is called and drawn; colours that the colour-blind can tell apart (Okabe and Ito).
 SERIES = {
     "jaxpaged": ("#0072B2", "o"),
@@ -57,25 +59,6 @@ def panels(results: dict[str, Any]) -> dict[str, Panel]:
         for who, us in times.items():
             panel.setdefault(who, []).append((result["bytes"], us / result["floor"]))
     return {heads: {who: sorted(points) for who, points in panel.items()} for heads, panel in found.items()}
-
-
-def begin() -> Any:
-    """matplotlib.pyplot, for figures that go into a file."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display
-    matplotlib.rcParams["svg.hashsalt"] = "jaxpaged"  # the same ids, so that an unchanged figure is an unchanged file
-    # Legible where a page shows 10 inches in 700 pixels.
-    matplotlib.rcParams |= dict.fromkeys(("font.size", "axes.titlesize", "figure.titlesize", "legend.fontsize"), 11)
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def save(figure: Any, path: Path) -> None:
-    # No date: drawing the same figures again gives the same file.
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    begin().close(figure)
 
 
 def draw(machine: str, drawn: dict[str, Panel], path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.engine.throughput import BLOCK_SIZE, SIZES, workload
-from benchmarks.figures.decode import begin, save
+from benchmarks.engine.workload import BLOCK_SIZE, SIZES, workload
+from benchmarks.figures.drawing import begin, save
 from benchmarks.harness import ROOT
 from jaxpaged import BlockAllocator, cache_capacity, plot_blocks
 

@@ -19,30 +19,27 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import math
 import statistics
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.checks import poisoned, worst_error
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.engine.throughput import SIZES, create_caches, generate, workload
-from benchmarks.harness import Store, add_output, open_store, slope_microseconds
-from benchmarks.kernels.points import Inputs, Point, make_inputs, parse
+from benchmarks.engine.workload import SIZES, create_caches, generate, workload
+from benchmarks.harness import Store, add_output, open_store
 from benchmarks.models import decode_step, llama_step
 from benchmarks.models.decode_step import CHECKED_LAYERS, MOST_ERROR, State, loop, start, time_loop
-from jaxpaged import Engine, context_parallel_attention, paged_attention
+from benchmarks.models.sharded_attention import attention, collectives, context, part_shape, put
+from jaxpaged import Engine
 from lib.llama import Llama, LlamaConfig
-from lib.tensor_parallel import AXIS, CACHE, make_mesh, replicate, shard_model
-from tests.compiled import COLLECTIVES, instructions
+from lib.tensor_parallel import CACHE, make_mesh, replicate, shard_model
 
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 NCCL_IN_GRAPHS = {
@@ -62,87 +59,6 @@ SHAPES = dict(
     engines=("1bx1024",),
 )
 TOY_SHAPES = dict(attention=("3x50",), step=("2x40",), prefill=("2x16",), context=("1x100",), engines=("toyx20",))
-
-
-def collectives(compiled: Any, part: tuple[int, ...]) -> dict[str, int]:
-    """How often each stands in a program. Raises `AssertionError` where one, or a copy, is of one or more devices'
-    parts of a cache; a pool has its null block, so that no other array is as many times as large."""
-    counts: Counter[str] = Counter()
-    for operation, size, line in instructions(compiled.as_text() or ""):
-        name = operation.removesuffix("-start")
-        counts[name] += name in COLLECTIVES
-        is_copy = name == "copy" and f"[{','.join(map(str, part))}]" in line
-        if is_copy or (name in COLLECTIVES and size > 0 and size % math.prod(part) == 0):
-            raise AssertionError(f"moves a cache: {line}")
-    return dict(+counts)
-
-
-def part_shape(array: jax.Array) -> tuple[int, ...]:
-    return array.sharding.shard_shape(array.shape)
-
-
-def put(mesh: Mesh, tree: Any, spec: P) -> Any:
-    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
-
-
-def time_chain(point: Point, attend: Any, inputs: Inputs, toy: bool) -> tuple[float, jax.Array, Any]:
-    """Microseconds a call, the first output, and the program."""
-    num_calls = 2 if toy else point.num_calls
-
-    @jax.jit
-    def chain(q: jax.Array, caches: Any, tables: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        outs = [q]
-        for i in range(num_calls):
-            outs.append(attend(outs[-1], *caches[i % len(caches)], tables, lengths))
-        return outs[-1], outs[1]
-
-    def call(i: int) -> tuple[jax.Array, jax.Array]:
-        return compiled(inputs.q, inputs.caches[i % point.num_sets], inputs.block_tables, inputs.lengths)
-
-    compiled = chain.lower(inputs.q, inputs.caches[0], inputs.block_tables, inputs.lengths).compile()
-    return slope_microseconds(call, num_calls), poisoned(call, 0)[1], compiled
-
-
-def attention(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
-    heads, kv_heads = (4, 2) if toy else (32, 8)
-    point = parse(f"{heads}/{kv_heads} {shape}")
-    part = parse(f"{heads // mesh.size}/{kv_heads // mesh.size} {shape}")
-    inputs = make_inputs(point)
-    one, expected, _ = time_chain(point, paged_attention, inputs, toy)
-    share, *_ = time_chain(part, paged_attention, make_inputs(part), toy)
-    tables, lengths = put(mesh, (inputs.block_tables, inputs.lengths), P())
-    q, caches = put(mesh, inputs.q, CACHE), put(mesh, inputs.caches, CACHE)
-    several, first, compiled = time_chain(point, paged_attention, Inputs(q, caches, tables, lengths), toy)
-    return {
-        "error": worst_error(shape, first, expected),
-        "collectives": collectives(compiled, part_shape(caches[0][0][0])),
-        "one": one,
-        "share": share,
-        "several": several,
-        "speedup": one / several,
-        "efficiency": share / several,
-    }
-
-
-def context(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
-    point = parse(f"{'4/2' if toy else '32/8'} {shape} block_size={16 * mesh.size}")
-    inputs = make_inputs(point)
-    one, expected, _ = time_chain(point, paged_attention, inputs, toy)
-    q, tables, lengths = put(mesh, (inputs.q[:, 0], inputs.block_tables, inputs.lengths), P())
-    caches = put(mesh, inputs.caches, P(None, AXIS))
-
-    @functools.partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
-    def attend(*arrays: jax.Array) -> jax.Array:
-        return context_parallel_attention(*arrays, axis_name=AXIS)[0]
-
-    several, first, compiled = time_chain(point, attend, Inputs(q, caches, tables, lengths), toy)
-    return {
-        "error": worst_error(shape, first, expected[:, 0]),
-        "collectives": collectives(compiled, part_shape(caches[0][0][0])),
-        "one": one,
-        "several": several,
-        "speedup": one / several,
-    }
 
 
 def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:

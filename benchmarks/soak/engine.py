@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.checks import require
 from benchmarks.harness import add_output, open_store
 from jaxpaged import Engine, SamplingParams
 from tests.toy_model import BLOCK_SIZE, MAX_TOKENS, VOCAB, create_engine
@@ -59,12 +60,12 @@ def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int
     before = engine.stats()
     with compilations() as compiled:
         num_tokens = serve(engine, num_requests, chosen, expected, rng, ends)
-    check(not compiled, f"{len(compiled)} compilations")
-    check(sum(ends.values()) == num_requests, "a request ended twice or never")
+    require(not compiled, f"{len(compiled)} compilations")
+    require(sum(ends.values()) == num_requests, "a request ended twice or never")
     after = engine.stats()
-    check(after.num_generated - before.num_generated == num_tokens, "tokens that nobody asked for")
-    check(not engine._state.allocator.lengths.any(), "somebody still has a seat")
-    check(after.num_free_blocks == before.num_free_blocks, "blocks did not come back")
+    require(after.num_generated - before.num_generated == num_tokens, "tokens that nobody asked for")
+    require(not engine._state.allocator.lengths.any(), "somebody still has a seat")
+    require(after.num_free_blocks == before.num_free_blocks, "blocks did not come back")
     names = "computed", "found", "recomputed", "preempted"
     counts = {name: getattr(after, f"num_{name}") - getattr(before, f"num_{name}") for name in names}
     return dict(ends) | dict(tokens=num_tokens) | counts
@@ -86,7 +87,7 @@ def serve(
         for _ in range(min(num_left, int(rng.integers(0, BURST)) if len(under_way) < 4 * BURST else 0)):
             num_left -= 1
             if rng.random() < NEVER_FITS:
-                check(refuses(engine), "a request that can never be served was taken")
+                require(refuses(engine), "a request that can never be served was taken")
                 ends["refused"] += 1
                 continue
             kind = int(rng.integers(0, len(chosen)))
@@ -96,16 +97,18 @@ def serve(
         for output in engine.step():
             (completion,) = output.outputs
             wanted = expected[under_way[output.request_id]]
-            check(completion.token_ids == wanted[: len(completion.token_ids)], "a token was lost, doubled or another's")
+            require(
+                completion.token_ids == wanted[: len(completion.token_ids)], "a token was lost, doubled or another's"
+            )
             if output.finished:
                 del under_way[output.request_id]  # a second end would be a KeyError
                 ends[str(completion.finish_reason)] += 1
                 num_tokens += len(completion.token_ids)
-                check(completion.finish_reason == "abort" or completion.token_ids == wanted, "ended before its end")
+                require(completion.finish_reason == "abort" or completion.token_ids == wanted, "ended before its end")
         scheduler, allocator = jax.tree.map(np.asarray, (engine._state.scheduler, engine._state.allocator))
         broken = scheduler.broken_invariants(allocator) + allocator.broken_invariants()
-        check(not broken, f"{broken}")
-    check(not under_way, "a request never ended")
+        require(not broken, f"{broken}")
+    require(not under_way, "a request never ended")
     return num_tokens
 
 
@@ -131,11 +134,6 @@ def refuses(engine: Engine) -> bool:
     return False
 
 
-def check(holds: Any, message: str) -> None:
-    if not holds:
-        raise AssertionError(message)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
@@ -153,7 +151,7 @@ def main() -> None:
         count = min(10_000, options.requests - totals["requests"])
         totals.update(soak(engine, count, seed=options.seed + totals["requests"]), requests=count)
         share = totals["recomputed"] / totals["computed"]
-        check(share <= MOST_RECOMPUTED, f"{share:.2%} recomputed")
+        require(share <= MOST_RECOMPUTED, f"{share:.2%} recomputed")
         seconds = time.perf_counter() - begin
         print(f"[{seconds:5.0f} s] {dict(totals)}, recomputed {share:.2%}", flush=True)
         name = "with a prefix cache" if options.prefix_cache else "without a prefix cache"

@@ -25,6 +25,7 @@ from typing import Any
 import openai
 from openai import AsyncOpenAI
 
+from benchmarks.checks import require
 from benchmarks.harness import ROOT, add_output, open_store
 from lib.checkpoint import Tokenizer, default_path, read_checkpoint
 from lib.text_stream import HALF, first_stop
@@ -45,11 +46,6 @@ TOPICS = [
 FORMS = ["Write about {}.", "{}?", "Once upon a time there was {}, and", "def f(x):\n    # {}\n" * 4]
 LEAVING, SEEDED, STOPPED = 0.1, 0.25, 0.25  # shares of the requests
 SEEDS = 3
-
-
-def check(holds: Any, message: str) -> None:
-    if not holds:
-        raise AssertionError(message)
 
 
 def expected_tokens(prompts: list[str], options: list[str]) -> dict[str, list[int]]:
@@ -174,9 +170,9 @@ async def soak(
             if seen["running_requests"] + seen["waiting_requests"] == 0:
                 break
             await asyncio.sleep(0.1)
-    check(set(soak.ends) <= {"answered", "left"}, f"requests ended otherwise: {dict(soak.ends)}")
-    check(soak.ends.total() == soak.num_started, f"{soak.num_started} began, and {soak.ends.total()} ended")
-    check(seen["free_blocks"] == seen["blocks"], f"{seen['blocks'] - seen['free_blocks']} blocks did not come back")
+    require(set(soak.ends) <= {"answered", "left"}, f"requests ended otherwise: {dict(soak.ends)}")
+    require(soak.ends.total() == soak.num_started, f"{soak.num_started} began, and {soak.ends.total()} ended")
+    require(seen["free_blocks"] == seen["blocks"], f"{seen['blocks'] - seen['free_blocks']} blocks did not come back")
     return {
         "requests": soak.num_started,
         "answered": soak.ends["answered"],
@@ -228,7 +224,7 @@ def main() -> None:
             address = next(found[0] for line in said if (found := re.search(r"http://\S+", line)))
             result = asyncio.run(soak(address, tokenizer, expected, args))
             server.send_signal(signal.SIGTERM)
-            check(server.wait(60) == 0, f"the server ended with {server.returncode}")
+            require(server.wait(60) == 0, f"the server ended with {server.returncode}")
         finally:
             server.kill()
     for name, value in result.items():

@@ -1,0 +1,50 @@
+"""What the steps of a run cost by themselves, and the floor of their bytes and products."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.engine.steps import KINDS
+from benchmarks.engine.workload import Request, kv_tokens
+from benchmarks.harness import random, slope_microseconds
+from jaxpaged._engine.slices import Kind
+
+
+def product_rate(compiler_options: dict[str, Any]) -> float:
+    """Floating point operations a second of a large product in bfloat16."""
+    width = 8192 if jax.default_backend() == "gpu" else 512
+    x, w = (random(i, shape=(width, width), dtype="bfloat16") for i in range(2))
+    chain = jax.jit(lambda x: x @ w @ w @ w @ w, compiler_options=compiler_options)
+    return 2 * width**3 / slope_microseconds(lambda _: chain(x), 4, 0.5) * 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What a run's steps cost by themselves, and by their bytes and products, in seconds."""
+
+    times: dict[str, float]
+    kinds: tuple[Kind, ...]
+    weight_bytes: int
+    kv_bytes: int  # a token
+    layer_params: int
+    head_params: int
+    bandwidth: float
+    products: float
+
+    def of_steps(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
+        times = self.times
+        a_token = (times["many_ms"] - times["few_ms"]) / (times["many_kv"] - times["few_kv"])
+        kv = times | {"mixed_kv": times["many_kv"]}
+        each = [times[f"{name}_ms"] - a_token * kv[f"{name}_kv"] for name in KINDS[-len(self.kinds) :]]
+        steps = sum(number * ms for number, ms in zip(num_of_kind, each, strict=True))
+        return (steps + kv_tokens(work) * a_token) / 1e3
+
+    def floor(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
+        seconds = kv_tokens(work) * self.kv_bytes / self.bandwidth
+        for number, kind in zip(num_of_kind, self.kinds, strict=True):
+            logits = min(kind.num_places, kind.num_seats)
+            products = 2 * (self.layer_params * kind.num_places + self.head_params * logits) / self.products
+            seconds += number * max(self.weight_bytes / self.bandwidth, products)
+        return seconds

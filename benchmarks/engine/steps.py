@@ -1,0 +1,110 @@
+"""Single steps of an engine: how long each kind takes, and its scheduling alone."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.engine.workload import Request, Sizes
+from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
+from jaxpaged._engine.requests import Row
+
+KINDS = ("narrow", "few", "mixed")  # as the engine has them; an exact one has the last alone
+
+
+class Steps:
+    """Slices by hand, on the state of an engine that has no requests: for times of single steps, and the host loop."""
+
+    def __init__(self, engine: Engine, sizes: Sizes):
+        self.engine, self.sizes = engine, sizes
+
+    def run(self, requests: Sequence[Request] = (), *, num_steps: int = 0, aborts: Sequence[int] = ()) -> Any:
+        """A slice; what it reports, once it is over."""
+        engine = self.engine
+        rows = [
+            Row(0, np.asarray(prompt, np.int32), SamplingParams(max_tokens=new, temperature=0), 0)
+            for prompt, new in requests
+        ]
+        inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps)
+        return jax.tree.map(np.asarray, engine._thread.submit(engine._run, engine._weights, inbox).result())
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for i in range(0, len(requests), 64):
+            refusals = self.run(requests[i : i + 64]).refusals
+            if refusals[: len(requests[i : i + 64])].any():
+                raise AssertionError(f"refused: {refusals}")
+
+    def clear(self) -> None:
+        self.run(aborts=range(self.engine._max_requests))
+
+    def milliseconds(self, few: int, many: int) -> float:
+        """A step, by the slope between slices of few and of many steps; of as many mixed steps in both."""
+        times = []
+        for num_steps in (few, many):
+            begin = time.perf_counter()
+            report = self.run(num_steps=num_steps)
+            times.append(time.perf_counter() - begin)
+            if report.outbox.num_steps != num_steps:
+                raise AssertionError(f"{report.outbox.num_steps} steps instead of {num_steps}")
+        return (times[1] - times[0]) / (many - few) * 1e3
+
+    def measure(self) -> dict[str, float]:
+        """Milliseconds of each kind of step; of single tokens in all seats with short and with long sequences."""
+        sizes, result = self.sizes, {}
+        num_decoding = sizes.seats - max(1, sizes.seats // 32)
+        few, many = (2, 12) if sizes.longest > 64 else (2, 4)
+        cases = dict(
+            narrow=(sizes.seats // 4, sizes.few),
+            few=(num_decoding, sizes.few),
+            many=(num_decoding, sizes.many),
+        )
+        for name, (count, length) in cases.items():
+            self.clear()
+            self.submit([([1] * length, sizes.longest)] * count)
+            self.run(num_steps=2)
+            while self.engine._state.scheduler.num_pending(self.engine._state.allocator) > 0:
+                self.run(num_steps=1)
+            result[f"{name}_ms"] = statistics.median(self.milliseconds(few, many) for _ in range(3))
+            result[f"{name}_kv"] = float(self.engine._state.allocator.lengths.sum())
+        # Prompts for the seats left, of so many tokens that the chunk of each step is full.
+        num_left = sizes.seats - num_decoding
+        self.submit([([1] * min(15 * sizes.chunk // num_left, sizes.longest), 8)] * num_left)
+        self.run(num_steps=1)
+        result["mixed_ms"] = self.milliseconds(2, 8) if sizes.longest > 64 else self.milliseconds(1, 2)
+        self.clear()
+        return result
+
+
+def scheduling_microseconds(engine: Engine, steps: Steps, chunk: int) -> float:
+    """`plan` and `commit` of a step in which every seat decodes, in a loop without a model."""
+    steps.submit([([1] * 4, steps.sizes.longest)] * steps.sizes.seats)
+    steps.run(num_steps=8)
+
+    @jax.jit
+    def schedule(scheduler: Scheduler, allocator: BlockAllocator, num_steps: Any) -> Any:
+        def body(_: Any, carry: Any) -> Any:
+            scheduler, allocator, step = carry[0].plan(carry[1], chunk_tokens=chunk)
+            used = (step.tokens[step.last] + step.slots[step.last]) & 1  # all of the step is needed
+            scheduler, allocator = scheduler.commit(allocator, step, used)
+            return dataclasses.replace(scheduler, num_steps=jnp.zeros_like(scheduler.num_steps)), allocator
+
+        return jax.lax.fori_loop(0, num_steps, body, (scheduler, allocator))
+
+    state = engine._state
+    compiled = schedule.lower(state.scheduler, state.allocator, jnp.int32(1)).compile()
+
+    def seconds(num_steps: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(state.scheduler, state.allocator, jnp.int32(num_steps)))
+        return time.perf_counter() - begin
+
+    seconds(1)
+    few, many = (4, 40) if steps.sizes.longest > 64 else (2, 8)
+    slopes = sorted((seconds(many) - seconds(few)) / (many - few) * 1e6 for _ in range(5))
+    steps.clear()
+    return slopes[2]

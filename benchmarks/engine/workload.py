@@ -1,0 +1,63 @@
+"""What the benchmarks of the engine serve: the lengths of a chat log, and the sizes of each model."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.engine.model import CONFIGS
+from benchmarks.models.llama_step import LlamaConfig
+from jaxpaged import Engine, KVCache, SamplingParams
+
+BLOCK_SIZE = 16
+Request = tuple[list[int], int]  # a prompt, and how many new tokens are wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    seats: int
+    chunk: int
+    longest: int  # prompt, and as many new tokens
+    num_blocks: int
+    few: int  # tokens of a short sequence in the measurement of single steps
+    many: int
+
+
+SIZES = {name: Sizes(256, 512, 1024, 16_384, 16, 512) for name in CONFIGS} | {"toy": Sizes(8, 16, 64, 128, 4, 32)}
+
+
+def workload(count: int, longest: int) -> list[Request]:
+    """Lengths as in a chat log: log-normal, cut to `longest`."""
+    rng = np.random.default_rng(0)
+    prompts = rng.lognormal(4.6, 1.0, count).clip(4, longest).astype(int)
+    new = rng.lognormal(5.3, 0.8, count).clip(8, longest).astype(int)
+    return [(rng.integers(10, 1000, length).tolist(), int(wanted)) for length, wanted in zip(prompts, new, strict=True)]
+
+
+def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
+    create = functools.partial(
+        KVCache.create,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=jnp.bfloat16,
+    )
+    return tuple(create() for _ in range(config.num_layers))
+
+
+def kv_tokens(work: Sequence[Request]) -> int:
+    """Tokens whose keys and values are read by all the steps of single tokens: the last token is never computed."""
+    return sum((new - 1) * len(prompt) + new * (new - 1) // 2 for prompt, new in work)
+
+
+def generate(engine: Engine, work: Sequence[Request], batch: int | None = None) -> int:
+    count = 0
+    for i in range(0, len(work), batch or len(work)):
+        part = work[i : i + (batch or len(work))]
+        params = [SamplingParams(max_tokens=new, temperature=0) for _, new in part]
+        outputs = engine.generate([prompt for prompt, _ in part], params)
+        count += sum(len(output.outputs[0].token_ids) for output in outputs)
+    return count

@@ -24,7 +24,8 @@ TEXTS = {
 
 def named(text: str) -> set[str]:
     """The result files that a text names: `h100/decode.json`, or in a comment of a rule [parts_h100, pairs_h100]."""
-    brackets = re.findall(r"\[((?:\w+_h\d00[,\s#]*)+)(?: of benchmarks/results/decisions/)?\]", text)
+    text = re.sub(r"\n *# *", " ", text)  # a comment of several lines as one
+    brackets = re.findall(r"\[((?:\w+_h\d00[,\s]*)+)(?: of benchmarks/results/decisions/)?\]", text)
     decisions = {f"decisions/{name}.json" for found in brackets for name in re.findall(r"\w+_h\d00", found)}
     return decisions | set(re.findall(r"\b((?:h100|h200|cpu|decisions)/\w+\.json)", text))
 

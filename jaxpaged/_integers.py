@@ -12,10 +12,10 @@ INT32 = np.iinfo(np.int32)
 
 
 def as_int32(values: ArrayLike) -> jax.Array:
-    """An array of JAX's as it is; NumPy's and Python's integers as int32.
+    """Returns a JAX array unchanged, and integers of NumPy and Python as int32.
 
-    What int32 does not hold becomes its largest or smallest number: 2^32 + 3 is as far outside a pool as 2^31 - 1 is,
-    and a cast would make 3 of it. The caller checks the dtype of what comes back.
+    Numbers beyond int32 become its largest or smallest: 2^31 - 1 is outside any pool, as 2^32 + 3 was, and a cast
+    would make that 3. The caller checks the dtype of what comes back.
     """
     if isinstance(values, jax.Array):
         return values
@@ -38,13 +38,13 @@ def known_values(values: ArrayLike) -> np.ndarray | None:
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Raises `ValueError` where the KV heads are not read by as many query heads each."""
+    """Raises `ValueError` unless each KV head is read by the same number of query heads."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads=}, {num_kv_heads=}.")
 
 
 def checked_size(name: str, size: Any, least: int = 1, most: int | None = None) -> int:
-    """A static size as an int of Python's: one of NumPy's would make int64 of int32 arrays where x64 is on."""
+    """A static size as a Python int: with x64 on, a NumPy int would turn int32 arrays into int64."""
     try:
         if isinstance(size, bool):
             raise TypeError

@@ -36,8 +36,8 @@ class AttentionSettings:
         num_heads: query heads.
         num_kv_heads: KV heads; must divide `num_heads`.
         head_dim: numbers a head.
-        rotary_frequencies: from `jaxpaged.rotary_frequencies`, up to `head_dim // 2` numbers; None: no rotation, but
-            for that of `rotary`.
+        rotary_frequencies: from `jaxpaged.rotary_frequencies`, up to `head_dim // 2` numbers; None: no rotation other
+            than `rotary`.
         rotary: the model's own rotation, `(x [..., heads, head_dim], positions [...]) -> x`, for q and for k.
         interleaved: whether the pairs that `rotary_frequencies` turn are neighbours, see `rotate_and_write_kv`.
         fused: whether q, k and v are one product.
@@ -46,7 +46,7 @@ class AttentionSettings:
         use_output_bias: whether the output projection has one.
         norm_epsilon: of the RMS norm of each head of q and k, before they are rotated; None: no norm.
         use_sinks: whether each head has a sink, a logit without a value.
-        use_gate: whether the heads' output is multiplied by the sigmoid of a projection of x.
+        use_gate: whether the output of the heads is multiplied by the sigmoid of a projection of x.
         scale: as in `jaxpaged.paged_attention`, like the next five.
         sliding_window: in tokens.
         logits_soft_cap: of the logits.

@@ -1,4 +1,4 @@
-"""What every public pytree has beside its fields: `jax.export` serialises it, and its `repr` is one line of shapes."""
+"""Every public pytree is serialised by `jax.export`, and prints as one line of shapes."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from jax import export
 def public_state[T: type](cls: T) -> T:
     """Class decorator, over a dataclass that JAX knows as a pytree.
 
-    An exported function may take and return it. Its static fields, plain numbers and strings, are written as JSON.
+    An exported function may take and return it. Its static fields must be numbers and strings, which JSON holds.
     """
 
     def write(static: Any) -> bytes:
@@ -27,12 +27,12 @@ def public_state[T: type](cls: T) -> T:
 
 
 def short_repr(state: Any) -> str:
-    """`KVCache(k=float32[8,16,2,64], ...)`: shapes and dtypes in place of numbers, so that tracers look the same."""
+    """`KVCache(k=float32[8,16,2,64], ...)`: shapes and dtypes instead of values, so tracers look the same."""
     fields = (f"{field.name}={_short(getattr(state, field.name))}" for field in dataclasses.fields(state))
     return f"{type(state).__name__}({', '.join(fields)})"
 
 
 def _short(value: Any) -> str:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        return repr(value)  # static, another pytree, or what jax.tree.map put in the place of an array
+        return repr(value)  # static, another pytree, or whatever jax.tree.map put here
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -25,19 +25,18 @@ class PagedAttention(nnx.Module):
     It projects, normalises and rotates q and k, writes k and v into the cache, attends, and projects back. The cache
     and the allocator are arguments, the new cache is a result: the module only holds weights.
 
-    Parameters, with biases where asked for:
+    Parameters, and biases if the settings ask for them:
 
     - `qkv_proj.kernel` `[in_features, (num_heads + 2 * num_kv_heads) * head_dim]`: the columns of q, then of k, then of
-      v. One product reads its weights faster than three. Make it of separate kernels with
-      `jnp.concatenate([q, k, v], axis=-1)`, or have `q_proj`, `k_proj` and `v_proj` with `fused=False`.
+      v. One product reads its weights faster than three. Build it from separate kernels with
+      `jnp.concatenate([q, k, v], axis=-1)`, or keep `q_proj`, `k_proj` and `v_proj` with `fused=False`.
     - `o_proj.kernel` `[num_heads * head_dim, in_features]`.
     - `q_norm.scale`, `k_norm.scale` `[head_dim]`, with `norm_epsilon`.
     - `sinks` `[num_heads]`, with `use_sinks`.
     - `gate_proj.kernel` `[in_features, num_heads * head_dim]`, with `use_gate`.
 
-    `heads_axis`, a mesh axis or a name that Flax's `logical_axis_rules` give one, becomes the `out_sharding` of these:
-    of the projections to heads by their outputs, of the output projection by its inputs, of the sinks by heads. The
-    others are not sharded.
+    `heads_axis` is a mesh axis, or a name that Flax's `logical_axis_rules` map to one. It shards the projections to
+    heads by their outputs, the output projection by its inputs and the sinks by heads, in their `out_sharding`.
 
     Args:
         in_features: width of the input and the output.
@@ -115,10 +114,10 @@ class PagedAttention(nnx.Module):
             slots: int32 `[seqs, q_len]`, which that `append` returned, or `[tokens]`, from `BlockAllocator.slots`. Rows
                 of padding have a slot outside the pool.
             query_starts: int32 `[seqs + 1]`, as in `jaxpaged.paged_attention`: where each sequence's tokens begin in x.
-            positions: int32, one a token, for the rotary embedding; None: the order of the tokens. Of a tree's tokens
-                the depths, behind the history.
+            positions: int32, one a token, for the rotary embedding; None: the order of the tokens. For a tree,
+                each token's depth plus the length of the history.
             tree_mask: as in `jaxpaged.paged_attention`, like `shared_prefix`.
-            plan: of `jaxpaged.plan_partitions`, one for all layers, where the module has no `num_partitions`.
+            plan: from `jaxpaged.plan_partitions`, one for all layers, if the settings have no `num_partitions`.
 
         Returns:
             The new cache, in the form it came in, and the output, of x's shape.

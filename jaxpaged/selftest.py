@@ -98,7 +98,7 @@ def make_call(
 
 
 def error_of(call: Call, implementation: Implementation) -> float:
-    """The worst error of a row over its largest number; NaN or infinity where a result is not finite."""
+    """The worst error of a row, divided by its largest number; NaN or infinity if a result is not finite."""
     out, lse = jax.jit(
         lambda arrays, options: paged_attention(
             *arrays,
@@ -120,10 +120,10 @@ def error_of(call: Call, implementation: Implementation) -> float:
 
 
 def check(name: str, implementation: Implementation) -> tuple[str, bool]:
-    """What there is to say of a case, and whether it is right."""
+    """The error of a case as text, or why it failed; and whether it is right."""
     try:
         error = error_of(make_call(**CASES[name]), implementation)
-    except Exception as failure:  # whatever it is, the others are checked too
+    except Exception as failure:  # of any kind: the other cases are checked too
         return f"{type(failure).__name__}: {str(failure).partition('\n')[0][:80]}", False
     return f"{error:.1e}", error < TOLERANCE
 
@@ -138,7 +138,7 @@ def case_names(compute_capability: float) -> list[str]:
 
 
 def microseconds(run: Callable[[], Any], repetitions: int = 10) -> float:
-    """Device time of a call, from the slope between few and many: what is paid once drops out."""
+    """Device time of a call, from the slope between few calls and many: fixed costs cancel."""
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
@@ -153,7 +153,7 @@ def microseconds(run: Callable[[], Any], repetitions: int = 10) -> float:
 
 
 def time_point(seqs: int, length: int, implementations: tuple[Implementation, ...]) -> dict[str, float]:
-    """Microseconds of each, and, as "read", of sums of the same keys and values by XLA."""
+    """Microseconds of each implementation, and of XLA summing the same keys and values, under "read"."""
     shape = seqs * length // 16 + 1, 16, 8, 128
     k_key, v_key, q_key = jax.random.split(jax.random.key(0), 3)
     k_cache, v_cache = (jax.random.normal(key, shape, jnp.bfloat16) for key in (k_key, v_key))

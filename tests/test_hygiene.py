@@ -1,4 +1,4 @@
-"""Zeroing what was freed, and swapping out and in: what stands where, with poison in all that is nobody's."""
+"""Zeroing freed blocks, swapping out and in, invariants, drawings; with poison in every slot that nobody holds."""
 
 import dataclasses
 import inspect

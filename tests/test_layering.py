@@ -80,7 +80,7 @@ def sources_of(package: str) -> dict[str, str]:
 
 
 def check_no_circle(sources: dict[str, str]) -> None:
-    """Raises `CycleError` where modules import one another in a circle, wherever in them the imports stand."""
+    """Raises `CycleError` if modules import one another in a circle, at the top or inside functions."""
 
     def module_of(name: str) -> str:  # `jaxpaged._cache.write.write_kv` is of `jaxpaged._cache.write`
         return name if name in sources else name.rpartition(".")[0]

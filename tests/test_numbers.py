@@ -1,4 +1,4 @@
-"""Numbers that int32 or float32 does not hold, and those that are of the wrong kind."""
+"""Numbers beyond int32 or float32, and numbers of the wrong kind."""
 
 import jax
 import jax.numpy as jnp

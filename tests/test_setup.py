@@ -13,7 +13,7 @@ TOOLS = Path(__file__).parent.parent / "tools"
 
 @pytest.fixture
 def machine(tmp_path):
-    """An empty machine: a PATH with the shell's own tools alone, an empty home, and programs to be put on it."""
+    """An empty machine: a PATH with only the shell's own tools, an empty home, and a function that adds programs."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("sh", "sort", "head", "printf", "dirname"):

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prints the extra that this machine's NVIDIA driver can run, cuda13 or cuda12, or nothing where it can run neither.
+# Prints the extra that this machine's NVIDIA driver can run, cuda13 or cuda12, or nothing if it can run neither.
 set -u
 
 command -v nvidia-smi >/dev/null 2>&1 || exit 0

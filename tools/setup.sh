@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes the virtual environment $1 with the locked development set, this project, and the demo's weights.
-# Says nothing where all of it is there and newer than what it is made from.
+# Does nothing, silently, if all of it exists and is up to date.
 set -eu
 
 venv=$1
@@ -26,14 +26,14 @@ if up_to_date; then exit; fi
 python=$(tools/find_python.sh)
 
 # One set-up at a time. The lock is on the open file 9, so that it ends with the processes that hold it, however they
-# end. It is taken through Python: macOS has no flock command. Where the file system has no locks, it goes on without.
+# end. It is taken through Python: macOS has no flock command. If the file system has no locks, it goes on without.
 exec 9<tools/setup.sh
 "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || echo "No other make may run at the same time." >&2
 if up_to_date; then exit; fi # another one was waited for
 
 if ! whole; then
     if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ ! -f "$venv/.making" ]; then
-        echo "$venv is there and is no virtual environment: it is left alone." >&2
+        echo "$venv exists and is no virtual environment: it is left alone." >&2
         exit 1
     fi
     echo "Making $venv with $python"

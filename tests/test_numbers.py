@@ -65,7 +65,9 @@ def test_numpy_slots_and_ids_beyond_int32_are_padding():
 
 
 def test_the_allocator_refuses_numpy_counts_beyond_int32():
-    full, _, ok = allocator().append(np.array([WRAPS + 1, 4]), q_len=4)
+    with pytest.raises(ValueError, match=f"q_len=4, the width of the slots; got {WRAPS + 1} for sequence 0"):
+        allocator().append(np.array([WRAPS + 1, 4]), q_len=4)
+    full, _, ok = allocator().append(np.array([-WRAPS + 1, 4]), q_len=4)
     assert ok.tolist() == [False, True]
     assert full.fork(np.array([WRAPS + 1, 1]))[2].tolist() == [False, True]
     assert full.rollback(np.array([0, WRAPS + 2]))[2].tolist() == [True, False]

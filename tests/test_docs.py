@@ -29,6 +29,9 @@ def test_the_attention_of_the_readme_runs():
     assert names["out"].shape == (4, 8, 64)
     assert names["ok"].all()
     assert len(code.strip().splitlines()) <= 12
+    cache, allocator = names["cache"], names["allocator"]
+    tables = allocator.block_tables, allocator.lengths
+    assert jaxpaged.explain(names["q"], cache.k, cache.v, *tables, gpu="H100").implementation == "mosaic_gpu"
 
 
 @pytest.mark.slow
@@ -41,10 +44,17 @@ def test_the_text_of_the_readme_is_what_its_model_says(capsys):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
-def test_the_examples_of_the_docs_run(page):
+def test_the_examples_of_the_docs_run(page, capsys):
     for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        names: dict = {}
         with jax.numpy_dtype_promotion("strict"):
-            exec(code, {})
+            exec(code, names)
+        said = capsys.readouterr().out
+        for comment in re.findall(r"^print\(.*\)\n((?:# .*\n)+)", code, re.MULTILINE):
+            assert re.sub("^# ", "", comment, flags=re.MULTILINE) in said
+        if isinstance(cache := names.get("cache"), jaxpaged.KVCache):  # one dtype, as the kernels want it
+            arrays = [names[name] for name in ("q", "weights", "embedding") if hasattr(names.get(name), "dtype")]
+            assert {array.dtype for array in arrays} <= {cache.k.dtype}
 
 
 def test_the_steps_of_the_kernel_are_those_that_are_measured():

@@ -15,9 +15,9 @@ from jax.interpreters import batching, mlir
 def by_kernel[Result](
     kernel: Callable[..., Result], elsewhere: Callable[..., Result], *arguments: Any, refusal: str | None = None
 ) -> Result:
-    """`kernel(*arguments)` where it is lowered for CUDA, `elsewhere(*arguments)` for other platforms.
+    """`kernel(*arguments)` if it is lowered for CUDA, `elsewhere(*arguments)` for other platforms.
 
-    Where XLA partitions what it is part of, `elsewhere` too, or with a `refusal` `NotImplementedError`. Inside
+    If XLA partitions the program over devices, it is `elsewhere` too, or with a `refusal` `NotImplementedError`. Inside
     `jax.shard_map`, with check_vma or without, each device runs the kernel on its own part.
     """
     leaves, tree = jax.tree.flatten(arguments)

@@ -20,7 +20,7 @@ class Gpu:
         return self.compute_capability == 9.0
 
 
-# By name, for decisions without one at hand.
+# For questions about a GPU that is not there.
 GPUS = {
     "A100": Gpu(108, 8.0, name="A100"),
     "L4": Gpu(58, 8.9, name="L4"),
@@ -52,7 +52,7 @@ def kind() -> str:
 
 
 def gpu() -> Gpu:
-    """The GPU that JAX uses by default in this process. Raises `NotImplementedError` where that is no GPU."""
+    """The GPU that JAX uses by default in this process. Raises `NotImplementedError` if it uses none."""
     device = _device()
     if not is_gpu():
         raise NotImplementedError(f"the Mosaic GPU kernels need an NVIDIA GPU; got {device.platform=}.")
@@ -67,8 +67,8 @@ def gpu() -> Gpu:
 
 @functools.cache  # each call of attention asks
 def broken_ptxas() -> str | None:
-    """The version of the `nvidia-cuda-nvcc-cu12` that JAX compiles with, where it is one that miscompiles causal masks:
-    those of CUDA 12.8.0 to 12.9.0, which JAX's own `attention_mgpu` refuses too."""
+    """The version of the `nvidia-cuda-nvcc-cu12` that JAX compiles with, if it miscompiles causal masks, as CUDA 12.8.0
+    to 12.9.0 do. JAX's own `attention_mgpu` refuses them too."""
     try:
         importlib.metadata.version("jax-cuda12-plugin")
         version = importlib.metadata.version("nvidia-cuda-nvcc-cu12")

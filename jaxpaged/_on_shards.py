@@ -20,9 +20,10 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
     """The function, which arrays on an explicit mesh reach inside a `jax.shard_map`: no kernel, and nothing as large
     as the cache, is left to XLA to partition.
 
-    Arrays may be sharded over heads, as the KV heads of the cache are, and those of attention over sequences; arrays
-    that each device holds as a whole are cut where they have to be. Raises `ValueError` for any other sharding. The
-    results are sharded as the first argument. Where no array is on an explicit mesh, this is the function itself.
+    Arrays may be sharded over heads, in the way of the KV heads of the cache, and the arrays of attention also over
+    sequences. Arrays that each device holds as a whole are cut if the function needs a part. Any other sharding raises
+    `ValueError`. The results are sharded as the first argument. If no array is on an explicit mesh, this is the
+    function itself.
     """
     signature = inspect.signature(function)
 
@@ -109,7 +110,7 @@ def _own_shape(array: Any) -> tuple[int, ...]:
 
 
 def _specs_of(arguments: Mapping[str, Any]) -> Any:
-    """How each array must be sharded for its heads to lie where those of the cache do."""
+    """How each array must be sharded so that its heads are on the device that has their KV heads."""
     k_cache = arguments["k_cache"] if "k_cache" in arguments else jax.tree.leaves(arguments["cache"])[0]
     heads = _spec_of(k_cache)[-2]
     has_seqs = "q" in arguments and arguments.get("query_starts") is None
@@ -139,7 +140,7 @@ def _cut(mesh: AbstractMesh, path: Any, array: Any, spec: P) -> Any:
         return array
     if any(axis is not None for axis in _spec_of(array)):
         raise ValueError(
-            f"{_name(path)} must be sharded as {spec}, over the KV heads of the cache and the sequences of q alone; "
+            f"{_name(path)} must be sharded as {spec}, only over the KV heads of the cache and the sequences of q; "
             f"got {P(*_spec_of(array))}. Move it with jax.sharding.reshard."
         )
     return jax.sharding.reshard(array, NamedSharding(mesh, spec))

@@ -42,7 +42,7 @@ class _Arguments:
     block_tables: jax.Array  # int32 [seqs, max_blocks]
     lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
     options: AttentionOptions
-    # False: every query sees the whole sequence, and stands at its last token.
+    # False: every query sees the whole sequence, and its position is that of the last token.
     causal: bool = dataclasses.field(default=True, kw_only=True, metadata=dict(static=True))
 
     @property
@@ -74,7 +74,7 @@ class AttentionArguments(_Arguments):
         return self.tree is not None
 
     def query_positions(self) -> jax.Array:
-        """The position of each query in its sequence, int32 [seqs, q_len]; negative where there is none."""
+        """The position of each query in its sequence, int32 [seqs, q_len]; negative before its start."""
         q_len = self.q.shape[1]
         if not self.causal:
             return jnp.broadcast_to(self.lengths[:, None] - 1, (self.lengths.shape[0], q_len))
@@ -91,7 +91,7 @@ class AttentionArguments(_Arguments):
         return jnp.maximum(first - window + 1, 0)
 
     def readable_ids(self, entries: jax.Array, readable: jax.Array | bool = True) -> jax.Array:
-        """Block ids at table `entries` [seqs, ...], the null block where nothing may be read.
+        """Block ids at table `entries` [seqs, ...], the null block if nothing may be read.
 
         Entries past the length or wholly before the window may hold any garbage, so they are never followed.
         """
@@ -299,7 +299,7 @@ def optional(
     *,
     positive: bool = False,
 ) -> jax.Array | None:
-    """An option as an array of `dtype`, after its shape, kind and (where it is known) its sign were checked."""
+    """An option as an array of `dtype`. Its shape and kind are checked, and its sign if it is known."""
     if value is None:
         return None
     # Under jit an option that is a plain number is still known: NumPy looks at it before JAX makes a tracer of it.
@@ -338,7 +338,7 @@ def _cache_scale(name: str, value: ArrayLike | None, cache_shape: tuple[int, ...
         array = array.reshape(wanted)
     if array.shape not in ((), wanted, cache_shape):
         hint = (
-            " For one layer of a stack take those of jaxpaged.CacheLayer(stack, layer).pool."
+            " For one layer of a stack take the scales of jaxpaged.CacheLayer(stack, layer).pool."
             if array.ndim in (2, 4)
             else ""
         )

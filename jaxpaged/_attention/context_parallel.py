@@ -31,8 +31,8 @@ def context_parallel_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of the newest tokens of each sequence, over tokens that lie on all devices of a mesh axis.
 
-    For use inside `jax.shard_map`. Each of the n devices holds its part of every block: of the `block_size` tokens of
-    the allocator's, device i holds the i-th `block_size / n`. Tables, lengths and the whole allocator are the same
+    For use inside `jax.shard_map`. Each of the n devices holds a part of every block: device i holds the i-th
+    `block_size / n` of a block's tokens, in the allocator's `block_size`. Tables, lengths and allocator are the same
     everywhere, and every sequence is spread evenly. Make the cache with the allocator's block size, and
     shard it with `PartitionSpec(None, axis_name)`; write with `context_parallel_slots`.
 
@@ -40,17 +40,17 @@ def context_parallel_attention(
     the outputs and lses together.
 
     Several tokens a sequence are computed in runs of 64 rows (tokens times heads of a KV head) at most: a run sees the
-    blocks before its first token as a whole, and each of its tokens the next few by itself. No GPU has timed it.
+    blocks before its first token together, and each of its tokens sees the next few by itself. No GPU has timed it.
 
     Which device holds a token is settled when the cache is made: no call attends on one device instead. Two H200s are
-    faster than one from about 45,000 tokens on, those of all sequences together (32/8 heads, head_dim 128). For a pool
+    faster than one from about 45,000 tokens on, counted over all sequences (32/8 heads, head_dim 128). For a pool
     of fewer, make the mesh axis of one device.
 
     Args:
         q: `[seqs, heads, head_dim]` or `[seqs, q_len, heads, head_dim]`, as in `paged_attention`, the same on every
             device.
         k_cache: this device's, `[blocks, block_size / n, kv_heads, head_dim]`.
-        v_cache: likewise.
+        v_cache: as `k_cache`.
         block_tables: int32 `[seqs, max_blocks]`, of the allocator.
         lengths: int32 `[seqs]`, of the allocator, in tokens.
         axis_name: the mesh axis.
@@ -88,7 +88,7 @@ def context_parallel_attention(
     check_arguments(*arrays, sinks=sinks, k_scale=scales[0], v_scale=scales[1])
     q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
     block_tables, lengths = as_int32(block_tables), as_int32(lengths)
-    if sinks is not None:  # once: those of the first device
+    if sinks is not None:  # once, on the first device
         sinks = jnp.where(jax.lax.axis_index(axis_name) == 0, sinks, -jnp.inf)
     if q.ndim == 3:
         own_lengths = _own_lengths(lengths, k_cache.shape[1], axis_name)
@@ -134,8 +134,8 @@ def _attend_in_runs(
     """Over this device's tokens: out [seqs, q_len, heads, head_dim] and lse f32 [seqs, q_len, heads].
 
     How many of this device's tokens a query sees in the blocks of its run depends on its own position. So there are two
-    calls: all of the blocks before the run, where the tokens of a run are heads of one token, and the blocks of the
-    run, where each token is a sequence.
+    calls: one on all blocks before the run, in which the tokens of a run are heads of one token, and one on the blocks
+    of the run, in which each token is a sequence.
     """
     seqs, q_len, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]

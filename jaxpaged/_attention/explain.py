@@ -57,18 +57,19 @@ def explain(
 ) -> Explanation:
     """Says which kernel computes a call of `paged_attention`, in which configuration, or why none does.
 
-    Nothing runs and no array is read: any of them may be a `jax.ShapeDtypeStruct`. What is known only beforehand
-    counts: pass numbers as numbers, as the call does.
+    Nothing runs and no array is read: any array may be a `jax.ShapeDtypeStruct`. Pass numbers as the call does: a
+    window that is a number counts, one in an array is not known beforehand. For arrays on several devices, pass the
+    shapes of one device's parts.
 
     Args:
-        q: as in `paged_attention`; of arrays on several devices the part of one, as a `jax.ShapeDtypeStruct`.
-        k_cache: likewise.
-        v_cache: likewise.
-        block_tables: likewise.
-        lengths: likewise.
+        q: as in `paged_attention`.
+        k_cache: as in `paged_attention`.
+        v_cache: as in `paged_attention`.
+        block_tables: as in `paged_attention`.
+        lengths: as in `paged_attention`.
         gpu: "A100", "L4", "H100", "H200" or "B200"; by default JAX's default device.
         return_lse: changes nothing here.
-        options: those of `paged_attention`.
+        options: the other options of `paged_attention`.
 
     Returns:
         The `Explanation`: print it.

@@ -28,7 +28,7 @@ LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (jax.__file__, _dev
 
 
 class ContextKeywords(TypedDict, total=False):
-    """The options of `paged_attention` for which it does not matter where in its sequence a token stands."""
+    """The options of `paged_attention` that do not depend on the positions of tokens."""
 
     scale: ArrayLike | None
     logits_soft_cap: ArrayLike | None
@@ -39,7 +39,7 @@ class ContextKeywords(TypedDict, total=False):
 
 
 class AttentionKeywords(Options, total=False):
-    """The options of `paged_attention` that every function which calls it hands on."""
+    """The options that every caller of `paged_attention` passes on."""
 
     query_starts: ArrayLike | None
     tree_mask: ArrayLike | None
@@ -121,7 +121,7 @@ def paged_attention(
             float8_e5m2 or int8.
         v_cache: as `k_cache`.
         block_tables: int32 `[seqs, max_blocks]`, the ids of each sequence's blocks in order.
-        lengths: int32 `[seqs]`, tokens in each sequence, those of `q` included. Length 0 gives zeros and lse -inf.
+        lengths: int32 `[seqs]`, tokens in each sequence, the ones of `q` included. Length 0 gives zeros, lse -inf.
         query_starts: int32 `[seqs + 1]`, not descending. With it q is `[tokens, heads, head_dim]`, and the newest
             tokens of sequence s are `query_starts[s] : query_starts[s + 1]`, any number of them, 0 and 1 included.
             Rows before the first and past the last are padding: zeros, lse -inf. A batch of single tokens is faster
@@ -136,32 +136,33 @@ def paged_attention(
         k_scale: the factor of the stored keys, f32: `[]`, one for all; `[kv_heads]`, one for each KV head; or
             `[blocks, block_size, kv_heads]`, one for each slot and KV head: `k_cache * k_scale[..., None]`. Scales of
             unused slots never reach the output. Pass `cache.k_scale`. An int8 cache needs both scales.
-        v_scale: likewise for values.
+        v_scale: the factor of the stored values, shaped as `k_scale` may be.
         tree_mask: uint32 `[seqs, q_len, words]`, or `[tokens, words]` with `query_starts`, of `jaxpaged.tree_mask`: bit
             `j % 32` of word `j // 32` says whether a query sees the j-th of its sequence's q_len tokens (with
-            `query_starts`: of its newest ones). Itself and what stands before them it always sees, what stands behind
-            it never. Any bits will do, whatever the tokens that a query sees see themselves. A token's position n is
+            `query_starts`: of its newest ones). It always sees itself and all tokens before these, never one behind
+            itself. Any bits will do, whatever the tokens that a query sees see themselves. A token's position n is
             the number of tokens that it sees before itself: in a tree its position in its branch, so that windows and
             ALiBi work as they would on the branch alone. Give the same positions to the rotary embedding. With
             `query_starts`, sequences with more newest tokens than bits have no tree. "mosaic_gpu" takes a tree without
             a window and ALiBi.
-        shared_prefix: int or int32 `[]`, in tokens: all sequences begin with the same blocks, as many as these tokens
-            fill, which are then read once for all of them. Or `[groups]`, for each run of seqs / groups sequences. It
-            only decides what is computed together: a sequence with other blocks there, or with new tokens, is computed
-            by itself, and so is each sequence with a window or ALiBi. Results differ by rounding: the two parts of an
+        shared_prefix: int or int32 `[]`, in tokens: all sequences begin with the same blocks, which these tokens fill.
+            They are then read once for all sequences. Or `[groups]`, for each run of seqs / groups sequences. It
+            only decides what is computed together: a sequence that has other blocks or new tokens there is computed by
+            itself, and so is every sequence with a window or ALiBi. Results differ by rounding: the two parts of an
             output are rounded to q's dtype before they are added up. It may be traced; a number lets "mosaic_gpu"
             choose its partitions for it.
-        num_partitions: into how many parts each sequence is cut, computed side by side and then merged. With a number,
-            a sequence's output does not depend on its batch neighbours. None: on a CPU 1; otherwise as many as fill the
-            GPU, or a plan, in tables for more than 8192 tokens and where the pool could fill only a small part of them.
+        num_partitions: into how many parts each sequence is cut; they are computed side by side and then merged. With
+            a number, a sequence's output does not depend on its batch neighbours. None: 1 on a CPU; on a GPU enough to
+            fill it, or a plan if some sequences may be much longer than others.
         plan: from `plan_partitions`, instead of a number: partitions by the true lengths, for batches in which a few
-            sequences are much longer than the others. "xla" takes its default instead; so do mapped calls, those of a
-            single sequence, and those whose partials would take more than 128 MiB.
+            sequences are much longer than the others. "xla" ignores it, and so do calls under `vmap`, calls of a single
+            sequence, and calls whose partials would take more than 128 MiB.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for NVIDIA GPUs, with q in bfloat16 or float16 and a cache in q's dtype or
             of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is a Hopper GPU, the call is
-            lowered for it and these arguments allow it, otherwise "xla". Other GPUs (Ampere and above) have one kernel,
-            which must be named: try `python -m jaxpaged.selftest` first. A named one never falls back.
+            lowered for it and the kernels take these arguments, otherwise "xla": `explain` says which, and why. On
+            other GPUs (Ampere and above) the kernel must be named: try `python -m jaxpaged.selftest` first. A named
+            implementation never falls back.
 
     Returns:
         The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`,

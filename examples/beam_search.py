@@ -2,13 +2,13 @@
 
     python examples/beam_search.py --width 4 --chat --prompt "Name the largest planet."
 
-Of all continuations of a prompt's beams by one token the best are kept, as many as there are places. One that ends in
-eos is complete and keeps its place for good; the search ends where all are. They are ranked by their summed log
-probability over `length ** length_penalty`.
+Each step extends every beam of a prompt by one token and keeps the `width` best. A beam that ends in eos is complete
+and keeps its place; the search ends when all beams are complete. Their score is the summed log probability over
+`length ** length_penalty`.
 
-Beams are rows of the allocator, and reordering them is one `fork`: a beam may go on in several rows, in none, or stay
-in its own. They share full blocks; a partly filled last block is copied where two beams would write to it. The whole
-search is one `jax.jit`, prefill, allocator and copies included.
+Beams are rows of the allocator, and one `fork` reorders them: a beam may go on in several rows, in none, or stay in its
+own. Beams share full blocks; a partly filled last block is copied if two beams would write to it. The whole search is
+one `jax.jit`, with prefill, allocator and copies.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Beams:
     log_probabilities: jax.Array  # f32 [prompts, width], summed over the tokens; -inf: there is no beam here
     complete: jax.Array  # bool [prompts, width], ended in eos or at its limit
     peak_blocks: jax.Array  # int32 [], the most blocks held at one time
-    peak_unshared: jax.Array  # int32 [], the most that it would have been if none were shared
+    peak_unshared: jax.Array  # int32 [], the most that would have been held without sharing
 
     @property
     def running(self) -> jax.Array:
@@ -75,7 +75,7 @@ def choose(beams: Beams, step: jax.Array, logits: jax.Array, limits: jax.Array, 
         complete=beams.complete | (continued & ended),
     )
 
-    # 3. ... and its blocks, where it goes on.
+    # 3. ... and its blocks, if it goes on.
     row_of_first = jnp.arange(num_prompts, dtype=jnp.int32)[:, None] * width
     parents = jnp.where(beams.running, row_of_first + parent, -1).ravel()
     allocator, copies, ok = beams.allocator.fork(parents, replace=True)
@@ -146,7 +146,7 @@ def beam_search(
 ) -> tuple[list[list[Hypothesis]], Beams]:
     """Up to `width` hypotheses a prompt, the best first, and the final state.
 
-    Raises `PoolError` where the prompts do not fit."""
+    Raises `PoolError` if the prompts do not fit."""
     empty = start(
         config,
         [prompt for prompt in prompts for _ in range(width)],

@@ -1,6 +1,6 @@
 """The smallest decode loop on jaxpaged: allocate, write, attend, choose, stop, free, inside one `jax.jit`.
 
-One attention layer with random weights stands for a model. Copy it, and put yours in its place.
+One attention layer with random weights stands for a model. Copy the file and put your model in its place.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""A model that nobody edits, in Linen: Google DeepMind's Gemma 3, decoded through a paged cache.
+"""An unedited Linen model, Google DeepMind's Gemma 3, decoded through a paged cache.
 
     pip install gemma
     python examples/gemma_linen.py
 
-`step` runs the model's own parts, and `attention` stands in for its own: windows in most layers, norms of q and k, two
-rotary bases. The weights are random and the model is small: load your own with `gemma.gm.ckpts`.
+`step` runs the model's own parts, and `attention` replaces its attention: windows in most layers, norms on q and k, two
+rotary bases. The model is small and its weights are random; load real ones with `gemma.gm.ckpts`.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ LOCAL, GLOBAL = _modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLO
 
 
 def attention(a: Any, x: Any, positions: Any, cache: Any, attend: Any) -> tuple[Any, Any]:
-    """The blocks hand the mask through: `attend` comes in its place."""
+    """The model passes its mask through to here; `attend` takes the mask's place."""
     q, (k, v) = a.q_einsum("BTD,NDH->BTNH", x), a.kv_einsum("BSD,CKDH->CBSKH", x)
     rope = dict(base_frequency=a.rope_base_frequency, scale_factor=a.rope_scale_factor)
     q, k = apply_rope(a._query_norm(q), positions, **rope), apply_rope(a._key_norm(k), positions, **rope)

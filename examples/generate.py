@@ -1,6 +1,6 @@
 """Text from a Llama, Mistral, Qwen, Gemma or gpt-oss through a paged cache.
 
-`lib/generation.py` is the part to copy: all of decoding in one `jax.jit`. This is the command around it.
+`lib/generation.py` is the part to copy: all of decoding in one `jax.jit`. This file is the command around it.
 
     python examples/generate.py --chat --prompt "What is a page table?" --prompt "Name three rivers."
     python examples/generate.py --shared-prefix LICENSE --prompt "In short, this license" --prompt "A user of it must"
@@ -40,7 +40,7 @@ QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 class Stream:
-    """Prints the text of a batch as it grows, each sequence's new part with its number before it if there are more."""
+    """Prints the text of a batch as it grows. If there are several sequences, each part follows its number."""
 
     def __init__(self, tokenizer: Tokenizer, num_seqs: int, file: TextIO):
         self.tokenizer, self.file = tokenizer, file
@@ -68,13 +68,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cache-dtype",
         choices=("float32", "bfloat16", "float16", *QUANTISED),
-        help="of the keys and values in the cache; default: --dtype",
+        help="dtype of keys and values in the cache; default: --dtype",
     )
     parser.add_argument(
         "--cache-scale",
         choices=get_args(Granularity),
-        help="what one scale of a quantised cache is for: a token and head, which is the default; a head or a whole "
-        "layer, calibrated on all the prompts together",
+        help="what one scale of a quantised cache covers: a token and head (the default), or a head or a whole layer, "
+        "calibrated on all prompts together",
     )
     parser.add_argument(
         "--num-blocks", type=positive, help="blocks in the pool, the null block included; default: what is needed"
@@ -82,7 +82,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add_tensor_parallel(parser)
     parser.add_argument("--stream", action="store_true", help="print the text as it grows")
     parser.add_argument(
-        "--json", action="store_true", help="one JSON object a prompt on stdout, and nothing else there"
+        "--json", action="store_true", help="print one JSON object a prompt on stdout, and nothing else there"
     )
     args = parser.parse_args(arguments)
     args.cache_dtype = args.cache_dtype or args.dtype
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     tokenizer = request.checkpoint.tokenizer
     stream = Stream(tokenizer, len(prompts), sys.stderr if args.json else sys.stdout) if args.stream else None
-    # A bar is drawn on a terminal alone; without one nobody looks, and the whole of decoding is one call.
+    # A bar is drawn only on a terminal. Without a bar and a stream, all of decoding is one call.
     bar = tqdm(total=int(state.limits.sum()), desc="generating", unit="token", disable=True if stream else None)
     watched = stream is not None or not bar.disable
 
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
 def report(
     state: Generation, timing: Timing, request: Request, prefix: list[int] | None, args: argparse.Namespace
 ) -> None:
-    """Results on stdout; what was measured on stdout too, or on stderr beside JSON."""
+    """Prints results on stdout, and measurements on stdout or, with --json, on stderr."""
     prompts, tokenizer = request.prompts, request.checkpoint.tokenizer
     tokens, starved = generated(state), np.asarray(state.starved)
     for i, (text, prompt, ids) in enumerate(zip(request.texts, prompts, tokens, strict=True)):

@@ -2,9 +2,9 @@
 
     python examples/parallel_sampling.py --num-completions 4 --prompt "The old lighthouse keeper opened the door and"
 
-All of it is one `jax.jit`: a prompt is prefilled into the row of its first completion, one `fork` makes the others
-from it, `copy_blocks` gives each its own copy of a last block that is partly filled, and the decode loop samples on.
-The full blocks of the prompt are shared for as long as a completion that holds them runs.
+Everything runs in one `jax.jit`. A prompt is prefilled into the row of its first completion, one `fork` makes the other
+rows from it, `copy_blocks` gives each row its own copy of a partly filled last block, and the decode loop samples on.
+The completions of a prompt share its full blocks until the last of them ends.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from lib.sampling import Sampling
 def complete(
     graph: nnx.GraphDef,
     weights: nnx.State,
-    state: Generation,  # a row for each completion, those of one prompt side by side
+    state: Generation,  # a row for each completion; the rows of a prompt are adjacent
     prompts: Prompts,
     eos_ids: tuple[int, ...],
     sampling: Sampling,
@@ -47,7 +47,7 @@ def complete(
     ok = ok[prompt_of] & forked
     state = dataclasses.replace(state, caches=caches, allocator=allocator, running=ok, starved=~ok)
     state = accept(state, ok, logits[prompt_of], eos_ids, sampling)
-    # Each step reads what the completions of a prompt share once for all of them.
+    # Each step reads the blocks that the completions of a prompt share once.
     state = decode(graph, weights, state, state.limits.max(), eos_ids, sampling, shared_prefix=prompts.lengths)
     return state, num_shared
 
@@ -67,10 +67,10 @@ def sample_in_parallel(
 ) -> tuple[Generation, int]:
     """The final state, `num_completions` rows a prompt, and the number of blocks shared after the fork.
 
-    Raises `PoolError` where the prompts do not fit."""
+    Raises `PoolError` if the prompts do not fit."""
     state = start(
         config,
-        [prompt for prompt in prompts for _ in range(num_completions)],  # so each has a random key of its own
+        [prompt for prompt in prompts for _ in range(num_completions)],  # so that each has its own random key
         max_new_tokens=max_new_tokens,
         block_size=block_size,
         num_blocks=None,

@@ -1,10 +1,10 @@
-"""Rollouts as a reinforcement learner collects them: n completions of each prompt, their logprobs, weights that change.
+"""Rollouts for reinforcement learning: n completions of each prompt with logprobs, and weights that change.
 
     python examples/rollout.py -n 8 --rounds 3 --prompt "Write one sentence about the sea."
 
-The reward is a toy: the share of the letter e in a completion. The advantage of a completion is its reward less the
-mean of its prompt's completions, over their standard deviation, as in GRPO (Shao et al., 2024,
-https://arxiv.org/abs/2402.03300). Where a learner follows its gradient, the weights here take a small random step. The
+The reward is a toy: the share of the letter e in a completion. A completion's advantage is its reward minus the mean
+over its prompt's completions, divided by their standard deviation, as in GRPO (Shao et al., 2024,
+https://arxiv.org/abs/2402.03300). A learner would follow its gradient; here the weights take a small random step. The
 engine is compiled once for all rounds.
 """
 
@@ -30,13 +30,13 @@ STEP = 1e-3  # of the weights' own standard deviation
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """Of each completion of a prompt, from the rewards of all of them."""
+    """The advantage of each completion of a prompt, from the rewards of all."""
     return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
 @jax.jit
 def moved(weights: nnx.State, seed: Any) -> nnx.State:
-    """Weights a small random step away; a learner's would follow the advantages."""
+    """The weights after a small random step."""
     leaves, tree = jax.tree.flatten(weights)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     noise = (jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True))
@@ -57,7 +57,7 @@ def roll_out(
     eos_ids: tuple[int, ...] = (),
     dtype: str = "float32",
 ) -> Iterator[list[RequestOutput]]:
-    """Of each round the completions of all prompts, with the weights of that round."""
+    """Yields each round's outputs for all prompts, with the weights of that round."""
     longest = max(map(len, prompts))
     max_length = min(config.context, longest + max_new_tokens)
     engine = create_engine(
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__.split("\n\n")[0], parents=[model_arguments(), sampling_arguments(temperature=1.0)]
     )
     parser.add_argument("-n", "--num-completions", type=positive, default=4, metavar="N", help="of each prompt")
-    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="between which the weights change")
+    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="the weights change between rounds")
     args = parser.parse_args(arguments)
     sampling = read_sampling(args)
     options = dict(num_completions=args.num_completions, num_rounds=args.rounds, sampling=sampling, seed=args.seed)
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
             print()
         num_tokens = sum(len(completion.token_ids) for completion in completions)
         end = time.perf_counter()
-        say(f"round {i}: {num_tokens} tokens, {num_tokens / (end - begin):.0f} a second")
+        say(f"round {i}: {num_tokens} tokens, {num_tokens / (end - begin):.1f} a second")
         begin = end
 
 

@@ -44,27 +44,30 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, which only this machine reaches")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one; default: %(default)s")
     parser.add_argument(
-        "--api-key", help=f"that clients must show; default: ${API_KEY}, which other users of the machine cannot see"
+        "--api-key",
+        help=f"the key that clients must send; default: ${API_KEY}, which other users of the machine cannot see",
     )
-    parser.add_argument("--num-seats", type=positive, default=16, metavar="N", help="requests that run at once")
+    parser.add_argument(
+        "--num-seats", type=positive, default=16, metavar="N", help="completions that run at once; default: %(default)s"
+    )
     parser.add_argument(
         "--max-length",
         type=positive,
         default=MOST_TOKENS,
         metavar="N",
-        help="the most of a request, prompt and answer together; default: %(default)s, or the model's context",
+        help="most tokens of a request, prompt and answer; default: %(default)s, or the model's context if smaller",
     )
     pool = parser.add_mutually_exclusive_group()
     pool.add_argument(
         "--num-blocks", type=positive, help="blocks in the pool; default: what all seats need at --max-length"
     )
-    pool.add_argument("--cache-mb", type=positive, metavar="N", help="memory of the pool in 10^6 bytes, all layers")
+    pool.add_argument("--cache-mb", type=positive, metavar="N", help="memory of the pool, all layers, in 10^6 bytes")
     parser.add_argument(
         "--chunk-tokens",
         type=positive,
         default=64,
         metavar="N",
-        help="of prompts in one step; 256 to 512 suits a large model on a GPU; default: %(default)s",
+        help="most prompt tokens in a step; 256 to 512 suits a large model on a GPU; default: %(default)s",
     )
     parser.add_argument(
         "--steps-per-slice",
@@ -76,15 +79,25 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add_tensor_parallel(parser)
     parser.add_argument("--prefix-cache", action="store_true", help="let requests share the blocks of equal beginnings")
     parser.add_argument(
-        "--max-queue", type=positive, default=128, metavar="N", help="completions that may wait for a seat"
+        "--max-queue",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="completions that may wait for a seat; default: %(default)s",
     )
-    parser.add_argument("--max-body-bytes", type=positive, default=2**20, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--max-body-bytes",
+        type=positive,
+        default=2**20,
+        metavar="N",
+        help="larger bodies are refused; default: %(default)s",
+    )
     parser.add_argument(
         "--drain-seconds",
         type=positive,
         default=30,
         metavar="N",
-        help="for requests under way, when the server is told to end; default: %(default)s",
+        help="time for requests under way after SIGTERM or Ctrl-C; default: %(default)s",
     )
     args = parser.parse_args(arguments)
     args.api_key = args.api_key or os.environ.get(API_KEY) or None
@@ -162,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         say("Loading the model and compiling the engine.")
         service = create_service(args)
         if args.api_key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
-            say(f"Warning: whoever reaches {args.host} can use this server; set ${API_KEY} to prevent that.")
+            say(f"Warning: anyone who can reach {args.host} can use this server; set ${API_KEY} to prevent that.")
         host = f"[{args.host}]" if ":" in args.host else args.host
         say(f"Serving {service.model} at http://{host}:{listener.getsockname()[1]}")
         signal.set_wakeup_fd(-1)  # from here on Ctrl-C drains; before, it ends the process at once

@@ -1,13 +1,13 @@
-"""Greedy decoding that guesses: several tokens a step, and token for token what plain decoding gives.
+"""Speculative greedy decoding: several tokens a step, and the same tokens as plain decoding.
 
     python examples/speculative.py --prompt "Repeat after me: one two three four. One two three four. One two"
 
-A step drafts what followed the newest tokens where they stood before, in the prompt or in what was generated: several
-branches, each with another first token. It gives the whole tree to the model as queries of one attention, with a mask;
-accepts the branch that agrees longest with what the model would have chosen, and one token of the model's own behind
-it; moves that branch's keys and values to where they belong; and takes back the room of the others with `rollback`.
-All steps are one `jax.jit`. In bfloat16 products of several tokens may round other than those of one, and tokens that
-are almost tied may swap.
+A step looks for earlier occurrences of the newest tokens, in the prompt and in the generated text, and drafts what
+followed them: several branches that differ in their first token. The model sees the whole tree in one attention call
+with a mask. The step accepts the branch that agrees longest with the model's own choices, and the model's next token
+behind it; moves that branch's keys and values into place; and gives back the room of the others with `rollback`.
+All steps are one `jax.jit`. In bfloat16, products of several tokens may round differently from products of one, and
+nearly tied tokens may swap.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Tally:
 
     steps: jax.Array  # that the sequence took part in
     drafted: jax.Array  # tokens
-    accepted: jax.Array  # of those
+    accepted: jax.Array  # of these tokens
 
 
 def draft(
@@ -46,11 +46,11 @@ def draft(
     num_draft: int,
     num_branches: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """What followed the last `ngram` tokens where they stood before: int32 [seqs, num_branches, num_draft], and how
-    many tokens of each branch, [seqs, num_branches].
+    """What followed earlier occurrences of the last `ngram` tokens: int32 [seqs, num_branches, num_draft], and the
+    number of tokens in each branch, [seqs, num_branches].
 
-    Of several places those with the most tokens behind them, up to `num_draft`, and of those the latest; but no two
-    branches begin with the same token.
+    Occurrences with more tokens behind them, up to `num_draft`, come first, then later ones. No two branches begin with
+    the same token.
     """
     num_tokens = text.shape[1]
     place = jnp.arange(num_tokens, dtype=jnp.int32)[None]
@@ -105,7 +105,7 @@ def speculate(
     def one_step(carry: tuple[Generation, Tally]) -> tuple[Generation, Tally]:
         state, tally = carry
 
-        # 1. Draft, but not beyond where the sequence must end: the last token that it may get is the model's own.
+        # 1. Draft, but not past the sequence's limit: its last token is the model's own.
         text = jnp.concatenate([rows, state.tokens], axis=1)  # prompts end where what was generated begins
         ends = rows.shape[1] + state.num_tokens
         drafted, counts = draft(text, begins, ends, ngram=ngram, num_draft=num_draft, num_branches=num_branches)
@@ -167,7 +167,7 @@ def decode_speculatively(
     eos_ids: tuple[int, ...] = (),
     dtype: str = "float32",
 ) -> tuple[Generation, Tally]:
-    """The final state, and what was drafted and accepted in each sequence."""
+    """The final state, and the counts of each sequence."""
     state = start(
         config,
         prompts,
@@ -186,9 +186,23 @@ def decode_speculatively(
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], parents=[model_arguments()])
-    parser.add_argument("--ngram", type=positive, default=2, metavar="N", help="look for the newest N tokens")
-    parser.add_argument("--num-draft", type=positive, default=4, metavar="N", help="draft at most N tokens a branch")
-    parser.add_argument("--num-branches", type=positive, default=2, metavar="N", help="branches a step")
+    parser.add_argument(
+        "--ngram",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="look for earlier occurrences of the newest N tokens; default: %(default)s",
+    )
+    parser.add_argument(
+        "--num-draft",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="draft at most N tokens a branch; default: %(default)s",
+    )
+    parser.add_argument(
+        "--num-branches", type=positive, default=2, metavar="N", help="branches a step; default: %(default)s"
+    )
     args = parser.parse_args(arguments)
     options = dict(ngram=args.ngram, num_draft=args.num_draft, num_branches=args.num_branches)
     request, (state, tally) = compute(args, decode_speculatively, **options)

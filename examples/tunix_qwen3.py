@@ -1,10 +1,10 @@
-"""A model that nobody edits, in NNX: the Qwen3 of Tunix, decoded through a paged cache.
+"""An unedited NNX model, the Qwen3 of Tunix, decoded through a paged cache.
 
     pip install google-tunix
     python examples/tunix_qwen3.py
 
-`attention` stands in for the model's own, and `paged` says what a step of the model is. The weights are random and the
-model is small: load your own with `tunix.models.qwen3.params`.
+`attention` replaces the model's attention, and `paged` defines a step of the model. The model is small and its weights
+are random; load real ones with `tunix.models.qwen3.params`.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ with imports(__doc__):
 def attention(
     a: Attention, x: Any, positions: Any, cache: Any, attend: Any, segment_ids: Any = None
 ) -> tuple[Any, Any]:
-    """The model hands the mask through: `attend` comes in its place."""
+    """The model passes its mask through to here; `attend` takes the mask's place."""
     q, k = (apply_rope(x, positions, a.head_dim) for x in (a.q_norm(a.q_proj(x)), a.k_norm(a.k_proj(x))))
     cache, out = attend(q, k, a.v_proj(x), cache)
     return cache, a.o_proj(out)

@@ -108,7 +108,7 @@ def test_what_a_person_sees(tiny, monkeypatch, capsys):
         "-->  -1.000  c",
         "-->  -2.000  d",
         "",
-        "blocks:  5 of 4 tokens in use at the peak where a loop that never shares takes 8: 3 saved",
+        "blocks:  5 of 4 tokens in use at the peak; without sharing 8: 3 saved",
     ]
 
 

@@ -89,7 +89,7 @@ def test_files_that_are_no_checkpoint(folder):
     (folder / "config.json").write_text('{"a":' * 100_000)
     assert "config.json: maximum recursion depth exceeded" in refused(folder)
     (folder / "config.json").write_text("[1]")
-    assert "config.json: [1] stands where a JSON object must" in refused(folder)
+    assert "config.json: expected a JSON object; got [1]" in refused(folder)
     write_checkpoint(folder)
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": 5}}')
     assert "content must be a text; got 5" in refused(folder)

@@ -134,7 +134,7 @@ def test_the_rotary_fields_of_two_generations():
             dict(quantization_config={"quant_method": "mxfp4"}),
             "its quantization_config is of the method 'mxfp4'",
         ),
-        ("llama", dict(quantization_config="fp8"), "'fp8' stands where a JSON object must"),
+        ("llama", dict(quantization_config="fp8"), "expected a JSON object; got 'fp8'"),
         ("llama", dict(partial_rotary_factor=0.5), "its partial_rotary_factor is 0.5, which is not known here"),
         ("llama", dict(rope_scaling=dict(partial_rotary_factor=0.5)), "its partial_rotary_factor is 0.5"),
         ("llama", dict(rope_scaling=dict(mrope_section=[1, 1, 2])), "its mrope_section is"),

@@ -271,7 +271,7 @@ REFUSED = [
 REFUSED_CHATS = [
     (body(), "prompt is not supported here; leave it out."),
     (json.dumps({"model": "model", "messages": []}), "messages must be a list of at least one message."),
-    (json.dumps({"model": "model", "messages": ["hi"]}), "'hi' stands where a JSON object must."),
+    (json.dumps({"model": "model", "messages": ["hi"]}), "expected a JSON object; got 'hi'."),
     (json.dumps({"model": "model", "messages": [{"role": "user"}]}), "The field 'content' is missing."),
     (
         json.dumps({"model": "model", "messages": [{"role": "tool", "content": "a"}]}),

@@ -1,7 +1,7 @@
-"""Renders the chat template of a checkpoint, a program that comes with the weights, in a process of its own.
+"""Renders the chat template of a checkpoint, a program that comes with the weights, in its own process.
 
-Jinja's sandbox keeps it from the machine. Limits of the process keep it from time and memory: nothing inside a Python
-process can stop `{{ 9**9**9 }}`.
+Jinja's sandbox protects the machine. Limits of the process bound time and memory: nothing inside a Python process can
+stop `{{ 9**9**9 }}`.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def render(template: str, conversations: list[Conversation], special_tokens: dic
 
 
 def main() -> None:
-    """The process: a request on stdin, the texts on stdout; one line on stderr where it fails."""
+    """The process: a request on stdin, the texts on stdout; one line on stderr if it fails."""
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
     with contextlib.suppress(ValueError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
@@ -66,7 +66,7 @@ def _render(template: str, messages: Conversation, special_tokens: dict[str, Any
     num_characters = sum(len(message["content"]) for message in messages)
     if len(rendered) > num_characters + MOST_CHARACTERS:
         raise ValueError(f"it makes {len(rendered)} characters of a prompt of {num_characters}")
-    rendered.encode()  # raises where a half of a surrogate pair stands alone
+    rendered.encode()  # raises if it holds half of a surrogate pair
     return rendered
 
 

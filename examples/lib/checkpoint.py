@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # of the extra "examples": imported where it is used, so that
 
     from lib.chat_template import Conversation
 
-# What reading a file that is not what it says can raise.
+# What reading a broken file can raise.
 READ_ERRORS = (
     OSError,
     ValueError,
@@ -46,7 +46,7 @@ class Tokenizer:
     special_tokens: dict[str, str]  # bos_token, eos_token, for the template
 
     def encode(self, text: str) -> list[int]:
-        # Not `encode`, which holds Python's lock: a server would stand still.
+        # Not `encode`, which holds Python's lock and would block a server.
         return self.tokenizer.encode_batch([text])[0].ids
 
     def encode_chat(self, texts: list[str], *, allow_control_tokens: bool = False) -> list[list[int]]:
@@ -59,8 +59,7 @@ class Tokenizer:
     ) -> list[list[int]]:
         """The ids of each conversation, up to where the answer begins.
 
-        A control token that a message spells, as `<|im_end|>`, is text like any other and ends no message unless
-        allowed.
+        A control token that a message spells, such as `<|im_end|>`, is plain text and ends no message unless allowed.
         """
         from lib.chat_template import ChatTemplateError, render
 
@@ -101,7 +100,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _plain(self) -> "tokenizers.Tokenizer":
-        """The tokenizer to which control tokens are text."""
+        """A tokenizer that reads control tokens as text."""
         plain = type(self.tokenizer).from_str(self.tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain
@@ -128,7 +127,7 @@ def default_path() -> Path:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Raises `CheckpointError` for a path that is missing, broken, or of a family that is not known here."""
+    """Raises `CheckpointError` for a path that is missing, broken, or of an unknown family."""
     from lib.gguf_file import read_gguf
     from lib.hugging_face import read_folder
 
@@ -145,7 +144,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _check(checkpoint: Checkpoint) -> None:
-    """Raises `ValueError` where fields that are right each for itself do not go together."""
+    """Raises `ValueError` if valid fields do not fit together."""
     config = checkpoint.config
     if config.num_heads % config.num_kv_heads:
         raise ValueError(f"{config.num_heads} heads do not go evenly to {config.num_kv_heads} KV heads")
@@ -161,7 +160,7 @@ def _check(checkpoint: Checkpoint) -> None:
 
 
 def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
-    """The model with the checkpoint's weights. Raises `CheckpointError` where one is missing or misshapen."""
+    """The model with the checkpoint's weights. Raises `CheckpointError` if one is missing or has the wrong shape."""
     from tqdm import tqdm
 
     model = nnx.eval_shape(lambda: Llama(checkpoint.config, dtype=dtype, rngs=nnx.Rngs(0)))

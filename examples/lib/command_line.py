@@ -1,4 +1,4 @@
-"""What the command lines of the examples share: the model, the prompts, sampling, words to the person who waits."""
+"""What the command lines of the examples share: the model, the prompts, sampling, messages, exit codes."""
 
 import argparse
 import contextlib
@@ -20,11 +20,11 @@ from lib.generation import PoolError
 from lib.sampling import Sampling
 from lib.tensor_parallel import DevicesError
 
-MOST_TEXT_BYTES = 2**28  # beyond this a file of prompts is a slip of the keyboard, or /dev/zero
+MOST_TEXT_BYTES = 2**28  # a larger file of prompts is a mistake, or /dev/zero
 
 
 class RequestError(Exception):
-    """What the command line asks for cannot be done; the message is one sentence for the user."""
+    """The command line asks for something impossible; the message is one sentence for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Request:
 
 
 def model_arguments() -> argparse.ArgumentParser:
-    """A parent for a script's own parser: the model and the prompts."""
+    """Arguments for the model and the prompts, as a parent of a script's own parser."""
     parser = argparse.ArgumentParser(add_help=False, parents=[checkpoint_arguments()])
     parser.add_argument(
         "--prompt",
@@ -44,16 +44,18 @@ def model_arguments() -> argparse.ArgumentParser:
         help="may be given several times; --prompt=TEXT if it begins with a dash",
     )
     parser.add_argument(
-        "--prompt-file", type=Path, help="one prompt a line, after those of --prompt; empty lines are skipped"
+        "--prompt-file", type=Path, help="one prompt a line, after the prompts of --prompt; empty lines are skipped"
     )
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
-    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=64, metavar="N", help="of each prompt; default: %(default)s"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     return parser
 
 
 def checkpoint_arguments() -> argparse.ArgumentParser:
-    """A parent for a script's own parser: the model."""
+    """Arguments for the model, as a parent of a script's own parser."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
         "--model",
@@ -71,23 +73,26 @@ def checkpoint_arguments() -> argparse.ArgumentParser:
         type=dtype_name,
         choices=("float32", "bfloat16"),
         default="default",  # argparse converts it once it is needed: --help does not start a backend
-        help="to compute in; default: float32, on a GPU bfloat16",
+        help="dtype of weights and activations; default: float32, on a GPU bfloat16",
     )
-    parser.add_argument("--block-size", type=positive, default=16, metavar="TOKENS")
+    parser.add_argument("--block-size", type=positive, default=16, metavar="TOKENS", help="default: %(default)s")
     return parser
 
 
 def sampling_arguments(*, temperature: float) -> argparse.ArgumentParser:
-    """A parent for a script's own parser; `read_sampling` reads what it holds."""
+    """Arguments for sampling, as a parent of a script's own parser; `read_sampling` reads them."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
         "--temperature", type=float, default=temperature, help="0: the most likely token; default: %(default)s"
     )
     parser.add_argument("--top-k", type=positive, help="sample among the k most likely tokens")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="sample among the most likely with this probability together"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample among the most likely tokens whose probabilities add up to this; default: %(default)s",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     return parser
 
 
@@ -110,7 +115,7 @@ def read_request(args: argparse.Namespace, *, prefix: str = "") -> Request:
 def compute[Result](
     args: argparse.Namespace, function: Callable[..., Result], **options: Any
 ) -> tuple[Request, Result]:
-    """What the command line asks for, and what the function makes of it.
+    """Reads the command line's request, and calls the function with it.
 
     Calls `function(model, config, prompts, max_new_tokens=, block_size=, eos_ids=, dtype=, **options)`.
     """
@@ -131,13 +136,13 @@ def compute[Result](
 
 def describe_blocks(peak_blocks: jax.Array, peak_unshared: jax.Array, block_size: int) -> str:
     return (
-        f"{peak_blocks} of {block_size} tokens in use at the peak where a loop that never shares takes "
-        f"{peak_unshared}: {peak_unshared - peak_blocks} saved"
+        f"{peak_blocks} of {block_size} tokens in use at the peak; without sharing {peak_unshared}: "
+        f"{peak_unshared - peak_blocks} saved"
     )
 
 
 def read_text(path: Path, name: str) -> str:
-    """Raises `RequestError` that calls the file by its name."""
+    """The file's text. Raises `RequestError` with `name` in its message."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_TEXT_BYTES + 1)
@@ -190,7 +195,7 @@ def add_tensor_parallel(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="DEVICES",
-        help="cut the model's heads and hidden features over so many devices",
+        help="shard the model's heads and hidden features over this many devices; default: %(default)s",
     )
 
 
@@ -202,15 +207,18 @@ def positive(text: str) -> int:
 
 
 def say(text: str) -> None:
-    """A line for the person who waits: on stderr, since stdout holds results alone."""
+    """Prints a message on stderr; stdout holds only results."""
     print(text, file=sys.stderr, flush=True)
 
 
 def dtype_name(text: str) -> str:
-    """By default on a GPU one that the kernels take; a CPU computes faster in float32. Raises `RequestError`."""
+    """The default is bfloat16 on a GPU, because the kernels take it, and float32, which is faster, on a CPU.
+
+    Raises `RequestError`.
+    """
     try:
         backend = jax.default_backend()
-    except RuntimeError as error:  # JAX_PLATFORMS names one that is not here
+    except RuntimeError as error:  # JAX_PLATFORMS names a platform that is missing
         raise RequestError(f"JAX does not start: {one_line(error)}.") from error
     if text != "default":
         return text
@@ -218,19 +226,19 @@ def dtype_name(text: str) -> str:
 
 
 def matmul_precision(args: argparse.Namespace) -> contextlib.AbstractContextManager:
-    """To compute in: float32 is float32 on a GPU too, not TF32."""
+    """With float32, products are in float32 on a GPU too, not in TF32."""
     return jax.default_matmul_precision("highest" if args.dtype == "float32" else "default")
 
 
-# A script from its start to its end.
+# A script from start to end.
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Ends the process with the exit code of `main`; 141 where the reader of stdout is gone, 130 after Ctrl-C."""
+    """Ends the process with the exit code of `main`; 141 if the reader of stdout is gone, 130 after Ctrl-C."""
     end_on_interrupt()
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or io.TextIOWrapper(io.BytesIO())  # None where it is closed
-        stream.reconfigure(errors="backslashreplace")  # ASCII cannot say all that a model does
+        stream = getattr(sys, name) or io.TextIOWrapper(io.BytesIO())  # None if it is closed
+        stream.reconfigure(errors="backslashreplace")  # a model's text need not fit into ASCII
         setattr(sys, name, stream)
     try:
         try:
@@ -238,8 +246,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         except SystemExit as done:  # argparse: after --help, or a bad option
             code = done.code
         print(end="", flush=True)
-    except OSError as error:  # of writing: what is read has errors of its own
-        # Not sys.exit, which would write once more what could not be written.
+    except OSError as error:  # from writing: reading raises other errors
+        # Not sys.exit, which would try to write the same again.
         if isinstance(error, BrokenPipeError):
             os._exit(141)
         with contextlib.suppress(OSError):
@@ -249,7 +257,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def exit_code(main: Callable[..., int | None], *arguments: Any) -> int | str | None:
-    """What `main` returns; 2 and one sentence on stderr where it refuses what it is asked for."""
+    """What `main` returns; or 2, with one sentence on stderr, if it refuses the request."""
     try:
         return main(*arguments)
     except (RequestError, CheckpointError, PoolError, DevicesError) as error:
@@ -269,7 +277,7 @@ def script() -> str:
 def end_on_interrupt() -> None:
     """Ctrl-C ends the process with 130 at once.
 
-    Python alone raises KeyboardInterrupt once a call of XLA returns, and one call may be all of decoding. So a thread
+    Python raises KeyboardInterrupt only when a call of XLA returns, and one call may be all of decoding. So a thread
     waits for the byte that Python writes when the signal arrives.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

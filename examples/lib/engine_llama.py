@@ -29,8 +29,8 @@ def create_engine(
 ) -> jaxpaged.Engine:
     """An engine for the model, whose weights are `nnx.state(model)`.
 
-    `num_blocks` None: as many as `num_seats` requests of `max_length` take. `mesh`: that of a model that
-    tensor_parallel.py cut.
+    `num_blocks` None: enough for `num_seats` requests of `max_length`. `mesh`: the mesh of a model that
+    tensor_parallel.py has sharded.
     """
     graph, weights = nnx.split(model)
 
@@ -43,7 +43,7 @@ def create_engine(
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
         model = nnx.merge(graph, weights)
 
-        # The modules of llama.py take [seqs, q_len, features]: to all but attention each token is a sequence.
+        # The modules of llama.py take [seqs, q_len, features]; outside of attention each token is a sequence.
         def attend_to_tokens(
             attention: jaxpaged.nnx.PagedAttention, x: jax.Array, cache: jaxpaged.KVCache
         ) -> tuple[jaxpaged.KVCache, jax.Array]:

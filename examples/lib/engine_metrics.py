@@ -15,7 +15,7 @@ def metrics_text(engine: EngineThread) -> str:
         ("free_blocks", "gauge", "Blocks of the cache that are free.", stats.num_free_blocks),
         ("blocks", "gauge", "Blocks of the cache, without the null block.", stats.num_blocks),
         ("generated_tokens_total", "counter", "New tokens.", stats.num_generated),
-        ("computed_tokens_total", "counter", "Tokens computed, those of prompts included.", stats.num_computed),
+        ("computed_tokens_total", "counter", "Tokens computed, prompts included.", stats.num_computed),
         ("found_tokens_total", "counter", "Tokens found in the prefix cache.", stats.num_found),
         ("recomputed_tokens_total", "counter", "Tokens given up by preemption.", stats.num_recomputed),
         ("preemptions_total", "counter", "Preemptions.", stats.num_preempted),
@@ -26,7 +26,7 @@ def metrics_text(engine: EngineThread) -> str:
     for name, kind, meaning, value in families:
         lines += [f"# HELP jaxpaged_{name} {meaning}", f"# TYPE jaxpaged_{name} {kind}", f"jaxpaged_{name} {value}"]
     name = "jaxpaged_finished_requests_total"
-    meaning = "Completions that ended; by abort also those that met a stop string."
+    meaning = "Completions that ended; a stop string counts as abort."
     lines += [f"# HELP {name} {meaning}", f"# TYPE {name} counter"]
     lines += [f'{name}{{reason="{reason}"}} {engine.finished[reason]}' for reason in ("stop", "length", "abort")]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """From a Hugging Face config to one of llama.py: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, gpt-oss.
 
-A field that a config leaves out is what transformers takes for it. What llama.py does not compute is refused by name.
+A missing field has the default of transformers. What llama.py does not compute is refused by name.
 """
 
 from typing import Any, Literal
@@ -9,7 +9,7 @@ import jaxpaged
 from lib.fields import Fields
 from lib.llama import LlamaConfig
 
-# The most that a config may say. All are beyond any model that there is, and small enough to calculate shapes with.
+# Upper limits of a config. All are beyond any real model, and small enough to calculate shapes with.
 MOST_TOKENS, MOST_FEATURES, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM = 2**24, 2**20, 2**12, 2**12, 2**10
 THETAS = 1, 1e30
 FACTORS = 1e-3, 1e9
@@ -23,7 +23,7 @@ GEMMA = dict(
 )
 QWEN = dict(sliding_window=4096, max_window_layers=28, use_sliding_window=False)
 GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
-# Of each family, what published configs leave out. That of a Gemma 3 with images leaves out most.
+# What the published configs of each family leave out. The config of a Gemma 3 with images leaves out most.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": dict(sliding_window=4096),
@@ -52,7 +52,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         swiglu_limit=7.0,
     ),
 }
-# What no field of a config says.
+# What no field of a config tells.
 GEMMA_MODEL = dict(use_post_norms=True, norm_plus_one=True)
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": dict(attention_bias=True, output_bias=False),
@@ -61,12 +61,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA_MODEL | dict(use_qk_norm=True),
     "gpt_oss": dict(use_sinks=True),
 }
-# What transformers computes and llama.py does not, unless it is this.
+# What transformers computes and llama.py does not: only these values are taken.
 ONLY = {"partial_rotary_factor": 1.0, "use_bidirectional_attention": False}
 
 
 def read_config(fields: Fields) -> LlamaConfig:
-    """Raises `KeyError` where a field is missing, `ValueError` where one is not what it must be, or not known here."""
+    """Raises `KeyError` if a field is missing, `ValueError` if one is wrong or unknown."""
     family = fields.get("model_type", None)
     if family == "gemma3":  # reads images too; its language model is taken
         _check_weights(fields, family)
@@ -174,7 +174,7 @@ Frequencies = tuple[float, ...]
 
 
 def _rotary(fields: Fields, family: str, head_dim: int, context: int) -> tuple[Frequencies, Frequencies | None, float]:
-    """The frequencies, those of layers with a window where they are others, and the factor of q and of k."""
+    """The frequencies, those of layers with a window if they differ, and the factor of q and k."""
     rope = Fields(fields.get("rope_parameters", None) or fields.get("rope_scaling", None) or {})
     theta = fields.real("rope_theta", *THETAS, 10_000.0)
     if family != "gemma3_text":
@@ -198,7 +198,7 @@ def _rotary(fields: Fields, family: str, head_dim: int, context: int) -> tuple[F
 
 
 def scaled_frequencies(rope: Fields, theta: float, head_dim: int, context: int) -> tuple[Frequencies, float]:
-    """The frequencies, and the factor of q and of k. `rope` may hold another theta."""
+    """The frequencies, and the factor of q and k. `rope` may hold another theta."""
     _only(rope, "partial_rotary_factor", 1.0)
     _only(rope, "mrope_section", None)
     theta = rope.real("rope_theta", *THETAS, theta)
@@ -216,7 +216,7 @@ def scaled_frequencies(rope: Fields, theta: float, head_dim: int, context: int) 
         names = "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"
         scaling |= {name: rope.real(name, *FACTORS) for name in names if rope.get(name, None) is not None}
         scaling["truncate"] = rope.flag("truncate", True)
-    if kind == "dynamic":  # begins past the context, where these models end
+    if kind == "dynamic":  # begins past the context, which these models never leave
         scaling["original_max_position_embeddings"] = context
     frequencies = jaxpaged.rotary_frequencies(head_dim, theta, scaling, max_length=context)
     return frequencies, jaxpaged.rotary_attention_factor(scaling)

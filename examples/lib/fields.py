@@ -1,4 +1,4 @@
-"""The fields of a checkpoint's config: each is read with its type and range, and what is outside of them is refused."""
+"""The fields of a JSON object, each read with its type and range; anything else is refused."""
 
 import dataclasses
 from typing import Any
@@ -8,14 +8,14 @@ REQUIRED = object()
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """Null is a field that is not there. Raises `KeyError` where a required one is missing, `ValueError` where one is
-    not what it must be, with one clause for the user."""
+    """A field that is null is missing. Raises `KeyError` if a required field is missing, and `ValueError`, with one
+    clause for the user, if a field is wrong."""
 
     values: dict[str, Any]
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, dict):
-            raise ValueError(f"{_short(self.values)} stands where a JSON object must")
+            raise ValueError(f"expected a JSON object; got {_short(self.values)}")
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
         value = self.values.get(name)

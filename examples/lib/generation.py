@@ -27,7 +27,7 @@ from lib.sampling import Sampling, sample
 from lib.shared_prefix import Prefix, share_prefix
 from lib.tensor_parallel import create_on, on_mesh, replicate
 
-MOST_CACHE_BYTES = 64e9  # beyond this a pool is a slip of the keyboard
+MOST_CACHE_BYTES = 64e9  # a larger pool is a mistake
 Granularity = Literal["token_head", "head", "tensor"]  # of a quantised cache's scales
 
 
@@ -42,21 +42,21 @@ class Generation:
 
     caches: Caches
     allocator: jaxpaged.BlockAllocator
-    keys: jax.Array  # a random key a sequence
+    keys: jax.Array  # a random key for each sequence
     tokens: jax.Array  # int32 [seqs, max_new_tokens], generated so far
-    num_tokens: jax.Array  # int32 [seqs], how many that is
+    num_tokens: jax.Array  # int32 [seqs], how many tokens that is
     limits: jax.Array  # int32 [seqs], how many it may become
     running: jax.Array  # bool [seqs]
     starved: jax.Array  # bool [seqs], stopped for want of a block
     num_cached: jax.Array  # int32 [seqs], tokens of the prompt that were found in the cache
     peak_blocks: jax.Array  # int32 [], the most blocks held at one time
-    peak_unshared: jax.Array  # int32 [], the most that it would have been if none were shared
+    peak_unshared: jax.Array  # int32 [], the most that would have been held without sharing
 
 
 def claim(state: Generation, num_tokens: jax.Array, *, q_len: int = 1) -> tuple[Generation, jax.Array, jax.Array]:
     """Makes room for new tokens of the running sequences: the new state, their slots, and which may advance.
 
-    Who finds no block waits for one to come back. Where all wait, the last of them stops and makes room for the others.
+    A sequence that gets no block waits for one. If all of them wait, the last one stops and makes room for the others.
     """
     allocator, slots, ok = state.allocator.append(jnp.where(state.running, num_tokens, 0), q_len=q_len)
     advanced = state.running & ok
@@ -69,7 +69,7 @@ def claim(state: Generation, num_tokens: jax.Array, *, q_len: int = 1) -> tuple[
 
 
 def num_entries(allocator: jaxpaged.BlockAllocator) -> jax.Array:
-    """How many blocks it would take if none were shared, int32 []."""
+    """How many blocks the sequences would hold without sharing, int32 []."""
     return (-(-allocator.lengths // allocator.block_size)).sum(dtype=jnp.int32)
 
 
@@ -84,7 +84,7 @@ def retire(state: Generation) -> Generation:
 
 
 def extend(state: Generation, tokens: jax.Array, counts: jax.Array, eos_ids: tuple[int, ...]) -> Generation:
-    """Puts the first `counts` of each row of tokens, int32 [seqs, n], behind it, and frees the sequences that end."""
+    """Appends the first `counts` tokens of each row of `tokens`, int32 [seqs, n], and frees the sequences that end."""
     rank = jnp.arange(tokens.shape[1])[None]
     is_eos = jnp.isin(tokens, jnp.asarray(eos_ids, jnp.int32))
     num_eos_before = jnp.cumsum(is_eos, axis=1, dtype=jnp.int32) - is_eos.astype(jnp.int32)
@@ -173,10 +173,14 @@ def start(
     num_drafted: int = 0,
     mesh: Mesh | None = None,
 ) -> Generation:
-    """An empty generation; `dtype` and `scale` are the cache's, whose scales of a tensor or a head `calibrate` sets.
-    The sequences get by with `num_spared` blocks less because they share them, and have room for `num_drafted` tokens
-    more, which are rejected again. On a `mesh` the KV heads of the caches lie over its axis.
-    Raises `PoolError` where the prompts do not fit."""
+    """An empty generation.
+
+    `dtype` and `scale` are the cache's; `calibrate` sets its scales of a tensor or a head. The sequences share
+    `num_spared` blocks, so the pool has that many less, and each has room for `num_drafted` more tokens, which are
+    drafted and rejected. On a `mesh`, the KV heads of the caches are sharded over its axis.
+
+    Raises `PoolError` if the prompts do not fit.
+    """
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(max_new_tokens, config.context - length + 1) for length in lengths]
     blocks_at_start = sum(-(-length // block_size) for length in lengths) - num_spared
@@ -251,7 +255,7 @@ def calibrate(
 
 
 def prompt_keys(prompts: list[list[int]], seed: int) -> jax.Array:
-    """A random key a prompt that depends on its own tokens, not on its place in the batch; repeats get other ones."""
+    """A random key for each prompt, from its own tokens and not its place in the batch; repeated prompts differ."""
     seen: Counter[int] = Counter()
     keys = []
     for prompt in prompts:
@@ -263,7 +267,7 @@ def prompt_keys(prompts: list[list[int]], seed: int) -> jax.Array:
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds, each waited for to the end, and which attention prefill and decode were compiled with."""
+    """Seconds of finished calls, and the attention that prefill and decode were compiled with."""
 
     compile: float = 0.0
     prefill: float = 0.0
@@ -285,7 +289,7 @@ def generate(
 ) -> tuple[Generation, Timing]:
     """Runs `state` to its end, calling `look` after the prefill and after every `steps_at_once` decode steps.
 
-    All prompts begin with the `prefix`, if there is one; it is computed once. `mesh`: that of the model and the state.
+    All prompts begin with the `prefix`, if there is one; it is computed once. `mesh`: the mesh of model and state.
     """
     graph, weights = nnx.split(model)
     timing = Timing()

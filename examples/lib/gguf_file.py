@@ -33,7 +33,7 @@ CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is never merged into
 
 def read_gguf(path: Path) -> Checkpoint:
     if not path.is_file():
-        raise CheckpointError(f"{path} is no regular file.")  # a pipe would be waited for
+        raise CheckpointError(f"{path} is no regular file.")  # reading a pipe would wait
     reader = gguf.GGUFReader(path)
     fields = Fields({name: field.contents() for name, field in reader.fields.items()})
     architecture = fields.get("general.architecture", None)
@@ -103,8 +103,8 @@ def _gguf_tokenizer(path: Path, fields: Fields) -> Tokenizer:
     except Exception as error:  # tokenizers raises no narrower class
         raise CheckpointError(f"{path} has a broken tokenizer: {one_line(error)}.") from error
     tokenizer = tokenizers.Tokenizer(bpe)
-    # As Hugging Face transformers reads such a file. It leaves the field "pre" aside: "smollm" would also cut before
-    # each digit, which gives other tokens where two or more white-space characters stand before one.
+    # As transformers reads such a file. It ignores the field "pre": "smollm" would also cut before each digit, which
+    # gives other tokens if two or more white-space characters precede a digit.
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     for kind in (CONTROL, USER_DEFINED):

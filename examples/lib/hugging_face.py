@@ -44,7 +44,7 @@ def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]
         raise CheckpointError(f"{folder} holds no *.safetensors.")
     for file in files:
         if not file.is_file():
-            raise CheckpointError(f"{file} is no regular file.")  # a pipe would be waited for
+            raise CheckpointError(f"{file} is no regular file.")  # reading a pipe would wait
         try:
             tensors = safetensors.safe_open(file, framework="flax")
         except safetensors.SafetensorError as error:

@@ -32,26 +32,26 @@ class LlamaConfig:
     mlp_bias: bool = False
     tie_embeddings: bool = True
     windows: tuple[int | None, ...] | None = None  # each layer's sliding window in tokens; None: no layer has one
-    window_frequencies: tuple[float, ...] | None = None  # rotary, of layers with a window; None: as the others
+    window_frequencies: tuple[float, ...] | None = None  # rotary, of layers with a window; None: as in the others
     scale: float | None = None  # of attention's logits; None: head_dim ** -0.5
     logits_soft_cap: float | None = None  # of attention's logits
     final_soft_cap: float | None = None  # of the model's logits
     use_sinks: bool = False
     use_qk_norm: bool = False  # of each head of q and k
-    use_post_norms: bool = False  # of what attention and the MLP add, beside the norms of what they read
+    use_post_norms: bool = False  # of the outputs of attention and the MLP, as well as of their inputs
     norm_plus_one: bool = False  # whether a norm multiplies by its weight + 1
-    activation: Literal["silu", "gelu"] = "silu"  # of the MLP; the GELU that is approximated with tanh
+    activation: Literal["silu", "gelu"] = "silu"  # of the MLP; "gelu" is the approximation with tanh
     embedding_scale: float = 1.0
     num_experts: int = 0  # 0: an MLP
     experts_per_token: int = 0
-    swiglu_alpha: float = 1.702  # of the experts, like the next
+    swiglu_alpha: float = 1.702  # of the experts, as is the next
     swiglu_limit: float = 7.0
 
 
 def fused_parts(config: LlamaConfig) -> dict[str, dict[str, int]]:
-    """Which projections the model holds as one: by its name, their names in a checkpoint and how wide they are.
+    """The projections that the model fuses: their names in a checkpoint and their widths, by the fused name.
 
-    A checkpoint holds each part `[outputs, features]`. One after the other they are
+    A checkpoint holds each part `[outputs, features]`. Concatenated, they are
         qkv_proj      [(num_heads + 2 * num_kv_heads) * head_dim, features], here transposed, as nnx.Linear holds it
         gate_up_proj  [2 * hidden_features, features]
     """
@@ -69,8 +69,8 @@ def sum_over(axis: str | None, x: jax.Array) -> jax.Array:
 class Linear(nnx.Module):
     """x W^T + b, the weight [out, in] as checkpoints hold it.
 
-    nnx.Linear holds it the other way round. With the few rows of x of a decode step, XLA on a CPU reads it this way
-    about twice as fast (2 cores, float32, 1536 -> 576: 35 against 14 GB/s for 1 row, 15 against 8 for 8 rows).
+    nnx.Linear holds it transposed. With the few rows of x in a decode step, XLA on a CPU reads it in this order about
+    twice as fast (2 cores, float32, 1536 -> 576: 35 against 14 GB/s for 1 row, 15 against 8 for 8 rows).
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / rms(x) in float32, then times a weight in x's dtype, as Hugging Face computes it.
 
-    nnx.RMSNorm multiplies with the weight before it rounds: that takes XLA on a GPU two kernels instead of one. With
-    `norm_plus_one` this one does so too: weight + 1 would lose bits in a narrow dtype.
+    nnx.RMSNorm multiplies by the weight before it rounds, for which XLA on a GPU takes two kernels instead of one. With
+    `norm_plus_one` this one does too, because weight + 1 would lose bits in a narrow dtype.
     """
 
     def __init__(self, features: int, config: LlamaConfig, *, dtype: DTypeLike):
@@ -122,9 +122,9 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The experts of gpt-oss: the columns of gate and up stand in turn, and both are clipped.
+    """The experts of gpt-oss: the columns of gate and up alternate, and both are clipped.
 
-    Every expert computes every token: simple, but `num_experts / experts_per_token` times the work that is needed.
+    Every expert computes every token, which is `num_experts / experts_per_token` times the necessary work.
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -161,8 +161,8 @@ class MixtureOfExperts(nnx.Module):
         return self.experts(x, jnp.einsum("...k,...ke->...e", nnx.softmax(largest), is_chosen))
 
 
-# The cache, the tokens and the sequences that they belong to are the caller's: a module, x and its cache in, the new
-# cache and the module's output.
+# Takes a module, x and the module's cache; returns the new cache and the module's output. The caller knows which
+# sequences the tokens belong to.
 Attend = Callable[[jaxpaged.nnx.PagedAttention, jax.Array, jaxpaged.KVCache], tuple[jaxpaged.KVCache, jax.Array]]
 
 
@@ -192,7 +192,7 @@ class Layer(nnx.Module):
             param_dtype=dtype,
         )
         self.self_attn = jaxpaged.nnx.PagedAttention(config.features, settings, rngs=rngs)
-        if config.use_qk_norm:  # those of this file in place of nnx.RMSNorm
+        if config.use_qk_norm:  # RMSNorm of this file instead of nnx.RMSNorm
             self.self_attn.q_norm = norm(config.head_dim)  # type: ignore[assignment]
             self.self_attn.k_norm = norm(config.head_dim)  # type: ignore[assignment]
         self.post_attention_layernorm = norm(config.features)
@@ -210,7 +210,7 @@ class Layer(nnx.Module):
     def __call__(self, x: jax.Array, cache: jaxpaged.KVCache, attend: Attend) -> tuple[jaxpaged.KVCache, jax.Array]:
         cache, attended = attend(self.self_attn, self.input_layernorm(x), cache)
         attended = sum_over(self.axis, attended)
-        if self.use_post_norms:  # under the same name a norm that stands elsewhere
+        if self.use_post_norms:  # the same name, but this norm is of attention's output
             x = x + self.post_attention_layernorm(attended)
             return cache, x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         x = x + attended
@@ -218,12 +218,12 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Parameter names are those of a Hugging Face checkpoint, but for two of each layer that stand for several there.
+    """Parameters are named as in a Hugging Face checkpoint, except for two fused projections in each layer.
 
-    Fewer and larger products read the weights of a decode step faster; `fused_parts` says what goes where.
+    Fewer and larger products read the weights of a decode step faster; `fused_parts` lists them.
 
-    With an `axis` it is one device's part of a model that lies over this mesh axis, for use inside `jax.shard_map`:
-    `tensor_parallel.py` cuts the config and the weights.
+    With an `axis`, it is one device's shard of a model over this mesh axis, for use inside `jax.shard_map`:
+    `tensor_parallel.py` shards the config and the weights.
     """
 
     def __init__(self, config: LlamaConfig, *, axis: str | None = None, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
@@ -244,7 +244,7 @@ class Llama(nnx.Module):
         allocator: jaxpaged.BlockAllocator,  # after the append that made room for the tokens
         slots: jax.Array,  # int32, one a token
         *,
-        query_starts: jax.Array | None = None,  # int32 [seqs + 1], of packed tokens: where each sequence's begin
+        query_starts: jax.Array | None = None,  # int32 [seqs + 1], of packed tokens: where each sequence begins
         positions: jax.Array | None = None,  # int32, one a token, and
         tree_mask: jax.Array | None = None,  # of `jaxpaged.tree_mask`: of tokens that are a tree
         shared_prefix: jax.Array | None = None,  # int32 [] or [groups]: tokens that sequences begin with alike
@@ -252,7 +252,7 @@ class Llama(nnx.Module):
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
         """Returns the new caches and the logits after each sequence's last token, f32 [seqs, vocab_size].
 
-        With `num_logits` those after its last so many tokens, f32 [seqs, num_logits, vocab_size].
+        With `num_logits`, the logits after each of its last `num_logits` tokens, f32 [seqs, num_logits, vocab_size].
         """
         which: dict[str, Any] = dict(
             query_starts=query_starts, positions=positions, tree_mask=tree_mask, shared_prefix=shared_prefix
@@ -273,7 +273,7 @@ class Llama(nnx.Module):
     def through_layers(
         self, tokens: jax.Array, caches: Sequence[jaxpaged.KVCache], attend: Attend
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
-        """The new caches and what the last layer gives, [..., features]: what all ways to batch share."""
+        """The new caches and the last layer's output, [..., features], however the tokens are batched."""
         x = self.embed(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -299,7 +299,7 @@ class Llama(nnx.Module):
         return x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)
 
     def _rows(self, tokens: jax.Array) -> jax.Array:
-        """Of several devices, each has some rows, and zeros for the tokens of the others."""
+        """On several devices, each has some rows, and gives zeros for the tokens of the others."""
         if self.axis is None:
             return self.embed_tokens(tokens)
         num_rows = self.embed_tokens.num_embeddings

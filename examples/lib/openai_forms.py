@@ -23,7 +23,7 @@ KNOWN_OF_CHAT = KNOWN | {"messages", "max_completion_tokens"}
 KNOWN_OF_TEXT = KNOWN | {"prompt"}
 # These change no answer.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-# These would change it; here they may only say what is done anyway.
+# These would change it: only the values that change nothing are taken.
 FIXED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "best_of": (1,),
@@ -42,7 +42,7 @@ ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "as
 
 
 class ApiError(Exception):
-    """An answer that is no success: one sentence for the client."""
+    """A refusal: one sentence for the client."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
@@ -82,7 +82,7 @@ class Ask:
 
 
 def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int) -> Ask:
-    """Raises `ApiError` for a body that is no request, or asks for what is not here."""
+    """Raises `ApiError` for a body that is not a valid request, or asks for something unsupported."""
     try:
         fields = Fields(json.loads(body))
     except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and numbers of too many digits
@@ -141,13 +141,13 @@ def _max_tokens(fields: Fields) -> int | None:
 
 
 def _wants_logprobs(fields: Fields, is_chat: bool) -> bool:
-    """The engine has the logprobs of the tokens that it took, and no others."""
+    """The engine gives logprobs only for the tokens that it chose."""
     if is_chat:
         return fields.flag("logprobs", False)
     if fields.get("logprobs", None) is None:
         return False
     if fields.whole("logprobs", 0, 5) > 0:
-        raise ValueError("logprobs must be 0: those of the chosen tokens are here, those of others are not")
+        raise ValueError("logprobs must be 0: only the chosen tokens have logprobs here")
     return True
 
 
@@ -215,7 +215,7 @@ def _check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} must be Unicode; half of a surrogate pair stands alone in it") from error
+        raise ValueError(f"{name} must be Unicode; it holds half of a surrogate pair") from error
 
 
 @dataclasses.dataclass
@@ -224,10 +224,10 @@ class Piece:
 
     Attributes:
         index: of the completion in its answer.
-        finish_reason: of the last piece of a completion.
-        tokens: the text of each new token, where logprobs are asked for.
-        logprobs: of these.
-        offsets: where in the text of the completion each begins.
+        finish_reason: set in the last piece of a completion.
+        tokens: the text of each new token, if logprobs were asked for.
+        logprobs: of these tokens.
+        offsets: where each token begins in the text of the completion.
     """
 
     index: int
@@ -246,7 +246,7 @@ class Piece:
 
 
 class Answer:
-    """Makes the answer to one request: whole, or as the chunks of a stream. `usage` is read when all pieces are."""
+    """Makes the answer to one request: whole, or as the chunks of a stream. `usage` is read after the last piece."""
 
     def __init__(self, ask: Ask, model: str, num_completions: int, usage: dict[str, int]):
         self._ask, self._num_completions, self._usage = ask, num_completions, usage

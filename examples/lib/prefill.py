@@ -1,4 +1,4 @@
-"""Prompts into the cache: packed one after the other, in chunks that bound what their activations take."""
+"""Writes prompts into the cache: packed, in chunks that bound the memory of their activations."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ class Prompts:
 
 
 def pad_prompts(prompts: list[list[int]], *, num_cached: int = 0) -> Prompts:
-    """Where `num_cached` tokens of each prompt will be found in the cache, the chunk is no longer than what is left."""
+    """If `num_cached` tokens of each prompt are in the cache already, the chunk is no longer than the rest."""
     rows = np.zeros((len(prompts), max(*map(len, prompts), 1)), np.int32)
     for row, prompt in zip(rows, prompts, strict=True):
         row[len(row) - len(prompt) :] = prompt
@@ -40,14 +40,14 @@ def write_prompts(
     prompts: Prompts,
     *,
     seqs: jax.Array | None = None,  # int32 [prompts], the allocator's row of each; None: the first rows
-    num_cached: jax.Array | None = None,  # int32 [prompts], so many first tokens of each are there already
+    num_cached: jax.Array | None = None,  # int32 [prompts], first tokens that are in the cache already
 ) -> tuple[Caches, jaxpaged.BlockAllocator, jax.Array, jax.Array]:
     """Allocates and writes the prompts, inside the caller's jit.
 
     Returns:
         caches and allocator: the new ones.
         logits: after each prompt's last token, f32 [prompts, vocab_size].
-        ok: bool [prompts], false where the pool had too few blocks.
+        ok: bool [prompts], false if the pool had too few blocks.
     """
     num_prompts, longest = prompts.rows.shape
     seqs = jnp.arange(num_prompts) if seqs is None else seqs
@@ -55,7 +55,7 @@ def write_prompts(
     num_new = prompts.lengths - num_cached
     num_tokens = jnp.zeros_like(allocator.lengths).at[seqs].set(num_new)
     allocator, _, ok = allocator.append(num_tokens, q_len=longest)
-    # The model sees the prompts' rows alone; what stands in the others costs nothing.
+    # The model sees only the prompts' rows, so other rows cost nothing.
     rows = dataclasses.replace(allocator, block_tables=allocator.block_tables[seqs], lengths=allocator.lengths[seqs])
     starts = jnp.pad(jnp.cumsum(num_new, dtype=jnp.int32), (1, 0))  # of each prompt's new tokens, all packed
 
@@ -67,7 +67,7 @@ def write_prompts(
         positions = places + (num_cached - starts[:-1])[owners]
         tokens = prompts.rows[owners, positions + (longest - prompts.lengths)[owners]]
         slots = rows.slots(owners, positions)
-        # As long as each sequence is after this chunk: the chunk's tokens are then its newest.
+        # The lengths after this chunk, whose tokens are then the newest.
         written = num_cached + jnp.clip(end - starts[:-1], 0, num_new)
         so_far = dataclasses.replace(rows, lengths=jnp.minimum(written, rows.lengths))
         query_starts = jnp.clip(starts - begin, 0, prompts.chunk)

@@ -17,7 +17,7 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
     """One token for each row of logits, f32 [seqs, vocab_size], with its key; int32 [seqs]."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # The best stands at 0, so that the coldest temperature cannot overflow.
+    # The largest becomes 0, so that a low temperature cannot overflow.
     logits = (logits - logits.max(axis=-1, keepdims=True)) / max(sampling.temperature, 1e-6)
     if sampling.top_k is not None or sampling.top_p < 1:
         best_first = jnp.sort(logits, axis=-1, descending=True)

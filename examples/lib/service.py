@@ -32,8 +32,8 @@ class Service:
     """What the routes share.
 
     Attributes:
-        model: its name.
-        max_length: the most of a request, prompt and answer together.
+        model: the model's name.
+        max_length: the most tokens of a request, prompt and answer together.
     """
 
     engine: EngineThread
@@ -58,7 +58,7 @@ class Service:
             ApiError: refuse,
             QueueFullError: refuse_for_now,
             DrainingError: refuse_for_now,
-            ClientDisconnect: lambda request, error: Response(status_code=499),  # nobody reads it
+            ClientDisconnect: lambda request, error: Response(status_code=499),  # never read
             HTTPException: refuse_path,
             EngineFailedError: lambda request, error: refuse(request, ApiError(500, str(error))),
             Exception: lambda request, error: refuse(request, ApiError(500, "The server failed.")),
@@ -127,7 +127,7 @@ class Service:
             raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
 
     async def _body(self, request: Request) -> bytes:
-        # Also keeps web pages of others out, whose scripts cannot send this type without being asked for.
+        # Also keeps out other web pages, whose scripts may not send this type across origins.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "The Content-Type must be application/json.")
         body = bytearray()
@@ -138,7 +138,7 @@ class Service:
         return bytes(body)
 
     def _encode(self, ask: Ask) -> list[list[int]]:
-        """The tokens of each prompt. In a thread: it may take a while."""
+        """The tokens of each prompt. Runs in a thread, because it may take a while."""
         tokenizer = self.checkpoint.tokenizer
         if not ask.is_chat:
             return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
@@ -162,7 +162,7 @@ class Service:
         return num_new
 
     async def _pieces(self, ask: Ask, generation: Generation, usage: dict[str, int]) -> AsyncIterator[Piece]:
-        """What is new, as it comes; counted in `usage`."""
+        """Yields pieces as they arrive, and counts their tokens in `usage`."""
         decode = self.checkpoint.tokenizer.decode
         texts = [TextStream(decode, ask.stops) for _ in range(generation.num_completions)]
         open_ones = set(range(generation.num_completions))
@@ -194,7 +194,7 @@ class Service:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `on_end` is called however it ends: the client may leave at any moment."""
+    """Server-sent events. `on_end` is always called in the end, even if the client leaves."""
 
     def __init__(self, content: AsyncIterator[str], *, on_end: Callable[[], None]):
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -219,9 +219,9 @@ async def events(answer: Answer, pieces: AsyncIterator[Piece]) -> AsyncIterator[
 
 
 async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work, which is given up when the client leaves. Raises `ClientDisconnect` then."""
+    """The result of the work. Cancels it and raises `ClientDisconnect` if the client leaves."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(request.receive())  # the body was read: nothing else can come
+    gone = asyncio.ensure_future(request.receive())  # the body was read, so this can only be the end
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -243,6 +243,6 @@ def refuse_path(request: Request, error: HTTPException) -> Response:
 
 def refuse_for_now(request: Request, error: Exception) -> Response:
     if isinstance(error, QueueFullError):
-        message = "As many requests are under way as may be; try again soon."
+        message = "Too many requests are under way; try again soon."
         return refuse(request, ApiError(429, message, code="queue_full", retry_after=RETRY_SECONDS))
     return refuse(request, ApiError(503, "The server is shutting down.", code="draining", retry_after=RETRY_SECONDS))

@@ -1,4 +1,4 @@
-"""A prefix that all prompts of a batch begin with: computed once, found again by each of them in the prefix cache."""
+"""A prefix of all prompts of a batch, computed once and found by each prompt in the prefix cache."""
 
 import dataclasses
 import secrets
@@ -27,14 +27,14 @@ class Prefix:
 
 
 def common_prefix(prompts: list[list[int]], block_size: int) -> list[int]:
-    """The tokens that all prompts begin with, as far as they fill blocks: full ones alone are shared."""
-    first, last = min(prompts), max(prompts)  # in the order of lists: what these two share all share
+    """The tokens that all prompts begin with, cut to full blocks, since only full blocks are shared."""
+    first, last = min(prompts), max(prompts)  # in lexical order: what these two share, all share
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return first[: length // block_size * block_size]
 
 
 def num_spared_blocks(prompts: list[list[int]], prefix: list[int], block_size: int) -> int:
-    """How many blocks less the prompts take, since each finds the prefix's, but never the one with its last token."""
+    """How many blocks the prompts save: each finds the prefix's blocks, except one with its last token."""
     found = sum(min(len(prefix), len(prompt) - 1) // block_size for prompt in prompts)
     return max(found - len(prefix) // block_size, 0)
 
@@ -46,7 +46,7 @@ def share_prefix(
 
     Returns the new caches and allocator, and how many tokens of each prompt are in the cache, int32 [prompts].
     """
-    # 1. The prefix stands in the first row for as long as it takes to write it. Freed, its blocks wait to be found.
+    # 1. The prefix is written in the first row, which is then freed. Its blocks can be found until they are reused.
     caches, allocator, _, _ = write_prompts(model, caches, allocator, prefix.tokens)
     num_seqs, num_tokens = allocator.lengths.shape[0], prefix.tokens.rows.shape[1]
     rows = jnp.zeros((num_seqs, num_tokens), jnp.int32).at[:1].set(prefix.tokens.rows)

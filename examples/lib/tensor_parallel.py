@@ -1,8 +1,8 @@
-"""A Llama on several devices: heads, hidden features and the vocabulary are cut over one mesh axis.
+"""A Llama on several devices: heads, hidden features and the vocabulary are sharded over one mesh axis.
 
-Of each layer's two pairs of products the first is cut by its outputs, the second by its inputs; the sum over the
-devices stands in llama.py, one after attention and one after the MLP. Everything else, the allocator too, is computed
-on every device alike.
+A layer has two pairs of products, in attention and in the MLP. The first product of a pair is sharded by its outputs,
+the second by its inputs, and llama.py sums over the devices after each pair. Everything else, including the allocator,
+is replicated.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ AXIS = "devices"
 CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]
 BY_OUTPUTS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
 BY_INPUTS = ("o_proj", "down_proj")
-STATIC = ("graph", "eos_ids", "sampling")  # arguments of `prefill` and `decode` in generation.py that are no arrays
+STATIC = ("graph", "eos_ids", "sampling")  # arguments of `prefill` and `decode` in generation.py that are not arrays
 
 
 class DevicesError(ValueError):
-    """The model does not go over so many devices; the message is one sentence for the user."""
+    """The model cannot be sharded over the devices; the message is one sentence for the user."""
 
 
 def make_mesh(num_devices: int) -> Mesh:
@@ -54,7 +54,7 @@ def repeated_kv_heads(config: LlamaConfig, num_devices: int) -> LlamaConfig:
 
 
 def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
-    """The model as one device sees it, with the weights of all, cut. The given one may lie on a CPU."""
+    """The model as one device sees it, with the weights sharded over all. The given model may be on a CPU."""
     num_devices = mesh.size
     repeated = repeated_kv_heads(config, num_devices)
     own = dataclasses.replace(
@@ -72,14 +72,14 @@ def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
 
 
 def spread(load: Callable[[], Llama], config: LlamaConfig, num_devices: int) -> tuple[Llama, LlamaConfig, Mesh | None]:
-    """The model over so many devices, the config of its caches, and the mesh: None for one device.
+    """The model over the devices, the config of its caches, and the mesh, which is None for one device.
 
     Raises `DevicesError`.
     """
     if num_devices == 1:
         return load(), config, None
     mesh = make_mesh(num_devices)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # no device has to hold it as a whole
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # no device has to hold the whole model
         model = shard_model(load(), config, mesh)
     return model, repeated_kv_heads(config, num_devices), mesh
 
@@ -104,7 +104,7 @@ def _cut(path: tuple, weight: jax.Array, *, config: LlamaConfig, repeats: int, m
 def _interleave(
     array: np.ndarray, axis: int, parts: dict[str, int], head_dim: int, repeats: int, num_devices: int
 ) -> np.ndarray:
-    """The columns of each device side by side: its q, its k, its v, then those of the next device."""
+    """Each device's columns side by side: its q, k and v, then the next device's."""
     pieces = []
     for name, part in zip(parts, np.split(array, np.cumsum(list(parts.values()))[:-1], axis), strict=True):
         if name in ("k_proj", "v_proj") and repeats > 1:
@@ -120,7 +120,7 @@ def create_on(mesh: Mesh, create: Callable[[], jaxpaged.KVCache]) -> jaxpaged.KV
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
-    """Everything on every device, but for the arrays that lie on the mesh already."""
+    """Everything on every device, except for arrays that are on the mesh already."""
 
     def put(x: jax.Array) -> jax.Array:
         is_there = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
@@ -130,7 +130,7 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 
 
 def on_mesh(mesh: Mesh, program: Any) -> Any:
-    """`prefill` or `decode` of generation.py, on all devices at once; the types say what lies where."""
+    """`prefill` or `decode` of generation.py on all devices; the arrays' types say how each is sharded."""
     names = tuple(inspect.signature(program).parameters)
     static = tuple(names.index(name) for name in STATIC)
 

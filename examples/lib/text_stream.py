@@ -1,4 +1,4 @@
-"""The text of a completion while its tokens come, cut at stop strings."""
+"""The text of a completion as its tokens arrive, cut at stop strings."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,23 +6,23 @@ HALF = "\ufffd"  # what the bytes of half a character are decoded to
 
 
 class TextStream:
-    """Hands out the text of growing tokens piece by piece. The pieces together are the text of all tokens, or of those
+    """Gives the text of growing tokens piece by piece. Joined, the pieces are the text of all tokens, or the text
     before the first stop string.
 
-    Kept back for the time being are half a character, and what may be the beginning of a stop string. Each token
-    is decoded behind the few before it, so the work grows with the text and not with its square.
+    Half a character, and what may be the beginning of a stop string, are kept back. Each token is decoded together with
+    the few before it, so the work grows linearly with the text.
 
     Attributes:
-        num_tokens: those that the text is made of. The last may hold a stop string and more.
+        num_tokens: tokens taken so far. The last may hold a stop string and more.
         is_stopped: whether a stop string was found.
-        offsets: where the text of each of these tokens begins.
+        offsets: where each of these tokens begins in the text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
         self.num_tokens, self.is_stopped = 0, False
         self.offsets: list[int] = []
         self._decode, self._stops = decode, stops
-        self._kept_back, self._half = "", ""  # whole characters, and what stands for half of one behind them
+        self._kept_back, self._half = "", ""  # whole characters, and the HALF characters behind them
         self._num_characters = 0  # whole ones
         # The next token is decoded behind those from `_begin` on, since a decoder may treat the first one otherwise.
         # The text of those before `_end` ends with a whole character, and `_num_known` characters of it were taken.
@@ -61,10 +61,10 @@ class TextStream:
             self._begin, self._end, self._num_known = self._end, self.num_tokens, len(known)
 
     def _num_halves_before(self, text: str) -> int:
-        """How many of the characters that stood for half of one the last token leaves as they are, and begins behind.
+        """How many of the pending `HALF` characters stay, so that the last token begins behind them.
 
-        `text` is what comes after the whole characters known so far. The token may complete the last half instead, or
-        add to it.
+        `text` follows the whole characters known so far. If the token completes the last half, or adds to it, it begins
+        there instead.
         """
         if text == self._half:
             return max(len(text) - 1, 0)
@@ -77,12 +77,12 @@ class TextStream:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop string begins that is complete first: the same however the text came."""
+    """Where the stop string that is complete first begins. It does not depend on how the text is cut into pieces."""
     found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
 def num_kept_back(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of the text that a stop string begins with."""
+    """How many characters at the end of the text may be the beginning of a stop string."""
     lengths = (n for stop in stops for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
     return max(lengths, default=0)

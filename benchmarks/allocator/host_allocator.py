@@ -1,8 +1,8 @@
 """An allocator of the usual kind, to compare with: on the host, a deque and lists, one sequence after the other.
 
-It hands out the same blocks in the same order as `jaxpaged.BlockAllocator`, so that the benchmark can check one by the
-other before it times either. What it costs beside its own time is the way back to the host: it must know on the host
-which sequences ended before it can free them, and the next step needs its tables and slots on the device.
+It hands out the same blocks in the same order as `jaxpaged.BlockAllocator`, so the benchmark can check each by the
+other before it times either. Besides its own time it costs a way back to the host: it must know on the host which
+sequences ended before it can free them, and the next step needs its tables and slots on the device.
 """
 
 from collections import deque

@@ -68,7 +68,7 @@ def without_keys(caches: tuple[KVCache, ...]) -> tuple[KVCache, ...]:
 
 
 def check(form: str, after: State, wanted: State, length: int) -> None:
-    """That all steps since `length`, and those of `wanted`, are in the same blocks and give the same tokens."""
+    """Raises unless all steps since `length` use the same blocks and give the same tokens as `wanted`."""
     lengths, allocator = np.asarray(wanted.allocator.lengths), wanted.allocator
     np.testing.assert_array_equal(after.allocator.lengths, lengths, err_msg=form)
     is_held = np.arange(allocator.block_tables.shape[1]) * BLOCK_SIZE < lengths[:, None]

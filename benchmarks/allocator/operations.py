@@ -1,17 +1,17 @@
-"""What the allocator costs: `python -m benchmarks.allocator.operations`, then its last table.
+"""What the allocator costs: `python -m benchmarks.allocator.operations`.
 
-1. Each operation in a loop inside one jit (benchmarks/allocator/loops.py says why it is unrolled), microseconds of
-   device time a step by the slope between few and many dispatches: against the batch, the size of the pool, and the
-   blocks that are held. Beside it what an iteration of a loop costs by itself, and the kernels of `append` alone.
-2. A decode step of a model of Llama-3-8B's shape with random weights, three times in turn in the same run: with the
-   allocator; with tables that were filled beforehand; and with an allocator on the host (a deque and lists), which has
-   to wait for the tokens of each step before it knows which sequences end.
-3. That host allocator by itself: its own time, and a step of it with the wait and the transfers.
+1. Each operation in a loop inside one jit (loops.py says why it is unrolled), in microseconds of device time a step, by
+   the slope between few and many dispatches. It is swept over the batch, the size of the pool, and the blocks held. An
+   empty loop, and the kernels of `append` alone, are measured too.
+2. A decode step of a model of Llama-3-8B's shape with random weights, in three forms that take turns three times: with
+   the allocator; with tables filled beforehand; and with an allocator on the host (a deque and lists), which must wait
+   for each step's tokens before it knows which sequences end.
+3. The host allocator alone: its own time, and a step of it with the wait and the transfers.
 
-Every loop is checked before it is timed: no invariant broken, nobody refused, the lengths as they must be; the tables
-and slots are those of the host allocator; the three decode loops have the same tables, lengths and tokens. `--toy` runs
-it all at toy sizes, `--no-model` leaves the second part out, `--no-kernels` CUPTI; figures/allocator.py draws the
-first.
+Every loop is checked before it is timed: invariants hold, nobody is refused, lengths are right, tables and slots equal
+the host allocator's, and the three decode loops agree in tables, lengths and tokens. `--toy` runs everything at toy
+sizes, `--no-model` leaves the second part out, `--no-kernels` leaves CUPTI out. figures/allocator.py draws the first
+part.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def ended(rows: np.ndarray, i: int) -> np.ndarray:
 
 
 def check_by_host(point: Point, num_steps: int = 6 * UNROLL) -> None:
-    """The device's tables, lengths and slots are those of the host allocator, to the last block id."""
+    """Raises unless the device's tables, lengths and slots equal the host allocator's, to the last block id."""
     state = loops.start(point)
     host, rows = host_copy(state, point), np.arange(point.num_seqs)
     total = np.zeros(point.num_seqs, np.int32)

@@ -9,6 +9,8 @@ import jax
 from benchmarks.engine.steps import KINDS
 from benchmarks.engine.workload import Request, kv_tokens
 from benchmarks.harness import random, slope_microseconds
+from benchmarks.models.llama_step import LlamaConfig
+from jaxpaged import Engine
 from jaxpaged._engine.slices import Kind
 
 
@@ -32,6 +34,21 @@ class Costs:
     head_params: int
     bandwidth: float
     products: float
+
+    @classmethod
+    def of(cls, config: LlamaConfig, weights: Any, engine: Engine, times: dict[str, float], **rates: float) -> "Costs":
+        """`times` of the steps; `rates`: bandwidth and products."""
+        layer_params = sum(leaf.size for leaf in jax.tree.leaves(weights["layers"]))
+        head_params = config.vocab_size * config.features
+        return cls(
+            times=times,
+            kinds=engine._kinds,
+            weight_bytes=2 * (layer_params + head_params),
+            kv_bytes=2 * config.num_layers * config.num_kv_heads * config.head_dim * 2,
+            layer_params=layer_params,
+            head_params=head_params,
+            **rates,
+        )
 
     def of_steps(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
         times = self.times

@@ -1,11 +1,11 @@
-"""Milliseconds of the steps that others take part in while a long prompt is computed, beside those with short prompts.
+"""How long steps take for other requests while a long prompt is computed, and while short ones are.
 
     python -m benchmarks.engine.latency                 # Llama-3-8B's shape, 8 of its layers; two minutes on an H100
     python -m benchmarks.engine.latency --model toy     # on a CPU, to try the script out
 
-All seats but one of 32 decode, and each step has a full chunk of prompts: of short ones, or of one as long as eight
-times `longest`. Steps are timed one by one, in slices of one step, the host's part included in both; each is the
-median of 20 repeats, and p99 is taken over the steps.
+All seats but one of 32 decode, and each step has a full chunk of prompts: of short ones, or of one prompt of eight
+times `longest` tokens. Steps are timed one by one, in slices of one step, and include the host's part. Each time is the
+median of 20 repeats; p99 is taken over the steps. Milliseconds.
 """
 
 import argparse
@@ -24,7 +24,7 @@ LAYERS, REPEATS = 8, 20
 
 
 def step_milliseconds(steps: Steps, length: int, count: int) -> list[float]:
-    """Of each step with a full chunk while `count` prompts of so many tokens are computed."""
+    """Of each step with a full chunk while `count` prompts of `length` tokens are computed."""
     engine, sizes = steps.engine, steps.sizes
     num_decoding = sizes.seats - max(1, sizes.seats // 32)
     steps.clear()

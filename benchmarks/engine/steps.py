@@ -14,7 +14,7 @@ from benchmarks.engine.workload import Request, Sizes
 from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
 from jaxpaged._engine.requests import Row
 
-KINDS = ("narrow", "few", "mixed")  # as the engine has them; an exact one has the last alone
+KINDS = ("narrow", "few", "mixed")  # as the engine has them; an exact one has only the last
 
 
 class Steps:
@@ -43,7 +43,7 @@ class Steps:
         self.run(aborts=range(self.engine._max_requests))
 
     def milliseconds(self, few: int, many: int) -> float:
-        """A step, by the slope between slices of few and of many steps; of as many mixed steps in both."""
+        """A step, by the slope between a slice of few steps and one of many."""
         times = []
         for num_steps in (few, many):
             begin = time.perf_counter()
@@ -71,7 +71,7 @@ class Steps:
                 self.run(num_steps=1)
             result[f"{name}_ms"] = statistics.median(self.milliseconds(few, many) for _ in range(3))
             result[f"{name}_kv"] = float(self.engine._state.allocator.lengths.sum())
-        # Prompts for the seats left, of so many tokens that the chunk of each step is full.
+        # Prompts for the seats left, long enough to fill the chunk of each step.
         num_left = sizes.seats - num_decoding
         self.submit([([1] * min(15 * sizes.chunk // num_left, sizes.longest), 8)] * num_left)
         self.run(num_steps=1)

@@ -1,19 +1,19 @@
-"""Tokens a second of `jaxpaged.Engine` over a chat log's lengths, beside its own steps and its floor.
+"""Tokens a second of `jaxpaged.Engine` over the lengths of a chat log, against its own steps and its floor.
 
     python -m benchmarks.engine.throughput               # Llama-3-8B's shape, 256 seats; about 4 minutes on an H100
     python -m benchmarks.engine.throughput --model 135m
     python -m benchmarks.engine.throughput --model toy   # on a CPU, to try the script out
 
-Random bfloat16 weights, greedy, no stop tokens. Before anything is timed, the logits of two layers are compared with
-those of the "xla" implementation, in a step of single tokens and in one with chunks, and each run checks that every
-request got as many tokens as it asked for. With --exact logprobs are compared alone and among others, bit by bit. Rows
-of the table:
+Random bfloat16 weights, greedy, no stop tokens. First the logits of two layers are compared with those of the "xla"
+implementation, in a step of single tokens and in one with chunks. Each run checks that every request got the number of
+tokens it asked for. With --exact, logprobs of a request alone and among others are compared bit by bit. Rows of the
+table:
 
 - engine: `Engine.generate`;
-- batches: the same engine, given as many requests as it has seats, one batch after the other.
+- batches: the same engine, given one full batch of requests after the other.
 
-`of steps` is the time that the same steps take by themselves, over the time of the run; `of floor` the time of the
-bytes (weights, keys and values) and products at the measured rates, over the same.
+`of steps` is the time of the run's steps, measured one kind at a time, over the time of the run. `of floor` is the time
+of its bytes (weights, keys and values) and products at the measured rates, over the time of the run.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from benchmarks.checks import poisoned, worst_error
 from benchmarks.engine.costs import Costs, product_rate
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.steps import KINDS, Steps, scheduling_microseconds
-from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, create_caches, generate, workload
+from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, Sizes, create_caches, generate, workload
 from benchmarks.harness import add_output, open_store, read_bandwidth
 from benchmarks.models.decode_step import MOST_ERROR, cache_copies
 from benchmarks.models.llama_step import LlamaConfig
@@ -135,7 +135,44 @@ def line(name: str, point: dict[str, Any]) -> str:
     return text
 
 
-def main() -> None:
+def create_engine(config: LlamaConfig, sizes: Sizes, weights: Any, options: argparse.Namespace) -> Engine:
+    return Engine(
+        packed_model(config),
+        weights,
+        create_caches(config, sizes.num_blocks),
+        num_seats=sizes.seats,
+        max_length=2 * sizes.longest,
+        chunk_tokens=sizes.chunk,
+        steps_per_slice=options.steps_per_slice,
+        exact=options.exact,
+        compiler_options=options.xla,
+    )
+
+
+def of_program(engine: Engine) -> dict[str, Any]:
+    """What the compiled slice copies, and how much memory it takes besides the caches."""
+    memory = engine._run_slice.memory_analysis()
+    return {
+        "cache_copies": cache_copies(engine._run_slice.as_text() or "", engine._state.caches[0]),
+        "temporary_bytes": memory.temp_size_in_bytes if memory else None,
+    }
+
+
+def runs_of(
+    engine: Engine, work: list[Request], sizes: Sizes, options: argparse.Namespace
+) -> dict[str, tuple[Callable[[], int], list[Request]]]:
+    """By the row of the table: what is run, and its requests."""
+    runs: dict[str, tuple[Callable[[], int], list[Request]]] = {
+        f"engine {count}": (functools.partial(generate, engine, work[:count]), work[:count])
+        for count in options.requests
+    }
+    if not options.only_engine:
+        part = work[: min(options.requests)]
+        runs[f"batches {len(part)}"] = functools.partial(generate, engine, part, sizes.seats), part
+    return runs
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
     parser.add_argument("--requests", nargs="+", type=int, default=[1024, 512])
@@ -147,82 +184,44 @@ def main() -> None:
     add_output(parser)
     options = parser.parse_args()
     options.toy = options.model == "toy"
+    options.xla = dict(option.split("=") for option in options.xla)
+    return options
+
+
+def main() -> None:
+    options = parse_options()
     config, sizes = CONFIGS[options.model], SIZES[options.model]
     sizes = dataclasses.replace(sizes, chunk=options.chunk or sizes.chunk)
     store = open_store(f"engine_{options.model}{'_exact' if options.exact else ''}", options)
-
     started = time.perf_counter()
 
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - started:5.0f} s] {text}", flush=True)
 
-    compiler_options = dict(option.split("=") for option in options.xla)
-    bandwidth, products = read_bandwidth(), product_rate(compiler_options)
+    bandwidth, products = read_bandwidth(), product_rate(options.xla)
     rates = f"{bandwidth / 1e9:.0f} GB/s, {products / 1e12:.0f} TFLOP/s"
     say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rates}")
     say(f"error of a logit {check(config):.1e}")
-    weights, apply = random_weights(config), packed_model(config)
-    begin = time.perf_counter()
-    engine = Engine(
-        apply,
-        weights,
-        create_caches(config, sizes.num_blocks),
-        num_seats=sizes.seats,
-        max_length=2 * sizes.longest,
-        chunk_tokens=sizes.chunk,
-        steps_per_slice=options.steps_per_slice,
-        exact=options.exact,
-        compiler_options=compiler_options,
-    )
-    compile_seconds = time.perf_counter() - begin
-    copies = cache_copies(engine._run_slice.as_text() or "", engine._state.caches[0])
-    memory = engine._run_slice.memory_analysis()
-    temporary_bytes = memory.temp_size_in_bytes if memory else None
-    say(f"compiled in {compile_seconds:.0f} s, {copies} copies of a cache, {temporary_bytes} bytes temporary")
+    weights, begin = random_weights(config), time.perf_counter()
+    engine = create_engine(config, sizes, weights, options)
+    program = {"compile_s": time.perf_counter() - begin} | of_program(engine)
+    say(", ".join(f"{name} {value}" for name, value in program.items()))
 
     steps = Steps(engine, sizes)
     times = steps.measure()
     scheduling = {chunk: scheduling_microseconds(engine, steps, chunk) for chunk in (0, sizes.chunk)}
     say(", ".join(f"{name} {value:.3f}" for name, value in times.items()))
-    layer_params = sum(leaf.size for leaf in jax.tree.leaves(weights["layers"]))
-    head_params = config.vocab_size * config.features
-    costs = Costs(
-        times=times,
-        kinds=engine._kinds,
-        weight_bytes=2 * (layer_params + head_params),
-        kv_bytes=2 * config.num_layers * config.num_kv_heads * config.head_dim * 2,
-        layer_params=layer_params,
-        head_params=head_params,
-        bandwidth=bandwidth,
-        products=products,
-    )
-
+    costs = Costs.of(config, weights, engine, times, bandwidth=bandwidth, products=products)
     work = workload(max(options.requests), sizes.longest)
     if options.exact:
         say(f"{check_exact(engine, work)} tokens have the same logprobs alone and among others, to the last bit")
-    runs: dict[str, tuple[Callable[[], int], list[Request]]] = {
-        f"engine {count}": (functools.partial(generate, engine, work[:count]), work[:count])
-        for count in options.requests
-    }
-    if not options.only_engine:
-        part = work[: min(options.requests)]
-        runs[f"batches {len(part)}"] = functools.partial(generate, engine, part, sizes.seats), part
     points = {}
-    for name, (function, requests) in runs.items():
+    for name, (function, requests) in runs_of(engine, work, sizes, options).items():
         points[name] = timed_run(engine, function, requests, costs)
         say(line(name, points[name]))
         store.add(name, points[name])
-    summary = dict(
-        times,
-        scheduling_us=scheduling[0],
-        scheduling_mixed_us=scheduling[sizes.chunk],
-        compile_s=compile_seconds,
-        cache_copies=copies,
-        temporary_bytes=temporary_bytes,
-        read_bytes_per_s=bandwidth,
-        flops_per_s=products,
-    )
-    store.add("steps", summary)
+    scheduled = {"scheduling_us": scheduling[0], "scheduling_mixed_us": scheduling[sizes.chunk]}
+    store.add("steps", times | scheduled | program | {"read_bytes_per_s": bandwidth, "flops_per_s": products})
 
     print(f"\n{options.model}, {sizes.seats} seats, chunks of {sizes.chunk}, {jax.devices()[0].device_kind}")
     print(

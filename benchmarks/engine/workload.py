@@ -19,7 +19,7 @@ Request = tuple[list[int], int]  # a prompt, and how many new tokens are wanted
 class Sizes:
     seats: int
     chunk: int
-    longest: int  # prompt, and as many new tokens
+    longest: int  # tokens of a prompt; new tokens, too, are at most this many
     num_blocks: int
     few: int  # tokens of a short sequence in the measurement of single steps
     many: int

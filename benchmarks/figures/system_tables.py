@@ -95,7 +95,7 @@ def cache_operations(points: Points) -> str:
 
 
 def cache_choices(points: Points) -> str:
-    """By the exact bytes, a call on an H100, and the perplexity of a small model; over those of bfloat16."""
+    """Exact bytes, the time of a call on an H100, and a small model's perplexity, each divided by bfloat16's."""
     times, perplexities = points("h100/quantised"), points("cpu/perplexity")
     rows = []
     for dtype, scale in CHOICES:

@@ -1,12 +1,12 @@
 """The cache's operations against what the machine can copy: `python -m benchmarks.kernels.cache_ops`.
 
-Every operation is checked before it is timed. `bytes` are those that it must move, each read once and written once
-(over the host link: once); `% copy` is their rate beside that of a plain copy of 512 MB, `% link` beside that of a
-plain copy of as many bytes over the host link, both measured in the same run. Times are device time a call, of calls in
-one jit whose cache is donated; those over the host link are wall time a call.
+Every operation is checked before it is timed. `bytes` are the bytes that it must move: each is read once and written
+once, or crosses the host link once. `% copy` divides their rate by that of a plain copy of 512 MB, `% link` by that of
+a plain copy of the same size over the host link; both are measured in the same run. Times are device time a call, of
+calls in one jit whose cache is donated; over the host link they are wall time a call.
 
-`--operations copy gather` measures these alone, `--copy-configs` other configurations of the copy kernel as well.
-`--toy` takes toy sizes, to see on any machine that it runs.
+`--operations copy gather` measures only these, `--copy-configs` adds other configurations of the copy kernel, `--toy`
+takes toy sizes, to see on any machine that it runs.
 """
 
 import argparse

@@ -98,7 +98,7 @@ def check_write(write: Callable[..., KVCache], cache: KVCache, k: jax.Array, v: 
 def measure_writes(sizes: Sizes) -> list[dict[str, Any]]:
     rows = []
     for num_tokens, num_calls in ((sizes.prefill_tokens, 8), (sizes.decode_tokens, 32)):
-        # As many new tokens as do not stay in the L2 cache for prefill; those of a decode step were just computed.
+        # A prompt's new tokens take turns, so that they are not in the L2 cache; a decode step's were just computed.
         distinct = 4 if num_tokens == sizes.prefill_tokens else 1
         tokens = tuple(
             (random(2 * i, shape=shape, dtype="bfloat16"), random(2 * i + 1, shape=shape, dtype="bfloat16"))

@@ -214,7 +214,21 @@ def summarise(results: dict[str, Any]) -> None:
         print(f"time over the best peer's: geometric mean {geometric_mean(ratios):.3f}, worst {max(beaten)}")
 
 
-def main() -> None:
+def names_of(options: argparse.Namespace) -> list[str]:
+    """The points that were asked for."""
+    if options.points:
+        return [
+            name if "/" in name else f"{heads} {name}"
+            for name in options.points
+            for heads in ((options.heads or HEADS) if "/" not in name else ("",))
+        ]
+    sets = {"grid": GRID, "variants": VARIANTS, "quantised": QUANTISED, "shared": SHARED}
+    sets["all"] = GRID + VARIANTS + QUANTISED
+    chosen = sets[options.set]
+    return [name for name in chosen if not options.heads or name.split()[0] in options.heads]
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--set", choices=("grid", "variants", "quantised", "shared", "all"), default="grid", help="which points"
@@ -236,21 +250,14 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=12, help="points that are compiled together")
     parser.add_argument("--seconds", type=float, default=9e9, help="start no more points after this")
     add_output(parser)
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    options = parse_options()
     start = time.monotonic()
     peer_names = [name for name in options.peers if peers.installed(name)]
-    if options.points:
-        names = [
-            name if "/" in name else f"{heads} {name}"
-            for name in options.points
-            for heads in ((options.heads or HEADS) if "/" not in name else ("",))
-        ]
-    else:
-        sets = {"grid": GRID, "variants": VARIANTS, "quantised": QUANTISED, "shared": SHARED}
-        sets["all"] = GRID + VARIANTS + QUANTISED
-        chosen = sets[options.set]
-        names = [name for name in chosen if not options.heads or name.split()[0] in options.heads]
+    names = names_of(options)
     store = open_store("decode" if options.set in ("grid", "all") else options.set, options)
     todo = [parse(name) for name in names if options.again or name not in store.points]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16, peers: {', '.join(peer_names) or 'none'}")

@@ -1,10 +1,10 @@
 """One sequence longer than the others, in wide tables: `python -m benchmarks.kernels.outliers`.
 
-Batches of equal sequences but for one that has 1 to 128 times their length, all in tables for 131072 tokens. Lengths
-are given at run time: each batch size is one program, as on a server. `default` is that of `paged_attention`, `even`
-the Hopper kernel with as many partitions for each sequence; both must agree. 32/8 heads, head_dim 128, bfloat16, blocks
-of 16, shuffled over a pool of 2^20 tokens through which the calls rotate. The floor is a kernel that only reads, timed
-for seven numbers of tokens, and interpolated.
+All sequences of a batch have the same length except one, which is 1 to 128 times longer. All tables are 131072 tokens
+wide. Lengths are given at run time, so each batch size is one program, as on a server. `default` is `paged_attention`,
+`even` the Hopper kernel with equal partitions; both must agree. 32/8 heads, head_dim 128, bfloat16, blocks of 16,
+shuffled over a pool of 2^20 tokens through which the calls rotate. The floor is a kernel that only reads, timed for
+seven numbers of tokens and interpolated.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""What depends on lengths only, one pass or several partitions: `python -m benchmarks.kernels.partitions WHICH`.
+"""What depends only on lengths: `python -m benchmarks.kernels.partitions WHICH`.
 
-  curve  lengths 128..128k, batch 1 and 8: a single pass, fixed numbers of partitions, and the default; where they cross
-  sweep  batch 1..512, lengths 128..128k, the default: the time must grow with the work, and nowhere jump
-  tail   lengths that fill their last tile against lengths that do not, with as many tiles: what zeroing costs
+  curve  lengths 128..128k, batches of 1 and 8: one pass, fixed numbers of partitions and the default; where they cross
+  sweep  batches 1..512, lengths 128..128k, by default: time must grow with the work and jump nowhere
+  tail   lengths that fill their last tile against lengths that do not, the number of tiles equal: what zeroing costs
 
-One program a batch size: block tables are as wide as memory allows and the lengths are given at run time, so that the
-same program runs at all of them, and a table that is too wide would show. bfloat16, 32/8 heads, head_dim 128, block 16,
-shuffled tables that rotate through the pool, so that L2 is cold. Checked against the reference before it is timed.
+Each batch size is one program. Its block tables are as wide as memory allows and its lengths are given at run time, so
+a program that is slow in wide tables shows. bfloat16, 32/8 heads, head_dim 128, blocks of 16; tables are shuffled and
+rotate through the pool, so that L2 is cold. Results are compared with the reference before anything is timed.
 """
 
 import argparse

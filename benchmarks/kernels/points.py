@@ -1,12 +1,15 @@
-"""What the decode benchmark measures: shapes by name, the grid of them, and their inputs.
+"""What the benchmarks of the kernels measure: shapes by name, sets of them, and their inputs.
 
-A point is written as heads, batch x length and options, for example `32/8 64x8192 block_size=64`. In the place of the
-length, `ragged8192` draws lengths uniformly from 1..8192, `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled, and
-`outlier131072` gives one sequence, in the middle, that many tokens and the others 1024.
-`cache=float8_e4m3fn scale=head` is a quantised cache, `room=8192` a block table with room for that many tokens each,
-`q_len=8 tree=1` a binary tree of 8 drafted tokens. `shared=8192` are tokens that all sequences begin with, in the same
-blocks, or with `groups=32` those of each of so many groups; with `alone=1` each sequence is computed by itself all the
-same.
+A point is written as heads, batch x length and options: `32/8 64x8192 block_size=64`. Instead of a length, `ragged8192`
+draws lengths uniformly from 1..8192; `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled; `outlier131072` gives
+131072 tokens to the sequence in the middle and 1024 to the others. Options:
+
+  cache=float8_e4m3fn scale=head   a quantised cache
+  room=8192                        block tables with room for 8192 tokens per sequence
+  q_len=8 tree=1                   a binary tree of 8 drafted tokens
+  shared=8192                      all sequences begin with the same 8192 tokens, in the same blocks
+  shared=8192 groups=32            the sequences of each of 32 groups do
+  alone=1                          shared blocks are read by each sequence all the same
 """
 
 import dataclasses
@@ -87,7 +90,7 @@ class Point:
     cache: str = ""  # the cache's dtype, where it is not `dtype`
     scale: str = ""  # of a quantised cache: head or token_head
     shared: int = 0  # tokens, in whole blocks, that the sequences of each group begin with
-    groups: int = 1  # of as many sequences each
+    groups: int = 1  # of sequences that share blocks, of equal size
     alone: int = 0  # whether each sequence is computed by itself all the same
 
     @property

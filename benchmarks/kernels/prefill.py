@@ -1,17 +1,17 @@
-"""Attention of prompts, beside other libraries: `python -m benchmarks.kernels.prefill --peers fa3 cudnn`.
+"""Attention of prompts, next to other libraries: `python -m benchmarks.kernels.prefill --peers fa3 cudnn`.
 
-A point is one of points.py whose q_len is what is new of each sequence: `32/8 8x2304 q_len=256` is 256 new tokens after
-2048, `q_len=all` all of them. Sequences that differ are joined by a plus, and their tokens are packed:
-`32/8 60x4096 + 4x4608 q_len=512`. Every method is checked against the reference before it is timed, on tokens at the
-start, in the middle and at the end. Times are microseconds a call on the device, of calls chained in one jit.
+Points are named as in points.py; q_len is the number of new tokens of each sequence: `32/8 8x2304 q_len=256` is 256 new
+tokens after 2048, and with `q_len=all` all tokens are new. A plus joins sequences that differ, whose tokens are packed:
+`32/8 60x4096 + 4x4608 q_len=512`. Every method is compared with the reference before it is timed, on tokens at the
+start, in the middle and at the end. Times are device microseconds a call, of calls chained in one jit.
 
   mosaic_gpu, xla    paged_attention
-  cudnn              jax.nn.dot_product_attention on contiguous keys and values: whole fresh prompts alone
-  gather, cudnn      the same, with the gather from the cache that it then needs
-  fa3 paged          FlashAttention 3 through flash-attn3-jax, on the same cache
-  fa3                the same on contiguous keys and values: whole fresh prompts alone
+  cudnn              jax.nn.dot_product_attention on contiguous keys and values; only whole fresh prompts
+  gather, cudnn      the same, with the gather from the cache that it needs
+  fa3 paged          FlashAttention-3 through flash-attn3-jax, on the same cache
+  fa3                the same on contiguous keys and values; only whole fresh prompts
 
-What is in the output file already is left out. `--points` takes also windows, other heads and 8-bit caches.
+Points that the output file already has are left out. `--points` also takes windows, other heads and 8-bit caches.
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Prompt(Point):
 
     @property
     def flops(self) -> int:
-        """Of both products, for what is visible."""
+        """Of both products, counting only the pairs that the mask shows."""
         pairs = zip(self.lengths, self.counts, strict=True)
         seen = (np.minimum(np.arange(n - new, n) + 1, self.window or n).sum() for n, new in pairs)
         return 4 * self.heads * self.head_dim * int(sum(seen))

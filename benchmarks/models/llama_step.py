@@ -56,7 +56,7 @@ def toy(num_layers: int) -> LlamaConfig:
 
 
 def fill(shapes: Any) -> Any:
-    """Random bfloat16 weights for a tree of shapes; ones for vectors, which are those of the norms."""
+    """Random bfloat16 weights for a tree of shapes; ones for vectors, which belong to the norms."""
     leaves, tree = jax.tree.flatten(shapes)
     filled = [
         jnp.ones(leaf.shape, jnp.bfloat16)

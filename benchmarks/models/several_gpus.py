@@ -1,15 +1,15 @@
 """Two GPUs against one: `python -m benchmarks.models.several_gpus`.
 
-  attention  tensor parallel: the KV heads of a call over the GPUs, against all of them, and one GPU's share, on one GPU
+  attention  tensor parallel: a call with its KV heads over the GPUs; on one GPU all heads, and one GPU's share of them
   step       a decode step of a model of Llama-3-8B's shape (examples/lib/llama.py), the whole loop in one jit
   prefill    prompts for that model, one after the other in one jit
-  context    one sequence, its blocks cut over the GPUs, `context_parallel_attention` against `paged_attention`
+  context    one sequence, its blocks over the GPUs: `context_parallel_attention` against `paged_attention`
   engines    data parallel: the requests of benchmarks/engine/throughput.py, model x number, over an engine on each GPU
 
-Before a part is timed, its results on several GPUs are compared with those of one. Of a model the logits are, with two
-layers; the timed layers are copies of these. Of each compiled program the collectives are counted, and none may give a
-result, nor a copy, of the size of a device's part of a cache. A step is compiled with each of `--variants`. Figures are
-microseconds, of a call or of a step.
+Before a part is timed, its results on several GPUs are compared with the results of one GPU. For a model these are the
+logits of two layers; the timed layers are copies of the two. The collectives of each compiled program are counted: none
+may return an array of the size of a device's part of a cache, and nothing may copy one. A step is compiled with each of
+`--variants`. Times are microseconds of a call or of a step.
 
     python -m benchmarks.models.several_gpus --parts step --shapes 64x2048 --variants default graphs
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m benchmarks.models.several_gpus --toy    # on a CPU
@@ -107,7 +107,7 @@ class Models:
         return Models(config, mesh, one, shard_model(one, config, mesh))
 
     def with_layers(self, num_layers: int) -> "Models":
-        """With copies of the layers, in turn: quicker than as many weights of their own, cut on the host."""
+        """With copies of the layers, in turn: quicker than to cut other weights on the host."""
         config = dataclasses.replace(self.config, num_layers=num_layers)
         one, cut = nnx.merge(self.graph, self.weights), nnx.merge(self.cut_graph, self.cut_weights)
         for model in (one, cut):

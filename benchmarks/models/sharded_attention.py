@@ -18,8 +18,8 @@ from tests.compiled import COLLECTIVES, instructions
 
 
 def collectives(compiled: Any, part: tuple[int, ...]) -> dict[str, int]:
-    """How often each stands in a program. Raises `AssertionError` where one, or a copy, is of one or more devices'
-    parts of a cache; a pool has its null block, so that no other array is as many times as large."""
+    """How often each collective stands in a program. Raises `AssertionError` if one, or a copy, has the size of one or
+    more devices' parts of a cache. The null block makes a pool's size odd enough that no other array matches it."""
     counts: Counter[str] = Counter()
     for operation, size, line in instructions(compiled.as_text() or ""):
         name = operation.removesuffix("-start")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +44,12 @@ def operands_of(
     }
     given = {name: value for name, value in named.items() if value is not None}
     return {"scale": options.scale.reshape(1), **given}
+
+
+def bits_by_row(bits: jax.Array, *, group: int, rows: int) -> jax.Array:
+    """uint32 [seqs, q_len, words] -> int32 [seqs, words, rows], the same for every head, zero in the padding."""
+    by_row = jnp.repeat(lax.bitcast_convert_type(bits, jnp.int32).swapaxes(1, 2), group, axis=2)
+    return jnp.pad(by_row, ((0, 0), (0, 0), (0, rows - by_row.shape[2])))
 
 
 def by_row(by_head: jax.Array, *, kv_heads: int, q_len: int, rows: int) -> jax.Array:

@@ -4,6 +4,7 @@ Pure functions of ints: nothing here is traced, and all of it is tested on a CPU
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def check_supported(
     multiple = 16 if narrow else 8  # 16 bytes, one asynchronous copy
     if head_dim % multiple or head_dim > 256:
         raise NotImplementedError(
-            f"the portable decode kernel takes a head_dim that is a multiple of 8 up to 256, of an 8-bit cache of 16; "
+            "the portable decode kernel takes a head_dim that is a multiple of 8 up to 256, of an 8-bit cache of 16; "
             f"got {head_dim=}, {cache_dtype=!s}."
         )
     if block_size not in (8, 16, 32) and block_size % TILE:
@@ -99,17 +100,19 @@ def default_config(
             smem_bytes(n, q_len=q_len, group=group, head_dim=head_dim, itemsize=itemsize) <= room for n in stages
         )
 
-    resident = 2 if fitting_stages(2) >= 2 else 1  # one program computes while the other waits
+    # One program computes while the others wait; more rows take the registers of two. The programs of a plan even out
+    # the lengths: the more of them, the better. [one_kernel_h200, plans_h100 of benchmarks/results/decisions/]
+    few_rows = filled_rows(q_len, group, rows_first=False) <= 16
+    resident = 2 if fitting_stages(2) >= 2 else 1
+    if few_rows and fitting_stages(4) >= (1 if planned else 2):
+        resident = 4
     num_stages = max(1, fitting_stages(resident))
     if planned:
         num_partitions = 1
-        # As many programs as a SM takes even out the lengths. H100, 64 x 2048 in 1 stage 177 us, in 2 183; 64 x 128 in
-        # tables of 8192 14.5, 15.5; 64 x 8192 / 1, / 2, ... 58.2, 59.6. [plans_h100]
-        num_stages = 1 if itemsize > 1 else num_stages
     if num_partitions is None:
-        # H100, 8 KV heads: 8 x 8192 in 4 partitions 94 us, 1 x 8192 in 16 16.3. [merge_h100]
+        # To merge n partials takes about as long as n tiles. [one_kernel_h200]
         seen = capacity if window is None else min(capacity, window + q_len - 1)
-        num_partitions = max(1, min(resident * num_sms // (seqs * kv_heads), seen // 512))
+        num_partitions = max(1, min(resident * num_sms // (seqs * kv_heads), 2 * math.isqrt(seen // 128)))
     return Config(
         num_partitions=min(num_partitions, max(1, -(-capacity // TILE))),  # more would have no tile
         num_stages=num_stages,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _device
+from jaxpaged import _device, tree_mask
 from jaxpaged._attention.choose import Known, by_decode
 from jaxpaged._attention.run import run
 from pallas_kernels import partition_plan
@@ -100,6 +100,16 @@ def test_a_plan(form, shape):
     plan = partition_plan.make(8 * jnp.asarray(LENGTHS), None, q_len=1, total_partitions=80)
     assert jnp.diff(plan.partition_starts).tolist() == [1, 1, 1, 1, 1, 11, 16, 32]
     check(real(**shape), form, 1, plan)
+
+
+@pytest.mark.parametrize(("q_len", "heads"), [(8, 4), (40, 1)])
+@pytest.mark.parametrize("form", FORMS)
+def test_trees(form, q_len, heads):
+    case = real(q_len=q_len, heads=heads, kv_heads=1, lengths=(0, 40, 700, 1000))
+    rng = np.random.default_rng(q_len)
+    parents = np.stack([rng.integers(-1, np.arange(q_len)) for _ in range(4)])
+    trees = {"tree_mask": tree_mask(jnp.asarray(parents, jnp.int32))}
+    check(case.replace(options=case.options | trees), form, 2)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])

@@ -2,8 +2,9 @@
 
 A way is "mosaic_gpu", "xla", or a kernel, hopper, or a form of the portable one, tma or cp_async, with
 /stages/partitions after it or not: tma, cp_async/2, tma/3/16, hopper//plan. In the place of the partitions, `plan` is
-a plan for that kernel. Each is checked against the reference before it is timed. The columns are those of
-benchmarks/kernels/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
+a plan for that kernel, which a chain makes once, and `fresh` one that each call makes. `prefill` is the kernel for
+prompts. Each is checked against the reference before it is timed. The columns are those of kernels/decode.py; `kernels`
+is the time of the kernels alone, by CUPTI.
 
     python -m benchmarks.kernels.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
     python -m benchmarks.kernels.portable --points "32/8 8xoutlier131072" --ways mosaic_gpu hopper hopper//plan
@@ -15,12 +16,13 @@ import functools
 from typing import Any
 
 import jax
+from jax import lax
 
 from benchmarks.harness import add_output, open_store
 from benchmarks.kernels.points import Point, parse
 from benchmarks.kernels.ways import arguments_of, compare
 from jaxpaged import _device, paged_attention
-from jaxpaged._attention.choose import Kernel, Known, by_decode
+from jaxpaged._attention.choose import Kernel, Known, by_decode, by_prefill
 from jaxpaged._attention.run import run
 
 POINTS = (
@@ -35,8 +37,12 @@ def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
     """The output of one kernel, called as `paged_attention`."""
     a = arguments_of(arrays, options)
     name, stages, partitions, *_ = (*way.split("/"), "", "")
+    if name == "prefill":
+        return run(by_prefill(a, _device.gpu(), Known()), a)[0]
+    if partitions == "fresh":
+        a = dataclasses.replace(a, lengths=lax.optimization_barrier((a.lengths, a.q))[0])
     kernel: Kernel = "paged_decode" if name == "hopper" else "portable_decode"
-    planned = partitions == "plan"
+    planned = partitions in ("plan", "fresh")
     known = Known(int(partitions) if partitions and not planned else None, options.get("sliding_window"))
     choice = by_decode(kernel, a, _device.gpu(), known, planned=planned)
     changes: dict[str, Any] = {"num_stages": int(stages)} if stages else {}

@@ -88,7 +88,7 @@ def _choose(call: Call, gpu: Gpu, known: Known) -> Choice:
     _check_tree(call, gpu, known)
     is_packed = isinstance(call, PackedArguments)
     if is_wide_tree(call) or (is_packed and known.num_partitions in (None, 1) and _prefill_takes(call, gpu)):
-        return _by_prefill(call, gpu, known)
+        return by_prefill(call, gpu, known)
     _check_decode(call, gpu)
     if known.total_partitions is not None:
         is_planned = follows(call, known.total_partitions)
@@ -110,7 +110,7 @@ def evenly(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
     if not isinstance(call, PackedArguments):
         is_one_run = query_runs.runs_of(call.q.shape[1], call.group)[0] == 1
         if not is_one_run and known.num_partitions in (None, 1) and _prefill_takes(call, gpu):
-            choice = _by_prefill(call, gpu, known)
+            choice = by_prefill(call, gpu, known)
             if _fills(choice.config, call, gpu):
                 return choice
     return by_decode(_decode_kernel(gpu), call, gpu, known)
@@ -143,7 +143,7 @@ def by_decode(kernel: Kernel, call: Call, gpu: Gpu, known: Known = NOTHING, *, p
     return Choice(kernel, config, run, _at_once(call, gpu, kernel) if planned else None)
 
 
-def _by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
+def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
     heads, _ = prefill_config.heads_and_tokens(call.group)
     num_items = _prefill_entries(call) * (call.q.shape[-2] // heads)
     num_parts = 1  # asked for one, the bits are those of one
@@ -268,11 +268,6 @@ def _check_options(call: Call) -> None:
 def _check_tree(call: Call, gpu: Gpu, known: Known) -> None:
     if not call.has_tree:
         return
-    if not gpu.is_hopper:
-        raise NotImplementedError(
-            "the portable decode kernel takes no tree_mask; "
-            f'got compute_capability={gpu.compute_capability}. Pass implementation="xla".'
-        )
     # Both count from a token's depth; the kernels know its place only.
     if call.options.sliding_window is not None or call.options.alibi_slopes is not None:
         raise NotImplementedError(

@@ -16,7 +16,7 @@ from pallas_kernels._logits import Logits
 from pallas_kernels._merge import Partials, Sums
 from pallas_kernels._rows import ROWS, ROWS_FIRST, ROWS_LAST
 from pallas_kernels._walk import Partition, Walk, grid_of
-from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
+from pallas_kernels.attention_options import AttentionOptions, bits_by_row, by_row, operands_of
 from pallas_kernels.decode_config import Config
 from pallas_kernels.paged_decode import _cluster
 from pallas_kernels.paged_decode._few_rows import FewRows
@@ -203,7 +203,7 @@ def launch(
         **operands_of(
             options,
             per_row,
-            tree_bits=None if options.tree_bits is None else _bits_by_row(options.tree_bits, group, rows),
+            tree_bits=None if options.tree_bits is None else bits_by_row(options.tree_bits, group=group, rows=rows),
         ),
     }
     out_types = {
@@ -252,9 +252,3 @@ def launch(
         return out[..., :head_dim], lse
     out = out.reshape(*out.shape[:3], num_parts, -1)[..., : head_dim // num_parts]
     return out.reshape(*out.shape[:3], head_dim), lse
-
-
-def _bits_by_row(bits: jax.Array, group: int, rows: int) -> jax.Array:
-    """uint32 [seqs, q_len, words] -> int32 [seqs, words, rows], the same for every head, zero in the padding."""
-    by_row = jnp.repeat(lax.bitcast_convert_type(bits, jnp.int32).swapaxes(1, 2), group, axis=2)
-    return jnp.pad(by_row, ((0, 0), (0, 0), (0, rows - by_row.shape[2])))

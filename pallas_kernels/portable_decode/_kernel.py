@@ -18,7 +18,7 @@ from pallas_kernels._scales import of_head, over_tokens
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
 from pallas_kernels._softmax import softmax
 from pallas_kernels._walk import Order, Partition, Walk, grid_of
-from pallas_kernels.attention_options import AttentionOptions, by_row, operands_of
+from pallas_kernels.attention_options import AttentionOptions, bits_by_row, by_row, operands_of
 from pallas_kernels.partition_plan import PartitionPlan
 from pallas_kernels.portable_config import COLUMNS, TILE, Config
 from pallas_kernels.portable_decode import _results
@@ -75,7 +75,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
             copies.start_values(jnp.int32(i), ids[i])
 
     # 3. Q is there.
-    logits_of = Logits.of(refs, walk, refs.group, ROWS_LAST)
+    logits_of = Logits.of(refs, walk, refs.group, ROWS_LAST, refs.tree_bits)
     copies.wait_query()
     unit = tiles.prepare_query()
     kept = [tiles.query(c) for c in chunks] if rows * width // 64 <= QUERY_REGISTERS else None
@@ -165,7 +165,6 @@ def launch(
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
-    assert options.tree_bits is None
     assert plan is None or config.num_partitions == 1
     seqs, q_len, heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
@@ -173,6 +172,7 @@ def launch(
     rows = filled_rows(q_len, group, rows_first=False)
 
     per_row = functools.partial(by_row, kv_heads=kv_heads, q_len=q_len, rows=rows)
+    tree_bits = None if options.tree_bits is None else bits_by_row(options.tree_bits, group=group, rows=rows)
     inputs = {
         "q": q,
         "k_cache": k_cache,
@@ -180,7 +180,7 @@ def launch(
         "block_tables": block_tables,
         "lengths": lengths,
         **({} if plan is None else vars(plan)),
-        **operands_of(options, per_row),
+        **operands_of(options, per_row, tree_bits=tree_bits),
     }
     out_types = {
         "out": jax.ShapeDtypeStruct(q.shape, q.dtype),

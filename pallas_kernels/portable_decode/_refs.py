@@ -42,6 +42,7 @@ class Refs:
     logits_soft_cap: Any = None  # f32 [1]
     alibi_slopes: Any = None  # f32 [kv_heads, rows]
     sinks: Any = None  # f32 [kv_heads, rows]
+    tree_bits: Any = None  # int32 [seqs, words, rows]
     k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     v_scale: Any = None  # likewise
     # SMEM of 8-bit caches

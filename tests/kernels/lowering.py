@@ -168,7 +168,7 @@ def traced_portable(
         itemsize=cache.dtype.itemsize,
     )
     config = dataclasses.replace(config, **changes)
-    types = option_types(shape, kv_heads * group)
+    types = option_types(shape, kv_heads * group) | {"tree_bits": shape((seqs, q_len, -(-q_len // 32)), jnp.uint32)}
 
     @jax.jit
     def launch(*arrays, **named):

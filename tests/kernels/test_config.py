@@ -326,7 +326,7 @@ def test_partitions_of_the_portable_kernel():
     assert portable_config.default_config(**(PORTABLE | dict(seqs=64))).num_partitions == 1
     assert portable_config.default_config(**(PORTABLE | dict(seqs=1))).num_partitions == 16
     assert portable_config.default_config(**(PORTABLE | dict(capacity=300)), num_partitions=256).num_partitions == 5
-    assert default(window=1024).num_partitions == 2
+    assert default(window=128).num_partitions == 2
     assert default(num_partitions=7).num_partitions == 7
 
 

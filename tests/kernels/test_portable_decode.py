@@ -123,8 +123,8 @@ def test_by_name_on_other_gpus_than_hopper():
     planned = explain(*case.arrays, **how, plan=plan_partitions(case.lengths, num_kv_heads=1))
     assert (planned.kernel, planned.num_partitions) == ("portable_decode", "plan")
     tree = tree_mask(jnp.full((3, 2), -1, jnp.int32))
-    with pytest.raises(NotImplementedError, match="takes no tree_mask"):
-        explain(*small(q_len=2).arrays, **how, tree_mask=tree)
+    named = dict(gpu="A100", implementation="mosaic_gpu", tree_mask=tree)
+    assert explain(*small(q_len=2).arrays, **named).kernel == "portable_decode"
 
 
 def test_vmap_and_gradients():
@@ -154,6 +154,7 @@ SHAPES = {
     "64 rows": dict(group=16, q_len=4, head_dim=96, num_partitions=3),
     "a plan": dict(total_partitions=5, options=("sinks",)),
     "24 rows": dict(group=24, head_dim=120, options=ALL_OPTIONS),
+    "a tree": dict(q_len=4, options=("tree_bits", "logits_soft_cap")),
     "int8": dict(cache_dtype=jnp.int8, scales=("head", "token_head"), head_dim=80),
     "float8_e5m2": dict(cache_dtype=E5M2, scales=("token_head", "token_head"), block_size=8, group=64),
 }

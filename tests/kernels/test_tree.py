@@ -14,6 +14,7 @@ from tests.kernels.lowering import traced, traced_prefill
 
 pytestmark = pytest.mark.slow
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+PORTABLE = dict(kernel="portable_decode")
 
 
 def tree_case(q_len, *, lengths=(0, 5, 40, 150), **shape):
@@ -42,16 +43,16 @@ def errors(case, **how):
         (8, dict(cache_dtype=jnp.int8, scale_shape="token_head")),
     ],
 )
-@pytest.mark.parametrize("num_partitions", [1, 3])
-def test_trees(q_len, shape, num_partitions):
+@pytest.mark.parametrize("how", [dict(), dict(num_partitions=3), PORTABLE])
+def test_trees(q_len, shape, how):
     case = tree_case(q_len, **shape)
-    assert (errors(case, num_partitions=num_partitions) < 0.03).all()
+    assert (errors(case, **how) < 0.03).all()
     assert not races_found()
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill"])
+@pytest.mark.parametrize("name", ["decode", "portable", "prefill"])
 def test_bits_that_are_no_tree(name):
-    """Both kernels follow the bits, as the reference does, whether or not a token sees all that its ancestors see; the
+    """The kernels follow the bits, as the reference does, whether or not a token sees all that its ancestors see; the
     first sequence is shorter than its new tokens."""
     case = make_case(lengths=(5, 20), max_blocks=10, heads=3, kv_heads=1, head_dim=128, q_len=8, dtype=jnp.bfloat16)
     closed = oracle(case)[0]
@@ -59,8 +60,8 @@ def test_bits_that_are_no_tree(name):
     case = case.replace(options={"tree_mask": jnp.asarray(bits)})
     expected, expected_lse = oracle(case)
     assert np.abs(expected - closed)[1].max() > 0.3
-    if name == "decode":
-        out, lse = attend(case, num_partitions=1)
+    if name != "prefill":
+        out, lse = attend(case, num_partitions=1, **(PORTABLE if name == "portable" else {}))
     else:
         mask = np.concatenate([bits.reshape(16, 1), np.zeros((prefill.PADDING, 1), np.uint32)])
         out, lse = prefill.attend(case, (8, 8), num_sms=1, interpret=INTERPRET, mask=mask)
@@ -69,10 +70,11 @@ def test_bits_that_are_no_tree(name):
     np.testing.assert_allclose(lse, expected_lse, atol=2e-3)
 
 
-def test_another_tree_is_noticed():
+@pytest.mark.parametrize("how", [dict(), PORTABLE])
+def test_another_tree_is_noticed(how):
     case = tree_case(8)
     chain = tree_mask(jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32) - 1, (4, 8)))
-    out, _ = attend(case.replace(options=case.options | {"tree_mask": chain}))
+    out, _ = attend(case.replace(options=case.options | {"tree_mask": chain}), **how)
     worst = np.abs(np.asarray(out, np.float32) - oracle(case)[0]).max(axis=(1, 2, 3))
     assert (worst[1:] > 0.1).all()
 

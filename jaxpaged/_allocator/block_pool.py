@@ -78,7 +78,7 @@ class BlockPool:
 
         Args:
             ids: int32 `[seqs, max_blocks]`. No row names a block twice; several rows may.
-            given: bool, likewise.
+            given: bool, in the same shape.
 
         The result is that of one row after the other, the last row first, and in each the last block first: cached
         blocks go under all free ones, the others on top. So a sequence's tail is overwritten before its head, and

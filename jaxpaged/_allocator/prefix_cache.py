@@ -28,7 +28,7 @@ PLACES = 8  # places of the table for each block of the pool, at least
 class PrefixCache:
     """The tokens in full blocks of a `BlockAllocator`'s pool, so that other prompts can share the blocks. Immutable.
 
-    It is a pytree beside the allocator, so that a program without it pays nothing. It describes the pool of one
+    It is a pytree of its own, so that a program without it pays nothing. It describes the pool of one
     allocator: use one prefix cache with that allocator and the allocators that follow from it.
 
     Attributes:
@@ -132,7 +132,7 @@ class PrefixCache:
 
         Only full blocks are shared, and never a whole prompt: its last token is computed, because its logits are
         needed. Append the rest with `append(lengths - num_cached, q_len=...)`. With prompts at the end of their
-        rows, the same `tokens` fit the slots that it returns: those of cached tokens are padding. If that `append` is
+        rows, the same `tokens` fit the slots that it returns: cached tokens have slots of padding. If that `append` is
         refused, the row keeps the cached blocks until `free`.
 
         Args:
@@ -212,8 +212,8 @@ class PrefixCache:
 
         Returns:
             ids: int32 `[seqs, columns]`.
-            found: bool, likewise, whether it is cached, as are all before it.
-            tags: uint32, likewise, a hash of the block and of all before it.
+            found: bool, in the same shape: whether it and all blocks before it are cached.
+            tags: uint32, in the same shape: a hash of the block and of all blocks before it.
         """
         asked = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None] < num_full[:, None]
         tags, probes = self._hash(blocks, salts)
@@ -422,7 +422,7 @@ def _find_places(
         table: with a number below 0 in the places that were given out.
         firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the place for this one and all
             of the same tag and salt, itself among them; -1: there was none.
-        homes: int32, likewise, that place.
+        homes: int32, in the same shape: that place.
     """
     num_entries = wanted.size
     entries = jnp.arange(num_entries, dtype=jnp.int32).reshape(wanted.shape)

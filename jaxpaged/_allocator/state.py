@@ -26,7 +26,7 @@ class AllocatorState:
 
     @property
     def num_free(self) -> jax.Array:
-        """Blocks that can be handed out, int32 `[]`; those where a cached prefix waits are among them."""
+        """Blocks that can be handed out, int32 `[]`; blocks where a cached prefix waits are among them."""
         return self.pool.num_free
 
     @property

@@ -1,7 +1,7 @@
 """Packed queries: each sequence's newest tokens, any number, one after the other in q.
 
-An implementation that takes equally many query tokens of each sequence gets runs. A run is a few tokens of one
-sequence, and becomes a sequence of its own, which ends with the run. Runs do not cross sequences, so there are at most
+An implementation that takes the same number of query tokens of each sequence gets runs. A run is a few tokens of one
+sequence; it becomes a sequence of its own, which ends with the run. Runs do not cross sequences, so there are at most
 `tokens / run + seqs`.
 """
 
@@ -47,12 +47,12 @@ def runs_of(p: PackedArguments, run: int) -> Runs:
 
 
 def starts_of(p: PackedArguments) -> jax.Array:
-    """The first row of each sequence in q, int32 `[seqs + 1]`, at most tokens and not descending."""
+    """The first row of each sequence in q, int32 `[seqs + 1]`, at most the rows of q and not descending."""
     return jax.lax.cummax(jnp.clip(p.query_starts, 0, p.q.shape[0]))
 
 
 def owners(starts: jax.Array, *, tokens: int) -> jax.Array:
-    """The sequence of each row of q, int32 `[tokens]`; of padding before the first 0, past the last seqs."""
+    """The sequence of each row of q, int32 `[tokens]`; 0 for padding in front, seqs for padding at the end."""
     rows = jnp.arange(tokens, dtype=jnp.int32)
     return jnp.searchsorted(starts[1:], rows, side="right", method="scan_unrolled").astype(jnp.int32)
 
@@ -83,13 +83,13 @@ def cut(p: PackedArguments, runs: Runs) -> AttentionArguments:
 
 
 def positions(query_starts: jax.Array, lengths: jax.Array, *, tokens: int) -> jax.Array:
-    """Where each token of q stands in its sequence, int32 `[tokens]`; of padding any number."""
+    """The position of each token of q in its sequence, int32 `[tokens]`; any number for padding."""
     seqs = owners(query_starts, tokens=tokens)
     return jnp.arange(tokens, dtype=jnp.int32) + (lengths - query_starts[1:]).at[seqs].get(mode="clip")
 
 
 def tree_by_place(p: PackedArguments) -> jax.Array | None:
-    """The bits of its trees as the prefill kernel takes them."""
+    """The bits of the call's trees, as the prefill kernel takes them."""
     if p.tree_mask is None:
         return None
     starts = starts_of(p)
@@ -98,7 +98,7 @@ def tree_by_place(p: PackedArguments) -> jax.Array | None:
 
 
 def join(out: jax.Array, lse: jax.Array, p: PackedArguments, runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Out `[runs, run, heads, head_dim]` and lse, as `[tokens, heads, head_dim]` and `[tokens, heads]`."""
+    """Out `[runs, run, heads, head_dim]` and its lse, as `[tokens, heads, head_dim]` and `[tokens, heads]`."""
     tokens = jnp.arange(p.q.shape[0], dtype=jnp.int32)
     seqs = owners(runs.starts, tokens=p.q.shape[0])
     is_padding = (seqs == p.lengths.shape[0]) | (tokens < runs.starts[0])

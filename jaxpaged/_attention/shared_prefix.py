@@ -1,10 +1,10 @@
 """Blocks that several sequences begin with: attended to once for all of them.
 
-The queries of a group of sequences make one call, on a sequence of the shared blocks, all of which every query sees.
-What each sequence has behind them is another call. The lses say how much the two results count.
+One call takes the queries of a group of sequences, on a sequence of the shared blocks, which every query sees as a
+whole. A second call takes what each sequence has after them. The lses are the weights of the two results.
 
-Whether a sequence begins with the blocks of its group is read from the tables, on the device: one that does not has all
-of its blocks in the second call.
+The tables, on the device, say whether a sequence begins with the blocks of its group. If it does not, all of its blocks
+are in the second call.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxpaged._integers import as_int32
 def attend_with_prefix[A: (AttentionArguments, PackedArguments)](
     attend: Callable[[A], tuple[jax.Array, jax.Array]], a: A, shared_prefix: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend(a)`, but what sequences share is read once. Raises `ValueError` for a wrong `shared_prefix`."""
+    """`attend(a)`, but blocks that sequences share are read once. Raises `ValueError` for a wrong `shared_prefix`."""
     if shared_prefix is None:
         return attend(a)
     num_tokens, most = _checked(shared_prefix, seqs=a.lengths.shape[0])
@@ -42,14 +42,14 @@ def attend_with_prefix[A: (AttentionArguments, PackedArguments)](
 def split[A: (AttentionArguments, PackedArguments)](
     a: A, num_tokens: jax.Array, most: int | None = None
 ) -> tuple[A, A, jax.Array]:
-    """The call on the shared blocks, of a sequence for each group; the call on the others; and which query tokens take
-    part in the first, bool of q's shape without heads and head_dim."""
+    """The call on the shared blocks, with one sequence for each group; the call on the other blocks; and which query
+    tokens take part in the first, bool of q's shape without heads and head_dim."""
     max_blocks, block_size = a.block_tables.shape[1], a.block_size
     groups = num_tokens.shape[0]
     size = a.lengths.shape[0] // groups
     num_blocks = jnp.clip(num_tokens // block_size, 0, max_blocks)[:, None]  # [groups, 1]
 
-    # A sequence shares what the longest of its group begins with, unless it has other blocks or new tokens there.
+    # A sequence shares the first blocks of the longest of its group, unless it has other blocks or new tokens there.
     longest = jnp.argmax(a.lengths.reshape(groups, size), axis=1).astype(jnp.int32)
     tables = a.block_tables[longest + jnp.arange(groups, dtype=jnp.int32) * size]  # [groups, max_blocks]
     entries = jnp.arange(max_blocks, dtype=jnp.int32)[None]
@@ -68,7 +68,7 @@ def split[A: (AttentionArguments, PackedArguments)](
     of_shared: dict[str, Any] = dict(
         block_tables=tables if most is None else tables[:, : most // block_size],
         lengths=jnp.where(shares.any(axis=1), num_blocks[:, 0] * block_size, 0),
-        options=dataclasses.replace(a.options, sinks=None),  # those count once
+        options=dataclasses.replace(a.options, sinks=None),  # they count once, in the other call
         causal=False,
     )
     shares = shares.reshape(-1)
@@ -86,7 +86,7 @@ def split[A: (AttentionArguments, PackedArguments)](
 
 
 def _checked(value: ArrayLike, *, seqs: int) -> tuple[jax.Array, int | None]:
-    """Tokens that the sequences of each group share, int32 [groups], and the most of a group, if it is known."""
+    """Tokens that the sequences of each group share, int32 [groups], and the largest number, if it is known."""
     num_tokens = as_int32(value)
     if num_tokens.dtype != jnp.int32 or num_tokens.ndim > 1 or num_tokens.size == 0 or seqs % num_tokens.size:
         raise ValueError(

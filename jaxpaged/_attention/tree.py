@@ -40,7 +40,7 @@ class Tree:
         """How far queries at int32 [seqs, q_len] stand past the tokens at places [seqs, n]: int32 [seqs, q_len, n],
         negative if the query does not see the token.
 
-        A query that sees a token, but fewer tokens than that one sees, stands beside it: 0.
+        The distance is 0 if a query sees a token that itself sees more tokens than the query does.
         """
         index, is_new = (x[:, None] for x in self._index(places))  # [seqs, 1, n]
         hidden = jnp.zeros((*self.bits.shape[:2], places.shape[1]), bool)

@@ -2,10 +2,10 @@
 
     out = sum_t exp(logit_t - lse) v_t,    lse = log sum_t exp(logit_t)
 
-The tokens of a sequence are walked in tiles of 128 with an online softmax, as far as the longest sequence of the
-batch goes. At any time one tile of keys and one of values of every sequence and partition is held:
-`2 * seqs * num_partitions * 128 * kv_heads * head_dim` numbers in the cache's dtype (in float32 where the cache has
-another dtype than q, or scales), and the logits of that tile, `seqs * num_partitions * heads * q_len * 128` float32.
+A loop goes over the tokens in tiles of 128 with an online softmax, up to the longest sequence of the batch. It holds
+one tile of keys and one of values of every sequence and partition:
+`2 * seqs * num_partitions * 128 * kv_heads * head_dim` numbers in the cache's dtype (in float32 if the cache has
+scales or another dtype than q), and the logits of that tile, `seqs * num_partitions * heads * q_len * 128` float32.
 Nothing is ever as large as the gathered cache. (XLA itself widens a bfloat16 tile to float32 on a CPU.)
 
 The tile is a constant, whatever the block size, so that the block size does not change the arithmetic.
@@ -25,11 +25,11 @@ from jaxpaged._cache.pool_rows import take_rows
 
 TILE = 128  # tokens; against 256, 3 times as fast at 80 tokens and equal at 1000 on 2 CPU cores (9/3 heads, batch 1)
 
-# Bytes of tiles and their logits in a step of the loop on a GPU, where a step is about a dozen kernels, whatever its
-# size. H100, 32/8 heads of 128, us: 1 x 8192 in 64 steps 2000, in one, of 35 MB, 175.
+# Bytes of tiles and their logits in a step of the loop on a GPU. A step of any size is about a dozen kernels. H100,
+# 32/8 heads of 128, us: 1 x 8192 in 64 steps 2000, in one, of 35 MB, 175.
 STEP_BYTES = 40 * 1024 * 1024
 
-RUN = 16  # packed tokens that read a tile of keys together: one tile is held for each `tokens / RUN + seqs` of them
+RUN = 16  # packed tokens that read a tile of keys together; `tokens / RUN + seqs` tiles are held
 
 
 def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
@@ -50,7 +50,7 @@ def attend_packed(p: PackedArguments, *, num_partitions: int | None) -> tuple[ja
 
 
 def default_partitions(a: AttentionArguments, *, on_gpu: bool) -> int:
-    """Partitions of each sequence, by static shapes: on a GPU as many as STEP_BYTES have room for, on a CPU 1."""
+    """Partitions of each sequence, by static shapes: on a CPU 1, on a GPU the most for which STEP_BYTES suffice."""
     if not on_gpu:
         return 1
     seqs, q_len, heads, head_dim = a.q.shape
@@ -63,7 +63,7 @@ def default_partitions(a: AttentionArguments, *, on_gpu: bool) -> int:
 
 
 def _is_widened(a: AttentionArguments) -> bool:
-    """Whether tiles of keys or values are computed with in float32, not in the cache's dtype."""
+    """Whether products with keys or values are float32, not of the cache's dtype."""
     return a.k_cache.dtype != a.q.dtype or a.options.k_scale is not None or a.options.v_scale is not None
 
 
@@ -106,18 +106,18 @@ def _attend_jvp(num_partitions: int, primals: tuple, tangents: tuple) -> tuple:
 
 
 def _tile_of(block_size: int) -> int:
-    """Tokens in a tile: TILE where it and the block size divide one another, otherwise whole blocks."""
+    """Tokens in a tile: TILE if one of it and the block size divides the other, otherwise whole blocks."""
     return TILE if block_size % TILE == 0 else max(1, TILE // block_size) * block_size
 
 
 def _online_softmax(num_partitions: int, num_steps: int | None, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
-    """`num_steps` tiles a partition; None: as many as the longest partition has."""
+    """Computes `num_steps` tiles of each partition; None: all tiles of the longest partition."""
     seqs, q_len, heads, head_dim = a.q.shape
     kv_heads, rows = a.k_cache.shape[2], q_len * a.group
     tile = _tile_of(a.block_size)
 
-    # The run of tiles that each partition owns. From true lengths, so that neither the table's width nor the
-    # neighbours in the batch change what a sequence's partitions are.
+    # The run of tiles that each partition owns. It follows from true lengths: neither the table's width nor the
+    # other sequences of the batch change a sequence's partitions.
     first = a.first_visible() // tile  # [seqs]
     end = -(-a.lengths // tile)
     run = -(-(end - first) // num_partitions)
@@ -160,7 +160,7 @@ def _online_softmax(num_partitions: int, num_steps: int | None, a: AttentionArgu
 def _load_tile(
     a: AttentionArguments, tiles: jax.Array, active: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values of one tile of each partition, [seqs, partitions, tile, kv_heads, head_dim], zero where no query
+    """Keys and values of one tile of each partition, [seqs, partitions, tile, kv_heads, head_dim], zero if no query
     sees them, and how far each row's query stands past each token, int32 [seqs, partitions, 1, rows, tile]."""
     tile = _tile_of(a.block_size)
     blocks = tile // a.block_size
@@ -171,8 +171,8 @@ def _load_tile(
     seen = active[..., None] & (tokens < lengths) & (tokens >= first_visible)
 
     def only_seen(x: jax.Array) -> jax.Array:
-        # Zero times NaN is NaN: what no query sees must be zero itself, a weight of zero is not enough. And before it
-        # is multiplied: the gradient of a factor is the other one, times zero.
+        # Zero times NaN is NaN: a weight of zero is not enough, what no query sees must itself be zero. It must be so
+        # before scales multiply it, because the gradient of a scale is the value times zero.
         return jnp.where(seen[..., None, None], x, jnp.zeros_like(x))
 
     def load(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:

@@ -72,7 +72,7 @@ def cache_capacity(
 
     Args:
         memory_bytes: for the caches of all layers.
-        lengths: in tokens, prompt and new ones, of a sample of the sequences: `[420]` where only an average is known.
+        lengths: in tokens, prompt and new ones, of a sample of the sequences: `[420]` if only an average is known.
         num_layers: layers with a cache.
         num_kv_heads: KV heads.
         head_dim: numbers a head.

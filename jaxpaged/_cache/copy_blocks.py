@@ -30,7 +30,7 @@ from pallas_kernels import copy_config
 
 @on_shards
 def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLike) -> KVCache:
-    """Copies blocks over other blocks of the same cache; in place where the cache is donated.
+    """Copies blocks over other blocks of the same cache; in place if the cache is donated.
 
         new[destination_ids[i]] = old[source_ids[i]],    keys, values and their scales, in every layer of a stack
 
@@ -56,7 +56,7 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
       moves nothing for padding. Blocks that are both read and overwritten are set aside in between, which doubles
       their bytes and reserves at most 512 KiB a pair.
     - Elsewhere XLA does it, and also for scales of each token and head, on several devices of an auto mesh outside of
-      `jax.shard_map`, under `vmap` and where it is differentiated. It sets all blocks aside:
+      `jax.shard_map`, under `vmap` and under differentiation. It sets all blocks aside:
       `4 * pairs * block_bytes`, with padding.
 
     Nothing is as large as the cache.
@@ -161,7 +161,7 @@ def _legal(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -
 
 
 def _config_of(cache: KVCache, num_pairs: int) -> copy_config.Config | None:
-    """None where XLA does it."""
+    """None if XLA does it."""
     num_layers, num_blocks = layers_and_blocks(cache.k, cache)
     block_numbers, itemsize = math.prod(cache.k.shape[-3:]), cache.k.dtype.itemsize
     if num_pairs == 0 or cache.k.size == 0:

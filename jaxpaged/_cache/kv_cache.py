@@ -29,15 +29,15 @@ class KVCache:
 
     Attributes:
         k: `[blocks, block_size, kv_heads, head_dim]`, or with a leading layer axis.
-        v: likewise.
+        v: as k.
         k_scale: None, or for a quantised cache the factor of the stored keys, f32: `[]` (one for the tensor),
             `[kv_heads]`, or `[blocks, block_size, kv_heads]` (one for each token and head). In a stack the first two
             are `[layers, 1]` and `[layers, kv_heads]`; the last has a leading layer axis as k has.
-        v_scale: likewise.
+        v_scale: as k_scale.
 
     Block 0 is the null block: it pads every block table and holds no sequence's tokens.
 
-    Hold one cache per layer and unroll the layers where speed matters. To scan over layers, stack them (`num_layers`)
+    Hold one cache per layer and unroll the layers if speed matters. To scan over layers, stack them (`num_layers`)
     and pass `CacheLayer(stack, i)` for the cache of layer i. Slicing a layer out of a stack copies it.
     """
 
@@ -76,7 +76,7 @@ class KVCache:
                 clipped.
             k_scale: with "tensor" f32 `[]`, or `[layers]`; with "head" f32 `[kv_heads]`, or `[layers, kv_heads]`.
                 Left out for a float8 cache, it is 1.
-            v_scale: likewise.
+            v_scale: as k_scale.
 
         Raises:
             ValueError: a size that is no int or below 1, another dtype, scales that do not fit it, or none for int8.
@@ -103,7 +103,7 @@ class KVCache:
 
 
 def checked_granularity(dtype: DTypeLike, scale_per: str | None) -> Granularity | None:
-    """What has its own scale in a cache of this dtype; None where it is not quantised.
+    """What has its own scale in a cache of this dtype; None if it is not quantised.
 
     Raises:
         ValueError: no dtype of a cache, no granularity, or one that does not go with the dtype.
@@ -158,7 +158,7 @@ def _create_scale(
 
 
 def check_cache(cache: KVCache) -> None:
-    """Raises `ValueError` where it is no cache, or its arrays do not fit together."""
+    """Raises `ValueError` if it is no cache, or its arrays do not fit together."""
     if not isinstance(cache, KVCache):
         raise ValueError(
             f"a cache must be a KVCache, and in a CacheLayer a stack of num_layers; got a {type(cache).__name__}. "

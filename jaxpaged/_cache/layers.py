@@ -21,7 +21,7 @@ from jaxpaged._public_state import public_state
 @final
 class CacheLayer:
     """Layer `index` of a stack, for a scan over layers. `write_kv`, `rotate_and_write_kv`, `attend` and the Flax
-    modules take it where they take a `KVCache`; writes and modules return it with the new stack. Nothing is copied.
+    modules take it in place of a `KVCache`; writes and modules return it with the new stack. Nothing is copied.
     Slicing a layer out of the stack would copy that layer.
 
     Attributes:

@@ -18,7 +18,7 @@ MOST = 3.4e38
 def kv_scale(x: ArrayLike, dtype: DTypeLike, scale_per: Granularity) -> jax.Array:
     """The scale with which keys or values fill a narrow dtype.
 
-        max |x| / (largest number of dtype),    over everything, over all but the heads, or over head_dim alone
+        max |x| / (largest number of dtype),    over everything, over all but the heads, or over head_dim only
 
     For calibration: run some text through the model with a float32 or bfloat16 cache, get its keys and values with
     `gather_kv`, and give their scales to `KVCache.create`. Larger numbers are clipped. A margin (`1.2 * kv_scale(...)`)
@@ -74,7 +74,7 @@ def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
     """The numbers that a cache represents, `stored * scale`, as a cache without scales. It widens the whole cache: use
     it for tests, export and the result of `gather_kv`, not in a decode step.
 
-    Bytes moved: those of the cache, and its numbers once more in `dtype`.
+    Bytes moved: the bytes of the cache, and its numbers once more in `dtype`.
 
     Raises:
         ValueError: arrays of the cache that do not fit together.

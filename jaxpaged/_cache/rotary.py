@@ -39,7 +39,7 @@ def rotary_frequencies(
         scaling: `rope_scaling` (or `rope_parameters`) of a Hugging Face config, of type "linear", "llama3", "yarn",
             "dynamic" or "longrope". "yarn" and "longrope" come with a `rotary_attention_factor`. "dynamic" and
             "longrope" need `original_max_position_embeddings` in it, and `rotary_attention_factor` of "longrope" a
-            `factor`: where they stand elsewhere in the config, add them.
+            `factor`: if they stand elsewhere in the config, add them.
         max_length: the most tokens of a sequence in the cache, which "dynamic" and "longrope" need.
 
     Raises:
@@ -89,7 +89,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         cache: one layer's cache, or a layer of a stack.
         q: `[..., heads, head_dim]`.
         k: `[..., kv_heads, head_dim]`, not yet rotated.
-        v: likewise.
+        v: as k, but never rotated.
         slots: int32 `[...]`, see `write_kv`.
         positions: int32 `[...]`, as `BlockAllocator.positions` gives them.
         frequencies: the angle per token of each pair of dimensions, up to `head_dim // 2` numbers:
@@ -106,7 +106,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     Raises:
         ValueError: shapes or dtypes that do not fit.
 
-    Bytes moved: those of `write_kv`, and q read and written.
+    Bytes moved: the bytes of `write_kv`, and q read and written.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -152,7 +152,7 @@ def _turn_of(positions: jax.Array, frequencies: tuple[float, ...]) -> tuple[jax.
 
 
 def _rows_of(tables: tuple[ArrayLike, ArrayLike], positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Likewise."""
+    """Cosines and sines from tables, f32 [..., 1, frequencies]."""
     cos, sin = (jnp.asarray(table, jnp.float32) for table in tables)
     check_whole("tables", cos)
     check_whole("tables", sin)

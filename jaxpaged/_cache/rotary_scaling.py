@@ -2,7 +2,7 @@
 
 linear     f' = f / factor
 llama3     f' = f where a rotation is short, f / factor where it is long, blended between
-yarn       likewise, blended over the pairs of dimensions; logits are multiplied by attention_factor ** 2
+yarn       as llama3, blended over the pairs of dimensions; logits are multiplied by attention_factor ** 2
 dynamic    f'_i = f_i / growth ** (i / (pairs - 1)), growth = factor * max_length / context - (factor - 1)
 longrope   f'_i = f_i / long_factor_i, or short_factor_i within the context of training; attention_factor as with yarn
 """
@@ -63,8 +63,8 @@ def scaled(
 def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
     """The factor of q and of k that goes with the frequencies of `rope_scaling`: 1 but for "yarn" and "longrope".
 
-    Where whole heads are rotated, pass `scale=head_dim**-0.5 * factor**2` to the attention; the cache then holds keys
-    without it. Where a part of each head is rotated, multiply the `tables` of `rotate_and_write_kv` with it.
+    If whole heads are rotated, pass `scale=head_dim**-0.5 * factor**2` to the attention; the cache then holds keys
+    without it. If only a part of each head is rotated, multiply the `tables` of `rotate_and_write_kv` with it.
 
     Args:
         scaling: as `rotary_frequencies` takes it.

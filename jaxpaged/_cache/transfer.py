@@ -29,7 +29,7 @@ def blocks_to_host(cache: KVCache, block_ids: ArrayLike) -> KVCache:
 
     Returns:
         A cache of these blocks only: `[ids, block_size, kv_heads, head_dim]`, with a leading layer axis if `cache` has
-        one. Its block i is block `block_ids[i]`, zeros for padding. Scales of a tensor or a head are those of `cache`.
+        one. Its block i is block `block_ids[i]`, zeros for padding. Scales of a tensor or a head do not change.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -61,7 +61,7 @@ def blocks_to_host(cache: KVCache, block_ids: ArrayLike) -> KVCache:
 
 @on_shards
 def blocks_from_host(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> KVCache:
-    """Writes what `blocks_to_host` returned into blocks of a cache, bit for bit; in place where the cache is donated.
+    """Writes what `blocks_to_host` returned into blocks of a cache, bit for bit; in place if the cache is donated.
 
     Args:
         cache: like the cache that the blocks came from; the number of blocks may differ.
@@ -205,7 +205,7 @@ def layers_and_blocks(pool: jax.Array, cache: KVCache) -> tuple[int, int]:
 
 
 def _only_where(mask: jax.Array, values: jax.Array, cache: KVCache) -> jax.Array:
-    """`values` [(layers,) *mask.shape, ...], zeros where the mask is false: not multiplied, for NaN may stand there."""
+    """`values` [(layers,) *mask.shape, ...], zeros if the mask is false: selected, not multiplied: it may be NaN."""
     axes = _layer_axes(cache)
     mask = lax.broadcast_in_dim(mask, values.shape, tuple(range(axes, axes + mask.ndim)))
     return jnp.where(mask, values, jnp.zeros_like(values))
@@ -226,7 +226,7 @@ def holds_tokens(ids: jax.Array, num_blocks: int) -> jax.Array:
 
 
 def distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
-    """The ids, but -1 where one is padding, or where a later one is equal."""
+    """The ids, but -1 in place of padding, and of an id that occurs again after it."""
     legal = holds_tokens(ids, num_blocks)
     order = jnp.arange(ids.size, dtype=jnp.int32)
     inside = jnp.where(legal, ids, 0)
@@ -235,7 +235,7 @@ def distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
 
 
 def _slots_of(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> jax.Array:
-    """The slot of each token of each sequence, int32 [seqs, tokens]; the number of slots where there is none."""
+    """The slot of each token of each sequence, int32 [seqs, tokens]; the number of slots if there is none."""
     block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     if block_tables.ndim != 2 or block_tables.dtype != jnp.int32:
         raise ValueError(

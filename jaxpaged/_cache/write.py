@@ -29,7 +29,7 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slo
     Args:
         cache: one layer's cache, or a layer of a stack.
         k: `[..., kv_heads, head_dim]`, cast to the cache's dtype or quantised to it.
-        v: likewise.
+        v: as k.
         slots: int32 `[...]`, as `BlockAllocator.append` returns them. A slot outside the pool, below zero or past
             its end, is padding: its token is dropped. The other slots must differ: XLA relies on it. If two are equal,
             each number of that slot comes from either token; all other slots are right.
@@ -90,7 +90,7 @@ def _write_pool(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) ->
 def _write(
     pool: jax.Array, pool_scale: jax.Array | None, tokens: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """New tokens [tokens, kv_heads, head_dim] in the pool, and their scales where it holds those of each token."""
+    """New tokens [tokens, kv_heads, head_dim] in the pool, and their scales if it has one for each token."""
     if pool_scale is None:
         return scatter_slots(pool, tokens.astype(pool.dtype), slots), None
     scale = stored = pool_scale

@@ -34,7 +34,7 @@ def zero_blocks(cache: KVCache, block_ids: ArrayLike) -> KVCache:
     Raises:
         ValueError: shapes or dtypes that do not fit.
 
-    Bytes moved: those of the blocks, written once; padding costs nothing but a prefix sum over the ids.
+    Bytes moved: the blocks, written once; padding costs nothing but a prefix sum over the ids.
     """
     check_cache(cache)
     block_ids = checked_ids("block_ids", block_ids)
@@ -43,7 +43,7 @@ def zero_blocks(cache: KVCache, block_ids: ArrayLike) -> KVCache:
     legal = holds_tokens(block_ids, cache.k.shape[-4])
     rank = jnp.cumsum(legal, dtype=jnp.int32)
     # The ids closed up, then a few at a time for as long as there are some: a scatter of all of them, padding
-    # included, would take its time over every number of every block even where it writes none.
+    # included, would take its time over every number of every block even if it writes none.
     places = jnp.where(legal, rank - 1, block_ids.size)
     num_rounds = -(-block_ids.size // ZEROED_AT_ONCE)
     ids = jnp.full(num_rounds * ZEROED_AT_ONCE, -1, jnp.int32).at[places].set(block_ids, mode="drop")

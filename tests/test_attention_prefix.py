@@ -99,6 +99,16 @@ def test_a_tree():
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+def test_nobody_shares():
+    """The sequences begin with other blocks. The call on the shared blocks reads none of the longest one's, whose last
+    slot is not used and holds NaN."""
+    cache = jnp.full((4, 4, 1, 8), jnp.nan).at[1:3].set(1.0)
+    arrays = jnp.ones((2, 1, 8)), cache, cache.at[3].set(2.0).at[3, 3].set(jnp.nan)
+    tables = jnp.array([[1, 3], [2, 3]], jnp.int32)
+    out = paged_attention(*arrays, tables, jnp.array([4, 3]), shared_prefix=8)
+    np.testing.assert_allclose(out, 1.0)
+
+
 def test_what_is_computed_once():
     """Tables and lengths of the call on the shared blocks, and of that on the others."""
     case = shared_case()

@@ -132,6 +132,19 @@ def test_bits_that_are_no_tree():
     np.testing.assert_allclose(*by_position, atol=3e-6)
 
 
+@pytest.mark.parametrize("words", [1, 2])
+def test_a_packed_tree_with_as_many_tokens_as_bits(words):
+    count = 32 * words
+    case = make_case(lengths=(70,), q_len=count)
+    parents = np.random.default_rng(0).integers(-1, np.arange(count))
+    mask, starts = tree_mask(jnp.asarray(parents, jnp.int32)), jnp.asarray([0, count], jnp.int32)
+    expected, _ = BOTH[0](*case.arrays, tree_mask=mask[None])
+    assert np.abs(np.asarray(expected) - oracle(case)[0]).max() > 0.1
+    for call in BOTH:
+        out, _ = call(case.q[0], *case.arrays[1:], query_starts=starts, tree_mask=mask)
+        np.testing.assert_allclose(out, expected[0], atol=3e-6)
+
+
 def test_packed_trees_of_any_size_beside_a_prompt():
     """Trees over several words and runs of "xla", a single token, and more tokens than bits, which are no tree."""
     counts, lengths, q_len = (7, 0, 40, 1, 70), (23, 5, 60, 30, 80), 70
@@ -210,6 +223,7 @@ def test_which_kernel_takes_a_tree():
         return explain(q, *arrays, **options, gpu="H100").kernel
 
     assert kernel(q[:, :NODES], tree_mask=MASK) == "paged_decode"
+    assert kernel(jnp.zeros((4, 16, 8, 64), jnp.bfloat16), tree_mask=mask[:, :16]) == "paged_decode"  # 64 rows
     assert kernel(q, tree_mask=mask) == "paged_prefill"
     plan = plan_partitions(arrays[-1], num_kv_heads=2, q_len=22)
     assert kernel(q, tree_mask=mask, plan=plan) == "paged_prefill"
@@ -219,9 +233,9 @@ def test_which_kernel_takes_a_tree():
 
 def test_bits_by_place():
     """Each bit is of one place, whatever the number of new tokens, 0 and more than there are bits included."""
-    counts, lengths, words = (7, 0, 40, 1, 70, 9), (23, 5, 61, 64, 80, 4), 2
+    counts, lengths, words = (7, 0, 40, 1, 70, 9, 64), (23, 5, 61, 64, 80, 4, 90), 2
     starts = np.cumsum([0, *counts])
-    seqs = np.repeat(np.arange(6), counts)
+    seqs = np.repeat(np.arange(7), counts)
     bits = np.random.default_rng(0).integers(2**32, size=(starts[-1], words), dtype=np.uint32)
     args = (jnp.asarray(x, jnp.int32) for x in (seqs, lengths, starts))
     got = np.asarray(jax.jit(by_place)(jnp.asarray(bits), *args))

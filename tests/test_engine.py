@@ -448,6 +448,9 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         "params must be SamplingParams; got None": lambda: engine.generate([[1]], None),
         r"params must be SamplingParams; got {'max_tokens': 3}": lambda: engine.add_request([1], dict(max_tokens=3)),
         "params must be SamplingParams; got 5": lambda: generate(None, None, [[1]], [5], **sizes),
+        "a prompt must be a list of at least one token id; got 3": lambda: generate(
+            None, None, [3, 1], SamplingParams(), **sizes
+        ),
         "pass at least one prompt": lambda: generate(None, None, [], SamplingParams(), **sizes),
         "a tuple of token ids; got stop_token_ids=5": lambda: SamplingParams(stop_token_ids=5),
         "at most num_stop_ids=2 stop tokens": lambda: engine.add_request([1], SamplingParams(stop_token_ids=(1, 2, 3))),

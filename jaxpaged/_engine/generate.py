@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.records import RequestOutput, SamplingParams
-from jaxpaged._engine.requests import params_of_each
+from jaxpaged._engine.requests import checked_prompt, params_of_each
 from jaxpaged._engine.slices import Apply
 from jaxpaged._integers import checked_size
 
@@ -73,9 +73,10 @@ def generate(
     each = params_of_each(prompts, params)
     if not each:
         raise ValueError("pass at least one prompt; got none.")
+    lengths = [len(checked_prompt(prompt)) for prompt in prompts]
     block_size, num_layers = checked_size("block_size", block_size), checked_size("num_layers", num_layers)
     num_seats = min(MOST_SEATS, sum(request.n for request in each))
-    max_length = max(len(prompt) + request.max_tokens for prompt, request in zip(prompts, each, strict=True))
+    max_length = max(length + request.max_tokens for length, request in zip(lengths, each, strict=True))
     caches = tuple(
         KVCache.create(
             num_blocks=1 + num_seats * -(-max_length // block_size),
@@ -92,7 +93,7 @@ def generate(
         caches,
         num_seats=num_seats,
         max_length=max_length,
-        chunk_tokens=max(1, min(MOST_CHUNK_TOKENS, sum(map(len, prompts)))),
+        chunk_tokens=max(1, min(MOST_CHUNK_TOKENS, sum(lengths))),
         num_stop_ids=max(len(request.stop_token_ids) for request in each),
         prefix_cache=any(request.n > 1 for request in each),  # a prompt of n completions is computed once
     )

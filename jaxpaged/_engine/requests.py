@@ -50,6 +50,15 @@ def check_params(params: SamplingParams) -> None:
         raise ValueError(f"params must be SamplingParams; got {params!r}.")
 
 
+def checked_prompt(prompt: Sequence[int]) -> np.ndarray:
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or len(tokens) == 0 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"a prompt must be a list of at least one token id; got {prompt!r}.")
+    if tokens.min() < 0 or tokens.max() >= 2**31:
+        raise ValueError(f"token ids must be from 0 to 2**31 - 1; got {tokens.min()} to {tokens.max()}.")
+    return tokens.astype(np.int32)
+
+
 def checked_request(
     prompt: Sequence[int],
     params: SamplingParams,
@@ -60,11 +69,7 @@ def checked_request(
     num_stop_ids: int,
 ) -> tuple[np.ndarray, SamplingParams]:
     """The prompt as int32, and the parameters, if an engine of these sizes can ever serve them."""
-    tokens = np.asarray(prompt)
-    if tokens.ndim != 1 or len(tokens) == 0 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"a prompt must be a list of at least one token id; got {prompt!r}.")
-    if tokens.min() < 0 or tokens.max() >= 2**31:
-        raise ValueError(f"token ids must be from 0 to 2**31 - 1; got {tokens.min()} to {tokens.max()}.")
+    tokens = checked_prompt(prompt)
     check_params(params)
     limit = len(tokens) + params.max_tokens
     if limit > max_length:
@@ -80,7 +85,7 @@ def checked_request(
         )
     if len(params.stop_token_ids) > num_stop_ids:
         raise ValueError(f"a request has at most {num_stop_ids=} stop tokens; got {params.stop_token_ids}.")
-    return tokens.astype(np.int32), params
+    return tokens, params
 
 
 def output_of(request_id: int, rows: Sequence[Row]) -> RequestOutput:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -72,6 +73,21 @@ def test_an_interrupted_generate_leaves_nothing(expected, monkeypatch, number):
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, LONG)
     assert_ready(engine, expected)
+
+
+def test_an_abort_after_an_interrupt_spares_who_got_the_place(monkeypatch):
+    """The request ends in a slice that is not read when it is aborted, and the slice after that is already sent."""
+    engine, params = engine_of(16), SamplingParams(max_tokens=MAX_TOKENS - 1, temperature=0)
+    first = engine.add_request([1], dataclasses.replace(params, max_tokens=STEPS + 2))
+    engine.step()
+    engine.step()  # it has a place
+    second = engine.add_request([2], params)
+    interrupt_waits(monkeypatch, 0)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()  # sends the slice in which the second gets this place
+    engine.abort(first)
+    outputs = finish(engine)
+    assert [outputs[request].outputs[0].finish_reason for request in (first, second)] == ["length", "length"]
 
 
 @contextlib.contextmanager

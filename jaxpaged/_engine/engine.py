@@ -461,6 +461,8 @@ class Engine:
         for place in np.flatnonzero(report.outbox.finished).tolist():
             self._num_sent -= 1
             self._finish(self._on_device.pop(place), RequestStatus(int(report.outbox.finished[place])))
+        # After an interrupt the next slice is on its way already, and may have given the place to another request.
+        self._aborts = [place for place in self._aborts if place in self._on_device]
         since, self._since = self._since, time.perf_counter()
         self._stats = counted(
             self._stats, report, self._kinds, num_generated=num_generated, seconds=self._since - since

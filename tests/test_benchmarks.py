@@ -406,6 +406,7 @@ def test_a_gpus_free_memory_is_filled(num_numbers):
         return lax.optimization_barrier(part(x))[::-1]
 
     x = jnp.arange(1.0, num_numbers + 1)
+    part(x)  # compiles
     jax.block_until_ready(x + 0)  # the right answer, freed at once
     assert (part(x) == x).all()
     for program in (part, reversed_part):

@@ -84,7 +84,7 @@ def rollback(i: jax.Array, state: LoopState) -> LoopState:
 
 
 def free(i: jax.Array, state: LoopState) -> LoopState:
-    """One sequence after the other ends; where all have ended it is called in vain, which takes as long."""
+    """One sequence after the other ends. Once all have ended the call changes nothing and takes the same time."""
     rows = jnp.arange(state.result.size, dtype=jnp.int32)
     return dataclasses.replace(state, allocator=state.allocator.free(rows == i))
 
@@ -130,7 +130,7 @@ def _start_of_sequences(point: Point) -> LoopState:
 
 @functools.partial(jax.jit, static_argnames="point")
 def _start_of_prompts(point: Point) -> LoopState:
-    """Empty rows, and every other prompt cached in blocks that nobody holds."""
+    """Empty rows, and every other prompt cached in blocks that no sequence holds."""
     allocator = BlockAllocator.create(
         num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks_per_seq=point.max_blocks
     )
@@ -157,12 +157,12 @@ def run(state: LoopState, *, body: Body, num_steps: int = NUM_STEPS, unroll: int
 
 @jax.jit
 def run_nothing(state: LoopState, num_steps: jax.Array) -> LoopState:
-    """A loop as that of decoding: nobody knows beforehand how many steps it takes."""
+    """A loop as in decoding, whose number of steps is unknown."""
     return lax.fori_loop(0, num_steps, nothing, state)
 
 
 def check(name: str, before: LoopState, after: LoopState, num_steps: int) -> None:
-    """That the loop did its work: no invariant is broken, nobody was refused, and the state is what it must be."""
+    """Raises unless the loop did its work: invariants hold, no sequence was refused, and the state is right."""
     broken = after.allocator.broken_invariants()
     lengths, old = np.asarray(after.allocator.lengths), np.asarray(before.allocator.lengths)
     rows = np.arange(lengths.size)

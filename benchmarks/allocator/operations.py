@@ -8,10 +8,10 @@
    for each step's tokens before it knows which sequences end.
 3. The host allocator alone: its own time, and a step of it with the wait and the transfers.
 
-Every loop is checked before it is timed: invariants hold, nobody is refused, lengths are right, tables and slots equal
-the host allocator's, and the three decode loops agree in tables, lengths and tokens. `--toy` runs everything at toy
-sizes, `--no-model` leaves the second part out, `--no-kernels` leaves CUPTI out. figures/allocator.py draws the first
-part.
+Every loop is checked before it is timed: invariants hold, no sequence is refused, lengths are right, tables and slots
+equal the host allocator's, and the three decode loops agree in tables, lengths and tokens. `--toy` runs everything at
+toy sizes, `--no-model` leaves the second part out, `--no-kernels` leaves CUPTI out. figures/allocator.py draws the
+first part.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def key(operation: str, point: Point) -> str:
 
 
 def jobs(operations: list[str], points: list[Point]) -> dict[str, tuple[str, Point]]:
-    """What is measured, by its key: every operation at every point, the prompts' where they fit."""
+    """What is measured, by its key: every operation at every point at which it fits."""
     return {key(name, p): (name, p) for p in points for name in operations if fits(name, p)}
 
 
@@ -192,7 +192,7 @@ def table(store: Store, operations: list[str], sweeps: dict[str, list[Point]], p
         lines += [f"  {us:8.2f} us, {launches:5.2f} launches a step  {kernel}" for kernel, (us, launches) in found]
     alone = store.points["loop"]
     lines.append(f"an iteration of a loop alone: {alone['known_us']:.2f} us, of which {UNROLL} steps above share one;")
-    lines.append(f"  {alone['unknown_us']:.2f} us where the number of iterations is unknown, as in decoding")
+    lines.append(f"  {alone['unknown_us']:.2f} us if the number of iterations is unknown, as in decoding")
     host = store.points["host"]
     waiting = f"with the wait and the transfers {host['host_with_sync_us']:.0f} us"
     lines.append(f"the same on the host: {host['host_us']:.0f} us, {waiting}")
@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
             store.add(name, result)
             print(model_step.line(name, result), flush=True)
     if "kernels" not in store.points and not options.no_kernels and jax.default_backend() == "gpu":
-        # Last: nobody knows what CUPTI leaves behind in a process.
+        # Last: CUPTI may change what the process does afterwards.
         store.add("kernels", dataclasses.asdict(point) | measure_kernels(point))
     print(f"\n{store.header['device']}, jax {store.header['jax']}, {time.perf_counter() - begun:.0f} s")
     print(table(store, operations, sweeps, point))

@@ -1,4 +1,4 @@
-"""What the prefix cache of `jaxpaged.Engine` costs where prompts have nothing in common, and saves where they have.
+"""What the prefix cache of `jaxpaged.Engine` costs if prompts have nothing in common, and saves if they have.
 
     python -m benchmarks.engine.prefixes                 # Llama-3-8B's shape, 256 seats
     python -m benchmarks.engine.prefixes --model toy     # on a CPU, to try the script out

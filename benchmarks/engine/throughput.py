@@ -71,7 +71,7 @@ def check(config: LlamaConfig) -> float:
 
 
 def check_exact(engine: Engine, work: Sequence[Request]) -> int:
-    """Raises where the logprobs of a request alone are not those that it has among others; how many were compared."""
+    """Raises if a request's logprobs alone differ from those among others. Returns how many were compared."""
     params = SamplingParams(max_tokens=CHECKED_TOKENS, temperature=0, logprobs=True)
     prompts = [prompt for prompt, _ in work]
     together = engine.generate(prompts, params)

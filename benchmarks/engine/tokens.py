@@ -3,8 +3,8 @@
     python -m benchmarks.engine.tokens               # SmolLM2-135M; about a minute on a GPU
     python -m benchmarks.engine.tokens --prompts 4   # on a CPU, to try the script out
 
-Sums differ in their last bits between steps of different sizes, and where two tokens are as good as equal, another can
-win. `apart` is the largest difference of the logprobs of two tokens of which one won alone and the other among others.
+Sums differ in their last bits between steps of different sizes, so of two nearly equal tokens the other can win.
+`apart` is the largest difference between the logprobs of two such tokens.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def completions(engine: Engine, prompts: list[list[int]]) -> list[Completion]:
 
 
 def apart(one: Completion, other: Completion) -> float:
-    """How far apart the first two tokens that differ are, in nats; 0 where none do."""
+    """How far apart the first two tokens that differ are, in nats; 0 if none do."""
     assert one.logprobs is not None
     assert other.logprobs is not None
     for i, tokens in enumerate(zip(one.token_ids, other.token_ids, strict=True)):

@@ -4,7 +4,7 @@
     python -m benchmarks.figures.decode benchmarks/results/h200/decode.json docs/decode_h200.svg
 
 Several files of results may be given, of one machine: pieces of one run. One panel for each pair of heads; the points
-of the grid alone. Needs matplotlib: pip install "jaxpaged[plot]".
+of the grid only. Needs matplotlib: pip install "jaxpaged[plot]".
 """
 
 import argparse
@@ -32,7 +32,7 @@ Panel = dict[str, list[tuple[float, float]]]  # who -> (bytes, time over floor),
 
 
 def read(paths: list[Path]) -> tuple[str, dict[str, Any]]:
-    """The machine and the results by point, of files of one machine; a later file's figure stands for an earlier's."""
+    """The machine, and the results by point, of files of one machine; a file's figures replace earlier ones."""
     machine = ""
     results: dict[str, Any] = {}
     for path in paths:

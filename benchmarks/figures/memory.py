@@ -111,7 +111,7 @@ def draw_pool(path: Path) -> None:
 
 
 def style(num_pictures: int) -> str:
-    """Each of the groups `picture0`, `picture1`, ... for a second, in turn; the last one where nothing may move."""
+    """Each of the groups `picture0`, `picture1`, ... for a second, in turn; the last one if nothing may move."""
     rules = [
         "@keyframes turn { 0% { visibility: visible } " + f"{100 / num_pictures:.4f}% {{ visibility: hidden }} }}",
         f"g[id^=picture] {{ visibility: hidden; animation: turn {num_pictures}s step-end infinite }}",

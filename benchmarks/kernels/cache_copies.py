@@ -91,7 +91,7 @@ def measure_copies(sizes: Sizes, stack: KVCache, configs: list[str]) -> list[dic
 
 
 def check_copy(copy: Callable[..., KVCache], stack: KVCache, sources: jax.Array, destinations: jax.Array) -> None:
-    """Every block of the result is the one that it should be, those that are nobody's destination included."""
+    """Every block of the result is the right one, blocks that are no destination included."""
     comes_from = jnp.arange(stack.k.shape[1]).at[destinations].set(sources)
     copied = poisoned(jax.jit(copy), stack, sources, destinations)
     for new, old in ((copied.k, stack.k), (copied.v, stack.v)):

@@ -92,7 +92,7 @@ def measure_gather(sizes: Sizes) -> list[dict[str, Any]]:
 
     def chain(lengths: jax.Array, cache: KVCache, tables: jax.Array) -> jax.Array:
         # The next call waits for this one: its lengths are made from one of this one's numbers, of both arrays, or XLA
-        # would gather one alone.
+        # would gather only one.
         found = jax.lax.optimization_barrier(gather_kv(cache, tables, lengths))
         return lengths + jnp.isnan(found.k[0, 0, 0, 0] + found.v[0, 0, 0, 0]).astype(jnp.int32)
 

@@ -33,7 +33,7 @@ def variant(form: str, **promises: Any) -> Callable[..., KVCache]:
 
 
 def write_rotated(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVCache:
-    new, _ = rotate_and_write_kv(cache, k, k, v, slots, slots, rotary_frequencies(HEAD_DIM))  # nobody asks for q
+    new, _ = rotate_and_write_kv(cache, k, k, v, slots, slots, rotary_frequencies(HEAD_DIM))  # q is not needed
     return new
 
 

@@ -283,7 +283,7 @@ def main() -> None:
             store.add(point.name, measure(point, programs[point], make_inputs(point)))
             print_row(point, store.points[point.name])
         if not options.no_kernels and jax.default_backend() == "gpu":
-            # Last: nobody knows what CUPTI leaves behind in a process.
+            # Last: CUPTI may change what the process does afterwards.
             for point in batch:
                 found = measure_kernels(point, programs[point], make_inputs(point))
                 store.add(point.name, store.points[point.name] | found)

@@ -34,7 +34,7 @@ def gather(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, tables: jax.Arr
     """Step 1. q [seqs, heads, head_dim], caches [blocks, block_size, kv_heads, head_dim] -> [seqs, heads, head_dim]."""
     k, v = (cache[tables].reshape(len(q), -1, *cache.shape[2:]) for cache in (k_cache, v_cache))
     seen = jnp.arange(k.shape[1])[None] < lengths[:, None]
-    v = jnp.where(seen[..., None, None], v, 0)  # zero times NaN is NaN: what nobody has written must be zero itself
+    v = jnp.where(seen[..., None, None], v, 0)  # zero times NaN is NaN, so slots without a token must be zero
     scores = jnp.einsum("shgd,sthd->shgt", _grouped(q, k.shape[2]), k, preferred_element_type=jnp.float32)
     p = jnp.exp2(scores - scores.max(-1, keepdims=True, where=seen[:, None, None], initial=LOWEST))
     p = jnp.where(seen[:, None, None], p, 0)

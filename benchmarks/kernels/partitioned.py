@@ -10,7 +10,7 @@ Partitions = int | Literal["plan"] | None
 
 
 def partitioned(partitions: Partitions, q: jax.Array, k_cache: jax.Array, *rest: Any, **options: Any) -> Any:
-    """The call, where "plan" makes a plan from its lengths."""
+    """The call; with "plan", a plan is made from its lengths."""
     if partitions != "plan":
         return paged_attention(q, k_cache, *rest, num_partitions=partitions, **options)
     _, _, lengths = rest

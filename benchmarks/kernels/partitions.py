@@ -110,7 +110,7 @@ class Bench:
         )
 
     def check(self) -> None:
-        """One row at one length against the reference; raises where it is wrong."""
+        """One row at one length against the reference; raises if it is wrong."""
         lengths = self.lengths(CHECKED_LENGTH)
         _, out = poisoned(self.compiled, self.q, *self.caches, self.tables[0], lengths)
         table = self.tables[0][0][-1:, : -(-CHECKED_LENGTH // BLOCK_SIZE)]
@@ -182,7 +182,7 @@ def run_sweep(options: Any, store: Store) -> None:
     store.add("sweep verdict", {"found": found})
     for line in found:
         print(line)
-    print(f"{len(times)} points, {len(found)} where more work takes less time, or where the time jumps")
+    print(f"{len(times)} points, at {len(found)} more work takes less time, or the time jumps")
 
 
 def falls_and_jumps(times: dict[tuple[int, int], float]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Other libraries on the same inputs, where they are installed: baselines for benchmarks/kernels/decode.py.
+"""Other libraries on the same inputs, if they are installed: baselines for decode.py.
 
   fa3         FlashAttention 3 through flash-attn3-jax 0.2.3: a chain of calls in one jit, num_splits swept
   flashinfer  FlashInfer 0.7.2.post1, tensor-core decode (its host-side plan is not counted), in a CUDA graph

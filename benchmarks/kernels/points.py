@@ -83,11 +83,11 @@ class Point:
     block_size: int = 16
     q_len: int = 1
     window: int = 0  # 0: none
-    room: int = 0  # tokens that a row of the table has room for, where that is more than the longest sequence takes
+    room: int = 0  # tokens that a row of the table has room for, if more than the longest sequence takes
     tree: bool = False  # the q_len tokens of a sequence are a tree, not a chain
     contiguous: bool = False  # the blocks of a sequence in order, instead of shuffled
     dtype: str = "bfloat16"
-    cache: str = ""  # the cache's dtype, where it is not `dtype`
+    cache: str = ""  # the cache's dtype, if it is not `dtype`
     scale: str = ""  # of a quantised cache: head or token_head
     shared: int = 0  # tokens, in whole blocks, that the sequences of each group begin with
     groups: int = 1  # of sequences that share blocks, of equal size
@@ -124,7 +124,7 @@ class Point:
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
-        """[blocks, block_size, kv_heads, head_dim]; block 0 belongs to nobody."""
+        """[blocks, block_size, kv_heads, head_dim]; block 0 belongs to no sequence."""
         again = self.shared // self.block_size * (len(self.held) - self.groups)
         return sum(self.held) - again + 1, self.block_size, self.kv_heads, self.head_dim
 
@@ -134,8 +134,8 @@ class Point:
 
     @property
     def num_calls(self) -> int:
-        """Calls in one jit. 32 stand for the layers of a model; more where one dispatch of 32 would take longer on the
-        host than on the GPU, fewer where they would only repeat a long measurement."""
+        """Calls in one jit. 32 stand for the layers of a model; more if the host takes longer for 32 than the GPU,
+        fewer if they would only repeat a long measurement."""
         microseconds = 4 + self.num_bytes / 2.8e6  # about
         if microseconds < 20:
             return MAX_CALLS if microseconds < 10 else 64
@@ -149,9 +149,9 @@ class Point:
 
     @property
     def num_sets(self) -> int:
-        """Sets of caches that successive dispatches take turns with, where those of one dispatch would fit into L2.
+        """Sets of caches that successive dispatches take turns with, if the caches of one dispatch would fit into L2.
 
-        No more than that needs: where arguments move between dispatches, XLA may have to bring its CUDA graphs up to
+        No more than that needs: if arguments move between dispatches, XLA may have to bring its CUDA graphs up to
         date on the host (not measured), and a dispatch of very short kernels would then wait for the host."""
         wanted = math.ceil(L2_BYTES / (self.num_caches * self.num_bytes))
         return max(1, min(wanted, MAX_PAIRS // self.num_caches))

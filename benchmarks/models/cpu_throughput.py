@@ -71,7 +71,7 @@ def main() -> None:
     rows, peak = [], 0
     for batch in (1, 2, 4, 8, 16):
         rows.append(decode_rate(model, checkpoint.config, checkpoint.tokenizer, batch))
-        # Of the first batch alone: what was compiled for one stays while the next ones run.
+        # Only of the first batch: what was compiled for one stays while the next ones run.
         peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     bandwidth = copy_bandwidth()  # last: its arrays would count as memory of the run
     floor = bandwidth / weight_bytes  # steps a second

@@ -48,7 +48,7 @@ def kinds(count: int, rng: np.random.Generator) -> list[tuple[list[int], Samplin
 
 
 def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int = 0) -> dict[str, int]:
-    """How the requests ended. Raises `AssertionError` where anything is wrong."""
+    """How the requests ended. Raises `AssertionError` if anything is wrong."""
     rng = np.random.default_rng(seed)
     chosen = kinds(num_kinds, rng)
     expected = []
@@ -63,7 +63,7 @@ def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int
     require(not compiled, f"{len(compiled)} compilations")
     require(sum(ends.values()) == num_requests, "a request ended twice or never")
     after = engine.stats()
-    require(after.num_generated - before.num_generated == num_tokens, "tokens that nobody asked for")
+    require(after.num_generated - before.num_generated == num_tokens, "tokens of no request")
     require(not engine._state.allocator.lengths.any(), "somebody still has a seat")
     require(after.num_free_blocks == before.num_free_blocks, "blocks did not come back")
     names = "computed", "found", "recomputed", "preempted"

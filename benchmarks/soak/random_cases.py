@@ -3,9 +3,9 @@
 A family fixes what is static: shapes, dtype, partitions, which options there are. Everything else is drawn anew for
 each case, on the device, inside one compiled loop: lengths (0, 1, and those around a block's end among them), tables,
 blocks that two sequences share, garbage ids behind each sequence's blocks, NaN, infinity or huge numbers in every slot
-that no token stands in, the values of all options. A case passes where every row is within the error budget of
+without a token, the values of all options. A case passes if every row is within the error budget of
 tests/cases.py: twice the error of plain jnp at the same precision, plus half a unit in the last place of the row's
-largest number and 3e-6; and where every lse is within 0.2%.
+largest number and 3e-6; and if every lse is within 0.2%.
 
 Each family also gets cases with a mistake in them, keys in the place of values, which must be found.
 """
@@ -116,7 +116,7 @@ def draw_lengths(key: jax.Array, family: Family) -> jax.Array:
 def draw_tables(key: jax.Array, lengths: jax.Array, family: Family) -> tuple[jax.Array, jax.Array]:
     """Block tables, and which slots of the pool hold a token, bool [blocks, block_size]."""
     order, share, garbage = jax.random.split(key, 3)
-    num_blocks = SEQS * family.max_blocks + 4  # the null block, and three that belong to nobody
+    num_blocks = SEQS * family.max_blocks + 4  # the null block, and three in no table
     tables = jax.random.permutation(order, num_blocks - 1)[: SEQS * family.max_blocks].reshape(SEQS, -1) + 1
     tables = tables.astype(jnp.int32)
     # Sequences with a full first block may have it in common.

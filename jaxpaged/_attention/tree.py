@@ -13,9 +13,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from jaxpaged._integers import as_int32
+from jaxpaged._integers import as_int32, known_values
 
 BITS = 32  # of a word
 NOWHERE = 2**31 - 1  # a place behind all tokens
@@ -68,17 +69,21 @@ def tree_mask(parents: ArrayLike) -> jax.Array:
         newest token j.
 
     Raises:
-        ValueError: `parents` is not int32 `[..., n]`.
+        ValueError: `parents` is not int32 `[..., n]`, or a parent that is known while tracing does not stand before its
+            token.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
         >>> jaxpaged.tree_mask(jnp.array([-1, 0, 0, 1]))[:, 0].tolist()  # 0 -> 1 -> 3, 0 -> 2
         [1, 3, 5, 11]
     """
-    parents = as_int32(parents)
+    known, parents = known_values(parents), as_int32(parents)
     if parents.dtype != jnp.int32 or parents.ndim == 0 or parents.shape[-1] == 0:
         raise ValueError(f"parents must be int32 [..., n]; got {parents.dtype} {list(parents.shape)}.")
     num_tokens = parents.shape[-1]
+    if known is not None and (is_wrong := known >= np.arange(num_tokens)).any():
+        at = tuple(np.argwhere(is_wrong)[0].tolist())
+        raise ValueError(f"a parent stands before its token; got parent {known[at]} of token {list(at)}.")
     own = _own_bit(jnp.arange(num_tokens, dtype=jnp.int32), -(-num_tokens // BITS))  # [n, words]
     bits = jnp.broadcast_to(own, (*parents.shape, own.shape[-1]))
     for _ in range((num_tokens - 1).bit_length()):  # each round doubles how far up the tree a token sees

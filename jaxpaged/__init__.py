@@ -9,7 +9,7 @@ from jaxpaged._attention.attend import attend
 from jaxpaged._attention.context_parallel import context_parallel_attention, context_parallel_slots
 from jaxpaged._attention.explain import Explanation, explain
 from jaxpaged._attention.merge import merge_attention
-from jaxpaged._attention.partitions import PartitionPlan, plan_partitions
+from jaxpaged._attention.plan import PartitionPlan, plan_partitions
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
 from jaxpaged._attention.tree import tree_mask

@@ -20,7 +20,7 @@ import jaxlib
 import numpy as np
 
 from jaxpaged import __version__, _device
-from jaxpaged._attention.partitions import plan_partitions
+from jaxpaged._attention.plan import plan_partitions
 from jaxpaged._attention.public import Implementation, paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
 from pallas_kernels import portable_config

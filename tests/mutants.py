@@ -564,8 +564,8 @@ MUTANTS = (
     Mutant(
         "attention: no decode kernel for 64 rows",
         "jaxpaged/_attention/choose.py",
-        "call.q.shape[1] * call.group > decode_config.MAX_ROWS",
-        "call.q.shape[1] * call.group >= decode_config.MAX_ROWS",
+        "call.tokens_per_seq * call.group > decode_config.MAX_ROWS",
+        "call.tokens_per_seq * call.group >= decode_config.MAX_ROWS",
         "tests/test_tree.py::which_kernel",
     ),
     Mutant(

@@ -50,13 +50,26 @@ class _Arguments:
         return self.k_cache.shape[1]
 
     @property
+    def kv_heads(self) -> int:
+        return self.k_cache.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the cache."""
+        return self.k_cache.dtype.itemsize
+
+    @property
     def capacity(self) -> int:
         """Tokens that a row of the table has room for."""
         return self.block_tables.shape[1] * self.block_size
 
     @property
     def group(self) -> int:
-        return self.q.shape[-2] // self.k_cache.shape[2]
+        return self.q.shape[-2] // self.kv_heads
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +81,11 @@ class AttentionArguments(_Arguments):
     """
 
     tree: trees.Tree | None = None
+
+    @property
+    def tokens_per_seq(self) -> int | None:
+        """Query tokens of each sequence, if all have as many."""
+        return self.q.shape[1]
 
     @property
     def has_tree(self) -> bool:
@@ -111,6 +129,10 @@ class PackedArguments(_Arguments):
 
     query_starts: jax.Array  # int32 [seqs + 1]
     tree_mask: jax.Array | None = None  # uint32 [tokens, words]
+
+    @property
+    def tokens_per_seq(self) -> int | None:
+        return None
 
     @property
     def has_tree(self) -> bool:

@@ -10,17 +10,13 @@ from typing import Any, Literal
 
 from jaxpaged._attention import query_runs
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
-from jaxpaged._attention.partitions import portable_follows, programs_at_once
+from jaxpaged._attention.plan import are_uneven, follows, portable_follows, programs_at_once, visible
 from jaxpaged._device import Gpu
 from pallas_kernels import decode_config, partition_plan, portable_config, prefill_config
-from pallas_kernels._sizes import filled_rows, padded_width
 
 Call = AttentionArguments | PackedArguments
 Kernel = Literal["paged_decode", "portable_decode", "paged_prefill"]  # a package of `pallas_kernels`
 Config = decode_config.Config | portable_config.Config | prefill_config.Config
-
-WIDE = 8192  # tokens; narrower tables hold no sequence that takes long by itself
-PARTIAL_BYTES = 128 * 1024 * 1024  # the most memory for the partials of a plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,33 +82,29 @@ def _choose(call: Call, gpu: Gpu, known: Known) -> Choice:
     """Raises `NotImplementedError`, which names the limit and what was received."""
     _check_options(call)
     _check_tree(call, gpu, known)
-    is_packed = isinstance(call, PackedArguments)
-    if is_wide_tree(call) or (is_packed and known.num_partitions in (None, 1) and _prefill_takes(call, gpu)):
+    if is_wide_tree(call) or (call.tokens_per_seq is None and _prefill_takes(call, gpu, known)):
         return by_prefill(call, gpu, known)
     _check_decode(call, gpu)
-    if known.total_partitions is not None:
-        is_planned = follows(call, known.total_partitions)
-    else:
-        is_planned = known.num_partitions is None and are_uneven(call, gpu, known) and follows(call, _total(call, gpu))
-    return with_plan(call, gpu, known) if is_planned else evenly(call, gpu, known)
+    total = known.total_partitions
+    if total is None and known.num_partitions is None and are_uneven(call, num_sms=gpu.num_sms, window=known.window):
+        total = _default_total(call, gpu)
+    return evenly(call, gpu, known) if total is None or not follows(call, total) else with_plan(call, gpu, known)
 
 
 def with_plan(call: Call, gpu: Gpu, known: Known = NOTHING, *, kernel: Kernel | None = None) -> Choice:
     """One of the decode kernels follows a plan; without `kernel`, the one that is faster."""
-    kernel = kernel or _planned_kernel(call, gpu)
-    how = Known(window=known.window)
-    mapped = by_decode(_decode_kernel(gpu), call, gpu, dataclasses.replace(how, num_partitions=1))
-    return dataclasses.replace(by_decode(kernel, call, gpu, how, planned=True), mapped=mapped)
+    planned, whole = Known(window=known.window), Known(num_partitions=1, window=known.window)
+    choice = by_decode(kernel or _planned_kernel(call, gpu), call, gpu, planned, planned=True)
+    return dataclasses.replace(choice, mapped=by_decode(_decode_kernel(gpu), call, gpu, whole))
 
 
 def evenly(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
     """As many partitions for each sequence."""
-    if not isinstance(call, PackedArguments):
-        is_one_run = query_runs.runs_of(call.q.shape[1], call.group)[0] == 1
-        if not is_one_run and known.num_partitions in (None, 1) and _prefill_takes(call, gpu):
-            choice = by_prefill(call, gpu, known)
-            if _fills(choice.config, call, gpu):
-                return choice
+    is_long = call.tokens_per_seq is not None and query_runs.runs_of(call.tokens_per_seq, call.group)[0] > 1
+    if is_long and _prefill_takes(call, gpu, known):
+        choice = by_prefill(call, gpu, known)
+        if _fills(choice.config, call, gpu):
+            return choice
     return by_decode(_decode_kernel(gpu), call, gpu, known)
 
 
@@ -121,13 +113,13 @@ def by_decode(kernel: Kernel, call: Call, gpu: Gpu, known: Known = NOTHING, *, p
     num_runs, run = _runs(call, gpu)
     how: dict[str, Any] = dict(
         seqs=num_runs,
-        kv_heads=call.k_cache.shape[2],
+        kv_heads=call.kv_heads,
         # Query tokens that see the same become heads: see `query_runs`.
         group=call.group if call.causal else run * call.group,
         q_len=run if call.causal else 1,
-        head_dim=call.q.shape[-1],
+        head_dim=call.head_dim,
         capacity=call.capacity,
-        itemsize=call.k_cache.dtype.itemsize,
+        itemsize=call.itemsize,
         num_sms=gpu.num_sms,
         window=known.window,
         num_partitions=known.num_partitions,
@@ -148,25 +140,22 @@ def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
     num_items = _prefill_entries(call) * (call.q.shape[-2] // heads)
     num_parts = 1  # asked for one, the bits are those of one
     if known.num_partitions is None:
-        visible = _visible(call, known)
-        num_parts = prefill_config.default_parts(num_items=num_items, visible=visible, num_sms=gpu.num_sms)
+        seen = visible(call, known.window)
+        num_parts = prefill_config.default_parts(num_items=num_items, visible=seen, num_sms=gpu.num_sms)
     config = prefill_config.default_config(
         group=call.group,
-        head_dim=call.q.shape[-1],
+        head_dim=call.head_dim,
         num_sms=gpu.num_sms,
         num_parts=num_parts,
         causal=call.causal,
-        itemsize=call.k_cache.dtype.itemsize,
+        itemsize=call.itemsize,
     )
     return Choice("paged_prefill", config)
 
 
 def _prefill_entries(call: Call) -> int:
     """Of the work list, at most."""
-    _, tokens = prefill_config.heads_and_tokens(call.group)
-    if isinstance(call, PackedArguments):
-        return -(-call.q.shape[0] // tokens) + call.lengths.shape[0]
-    return call.q.shape[0] * -(-call.q.shape[1] // tokens)
+    return _num_runs(call, prefill_config.heads_and_tokens(call.group)[1])
 
 
 def _fills(config: Any, call: Call, gpu: Gpu) -> bool:
@@ -182,15 +171,21 @@ def _runs(call: Call, gpu: Gpu) -> tuple[int, int]:
     most_rows = decode_config.MAX_ROWS
     if not call.causal and not gpu.is_hopper:
         most_rows = portable_config.most_rows(
-            head_dim=call.q.shape[-1],
-            itemsize=call.k_cache.dtype.itemsize,
+            head_dim=call.head_dim,
+            itemsize=call.itemsize,
             compute_capability=gpu.compute_capability,
         )
-    if isinstance(call, PackedArguments):
-        run = max(1, most_rows // call.group)
-        return -(-call.q.shape[0] // run) + call.lengths.shape[0], run
-    num_runs, run = query_runs.runs_of(call.q.shape[1], call.group, most_rows)
-    return call.q.shape[0] * num_runs, run
+    run = max(1, most_rows // call.group)
+    if call.tokens_per_seq is not None:
+        _, run = query_runs.runs_of(call.tokens_per_seq, call.group, most_rows)
+    return _num_runs(call, run), run
+
+
+def _num_runs(call: Call, run: int) -> int:
+    """Runs of `run` query tokens, at most: none has tokens of two sequences."""
+    if call.tokens_per_seq is None:
+        return -(-call.q.shape[0] // run) + call.lengths.shape[0]
+    return call.q.shape[0] * -(-call.tokens_per_seq // run)
 
 
 def _decode_kernel(gpu: Gpu) -> Kernel:
@@ -198,56 +193,20 @@ def _decode_kernel(gpu: Gpu) -> Kernel:
 
 
 def _planned_kernel(call: Call, gpu: Gpu) -> Kernel:
-    rows, itemsize = call.q.shape[1] * call.group, call.k_cache.dtype.itemsize
-    is_portable = portable_follows(gpu, rows=rows, itemsize=itemsize, has_tree=call.has_tree)
+    rows = (call.tokens_per_seq or 0) * call.group
+    is_portable = portable_follows(gpu, rows=rows, itemsize=call.itemsize, has_tree=call.has_tree)
     return "portable_decode" if is_portable else "paged_decode"
 
 
 def _at_once(call: Call, gpu: Gpu, kernel: Kernel) -> int:
     """For how many partitions of a KV head at the same time its plan is made."""
-    rows = call.q.shape[1] * call.group
-    by_portable = kernel == "portable_decode"
-    return programs_at_once(gpu, num_kv_heads=call.k_cache.shape[2], rows=rows, by_portable=by_portable)
+    rows, by_portable = (call.tokens_per_seq or 0) * call.group, kernel == "portable_decode"
+    return programs_at_once(gpu, num_kv_heads=call.kv_heads, rows=rows, by_portable=by_portable)
 
 
-def _total(call: Call, gpu: Gpu) -> int:
-    return partition_plan.default_total(call.q.shape[0], _at_once(call, gpu, _planned_kernel(call, gpu)))
-
-
-def follows(call: Call, total_partitions: int) -> bool:
-    """Whether a kernel follows a plan of so many partitions for this call: not for one sequence, queries that are not
-    causal, prompts in several runs, more partitions than the grid takes, nor if the partials need too much memory."""
-    if isinstance(call, PackedArguments) or not call.causal or call.q.shape[0] == 1:
-        return False
-    num_runs, run = query_runs.runs_of(call.q.shape[1], call.group)
-    rows_first = decode_config.rows_come_first(q_len=run, group=call.group, itemsize=call.k_cache.dtype.itemsize)
-    rows = filled_rows(run, call.group, rows_first=rows_first)
-    num_bytes = total_partitions * call.k_cache.shape[2] * rows * padded_width(call.q.shape[-1]) * 4
-    return num_runs == 1 and total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
-
-
-def are_uneven(call: Call, gpu: Gpu, known: Known = NOTHING) -> bool:
-    """Whether some sequences may be much longer than the others: in wide tables, or if the pool can fill only a part of
-    them."""
-    seqs, (num_blocks, block_size, kv_heads, _) = call.lengths.shape[0], call.k_cache.shape
-    visible = _visible(call, known)
-    # H100, in tables for 131072, with a plan and without: 8 x 1024, one of 131072, 196, 515, of 8 bits 102, 411, of 64
-    # rows 198, 646; 64 x U(1..8192) 366, 360, of 8 bits 198, 198. With none longer: 64 x 4096 353, 351; 24 x 4096 142,
-    # 135; 8 x 8192 93, 94, of 8 bits 51, 48, of 64 rows 97, 95, of one KV head 19.3, 16.5. [plan_kernels_h100 of
-    # benchmarks/results/decisions/]
-    if visible > WIDE:
-        return True
-    most_of_mean = seqs * visible / (num_blocks * block_size)
-    # More programs even each other out. H100, with a plan and without: 8 x U(1..8192), 3 times the mean, 36.8, 38.8; 64
-    # with one of 4096, 4 times the mean, 104.9, 98.7; 64 x 8192 / 1, / 2, ..., 14 times, 58.2, 61.3; 64 with one of
-    # 32768, 22 times, 136.7, 161.9; 16 with one of 8192, 6 times, 38.7, 40.4; 64 with one, 7 times, 111.8, 104.3.
-    # [plans_h100 of benchmarks/results/decisions/]
-    return most_of_mean > 2 + 1.5 * seqs * kv_heads / gpu.num_sms
-
-
-def _visible(call: Call, known: Known) -> int:
-    """The most tokens that a query can see, as far as is known beforehand."""
-    return call.capacity if known.window is None else min(call.capacity, known.window)
+def _default_total(call: Call, gpu: Gpu) -> int:
+    """Partitions of the plan that is made for a call without one."""
+    return partition_plan.default_total(call.lengths.shape[0], _at_once(call, gpu, _planned_kernel(call, gpu)))
 
 
 def is_wide_tree(call: Call) -> bool:
@@ -258,7 +217,7 @@ def is_wide_tree(call: Call) -> bool:
 
 
 def _check_options(call: Call) -> None:
-    if call.k_cache.dtype.itemsize > 1 and (call.options.k_scale is not None or call.options.v_scale is not None):
+    if call.itemsize > 1 and (call.options.k_scale is not None or call.options.v_scale is not None):
         raise NotImplementedError(
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
             f'got k_cache.dtype={call.k_cache.dtype!s}. Pass implementation="xla".'
@@ -285,17 +244,17 @@ def _check_tree(call: Call, gpu: Gpu, known: Known) -> None:
     _check_prefill(call, gpu)
 
 
-def _prefill_takes(call: Call, gpu: Gpu) -> bool:
+def _prefill_takes(call: Call, gpu: Gpu, known: Known) -> bool:
     try:
         _check_prefill(call, gpu)
     except NotImplementedError:
         return False
-    return True
+    return known.num_partitions in (None, 1)
 
 
 def _check_prefill(call: Call, gpu: Gpu) -> None:
     prefill_config.check_supported(
-        head_dim=call.q.shape[-1],
+        head_dim=call.head_dim,
         block_size=call.block_size,
         q_dtype=call.q.dtype,
         cache_dtype=call.k_cache.dtype,
@@ -311,7 +270,7 @@ def _check_decode(call: Call, gpu: Gpu) -> None:
     num_runs, run = _runs(call, gpu)
     check = decode_config.check_supported if gpu.is_hopper else portable_config.check_supported
     check(
-        head_dim=call.q.shape[-1],
+        head_dim=call.head_dim,
         block_size=call.block_size,
         group=call.group,
         q_len=run,
@@ -321,7 +280,7 @@ def _check_decode(call: Call, gpu: Gpu) -> None:
     )
     if num_runs > decode_config.MAX_SEQS:
         seqs, tokens, group = call.lengths.shape[0], call.q.shape[-3], call.group
-        name = "tokens" if isinstance(call, PackedArguments) else "q_len"
+        name = "tokens" if call.tokens_per_seq is None else "q_len"
         raise NotImplementedError(
             f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
             f"{name}={tokens}, {group=}: {num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."

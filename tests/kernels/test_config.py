@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged._attention.choose import PARTIAL_BYTES
+from jaxpaged._attention.plan import PARTIAL_BYTES
 from pallas_kernels import _sizes, decode_config, portable_config
 from pallas_kernels._sizes import filled_rows
 from pallas_kernels.paged_decode import _inbox

@@ -11,7 +11,8 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, explain, paged_attention, plan_partitions
-from jaxpaged._attention.choose import by_decode, choose, follows, with_plan
+from jaxpaged._attention.choose import by_decode, choose, with_plan
+from jaxpaged._attention.plan import follows
 from jaxpaged._attention.run import run
 from pallas_kernels import partition_plan
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget

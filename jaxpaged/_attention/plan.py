@@ -1,4 +1,4 @@
-"""Into how many partitions sequences are cut: what a caller can ask for, and the plan by true lengths."""
+"""Partitions by true lengths: when a call follows a plan, the plan that a caller makes, and what it can ask for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxpaged import _device
-from jaxpaged._attention.arguments import check_lengths_dtype, optional
+from jaxpaged._attention import query_runs
+from jaxpaged._attention.arguments import AttentionArguments, PackedArguments, check_lengths_dtype, optional
 from jaxpaged._integers import as_int32, check_heads, checked_size
 from jaxpaged._on_shards import check_whole
 from jaxpaged._public_state import public_state
-from pallas_kernels import partition_plan
+from pallas_kernels import decode_config, partition_plan
+from pallas_kernels._sizes import filled_rows, padded_width
 from pallas_kernels.partition_plan import PartitionPlan
 
 public_state(PartitionPlan)
+
+
+WIDE = 8192  # tokens; narrower tables hold no sequence that takes long by itself
+PARTIAL_BYTES = 128 * 1024 * 1024  # the most memory for the partials of a plan
 
 
 def check_partitions(num_partitions: int | None) -> int | None:
@@ -46,8 +52,43 @@ def check_plan(plan: PartitionPlan, num_partitions: int | None, *, seqs: int) ->
         )
 
 
+def follows(call: AttentionArguments | PackedArguments, total_partitions: int) -> bool:
+    """Whether a kernel follows a plan of so many partitions for this call: not for one sequence, queries that are not
+    causal, prompts in several runs, more partitions than the grid takes, nor if the partials need too much memory."""
+    q_len, group = call.tokens_per_seq, call.group
+    if q_len is None or not call.causal or call.q.shape[0] == 1 or query_runs.runs_of(q_len, group)[0] > 1:
+        return False
+    rows_first = decode_config.rows_come_first(q_len=q_len, group=group, itemsize=call.itemsize)
+    rows = filled_rows(q_len, group, rows_first=rows_first)
+    num_bytes = total_partitions * call.kv_heads * rows * padded_width(call.head_dim) * 4
+    return total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
+
+
+def are_uneven(call: AttentionArguments | PackedArguments, *, num_sms: int, window: int | None = None) -> bool:
+    """Whether some sequences may be much longer than the others: in wide tables, or if the pool can fill only a part of
+    them."""
+    seqs, seen = call.lengths.shape[0], visible(call, window)
+    # H100, in tables for 131072, with a plan and without: 8 x 1024, one of 131072, 196, 515, of 8 bits 102, 411, of 64
+    # rows 198, 646; 64 x U(1..8192) 366, 360, of 8 bits 198, 198. With none longer: 64 x 4096 353, 351; 24 x 4096 142,
+    # 135; 8 x 8192 93, 94, of 8 bits 51, 48, of 64 rows 97, 95, of one KV head 19.3, 16.5. [plan_kernels_h100 of
+    # benchmarks/results/decisions/]
+    if seen > WIDE:
+        return True
+    most_of_mean = seqs * seen / (call.k_cache.shape[0] * call.block_size)
+    # More programs even each other out. H100, with a plan and without: 8 x U(1..8192), 3 times the mean, 36.8, 38.8; 64
+    # with one of 4096, 4 times the mean, 104.9, 98.7; 64 x 8192 / 1, / 2, ..., 14 times, 58.2, 61.3; 64 with one of
+    # 32768, 22 times, 136.7, 161.9; 16 with one of 8192, 6 times, 38.7, 40.4; 64 with one, 7 times, 111.8, 104.3.
+    # [plans_h100 of benchmarks/results/decisions/]
+    return most_of_mean > 2 + 1.5 * seqs * call.kv_heads / num_sms
+
+
+def visible(call: AttentionArguments | PackedArguments, window: int | None) -> int:
+    """The most tokens that a query can see, as far as is known beforehand."""
+    return call.capacity if window is None else min(call.capacity, window)
+
+
 def portable_follows(gpu: _device.Gpu, *, rows: int, itemsize: int = 2, has_tree: bool = False) -> bool:
-    """Whether it is the portable kernel that follows a plan, for `rows` (q_len * heads / kv_heads)."""
+    """Whether the portable kernel follows a plan, not the one for Hopper, for `rows` (q_len * heads / kv_heads)."""
     # H100, the portable kernel and the one for Hopper, 4 rows: 64 x 128 in tables for 8192 14.0, 16.1; 64 x 8192 / 1,
     # / 2, ... 58.4, 60.2; 8 x U(1..8192) 35.3, 36.4. But 64 x 4096, one of 32768, 425, 393; the mean of 43 batches in
     # wide tables is equal. 16 rows: 8 x 8192 102, 95; 64 x 4096 377, 357. 8 bits: 64 x 4096 203, 194; 8 x 1024, one of
@@ -56,9 +97,9 @@ def portable_follows(gpu: _device.Gpu, *, rows: int, itemsize: int = 2, has_tree
 
 
 def programs_at_once(gpu: _device.Gpu, *, num_kv_heads: int, rows: int, by_portable: bool) -> int:
-    """For how many partitions of a KV head at the same time a plan is made, where those of all KV heads run together.
+    """For how many partitions of a KV head at the same time a plan is made; all KV heads run together.
 
-    For one program a SM, or two or four: as many as run at the same time in most calls.
+    For one program a SM, or two or four: the number that runs at the same time in most calls.
     """
     if by_portable:
         # H100, 8 KV heads, one of 131072 and seven of 1024: 193 us, with half a program a SM 319, with eight 202; 8 x

@@ -177,9 +177,12 @@ def main(arguments: list[str] | None = None) -> int:
         if args.api_key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
             say(f"Warning: anyone who can reach {args.host} can use this server; set ${API_KEY} to prevent that.")
         host = f"[{args.host}]" if ":" in args.host else args.host
-        say(f"Serving {service.model} at http://{host}:{listener.getsockname()[1]}")
-        signal.set_wakeup_fd(-1)  # from here on Ctrl-C drains; before, it ends the process at once
-        Server(service, drain_seconds=args.drain_seconds).run([listener])
+
+        def on_start() -> None:
+            signal.set_wakeup_fd(-1)  # from here on Ctrl-C drains; before, it ends the process at once
+            say(f"Serving {service.model} at http://{host}:{listener.getsockname()[1]}")
+
+        Server(service, drain_seconds=args.drain_seconds, on_start=on_start).run([listener])
     if service.engine.failure is not None:
         say(f"The engine failed: {service.engine.failure}")
         return 1

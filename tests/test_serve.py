@@ -5,9 +5,12 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -31,6 +34,11 @@ from lib.service import PAGE_POLICY, Service
 from tests.tiny_checkpoint import EOS, greedy, next_logits
 
 KEY, PROMPT = "secret", "The quick brown fox"
+INTERRUPTIBLE = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 LONG = dict(prompt="page", temperature=0, max_tokens=100)  # the answer is as long
 SIZES = [
     "--num-seats=4",
@@ -484,6 +492,20 @@ def test_a_body_that_never_ends_does_not_delay_the_end(service, monkeypatch, cap
         server.thread.join(30)
         assert not server.thread.is_alive()
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_an_interrupt_as_soon_as_it_serves_is_not_lost(tiny):
+    command = [sys.executable, "-c", INTERRUPTIBLE, serve.__file__, f"--model={tiny.path}", "--port=0", *SIZES]
+    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=quick) as process:
+        try:
+            lines = iter(process.stderr.readline, "")
+            assert any(line.startswith("Serving model at http://127.0.0.1:") for line in lines)
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert (process.returncode, rest) == (0, "Draining for at most 30 seconds.\n")
 
 
 def test_draining_aborts_what_takes_too_long(service, gate):

@@ -24,20 +24,22 @@ PROBE_SECONDS = 1
 class Server(uvicorn.Server):
     """Drains at SIGTERM and Ctrl-C: requests under way are finished, and new ones refused with 503.
 
-    The process then ends with 0. A second signal ends it at once.
+    The process then ends with 0. A second signal ends it at once. `on_start` is called when requests are answered and
+    signals drain.
     """
 
-    def __init__(self, service: Service, *, drain_seconds: float):
+    def __init__(self, service: Service, *, drain_seconds: float, on_start: Callable[[], None] = lambda: None):
         options: dict[str, Any] = dict(loop="asyncio", http=Protocol, log_level="warning", access_log=False)
         options |= dict(timeout_graceful_shutdown=FLUSH_SECONDS + 2)  # never reached
         super().__init__(uvicorn.Config(with_one_length(service.app()), **options))
-        self.engine, self.drain_seconds = service.engine, drain_seconds
+        self.engine, self.drain_seconds, self.on_start = service.engine, drain_seconds, on_start
         self.engine.on_failure = self._exit
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.loop = asyncio.get_running_loop()
+        self.on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.loop is None or self.engine.is_draining:

@@ -68,7 +68,7 @@ def test_hypotheses_are_those_of_a_plain_search(tiny, prompts, monkeypatch):
         assert int(beams.allocator.num_held) == 0
         assert int(beams.peak_blocks) < int(beams.peak_unshared)
     assert len(checked) == 3
-    assert len(lengths) > 1  # some did end early, and where they rank depends on the penalty
+    assert len(lengths) > 1  # some ended early, and their rank depends on the penalty
     assert orders[0] != orders[2]
 
 

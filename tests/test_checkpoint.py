@@ -24,7 +24,7 @@ ROPE = {
 }
 HARMLESS = {
     "eos_token_id": [[], [1], None, 0],  # none, or another
-    "num_key_value_heads": [None],  # as many as heads: refused once the weights are read
+    "num_key_value_heads": [None],  # the number of heads: refused when the weights are read
     "head_dim": [None],
     "rms_norm_eps": [0, 0.5],
     "rope_theta": [None, 2**31],

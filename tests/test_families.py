@@ -36,7 +36,7 @@ def paged_values(model, num_tokens):
         def step(carry, _):
             caches, allocator, tokens, count = carry
             allocator, slots, _ = allocator.append(count[None], q_len=CHUNK)
-            slots = jnp.roll(slots[0], count)  # those of the newest stand at the end of the row
+            slots = jnp.roll(slots[0], count)  # the newest slots are at the end of the row
             caches, logits = model(tokens, caches, allocator, slots, query_starts=jnp.stack([0 * count, count]))
             token = logits[0].argmax().astype(jnp.int32)
             return (caches, allocator, tokens.at[0].set(token), jnp.int32(1)), (token, logits[0])

@@ -39,7 +39,7 @@ def expected(checkpoint_files):
 
 @pytest.fixture
 def run(folder, capsys):
-    """Runs the script; returns the exit code, the JSON lines (or stdout where --json is off) and stderr."""
+    """Runs the script; returns the exit code, the JSON lines (or stdout if --json is off) and stderr."""
 
     def call(*arguments, prompts=PROMPTS, tokens=12, as_json=True, model=None):
         command = ["--model", str(model or folder), "--max-new-tokens", str(tokens), *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""examples/rollout.py: greedy completions are those of the plain model, and logprobs those of the tokens."""
+"""examples/rollout.py: greedy completions and their logprobs are the plain model's."""
 
 import numpy as np
 import pytest

@@ -58,7 +58,7 @@ def service(tiny):
 
 @contextlib.contextmanager
 def running(service, drain_seconds=30.0):
-    """A server around the engine of a service, which nobody else uses meanwhile."""
+    """A server around the engine of a service, which no other server uses meanwhile."""
     engine = service.engine._engine
     thread_of_engine = EngineThread(engine, most_completions=service.engine.most_completions)
     service = dataclasses.replace(service, engine=thread_of_engine)
@@ -180,7 +180,7 @@ def test_logprobs_are_those_of_the_tokens(server, tiny):
 def test_a_chat_is_rendered_and_its_control_tokens_are_text(server, tiny):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a<eos>b"}]
     (prompt,) = tiny.tokenizer.encode_conversations([messages])
-    assert prompt.count(EOS) == 2  # those of the template
+    assert prompt.count(EOS) == 2  # the template's
     parts = [messages[0], {"role": "user", "content": [{"type": "text", "text": t} for t in ("a<e", "os>b")]}]
     for form in (messages, parts):
         answer = chat(server, messages=form, max_completion_tokens=8)

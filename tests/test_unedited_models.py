@@ -1,6 +1,6 @@
 """Models of packages, unedited behind an engine, give their own greedy tokens and logprobs.
 
-Skipped where a package is missing."""
+Skipped if a package is missing."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import pytest
 
 import jaxpaged
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [1, 5]]
 NUM_TOKENS = 8

@@ -211,9 +211,9 @@ def _default_total(call: Call, gpu: Gpu) -> int:
 
 def is_wide_tree(call: Call) -> bool:
     """Whether there is a tree that only the prefill kernel takes: the decode kernel's runs have none."""
-    return call.has_tree and (
-        isinstance(call, PackedArguments) or call.q.shape[1] * call.group > decode_config.MAX_ROWS
-    )
+    if not call.has_tree or call.tokens_per_seq is None:
+        return call.has_tree
+    return call.tokens_per_seq * call.group > decode_config.MAX_ROWS
 
 
 def _check_options(call: Call) -> None:

@@ -8,7 +8,8 @@ from jax.typing import ArrayLike
 
 from jaxpaged import _device
 from jaxpaged._attention import query_runs
-from jaxpaged._attention.arguments import AttentionArguments, PackedArguments, check_lengths_dtype, optional
+from jaxpaged._attention.arguments import AttentionArguments, PackedArguments, check_lengths_dtype
+from jaxpaged._attention.options import optional
 from jaxpaged._integers import as_int32, check_heads, checked_size
 from jaxpaged._on_shards import check_whole
 from jaxpaged._public_state import public_state

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged import _device
-from jaxpaged._attention.arguments import Options, check_arguments, check_packed, known_int
+from jaxpaged._attention.arguments import check_arguments, check_packed
 from jaxpaged._attention.choose import Call, Choice, Known, Refusal, choose
+from jaxpaged._attention.options import Options, known_int
 from jaxpaged._attention.plan import check_partitions, check_plan
 from jaxpaged._attention.run import Results, by_xla, run
 from jaxpaged._attention.shared_prefix import attend_with_prefix

@@ -10,7 +10,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxpaged._attention import packed
-from jaxpaged._attention.arguments import AttentionArguments, Options, check_arguments, check_packed
+from jaxpaged._attention.arguments import AttentionArguments, check_arguments, check_packed
+from jaxpaged._attention.options import Options
 
 
 @overload

@@ -380,6 +380,13 @@ MUTANTS = (
         "tests/test_engine_trouble.py::any_line",
     ),
     Mutant(
+        "engine: an old abort hits who got the place",
+        "jaxpaged/_engine/engine.py",
+        "self._aborts = [place for place in self._aborts if place in self._on_device]",
+        "pass",
+        "tests/test_engine_trouble.py::spares_who",
+    ),
+    Mutant(
         "engine: a lost one goes on",
         "jaxpaged/_engine/engine.py",
         "raise StateLostError from failure\n            raise",

@@ -40,6 +40,8 @@ def tiny(tmp_path_factory):
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(MemoryMaps(limit=40_000))  # of the 65,530 that Linux allows
+    if jax.default_backend() == "gpu":  # many models here are float32, which no kernel takes
+        config.addinivalue_line("filterwarnings", "ignore:XLA computes this call")
 
 
 def pytest_collection_finish() -> None:

@@ -166,6 +166,11 @@ def test_a_config_computes_attention(config):
     checks.worst_error(config, out, paged_attention_reference(*arrays))
 
 
+def test_a_cluster_that_does_not_divide_the_partitions_is_no_config():
+    with pytest.raises(ValueError, match="3 partitions cannot be clusters of 2"):
+        configs.parse_config("3/2/64/1", parse("32/8 8x8192"))
+
+
 def test_a_way_that_does_not_fit_is_a_result_and_a_mistake_is_none():
     point = FewSets(**vars(parse("8/2 2x150")))
 
@@ -405,9 +410,9 @@ def test_a_gpus_free_memory_is_filled(num_numbers):
     def reversed_part(x):
         return lax.optimization_barrier(part(x))[::-1]
 
-    x = jnp.arange(1.0, num_numbers + 1)
-    part(x)  # compiles
-    jax.block_until_ready(x + 0)  # the right answer, freed at once
+    x = jax.block_until_ready(jnp.arange(1.0, num_numbers + 1))
+    right = jax.block_until_ready(jax.jit(lambda x: x * 1)(x))
+    del right  # its memory is free, and still holds the answer
     assert (part(x) == x).all()
     for program in (part, reversed_part):
         assert jnp.isnan(checks.poisoned(program, x)).sum() == num_numbers - tenth

@@ -27,6 +27,8 @@ from pallas_kernels.decode_config import Config, completed
 
 def parse_config(text: str, point: Point) -> Config:
     num_partitions, cluster, tile, resident, unsplit_tiles = (*map(int, text.split("/")), 0)[:5]
+    if num_partitions % cluster:
+        raise ValueError(f"{num_partitions} partitions cannot be clusters of {cluster}: name a divisor")
     group = point.heads // point.kv_heads
     _, run = runs_of(point.q_len, group)
     config = completed(

@@ -1,5 +1,6 @@
 import gc
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 # Before NumPy starts: its threads spin while they wait. 14 workers on 16 cores take a quarter of the time without them.
@@ -23,6 +24,9 @@ if jax.default_backend() == "gpu":  # float32 is float32 in the models that test
     jax.config.update("jax_default_matmul_precision", "highest")
 else:  # most programs run once or twice; without LLVM's passes, a third less time. XLA's own are the same
     jax.config.update("jax_disable_most_optimizations", True)
+    # A program is compiled once, whichever worker, module or run needs it. `make clean` forgets.
+    jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / "build" / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 @pytest.fixture(scope="session")

@@ -104,7 +104,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def capacity_of(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacity:
+def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacity:
     """What fits into --cache-mb. Raises `RequestError`."""
     try:
         return cache_capacity(
@@ -128,7 +128,7 @@ def create_service(args: argparse.Namespace) -> "Service":
     checkpoint = read_checkpoint(path)
     max_length, num_blocks = min(args.max_length, checkpoint.config.context), args.num_blocks
     if args.cache_mb is not None:
-        capacity = capacity_of(checkpoint.config, args)
+        capacity = find_capacity(checkpoint.config, args)
         num_blocks = capacity.num_blocks
         say(
             f"The cache takes {capacity.num_bytes / 1e6:,.1f} MB: {num_blocks:,} blocks for "

@@ -22,7 +22,7 @@ def by_kernel[Result](
     """
     leaves, tree = jax.tree.flatten(arguments)
 
-    def of_leaves(function: Callable[..., Result]) -> Callable[..., list[jax.Array]]:
+    def on_leaves(function: Callable[..., Result]) -> Callable[..., list[jax.Array]]:
         return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
 
     # Pallas takes no types that vary over a mesh axis: the kernel gets types that do not say it.
@@ -31,8 +31,8 @@ def by_kernel[Result](
     results = jax.eval_shape(lambda *leaves: kernel(*jax.tree.unflatten(tree, leaves)), *types)
     outs = _by_kernel.bind(
         *leaves,
-        kernel=of_leaves(kernel),
-        elsewhere=of_leaves(elsewhere),
+        kernel=on_leaves(kernel),
+        elsewhere=on_leaves(elsewhere),
         refusal=refusal,
         out_types=tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(results)),
     )

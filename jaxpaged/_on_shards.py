@@ -33,7 +33,7 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
         leaves = (array if setting is None else setting[1] for array, setting in zip(arrays, settings, strict=True))
         arguments = jax.tree.unflatten(tree, leaves)
         mesh: Any = _explicit_mesh(arguments)
-        specs = _specs_of(arguments)
+        specs = _find_specs(arguments)
         out_specs = specs[next(iter(signature.parameters))]
         if arguments.get("return_lse"):
             out_specs = out_specs, P(*out_specs[:-1])
@@ -65,7 +65,7 @@ def check_whole(name: str, array: Any) -> None:
     """Raises `ValueError` for an array of which an explicit mesh has a part on each device."""
     if _own_shape(array) != np.shape(array):
         raise ValueError(
-            f"{name} must be the same on every device; got {P(*_spec_of(array))}. Move it with jax.sharding.reshard."
+            f"{name} must be the same on every device; got {P(*_spec(array))}. Move it with jax.sharding.reshard."
         )
 
 
@@ -100,7 +100,7 @@ def _name(path: Any) -> str:
     return path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else path[-1].name
 
 
-def _spec_of(array: Any) -> tuple[Any, ...]:
+def _spec(array: Any) -> tuple[Any, ...]:
     return tuple(jax.typeof(array).sharding.spec)
 
 
@@ -109,38 +109,38 @@ def _own_shape(array: Any) -> tuple[int, ...]:
     return jax.typeof(array).sharding.shard_shape(np.shape(array))
 
 
-def _specs_of(arguments: Mapping[str, Any]) -> Any:
+def _find_specs(arguments: Mapping[str, Any]) -> Any:
     """How each array must be sharded so that its heads are on the device that has their KV heads."""
     k_cache = arguments["k_cache"] if "k_cache" in arguments else jax.tree.leaves(arguments["cache"])[0]
-    heads = _spec_of(k_cache)[-2]
+    heads = _spec(k_cache)[-2]
     has_seqs = "q" in arguments and arguments.get("query_starts") is None
-    seqs = _spec_of(arguments["q"])[0] if has_seqs else None
+    seqs = _spec(arguments["q"])[0] if has_seqs else None
     if has_seqs and arguments.get("plan") is not None and _own_shape(arguments["q"])[0] < arguments["q"].shape[0]:
         raise ValueError(
-            f"a plan is for sequences that are on every device; got q sharded as {P(*_spec_of(arguments['q']))}. "
+            f"a plan is for sequences that are on every device; got q sharded as {P(*_spec(arguments['q']))}. "
             "Leave it out, or call plan_partitions and paged_attention inside jax.shard_map."
         )
 
-    def spec_of(path: Any, leaf: Any) -> P:
+    def find_spec(path: Any, leaf: Any) -> P:
         axes: list[Any] = [None] * np.ndim(leaf)
         places = [(HEADS_AXES[_name(path)], heads)] if _name(path) in HEADS_AXES else []
         if has_seqs and _name(path) in OF_SEQS:
             places.append((0, seqs))
         for axis, mesh_axis in places:
             # What there is one of is for all heads, or for all sequences.
-            if -np.ndim(leaf) <= axis < np.ndim(leaf) and (leaf.shape[axis] > 1 or _spec_of(leaf)[axis] is not None):
+            if -np.ndim(leaf) <= axis < np.ndim(leaf) and (leaf.shape[axis] > 1 or _spec(leaf)[axis] is not None):
                 axes[axis] = mesh_axis
         return P(*axes)
 
-    return jax.tree.map_with_path(spec_of, dict(arguments))
+    return jax.tree.map_with_path(find_spec, dict(arguments))
 
 
 def _cut(mesh: AbstractMesh, path: Any, array: Any, spec: P) -> Any:
-    if array is None or _spec_of(array) == tuple(spec):
+    if array is None or _spec(array) == tuple(spec):
         return array
-    if any(axis is not None for axis in _spec_of(array)):
+    if any(axis is not None for axis in _spec(array)):
         raise ValueError(
             f"{_name(path)} must be sharded as {spec}, only over the KV heads of the cache and the sequences of q; "
-            f"got {P(*_spec_of(array))}. Move it with jax.sharding.reshard."
+            f"got {P(*_spec(array))}. Move it with jax.sharding.reshard."
         )
     return jax.sharding.reshard(array, NamedSharding(mesh, spec))

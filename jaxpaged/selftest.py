@@ -97,7 +97,7 @@ def make_call(
     return Call(arrays, options, num_partitions, plan)
 
 
-def error_of(call: Call, implementation: Implementation) -> float:
+def worst_error(call: Call, implementation: Implementation) -> float:
     """The worst error of a row, divided by its largest number; NaN or infinity if a result is not finite."""
     out, lse = jax.jit(
         lambda arrays, options: paged_attention(
@@ -122,7 +122,7 @@ def error_of(call: Call, implementation: Implementation) -> float:
 def check(name: str, implementation: Implementation) -> tuple[str, bool]:
     """The error of a case as text, or why it failed; and whether it is right."""
     try:
-        error = error_of(make_call(**CASES[name]), implementation)
+        error = worst_error(make_call(**CASES[name]), implementation)
     except Exception as failure:  # of any kind: the other cases are checked too
         return f"{type(failure).__name__}: {str(failure).partition('\n')[0][:80]}", False
     return f"{error:.1e}", error < TOLERANCE

@@ -142,15 +142,15 @@ MUTANTS = (
     Mutant(
         "scheduler: no spare block",
         PLANNING,
-        "allocator.blocks_of(num_known) + 1, allocator",
-        "allocator.blocks_of(num_known), allocator",
+        "allocator.num_blocks_for(num_known) + 1, allocator",
+        "allocator.num_blocks_for(num_known), allocator",
         MIXTURE,
     ),
     Mutant(
         "scheduler: a spare block beyond the limit",
         PLANNING,
-        "jnp.minimum(allocator.blocks_of(num_known) + 1, allocator.blocks_of(limits - 1))",
-        "allocator.blocks_of(num_known) + 1",
+        "jnp.minimum(allocator.num_blocks_for(num_known) + 1, allocator.num_blocks_for(limits - 1))",
+        "allocator.num_blocks_for(num_known) + 1",
         MIXTURE,
     ),
     Mutant("scheduler: the seated reserve nothing", PLANNING, " + owed.sum(dtype=jnp.int32)", "", MIXTURE),
@@ -186,8 +186,8 @@ MUTANTS = (
     Mutant(
         "scheduler: works while the outbox is full",
         PLANNING,
-        "is_seated & is_open, of_seats",
-        "is_seated, of_seats",
+        "is_seated & is_open, per_seat",
+        "is_seated, per_seat",
         MIXTURE,
     ),
     Mutant("scheduler: last is the first place", PLANNING, "last=jnp.clip(ends - 1, 0)", "last=starts", MIXTURE),
@@ -218,8 +218,8 @@ MUTANTS = (
     Mutant(
         "scheduler: takes what never fits",
         SUBMISSION,
-        "blocks_of(limits - 1) > num_usable",
-        "blocks_of(limits - 1) > 99",
+        "num_blocks_for(limits - 1) > num_usable",
+        "num_blocks_for(limits - 1) > 99",
         MIXTURE,
     ),
     Mutant(

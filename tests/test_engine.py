@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.soak.engine import soak
 from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, StepAttention, generate, rotate_and_write_kv
-from jaxpaged._engine.requests import checked_request, seed_of
+from jaxpaged._engine.requests import checked_request, completion_seed
 from jaxpaged._engine.sampling import furthest_kept
 from tests import toy_model
 from tests.compiled import instructions
@@ -101,7 +101,7 @@ def load():
     prompts, params = requests(40)
     expected = [
         [
-            continuation(random_weights(), prompt, dataclasses.replace(of_one, seed=seed_of(of_one.seed, i)))
+            continuation(random_weights(), prompt, dataclasses.replace(of_one, seed=completion_seed(of_one.seed, i)))
             for i in range(of_one.n)
         ]
         for prompt, of_one in zip(prompts, params, strict=True)

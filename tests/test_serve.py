@@ -567,10 +567,10 @@ def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):
     assert f"{made['num_blocks']:,} blocks" in capsys.readouterr().err
 
     devices = 4 * config.num_kv_heads  # they hold a KV head each
-    capacity = serve.capacity_of(config, serve.parse_arguments([*options, f"--tensor-parallel={devices}"]))
+    capacity = serve.find_capacity(config, serve.parse_arguments([*options, f"--tensor-parallel={devices}"]))
     assert capacity.bytes_per_token == 4 * bytes_per_token
     with pytest.raises(RequestError, match=r"--cache-mb 1 is too small: .* holds 0 blocks"):
-        serve.capacity_of(config, serve.parse_arguments([*options, "--block-size=100000"]))
+        serve.find_capacity(config, serve.parse_arguments([*options, "--block-size=100000"]))
     with pytest.raises(SystemExit):
         serve.parse_arguments([*options, "--num-blocks=3"])
     assert "not allowed with argument --cache-mb" in capsys.readouterr().err

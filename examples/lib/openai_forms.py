@@ -292,7 +292,7 @@ class Answer:
         return {"content": content, "refusal": None}
 
 
-def usage_of(num_prompt_tokens: int) -> dict[str, int]:
+def make_usage(num_prompt_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt_tokens, "completion_tokens": 0, "total_tokens": num_prompt_tokens}
 
 

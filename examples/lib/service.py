@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from lib.checkpoint import Checkpoint, CheckpointError
 from lib.engine_metrics import metrics_text
 from lib.engine_thread import DrainingError, EngineFailedError, EngineThread, Generation, QueueFullError
-from lib.openai_forms import USUAL_TOKENS, Answer, ApiError, Ask, Piece, event, read_ask, usage_of
+from lib.openai_forms import USUAL_TOKENS, Answer, ApiError, Ask, Piece, event, make_usage, read_ask
 from lib.text_stream import TextStream
 
 RETRY_SECONDS = 1
@@ -112,7 +112,7 @@ class Service:
             params = dataclasses.replace(ask.params, stop_token_ids=self.checkpoint.tokenizer.eos_ids)
             requests = [(p, dataclasses.replace(params, max_tokens=self._num_new(ask, p))) for p in prompts]
             self.engine.start(generation, requests)
-            usage = usage_of(sum(map(len, prompts)))
+            usage = make_usage(sum(map(len, prompts)))
             answer = Answer(ask, self.model, num_completions, usage)
             pieces = self._pieces(ask, generation, usage)
             if not ask.is_streamed:

@@ -154,8 +154,8 @@ class BlockAllocator(AllocatorState):
         legal &= lengths <= max_blocks * self.block_size
 
         # 1. Who gets blocks: a prefix of the rows that need some.
-        held = self.blocks_of(self.lengths)
-        needed = jnp.where(legal, self.blocks_of(lengths) - held, 0)
+        held = self.num_blocks_for(self.lengths)
+        needed = jnp.where(legal, self.num_blocks_for(lengths) - held, 0)
         ok, starts, total = self.grant(legal, needed, order)
         granted = jnp.where(ok, needed, 0)
         lengths = jnp.where(ok, lengths, self.lengths)

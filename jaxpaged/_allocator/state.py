@@ -57,17 +57,17 @@ class AllocatorState:
     @property
     def fragmentation(self) -> jax.Array:
         """The part of the held slots that is empty, after the sequences' last tokens, 0 to 1, float32 `[]`."""
-        empty = (self.blocks_of(self.lengths) * self.block_size - self.lengths).sum(dtype=jnp.int32)
+        empty = (self.num_blocks_for(self.lengths) * self.block_size - self.lengths).sum(dtype=jnp.int32)
         held = jnp.maximum(self.num_held, 1).astype(jnp.float32) * self.block_size
         return empty.astype(jnp.float32) / held
 
-    def blocks_of(self, lengths: jax.Array) -> jax.Array:
+    def num_blocks_for(self, lengths: jax.Array) -> jax.Array:
         """Blocks that sequences of these lengths hold."""
         return -(-lengths // self.block_size)
 
     def is_entry(self, lengths: jax.Array) -> jax.Array:
         """Which table entries are blocks, for sequences of these lengths, bool `[seqs, max_blocks]`."""
-        return jnp.arange(self.block_tables.shape[1], dtype=jnp.int32)[None] < self.blocks_of(lengths)[:, None]
+        return jnp.arange(self.block_tables.shape[1], dtype=jnp.int32)[None] < self.num_blocks_for(lengths)[:, None]
 
     def grant(
         self, legal: jax.Array, needed: jax.Array, order: jax.Array | None = None

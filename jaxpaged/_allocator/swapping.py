@@ -17,7 +17,7 @@ def swap_out[S: AllocatorState](allocator: S, seqs: jax.Array) -> tuple[S, jax.A
 
 def swap_in[S: AllocatorState](allocator: S, seqs: jax.Array) -> tuple[S, jax.Array, jax.Array]:
     legal = seqs & (allocator.swapped_lengths > 0)
-    needed = jnp.where(legal, allocator.blocks_of(allocator.swapped_lengths), 0)
+    needed = jnp.where(legal, allocator.num_blocks_for(allocator.swapped_lengths), 0)
     ok, starts, total = allocator.grant(legal, needed)
     rank = jnp.arange(allocator.block_tables.shape[1], dtype=jnp.int32)[None]
     is_new = ok[:, None] & (rank < needed[:, None])

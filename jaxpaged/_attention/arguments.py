@@ -153,7 +153,7 @@ def check_arguments(
         block_tables=block_tables,
         lengths=lengths,
         options=check_options(q, k_cache, capacity, **options),
-        tree=None if mask is None else trees.of_rows(mask, lengths),
+        tree=None if mask is None else trees.from_rows(mask, lengths),
     )
     check_attention(a, given, a.q.shape[1])
     return a

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
-from jaxpaged._attention.tree import by_place, of_runs
+from jaxpaged._attention.tree import by_place, from_runs
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +34,7 @@ class Runs:
 
 def runs_of(p: PackedArguments, run: int) -> Runs:
     tokens, seqs = p.q.shape[0], p.lengths.shape[0]
-    starts = starts_of(p)
+    starts = clipped_starts(p)
     num_tokens = starts[1:] - starts[:-1]
     num_runs = -(-num_tokens // run)
     ends = jnp.cumsum(num_runs, dtype=jnp.int32)
@@ -46,7 +46,7 @@ def runs_of(p: PackedArguments, run: int) -> Runs:
     return Runs(run, starts, ends - num_runs, owners, offsets, counts)
 
 
-def starts_of(p: PackedArguments) -> jax.Array:
+def clipped_starts(p: PackedArguments) -> jax.Array:
     """The first row of each sequence in q, int32 `[seqs + 1]`, at most the rows of q and not descending."""
     return jax.lax.cummax(jnp.clip(p.query_starts, 0, p.q.shape[0]))
 
@@ -69,7 +69,7 @@ def cut(p: PackedArguments, runs: Runs) -> AttentionArguments:
     tree = None
     if p.tree_mask is not None:
         index = runs.offsets[:, None] + place
-        tree = of_runs(p.tree_mask, rows, index, runs.seqs, p.lengths, runs.starts)
+        tree = from_runs(p.tree_mask, rows, index, runs.seqs, p.lengths, runs.starts)
     return AttentionArguments(
         q=jnp.where((place >= 0)[..., None, None], q, jnp.zeros_like(q)),
         k_cache=p.k_cache,
@@ -92,7 +92,7 @@ def tree_by_place(p: PackedArguments) -> jax.Array | None:
     """The bits of the call's trees, as the prefill kernel takes them."""
     if p.tree_mask is None:
         return None
-    starts = starts_of(p)
+    starts = clipped_starts(p)
     seqs = jnp.minimum(owners(starts, tokens=p.q.shape[0]), p.lengths.shape[0] - 1)
     return by_place(p.tree_mask, seqs, p.lengths, starts)
 

@@ -73,7 +73,7 @@ def split[A: (AttentionArguments, PackedArguments)](
     )
     shares = shares.reshape(-1)
     if isinstance(a, PackedArguments):
-        owners = packed.owners(packed.starts_of(a), tokens=a.q.shape[0])
+        owners = packed.owners(packed.clipped_starts(a), tokens=a.q.shape[0])
         shares = jnp.append(shares, False)[owners]
         of_shared |= dict(q=_only(shares, a.q), query_starts=a.query_starts[::size], tree_mask=None)
         return dataclasses.replace(a, **of_shared), rest, shares
@@ -98,7 +98,7 @@ def _checked(value: ArrayLike, *, seqs: int) -> tuple[jax.Array, int | None]:
 
 def _num_new(a: AttentionArguments | PackedArguments) -> jax.Array | int:
     """Query tokens of each sequence."""
-    return jnp.diff(packed.starts_of(a)) if isinstance(a, PackedArguments) else a.q.shape[1]
+    return jnp.diff(packed.clipped_starts(a)) if isinstance(a, PackedArguments) else a.q.shape[1]
 
 
 def _only(shares: jax.Array, q: jax.Array) -> jax.Array:

@@ -94,7 +94,7 @@ def tree_mask(parents: ArrayLike) -> jax.Array:
     return bits
 
 
-def of_rows(mask: jax.Array, lengths: jax.Array) -> Tree:
+def from_rows(mask: jax.Array, lengths: jax.Array) -> Tree:
     """The trees of a mask uint32 [seqs, q_len, words] among the last q_len tokens of sequences."""
     q_len, words = mask.shape[1:]
     index = jnp.arange(q_len, dtype=jnp.int32)[None]
@@ -104,7 +104,7 @@ def of_rows(mask: jax.Array, lengths: jax.Array) -> Tree:
     return Tree(bits, starts, jnp.pad(depths, ((0, 0), (0, words * BITS - q_len))))
 
 
-def of_runs(
+def from_runs(
     mask: jax.Array,  # uint32 [tokens, words]
     rows: jax.Array,  # int32 [runs, run], of the runs' tokens
     index: jax.Array,  # int32 [runs, run], of these tokens among the newest of their sequence

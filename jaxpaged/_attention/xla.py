@@ -54,7 +54,7 @@ def default_partitions(a: AttentionArguments, *, on_gpu: bool) -> int:
     if not on_gpu:
         return 1
     seqs, q_len, heads, head_dim = a.q.shape
-    kv_heads, tile = a.k_cache.shape[2], _tile_of(a.block_size)
+    kv_heads, tile = a.k_cache.shape[2], _tile_size(a.block_size)
     slot_bytes = 2 * kv_heads * head_dim * (4 if _is_widened(a) else a.k_cache.dtype.itemsize)
     tile_bytes = tile * (slot_bytes + q_len * heads * 4)
     tiles = -(-a.capacity // tile)
@@ -101,11 +101,11 @@ def _attend(num_partitions: int, a: AttentionArguments) -> tuple[jax.Array, jax.
 def _attend_jvp(num_partitions: int, primals: tuple, tangents: tuple) -> tuple:
     # A loop whose trip count is known only at run time has no transpose: differentiate the one over the whole table.
     (a,) = primals
-    num_steps = -(-a.capacity // (_tile_of(a.block_size) * num_partitions))
+    num_steps = -(-a.capacity // (_tile_size(a.block_size) * num_partitions))
     return jax.jvp(functools.partial(_online_softmax, num_partitions, num_steps), primals, tangents)
 
 
-def _tile_of(block_size: int) -> int:
+def _tile_size(block_size: int) -> int:
     """Tokens in a tile: TILE if one of it and the block size divides the other, otherwise whole blocks."""
     return TILE if block_size % TILE == 0 else max(1, TILE // block_size) * block_size
 
@@ -114,7 +114,7 @@ def _online_softmax(num_partitions: int, num_steps: int | None, a: AttentionArgu
     """Computes `num_steps` tiles of each partition; None: all tiles of the longest partition."""
     seqs, q_len, heads, head_dim = a.q.shape
     kv_heads, rows = a.k_cache.shape[2], q_len * a.group
-    tile = _tile_of(a.block_size)
+    tile = _tile_size(a.block_size)
 
     # The run of tiles that each partition owns. It follows from true lengths: neither the table's width nor the
     # other sequences of the batch change a sequence's partitions.
@@ -162,7 +162,7 @@ def _load_tile(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys and values of one tile of each partition, [seqs, partitions, tile, kv_heads, head_dim], zero if no query
     sees them, and how far each row's query stands past each token, int32 [seqs, partitions, 1, rows, tile]."""
-    tile = _tile_of(a.block_size)
+    tile = _tile_size(a.block_size)
     blocks = tile // a.block_size
     entries = tiles[..., None] * blocks + jnp.arange(blocks, dtype=jnp.int32)[None, None]
     ids = a.readable_ids(entries, active[..., None])  # [seqs, partitions, blocks of a tile]

@@ -77,7 +77,7 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
             "source_ids and destination_ids must be of one length; "
             f"got {source_ids.shape=}, {destination_ids.shape=}. Pad with the null block, 0."
         )
-    config = _config_of(cache, source_ids.size)
+    config = _choose_config(cache, source_ids.size)
     if config is None:
         return copy_by_xla(cache, source_ids, destination_ids)
     return copy_by_kernel(config, None, cache, source_ids, destination_ids)
@@ -160,7 +160,7 @@ def _legal(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -
     return holds_tokens(source_ids, num_blocks) & holds_tokens(destination_ids, num_blocks)
 
 
-def _config_of(cache: KVCache, num_pairs: int) -> copy_config.Config | None:
+def _choose_config(cache: KVCache, num_pairs: int) -> copy_config.Config | None:
     """None if XLA does it."""
     num_layers, num_blocks = layers_and_blocks(cache.k, cache)
     block_numbers, itemsize = math.prod(cache.k.shape[-3:]), cache.k.dtype.itemsize

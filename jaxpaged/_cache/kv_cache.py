@@ -194,12 +194,12 @@ def _scale_fits(scale: tuple[int, ...], pool: tuple[int, ...]) -> bool:
 def map_blocks(function: Callable[..., jax.Array], cache: KVCache, *others: KVCache) -> KVCache:
     """`function` of every array that has a block axis; scales of a tensor or a head stay as they are in `cache`."""
 
-    def of_scale(scale: jax.Array | None, *other_scales: jax.Array | None) -> jax.Array | None:
+    def map_scale(scale: jax.Array | None, *other_scales: jax.Array | None) -> jax.Array | None:
         return scale if scale is None or scale.ndim != cache.k.ndim - 1 else function(scale, *other_scales)
 
     return KVCache(
         k=function(cache.k, *(other.k for other in others)),
         v=function(cache.v, *(other.v for other in others)),
-        k_scale=of_scale(cache.k_scale, *(other.k_scale for other in others)),
-        v_scale=of_scale(cache.v_scale, *(other.v_scale for other in others)),
+        k_scale=map_scale(cache.k_scale, *(other.k_scale for other in others)),
+        v_scale=map_scale(cache.v_scale, *(other.v_scale for other in others)),
     )

@@ -60,14 +60,14 @@ class CacheLayer:
         if math.prod(k.shape[:3]) >= 2**31:
             raise ValueError(f"slots are int32: a stack holds less than 2^31 of them; got {k.shape=}.")
 
-        def of_layer(scale: jax.Array | None) -> jax.Array | None:
+        def layer_scale(scale: jax.Array | None) -> jax.Array | None:
             if scale is None or scale.ndim != 2:
                 return scale
             row = jax.lax.dynamic_index_in_dim(scale, jnp.asarray(self.index, jnp.int32), keepdims=False)
             return row.reshape(()) if row.shape == (1,) and k.shape[-2] != 1 else row
 
         pool = map_blocks(lambda pool: pool.reshape(math.prod(pool.shape[:2]), *pool.shape[2:]), self.stack)
-        return dataclasses.replace(pool, k_scale=of_layer(pool.k_scale), v_scale=of_layer(pool.v_scale))
+        return dataclasses.replace(pool, k_scale=layer_scale(pool.k_scale), v_scale=layer_scale(pool.v_scale))
 
     def with_pool(self, pool: KVCache) -> CacheLayer:
         """This layer of the stack that `pool` is. Scales of a tensor or a head do not change."""

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._cache.rotary_scaling import rotary_dims_of, scaled, theta_of
+from jaxpaged._cache.rotary_scaling import read_rotary_dims, read_theta, scaled
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
 from jaxpaged._on_shards import check_whole
@@ -54,7 +54,7 @@ def rotary_frequencies(
         (1.0, 0.01)
     """
     scaling = {} if scaling is None else scaling
-    theta, rotary_dims = theta_of(scaling, theta), rotary_dims_of(scaling, head_dim)
+    theta, rotary_dims = read_theta(scaling, theta), read_rotary_dims(scaling, head_dim)
     frequencies = tuple(theta ** (-2 * i / rotary_dims) for i in range(rotary_dims // 2))
     return scaled(frequencies, theta, scaling, max_length)
 
@@ -136,22 +136,24 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     if tables is not None:
         if frequencies is not None:
             raise ValueError("tables take the place of frequencies; pass frequencies=None with them.")
-        cos, sin = _rows_of(tables, positions, k.shape[-1])
+        cos, sin = _table_cos_sin(tables, positions, k.shape[-1])
     elif frequencies is not None:
-        cos, sin = _turn_of(positions, frequencies)
+        cos, sin = _cos_sin(positions, frequencies)
     else:
         return write_kv(cache, k, v, slots), q
     return write_kv(cache, _rotate(k, cos, sin, interleaved), v, slots), _rotate(q, cos, sin, interleaved)
 
 
-def _turn_of(positions: jax.Array, frequencies: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
+def _cos_sin(positions: jax.Array, frequencies: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines, f32 [..., 1, frequencies]."""
     per_token = jnp.asarray(frequencies, jnp.float32).reshape((1,) * (positions.ndim + 1) + (-1,))
     angles = positions.astype(jnp.float32)[..., None, None] * per_token
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _rows_of(tables: tuple[ArrayLike, ArrayLike], positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
+def _table_cos_sin(
+    tables: tuple[ArrayLike, ArrayLike], positions: jax.Array, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines from tables, f32 [..., 1, frequencies]."""
     cos, sin = (jnp.asarray(table, jnp.float32) for table in tables)
     check_whole("tables", cos)

@@ -17,7 +17,7 @@ CONTEXT = "original_max_position_embeddings"  # of the model's training
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
-def theta_of(scaling: Mapping[str, Any], theta: float | None) -> float:
+def read_theta(scaling: Mapping[str, Any], theta: float | None) -> float:
     if scaling.get("rope_theta") is None:
         return 10_000.0 if theta is None else theta
     found = _number(scaling, "rope_theta")
@@ -28,7 +28,7 @@ def theta_of(scaling: Mapping[str, Any], theta: float | None) -> float:
     return found
 
 
-def rotary_dims_of(scaling: Mapping[str, Any], head_dim: int) -> int:
+def read_rotary_dims(scaling: Mapping[str, Any], head_dim: int) -> int:
     """The dimensions of a head that are rotated."""
     part = 1.0 if scaling.get("partial_rotary_factor") is None else _number(scaling, "partial_rotary_factor")
     rotary_dims = int(part * head_dim)  # as transformers rounds
@@ -43,7 +43,7 @@ def rotary_dims_of(scaling: Mapping[str, Any], head_dim: int) -> int:
 def scaled(
     frequencies: tuple[float, ...], theta: float, scaling: Mapping[str, Any], max_length: int | None
 ) -> tuple[float, ...]:
-    match kind_of(scaling):
+    match read_kind(scaling):
         case "default":
             return frequencies
         case "dynamic":
@@ -81,12 +81,12 @@ def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
         Peng et al., YaRN, 2023 (https://arxiv.org/abs/2309.00071), section 3.4.
         Ding et al., LongRoPE, 2024 (https://arxiv.org/abs/2402.13753).
     """
-    if scaling is None or kind_of(scaling) not in ("yarn", "longrope"):
+    if scaling is None or read_kind(scaling) not in ("yarn", "longrope"):
         return 1.0
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     factor = _number(scaling, "factor")
-    if kind_of(scaling) == "longrope":
+    if read_kind(scaling) == "longrope":
         return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(_number(scaling, CONTEXT)))
 
     def of(mscale: float) -> float:
@@ -96,7 +96,7 @@ def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
     return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
 
 
-def kind_of(scaling: Mapping[str, Any]) -> str:
+def read_kind(scaling: Mapping[str, Any]) -> str:
     if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
         raise ValueError(f"a rotary scaling is of one type of layers; pass that of {' or of '.join(nested)}.")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -117,10 +117,10 @@ def _kept_by_llama3(frequencies: tuple[float, ...], scaling: Mapping[str, Any]) 
 def _kept_by_yarn(num_pairs: int, theta: float, scaling: Mapping[str, Any]) -> list[float]:
     context = _number(scaling, CONTEXT)
 
-    def pair_of(turns: float) -> float:  # that turns so often in the context of training
+    def pair_index(turns: float) -> float:  # that turns so often in the context of training
         return num_pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
 
-    first, last = pair_of(scaling.get("beta_fast") or 32.0), pair_of(scaling.get("beta_slow") or 1.0)
+    first, last = pair_index(scaling.get("beta_fast") or 32.0), pair_index(scaling.get("beta_slow") or 1.0)
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * num_pairs - 1)

@@ -124,7 +124,7 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
         [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 1, 2, 0, 0, 0, 0]
     """
     check_cache(cache)
-    slots = _slots_of(cache, block_tables, lengths)  # [seqs, tokens], num_slots where there is no token
+    slots = _token_slots(cache, block_tables, lengths)  # [seqs, tokens], num_slots where there is no token
     num_slots = cache.k.shape[-4] * cache.k.shape[-3]
     # Whole blocks are fetched, then masked: a row of a block is too short to be fetched by itself at full speed.
     ids = jnp.where(slots < num_slots, slots // cache.k.shape[-3], 0)[:, :: cache.k.shape[-3]]
@@ -162,7 +162,7 @@ def scatter_kv(cache: KVCache, contiguous: KVCache, block_tables: ArrayLike, len
     """
     check_cache(cache)
     check_cache(contiguous)
-    slots = _slots_of(cache, block_tables, lengths)
+    slots = _token_slots(cache, block_tables, lengths)
     _check_blocks("contiguous", contiguous, cache, *slots.shape)
     num_layers = cache.k.shape[0] if _layer_axes(cache) else 1
     num_slots = cache.k.shape[-4] * cache.k.shape[-3]
@@ -234,7 +234,7 @@ def distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
     return jnp.where(legal & (last[inside] == order), ids, -1)
 
 
-def _slots_of(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> jax.Array:
+def _token_slots(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> jax.Array:
     """The slot of each token of each sequence, int32 [seqs, tokens]; the number of slots if there is none."""
     block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     if block_tables.ndim != 2 or block_tables.dtype != jnp.int32:

@@ -21,20 +21,20 @@ import numpy as np
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._engine.counting import counted
-from jaxpaged._engine.inputs import own, sizes_of
+from jaxpaged._engine.inputs import own, pool_sizes
 from jaxpaged._engine.interrupts import without_interrupts
-from jaxpaged._engine.on_mesh import mesh_of, on_each_device, replicate
+from jaxpaged._engine.on_mesh import find_mesh, on_each_device, replicate
 from jaxpaged._engine.progress import ProgressBar
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import (
     FINISH_REASONS,
     Row,
     checked_request,
-    inbox_of,
+    completion_seed,
+    make_inbox,
+    make_output,
     new_tokens,
-    output_of,
     params_of_each,
-    seed_of,
 )
 from jaxpaged._engine.slices import Apply, Inbox, Report, State, kinds_of_steps, run_slice
 from jaxpaged._engine.trees import difference
@@ -105,7 +105,7 @@ class Engine:
     ):
         num_seats = checked_size("num_seats", num_seats)
         max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
-        num_blocks, block_size = sizes_of(caches)
+        num_blocks, block_size = pool_sizes(caches)
         max_length = checked_size("max_length", max_length)
         self._weights, self._seed, self._num_blocks = own(weights), checked_size("seed", seed, 0), num_blocks
         self._steps_per_slice = checked_size("steps_per_slice", steps_per_slice)
@@ -143,7 +143,7 @@ class Engine:
             num_of_kind=jnp.zeros(len(self._kinds), jnp.int32),
         )
         self._inbox_of = functools.partial(
-            inbox_of,
+            make_inbox,
             num_rows=min(MOST_ARRIVALS, max_requests),
             max_length=max_length,
             max_requests=max_requests,
@@ -151,7 +151,7 @@ class Engine:
         )
         no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0)
         function: Any = functools.partial(run_slice, apply, kinds=self._kinds)
-        self._mesh = mesh_of(caches)
+        self._mesh = find_mesh(caches)
         if self._mesh is not None:
             self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))
             function = on_each_device(self._mesh, function, self._weights, self._state_of_slice)
@@ -204,7 +204,7 @@ class Engine:
             bar, num_generated = ProgressBar(len(prompts)) if progress else None, self._stats.num_generated
             while len(outputs) < len(request_ids):
                 self._advance()
-                outputs |= {output.request_id: output for output in self._news_of(request_ids, finished_only=True)}
+                outputs |= {output.request_id: output for output in self._take_news(request_ids, finished_only=True)}
                 if bar is not None:
                     bar.show(len(outputs), self._stats.num_generated - num_generated)
         return [outputs[request_id] for request_id in request_ids]
@@ -219,7 +219,7 @@ class Engine:
         with self._serving(prompts, params) as request_ids:
             while not self._requests.keys().isdisjoint(request_ids):
                 self._advance()
-                yield from self._news_of(request_ids)
+                yield from self._take_news(request_ids)
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Adds a request and returns its id. It starts with the next slice that has room.
@@ -265,7 +265,7 @@ class Engine:
                 engine, and add the unfinished requests again.
         """
         self._advance()
-        return self._news_of(self._requests)
+        return self._take_news(self._requests)
 
     def update_weights(self, weights: Any) -> None:
         """Uses other weights of the same shapes from the next slice on. Nothing is compiled.
@@ -334,7 +334,7 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = int(np.random.SeedSequence([self._seed, request_id]).generate_state(1)[0])
-        rows = [Row(request_id, prompt, params, seed_of(seed, i)) for i in range(params.n)]
+        rows = [Row(request_id, prompt, params, completion_seed(seed, i)) for i in range(params.n)]
         self._requests[request_id] = rows
         self._queue.extend(rows)
         return request_id
@@ -369,9 +369,9 @@ class Engine:
         while len(self._under_way) > AHEAD:
             self._receive()
 
-    def _news_of(self, request_ids: Container[int], *, finished_only: bool = False) -> list[RequestOutput]:
+    def _take_news(self, request_ids: Container[int], *, finished_only: bool = False) -> list[RequestOutput]:
         told = [request_id for request_id in self._news if request_id in request_ids]
-        outputs = [output_of(request_id, self._requests[request_id]) for request_id in told]
+        outputs = [make_output(request_id, self._requests[request_id]) for request_id in told]
         for output in outputs:
             del self._news[output.request_id]
             if output.finished:

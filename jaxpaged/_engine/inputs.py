@@ -20,7 +20,7 @@ def own(weights: Any) -> Any:
     return jax.tree.map(lambda x: x, weights)
 
 
-def sizes_of(caches: Any) -> tuple[int, int]:
+def pool_sizes(caches: Any) -> tuple[int, int]:
     """Blocks and block size of the caches of a model."""
     found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
     if not found or not all(isinstance(cache, KVCache) for cache in found):

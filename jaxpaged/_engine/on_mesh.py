@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-def mesh_of(tree: Any) -> Mesh | None:
+def find_mesh(tree: Any) -> Mesh | None:
     """The mesh of the arrays, if they lie on several devices."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)

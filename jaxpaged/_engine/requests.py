@@ -88,7 +88,7 @@ def checked_request(
     return tokens, params
 
 
-def output_of(request_id: int, rows: Sequence[Row]) -> RequestOutput:
+def make_output(request_id: int, rows: Sequence[Row]) -> RequestOutput:
     completions = [
         Completion(list(row.token_ids), list(row.logprobs) if row.params.logprobs else None, row.finish_reason)
         for row in rows
@@ -96,12 +96,12 @@ def output_of(request_id: int, rows: Sequence[Row]) -> RequestOutput:
     return RequestOutput(request_id, completions, all(row.finish_reason is not None for row in rows))
 
 
-def seed_of(seed: int, index: int) -> int:
+def completion_seed(seed: int, index: int) -> int:
     """The seed of the `index`-th completion of a request: the first has the request's own."""
     return seed if index == 0 else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
-def inbox_of(
+def make_inbox(
     rows: Sequence[Row],
     aborts: Sequence[int],
     *,

@@ -13,7 +13,7 @@ from jax import lax
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._engine.sampling import sample
 from jaxpaged._engine.step_attention import StepAttention
-from jaxpaged._engine.trees import difference, in_containers_of
+from jaxpaged._engine.trees import difference, in_same_containers
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Outbox, Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
@@ -183,7 +183,7 @@ def next_kind(state: State, kinds: tuple[Kind, ...]) -> jax.Array:
     narrow, _, mixed = kinds
     scheduler, allocator = state.scheduler, state.allocator
     num_pending = scheduler.num_pending(allocator)
-    num_decoding = (planning.of_seats(scheduler, scheduler.num_known) - allocator.lengths == 1).sum(dtype=jnp.int32)
+    num_decoding = (planning.per_seat(scheduler, scheduler.num_known) - allocator.lengths == 1).sum(dtype=jnp.int32)
     is_idle = 8 * num_decoding < BUSY_EIGHTHS * scheduler.num_seats
     is_due = is_idle | (state.num_waited >= LONGEST_WAIT)
     wants_chunk = (num_pending >= mixed.num_places - mixed.num_seats) | (is_due & (num_pending > 0))
@@ -246,7 +246,7 @@ def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: Ste
             f"apply must return logits [{attend.num_seqs}, vocab], one row for each sequence; got "
             f"{list(logits.shape)}. Take attend.newest(x) before the head."
         )
-    new_caches = in_containers_of(caches, new_caches)
+    new_caches = in_same_containers(caches, new_caches)
     if found := difference(caches, new_caches):
         raise ValueError(f"apply must return caches like those it was given; {found}.")
     if all(map(operator.is_, jax.tree.leaves(caches), jax.tree.leaves(new_caches))):

@@ -24,7 +24,7 @@ def _text(leaves: dict[Any, Any], path: Any) -> str:
     return f"{jnp.result_type(leaves[path])}{list(np.shape(leaves[path]))}" if path in leaves else "not there"
 
 
-def in_containers_of(before: Any, after: Any) -> Any:
+def in_same_containers(before: Any, after: Any) -> Any:
     """The leaves of `after` in the containers of `before`: lists become tuples. Unchanged if their paths differ."""
     paths = [[path for path, _ in jax.tree.leaves_with_path(tree)] for tree in (before, after)]
     return jax.tree.unflatten(jax.tree.structure(before), jax.tree.leaves(after)) if paths[0] == paths[1] else after

@@ -16,7 +16,7 @@ def plan[S: SchedulerState](scheduler: S, allocator: BlockAllocator, num_places:
         scheduler, _ = admit(scheduler, allocator, first_waiting(scheduler))
     is_open = ~scheduler.is_outbox_full
     is_seated = scheduler.seated < scheduler.max_requests
-    needed = jnp.where(is_seated & is_open, of_seats(scheduler, scheduler.num_known) - allocator.lengths, 0)
+    needed = jnp.where(is_seated & is_open, per_seat(scheduler, scheduler.num_known) - allocator.lengths, 0)
     ranks = seat_ranks(scheduler)
     given = share(needed, ranks, num_places)
     most = num_places if num_places > scheduler.num_seats else 1
@@ -33,7 +33,7 @@ def plan[S: SchedulerState](scheduler: S, allocator: BlockAllocator, num_places:
     return scheduler, allocator, pack(scheduler, allocator, given, is_sampled, is_victim, num_places)
 
 
-def of_seats(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
+def per_seat(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
     """Values of requests, `[requests, ...]`, for the request in each seat; 0 for a free seat."""
     return rows_of(values, scheduler.seated)
 
@@ -98,7 +98,7 @@ def admit[S: SchedulerState](
     reserved = jnp.where(candidates < num_requests, reserved, 0)
     before = jnp.cumsum(reserved + num_woken, dtype=jnp.int32) - reserved + owed.sum(dtype=jnp.int32)
     num_known, limits = rows_of((scheduler.num_known, scheduler.limits), candidates)
-    entry = allocator.blocks_of(jnp.minimum(num_known + 1, limits - 1)) - num_found
+    entry = allocator.num_blocks_for(jnp.minimum(num_known + 1, limits - 1)) - num_found
     fits = (candidates < num_requests) & (seats < is_free.sum(dtype=jnp.int32))
     fits &= (before + entry <= allocator.num_free) & ~scheduler.was_refused & ~scheduler.is_outbox_full
 
@@ -116,11 +116,11 @@ def reserved_blocks(scheduler: SchedulerState, allocator: BlockAllocator, reques
     """Blocks reserved for requests: for their known tokens and a spare one, but no more than they need in all."""
     num_known, limits = rows_of((scheduler.num_known, scheduler.limits), request_ids)
     # The last token is sampled and never computed.
-    return jnp.minimum(allocator.blocks_of(num_known) + 1, allocator.blocks_of(limits - 1))
+    return jnp.minimum(allocator.num_blocks_for(num_known) + 1, allocator.num_blocks_for(limits - 1))
 
 
 def num_held(allocator: BlockAllocator) -> jax.Array:
-    return allocator.blocks_of(allocator.lengths)
+    return allocator.num_blocks_for(allocator.lengths)
 
 
 def share(needed: jax.Array, ranks: jax.Array, num_places: int) -> jax.Array:
@@ -175,5 +175,5 @@ def pack(
         is_sampled=is_sampled,
         is_victim=is_victim,
         request_ids=scheduler.seated,
-        sampling=jax.tree.map(lambda values: of_seats(scheduler, values), scheduler.sampling),
+        sampling=jax.tree.map(lambda values: per_seat(scheduler, values), scheduler.sampling),
     )

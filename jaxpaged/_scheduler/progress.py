@@ -21,7 +21,7 @@ def commit[S: SchedulerState](
 
     # 1. What was sampled becomes known.
     growing = jnp.where(is_sampled, scheduler.seated, dropped)
-    num_known = planning.of_seats(scheduler, scheduler.num_known) + is_sampled.astype(jnp.int32)
+    num_known = planning.per_seat(scheduler, scheduler.num_known) + is_sampled.astype(jnp.int32)
     scheduler = dataclasses.replace(
         scheduler,
         tokens=scheduler.tokens.at[growing, num_known - 1].set(tokens, mode="drop", unique_indices=True),
@@ -36,9 +36,9 @@ def commit[S: SchedulerState](
     )
 
     # 2. Which requests end, and which have to wait again.
-    stop_ids = planning.of_seats(scheduler, scheduler.stop_ids)
+    stop_ids = planning.per_seat(scheduler, scheduler.stop_ids)
     is_stopped = is_sampled & ((stop_ids == tokens[:, None]) & (stop_ids >= 0)).any(axis=1)
-    is_exhausted = is_sampled & ~is_stopped & (num_known >= planning.of_seats(scheduler, scheduler.limits))
+    is_exhausted = is_sampled & ~is_stopped & (num_known >= planning.per_seat(scheduler, scheduler.limits))
     is_preempted = step.is_victim & is_here & ~is_stopped & ~is_exhausted
     leaves = is_stopped | is_exhausted | is_preempted
     becomes = jnp.where(is_exhausted, RequestStatus.EXHAUSTED, RequestStatus.WAITING).astype(jnp.int32)
@@ -63,7 +63,7 @@ def commit[S: SchedulerState](
 
 def abort[S: SchedulerState](scheduler: S, allocator: BlockAllocator, marked: jax.Array) -> tuple[S, BlockAllocator]:
     marked &= scheduler.is_live
-    leaves = planning.of_seats(scheduler, marked)
+    leaves = planning.per_seat(scheduler, marked)
     aborted = dataclasses.replace(
         planning.with_due(scheduler, True),
         statuses=jnp.where(marked, RequestStatus.ABORTED, scheduler.statuses),

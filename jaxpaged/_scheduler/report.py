@@ -44,7 +44,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
             "the_live_stand_in_order": served == sorted(set(served)),
             "unused_rows_of_the_outbox_are_empty": (unused == num_requests).all(),
         }
-        | of_prefixes(scheduler, allocator)
+        | prefix_figures(scheduler, allocator)
     )
 
 
@@ -54,7 +54,7 @@ def has_left(scheduler: SchedulerState) -> np.ndarray:
     return np.broadcast_to(np.asarray(left) < scheduler.max_requests, scheduler.seated.shape)
 
 
-def of_prefixes(scheduler: SchedulerState, allocator: BlockAllocator) -> dict[str, object]:
+def prefix_figures(scheduler: SchedulerState, allocator: BlockAllocator) -> dict[str, object]:
     prefixes = scheduler.prefixes
     if prefixes is None:
         return {}

@@ -153,7 +153,7 @@ class Scheduler(SchedulerState):
 
     def num_pending(self, allocator: BlockAllocator) -> jax.Array:
         """The tokens of seated requests that await a chunk, beyond one a seat, int32 `[]`."""
-        needed = planning.of_seats(self, self.num_known) - allocator.lengths
+        needed = planning.per_seat(self, self.num_known) - allocator.lengths
         return jnp.maximum(needed - 1, 0).sum(dtype=jnp.int32)
 
     def submit(

@@ -69,7 +69,7 @@ def vacate(
     """Lists all full blocks, and frees those of requests that left. Also returns the tags of each seat's tokens."""
     num_requests = scheduler.max_requests
     has_left = prefixes.left < num_requests
-    blocks = blocks_of(scheduler, allocator, jnp.where(has_left, prefixes.left, scheduler.seated))
+    blocks = tokens_in_blocks(scheduler, allocator, jnp.where(has_left, prefixes.left, scheduler.seated))
     num_full = allocator.lengths // allocator.block_size
     cache, allocator, tags = prefixes.cache.insert_blocks(allocator, blocks, num_full, prefixes.salts)
     prefixes = dataclasses.replace(prefixes, cache=cache, left=jnp.full_like(prefixes.left, num_requests))
@@ -86,7 +86,7 @@ def ready(
     candidates = planning.first_waiting(scheduler)
     num_asked = jnp.maximum(planning.rows_of(scheduler.num_known, candidates) - 1, 0) // allocator.block_size
     salts = jnp.broadcast_to(prefixes.salt, candidates.shape)
-    blocks = blocks_of(scheduler, allocator, candidates)
+    blocks = tokens_in_blocks(scheduler, allocator, candidates)
     ids, found, new_tags = prefixes.cache.find(allocator.pool, blocks, num_asked, salts)
     beginnings = Beginnings(num_asked, ids, found)
     waits = is_being_computed(scheduler, prefixes, allocator, candidates, beginnings, tags, new_tags)
@@ -114,7 +114,7 @@ def begin(
     return prefixes, allocator
 
 
-def blocks_of(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
+def tokens_in_blocks(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
     """The tokens of requests in blocks, int32 `[requests, columns, block_size]`; of what is not known, any."""
     block_size = allocator.block_size
     num_columns = min(scheduler.tokens.shape[1] // block_size, allocator.block_tables.shape[1])

@@ -135,7 +135,7 @@ def refused(scheduler: SchedulerState, allocator: BlockAllocator, new: Requests)
         (new.prompt_lengths < 1, Refusal.NO_PROMPT),
         (new.max_new_tokens < 1, Refusal.NO_NEW_TOKENS),
         (is_too_long, Refusal.TOO_LONG),
-        (allocator.blocks_of(limits - 1) > num_usable, Refusal.NEVER_FITS),  # the last token is never computed
+        (allocator.num_blocks_for(limits - 1) > num_usable, Refusal.NEVER_FITS),  # the last token is never computed
     )
     refusals = jnp.zeros_like(limits)  # accepted
     for is_refused, reason in reversed(reasons):

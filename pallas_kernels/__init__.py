@@ -2,8 +2,8 @@
 
 | kernel | computes | GPUs |
 |---|---|---|
-| `paged_decode` | attention of one query token of each sequence, or of few, from a paged cache | Hopper (sm_90a) |
-| `portable_decode` | the same | Ampere (sm_80) and newer |
+| `portable_decode` | attention of one or a few query tokens a sequence, over a paged cache | since Ampere (sm_80) |
+| `paged_decode` | the same, faster with more than 32 rows of 16 bits | Hopper (sm_90a) |
 | `paged_prefill` | attention of prompts, packed, from a paged cache | Hopper (sm_90a) |
 | `copy_blocks` | copies of blocks within a cache | Hopper (sm_90a) |
 

@@ -23,13 +23,20 @@ def arrays(*, seqs=8, q_len=None, heads=32, kv_heads=8, head_dim=128, max_blocks
 @pytest.mark.parametrize(
     ("gpu", "shapes", "options", "kernel", "num_partitions"),
     [
-        ("H100", {}, {}, "paged_decode", 1),
-        ("H200", dict(seqs=1, max_blocks=512), {}, "paged_decode", 8),
-        ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=100), "paged_decode", 1),
-        ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=jnp.int32(100)), "paged_decode", 8),
-        ("H100", {}, dict(num_partitions=3), "paged_decode", 3),
+        ("H100", {}, {}, "portable_decode", 4),
+        ("H100", dict(q_len=16), {}, "paged_decode", 2),
+        ("H200", dict(seqs=1, max_blocks=512), {}, "portable_decode", 16),
+        ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=100), "portable_decode", 1),
+        ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=jnp.int32(100)), "portable_decode", 16),
+        ("H100", {}, dict(num_partitions=3), "portable_decode", 3),
         ("H100", dict(max_blocks=1024), {}, "portable_decode", "plan"),
-        ("H100", dict(max_blocks=1024, cache_dtype=jnp.int8), dict(k_scale=1.0, v_scale=1.0), "paged_decode", "plan"),
+        (
+            "H100",
+            dict(max_blocks=1024, cache_dtype=jnp.int8),
+            dict(k_scale=1.0, v_scale=1.0),
+            "portable_decode",
+            "plan",
+        ),
         ("H100", dict(q_len=1024), {}, "paged_prefill", 1),
         ("H100", dict(seqs=1, q_len=256, max_blocks=512), {}, "paged_prefill", 2),
         ("H100", {}, dict(implementation="xla"), None, None),
@@ -50,7 +57,7 @@ def test_kernels(gpu, shapes, options, kernel, num_partitions):
     ("shapes", "options", "reason"),
     [
         (dict(cache_dtype=jnp.float32), {}, "a cache in q's dtype, .* got cache_dtype=float32, q_dtype=bfloat16"),
-        (dict(head_dim=104), {}, "got head_dim=104"),
+        (dict(head_dim=100), {}, "got head_dim=100"),
         (dict(heads=65, kv_heads=1), {}, "up to 64 query heads a KV head; got group=65"),
         (dict(q_len=8), dict(tree_mask=shape(8, 8, 1, dtype=jnp.uint32), sliding_window=9), "without sliding_window"),
     ],
@@ -67,10 +74,10 @@ def test_packed_tokens_and_a_shared_prefix():
     q, *rest = arrays()
     packed = explain(shape(100, 32, 128), *rest, query_starts=shape(9, dtype=jnp.int32), gpu="H100")
     assert packed.kernel == "paged_prefill"
-    whole = explain(q, *rest, shared_prefix=1024, gpu="H100")
+    whole = explain(q, *rest, shared_prefix=256, gpu="H100")
     assert whole.shared.config != whole.config
     assert whole.shared.shared is None
-    assert str(whole).count("the decode kernel for Hopper") == 2
+    assert str(whole).count("the portable decode kernel") == 2
 
 
 def test_a_plan_that_came_with_the_call():
@@ -83,8 +90,8 @@ def test_a_plan_that_came_with_the_call():
 
 def test_the_text_names_kernel_partitions_and_configuration():
     lines = str(explain(*arrays(), gpu="H100")).splitlines()
-    assert lines[:2] == ["mosaic_gpu: the decode kernel for Hopper", "  partitions: 1 to a sequence"]
-    assert lines[2].startswith("  Config(num_partitions=1, ")
+    assert lines[:2] == ["mosaic_gpu: the portable decode kernel", "  partitions: 4 to a sequence"]
+    assert lines[2].startswith("  Config(num_partitions=4, ")
 
 
 def test_arrays_lists_and_trees_as_the_call_takes_them():
@@ -92,7 +99,7 @@ def test_arrays_lists_and_trees_as_the_call_takes_them():
     cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
     q = jnp.ones((1, 4, 4, 64), jnp.bfloat16)
     call = dict(block_tables=[[3, 5]], lengths=[20], tree_mask=tree_mask([[-1, 0, 0, 1]]))
-    assert explain(q, cache.k, cache.v, **call, gpu="H100", return_lse=True).kernel == "paged_decode"
+    assert explain(q, cache.k, cache.v, **call, gpu="H100", return_lse=True).kernel == "portable_decode"
     assert paged_attention(q, cache.k, cache.v, **call).shape == q.shape
 
 

@@ -2,7 +2,7 @@
 
 Three kernels share the calls. The prefill kernel takes prompts: packed query tokens, more than 64 rows (query tokens
 times heads of a KV head), and trees of that size. The decode kernels take up to 64 rows, and longer queries in runs:
-one is for Hopper GPUs, the portable one for the others, and on Hopper for some of the calls that follow a plan.
+the portable one is for all GPUs; on Hopper another takes more than 32 rows of 16 bits.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxpaged._attention import query_runs
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
-from jaxpaged._attention.plan import are_uneven, follows, portable_follows, programs_at_once, visible
+from jaxpaged._attention.plan import follows, plan_pays, programs_at_once, visible
 from jaxpaged._device import Gpu
 from pallas_kernels import decode_config, partition_plan, portable_config, prefill_config
 
@@ -41,7 +41,7 @@ class Choice:
     run: int = 0  # query tokens of a run, which the decode kernels take as a sequence; the prefill kernel has none
     # The call follows a plan for so many partitions of a KV head at the same time; None: it follows none.
     at_once: int | None = None
-    mapped: "Choice | None" = None  # of calls under `jax.vmap`, which follow no plan; None: this one
+    mapped: "Choice | None" = None  # of calls under `jax.vmap`: one partition a sequence; None: this one
     falls_back: bool = False  # whether XLA computes it if it is lowered for another platform
     interpret: Any = None  # of `plgpu.kernel`, for interpret mode; None: for a GPU
 
@@ -85,8 +85,8 @@ def _choose(call: Call, gpu: Gpu, known: Known) -> Choice:
     if is_wide_tree(call) or (call.tokens_per_seq is None and _prefill_takes(call, gpu, known)):
         return by_prefill(call, gpu, known)
     _check_decode(call, gpu)
-    total = known.total_partitions
-    if total is None and known.num_partitions is None and are_uneven(call, num_sms=gpu.num_sms, window=known.window):
+    total, by_portable = known.total_partitions, decode_kernel(call, gpu) == "portable_decode"
+    if total is None and known.num_partitions is None and plan_pays(call, gpu, known.window, by_portable=by_portable):
         total = _default_total(call, gpu)
     return evenly(call, gpu, known) if total is None or not follows(call, total) else with_plan(call, gpu, known)
 
@@ -94,8 +94,8 @@ def _choose(call: Call, gpu: Gpu, known: Known) -> Choice:
 def with_plan(call: Call, gpu: Gpu, known: Known = NOTHING, *, kernel: Kernel | None = None) -> Choice:
     """One of the decode kernels follows a plan; without `kernel`, the one that is faster."""
     planned, whole = Known(window=known.window), Known(num_partitions=1, window=known.window)
-    choice = by_decode(kernel or _planned_kernel(call, gpu), call, gpu, planned, planned=True)
-    return dataclasses.replace(choice, mapped=by_decode(_decode_kernel(gpu), call, gpu, whole))
+    choice = by_decode(kernel or decode_kernel(call, gpu), call, gpu, planned, planned=True)
+    return dataclasses.replace(choice, mapped=by_decode(decode_kernel(call, gpu), call, gpu, whole))
 
 
 def evenly(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
@@ -105,7 +105,13 @@ def evenly(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
         choice = by_prefill(call, gpu, known)
         if _fills(choice.config, call, gpu):
             return choice
-    return by_decode(_decode_kernel(gpu), call, gpu, known)
+    choice = by_decode(decode_kernel(call, gpu), call, gpu, known)
+    config: Any = choice.config
+    if choice.kernel == "portable_decode" and known.num_partitions is None and config.num_partitions > 1:
+        # Mapped calls whose partitions merge in memory run one after the other: see `pallas_kernels._launch`.
+        mapped = by_decode(choice.kernel, call, gpu, dataclasses.replace(known, num_partitions=1))
+        choice = dataclasses.replace(choice, mapped=mapped)
+    return choice
 
 
 def by_decode(kernel: Kernel, call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = False) -> Choice:
@@ -188,25 +194,22 @@ def _num_runs(call: Call, run: int) -> int:
     return call.q.shape[0] * -(-call.tokens_per_seq // run)
 
 
-def _decode_kernel(gpu: Gpu) -> Kernel:
-    return "paged_decode" if gpu.is_hopper else "portable_decode"
-
-
-def _planned_kernel(call: Call, gpu: Gpu) -> Kernel:
-    rows = (call.tokens_per_seq or 0) * call.group
-    is_portable = portable_follows(gpu, rows=rows, itemsize=call.itemsize, has_tree=call.has_tree)
-    return "portable_decode" if is_portable else "paged_decode"
+def decode_kernel(call: Call, gpu: Gpu) -> Kernel:
+    """The one for Hopper is faster with many rows of 16 bits, which are the M dimension of its products."""
+    _, run = _runs(call, gpu)
+    # [one_kernel_h200 of benchmarks/results/decisions/]
+    many_rows = decode_config.rows_come_first(q_len=run, group=call.group, itemsize=call.itemsize)
+    return "paged_decode" if gpu.is_hopper and many_rows else "portable_decode"
 
 
 def _at_once(call: Call, gpu: Gpu, kernel: Kernel) -> int:
     """For how many partitions of a KV head at the same time its plan is made."""
-    rows, by_portable = (call.tokens_per_seq or 0) * call.group, kernel == "portable_decode"
-    return programs_at_once(gpu, num_kv_heads=call.kv_heads, rows=rows, by_portable=by_portable)
+    return programs_at_once(gpu, num_kv_heads=call.kv_heads, by_portable=kernel == "portable_decode")
 
 
 def _default_total(call: Call, gpu: Gpu) -> int:
     """Partitions of the plan that is made for a call without one."""
-    return partition_plan.default_total(call.lengths.shape[0], _at_once(call, gpu, _planned_kernel(call, gpu)))
+    return partition_plan.default_total(call.lengths.shape[0], _at_once(call, gpu, decode_kernel(call, gpu)))
 
 
 def is_wide_tree(call: Call) -> bool:
@@ -268,7 +271,8 @@ def _check_decode(call: Call, gpu: Gpu) -> None:
             f"the decode kernel takes up to {decode_config.MAX_ROWS} query heads a KV head; got group={call.group}."
         )
     num_runs, run = _runs(call, gpu)
-    check = decode_config.check_supported if gpu.is_hopper else portable_config.check_supported
+    for_hopper = decode_kernel(call, gpu) == "paged_decode"
+    check = decode_config.check_supported if for_hopper else portable_config.check_supported
     check(
         head_dim=call.head_dim,
         block_size=call.block_size,

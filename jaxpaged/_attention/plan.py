@@ -20,6 +20,7 @@ from pallas_kernels.partition_plan import PartitionPlan
 public_state(PartitionPlan)
 
 
+LONG = 6144  # tokens of a KV head for each SM
 WIDE = 8192  # tokens; narrower tables hold no sequence that takes long by itself
 PARTIAL_BYTES = 128 * 1024 * 1024  # the most memory for the partials of a plan
 
@@ -65,22 +66,14 @@ def follows(call: AttentionArguments | PackedArguments, total_partitions: int) -
     return total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
 
 
-def are_uneven(call: AttentionArguments | PackedArguments, *, num_sms: int, window: int | None = None) -> bool:
-    """Whether some sequences may be much longer than the others: in wide tables, or if the pool can fill only a part of
-    them."""
-    seqs, seen = call.lengths.shape[0], visible(call, window)
-    # H100, in tables for 131072, with a plan and without: 8 x 1024, one of 131072, 196, 515, of 8 bits 102, 411, of 64
-    # rows 198, 646; 64 x U(1..8192) 366, 360, of 8 bits 198, 198. With none longer: 64 x 4096 353, 351; 24 x 4096 142,
-    # 135; 8 x 8192 93, 94, of 8 bits 51, 48, of 64 rows 97, 95, of one KV head 19.3, 16.5. [plan_kernels_h100 of
-    # benchmarks/results/decisions/]
-    if seen > WIDE:
-        return True
-    most_of_mean = seqs * seen / (call.k_cache.shape[0] * call.block_size)
-    # More programs even each other out. H100, with a plan and without: 8 x U(1..8192), 3 times the mean, 36.8, 38.8; 64
-    # with one of 4096, 4 times the mean, 104.9, 98.7; 64 x 8192 / 1, / 2, ..., 14 times, 58.2, 61.3; 64 with one of
-    # 32768, 22 times, 136.7, 161.9; 16 with one of 8192, 6 times, 38.7, 40.4; 64 with one, 7 times, 111.8, 104.3.
-    # [plans_h100 of benchmarks/results/decisions/]
-    return most_of_mean > 2 + 1.5 * seqs * call.kv_heads / num_sms
+def plan_pays(
+    call: AttentionArguments | PackedArguments, gpu: _device.Gpu, window: int | None, *, by_portable: bool
+) -> bool:
+    """Whether some sequences may be much longer than the others, or the call takes so long that XLA makes the plan
+    while the layer before still runs."""
+    seen, pairs = visible(call, window), call.lengths.shape[0] * call.kv_heads
+    # [one_kernel_h200, plan_kernels_h100, plans_h100 of benchmarks/results/decisions/]
+    return seen > WIDE or (by_portable and pairs * seen > LONG * gpu.num_sms)
 
 
 def visible(call: AttentionArguments | PackedArguments, window: int | None) -> int:
@@ -88,28 +81,13 @@ def visible(call: AttentionArguments | PackedArguments, window: int | None) -> i
     return call.capacity if window is None else min(call.capacity, window)
 
 
-def portable_follows(gpu: _device.Gpu, *, rows: int, itemsize: int = 2, has_tree: bool = False) -> bool:
-    """Whether the portable kernel follows a plan, not the one for Hopper, for `rows` (q_len * heads / kv_heads)."""
-    # H100, the portable kernel and the one for Hopper, 4 rows: 64 x 128 in tables for 8192 14.0, 16.1; 64 x 8192 / 1,
-    # / 2, ... 58.4, 60.2; 8 x U(1..8192) 35.3, 36.4. But 64 x 4096, one of 32768, 425, 393; the mean of 43 batches in
-    # wide tables is equal. 16 rows: 8 x 8192 102, 95; 64 x 4096 377, 357. 8 bits: 64 x 4096 203, 194; 8 x 1024, one of
-    # 131072, 117, 102. [plan_kernels_h100 of benchmarks/results/decisions/]
-    return not gpu.is_hopper or (rows <= 8 and itemsize > 1 and not has_tree)
-
-
-def programs_at_once(gpu: _device.Gpu, *, num_kv_heads: int, rows: int, by_portable: bool) -> int:
+def programs_at_once(gpu: _device.Gpu, *, num_kv_heads: int, by_portable: bool) -> int:
     """For how many partitions of a KV head at the same time a plan is made; all KV heads run together.
 
-    For one program a SM, or two or four: the number that runs at the same time in most calls.
+    For four programs a SM, or, of the Hopper kernel, one.
     """
-    if by_portable:
-        # H100, 8 KV heads, one of 131072 and seven of 1024: 193 us, with half a program a SM 319, with eight 202; 8 x
-        # 8192 93, 157, 97. [plans_h100 of benchmarks/results/decisions/]
-        return 4 * gpu.num_sms // num_kv_heads
-    # H100, one program a SM, and two. 64 rows: 8 x 8192 102, 111; 8 x U(1..8192) 44.0, 47.9. 32 rows: 96.2, 102; 43.5,
-    # 43.7. Two, and four, 4 rows: 4 x 1024, one of 32768, 54.1, 62.0; 8 x U(1..8192) 36.4, 37.2. [plan_kernels_h100 of
-    # benchmarks/results/decisions/]
-    return (2 if rows <= 16 else 1) * gpu.num_sms // num_kv_heads
+    # [plans_h100, plan_kernels_h100 of benchmarks/results/decisions/]
+    return (4 if by_portable else 1) * gpu.num_sms // num_kv_heads
 
 
 def plan_partitions(
@@ -129,8 +107,8 @@ def plan_partitions(
     Args:
         lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
         num_kv_heads: of the caches that the calls read; inside `shard_map`, of one device's.
-        num_heads: of the queries, likewise. Left out: one for each KV head; where there are more than 8 rows
-            (`q_len * num_heads / num_kv_heads`) such a plan is slower, by up to a quarter.
+        num_heads: of the queries, likewise. Left out: one for each KV head; with more than 32 rows
+            (`q_len * num_heads / num_kv_heads`) such a plan is slower.
         q_len: query tokens of a call.
         sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
 
@@ -165,6 +143,6 @@ def plan_partitions(
     except NotImplementedError:
         at_once = 0  # no kernel will use the plan
     else:
-        by_portable = portable_follows(gpu, rows=rows)
-        at_once = programs_at_once(gpu, num_kv_heads=num_kv_heads, rows=rows, by_portable=by_portable)
+        by_portable = not gpu.is_hopper or rows <= decode_config.FEW_ROWS
+        at_once = programs_at_once(gpu, num_kv_heads=num_kv_heads, by_portable=by_portable)
     return partition_plan.default(lengths, window, q_len=q_len, at_once=at_once)

@@ -39,9 +39,9 @@ def run(choice: Choice, call: Call, plan: PartitionPlan | None = None) -> Result
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
     compute: Any = functools.partial(_on_platform, choice)
-    if plan is not None:
+    if plan is not None or choice.mapped is not None:
         compute = jax.custom_batching.custom_vmap(compute)
-        compute.def_vmap(functools.partial(_without_plan, choice))
+        compute.def_vmap(functools.partial(_mapped, choice))
     elif choice.kernel == "paged_prefill" and choice.interpret is None:
         # One program is on each SM already, so that mapped calls follow one another.
         compute = jax.custom_batching.sequential_vmap(compute)
@@ -54,8 +54,9 @@ def _run_jvp(choice: Choice, primals: tuple, tangents: tuple) -> tuple:
     return jax.jvp(functools.partial(by_xla, None), primals[:1], tangents[:1])
 
 
-def _without_plan(choice: Choice, axis_size: int, is_mapped: Any, call: Call, plan: PartitionPlan) -> Any:
-    """Mapped calls. With plans they would wait for each other, and copy a mapped pool: see `pallas_kernels._launch`."""
+def _mapped(choice: Choice, axis_size: int, is_mapped: Any, call: Call, plan: PartitionPlan | None) -> Any:
+    """Mapped calls. With plans and partitions they would wait for each other, and copy a mapped pool: see
+    `pallas_kernels._launch`."""
     axes = jax.tree.map(lambda its: 0 if its else None, is_mapped[0])
     mapped = dataclasses.replace(choice.mapped or choice, falls_back=choice.falls_back, interpret=choice.interpret)
     return jax.vmap(lambda call: _run(mapped, call, None), (axes,), axis_size=axis_size)(call), (True, True)

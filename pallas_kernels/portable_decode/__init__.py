@@ -41,7 +41,7 @@ Only table entries of blocks with a token that some query sees are followed, and
 other blocks, block 0 is fetched and masked. Values that no query may see are zeroed in registers, because 0 x NaN is
 NaN; only tiles with such a token need that.
 
-Its tests run both forms on a Hopper GPU. For the GPUs that it is made for it is compiled, not run.
+Its tests run both forms on a Hopper GPU, where it is the default up to 32 rows. For other GPUs it is compiled, not run.
 
 Sources: as of `paged_decode`.
 """

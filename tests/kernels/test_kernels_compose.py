@@ -95,16 +95,7 @@ def test_a_window_that_is_a_number_bounds_what_there_is_to_do():
     number, numpy_number, array, none = (explain(*arrays, sliding_window=window).config for window in windows)
     assert number == numpy_number
     assert array == none
-    assert (number.num_partitions, none.num_partitions) == (1, 8)
-
-
-def test_rules_of_an_h200():
-    cache = KVCache.create(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=32, head_dim=HEAD_DIM, dtype=jnp.bfloat16
-    )
-    tables, lengths = jnp.zeros((1, 8192), jnp.int32), jnp.zeros(1, jnp.int32)
-    arrays = jnp.ones((1, 32, HEAD_DIM), jnp.bfloat16), cache.k, cache.v, tables, lengths
-    assert [explain(*arrays, gpu=gpu).num_partitions for gpu in ("H100", "H200")] == [2, 4]
+    assert (number.num_partitions, none.num_partitions) == (1, 4)
 
 
 def test_layers_whose_windows_come_to_one_config_share_a_kernel():

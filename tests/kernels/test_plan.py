@@ -112,16 +112,15 @@ def test_total():
     [
         (H100, dict(heads=8), True, 66),
         (H100, dict(heads=8, q_len=2), True, 66),
-        (H100, dict(heads=8, q_len=3), False, 33),
-        (H100, dict(heads=24), False, 33),
-        (H100, dict(heads=40), False, 16),
-        (H100, dict(heads=8, cache_dtype=jnp.int8), False, 33),
-        (H100, dict(heads=4, q_len=4, options=dict(tree_mask=jnp.zeros((2, 4, 1), jnp.uint32))), False, 33),
+        (H100, dict(heads=64), True, 66),
+        (H100, dict(heads=66), False, 16),
+        (H100, dict(heads=66, cache_dtype=jnp.int8), True, 66),
+        (H100, dict(heads=4, q_len=4, options=dict(tree_mask=jnp.zeros((2, 4, 1), jnp.uint32))), True, 66),
         (A100, dict(heads=40), True, 54),
     ],
 )
 def test_which_kernel_follows_a_plan(gpu, kind, is_portable, at_once):
-    """And how many partitions run at once, by the registers of the programs."""
+    """And how many partitions run at once: the Hopper kernel has a program a SM, the portable one four."""
     a = arguments_of(make_case(lengths=(3, 50), max_blocks=4, kv_heads=2, dtype=BF16, **kind))
     a = dataclasses.replace(a, k_cache=jax.ShapeDtypeStruct((4, 16, 8, 64), a.k_cache.dtype))
     a = dataclasses.replace(a, q=jax.ShapeDtypeStruct((2, a.q.shape[1], 4 * a.q.shape[2], 64), BF16))
@@ -218,24 +217,27 @@ def is_planned(case, k_cache=None, **options):
     return explain(case.q, pool, pool, *case.arrays[3:], **options, gpu="H100").num_partitions == "plan"
 
 
-def test_calls_whose_pool_cannot_fill_their_tables_get_a_plan():
-    def case_of(max_blocks, q_len=None):
-        return make_case(lengths=(200, 180, 190), max_blocks=max_blocks, q_len=q_len, dtype=BF16)
+def test_long_calls_get_a_plan():
+    def gets_one(max_blocks, q_len=1, **options):
+        shape = functools.partial(jax.ShapeDtypeStruct, dtype=BF16)
+        pool, sizes = shape((9000, 16, 8, 128)), functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        arrays = shape((64, q_len, 32, 128)), pool, pool, sizes((64, max_blocks)), sizes((64,))
+        return explain(*arrays, **options, gpu="H100").num_partitions == "plan"
 
-    wide = case_of(29)  # 464 tokens; the pool has 656 for three sequences
-    assert is_planned(wide)
-    assert is_planned(case_of(29, q_len=2))
-    assert not is_planned(case_of(28))
-    assert not is_planned(wide, num_partitions=1)
-    assert not is_planned(wide, sliding_window=440)  # nobody sees as much
-    assert is_planned(wide, sliding_window=jnp.int32(440))
-    assert not is_planned(case_of(29, q_len=40))  # in runs
+    assert gets_one(100)  # 1600 tokens for 512 pairs of a sequence and a KV head
+    assert gets_one(100, q_len=8)
+    assert not gets_one(99)
+    assert not gets_one(100, num_partitions=1)
+    assert not gets_one(100, sliding_window=1584)  # nobody sees as much
+    assert gets_one(100, sliding_window=jnp.int32(1584))
+    assert not gets_one(100, q_len=9)  # by the Hopper kernel
+    assert not gets_one(100, q_len=40)  # a prompt
 
 
 @pytest.mark.parametrize("q_len", [None, 2])
 def test_the_plan_of_a_call_is_the_public_one(monkeypatch, q_len):
     monkeypatch.setattr(_device, "gpu", lambda: H100)
-    case = make_case(lengths=(200, 180, 190), max_blocks=29, q_len=q_len, dtype=BF16)
+    case = make_case(lengths=(200, 180, 190), max_blocks=513, q_len=q_len, dtype=BF16)
     public = plan_partitions(case.lengths, num_heads=6, num_kv_heads=2, q_len=q_len or 1)
     at_once = choose(arguments_of(case), H100).at_once
     plan = partition_plan.default(case.lengths, None, q_len=q_len or 1, at_once=at_once)

@@ -25,6 +25,14 @@ def tokens_of(outputs):
     return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """SIGINT raises `KeyboardInterrupt`, also if pytest runs in the background, where a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def expected():
     return tokens_of(engine_of(16).generate(PROMPTS, LONG))

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import jaxpaged
+from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -59,3 +60,9 @@ def test_text_in_figures_stays_legible(figure):
     assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', figure.read_text())[1]) <= 720
     sources = (ROOT / "benchmarks/figures").glob("*.py")
     assert all(re.search("fontsize=|labelsize=", source.read_text()) is None for source in sources)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_has_one_place(mutant):
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
+    assert (ROOT / mutant.tests.partition("::")[0]).exists()

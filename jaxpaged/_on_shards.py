@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# The axis of heads, or of KV heads, of arrays by name. Those of other names are the same for all heads.
+# The axis of heads, or of KV heads, of arrays by name. Arrays with other names are the same for all heads.
 HEADS_AXES = dict(q=-2, k=-2, v=-2, k_cache=-2, v_cache=-2, k_scale=-1, v_scale=-1, alibi_slopes=-1, sinks=-1)
 # Arrays of attention whose first axis is seqs, or groups of these.
 OF_SEQS = ("q", "block_tables", "lengths", "tree_mask", "shared_prefix")

@@ -20,7 +20,7 @@ LARGEST_CAP = 4096.0
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """Those of one program's sequence and KV head, traced inside the decode kernel."""
+    """The logits of one program's sequence and KV head, traced inside the decode kernel."""
 
     walk: Walk
     first_query: jax.Array  # int32 [], where it stands

@@ -72,13 +72,13 @@ def scratch(num_scales: int, *, stages: int, tile: int, warps: int) -> dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class Scales:
-    """Those of one program's sequence and KV head."""
+    """The scales of one program's sequence and KV head."""
 
     k: Any | None  # GMEM, f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
-    v: Any | None  # likewise
+    v: Any | None  # as k
     kv_head: jax.Array
     ring: Any  # SMEM, f32 [stages, 1 or 2, tile]: of K, V, or both; None where no token has one
-    full: Any  # barriers [stages], likewise
+    full: Any  # barriers [stages]; None if there is no ring
     stages: int
     orientation: Orientation  # of the products
 
@@ -89,7 +89,7 @@ class Scales:
     def of_tile(
         self, walk: WalkOrItem, tables: Any, tile: jax.Array, stage: jax.Array
     ) -> tuple[jax.Array | None, jax.Array | None]:
-        """Those of K and V, f32 [tile] or None, of a tile of the sequence that was fetched into `stage`."""
+        """The scales of K and of V, f32 [tile] or None, for a tile of the sequence that was fetched into `stage`."""
         if not self.of_tokens:
             return None, None
         if interpreted():
@@ -115,7 +115,7 @@ class Scales:
         return self.stages // 2
 
     def fetch(self, block_id: jax.Array, offset: Any, stage: jax.Array, row: Any, size: int) -> None:
-        """One warp starts to copy those of `size` tokens of a block, from `offset` on, to `row` of a stage and on."""
+        """One warp starts to copy the scales of `size` tokens of a block, from `offset`, to a stage, from `row`."""
         for j, scales in enumerate(self.copied):
             _start_copy(scales, (block_id, offset, self.kv_head), self.ring.at[stage, j], row, size)
 
@@ -180,7 +180,7 @@ def _commit_and_wait(pending: int) -> None:
 
 
 def _slots(walk: WalkOrItem, tables: Any, tile: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
-    """The slots of the tokens of a tile, int32 [tile]; those of the null block where nothing may be read."""
+    """The slots of the tokens of a tile, int32 [tile]; slots of the null block for tokens that may not be read."""
     tokens = jnp.arange(walk.tile, dtype=jnp.int32) + tile * walk.tile
     entries = tokens // block_size
     first, end = walk.entries_to_follow()

@@ -11,8 +11,8 @@ from pallas_kernels._rows import ROWS_LAST, Orientation
 
 def softmax(
     logits: jax.Array,  # f32 [tile, rows]
-    peaks: jax.Array,  # likewise, what must not overflow
-    visible: jax.Array | None,  # bool, likewise
+    peaks: jax.Array,  # f32 [tile, rows], what must not overflow
+    visible: jax.Array | None,  # bool [tile, rows]
     m: jax.Array,
     l: jax.Array,
     headroom: float | None = None,

@@ -19,7 +19,7 @@ class AttentionOptions:
     alibi_slopes: jax.Array | None = None  # f32 [heads]
     sinks: jax.Array | None = None  # f32 [heads]
     k_scale: jax.Array | None = None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads], of a narrow cache
-    v_scale: jax.Array | None = None  # likewise
+    v_scale: jax.Array | None = None  # as k_scale
     # uint32 [seqs, q_len, words], which of the q_len tokens each of them sees; for the prefill kernel [tokens, words],
     # see `paged_prefill._tree`.
     tree_bits: jax.Array | None = None

@@ -78,5 +78,5 @@ def make(
 
 
 def _counts(tiles: jax.Array, most: jax.Array) -> jax.Array:
-    """Partitions of sequences of so many tiles, no more than `most` of them in each."""
+    """Partitions of sequences of `tiles` tiles, at most `most` tiles in each."""
     return jnp.maximum(-(-tiles // most), 1)

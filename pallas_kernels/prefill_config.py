@@ -33,7 +33,7 @@ class Config:
 
     @property
     def num_scale_stages(self) -> int:
-        """Tiles whose scales of tokens are in SMEM: so many that they need no barrier to be replaced. A tile is fetched
+        """Tiles whose scales of tokens are in SMEM: enough to need no barrier before one is replaced. A tile is fetched
         after the values `num_narrow_stages` tiles before it are widened, and these after the products with those
         `num_stages` before them, which follow their tile's softmax."""
         return self.num_narrow_stages + self.num_stages

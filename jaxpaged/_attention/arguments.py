@@ -69,7 +69,7 @@ class AttentionArguments(_Arguments):
 
     @property
     def tokens_per_seq(self) -> int | None:
-        """Query tokens of each sequence, if all have as many."""
+        """Query tokens of each sequence, if all have the same number."""
         return self.q.shape[1]
 
     @property

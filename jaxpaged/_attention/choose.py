@@ -99,7 +99,7 @@ def with_plan(call: Call, gpu: Gpu, known: Known = NOTHING, *, kernel: Kernel | 
 
 
 def evenly(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
-    """As many partitions for each sequence."""
+    """The same number of partitions for each sequence."""
     is_long = call.tokens_per_seq is not None and query_runs.runs_of(call.tokens_per_seq, call.group)[0] > 1
     if is_long and _prefill_takes(call, gpu, known):
         choice = by_prefill(call, gpu, known)

@@ -55,7 +55,7 @@ def check_plan(plan: PartitionPlan, num_partitions: int | None, *, seqs: int) ->
 
 
 def follows(call: AttentionArguments | PackedArguments, total_partitions: int) -> bool:
-    """Whether a kernel follows a plan of so many partitions for this call: not for one sequence, queries that are not
+    """Whether a kernel follows a plan of that many partitions for this call: not for one sequence, queries that are not
     causal, prompts in several runs, more partitions than the grid takes, nor if the partials need too much memory."""
     q_len, group = call.tokens_per_seq, call.group
     if q_len is None or not call.causal or call.q.shape[0] == 1 or query_runs.runs_of(q_len, group)[0] > 1:
@@ -107,13 +107,13 @@ def plan_partitions(
     Args:
         lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
         num_kv_heads: of the caches that the calls read; inside `shard_map`, of one device's.
-        num_heads: of the queries, likewise. Left out: one for each KV head; with more than 32 rows
-            (`q_len * num_heads / num_kv_heads`) such a plan is slower.
+        num_heads: of the queries; inside `shard_map`, of one device's. Left out: one for each KV head; with
+            more than 32 rows (`q_len * num_heads / num_kv_heads`) such a plan is slower.
         q_len: query tokens of a call.
         sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
 
     Returns:
-        The plan, for calls on as many sequences.
+        The plan, for calls on the same number of sequences.
 
     Raises:
         ValueError: lengths that are not int32 `[seqs]`; a window that is not positive; sizes below 1; num_heads that

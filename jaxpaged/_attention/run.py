@@ -117,7 +117,7 @@ def _launch_prefill(choice: Choice, call: Call, _: PartitionPlan | None) -> Resu
 
 
 def _packed(a: AttentionArguments) -> PackedArguments:
-    """As many query tokens of each sequence, one sequence after the other."""
+    """A uniform call as a packed one: the query tokens of one sequence after the other."""
     seqs, q_len, heads, head_dim = a.q.shape
     return PackedArguments(
         q=a.q.reshape(seqs * q_len, heads, head_dim),

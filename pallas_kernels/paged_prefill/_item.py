@@ -50,7 +50,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """Those of one program."""
+    """The items of one program."""
 
     entries: Any  # GMEM, int32 [max_entries, fields]
     num_entries: Any  # GMEM, int32 [1]

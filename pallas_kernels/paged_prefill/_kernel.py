@@ -178,7 +178,7 @@ def _negate(q_smem: Any) -> None:
 
 
 def _of_item(place: jax.Array, first_row: jax.Array, by_row: Any) -> jax.Array:
-    """f32 [64], those of a warpgroup, of GMEM f32 [heads / heads of an item, 128]."""
+    """f32 [64], the rows of a warpgroup, from GMEM f32 [heads / heads of an item, 128]."""
     return ROWS_FIRST.load(by_row.at[place, pl.ds(first_row, WG_ROWS)])
 
 

@@ -14,7 +14,7 @@ from pallas_kernels.paged_prefill._tree import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """Those of 64 rows of an item, traced inside the kernel."""
+    """The logits of 64 rows of an item, traced inside the kernel."""
 
     item: Item
     item_tokens: int

@@ -21,7 +21,7 @@ class Refs:
     # Inputs, GMEM
     q: Any  # [tokens, heads, head_dim]
     k_cache: Any  # [blocks, block_size, kv_heads, head_dim]
-    v_cache: Any  # likewise
+    v_cache: Any  # as k_cache
     block_tables: Any  # int32 [seqs, max_blocks]
     entries: Any  # int32 [max_entries, fields], see `_work_list`
     num_entries: Any  # int32 [1]
@@ -32,7 +32,7 @@ class Refs:
     # SMEM
     q_smem: Any  # [2, 64, width]; for an 8-bit cache also as float16, see `_views_of_q`
     k_smem: Any  # [stages, tile, width], of 16 bits
-    v_smem: Any  # likewise
+    v_smem: Any  # as k_smem
     # Barriers
     k_full: Any  # [stages]
     k_free: Any  # [stages]
@@ -44,13 +44,13 @@ class Refs:
     sliding_window: Any = None  # int32 [1]
     logits_soft_cap: Any = None  # f32 [1]
     alibi_slopes: Any = None  # f32 [items, 128], of the rows of an item
-    sinks: Any = None  # likewise; of several parts left to the merge
+    sinks: Any = None  # as alibi_slopes; of several parts left to the merge
     k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
-    v_scale: Any = None  # likewise
+    v_scale: Any = None  # as k_scale
     tree_bits: Any = None  # int32 [max_entries, words, 128]
     # SMEM and barriers of 8-bit caches: tiles as they are fetched
     k_narrow_smem: Any = None  # [stages, tile, width]
-    v_narrow_smem: Any = None  # likewise
+    v_narrow_smem: Any = None  # as k_narrow_smem
     k_narrow_full: Any = None  # [stages]
     k_narrow_free: Any = None  # [stages]
     v_narrow_full: Any = None  # [stages]

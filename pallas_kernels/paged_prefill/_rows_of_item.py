@@ -32,7 +32,7 @@ SPLAT = plgpu.Layout.WG_SPLAT
 
 @dataclasses.dataclass(frozen=True)
 class RowsOfItem:
-    """Those of one warpgroup."""
+    """The rows of one warpgroup."""
 
     config: Config
     first_row: jax.Array  # of the item's 128
@@ -71,7 +71,7 @@ class RowsOfItem:
         plgpu.commit_smem()
 
     def store(self, x: jax.Array, out: Any, item: Item, o_smem: Any) -> None:
-        """x [64, width] into out, GMEM [tokens, heads, head_dim], by way of o_smem [64, columns], so many at a time."""
+        """x [64, width] into out, GMEM [tokens, heads, head_dim], through o_smem [64, columns], a part at a time."""
         columns = o_smem.shape[1]
         for start in range(0, x.shape[1], columns):
             if start:
@@ -235,10 +235,10 @@ class _Chunk:
 
 
 def _chunks(array: Any, smem: Any, place: _Place, start: int = 0) -> Iterator[_Chunk]:
-    """Those of 64 rows in an array of [tokens, heads, head_dim] and in tiled and swizzled SMEM, dealt out to threads.
+    """The chunks of 64 rows, in an array [tokens, heads, head_dim] and in tiled, swizzled SMEM, dealt out to threads.
 
-    smem: [row tiles, column tiles, 8, columns of a tile], as `TilingTransform` makes it of [64, columns], those of the
-    array from `start` on.
+    smem: [row tiles, column tiles, 8, columns of a tile], as `TilingTransform` makes it of [64, columns], the
+    columns of the array from `start` on.
     """
     i32, i64, index = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.IndexType.get()
     _, heads, head_dim = ir.MemRefType(array.type).shape

@@ -119,7 +119,7 @@ class Steps:
     def _await_values(self, tile: jax.Array, stage: jax.Array) -> None:
         if self.item.window is None:
             plgpu.barrier_wait(self.values.full.at[stage])
-        else:  # those of the first tile are there
+        else:  # the values of the first tile are there
             pl.when(tile > self.item.begin)(lambda: plgpu.barrier_wait(self.values.full.at[stage]))
 
     def _softmax(
@@ -143,7 +143,7 @@ class Steps:
         return m_new, l_new, alpha, p
 
     def _token_scales(self, tile: jax.Array, *, masked: bool) -> tuple[jax.Array | None, jax.Array | None]:
-        """Those of K and V, f32 [tile]: where no query sees the token, 1."""
+        """The scales of K and of V, f32 [tile]; 1 for a token that no query sees."""
         place = lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.scales.stages))
         pair = self.scales.of_tile(self.item, self.tables, tile, place)
         if not masked:

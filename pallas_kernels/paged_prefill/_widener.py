@@ -48,7 +48,7 @@ def _eights(columns: int) -> Any:
 class Widener:
     items: Items
     fetched: tuple[Ring, Ring]  # of K and of V, of 8 bits
-    widened: tuple[Ring, Ring]  # likewise, float16
+    widened: tuple[Ring, Ring]  # of K and of V, float16
     config: Config
 
     def run(self) -> None:

@@ -36,7 +36,7 @@ def make_work_list(
     """Cuts each sequence's newest tokens, `query_starts[s] : query_starts[s + 1]` of q, into runs of
     `config.item_tokens`.
 
-    The rows of q before and after them are padding, which sees nothing, and are cut likewise.
+    The rows of q before and after them are padding, which sees nothing, and are cut in the same way.
     """
     seqs, item_tokens = lengths.shape[0], config.item_tokens
     starts = jnp.clip(query_starts, 0, tokens)

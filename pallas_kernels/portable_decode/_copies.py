@@ -81,8 +81,8 @@ class CpAsync:
 
     @property
     def scales(self) -> tuple[tuple[Any, Any], ...]:
-        """Those of tokens: GMEM f32 [blocks, block_size, kv_heads], and their ring, SMEM f32 [stages, 64]. They come
-        with the keys."""
+        """The scales of tokens: GMEM f32 [blocks, block_size, kv_heads], and their ring, SMEM f32 [stages, 64]. They
+        come with the keys."""
         refs = self.refs
         pairs = (refs.k_scale, refs.k_scales_smem), (refs.v_scale, refs.v_scales_smem)
         return tuple(pair for pair in pairs if pair[1] is not None)

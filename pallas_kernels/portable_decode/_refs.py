@@ -28,7 +28,7 @@ class Refs:
     # SMEM
     q_smem: Any  # [rows, width], in q's dtype
     k_smem: Any  # [stages, 64, width], in the cache's dtype; of 8 bits also as words: see `_widen.Tiles`
-    v_smem: Any  # [stages, 64, width], likewise
+    v_smem: Any  # as k_smem
     p_smem: Any  # [64, rows], in the dtype of the products
     # Of a plan, GMEM
     partitions: Any = None  # int32 [total_partitions, 3]
@@ -44,11 +44,11 @@ class Refs:
     sinks: Any = None  # f32 [kv_heads, rows]
     tree_bits: Any = None  # int32 [seqs, words, rows]
     k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
-    v_scale: Any = None  # likewise
+    v_scale: Any = None  # as k_scale
     # SMEM of 8-bit caches
     wide_q_smem: Any = None  # float16 [width, rows]
     k_scales_smem: Any = None  # f32 [stages, 64], scales of tokens
-    v_scales_smem: Any = None  # likewise
+    v_scales_smem: Any = None  # as k_scales_smem
     # Barriers of TMA
     k_full: Any = None  # [stages]
     v_full: Any = None  # [stages]

@@ -33,7 +33,7 @@ class Model:
     def lengths(self) -> list[int]:
         return [len(tokens) for tokens in self.tokens]
 
-    def num_blocks_of(self, length: int) -> int:
+    def num_blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)
 
     # The pool.
@@ -81,7 +81,7 @@ class Model:
             length = self.lengths[i] + count
             legal = 0 <= count <= q_len and length <= self.max_blocks * self.block_size
             legal &= not (self.swapped[i] and count)
-            needs.append(self.num_blocks_of(length) - len(self.blocks[i]) if legal else None)
+            needs.append(self.num_blocks_for(length) - len(self.blocks[i]) if legal else None)
         oks = self.grant(needs)
         slots: list[list[int]] = []
         for i, ok in enumerate(oks):
@@ -156,7 +156,7 @@ class Model:
         for i in rows:
             gone.append([])
             if oks[i]:
-                kept = self.num_blocks_of(lengths[i])
+                kept = self.num_blocks_for(lengths[i])
                 gone[i] = self.blocks[i][kept:]
                 self.blocks[i] = self.blocks[i][:kept]
                 if needs[i]:
@@ -182,7 +182,7 @@ class Model:
     def swap_in(self, marked: list[bool]) -> tuple[list[list[int]], list[bool]]:
         rows = range(len(marked))
         legal = [marked[i] and bool(self.swapped[i]) for i in rows]
-        needs = [self.num_blocks_of(len(self.swapped[i])) if legal[i] else None for i in rows]
+        needs = [self.num_blocks_for(len(self.swapped[i])) if legal[i] else None for i in rows]
         oks, ids = self.grant(needs), []
         for i in rows:
             ids.append([self.take() for _ in range(needs[i] or 0)] if oks[i] else [])

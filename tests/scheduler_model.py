@@ -72,7 +72,7 @@ class SchedulerModel:
     # The rules that are a line each stand by themselves, so that a test can change one.
 
     def fits(self, limit: int) -> bool:
-        return self.pool.num_blocks_of(limit - 1) <= min(self.pool.num_blocks - 1, self.pool.max_blocks)
+        return self.pool.num_blocks_for(limit - 1) <= min(self.pool.num_blocks - 1, self.pool.max_blocks)
 
     def key(self, arrival: int, priority: int) -> int:
         return arrival - priority
@@ -129,7 +129,7 @@ class SchedulerModel:
 
     def reserve(self, i: int) -> int:
         request = self.requests[i]
-        return min(self.pool.num_blocks_of(len(request.tokens)) + 1, self.pool.num_blocks_of(request.limit - 1))
+        return min(self.pool.num_blocks_for(len(request.tokens)) + 1, self.pool.num_blocks_for(request.limit - 1))
 
     def admit(self) -> None:
         if self.was_refused:
@@ -138,7 +138,7 @@ class SchedulerModel:
             request = self.requests[i]
             left = len(self.pool.free)
             left -= sum(self.reserve(self.seats[s]) - len(self.pool.blocks[s]) for s in self.seated())
-            enters = self.pool.num_blocks_of(min(len(request.tokens) + 1, request.limit - 1))
+            enters = self.pool.num_blocks_for(min(len(request.tokens) + 1, request.limit - 1))
             if None not in self.seats or enters > left:
                 return
             self.seats[self.seats.index(None)] = i
@@ -159,7 +159,7 @@ class SchedulerModel:
             places -= more
 
         lengths, order = self.pool.lengths, self.to_grant()
-        blocks = [self.pool.num_blocks_of(lengths[s] + given[s]) - len(self.pool.blocks[s]) for s in order]
+        blocks = [self.pool.num_blocks_for(lengths[s] + given[s]) - len(self.pool.blocks[s]) for s in order]
         oks = self.pool.grant(blocks)
         self.was_refused = not all(oks)
         self.watch_progress(given, dict(zip(order, oks, strict=True)), chunk_tokens, num_places)
@@ -193,7 +193,7 @@ class SchedulerModel:
         others = len(self.seats) - 1
         if self.first != request.arrival:
             self.first, self.steps_as_first, self.refused_in_a_row = request.arrival, 0, 0
-            new_blocks = self.pool.num_blocks_of(request.limit - 1) - len(self.pool.blocks[first])
+            new_blocks = self.pool.num_blocks_for(request.limit - 1) - len(self.pool.blocks[first])
             self.bound = self.needed(first) + request.limit - len(request.tokens) + others * new_blocks
         self.steps_as_first += 1
         self.refused_in_a_row = 0 if oks[first] else self.refused_in_a_row + 1
@@ -293,7 +293,7 @@ class PrefixSchedulerModel(SchedulerModel):
 
     def enter(self, i: int) -> bool:
         request, hits = self.requests[i], self.found(i)
-        needed = self.pool.num_blocks_of(min(len(request.tokens) + 1, request.limit - 1)) - self.saved(hits)
+        needed = self.pool.num_blocks_for(min(len(request.tokens) + 1, request.limit - 1)) - self.saved(hits)
         left = len(self.pool.free)
         left -= sum(self.reserve(self.seats[s]) - len(self.pool.blocks[s]) for s in self.seated())
         if None not in self.seats or needed > left:

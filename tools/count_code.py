@@ -16,7 +16,7 @@ LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, token
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def lines_of(node: ast.stmt) -> range:
+def line_range(node: ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
@@ -30,7 +30,7 @@ def count(source: str) -> tuple[int, int]:
     tree = ast.parse(source)
     imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     texts = docstrings(tree)
-    left_out = {line for node in (*imports, *texts) for line in lines_of(node)}
+    left_out = {line for node in (*imports, *texts) for line in line_range(node)}
     tokens, words = 0, sum(len(str(ast.literal_eval(node.value)).split()) for node in texts)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -46,7 +46,7 @@ def largest_function(source: str) -> tuple[int, str]:
     sizes = [(0, "")]
     for function in functions:
         text = function.body[0] if ast.get_docstring(function) is not None else None
-        sizes.append((len(lines_of(function)) - (len(lines_of(text)) if text else 0), function.name))
+        sizes.append((len(line_range(function)) - (len(line_range(text)) if text else 0), function.name))
     return max(sizes)
 
 

@@ -38,7 +38,7 @@ SCALINGS = [  # type, fields, theta, context of the config, longest sequence
 ]
 
 
-def values_of(family: str) -> dict:
+def compute_values(family: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         write_family(Path(folder), family)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
@@ -81,7 +81,7 @@ def print_frequencies() -> None:
 
 if __name__ == "__main__":
     print_frequencies()
-    found = {"transformers": transformers.__version__} | {family: values_of(family) for family in FAMILIES}
+    found = {"transformers": transformers.__version__} | {family: compute_values(family) for family in FAMILIES}
     found["mxfp4"] = mxfp4_values()
     lines = [f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items()]
     Path("tests/data/families.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

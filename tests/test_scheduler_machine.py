@@ -307,7 +307,7 @@ def test_one_among_endless_others_starts_within_a_bound(one, endless):
         step()
     request, num_steps = submitted[0], 0
     ahead = [other.limit for i, other in model.requests.items() if i != request]
-    bound = sum(limit + 7 * model.pool.num_blocks_of(limit) for limit in ahead)
+    bound = sum(limit + 7 * model.pool.num_blocks_for(limit) for limit in ahead)
     while model.requests[request].status == RequestStatus.WAITING:
         step()
         num_steps += 1
@@ -359,12 +359,12 @@ class LetsTheSmallOvertake(SchedulerModel):
 
 class ReservesNoSpareBlock(SchedulerModel):
     def reserve(self, i):
-        return self.pool.num_blocks_of(len(self.requests[i].tokens))
+        return self.pool.num_blocks_for(len(self.requests[i].tokens))
 
 
 class ReservesBeyondTheLimit(SchedulerModel):
     def reserve(self, i):
-        return self.pool.num_blocks_of(len(self.requests[i].tokens)) + 1
+        return self.pool.num_blocks_for(len(self.requests[i].tokens)) + 1
 
 
 class SharesInOrderOfSeats(SchedulerModel):

@@ -11,7 +11,6 @@ import jax
 class Gpu:
     num_sms: int
     compute_capability: float
-    fast_memory: bool = False  # an H200's, for which `decode_config` has rules of its own
     name: str = "a GPU"
     broken_ptxas: str | None = None  # the version of the one that JAX compiles with here, if it miscompiles
 
@@ -25,7 +24,7 @@ GPUS = {
     "A100": Gpu(108, 8.0, name="A100"),
     "L4": Gpu(58, 8.9, name="L4"),
     "H100": Gpu(132, 9.0, name="H100"),
-    "H200": Gpu(132, 9.0, fast_memory=True, name="H200"),
+    "H200": Gpu(132, 9.0, name="H200"),
     "B200": Gpu(148, 10.0, name="B200"),
 }
 
@@ -59,7 +58,6 @@ def gpu() -> Gpu:
     return Gpu(
         num_sms=int(device.core_count),
         compute_capability=float(device.compute_capability),
-        fast_memory="H200" in device.device_kind.split(),  # JAX tells the name, not the bandwidth
         name=device.device_kind,
         broken_ptxas=broken_ptxas(),
     )

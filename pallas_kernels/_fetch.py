@@ -14,7 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._scales import Scales
 from pallas_kernels._walk import Order
 
 WARPS = 4
@@ -42,7 +41,6 @@ def rows_of_copy(block_size: int, tile: int) -> int:
 def fetch(
     order: Order,
     rings: tuple[Ring, ...],
-    scales: Scales,
     tables: Any,  # GMEM, int32 [seqs, max_blocks]
     *,
     kv_head: jax.Array,
@@ -75,8 +73,8 @@ def fetch(
 
         def fetch_tile(turn: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             stage = lax.rem(turn, jnp.int32(stages))
-            next_ids = ids_of(walk.tile_of(order.fetched(jnp.minimum(turn + 1, num_tiles - 1))))
-            tile = walk.tile_of(order.fetched(turn))
+            next_ids = ids_of(walk.tile_of(jnp.minimum(turn + 1, num_tiles - 1)))
+            tile = walk.tile_of(turn)
             offsets = [
                 lax.rem(token, jnp.int32(block_size)) if block_size > copy_rows else 0 for token in tokens_of(tile)
             ]
@@ -93,18 +91,13 @@ def fetch(
                             ring.target.at[place, pl.ds(row, copy_rows)],
                             ring.full.at[stage],
                         )
-            for block_id, offset, row in zip(ids, offsets, rows, strict=True):
-                scales.fetch(block_id, offset, stage, row, copy_rows)  # their place is free when that of K is
-            scales.announce(turn)
             return next_ids
 
-        first = jnp.int32(0)
-        ids = ids_of(walk.tile_of(first if order.first_is_0 else order.fetched(first)))
+        ids = ids_of(walk.tile_of(jnp.int32(0)))
 
         @pl.when(num_tiles > 0)
         def _walk() -> None:
             lax.fori_loop(0, num_tiles, fetch_tile, ids)
-            scales.announce_last(num_tiles)
             # No warp may exit while a barrier that it waited on still completes a phase.
             for stage in range(stages):
 

@@ -59,35 +59,31 @@ class Sums(NamedTuple):
 
 
 def types_of(
-    plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int, shares: int, width: int, rows: int
+    plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int, width: int, rows: int
 ) -> dict[str, Any]:
-    """The arrays in GMEM, by their names in the kernels' `Refs`; none where every sequence has one partial. `shares` of
-    the columns are merged each by itself."""
+    """The arrays in GMEM, by their names in the kernels' `Refs`; none where every sequence has one partial."""
     if plan is None and num_partials == 1:
         return {}
     places = seqs * num_partials if plan is None else plan.total_partitions
     return {
         "partial_acc": jax.ShapeDtypeStruct((places, kv_heads, width, rows), jnp.float32),
-        "partial_ml": jax.ShapeDtypeStruct((places, kv_heads, shares, 2, rows), jnp.float32),
-        "arrivals": jax.ShapeDtypeStruct((seqs, kv_heads, shares), jnp.int32),  # zeros at first
+        "partial_ml": jax.ShapeDtypeStruct((places, kv_heads, 1, 2, rows), jnp.float32),
+        "arrivals": jax.ShapeDtypeStruct((seqs, kv_heads, 1), jnp.int32),  # zeros at first
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Partials:
-    """Those of one sequence and KV head, or of a share of its columns."""
+    """Those of one sequence and KV head."""
 
     refs: Any  # with the arrays of `types_of`
     partition: Partition
     count: int | jax.Array
-    share: int | jax.Array = 0
-    columns: int = 0  # of a share
-    layout: Any = ROWS
     orientation: Orientation = ROWS_LAST
 
     def merge(self, sums: Sums, finish: Callable[[Sums], None]) -> None:
         """Stores the sums of this program. If it is counted last, `finish` gets those of all."""
-        place = self.partition.first_place + self.partition.partial
+        place = self.partition.first_place + self.partition.index
         for c, part in enumerate(sums.acc):
             _rows.store(self._acc(place, c, part.shape[0]), part)
         for i, vector in enumerate((sums.m, sums.l)):
@@ -96,17 +92,16 @@ class Partials:
         pl.when(self._is_last())(lambda: finish(self._merged(shapes, sums.m.shape[0])))
 
     def _acc(self, place: jax.Array, c: int, size: int) -> Any:
-        start = self.share * self.columns + c * size
-        return self.refs.partial_acc.at[place, self.partition.kv_head, pl.ds(start, size)]
+        return self.refs.partial_acc.at[place, self.partition.kv_head, pl.ds(c * size, size)]
 
     def _ml(self, place: jax.Array, i: int) -> Any:
-        return self.refs.partial_ml.at[place, self.partition.kv_head, self.share, i]
+        return self.refs.partial_ml.at[place, self.partition.kv_head, 0, i]
 
     def _is_last(self) -> jax.Array:
         """Counts this program. bool []: whether it may read the partials of all."""
         seq, kv_head, last = self.partition.seq, self.partition.kv_head, self.count - 1
         if interpreted():  # one program after the other
-            place = seq, kv_head, pl.ds(self.share, 1)
+            place = seq, kv_head, pl.ds(0, 1)
             arrived = self.refs.arrivals[place]
             self.refs.arrivals[place] = arrived + 1
             return arrived[0] == last
@@ -121,20 +116,20 @@ class Partials:
             is_last = llvm.inline_asm(i32, operands, COUNT, "=r,l,r,r,~{memory}", has_side_effects=True)
             return fragmented_array.FragmentedArray.splat(is_last, (), is_signed=True)
 
-        return count(self.refs.arrivals.at[seq, kv_head, self.share], jnp.int32(last)) == 1
+        return count(self.refs.arrivals.at[seq, kv_head, 0], jnp.int32(last)) == 1
 
     def _merged(self, shapes: list[tuple[int, ...]], rows: int) -> Sums:
         """The sums of all partials."""
         registers = sum(size * columns for size, columns in shapes) // 128
         at_once = max(1, min(MOST_AT_ONCE, LOADED_REGISTERS // registers))
-        vector = self.layout.reduce(1 - self.orientation.axis)
+        vector = self.orientation.vector
         end = self.partition.first_place + self.count
 
         def load(ref: Any, layout: Any) -> jax.Array:
             return plgpu.load(ref, layout=layout, optimized=False)
 
         def plus(so_far: jax.Array, part: jax.Array, weight: jax.Array) -> jax.Array:
-            factor = plgpu.layout_cast(self.orientation.over(weight, part.shape), self.layout)
+            factor = plgpu.layout_cast(self.orientation.over(weight, part.shape), ROWS)
             return so_far + jnp.where(factor != 0.0, part * factor, jnp.zeros_like(part))  # 0 x Inf is NaN
 
         def add(i: jax.Array, so_far: Sums) -> Sums:
@@ -144,25 +139,25 @@ class Partials:
             places = [jnp.minimum(place, end - 1) for place in places]
             m_parts, l_parts = ([load(self._ml(place, j), vector) for place in places] for j in range(2))
             acc_parts = [
-                [load(self._acc(place, c, shape[0]), self.layout) for c, shape in enumerate(shapes)] for place in places
+                [load(self._acc(place, c, shape[0]), ROWS) for c, shape in enumerate(shapes)] for place in places
             ]
             m_parts = [part + change for part, change in zip(m_parts, changes, strict=True)]
             m = functools.reduce(jnp.maximum, m_parts, so_far.m)
             alpha, weights = jnp.exp2(so_far.m - m), [jnp.exp2(part - m) for part in m_parts]
-            l, acc = so_far.l * alpha, [weighted(part, alpha, self.orientation, self.layout) for part in so_far.acc]
+            l, acc = so_far.l * alpha, [weighted(part, alpha, self.orientation) for part in so_far.acc]
             for weight, l_part, its in zip(weights, l_parts, acc_parts, strict=True):
                 l += weight * l_part
                 acc = [plus(a, part, weight) for a, part in zip(acc, its, strict=True)]
             return Sums(tuple(acc), m, l)
 
         nothing = Sums(
-            acc=tuple(_rows.full(shape, 0.0, self.layout) for shape in shapes),
+            acc=tuple(_rows.full(shape, 0.0, ROWS) for shape in shapes),
             m=_rows.full((rows,), LOWEST, vector),
             l=_rows.full((rows,), 0.0, vector),
         )
         return lax.fori_loop(0, ceil_div(jnp.int32(self.count), at_once), add, nothing)
 
 
-def weighted(x: jax.Array, weight: jax.Array, orientation: Orientation, layout: Any) -> jax.Array:
-    """A matrix in `layout`, each row times its number of `weight` [rows]."""
-    return x * plgpu.layout_cast(orientation.over(weight, x.shape), layout)
+def weighted(x: jax.Array, weight: jax.Array, orientation: Orientation) -> jax.Array:
+    """A matrix in ROWS, each row times its number of `weight` [rows]."""
+    return x * plgpu.layout_cast(orientation.over(weight, x.shape), ROWS)

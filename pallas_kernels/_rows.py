@@ -6,15 +6,12 @@ Everything here is traced inside the kernels.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import memref
 
 from pallas_kernels._interpret import interpreted
 
@@ -77,35 +74,23 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def store_together(
-    *pairs: tuple[Any, jax.Array],
-    transposed: Sequence[tuple[Any, jax.Array]] = (),
-    layout: Any = ROWS,
-    orientation: Orientation,
-) -> None:
-    """Values in `layout`, or reduced to [rows], into SMEM as `store` does, each of `transposed` into its SMEM's
-    transpose.
+def store_together(*pairs: tuple[Any, jax.Array], orientation: Orientation) -> None:
+    """Values in ROWS, or reduced to [rows], into SMEM as `store` does.
 
     Unlike an assignment it has no barriers: no thread may still read this SMEM, and the caller's barrier, that of
     `commit_smem`, must come before the next read.
     """
     if interpreted():
-        for ref, value in (*pairs, *((ref.T, value) for ref, value in transposed)):
+        for ref, value in pairs:
             ref[...] = value
         return
-    refs, values = zip(*pairs, *transposed, strict=True)
+    refs, values = zip(*pairs, strict=True)
 
     def put(_: Any, *operands: Any) -> None:
-        targets, arrays = operands[: len(refs)], operands[len(refs) :]
-        for i, (target, array) in enumerate(zip(targets, arrays, strict=True)):
-            if i < len(pairs):
-                array.store_untiled(target, optimized=False)
-            elif utils.bitwidth(array.mlir_dtype) == 16:
-                array.store_untiled(utils.memref_transpose(target, (1, 0)), optimized=False)
-            else:  # Mosaic can only transpose 16 bits
-                array.foreach(lambda x, index, target=target: memref.store(x, target, index[::-1]))
+        for target, array in zip(operands[: len(refs)], operands[len(refs) :], strict=True):
+            array.store_untiled(target, optimized=False)
 
-    layouts = [layout if value.ndim == 2 else layout.reduce(1 - orientation.axis) for value in values]
+    layouts = [ROWS if value.ndim == 2 else orientation.vector for value in values]
     plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *layouts))(put)(*refs, *values)
 
 

@@ -24,9 +24,7 @@ class Partition:
     index: jax.Array  # of this one among those of its sequence
     count: int | jax.Array  # an int if it depends on no length
     length: jax.Array  # int32 [], of the sequence; 0 for what a plan leaves over
-    partial: jax.Array  # which of its sequence's partials it writes; the programs of a cluster write one
     first_place: jax.Array  # of its sequence's partials, among all
-    in_cluster: bool = False
 
     @property
     def works(self) -> bool | jax.Array:
@@ -34,20 +32,19 @@ class Partition:
         return True if isinstance(self.count, int) else self.index < self.count
 
     @classmethod
-    def of(cls, refs: Any, *, num_partitions: int, cluster: int = 1) -> "Partition":
+    def of(cls, refs: Any, *, num_partitions: int) -> "Partition":
         """`refs`: with lengths, and the arrays of a plan or None."""
         if refs.partitions is not None:
             place, kv_head = lax.axis_index("place"), lax.axis_index("kv_head")
             seq, index, count = (refs.partitions[place, i] for i in range(3))
             length = jnp.where(index < count, refs.lengths[seq], 0)
-            return cls(seq, kv_head, index, count, length, index, refs.partition_starts[seq])
+            return cls(seq, kv_head, index, count, length, refs.partition_starts[seq])
         # From the last one: the longest of a prompt's runs begin, and the short ones fill the gaps at the end (H100,
         # 1 x 2048 219 us, 8 x 1024 519). [prefill_h100 of benchmarks/results/decisions/]
         seq = refs.lengths.shape[0] - 1 - lax.axis_index("seq")
         partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
-        index = partial if cluster == 1 else partial * cluster + lax.axis_index("member")
-        first_place = seq * (num_partitions // cluster)
-        return cls(seq, kv_head, index, num_partitions, refs.lengths[seq], partial, first_place, in_cluster=cluster > 1)
+        first_place = seq * num_partitions
+        return cls(seq, kv_head, partial, num_partitions, refs.lengths[seq], first_place)
 
 
 def grid_of(plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int) -> dict[str, tuple]:
@@ -78,15 +75,11 @@ class Walk:
         q_len: int,
         block_size: int,
         tile: int,
-        unsplit_tiles: int = 0,  # in a cluster, a sequence with no more of them has one partition
     ) -> "Walk":
         first_tile, end_tile = _sizes.tile_range(partition.length, window, q_len, tile)
         count = partition.count
-        if unsplit_tiles:
-            count = jnp.where(end_tile - first_tile <= unsplit_tiles, 1, count)
-        elif isinstance(count, int) and count > 1 and not partition.in_cluster:
+        if isinstance(count, int) and count > 1:
             count = jnp.clip(end_tile - first_tile, 1, count)  # one without a tile would write a partial all the same
-        if count is not partition.count:
             partition = dataclasses.replace(partition, count=count)
             end_tile = jnp.where(partition.works, end_tile, first_tile)
         num_tiles = _sizes.tiles_of_partition(first_tile, end_tile, partition.count, partition.index)
@@ -108,9 +101,6 @@ class Walk:
     def tile_of(self, i: jax.Array) -> jax.Array:
         """The i-th of our tiles, as a tile of the sequence."""
         return self.first_tile + self.partition.index + i * self.partition.count
-
-    def order(self, stages: int, *, last_first: bool) -> "Order":
-        return LastFirst.of(self, stages) if last_first else Order(self, stages)
 
     def ours_before(self, end: jax.Array) -> jax.Array:
         """How many of our tiles are before tile `end` of the sequence."""
@@ -144,87 +134,17 @@ class Walk:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The order in which our tiles are fetched, into stages in turn, and computed: here one after the other."""
+    """Our tiles one after the other: they are fetched into stages in turn, and computed."""
 
     walk: Walk
     stages: int
 
-    @property
-    def first_is_0(self) -> bool:
-        """Whether tile 0 is fetched first, for any length."""
-        return True
-
-    def fetched(self, turn: jax.Array) -> jax.Array:
-        """Which of our tiles is fetched as the `turn`-th."""
-        return turn
-
-    def worked(self, j: jax.Array) -> jax.Array:
-        """Which of our tiles is computed as the j-th."""
-        return j
-
-    def turn_of(self, i: jax.Array) -> jax.Array:
-        """In which turn the i-th of our tiles is fetched."""
-        return i
-
-    def tile_and_stage(self, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of the j-th tile to be computed: its index in the sequence, and its stage."""
-        i = self.worked(j)
-        return self.walk.tile_of(i), lax.rem(self.turn_of(i), jnp.int32(self.stages))
+    def tile_and_stage(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of our i-th tile: its index in the sequence, and its stage."""
+        return self.walk.tile_of(i), lax.rem(i, jnp.int32(self.stages))
 
     def runs(self) -> list[tuple[Any, jax.Array, bool]]:
         """The first tile to be computed, one past the last, and whether some row does not see them whole."""
         start, end = self.walk.whole_tiles()
         before = [] if self.walk.window is None else [(0, start, True)]
         return [*before, (start, end, False), (end, self.walk.num_tiles, True)]
-
-
-@dataclasses.dataclass(frozen=True)
-class LastFirst(Order):
-    """Our tiles at the end, which some query does not see whole, come first.
-
-    They cost more time for fewer bytes: computed first, they overlap with the fetching of others. A tile that does not
-    depend on the length, if there is one, is fetched before them, so that the first copy does not wait for the length.
-    """
-
-    start: jax.Array  # the first tile that every row sees whole
-    end: jax.Array  # one past the last of these, and the first of those at the end
-    before: jax.Array  # tiles fetched before those at the end
-    lead: int  # how many of these every row sees whole
-
-    @classmethod
-    def of(cls, walk: Walk, stages: int) -> "LastFirst":
-        start, end = walk.whole_tiles()
-        # A stage is filled again once its tile has been used: the tile used first must be there with those fetched
-        # before it.
-        most = 1 if walk.q_len == 1 else 2
-        lead = 1 if 1 + most <= stages - stages // 2 else 0
-        return cls(walk, stages, start, end, start + jnp.minimum(end - start, lead), lead)
-
-    @property
-    def first_is_0(self) -> bool:
-        return self.lead > 0
-
-    @property
-    def num_tiles(self) -> jax.Array:
-        return self.walk.num_tiles
-
-    @property
-    def num_masked(self) -> jax.Array:
-        """How many are computed before those that every row sees whole."""
-        return self.start + self.num_tiles - self.end
-
-    def fetched(self, turn: jax.Array) -> jax.Array:
-        last = self.num_tiles - self.end
-        later = jnp.where(turn < self.before + last, turn - self.before + self.end, turn - last)
-        return jnp.where(turn < self.before, turn, later)
-
-    def worked(self, j: jax.Array) -> jax.Array:
-        later = jnp.where(j < self.num_masked, j - self.start + self.end, j - self.num_masked + self.start)
-        return jnp.where(j < self.start, j, later)
-
-    def turn_of(self, i: jax.Array) -> jax.Array:
-        others = jnp.where(i < self.end, i + self.num_tiles - self.end, i - self.end + self.before)
-        return jnp.where(i < self.before, i, others)
-
-    def runs(self) -> list[tuple[Any, jax.Array, bool]]:
-        return [(0, self.num_masked, True), (self.num_masked, self.num_tiles, False)]

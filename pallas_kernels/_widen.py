@@ -38,7 +38,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas_kernels._interpret import interpreted
-from pallas_kernels._rows import ROWS, ROWS_LAST
+from pallas_kernels._rows import COLUMNS, ROWS, ROWS_LAST
 
 HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
 # [32 words, tokens], 8 words to a warp: widened, the 16 rows that ROWS gives it.
@@ -49,21 +49,14 @@ K_ORDER = tuple(4 * i + 2 * h + j for h in range(2) for i in range(4) for j in r
 V_ORDER = tuple(2 * i + h for h in range(2) for i in range(8))
 
 
-def scratch(shape: tuple[int, int, int], *, rows: int, chunk: int, dtype: Any, head_dim: int) -> dict[str, Any]:
-    """SMEM for rings of K and V, [stages, tile, width], as the copies write them and as words, and for Q and P."""
+def scratch(shape: tuple[int, int, int], dtype: Any) -> Any:
+    """SMEM for a ring of tiles, [stages, tile, width], as the copies write them and as words."""
     stages, tile, width = shape
-    # The copy engine only takes tiles that divide the head, or hold all of it.
-    columns = next(n for n in (128, 64, 32, 16) if n <= chunk and (head_dim % n == 0 or head_dim < n))
-    ring = plgpu.SMEM(shape, dtype, transforms=_matrix(columns, columns))
-    if not interpreted():
-        words = plgpu.SMEM((stages, tile, width // 2), jnp.int16, transforms=_matrix(columns // 2, columns))
-        ring = plgpu.RefUnion(ring, words)
-    return {
-        "q_smem": plgpu.SMEM((rows, width), jnp.float16, transforms=_matrix(64, 128)),
-        "k_smem": ring,
-        "v_smem": ring,
-        "p_smem": plgpu.SMEM((rows, tile), jnp.float16, transforms=_matrix(64, 128)),
-    }
+    ring = plgpu.SMEM(shape, dtype, transforms=_matrix(COLUMNS, COLUMNS))
+    if interpreted():
+        return ring
+    words = plgpu.SMEM((stages, tile, width // 2), jnp.int16, transforms=_matrix(COLUMNS // 2, COLUMNS))
+    return plgpu.RefUnion(ring, words)
 
 
 def _matrix(columns: int, row_bytes: int) -> tuple[Any, ...]:
@@ -76,11 +69,7 @@ class Tiles:
 
     narrow: Any
     words: Any | None  # int16 [stages, tile, width / 2]
-    left: Any = ROWS  # layout of a left operand: ROWS, or another of the same registers in the same order
-
-    @classmethod
-    def of(cls, ref: Any) -> "Tiles":
-        return cls(ref, None) if interpreted() else cls(*ref)
+    left: Any  # layout of a left operand, of the same registers in the same order as ROWS
 
     def keys(self, stage: jax.Array) -> jax.Array:
         """float16 [tile, width], the columns in the order of K."""
@@ -143,21 +132,6 @@ def power_of_two(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.full(x.shape, 0x7F800000, jnp.int32)
     power = lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.minimum(jnp.maximum(power, jnp.full(x.shape, 2.0**-120)), jnp.full(x.shape, 2.0**120))
-
-
-def product(shape: tuple[int, int], left: jax.Array, right: Any, meanwhile: Any = None) -> tuple[jax.Array, Any]:
-    """left @ right, f32 `shape`, the left one in registers and the right one in SMEM; and the result of `meanwhile()`,
-    which runs beside the tensor cores."""
-    if interpreted():
-        result = jnp.dot(left, right[...], preferred_element_type=jnp.float32)
-        return result, None if meanwhile is None else meanwhile()
-
-    def multiply(ref: Any) -> tuple[jax.Array, Any]:
-        plgpu.wgmma(ref, left, right)
-        other = None if meanwhile is None else meanwhile()
-        return ref[...], other
-
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
 
 def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.Array:

@@ -29,39 +29,33 @@ from benchmarks.kernels.ways import compile_way
 QUESTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     # How short may a partition be? By default none has fewer than 512 tokens.
     "partitions": {
-        "32/8 1x512": ("hopper", "tma", "tma//2", "tma//4", "tma//8", "cp_async//4"),
-        "32/8 1x8192": ("hopper", "tma", "tma//32", "tma//64", "cp_async//32", "tma/4/32"),
-        "32/8 8x2048": ("hopper", "tma", "tma//2", "tma//8", "tma//16", "cp_async//8"),
+        "32/8 1x512": ("tma", "tma//2", "tma//4", "tma//8", "cp_async//4"),
+        "32/8 1x8192": ("tma", "tma//32", "tma//64", "cp_async//32", "tma/4/32"),
+        "32/8 8x2048": ("tma", "tma//2", "tma//8", "tma//16", "cp_async//8"),
     },
     # Equal partitions, a plan that a chain makes once, or one that each layer makes?
     "plans": {
         "32/8 64xragged8192": (
-            *("hopper", "tma", "tma//2", "tma//4", "tma//plan", "tma//fresh", "cp_async//4"),
+            *("tma", "tma//2", "tma//4", "tma//plan", "tma//fresh", "cp_async//4"),
             *("tma/1/1", "tma/1/2", "tma/1/4"),
         ),
-        "32/8 64x2048": ("hopper", "tma", "tma//plan", "tma//fresh", "tma/1/1"),
+        "32/8 64x2048": ("tma", "tma//plan", "tma//fresh", "tma/1/1"),
     },
     # What does it lose at the points by which decode is judged?
-    "grid": {name: ("hopper", "tma", *(("tma//fresh",) if "1x" not in name else ())) for name in GRID[:36]},
+    "grid": {name: ("mosaic_gpu", "tma", *(("tma//fresh",) if "1x" not in name else ())) for name in GRID[:36]},
     # How near do 8-bit caches come to the floor, and how many programs should share a SM?
     "narrow": {
-        f"32/8 {shape} cache={dtype} scale={scale}": ("hopper", "tma", "tma//plan", *more)
+        f"32/8 {shape} cache={dtype} scale={scale}": ("tma", "tma//plan", *more)
         for shape, more in (("64x8192", ("tma/6", "tma/2/2")), ("8x4096", ("tma//4", "tma/6/4")))
         for dtype in ("float8_e4m3fn", "int8")
         for scale in ("head", "token_head")
     },
     # What does the default lose at other points?
     "default": {
-        "32/8 1x32768": ("hopper", "mosaic_gpu", "tma/6/16"),
-        "32/8 1x8192": ("hopper", "mosaic_gpu", "tma/6/16"),
-        "32/8 8x2048": ("hopper", "mosaic_gpu", "tma/6/2"),
-        "32/8 8xoutlier131072": ("hopper//plan", "mosaic_gpu"),
-        "32/8 8xragged8192": ("hopper", "mosaic_gpu"),
-        **{f"32/8 64x2048 {option}": ("hopper", "mosaic_gpu") for option in ("q_len=8", "q_len=8 tree=1", "q_len=16")},
-        **{f"32/8 {shape} q_len=16": ("hopper", "mosaic_gpu") for shape in ("8x2048", "1x8192")},
-        **{f"32/8 64x2048 head_dim={n}": ("hopper", "mosaic_gpu") for n in (64, 256)},
-        **{f"8/1 {shape}": ("hopper", "mosaic_gpu") for shape in ("1x8192", "64x8192")},
-        "32/8 64x8192 window=1024": ("hopper", "mosaic_gpu"),
+        "32/8 1x32768": ("mosaic_gpu", "tma/6/16"),
+        "32/8 1x8192": ("mosaic_gpu", "tma/6/16"),
+        "32/8 8x2048": ("mosaic_gpu", "tma/6/2"),
+        **{f"32/8 {shape} q_len=16": ("hopper", "mosaic_gpu") for shape in ("64x2048", "8x2048", "1x8192")},
     },
     # Who computes 33 to 64 rows of a KV head?
     "rows": {

@@ -2,12 +2,12 @@
 
 A way is "mosaic_gpu", "xla", or a kernel, hopper, or a form of the portable one, tma or cp_async, with
 /stages/partitions after it or not: tma, cp_async/2, tma/3/16, hopper//plan. In the place of the partitions, `plan` is
-a plan for that kernel, which a chain makes once, and `fresh` one that each call makes. `prefill` is the kernel for
-prompts. Each is checked against the reference before it is timed. The columns are those of kernels/decode.py; `kernels`
-is the time of the kernels alone, by CUPTI.
+a plan for that kernel, which a chain makes once, and `fresh` one that each call makes. The Hopper kernel takes caches
+of 16 bits, and pads few rows to 64. `prefill` is the kernel for prompts. Each is checked against the reference before
+it is timed. The columns are those of kernels/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
 
     python -m benchmarks.kernels.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
-    python -m benchmarks.kernels.portable --points "32/8 8xoutlier131072" --ways mosaic_gpu hopper hopper//plan
+    python -m benchmarks.kernels.portable --points "32/8 8xoutlier131072 q_len=16" --ways hopper hopper//plan tma//plan
 """
 
 import argparse

@@ -91,11 +91,12 @@ def _choose(call: Call, gpu: Gpu, known: Known) -> Choice:
     return evenly(call, gpu, known) if total is None or not follows(call, total) else with_plan(call, gpu, known)
 
 
-def with_plan(call: Call, gpu: Gpu, known: Known = NOTHING, *, kernel: Kernel | None = None) -> Choice:
-    """One of the decode kernels follows a plan; without `kernel`, the one that is faster."""
+def with_plan(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
+    """A decode kernel follows a plan."""
     planned, whole = Known(window=known.window), Known(num_partitions=1, window=known.window)
-    choice = by_decode(kernel or decode_kernel(call, gpu), call, gpu, planned, planned=True)
-    return dataclasses.replace(choice, mapped=by_decode(decode_kernel(call, gpu), call, gpu, whole))
+    kernel = decode_kernel(call, gpu)
+    choice = by_decode(kernel, call, gpu, planned, planned=True)
+    return dataclasses.replace(choice, mapped=by_decode(kernel, call, gpu, whole))
 
 
 def evenly(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
@@ -125,7 +126,6 @@ def by_decode(kernel: Kernel, call: Call, gpu: Gpu, known: Known = NOTHING, *, p
         q_len=run if call.causal else 1,
         head_dim=call.head_dim,
         capacity=call.capacity,
-        itemsize=call.itemsize,
         num_sms=gpu.num_sms,
         window=known.window,
         num_partitions=known.num_partitions,
@@ -133,11 +133,11 @@ def by_decode(kernel: Kernel, call: Call, gpu: Gpu, known: Known = NOTHING, *, p
     )
     config: Config
     if kernel == "portable_decode":
-        config = portable_config.default_config(**how, compute_capability=gpu.compute_capability)
+        config = portable_config.default_config(
+            **how, itemsize=call.itemsize, compute_capability=gpu.compute_capability
+        )
     else:
-        scales = call.options.k_scale, call.options.v_scale
-        token_scales = sum(scale is not None and scale.ndim == 3 for scale in scales)
-        config = decode_config.default_config(**how, fast_memory=gpu.fast_memory, token_scales=token_scales)
+        config = decode_config.default_config(**how)
     return Choice(kernel, config, run, _at_once(call, gpu, kernel) if planned else None)
 
 

@@ -1,13 +1,20 @@
-"""A step of the warpgroup that computes, for many rows: they are the M dimension of both products, padded to 64.
+"""What the warpgroup that computes does with one tile: logits, softmax, sums.
 
     S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
     O [64, head_dim] += P [64, tile]      V [tile, head_dim]
 
-The carry is that of `_few_rows`, but acc is O, one array for each part of a head, l is f32 [rows], and the scores
-are S. Sums over the tokens stay within four lanes, P stays in registers, and no warp waits for another. Few rows would
-cost as much as 64.
+The rows are the M dimension of both products, padded to 64. Sums over the tokens stay within four lanes, P stays in
+registers, and no warp waits for another. Few rows would cost as much as 64. The tensor cores read the tiles where they
+were fetched to. The keys of the next tile are multiplied during the softmax of this one.
 
-The keys of the next tile are multiplied during the softmax of this one.
+A step is a loop's body: it takes and returns the sums so far, (acc, m, l, scores):
+
+| | |
+|---|---|
+| acc | O, one array for each part of a head, f32 [rows, columns] |
+| m | the highest logit so far, in units of log2, f32 [rows] |
+| l | the sum of the weights, f32 [rows] |
+| scores | S of the tile of this step, f32 [rows, tile] |
 
 Everything here is traced inside the decode kernel.
 """
@@ -27,10 +34,11 @@ from pallas_kernels._fetch import Ring
 from pallas_kernels._interpret import interpreted
 from pallas_kernels._logits import Logits
 from pallas_kernels._merge import Sums
-from pallas_kernels._rows import COLUMNS, LOWEST, ROWS_FIRST, zeros
+from pallas_kernels._rows import COLUMNS, LOWEST, ROWS, ROWS_FIRST, zeros
 from pallas_kernels._softmax import weights
 from pallas_kernels._walk import Order
-from pallas_kernels.paged_decode._few_rows import Carry, zero_unseen
+
+Carry = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +66,6 @@ class ManyRows:
 
     def step(self, j: jax.Array, carry: Carry, *, masked: bool) -> Carry:
         acc, m, l, scores = carry
-        assert scores is not None
         tile, stage = self.order.tile_and_stage(j)
         _, next_stage = self.order.tile_and_stage(j + 1)  # after the last tile: any stage, unused
         is_next = j + 1 < self.order.walk.num_tiles
@@ -119,3 +126,14 @@ class ManyRows:
                 plgpu.wgmma(ref, p, v)
 
         return tuple(pl.run_state(add_products)([plgpu.ACC.init(part) for part in acc]))
+
+
+def zero_unseen(ring: Ring, places: list[Any], seen: Callable[..., jax.Array]) -> None:
+    """Makes the values at `places` of the ring zero in the slots that no query may see; `seen` as `Walk.seen`."""
+    for place in places:
+        values = ring.target.at[place]
+        for c in range(values.shape[-1] // COLUMNS):
+            part = values.at[:, pl.ds(c * COLUMNS, COLUMNS)]
+            visible = seen(part.shape, 0, ROWS)
+            v = plgpu.load(part, layout=ROWS)
+            part[...] = jnp.where(visible, v, jnp.zeros_like(v))

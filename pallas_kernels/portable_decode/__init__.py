@@ -33,7 +33,7 @@ To be read in this order:
 | `_operands` | what the products read, and how 8-bit caches are widened for them (`_widen`) |
 | `_results` | how the rows are written |
 
-Of the Hopper kernel's files it shares those that know neither wgmma nor TMA: `_walk` (which tiles a program computes),
+The files beside this folder that know neither wgmma nor TMA are shared: `_walk` (which tiles a program computes),
 `_logits` and `_softmax` (from products to weights), `_rows` (rows in registers), `_widen` and `_scales` (8-bit caches),
 `_merge` (how the partitions of a sequence are written, counted and merged), `_launch` (how a kernel is called).
 
@@ -43,7 +43,8 @@ NaN; only tiles with such a token need that.
 
 Its tests run both forms on a Hopper GPU, where it is the default up to 32 rows. For other GPUs it is compiled, not run.
 
-Sources: as of `paged_decode`.
+Sources: as of `paged_decode`, and Hong et al., FlashDecoding++, 2023 (https://arxiv.org/abs/2311.01282) for padding the
+few rows to 8.
 """
 
 from pallas_kernels.portable_config import Config as Config

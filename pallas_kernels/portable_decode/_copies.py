@@ -113,6 +113,11 @@ class CpAsync:
 class Tma(CpAsync):
     """Of K and V only: Q, which may have any number of rows, and scales of tokens come as in CpAsync."""
 
+    @property
+    def columns(self) -> Any:
+        """Of a head."""
+        return slice(None)
+
     def wait_keys(self, slot: jax.Array) -> None:
         plgpu.barrier_wait(self.keys.full.at[slot])
         if self.scales:
@@ -136,21 +141,30 @@ class Tma(CpAsync):
                 row = (first + warp) * count
                 start = offset + lax.rem(row, jnp.int32(min(block_size, TILE)))
                 plgpu.copy_gmem_to_smem(
-                    ring.cache.at[block_id, pl.ds(start, count), kv_head],
+                    ring.cache.at[block_id, pl.ds(start, count), kv_head, self.columns],
                     ring.tiles.at[slot, pl.ds(row, count)],
                     ring.full.at[slot],
                 )
 
 
 class Interpreted(Tma):
-    """In interpret mode, which has no cp.async, what is not TMA's is copied at once."""
+    """In interpret mode, which has no cp.async, what is not TMA's is copied at once. Heads of any size come by TMA."""
+
+    @property
+    def columns(self) -> Any:
+        width, head_dim = self.refs.q_smem.shape[1], self.refs.q.shape[-1]
+        seq = self.walk.seq
+        # Past the end of the head there are zeros. The start must look dynamic, or tracing refuses the slice.
+        return slice(None) if head_dim == width else pl.ds(seq - seq, width)
 
     def start_query(self) -> None:
         refs, partition = self.refs, self.walk.partition
         heads = pl.ds(partition.kv_head * refs.group, refs.group)
         for token in range(refs.q.shape[1]):
             rows = refs.q_smem.at[pl.ds(token * refs.group, refs.group)]
-            rows[...] = refs.q[partition.seq, token, heads, :]
+            q = refs.q[partition.seq, token, heads, :]
+            rest = jnp.zeros((refs.group, refs.q_smem.shape[1] - q.shape[1]), q.dtype)
+            rows[...] = jnp.concatenate([q, rest], axis=1)
 
     def start_scales(self, source: Any, target: Any, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
         count = TILE // len(ids)

@@ -187,7 +187,7 @@ def launch(
         "lse": jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
     }
     programs = dict(seqs=seqs, num_partials=config.num_partitions, kv_heads=kv_heads)
-    out_types |= _merge.types_of(plan, **programs, shares=1, width=round_up(head_dim, COLUMNS), rows=rows)
+    out_types |= _merge.types_of(plan, **programs, width=round_up(head_dim, COLUMNS), rows=rows)
     out, lse, *_ = _launch.launch(
         "portable_decode",
         functools.partial(_kernel, config=config),

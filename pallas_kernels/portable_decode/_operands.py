@@ -90,6 +90,7 @@ class Narrow:
 
     def _tiles(self, ring: Any, c: int) -> _widen.Tiles:
         """64 columns of a ring."""
-        tiles = _widen.Tiles.of(ring)
-        words = tiles.words if tiles.words is None else tiles.words.at[:, :, pl.ds(c * COLUMNS // 2, COLUMNS // 2)]
-        return _widen.Tiles(tiles.narrow.at[:, :, columns_of(c)], words, LEFT)
+        narrow, words = (ring, None) if interpreted() else ring
+        if words is not None:
+            words = words.at[:, :, pl.ds(c * COLUMNS // 2, COLUMNS // 2)]
+        return _widen.Tiles(narrow.at[:, :, columns_of(c)], words, LEFT)

@@ -90,9 +90,7 @@ def scratch(
     ring = plgpu.SMEM((stages, TILE, width), cache_dtype, transforms=matrix(COLUMNS, 2))
     arrays: dict[str, Any] = {}
     if narrow:
-        ring = _widen.scratch((stages, TILE, width), rows=rows, chunk=COLUMNS, dtype=cache_dtype, head_dim=width)[
-            "k_smem"
-        ]
+        ring = _widen.scratch((stages, TILE, width), cache_dtype)
         arrays["wide_q_smem"] = plgpu.SMEM((width, rows), jnp.float16, transforms=matrix(of_rows, 2))
         for name, scale in zip(("k_scales_smem", "v_scales_smem"), scales, strict=True):
             if _scales.of_tokens(scale):

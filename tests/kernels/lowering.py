@@ -20,9 +20,9 @@ from pallas_kernels import (
 from pallas_kernels.attention_options import AttentionOptions
 
 # What `decode_config.default_config` is given, unless a test says otherwise.
-SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=132)
+SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=16, head_dim=128, capacity=8192, num_sms=132)
 
-# Of paged_decode, beside the scales.
+# Of the decode kernels, beside the scales.
 OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 
 
@@ -51,19 +51,17 @@ def traced(
     head_dim=128,
     block_size=16,
     group=4,
-    q_len=1,
+    q_len=16,
     dtype=jnp.bfloat16,
     num_partitions=1,
     options=(),
-    cache_dtype=None,
-    scales=(None, None),
     total_partitions=None,  # of a plan
     sharding=None,
 ):
-    """The traced call, for an H100, and its configuration."""
+    """The traced call of the decode kernel for Hopper, for an H100."""
     max_blocks = capacity // block_size
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-    cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
+    cache = shape((64, block_size, kv_heads, head_dim), dtype)
     config = decode_config.default_config(
         seqs=seqs,
         kv_heads=kv_heads,
@@ -74,8 +72,6 @@ def traced(
         num_sms=132,
         num_partitions=num_partitions,
         planned=total_partitions is not None,
-        itemsize=cache.dtype.itemsize,
-        token_scales=scales.count("token_head"),
     )
     types = option_types(shape, kv_heads * group) | {"tree_bits": shape((seqs, q_len, -(-q_len // 32)), jnp.uint32)}
 
@@ -88,8 +84,8 @@ def traced(
 
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)
-    named = {name: types[name] for name in ("scale", *options)} | scale_types(shape, cache, scales)
-    return launch.trace(*arrays, **named), config
+    named = {name: types[name] for name in ("scale", *options)}
+    return launch.trace(*arrays, **named)
 
 
 def traced_prefill(

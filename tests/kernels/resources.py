@@ -122,7 +122,7 @@ def compile_one(
         if kernel == "portable":
             trace, _ = traced_portable(**how, compute_capability=compute_capability(gpu))
         else:
-            trace = traced_prefill(**how) if kernel == "prefill" else traced(**how)[0]
+            trace = traced_prefill(**how) if kernel == "prefill" else traced(**how)
         trace.lower().compile()
     return {re.sub(r"_\d+$", "", file.stem): figures(file) for file in sorted(folder.glob("*.ptxas"))}
 

@@ -3,9 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged._attention.choose import Known, choose
 from tests.cases import OPTIONS, make_case, within_budget
-from tests.kernels.interpret import FAULTS, H100, arguments_of, attend, check
+from tests.kernels.interpret import FAULTS, attend, check
 
 pytestmark = pytest.mark.slow
 
@@ -49,13 +48,6 @@ def test_the_ring_goes_round(num_stages, tile):
 
 def test_float16():
     check(make_case(lengths=(0, 1, 150), max_blocks=10, options=OPTIONS["all"], **(MANY | dict(dtype=jnp.float16))))
-
-
-def test_the_other_way_round():
-    """As 8-bit caches take as many rows."""
-    case = make_case(lengths=(9, 300), max_blocks=19, **MANY)
-    assert choose(arguments_of(case), H100, Known(num_partitions=1)).config.rows_first
-    check(case, rows_first=False)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,4 +1,4 @@
-"""The decode kernel on 8-bit caches in interpret mode: widening, scales, and no races."""
+"""The portable decode kernel on 8-bit caches in interpret mode: widening, scales, and no races."""
 
 import itertools
 
@@ -55,10 +55,9 @@ def test_options(name):
     check(narrow_case(cache_dtype=E4M3, options=OPTIONS[name]))
 
 
-@pytest.mark.parametrize(("num_partitions", "cluster"), [(3, 3), (3, 1), (4, 2)])
-def test_partitions(num_partitions, cluster):
+def test_partitions():
     case = narrow_case(lengths=(0, 1, 300), max_blocks=19, options=OPTIONS["all"])
-    check(case, num_partitions=num_partitions, cluster=cluster)
+    check(case, num_partitions=3)
 
 
 @pytest.mark.parametrize(("q_len", "num_partitions", "options"), [(2, 1, "window"), (5, 2, "all")])
@@ -76,13 +75,8 @@ def test_float16():
     check(narrow_case(dtype=jnp.float16, options=OPTIONS["all"]))
 
 
-def test_wide_tiles():
-    check(narrow_case(lengths=(0, 128, 300), max_blocks=20, options=OPTIONS["window"]), tile=128, num_stages=2)
-
-
 @pytest.mark.parametrize("shape", [dict(scale_shape="head"), dict(), dict(heads=64, head_dim=128)])
 def test_the_ring_goes_round(shape):
-    """V leaves SMEM during the first product, after it, or in chunks."""
     check(narrow_case(**(dict(lengths=(64 * 4,), max_blocks=16, heads=2, cache_dtype=E4M3) | shape)), num_stages=2)
 
 
@@ -140,7 +134,7 @@ def test_nan_in_a_slot_in_use_shows():
 
 
 @pytest.mark.parametrize(
-    ("shape", "reason"), [({}, ""), (dict(head_dim=144), "head_dim=144"), (dict(dtype=jnp.float32), "float32")]
+    ("shape", "reason"), [({}, ""), (dict(head_dim=136), "head_dim=136"), (dict(dtype=jnp.float32), "float32")]
 )
 def test_taken_by_default(shape, reason):
     case = narrow_case(**shape)

@@ -162,7 +162,7 @@ def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
         dict(cache_dtype=jnp.int8, scale_shape="token_head"),
     ],
 )
-def test_the_kernel_for_hopper_follows(kind):
+def test_the_kernels_follow(kind):
     """Sequences that are whole, split, and empty; of 10 partitions of the longest the merge takes a few at once."""
     lengths = jnp.array([0, 1, 64 * 80, 64 * 16])
     plan = partition_plan.make(lengths, None, q_len=1, total_partitions=17)
@@ -172,7 +172,7 @@ def test_the_kernel_for_hopper_follows(kind):
 
 
 @pytest.mark.parametrize("kind", [{}, dict(q_len=6), dict(cache_dtype=jnp.int8, scale_shape="token_head")])
-def test_the_kernel_for_hopper_follows_a_plan_for_other_lengths(kind):
+def test_the_kernels_follow_a_plan_for_other_lengths(kind):
     """Partitions without a tile, all of a sequence of none."""
     plan = partition_plan.make(jnp.array([64 * 40, 64 * 16, 1]), None, q_len=1, total_partitions=12)
     assert jnp.diff(plan.partition_starts).tolist() == [5, 2, 1]
@@ -197,7 +197,7 @@ def test_mapped_calls_follow_no_plan(mapped):
     a, *_ = singles = list(map(arguments_of, cases))
     plan = partition_plan.make(jnp.array([3, 64 * 16]), None, q_len=1, total_partitions=5)
     assert jnp.diff(plan.partition_starts).tolist() == [1, 2]
-    choice = by_decode("paged_decode", a, H100, planned=True)
+    choice = by_decode("portable_decode", a, H100, planned=True)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     launch = functools.partial(run, dataclasses.replace(choice, interpret=interpret))
     stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))

@@ -162,7 +162,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     ("name", "compute_capability"),
-    [("plain", gpu) for gpu in GPUS] + [(name, gpu) for name in SHAPES if name != "plain" for gpu in (8.0, 12.0)],
+    [("plain", gpu) for gpu in GPUS] + [(name, gpu) for name in SHAPES if name != "plain" for gpu in (8.0, 9.0, 12.0)],
 )
 def test_lowers(name, compute_capability):
     trace, config = traced_portable(**SHAPES[name], compute_capability=compute_capability)

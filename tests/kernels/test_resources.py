@@ -9,7 +9,7 @@ from tests.kernels import resources
 
 pytestmark = pytest.mark.skipif(not resources.installed(), reason="no ptxas: run make test-ptxas")
 
-SMEM_OF_ONE, SMEM_OF_TWO = 227 * 1024, 113 * 1024  # bytes, where one or two programs share a SM
+SMEM_OF_ONE = 227 * 1024  # bytes, of a program that has a SM to itself
 E4M3 = dict(cache_dtype="float8_e4m3fn", scales=("token_head", "token_head"))
 
 
@@ -18,62 +18,20 @@ def run(head_dim, **shape):
     return dict(head_dim=head_dim, q_len=16, **shape)
 
 
-# By shape, as tests/kernels/test_lowering.py takes it: the most registers, and the most bytes of shared memory. None
-# spills. 128 registers let two programs of 256 threads share a SM. (ptxas 13.5 is up to 14 registers below these.)
+# Of the decode kernel for Hopper, by shape, as tests/kernels/test_lowering.py takes it: the most registers, and the
+# most bytes of shared memory. None spills.
 SHAPES = {
-    "1 x 512": (dict(seqs=1, kv_heads=8, capacity=512, num_partitions=None), 192, SMEM_OF_ONE),
-    "1 x 8192": (dict(seqs=1, kv_heads=8, capacity=8192, num_partitions=None), 144, SMEM_OF_ONE),
-    "4 x 8192": (dict(seqs=4, kv_heads=8, capacity=8192, num_partitions=None), 88, SMEM_OF_TWO),
-    "5 x 131072, 4 KV heads": (dict(seqs=5, kv_heads=4, capacity=131072, num_partitions=None), 88, SMEM_OF_TWO),
-    "1 x 8192, 10 KV heads": (dict(seqs=1, kv_heads=10, capacity=8192, num_partitions=None), 80, SMEM_OF_TWO),
-    "64 x 2048": (dict(seqs=64, kv_heads=8, capacity=2048, num_partitions=None), 80, SMEM_OF_TWO),
-    "64 x 8192": (dict(seqs=64, kv_heads=8, capacity=8192, num_partitions=None), 88, SMEM_OF_TWO),
-    "64 x 8192 of float16": (
-        dict(seqs=64, kv_heads=8, capacity=8192, num_partitions=None, dtype="float16"),
-        88,
-        SMEM_OF_TWO,
-    ),
-    "group 8": (dict(group=8), 80, SMEM_OF_TWO),
-    "group 16": (dict(group=16), 104, SMEM_OF_TWO),
-    "group 24": (dict(group=24), 128, SMEM_OF_TWO),
-    "group 32": (dict(group=32), 128, SMEM_OF_TWO),
-    "4 tokens": (dict(q_len=4), 112, SMEM_OF_TWO),
-    "all options": (
-        dict(options=("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")),
-        96,
-        SMEM_OF_TWO,
-    ),
-    "4 tokens of a tree": (dict(q_len=4, options=("tree_bits",)), 120, SMEM_OF_TWO),
-    "partitions": (dict(num_partitions=11), 128, SMEM_OF_TWO),
-    "partials of clusters": (dict(num_partitions=9, capacity=32768), 96, SMEM_OF_TWO),
-    "a plan": (dict(total_partitions=5), 128, SMEM_OF_TWO),
-    "a plan, 4 tokens": (dict(total_partitions=5, q_len=4), 128, SMEM_OF_TWO),
-    "a plan, 8 tokens": (dict(total_partitions=5, q_len=8), 144, SMEM_OF_TWO),
-    "a plan, head_dim 64": (dict(total_partitions=5, head_dim=64), 128, SMEM_OF_TWO),
-    "a plan, head_dim 256": (dict(total_partitions=5, head_dim=256), 160, SMEM_OF_ONE),
-    "a plan, float8_e4m3fn": (E4M3 | dict(total_partitions=5), 128, SMEM_OF_TWO),
-    "8 tokens": (dict(q_len=8), 144, SMEM_OF_TWO),
-    "head_dim 64": (dict(head_dim=64), 80, SMEM_OF_TWO),
-    "head_dim 96": (dict(head_dim=96), 80, SMEM_OF_TWO),
-    "head_dim 120": (dict(head_dim=120), 88, SMEM_OF_TWO),
-    "head_dim 192": (dict(head_dim=192), 88, SMEM_OF_TWO),
-    "head_dim 256": (dict(head_dim=256), 120, SMEM_OF_ONE),
-    "head_dim 192, group 64": (dict(head_dim=192, group=64), 255, SMEM_OF_ONE),
-    "head_dim 256, group 32": (dict(head_dim=256, group=32), 216, SMEM_OF_ONE),
+    "head_dim 192, group 64": (dict(head_dim=192, group=64, q_len=1), 255, SMEM_OF_ONE),
     **{f"a run, head_dim {n}": (run(n), 255, SMEM_OF_ONE) for n in (64, 120, 192)},
     "a run, a plan": (run(128, total_partitions=5), 255, SMEM_OF_ONE),
     "a run, partitions": (run(128, num_partitions=5), 255, SMEM_OF_ONE),
     "a run, a window": (run(128, options=("sliding_window",)), 255, SMEM_OF_ONE),
-    "float8_e4m3fn, scales of heads": (E4M3 | dict(scales=("head", "head")), 192, SMEM_OF_ONE),
-    "float8_e4m3fn": (E4M3, 192, SMEM_OF_ONE),
-    "float8_e4m3fn, head_dim 64": (E4M3 | dict(head_dim=64), 128, SMEM_OF_TWO),
-    "float8_e4m3fn, group 32": (E4M3 | dict(group=32), 248, SMEM_OF_ONE),
 }
-# The accumulators alone take half of the 255 registers that a thread has, those of 64 rows and two tiles of 128 tokens
-# three quarters: bytes that are spilled and read back.
+# The accumulators and two tiles of 128 tokens take three quarters of the 255 registers that a thread has: bytes that
+# are spilled and read back.
 SPILLING = {
-    "group 64": (dict(group=64), 32),
-    "head_dim 256, group 64": (dict(head_dim=256, group=64), 80),
+    "group 64": (dict(group=64, q_len=1), 32),
+    "head_dim 256, group 64": (dict(head_dim=256, group=64, q_len=1), 80),
     "a run, head_dim 96": (run(96), 44),
     "a run, head_dim 128": (run(128), 52),
     "a run, all options": (
@@ -81,9 +39,6 @@ SPILLING = {
         512,
     ),
     "a run, head_dim 256": (run(256), 108),
-    "a run, float8_e4m3fn": (run(128, **E4M3), 128),
-    "a run, float8_e4m3fn, head_dim 192": (run(192, **E4M3), 1280),
-    "a run, float8_e4m3fn, head_dim 256": (run(256, **E4M3), 2852),
 }
 # Of the prefill kernel: the most bytes that are spilled and read back. Its 384 threads start with 168 registers each;
 # those that compute take 232 once the others have given theirs up. With an 8-bit cache 512 threads start with 128, and

@@ -14,7 +14,7 @@ from tests.kernels.lowering import traced, traced_prefill
 
 pytestmark = pytest.mark.slow
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-PORTABLE = dict(kernel="portable_decode")
+HOPPER, PORTABLE = dict(kernel="paged_decode"), dict(kernel="portable_decode")
 
 
 def tree_case(q_len, *, lengths=(0, 5, 40, 150), **shape):
@@ -36,14 +36,20 @@ def errors(case, **how):
 
 
 @pytest.mark.parametrize(
-    ("q_len", "shape"),
+    ("q_len", "shape", "how"),
     [
-        (8, dict(options=OPTIONS["soft cap"] | OPTIONS["sinks"])),  # 24 rows
-        (40, dict(heads=2, kv_heads=2)),  # two words, and rows first
-        (8, dict(cache_dtype=jnp.int8, scale_shape="token_head")),
+        (8, dict(options=OPTIONS["soft cap"] | OPTIONS["sinks"]), how)  # 24 rows
+        for how in (HOPPER, PORTABLE, PORTABLE | dict(num_partitions=3))
+    ]
+    + [
+        (40, dict(heads=2, kv_heads=2), how)  # two words
+        for how in (HOPPER, HOPPER | dict(num_partitions=3), PORTABLE)
+    ]
+    + [
+        (8, dict(cache_dtype=jnp.int8, scale_shape="token_head"), how)
+        for how in (PORTABLE, PORTABLE | dict(num_partitions=3))
     ],
 )
-@pytest.mark.parametrize("how", [dict(), dict(num_partitions=3), PORTABLE])
 def test_trees(q_len, shape, how):
     case = tree_case(q_len, **shape)
     assert (errors(case, **how) < 0.03).all()
@@ -61,7 +67,7 @@ def test_bits_that_are_no_tree(name):
     expected, expected_lse = oracle(case)
     assert np.abs(expected - closed)[1].max() > 0.3
     if name != "prefill":
-        out, lse = attend(case, num_partitions=1, **(PORTABLE if name == "portable" else {}))
+        out, lse = attend(case, num_partitions=1, **(PORTABLE if name == "portable" else HOPPER))
     else:
         mask = np.concatenate([bits.reshape(16, 1), np.zeros((prefill.PADDING, 1), np.uint32)])
         out, lse = prefill.attend(case, (8, 8), num_sms=1, interpret=INTERPRET, mask=mask)
@@ -70,7 +76,7 @@ def test_bits_that_are_no_tree(name):
     np.testing.assert_allclose(lse, expected_lse, atol=2e-3)
 
 
-@pytest.mark.parametrize("how", [dict(), PORTABLE])
+@pytest.mark.parametrize("how", [HOPPER, PORTABLE])
 def test_another_tree_is_noticed(how):
     case = tree_case(8)
     chain = tree_mask(jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32) - 1, (4, 8)))
@@ -79,9 +85,9 @@ def test_another_tree_is_noticed(how):
     assert (worst[1:] > 0.1).all()
 
 
-@pytest.mark.parametrize("q_len", [2, 16])
-def test_lowers_for_hopper(q_len):
-    trace, _ = traced(q_len=q_len, options=("tree_bits", "logits_soft_cap"))
+@pytest.mark.parametrize(("group", "q_len"), [(4, 16), (1, 40)])
+def test_lowers_for_hopper(group, q_len):
+    trace = traced(group=group, q_len=q_len, options=("tree_bits", "logits_soft_cap"))
     assert "@mosaic_gpu_v2" in trace.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -1,7 +1,6 @@
 import gc
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 # Before NumPy starts: its threads spin while they wait. 14 workers on 16 cores take a quarter of the time without them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -27,19 +26,6 @@ else:  # most programs run once or twice; without LLVM's passes, a third less ti
     # A program is compiled once, whichever worker, module or run needs it. `make clean` forgets.
     jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / "build" / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """The tiny random model of `tests.tiny_checkpoint`: its path, tensors, config, tokenizer and the model itself."""
-    from lib.checkpoint import load_model, read_checkpoint
-    from tests.tiny_checkpoint import write_checkpoint
-
-    path = tmp_path_factory.mktemp("tiny") / "model"
-    tensors = write_checkpoint(path)
-    read = read_checkpoint(path)
-    model = load_model(read, "float32")
-    return SimpleNamespace(path=path, tensors=tensors, config=read.config, tokenizer=read.tokenizer, model=model)
 
 
 def pytest_configure(config: pytest.Config) -> None:

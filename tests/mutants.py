@@ -29,16 +29,19 @@ class Mutant:
     tests: str  # a file, and words for pytest -k behind "::"
 
 
-COLLISIONS = "tests/test_prefix_cache.py::collide or collision"
-GOING_BACK = "tests/test_hygiene.py::forgotten"
+COLLISIONS = "tests/allocator/test_prefix_cache.py::collide or collision"
+GOING_BACK = "tests/allocator/test_hygiene.py::forgotten"
 PREFIX_CACHE, SNAPSHOTS = "jaxpaged/_allocator/prefix_cache.py", "jaxpaged/_allocator/snapshots.py"
 PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/progress.py"
-LOADS = "tests/test_engine.py::depend_on_the_load and 16"
-SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/test_scheduler_machine.py::mixture"
+LOADS = "tests/engine/test_engine.py::depend_on_the_load and 16"
+SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/scheduler/test_scheduler_machine.py::mixture"
 SEATS = "jaxpaged/_scheduler/seats.py"
-FORGOTTEN = "tests/test_engine.py::weights_change"
+FORGOTTEN = "tests/engine/test_engine.py::weights_change"
 XLA, TREE, PACKED = (f"jaxpaged/_attention/{name}.py" for name in ("xla", "tree", "packed"))
-SHARED_PREFIX, PACKED_OPTIONS = "jaxpaged/_attention/shared_prefix.py", "tests/test_packed.py::test_options and plain"
+SHARED_PREFIX, PACKED_OPTIONS = (
+    "jaxpaged/_attention/shared_prefix.py",
+    "tests/attention/test_packed.py::test_options and plain",
+)
 MUTANTS = (
     Mutant(
         "lookup: any salt",
@@ -87,7 +90,7 @@ MUTANTS = (
         "jaxpaged/_allocator/block_pool.py",
         "cached_at=jnp.full_like(self.cached_at, -1)",
         "cached_at=self.cached_at",
-        "tests/test_prefix_cache.py::clear",
+        "tests/allocator/test_prefix_cache.py::clear",
     ),
     Mutant(
         "restore: overwritten prefixes",
@@ -108,21 +111,21 @@ MUTANTS = (
         SNAPSHOTS,
         "jnp.where(kept, old.generations, now.generations + 1)",
         "old.generations",
-        "tests/test_sharing.py::sound_after",
+        "tests/allocator/test_sharing.py::sound_after",
     ),
     Mutant(
         "release: pins that are not there",
         SNAPSHOTS,
         "ok = ((pool.pins[ids] >= 0) | ~entries).all()",
         "ok = jnp.ones((), jnp.bool_)",
-        "tests/test_sharing.py::pins",
+        "tests/allocator/test_sharing.py::pins",
     ),
     Mutant(
         "rollback: into a shared block",
         "jaxpaged/_allocator/sharing.py",
         "(allocator.pool.extra_holders[last_ids] > 0) | (",
         "(",
-        "tests/test_sharing.py::into_a_shared",
+        "tests/allocator/test_sharing.py::into_a_shared",
     ),
     Mutant("scheduler: admits after a refusal", PLANNING, " & ~scheduler.was_refused", "", MIXTURE),
     Mutant(
@@ -174,7 +177,7 @@ MUTANTS = (
         PLANNING,
         " & (ranks != ranks.min())",
         "",
-        "tests/test_scheduler_machine.py::never_a_victim",
+        "tests/scheduler/test_scheduler_machine.py::never_a_victim",
     ),
     Mutant(
         "scheduler: preempts the second in rank",
@@ -227,7 +230,7 @@ MUTANTS = (
         SUBMISSION,
         " - (allocator.pool.pins > 0).sum(dtype=jnp.int32)",
         "",
-        "tests/test_scheduler.py::never_be_served",
+        "tests/scheduler/test_scheduler.py::never_be_served",
     ),
     Mutant(
         "prefixes: who leaves lists nothing",
@@ -335,196 +338,196 @@ MUTANTS = (
         "jaxpaged/_engine/engine.py",
         "self._aborts.append(row.place)",
         "pass",
-        "tests/test_engine.py::abort",
+        "tests/engine/test_engine.py::abort",
     ),
     Mutant(
         "engine: ends all completions for one",
         "jaxpaged/_engine/engine.py",
         " if completion in (None, index)",
         "",
-        "tests/test_engine.py::abort_of_one and False",
+        "tests/engine/test_engine.py::abort_of_one and False",
     ),
     Mutant(
         "engine: exact in steps of every shape",
         "jaxpaged/_engine/slices.py",
         "    if exact:\n        return (Kind(mixed, num_seats, num_partitions=1),)\n",
         "",
-        "tests/test_engine.py::exact_engine",
+        "tests/engine/test_engine.py::exact_engine",
     ),
     Mutant(
         "engine: what is cut by top_p is drawn",
         "jaxpaged/_engine/sampling.py",
         "fits &= ~is_cut_by_p",
         "fits &= True | ~is_cut_by_p",
-        "tests/test_engine.py::cut_of_top_k",
+        "tests/engine/test_engine.py::cut_of_top_k",
     ),
     Mutant(
         "engine: top_p takes a token too many",
         "jaxpaged/_engine/sampling.py",
         "axis=-1) < least)",
         "axis=-1) <= least)",
-        "tests/test_engine.py::top_p_takes",
+        "tests/engine/test_engine.py::top_p_takes",
     ),
     Mutant(
         "prefixes: old blocks listed as new ones",
         SEATS,
         "insert_blocks(allocator, blocks, num_full, prefixes.salts)",
         "insert_blocks(allocator, blocks, num_full, prefixes.salts * 0 + prefixes.salt)",
-        "tests/test_engine.py::old_weights_began",
+        "tests/engine/test_engine.py::old_weights_began",
     ),
     Mutant(
         "engine: Ctrl-C in the middle of the books",
         "jaxpaged/_engine/engine.py",
         "    @without_interrupts()\n    def _take(",
         "    def _take(",
-        "tests/test_engine_trouble.py::any_line",
+        "tests/engine/test_engine_trouble.py::any_line",
     ),
     Mutant(
         "engine: an old abort hits who got the place",
         "jaxpaged/_engine/engine.py",
         "self._aborts = [place for place in self._aborts if place in self._on_device]",
         "pass",
-        "tests/test_engine_trouble.py::spares_who",
+        "tests/engine/test_engine_trouble.py::spares_who",
     ),
     Mutant(
         "engine: a lost one goes on",
         "jaxpaged/_engine/engine.py",
         "raise StateLostError from failure\n            raise",
         "pass\n            raise",
-        "tests/test_engine_trouble.py::says_so",
+        "tests/engine/test_engine_trouble.py::says_so",
     ),
     Mutant(
         "engine: a stream that is left goes on",
         "jaxpaged/_engine/engine.py",
         "            self._drop(request_ids)\n",
         "            pass\n",
-        "tests/test_engine_trouble.py::is_left",
+        "tests/engine/test_engine_trouble.py::is_left",
     ),
     Mutant(
         "server: keeps back too little of a stop string",
         "examples/lib/text_stream.py",
         "range(len(stop) - 1, 0, -1)",
         "range(len(stop) - 2, 0, -1)",
-        "tests/test_text_stream.py::pieces_of_text",
+        "tests/examples/test_text_stream.py::pieces_of_text",
     ),
     Mutant(
         "server: the offset of a token forgets an invalid byte",
         "examples/lib/text_stream.py",
         "self._num_characters + self._num_halves_before(text[self._num_known :])",
         "self._num_characters",
-        "tests/test_text_stream.py::pieces_of_text",
+        "tests/examples/test_text_stream.py::pieces_of_text",
     ),
     Mutant(
         "server: a stop string ends the first completion",
         "examples/lib/service.py",
         "self.engine.end(generation, i, k)",
         "self.engine.end(generation, i, 0)",
-        "tests/test_serve.py::ends_one_completion",
+        "tests/examples/test_serve.py::ends_one_completion",
     ),
     Mutant(
         "server: choices in the order of completions",
         "examples/lib/service.py",
         "index = i * ask.params.n + k",
         "index = i + k * len(generation.requests)",
-        "tests/test_serve.py::in_the_order_of_the_prompts",
+        "tests/examples/test_serve.py::in_the_order_of_the_prompts",
     ),
     Mutant(
         "server: a half-closed client is dropped",
         "examples/lib/http_server.py",
         "self.cycle.keep_alive = False\n        self._probe()\n        return True",
         "return None",
-        "tests/test_serve.py::half_closed",
+        "tests/examples/test_serve.py::half_closed",
     ),
     Mutant(
         "server: a client that left is not noticed",
         "examples/lib/http_server.py",
         "self.loop.call_later(PROBE_SECONDS, self._probe)",
         "pass",
-        "tests/test_serve.py::gives_its_blocks_back",
+        "tests/examples/test_serve.py::gives_its_blocks_back",
     ),
     Mutant(
         "server: a body may have two lengths",
         "examples/lib/http_server.py",
         "<= names:",
         "< set():",
-        "tests/test_serve.py::two_lengths",
+        "tests/examples/test_serve.py::two_lengths",
     ),
     Mutant(
         "server: clients are not dropped in the end",
         "examples/lib/http_server.py",
         "connection.transport.abort()",
         "pass",
-        "tests/test_serve.py::never_ends",
+        "tests/examples/test_serve.py::never_ends",
     ),
     Mutant(
         "attention: a window of one more, xla",
         XLA,
         "visible &= distance < a.options.sliding_window",
         "visible &= distance <= a.options.sliding_window",
-        "tests/test_attention.py::test_options and window and None",
+        "tests/attention/test_attention.py::test_options and window and None",
     ),
     Mutant(
         "attention: earlier tiles keep their weights",
         XLA,
         "acc * alpha[..., None] + pv, m_new",
         "acc + pv, m_new",
-        "tests/test_attention.py::no_divisibility_rule and None-40",
+        "tests/attention/test_attention.py::no_divisibility_rule and None-40",
     ),
     Mutant(
         "attention: unseen slots are read",
         XLA,
         "jnp.where(seen[..., None, None], x, jnp.zeros_like(x))",
         "x",
-        "tests/test_attention.py::test_options and plain",
+        "tests/attention/test_attention.py::test_options and plain",
     ),
     Mutant(
         "attention: values with the scales of keys",
         XLA,
         "load(a.v_cache, a.options.v_scale)",
         "load(a.v_cache, a.options.k_scale)",
-        "tests/test_attention.py::narrow_caches and token_head and int8",
+        "tests/attention/test_attention.py::narrow_caches and token_head and int8",
     ),
     Mutant(
         "attention: partitions weigh the same",
         XLA,
         "(acc * weights[..., None]).sum(axis=1)",
         "acc.sum(axis=1)",
-        "tests/test_attention.py::options_with_partitions and plain",
+        "tests/attention/test_attention.py::options_with_partitions and plain",
     ),
     Mutant(
         "attention: absent tokens have no depth",
         TREE,
         "of_seqs | _absent(starts, mask.shape[1])",
         "of_seqs",
-        "tests/test_tree.py::shorter_than",
+        "tests/attention/test_tree.py::shorter_than",
     ),
     Mutant(
         "attention: a deeper token is hidden",
         TREE,
         "jnp.maximum(distances, 0), distances",
         "distances, distances",
-        "tests/test_tree.py::no_tree",
+        "tests/attention/test_tree.py::no_tree",
     ),
     Mutant(
         "attention: no packed tree of 32 tokens",
         TREE,
         "jnp.where(num_new <= most, lengths",
         "jnp.where(num_new < most, lengths",
-        "tests/test_tree.py::as_many_tokens",
+        "tests/attention/test_tree.py::as_many_tokens",
     ),
     Mutant(
         "attention: no packed tree of 64, kernel",
         TREE,
         "(num_new <= words * BITS)",
         "(num_new < words * BITS)",
-        "tests/test_tree.py::bits_by_place",
+        "tests/attention/test_tree.py::bits_by_place",
     ),
     Mutant(
         "attention: merges what neither saw",
         "jaxpaged/_attention/merge.py",
         "jnp.where(is_unseen, 0.0, lse) for lse",
         "lse for lse",
-        "tests/test_merge.py::gradients",
+        "tests/attention/test_merge.py::gradients",
     ),
     Mutant(
         "attention: runs end with their sequence",
@@ -545,35 +548,35 @@ MUTANTS = (
         SHARED_PREFIX,
         "jnp.where(shares.any(axis=1), num_blocks[:, 0] * block_size, 0)",
         "num_blocks[:, 0] * block_size",
-        "tests/test_attention_prefix.py::nobody_shares",
+        "tests/attention/test_attention_prefix.py::nobody_shares",
     ),
     Mutant(
         "attention: sinks of the shared call count",
         SHARED_PREFIX,
         "options=dataclasses.replace(a.options, sinks=None)",
         "options=a.options",
-        "tests/test_attention_prefix.py::test_options and sinks",
+        "tests/attention/test_attention_prefix.py::test_options and sinks",
     ),
     Mutant(
         "attention: a new token among the shared",
         SHARED_PREFIX,
         "(history >= num_blocks * block_size)",
         "(history + 1 >= num_blocks * block_size)",
-        "tests/test_attention_prefix.py::computed_once",
+        "tests/attention/test_attention_prefix.py::computed_once",
     ),
     Mutant(
         "attention: runs of a prompt see all of it",
         "jaxpaged/_attention/query_runs.py",
         "a.lengths[:, None] - tokens_after[None]",
         "a.lengths[:, None] - 0 * tokens_after[None]",
-        "tests/test_query_runs.py::each_run",
+        "tests/attention/test_query_runs.py::each_run",
     ),
     Mutant(
         "attention: no decode kernel for 64 rows",
         "jaxpaged/_attention/choose.py",
         "call.tokens_per_seq * call.group > decode_config.MAX_ROWS",
         "call.tokens_per_seq * call.group >= decode_config.MAX_ROWS",
-        "tests/test_tree.py::which_kernel",
+        "tests/attention/test_tree.py::which_kernel",
     ),
     Mutant(
         "kernels: tiles of a plan overflow",
@@ -594,7 +597,7 @@ MUTANTS = (
         "pallas_kernels/_logits.py",
         "jnp.logical_or(word_of != word, bit == 1)",
         "jnp.logical_or(word_of >= word, bit == 1)",
-        "tests/kernels/test_tree.py::no_tree and decode",
+        "tests/kernels/test_tree_masks.py::no_tree and decode",
     ),
     Mutant(
         "kernels: past the end partials count twice",

@@ -1,10 +1,10 @@
-"""Writes tests/data/families.json, and prints the frequencies of tests/test_rotary.py: what transformers computes.
+"""Writes what transformers computes to tests/examples/data/families.json, and prints frequencies for test_rotary.py.
 
     python -m pip install torch transformers safetensors tokenizers
     PYTHONPATH=. python tools/transformers_values.py
 
-Of each tiny checkpoint of tests/tiny_families.py it stores the most likely tokens after the prompt, the least that one
-of them is ahead of the second, and some logits of each step.
+Of each tiny checkpoint of tests/examples/tiny_families.py it stores the most likely tokens after the prompt, the least
+that one of them is ahead of the second, and some logits of each step.
 """
 
 import json
@@ -16,7 +16,7 @@ import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.tiny_families import FAMILIES, PROMPT, write_family
+from tests.examples.tiny_families import FAMILIES, PROMPT, write_family
 
 NUM_TOKENS, IDS = 8, (0, 7, 33, 104, 255, 298)
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -84,4 +84,4 @@ if __name__ == "__main__":
     found = {"transformers": transformers.__version__} | {family: compute_values(family) for family in FAMILIES}
     found["mxfp4"] = mxfp4_values()
     lines = [f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items()]
-    Path("tests/data/families.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    Path("tests/examples/data/families.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -5,8 +5,8 @@
 The perplexity is of the first two chapters of Alice's Adventures in Wonderland (Lewis Carroll, 1865, public domain;
 `benchmarks/data/alice.txt`), one sequence in a paged cache, 256 tokens at a time: every token attends to the stored
 keys and values, its own chunk's included. The third chapter, through a float32 cache, calibrates the scales of a tensor
-and of a head. Greedy tokens are those of the short prompts in `tests/data/smollm2_greedy.jsonl`, up to 48 each, against
-the ones that stand there, which Hugging Face transformers gives in float32: quantisation may tip a near tie, and what
+and of a head. Up to 48 greedy tokens of each short prompt in `tests/examples/data/smollm2_greedy.jsonl` are compared
+with the ones in that file, which Hugging Face transformers gives in float32: quantisation may tip a near tie, and what
 follows is then another text.
 
 Weights and everything but the cache are float32.

@@ -1,0 +1,266 @@
+"""Zeroing freed blocks, swapping out and in, invariants, drawings; with poison in every slot that nobody holds."""
+
+import dataclasses
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import (
+    BlockAllocator,
+    KVCache,
+    PrefixCache,
+    blocks_from_host,
+    blocks_to_host,
+    plot_blocks,
+    zero_blocks,
+)
+from jaxpaged._allocator import report
+from jaxpaged._allocator.plot import FREE, NULL, PINNED, WAITING, block_owners
+from tests.allocator.allocators import assert_same, attend, counts, make, marks, write
+
+
+def caches():
+    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, num_layers=2, dtype="float32")
+    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.int8)
+    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.int8, num_layers=2)
+    yield KVCache.create(
+        num_blocks=12,
+        block_size=4,
+        num_kv_heads=1,
+        head_dim=8,
+        dtype=jnp.int8,
+        scale_per="head",
+        k_scale=jnp.ones(1),
+        v_scale=jnp.ones(1),
+    )
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_zeroing_takes_the_named_blocks_alone_and_all_that_is_theirs(which):
+    cache = jax.tree.map(jnp.ones_like, list(caches())[which])
+    ids = jnp.asarray([3, 0, 7, 99, -1, 3] + [0] * 200, jnp.int32)
+    zeroed = jax.jit(zero_blocks)(cache, ids)
+    axis = cache.k.ndim - 4
+    for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(zeroed), strict=True):
+        if new.ndim < axis + 3:
+            assert (new == old).all()
+            continue
+        by_block = np.moveaxis(np.asarray(new, np.float32), axis, 0).reshape(12, -1)
+        assert by_block.all(axis=1).tolist() == [block not in (3, 7) for block in range(12)]
+        assert not by_block[[3, 7]].any()
+
+
+def test_more_blocks_than_are_zeroed_at_once():
+    cache = jax.tree.map(
+        jnp.ones_like, KVCache.create(num_blocks=400, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
+    )
+    zeroed = zero_blocks(cache, jnp.arange(100, 300, dtype=jnp.int32))
+    assert np.flatnonzero(~np.asarray(zeroed.k).any(axis=(1, 2, 3))).tolist() == list(range(100, 300))
+    stack = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers=2, dtype="float32")
+    assert zero_blocks(stack, jnp.zeros(0, jnp.int32)).k.shape == stack.k.shape
+
+
+def test_zeroing_refuses_what_are_no_ids():
+    with pytest.raises(ValueError, match=r"block_ids must be int32, of one axis; got float32 \[2\]"):
+        zero_blocks(next(caches()), jnp.zeros(2))
+
+
+@pytest.mark.parametrize("zeroing", [True, False])
+def test_what_is_freed_is_gone_from_memory_and_what_is_shared_stays(zeroing):
+    cache = KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+    allocator = BlockAllocator.create(num_blocks=12, block_size=4, num_seqs=2, max_blocks_per_seq=4)
+    cache, allocator = write(cache, allocator, [[5, 5, 5, 5, 6, 6], [7]], 6)
+    allocator, _, _ = allocator.fork(counts(0, -1))
+    before, allocator = allocator, allocator.free(marks(1, 0))
+    if zeroing:
+        cache = zero_blocks(cache, allocator.freed_since(before))
+    left = set(np.unique(np.asarray(cache.v)).tolist())
+    assert left == ({0, 7} if zeroing else {0, 5, 6, 7})
+    np.testing.assert_allclose(attend(cache, allocator), [0, 7])
+
+
+def test_a_waiting_prefix_is_not_zeroed():
+    allocator, prefix_cache = make(9, 0), PrefixCache.create(num_blocks=12, block_size=4)
+    prefix_cache, cached = prefix_cache.insert(allocator, jnp.ones((2, 9), jnp.int32))
+    after = cached.free(marks(1, 1))
+    assert sorted(filter(None, after.freed_since(cached).tolist())) == [3]
+
+
+@pytest.mark.parametrize("moving", [True, False])
+def test_a_sequence_comes_back_from_the_host_under_new_ids(moving):
+    cache = KVCache.create(num_blocks=6, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+    allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=3, max_blocks_per_seq=4)
+    cache, allocator = write(cache, allocator, [[1, 2, 3, 4, 5, 6], [], []], 6)
+    allocator, old_ids = allocator.swap_out(marks(1, 1, 0))
+    assert old_ids.tolist() == [[1, 2, 0, 0], [0] * 4, [0] * 4]
+    assert allocator.swapped_lengths.tolist() == [6, 0, 0]
+    assert int(allocator.num_held) == 0
+    blocks = blocks_to_host(cache, old_ids.ravel())
+    # Its blocks go to another; the seat stays taken.
+    cache, allocator = write(cache, allocator, [[], [], [9] * 5], 5)
+    for refused in (
+        allocator.append(counts(1, 0, 0)),
+        allocator.fork(counts(2, -1, -1), replace=True),
+        allocator.fork(counts(-1, 0, -1)),
+    ):
+        assert refused[-1].tolist().count(False) == 1
+        assert_same(refused[0], allocator)
+    assert allocator.append(counts(0, 0, 1))[2].all()
+    allocator, new_ids, ok = allocator.swap_in(marks(1, 1, 0))
+    assert ok.tolist() == [True, False, True]  # row 1 is not swapped out
+    assert new_ids.tolist() == [[3, 4, 0, 0], [0] * 4, [0] * 4]
+    assert allocator.broken_invariants() == ()
+    if moving:
+        cache = blocks_from_host(cache, blocks, new_ids.ravel())
+    cache, allocator = write(cache, allocator, [[7], [], []], 1)
+    assert np.allclose(attend(cache, allocator), [4, 0, 9]) is moving
+
+
+def test_swapping_in_waits_for_blocks_and_freeing_gives_up():
+    allocator = make(6, 6, 6, num_blocks=7)
+    allocator, _ = allocator.swap_out(marks(0, 1, 1))
+    allocator, _, ok = allocator.append(counts(6, 0, 0), q_len=6)
+    assert ok.all()
+    after, ids, ok = allocator.swap_in(marks(0, 1, 1))
+    assert ok.tolist() == [True, True, False]
+    assert ids.tolist()[2] == [0] * 4
+    assert after.swapped_lengths.tolist() == [0, 0, 6]
+    assert after.broken_invariants() == ()
+    given_up = after.free(marks(0, 0, 1))
+    assert given_up.swapped_lengths.tolist() == [0, 0, 0]
+    assert given_up.is_seat_free.tolist() == [False, False, True]
+
+
+def test_a_prefix_overwritten_since_is_forgotten_when_going_back():
+    prefix_cache = PrefixCache.create(num_blocks=8, block_size=2)
+    allocator = make(4, 0, num_blocks=8, block_size=2)
+    prompt = jnp.asarray([[1, 2, 3, 4]] * 2, jnp.int32)
+    prefix_cache, allocator = prefix_cache.insert(allocator, prompt)
+    snapshot = allocator.free(marks(1, 1))  # two blocks wait
+    taken, _, ok = snapshot.append(counts(8, 4), q_len=8)  # one of them is overwritten
+    assert ok.all()
+    back, ok = taken.restore(snapshot)
+    assert ok
+    for allocator, found in ((snapshot, 2), (back, 1)):
+        _, _, num_cached = prefix_cache.match_prefix(allocator, jnp.pad(prompt, ((0, 0), (0, 1))), counts(5, 0))
+        assert num_cached.tolist() == [2 * found, 0]
+        assert allocator.broken_invariants() == ()
+
+
+def test_a_prefix_that_only_pins_held_is_forgotten_after_their_release():
+    prefix_cache = PrefixCache.create(num_blocks=8, block_size=2)
+    allocator = make(4, 0, num_blocks=8, block_size=2)
+    prompt = jnp.asarray([[1, 2, 3, 4]] * 2, jnp.int32)
+    prefix_cache, pinned = prefix_cache.insert(allocator, prompt)
+    allocator, _ = pinned.hold(pinned)
+    snapshot = allocator.free(marks(1, 1))  # no sequence names the two blocks
+    allocator, ok = snapshot.release(pinned)
+    assert ok
+    allocator, _, ok = allocator.append(counts(8, 6), q_len=8)  # overwrites both
+    assert ok.all()
+    allocator, ok = allocator.restore(snapshot)
+    assert ok
+    assert allocator.broken_invariants() == ()
+    _, _, num_cached = prefix_cache.match_prefix(allocator, jnp.pad(prompt, ((0, 0), (0, 1))), counts(5, 0))
+    assert num_cached.tolist() == [0, 0]
+
+
+def test_an_allocator_as_text():
+    allocator = make(6, 0, 3, num_blocks=12)
+    allocator, _, _ = allocator.fork(counts(-1, 0, -1))
+    allocator, _ = allocator.swap_out(marks(0, 0, 1))
+    assert str(allocator) == (
+        "BlockAllocator: 3 of 11 blocks of 4 tokens held (1 shared), 8 free (0 with a cached prefix)\n"
+        "  seq 0: 6 tokens in blocks 1 2\n"
+        "  seq 1: 6 tokens in blocks 1 4\n"
+        "  seq 2: 3 tokens swapped out"
+    )
+    assert float(allocator.utilization) == pytest.approx(3 / 11)
+    assert float(allocator.fragmentation) == pytest.approx(4 / 12)
+    assert int(allocator.num_shared) == 1
+    many = str(make(*[1] * 20, num_blocks=30))
+    assert many.endswith("and 4 more sequences")
+    jax.jit(lambda a: str(a) and a.num_held)(allocator)  # text of a traced one is no error
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        (lambda a: dict(lengths=counts(99, 0)), "lengths_fit_their_rows"),
+        (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(2)), "no_sequence_names_a_block_twice"),
+        (lambda a: dict(block_tables=a.block_tables.at[0, 3].set(2)), "entries_beyond_a_sequence_are_null"),
+        (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(0)), "null_block_is_never_handed_out"),
+        (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(9)), "free_and_held_and_null_are_all"),
+        (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(99)), "table_entries_are_blocks"),
+        (lambda a: dict(swapped_lengths=counts(1, 0)), "who_is_swapped_out_holds_nothing"),
+        (lambda a: pool(a, extra_holders=a.pool.extra_holders.at[1].add(1)), "holders_are_the_entries_and_pins"),
+        (lambda a: pool(a, extra_holders=a.pool.extra_holders.at[9].add(1)), "free_blocks_have_no_holders"),
+        (lambda a: pool(a, pins=a.pool.pins.at[1].add(-1)), "pins_are_not_negative"),
+        (lambda a: pool(a, free_list=a.pool.free_list.at[0].set(10)), "no_block_is_free_twice"),
+        (lambda a: pool(a, free_list=a.pool.free_list.at[0].set(-1)), "free_list_holds_blocks"),
+        (lambda a: pool(a, num_free=jnp.int32(12)), "free_count_is_within_the_pool"),
+        (lambda a: pool(a, num_waiting=jnp.int32(11)), "waiting_are_among_the_free"),
+        (lambda a: pool(a, bottom=jnp.int32(12)), "bottom_is_within_the_ring"),
+        (lambda a: pool(a, cached_at=a.pool.cached_at.at[2].set(12)), "no_partly_filled_block_is_cached"),
+        (lambda a: pool(a, cached_at=a.pool.cached_at.at[9].set(12)), "free_blocks_are_not_cached_as_held"),
+        (
+            lambda a: pool(a, num_waiting=jnp.int32(1), cached_at=a.pool.cached_at.at[11].set(5)),
+            "waiting_blocks_know_their_places",
+        ),
+        (
+            lambda a: dict(block_tables=a.block_tables.at[1, 0].set(2), lengths=counts(6, 1)),
+            "a_partly_filled_block_has_one_sequence",
+        ),
+    ],
+)
+def test_broken_invariants_names_what_is_broken(broken, name):
+    allocator = make(6, 0)
+    assert allocator.broken_invariants() == ()
+    assert name in dataclasses.replace(allocator, **broken(allocator)).broken_invariants()
+
+
+def pool(allocator, **changes):
+    return dict(pool=dataclasses.replace(allocator.pool, **changes))
+
+
+def test_every_invariant_has_a_state_that_breaks_it():
+    names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(report.broken_invariants), re.MULTILINE))
+    (table,) = (mark for mark in test_broken_invariants_names_what_is_broken.pytestmark if mark.name == "parametrize")
+    assert {name for _, name in table.args[1]} == names
+    assert len(names) == 19
+
+
+def test_a_drawing_has_a_colour_for_each_owner_and_a_dot_for_each_shared_block():
+    allocator, _, _ = make(6, 0, 3).fork(counts(-1, 0, -1))
+    held, _ = allocator.hold(allocator)
+    allocator = held.free(marks(0, 0, 1))
+    owners, shared = block_owners(allocator)
+    assert owners.tolist() == [NULL, 0, 0, PINNED, 1] + [FREE] * 7
+    assert np.flatnonzero(shared).tolist() == [1, 2, 4]  # a pin is a holder too
+    prefix_cache, cached = PrefixCache.create(num_blocks=12, block_size=4).insert(
+        make(9, 0), jnp.ones((2, 9), jnp.int32)
+    )
+    assert block_owners(cached.free(marks(1, 0)))[0].tolist() == [NULL, WAITING, WAITING] + [FREE] * 9
+
+
+def test_plot_blocks_draws_every_block():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")  # no display
+    allocator, _, _ = make(6, 0, 3).fork(counts(-1, 0, -1))
+    axes = plot_blocks(allocator)
+    (image,) = axes.images
+    cells = np.asarray(image.get_array()).reshape(-1, 3)
+    assert cells[0].tolist() == [0, 0, 0]  # the null block
+    assert (cells[1] == cells[2]).all()
+    assert not (cells[1] == cells[3]).all()
+    assert (cells[5:12] == 1).all()
+    columns = image.get_array().shape[1]
+    (dots,) = axes.lines
+    assert [x + y * columns for x, y in dots.get_xydata()] == [1]
+    assert plot_blocks(allocator, axes=axes) is axes
+    matplotlib.pyplot.close(axes.figure)

@@ -1,0 +1,289 @@
+"""Fork, rollback, hold, release and restore, as traces with literal tables and free lists."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import BlockAllocator, KVCache, copy_blocks
+from tests.allocator.allocators import assert_same, attend, counts, free_ids, make, marks, write
+
+
+def pairs(copies) -> list[tuple[int, int]]:
+    """(source, destination) of the copies that are not padding."""
+    return [(s, d) for s, d in zip(*(ids.tolist() for ids in copies), strict=True) if d]
+
+
+def test_parallel_sampling_shares_full_blocks_and_copies_the_last():
+    allocator = make(6, 0, 0, 4)
+    assert allocator.block_tables[:, :2].tolist() == [[1, 2], [0, 0], [0, 0], [3, 0]]
+    forked, copies, ok = allocator.fork(counts(-1, 0, 0, 3))
+    assert ok.tolist() == [True] * 4
+    assert forked.block_tables[:, :2].tolist() == [[1, 2], [1, 4], [1, 5], [3, 0]]
+    assert forked.lengths.tolist() == [6, 6, 6, 4]
+    assert pairs(copies) == [(2, 4), (2, 5)]
+    assert forked.pool.num_holders().tolist()[:6] == [0, 3, 1, 1, 1, 1]
+    assert forked.broken_invariants() == ()
+    # A shared block stays until its last holder goes.
+    freed = forked.free(marks(1, 1, 0, 0))
+    assert free_ids(freed) == [11, 10, 9, 8, 7, 6, 4, 2]
+    freed = freed.free(marks(0, 0, 1, 0))
+    assert free_ids(freed) == [11, 10, 9, 8, 7, 6, 4, 2, 5, 1]
+    assert freed.broken_invariants() == ()
+
+
+def test_a_full_last_block_is_shared_without_a_copy():
+    forked, copies, ok = make(8, 0).fork(counts(0, 0))
+    assert ok.all()
+    assert forked.block_tables[:, :2].tolist() == [[1, 2], [1, 2]]
+    assert pairs(copies) == []
+    # The next token of each goes to a block of its own.
+    forked, slots, _ = forked.append(counts(1, 1))
+    assert slots.tolist() == [[12], [16]]
+
+
+def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():
+    # Four beams with a common full block. 0 and 3 go on in each other's row, 1 has two children, 2 has none.
+    allocator, _, _ = make(4, 0, 0, 0).fork(counts(0, 0, 0, 0))
+    allocator, _, _ = allocator.append(counts(2, 2, 2, 2), q_len=2)
+    assert allocator.block_tables[:, :2].tolist() == [[1, 2], [1, 3], [1, 4], [1, 5]]
+    after, copies, ok = allocator.fork(counts(3, 1, 1, 0), replace=True)
+    assert ok.all()
+    assert after.block_tables[:, :2].tolist() == [[1, 5], [1, 3], [1, 6], [1, 2]]
+    assert pairs(copies) == [(3, 6)]
+    assert free_ids(after) == [11, 10, 9, 8, 7, 4]
+    assert after.broken_invariants() == ()
+
+
+def test_beams_that_only_change_places_need_no_free_block():
+    allocator = make(3, 2, 1, num_blocks=4)
+    assert int(allocator.num_free) == 0
+    after, copies, ok = allocator.fork(counts(2, 0, 1), replace=True)
+    assert ok.all()
+    assert after.block_tables[:, 0].tolist() == [3, 1, 2]
+    assert after.lengths.tolist() == [1, 3, 2]
+    assert pairs(copies) == []
+    assert after.broken_invariants() == ()
+
+
+def test_too_few_blocks_for_all_copies_refuses_the_later_rows_and_nobody_inherits():
+    # Row 1 could inherit block 1 were row 0 surely replaced; it is not, so rows 1, 2 and 0 want copies and one is free.
+    allocator = make(3, 2, 1, num_blocks=5)
+    after, copies, ok = allocator.fork(counts(1, 0, 0), replace=True)
+    assert int(allocator.num_free) == 1
+    # One copy is enough when 0 and 1 inherit from each other: only row 2 copies.
+    assert ok.tolist() == [True, True, True]
+    assert pairs(copies) == [(1, 4)]
+    allocator = make(3, 2, 1, 1, num_blocks=6)
+    after, copies, ok = allocator.fork(counts(1, 0, 0, 0), replace=True)
+    assert ok.tolist() == [True, False, False, False]
+    assert pairs(copies) == [(2, 5)]
+    assert after.block_tables[:, 0].tolist() == [5, 2, 3, 4]
+    assert after.lengths.tolist() == [2, 2, 1, 1]
+    assert free_ids(after) == [1]
+    assert after.broken_invariants() == ()
+
+
+@pytest.mark.parametrize(
+    ("parents", "replace", "ok"),
+    [
+        ((0, 0, 0), False, [True, False, True]),  # row 1 is occupied
+        ((0, 0, 0), True, [True, True, True]),
+        ((-1, 1, -1), False, [True, True, True]),
+        ((-2, 3, 7), True, [False, False, False]),
+        ((2, 1, 2), False, [False, True, True]),
+        ((2, 1, 2), True, [True, True, True]),  # a copy of an empty row is empty
+    ],
+)
+def test_parents_that_cannot_be(parents, replace, ok):
+    allocator = make(5, 3, 0)
+    after, _, got = allocator.fork(counts(*parents), replace=replace)
+    assert got.tolist() == ok
+    assert after.broken_invariants() == ()
+    for i, fine in enumerate(ok):
+        if not fine or parents[i] in (-1, i):
+            assert after.block_tables[i].tolist() == allocator.block_tables[i].tolist()
+            assert after.lengths[i] == allocator.lengths[i]
+
+
+def test_rollback_gives_back_the_blocks_beyond():
+    allocator = make(14, 9)
+    assert allocator.block_tables.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
+    after, copies, ok = allocator.rollback(counts(5, 8))
+    assert ok.all()
+    assert pairs(copies) == []
+    assert after.block_tables.tolist() == [[1, 2, 0, 0], [5, 6, 0, 0]]
+    assert after.lengths.tolist() == [5, 8]
+    assert free_ids(after) == [11, 10, 9, 8, 7, 4, 3]
+    assert after.broken_invariants() == ()
+    after, _, ok = after.rollback(counts(0, 8))
+    assert after.lengths.tolist() == [0, 8]
+    assert free_ids(after) == [11, 10, 9, 8, 7, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("length", [-1, 7, 2**31 - 1, -(2**31)])
+def test_lengths_that_cannot_be(length):
+    allocator = make(6, 3)
+    after, _, ok = allocator.rollback(counts(length, 1))
+    assert ok.tolist() == [False, True]
+    assert after.lengths.tolist() == [6, 1]
+    assert after.broken_invariants() == ()
+
+
+def test_rollback_into_a_shared_block_takes_a_copy():
+    allocator, _, _ = make(8, 0).fork(counts(0, 0))
+    after, copies, ok = allocator.rollback(counts(8, 6))
+    assert ok.all()
+    assert pairs(copies) == [(2, 3)]
+    assert after.block_tables[:, :2].tolist() == [[1, 2], [1, 3]]
+    assert after.pool.num_holders().tolist()[:4] == [0, 2, 1, 1]
+    # Both at once: each gets its own, and the block that both leave is free.
+    after, copies, ok = allocator.rollback(counts(7, 6))
+    assert pairs(copies) == [(2, 3), (2, 4)]
+    assert 2 in free_ids(after)
+    assert after.broken_invariants() == ()
+    # With no block for the copy the row stays as it is.
+    full, _, _ = make(8, 0, num_blocks=3).fork(counts(0, 0))
+    after, copies, ok = full.rollback(counts(8, 6))
+    assert ok.tolist() == [True, False]
+    assert_same(after, full)
+
+
+def test_going_back_is_sound_while_the_blocks_are_held():
+    old = make(6, 3)
+    new, _, _ = old.append(counts(5, 0), q_len=5)
+    assert new.still_holds(old)
+    assert new.free(marks(0, 0)).still_holds(old)
+    assert not new.free(marks(0, 1)).still_holds(old)
+    # Handed on to the same row again: held, but by new tokens.
+    again, _, _ = new.free(marks(0, 1)).append(counts(0, 3), q_len=3)
+    assert again.block_tables[1, 0] == old.block_tables[1, 0]
+    assert not again.still_holds(old)
+    # Blocks beyond the snapshot may come and go.
+    back, _, _ = new.rollback(counts(8, 3))
+    assert back.still_holds(old)
+    # Shortened inside one of its blocks: its tokens may be overwritten.
+    back, _, _ = new.rollback(counts(5, 3))
+    assert not back.still_holds(old)
+    assert back.restore(old)[1].tolist() is False
+    assert_same(back.restore(old)[0], back)
+
+
+def test_pins_keep_a_snapshot_sound():
+    old = make(6, 3)
+    held, ok = old.hold(old)
+    assert ok
+    freed = held.free(marks(1, 1))
+    assert freed.broken_invariants() == ()
+    assert int(freed.num_held) == 3
+    taken, _, _ = freed.append(counts(16, 16), q_len=16)
+    assert not set(taken.block_tables.ravel().tolist()) & {1, 2, 3}
+    assert taken.still_holds(old)
+    back, ok = taken.restore(old)
+    assert ok
+    assert_same(back, old)
+    assert back.broken_invariants() == ()
+    # What was undone is a future that never was.
+    assert not back.still_holds(taken)
+    released, ok = freed.release(old)
+    assert ok
+    assert int(released.num_held) == 0
+    assert released.broken_invariants() == ()
+    again, ok = released.release(old)
+    assert not ok
+    assert_same(again, released)
+    assert not released.hold(old)[1]
+
+
+def test_pins_are_counted_and_know_no_snapshot():
+    old = make(6, 3)
+    held, _ = old.hold(old)
+    other, _, _ = held.append(counts(2, 0), q_len=2)  # the same blocks, but nobody held this one
+    released, ok = other.release(other)
+    assert ok
+    assert released.pool.pins.tolist() == old.pool.pins.tolist()
+    again, ok = released.release(old)
+    assert not ok
+    assert_same(again, released)
+
+
+def test_pins_that_restore_brings_back_are_released():
+    old = make(6, 0)
+    held, _ = old.hold(old)
+    snapshot = held.free(marks(1, 0))  # only the pins hold blocks 1 and 2
+    released, _ = snapshot.release(old)
+    for between in (snapshot, released):
+        between, _, _ = between.append(counts(0, 1))
+        restored, ok = between.restore(snapshot)
+        assert ok
+        assert restored.pool.pins.tolist()[:4] == [0, 1, 1, 0]
+        assert not restored.restore(old)[1]  # their tokens may have been overwritten
+        again, ok = restored.release(old)
+        assert ok
+        assert again.pool.pins.sum() == 0
+        assert again.num_free == 11
+        assert again.broken_invariants() == ()
+
+
+def test_shortening_into_a_pinned_block_takes_a_copy():
+    old = make(6)
+    held, _ = old.hold(old)
+    after, copies, ok = held.rollback(counts(5))
+    assert ok.all()
+    assert pairs(copies) == [(2, 3)]
+    assert after.still_holds(old)
+    assert after.broken_invariants() == ()
+
+
+def test_a_snapshot_of_the_future_is_unsound_after_restore_even_inside_one_block():
+    old = make(5)
+    future, _, _ = old.append(counts(2), q_len=2)
+    back, ok = future.restore(old)
+    assert ok
+    other, _, _ = back.append(counts(3), q_len=3)  # overwrites what the future wrote
+    assert not other.still_holds(future)
+    assert not other.restore(future)[1]
+    assert other.still_holds(back)
+
+
+def test_freed_since_names_what_may_be_zeroed():
+    allocator, _, _ = make(6, 0, 5).fork(counts(0, 0, 2))
+    before = allocator
+    after = allocator.free(marks(1, 0, 1))
+    assert sorted(filter(None, after.freed_since(before).tolist())) == [2, 3, 4]  # 1 is shared
+    later, _, _ = after.append(counts(1, 0, 0))  # takes one of them
+    left = {2, 3, 4} - {int(later.block_tables[0, 0])}
+    assert set(filter(None, later.freed_since(before).tolist())) == left
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: a.fork(jnp.zeros(2)), r"parents must be int32 \[2\].*got float32 \[2\]"),
+        (lambda a: a.fork(counts(0)), r"parents must be int32 \[2\].*got int32 \[1\]"),
+        (lambda a: a.swap_out(counts(0, 1)), r"seqs must be bool \[2\].*got int32 \[2\]"),
+        (lambda a: a.swap_in(marks(0)), r"seqs must be bool \[2\].*got bool \[1\]"),
+        (lambda a: a.rollback(jnp.zeros(2)), r"lengths must be int32 \[2\].*got float32 \[2\]"),
+        (lambda a: a.rollback(counts(0)), r"lengths must be int32 \[2\].*got int32 \[1\]"),
+        (lambda a: a.hold(make(1, 1, 1)), r"a snapshot is an earlier state of the same allocator"),
+        (lambda a: a.release(make(1, 1, num_blocks=9)), r"a snapshot is an earlier state of the same allocator"),
+        (lambda a: a.restore(make(1, 1, block_size=2)), r"a snapshot is an earlier state of the same allocator"),
+        (lambda a: a.still_holds(make(1, 1, max_blocks=2)), r"a snapshot is an earlier state of the same allocator"),
+        (lambda a: a.freed_since(make(1)), r"a snapshot is an earlier state of the same allocator"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(make(1, 1))
+
+
+@pytest.mark.parametrize("copying", [True, False])
+def test_a_child_reads_its_parents_tokens_and_writes_its_own(copying):
+    cache = KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+    allocator = BlockAllocator.create(num_blocks=12, block_size=4, num_seqs=3, max_blocks_per_seq=4)
+    cache, allocator = write(cache, allocator, [[1, 2, 3, 4, 5, 6], [], []], 6)
+    allocator, copies, _ = allocator.fork(counts(0, 0, 0))
+    cache = copy_blocks(cache, *copies) if copying else cache
+    cache, allocator = write(cache, allocator, [[7], [14], [21, 22, 23]], 3)
+    expected = [28 / 7, 35 / 7, (21 + 66) / 9]
+    close = np.allclose(attend(cache, allocator), expected, rtol=1e-6)
+    assert close is copying  # the twin that does not copy reads what is not there

@@ -1,0 +1,58 @@
+"""The slice of an engine, compiled for an H100 on a machine without a GPU: by `make test-ptxas`.
+
+By a process of its own, which runs this file: JAX must be told before it starts.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpaged._engine.slices import run_slice
+from tests import toy_model
+from tests.compiled import instructions
+from tests.kernels import resources
+from tests.kernels.lowering import mosaic_for
+
+pytestmark = pytest.mark.skipif(not resources.installed(), reason="needs ptxas, see make test-ptxas")
+
+
+def main():
+    """Prints the compiled module."""
+    mesh = resources.mesh_of(resources.H100)
+    engine = toy_model.engine_of(16)
+    news = engine._inbox_of([], [], wants_logprobs=False, num_steps=0)
+    types = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype, sharding=NamedSharding(mesh, PartitionSpec())),
+        (engine._weights, engine._state_of_slice, news),
+    )
+    jitted = jax.jit(
+        functools.partial(run_slice, toy_model.apply, kinds=engine._kinds),
+        donate_argnums=1,
+        compiler_options={"xla_gpu_autotune_level": 0},
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), mosaic_for(resources.compute_capability(resources.H100)):
+        print(jitted.lower(*types).compile().as_text())
+
+
+def test_the_slice_copies_no_cache_and_never_calls_the_host():
+    command = [sys.executable, "-m", "tests.engine.test_slice_for_gpu"]
+    environment = os.environ | resources.WITHOUT_A_GPU
+    where = Path(__file__).parents[2]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=where, env=environment)
+    found = instructions(done.stdout)
+    shape = f"f32[{toy_model.BLOCKS + 1},{toy_model.BLOCK_SIZE},{toy_model.HEADS},{toy_model.HEAD_DIM}]"
+    of_cache = {name for name, _, line in found if shape in line.split(name + "(")[0]}
+    assert "while" in of_cache  # the search sees the cache
+    assert not {name for name in of_cache if name.startswith("copy")}
+    assert not {name for name, *_ in found} & {"infeed", "outfeed", "send", "recv"}
+    assert "callback" not in done.stdout
+
+
+if __name__ == "__main__":
+    main()

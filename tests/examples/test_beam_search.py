@@ -1,0 +1,123 @@
+"""examples/beam_search.py against a plain beam search with no cache and no sharing; of width 1 it is greedy."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import beam_search
+from lib.command_line import exit_code
+from lib.generation import start
+from tests.examples.compiled_examples import read_compiled
+from tests.examples.tiny_checkpoint import EOS, greedy, next_logits
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ["Hello there, paged world", "a", "The quick brown fox"]
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny):
+    return [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
+
+
+def plain_beam_search(tensors, prompt, width, length_penalty, eos_ids):
+    """[(score, tokens)], the best first."""
+    running, complete = [(0.0, [])], []
+    for step in range(STEPS):
+        continued = []
+        for total, tokens in running:
+            logits = next_logits(tensors, prompt + tokens)
+            log_probabilities = logits - np.logaddexp.reduce(logits)
+            continued += [(total + float(value), [*tokens, i]) for i, value in enumerate(log_probabilities)]
+        best = sorted(continued, key=lambda one: -one[0])[: width - len(complete)]
+        ended = [one for one in best if one[1][-1] in eos_ids or step + 1 == STEPS]
+        complete, running = complete + ended, [one for one in best if one not in ended]
+        if not running:
+            break
+    scored = [(total / len(tokens) ** length_penalty, tokens) for total, tokens in complete]
+    return sorted(scored, key=lambda one: -one[0])
+
+
+def search(tiny, prompts, width, **options):
+    return beam_search.beam_search(
+        tiny.model, tiny.config, prompts, width=width, max_new_tokens=STEPS, block_size=4, **options
+    )
+
+
+def frequent_tokens(tiny, prompts):
+    """Two that stand inside the best continuations, to be taken for eos."""
+    best = plain_beam_search(tiny.tensors, prompts[0], 2, 0.0, ())
+    return best[0][1][4], best[1][1][7]
+
+
+def test_hypotheses_are_those_of_a_plain_search(tiny, prompts, monkeypatch):
+    checked = read_compiled(monkeypatch, beam_search, "search")
+    eos_ids = frequent_tokens(tiny, prompts)
+    lengths, orders = set(), []
+    for length_penalty in (0.0, 1.0, 3.0):
+        found, beams = search(tiny, prompts, 4, length_penalty=length_penalty, eos_ids=eos_ids)
+        for prompt, hypotheses in zip(prompts, found, strict=True):
+            expected = plain_beam_search(tiny.tensors, prompt, 4, length_penalty, eos_ids)
+            assert [one.tokens for one in hypotheses] == [tokens for _, tokens in expected]
+            np.testing.assert_allclose([one.score for one in hypotheses], [score for score, _ in expected], rtol=1e-4)
+            lengths |= {len(one.tokens) for one in hypotheses}
+        orders.append([[one.tokens for one in hypotheses] for hypotheses in found])
+        assert beams.allocator.broken_invariants() == ()
+        assert int(beams.allocator.num_held) == 0
+        assert int(beams.peak_blocks) < int(beams.peak_unshared)
+    assert len(checked) == 3
+    assert len(lengths) > 1  # some ended early, and their rank depends on the penalty
+    assert orders[0] != orders[2]
+
+
+def test_one_beam_is_greedy(tiny, prompts):
+    eos = greedy(tiny.tensors, prompts[0], 5)[-1]
+    expected = [greedy(tiny.tensors, prompt, STEPS, eos) for prompt in prompts]
+    assert min(map(len, expected)) < STEPS == max(map(len, expected))
+    found, _ = search(tiny, prompts, 1, eos_ids=(eos,))
+    assert [one.tokens for (one,) in found] == expected
+
+
+def test_a_beam_that_finds_no_block_is_given_up_and_the_others_go_on(tiny, prompts, monkeypatch):
+    def small(*arguments, num_spared, **options):
+        return start(*arguments, num_spared=num_spared, **options | {"num_blocks": 26})
+
+    monkeypatch.setattr(beam_search, "start", small)
+    found, beams = search(tiny, prompts, 3)
+    assert 0 < sum(map(len, found)) < 9
+    assert beams.allocator.broken_invariants() == ()
+    assert int(beams.allocator.num_held) == 0
+
+
+def test_what_a_person_sees(tiny, monkeypatch, capsys):
+    def found(model, config, prompts, *, width, length_penalty, max_new_tokens, block_size, eos_ids, dtype):
+        assert (prompts, width, length_penalty) == ([tiny.tokenizer.encode("ab")], 2, 0.5)
+        assert (max_new_tokens, block_size, eos_ids, dtype) == (6, 4, (EOS,), "float32")
+        hypotheses = [
+            beam_search.Hypothesis(tiny.tokenizer.encode(text), score) for text, score in (("c", -1), ("d", -2))
+        ]
+        return [hypotheses], SimpleNamespace(peak_blocks=np.array(5), peak_unshared=np.array(8))
+
+    monkeypatch.setattr(beam_search, "beam_search", found)
+    options = ["--max-new-tokens=6", "--width=2", "--block-size=4", "--length-penalty=0.5", "--prompt=ab"]
+    beam_search.main(["--model", str(tiny.path), *options])
+    assert capsys.readouterr().out.splitlines() == [
+        "[0] ab",
+        "-->  -1.000  c",
+        "-->  -2.000  d",
+        "",
+        "blocks:  5 of 4 tokens in use at the peak; without sharing 8: 3 saved",
+    ]
+
+
+def test_refusals_are_one_sentence_and_exit_code_2(tiny, capsys):
+    for arguments, message in (
+        (["--model", "/nowhere", "--prompt=a"], "There is no checkpoint at /nowhere."),
+        (["--model", str(tiny.path)], "There is no prompt; pass --prompt TEXT or a --prompt-file that has a line."),
+        (["--model", str(tiny.path), "--prompt=a", "--block-size=900000000"], "A pool of 9 blocks of 900000000"),
+    ):
+        assert exit_code(beam_search.main, arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f": {message}" in line

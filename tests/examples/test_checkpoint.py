@@ -1,0 +1,128 @@
+"""Checkpoints that are not what they say: each is refused with one sentence."""
+
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from lib.checkpoint import CheckpointError, load_model, read_checkpoint
+from lib.fields import Fields
+from lib.gguf_file import _gguf_tokenizer
+from tests.examples.tiny_checkpoint import write_checkpoint
+
+WRONG = ["x", [], [1], {"a": {"b": 1}}, None, True, 0, -1, 0.5, float("nan"), 2**31, 10**40]
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+HARMLESS = {
+    "eos_token_id": [[], [1], None, 0],  # none, or another
+    "num_key_value_heads": [None],  # the number of heads: refused when the weights are read
+    "head_dim": [None],
+    "rms_norm_eps": [0, 0.5],
+    "rope_theta": [None, 2**31],
+    "tie_word_embeddings": [None, True],
+    "attention_bias": [None, True],  # true: a bias is missed once the weights are read
+    "mlp_bias": [None, True],
+    "rope_type": [None],
+    "factor": [0.5],
+    "low_freq_factor": [0.5],
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_checkpoint(tmp_path)
+    return tmp_path
+
+
+def refused(folder) -> str:
+    with pytest.raises(CheckpointError) as error:
+        load_model(read_checkpoint(folder), "float32")
+    message = str(error.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    return message
+
+
+def test_every_change_of_a_field_is_refused_or_harmless(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"attention_bias": False, "mlp_bias": False}
+    changes = [(config | {name: value}, name, value) for name in config for value in WRONG]
+    changes += [(config | {"rope_scaling": ROPE | {name: value}}, name, value) for name in ROPE for value in WRONG]
+    accepted: dict[str, list] = {}
+    for changed, name, value in changes:
+        (folder / "config.json").write_text(json.dumps(changed))
+        try:
+            read_checkpoint(folder)
+            accepted.setdefault(name, []).append(value)
+        except CheckpointError as error:
+            assert len(str(error).splitlines()) == 1, name  # noqa: PT017 (of many)
+    del accepted["rope_theta"][-2:]  # as often as it stands in two places
+    assert accepted == HARMLESS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, "it holds 2 layers; its config says 3"),
+        ({"num_hidden_layers": 1}, "it holds 2 layers; its config says 1"),
+        ({"num_key_value_heads": 4}, "6 heads do not go evenly to 4 KV heads"),
+        ({"eos_token_id": 300}, r"its end-of-text tokens \(300,\) are not all of the vocabulary"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"hidden_size": 2**20, "intermediate_size": 2**20, "vocab_size": 2**24}, "its config says"),
+        ({"attention_bias": True}, "holds no tensor"),
+    ],
+)
+def test_fields_that_do_not_go_together(folder, changes, message):
+    write_checkpoint(folder, **changes)
+    assert re.search(message, refused(folder))
+
+
+def test_files_that_are_no_checkpoint(folder):
+    (folder / "config.json").write_text('{"a":' * 100_000)
+    assert "config.json: maximum recursion depth exceeded" in refused(folder)
+    (folder / "config.json").write_text("[1]")
+    assert "config.json: expected a JSON object; got [1]" in refused(folder)
+    write_checkpoint(folder)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": 5}}')
+    assert "content must be a text; got 5" in refused(folder)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    assert "model.safetensors is no regular file" in refused(folder)
+    assert "model.safetensors is no regular file" in refused(folder / "model.safetensors")
+
+
+def test_weights_of_nan(folder):
+    tensors = write_checkpoint(folder)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    assert refused(folder) == "The checkpoint's tensor layers.1.mlp.up_proj.weight holds NaN or infinity."
+
+
+def test_a_gguf_file_with_a_broken_tokenizer(tmp_path):
+    fields = {
+        "model": "gpt2",
+        "tokens": ["a", "b", "ab"],
+        "token_type": [1, 1, 1],
+        "merges": ["a b"],
+        "eos_token_id": 2,
+    }
+
+    def read(**changes):
+        return _gguf_tokenizer(tmp_path, Fields({f"tokenizer.ggml.{k}": v for k, v in (fields | changes).items()}))
+
+    assert read().encode("ab") == [2]
+    with pytest.raises(CheckpointError, match="has a broken tokenizer: "):
+        read(merges=["a c"])
+    for field in ("eos_token_id", "bos_token_id"):
+        for wrong in (-1, 3, 2**31, "a"):
+            with pytest.raises(ValueError, match=f"{field} must be a whole number from 0 to 2"):
+                read(**{field: wrong})

@@ -1,0 +1,202 @@
+"""What an operator meets around the examples: closed pipes, full disks, Ctrl-C, chat templates that go wrong."""
+
+import argparse
+import dataclasses
+import functools
+import io
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from lib import chat_template, command_line, generation
+from lib.checkpoint import Checkpoint, CheckpointError
+from lib.sampling import Sampling, sample
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class Ended(BaseException):
+    pass
+
+
+@pytest.fixture
+def end(monkeypatch):
+    """Runs a script's main with stdout and stderr of one's own; returns the exit code."""
+
+    def leave(code: int):
+        raise Ended(code)
+
+    monkeypatch.setattr(command_line, "end_on_interrupt", lambda: None)
+    monkeypatch.setattr(command_line.os, "_exit", leave)
+    monkeypatch.setattr(sys, "exit", leave)
+
+    def call(main, stdout, stderr=None):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", stdout)
+            patched.setattr(sys, "stderr", stderr or io.TextIOWrapper(io.BytesIO()))
+            with pytest.raises(Ended) as ended:
+                command_line.run(main)
+            sys.stderr.seek(0)
+            return ended.value.args[0], sys.stderr.read()
+
+    return call
+
+
+class Broken(io.BytesIO):
+    def __init__(self, error: OSError):
+        super().__init__()
+        self.error = error
+
+    def write(self, _) -> int:
+        raise self.error
+
+    def close(self) -> None:  # what is still in a buffer before it stays there
+        pass
+
+
+def say_hello() -> int:
+    print("hello")
+    return 3
+
+
+def stop() -> None:
+    raise SystemExit(2)
+
+
+def test_the_code_of_a_script_is_what_main_returns(end):
+    assert end(say_hello, io.TextIOWrapper(io.BytesIO()))[0] == 3
+    assert end(lambda: None, io.TextIOWrapper(io.BytesIO()))[0] is None
+    assert end(stop, io.TextIOWrapper(io.BytesIO()))[0] == 2
+    assert end(say_hello, None)[0] == 3  # closed
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (BrokenPipeError(32, "Broken pipe"), 141, ""),
+        (OSError(28, "No space left on device"), 2, "The results cannot be written: No space left on device.\n"),
+    ],
+)
+def test_results_that_nobody_takes(end, error, code, message):
+    ended, err = end(say_hello, io.TextIOWrapper(Broken(error)))
+    assert ended == code
+    assert err.endswith(message)
+    assert len(err.splitlines()) == bool(message)
+    assert (
+        end(say_hello, io.TextIOWrapper(Broken(error)), io.TextIOWrapper(Broken(error), write_through=True))[0] == code
+    )
+
+
+def test_a_stream_of_ascii_gets_all_that_a_model_says(end):
+    written = io.BytesIO()
+    assert end(lambda: print("caf\u00e9 \udcff"), io.TextIOWrapper(written, encoding="ascii"))[0] is None
+    assert written.getvalue() == b"caf\\xe9 \\udcff\n"
+
+
+def test_refusals_are_one_sentence_and_code_2(end):
+    for error in (command_line.RequestError, CheckpointError, generation.PoolError):
+
+        def refuse(error=error) -> None:
+            raise error("It cannot be.")
+
+        code, err = end(refuse, io.TextIOWrapper(io.BytesIO()))
+        assert code == 2
+        assert err.endswith(": It cannot be.\n")
+
+
+def test_a_backend_that_is_not_there_is_one_sentence(monkeypatch, capsys):
+    def start():
+        raise RuntimeError("Unable to initialize backend 'nonsense'")
+
+    monkeypatch.setattr(jax, "default_backend", start)
+    assert command_line.exit_code(command_line.dtype_name, "float32") == 2
+    assert "JAX does not start: Unable to initialize backend 'nonsense'." in capsys.readouterr().err
+
+
+def test_interrupting_one_long_call_ends_it_at_once():
+    script = (
+        "import signal, sys; sys.path.insert(0, sys.argv[1]); import jax; from lib import command_line\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it\n"
+        "loop = jax.jit(lambda: jax.lax.while_loop(lambda i: i >= 0, lambda i: (i + 1) % 7, 0)).lower().compile()\n"
+        "command_line.run(lambda: print('running', flush=True) or jax.block_until_ready(loop()))\n"
+    )
+    command = [sys.executable, "-c", script, EXAMPLES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert err.split() == ["-c:", "Interrupted."]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1/0 }}", "division by zero"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
+        ("{{ 9**(9**9) }}", "takes more than 1 seconds"),
+        ("{{ 'a'*10**10 }}", "MemoryError"),
+        ("{{ 'a'*10**7 }}", "makes 10000000 characters of a prompt of 2"),
+        ("{{ '\\ud800' }}", "surrogates not allowed"),
+        ("{{ ''.__class__.__mro__ }}", "is unsafe"),
+        ("{{ raise_exception('no\nsystem') }}", "no system"),
+    ],
+)
+def test_what_a_chat_template_does_wrong_is_one_line(monkeypatch, template, message):
+    if "9**9" in template:
+        monkeypatch.setattr(chat_template, "MOST_SECONDS", 1)
+    with pytest.raises(chat_template.ChatTemplateError, match=message) as raised:
+        chat_template.render(template, [[{"role": "user", "content": "hi"}]], {})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_chat_template_has_the_tokens_the_clock_and_breaks():
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ strftime_now('!') }}{% break %}{% endfor %}"
+    texts = ["h\u00e9", "ho"]
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    assert chat_template.render(template, conversations, {"bos_token": "<s>"}) == [f"<s>{text}!" for text in texts]
+
+
+def test_control_tokens_in_a_prompt_are_text(tiny):
+    eos = tiny.tokenizer.eos_ids[0]  # the template is <eos>{{ content }}:
+    prompts = ["a<eos>b", "<eo<eos>s>", "plain"]
+    escaped = tiny.tokenizer.encode_chat(prompts)
+    for prompt, ids in zip(prompts, escaped, strict=True):
+        assert ids[0] == eos
+        assert eos not in ids[1:]
+        assert tiny.tokenizer.decode(ids) == prompt + ":"
+    assert escaped[2] == [eos, *tiny.tokenizer.encode("plain:")]
+    allowed = tiny.tokenizer.encode_chat(prompts, allow_control_tokens=True)
+    assert [ids.count(eos) for ids in allowed] == [2, 2, 1]
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tiny):
+    config = dataclasses.replace(tiny.config, vocab_size=70)
+    checkpoint = Checkpoint(config, tiny.tokenizer, {})
+    with pytest.raises(CheckpointError, match=r"gives token \d+; the model knows 70 tokens"):
+        command_line.encode_prompts(["hello"], checkpoint, argparse.Namespace(chat=False))
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 1e-30, 1e-6])
+def test_the_most_likely_token_is_always_among_the_likely(top_p):
+    logits = jnp.asarray([[0.0, 1.0, 5.0, 2.0]], jnp.float32)
+    assert sample(logits, jax.random.split(jax.random.key(0), 1), Sampling(temperature=9.0, top_p=top_p)) == 2
+
+
+def test_a_step_has_the_same_dtypes_under_x64(tiny):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        empty = functools.partial(generation.start, max_new_tokens=4, block_size=16, num_blocks=None, seed=0)
+        state = empty(tiny.config, [[1, 2]], dtype="float32")
+        more = functools.partial(generation.decode, eos_ids=(), sampling=Sampling())
+        after = jax.eval_shape(more, *nnx.split(tiny.model), state, jnp.int32(1))
+    assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [leaf.dtype for leaf in jax.tree.leaves(state)]

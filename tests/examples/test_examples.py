@@ -1,0 +1,98 @@
+"""examples/decode_loop.py, and what each program says without the packages of its extra."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import decode_loop
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RUN_WITHOUT_EXTRAS = """
+import contextlib, io, json, runpy, sys
+sys.path.insert(0, sys.argv[1])
+from lib.extras import PIP
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in PIP:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Finder())
+for line in sys.stdin:
+    sys.argv = json.loads(line)
+    code, out, err = 0, *(io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as done:
+            code = done.code
+    print(json.dumps([code, *(stream.buffer.getvalue().decode() for stream in (out, err))]))
+"""
+
+
+def test_without_its_extra_a_program_has_help_and_names_the_extra(tmp_path):
+    model = [f"--model={tmp_path}"]
+    readers = "generate", "parallel_sampling", "beam_search", "speculative", "rollout"
+    options = {name: [*model, "--prompt=a"] for name in readers} | dict(serve=[*model, "--port=0"])
+    options |= dict(gemma_linen=[], tunix_qwen3=[])
+    assert options.keys() | {"decode_loop"} == {file.stem for file in EXAMPLES.glob("*.py")}  # all of the programs
+    runs = [[f"{EXAMPLES / name}.py", *words] for name in options for words in (["--help"], options[name])]
+    command = [sys.executable, "-c", RUN_WITHOUT_EXTRAS, EXAMPLES]
+    lines = "\n".join(map(json.dumps, runs))
+    done = subprocess.run(command, input=lines, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+    for (program, *words), (code, out, err) in zip(runs, map(json.loads, done.splitlines()), strict=True):
+        if words == ["--help"]:
+            assert (code, err) == (0, ""), program
+            assert len(out.splitlines()) > 3
+        else:
+            assert code == 2, (program, out, err)
+            pattern = rf"{Path(program).name}: The package \w+ is not installed: pip install \S+\n"
+            assert re.fullmatch(pattern, err), (program, err)
+
+
+def test_decode_loop_runs_as_a_script():
+    command, x64 = [sys.executable, EXAMPLES / "decode_loop.py"], os.environ | {"JAX_ENABLE_X64": "1"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=x64).stdout.splitlines()
+    assert len(done) == decode_loop.SEQS + 1
+    assert done[-1].endswith("blocks are free")
+
+
+def test_decode_loop_stops_frees_and_survives_a_pool_that_is_too_small():
+    def run(num_blocks):
+        cache = decode_loop.KVCache.create(
+            num_blocks=num_blocks,
+            block_size=decode_loop.BLOCK_SIZE,
+            num_kv_heads=decode_loop.KV_HEADS,
+            head_dim=decode_loop.HEAD_DIM,
+            dtype="float32",
+        )
+        allocator = decode_loop.BlockAllocator.create(
+            num_blocks=num_blocks,
+            block_size=decode_loop.BLOCK_SIZE,
+            num_seqs=decode_loop.SEQS,
+            max_blocks_per_seq=decode_loop.MAX_BLOCKS,
+        )
+        _, allocator, generated = jax.jit(decode_loop.decode)(
+            decode_loop.weights, cache, allocator, jnp.arange(decode_loop.SEQS)
+        )
+        return allocator, np.asarray(generated)
+
+    _, plenty = run(decode_loop.NUM_BLOCKS)
+    allocator, scarce = run(7)
+    for full, cut in zip(plenty, scarce, strict=True):
+        count = (cut >= 0).sum()
+        assert (full[:count] == cut[:count]).all()
+        assert (cut[count:] == -1).all()
+    assert (scarce >= 0).sum() < (plenty >= 0).sum()
+    assert int(allocator.num_free) == 6 - int(-(-allocator.lengths // decode_loop.BLOCK_SIZE).sum())
+
+
+def test_decode_loop_is_about_sixty_lines():
+    assert len((EXAMPLES / "decode_loop.py").read_text().splitlines()) <= 65

@@ -1,0 +1,191 @@
+"""The families of examples/lib/families.py on tiny random checkpoints, against what transformers gives for them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import jaxpaged
+from lib.checkpoint import CheckpointError, load_model, read_checkpoint
+from lib.engine_llama import create_engine
+from lib.families import read_config
+from lib.fields import Fields
+from tests.examples.tiny_families import FAMILIES, GEMMA, HEAD_DIM, KV_HEADS, PROMPT, SIZES, write_family
+
+EXPECTED = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())
+NUM_BLOCKS, BLOCK_SIZE, CHUNK = 6, 4, 10
+
+
+def paged_values(model, num_tokens):
+    """The most likely tokens, and the logits of each. One program: the prompt in a step, then a token a step."""
+    graph, weights = nnx.split(model)
+    sizes = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    cache = jaxpaged.KVCache.create(**sizes, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32")
+    allocator = jaxpaged.BlockAllocator.create(**sizes, num_seqs=1, max_blocks_per_seq=NUM_BLOCKS - 1)
+
+    @jax.jit
+    def run(weights):
+        model = nnx.merge(graph, weights)
+
+        def step(carry, _):
+            caches, allocator, tokens, count = carry
+            allocator, slots, _ = allocator.append(count[None], q_len=CHUNK)
+            slots = jnp.roll(slots[0], count)  # the newest slots are at the end of the row
+            caches, logits = model(tokens, caches, allocator, slots, query_starts=jnp.stack([0 * count, count]))
+            token = logits[0].argmax().astype(jnp.int32)
+            return (caches, allocator, tokens.at[0].set(token), jnp.int32(1)), (token, logits[0])
+
+        first = (cache,) * len(model.layers), allocator, jnp.asarray(PROMPT), jnp.int32(len(PROMPT))
+        return jax.lax.scan(step, first, length=num_tokens)[1]
+
+    tokens, logits = run(weights)
+    return tokens.tolist(), np.asarray(logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_tokens_are_those_of_transformers(family, tmp_path):
+    write_family(tmp_path, family)
+    expected = EXPECTED[family]
+    tokens, logits = paged_values(load_model(read_checkpoint(tmp_path), "float32"), len(expected["tokens"]))
+    assert tokens == expected["tokens"]
+    np.testing.assert_allclose(logits[:, expected["ids"]], expected["logits"], atol=3e-5)
+
+
+def test_without_its_window_a_model_gives_others(tmp_path):
+    write_family(tmp_path, "mistral")
+    checkpoint = read_checkpoint(tmp_path)
+    wrong = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, windows=None))
+    _, logits = paged_values(load_model(wrong, "float32"), 1)
+    assert not np.allclose(logits[:, EXPECTED["mistral"]["ids"]], EXPECTED["mistral"]["logits"][:1], atol=0.1)
+
+
+@pytest.mark.slow
+def test_behind_an_engine(tmp_path):
+    write_family(tmp_path, "gpt_oss")
+    checkpoint = read_checkpoint(tmp_path)
+    model = load_model(checkpoint, "float32")
+    for layer in model.layers:
+        # For an exact engine, which compiles one kind of step and not three.
+        layer.self_attn.settings = dataclasses.replace(layer.self_attn.settings, num_partitions=1)
+    sizes = dict(num_seats=1, max_length=20, block_size=BLOCK_SIZE, chunk_tokens=8)
+    engine = create_engine(model, checkpoint.config, **sizes, dtype="float32", exact=True)
+    expected = EXPECTED["gpt_oss"]["tokens"]
+    params = jaxpaged.SamplingParams(max_tokens=len(expected), temperature=0.0)
+    assert engine.generate([PROMPT], params)[0].outputs[0].token_ids == expected
+
+
+def config_of(family, **changes):
+    return read_config(Fields({"model_type": family, **SIZES, **FAMILIES[family], **changes}))
+
+
+def test_what_configs_leave_out():
+    windows = config_of("gemma3_text", num_hidden_layers=12, sliding_window_pattern=6).windows
+    assert windows == (*[6] * 5, None) * 2
+    assert config_of("gpt_oss", sliding_window=128).windows == config_of("gemma2", sliding_window=128).windows
+    assert config_of("mistral", sliding_window=None).windows is None
+    assert config_of("qwen2", use_sliding_window=None).windows is None
+    assert config_of("qwen2", layer_types=["sliding_attention", "full_attention"]).windows == (6, None)
+    assert config_of("gemma2", final_logit_softcapping=None).final_soft_cap is None
+    with_images = Fields(
+        {
+            "model_type": "gemma3",
+            "text_config": dict(hidden_size=2560, intermediate_size=10_240, num_hidden_layers=34, sliding_window=1024),
+        }
+    )
+    config = read_config(with_images)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262_208)
+    assert config.windows == ((*[1024] * 5, None) * 6)[:34]
+    assert config.tie_embeddings
+
+
+def test_the_rotary_fields_of_two_generations():
+    of_windows, of_others = dict(rope_theta=20.0), dict(rope_theta=500.0, rope_type="linear", factor=8.0)
+    nested = dict(sliding_attention=of_windows, full_attention=of_others)
+    now = {"model_type": "gemma3_text", **SIZES, **GEMMA, "sliding_window_pattern": 2, "rope_parameters": nested}
+    assert read_config(Fields(now)) == config_of("gemma3_text")
+    parameters = FAMILIES["qwen3"]["rope_scaling"] | dict(rope_theta=500.0)
+    now = {"model_type": "qwen3", **SIZES, "rope_parameters": parameters}
+    assert read_config(Fields(now)) == config_of("qwen3")
+    plain = config_of("llama", rope_scaling=None)
+    assert config_of("llama", rope_scaling=dict(type="dynamic", factor=4.0)) == plain  # within its context
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (
+            "gemma2",
+            dict(use_bidirectional_attention=True),
+            "its use_bidirectional_attention is True, which is not known",
+        ),
+        (
+            "gpt_oss",
+            dict(quantization_config={"quant_method": "awq"}),
+            "its quantization_config is of the method 'awq'",
+        ),
+        (
+            "llama",
+            dict(quantization_config={"quant_method": "mxfp4"}),
+            "its quantization_config is of the method 'mxfp4'",
+        ),
+        ("llama", dict(quantization_config="fp8"), "expected a JSON object; got 'fp8'"),
+        ("llama", dict(partial_rotary_factor=0.5), "its partial_rotary_factor is 0.5, which is not known here"),
+        ("llama", dict(rope_scaling=dict(partial_rotary_factor=0.5)), "its partial_rotary_factor is 0.5"),
+        ("llama", dict(rope_scaling=dict(mrope_section=[1, 1, 2])), "its mrope_section is"),
+        ("mistral", dict(layer_types=["full_attention"] * 2), "its layer_types is"),
+        ("qwen3", dict(layer_types=["full_attention"] * 2, use_sliding_window=True), None),
+        (
+            "gpt_oss",
+            dict(layer_types=["full_attention", "chunked_attention"]),
+            "layer_types must be 2 of sliding_attention",
+        ),
+        ("gpt_oss", dict(layer_types=["full_attention"]), "layer_types must be 2 of sliding_attention, full_attention"),
+        ("gpt_oss", dict(num_experts_per_tok=5), "num_experts_per_tok must be a whole number from 1 to 4; got 5"),
+        ("gpt_oss", dict(num_local_experts=None), "num_local_experts"),
+        ("gpt_oss", dict(sliding_window=None), "sliding_window"),
+        ("gpt_oss", dict(sliding_window=0), "sliding_window must be a whole number from 1"),
+        ("gemma2", dict(hidden_activation="gelu"), "it has the activation 'gelu'"),
+        ("gemma2", dict(attn_logit_softcapping=0), "attn_logit_softcapping must be a number from 0.001"),
+        ("gemma2", dict(query_pre_attn_scalar="8"), "query_pre_attn_scalar must be a number from 0.001"),
+        ("gemma3_text", dict(sliding_window_pattern=0), "sliding_window_pattern must be a whole number from 1"),
+        (
+            "gemma3_text",
+            dict(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)),
+            "factor",
+        ),
+    ],
+)
+def test_what_is_refused_by_name(family, changes, message):
+    if message is None:
+        config_of(family, **changes)
+        return
+    with pytest.raises((KeyError, ValueError)) as error:
+        config_of(family, **changes)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_refusal_is_one_sentence(tmp_path):
+    write_family(tmp_path, "llama", partial_rotary_factor=0.5)
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(tmp_path)
+    assert str(error.value).endswith(": its partial_rotary_factor is 0.5, which is not known here.")
+
+
+def test_experts_in_four_bits(tmp_path):
+    write_family(tmp_path, "gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    blocks, scales, expected = (np.asarray(array) for array in EXPECTED["mxfp4"].values())
+    shape = tensors.pop(name).shape
+    tensors[f"{name}_blocks"] = np.broadcast_to(blocks.astype(np.uint8), (shape[0], shape[2], 1, 16)).copy()
+    tensors[f"{name}_scales"] = np.broadcast_to(scales.astype(np.uint8), (shape[0], shape[2], 1)).copy()
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    found = load_model(read_checkpoint(tmp_path), "float32").layers[1].mlp.experts.gate_up_proj[...]
+    np.testing.assert_array_equal(found, np.broadcast_to(expected[:, None], shape))

@@ -1,0 +1,296 @@
+"""examples/generate.py on a tiny random checkpoint: right tokens, whatever the blocks and the batch; clear refusals."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import generate
+from lib import checkpoint, prefill
+from lib.command_line import exit_code
+from lib.families import scaled_frequencies
+from lib.fields import Fields
+from tests.examples.tiny_checkpoint import CONTEXT, EOS, greedy, write_checkpoint
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ["Hello there, paged world", "a", "The quick brown fox jumps over it"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint_files(tmp_path_factory):
+    """The folder and its tensors."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    return path, write_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint_files):
+    return checkpoint_files[0]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint_files):
+    """The tokens behind a JSON line's prompt, of the model that is not paged."""
+    return lambda line, count: greedy(checkpoint_files[1], line["prompt_tokens"], count)
+
+
+@pytest.fixture
+def run(folder, capsys):
+    """Runs the script; returns the exit code, the JSON lines (or stdout if --json is off) and stderr."""
+
+    def call(*arguments, prompts=PROMPTS, tokens=12, as_json=True, model=None):
+        command = ["--model", str(model or folder), "--max-new-tokens", str(tokens), *map(str, arguments)]
+        command += [f"--prompt={prompt}" for prompt in prompts] + ["--json"] * as_json
+        code = exit_code(generate.main, command)
+        captured = capsys.readouterr()
+        out = [json.loads(line) for line in captured.out.splitlines()] if as_json else captured.out
+        return code, out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_are_those_of_a_model_that_is_not_paged(tmp_path, run, tied):
+    tensors = write_checkpoint(tmp_path / "model", seed=5, tied=tied)
+    code, lines, _ = run(model=tmp_path / "model")
+    assert code == 0
+    assert [line["prompt"] for line in lines] == PROMPTS
+    for line in lines:
+        assert set(line) == {"prompt", "prompt_tokens", "tokens", "text"}
+        assert line["tokens"] == greedy(tensors, line["prompt_tokens"], 12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompts"),
+    [
+        (["--block-size", 8, "--num-blocks", 100], ["another one", *PROMPTS[::-1], *PROMPTS]),
+        (["--block-size", 64, "--stream"], PROMPTS[:1]),
+    ],
+)
+def test_the_result_depends_on_the_prompt_alone(run, expected, arguments, prompts):
+    code, lines, _ = run(*arguments, prompts=prompts)
+    assert code == 0
+    assert [line["prompt"] for line in lines] == prompts
+    for line in lines:
+        assert line["tokens"] == expected(line, 12)
+
+
+def test_long_prompts_are_prefilled_in_chunks(run, expected, monkeypatch):
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+    _, lines, _ = run(prompts=["x" * 100, "hello", "y" * 33])
+    for line in lines:
+        assert line["tokens"] == expected(line, 12)
+
+
+def test_sampling_follows_the_seed_and_not_the_place_in_the_batch(run):
+    hot, prompts = ["--temperature", 5.0], [*PROMPTS, PROMPTS[1]]
+    first, again, other = (
+        [line["tokens"] for line in run(*hot, "--seed", seed, prompts=order)[1]]
+        for seed, order in ((1, prompts), (1, prompts[::-1]), (2, prompts))
+    )
+    assert [first[0], first[2]] == [again[3], again[1]]
+    assert first != other
+    assert first[1] != first[3]  # of one prompt
+    assert [first[1], first[3]] == [again[0], again[2]]
+
+
+@pytest.mark.parametrize("option", [["--top-k", 1], ["--top-p", 1e-6]])
+def test_the_narrowest_sampling_is_greedy(run, option):
+    _, lines, _ = run()
+    _, narrow, _ = run("--temperature", 5.0, *option)
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in narrow]
+
+
+def test_eos_stops_and_is_the_last_token_unless_ignored(run, folder):
+    _, lines, _ = run()
+    tokens = lines[0]["tokens"]
+    eos = tokens[3]  # some token that did come out, taken for the end
+    other = folder / "other"
+    write_checkpoint(other, eos_token_id=[eos, EOS])
+    _, stopped, _ = run(model=other)
+    assert stopped[0]["tokens"] == tokens[: tokens.index(eos) + 1]
+    _, ignored, _ = run("--ignore-eos", model=other)
+    assert ignored[0]["tokens"] == tokens
+
+
+def test_blocks_come_back_inside_the_loop(run):
+    # Row 1 needs 4 blocks in the end and finds one until row 0, at its limit of context, has given its 16 back.
+    long = "x" * (CONTEXT - 4)
+    code, lines, err = run("--block-size", 8, "--num-blocks", 1 + 16 + 1, tokens=30, prompts=[long, "abc"])
+    assert code == 0
+    assert [len(line["tokens"]) for line in lines] == [5, 30]
+    assert "17 blocks of 8 tokens in use at the peak" in err
+
+
+def test_running_out_of_blocks_marks_the_sequence_and_the_others_complete(run, expected):
+    # Both want a third block at the same step and there is none: the last one makes room.
+    code, lines, err = run("--block-size", 8, "--num-blocks", 1 + 4, tokens=20, prompts=["abcdefgh", "ijklmnop"])
+    assert code == 3
+    finished, starved = lines
+    assert finished["tokens"] == expected(finished, 20)
+    assert "out_of_blocks" not in finished
+    assert starved["out_of_blocks"] is True
+    assert 0 < len(starved["tokens"]) < 20
+    assert re.search(r"\[1\] stopped after \d+ tokens: the pool ran out of blocks; pass a larger --num-blocks", err)
+
+
+def test_a_prompt_as_long_as_the_context_gives_one_token(run):
+    code, lines, _ = run(prompts=["x" * CONTEXT])
+    assert code == 0
+    assert len(lines[0]["tokens"]) == 1
+
+
+def test_chat_and_prompt_file(run, folder, tmp_path):
+    (tmp_path / "prompts.txt").write_text("\ufefffirst\r\n\nsec\u2028ond\n")
+    _, lines, _ = run("--chat", "--prompt-file", tmp_path / "prompts.txt", prompts=["zeroth"])
+    assert [line["prompt"] for line in lines] == ["zeroth", "first", "sec\u2028ond"]
+    tokenizer = checkpoint.read_checkpoint(folder).tokenizer
+    assert lines[1]["prompt_tokens"] == [EOS, *tokenizer.encode("first:")]
+
+
+def test_bfloat16(run):
+    with jax.numpy_dtype_promotion("standard"):  # Flax's RMSNorm promotes
+        code, lines, _ = run("--dtype", "bfloat16")
+    assert code == 0
+    assert all(len(line["tokens"]) in range(1, 13) for line in lines)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_the_default_dtype_is_one_that_the_kernels_take(monkeypatch, backend, dtype):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert generate.parse_arguments([]).dtype == dtype
+    assert generate.parse_arguments(["--dtype=float32"]).dtype == "float32"
+
+
+def test_what_a_person_sees(run):
+    code, out, _ = run(as_json=False)
+    assert code == 0
+    for prompt in PROMPTS:
+        assert f"] {prompt}\n--> " in out
+    assert re.search(r"prefill: 58 tokens in [\d.]+ s, [\d.]+ tokens/s", out)
+    assert re.search(r"decode:  \d+ tokens in [\d.]+ s, [\d.]+ tokens/s", out)
+    assert re.search(r"cache:   \d+ blocks of 16 tokens .* contiguous .* reserve 9, .*: paging saved \d+%", out)
+    if jax.default_backend() != "gpu":
+        assert re.search(r"kernel:  prefill xla, decode xla, compiled in [\d.]+ s for cpu", out)
+
+
+def test_a_stream_is_the_text(run):
+    _, lines, _ = run()
+    _, out, _ = run("--stream", prompts=PROMPTS[:1], as_json=False)
+    assert out.startswith(lines[0]["text"].rstrip("\ufffd"))
+    _, out, _ = run("--stream", as_json=False)
+    assert {"[0]", "[1]", "[2]"} <= set(re.findall(r"^\[\d\]", out, re.MULTILINE))
+
+
+def test_chat_templates(run, tmp_path):
+    def chat(template, code):
+        model = tmp_path / "model"
+        write_checkpoint(model)
+        (model / "chat_template.jinja").write_text(template)
+        done, lines, err = run("--chat", prompts=["hi"], model=model, tokens=2)
+        assert done == code
+        return err if code else lines[0]["prompt_tokens"]
+
+    loop = "{% for m in messages %}{{ m.content }}{{ strftime_now('') }}{% break %}{% endfor %}"
+    assert chat(loop, 0) == chat("hi", 0)
+    assert "chat template failed: no system" in chat("{{ raise_exception('no system') }}", 2)
+    assert "chat template failed" in chat("{% for %}", 2)
+
+
+def test_a_limit_beyond_the_context_reserves_no_more_than_the_context(run):
+    code, _, err = run(prompts=PROMPTS[:1], tokens=10**10)
+    assert code == 0
+    assert f"would reserve {CONTEXT // 16}," in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompts", "message"),
+    [
+        ([], [], r"There is no prompt; pass --prompt"),
+        ([], ["a", ""], r"A prompt is empty"),
+        (["--prompt-file", "/nowhere.txt"], [], r"The prompt file /nowhere.txt cannot be read"),
+        (["--num-blocks", 3], PROMPTS, r"The prompts need 6 blocks of 16 tokens .* at least --num-blocks 7"),
+        ([], ["x" * (CONTEXT + 1)], r"has 129 tokens; the model's context is 128"),
+        (["--model", "/nowhere"], PROMPTS, r"There is no checkpoint at /nowhere"),
+        (["--temperature", -1], PROMPTS, r"--temperature must be 0 or a positive number"),
+        (["--temperature", "nan"], PROMPTS, r"--temperature must be 0 or a positive number"),
+        (["--top-p", 0], PROMPTS, r"--top-p above 0"),
+        (["--seed", 2**63], PROMPTS, r"--seed must be within 0 and"),
+        (["--num-blocks", 10**9], PROMPTS, r"A pool of 1000000000 blocks .* takes \d+ GB"),
+        ([], ["\udcff"], r"A prompt is not valid UTF-8"),
+        (["--model", "x" * 300], PROMPTS, r"cannot be read as a checkpoint"),
+    ],
+)
+def test_refusals_are_one_sentence_and_exit_code_2(run, arguments, prompts, message):
+    code, lines, err = run(*arguments, prompts=prompts)
+    assert code == 2
+    assert lines == []
+    assert re.search(message, err)
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", [["--block-size", "0"], ["--max-new-tokens", "-1"], ["--dtype", "int8"]])
+def test_bad_options_exit_with_2(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        generate.main([*option, "--prompt", "a"])
+    assert "error" in capsys.readouterr().err
+
+
+def test_broken_checkpoints(run, tmp_path):
+    def refused(model):
+        code, _, err = run(model=model)
+        assert code == 2
+        assert len(err.strip().splitlines()) == 1
+        return err
+
+    (tmp_path / "text.gguf").write_bytes(b"this is not a GGUF file")
+    assert "cannot be read as a checkpoint" in refused(tmp_path / "text.gguf")
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    assert "cannot be read as a checkpoint" in refused(tmp_path / "empty.gguf")
+
+    model = tmp_path / "model"
+    write_checkpoint(model, model_type="gpt2")
+    assert "is of the type 'gpt2'" in refused(model)
+    write_checkpoint(model, num_hidden_layers=3)
+    assert "it holds 2 layers; its config says 3" in refused(model)
+    write_checkpoint(model, intermediate_size=97)
+    assert re.search(r"mlp.\w+_proj.weight is .*; its config says", refused(model))
+    write_checkpoint(model, hidden_act="gelu")
+    assert "has the activation 'gelu'" in refused(model)
+    (model / "tokenizer.json").write_text("[]")
+    write_checkpoint(model, rope_scaling="yarn")
+    assert "cannot be read as a checkpoint" in refused(model)
+    (model / "tokenizer.json").write_text("[]")
+    assert "cannot be read" in refused(model)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    assert "lacks 'num_attention_heads'" in refused(model)
+    write_checkpoint(model, rope_scaling={"rope_type": "yarn"})
+    assert "lacks 'factor', which such a checkpoint has" in refused(model)
+    write_checkpoint(model, rope_scaling={"rope_type": "longrope"})
+    assert "scaled by 'longrope', which is not known here" in refused(model)
+    (model / "config.json").write_text("{")
+    assert "cannot be read as a checkpoint" in refused(model)
+    (model / "config.json").unlink()
+    assert "holds no config.json" in refused(model)
+    write_checkpoint(model)
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "cannot be read" in refused(model)
+    (model / "model.safetensors").unlink()
+    assert "holds no *.safetensors" in refused(model)
+
+
+def test_llama3_frequencies():
+    rope = dict(rope_type="llama3", rope_theta=500_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    rope["original_max_position_embeddings"] = 8192
+    scaled = np.asarray(scaled_frequencies(Fields(rope), 1e4, 128, 131_072)[0])
+    plain = np.asarray(scaled_frequencies(Fields({}), 500_000.0, 128, 131_072)[0])
+    turns = 8192 * plain / (2 * np.pi)
+    np.testing.assert_allclose(scaled[turns > 4], plain[turns > 4])
+    np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / 8)
+    between = (turns > 1) & (turns < 4)
+    assert between.any()
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all()

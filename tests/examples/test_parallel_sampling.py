@@ -1,0 +1,87 @@
+"""examples/parallel_sampling.py: the tokens of a loop that never shares, from fewer blocks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import parallel_sampling
+from lib.command_line import exit_code
+from lib.generation import generated
+from lib.sampling import Sampling
+from tests.examples.compiled_examples import read_compiled
+from tests.examples.tiny_checkpoint import greedy
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ["The quick brown fox jum", "a", "12345678"]  # 23, 1 and 8 tokens: 2 full blocks, none and 1
+SIZES = dict(max_new_tokens=12, block_size=8)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny):
+    return [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
+
+
+def complete(tiny, prompts, temperature, num_completions=3):
+    return parallel_sampling.sample_in_parallel(
+        tiny.model,
+        tiny.config,
+        prompts,
+        **SIZES,
+        num_completions=num_completions,
+        sampling=Sampling(temperature),
+        seed=4,
+    )
+
+
+def repeat(rows):
+    return [row for row in rows for _ in range(3)]
+
+
+def test_greedy_tokens_are_those_of_a_model_that_shares_nothing(tiny, prompts, monkeypatch):
+    expected = [greedy(tiny.tensors, prompt, 12, None) for prompt in prompts]
+    state, num_shared = complete(tiny, prompts, 0.0)
+    assert generated(state) == repeat(expected)
+    assert state.allocator.broken_invariants() == ()
+    assert int(state.allocator.num_held) == 0
+    assert num_shared == 3  # the full blocks; the partly filled ones of the first two prompts have copies
+    # In the end a completion's 34, 12 or 19 tokens fill 5, 2 and 3 blocks.
+    assert int(state.peak_unshared) == 3 * (5 + 2 + 3)
+    assert int(state.peak_blocks) == 3 * (5 + 2 + 3) - 2 * num_shared == state.allocator.num_blocks - 1
+
+    # The twin: without the copies the children have not what stands in their last block.
+    monkeypatch.setattr(parallel_sampling, "copy_blocks", lambda cache, source_ids, destination_ids: cache)
+    parallel_sampling.complete.clear_cache()
+    wrong = generated(complete(tiny, prompts, 0.0)[0])
+    parallel_sampling.complete.clear_cache()
+    assert wrong[0] == expected[0]  # the parent
+    assert wrong[1] != expected[0]
+
+
+def test_samples_are_those_of_a_loop_that_never_shares(tiny, prompts, monkeypatch):
+    apart, none_shared = complete(tiny, repeat(prompts), 2.0, num_completions=1)
+    checked = read_compiled(monkeypatch, parallel_sampling, "complete")
+    state, num_shared = complete(tiny, prompts, 2.0)
+    assert checked == [True]
+    assert generated(state) == generated(apart)
+    assert len(set(map(tuple, generated(state)))) == 9
+    assert (none_shared, int(apart.peak_blocks)) == (0, int(apart.peak_unshared))
+    assert int(state.peak_blocks) == int(apart.peak_blocks) - 2 * num_shared
+
+
+def test_what_a_person_sees(tiny, monkeypatch, capsys):
+    def completed(model, config, prompts, *, num_completions, sampling, seed, **options):
+        assert (len(prompts), num_completions, sampling, seed) == (2, 2, Sampling(0.5, 7, 0.9), 3)
+        rows = np.array([tiny.tokenizer.encode(text) for text in ("cd", "ef", "gh", "ij")])
+        blocks = dict(peak_blocks=np.array(5), peak_unshared=np.array(8))
+        return SimpleNamespace(tokens=rows, num_tokens=np.array([2, 2, 1, 2]), **blocks), 1
+
+    monkeypatch.setattr(parallel_sampling, "sample_in_parallel", completed)
+    options = ["-n=2", "--seed=3", "--temperature=0.5", "--top-k=7", "--top-p=0.9", "--prompt=ab", "--prompt=kl"]
+    parallel_sampling.main(["--model", str(tiny.path), *options])
+    assert capsys.readouterr().out.splitlines() == [
+        *("[0] ab", "--> cd", "--> ef", "", "[1] kl", "--> g", "--> ij", ""),
+        "blocks:  1 shared after the fork; 5 of 16 tokens in use at the peak; without sharing 8: 3 saved",
+    ]
+    assert exit_code(parallel_sampling.main, ["--temperature=-1", "--prompt=a"]) == 2

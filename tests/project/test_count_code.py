@@ -1,0 +1,46 @@
+"""What `tools/count_code.py` counts."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "count_code.py"))
+SOURCE = '''
+"""Two words."""
+import dataclasses
+from pathlib import (
+    Path,
+)
+
+
+def f(x):  # one more word
+    """A docstring
+    of five words."""
+    return x + 1
+
+
+class C:
+    text = """no docstring"""
+
+    def longer(self):
+        y = 1
+        return y
+'''
+
+
+def test_code_and_words():
+    tokens, words = TOOL["count"](SOURCE)
+    code = "def f ( x ) : return x + 1", "class C : text = '' def longer ( self ) : y = 1 return y"
+    assert tokens == len(" ".join(code).split())
+    assert words == 2 + 3 + 5
+
+
+def test_squeezed_lines_count_the_same():
+    squeezed = SOURCE.replace("        y = 1\n        return y", "        y = 1; return y")
+    assert TOOL["count"](squeezed)[0] == TOOL["count"](SOURCE)[0] + 1  # the semicolon
+
+
+@pytest.mark.parametrize(("source", "largest"), [(SOURCE, (3, "longer")), ("x = 1", (0, ""))])
+def test_the_largest_function(source, largest):
+    assert TOOL["largest_function"](source) == largest

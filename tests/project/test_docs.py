@@ -1,0 +1,131 @@
+"""The examples of the README and the docs run, their links lead somewhere, and the site has all that is public."""
+
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxpaged
+import jaxpaged.linen
+import jaxpaged.nnx
+from tests.project.doc_code import mistakes
+
+ROOT = Path(__file__).parents[2]
+PAGES = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"))]
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (jaxpaged, jaxpaged.linen, jaxpaged.nnx)
+    for name in module.__all__
+}
+
+
+def test_the_attention_of_the_readme_runs():
+    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    with jax.numpy_dtype_promotion("strict"):
+        names: dict = {}
+        exec(code, names)
+    assert names["out"].shape == (4, 8, 64)
+    assert names["ok"].all()
+    assert len(code.strip().splitlines()) <= 12
+    cache, allocator = names["cache"], names["allocator"]
+    tables = allocator.block_tables, allocator.lengths
+    assert jaxpaged.explain(names["q"], cache.k, cache.v, *tables, gpu="H100").implementation == "mosaic_gpu"
+
+
+@pytest.mark.slow
+def test_the_text_of_the_readme_is_what_its_model_says(capsys):
+    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(code, {})
+    said = re.search(r"# (The capital.*)", code)[1]
+    assert capsys.readouterr().out.splitlines()[0] == said
+    assert len(code.strip().splitlines()) <= 12
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
+def test_the_examples_of_the_docs_run(page, capsys):
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        names: dict = {}
+        with jax.numpy_dtype_promotion("strict"):
+            exec(code, names)
+        said = capsys.readouterr().out
+        for comment in re.findall(r"^print\(.*\)\n((?:# .*\n)+)", code, re.MULTILINE):
+            assert re.sub("^# ", "", comment, flags=re.MULTILINE) in said
+        if isinstance(cache := names.get("cache"), jaxpaged.KVCache):  # one dtype, as the kernels want it
+            arrays = [names[name] for name in ("q", "weights", "embedding") if hasattr(names.get(name), "dtype")]
+            assert {array.dtype for array in arrays} <= {cache.k.dtype}
+
+
+def test_the_steps_of_the_kernel_are_those_that_are_measured():
+    extracts = re.findall(r"```py\n(.*?)```", (ROOT / "docs/kernel.md").read_text(), re.DOTALL)
+    code = (ROOT / "benchmarks/kernels/kernel_steps.py").read_text()
+    assert len(extracts) == 6
+    assert all(extract in code for extract in extracts)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *PAGES])
+def test_links_and_names_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
+    if page.startswith("docs/coming_from/"):
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)  # the first column is theirs
+    assert mistakes(text) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "`jaxpaged.attention`",
+        "`allocator.appends`",
+        "`KVCache.make`",
+        "`PrefixCache.create(num_blocks, block_size, secret=0)`",
+        "| `append(num_tokens, max_tokens=n)` |",
+        "`Engine(apply, weights, caches, seats=4)`",
+        "```\ncache = write_kv(cache, k, v, slots, 3)   writes\n```",
+        "```\nq = project and rotate\nout = attend(q, cache, allocator, window=3)\n```",
+        "`tests/test_nothing.py`",
+        "`pallas_kernels/nothing`",
+        "`h100/nothing.json`",
+        "(`python -m benchmarks.nothing`)",
+        "```sh\nmake nothing\n```",
+        "`python examples/generate.py --nothing`",
+    ],
+)
+def test_what_is_not_there_is_found(wrong):
+    assert len(mistakes(wrong)) == 1
+
+
+def test_the_site_has_every_page_and_every_public_name_once():
+    navigation = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    others = [
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "benchmarks/README.md",
+        "benchmarks/results/README.md",
+        "benchmarks/results/decisions/README.md",
+    ]
+    assert sorted(navigation) == sorted([*PAGES, *others])
+    names = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", (ROOT / page).read_text(), re.MULTILINE)]
+    assert sorted(name for name in names if "._" not in name) == sorted(PUBLIC)
+
+
+def test_docstrings_name_what_exists():
+    for name, value in PUBLIC.items():
+        docs = [value, *vars(value).values()] if inspect.isclass(value) else [value]
+        for doc in filter(None, (inspect.getdoc(each) for each in docs if callable(each))):
+            prose = re.sub(r"^ *(>>>|\.\.\.) .*", "", doc, flags=re.MULTILINE)  # examples run by themselves
+            assert mistakes(prose) == [], name
+
+
+def test_docstrings_describe_arguments_that_exist():
+    classes = [value for value in PUBLIC.values() if inspect.isclass(value)]
+    methods = [method for owner in classes for _, method in inspect.getmembers(owner, inspect.isroutine)]
+    for function in [*PUBLIC.values(), *methods]:
+        doc = inspect.getdoc(function) or ""
+        if found := re.search(r"^Args:\n((?: {4}.*\n?)+)", doc, re.MULTILINE):
+            call = function.__init__ if inspect.isclass(function) else function
+            described = re.findall(r"^ {4}(\w+)", found[1], re.MULTILINE)
+            assert set(described) <= set(inspect.signature(call).parameters), function

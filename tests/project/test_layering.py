@@ -1,0 +1,132 @@
+"""Imports never run upwards or in circles. Flax is imported by the two module files only, matplotlib by one.
+
+One file of jaxpaged asks JAX about the hardware.
+"""
+
+import ast
+import graphlib
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ALLOWED = {
+    "pallas_kernels": {"jax", "jaxlib", "numpy", "pallas_kernels"},
+    "jaxpaged": {"jax", "jaxlib", "numpy", "pallas_kernels", "jaxpaged"},
+}
+FILES_OF_EXTRAS = {"jaxpaged/nnx.py": "flax", "jaxpaged/linen.py": "flax", "jaxpaged/_allocator/plot.py": "matplotlib"}
+
+
+def imported_names(source: str) -> set[str]:
+    """Dotted names of all that a source imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def imported(source: str) -> set[str]:
+    """Top-level packages that a source imports."""
+    return {name.split(".")[0] for name in imported_names(source)} - sys.stdlib_module_names
+
+
+def imported_tests(source: str) -> set[str]:
+    """Test modules that a source imports."""
+    return {part for name in imported_names(source) for part in name.split(".")[:3] if part.startswith("test_")}
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_imports_run_downwards(package):
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    for file in files:
+        name = file.relative_to(ROOT).as_posix()
+        allowed = ALLOWED[package] | {FILES_OF_EXTRAS.get(name, "")}
+        assert imported(file.read_text()) <= allowed, name
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_offers_its_types(package):
+    assert (ROOT / package / "py.typed").exists()
+
+
+def test_the_walk_sees_an_import_inside_a_function():
+    assert imported("def f():\n    from flax.core import x\n    import os, jaxpaged.nnx") == {"flax", "jaxpaged"}
+
+
+def test_neither_mosaic_nor_flax_is_imported_where_xla_computes():
+    script = """
+        import sys
+        import jax.numpy as jnp, jaxpaged
+        cache = jaxpaged.KVCache.create(num_blocks=2, block_size=8, num_kv_heads=1, head_dim=8)
+        tables, lengths = jnp.array([[1]]), jnp.array([3])
+        jaxpaged.paged_attention(jnp.ones((1, 1, 8)), cache.k, cache.v, tables, lengths, implementation="xla")
+        assert {"flax", "jax.experimental.pallas.mosaic_gpu"}.isdisjoint(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+def sources_of(package: str) -> dict[str, str]:
+    """The sources of a package's modules, by dotted name."""
+    files = {file.relative_to(ROOT).with_suffix(""): file for file in sorted((ROOT / package).rglob("*.py"))}
+    return {".".join(path.parts).removesuffix(".__init__"): file.read_text() for path, file in files.items()}
+
+
+def check_no_circle(sources: dict[str, str]) -> None:
+    """Raises `CycleError` if modules import one another in a circle, at the top or inside functions."""
+
+    def module_of(name: str) -> str:  # `jaxpaged._cache.write.write_kv` is of `jaxpaged._cache.write`
+        return name if name in sources else name.rpartition(".")[0]
+
+    imports = {module: map(module_of, imported_names(source)) for module, source in sources.items()}
+    graphlib.TopologicalSorter(imports).prepare()
+
+
+def asks_about_devices(source: str) -> bool:
+    attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    return not attributes.isdisjoint({"devices", "local_devices", "default_backend", "core_count", "device_kind"})
+
+
+def test_no_circle_of_imports():
+    check_no_circle(sources_of("jaxpaged"))
+
+
+@pytest.mark.parametrize(
+    "a",
+    [
+        "from jaxpaged import b",
+        "import jaxpaged.b",
+        "def f():\n    from jaxpaged.b import x",
+        "if TYPE_CHECKING:\n    from jaxpaged.b import x",
+    ],
+)
+def test_the_walk_sees_a_circle(a):
+    sources = {"jaxpaged": "", "jaxpaged.a": a, "jaxpaged.b": "", "jaxpaged.c": "from jaxpaged.a import y"}
+    check_no_circle(sources)
+    with pytest.raises(graphlib.CycleError):
+        check_no_circle(sources | {"jaxpaged.b": "from jaxpaged.c import z"})
+
+
+def test_one_file_asks_about_the_hardware():
+    asking = {name for name, source in sources_of("jaxpaged").items() if asks_about_devices(source)}
+    assert asking == {"jaxpaged._device"}
+
+
+def test_no_test_module_is_imported():
+    """What several tests need stands in a module of its own."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert {file.name: imported_tests(file.read_text()) for file in files if imported_tests(file.read_text())} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["from tests.test_a import b", "from tests.kernels import test_a", "import tests.test_a"]
+)
+def test_the_walk_sees_the_import_of_a_test_module(line):
+    assert imported_tests(line) == {"test_a"}

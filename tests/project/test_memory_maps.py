@@ -1,0 +1,33 @@
+"""The check that fails a test run whose processes have too many memory maps."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tests import memory_maps
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not memory_maps.MAPS.exists(), reason="Linux says how many maps there are")
+@pytest.mark.parametrize(("workers", "process"), [(0, "main"), (1, "gw0")])
+def test_a_run_with_too_many_maps_fails(tmp_path, workers, process):
+    (tmp_path / "conftest.py").write_text(
+        "from tests.memory_maps import MemoryMaps\n"
+        "def pytest_configure(config): config.pluginmanager.register(MemoryMaps(limit=10))\n"
+    )
+    (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"-n{workers}", f"--rootdir={tmp_path}"]
+    run = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert f"\nERROR: too many memory maps: {process} " in run.stdout
+
+
+@pytest.mark.parametrize("node", [{}, {"workeroutput": {}}])
+def test_a_worker_that_ends_early_says_nothing(node):
+    maps = memory_maps.MemoryMaps(limit=1)
+    maps.pytest_testnodedown(types.SimpleNamespace(**node), error="crashed")
+    assert maps.most == {}

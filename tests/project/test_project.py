@@ -1,0 +1,68 @@
+"""What a public forge and a package index read: the workflow, the issue form, the package's metadata."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import jaxpaged
+from tests.mutants import MUTANTS
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+
+
+def test_the_workflow_makes_what_contributing_names_on_every_python():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    runs = workflow["jobs"]["make"]["strategy"]["matrix"]["include"]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {run["target"] for run in runs} == {"test", "test-oldest", "docs"} <= set(targets)
+    assert [run["python"] for run in runs if run["target"] == "test"] == PYTHONS
+    assert f">={PYTHONS[0]}" == PROJECT["requires-python"]
+    assert workflow["jobs"]["make"]["steps"][-1] == {"run": "make ${{ matrix.target }}"}
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").iterdir()), ids=lambda form: form.name)
+def test_a_report_brings_the_table_of_the_self_test(form):
+    form = yaml.safe_load(form.read_text())
+    assert set(form) == {"name", "description", "body"}
+    ids = [field["id"] for field in form["body"]]
+    assert len(set(ids)) == len(ids)
+    assert all(field["attributes"]["label"] for field in form["body"])
+    required = [field["attributes"] for field in form["body"] if field["validations"]["required"]]
+    assert any("python -m jaxpaged.selftest" in field["description"] for field in required)
+
+
+def test_the_lock_and_the_extras_allow_the_same_jax():
+    extras = PROJECT["optional-dependencies"]
+    (ours,) = (line.removeprefix("jax") for line in PROJECT["dependencies"] if re.match(r"jax[<>=]", line))
+    assert f"jaxlib{ours}" in PROJECT["dependencies"]
+    for name in ("cuda12", "cuda13"):
+        assert extras[name][0] == f"jax[{name}]{ours}"
+
+
+def test_caches_of_tools_stay_out_of_the_sdist():
+    """Hatch leaves out what git ignores."""
+    ignored = (ROOT / ".gitignore").read_text().split()
+    assert {".cache/", "build/", "dist/", ".venv*/"} <= set(ignored)
+
+
+def test_the_version_is_one_that_an_index_takes():
+    assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", jaxpaged.__version__)
+
+
+@pytest.mark.parametrize("figure", sorted((ROOT / "docs").glob("*.svg")), ids=lambda figure: figure.name)
+def test_text_in_figures_stays_legible(figure):
+    """All of it has 11 points, and a page shows about 10 inches."""
+    assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', figure.read_text())[1]) <= 720
+    sources = (ROOT / "benchmarks/figures").glob("*.py")
+    assert all(re.search("fontsize=|labelsize=", source.read_text()) is None for source in sources)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_has_one_place(mutant):
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
+    assert (ROOT / mutant.tests.partition("::")[0]).exists()

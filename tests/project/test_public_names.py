@@ -1,0 +1,107 @@
+"""How public names look from outside: their module, signatures, types and text; and that their doctests run once."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import pickle
+import pydoc
+import typing
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpaged
+import jaxpaged.linen
+import jaxpaged.nnx
+from jaxpaged import BlockAllocator, CacheLayer, KVCache, PrefixCache, SamplingParams, Scheduler, plan_partitions
+
+ROOT = Path(__file__).parents[2]
+VALUES = [getattr(module, name) for module in (jaxpaged, jaxpaged.nnx, jaxpaged.linen) for name in module.__all__]
+CLASSES = [value for value in VALUES if inspect.isclass(value)]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: value.__name__)
+def test_a_public_name_says_where_it_is_public(value):
+    assert value.__module__ in ("jaxpaged", "jaxpaged.nnx", "jaxpaged.linen")
+    assert pickle.loads(pickle.dumps(value)) is value
+
+
+def test_help_and_pickles_of_instances():
+    assert "class Engine in module jaxpaged\n" in pydoc.render_doc(jaxpaged.Engine, renderer=pydoc.plaintext)
+    params = SamplingParams(seed=3, stop_token_ids=(2,))
+    assert pickle.loads(pickle.dumps(params)) == params
+
+
+def test_types_of_fields_are_found():
+    assert typing.get_type_hints(KVCache)["k_scale"] == jax.Array | None
+    for value in CLASSES:
+        typing.get_type_hints(value)
+
+
+def test_signatures_name_their_types():
+    """`ArrayLike`, and not the union that it stands for."""
+    methods = [method for owner in CLASSES for _, method in inspect.getmembers(owner, inspect.isfunction)]
+    for value in [*VALUES, *methods]:
+        if not isinstance(value, type(jaxpaged.Refusal)):
+            assert "numpy.ndarray" not in str(inspect.signature(value)), value
+    assert "k: 'ArrayLike'" in str(inspect.signature(jaxpaged.write_kv))
+
+
+CACHE = KVCache.create(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=16, dtype=jnp.int8)
+CACHE_TEXT = "KVCache(k=int8[8,4,2,16], v=int8[8,4,2,16], k_scale=float32[8,4,2], v_scale=float32[8,4,2])"
+SIZES = dict(num_blocks=8, block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        (CACHE, CACHE_TEXT),
+        (CacheLayer(CACHE, 1), f"CacheLayer(stack={CACHE_TEXT}, index=1)"),
+        (jax.eval_shape(lambda: CACHE), CACHE_TEXT),
+        (jax.tree.map(lambda _: None, CACHE), "KVCache(k=None, v=None, k_scale=None, v_scale=None)"),
+        (
+            plan_partitions(jnp.array([3]), num_kv_heads=2),
+            "PartitionPlan(partitions=int32[2,3], partition_starts=int32[2])",
+        ),
+    ],
+    ids=["cache", "layer", "shapes", "none", "plan"],
+)
+def test_public_state_is_a_line_of_shapes(state, text):
+    assert repr(state) == text
+
+
+def test_traced_state_is_the_same_line():
+    texts = []
+    jax.vmap(jax.jit(lambda cache: texts.append(repr(cache))))(jax.tree.map(lambda x: x[None], CACHE))
+    assert texts == [CACHE_TEXT]
+
+
+def test_large_state_is_a_line_of_names():
+    state = [
+        BlockAllocator.create(num_seqs=2, max_blocks_per_seq=3, **SIZES),
+        PrefixCache.create(**SIZES),
+        Scheduler.create(max_requests=4, num_seats=2, max_length=8, prefix_cache=PrefixCache.create(**SIZES)),
+    ]
+    for value in state:
+        assert "\n" not in repr(value)
+        assert len(repr(value)) < 1200
+    assert "block_tables=int32[2,3]" in repr(state[0])
+    assert "block_size=4" in repr(state[0])
+
+
+def test_doctests_are_collected_once_from_the_files_that_define_them():
+    """`__module__` of public names is not the file's: the root's conftest.py tells doctest."""
+    written, found = Counter(), Counter()
+    for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        nodes = [
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        ]
+        written[name] = sum(">>>" in (ast.get_docstring(node) or "") for node in nodes)
+        found[name] = sum(bool(test.examples) for test in doctest.DocTestFinder().find(importlib.import_module(name)))
+    assert written.total() > 25
+    assert found == written

@@ -1,0 +1,194 @@
+"""The scripts behind make: which Python and extra they find, that set-up ends whole, that broken links are found."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """An empty machine: a PATH with only the shell's own tools, an empty home, and a function that adds programs."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sh", "sort", "head", "printf", "dirname"):
+        (programs / name).symlink_to(shutil.which(name))
+
+    def add(where: str, script: str) -> Path:
+        path = tmp_path / where
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    def run(script: str) -> subprocess.CompletedProcess:
+        environment = {"PATH": str(programs), "HOME": str(tmp_path / "home")}
+        return subprocess.run([TOOLS / script], env=environment, capture_output=True, text=True, check=False)
+
+    return add, run
+
+
+REAL = f'exec {sys.executable} "$@"'
+TOO_OLD = "exit 1"  # what the version check exits with
+
+
+def test_a_python_on_path_comes_first(machine):
+    add, run = machine
+    add("home/.pyenv/versions/3.12.1/bin/python", REAL)
+    found = add("bin/python3", REAL)
+    assert run("find_python.sh").stdout.strip() == str(found)
+
+
+def test_an_old_python_on_path_is_passed_over_for_the_oldest_of_pyenv_that_will_do(machine):
+    add, run = machine
+    add("bin/python3", TOO_OLD)
+    add("home/.pyenv/versions/3.9.18/bin/python", TOO_OLD)
+    add("home/.pyenv/versions/3.13.0/bin/python", REAL)
+    found = add("home/.pyenv/versions/3.12.1/bin/python", REAL)
+    assert run("find_python.sh").stdout.strip() == str(found)
+
+
+def test_uv_comes_last(machine):
+    add, run = machine
+    python = add("somewhere/python", REAL)
+    add("bin/uv", f'[ "$1 $2" = "python find" ] && echo {python}')
+    assert run("find_python.sh").stdout.strip() == str(python)
+
+
+def test_no_python_is_one_clear_message(machine):
+    _, run = machine
+    done = run("find_python.sh")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "jaxpaged needs Python 3.12 or newer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("answer", "extra"),
+    [
+        ("echo 580.159.04", "cuda13"),
+        ("echo 610.1; echo 610.1", "cuda13"),
+        ("echo 550.54.15", "cuda12"),
+        ("echo 470.82", ""),
+        ("echo No devices were found; exit 6", ""),
+    ],
+)
+def test_the_extra_follows_the_driver(machine, answer, extra):
+    add, run = machine
+    add("bin/nvidia-smi", answer)
+    assert run("find_extra.sh").stdout.strip() == extra
+
+
+def test_no_driver_no_extra(machine):
+    _, run = machine
+    assert run("find_extra.sh").stdout == ""
+    assert os.access(TOOLS / "setup.sh", os.X_OK)
+
+
+# A Python that makes virtual environments of itself, installs in the time of one line, and tells what it did.
+FAKE_PYTHON = f"""
+case "$1 $2" in
+    "-m venv") echo venv >>"$CALLS"; mkdir -p "$3/bin"; touch "$3/pyvenv.cfg"; cp "$0" "$3/bin/python"
+               ${{VENV_ENDS_HERE:+exit 130}}; touch "$3/pip" ;;
+    "-m pip") [ -e "${{0%/bin/python}}/pip" ] || exit 1
+              case "$*" in *--version*) ;; *) echo pip >>"$CALLS" ;; esac ;;
+    *) exec {sys.executable} "$@" ;;
+esac"""
+
+
+@pytest.fixture
+def checkout(tmp_path, machine):
+    """A clone under a path with a space, and a function that starts its make setup."""
+    add, _ = machine
+    for name in ("find", "sed", "touch", "rm", "mkdir", "cp", "make"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    add("bin/python3", FAKE_PYTHON)
+    folder = tmp_path / "a clone"
+    shutil.copytree(TOOLS, folder / "tools")
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        shutil.copy(TOOLS.parent / name, folder)
+    environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path), "CALLS": str(tmp_path / "calls")}
+
+    def start(**more: str) -> subprocess.Popen:
+        command = ["make", "setup", "VENV=some venv"]
+        return subprocess.Popen(command, cwd=folder, env=environment | more, stderr=subprocess.PIPE, text=True)
+
+    def finish(make: subprocess.Popen) -> tuple[int, str]:
+        _, err = make.communicate()
+        return make.returncode, err
+
+    def calls() -> list[str]:
+        return (tmp_path / "calls").read_text().split()
+
+    return folder, start, finish, calls
+
+
+def test_a_second_make_has_nothing_to_do_and_a_newer_lock_is_installed(checkout):
+    folder, start, finish, calls = checkout
+    assert finish(start())[0] == 0
+    assert (folder / "some venv" / ".installed").exists()
+    first = calls()
+    assert first == ["venv", "pip", "pip", "pip"]
+    assert finish(start())[0] == 0
+    assert calls() == first
+    os.utime(folder / "some venv" / ".installed", (0, 0))
+    assert finish(start())[0] == 0
+    assert calls() == [*first, "pip", "pip", "pip"]
+
+
+def test_a_make_that_was_interrupted_is_made_up_for(checkout):
+    folder, start, finish, calls = checkout
+    assert finish(start(VENV_ENDS_HERE="yes"))[0] != 0
+    assert (folder / "some venv" / "bin" / "python").exists()
+    assert finish(start())[0] == 0
+    assert calls().count("venv") == 2
+    assert (folder / "some venv" / ".installed").exists()
+
+
+def test_of_two_makes_at_once_one_works_and_the_other_waits(checkout):
+    _, start, finish, calls = checkout
+    makes = [start(), start()]
+    assert [finish(make)[0] for make in makes] == [0, 0]
+    assert calls() == ["venv", "pip", "pip", "pip"]
+
+
+def test_a_folder_that_is_no_virtual_environment_is_left_alone(checkout):
+    folder, start, finish, _ = checkout
+    (folder / "some venv").mkdir()
+    (folder / "some venv" / "thesis.txt").touch()
+    code, err = finish(start())
+    assert code == 2
+    assert "is no virtual environment" in err
+    assert (folder / "some venv" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("link", "broken"),
+    [
+        ("page.html#here", None),
+        ("page.html?q=1#two%20words", None),
+        ("#top", None),
+        ("folder/", None),
+        ("/page.html", None),
+        ("https://elsewhere.invalid/page.html", None),
+        ("no_page.html", "no such file"),
+        ("page.html#nowhere", "no such anchor"),
+        ("#nowhere", "no such anchor"),
+        ("../outside.html", "no such file"),
+    ],
+)
+def test_a_broken_link_of_the_site_is_found(tmp_path, link, broken):
+    site = tmp_path / "site"
+    (site / "folder").mkdir(parents=True)
+    (tmp_path / "outside.html").touch()
+    (site / "folder" / "index.html").touch()
+    (site / "page.html").write_text('<h1 id="here">Here</h1><a name="two words"></a>')
+    (site / "index.html").write_text(f'<p id="top"><a href="{link}">a link</a><img src="page.html"></p>')
+    done = subprocess.run([sys.executable, TOOLS / "check_site.py", site], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (int(broken is not None), "")
+    assert done.stdout.startswith(f"index.html: {link}: {broken}\n" if broken else "0 broken links")

@@ -1,0 +1,482 @@
+"""Random interleavings of every operation of the scheduler against a plain model, to the last block id.
+
+`HYPOTHESIS_PROFILE=long` runs 20 times as many steps, with new random numbers each time.
+"""
+
+import dataclasses
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxpaged import BlockAllocator, PrefixCache, Refusal, RequestStatus, Scheduler
+from tests.allocator_model import Model
+from tests.scheduler.scheduler_model import PrefixSchedulerModel, SchedulerModel
+
+LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1
+ROWS, WIDTH, NUM_STOP_IDS = 3, 9, 2  # of a batch of submissions
+CHUNK = 1  # tokens beside one a seat: few, so that they are scarce
+NARROW = -1  # a step of one place, whatever the number of seats; beside 0 and CHUNK
+# (requests, seats, tokens, steps), (blocks, block size, seats, blocks of a sequence). Each compiles: the second is for
+# the long profile.
+SHAPES = (((7, 4, 14, 6), (10, 2, 4, 6)), ((3, 2, 12, 3), (5, 4, 2, 3)))
+
+
+def submit(scheduler, allocator, *args):
+    *args, priorities, stop_ids = args
+    scheduler, *results = scheduler.submit(allocator, *args, priorities=priorities, stop_ids=stop_ids)
+    return scheduler, allocator, *results
+
+
+def plan(scheduler, allocator, chunk_tokens):
+    if chunk_tokens == NARROW:
+        return scheduler.plan(allocator, num_places=1)
+    return scheduler.plan(allocator, chunk_tokens=chunk_tokens)
+
+
+def drain(scheduler, allocator):
+    scheduler, outbox = scheduler.drain()
+    return scheduler, allocator, outbox
+
+
+# Not optimised: compiling takes longer than running.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+OPERATIONS = {
+    "submit": jit(submit),
+    "abort": jit(Scheduler.abort),
+    "plan": jit(plan, static_argnames="chunk_tokens"),
+    "commit": jit(Scheduler.commit),
+    "drain": jit(drain),
+    "change_seats": jit(Scheduler.change_seats),
+    "forget": jit(lambda scheduler, allocator: (scheduler.forget_prefixes(), allocator)),
+}
+
+
+def create(shape, has_cache=False):
+    (requests, seats, tokens, steps), (num_blocks, block_size, num_seqs, max_blocks) = shape
+    scheduler = Scheduler.create(
+        max_requests=requests,
+        num_seats=seats,
+        max_length=tokens,
+        max_steps=steps,
+        num_stop_ids=NUM_STOP_IDS,
+        prefix_cache=PrefixCache.create(num_blocks=num_blocks, block_size=block_size) if has_cache else None,
+    )
+    allocator = BlockAllocator.create(
+        num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks_per_seq=max_blocks
+    )
+    return scheduler, allocator
+
+
+class Twins:
+    """The scheduler and its model, side by side."""
+
+    def __init__(self, shape, model=SchedulerModel):
+        sizes, pool = shape
+        self.scheduler, self.allocator = create(shape, model.has_cache)
+        self.model = model(*sizes, Model(*pool))
+        # For the cache few different tokens, so that requests begin alike.
+        self.vocabulary = 2 if model.has_cache else 5
+
+    def run(self, name, *args, **static):
+        arrays = (jnp.asarray(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
+        self.scheduler, self.allocator, *results = OPERATIONS[name](self.scheduler, self.allocator, *arrays, **static)
+        return jax.tree.map(np.asarray, results)
+
+    def submit(self, rng):
+        most = self.model.max_length
+        prompts = rng.integers(0, self.vocabulary, (ROWS, WIDTH), np.int32)
+        lengths = rng.integers(0, rng.choice([3, WIDTH + 1]), ROWS).astype(np.int32)
+        new_tokens = rng.integers(1, most - 3, ROWS).astype(np.int32)
+        if rng.random() < 0.3:  # what cannot be
+            lengths += rng.integers(-2, 5, ROWS, np.int32)
+            new_tokens += rng.integers(-4, 4, ROWS, np.int32) * (2**29 if rng.random() < 0.3 else 1)
+        priorities = rng.integers(-2, 6, ROWS, np.int32) * (rng.random(ROWS) < 0.4)
+        stop_ids = np.where(rng.random((ROWS, NUM_STOP_IDS)) < 0.3, rng.integers(0, 5), -1).astype(np.int32)
+        args = prompts, lengths, new_tokens, priorities.astype(np.int32), stop_ids
+        ids, refusals = self.run("submit", *args)
+        for row, (prompt, length, new, priority, stops) in enumerate(zip(*args, strict=True)):
+            # A length beyond the row is refused before anything else can be seen of the prompt.
+            tokens = prompt.tolist() + [0] * 9 if length > WIDTH else prompt.tolist()
+            stops = [stop for stop in stops.tolist() if stop >= 0]
+            expected = self.model.submit(tokens[: max(length, 0)], WIDTH, int(new), int(priority), stops)
+            assert (ids[row], refusals[row]) == expected
+        self.change_seats()
+
+    def change_seats(self):
+        assert bool(self.scheduler.is_change_due) == (self.model.has_cache and self.model.is_due)
+        if self.scheduler.is_change_due:
+            self.model.change_seats()
+            self.run("change_seats")
+
+    def forget(self):
+        self.model.forget()
+        self.run("forget")
+
+    def abort(self, rng, is_planned=False):
+        marked = rng.random(self.model.max_requests) < 0.25
+        self.model.abort(np.flatnonzero(marked).tolist())
+        self.run("abort", marked)
+        if not is_planned:
+            self.change_seats()
+
+    def step(self, rng, chunk_tokens, aborting=False, draining=False):
+        planned = self.model.plan(max(chunk_tokens, 0), 1 if chunk_tokens == NARROW else None)
+        (step,) = self.run("plan", chunk_tokens=chunk_tokens)
+        self.check_step(step, planned, chunk_tokens)
+        request_ids = list(self.model.seats)
+        if aborting:
+            self.abort(rng, is_planned=True)
+        sampled = rng.integers(0, self.vocabulary, len(request_ids), np.int32)
+        self.model.commit(planned, sampled.tolist(), request_ids)
+        self.run("commit", step, sampled)
+        if draining:  # before those who left have left their rows
+            self.drain()
+        self.change_seats()
+
+    def check_step(self, step, planned, chunk_tokens):
+        seats, no_slot = len(planned.tokens), self.allocator.num_blocks * self.allocator.block_size
+        widths = np.diff(step.query_starts)
+        assert len(step.tokens) == (1 if chunk_tokens == NARROW else seats + chunk_tokens)
+        assert step.is_sampled.nonzero()[0].tolist() == sorted(planned.sampled)
+        assert step.is_victim.nonzero()[0].tolist() == [planned.victim] * (planned.victim is not None)
+        used = np.zeros(len(step.tokens), bool)
+        for seat, tokens in enumerate(planned.tokens):
+            places = step.query_starts[seat] + np.arange(len(tokens))
+            used[places] = True
+            assert step.tokens[places].tolist() == tokens
+            assert step.positions[places].tolist() == planned.positions[seat]
+            assert step.slots[places].tolist() == planned.slots[seat]
+            assert (step.seats[places] == seat).all()
+            assert widths[seat] == (len(tokens) if chunk_tokens else 1)
+            assert not tokens or step.last[seat] == places[-1]
+        assert (step.slots[~used] == no_slot).all()
+        assert (step.seats[~used] == seats).all()
+        assert not step.tokens[~used].any()
+        assert not step.positions[~used].any()
+
+    def drain(self):
+        steps, finished = self.model.drain()
+        (outbox,) = self.run("drain")
+        assert int(outbox.num_steps) == len(steps)
+        for tokens, ids, expected in zip(outbox.tokens, outbox.request_ids, steps, strict=False):
+            is_sampled = ids < self.model.max_requests
+            assert (tokens[~is_sampled] == -1).all()
+            assert dict(zip(ids[is_sampled].tolist(), tokens[is_sampled].tolist(), strict=True)) == expected
+        assert {int(i): outbox.finished[i] for i in outbox.finished.nonzero()[0]} == finished
+        self.change_seats()
+
+    def compare(self):
+        scheduler, allocator, model = *jax.tree.map(np.asarray, (self.scheduler, self.allocator)), self.model
+        assert scheduler.broken_invariants(allocator) == ()
+        assert allocator.broken_invariants() == ()
+        for i in range(model.max_requests):
+            request = model.requests.get(i)
+            assert scheduler.statuses[i] == (request.status if request else RequestStatus.FREE)
+            if request:
+                assert scheduler.tokens[i, : scheduler.num_known[i]].tolist() == request.tokens
+        assert [None if i == model.max_requests else i for i in scheduler.seated] == model.seats
+        assert allocator.lengths.tolist() == model.pool.lengths
+        blocks = [table[table > 0].tolist() for table in allocator.block_tables]
+        assert blocks == model.pool.blocks
+        pool = allocator.pool
+        places = (pool.bottom + np.arange(pool.num_free)) % pool.num_blocks
+        assert pool.free_list[places].tolist() == model.pool.free
+        assert pool.num_waiting == model.pool.num_waiting
+        self.compare_prefixes(scheduler.prefixes)
+        assert bool(scheduler.was_refused) == model.was_refused
+        for name in ("num_computed", "num_recomputed", "num_preempted"):
+            assert getattr(scheduler, name) == getattr(model, name), name
+        any_live = any(request.is_live for request in model.requests.values())
+        assert bool(scheduler.has_work) == (any_live and len(model.steps) < model.max_steps)
+
+    def compare_prefixes(self, prefixes):
+        model = self.model
+        if not model.has_cache:
+            assert prefixes is None
+            return
+        assert [None if i == model.max_requests else i for i in prefixes.left] == model.left
+        assert np.where(prefixes.num_listed < 2**31 - 1, prefixes.num_listed, np.inf).tolist() == model.num_listed
+        for name in ("num_hits", "num_lookups"):
+            assert getattr(prefixes.cache, name) == getattr(model, name), name
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    num_steps = 0
+
+    @initialize(shape=st.sampled_from(SHAPES[:LONGER]), model=st.sampled_from((SchedulerModel, PrefixSchedulerModel)))
+    def create(self, shape, model):
+        self.twins = Twins(shape, model)
+
+    @rule(seed=st.integers(0, 2**31))
+    def submit(self, seed):
+        self.twins.submit(np.random.default_rng(seed))
+
+    @rule(seed=st.integers(0, 2**31))
+    def abort(self, seed):
+        self.twins.abort(np.random.default_rng(seed))
+
+    @rule(seed=st.integers(0, 2**31), chunk_tokens=st.sampled_from((0, CHUNK, NARROW)))
+    def step(self, seed, chunk_tokens):
+        self.twins.step(np.random.default_rng(seed), chunk_tokens)
+
+    @rule(seed=st.integers(0, 2**31), num_steps=st.integers(1, 20))
+    def keep_busy(self, seed, num_steps):
+        rng = np.random.default_rng(seed)
+        for _ in range(num_steps):
+            self.twins.submit(rng)
+            self.twins.step(rng, int(rng.choice([0, CHUNK, NARROW], p=(0.4, 0.4, 0.2))), draining=True)
+            self.agrees()
+
+    @rule(seed=st.integers(0, 2**31))
+    def step_with_an_abort_before_the_commit(self, seed):
+        self.twins.step(np.random.default_rng(seed), CHUNK, aborting=True)
+
+    @rule()
+    def drain(self):
+        self.twins.drain()
+
+    @precondition(lambda self: self.twins.model.has_cache)
+    @rule()
+    def forget(self):
+        self.twins.forget()
+
+    @invariant()
+    def agrees(self):
+        type(self).num_steps += 1
+        self.twins.compare()
+
+
+def test_the_scheduler_does_what_the_model_does():
+    SchedulerMachine.num_steps = 0
+    # Not shrunk: that takes minutes, and the steps of a failure are printed all the same.
+    examples = settings(max_examples=14 * LONGER, stateful_step_count=40, phases=(Phase.generate,))
+    run_state_machine_as_test(SchedulerMachine, settings=examples)
+    # 500 to 1200: what Hypothesis draws depends on the modules that happen to be imported. That preemption and prefixes
+    # are met is the matter of the mixtures below.
+    assert SchedulerMachine.num_steps >= 250
+
+
+def test_the_first_in_rank_is_never_a_victim():
+    # It meets too few blocks only where others take some meanwhile, which nobody may do. It waits then.
+    scheduler, allocator = create(SHAPES[0])
+    prompts, nothing = np.ones((ROWS, WIDTH), np.int32), np.full((ROWS, NUM_STOP_IDS), -1, np.int32)
+    args = prompts, np.int32([9, 0, 0]), np.int32([3, 0, 0]), np.zeros(ROWS, np.int32), nothing
+    scheduler, allocator, *_ = OPERATIONS["submit"](scheduler, allocator, *args)
+    seen = []
+    for _ in range(3):
+        scheduler, allocator, step = OPERATIONS["plan"](scheduler, allocator, chunk_tokens=CHUNK)
+        seen.append((int(allocator.lengths[0]), bool(scheduler.was_refused), bool(step.is_victim.any())))
+        scheduler, allocator = OPERATIONS["commit"](scheduler, allocator, step, np.zeros(4, np.int32))
+        allocator, _, _ = allocator.append(np.int32([0, 12 if len(seen) == 1 else 0, 0, 0]), q_len=12)
+    assert seen == [(5, False, False), (5, True, False), (5, True, False)]
+
+
+@pytest.mark.parametrize(("one", "endless"), [((8192, 4), (20, 30)), ((20, 4), (8192, 30))], ids=["long", "short"])
+def test_one_among_endless_others_starts_within_a_bound(one, endless):
+    """Prompts of 8192 tokens and of 20, in a pool for one long one and little more. The model asserts in each step that
+    the first in rank ends within its own bound: nobody behind a request in rank keeps it from its seat."""
+    model = SchedulerModel(16, 8, 8300, 1, Model(540, 16, 8, 530))
+
+    def submit(prompt_tokens, new_tokens):
+        return model.submit([1] * prompt_tokens, 8300, new_tokens, 0, [])
+
+    def step():
+        while submit(*endless)[1] == Refusal.ACCEPTED:
+            pass
+        planned = model.plan(512)
+        model.commit(planned, [0] * 8, list(model.seats))
+        model.drain()
+
+    for _ in range(100):
+        step()
+    while (submitted := submit(*one))[1] == Refusal.QUEUE_FULL:
+        step()
+    request, num_steps = submitted[0], 0
+    ahead = [other.limit for i, other in model.requests.items() if i != request]
+    bound = sum(limit + 7 * model.pool.num_blocks_for(limit) for limit in ahead)
+    while model.requests[request].status == RequestStatus.WAITING:
+        step()
+        num_steps += 1
+        assert num_steps <= bound
+    assert num_steps > 0
+
+
+def random_steps(model, num_steps):
+    """The rules in a fixed mixture that keeps the pool tight."""
+    rng, twins = np.random.default_rng(1), Twins(SHAPES[0], model)
+    for i in range(num_steps):
+        twins.submit(rng)
+        draining = i % 8 in (3, 7) and i % 40 != 3  # now and then after the outbox is full
+        twins.step(rng, NARROW if i % 7 == 5 else CHUNK if i % 3 else 0, aborting=i % 20 == 10, draining=draining)
+        if model.has_cache and i % 50 == 49:
+            twins.forget()
+        twins.compare()
+    return twins.model
+
+
+def test_the_mixture_meets_preemption():
+    assert random_steps(SchedulerModel, 200).num_preempted >= 5
+
+
+def test_the_mixture_meets_preemption_and_finds_prefixes():
+    model = random_steps(PrefixSchedulerModel, 200)
+    assert model.num_preempted >= 5
+    assert model.num_hits >= 20
+
+
+class AdmitsAfterARefusal(SchedulerModel):
+    def admit(self):
+        self.was_refused = False
+        super().admit()
+
+
+class AdmitsInOrderOfIds(SchedulerModel):
+    def waiting(self):
+        return sorted(super().waiting())
+
+
+class LetsTheSmallOvertake(SchedulerModel):
+    def admit(self):
+        for i in self.waiting():
+            self.waiting = lambda i=i: [i]
+            super().admit()
+        vars(self).pop("waiting", None)
+
+
+class ReservesNoSpareBlock(SchedulerModel):
+    def reserve(self, i):
+        return self.pool.num_blocks_for(len(self.requests[i].tokens))
+
+
+class ReservesBeyondTheLimit(SchedulerModel):
+    def reserve(self, i):
+        return self.pool.num_blocks_for(len(self.requests[i].tokens)) + 1
+
+
+class SharesInOrderOfSeats(SchedulerModel):
+    def to_share(self):
+        return sorted(self.seated())
+
+
+class GrantsInOrderOfSeats(SchedulerModel):
+    def to_grant(self):
+        return sorted(self.seated())
+
+
+class PreemptsTheFirstThatMayBe(SchedulerModel):
+    def victim(self, holders):
+        return holders[0]
+
+
+class IgnoresStopIds(SchedulerModel):
+    def ends(self, request):
+        return super().ends(dataclasses.replace(request, stop_ids=[]))
+
+
+class SamplesOneTokenMore(SchedulerModel):
+    def ends(self, request):
+        return super().ends(dataclasses.replace(request, limit=request.limit + 1))
+
+
+class KeepsTheBlocksOfTheEnded(SchedulerModel):
+    def leave(self, seats):
+        self.seats = [None if seat in seats else i for seat, i in enumerate(self.seats)]
+
+
+class IgnoresPriority(SchedulerModel):
+    def key(self, arrival, priority):
+        return arrival
+
+
+class TakesWhatNeverFits(SchedulerModel):
+    def fits(self, limit):
+        return True
+
+
+class KeepsThePlacesOfTheFinished(SchedulerModel):
+    def finished(self):
+        return []
+
+
+class NeverWaitsForAnother(PrefixSchedulerModel):
+    def is_held_back(self, i, candidates):
+        return False
+
+
+class WaitsForThoseBehindIt(PrefixSchedulerModel):
+    def comes_before(self, j, i):
+        return j != i
+
+
+class WaitsInEverybodysWay(PrefixSchedulerModel):
+    def enter(self, i):
+        candidates = self.waiting()[: len(self.seats)]
+        ranks = [self.requests[j].rank for j in candidates if self.is_held_back(j, candidates)]
+        return not any(rank < self.requests[i].rank for rank in ranks) and super().enter(i)
+
+
+class CountsFoundBlocksAsNeeded(PrefixSchedulerModel):
+    def saved(self, hits):
+        return 0
+
+
+class CountsFreeBlocksAsHeld(PrefixSchedulerModel):
+    def saved(self, hits):
+        return len(hits)
+
+
+class ListsNothingOfThoseWhoLeave(PrefixSchedulerModel):
+    def list_blocks(self):
+        self.pool.free_rows([i is not None for i in self.left])
+        super().list_blocks()
+
+
+class ListsOnlyWhatLeaves(PrefixSchedulerModel):
+    def leave_after_commit(self, sampled, leaving):
+        is_due = self.is_due or bool(leaving)
+        super().leave_after_commit(sampled, leaving)
+        self.is_due = is_due
+
+
+class ForgetsNothing(PrefixSchedulerModel):
+    def forget(self):
+        pass
+
+
+class ListsOldBlocksAsNew(PrefixSchedulerModel):
+    def forget(self):
+        super().forget()
+        self.pool.salts = [self.salt] * len(self.seats)
+
+
+class AdmitsOnlyAfterAnEnd(PrefixSchedulerModel):
+    def plan(self, *args):
+        is_due = self.is_due
+        planned = super().plan(*args)
+        self.is_due = is_due
+        return planned
+
+
+MUTANTS = [model for model in SchedulerModel.__subclasses__() if not model.has_cache]
+MUTANTS += PrefixSchedulerModel.__subclasses__()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_model_with_one_rule_changed_is_found(mutant):
+    # The twin: whoever tells the two apart when the model is wrong does so when the scheduler is.
+    with pytest.raises(AssertionError):
+        random_steps(mutant, 200)

@@ -20,7 +20,7 @@ from pallas_kernels.partition_plan import PartitionPlan
 public_state(PartitionPlan)
 
 
-LONG = 6144  # tokens of a KV head for each SM
+LONG = 3072  # tokens of a KV head for each SM
 WIDE = 8192  # tokens; narrower tables hold no sequence that takes long by itself
 PARTIAL_BYTES = 128 * 1024 * 1024  # the most memory for the partials of a plan
 

@@ -224,14 +224,14 @@ def test_long_calls_get_a_plan():
         arrays = shape((64, q_len, 32, 128)), pool, pool, sizes((64, max_blocks)), sizes((64,))
         return explain(*arrays, **options, gpu="H100").num_partitions == "plan"
 
-    assert gets_one(100)  # 1600 tokens for 512 pairs of a sequence and a KV head
-    assert gets_one(100, q_len=8)
-    assert not gets_one(99)
-    assert not gets_one(100, num_partitions=1)
-    assert not gets_one(100, sliding_window=1584)  # nobody sees as much
-    assert gets_one(100, sliding_window=jnp.int32(1584))
-    assert not gets_one(100, q_len=9)  # by the Hopper kernel
-    assert not gets_one(100, q_len=40)  # a prompt
+    assert gets_one(50)  # 800 tokens for 512 pairs of a sequence and a KV head
+    assert gets_one(50, q_len=8)
+    assert not gets_one(49)
+    assert not gets_one(50, num_partitions=1)
+    assert not gets_one(50, sliding_window=792)  # nobody sees as much
+    assert gets_one(50, sliding_window=jnp.int32(792))
+    assert not gets_one(50, q_len=9)  # by the Hopper kernel
+    assert not gets_one(50, q_len=40)  # a prompt
 
 
 @pytest.mark.parametrize("q_len", [None, 2])

@@ -1,18 +1,9 @@
 """What the allocator and its prefix cache must do, in dicts and lists, one sequence after the other."""
 
 import copy
-import dataclasses
 from collections import Counter
 
 Pair = tuple[int, int]
-
-
-@dataclasses.dataclass
-class Snapshot:
-    blocks: list[list[int]]
-    lengths: list[int]
-    generations: Counter
-    model: "Model"
 
 
 class Model:
@@ -21,8 +12,7 @@ class Model:
         self.free = list(range(num_blocks - 1, 0, -1))  # the next one last
         self.num_waiting = 0  # of them, from the start
         self.holders: Counter[int] = Counter()
-        self.pins: Counter[int] = Counter()
-        self.generations: Counter[int] = Counter()
+        self.num_drops: Counter[int] = Counter()  # how often a block's tokens were dropped
         self.cached: dict[int, tuple] = {}  # block -> (salt, all tokens up to its end)
         self.blocks: list[list[int]] = [[] for _ in range(num_seqs)]
         self.tokens: list[list[int]] = [[] for _ in range(num_seqs)]  # what was written, for the prefix cache
@@ -51,7 +41,7 @@ class Model:
             for block in reversed(blocks):
                 self.holders[block] -= 1
                 if self.holders[block] == 0:
-                    self.generations[block] += 1
+                    self.num_drops[block] += 1
                     if block in self.cached:
                         self.free.insert(0, block)
                         self.num_waiting += 1
@@ -167,7 +157,7 @@ class Model:
                 elif cut(i):
                     given_up.append(self.blocks[i][-1])
         self.let_go(gone)
-        self.generations.update(given_up)
+        self.num_drops.update(given_up)
         self.tokens = [tokens[: lengths[i]] if oks[i] else tokens for i, tokens in enumerate(self.tokens)]
         return pairs, oks
 
@@ -234,40 +224,18 @@ class Model:
     def clear(self) -> None:
         self.cached, self.num_waiting = {}, 0
 
-    # Snapshots.
+    # Going back to a copy of an earlier model.
 
-    def snapshot(self) -> Snapshot:
-        return copy.deepcopy(Snapshot(self.blocks, self.lengths, self.generations, self))
+    def still_holds(self, old: "Model") -> bool:
+        """Whether nothing that the old one's sequences hold was dropped since."""
+        return all(self.num_drops[block] == old.num_drops[block] for blocks in old.blocks for block in blocks)
 
-    def still_holds(self, old: Snapshot) -> bool:
-        return all(self.generations[b] == old.generations[b] for blocks in old.blocks for b in blocks)
-
-    def hold(self, old: Snapshot) -> bool:
-        if not self.still_holds(old):
-            return False
-        for blocks in old.blocks:
-            self.holders.update(blocks)
-            self.pins.update(blocks)
-        return True
-
-    def release(self, old: Snapshot) -> bool:
-        wanted = Counter(block for blocks in old.blocks for block in blocks)
-        if any(self.pins[block] < count for block, count in wanted.items()):
-            return False
-        self.pins.subtract(wanted)
-        self.let_go(old.blocks)
-        return True
-
-    def restored(self, old: Snapshot) -> "Model":
-        if not self.still_holds(old):
-            return self
-        new = copy.deepcopy(old.model)
-        full = {b for blocks, n in zip(old.blocks, old.lengths, strict=True) for b in blocks[: n // self.block_size]}
-        for block in range(self.num_blocks):
-            if block not in full:
-                new.generations[block] = self.generations[block] + 1
-            same = self.generations[block] == old.generations[block]
-            same &= (self.holders[block] > 0) == (new.holders[block] > 0)
-            if not (same and block in self.cached):
-                new.cached.pop(block, None)
+    def gone_back(self, old: "Model") -> "Model":
+        """The old one, its prefix cache cleared. All tokens but those of its full blocks count as dropped."""
+        new = copy.deepcopy(old)
+        new.clear()
+        kept = {b for blocks, n in zip(old.blocks, old.lengths, strict=True) for b in blocks[: n // self.block_size]}
+        new.num_drops = Counter(
+            {block: self.num_drops[block] + (block not in kept) for block in range(self.num_blocks)}
+        )
         return new

@@ -12,7 +12,7 @@ import argparse
 import collections
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ SEATS = 64
 KINDS, NEVER_FITS, BURST = 300, 0.01, 200
 ABORTED = 0.004  # of those under way, in each slice
 MOST_RECOMPUTED = 0.02
+Check = Callable[[Engine], None]
 
 
 def kinds(count: int, rng: np.random.Generator) -> list[tuple[list[int], SamplingParams]]:
@@ -47,8 +48,10 @@ def kinds(count: int, rng: np.random.Generator) -> list[tuple[list[int], Samplin
     ]
 
 
-def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int = 0) -> dict[str, int]:
-    """How the requests ended. Raises `AssertionError` if anything is wrong."""
+def soak(
+    engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int = 0, check: Check | None = None
+) -> dict[str, int]:
+    """How the requests ended. Raises `AssertionError` if anything is wrong; `check` looks at it after each slice."""
     rng = np.random.default_rng(seed)
     chosen = kinds(num_kinds, rng)
     expected = []
@@ -59,7 +62,7 @@ def soak(engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int
     ends: collections.Counter[str] = collections.Counter()
     before = engine.stats()
     with compilations() as compiled:
-        num_tokens = serve(engine, num_requests, chosen, expected, rng, ends)
+        num_tokens = serve(engine, num_requests, chosen, expected, rng, ends, check or check_invariants)
     require(not compiled, f"{len(compiled)} compilations")
     require(sum(ends.values()) == num_requests, "a request ended twice or never")
     after = engine.stats()
@@ -78,6 +81,7 @@ def serve(
     expected: list[list[int]],
     rng: np.random.Generator,
     ends: collections.Counter[str],
+    check: Check,
 ) -> int:
     """How many tokens were generated; counts in `ends` how the requests ended."""
     under_way: dict[int, int] = {}
@@ -105,11 +109,15 @@ def serve(
                 ends[str(completion.finish_reason)] += 1
                 num_tokens += len(completion.token_ids)
                 require(completion.finish_reason == "abort" or completion.token_ids == wanted, "ended before its end")
-        scheduler, allocator = jax.tree.map(np.asarray, (engine._state.scheduler, engine._state.allocator))
-        broken = scheduler.broken_invariants(allocator) + allocator.broken_invariants()
-        require(not broken, f"{broken}")
+        check(engine)
     require(not under_way, "a request never ended")
     return num_tokens
+
+
+def check_invariants(engine: Engine) -> None:
+    scheduler, allocator = jax.tree.map(np.asarray, (engine._state.scheduler, engine._state.allocator))
+    broken = scheduler.broken_invariants(allocator) + allocator.broken_invariants()
+    require(not broken, f"{broken}")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._allocator import report, sharing, snapshots, swapping
+from jaxpaged._allocator import report, sharing, swapping
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState
@@ -34,7 +34,7 @@ class BlockAllocator(AllocatorState):
     Invariants, which `broken_invariants` tests:
 
     - Block 0, the null block, is never handed out. Every other block is either free or held, never both.
-    - A block is held by the table entries that name it and by the pins of `hold`. It is free if there are none.
+    - A block is held by the table entries that name it, and free if there are none.
     - Sequences share full blocks only. A partly filled last block is in one table row, so writing to a sequence's
       slots past its length changes no other sequence.
     - A block's tokens do not change while it is held. `fork` and `rollback` return the copies that this needs.
@@ -179,7 +179,7 @@ class BlockAllocator(AllocatorState):
     def free(self, seqs: ArrayLike) -> BlockAllocator:
         """Gives back all blocks of the marked sequences, which become empty. Freeing an empty one changes nothing.
 
-        A swapped out sequence becomes empty too. A block that another sequence or a pin also holds stays held. Blocks
+        A swapped out sequence becomes empty too. A block that another sequence also holds stays held. Blocks
         go back last first, so that a `free` right after an `append` restores the free list.
 
         Args:
@@ -229,12 +229,12 @@ class BlockAllocator(AllocatorState):
     def rollback(self, lengths: ArrayLike) -> tuple[BlockAllocator, Copies, jax.Array]:
         """Shortens sequences to the given lengths, as when speculative decoding rejects tokens.
 
-        Blocks past the new end are given back. If a sequence then ends inside a block that is shared, pinned or cached,
-        it gets a block of its own instead. Copy the tokens before anything else is written:
+        Blocks past the new end are given back. If a sequence then ends inside a block that is shared or cached, it
+        gets a block of its own instead. Copy the tokens before anything else is written:
         `cache = copy_blocks(cache, *copies)`.
 
-        No copy is needed if every dropped token was appended after the sequence's last `fork`, `hold` and `insert`, as
-        in speculative decoding after a prompt. The copies are then all 0 and need no `copy_blocks`.
+        No copy is needed if every dropped token was appended after the sequence's last `fork` and `insert`, as in
+        speculative decoding after a prompt. The copies are then all 0 and need no `copy_blocks`.
 
         A row is shortened as asked or not at all, in row order as in `append`.
 
@@ -297,83 +297,6 @@ class BlockAllocator(AllocatorState):
         """
         return swapping.swap_in(self, self._rows("seqs", seqs, jnp.bool_))
 
-    def still_holds(self, snapshot: BlockAllocator) -> jax.Array:
-        """Whether going back to `snapshot` is sound, bool `[]`.
-
-        It is if every block of its sequences has been held all the time and none of their tokens were dropped: then
-        what was written for them is still there. Shortening a sequence inside a block drops all tokens of that block,
-        also those past the snapshot's length.
-
-        Args:
-            snapshot: an allocator that this one came from, by any operations.
-
-        Raises:
-            ValueError: `snapshot` is of other sizes.
-        """
-        return snapshots.still_holds(self, snapshot)
-
-    def hold(self, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
-        """Pins the blocks of a snapshot's sequences: they stay held until `release(snapshot)`.
-
-        Args:
-            snapshot: an allocator that this one came from, or this one itself.
-
-        Returns:
-            allocator: the new one, unchanged where not ok.
-            ok: bool `[]`, `still_holds(snapshot)`.
-
-        Raises:
-            ValueError: `snapshot` is of other sizes.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxpaged
-            >>> snapshot = jaxpaged.BlockAllocator.create(num_blocks=4, block_size=4, num_seqs=1, max_blocks_per_seq=3)
-            >>> snapshot, _, _ = snapshot.append(jnp.array([6]), q_len=6)
-            >>> allocator, ok = snapshot.hold(snapshot)
-            >>> allocator = allocator.free(jnp.array([True]))
-            >>> int(allocator.num_held)
-            2
-            >>> allocator, ok = allocator.restore(snapshot)
-            >>> allocator.lengths.tolist()
-            [6]
-        """
-        return snapshots.hold(self, snapshot)
-
-    def release(self, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
-        """Removes the pins of `hold(snapshot)`; blocks that nothing else holds are then free.
-
-        A block only counts its pins. Releasing a snapshot that was never held removes the pins that another snapshot
-        put on the same blocks: release exactly what was held.
-
-        Args:
-            snapshot: one that was held.
-
-        Returns:
-            allocator: the new one, unchanged where not ok.
-            ok: bool `[]`; false if a block of the snapshot is not pinned, for example after a first release.
-
-        Raises:
-            ValueError: `snapshot` is of other sizes.
-        """
-        return snapshots.release(self, snapshot)
-
-    def restore(self, snapshot: BlockAllocator) -> tuple[BlockAllocator, jax.Array]:
-        """Goes back to `snapshot` if that is sound. Everything done after it is undone, pins included.
-
-        Using the old allocator itself does the same if `still_holds(snapshot)`, except for three things that `restore`
-        does: it makes snapshots of the undone states unsound, it forgets cached prefixes whose blocks may have been
-        overwritten, and it changes nothing if going back is not sound. To go back twice, keep what the first `restore`
-        returned.
-
-        Returns:
-            allocator: the snapshot, or if not ok this allocator, unchanged.
-            ok: bool `[]`, `still_holds(snapshot)`.
-
-        Raises:
-            ValueError: `snapshot` is of other sizes.
-        """
-        return snapshots.restore(self, snapshot)
-
     def freed_since(self, before: BlockAllocator) -> jax.Array:
         """Blocks that sequences held in `before` and that are free now, for `zero_blocks`.
 
@@ -387,7 +310,15 @@ class BlockAllocator(AllocatorState):
         Raises:
             ValueError: `before` is of other sizes.
         """
-        return snapshots.freed_since(self, before)
+        sizes, wanted = ((*x.block_tables.shape, x.num_blocks, x.block_size) for x in (before, self))
+        if sizes != wanted:
+            raise ValueError(
+                "before must be an earlier state of the same allocator; got (seqs, max_blocks, num_blocks, block_size) "
+                f"= {sizes} and {wanted}."
+            )
+        ids = before.block_tables
+        are_unused = self.pool.is_free()[ids] & ~self.pool.is_cached(ids)
+        return jnp.where(before.is_entry(before.lengths) & are_unused, ids, 0).ravel()
 
     def broken_invariants(self) -> tuple[str, ...]:
         """The names of the invariants that this state breaks; empty if all is well. On the host, for tests."""

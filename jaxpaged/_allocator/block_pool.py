@@ -23,9 +23,6 @@ class BlockPool:
             below the others. The one unused longest is on top of them, and so is overwritten first.
         extra_holders: int32 `[blocks]`, holders of a block beyond the first; 0 for a free block. Handing out a block
             does not change it, so that `append` stays a few operations on the batch.
-        pins: int32 `[blocks]`, how many of a block's holders are pins (`BlockAllocator.hold`), not sequences.
-        generations: int32 `[blocks]`, how often a block's tokens were dropped: its last holder let it go, or its
-            sequence was shortened inside it. While the number does not change, the block's tokens do not either.
         cached_at: int32 `[blocks]`, for the prefix cache: `num_blocks` while a cached block is held; its place in
             `free_list` while it waits there; -1 for a block that never was cached. The place is stale once the block is
             handed out: `is_cached` sees that the place no longer waits.
@@ -38,8 +35,6 @@ class BlockPool:
     num_free: jax.Array
     num_waiting: jax.Array
     extra_holders: jax.Array
-    pins: jax.Array
-    generations: jax.Array
     cached_at: jax.Array
 
     @classmethod
@@ -51,8 +46,6 @@ class BlockPool:
             num_free=jnp.asarray(num_blocks - 1, jnp.int32),
             num_waiting=jnp.zeros((), jnp.int32),
             extra_holders=jnp.zeros(num_blocks, jnp.int32),
-            pins=jnp.zeros(num_blocks, jnp.int32),
-            generations=jnp.zeros(num_blocks, jnp.int32),
             cached_at=jnp.full(num_blocks, -1, jnp.int32),
         )
 
@@ -110,7 +103,6 @@ class BlockPool:
             num_free=self.num_free + num_top + num_below,
             num_waiting=self.num_waiting + num_below,
             extra_holders=holders.at[mine_ids].set(0, mode="drop", unique_indices=True),
-            generations=self.generations.at[mine_ids].add(1, mode="drop", unique_indices=True),
             cached_at=self.cached_at.at[self._distinct(cached, ids)].set(place_below, mode="drop", unique_indices=True),
         )
 

@@ -19,9 +19,8 @@ MOST_MARKS = 4096  # shared blocks; beyond that marks would hide the colours
 def plot_blocks(allocator: BlockAllocator, *, axes: Axes | None = None) -> Axes:
     """Draws the pool, one cell a block: coloured by the sequence that holds it, shared blocks with a dot.
 
-    Free blocks are white, those where a cached prefix waits light grey, pinned ones that no sequence holds dark grey,
-    the null block black. A shared block has the colour of the first sequence that names it. Runs on the host, and
-    needs matplotlib: `pip install "jaxpaged[plot]"`.
+    Free blocks are white, those where a cached prefix waits light grey, the null block black. A shared block has the
+    colour of the first sequence that names it. Runs on the host, and needs matplotlib: `pip install "jaxpaged[plot]"`.
 
     Args:
         allocator: whose pool.
@@ -39,7 +38,7 @@ def plot_blocks(allocator: BlockAllocator, *, axes: Axes | None = None) -> Axes:
     num_rows = -(-allocator.num_blocks // columns)
     num_seqs = allocator.lengths.shape[0]
     palette = matplotlib.colormaps["hsv"](np.arange(num_seqs) * 0.618034 % 1)[:, :3] * 0.85 + 0.1
-    special = np.array([to_rgb(name) for name in ("white", "lightgrey", "dimgrey", "black")])
+    special = np.array([to_rgb(name) for name in ("white", "lightgrey", "black")])
     cells = np.ones((num_rows * columns, 3))
     cells[: allocator.num_blocks] = np.concatenate([palette, special])[owners]  # below 0: from the end
     if axes is None:
@@ -54,7 +53,7 @@ def plot_blocks(allocator: BlockAllocator, *, axes: Axes | None = None) -> Axes:
     return axes
 
 
-FREE, WAITING, PINNED, NULL = -4, -3, -2, -1  # in the order of the colours
+FREE, WAITING, NULL = -3, -2, -1  # in the order of the colours
 
 
 def block_owners(allocator: BlockAllocator) -> tuple[np.ndarray, np.ndarray]:
@@ -62,7 +61,7 @@ def block_owners(allocator: BlockAllocator) -> tuple[np.ndarray, np.ndarray]:
     tables, lengths = np.asarray(allocator.block_tables), np.asarray(allocator.lengths)
     holders = np.asarray(allocator.pool.num_holders())
     cached = np.asarray(allocator.pool.is_cached(jnp.arange(allocator.num_blocks, dtype=jnp.int32)))
-    owners = np.where(holders > 0, PINNED, np.where(cached, WAITING, FREE))
+    owners = np.where(cached, WAITING, FREE)
     for i in reversed(range(len(lengths))):
         owners[tables[i, : -(-lengths[i] // allocator.block_size)]] = i
     owners[0] = NULL

@@ -277,7 +277,7 @@ class PrefixCache:
 
         Returns:
             prefix_cache: an empty one, with the same secret.
-            allocator: the new one. Going back to an older snapshot does not bring the forgotten blocks back.
+            allocator: the new one. Going back to an older one does not bring the forgotten blocks back.
 
         Raises:
             ValueError: an allocator of other sizes.

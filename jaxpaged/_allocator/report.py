@@ -28,7 +28,7 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
     is_entry = np.arange(tables.shape[1])[None] < num_held[:, None]
     places = (bottom + np.arange(num_free)) % num_blocks
     free = np.asarray(pool.free_list)[places]
-    extra, pins, cached_at = (np.asarray(x) for x in (pool.extra_holders, pool.pins, pool.cached_at))
+    extra, cached_at = np.asarray(pool.extra_holders), np.asarray(pool.cached_at)
     named = np.bincount(tables[is_entry], minlength=num_blocks)
     is_free = np.bincount(free, minlength=num_blocks) > 0
     held = np.setdiff1d(np.arange(1, num_blocks), free)
@@ -44,10 +44,9 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
             "null_block_is_never_handed_out": named[0] == 0 and not is_free[0],
             "no_sequence_names_a_block_twice": all(len(set(row)) == len(row) for row in rows),
             "no_block_is_free_twice": len(set(free)) == len(free),
-            "free_and_held_and_null_are_all": not (is_free & (named > 0)).any() and (named + pins)[held].all(),
-            "holders_are_the_entries_and_pins": (1 + extra == named + pins)[held].all(),
-            "free_blocks_have_no_holders": not extra[is_free].any() and not pins[is_free].any(),
-            "pins_are_not_negative": (pins >= 0).all(),
+            "free_and_held_and_null_are_all": not (is_free & (named > 0)).any() and named[held].all(),
+            "holders_are_the_entries": (1 + extra == named)[held].all(),
+            "free_blocks_have_no_holders": not extra[is_free].any(),
             "a_partly_filled_block_has_one_sequence": len(set(partial)) == len(partial) and (named[partial] == 1).all(),
             "no_partly_filled_block_is_cached": (cached_at[partial] != num_blocks).all(),
             "free_blocks_are_not_cached_as_held": not (cached_at[is_free] == num_blocks).any(),

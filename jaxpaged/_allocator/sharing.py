@@ -1,7 +1,5 @@
 """Sequences that share blocks: forking, and shortening one that shares its last block."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -68,11 +66,9 @@ def rollback[S: AllocatorState](allocator: S, lengths: jax.Array) -> tuple[S, Co
     is_copy = copied[:, None] & (jnp.arange(max_blocks, dtype=jnp.int32)[None] == entry[:, None])
     stays = allocator.is_entry(lengths) & ~is_copy
     pool = allocator.pool.take(total).let_go(allocator.block_tables, allocator.is_entry(allocator.lengths) & ~stays)
-    given_up = jnp.where(ok & cut & ~copied, last_ids, allocator.num_blocks + rows)
-    generations = pool.generations.at[given_up].add(1, mode="drop", unique_indices=True)
     tables = jnp.where(is_copy, ids[:, None], jnp.where(stays, allocator.block_tables, 0))
     copies = jnp.where(copied, last_ids, 0), jnp.where(copied, ids, 0)
-    return allocator.with_rows(tables, lengths, dataclasses.replace(pool, generations=generations)), copies, ok
+    return allocator.with_rows(tables, lengths, pool), copies, ok
 
 
 def _read_once(*values: jax.Array) -> tuple[jax.Array, ...]:

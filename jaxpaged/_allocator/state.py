@@ -31,7 +31,7 @@ class AllocatorState:
 
     @property
     def num_held(self) -> jax.Array:
-        """Blocks that sequences or pins hold, int32 `[]`; a shared one counts once."""
+        """Blocks that sequences hold, int32 `[]`; a shared one counts once."""
         return self.num_blocks - 1 - self.num_free
 
     @property

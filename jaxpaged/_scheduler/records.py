@@ -31,7 +31,7 @@ class Refusal(enum.IntEnum):
     NO_PROMPT = 1  # a prompt length below 1: how a batch of submissions is padded
     NO_NEW_TOKENS = 2  # it asks for less than one new token
     TOO_LONG = 3  # more tokens than the scheduler's `max_length`, or a prompt longer than its row
-    NEVER_FITS = 4  # more blocks than a table row, or than the pool without its pinned blocks
+    NEVER_FITS = 4  # more blocks than a table row, or than the pool
     QUEUE_FULL = 5  # no free place: submit it again after a `drain`
 
 

@@ -173,8 +173,7 @@ class Scheduler(SchedulerState):
         """Adds requests, in the order of the rows. Refuses only what can never be served.
 
         Args:
-            allocator: read for its sizes, and for the blocks that `hold` has pinned. Blocks pinned later may keep a
-                request from ever ending.
+            allocator: only its sizes are read.
             prompts: int32 `[rows, width]`, each prompt at the start of its row.
             prompt_lengths: int32 `[rows]`; 0: no request.
             max_new_tokens: int32 `[rows]`, at least 1.

@@ -129,8 +129,7 @@ def refused(scheduler: SchedulerState, allocator: BlockAllocator, new: Requests)
     is_too_long = (new.prompt_lengths > min(width, max_length)) | (new.max_new_tokens > max_length)
     limits = jnp.minimum(new.prompt_lengths, max_length) + jnp.minimum(new.max_new_tokens, max_length)
     is_too_long |= limits > max_length
-    num_usable = allocator.num_blocks - 1 - (allocator.pool.pins > 0).sum(dtype=jnp.int32)
-    num_usable = jnp.minimum(num_usable, allocator.block_tables.shape[1])
+    num_usable = min(allocator.num_blocks - 1, allocator.block_tables.shape[1])
     reasons = (
         (new.prompt_lengths < 1, Refusal.NO_PROMPT),
         (new.max_new_tokens < 1, Refusal.NO_NEW_TOKENS),

@@ -96,7 +96,7 @@ def test_known_counts_above_q_len(make):
     assert allocator.append(make([True, False]))[2].all()
 
 
-def test_keeping_the_old_one_is_a_snapshot():
+def test_the_old_one_can_be_used_again():
     old, _, _ = BlockAllocator.create(num_blocks=9, block_size=2, num_seqs=2, max_blocks_per_seq=4).append(counts(1, 1))
     new, first, _ = old.append(counts(3, 0), q_len=3)
     again, second, _ = old.append(counts(3, 0), q_len=3)

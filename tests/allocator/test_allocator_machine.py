@@ -7,6 +7,7 @@ Beside the books the machine keeps what a cache would hold, a number a slot: wri
 its own tokens through its table after every step.
 """
 
+import copy
 import dataclasses
 import os
 
@@ -25,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from jaxpaged import BlockAllocator, PrefixCache
-from tests.allocator_model import Model, Snapshot
+from tests.allocator_model import Model
 
 SIZES = "num_blocks", "block_size", "num_seqs", "max_blocks_per_seq"
 pytestmark = pytest.mark.slow
@@ -83,19 +84,8 @@ def clear(state):
     return (State(*reversed(state.prefix_cache.clear(state.allocator))),)
 
 
-def hold(state, snapshot):
-    allocator, ok = state.allocator.hold(snapshot)
-    return dataclasses.replace(state, allocator=allocator), ok
-
-
-def release(state, snapshot):
-    allocator, ok = state.allocator.release(snapshot)
-    return dataclasses.replace(state, allocator=allocator), ok
-
-
-def restore(state, snapshot):
-    allocator, ok = state.allocator.restore(snapshot)
-    return dataclasses.replace(state, allocator=allocator), ok
+def go_back(state, old):
+    return (State(*reversed(state.prefix_cache.clear(old))),)
 
 
 def look(state):
@@ -114,9 +104,7 @@ OPERATIONS = (
     match_prefix,
     insert,
     clear,
-    hold,
-    release,
-    restore,
+    go_back,
     look,
 )
 STATIC = ("q_len", "replace")
@@ -153,7 +141,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             PrefixCache.create(num_blocks=num_blocks, block_size=block_size),
         )
         self.state = state if self.NUM_POOLS == 1 else jax.tree.map(lambda x: jnp.stack([x] * self.NUM_POOLS), state)
-        self.snapshots: list[tuple[BlockAllocator, list[Snapshot], list[np.ndarray]]] = []
+        self.earlier: list[tuple[BlockAllocator, list[Model], list[np.ndarray]]] = []
 
     # What runs it: arrays for each pool in, a list of results for each pool out.
 
@@ -302,28 +290,23 @@ class AllocatorMachine(RuleBasedStateMachine):
         return array
 
     @rule()
-    def take_snapshot(self) -> None:
-        models = [model.snapshot() for model in self.models]
-        self.snapshots = [*self.snapshots[-2:], (self.state.allocator, models, [c.copy() for c in self.contents])]
+    def keep(self) -> None:
+        contents = [each.copy() for each in self.contents]
+        self.earlier = [*self.earlier[-2:], (self.state.allocator, copy.deepcopy(self.models), contents)]
 
-    @rule(which=st.integers(0, 2), name=st.sampled_from(["hold", "release", "restore"]))
-    def go_back(self, which: int, name: str) -> None:
-        if not self.snapshots:
+    @rule(which=st.integers(0, 2))
+    def go_back(self, which: int) -> None:
+        if not self.earlier:
             return
-        allocator, old, contents = self.snapshots[which % len(self.snapshots)]
-        sound = [model.still_holds(each) for model, each in zip(self.models, old, strict=True)]
-        for i, (fine, each) in enumerate(zip(sound, old, strict=True)):
-            if fine:  # what the snapshot's sequences wrote is still there
-                for row, tokens in enumerate(each.model.tokens):
-                    slots = [each.model.slot(row, token) for token in range(len(tokens))]
-                    assert self.contents[i][slots].tolist() == tokens == contents[i][slots].tolist()
-        if name == "restore":
-            self.models = [model.restored(each) for model, each in zip(self.models, old, strict=True)]
-            oks = sound
-        else:
-            oks = [getattr(model, name)(each) for model, each in zip(self.models, old, strict=True)]
-        for (ok,), wanted in zip(self.run(name, allocator), oks, strict=True):
-            assert bool(ok) == wanted
+        allocator, old, contents = self.earlier[which % len(self.earlier)]
+        if not all(model.still_holds(each) for model, each in zip(self.models, old, strict=True)):
+            return
+        for each, then, now in zip(old, contents, self.contents, strict=True):
+            for row, tokens in enumerate(each.tokens):  # what the old one's sequences wrote is still there
+                slots = [each.slot(row, token) for token in range(len(tokens))]
+                assert now[slots].tolist() == tokens == then[slots].tolist()
+        self.models = [model.gone_back(each) for model, each in zip(self.models, old, strict=True)]
+        self.run("go_back", allocator)
 
     @invariant()
     def agrees(self) -> None:
@@ -345,7 +328,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         for row, blocks in zip(allocator.block_tables.tolist(), model.blocks, strict=True):
             assert row == blocks + [0] * (len(row) - len(blocks))
         assert set(np.flatnonzero(cached).tolist()) == set(model.cached)
-        held = {block for blocks in model.blocks for block in blocks} | {b for b, n in model.pins.items() if n}
+        held = {block for blocks in model.blocks for block in blocks}
         assert sorted([0, *held, *model.free]) == list(range(allocator.num_blocks))
         assert int(num_held) == len(held)
         free = [block for block in model.free if block not in model.cached]

@@ -37,7 +37,7 @@ def on_allocator(name, **static):
     return lambda allocator, prefix_cache, *rest: (getattr(allocator, name)(*rest, **static), prefix_cache)
 
 
-COUNTS, MARKS, TOKENS, SNAPSHOT = "counts", "marks", "tokens", "snapshot"
+COUNTS, MARKS, TOKENS, EARLIER = "counts", "marks", "tokens", "earlier"
 
 # The operations, what they take, and the most fusions that one may compile to, on a CPU and on an NVIDIA GPU. XLA on a
 # CPU makes several of a prefix sum, the more the longer it is; for a GPU it makes a third as many of all. The bounds
@@ -50,18 +50,14 @@ OPERATIONS = {
     "fork": (on_allocator("fork"), (COUNTS,), 90),
     "fork, replace": (on_allocator("fork", replace=True), (COUNTS,), 120),
     "rollback": (on_allocator("rollback"), (COUNTS,), 90),
-    "still_holds": (on_allocator("still_holds"), (SNAPSHOT,), 10),
-    "hold": (on_allocator("hold"), (SNAPSHOT,), 15),
-    "release": (on_allocator("release"), (SNAPSHOT,), 70),
-    "restore": (on_allocator("restore"), (SNAPSHOT,), 40),
-    "freed_since": (on_allocator("freed_since"), (SNAPSHOT,), 15),
+    "freed_since": (on_allocator("freed_since"), (EARLIER,), 15),
     "swap_out": (on_allocator("swap_out"), (MARKS,), 60),
     "swap_in": (on_allocator("swap_in"), (MARKS,), 20),
     "match_prefix": (match_prefix, (TOKENS, COUNTS), 80),
     "insert": (insert, (TOKENS,), 260),
 }
 HOST_AND_LOOPS = "while", "sort", "callback", "infeed", "outfeed", "send", "recv"
-READING = "still_holds", "freed_since"  # return no allocator
+READING = ("freed_since",)  # return no allocator
 
 
 def inputs(name, num_seqs, num_blocks=NUM_BLOCKS):
@@ -72,7 +68,7 @@ def inputs(name, num_seqs, num_blocks=NUM_BLOCKS):
         COUNTS: zeros(allocator),
         MARKS: zeros(allocator, dtype=jnp.bool_),
         TOKENS: zeros(allocator, WIDTH),
-        SNAPSHOT: allocator,
+        EARLIER: allocator,
     }
     return (
         allocator,

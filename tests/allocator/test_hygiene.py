@@ -19,7 +19,7 @@ from jaxpaged import (
     zero_blocks,
 )
 from jaxpaged._allocator import report
-from jaxpaged._allocator.plot import FREE, NULL, PINNED, WAITING, block_owners
+from jaxpaged._allocator.plot import FREE, NULL, WAITING, block_owners
 from tests.allocator.allocators import assert_same, attend, counts, make, marks, write
 
 
@@ -136,38 +136,20 @@ def test_swapping_in_waits_for_blocks_and_freeing_gives_up():
     assert given_up.is_seat_free.tolist() == [False, False, True]
 
 
-def test_a_prefix_overwritten_since_is_forgotten_when_going_back():
+@pytest.mark.parametrize("clearing", [True, False])
+def test_going_back_clears_the_prefix_cache(clearing):
     prefix_cache = PrefixCache.create(num_blocks=8, block_size=2)
     allocator = make(4, 0, num_blocks=8, block_size=2)
     prompt = jnp.asarray([[1, 2, 3, 4]] * 2, jnp.int32)
     prefix_cache, allocator = prefix_cache.insert(allocator, prompt)
-    snapshot = allocator.free(marks(1, 1))  # two blocks wait
-    taken, _, ok = snapshot.append(counts(8, 4), q_len=8)  # one of them is overwritten
+    old = allocator.free(marks(1, 1))  # two blocks wait
+    _, _, ok = old.append(counts(8, 4), q_len=8)  # one of them is overwritten
     assert ok.all()
-    back, ok = taken.restore(snapshot)
-    assert ok
-    for allocator, found in ((snapshot, 2), (back, 1)):
-        _, _, num_cached = prefix_cache.match_prefix(allocator, jnp.pad(prompt, ((0, 0), (0, 1))), counts(5, 0))
-        assert num_cached.tolist() == [2 * found, 0]
-        assert allocator.broken_invariants() == ()
-
-
-def test_a_prefix_that_only_pins_held_is_forgotten_after_their_release():
-    prefix_cache = PrefixCache.create(num_blocks=8, block_size=2)
-    allocator = make(4, 0, num_blocks=8, block_size=2)
-    prompt = jnp.asarray([[1, 2, 3, 4]] * 2, jnp.int32)
-    prefix_cache, pinned = prefix_cache.insert(allocator, prompt)
-    allocator, _ = pinned.hold(pinned)
-    snapshot = allocator.free(marks(1, 1))  # no sequence names the two blocks
-    allocator, ok = snapshot.release(pinned)
-    assert ok
-    allocator, _, ok = allocator.append(counts(8, 6), q_len=8)  # overwrites both
-    assert ok.all()
-    allocator, ok = allocator.restore(snapshot)
-    assert ok
-    assert allocator.broken_invariants() == ()
-    _, _, num_cached = prefix_cache.match_prefix(allocator, jnp.pad(prompt, ((0, 0), (0, 1))), counts(5, 0))
-    assert num_cached.tolist() == [0, 0]
+    if clearing:
+        prefix_cache, old = prefix_cache.clear(old)
+    _, old, num_cached = prefix_cache.match_prefix(old, jnp.pad(prompt, ((0, 0), (0, 1))), counts(5, 0))
+    assert num_cached.tolist() == [0 if clearing else 4, 0]  # the twin finds the overwritten block too
+    assert old.broken_invariants() == ()
 
 
 def test_an_allocator_as_text():
@@ -198,9 +180,8 @@ def test_an_allocator_as_text():
         (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(9)), "free_and_held_and_null_are_all"),
         (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(99)), "table_entries_are_blocks"),
         (lambda a: dict(swapped_lengths=counts(1, 0)), "who_is_swapped_out_holds_nothing"),
-        (lambda a: pool(a, extra_holders=a.pool.extra_holders.at[1].add(1)), "holders_are_the_entries_and_pins"),
+        (lambda a: pool(a, extra_holders=a.pool.extra_holders.at[1].add(1)), "holders_are_the_entries"),
         (lambda a: pool(a, extra_holders=a.pool.extra_holders.at[9].add(1)), "free_blocks_have_no_holders"),
-        (lambda a: pool(a, pins=a.pool.pins.at[1].add(-1)), "pins_are_not_negative"),
         (lambda a: pool(a, free_list=a.pool.free_list.at[0].set(10)), "no_block_is_free_twice"),
         (lambda a: pool(a, free_list=a.pool.free_list.at[0].set(-1)), "free_list_holds_blocks"),
         (lambda a: pool(a, num_free=jnp.int32(12)), "free_count_is_within_the_pool"),
@@ -232,16 +213,15 @@ def test_every_invariant_has_a_state_that_breaks_it():
     names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(report.broken_invariants), re.MULTILINE))
     (table,) = (mark for mark in test_broken_invariants_names_what_is_broken.pytestmark if mark.name == "parametrize")
     assert {name for _, name in table.args[1]} == names
-    assert len(names) == 19
+    assert len(names) == 18
 
 
 def test_a_drawing_has_a_colour_for_each_owner_and_a_dot_for_each_shared_block():
     allocator, _, _ = make(6, 0, 3).fork(counts(-1, 0, -1))
-    held, _ = allocator.hold(allocator)
-    allocator = held.free(marks(0, 0, 1))
+    allocator = allocator.free(marks(0, 0, 1))
     owners, shared = block_owners(allocator)
-    assert owners.tolist() == [NULL, 0, 0, PINNED, 1] + [FREE] * 7
-    assert np.flatnonzero(shared).tolist() == [1, 2, 4]  # a pin is a holder too
+    assert owners.tolist() == [NULL, 0, 0, FREE, 1] + [FREE] * 7
+    assert np.flatnonzero(shared).tolist() == [1]
     prefix_cache, cached = PrefixCache.create(num_blocks=12, block_size=4).insert(
         make(9, 0), jnp.ones((2, 9), jnp.int32)
     )

@@ -49,29 +49,38 @@ def idle_engines():
         assert int(engine._state.allocator.num_free) == BLOCKS
 
 
-def assert_whole(engine):
-    scheduler, allocator = jax.tree.map(np.asarray, (engine._state.scheduler, engine._state.allocator))
+def assert_whole(engine, hidden=None):
+    """All invariants hold. `hidden`: the blocks that `fewer_blocks` took."""
+    state = engine._state
+    allocator = state.allocator if hidden is None else with_blocks_back(state.allocator, hidden)
+    scheduler, allocator = jax.tree.map(np.asarray, (state.scheduler, allocator))
     assert scheduler.broken_invariants(allocator) == ()
     assert allocator.broken_invariants() == ()
 
 
-@functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-def pin(allocator, counts):
-    """Blocks that `counts` tokens of each row take, pinned; and what releases them."""
-    holder, _, _ = allocator.append(counts, q_len=MAX_TOKENS)
-    return holder.hold(holder)[0].free(counts > 0), holder
+@functools.partial(jax.jit, static_argnums=1)
+def without_blocks(allocator, count):
+    """An allocator whose pool has lost `count` free blocks, and their ids."""
+    ids = allocator.pool.peek(jnp.arange(count, dtype=jnp.int32)[None])
+    return dataclasses.replace(allocator, pool=allocator.pool.take(jnp.int32(count))), ids
+
+
+@jax.jit
+def with_blocks_back(allocator, ids):
+    return dataclasses.replace(allocator, pool=allocator.pool.let_go(ids, jnp.ones_like(ids, jnp.bool_)))
 
 
 @contextlib.contextmanager
 def fewer_blocks(engine, left):
     """While it lasts, the pool of the engine has so many blocks left: the same program serves a tight pool."""
-    num_rows = (BLOCKS - left) * BLOCK_SIZE // MAX_TOKENS
-    counts = np.where(np.arange(toy_model.SEATS) < num_rows, MAX_TOKENS, 0).astype(np.int32)
-    allocator, holder = pin(engine._state.allocator, counts)
+    if left == BLOCKS:
+        yield None
+        return
+    allocator, hidden = without_blocks(engine._state.allocator, BLOCKS - left)
     engine._state_of_slice = dataclasses.replace(engine._state, allocator=allocator)
     assert int(allocator.num_free) == left
-    yield
-    allocator, _ = jax.jit(BlockAllocator.release)(engine._state.allocator, holder)
+    yield hidden
+    allocator = with_blocks_back(engine._state.allocator, hidden)
     engine._state_of_slice = dataclasses.replace(engine._state, allocator=allocator)
 
 
@@ -119,10 +128,10 @@ def test_tokens_do_not_depend_on_the_load(load, left, chunk_tokens, prefix_cache
     prompts, params, expected = load
     engine = engine_of(chunk_tokens, prefix_cache=prefix_cache)
     preempted_before, found_before = engine.stats().num_preempted, engine.stats().num_found
-    with fewer_blocks(engine, left):
+    with fewer_blocks(engine, left) as hidden:
         for order in (np.arange(40), np.arange(40)[::-1], np.random.default_rng(1).permutation(40)):
             outputs = engine.generate([prompts[i] for i in order], [params[i] for i in order])
-            assert_whole(engine)
+            assert_whole(engine, hidden)
             for i, output in zip(order, outputs, strict=True):
                 for (tokens, logprobs), completion in zip(expected[i], output.outputs, strict=True):
                     assert completion.token_ids == tokens
@@ -634,8 +643,9 @@ def test_top_p_takes_no_more_than_it_needs():
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_soak_in_a_pool_of_a_third_of_what_the_seats_may_need(prefix_cache):
     engine = engine_of(16, prefix_cache=prefix_cache)
-    with fewer_blocks(engine, TIGHT):
-        result = soak(engine, 600, num_kinds=30)
+    with fewer_blocks(engine, TIGHT) as hidden:
+        assert_whole(engine, hidden)
+        result = soak(engine, 600, num_kinds=30, check=functools.partial(assert_whole, hidden=hidden))
     assert result["abort"] > 0
     assert result["refused"] > 0
     assert result["preempted"] > 0

@@ -262,11 +262,6 @@ def test_what_can_never_be_served_is_refused():
     assert refusals.tolist() == expected
     assert ids.tolist() == [2, 2, 2, 2, 2, 2, 0, 1, 2, 2]
     assert submitted.broken_invariants(allocator) == ()
-    # Pinned blocks are no room.
-    pinned, _, _ = allocator.append(int32(1, 0))
-    pinned, _ = pinned.hold(pinned)
-    _, _, refusals = submit(scheduler, pinned, prompts, lengths, new_tokens)
-    assert refusals.tolist()[5:8] == [Refusal.NEVER_FITS] * 3
 
 
 def test_text_and_misuse():

@@ -18,8 +18,7 @@ from jaxpaged._cache.copy_blocks import copy_blocks
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.quantise import kv_scale, widen_kv
-from jaxpaged._cache.rotary import rotary_frequencies, rotate_and_write_kv
-from jaxpaged._cache.rotary_scaling import rotary_attention_factor
+from jaxpaged._cache.rotate import rotate_and_write_kv
 from jaxpaged._cache.transfer import blocks_from_host, blocks_to_host, gather_kv, scatter_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._cache.zeroing import zero_blocks
@@ -29,6 +28,7 @@ from jaxpaged._engine.generate import generate
 from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._modules import AttentionSettings
+from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 from jaxpaged._scheduler.scheduler import Scheduler
 

@@ -17,7 +17,7 @@ from jaxpaged._attention.attend import attend
 from jaxpaged._attention.public import Implementation
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._cache.rotary import rotate_and_write_kv
+from jaxpaged._cache.rotate import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32, check_heads
 from pallas_kernels.partition_plan import PartitionPlan

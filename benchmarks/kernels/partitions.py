@@ -25,7 +25,6 @@ from benchmarks.harness import Store, add_output, compile_all, open_store, rando
 from jaxpaged import paged_attention, paged_attention_reference
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
 LONGEST, CHECKED_LENGTH, NUM_SETS = 131_072, 250, 8
 CURVE_PARTITIONS = (1, 4, 16, 64, None)
 SWEEP_BATCHES = (

@@ -12,7 +12,7 @@ from jaxpaged._attention.attend import attend
 from jaxpaged._attention.public import AttentionKeywords
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._cache.rotary import rotate_and_write_kv
+from jaxpaged._cache.rotate import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._public_state import short_repr
 

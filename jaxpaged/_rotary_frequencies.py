@@ -1,4 +1,4 @@
-"""Rotary frequencies for contexts beyond those of a model's training, from the `rope_scaling` of a Hugging Face config.
+"""Rotary frequencies, for long contexts scaled as the `rope_scaling` of a Hugging Face config says.
 
 linear     f' = f / factor
 llama3     f' = f where a rotation is short, f / factor where it is long, blended between
@@ -17,7 +17,48 @@ CONTEXT = "original_max_position_embeddings"  # of the model's training
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
-def read_theta(scaling: Mapping[str, Any], theta: float | None) -> float:
+def rotary_frequencies(
+    head_dim: int,
+    theta: float | None = None,
+    scaling: Mapping[str, Any] | None = None,
+    *,
+    max_length: int | None = None,
+) -> tuple[float, ...]:
+    """The angle per token of each pair of dimensions, `theta ** (-2 i / head_dim)`, `head_dim // 2` numbers.
+
+    The scalings "dynamic" (NTK) and "longrope" depend on the length of a sequence. A cache holds rotated keys, so it
+    needs one set of frequencies for all its time: that of `max_length`. Hugging Face transformers takes others while a
+    sequence is shorter, and does not rotate the keys of its cache anew when it changes them. Both agree for a prompt of
+    `max_length` tokens, and everywhere if `max_length` is within the context of the model's training.
+
+    Args:
+        head_dim: the dimensions that are rotated: of a model that rotates a part of each head, that part. With
+            `partial_rotary_factor` in `scaling` all dimensions of a head, of which that part is rotated.
+        theta: the base. None: `rope_theta` of `scaling`, or 10,000.
+        scaling: `rope_scaling` (or `rope_parameters`) of a Hugging Face config, of type "linear", "llama3", "yarn",
+            "dynamic" or "longrope". "yarn" and "longrope" come with a `rotary_attention_factor`. "dynamic" and
+            "longrope" need `original_max_position_embeddings` in it, and `rotary_attention_factor` of "longrope" a
+            `factor`: if they stand elsewhere in the config, add them.
+        max_length: the most tokens of a sequence in the cache, which "dynamic" and "longrope" need.
+
+    Raises:
+        ValueError: an odd number of dimensions to rotate; a theta that is not that of the scaling; a scaling that is
+            not known, or without a field that it needs.
+
+    Example:
+        >>> import jaxpaged
+        >>> jaxpaged.rotary_frequencies(4)
+        (1.0, 0.01)
+        >>> jaxpaged.rotary_frequencies(16, scaling={"partial_rotary_factor": 0.25, "rope_theta": 10_000.0})
+        (1.0, 0.01)
+    """
+    scaling = {} if scaling is None else scaling
+    theta, rotary_dims = _read_theta(scaling, theta), _read_rotary_dims(scaling, head_dim)
+    frequencies = tuple(theta ** (-2 * i / rotary_dims) for i in range(rotary_dims // 2))
+    return _scaled(frequencies, theta, scaling, max_length)
+
+
+def _read_theta(scaling: Mapping[str, Any], theta: float | None) -> float:
     if scaling.get("rope_theta") is None:
         return 10_000.0 if theta is None else theta
     found = _number(scaling, "rope_theta")
@@ -28,7 +69,7 @@ def read_theta(scaling: Mapping[str, Any], theta: float | None) -> float:
     return found
 
 
-def read_rotary_dims(scaling: Mapping[str, Any], head_dim: int) -> int:
+def _read_rotary_dims(scaling: Mapping[str, Any], head_dim: int) -> int:
     """The dimensions of a head that are rotated."""
     part = 1.0 if scaling.get("partial_rotary_factor") is None else _number(scaling, "partial_rotary_factor")
     rotary_dims = int(part * head_dim)  # as transformers rounds
@@ -40,10 +81,10 @@ def read_rotary_dims(scaling: Mapping[str, Any], head_dim: int) -> int:
     return rotary_dims
 
 
-def scaled(
+def _scaled(
     frequencies: tuple[float, ...], theta: float, scaling: Mapping[str, Any], max_length: int | None
 ) -> tuple[float, ...]:
-    match read_kind(scaling):
+    match _read_kind(scaling):
         case "default":
             return frequencies
         case "dynamic":
@@ -81,12 +122,12 @@ def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
         Peng et al., YaRN, 2023 (https://arxiv.org/abs/2309.00071), section 3.4.
         Ding et al., LongRoPE, 2024 (https://arxiv.org/abs/2402.13753).
     """
-    if scaling is None or read_kind(scaling) not in ("yarn", "longrope"):
+    if scaling is None or _read_kind(scaling) not in ("yarn", "longrope"):
         return 1.0
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     factor = _number(scaling, "factor")
-    if read_kind(scaling) == "longrope":
+    if _read_kind(scaling) == "longrope":
         return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(_number(scaling, CONTEXT)))
 
     def of(mscale: float) -> float:
@@ -96,7 +137,7 @@ def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
     return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
 
 
-def read_kind(scaling: Mapping[str, Any]) -> str:
+def _read_kind(scaling: Mapping[str, Any]) -> str:
     if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
         raise ValueError(f"a rotary scaling is of one type of layers; pass that of {' or of '.join(nested)}.")
     kind = scaling.get("rope_type", scaling.get("type", "default"))

@@ -3,60 +3,15 @@ goes with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._cache.rotary_scaling import read_rotary_dims, read_theta, scaled
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
 from jaxpaged._on_shards import check_whole
-
-
-def rotary_frequencies(
-    head_dim: int,
-    theta: float | None = None,
-    scaling: Mapping[str, Any] | None = None,
-    *,
-    max_length: int | None = None,
-) -> tuple[float, ...]:
-    """The angle per token of each pair of dimensions, `theta ** (-2 i / head_dim)`, `head_dim // 2` numbers.
-
-    The scalings "dynamic" (NTK) and "longrope" depend on the length of a sequence. A cache holds rotated keys, so it
-    needs one set of frequencies for all its time: that of `max_length`. Hugging Face transformers takes others while a
-    sequence is shorter, and does not rotate the keys of its cache anew when it changes them. Both agree for a prompt of
-    `max_length` tokens, and everywhere if `max_length` is within the context of the model's training.
-
-    Args:
-        head_dim: the dimensions that are rotated: of a model that rotates a part of each head, that part. With
-            `partial_rotary_factor` in `scaling` all dimensions of a head, of which that part is rotated.
-        theta: the base. None: `rope_theta` of `scaling`, or 10,000.
-        scaling: `rope_scaling` (or `rope_parameters`) of a Hugging Face config, of type "linear", "llama3", "yarn",
-            "dynamic" or "longrope". "yarn" and "longrope" come with a `rotary_attention_factor`. "dynamic" and
-            "longrope" need `original_max_position_embeddings` in it, and `rotary_attention_factor` of "longrope" a
-            `factor`: if they stand elsewhere in the config, add them.
-        max_length: the most tokens of a sequence in the cache, which "dynamic" and "longrope" need.
-
-    Raises:
-        ValueError: an odd number of dimensions to rotate; a theta that is not that of the scaling; a scaling that is
-            not known, or without a field that it needs.
-
-    Example:
-        >>> import jaxpaged
-        >>> jaxpaged.rotary_frequencies(4)
-        (1.0, 0.01)
-        >>> jaxpaged.rotary_frequencies(16, scaling={"partial_rotary_factor": 0.25, "rope_theta": 10_000.0})
-        (1.0, 0.01)
-    """
-    scaling = {} if scaling is None else scaling
-    theta, rotary_dims = read_theta(scaling, theta), read_rotary_dims(scaling, head_dim)
-    frequencies = tuple(theta ** (-2 * i / rotary_dims) for i in range(rotary_dims // 2))
-    return scaled(frequencies, theta, scaling, max_length)
 
 
 def rotate_and_write_kv[C: (KVCache, CacheLayer)](

@@ -31,7 +31,7 @@ from lib.command_line import (
     sampling_arguments,
     say,
 )
-from lib.generation import Generation, Granularity, Timing, calibrate, generate, generated, num_bytes, start
+from lib.generation import Generation, Granularity, Timing, calibrate, generated, num_bytes, run_generation, start
 from lib.shared_prefix import common_prefix, num_spared_blocks
 from lib.tensor_parallel import spread
 
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     with bar, matmul_precision(args):
         if args.cache_scale in ("tensor", "head"):
             state = calibrate(model, state, config, prompts, dtype=args.dtype, scale=args.cache_scale)
-        state, timing = generate(
+        state, timing = run_generation(
             model,
             state,
             prompts,

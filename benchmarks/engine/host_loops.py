@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.steps import Steps
-from benchmarks.engine.workload import SIZES, Request, create_caches, generate, workload
+from benchmarks.engine.workload import SIZES, Request, create_caches, run_work, workload
 from benchmarks.harness import add_output, compile_all, open_store
 from jaxpaged import Engine
 from jaxpaged._engine.slices import State, next_kind, one_step
@@ -109,7 +109,7 @@ def main() -> None:
         work = workload(options.requests, SIZES[name].longest)
         programs = [steps_of[name, i] for i in range(len(engine._kinds))]
         host = functools.partial(host_loop, Steps(engine, SIZES[name]), programs, work)
-        runs = {"engine": lambda engine=engine, work=work: generate(engine, work)}
+        runs = {"engine": lambda engine=engine, work=work: run_work(engine, work)}
         runs |= {"host loop sync": functools.partial(host, 0), "host loop async": functools.partial(host, 1)}
         wanted = sum(new for _, new in work)
         for run, function in runs.items():

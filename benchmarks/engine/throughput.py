@@ -32,7 +32,7 @@ from benchmarks.checks import poisoned, worst_error
 from benchmarks.engine.costs import Costs, product_rate
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.steps import KINDS, Steps, scheduling_microseconds
-from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, Sizes, create_caches, generate, workload
+from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, Sizes, create_caches, run_work, workload
 from benchmarks.harness import add_output, open_store, read_bandwidth
 from benchmarks.models.decode_step import MOST_ERROR, cache_copies
 from benchmarks.models.llama_step import LlamaConfig
@@ -163,12 +163,12 @@ def runs_of(
 ) -> dict[str, tuple[Callable[[], int], list[Request]]]:
     """By the row of the table: what is run, and its requests."""
     runs: dict[str, tuple[Callable[[], int], list[Request]]] = {
-        f"engine {count}": (functools.partial(generate, engine, work[:count]), work[:count])
+        f"engine {count}": (functools.partial(run_work, engine, work[:count]), work[:count])
         for count in options.requests
     }
     if not options.only_engine:
         part = work[: min(options.requests)]
-        runs[f"batches {len(part)}"] = functools.partial(generate, engine, part, sizes.seats), part
+        runs[f"batches {len(part)}"] = functools.partial(run_work, engine, part, sizes.seats), part
     return runs
 
 

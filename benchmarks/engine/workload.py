@@ -53,7 +53,7 @@ def kv_tokens(work: Sequence[Request]) -> int:
     return sum((new - 1) * len(prompt) + new * (new - 1) // 2 for prompt, new in work)
 
 
-def generate(engine: Engine, work: Sequence[Request], batch: int | None = None) -> int:
+def run_work(engine: Engine, work: Sequence[Request], batch: int | None = None) -> int:
     count = 0
     for i in range(0, len(work), batch or len(work)):
         part = work[i : i + (batch or len(work))]

@@ -19,7 +19,7 @@ from flax import nnx
 
 from benchmarks.harness import add_output, open_store
 from lib.checkpoint import Tokenizer, default_path, load_model, read_checkpoint
-from lib.generation import generate, start
+from lib.generation import run_generation, start
 from lib.llama import Llama, LlamaConfig
 from lib.sampling import Sampling
 
@@ -52,7 +52,7 @@ def decode_rate(model: Llama, config: LlamaConfig, tokenizer: Tokenizer, batch: 
             config, prompts, max_new_tokens=STEPS + 1, block_size=16, num_blocks=None, dtype="float32", seed=0
         )
         cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches))
-        state, timing = generate(model, state, prompts, (), Sampling(), steps_at_once=STEPS)
+        state, timing = run_generation(model, state, prompts, (), Sampling(), steps_at_once=STEPS)
         tokens.append(np.asarray(state.tokens).tolist())
         rates.append(batch * STEPS / timing.decode)
     assert all(rows == tokens[0] for rows in tokens), "two runs gave different tokens"

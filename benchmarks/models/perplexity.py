@@ -26,7 +26,7 @@ from flax import nnx
 from benchmarks.harness import ROOT, add_output, open_store
 from jaxpaged import BlockAllocator, KVCache, gather_kv, kv_scale
 from lib.checkpoint import Tokenizer, default_path, load_model, read_checkpoint
-from lib.generation import generate, start
+from lib.generation import run_generation, start
 from lib.llama import Llama, LlamaConfig
 from lib.sampling import Sampling
 
@@ -107,7 +107,7 @@ def greedy_tokens(model: Llama, config: LlamaConfig, prompts: list[list[int]], c
         config, prompts, max_new_tokens=NEW_TOKENS, block_size=BLOCK_SIZE, num_blocks=None, dtype="float32", seed=0
     )
     state = dataclasses.replace(state, caches=caches_of(state.caches[0].k.shape[0]))
-    state, _ = generate(model, state, prompts, (), Sampling(), steps_at_once=NEW_TOKENS)
+    state, _ = run_generation(model, state, prompts, (), Sampling(), steps_at_once=NEW_TOKENS)
     return np.asarray(state.tokens).tolist()
 
 

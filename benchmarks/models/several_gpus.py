@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.checks import poisoned, worst_error
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.engine.workload import SIZES, create_caches, generate, workload
+from benchmarks.engine.workload import SIZES, create_caches, run_work, workload
 from benchmarks.harness import Store, add_output, open_store
 from benchmarks.models import decode_step, llama_step
 from benchmarks.models.decode_step import CHECKED_LAYERS, MOST_ERROR, State, loop, start, time_loop
@@ -82,7 +82,7 @@ def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
         def serve(engines: list[Engine]) -> float:
             shares = [work[i :: len(engines)] for i in range(len(engines))]
             begin = time.perf_counter()
-            if sum(threads.map(generate, engines, shares)) != sum(new for _, new in work):
+            if sum(threads.map(run_work, engines, shares)) != sum(new for _, new in work):
                 raise AssertionError("not all tokens came")
             return (time.perf_counter() - begin) * 1e6
 

@@ -275,7 +275,7 @@ class Timing:
     attention: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def generate(
+def run_generation(
     model: Llama,
     state: Generation,
     prompts: list[list[int]],

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._allocator import report, sharing, swapping
+from jaxpaged._allocator import inspection, sharing, swapping
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState
@@ -322,10 +322,10 @@ class BlockAllocator(AllocatorState):
 
     def broken_invariants(self) -> tuple[str, ...]:
         """The names of the invariants that this state breaks; empty if all is well. On the host, for tests."""
-        return report.broken_invariants(self)
+        return inspection.broken_invariants(self)
 
     def __str__(self) -> str:
-        return report.describe(self)
+        return inspection.describe(self)
 
     def _rows(self, name: str, values: ArrayLike, dtype: Any) -> jax.Array:
         array = as_int32(values)

@@ -24,7 +24,8 @@ from jaxpaged._engine.counting import counted
 from jaxpaged._engine.inputs import own, pool_sizes
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.on_mesh import find_mesh, on_each_device, replicate
-from jaxpaged._engine.progress import ProgressBar
+from jaxpaged._engine.progress_bar import ProgressBar
+from jaxpaged._engine.pytrees import difference
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import (
     FINISH_REASONS,
@@ -37,7 +38,6 @@ from jaxpaged._engine.requests import (
     params_of_each,
 )
 from jaxpaged._engine.slices import Apply, Inbox, Report, State, kinds_of_steps, run_slice
-from jaxpaged._engine.trees import difference
 from jaxpaged._integers import checked_size
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 from jaxpaged._scheduler.scheduler import Scheduler

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._engine.pytrees import difference, in_same_containers
 from jaxpaged._engine.sampling import sample
 from jaxpaged._engine.step_attention import StepAttention
-from jaxpaged._engine.trees import difference, in_same_containers
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Outbox, Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler

@@ -12,7 +12,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._integers import as_int32, checked_size
 from jaxpaged._public_state import public_state
-from jaxpaged._scheduler import planning, progress, report, seats, submission
+from jaxpaged._scheduler import inspection, planning, progress, seats, submission
 from jaxpaged._scheduler.records import Outbox, RequestStatus, Sampling, Step
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
 
@@ -358,10 +358,10 @@ class Scheduler(SchedulerState):
 
     def broken_invariants(self, allocator: BlockAllocator) -> tuple[str, ...]:
         """The names of broken invariants; empty if all is well. Runs on the host, for tests."""
-        return report.broken_invariants(self, allocator)
+        return inspection.broken_invariants(self, allocator)
 
     def __str__(self) -> str:
-        return report.describe(self)
+        return inspection.describe(self)
 
     def _check(self, allocator: BlockAllocator) -> None:
         num_seqs = allocator.lengths.shape[0]

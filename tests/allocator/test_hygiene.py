@@ -18,7 +18,7 @@ from jaxpaged import (
     plot_blocks,
     zero_blocks,
 )
-from jaxpaged._allocator import report
+from jaxpaged._allocator import inspection
 from jaxpaged._allocator.plot import FREE, NULL, WAITING, block_owners
 from tests.allocator.allocators import assert_same, attend, counts, make, marks, write
 
@@ -210,7 +210,7 @@ def pool(allocator, **changes):
 
 
 def test_every_invariant_has_a_state_that_breaks_it():
-    names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(report.broken_invariants), re.MULTILINE))
+    names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(inspection.broken_invariants), re.MULTILINE))
     (table,) = (mark for mark in test_broken_invariants_names_what_is_broken.pytestmark if mark.name == "parametrize")
     assert {name for _, name in table.args[1]} == names
     assert len(names) == 18

@@ -418,7 +418,7 @@ def test_a_long_call_shows_how_far_it_is(capsys, monkeypatch):
     engine, params = engine_of(16), SamplingParams(max_tokens=6)
     engine.generate([[1]], params)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("jaxpaged._engine.progress.INTERVAL", 0)
+    monkeypatch.setattr("jaxpaged._engine.progress_bar.INTERVAL", 0)
     engine.generate([[1, 2]] * 20, params, progress=True)
     nothing, *shown, last = capsys.readouterr().err.split("\r")
     assert nothing == ""

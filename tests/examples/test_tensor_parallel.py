@@ -11,7 +11,7 @@ from flax import nnx
 import generate as command
 import jaxpaged
 from lib.command_line import exit_code
-from lib.generation import generate, generated, start
+from lib.generation import generated, run_generation, start
 from lib.llama import Llama, LlamaConfig
 from lib.sampling import Sampling
 from lib.tensor_parallel import make_mesh, repeated_kv_heads, shard_model
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_one_device(num_devices, changes):
     def tokens_of(model, config, mesh):
         state = start(config, PROMPTS, **sizes, mesh=mesh)
         with jax.numpy_rank_promotion("allow"):  # biases
-            return generate(model, state, PROMPTS, (), sampling, steps_at_once=20, mesh=mesh)[0]
+            return run_generation(model, state, PROMPTS, (), sampling, steps_at_once=20, mesh=mesh)[0]
 
     mesh = make_mesh(num_devices)
     ours = tokens_of(shard_model(model, config, mesh), repeated_kv_heads(config, num_devices), mesh)

@@ -93,7 +93,7 @@ def make_call(
         options |= dict(alibi_slopes=jnp.linspace(0.01, 0.5, heads), sinks=jnp.linspace(-2.0, 2.0, heads))
     q = jnp.asarray(rng.normal(size=(len(lengths), q_len, heads, head_dim)), jnp.float32).astype(dtype)
     arrays = q, cache(), cache(), jnp.asarray(tables), jnp.asarray(lengths, jnp.int32)
-    plan = plan_partitions(arrays[-1], num_heads=heads, num_kv_heads=kv_heads, q_len=q_len) if with_plan else None
+    plan = plan_partitions(arrays[-1], num_kv_heads=kv_heads, q_len=q_len) if with_plan else None
     return Call(arrays, options, num_partitions, plan)
 
 

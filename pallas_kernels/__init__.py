@@ -3,11 +3,10 @@
 | kernel | computes | GPUs |
 |---|---|---|
 | `portable_decode` | attention of one or a few query tokens a sequence, over a paged cache | since Ampere (sm_80) |
-| `paged_decode` | the same, faster with more than 32 rows of 16 bits | Hopper (sm_90a) |
 | `paged_prefill` | attention of prompts, packed, from a paged cache | Hopper (sm_90a) |
 | `copy_blocks` | copies of blocks within a cache | Hopper (sm_90a) |
 
 The folder of a kernel has an equation, a picture and an order of reading in its `__init__`. What a kernel takes and how
-a call is cut up stands in a file beside it that does not import Mosaic: `decode_config`, `portable_config`,
-`prefill_config`, `copy_config`. Files with an underscore here are shared by kernels.
+a call is cut up stands in a file beside it that does not import Mosaic: `portable_config`, `prefill_config`,
+`copy_config`. Files with an underscore here are shared by kernels.
 """

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._rows import LOG2E, LOWEST, ROWS, Orientation
+from pallas_kernels._rows import LOG2E, LOWEST, ROWS, ROWS_LAST
 from pallas_kernels._scales import of_head
 from pallas_kernels._walk import Walk
 
@@ -28,29 +28,26 @@ class Logits:
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [rows]
     group: int
-    orientation: Orientation  # of the products
     tree_bits: list[jax.Array] | None = None  # int32 [rows] each: the newest tokens that a row sees, 32 a word
 
     @classmethod
-    def of(cls, refs: Any, walk: Walk, group: int, orientation: Orientation, tree_bits: Any | None = None) -> "Logits":
-        """`refs`: with the options of the kernel; `tree_bits`: GMEM, int32 [seqs, words, rows]."""
+    def of(cls, refs: Any, walk: Walk) -> "Logits":
+        """`refs`: with the options of the kernel."""
         kv_head = walk.partition.kv_head
         scale = refs.scale[0]
         cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
-        slopes = None if refs.alibi_slopes is None else orientation.load(refs.alibi_slopes.at[kv_head])
+        slopes = None if refs.alibi_slopes is None else ROWS_LAST.load(refs.alibi_slopes.at[kv_head])
         k_scale = of_head(refs.k_scale, kv_head)
         if k_scale is not None:
             scale = scale * k_scale
         trees = None
-        if tree_bits is not None:
-            trees = [orientation.load(tree_bits.at[walk.seq, word]) for word in range(tree_bits.shape[1])]
-        return cls(walk, walk.first_query, scale, cap, slopes, group, orientation, trees)
+        if refs.tree_bits is not None:
+            trees = [ROWS_LAST.load(refs.tree_bits.at[walk.seq, word]) for word in range(refs.tree_bits.shape[1])]
+        return cls(walk, walk.first_query, scale, cap, slopes, refs.group, trees)
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
-        """f32 [tile, rows], or by the orientation [rows, tile] -> logits in units of log2, and which of them are
-        visible; None: all.
-        """
-        walk, shape, orientation = self.walk, products.shape, self.orientation
+        """f32 [tile, rows] -> logits in units of log2, and which of them are visible; None: all."""
+        walk, shape = self.walk, products.shape
         if self.cap is None:
             logits = products * (self.scale * LOG2E)
         else:
@@ -60,11 +57,11 @@ class Logits:
             logits = (cap * LOG2E) * (1.0 - 2.0 / (e + 1.0))
         if not masked and self.slopes is None:
             return logits, None
-        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 1 - orientation.axis, layout=ROWS) + tile * walk.tile
-        in_call = orientation.tokens(shape, self.group) if walk.q_len > 1 else jnp.int32(0)
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * walk.tile
+        in_call = row_tokens(shape, self.group) if walk.q_len > 1 else jnp.int32(0)
         distance = self.first_query + in_call - tokens
         if self.slopes is not None:
-            logits -= orientation.over(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
+            logits -= ROWS_LAST.over(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
         if not masked:
             return logits, None
         visible = distance >= 0
@@ -75,6 +72,12 @@ class Logits:
             bit_of = jnp.bitwise_and(place, 31)
             word_of = lax.shift_right_arithmetic(place, jnp.full(shape, 5, jnp.int32))
             for word, bits in enumerate(self.tree_bits):
-                bit = jnp.bitwise_and(lax.shift_right_logical(orientation.over(bits, shape), bit_of), 1)
+                bit = jnp.bitwise_and(lax.shift_right_logical(ROWS_LAST.over(bits, shape), bit_of), 1)
                 visible = jnp.logical_and(visible, jnp.logical_or(word_of != word, bit == 1))
         return jnp.where(visible, logits, jnp.full(shape, LOWEST, jnp.float32)), visible
+
+
+def row_tokens(shape: tuple[int, ...], group: int) -> jax.Array:
+    """The query token of each row, int32 `shape`, the rows on axis 1."""
+    rows = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
+    return rows if group == 1 else lax.div(rows, jnp.full(shape, group, jnp.int32))

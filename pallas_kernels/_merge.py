@@ -4,7 +4,7 @@
 
 Each program stores its sums, and is then counted. The one that is counted last merges all of them, a few at a time, so
 that their latencies overlap, and in the order of the partitions: whichever is the last, the bits are the same. No
-program waits for another. All but `types_of` is traced inside the decode kernels, by warpgroup 0.
+program waits for another. All but `types_of` is traced inside the decode kernel.
 
 Source: Dao et al., Flash-Decoding, 2023 (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
@@ -25,13 +25,13 @@ from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels import _rows
 from pallas_kernels._interpret import interpreted
-from pallas_kernels._rows import LOWEST, ROWS, ROWS_LAST, SCALAR, Orientation
+from pallas_kernels._rows import LOWEST, ROWS, ROWS_LAST, SCALAR
 from pallas_kernels._sizes import ceil_div
 from pallas_kernels._walk import Partition
 from pallas_kernels.partition_plan import PartitionPlan
 
 MOST_AT_ONCE = 8  # partials
-# Of a thread, for partials that are read at once. With 64, four programs of the portable kernel no longer share a SM.
+# Of a thread, for partials that are read at once. With 64, four programs no longer share a SM.
 LOADED_REGISTERS = 48
 
 # Once all threads have stored, the first one counts: it releases what its program stored, and acquires what those
@@ -53,7 +53,7 @@ COUNT = """{
 class Sums(NamedTuple):
     """What a program has of its rows, or a merge of them."""
 
-    acc: tuple[jax.Array, ...]  # O^T, or by the orientation O, not divided by l yet: f32 matrices of the same shape
+    acc: tuple[jax.Array, ...]  # O^T, not divided by l yet: f32 matrices of the same shape
     m: jax.Array  # f32 [rows], the highest logit, in units of log2
     l: jax.Array  # f32 [rows], the sum of the weights
 
@@ -79,7 +79,6 @@ class Partials:
     refs: Any  # with the arrays of `types_of`
     partition: Partition
     count: int | jax.Array
-    orientation: Orientation = ROWS_LAST
 
     def merge(self, sums: Sums, finish: Callable[[Sums], None]) -> None:
         """Stores the sums of this program. If it is counted last, `finish` gets those of all."""
@@ -122,14 +121,16 @@ class Partials:
         """The sums of all partials."""
         registers = sum(size * columns for size, columns in shapes) // 128
         at_once = max(1, min(MOST_AT_ONCE, LOADED_REGISTERS // registers))
-        vector = self.orientation.vector
         end = self.partition.first_place + self.count
 
         def load(ref: Any, layout: Any) -> jax.Array:
             return plgpu.load(ref, layout=layout, optimized=False)
 
+        def over(weight: jax.Array, part: jax.Array) -> jax.Array:
+            return plgpu.layout_cast(ROWS_LAST.over(weight, part.shape), ROWS)
+
         def plus(so_far: jax.Array, part: jax.Array, weight: jax.Array) -> jax.Array:
-            factor = plgpu.layout_cast(self.orientation.over(weight, part.shape), ROWS)
+            factor = over(weight, part)
             return so_far + jnp.where(factor != 0.0, part * factor, jnp.zeros_like(part))  # 0 x Inf is NaN
 
         def add(i: jax.Array, so_far: Sums) -> Sums:
@@ -137,14 +138,14 @@ class Partials:
             # Past the end the last one is read again, and has no weight.
             changes = [jnp.where(place < end, 0.0, LOWEST) for place in places]
             places = [jnp.minimum(place, end - 1) for place in places]
-            m_parts, l_parts = ([load(self._ml(place, j), vector) for place in places] for j in range(2))
+            m_parts, l_parts = ([load(self._ml(place, j), ROWS_LAST.vector) for place in places] for j in range(2))
             acc_parts = [
                 [load(self._acc(place, c, shape[0]), ROWS) for c, shape in enumerate(shapes)] for place in places
             ]
             m_parts = [part + change for part, change in zip(m_parts, changes, strict=True)]
             m = functools.reduce(jnp.maximum, m_parts, so_far.m)
             alpha, weights = jnp.exp2(so_far.m - m), [jnp.exp2(part - m) for part in m_parts]
-            l, acc = so_far.l * alpha, [weighted(part, alpha, self.orientation) for part in so_far.acc]
+            l, acc = so_far.l * alpha, [part * over(alpha, part) for part in so_far.acc]
             for weight, l_part, its in zip(weights, l_parts, acc_parts, strict=True):
                 l += weight * l_part
                 acc = [plus(a, part, weight) for a, part in zip(acc, its, strict=True)]
@@ -152,12 +153,7 @@ class Partials:
 
         nothing = Sums(
             acc=tuple(_rows.full(shape, 0.0, ROWS) for shape in shapes),
-            m=_rows.full((rows,), LOWEST, vector),
-            l=_rows.full((rows,), 0.0, vector),
+            m=ROWS_LAST.full(rows, LOWEST),
+            l=ROWS_LAST.full(rows, 0.0),
         )
         return lax.fori_loop(0, ceil_div(jnp.int32(self.count), at_once), add, nothing)
-
-
-def weighted(x: jax.Array, weight: jax.Array, orientation: Orientation) -> jax.Array:
-    """A matrix in ROWS, each row times its number of `weight` [rows]."""
-    return x * plgpu.layout_cast(orientation.over(weight, x.shape), ROWS)

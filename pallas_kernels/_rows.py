@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._interpret import interpreted
-
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 # In place of -inf in the running maximum: the difference of two is 0, that of two infinities is NaN.
@@ -47,11 +45,6 @@ class Orientation:
         """[rows] as a matrix of that shape: each number all along its row."""
         return lax.broadcast_in_dim(vector, shape, [self.axis])
 
-    def tokens(self, shape: tuple[int, ...], group: int) -> jax.Array:
-        """The query token of each row, int32 `shape`."""
-        rows = plgpu.broadcasted_iota(jnp.int32, shape, self.axis, layout=ROWS)
-        return rows if group == 1 else lax.div(rows, jnp.full(shape, group, jnp.int32))
-
 
 ROWS_FIRST = Orientation(0)  # S [rows, tile], O [rows, head_dim]
 ROWS_LAST = Orientation(1)  # their transposes
@@ -72,26 +65,6 @@ def store(ref: Any, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
-
-
-def store_together(*pairs: tuple[Any, jax.Array], orientation: Orientation) -> None:
-    """Values in ROWS, or reduced to [rows], into SMEM as `store` does.
-
-    Unlike an assignment it has no barriers: no thread may still read this SMEM, and the caller's barrier, that of
-    `commit_smem`, must come before the next read.
-    """
-    if interpreted():
-        for ref, value in pairs:
-            ref[...] = value
-        return
-    refs, values = zip(*pairs, strict=True)
-
-    def put(_: Any, *operands: Any) -> None:
-        for target, array in zip(operands[: len(refs)], operands[len(refs) :], strict=True):
-            array.store_untiled(target, optimized=False)
-
-    layouts = [ROWS if value.ndim == 2 else orientation.vector for value in values]
-    plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *layouts))(put)(*refs, *values)
 
 
 def normalise(m: jax.Array, l: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:

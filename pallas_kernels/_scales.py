@@ -80,7 +80,6 @@ class Scales:
     ring: Any  # SMEM, f32 [stages, 1 or 2, tile]: of K, V, or both; None where no token has one
     full: Any  # barriers [stages]; None if there is no ring
     stages: int
-    orientation: Orientation  # of the products
 
     @property
     def of_tokens(self) -> tuple[Any, ...]:
@@ -98,7 +97,7 @@ class Scales:
         else:
             plgpu.barrier_wait(self.full.at[stage])
             ring = [self.ring.at[stage, j] for j in range(len(self.of_tokens))]
-            layout = ROWS.reduce(self.orientation.axis)  # every thread holds those of its part of the products
+            layout = ROWS.reduce(0)  # every thread holds those of its part of the products
             loaded = [plgpu.load(scales, layout=layout, optimized=False) for scales in ring]
         k = loaded[0] if self.k is self.of_tokens[0] else None
         v = loaded[-1] if self.v is self.of_tokens[-1] else None

@@ -20,9 +20,9 @@ def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def filled_rows(q_len: int, group: int, *, rows_first: bool) -> int:
-    """Rows of a KV head in a kernel, padded; 64 if they are the M dimension of its products."""
-    return round_up(q_len * group, 64 if rows_first else 8)
+def filled_rows(q_len: int, group: int) -> int:
+    """Rows of a KV head in the decode kernel, padded to the N dimension of its products."""
+    return round_up(q_len * group, 8)
 
 
 def ceil_div(x: jax.Array, y: int | jax.Array) -> jax.Array:
@@ -50,20 +50,3 @@ def tiles_of_partition(
     batch change the order of the sums. Partitions take turns, not runs: the first tile does not depend on the length.
     """
     return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
-
-
-def num_parts(head_dim: int) -> int:
-    """Parts of equal width in which a head is copied, each padded with zeros to 64 columns.
-
-    The copy engine's tiles must divide a head wider than a tile, and be 16, 32 or 64 columns wide, which products need
-    (Mosaic GPU of jax 0.11.2 and 0.12.0: "No swizzle is not supported" for 8 columns). 120 is 3 parts of 40.
-    """
-    if head_dim % 16 == 0 or head_dim < 64:
-        return 1
-    return next(parts for parts in range(2, head_dim + 1) if head_dim % (8 * parts) == 0 and head_dim // parts <= 64)
-
-
-def padded_width(head_dim: int) -> int:
-    """Columns of a head in SMEM."""
-    parts = num_parts(head_dim)
-    return parts * round_up(head_dim // parts, 64)

@@ -1,12 +1,12 @@
 """The online softmax of a tile.
 
-Everything here is traced inside the decode kernels.
+Everything here is traced inside the decode kernel.
 """
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._rows import ROWS_LAST, Orientation
+from pallas_kernels._rows import ROWS_LAST
 
 
 def softmax(
@@ -21,12 +21,7 @@ def softmax(
     highest = peaks.max(axis=0)
     m_new = jnp.maximum(m, highest if headroom is None else highest - headroom)
     alpha = jnp.exp2(m - m_new)
-    p = weights(logits, visible, m_new, ROWS_LAST)
+    p = jnp.exp2(logits - ROWS_LAST.over(m_new, logits.shape))
+    if visible is not None:  # a row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1
+        p = jnp.where(visible, p, jnp.zeros_like(p))
     return m_new, l * ROWS_LAST.over(alpha, l.shape) + p, alpha, p
-
-
-def weights(logits: jax.Array, visible: jax.Array | None, m: jax.Array, orientation: Orientation) -> jax.Array:
-    """exp2(logits - m), 0 where nothing is visible."""
-    p = jnp.exp2(logits - orientation.over(m, logits.shape))
-    # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
-    return p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))

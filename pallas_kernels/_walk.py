@@ -131,20 +131,8 @@ class Walk:
             seen = jnp.logical_and(seen, tokens >= _sizes.first_visible(self.length, self.window, self.q_len))
         return seen
 
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """Our tiles one after the other: they are fetched into stages in turn, and computed."""
-
-    walk: Walk
-    stages: int
-
-    def tile_and_stage(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of our i-th tile: its index in the sequence, and its stage."""
-        return self.walk.tile_of(i), lax.rem(i, jnp.int32(self.stages))
-
     def runs(self) -> list[tuple[Any, jax.Array, bool]]:
-        """The first tile to be computed, one past the last, and whether some row does not see them whole."""
-        start, end = self.walk.whole_tiles()
-        before = [] if self.walk.window is None else [(0, start, True)]
-        return [*before, (start, end, False), (end, self.walk.num_tiles, True)]
+        """Of our tiles the first to be computed, one past the last, and whether some row does not see them whole."""
+        start, end = self.whole_tiles()
+        before = [] if self.window is None else [(0, start, True)]
+        return [*before, (start, end, False), (end, self.num_tiles, True)]

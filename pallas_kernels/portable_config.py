@@ -16,6 +16,7 @@ TILE = 64  # tokens of a tile: 16 for each of four warps, the M dimension of the
 COLUMNS = 64  # of a head, that one product takes
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group
+MAX_SEQS = 65535  # the grid's slowest axis, for which CUDA allows no more
 # H100, 2 programs an SM, us: 64 x 8192 in float8_e4m3fn 430 with 4 stages, 395 with 6; 64 x 2048 of head_dim 64 99, 96.
 # [portable_stages_h100 of benchmarks/results/decisions/]
 MAX_STAGES = 8
@@ -102,7 +103,7 @@ def default_config(
 
     # One program computes while the others wait; more rows take the registers of two. The programs of a plan even out
     # the lengths: the more of them, the better. [one_kernel_h200, plans_h100 of benchmarks/results/decisions/]
-    few_rows = filled_rows(q_len, group, rows_first=False) <= 16
+    few_rows = filled_rows(q_len, group) <= 16
     resident = 2 if fitting_stages(2) >= 2 else 1
     if few_rows and fitting_stages(4) >= (1 if planned else 2):
         resident = 4
@@ -135,9 +136,14 @@ def program_smem(compute_capability: float, resident: int = 1) -> int:
     return SMEM_PER_SM.get(compute_capability, LEAST_SMEM_PER_SM) // resident - PROGRAM_OVERHEAD
 
 
+def partial_size(*, q_len: int, group: int, head_dim: int) -> int:
+    """Float32 numbers of the sums that a partition of one KV head writes to memory."""
+    return filled_rows(q_len, group) * round_up(head_dim, COLUMNS)
+
+
 def smem_bytes(num_stages: int, *, q_len: int, group: int, head_dim: int, itemsize: int) -> int:
     """Of the arrays of `portable_decode._refs.scratch`, without barriers and what Mosaic adds."""
-    rows, width = filled_rows(q_len, group, rows_first=False), round_up(head_dim, COLUMNS)
+    rows, width = filled_rows(q_len, group), round_up(head_dim, COLUMNS)
     q, tile = rows * width * 2, TILE * width * itemsize
     sizes = [q, TILE * rows * 2] + [num_stages * tile] * 2
     if itemsize == 1:

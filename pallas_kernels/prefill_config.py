@@ -1,6 +1,7 @@
 """What the prefill kernel takes, and how a call is cut up."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ from pallas_kernels._sizes import is_narrow, round_up
 
 ROWS = 128  # of an item: 64 for each of two warpgroups
 MOST_HEADS = 16  # of an item: of 8 tokens then
-TOKENS_OF_PART = 2048  # keys: some 30 us of work, beside which a merge is short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +94,11 @@ def default_config(
     )
 
 
-def default_parts(*, num_items: int, visible: int, num_sms: int) -> int:
-    """As many as there are SMs for, each of 2048 tokens or more of the `visible` that an item can see."""
-    return max(1, min(num_sms // num_items, visible // TOKENS_OF_PART))
+def default_parts(*, num_items: int, visible: int, head_dim: int, num_sms: int) -> int:
+    """As many as there are SMs for, of items that see up to `visible` tokens."""
+    # Each part of an item is written and read once more: these bytes grow with the number of parts, the keys of a part
+    # fall with it. [many_rows_h200, prefill_parts_h100 of benchmarks/results/decisions/]
+    return max(1, min(num_sms // num_items, math.isqrt(16 * visible // (num_items * round_up(head_dim, 64)))))
 
 
 def heads_and_tokens(group: int) -> tuple[int, int]:

@@ -538,8 +538,8 @@ MUTANTS = (
     Mutant(
         "attention: no decode kernel for 64 rows",
         "jaxpaged/_attention/choose.py",
-        "call.tokens_per_seq * call.group > decode_config.MAX_ROWS",
-        "call.tokens_per_seq * call.group >= decode_config.MAX_ROWS",
+        "call.tokens_per_seq * call.group > portable_config.MAX_ROWS",
+        "call.tokens_per_seq * call.group >= portable_config.MAX_ROWS",
         "tests/attention/test_tree.py::which_kernel",
     ),
     Mutant(

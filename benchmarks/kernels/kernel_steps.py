@@ -20,7 +20,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.harness import add_output, compile_all, open_store
 from benchmarks.kernels.decode import Programs, compile_judges, measure
 from benchmarks.kernels.points import Point, make_inputs, parse
-from benchmarks.kernels.portable import attend as attend_portable
 from benchmarks.kernels.ways import compile_chain
 from jaxpaged import paged_attention
 from pallas_kernels._rows import store
@@ -198,7 +197,7 @@ def _zeros(shape: tuple[int, ...], layout: Any) -> jax.Array:
 
 
 def steps_of(point: Point) -> dict[str, Any]:
-    """Every step by its name; the last two are the library's kernels."""
+    """Every step by its name; the last is the library's kernel."""
     partitions = max(1, 2 * int(jax.devices()[0].core_count) // (len(point.lengths) * point.kv_heads))
     return {
         "1 gather": gather,
@@ -207,13 +206,8 @@ def steps_of(point: Point) -> dict[str, Any]:
         "4 tiles under way": Kernel(stages=4),
         "5 masks at the end": Kernel(stages=4, mask_all=False),
         "6 partitions": Kernel(stages=4, mask_all=False, partitions=partitions),
-        "7 portable": portable,
-        "8 Hopper": functools.partial(paged_attention, implementation="mosaic_gpu"),
+        "7 the decode kernel": functools.partial(paged_attention, implementation="mosaic_gpu"),
     }
-
-
-def portable(*arrays: jax.Array) -> jax.Array:
-    return attend_portable("tma", *arrays)[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)

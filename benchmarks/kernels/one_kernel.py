@@ -1,4 +1,4 @@
-"""Is one decode kernel enough? The portable kernel beside the Hopper one: `python -m benchmarks.kernels.one_kernel`.
+"""Is one decode kernel enough, and which rules does it need? `python -m benchmarks.kernels.one_kernel`.
 
 Ways are those of `benchmarks.kernels.portable`. Each is checked against the reference, on memory full of NaN, before
 any is timed. Then all ways of a point are timed one after the other, and once more: `us` is the better time, `spread`
@@ -55,14 +55,14 @@ QUESTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "32/8 1x32768": ("mosaic_gpu", "tma/6/16"),
         "32/8 1x8192": ("mosaic_gpu", "tma/6/16"),
         "32/8 8x2048": ("mosaic_gpu", "tma/6/2"),
-        **{f"32/8 {shape} q_len=16": ("hopper", "mosaic_gpu") for shape in ("64x2048", "8x2048", "1x8192")},
     },
     # Who computes 33 to 64 rows of a KV head?
     "rows": {
-        "32/8 64x2048 q_len=16": ("hopper", "tma", "tma/1", "prefill"),
-        "32/8 64x2048 q_len=10": ("hopper", "tma", "prefill"),
-        "32/8 8x2048 q_len=16": ("hopper", "tma", "prefill"),
-        "32/8 1x8192 q_len=16": ("hopper", "tma", "prefill"),
+        "32/8 64x2048 q_len=16": ("tma", "prefill"),
+        "32/8 64x2048 q_len=10": ("tma", "prefill"),
+        "32/8 8x2048 q_len=16": ("tma", "prefill", "prefill/1", "prefill/2"),
+        "32/8 1x8192 q_len=16": ("tma", "prefill", "prefill/4", "prefill/8", "prefill/16"),
+        "32/8 1x512 q_len=16": ("tma", "prefill", "prefill/1", "prefill/4"),
     },
 }
 

@@ -2,7 +2,7 @@
 
 All sequences of a batch have the same length except one, which is 1 to 128 times longer. All tables are 131072 tokens
 wide. Lengths are given at run time, so each batch size is one program, as on a server. `default` is `paged_attention`,
-`even` the Hopper kernel with equal partitions; both must agree. 32/8 heads, head_dim 128, bfloat16, blocks of 16,
+`even` the decode kernel with equal partitions; both must agree. 32/8 heads, head_dim 128, bfloat16, blocks of 16,
 shuffled over a pool of 2^20 tokens through which the calls rotate. The floor is a kernel that only reads, timed for
 seven numbers of tokens and interpolated.
 """
@@ -39,7 +39,7 @@ FLOORS = tuple(2**i for i in range(13, 20))  # tokens
 CACHE = jax.ShapeDtypeStruct((NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM), jnp.bfloat16)
 WAYS = {
     "default": functools.partial(paged_attention, implementation="mosaic_gpu"),
-    "even": functools.partial(attend, "hopper"),
+    "even": functools.partial(attend, "tma"),
 }
 
 

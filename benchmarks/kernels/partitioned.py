@@ -16,7 +16,5 @@ def partitioned(partitions: Partitions, q: jax.Array, k_cache: jax.Array, *rest:
     _, _, lengths = rest
     q_len = q.shape[1] if q.ndim == 4 else 1
     window = options.get("sliding_window")
-    plan = plan_partitions(
-        lengths, num_heads=q.shape[-2], num_kv_heads=k_cache.shape[2], q_len=q_len, sliding_window=window
-    )
+    plan = plan_partitions(lengths, num_kv_heads=k_cache.shape[2], q_len=q_len, sliding_window=window)
     return paged_attention(q, k_cache, *rest, plan=plan, **options)

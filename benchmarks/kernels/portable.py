@@ -1,13 +1,13 @@
-"""The portable decode kernel against the Hopper one, "xla" and the floor: `python -m benchmarks.kernels.portable`.
+"""The forms of the decode kernel against each other, "xla" and the floor: `python -m benchmarks.kernels.portable`.
 
-A way is "mosaic_gpu", "xla", or a kernel, hopper, or a form of the portable one, tma or cp_async, with
-/stages/partitions after it or not: tma, cp_async/2, tma/3/16, hopper//plan. In the place of the partitions, `plan` is
-a plan for that kernel, which a chain makes once, and `fresh` one that each call makes. The Hopper kernel takes caches
-of 16 bits, and pads few rows to 64. `prefill` is the kernel for prompts. Each is checked against the reference before
-it is timed. The columns are those of kernels/decode.py; `kernels` is the time of the kernels alone, by CUPTI.
+A way is "mosaic_gpu", "xla", or a form of the decode kernel, tma or cp_async, with /stages/partitions after it or not:
+tma, cp_async/2, tma/3/16. In the place of the partitions, `plan` is a plan, which a chain makes once, and `fresh` one
+that each call makes. `prefill` is the kernel for prompts, with /parts after it or not. Each is checked against the
+reference before it is timed. The columns are those of kernels/decode.py; `kernels` is the time of the kernels alone, by
+CUPTI. Results that name `hopper` are of a second decode kernel, which is gone.
 
     python -m benchmarks.kernels.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
-    python -m benchmarks.kernels.portable --points "32/8 8xoutlier131072 q_len=16" --ways hopper hopper//plan tma//plan
+    python -m benchmarks.kernels.portable --points "32/8 8xoutlier131072" --ways tma tma//plan tma//fresh
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.harness import add_output, open_store
 from benchmarks.kernels.points import Point, parse
 from benchmarks.kernels.ways import arguments_of, compare
 from jaxpaged import _device, paged_attention
-from jaxpaged._attention.choose import Kernel, Known, by_decode, by_prefill
+from jaxpaged._attention.choose import Known, by_decode, by_prefill
 from jaxpaged._attention.run import run
 
 POINTS = (
@@ -33,22 +33,23 @@ POINTS = (
 WAYS = ("mosaic_gpu", "xla", "tma", "cp_async")
 
 
-def attend(way: str, *arrays: jax.Array, **options: Any) -> jax.Array:
+def attend(way: str, *arrays: jax.Array, interpret: Any = None, **options: Any) -> jax.Array:
     """The output of one kernel, called as `paged_attention`."""
     a = arguments_of(arrays, options)
     name, stages, partitions, *_ = (*way.split("/"), "", "")
+    changes: dict[str, Any]
     if name == "prefill":
-        return run(by_prefill(a, _device.gpu(), Known()), a)[0]
+        choice = by_prefill(a, _device.gpu(), Known())
+        changes = {"num_parts": int(stages)} if stages else {}
+        return run(dataclasses.replace(choice, config=dataclasses.replace(choice.config, **changes)), a)[0]
     if partitions == "fresh":
         a = dataclasses.replace(a, lengths=lax.optimization_barrier((a.lengths, a.q))[0])
-    kernel: Kernel = "paged_decode" if name == "hopper" else "portable_decode"
     planned = partitions in ("plan", "fresh")
     known = Known(int(partitions) if partitions and not planned else None, options.get("sliding_window"))
-    choice = by_decode(kernel, a, _device.gpu(), known, planned=planned)
-    changes: dict[str, Any] = {"num_stages": int(stages)} if stages else {}
-    if name != "hopper":
-        changes["copies"] = name
-    return run(dataclasses.replace(choice, config=dataclasses.replace(choice.config, **changes)), a)[0]
+    choice = by_decode(a, _device.gpu(), known, planned=planned)
+    changes = {"copies": name} | ({"num_stages": int(stages)} if stages else {})
+    config = dataclasses.replace(choice.config, **changes)
+    return run(dataclasses.replace(choice, config=config, interpret=interpret), a)[0]
 
 
 def attend_of(way: str, _: Point) -> Any:

@@ -1,8 +1,8 @@
 """Which kernel computes a call, and how: decided by shapes and the GPU, before anything runs.
 
-Three kernels share the calls. The prefill kernel takes prompts: packed query tokens, more than 64 rows (query tokens
-times heads of a KV head), and trees of that size. The decode kernels take up to 64 rows, and longer queries in runs:
-the portable one is for all GPUs; on Hopper another takes more than 32 rows of 16 bits.
+Two kernels share the calls. On Hopper the prefill kernel takes packed query tokens, and several of a sequence with
+more than 32 rows (query tokens times heads of a KV head), trees too. The decode kernel takes the other calls, with up
+to 64 rows, and longer queries in runs.
 """
 
 import dataclasses
@@ -12,11 +12,14 @@ from jaxpaged._attention import query_runs
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
 from jaxpaged._attention.plan import follows, plan_pays, programs_at_once, visible
 from jaxpaged._device import Gpu
-from pallas_kernels import decode_config, partition_plan, portable_config, prefill_config
+from pallas_kernels import partition_plan, portable_config, prefill_config
 
 Call = AttentionArguments | PackedArguments
-Kernel = Literal["paged_decode", "portable_decode", "paged_prefill"]  # a package of `pallas_kernels`
-Config = decode_config.Config | portable_config.Config | prefill_config.Config
+Kernel = Literal["portable_decode", "paged_prefill"]  # a package of `pallas_kernels`
+Config = portable_config.Config | prefill_config.Config
+
+# Rows of a KV head up to which the decode kernel is faster. [many_rows_h200 of benchmarks/results/decisions/]
+FEW_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Choice:
 
     kernel: Kernel
     config: Config
-    run: int = 0  # query tokens of a run, which the decode kernels take as a sequence; the prefill kernel has none
+    run: int = 0  # query tokens of a run, which the decode kernel takes as a sequence; the prefill kernel has none
     # The call follows a plan for so many partitions of a KV head at the same time; None: it follows none.
     at_once: int | None = None
     mapped: "Choice | None" = None  # of calls under `jax.vmap`: one partition a sequence; None: this one
@@ -82,43 +85,44 @@ def _choose(call: Call, gpu: Gpu, known: Known) -> Choice:
     """Raises `NotImplementedError`, which names the limit and what was received."""
     _check_options(call)
     _check_tree(call, gpu, known)
-    if is_wide_tree(call) or (call.tokens_per_seq is None and _prefill_takes(call, gpu, known)):
+    total = known.total_partitions
+    planned = total is not None and follows(call, total)
+    if _has_many_rows(call) and not planned and _prefill_takes(call, gpu, known):
         return by_prefill(call, gpu, known)
     _check_decode(call, gpu)
-    total, by_portable = known.total_partitions, decode_kernel(call, gpu) == "portable_decode"
-    if total is None and known.num_partitions is None and plan_pays(call, gpu, known.window, by_portable=by_portable):
-        total = _default_total(call, gpu)
-    return evenly(call, gpu, known) if total is None or not follows(call, total) else with_plan(call, gpu, known)
+    if total is None and known.num_partitions is None and plan_pays(call, gpu, known.window):
+        planned = follows(call, _default_total(call, gpu))
+    return with_plan(call, gpu, known) if planned else evenly(call, gpu, known)
+
+
+def _has_many_rows(call: Call) -> bool:
+    """Whether the prefill kernel computes the call faster than the decode kernel."""
+    q_len = call.tokens_per_seq
+    return q_len is None or (q_len > 1 and q_len * call.group > FEW_ROWS)
 
 
 def with_plan(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
-    """A decode kernel follows a plan."""
+    """The decode kernel follows a plan."""
     planned, whole = Known(window=known.window), Known(num_partitions=1, window=known.window)
-    kernel = decode_kernel(call, gpu)
-    choice = by_decode(kernel, call, gpu, planned, planned=True)
-    return dataclasses.replace(choice, mapped=by_decode(kernel, call, gpu, whole))
+    choice = by_decode(call, gpu, planned, planned=True)
+    return dataclasses.replace(choice, mapped=by_decode(call, gpu, whole))
 
 
 def evenly(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
-    """The same number of partitions for each sequence."""
-    is_long = call.tokens_per_seq is not None and query_runs.runs_of(call.tokens_per_seq, call.group)[0] > 1
-    if is_long and _prefill_takes(call, gpu, known):
-        choice = by_prefill(call, gpu, known)
-        if _fills(choice.config, call, gpu):
-            return choice
-    choice = by_decode(decode_kernel(call, gpu), call, gpu, known)
+    """The decode kernel, with the same number of partitions for each sequence."""
+    choice = by_decode(call, gpu, known)
     config: Any = choice.config
-    if choice.kernel == "portable_decode" and known.num_partitions is None and config.num_partitions > 1:
+    if known.num_partitions is None and config.num_partitions > 1:
         # Mapped calls whose partitions merge in memory run one after the other: see `pallas_kernels._launch`.
-        mapped = by_decode(choice.kernel, call, gpu, dataclasses.replace(known, num_partitions=1))
+        mapped = by_decode(call, gpu, dataclasses.replace(known, num_partitions=1))
         choice = dataclasses.replace(choice, mapped=mapped)
     return choice
 
 
-def by_decode(kernel: Kernel, call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = False) -> Choice:
-    """This decode kernel, with its default configuration, whatever the rules say."""
+def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = False) -> Choice:
+    """The decode kernel, with its default configuration, whatever the rules say."""
     num_runs, run = _runs(call, gpu)
-    how: dict[str, Any] = dict(
+    config = portable_config.default_config(
         seqs=num_runs,
         kv_heads=call.kv_heads,
         # Query tokens that see the same become heads: see `query_runs`.
@@ -130,24 +134,21 @@ def by_decode(kernel: Kernel, call: Call, gpu: Gpu, known: Known = NOTHING, *, p
         window=known.window,
         num_partitions=known.num_partitions,
         planned=planned,
+        itemsize=call.itemsize,
+        compute_capability=gpu.compute_capability,
     )
-    config: Config
-    if kernel == "portable_decode":
-        config = portable_config.default_config(
-            **how, itemsize=call.itemsize, compute_capability=gpu.compute_capability
-        )
-    else:
-        config = decode_config.default_config(**how)
-    return Choice(kernel, config, run, _at_once(call, gpu, kernel) if planned else None)
+    return Choice("portable_decode", config, run, programs_at_once(gpu, call.kv_heads) if planned else None)
 
 
 def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
-    heads, _ = prefill_config.heads_and_tokens(call.group)
-    num_items = _prefill_entries(call) * (call.q.shape[-2] // heads)
+    heads, item_tokens = prefill_config.heads_and_tokens(call.group)
+    num_items = _num_runs(call, item_tokens) * (call.q.shape[-2] // heads)  # at most
     num_parts = 1  # asked for one, the bits are those of one
     if known.num_partitions is None:
         seen = visible(call, known.window)
-        num_parts = prefill_config.default_parts(num_items=num_items, visible=seen, num_sms=gpu.num_sms)
+        num_parts = prefill_config.default_parts(
+            num_items=num_items, visible=seen, head_dim=call.head_dim, num_sms=gpu.num_sms
+        )
     config = prefill_config.default_config(
         group=call.group,
         head_dim=call.head_dim,
@@ -159,23 +160,10 @@ def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
     return Choice("paged_prefill", config)
 
 
-def _prefill_entries(call: Call) -> int:
-    """Of the work list, at most."""
-    return _num_runs(call, prefill_config.heads_and_tokens(call.group)[1])
-
-
-def _fills(config: Any, call: Call, gpu: Gpu) -> bool:
-    """Whether the prefill kernel has work for all SMs, or, where there are keys for several parts, for most."""
-    # H100, us: 256 tokens after 8192 take 81.6 in two parts, 90.2 in runs of the decode kernel. [prefill_parts_h100 of
-    # benchmarks/results/decisions/]
-    num_programs = _prefill_entries(call) * (call.q.shape[-2] // config.heads) * config.num_parts
-    return num_programs > gpu.num_sms or (config.num_parts > 1 and 4 * num_programs > 3 * gpu.num_sms)
-
-
 def _runs(call: Call, gpu: Gpu) -> tuple[int, int]:
     """Runs that the decode kernel takes, and query tokens in each."""
-    most_rows = decode_config.MAX_ROWS
-    if not call.causal and not gpu.is_hopper:
+    most_rows = portable_config.MAX_ROWS
+    if not call.causal:
         most_rows = portable_config.most_rows(
             head_dim=call.head_dim,
             itemsize=call.itemsize,
@@ -194,29 +182,16 @@ def _num_runs(call: Call, run: int) -> int:
     return call.q.shape[0] * -(-call.tokens_per_seq // run)
 
 
-def decode_kernel(call: Call, gpu: Gpu) -> Kernel:
-    """The one for Hopper is faster with many rows of 16 bits, which are the M dimension of its products."""
-    _, run = _runs(call, gpu)
-    # [one_kernel_h200 of benchmarks/results/decisions/]
-    many_rows = decode_config.rows_come_first(q_len=run, group=call.group, itemsize=call.itemsize)
-    return "paged_decode" if gpu.is_hopper and many_rows else "portable_decode"
-
-
-def _at_once(call: Call, gpu: Gpu, kernel: Kernel) -> int:
-    """For how many partitions of a KV head at the same time its plan is made."""
-    return programs_at_once(gpu, num_kv_heads=call.kv_heads, by_portable=kernel == "portable_decode")
-
-
 def _default_total(call: Call, gpu: Gpu) -> int:
     """Partitions of the plan that is made for a call without one."""
-    return partition_plan.default_total(call.lengths.shape[0], _at_once(call, gpu, decode_kernel(call, gpu)))
+    return partition_plan.default_total(call.lengths.shape[0], programs_at_once(gpu, call.kv_heads))
 
 
 def is_wide_tree(call: Call) -> bool:
     """Whether there is a tree that only the prefill kernel takes: the decode kernel's runs have none."""
     if not call.has_tree or call.tokens_per_seq is None:
         return call.has_tree
-    return call.tokens_per_seq * call.group > decode_config.MAX_ROWS
+    return call.tokens_per_seq * call.group > portable_config.MAX_ROWS
 
 
 def _check_options(call: Call) -> None:
@@ -241,7 +216,7 @@ def _check_tree(call: Call, gpu: Gpu, known: Known) -> None:
     if known.num_partitions not in (None, 1):
         raise NotImplementedError(
             "the prefill kernel, which takes a tree_mask with query_starts or of more than "
-            f"{decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), chooses its partitions itself; "
+            f"{portable_config.MAX_ROWS} rows (q_len * heads / kv_heads), chooses its partitions itself; "
             f"got num_partitions={known.num_partitions}. Leave it out, or pass 1."
         )
     _check_prefill(call, gpu)
@@ -266,14 +241,12 @@ def _check_prefill(call: Call, gpu: Gpu) -> None:
 
 
 def _check_decode(call: Call, gpu: Gpu) -> None:
-    if call.group > decode_config.MAX_ROWS:
+    if call.group > portable_config.MAX_ROWS:
         raise NotImplementedError(
-            f"the decode kernel takes up to {decode_config.MAX_ROWS} query heads a KV head; got group={call.group}."
+            f"the decode kernel takes up to {portable_config.MAX_ROWS} query heads a KV head; got group={call.group}."
         )
     num_runs, run = _runs(call, gpu)
-    for_hopper = decode_kernel(call, gpu) == "paged_decode"
-    check = decode_config.check_supported if for_hopper else portable_config.check_supported
-    check(
+    portable_config.check_supported(
         head_dim=call.head_dim,
         block_size=call.block_size,
         group=call.group,
@@ -282,10 +255,10 @@ def _check_decode(call: Call, gpu: Gpu) -> None:
         cache_dtype=call.k_cache.dtype,
         compute_capability=gpu.compute_capability,
     )
-    if num_runs > decode_config.MAX_SEQS:
+    if num_runs > portable_config.MAX_SEQS:
         seqs, tokens, group = call.lengths.shape[0], call.q.shape[-3], call.group
         name = "tokens" if call.tokens_per_seq is None else "q_len"
         raise NotImplementedError(
-            f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
+            f"the decode kernel takes up to {portable_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
             f"{name}={tokens}, {group=}: {num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."
         )

@@ -14,8 +14,7 @@ from jaxpaged._attention.choose import Call, Choice, Kernel, Known
 from jaxpaged._attention.public import AttentionKeywords, Implementation, Results, compute, decide
 
 NAMES = {
-    "paged_decode": "the decode kernel for Hopper",
-    "portable_decode": "the portable decode kernel",
+    "portable_decode": "the decode kernel",
     "paged_prefill": "the prefill kernel",
 }
 

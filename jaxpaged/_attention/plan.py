@@ -10,11 +10,10 @@ from jaxpaged import _device
 from jaxpaged._attention import query_runs
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments, check_lengths_dtype
 from jaxpaged._attention.options import optional
-from jaxpaged._integers import as_int32, check_heads, checked_size
+from jaxpaged._integers import as_int32, checked_size
 from jaxpaged._on_shards import check_whole
 from jaxpaged._public_state import public_state
-from pallas_kernels import decode_config, partition_plan
-from pallas_kernels._sizes import filled_rows, padded_width
+from pallas_kernels import partition_plan, portable_config
 from pallas_kernels.partition_plan import PartitionPlan
 
 public_state(PartitionPlan)
@@ -60,20 +59,17 @@ def follows(call: AttentionArguments | PackedArguments, total_partitions: int) -
     q_len, group = call.tokens_per_seq, call.group
     if q_len is None or not call.causal or call.q.shape[0] == 1 or query_runs.runs_of(q_len, group)[0] > 1:
         return False
-    rows_first = decode_config.rows_come_first(q_len=q_len, group=group, itemsize=call.itemsize)
-    rows = filled_rows(q_len, group, rows_first=rows_first)
-    num_bytes = total_partitions * call.kv_heads * rows * padded_width(call.head_dim) * 4
-    return total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
+    numbers = portable_config.partial_size(q_len=q_len, group=group, head_dim=call.head_dim)
+    num_bytes = total_partitions * call.kv_heads * numbers * 4
+    return total_partitions <= portable_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
 
 
-def plan_pays(
-    call: AttentionArguments | PackedArguments, gpu: _device.Gpu, window: int | None, *, by_portable: bool
-) -> bool:
+def plan_pays(call: AttentionArguments | PackedArguments, gpu: _device.Gpu, window: int | None) -> bool:
     """Whether some sequences may be much longer than the others, or the call takes so long that XLA makes the plan
     while the layer before still runs."""
     seen, pairs = visible(call, window), call.lengths.shape[0] * call.kv_heads
     # [one_kernel_h200, plan_kernels_h100, plans_h100 of benchmarks/results/decisions/]
-    return seen > WIDE or (by_portable and pairs * seen > LONG * gpu.num_sms)
+    return seen > WIDE or pairs * seen > LONG * gpu.num_sms
 
 
 def visible(call: AttentionArguments | PackedArguments, window: int | None) -> int:
@@ -81,20 +77,15 @@ def visible(call: AttentionArguments | PackedArguments, window: int | None) -> i
     return call.capacity if window is None else min(call.capacity, window)
 
 
-def programs_at_once(gpu: _device.Gpu, *, num_kv_heads: int, by_portable: bool) -> int:
-    """For how many partitions of a KV head at the same time a plan is made; all KV heads run together.
-
-    For four programs a SM, or, of the Hopper kernel, one.
-    """
-    # [plans_h100, plan_kernels_h100 of benchmarks/results/decisions/]
-    return (4 if by_portable else 1) * gpu.num_sms // num_kv_heads
+def programs_at_once(gpu: _device.Gpu, num_kv_heads: int) -> int:
+    """For how many partitions of a KV head at the same time a plan is made: four programs a SM for all KV heads."""
+    return 4 * gpu.num_sms // num_kv_heads  # [plans_h100 of benchmarks/results/decisions/]
 
 
 def plan_partitions(
     lengths: ArrayLike,
     *,
     num_kv_heads: int,
-    num_heads: int | None = None,
     q_len: int = 1,
     sliding_window: ArrayLike | None = None,
 ) -> PartitionPlan:
@@ -107,8 +98,6 @@ def plan_partitions(
     Args:
         lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
         num_kv_heads: of the caches that the calls read; inside `shard_map`, of one device's.
-        num_heads: of the queries; inside `shard_map`, of one device's. Left out: one for each KV head; with
-            more than 32 rows (`q_len * num_heads / num_kv_heads`) such a plan is slower.
         q_len: query tokens of a call.
         sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
 
@@ -116,8 +105,7 @@ def plan_partitions(
         The plan, for calls on the same number of sequences.
 
     Raises:
-        ValueError: lengths that are not int32 `[seqs]`; a window that is not positive; sizes below 1; num_heads that
-            is no multiple of num_kv_heads.
+        ValueError: lengths that are not int32 `[seqs]`; a window that is not positive; sizes below 1.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
@@ -134,15 +122,11 @@ def plan_partitions(
     check_lengths_dtype(lengths)
     check_whole("lengths", lengths)
     num_kv_heads, q_len = checked_size("num_kv_heads", num_kv_heads), checked_size("q_len", q_len)
-    num_heads = num_kv_heads if num_heads is None else checked_size("num_heads", num_heads)
-    check_heads(num_heads, num_kv_heads)
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
-    rows = q_len * num_heads // num_kv_heads
     try:
         gpu = _device.gpu()
     except NotImplementedError:
         at_once = 0  # no kernel will use the plan
     else:
-        by_portable = not gpu.is_hopper or rows <= decode_config.FEW_ROWS
-        at_once = programs_at_once(gpu, num_kv_heads=num_kv_heads, by_portable=by_portable)
+        at_once = programs_at_once(gpu, num_kv_heads)
     return partition_plan.default(lengths, window, q_len=q_len, at_once=at_once)

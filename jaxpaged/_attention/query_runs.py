@@ -1,6 +1,6 @@
 """Many query tokens, whole prompts, in runs of a few: each run becomes a sequence of its own, which ends with the run.
 
-The decode kernels take at most `MAX_ROWS` rows (query tokens times heads) a KV head. A run of tokens sees what a
+The decode kernel takes at most `MAX_ROWS` rows (query tokens times heads) a KV head. A run of tokens sees what a
 sequence that ends with the run would see, with any window. So cutting only needs shorter lengths: run r of sequence s
 is row `s * runs + r` of a larger batch, and one launch serves all runs. Runs of one sequence are neighbours: they are
 computed at the same time, and the keys and values that they share come from the L2 cache.
@@ -18,13 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._attention.arguments import AttentionArguments
-from pallas_kernels.decode_config import MAX_ROWS
+from pallas_kernels.portable_config import MAX_ROWS
 
 
 def runs_of(q_len: int, group: int, most_rows: int = MAX_ROWS) -> tuple[int, int]:
     """Number of runs, and tokens in each, for `q_len` tokens with `group` heads for each KV head."""
-    # As many rows as the kernel takes: with more than 32 rows and a 16-bit cache it always computes 64.
-    # [run_rows_h100, run_rows_wide_h100 of benchmarks/results/decisions/]
     num_runs = -(-q_len // max(1, most_rows // group))
     return num_runs, -(-q_len // num_runs)
 

@@ -86,9 +86,8 @@ def _refuse(*_: Any) -> Results:
 
 
 def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
-    from pallas_kernels import _interpret, paged_decode, portable_decode  # here, so that only its callers import Mosaic
+    from pallas_kernels import _interpret, portable_decode  # here, so that only its callers import Mosaic
 
-    kernel: Any = {"paged_decode": paged_decode, "portable_decode": portable_decode}[choice.kernel]
     if isinstance(call, PackedArguments):
         packed_runs = packed.runs_of(call, choice.run)
         out, lse = _launch_decode(choice, packed.cut(call, packed_runs), plan)
@@ -97,7 +96,8 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
     options = dataclasses.replace(a.options, tree_bits=None if a.tree is None else a.tree.bits)
     with _interpret.interpret_mode(choice.interpret):
         arrays = a.q, a.k_cache, a.v_cache, a.block_tables, a.lengths
-        out, lse = kernel.launch(*arrays, options, plan=plan, config=choice.config)
+        config: Any = choice.config
+        out, lse = portable_decode.launch(*arrays, options, plan=plan, config=config)
     return query_runs.join(out, call), query_runs.join(lse, call)
 
 

@@ -65,7 +65,6 @@ def _kernel(
         ring=refs.scales_smem,
         full=refs.scales_full,
         stages=config.num_scale_stages,
-        orientation=ROWS_FIRST,
     )
 
     @pl.when(warpgroup == 2)

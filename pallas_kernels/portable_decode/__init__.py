@@ -41,10 +41,11 @@ Only table entries of blocks with a token that some query sees are followed, and
 other blocks, block 0 is fetched and masked. Values that no query may see are zeroed in registers, because 0 x NaN is
 NaN; only tiles with such a token need that.
 
-Its tests run both forms on a Hopper GPU, where it is the default up to 32 rows. For other GPUs it is compiled, not run.
+Its tests run both forms on a Hopper GPU. For other GPUs it is compiled, not run.
 
-Sources: as of `paged_decode`, and Hong et al., FlashDecoding++, 2023 (https://arxiv.org/abs/2311.01282) for padding the
-few rows to 8.
+Sources: Dao et al., FlashAttention, 2022 (https://arxiv.org/abs/2205.14135) for the online softmax; Kwon et al., 2023
+(https://arxiv.org/abs/2309.06180) for the blocks; Hong et al., FlashDecoding++, 2023 (https://arxiv.org/abs/2311.01282)
+for padding the few rows to 8.
 """
 
 from pallas_kernels.portable_config import Config as Config

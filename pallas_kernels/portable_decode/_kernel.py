@@ -17,7 +17,7 @@ from pallas_kernels._rows import LOWEST, ROWS_LAST
 from pallas_kernels._scales import of_head, over_tokens
 from pallas_kernels._sizes import filled_rows, is_narrow, round_up
 from pallas_kernels._softmax import softmax
-from pallas_kernels._walk import Order, Partition, Walk, grid_of
+from pallas_kernels._walk import Partition, Walk, grid_of
 from pallas_kernels.attention_options import AttentionOptions, bits_by_row, by_row, operands_of
 from pallas_kernels.partition_plan import PartitionPlan
 from pallas_kernels.portable_config import COLUMNS, TILE, Config
@@ -75,7 +75,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
             copies.start_values(jnp.int32(i), ids[i])
 
     # 3. Q is there.
-    logits_of = Logits.of(refs, walk, refs.group, ROWS_LAST, refs.tree_bits)
+    logits_of = Logits.of(refs, walk)
     copies.wait_query()
     unit = tiles.prepare_query()
     kept = [tiles.query(c) for c in chunks] if rows * width // 64 <= QUERY_REGISTERS else None
@@ -128,7 +128,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
         values_ids=ids[stages - 1],
         keys_ids=ids[stages],
     )
-    for start, end, masked in Order(walk, stages).runs():
+    for start, end, masked in walk.runs():
         state = lax.fori_loop(start, end, functools.partial(step, masked=masked), state)
 
     # 5. The rows; of a sequence with several partitions in the program that merges them.
@@ -169,7 +169,7 @@ def launch(
     seqs, q_len, heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
-    rows = filled_rows(q_len, group, rows_first=False)
+    rows = filled_rows(q_len, group)
 
     per_row = functools.partial(by_row, kv_heads=kv_heads, q_len=q_len, rows=rows)
     tree_bits = None if options.tree_bits is None else bits_by_row(options.tree_bits, group=group, rows=rows)

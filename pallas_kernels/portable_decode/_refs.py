@@ -83,7 +83,7 @@ def scratch(
     scales: tuple[Any, Any],  # k_scale and v_scale
 ) -> dict[str, Any]:
     """SMEM and barriers, by the names of `Refs`."""
-    rows, width = filled_rows(q_len, group, rows_first=False), round_up(head_dim, COLUMNS)
+    rows, width = filled_rows(q_len, group), round_up(head_dim, COLUMNS)
     of_rows = next(columns for columns in (64, 32, 16, 8) if rows % columns == 0)
     stages = config.num_stages
     narrow = is_narrow(cache_dtype)

@@ -24,7 +24,10 @@ def arrays(*, seqs=8, q_len=None, heads=32, kv_heads=8, head_dim=128, max_blocks
     ("gpu", "shapes", "options", "kernel", "num_partitions"),
     [
         ("H100", {}, {}, "portable_decode", 4),
-        ("H100", dict(q_len=16), {}, "paged_decode", 2),
+        ("H100", dict(q_len=16), {}, "paged_prefill", 2),
+        ("H100", dict(q_len=16), dict(num_partitions=3), "portable_decode", 3),
+        ("H100", dict(q_len=8), {}, "portable_decode", 4),
+        ("H100", dict(q_len=16, head_dim=120), {}, "portable_decode", 4),
         ("H200", dict(seqs=1, max_blocks=512), {}, "portable_decode", 16),
         ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=100), "portable_decode", 1),
         ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=jnp.int32(100)), "portable_decode", 16),
@@ -77,7 +80,7 @@ def test_packed_tokens_and_a_shared_prefix():
     whole = explain(q, *rest, shared_prefix=256, gpu="H100")
     assert whole.shared.config != whole.config
     assert whole.shared.shared is None
-    assert str(whole).count("the portable decode kernel") == 2
+    assert str(whole).count("the decode kernel") == 2
 
 
 def test_a_plan_that_came_with_the_call():
@@ -90,7 +93,7 @@ def test_a_plan_that_came_with_the_call():
 
 def test_the_text_names_kernel_partitions_and_configuration():
     lines = str(explain(*arrays(), gpu="H100")).splitlines()
-    assert lines[:2] == ["mosaic_gpu: the portable decode kernel", "  partitions: 4 to a sequence"]
+    assert lines[:2] == ["mosaic_gpu: the decode kernel", "  partitions: 4 to a sequence"]
     assert lines[2].startswith("  Config(num_partitions=4, ")
 
 

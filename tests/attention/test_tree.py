@@ -217,7 +217,7 @@ def test_errors(function, changes, message):
 
 
 def test_which_kernel_takes_a_tree():
-    """Beyond 64 rows, and of packed tokens, the prefill kernel, however few items there are and whatever the plan."""
+    """Beyond 32 rows, and of packed tokens, the prefill kernel; with partitions the decode kernel, up to 64 rows."""
     q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
     mask = jnp.ones((4, 22, 1), jnp.uint32)
 
@@ -225,10 +225,13 @@ def test_which_kernel_takes_a_tree():
         return explain(q, *arrays, **options, gpu="H100").kernel
 
     assert kernel(q[:, :NODES], tree_mask=MASK) == "portable_decode"
-    assert kernel(jnp.zeros((4, 16, 8, 64), jnp.bfloat16), tree_mask=mask[:, :16]) == "paged_decode"  # 64 rows
+    assert kernel(q[:, :11], tree_mask=mask[:, :11]) == "paged_prefill"  # 33 rows
     assert kernel(q, tree_mask=mask) == "paged_prefill"
     plan = plan_partitions(arrays[-1], num_kv_heads=2, q_len=22)
-    assert kernel(q, tree_mask=mask, plan=plan) == "paged_prefill"
+    assert kernel(q, tree_mask=mask, plan=plan) == "paged_prefill"  # 66 rows
+    assert kernel(q[:, :21], tree_mask=mask[:, :21], plan=plan) == "portable_decode"
+    q_of_64_rows = jnp.zeros((4, 16, 8, 64), jnp.bfloat16)
+    assert kernel(q_of_64_rows, tree_mask=mask[:, :16], num_partitions=2) == "portable_decode"
     packed = dict(tree_mask=mask.reshape(88, 1), query_starts=jnp.arange(5) * 22)
     assert kernel(q.reshape(88, 6, 64), **packed) == "paged_prefill"
 

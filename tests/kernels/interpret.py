@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged._attention.arguments import check_arguments
-from jaxpaged._attention.choose import Choice, Kernel, Known, by_decode, decode_kernel
+from jaxpaged._attention.choose import Choice, Known, by_decode
 from jaxpaged._attention.run import run
 from jaxpaged._device import GPUS, Gpu
 from pallas_kernels.partition_plan import PartitionPlan
@@ -74,20 +74,17 @@ def attend(
     num_sms: int = 132,
     window: int | None = None,
     zero_fill: bool = False,
-    kernel: Kernel | None = None,
     **config: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """On a GPU of `num_sms`, by default an H100. `window`: the sliding one, if it is known beforehand. `kernel`:
-    without it the one that such a GPU takes. `config` overrides fields of the default. `zero_fill`: what is read past
-    the end of an array is zero, as the copy engine does it; otherwise reading there raises."""
+    """By the decode kernel, on a GPU of `num_sms`, by default an H100. `window`: the sliding one, if it is known
+    beforehand. `config` overrides fields of the default. `zero_fill`: what is read past the end of an array is zero, as
+    the copy engine does it; otherwise reading there raises."""
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
     a = arguments_of(case)
     known = Known(num_partitions=num_partitions, window=window)
     gpu = Gpu(num_sms, 9.0)
-    choice = by_decode(kernel or decode_kernel(a, gpu), a, gpu, known, planned=plan is not None)
-    if choice.kernel == "portable_decode":
-        config = dict(copies="tma") | config  # interpret mode has no others
-    choice = changed(choice, **config)
+    choice = by_decode(a, gpu, known, planned=plan is not None)
+    choice = changed(choice, **(dict(copies="tma") | config))  # interpret mode has no others
     # The detector does not know that programs count each other before they read what others wrote.
     several: Any = choice.config
     interpret = plgpu.InterpretGPUParams(detect_races=plan is None and several.num_partitions == 1, **fill)

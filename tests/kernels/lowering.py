@@ -1,4 +1,4 @@
-"""Traces paged decode and prefill for an H100, on any machine."""
+"""Traces paged decode and prefill for GPUs that are not there."""
 
 import dataclasses
 import functools
@@ -8,21 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 
-from pallas_kernels import (
-    decode_config,
-    paged_decode,
-    paged_prefill,
-    partition_plan,
-    portable_config,
-    portable_decode,
-    prefill_config,
-)
+from pallas_kernels import paged_prefill, partition_plan, portable_config, portable_decode, prefill_config
 from pallas_kernels.attention_options import AttentionOptions
 
-# What `decode_config.default_config` is given, unless a test says otherwise.
-SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=16, head_dim=128, capacity=8192, num_sms=132)
-
-# Of the decode kernels, beside the scales.
+# Of the decode kernel, beside the scales.
 OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 
 
@@ -41,51 +30,6 @@ def scale_types(shape, cache, scales):
     shapes = {"tensor": (), "head": cache.shape[2:3], "token_head": cache.shape[:3]}
     named = zip(("k_scale", "v_scale"), scales, strict=True)
     return {name: shape(shapes[scale], jnp.float32) for name, scale in named if scale is not None}
-
-
-def traced(
-    *,
-    seqs=2,
-    kv_heads=2,
-    capacity=1024,
-    head_dim=128,
-    block_size=16,
-    group=4,
-    q_len=16,
-    dtype=jnp.bfloat16,
-    num_partitions=1,
-    options=(),
-    total_partitions=None,  # of a plan
-    sharding=None,
-):
-    """The traced call of the decode kernel for Hopper, for an H100."""
-    max_blocks = capacity // block_size
-    shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-    cache = shape((64, block_size, kv_heads, head_dim), dtype)
-    config = decode_config.default_config(
-        seqs=seqs,
-        kv_heads=kv_heads,
-        group=group,
-        q_len=q_len,
-        head_dim=head_dim,
-        capacity=capacity,
-        num_sms=132,
-        num_partitions=num_partitions,
-        planned=total_partitions is not None,
-    )
-    types = option_types(shape, kv_heads * group) | {"tree_bits": shape((seqs, q_len, -(-q_len // 32)), jnp.uint32)}
-
-    @jax.jit
-    def launch(*arrays, **named):
-        plan = None
-        if total_partitions is not None:
-            plan = partition_plan.make(arrays[-1], None, q_len=q_len, total_partitions=total_partitions)
-        return paged_decode.launch(*arrays, AttentionOptions(**named), plan=plan, config=config)
-
-    q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
-    arrays = q, cache, cache, shape((seqs, max_blocks), jnp.int32), shape((seqs,), jnp.int32)
-    named = {name: types[name] for name in ("scale", *options)}
-    return launch.trace(*arrays, **named)
 
 
 def traced_prefill(
@@ -128,7 +72,7 @@ def traced_prefill(
     return launch.trace(*arrays, *sizes, **named)
 
 
-def traced_portable(
+def traced_decode(
     *,
     seqs=2,
     kv_heads=2,
@@ -147,7 +91,7 @@ def traced_portable(
     sharding=None,
     **changes,  # of the default config
 ):
-    """The traced call of the portable decode kernel, for a GPU of that compute capability, and its configuration."""
+    """The traced call of the decode kernel, for a GPU of that compute capability, and its configuration."""
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
     config = portable_config.default_config(

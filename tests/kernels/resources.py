@@ -111,7 +111,7 @@ def compile_one(
     import jax
     import jax.numpy as jnp
 
-    from tests.kernels.lowering import mosaic_for, traced, traced_portable, traced_prefill
+    from tests.kernels.lowering import mosaic_for, traced_decode, traced_prefill
 
     mesh = mesh_of(gpu)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -119,10 +119,10 @@ def compile_one(
         file.unlink()
     how = shape | dict(dtype=jnp.dtype(dtype), sharding=sharding)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), mosaic_for(compute_capability(gpu)):
-        if kernel == "portable":
-            trace, _ = traced_portable(**how, compute_capability=compute_capability(gpu))
+        if kernel == "prefill":
+            trace = traced_prefill(**how)
         else:
-            trace = traced_prefill(**how) if kernel == "prefill" else traced(**how)
+            trace, _ = traced_decode(**how, compute_capability=compute_capability(gpu))
         trace.lower().compile()
     return {re.sub(r"_\d+$", "", file.stem): figures(file) for file in sorted(folder.glob("*.ptxas"))}
 

@@ -10,9 +10,9 @@ import pytest
 
 from jaxpaged import _device, paged_attention, tree_mask
 from jaxpaged._attention import query_runs
-from jaxpaged._attention.choose import Known, choose, evenly, with_plan
+from jaxpaged._attention.choose import Choice, Known, choose, with_plan
 from jaxpaged._attention.run import Results, run
-from pallas_kernels import decode_config, partition_plan
+from pallas_kernels import partition_plan, portable_config
 from pallas_kernels.partition_plan import PartitionPlan
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, within_budget
 from tests.kernels.interpret import arguments_of
@@ -28,7 +28,9 @@ def results(a: Any, num_partitions: NumPartitions) -> Results:
     """By the default kernels, with the plan or the partitions that the test asks for."""
     if isinstance(num_partitions, PartitionPlan):
         return run(with_plan(a, _device.gpu()), a, num_partitions)
-    return run(evenly(a, _device.gpu(), Known(num_partitions=num_partitions)), a)
+    choice = choose(a, _device.gpu(), Known(num_partitions=num_partitions, by_name=True))
+    assert isinstance(choice, Choice)
+    return run(choice, a)
 
 
 def attend(case: Case, num_partitions: NumPartitions) -> Results:
@@ -205,7 +207,7 @@ def test_prompts_go_through_the_kernels_by_default_and_their_gradients_through_x
 def test_as_many_runs_as_a_launch_takes(q_len):
     """The slowest axis of the grid is full. Too many sequences for the builder of cases: they share blocks freely."""
     num_runs, _ = query_runs.runs_of(q_len, 4)
-    seqs, pool = decode_config.MAX_SEQS // num_runs, (1000, 16, 1, 64)
+    seqs, pool = portable_config.MAX_SEQS // num_runs, (1000, 16, 1, 64)
     keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (seqs, q_len, 4, 64), BF16)
     k, v = (jax.random.normal(key, pool, BF16) for key in keys[1:3])

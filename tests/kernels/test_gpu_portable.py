@@ -30,7 +30,7 @@ BF16 = jnp.bfloat16
 
 def check(case, form, num_partitions=None, plan=None, **changes):
     a = arguments_of(case)
-    choice = by_decode("portable_decode", a, _device.gpu(), Known(num_partitions=num_partitions))
+    choice = by_decode(a, _device.gpu(), Known(num_partitions=num_partitions))
     choice = changed(choice, copies="tma" if form == "tma" else "cp_async", **changes)
     choice = dataclasses.replace(choice, at_once=None if plan is None else plan.total_partitions)
     with mosaic_for(8.0) if form == "sm_80" else contextlib.nullcontext():

@@ -1,16 +1,17 @@
-"""The decode kernel for Hopper lowers on a machine without a GPU: catches what interpret mode alone would let pass."""
+"""The decode kernel lowers for Hopper on a machine without a GPU: catches what interpret mode alone would let pass."""
 
 import jax.numpy as jnp
 import pytest
 
-from tests.kernels.lowering import OPTIONS, traced
+from tests.kernels.lowering import OPTIONS, mosaic_for, traced_decode
 
 pytestmark = pytest.mark.slow
 
 
 def lower(**shape):
-    trace = traced(**shape)
-    assert trace.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 1
+    trace, _ = traced_decode(**shape)
+    with mosaic_for(9.0):
+        assert trace.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 1
 
 
 # A block's size sets the copies of a tile, head_dim its products: each meets two or more of the other, and the extremes
@@ -32,30 +33,16 @@ def test_heads_and_blocks(head_dim, block_size):
     lower(head_dim=head_dim, block_size=block_size)
 
 
-FEW_PARTITIONS = 1, 2, 3
-ROWS_OF_HEADS = 32, 40, 80, 96, 112, 120, 144, 160, 168, 192, 224, 240, 256
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "num_partitions", "options"),
-    # In turns, and at the ends each number of partitions.
-    [(head_dim, FEW_PARTITIONS[i % 3], OPTIONS * (i % 2)) for i, head_dim in enumerate(ROWS_OF_HEADS)]
-    + [(32, 3, ()), (32, 2, OPTIONS), (256, 3, OPTIONS), (256, 2, ())],
-)
-def test_many_rows(head_dim, num_partitions, options):
-    lower(head_dim=head_dim, num_partitions=num_partitions, options=options)
-
-
 @pytest.mark.parametrize(
     ("group", "q_len", "dtype"),
-    [(group, q_len, jnp.bfloat16) for group, q_len in ((33, 1), (64, 1), (7, 9), (16, 4), (3, 13), (1, 33))]
+    [(group, q_len, jnp.bfloat16) for group, q_len in ((1, 1), (3, 1), (33, 1), (64, 1), (7, 9), (1, 33))]
     + [(64, 1, jnp.float16), (4, 16, jnp.float16)],
 )
 def test_groups_and_dtypes(group, q_len, dtype):
     lower(group=group, q_len=q_len, dtype=dtype)
 
 
-@pytest.mark.parametrize(("head_dim", "num_partitions"), [(64, 8), (96, 11), (120, 16), (128, 8), (256, 11), (256, 16)])
+@pytest.mark.parametrize(("head_dim", "num_partitions"), [(64, 8), (120, 16), (256, 3)])
 def test_partitions(head_dim, num_partitions):
     lower(head_dim=head_dim, num_partitions=num_partitions)
 
@@ -68,11 +55,6 @@ def test_a_plan(options):
 @pytest.mark.parametrize("head_dim", [8, 40, 72, 168])
 def test_heads_of_other_models(head_dim):
     lower(head_dim=head_dim)
-
-
-@pytest.mark.parametrize("head_dim", [64, 120, 192, 256])
-def test_many_runs_of_prompts(head_dim):
-    lower(seqs=4096, kv_heads=8, head_dim=head_dim, num_partitions=None)
 
 
 @pytest.mark.parametrize("option", [*OPTIONS, "tree_bits"])

@@ -18,7 +18,7 @@ from pallas_kernels.portable_config import Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import FAULTS, arguments_of, races_found
 from tests.kernels.lowering import OPTIONS as ALL_OPTIONS
-from tests.kernels.lowering import mosaic_for, traced_portable
+from tests.kernels.lowering import mosaic_for, traced_decode
 
 pytestmark = pytest.mark.slow
 
@@ -165,7 +165,7 @@ SHAPES = {
     [("plain", gpu) for gpu in GPUS] + [(name, gpu) for name in SHAPES if name != "plain" for gpu in (8.0, 9.0, 12.0)],
 )
 def test_lowers(name, compute_capability):
-    trace, config = traced_portable(**SHAPES[name], compute_capability=compute_capability)
+    trace, config = traced_decode(**SHAPES[name], compute_capability=compute_capability)
     head_dim = SHAPES[name].get("head_dim", 128)
     assert config.copies == (GPUS[compute_capability] if head_dim % 64 == 0 else "cp_async")
     with mosaic_for(compute_capability):

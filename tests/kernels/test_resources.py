@@ -12,34 +12,6 @@ pytestmark = pytest.mark.skipif(not resources.installed(), reason="no ptxas: run
 SMEM_OF_ONE = 227 * 1024  # bytes, of a program that has a SM to itself
 E4M3 = dict(cache_dtype="float8_e4m3fn", scales=("token_head", "token_head"))
 
-
-def run(head_dim, **shape):
-    """A run of a long prompt, 4 heads a KV head."""
-    return dict(head_dim=head_dim, q_len=16, **shape)
-
-
-# Of the decode kernel for Hopper, by shape, as tests/kernels/test_lowering.py takes it: the most registers, and the
-# most bytes of shared memory. None spills.
-SHAPES = {
-    "head_dim 192, group 64": (dict(head_dim=192, group=64, q_len=1), 255, SMEM_OF_ONE),
-    **{f"a run, head_dim {n}": (run(n), 255, SMEM_OF_ONE) for n in (64, 120, 192)},
-    "a run, a plan": (run(128, total_partitions=5), 255, SMEM_OF_ONE),
-    "a run, partitions": (run(128, num_partitions=5), 255, SMEM_OF_ONE),
-    "a run, a window": (run(128, options=("sliding_window",)), 255, SMEM_OF_ONE),
-}
-# The accumulators and two tiles of 128 tokens take three quarters of the 255 registers that a thread has: bytes that
-# are spilled and read back.
-SPILLING = {
-    "group 64": (dict(group=64, q_len=1), 32),
-    "head_dim 256, group 64": (dict(head_dim=256, group=64, q_len=1), 80),
-    "a run, head_dim 96": (run(96), 44),
-    "a run, head_dim 128": (run(128), 52),
-    "a run, all options": (
-        run(128, options=("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")),
-        512,
-    ),
-    "a run, head_dim 256": (run(256), 108),
-}
 # Of the prefill kernel: the most bytes that are spilled and read back. Its 384 threads start with 168 registers each;
 # those that compute take 232 once the others have given theirs up. With an 8-bit cache 512 threads start with 128, and
 # those that compute take 216.
@@ -67,9 +39,9 @@ PREFILL = {
 }
 
 
-# Of the portable decode kernel: the most registers on any GPU, and the most bytes that are spilled and read back. With
+# Of the decode kernel: the most registers on any GPU, and the most bytes that are spilled and read back. With
 # 128 threads a program, 255 registers let two programs share a SM.
-PORTABLE = {
+DECODE = {
     "plain": (dict(), 160, 0),
     "16 heads": (dict(group=16), 200, 0),
     "64 heads": (dict(group=64), 255, 376),
@@ -83,15 +55,14 @@ PORTABLE = {
 
 
 @pytest.fixture(scope="module", params=resources.GPUS)
-def portable(request):
-    shapes = {name: shape | dict(kernel="portable") for name, (shape, *_) in PORTABLE.items()}
-    return request.param, resources.compiled(request.param, shapes)
+def decode(request):
+    return request.param, resources.compiled(request.param, {name: shape for name, (shape, *_) in DECODE.items()})
 
 
-@pytest.mark.parametrize("name", PORTABLE)
-def test_portable_fits(portable, name):
-    gpu, compiled = portable
-    _, registers, spill_bytes = PORTABLE[name]
+@pytest.mark.parametrize("name", DECODE)
+def test_decode_fits(decode, name):
+    gpu, compiled = decode
+    _, registers, spill_bytes = DECODE[name]
     for its in compiled[name].values():
         assert its["registers"] <= registers
         assert its["spill_bytes"] <= spill_bytes
@@ -99,29 +70,15 @@ def test_portable_fits(portable, name):
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    cases = SHAPES | SPILLING | {n: (shape | dict(kernel="prefill"), most) for n, (shape, most) in PREFILL.items()}
-    return resources.compiled(resources.H100, {name: case[0] for name, case in cases.items()})
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_fits(compiled, name):
-    _, registers, smem_bytes = SHAPES[name]
-    for its in compiled[name].values():
-        assert its["spill_bytes"] == 0
-        assert its["registers"] <= registers
-        assert its["smem_bytes"] <= smem_bytes
-
-
-@pytest.mark.parametrize("name", SPILLING)
-def test_spills_little(compiled, name):
-    """Exactly as much as is known: a shape that stops spilling moves to the other table."""
-    assert 0 < compiled[name]["paged_decode"]["spill_bytes"] <= SPILLING[name][1]
+def prefill():
+    return resources.compiled(
+        resources.H100, {name: shape | dict(kernel="prefill") for name, (shape, _) in PREFILL.items()}
+    )
 
 
 @pytest.mark.parametrize("name", PREFILL)
-def test_prefill_fits(compiled, name):
-    its = compiled[name]["paged_prefill"]
+def test_prefill_fits(prefill, name):
+    its = prefill[name]["paged_prefill"]
     assert its["registers"] <= 168
     assert its["spill_bytes"] <= PREFILL[name][1]
     assert its["smem_bytes"] <= SMEM_OF_ONE

@@ -10,11 +10,10 @@ from jaxpaged import tree_mask
 from tests.cases import OPTIONS, make_case, oracle
 from tests.kernels import prefill
 from tests.kernels.interpret import attend, races_found
-from tests.kernels.lowering import traced, traced_prefill
+from tests.kernels.lowering import traced_prefill
 
 pytestmark = pytest.mark.slow
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-HOPPER, PORTABLE = dict(kernel="paged_decode"), dict(kernel="portable_decode")
 
 
 def tree_case(q_len, *, lengths=(0, 5, 40, 150), **shape):
@@ -39,16 +38,13 @@ def errors(case, **how):
     ("q_len", "shape", "how"),
     [
         (8, dict(options=OPTIONS["soft cap"] | OPTIONS["sinks"]), how)  # 24 rows
-        for how in (HOPPER, PORTABLE, PORTABLE | dict(num_partitions=3))
+        for how in (dict(), dict(num_partitions=3))
     ]
     + [
         (40, dict(heads=2, kv_heads=2), how)  # two words
-        for how in (HOPPER, HOPPER | dict(num_partitions=3), PORTABLE)
+        for how in (dict(), dict(num_partitions=3))
     ]
-    + [
-        (8, dict(cache_dtype=jnp.int8, scale_shape="token_head"), how)
-        for how in (PORTABLE, PORTABLE | dict(num_partitions=3))
-    ],
+    + [(8, dict(cache_dtype=jnp.int8, scale_shape="token_head"), how) for how in (dict(), dict(num_partitions=3))],
 )
 def test_trees(q_len, shape, how):
     case = tree_case(q_len, **shape)
@@ -56,7 +52,7 @@ def test_trees(q_len, shape, how):
     assert not races_found()
 
 
-@pytest.mark.parametrize("name", ["decode", "portable", "prefill"])
+@pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_bits_that_are_no_tree(name):
     """The kernels follow the bits, as the reference does, whether or not a token sees all that its ancestors see; the
     first sequence is shorter than its new tokens."""
@@ -67,7 +63,7 @@ def test_bits_that_are_no_tree(name):
     expected, expected_lse = oracle(case)
     assert np.abs(expected - closed)[1].max() > 0.3
     if name != "prefill":
-        out, lse = attend(case, num_partitions=1, **(PORTABLE if name == "portable" else HOPPER))
+        out, lse = attend(case, num_partitions=1)
     else:
         mask = np.concatenate([bits.reshape(16, 1), np.zeros((prefill.PADDING, 1), np.uint32)])
         out, lse = prefill.attend(case, (8, 8), num_sms=1, interpret=INTERPRET, mask=mask)
@@ -76,19 +72,12 @@ def test_bits_that_are_no_tree(name):
     np.testing.assert_allclose(lse, expected_lse, atol=2e-3)
 
 
-@pytest.mark.parametrize("how", [HOPPER, PORTABLE])
-def test_another_tree_is_noticed(how):
+def test_another_tree_is_noticed():
     case = tree_case(8)
     chain = tree_mask(jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32) - 1, (4, 8)))
-    out, _ = attend(case.replace(options=case.options | {"tree_mask": chain}), **how)
+    out, _ = attend(case.replace(options=case.options | {"tree_mask": chain}))
     worst = np.abs(np.asarray(out, np.float32) - oracle(case)[0]).max(axis=(1, 2, 3))
     assert (worst[1:] > 0.1).all()
-
-
-@pytest.mark.parametrize(("group", "q_len"), [(4, 16), (1, 40)])
-def test_lowers_for_hopper(group, q_len):
-    trace = traced(group=group, q_len=q_len, options=("tree_bits", "logits_soft_cap"))
-    assert "@mosaic_gpu_v2" in trace.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_packed_trees():

@@ -18,13 +18,10 @@ from benchmarks.allocator import loops, model_step, operations
 from benchmarks.allocator.host_allocator import HostAllocator
 from benchmarks.figures.memory import seat_lengths
 from benchmarks.harness import by_kernel
-from benchmarks.kernels import cache_copies, cache_ops, cache_sizes, configs, decode, partitions, points, prefill, ways
-from benchmarks.kernels.configs import parse_config
+from benchmarks.kernels import cache_copies, cache_ops, cache_sizes, decode, partitions, points, portable, prefill, ways
 from benchmarks.kernels.points import make_tables, parse, tables_of
 from benchmarks.models import decode_step, llama_step
-from jaxpaged import copy_blocks, paged_attention, paged_attention_reference
-from jaxpaged._device import Gpu
-from pallas_kernels.decode_config import default_config
+from jaxpaged import _device, copy_blocks, paged_attention, paged_attention_reference
 
 PROGRAMS = [
     ".".join(path.relative_to(harness.ROOT).with_suffix("").parts)
@@ -142,25 +139,18 @@ def test_kernels_of_one_name_are_added_up():
     assert by_kernel(times, 2) == {"loop_add_fusion": [4.0, 1.0], "copy": [2.0, 0.5]}
 
 
-def test_a_config_by_name_is_what_the_library_would_make():
-    shape = dict(kv_heads=8, group=4, q_len=16, head_dim=128, num_sms=132)
-    assert parse_config("8/2/128") == default_config(seqs=1, capacity=8192, **shape)
-    assert parse_config("8/2/64") != parse_config("8/2/128")
-    assert parse_config("1/2/128") == default_config(seqs=128, capacity=8192, **shape)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["default", "1/3/64", "2/2/128"])
-def test_a_config_computes_attention(config):
+@pytest.mark.parametrize("way", ["tma", "tma/3/1"])
+def test_a_way_computes_attention(way, monkeypatch):
     from tests.kernels.interpret import races_found
 
-    point = parse("8/2 2x150 q_len=16")
-    inputs = points.make_inputs(FewSets(**vars(point)))
+    monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(132, 9.0))
+    inputs = points.make_inputs(FewSets(**vars(parse("8/2 2x150"))))
     arrays = inputs.q, *inputs.caches[0][0], inputs.block_tables, inputs.lengths
-    interpret = plgpu.InterpretGPUParams(detect_races=config == "default")
-    out = configs.attend(config, point, Gpu(132, 9.0), *arrays, interpret=interpret)
+    interpret = plgpu.InterpretGPUParams(detect_races=way == "tma/3/1")
+    out = portable.attend(way, *arrays, interpret=interpret)
     assert not races_found()
-    checks.worst_error(config, out, paged_attention_reference(*arrays))
+    checks.worst_error(way, out, paged_attention_reference(*arrays))
 
 
 def test_a_way_that_does_not_fit_is_a_result_and_a_mistake_is_none():

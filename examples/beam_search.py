@@ -3,7 +3,7 @@
     python examples/beam_search.py --width 4 --chat --prompt "Name the largest planet."
 
 Each step extends every beam of a prompt by one token and keeps the `width` best. A beam that ends in eos is complete
-and keeps its place; the search ends when all beams are complete. Their score is the summed log probability over
+and keeps its row; the search ends when all beams are complete. Their score is the summed log probability over
 `length ** length_penalty`.
 
 Beams are rows of the allocator, and one `fork` reorders them: a beam may go on in several rows, in none, or stay in its
@@ -49,21 +49,21 @@ class Beams:
 
 
 def choose(beams: Beams, step: jax.Array, logits: jax.Array, limits: jax.Array, eos_ids: tuple[int, ...]) -> Beams:
-    """Puts the best continuations in the places that are not complete; logits are f32 [prompts, width, vocab_size]."""
+    """Puts the best continuations in the beams that are not complete; logits are f32 [prompts, width, vocab_size]."""
     num_prompts, width, vocab_size = logits.shape
-    places = jnp.arange(width, dtype=jnp.int32)[None]
+    own = jnp.arange(width, dtype=jnp.int32)[None]
 
-    # 1. The best go, best first, to the places that are open.
+    # 1. The best go, best first, to the beams that are not complete.
     so_far = jnp.where(beams.running, beams.log_probabilities, -jnp.inf)[..., None]
     candidates = (so_far + jax.nn.log_softmax(logits, axis=-1)).reshape(num_prompts, -1)
     best, chosen = lax.top_k(candidates, width)
     rank = jnp.cumsum(~beams.complete, axis=1, dtype=jnp.int32) - 1
     best, chosen = (jnp.take_along_axis(values, jnp.maximum(rank, 0), axis=1) for values in (best, chosen))
     continued = ~beams.complete & jnp.isfinite(best)
-    parent = jnp.where(continued, chosen // vocab_size, places)
+    parent = jnp.where(continued, chosen // vocab_size, own)
     token = chosen % vocab_size
 
-    # 2. A place takes over its parent's tokens, ...
+    # 2. A beam takes over its parent's tokens, ...
     tokens = jnp.take_along_axis(beams.tokens, parent[..., None], axis=1)
     is_new = continued[..., None] & (jnp.arange(tokens.shape[-1]) == step)[None, None]
     ended = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) | (step + 1 >= limits[:, None])

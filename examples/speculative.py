@@ -53,13 +53,13 @@ def draft(
     the same token.
     """
     num_tokens = text.shape[1]
-    place = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    num_behind = ends[:, None] - place - ngram
-    found = (place >= begins[:, None]) & (num_behind > 0)
+    position = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    num_behind = ends[:, None] - position - ngram
+    found = (position >= begins[:, None]) & (num_behind > 0)
     for i in range(ngram):
         newest = jnp.take_along_axis(text, jnp.maximum(ends - ngram + i, 0)[:, None], axis=1)
         found &= jnp.roll(text, -i, axis=1) == newest
-    worth = jnp.where(found, jnp.minimum(num_behind, num_draft) * num_tokens + place, -1)
+    worth = jnp.where(found, jnp.minimum(num_behind, num_draft) * num_tokens + position, -1)
     branches, counts = [], []
     for _ in range(num_branches):
         best = worth.argmax(axis=1).astype(jnp.int32)

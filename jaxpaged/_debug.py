@@ -28,7 +28,7 @@ LIBRARIES = str(Path(__file__).parent), str(Path(jax.__file__).parent)
 class _Checks:
     """What was found, and the last write."""
 
-    found: dict[str, str] = dataclasses.field(default_factory=dict)  # by place and kind, the first of each
+    found: dict[str, str] = dataclasses.field(default_factory=dict)  # by line and kind, the first of each
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     written: jax.Array | None = None  # keys of the cache after the last write
     slots: jax.Array | None = None  # of the last write
@@ -143,17 +143,17 @@ def check_tables(
     capacity = max_blocks * block_size
     _report(checks, f"lengths outside 0 to {capacity}", (lengths < 0) | (lengths > capacity), lengths)
 
-    places = jnp.arange(capacity, dtype=jnp.int32).reshape(1, max_blocks, block_size)
-    exists = places < lengths[:, None, None]
+    positions = jnp.arange(capacity, dtype=jnp.int32).reshape(1, max_blocks, block_size)
+    exists = positions < lengths[:, None, None]
     first = jnp.zeros_like(lengths) if window is None else lengths - num_new - window + 1
-    seen = exists & (places >= first[:, None, None])
+    seen = exists & (positions >= first[:, None, None])
     is_read, ids = seen.any(axis=2), block_tables
     _report(checks, f"block ids outside the pool of {num_blocks}", is_read & ((ids < 0) | (ids >= num_blocks)), ids)
     _report(checks, "the null block with tokens", is_read & (ids == 0), ids)
 
     if checks.written is k_cache and checks.slots is not None:
         slots, num_slots = checks.slots, num_blocks * block_size
-        of_tokens = jnp.where(exists, ids[..., None] * block_size + places % block_size, -1)
+        of_tokens = jnp.where(exists, ids[..., None] * block_size + positions % block_size, -1)
         owned = jnp.zeros(num_slots, bool).at[jnp.where(of_tokens < 0, num_slots, of_tokens)].set(True, mode="drop")
         is_lost = (slots >= 0) & (slots < num_slots) & ~owned.at[slots].get(mode="clip")
         _report(checks, "slots just written that are no token of an attending sequence", is_lost, slots)
@@ -173,8 +173,8 @@ def check_attention(a: Any, lengths: jax.Array, num_new: jax.Array | int) -> Non
             continue
         is_finite = jnp.isfinite(array).all(axis=tuple(range(2, array.ndim)))  # [blocks, block_size]
         is_bad = seen & ~is_finite[ids]
-        places = jnp.broadcast_to(a.block_tables[..., None], is_bad.shape)
-        _report(checks, f"{name} that are not finite, by [sequence, entry, offset], with the block", is_bad, places)
+        blocks = jnp.broadcast_to(a.block_tables[..., None], is_bad.shape)
+        _report(checks, f"{name} that are not finite, by [sequence, entry, offset], with the block", is_bad, blocks)
 
 
 def _report(checks: _Checks, kind: str, is_wrong: jax.Array, values: jax.Array) -> None:

@@ -123,10 +123,10 @@ def _find_specs(arguments: Mapping[str, Any]) -> Any:
 
     def find_spec(path: Any, leaf: Any) -> P:
         axes: list[Any] = [None] * np.ndim(leaf)
-        places = [(HEADS_AXES[_name(path)], heads)] if _name(path) in HEADS_AXES else []
+        sharded = [(HEADS_AXES[_name(path)], heads)] if _name(path) in HEADS_AXES else []
         if has_seqs and _name(path) in OF_SEQS:
-            places.append((0, seqs))
-        for axis, mesh_axis in places:
+            sharded.append((0, seqs))
+        for axis, mesh_axis in sharded:
             # What there is one of is for all heads, or for all sequences.
             if -np.ndim(leaf) <= axis < np.ndim(leaf) and (leaf.shape[axis] > 1 or _spec(leaf)[axis] is not None):
                 axes[axis] = mesh_axis

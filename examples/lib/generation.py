@@ -89,13 +89,13 @@ def extend(state: Generation, tokens: jax.Array, counts: jax.Array, eos_ids: tup
     is_eos = jnp.isin(tokens, jnp.asarray(eos_ids, jnp.int32))
     num_eos_before = jnp.cumsum(is_eos, axis=1, dtype=jnp.int32) - is_eos.astype(jnp.int32)
     is_new = (rank < counts[:, None]) & (num_eos_before == 0)
-    place = jnp.where(is_new, state.num_tokens[:, None] + rank, state.tokens.shape[1])  # past the end: dropped
+    column = jnp.where(is_new, state.num_tokens[:, None] + rank, state.tokens.shape[1])  # past the end: dropped
     num_tokens = state.num_tokens + is_new.sum(axis=1, dtype=jnp.int32)
     ended = (num_tokens >= state.limits) | (is_new & is_eos).any(axis=1)
     seqs = jnp.arange(tokens.shape[0])[:, None]
     state = dataclasses.replace(
         state,
-        tokens=state.tokens.at[seqs, place].set(tokens, mode="drop"),
+        tokens=state.tokens.at[seqs, column].set(tokens, mode="drop"),
         num_tokens=num_tokens,
         running=state.running & ~ended,
     )
@@ -255,7 +255,7 @@ def calibrate(
 
 
 def prompt_keys(prompts: list[list[int]], seed: int) -> jax.Array:
-    """A random key for each prompt, from its own tokens and not its place in the batch; repeated prompts differ."""
+    """A random key for each prompt, from its own tokens and not its row in the batch; repeated prompts differ."""
     seen: Counter[int] = Counter()
     keys = []
     for prompt in prompts:

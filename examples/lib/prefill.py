@@ -62,9 +62,9 @@ def write_prompts(
     def one_chunk(i: jax.Array, carry: tuple[Caches, jax.Array]) -> tuple[Caches, jax.Array]:
         caches, logits = carry
         begin, end = i * prompts.chunk, (i + 1) * prompts.chunk
-        places = begin + jnp.arange(prompts.chunk, dtype=jnp.int32)
-        owners = jnp.searchsorted(starts[1:], places, side="right").astype(jnp.int32)  # past the last: padding
-        positions = places + (num_cached - starts[:-1])[owners]
+        packed = begin + jnp.arange(prompts.chunk, dtype=jnp.int32)
+        owners = jnp.searchsorted(starts[1:], packed, side="right").astype(jnp.int32)  # past the last: padding
+        positions = packed + (num_cached - starts[:-1])[owners]
         tokens = prompts.rows[owners, positions + (longest - prompts.lengths)[owners]]
         slots = rows.slots(owners, positions)
         # The lengths after this chunk, whose tokens are then the newest.

@@ -71,14 +71,14 @@ class TextStream:
         return min(len(self._half), len(text) - len(text.lstrip(HALF)))
 
     def _cut(self) -> None:
-        place = first_stop(self._kept_back, self._stops)
-        if place is not None:
-            self.is_stopped, self._kept_back = True, self._kept_back[:place]
+        start = first_stop(self._kept_back, self._stops)
+        if start is not None:
+            self.is_stopped, self._kept_back = True, self._kept_back[:start]
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
     """Where the stop string that is complete first begins. It does not depend on how the text is cut into pieces."""
-    found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
+    found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 

@@ -63,7 +63,7 @@ class BlockAllocator(AllocatorState):
             >>> from jaxpaged import BlockAllocator
             >>> allocator = BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=3)
             >>> allocator, slots, ok = allocator.append(jnp.array([3, 1]), q_len=3)
-            >>> slots.tolist()  # row 1 has one token: it stands last, behind two places of padding
+            >>> slots.tolist()  # row 1 has one token: it stands last, behind two entries of padding
             [[16, 17, 18], [128, 128, 32]]
         """
         num_blocks, block_size = checked_size("num_blocks", num_blocks, 2), checked_size("block_size", block_size)
@@ -255,7 +255,7 @@ class BlockAllocator(AllocatorState):
         """Gives back the blocks of sequences whose tokens move to the host, and keeps their rows.
 
         The caller moves the tokens, in the same jit and before anything else is written: out of the returned blocks,
-        and at `swap_in` into the blocks that it returns, which have the same places. A shared block stays with the
+        and at `swap_in` into the blocks that it returns, in the same order. A shared block stays with the
         other sequences; at `swap_in` the sequence gets a block of its own for it.
 
         Args:

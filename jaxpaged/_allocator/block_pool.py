@@ -23,9 +23,9 @@ class BlockPool:
             below the others. The one unused longest is on top of them, and so is overwritten first.
         extra_holders: int32 `[blocks]`, holders of a block beyond the first; 0 for a free block. Handing out a block
             does not change it, so that `append` stays a few operations on the batch.
-        cached_at: int32 `[blocks]`, for the prefix cache: `num_blocks` while a cached block is held; its place in
-            `free_list` while it waits there; -1 for a block that never was cached. The place is stale once the block is
-            handed out: `is_cached` sees that the place no longer waits.
+        cached_at: int32 `[blocks]`, for the prefix cache: `num_blocks` while a cached block is held; its index in
+            `free_list` while it waits there; -1 for a block that never was cached. The index is stale once the block is
+            handed out: `is_cached` sees that it is no longer among those waiting.
 
     A cached block is never written while it is held: a sequence shortened inside it takes a copy.
     """
@@ -88,35 +88,35 @@ class BlockPool:
         mine_ids = self._distinct(mine, ids)
         cached = mine & (self.cached_at[ids] == self.num_blocks)
 
-        # Places: ranks among the blocks on top, and among those below.
+        # Indices in the ring: ranks among the blocks on top, and among those below.
         both = jnp.stack([(mine & ~cached).ravel(), cached.ravel()]).astype(jnp.int32)
         ranks = jnp.cumsum(both, axis=1, dtype=jnp.int32)
         num_top, num_below = ranks[0, -1], ranks[1, -1]
         rank_top, rank_below = (ranks - both).reshape(2, *ids.shape)
         bottom = self._ring(self.bottom - num_below)
-        place_below = self._ring(bottom + rank_below)
-        place = jnp.where(cached, place_below, self._ring(self.bottom + self.num_free + num_top - 1 - rank_top))
+        index_below = self._ring(bottom + rank_below)
+        index = jnp.where(cached, index_below, self._ring(self.bottom + self.num_free + num_top - 1 - rank_top))
         return dataclasses.replace(
             self,
-            free_list=self.free_list.at[self._distinct(mine, place)].set(ids, mode="drop", unique_indices=True),
+            free_list=self.free_list.at[self._distinct(mine, index)].set(ids, mode="drop", unique_indices=True),
             bottom=bottom,
             num_free=self.num_free + num_top + num_below,
             num_waiting=self.num_waiting + num_below,
             extra_holders=holders.at[mine_ids].set(0, mode="drop", unique_indices=True),
-            cached_at=self.cached_at.at[self._distinct(cached, ids)].set(place_below, mode="drop", unique_indices=True),
+            cached_at=self.cached_at.at[self._distinct(cached, ids)].set(index_below, mode="drop", unique_indices=True),
         )
 
     def is_cached(self, ids: jax.Array) -> jax.Array:
         """Whether these blocks, held or free, are cached and not overwritten."""
-        place = self.cached_at[ids]
-        waits = (place >= 0) & (self._ring(place - self.bottom) < self.num_waiting)
-        waits &= self.free_list.at[place].get(mode="clip") == ids
-        return (place == self.num_blocks) | waits
+        index = self.cached_at[ids]
+        waits = (index >= 0) & (self._ring(index - self.bottom) < self.num_waiting)
+        waits &= self.free_list.at[index].get(mode="clip") == ids
+        return (index == self.num_blocks) | waits
 
     def mark_cached(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
         """Marks the wanted ids, distinct held blocks, as cached."""
-        places = self._distinct(wanted, ids)
-        cached_at = self.cached_at.at[places].set(self.num_blocks, mode="drop", unique_indices=True)
+        targets = self._distinct(wanted, ids)
+        cached_at = self.cached_at.at[targets].set(self.num_blocks, mode="drop", unique_indices=True)
         return dataclasses.replace(self, cached_at=cached_at)
 
     def forget(self) -> "BlockPool":
@@ -145,16 +145,16 @@ class BlockPool:
         num_waiting = rank[-1]
         num_taken = self.num_waiting - num_waiting
         bottom = self._ring(self.bottom + num_taken)
-        place = self._ring(bottom + rank - 1)
+        index = self._ring(bottom + rank - 1)
         still_cached = stays & (cached_at[blocks] >= 0) & (self._ring(self.bottom + order) == cached_at[blocks])
         return dataclasses.replace(
             self,
-            free_list=self.free_list.at[self._distinct(stays, place)].set(blocks, mode="drop", unique_indices=True),
+            free_list=self.free_list.at[self._distinct(stays, index)].set(blocks, mode="drop", unique_indices=True),
             bottom=bottom,
             num_free=self.num_free - num_taken,
             num_waiting=num_waiting,
             extra_holders=_add(holders, ids, wanted, 1),
-            cached_at=cached_at.at[self._distinct(still_cached, blocks)].set(place, mode="drop", unique_indices=True),
+            cached_at=cached_at.at[self._distinct(still_cached, blocks)].set(index, mode="drop", unique_indices=True),
         )
 
     def is_free(self) -> jax.Array:
@@ -168,19 +168,19 @@ class BlockPool:
         """int32 `[blocks]`, 0 for the free ones and the null block. As large as the pool, as `is_free`."""
         return jnp.where(self.is_free(), 0, 1 + self.extra_holders).at[0].set(0)
 
-    def _ring(self, places: jax.Array) -> jax.Array:
-        return places % self.num_blocks
+    def _ring(self, indices: jax.Array) -> jax.Array:
+        return indices % self.num_blocks
 
-    def _where(self, wanted: jax.Array, places: jax.Array) -> jax.Array:
-        return jnp.where(wanted, places, self.num_blocks)
+    def _where(self, wanted: jax.Array, indices: jax.Array) -> jax.Array:
+        return jnp.where(wanted, indices, self.num_blocks)
 
-    def _distinct(self, wanted: jax.Array, places: jax.Array) -> jax.Array:
-        """The wanted places, and for the others different ones past the end.
+    def _distinct(self, wanted: jax.Array, indices: jax.Array) -> jax.Array:
+        """The wanted indices, and for the others different ones past the end.
 
         So XLA may be told that no two writes meet; without that promise it serialises a scatter on GPUs.
         """
-        dropped = self.num_blocks + jnp.arange(places.size, dtype=jnp.int32).reshape(places.shape)
-        return jnp.where(wanted, places, dropped)
+        dropped = self.num_blocks + jnp.arange(indices.size, dtype=jnp.int32).reshape(indices.shape)
+        return jnp.where(wanted, indices, dropped)
 
 
 def _add(counts: jax.Array, ids: jax.Array, wanted: jax.Array, amount: int) -> jax.Array:

@@ -26,8 +26,8 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
 
     num_held = -(-lengths // block_size)
     is_entry = np.arange(tables.shape[1])[None] < num_held[:, None]
-    places = (bottom + np.arange(num_free)) % num_blocks
-    free = np.asarray(pool.free_list)[places]
+    indices = (bottom + np.arange(num_free)) % num_blocks
+    free = np.asarray(pool.free_list)[indices]
     extra, cached_at = np.asarray(pool.extra_holders), np.asarray(pool.cached_at)
     named = np.bincount(tables[is_entry], minlength=num_blocks)
     is_free = np.bincount(free, minlength=num_blocks) > 0
@@ -50,7 +50,7 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
             "a_partly_filled_block_has_one_sequence": len(set(partial)) == len(partial) and (named[partial] == 1).all(),
             "no_partly_filled_block_is_cached": (cached_at[partial] != num_blocks).all(),
             "free_blocks_are_not_cached_as_held": not (cached_at[is_free] == num_blocks).any(),
-            "waiting_blocks_know_their_places": ((waiting_at == places[:num_waiting]) | (waiting_at == -1)).all(),
+            "waiting_blocks_know_their_indices": ((waiting_at == indices[:num_waiting]) | (waiting_at == -1)).all(),
         }
     )
 

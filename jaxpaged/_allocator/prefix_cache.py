@@ -17,9 +17,9 @@ from jaxpaged._public_state import public_state
 
 Words = tuple[jax.Array, jax.Array]  # uint32, each half of 64 bits
 
-PROBES = 6  # places of the table in which a block may be listed
+PROBES = 6  # buckets of the table in which a block may be listed
 # If all blocks are cached, a probe meets one of them 1 time in 8.
-PLACES = 8  # places of the table for each block of the pool, at least
+BUCKETS = 8  # of the table, for each block of the pool, at least
 
 
 @public_state
@@ -37,9 +37,9 @@ class PrefixCache:
         serials: int32 `[blocks]`, a number unique to each cached block, from 1 on.
         parents: int32 `[blocks]`, the serial of the block before it in its sequence; 0 for a first block.
         tags: uint32 `[blocks]`, a hash of the salt, of the block's tokens and of all before them.
-        homes: int32 `[blocks]`, the block's place in `table`.
-        table: int32 `[places]`, a hash table of block ids. An entry counts only if the block's home is there and the
-            pool still knows the block as cached; others are free places.
+        homes: int32 `[blocks]`, the block's bucket in `table`.
+        table: int32 `[buckets]`, a hash table of block ids. An id counts only if the block's home is there and the
+            pool still knows the block as cached; other buckets are free.
         secret: uint32 `[4]`, the key of the hashes.
         next_serial: int32 `[]`.
         num_lookups: int32 `[]`, full blocks that `match_prefix` looked up; modulo 2^32, as is `num_hits`.
@@ -50,8 +50,8 @@ class PrefixCache:
     It costs at most a miss.
 
     Salts keep tenants apart. A sequence finds only blocks inserted under its own salt, and a lookup passes over the
-    blocks of other salts, whatever their hashes. Tenants share the places of the table and the blocks of the pool.
-    With a random `secret`, a tenant who chooses tokens cannot aim at another's places: see `chain_hashes`.
+    blocks of other salts, whatever their hashes. Tenants share the buckets of the table and the blocks of the pool.
+    With a random `secret`, a tenant who chooses tokens cannot aim at another's buckets: see `chain_hashes`.
 
     A block stays cached while it is held, and after that until its space is needed. Free blocks that are not cached are
     handed out first, then the cached ones unused longest, of a sequence the tail before the head. Nothing here reads or
@@ -82,7 +82,7 @@ class PrefixCache:
                 number is a constant of the program.
 
         Raises:
-            ValueError: `num_blocks` below 2, `block_size` below 1, a table of 2^31 places and more, or a `secret`
+            ValueError: `num_blocks` below 2, `block_size` below 1, a table of 2^31 buckets and more, or a `secret`
                 below 0 or from 2^128 on.
 
         Example:
@@ -98,7 +98,7 @@ class PrefixCache:
             ([0, 4], [[1, 2, 3, 0], [1, 2, 0, 0]])
             >>> allocator, slots, ok = allocator.append(lengths - num_cached, q_len=5)  # the rest of it
         """
-        if num_blocks < 2 or block_size < 1 or PLACES * num_blocks > 2**30:
+        if num_blocks < 2 or block_size < 1 or BUCKETS * num_blocks > 2**30:
             raise ValueError(
                 "num_blocks must be at least 2 and at most 2^27, block_size at least 1; "
                 f"got {num_blocks=}, {block_size=}."
@@ -113,7 +113,7 @@ class PrefixCache:
             parents=jnp.zeros(num_blocks, jnp.int32),
             tags=jnp.zeros(num_blocks, jnp.uint32),
             homes=jnp.full(num_blocks, -1, jnp.int32),
-            table=jnp.zeros(1 << (PLACES * num_blocks - 1).bit_length(), jnp.int32),
+            table=jnp.zeros(1 << (BUCKETS * num_blocks - 1).bit_length(), jnp.int32),
             secret=jnp.asarray(words, jnp.uint32),
             next_serial=jnp.ones((), jnp.int32),
             num_lookups=jnp.zeros((), jnp.int32),
@@ -172,7 +172,7 @@ class PrefixCache:
         If a block's tokens and all tokens before them are cached already, the sequence takes the cached block and gives
         its own back. A prefix that several sequences computed side by side is so kept once.
 
-        If all places of the table where a block may be listed are taken, the block is not cached, nor are the blocks
+        If all buckets in which a block may be listed are taken, the block is not cached, nor are the blocks
         after it in its sequence. With every block of the pool cached, fewer than 1 block in 100,000 meets this.
 
         Args:
@@ -238,24 +238,24 @@ class PrefixCache:
         tags, probes = self._hash(blocks, salts)
         ids, listed, taken = self._look_up(allocator.pool, tags, probes, salts)
 
-        # 1. New blocks get places; of equal ones the first gets the place for all.
+        # 1. New blocks get buckets; of equal ones the first gets one for all.
         wanted = is_full & ~listed & ~allocator.pool.is_cached(own)
-        table, firsts, homes = _find_places(self.table, wanted, taken, tags, probes, salts)
-        placed = firsts >= 0
+        table, firsts, homes = _find_buckets(self.table, wanted, taken, tags, probes, salts)
+        is_given = firsts >= 0
         entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
         canonical = jnp.where(listed, ids, own.ravel()[firsts])
         before = jnp.pad(canonical[:, :-1], ((0, 0), (1, 0)))  # the null block before the first
 
-        # 2. The block found or placed has exactly the same tokens, and the same block before it.
+        # 2. The block found, or the first of equal ones, has exactly the same tokens, and the same block before it.
         same = (blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before.ravel()[firsts] == before)
         same &= firsts % num_columns == entries % num_columns
-        same = jnp.where(listed, self._confirm(ids, listed, blocks), placed & same)
+        same = jnp.where(listed, self._confirm(ids, listed, blocks), is_given & same)
         good = _all_before(is_full & same)
-        new = good & placed & ~listed & (firsts == entries)
+        new = good & is_given & ~listed & (firsts == entries)
         prefix_cache = self._list(new, own, before, blocks, salts, tags, homes)
-        winners = placed & (firsts == entries)
-        places = jnp.where(winners, homes, table.size + entries)
-        table = table.at[places].set(jnp.where(new, own, 0), mode="drop", unique_indices=True)
+        winners = is_given & (firsts == entries)
+        targets = jnp.where(winners, homes, table.size + entries)
+        table = table.at[targets].set(jnp.where(new, own, 0), mode="drop", unique_indices=True)
 
         # 3. Duplicates are given back.
         pool = allocator.pool.mark_cached(own, new)
@@ -309,10 +309,10 @@ class PrefixCache:
     ) -> PrefixCache:
         rank = jnp.cumsum(new.ravel().astype(jnp.int32), dtype=jnp.int32).reshape(new.shape)
         dropped = self.serials.shape[0] + jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
-        places = jnp.where(new, own, dropped)
+        targets = jnp.where(new, own, dropped)
 
         def put(old: jax.Array, values: jax.Array) -> jax.Array:
-            return old.at[places].set(values, mode="drop", unique_indices=True)
+            return old.at[targets].set(values, mode="drop", unique_indices=True)
 
         serials = put(self.serials, self.next_serial + rank - 1)
         return dataclasses.replace(
@@ -327,7 +327,7 @@ class PrefixCache:
         )
 
     def _hash(self, blocks: jax.Array, salts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """tags `[seqs, columns]`, and the places where each may be listed, `[seqs, columns, PROBES]`."""
+        """tags `[seqs, columns]`, and the buckets in which each may be listed, `[seqs, columns, PROBES]`."""
         # Without the barrier each probe computes them again, and the compilation takes minutes on a CPU.
         tags, starts = jax.lax.optimization_barrier(chain_hashes(blocks, salts, self.secret))
         steps = tags * np.uint32(2) + np.uint32(1)  # odd: the probes differ
@@ -337,7 +337,7 @@ class PrefixCache:
     def _look_up(
         self, pool: BlockPool, tags: jax.Array, probes: jax.Array, salts: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(ids, listed: whether there is a block with that tag and salt, taken: whether each probed place is).
+        """(ids, listed: whether there is a block with that tag and salt, taken: whether each probed bucket is).
 
         Blocks of other salts with the same tag are passed over: they hide nothing.
         """
@@ -388,7 +388,7 @@ def chain_hashes(blocks: jax.Array, salts: jax.Array, secret: jax.Array) -> tupl
 
     References:
         Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011), for Threefry.
-        Bellare, Guerin, Rogaway, XOR MACs (1995), for the sum of a function of place and word.
+        Bellare, Guerin, Rogaway, XOR MACs (1995), for the sum of a function of position and word.
     """
     num_seqs, num_columns, block_size = blocks.shape
     salts = salts.astype(jnp.uint32)[:, None]
@@ -413,30 +413,30 @@ def threefry(key: Words, block: Words) -> Words:
     return x, y
 
 
-def _find_places(
+def _find_buckets(
     table: jax.Array, wanted: jax.Array, taken: jax.Array, tags: jax.Array, probes: jax.Array, salts: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lists new blocks, all at once: one round a probe, in each of which the first entry to ask for a place gets it.
+    """Lists new blocks, all at once: one round a probe, in each of which the first entry to ask for a bucket gets it.
 
     Returns:
-        table: with a number below 0 in the places that were given out.
-        firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the place for this one and all
+        table: with a number below 0 in the buckets that were given out.
+        firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the bucket for this one and all
             of the same tag and salt, itself among them; -1: there was none.
-        homes: int32, in the same shape: that place.
+        homes: int32, in the same shape: that bucket.
     """
     num_entries = wanted.size
     entries = jnp.arange(num_entries, dtype=jnp.int32).reshape(wanted.shape)
     claims = entries - num_entries - 1  # below 0, the first is the least
     firsts, homes = jnp.full_like(entries, -1), jnp.full_like(entries, -1)
     for probe in range(probes.shape[-1]):
-        place = probes[..., probe]
-        asks = wanted & (firsts < 0) & ~taken[..., probe] & (table[place] >= 0)
-        table = table.at[jnp.where(asks, place, table.size)].min(claims, mode="drop")
-        claim = table[place]
+        bucket = probes[..., probe]
+        asks = wanted & (firsts < 0) & ~taken[..., probe] & (table[bucket] >= 0)
+        table = table.at[jnp.where(asks, bucket, table.size)].min(claims, mode="drop")
+        claim = table[bucket]
         first = jnp.where(claim < 0, claim + num_entries + 1, 0)
         served = wanted & (firsts < 0) & (claim < 0) & (tags.ravel()[first] == tags)
         served &= salts[first // wanted.shape[1]] == salts[:, None]
-        firsts, homes = jnp.where(served, first, firsts), jnp.where(served, place, homes)
+        firsts, homes = jnp.where(served, first, firsts), jnp.where(served, bucket, homes)
     return table, firsts, homes
 
 

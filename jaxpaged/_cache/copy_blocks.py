@@ -144,15 +144,15 @@ def plan(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -> 
     sources, destinations = jnp.where(legal, source_ids, 0), jnp.where(legal, destination_ids, 0)
     order = jnp.arange(source_ids.size, dtype=jnp.int32)
     # Of each block the last pair that writes it and the last that reads it, in one table.
-    places, marks = jnp.concatenate([destinations, sources + num_blocks]), jnp.concatenate([order, order])
-    last = jnp.full(2 * num_blocks, -1, jnp.int32).at[places].max(marks, mode="promise_in_bounds")
+    targets, marks = jnp.concatenate([destinations, sources + num_blocks]), jnp.concatenate([order, order])
+    last = jnp.full(2 * num_blocks, -1, jnp.int32).at[targets].max(marks, mode="promise_in_bounds")
     live = legal & (last[destinations] == order) & (sources != destinations)
     direct = (last[sources] < 0) & (last[destinations + num_blocks] < 0)
     ranks = jnp.cumsum(jnp.stack([live & direct, live & ~direct]), axis=1, dtype=jnp.int32)
-    place = jnp.where(direct, ranks[0] - 1, order.size - ranks[1])
-    place = jnp.where(live, place, order.size + order)  # past the end, and distinct
+    target = jnp.where(direct, ranks[0] - 1, order.size - ranks[1])
+    target = jnp.where(live, target, order.size + order)  # past the end, and distinct
     pairs = jnp.zeros((order.size, 2), jnp.int32)
-    pairs = pairs.at[place].set(jnp.stack([sources, destinations], axis=1), mode="drop", unique_indices=True)
+    pairs = pairs.at[target].set(jnp.stack([sources, destinations], axis=1), mode="drop", unique_indices=True)
     return pairs, ranks[:, -1]
 
 

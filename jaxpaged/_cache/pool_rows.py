@@ -56,8 +56,8 @@ def _put_by_select(pool: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Arra
     # XLA copies the pool before and after a scatter. This is one pass over it, in place: each row finds out which of
     # the new ones it becomes. (A reshape of the pool would be a copy here. The pass goes through float16, which keeps
     # every number; a NaN stays a NaN, perhaps another one.)
-    places = pool.shape[: pool.ndim - rows.ndim + 1]
+    shape = pool.shape[: pool.ndim - rows.ndim + 1]
     order = jnp.arange(ids.size, dtype=jnp.int32)
-    which = _put(jnp.full(places, -1, jnp.int32), ids, order)
+    which = _put(jnp.full(shape, -1, jnp.int32), ids, order)
     is_new = lax.broadcast_in_dim(which >= 0, pool.shape, tuple(range(which.ndim)))
     return jnp.where(is_new, _take_bytes(rows, jnp.maximum(which, 0)), pool)

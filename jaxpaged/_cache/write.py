@@ -104,7 +104,7 @@ def scatter_slots(pool: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.A
     """Tokens [tokens, ...] at their slots of a pool [blocks, block_size, ...], or of a stack of layers, whose slots are
     counted through; those outside are dropped."""
     num_slots = math.prod(pool.shape[: pool.ndim - tokens.ndim + 1])
-    # Padding goes to distinct places below zero: past the end a large pool would leave no room in int32.
+    # Padding goes to distinct slots below zero: past the end a large pool would leave no room in int32.
     dropped = -1 - jnp.arange(slots.size, dtype=jnp.int32)
     slots = jnp.where((slots >= 0) & (slots < num_slots), slots, dropped)
     return put_rows(pool, slots, tokens)

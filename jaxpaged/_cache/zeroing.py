@@ -44,9 +44,9 @@ def zero_blocks(cache: KVCache, block_ids: ArrayLike) -> KVCache:
     rank = jnp.cumsum(legal, dtype=jnp.int32)
     # The ids closed up, then a few at a time for as long as there are some: a scatter of all of them, padding
     # included, would take its time over every number of every block even if it writes none.
-    places = jnp.where(legal, rank - 1, block_ids.size)
+    targets = jnp.where(legal, rank - 1, block_ids.size)
     num_rounds = -(-block_ids.size // ZEROED_AT_ONCE)
-    ids = jnp.full(num_rounds * ZEROED_AT_ONCE, -1, jnp.int32).at[places].set(block_ids, mode="drop")
+    ids = jnp.full(num_rounds * ZEROED_AT_ONCE, -1, jnp.int32).at[targets].set(block_ids, mode="drop")
     layer_axes = cache.k.ndim - 4
 
     def zero(i: jax.Array, cache: KVCache) -> KVCache:

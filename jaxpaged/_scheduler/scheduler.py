@@ -40,7 +40,7 @@ class Scheduler(SchedulerState):
         arrivals: int32 `[requests]`, a number that grows with each request submitted.
         keys: int32 `[requests]`, arrival minus priority: requests are served in this order, and by arrival if equal.
         order: int32 `[requests]`, request ids in order of rank. Only `submit` changes it.
-        ranks: int32 `[requests]`, each request's place in `order`.
+        ranks: int32 `[requests]`, each request's index in `order`.
         seated: int32 `[seats]`, the id of the request in each seat; `max_requests` if the seat is free.
         was_refused: bool `[]`, whether the last plan had too few blocks for a seated request.
         outbox_tokens: int32 `[max_steps, seats]`, what was sampled since the last drain.

@@ -81,9 +81,9 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     is_free = scheduler.statuses == RequestStatus.FREE
     turn = jnp.cumsum(is_free, dtype=jnp.int32) - 1
     dropped = num_rows + jnp.arange(num_requests, dtype=jnp.int32)
-    places = jnp.where(is_free & (turn < num_rows), turn, dropped)
+    targets = jnp.where(is_free & (turn < num_rows), turn, dropped)
     free_ids = jnp.full(num_rows, num_requests, jnp.int32)
-    free_ids = free_ids.at[places].set(jnp.arange(num_requests, dtype=jnp.int32), mode="drop", unique_indices=True)
+    free_ids = free_ids.at[targets].set(jnp.arange(num_requests, dtype=jnp.int32), mode="drop", unique_indices=True)
     is_wanted = refusals == Refusal.ACCEPTED
     arrival = jnp.cumsum(is_wanted, dtype=jnp.int32) - 1
     request_ids = jnp.where(is_wanted, free_ids.at[arrival].get(mode="clip"), num_requests)
@@ -91,10 +91,10 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     request_ids = jnp.where(is_wanted, request_ids, num_requests)
     refusals = jnp.where((refusals == Refusal.ACCEPTED) & ~is_wanted, Refusal.QUEUE_FULL, refusals)
 
-    places = jnp.where(is_wanted, request_ids, num_requests + rows)
+    targets = jnp.where(is_wanted, request_ids, num_requests + rows)
 
     def put(old: jax.Array, values: jax.Array) -> jax.Array:
-        return old.at[places].set(values, mode="drop", unique_indices=True)
+        return old.at[targets].set(values, mode="drop", unique_indices=True)
 
     # 2. Arrivals count from the oldest request that is still here, so that they never wrap round.
     oldest = jnp.where(scheduler.is_live, scheduler.arrivals, scheduler.next_arrival).min()

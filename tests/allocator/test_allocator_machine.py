@@ -322,8 +322,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert allocator.lengths.tolist() == model.lengths
         assert allocator.swapped_lengths.tolist() == [len(tokens) for tokens in model.swapped]
         pool, num_free = allocator.pool, len(model.free)
-        places = (int(pool.bottom) + np.arange(num_free)) % allocator.num_blocks
-        assert pool.free_list[places].tolist() == model.free
+        indices = (int(pool.bottom) + np.arange(num_free)) % allocator.num_blocks
+        assert pool.free_list[indices].tolist() == model.free
         assert (int(pool.num_free), int(pool.num_waiting)) == (num_free, model.num_waiting)
         for row, blocks in zip(allocator.block_tables.tolist(), model.blocks, strict=True):
             assert row == blocks + [0] * (len(row) - len(blocks))

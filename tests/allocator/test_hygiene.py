@@ -191,7 +191,7 @@ def test_an_allocator_as_text():
         (lambda a: pool(a, cached_at=a.pool.cached_at.at[9].set(12)), "free_blocks_are_not_cached_as_held"),
         (
             lambda a: pool(a, num_waiting=jnp.int32(1), cached_at=a.pool.cached_at.at[11].set(5)),
-            "waiting_blocks_know_their_places",
+            "waiting_blocks_know_their_indices",
         ),
         (
             lambda a: dict(block_tables=a.block_tables.at[1, 0].set(2), lengths=counts(6, 1)),

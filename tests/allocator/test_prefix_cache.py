@@ -74,8 +74,8 @@ def test_blocks_that_nobody_holds_are_found_until_their_space_is_needed():
     # The one that is not cached goes first, then the tail before the head.
     assert int(allocator.num_waiting) == 3
     pool = allocator.pool
-    places = (int(pool.bottom) + np.arange(7)) % 8
-    assert pool.free_list[places].tolist() == [1, 2, 3, 7, 6, 5, 4]
+    indices = (int(pool.bottom) + np.arange(7)) % 8
+    assert pool.free_list[indices].tolist() == [1, 2, 3, 7, 6, 5, 4]
     prefix_cache, other, hits = begin(prefix_cache, allocator, [*A, *B, *C, 8], [], [])
     assert hits == [6, 0, 0]
     assert int(other.num_waiting) == 0
@@ -217,7 +217,7 @@ def test_a_collision_of_hashes_is_no_match(monkeypatch, confirming):
 
 
 def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(monkeypatch):
-    # What a tenant does who knows the hashes: salt 1 holds blocks with the tags and the places of those of salt 0.
+    # What a tenant does who knows the hashes: salt 1 holds blocks with the tags and the buckets of those of salt 0.
     monkeypatch.setattr(prefix_cache_module, "chain_hashes", of_tokens)
     prompt = [*A, *B, *C, 7]
     prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, [], [], salts=[1, 0, 0])
@@ -284,7 +284,7 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(monkeypatch):
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7], [])
     assert int(prefix_cache.next_serial) == 2
     assert begin(prefix_cache, allocator, [], [], [*A, *B, 7])[2] == [0, 0, 2]
-    # Once its block is overwritten the place is free.
+    # Once its block is overwritten the bucket is free.
     allocator = allocator.free(marks(1, 1, 0))
     allocator, _, _ = allocator.append(counts(8, 6, 0), q_len=8)
     allocator = allocator.free(marks(1, 1, 0))

@@ -193,8 +193,8 @@ class Twins:
         blocks = [table[table > 0].tolist() for table in allocator.block_tables]
         assert blocks == model.pool.blocks
         pool = allocator.pool
-        places = (pool.bottom + np.arange(pool.num_free)) % pool.num_blocks
-        assert pool.free_list[places].tolist() == model.pool.free
+        indices = (pool.bottom + np.arange(pool.num_free)) % pool.num_blocks
+        assert pool.free_list[indices].tolist() == model.pool.free
         assert pool.num_waiting == model.pool.num_waiting
         self.compare_prefixes(scheduler.prefixes)
         assert bool(scheduler.was_refused) == model.was_refused

@@ -32,6 +32,7 @@ class Mutant:
 COLLISIONS = "tests/allocator/test_prefix_cache.py::collide or collision"
 PREFIX_CACHE = "jaxpaged/_allocator/prefix_cache.py"
 PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/progress.py"
+KINDS, NEXT_KIND = "jaxpaged/_engine/kinds.py", "tests/engine/test_kinds.py::next"
 LOADS = "tests/engine/test_engine.py::depend_on_the_load and 16"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/scheduler/test_scheduler_machine.py::mixture"
 SEATS = "jaxpaged/_scheduler/seats.py"
@@ -97,6 +98,36 @@ MUTANTS = (
         "(allocator.pool.extra_holders[last_ids] > 0) | (",
         "(",
         "tests/allocator/test_sharing.py::into_a_shared",
+    ),
+    Mutant("kinds: a row without a place", KINDS, "(num_rows > jnp", "(num_rows - 1 > jnp", NEXT_KIND),
+    Mutant(
+        "kinds: waits though the widest step is full", KINDS, "= is_full | ((num_pending", "= ((num_pending", NEXT_KIND
+    ),
+    Mutant(
+        "kinds: a chunk without prompts",
+        KINDS,
+        "((num_pending > 0) & (is_idle",
+        "((num_pending >= 0) & (is_idle",
+        NEXT_KIND,
+    ),
+    Mutant("kinds: waits though seats are idle", KINDS, "(is_idle | (num_waited", "((num_waited", NEXT_KIND),
+    Mutant("kinds: waits for ever", KINDS, "(is_idle | (num_waited >= LONGEST_WAIT))", "is_idle", NEXT_KIND),
+    Mutant("kinds: a narrow chunk without room", KINDS, "is_full | (room <= 0) |", "is_full |", NEXT_KIND),
+    Mutant("kinds: narrow chunks that cost more", KINDS, " * few > widest)", " * few > 99 * widest)", NEXT_KIND),
+    Mutant("kinds: narrow chunks of a full step", KINDS, "is_wide = is_full | (room", "is_wide = (room", NEXT_KIND),
+    Mutant(
+        "scheduler: one token a seat in narrow mixed steps",
+        PLANNING,
+        "    if not is_mixed:\n        return one\n",
+        "    if not is_mixed or num_places < num_seats:\n        return one\n",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: narrow steps without the first in rank",
+        PLANNING,
+        "jnp.where(before(one) < num_places, one, 0)",
+        "jnp.where(before(one) > 0, one, 0)",
+        MIXTURE,
     ),
     Mutant("scheduler: admits after a refusal", PLANNING, " & ~scheduler.was_refused", "", MIXTURE),
     Mutant(
@@ -313,8 +344,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine: exact in steps of every shape",
-        "jaxpaged/_engine/slices.py",
-        "    if exact:\n        return (Kind(mixed, num_seats, num_partitions=1),)\n",
+        KINDS,
+        "    if exact:\n        return (Kind(widest, num_seats, is_mixed=True, num_partitions=1),)\n",
         "",
         "tests/engine/test_engine.py::exact_engine",
     ),

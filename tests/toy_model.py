@@ -9,6 +9,7 @@ from jaxpaged import Engine, KVCache, rotary_frequencies, rotate_and_write_kv
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
 BLOCK_SIZE, SEATS, MAX_TOKENS, MAX_REQUESTS, STEPS = 4, 6, 48, 16, 8
+WIDTHS = (3,)  # each is compiled: two kinds of steps, beside the two that every engine has
 BLOCKS = SEATS * MAX_TOKENS // BLOCK_SIZE  # all that the seats may need
 FREQUENCIES = rotary_frequencies(HEAD_DIM)
 
@@ -110,7 +111,9 @@ ENGINES = {}  # by their options: an engine that has no requests is as good as a
 def engine_of(chunk_tokens, *, prefix_cache=False, exact=False):
     options = chunk_tokens, prefix_cache, exact
     if options not in ENGINES:
-        ENGINES[options] = create_engine(chunk_tokens=chunk_tokens, prefix_cache=prefix_cache, exact=exact)
+        ENGINES[options] = create_engine(
+            chunk_tokens=chunk_tokens, prefix_cache=prefix_cache, exact=exact, widths=WIDTHS
+        )
     return ENGINES[options]
 
 

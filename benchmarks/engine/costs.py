@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from benchmarks.engine.steps import KINDS
+from benchmarks.engine.steps import name_of
 from benchmarks.engine.workload import Request, kv_tokens
 from benchmarks.harness import random, slope_microseconds
 from benchmarks.models.llama_step import LlamaConfig
 from jaxpaged import Engine
-from jaxpaged._engine.slices import Kind
+from jaxpaged._engine.kinds import Kind
 
 
 def product_rate(compiler_options: dict[str, Any]) -> float:
@@ -53,15 +53,14 @@ class Costs:
     def of_steps(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
         times = self.times
         a_token = (times["many_ms"] - times["few_ms"]) / (times["many_kv"] - times["few_kv"])
-        kv = times | {"mixed_kv": times["many_kv"]}
-        each = [times[f"{name}_ms"] - a_token * kv[f"{name}_kv"] for name in KINDS[-len(self.kinds) :]]
+        each = [times[f"{name}_ms"] - a_token * times[f"{name}_kv"] for name in map(name_of, self.kinds)]
         steps = sum(number * ms for number, ms in zip(num_of_kind, each, strict=True))
         return (steps + kv_tokens(work) * a_token) / 1e3
 
     def floor(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
         seconds = kv_tokens(work) * self.kv_bytes / self.bandwidth
         for number, kind in zip(num_of_kind, self.kinds, strict=True):
-            logits = min(kind.num_places, kind.num_seats)
+            logits = kind.num_seats if kind.is_mixed else kind.num_places
             products = 2 * (self.layer_params * kind.num_places + self.head_params * logits) / self.products
             seconds += number * max(self.weight_bytes / self.bandwidth, products)
         return seconds

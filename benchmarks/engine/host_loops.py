@@ -12,6 +12,7 @@ as many tokens as it asked for. Rows of the table:
 """
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import time
@@ -27,10 +28,12 @@ from benchmarks.engine.steps import Steps
 from benchmarks.engine.workload import SIZES, Request, create_caches, run_work, workload
 from benchmarks.harness import add_output, compile_all, open_store
 from jaxpaged import Engine
-from jaxpaged._engine.slices import State, next_kind, one_step
+from jaxpaged._engine.defaults import chosen_compiler_options
+from jaxpaged._engine.kinds import next_kind
+from jaxpaged._engine.slices import State, one_step
+from jaxpaged._scheduler import planning
 
 REPEATS = 3
-WIDE = 1  # the kind of step that is taken before the host has read which is wanted
 
 
 def create_engine(name: str, compiler_options: dict[str, Any]) -> Engine:
@@ -39,9 +42,9 @@ def create_engine(name: str, compiler_options: dict[str, Any]) -> Engine:
         packed_model(config),
         random_weights(config),
         create_caches(config, sizes.num_blocks),
-        num_seats=sizes.seats,
+        num_seats=sizes.seats or None,
         max_length=2 * sizes.longest,
-        chunk_tokens=sizes.chunk,
+        chunk_tokens=sizes.chunk or None,
         compiler_options=compiler_options,
     )
 
@@ -52,7 +55,9 @@ def compile_host_step(name: str, engine: Engine, compiler_options: dict[str, Any
 
     def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
         state = one_step(apply, weights, state, jnp.zeros((), bool), engine._kinds, index)
-        return state, (state.scheduler.has_work, next_kind(state, engine._kinds))
+        scheduler = planning.admit_waiting(state.scheduler, state.allocator)
+        kind = next_kind(scheduler, state.allocator, state.num_waited, engine._kinds)
+        return dataclasses.replace(state, scheduler=scheduler), (scheduler.has_work, kind)
 
     jitted = jax.jit(step, donate_argnums=1, compiler_options=compiler_options)
     return jitted.lower(engine._weights, engine._state).compile()
@@ -61,6 +66,8 @@ def compile_host_step(name: str, engine: Engine, compiler_options: dict[str, Any
 def host_loop(steps: Steps, programs: Sequence[Callable], work: Sequence[Request], lag: int) -> int:
     """The tokens generated. The host reads the flags of the step `lag` before the last one."""
     engine, waiting = steps.engine, deque(work)
+    # The kind that is taken before the host has read which is wanted: a token of each seat.
+    wide = next(i for i, kind in enumerate(engine._kinds) if kind.num_places == kind.num_seats)
     num_sent = num_tokens = 0
     while waiting or num_sent:
         while True:  # what was sampled is drained, and others are submitted
@@ -72,7 +79,7 @@ def host_loop(steps: Steps, programs: Sequence[Callable], work: Sequence[Request
             if not arrivals:
                 break
         flags: deque[tuple[jax.Array, jax.Array]] = deque()
-        has_work, kind = num_sent > 0, WIDE
+        has_work, kind = num_sent > 0, wide
         for _ in range(engine._steps_per_slice):
             if len(flags) > lag:
                 has_work, kind = (flag.item() for flag in flags.popleft())
@@ -89,12 +96,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["135m", "1b"], choices=tuple(CONFIGS))
     parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
+    parser.add_argument("--xla", nargs="*", metavar="NAME=VALUE", help="options to compile with")
     add_output(parser)
     options = parser.parse_args()
     options.toy = "toy" in options.models
     store = open_store("engine_loops", options)
-    compiler_options = dict(option.split("=") for option in options.xla)
+    given = None if options.xla is None else dict(option.split("=") for option in options.xla)
+    compiler_options = chosen_compiler_options(given)
     jobs: dict[Any, Callable] = {
         name: functools.partial(create_engine, name, compiler_options) for name in options.models
     }

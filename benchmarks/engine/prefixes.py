@@ -1,6 +1,6 @@
 """What the prefix cache of `jaxpaged.Engine` costs if prompts have nothing in common, and saves if they have.
 
-    python -m benchmarks.engine.prefixes                 # Llama-3-8B's shape, 256 seats
+    python -m benchmarks.engine.prefixes                 # Llama-3-8B's shape
     python -m benchmarks.engine.prefixes --model toy     # on a CPU, to try the script out
 
 Random bfloat16 weights, greedy, no stop tokens. Each row is served by an engine without the cache and by one with it:
@@ -88,7 +88,9 @@ def main() -> None:
     config, sizes = CONFIGS[options.model], SIZES[options.model]
     store = open_store(f"engine_prefixes_{options.model}", options)
     weights = random_weights(config)
-    create = functools.partial(Engine, num_seats=sizes.seats, max_length=2 * sizes.longest, chunk_tokens=sizes.chunk)
+    create = functools.partial(
+        Engine, num_seats=sizes.seats or None, max_length=2 * sizes.longest, chunk_tokens=sizes.chunk or None
+    )
     for name, prefix_cache in (("off", False), ("on", True)):
         begin = time.perf_counter()
         engine = create(
@@ -97,7 +99,7 @@ def main() -> None:
         point: dict[str, Any] = dict(compile_s=time.perf_counter() - begin)
         point["cache_copies"] = cache_copies(engine._run_slice.as_text() or "", engine._state.caches[0])
         if prefix_cache:
-            point["change_us"] = change_microseconds(engine, sizes)
+            point["change_us"] = change_microseconds(engine, sizes.of(engine))
         store.add(name, point)
         print(f"{name}: {point}", flush=True)
         for row, (requests, num_completions) in rows(options.requests, sizes).items():

@@ -12,16 +12,19 @@ import numpy as np
 
 from benchmarks.engine.workload import Request, Sizes
 from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
+from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import Row
 
-KINDS = ("narrow", "few", "mixed")  # as the engine has them; an exact one has only the last
+
+def name_of(kind: Kind) -> str:
+    return f"{'mixed' if kind.is_mixed else 'single'}_{kind.num_places}"
 
 
 class Steps:
     """Slices by hand, on the state of an engine that has no requests: for times of single steps, and the host loop."""
 
     def __init__(self, engine: Engine, sizes: Sizes):
-        self.engine, self.sizes = engine, sizes
+        self.engine, self.sizes = engine, sizes.of(engine)
 
     def run(self, requests: Sequence[Request] = (), *, num_steps: int = 0, aborts: Sequence[int] = ()) -> Any:
         """A slice; what it reports, once it is over."""
@@ -42,40 +45,57 @@ class Steps:
     def clear(self) -> None:
         self.run(aborts=range(self.engine._max_requests))
 
-    def milliseconds(self, few: int, many: int) -> float:
-        """A step, by the slope between a slice of few steps and one of many."""
-        times = []
+    def milliseconds(self, kind: Kind, few: int, many: int) -> float:
+        """A step of this kind, by the slope between a slice of few steps and one of many."""
+        times, before = [], self.num_of(kind)
         for num_steps in (few, many):
             begin = time.perf_counter()
-            report = self.run(num_steps=num_steps)
+            self.run(num_steps=num_steps)
             times.append(time.perf_counter() - begin)
-            if report.outbox.num_steps != num_steps:
-                raise AssertionError(f"{report.outbox.num_steps} steps instead of {num_steps}")
+        if (found := self.num_of(kind) - before) != few + many:
+            raise AssertionError(f"{found} steps of {name_of(kind)} instead of {few + many}")
         return (times[1] - times[0]) / (many - few) * 1e3
 
+    def num_of(self, kind: Kind) -> int:
+        return int(self.engine._state.num_of_kind[self.engine._kinds.index(kind)])
+
+    def decode(self, count: int, length: int) -> None:
+        """Sequences of so many tokens, and what they generated meanwhile, that have one token each to compute."""
+        self.clear()
+        self.submit([([1] * length, self.sizes.longest)] * count)
+        self.run(num_steps=2)
+        while self.engine._state.scheduler.num_pending(self.engine._state.allocator) > 0:
+            self.run(num_steps=1)
+
     def measure(self) -> dict[str, float]:
-        """Milliseconds of each kind of step; of single tokens in all seats with short and with long sequences."""
-        sizes, result = self.sizes, {}
-        num_decoding = sizes.seats - max(1, sizes.seats // 32)
+        """Milliseconds of each kind of step, and the tokens of K/V that it reads; of the widest of single tokens also
+        with long sequences, `many`. An exact engine has the last kind only."""
+        sizes, kinds, result = self.sizes, self.engine._kinds, {}
         few, many = (2, 12) if sizes.longest > 64 else (2, 4)
-        cases = dict(
-            narrow=(sizes.seats // 4, sizes.few),
-            few=(num_decoding, sizes.few),
-            many=(num_decoding, sizes.many),
-        )
-        for name, (count, length) in cases.items():
-            self.clear()
-            self.submit([([1] * length, sizes.longest)] * count)
-            self.run(num_steps=2)
-            while self.engine._state.scheduler.num_pending(self.engine._state.allocator) > 0:
-                self.run(num_steps=1)
-            result[f"{name}_ms"] = statistics.median(self.milliseconds(few, many) for _ in range(3))
+        *narrow, widest = kinds
+        for kind in narrow:
+            if kind.is_mixed:  # a prompt for three steps, beside sequences for a quarter of the places
+                count = max(1, kind.num_places // 4)
+                self.decode(count, sizes.few)
+                self.submit([([1] * min(3 * (kind.num_places - count), sizes.longest), 8)])
+                result[f"{name_of(kind)}_ms"] = self.milliseconds(kind, 1, 2)
+            else:
+                self.decode(kind.num_places, sizes.few)
+                result[f"{name_of(kind)}_ms"] = statistics.median(self.milliseconds(kind, few, many) for _ in range(3))
+            result[f"{name_of(kind)}_kv"] = float(self.engine._state.allocator.lengths.sum())
+        num_decoding = self.engine.stats().num_seats - max(1, self.engine.stats().num_seats // 32)
+        decoding = next((kind for kind in kinds if kind.num_places >= num_decoding), widest)
+        for name, length in (("few", sizes.few), ("many", sizes.many)):
+            self.decode(num_decoding, length)
+            result[f"{name}_ms"] = statistics.median(self.milliseconds(decoding, few, many) for _ in range(3))
             result[f"{name}_kv"] = float(self.engine._state.allocator.lengths.sum())
         # Prompts for the seats left, long enough to fill the chunk of each step.
-        num_left = sizes.seats - num_decoding
-        self.submit([([1] * min(15 * sizes.chunk // num_left, sizes.longest), 8)] * num_left)
-        self.run(num_steps=1)
-        result["mixed_ms"] = self.milliseconds(2, 8) if sizes.longest > 64 else self.milliseconds(1, 2)
+        num_left = self.engine.stats().num_seats - num_decoding
+        length = min(15 * self.engine.stats().chunk_tokens // num_left, sizes.longest)
+        self.submit([([1] * length, 8)] * num_left)
+        times = (2, 8) if sizes.longest > 64 else (1, 2)
+        result[f"{name_of(widest)}_ms"] = self.milliseconds(widest, *times)
+        result[f"{name_of(widest)}_kv"] = float(self.engine._state.allocator.lengths.sum())
         self.clear()
         return result
 

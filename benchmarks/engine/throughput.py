@@ -1,6 +1,6 @@
 """Tokens a second of `jaxpaged.Engine` over the lengths of a chat log, against its own steps and its floor.
 
-    python -m benchmarks.engine.throughput               # Llama-3-8B's shape, 256 seats; about 4 minutes on an H100
+    python -m benchmarks.engine.throughput               # Llama-3-8B's shape; about 4 minutes on an H100
     python -m benchmarks.engine.throughput --model 135m
     python -m benchmarks.engine.throughput --model toy   # on a CPU, to try the script out
 
@@ -31,13 +31,14 @@ import numpy as np
 from benchmarks.checks import poisoned, worst_error
 from benchmarks.engine.costs import Costs, product_rate
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.engine.steps import KINDS, Steps, scheduling_microseconds
+from benchmarks.engine.steps import Steps, name_of, scheduling_microseconds
 from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, Sizes, create_caches, run_work, workload
 from benchmarks.harness import add_output, open_store, read_bandwidth
 from benchmarks.models.decode_step import MOST_ERROR, cache_copies
 from benchmarks.models.llama_step import LlamaConfig
 from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
-from jaxpaged._engine.slices import Kind, apply_model, step_attention
+from jaxpaged._engine.kinds import Kind
+from jaxpaged._engine.slices import apply_model, step_attention
 
 CHECKED_LAYERS = 2
 CHECKED_REQUESTS, CHECKED_TOKENS = 8, 16  # of an exact engine
@@ -55,7 +56,7 @@ def check(config: LlamaConfig) -> float:
     caches, worst = create_caches(config, 64), 0.0
     for chunk in (64, 64, 0):
         scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=chunk)
-        attend = step_attention(allocator, step, Kind(8 + chunk, 8))
+        attend = step_attention(allocator, step, Kind(8 + chunk, 8, is_mixed=chunk > 0))
 
         def run(weights: Any, caches: Any, implementation: Any, step: Any = step, attend: Any = attend) -> Any:
             return apply_model(packed_model(config, implementation=implementation), weights, caches, step, attend)
@@ -112,8 +113,9 @@ def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Reques
     after = engine.stats()
     num_steps = after.num_steps - before.num_steps
     num_of_kind = (np.asarray(engine._state.num_of_kind) - kinds_before).tolist()
+    names = map(name_of, engine._kinds)
     result: dict[str, Any] = dict(requests=len(work), tokens=num_tokens, seconds=seconds, tokens_per_s=wanted / seconds)
-    result["steps"] = num_of_kind
+    result["steps"] = dict(zip(names, num_of_kind, strict=True))
     if num_steps:
         result |= dict(
             of_steps=costs.of_steps(num_of_kind, work) / seconds,
@@ -125,7 +127,7 @@ def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Reques
 
 
 def line(name: str, point: dict[str, Any]) -> str:
-    kinds = ", ".join(f"{n} {kind}" for n, kind in zip(point["steps"], KINDS[-len(point["steps"]) :], strict=True))
+    kinds = ", ".join(f"{count} {name}" for name, count in point["steps"].items())
     text = f"{name:<20} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s, steps {kinds}"
     if "of_steps" in point:
         text += (
@@ -140,9 +142,10 @@ def create_engine(config: LlamaConfig, sizes: Sizes, weights: Any, options: argp
         packed_model(config),
         weights,
         create_caches(config, sizes.num_blocks),
-        num_seats=sizes.seats,
+        num_seats=sizes.seats or None,
         max_length=2 * sizes.longest,
-        chunk_tokens=sizes.chunk,
+        chunk_tokens=sizes.chunk or None,
+        widths=options.widths,
         steps_per_slice=options.steps_per_slice,
         exact=options.exact,
         compiler_options=options.xla,
@@ -176,22 +179,24 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
     parser.add_argument("--requests", nargs="+", type=int, default=[1024, 512])
+    parser.add_argument("--seats", type=int, help="instead of the engine's own, as the next two")
     parser.add_argument("--chunk", type=int, help="tokens of prompts in a step")
+    parser.add_argument("--widths", nargs="*", type=int, help="places of narrower steps")
     parser.add_argument("--steps-per-slice", type=int, default=32)
-    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
+    parser.add_argument("--xla", nargs="*", metavar="NAME=VALUE", help="options to compile with")
     parser.add_argument("--exact", action="store_true", help="an exact engine")
     parser.add_argument("--only-engine", action="store_true", help="no batches")
     add_output(parser)
     options = parser.parse_args()
     options.toy = options.model == "toy"
-    options.xla = dict(option.split("=") for option in options.xla)
+    options.xla = None if options.xla is None else dict(option.split("=") for option in options.xla)
     return options
 
 
 def main() -> None:
     options = parse_options()
     config, sizes = CONFIGS[options.model], SIZES[options.model]
-    sizes = dataclasses.replace(sizes, chunk=options.chunk or sizes.chunk)
+    sizes = dataclasses.replace(sizes, seats=options.seats or sizes.seats, chunk=options.chunk or sizes.chunk)
     store = open_store(f"engine_{options.model}{'_exact' if options.exact else ''}", options)
     started = time.perf_counter()
 
@@ -204,7 +209,9 @@ def main() -> None:
     say(f"error of a logit {check(config):.1e}")
     weights, begin = random_weights(config), time.perf_counter()
     engine = create_engine(config, sizes, weights, options)
+    sizes = sizes.of(engine)
     program = {"compile_s": time.perf_counter() - begin} | of_program(engine)
+    program |= {"seats": sizes.seats, "chunk": sizes.chunk, "widths": engine.stats().widths}
     say(", ".join(f"{name} {value}" for name, value in program.items()))
 
     steps = Steps(engine, sizes)
@@ -224,11 +231,8 @@ def main() -> None:
     store.add("steps", times | scheduled | program | {"read_bytes_per_s": bandwidth, "flops_per_s": products})
 
     print(f"\n{options.model}, {sizes.seats} seats, chunks of {sizes.chunk}, {jax.devices()[0].device_kind}")
-    print(
-        f"ms a step: narrow {times['narrow_ms']:.2f}, wide {times['few_ms']:.2f} to "
-        f"{times['many_ms']:.2f}, mixed {times['mixed_ms']:.2f}; "
-        f"plan and commit {scheduling[0]:.0f} us, mixed {scheduling[sizes.chunk]:.0f} us"
-    )
+    each = ", ".join(f"{name[:-3]} {value:.2f}" for name, value in times.items() if name.endswith("_ms"))
+    print(f"ms a step: {each}; plan and commit {scheduling[0]:.0f} us, mixed {scheduling[sizes.chunk]:.0f} us")
     for name, point in points.items():
         print(line(name, point))
 

@@ -17,15 +17,20 @@ Request = tuple[list[int], int]  # a prompt, and how many new tokens are wanted
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    seats: int
+    seats: int  # 0: the engine chooses
     chunk: int
     longest: int  # tokens of a prompt; new tokens, too, are at most this many
     num_blocks: int
     few: int  # tokens of a short sequence in the measurement of single steps
     many: int
 
+    def of(self, engine: Engine) -> "Sizes":
+        """With the numbers that the engine chose."""
+        stats = engine.stats()
+        return dataclasses.replace(self, seats=stats.num_seats, chunk=stats.chunk_tokens)
 
-SIZES = {name: Sizes(256, 512, 1024, 16_384, 16, 512) for name in CONFIGS} | {"toy": Sizes(8, 16, 64, 128, 4, 32)}
+
+SIZES = {name: Sizes(0, 0, 1024, 16_384, 16, 512) for name in CONFIGS} | {"toy": Sizes(8, 16, 64, 128, 4, 32)}
 
 
 def workload(count: int, longest: int) -> list[Request]:

@@ -71,9 +71,9 @@ def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
         return Engine(
             packed_model(config),
             *jax.device_put((random_weights(config), create_caches(config, sizes.num_blocks)), device),
-            num_seats=sizes.seats,
+            num_seats=sizes.seats or None,
             max_length=2 * sizes.longest,
-            chunk_tokens=sizes.chunk,
+            chunk_tokens=sizes.chunk or None,
         )
 
     with ThreadPoolExecutor() as threads:

@@ -1,9 +1,12 @@
 """An engine's counts, after one more report."""
 
+import dataclasses
+
 import jax
 
+from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.records import EngineStats
-from jaxpaged._engine.slices import Kind, Report
+from jaxpaged._engine.slices import Report
 
 
 def counted(
@@ -14,10 +17,10 @@ def counted(
     def total(so_far: int, counter: jax.Array) -> int:  # the device counts modulo 2^32
         return so_far + (int(counter) - so_far) % 2**32
 
-    is_narrow, is_mixed = ([getattr(kind, name) for kind in kinds] for name in ("is_narrow", "has_chunk"))
-    return EngineStats(
+    is_narrow, is_mixed = ([getattr(kind, name) for kind in kinds] for name in ("is_narrow", "is_mixed"))
+    return dataclasses.replace(
+        before,
         seconds=before.seconds + seconds,
-        num_blocks=before.num_blocks,
         num_running=int(report.num_running),
         num_free_blocks=int(report.num_free),
         num_slices=before.num_slices + 1,

@@ -18,11 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged import _device
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._engine.counting import counted
+from jaxpaged._engine.defaults import chosen_compiler_options, chosen_sizes
 from jaxpaged._engine.inputs import own, pool_sizes
 from jaxpaged._engine.interrupts import without_interrupts
+from jaxpaged._engine.kinds import kinds_of_steps
 from jaxpaged._engine.on_mesh import find_mesh, on_each_device, replicate
 from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.pytrees import difference
@@ -37,7 +40,7 @@ from jaxpaged._engine.requests import (
     new_tokens,
     params_of_each,
 )
-from jaxpaged._engine.slices import Apply, Inbox, Report, State, kinds_of_steps, run_slice
+from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_slice
 from jaxpaged._integers import checked_size
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 from jaxpaged._scheduler.scheduler import Scheduler
@@ -60,16 +63,19 @@ class Engine:
             `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = attend(q, k, v, cache)` writes
             to the cache and attends (`StepAttention`). Before the head, `attend.newest(x)` picks the newest token of
             each sequence, `[seqs, ...]` from x `[tokens, ...]`; the logits are `[seqs, vocab]`. `apply` is traced for
-            three numbers of tokens: `num_seats // 4`, `num_seats`, and `num_seats + chunk_tokens`. Apart from
-            `attend`, it must treat tokens one by one, so that padding disturbs nothing.
+            each kind of step: `widths` and `num_seats` single tokens; a narrow step with chunks, if one of the widths
+            is at most a third of the widest; and `num_seats + chunk_tokens`. Apart from `attend`, it must treat tokens
+            one by one, so that padding disturbs nothing.
         weights: a pytree of arrays, passed to `apply`.
         caches: a pytree of `KVCache`s with the same number of blocks and the same block size. They are donated: do not
             use them afterwards. If they lie on several devices, each device runs `apply` inside `jax.shard_map` on
             its part of weights and caches (`docs/several_gpus.md`).
-        num_seats: the requests that run at once.
+        num_seats: the requests that run at once. This and the next three are chosen if they are None; `stats()` tells
+            what was chosen, and `docs/engine.md` how.
         max_length: the most tokens of a request, prompt and new ones together.
         chunk_tokens: the prompt tokens that a step can compute, beside one token of each seat. More make long prompts
             faster, and the steps with prompts slower.
+        widths: the places of narrower steps, for when few rows need a token. Each takes time to compile. (): none.
         max_requests: the requests on the device, running or waiting; more wait on the host. None: four for each seat.
         steps_per_slice: the steps between two looks of the host. New requests and aborts wait for the end of a slice.
         num_stop_ids: the most stop tokens of a request.
@@ -77,7 +83,7 @@ class Engine:
         exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
             `num_seats + chunk_tokens` places, and attention one partition; `docs/engine.md` says what that costs.
         seed: at least 0; seeds the requests that bring none.
-        compiler_options: passed to `jax.jit`.
+        compiler_options: passed to `jax.jit`. None: on a GPU, those with which cuBLAS computes matrix products.
 
     Raises:
         ValueError: a size that is no int or below 1, weights that are not arrays, caches that do not fit together, or
@@ -92,9 +98,10 @@ class Engine:
         weights: Any,
         caches: Any,
         *,
-        num_seats: int,
-        max_length: int,
-        chunk_tokens: int = 256,
+        num_seats: int | None = None,
+        max_length: int | None = None,
+        chunk_tokens: int | None = None,
+        widths: Sequence[int] | None = None,
         max_requests: int | None = None,
         steps_per_slice: int = 32,
         num_stop_ids: int = 4,
@@ -103,10 +110,18 @@ class Engine:
         seed: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
-        num_seats = checked_size("num_seats", num_seats)
-        max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
         num_blocks, block_size = pool_sizes(caches)
-        max_length = checked_size("max_length", max_length)
+        sizes = chosen_sizes(
+            num_blocks,
+            block_size,
+            num_seats=num_seats,
+            max_length=max_length,
+            chunk_tokens=chunk_tokens,
+            widths=widths,
+            is_gpu=_device.is_gpu(),
+        )
+        num_seats, max_length = sizes.num_seats, sizes.max_length
+        max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
         self._weights, self._seed, self._num_blocks = own(weights), checked_size("seed", seed, 0), num_blocks
         self._steps_per_slice = checked_size("steps_per_slice", steps_per_slice)
         self._max_requests, num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
@@ -117,7 +132,7 @@ class Engine:
             block_size=block_size,
             num_stop_ids=num_stop_ids,
         )
-        self._kinds = kinds_of_steps(num_seats, checked_size("chunk_tokens", chunk_tokens), exact=exact)
+        self._kinds = kinds_of_steps(num_seats, sizes.chunk_tokens, sizes.widths, exact=exact)
         self._state_of_slice = State(
             scheduler=Scheduler.create(
                 max_requests=max_requests,
@@ -155,6 +170,7 @@ class Engine:
         if self._mesh is not None:
             self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))
             function = on_each_device(self._mesh, function, self._weights, self._state_of_slice)
+        compiler_options = chosen_compiler_options(compiler_options)
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
         self._run_slice = jitted.lower(self._weights, self._state_of_slice, no_news).compile()
@@ -171,7 +187,9 @@ class Engine:
         self._num_sent = self._next_id = 0
         self._forgets = False  # whether the weights have changed since the last slice
         self._since = time.perf_counter()  # when the stats were last counted, or the first request came
-        self._stats = EngineStats(num_blocks=num_blocks - 1, num_free_blocks=num_blocks - 1)
+        self._stats = EngineStats(
+            num_blocks=num_blocks - 1, num_free_blocks=num_blocks - 1, **dataclasses.asdict(sizes)
+        )
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -284,7 +302,7 @@ class Engine:
         self._forgets, self._weights = True, weights if self._mesh is None else replicate(self._mesh, weights)
 
     def stats(self) -> EngineStats:
-        """The counts, as of the last slice that the host has read."""
+        """The sizes, and the counts as of the last slice that the host has read."""
         num_waiting = len(self._on_device) - self._stats.num_running
         return dataclasses.replace(self._stats, num_queued=len(self._queue), num_waiting=max(num_waiting, 0))
 

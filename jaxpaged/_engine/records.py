@@ -105,9 +105,13 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine was made, unless an attribute says "now"; as of the last slice that the host has read.
+    """Sizes, and counts since the engine was made, unless an attribute says "now"; as of the last slice that was read.
 
     Attributes:
+        num_seats: the requests that run at once.
+        max_length: the most tokens of a request.
+        chunk_tokens: the prompt tokens that a step can compute, beside one token of each seat.
+        widths: the places of narrower steps. An exact engine uses none.
         num_queued: requests on the host now.
         num_waiting: requests on the device without a seat now.
         num_running: requests with a seat now.
@@ -116,7 +120,7 @@ class EngineStats:
         seconds: the time during which there were requests.
         num_slices: slices read.
         num_steps: steps of the model.
-        num_narrow_steps: steps with places for a quarter of the seats.
+        num_narrow_steps: steps of single tokens that had no place for each seat.
         num_mixed_steps: steps with chunks of prompts.
         num_generated: new tokens.
         num_computed: tokens computed, including prompts and recomputed tokens.
@@ -125,6 +129,10 @@ class EngineStats:
         num_preempted: preemptions.
     """
 
+    num_seats: int = 0
+    max_length: int = 0
+    chunk_tokens: int = 0
+    widths: tuple[int, ...] = ()
     num_queued: int = 0
     num_waiting: int = 0
     num_running: int = 0

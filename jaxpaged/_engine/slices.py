@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._engine.kinds import Kind, next_kind
 from jaxpaged._engine.pytrees import difference, in_same_containers
 from jaxpaged._engine.sampling import sample
 from jaxpaged._engine.step_attention import StepAttention
@@ -19,11 +20,6 @@ from jaxpaged._scheduler.records import Outbox, Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
 Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, jax.Array]]
-
-# Prompts wait until they fill a chunk, so that steps with chunks are few. They are computed sooner if fewer than
-# BUSY_EIGHTHS of the seats have a token to decode, or after LONGEST_WAIT steps.
-BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
-NARROW = 4  # if at most this part of the seats is taken, steps have places for no more
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +71,7 @@ class Report:
 
 
 def run_slice(
-    apply: Apply, weights: Any, state: State, inbox: Inbox, *, kinds: tuple["Kind", ...]
+    apply: Apply, weights: Any, state: State, inbox: Inbox, *, kinds: tuple[Kind, ...]
 ) -> tuple[State, Report]:
     scheduler, allocator = state.scheduler.abort(state.allocator, inbox.aborts)
     prefixes = scheduler.prefixes
@@ -98,20 +94,23 @@ def run_slice(
     def is_change_due(state: State) -> jax.Array:
         return state.scheduler.is_change_due
 
-    def loop(state: State, index: int) -> State:
-        def condition(state: State) -> jax.Array:
-            return goes_on(state) & ~is_change_due(state) & (next_kind(state, kinds) == index)
+    def settle(state: State) -> tuple[State, jax.Array]:
+        """Gives out free seats, and says which kind the next step is; the number of kinds if none is to follow."""
+        state = dataclasses.replace(state, scheduler=planning.admit_waiting(state.scheduler, state.allocator))
+        kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds)
+        return state, jnp.where(goes_on(state) & ~is_change_due(state), kind, len(kinds))
 
-        def body(state: State) -> State:
-            return one_step(apply, weights, state, inbox.wants_logprobs, kinds, index)
+    def loop(carry: tuple[State, jax.Array], index: int) -> tuple[State, jax.Array]:
+        def body(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+            return settle(one_step(apply, weights, carry[0], inbox.wants_logprobs, kinds, index))
 
-        return lax.while_loop(condition, body, state)
+        return lax.while_loop(lambda carry: carry[1] == index, body, carry)
 
     # A loop for each kind, which may run no step, instead of a branch: on a GPU a branch copies the caches.
     def one_event(state: State) -> State:
         if prefixes is not None:
             state = lax.while_loop(is_change_due, change_seats, state)
-        return functools.reduce(loop, range(len(kinds)), state)
+        return functools.reduce(loop, range(len(kinds)), settle(state))[0]
 
     # A change that is due after the last step is made too: what ended is to be drained, and its blocks free.
     state = lax.while_loop(lambda state: goes_on(state) | is_change_due(state), one_event, state)
@@ -145,61 +144,13 @@ def num_found(scheduler: Scheduler, allocator: BlockAllocator) -> jax.Array:
     return scheduler.prefixes.cache.num_hits * allocator.block_size
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of step, by its static shape. Single tokens of a few seats, single tokens of all, or those and a chunk.
-
-    Attributes:
-        num_places: tokens that it has room for.
-        num_seats: of the scheduler.
-        num_partitions: the default of each call of attention.
-    """
-
-    num_places: int
-    num_seats: int
-    num_partitions: int | None = None
-
-    @property
-    def has_chunk(self) -> bool:
-        return self.num_places > self.num_seats
-
-    @property
-    def is_narrow(self) -> bool:
-        return self.num_places < self.num_seats
-
-
-def kinds_of_steps(num_seats: int, chunk_tokens: int, *, exact: bool = False) -> tuple[Kind, ...]:
-    """The kinds, from few places to many; the last has a chunk. An exact engine has only the last."""
-    narrow, mixed = max(1, num_seats // NARROW), num_seats + chunk_tokens
-    if exact:
-        return (Kind(mixed, num_seats, num_partitions=1),)
-    return tuple(Kind(num_places, num_seats) for num_places in (narrow, num_seats, mixed))
-
-
-def next_kind(state: State, kinds: tuple[Kind, ...]) -> jax.Array:
-    """Which of the kinds the next step has, int32 `[]`."""
-    if len(kinds) == 1:
-        return jnp.zeros((), jnp.int32)
-    narrow, _, mixed = kinds
-    scheduler, allocator = state.scheduler, state.allocator
-    num_pending = scheduler.num_pending(allocator)
-    num_decoding = (planning.per_seat(scheduler, scheduler.num_known) - allocator.lengths == 1).sum(dtype=jnp.int32)
-    is_idle = 8 * num_decoding < BUSY_EIGHTHS * scheduler.num_seats
-    is_due = is_idle | (state.num_waited >= LONGEST_WAIT)
-    wants_chunk = (num_pending >= mixed.num_places - mixed.num_seats) | (is_due & (num_pending > 0))
-    is_full = (scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32) > narrow.num_places
-    return jnp.where(wants_chunk, 2, is_full.astype(jnp.int32))
-
-
 def one_step(
     apply: Apply, weights: Any, state: State, wants_logprobs: jax.Array, kinds: tuple[Kind, ...], index: int
 ) -> State:
     kind = kinds[index]
-    plan = functools.partial(state.scheduler.plan, state.allocator)
-    if kind.is_narrow:
-        scheduler, allocator, step = plan(num_places=kind.num_places)
-    else:
-        scheduler, allocator, step = plan(chunk_tokens=kind.num_places - kind.num_seats)
+    scheduler, allocator, step = planning.plan(
+        state.scheduler, state.allocator, kind.num_places, is_mixed=kind.is_mixed
+    )
     attend = step_attention(allocator, step, kind)
     caches, logits = apply_model(apply, weights, state.caches, step, attend)
     sampling = planning.rows_of(step.sampling, step.seats) if kind.is_narrow else step.sampling
@@ -218,14 +169,14 @@ def one_step(
         caches=caches,
         logprobs=logprobs,
         num_waited=jnp.zeros_like(state.num_waited)
-        if kind.has_chunk
+        if kind.is_mixed
         else jnp.where(is_waiting, state.num_waited + 1, 0),
         num_of_kind=state.num_of_kind.at[index].add(1),
     )
 
 
 def step_attention(allocator: BlockAllocator, step: Step, kind: Kind) -> StepAttention:
-    query_starts = step.query_starts if kind.has_chunk else None
+    query_starts = step.query_starts if kind.is_mixed else None
     if kind.is_narrow:
         rows = planning.rows_of((allocator.block_tables, allocator.lengths), step.seats)
         allocator = dataclasses.replace(allocator, block_tables=rows[0], lengths=rows[1])

@@ -11,16 +11,16 @@ from jaxpaged._scheduler.records import RequestStatus, Step
 from jaxpaged._scheduler.state import SchedulerState
 
 
-def plan[S: SchedulerState](scheduler: S, allocator: BlockAllocator, num_places: int) -> tuple[S, BlockAllocator, Step]:
-    if scheduler.prefixes is None:
-        scheduler, _ = admit(scheduler, allocator, first_waiting(scheduler))
+def plan[S: SchedulerState](
+    scheduler: S, allocator: BlockAllocator, num_places: int, *, is_mixed: bool
+) -> tuple[S, BlockAllocator, Step]:
+    """The step after an admission. `is_mixed`: whether a seat may get several tokens."""
     is_open = ~scheduler.is_outbox_full
     is_seated = scheduler.seated < scheduler.max_requests
     needed = jnp.where(is_seated & is_open, per_seat(scheduler, scheduler.num_known) - allocator.lengths, 0)
     ranks = seat_ranks(scheduler)
-    given = share(needed, ranks, num_places)
-    most = num_places if num_places > scheduler.num_seats else 1
-    allocator, _, ok = allocator.append(given, q_len=most, order=ranks)
+    given = share(needed, ranks, num_places, is_mixed=is_mixed)
+    allocator, _, ok = allocator.append(given, q_len=num_places if is_mixed else 1, order=ranks)
     given = jnp.where(ok, given, 0)
     was_refused = jnp.where(is_open, ~ok.all(), scheduler.was_refused)
     scheduler = dataclasses.replace(
@@ -30,7 +30,9 @@ def plan[S: SchedulerState](scheduler: S, allocator: BlockAllocator, num_places:
     )
     is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
     is_sampled = (given > 0) & (given == needed)
-    return scheduler, allocator, pack(scheduler, allocator, given, is_sampled, is_victim, num_places)
+    # If there is one place for each seat, each has its own: attention needs neither packed queries nor other tables.
+    widths = given if is_mixed or num_places < scheduler.num_seats else jnp.ones_like(given)
+    return scheduler, allocator, pack(scheduler, allocator, given, widths, is_sampled, is_victim, num_places)
 
 
 def per_seat(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
@@ -54,6 +56,13 @@ def with_due[S: SchedulerState](scheduler: S, is_due: jax.Array | bool) -> S:
         return scheduler
     prefixes = dataclasses.replace(scheduler.prefixes, is_due=scheduler.prefixes.is_due | is_due)
     return dataclasses.replace(scheduler, prefixes=prefixes)
+
+
+def admit_waiting[S: SchedulerState](scheduler: S, allocator: BlockAllocator) -> S:
+    """Gives free seats to waiting requests, unless there is a prefix cache: then only `change_seats` does."""
+    if scheduler.prefixes is not None:
+        return scheduler
+    return admit(scheduler, allocator, first_waiting(scheduler))[0]
 
 
 def first_waiting(scheduler: SchedulerState) -> jax.Array:
@@ -123,16 +132,16 @@ def num_held(allocator: BlockAllocator) -> jax.Array:
     return allocator.num_blocks_for(allocator.lengths)
 
 
-def share(needed: jax.Array, ranks: jax.Array, num_places: int) -> jax.Array:
-    """Tokens of each seat: one if it needs any. The remaining places are filled in order of rank."""
+def share(needed: jax.Array, ranks: jax.Array, num_places: int, *, is_mixed: bool) -> jax.Array:
+    """Tokens of each seat, in order of rank: one if it needs any; in a mixed step then more, while there are places."""
 
     def before(counts: jax.Array) -> jax.Array:
         return jnp.where(ranks[None] < ranks[:, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
 
     one, num_seats = jnp.minimum(needed, 1), needed.shape[0]
     if num_places < num_seats:
-        return jnp.where(before(one) < num_places, one, 0)
-    if num_places == num_seats:
+        one = jnp.where(before(one) < num_places, one, 0)
+    if not is_mixed:
         return one
     more = needed - one
     return one + jnp.clip(num_places - one.sum(dtype=jnp.int32) - before(more), 0, more)
@@ -148,13 +157,12 @@ def pack(
     scheduler: SchedulerState,
     allocator: BlockAllocator,
     given: jax.Array,
+    widths: jax.Array,
     is_sampled: jax.Array,
     is_victim: jax.Array,
     num_places: int,
 ) -> Step:
     num_seats = scheduler.num_seats
-    # If there is one place for each seat, each has its own: attention needs neither packed queries nor other tables.
-    widths = jnp.ones_like(given) if num_places == num_seats else given
     ends = jnp.cumsum(widths, dtype=jnp.int32)
     starts = ends - widths
     places = jnp.arange(num_places, dtype=jnp.int32)

@@ -235,28 +235,30 @@ class Scheduler(SchedulerState):
             allocator: the allocator whose rows are the seats.
             chunk_tokens: the step has `num_seats + chunk_tokens` places (static). 0: one place for each seat, place i
                 for seat i, and no seat gets more than one token.
-            num_places: fewer places than seats (static), for steps in which few seats are taken. The first in rank that
-                need a token get one each, packed in seat order. None: as `chunk_tokens` says.
+            num_places: fewer places than that (static), for steps in which few seats are taken or few prompt tokens
+                wait. Tokens are packed in seat order. If seats outnumber the places, the first in rank that need a
+                token get one.
 
         Returns:
             scheduler, allocator: the new ones, for the `commit` of this step.
             step: what to compute. Pass its `query_starts` and `allocator.lengths` to `paged_attention`.
 
         Raises:
-            ValueError: `chunk_tokens` is no int or negative, `num_places` is no int below the number of seats, or an
-                allocator with another number of rows.
+            ValueError: `chunk_tokens` is no int or negative, `num_places` is no int below `num_seats + chunk_tokens`,
+                or an allocator with another number of rows.
 
         Example: see `create`.
         """
         self._check(allocator)
+        most = self.num_seats + checked_size("chunk_tokens", chunk_tokens, 0)
         if num_places is None:
-            return planning.plan(self, allocator, self.num_seats + checked_size("chunk_tokens", chunk_tokens, 0))
-        if checked_size("num_places", num_places) >= self.num_seats or chunk_tokens:
+            num_places = most
+        elif checked_size("num_places", num_places) >= most:
             raise ValueError(
-                f"num_places is for steps of fewer places than the {self.num_seats} seats, without a chunk; got "
-                f"{num_places=}, {chunk_tokens=}."
+                f"num_places is for steps of fewer places than num_seats + chunk_tokens, {most}; got {num_places=}."
             )
-        return planning.plan(self, allocator, num_places)
+        admitted = planning.admit_waiting(self, allocator)
+        return planning.plan(admitted, allocator, num_places, is_mixed=chunk_tokens > 0)
 
     def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
         """Takes the tokens sampled in a step: requests grow by a token, end, or are preempted.

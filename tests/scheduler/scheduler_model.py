@@ -152,7 +152,8 @@ class SchedulerModel:
         order = self.seated()
         served = [seat for seat in self.to_share() if self.needed(seat)][:num_places]
         given = {seat: int(seat in served) for seat in order}
-        places = len(self.seats) + chunk_tokens - sum(given.values()) if chunk_tokens else 0
+        most = len(self.seats) + chunk_tokens if num_places is None else num_places
+        places = most - sum(given.values()) if chunk_tokens else 0
         for seat in self.to_share():
             more = min(self.needed(seat) - given[seat], places)
             given[seat] += more
@@ -199,7 +200,7 @@ class SchedulerModel:
         self.refused_in_a_row = 0 if oks[first] else self.refused_in_a_row + 1
         assert self.refused_in_a_row <= others
         assert self.steps_as_first <= self.bound
-        assert given[first] >= min(self.needed(first), 1 + chunk_tokens)
+        assert given[first] >= min(self.needed(first), 1 + (chunk_tokens if num_places is None else 0))
         assert all(given[seat] >= 1 for seat in order[:num_places])  # nobody who has a seat is starved
 
     def commit(self, planned: Planned, sampled: list[int], request_ids: list[int | None]) -> None:

@@ -29,7 +29,8 @@ from tests.scheduler.scheduler_model import PrefixSchedulerModel, SchedulerModel
 LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1
 ROWS, WIDTH, NUM_STOP_IDS = 3, 9, 2  # of a batch of submissions
 CHUNK = 1  # tokens beside one a seat: few, so that they are scarce
-NARROW = -1  # a step of one place, whatever the number of seats; beside 0 and CHUNK
+# Kinds of steps: tokens of prompts, and places if they are fewer than those tokens and one for each seat.
+KINDS = SINGLE, MIXED, NARROW, NARROW_MIXED = (0, None), (CHUNK, None), (0, 1), (CHUNK, 3)
 # (requests, seats, tokens, steps), (blocks, block size, seats, blocks of a sequence). Each compiles: the second is for
 # the long profile.
 SHAPES = (((7, 4, 14, 6), (10, 2, 4, 6)), ((3, 2, 12, 3), (5, 4, 2, 3)))
@@ -41,10 +42,9 @@ def submit(scheduler, allocator, *args):
     return scheduler, allocator, *results
 
 
-def plan(scheduler, allocator, chunk_tokens):
-    if chunk_tokens == NARROW:
-        return scheduler.plan(allocator, num_places=1)
-    return scheduler.plan(allocator, chunk_tokens=chunk_tokens)
+def plan(scheduler, allocator, kind):
+    chunk_tokens, num_places = kind
+    return scheduler.plan(allocator, chunk_tokens=chunk_tokens, num_places=num_places)
 
 
 def drain(scheduler, allocator):
@@ -57,7 +57,7 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 OPERATIONS = {
     "submit": jit(submit),
     "abort": jit(Scheduler.abort),
-    "plan": jit(plan, static_argnames="chunk_tokens"),
+    "plan": jit(plan, static_argnames="kind"),
     "commit": jit(Scheduler.commit),
     "drain": jit(drain),
     "change_seats": jit(Scheduler.change_seats),
@@ -133,10 +133,10 @@ class Twins:
         if not is_planned:
             self.change_seats()
 
-    def step(self, rng, chunk_tokens, aborting=False, draining=False):
-        planned = self.model.plan(max(chunk_tokens, 0), 1 if chunk_tokens == NARROW else None)
-        (step,) = self.run("plan", chunk_tokens=chunk_tokens)
-        self.check_step(step, planned, chunk_tokens)
+    def step(self, rng, kind, aborting=False, draining=False):
+        planned = self.model.plan(*kind)
+        (step,) = self.run("plan", kind=kind)
+        self.check_step(step, planned, kind)
         request_ids = list(self.model.seats)
         if aborting:
             self.abort(rng, is_planned=True)
@@ -147,10 +147,10 @@ class Twins:
             self.drain()
         self.change_seats()
 
-    def check_step(self, step, planned, chunk_tokens):
+    def check_step(self, step, planned, kind):
         seats, no_slot = len(planned.tokens), self.allocator.num_blocks * self.allocator.block_size
         widths = np.diff(step.query_starts)
-        assert len(step.tokens) == (1 if chunk_tokens == NARROW else seats + chunk_tokens)
+        assert len(step.tokens) == (kind[1] or seats + kind[0])
         assert step.is_sampled.nonzero()[0].tolist() == sorted(planned.sampled)
         assert step.is_victim.nonzero()[0].tolist() == [planned.victim] * (planned.victim is not None)
         used = np.zeros(len(step.tokens), bool)
@@ -161,7 +161,7 @@ class Twins:
             assert step.positions[places].tolist() == planned.positions[seat]
             assert step.slots[places].tolist() == planned.slots[seat]
             assert (step.seats[places] == seat).all()
-            assert widths[seat] == (len(tokens) if chunk_tokens else 1)
+            assert widths[seat] == (1 if kind == SINGLE else len(tokens))
             assert not tokens or step.last[seat] == places[-1]
         assert (step.slots[~used] == no_slot).all()
         assert (step.seats[~used] == seats).all()
@@ -229,21 +229,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, seed):
         self.twins.abort(np.random.default_rng(seed))
 
-    @rule(seed=st.integers(0, 2**31), chunk_tokens=st.sampled_from((0, CHUNK, NARROW)))
-    def step(self, seed, chunk_tokens):
-        self.twins.step(np.random.default_rng(seed), chunk_tokens)
+    @rule(seed=st.integers(0, 2**31), kind=st.sampled_from(KINDS))
+    def step(self, seed, kind):
+        self.twins.step(np.random.default_rng(seed), kind)
 
     @rule(seed=st.integers(0, 2**31), num_steps=st.integers(1, 20))
     def keep_busy(self, seed, num_steps):
         rng = np.random.default_rng(seed)
         for _ in range(num_steps):
             self.twins.submit(rng)
-            self.twins.step(rng, int(rng.choice([0, CHUNK, NARROW], p=(0.4, 0.4, 0.2))), draining=True)
+            self.twins.step(rng, KINDS[rng.choice(4, p=(0.4, 0.3, 0.15, 0.15))], draining=True)
             self.agrees()
 
     @rule(seed=st.integers(0, 2**31))
     def step_with_an_abort_before_the_commit(self, seed):
-        self.twins.step(np.random.default_rng(seed), CHUNK, aborting=True)
+        self.twins.step(np.random.default_rng(seed), MIXED, aborting=True)
 
     @rule()
     def drain(self):
@@ -278,7 +278,7 @@ def test_the_first_in_rank_is_never_a_victim():
     scheduler, allocator, *_ = OPERATIONS["submit"](scheduler, allocator, *args)
     seen = []
     for _ in range(3):
-        scheduler, allocator, step = OPERATIONS["plan"](scheduler, allocator, chunk_tokens=CHUNK)
+        scheduler, allocator, step = OPERATIONS["plan"](scheduler, allocator, kind=MIXED)
         seen.append((int(allocator.lengths[0]), bool(scheduler.was_refused), bool(step.is_victim.any())))
         scheduler, allocator = OPERATIONS["commit"](scheduler, allocator, step, np.zeros(4, np.int32))
         allocator, _, _ = allocator.append(np.int32([0, 12 if len(seen) == 1 else 0, 0, 0]), q_len=12)
@@ -321,7 +321,8 @@ def random_steps(model, num_steps):
     for i in range(num_steps):
         twins.submit(rng)
         draining = i % 8 in (3, 7) and i % 40 != 3  # now and then after the outbox is full
-        twins.step(rng, NARROW if i % 7 == 5 else CHUNK if i % 3 else 0, aborting=i % 20 == 10, draining=draining)
+        kind = NARROW if i % 7 == 5 else NARROW_MIXED if i % 7 == 2 else MIXED if i % 3 else SINGLE
+        twins.step(rng, kind, aborting=i % 20 == 10, draining=draining)
         if model.has_cache and i % 50 == 49:
             twins.forget()
         twins.compare()

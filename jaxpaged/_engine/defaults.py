@@ -1,0 +1,70 @@
+"""The sizes of an engine that its caller leaves open: from the pool, the longest request, and the device."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpaged import _device
+from jaxpaged._integers import checked_size
+
+# Simulated with the step times of an 8B model on an H200: more seats, or wider steps, gain less than 1%.
+MOST_SEATS, MOST_PLACES = 384, 1024
+MOST_SEATS_ON_CPU, MOST_PLACES_ON_CPU = 32, 128
+LEAST_SEATS = 8
+FEW_SEATS = 128  # with fewer, the widest step has half of the places, so that a token is not kept waiting for prompts
+USUAL_LENGTH = 512  # tokens of a request at its end, if it may be longer
+MOST_LENGTH = 8192
+# Up to 64 rows a step costs what reading the weights costs; from 256 on, what its products cost. Each width takes a
+# GPU's compiler 10 s if the 32 layers of an 8B model are unrolled.
+WIDTHS = (64, 128, 256)
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}  # products by cuBLAS
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What `Engine`'s arguments of these names say, or what stands in for them."""
+
+    num_seats: int
+    max_length: int
+    chunk_tokens: int
+    widths: tuple[int, ...]
+
+
+def chosen_sizes(
+    num_blocks: int,
+    block_size: int,
+    *,
+    num_seats: int | None,
+    max_length: int | None,
+    chunk_tokens: int | None,
+    widths: Sequence[int] | None,
+    is_gpu: bool,
+) -> Sizes:
+    """The sizes that were given, checked, and the others chosen."""
+    pool_tokens = max(num_blocks - 1, 1) * block_size
+    most_seats, most_places = (MOST_SEATS, MOST_PLACES) if is_gpu else (MOST_SEATS_ON_CPU, MOST_PLACES_ON_CPU)
+    max_length = checked_size("max_length", min(pool_tokens, MOST_LENGTH) if max_length is None else max_length)
+    if num_seats is None:
+        num_seats = min(most_seats, max(LEAST_SEATS, pool_tokens // min(max_length, USUAL_LENGTH)))
+        num_seats -= num_seats % 64 if num_seats > 64 else 0  # products of 64 rows
+    num_seats = checked_size("num_seats", num_seats)
+    if chunk_tokens is None:
+        places = most_places if num_seats > FEW_SEATS else most_places // 2
+        chunk_tokens = min(max(places - num_seats, places // 2), pool_tokens)
+    chunk_tokens = checked_size("chunk_tokens", chunk_tokens)
+    if widths is None:
+        chosen = [width for width in WIDTHS if width <= num_seats]
+    else:
+        chosen = sorted({checked_size("widths", width) for width in widths})
+        if chosen and chosen[-1] >= num_seats + chunk_tokens:
+            raise ValueError(
+                "widths are places of steps narrower than the widest, which has num_seats + chunk_tokens = "
+                f"{num_seats + chunk_tokens}; got widths={tuple(widths)}."
+            )
+    return Sizes(num_seats, max_length, chunk_tokens, tuple(chosen))
+
+
+def chosen_compiler_options(given: dict[str, Any] | None) -> dict[str, Any]:
+    if given is None:
+        return dict(COMPILER_OPTIONS) if _device.is_gpu() else {}
+    return given

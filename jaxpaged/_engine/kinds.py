@@ -1,0 +1,77 @@
+"""The ladder: the kinds of steps that an engine compiles, and which of them the next step is."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._scheduler import planning
+from jaxpaged._scheduler.scheduler import Scheduler
+
+# Prompts wait until they fill the widest step, so that steps with chunks are few. They are computed sooner if fewer
+# than BUSY_EIGHTHS of the seats have a token to decode, or after LONGEST_WAIT steps.
+BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
+FEW_PARTS = 3  # a narrow step with chunks has at most this part of the places of the widest
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of step, by its static shape.
+
+    Attributes:
+        num_places: tokens that it has room for.
+        num_seats: of the scheduler.
+        is_mixed: whether a seat may get several tokens: chunks of prompts beside single tokens.
+        num_partitions: the default of each call of attention.
+    """
+
+    num_places: int
+    num_seats: int
+    is_mixed: bool = False
+    num_partitions: int | None = None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Single tokens, without a place for each seat."""
+        return not self.is_mixed and self.num_places < self.num_seats
+
+
+def kinds_of_steps(
+    num_seats: int, chunk_tokens: int, widths: Sequence[int] = (), *, exact: bool = False
+) -> tuple[Kind, ...]:
+    """The kinds: those of single tokens, then the mixed ones, each from few places to many.
+
+    `widths` are the places of the narrower ones, in ascending order. An exact engine has only the widest kind.
+    """
+    widest = num_seats + chunk_tokens
+    if exact:
+        return (Kind(widest, num_seats, is_mixed=True, num_partitions=1),)
+    single = [*(width for width in widths if width < num_seats), num_seats]
+    mixed = [*[width for width in widths if FEW_PARTS * width <= widest][-1:], widest]
+    return (*(Kind(width, num_seats) for width in single), *(Kind(width, num_seats, is_mixed=True) for width in mixed))
+
+
+def next_kind(
+    scheduler: Scheduler, allocator: BlockAllocator, num_waited: jax.Array, kinds: tuple[Kind, ...]
+) -> jax.Array:
+    """Which of the kinds the next step is, int32 `[]`. `num_waited`: steps since prompts wait for a chunk."""
+    if len(kinds) == 1:
+        return jnp.zeros((), jnp.int32)
+    single = [kind for kind in kinds if not kind.is_mixed]
+    few, widest = kinds[len(single)].num_places, kinds[-1].num_places
+    needed = planning.per_seat(scheduler, scheduler.num_known) - allocator.lengths
+    num_rows, num_decoding = ((needed >= 1).sum(dtype=jnp.int32), (needed == 1).sum(dtype=jnp.int32))
+    num_pending = scheduler.num_pending(allocator)
+
+    # 1. If prompts wait on: the fewest places for a token of each seat that needs any.
+    without = (num_rows > jnp.asarray([kind.num_places for kind in single[:-1]], jnp.int32)).sum(dtype=jnp.int32)
+
+    # 2. Else the widest step if they fill it, or if narrow steps for all of them had more places together.
+    is_full = num_rows + num_pending >= widest
+    is_idle = 8 * num_decoding < BUSY_EIGHTHS * scheduler.num_seats
+    wants_chunk = is_full | ((num_pending > 0) & (is_idle | (num_waited >= LONGEST_WAIT)))
+    room = few - num_rows
+    is_wide = is_full | (room <= 0) | (-(-num_pending // jnp.maximum(room, 1)) * few > widest)
+    return jnp.where(wants_chunk, jnp.where(is_wide, len(kinds) - 1, len(single)), without)

@@ -1,0 +1,119 @@
+"""The ladder: which kinds of steps an engine has, which of them is next, and the sizes that it chooses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler
+from jaxpaged._engine.defaults import chosen_sizes
+from jaxpaged._engine.kinds import LONGEST_WAIT, kinds_of_steps, next_kind
+from tests import toy_model
+
+SEATS, CHUNK, WIDTHS = 16, 32, (4, 8)
+KINDS = kinds_of_steps(SEATS, CHUNK, WIDTHS)
+FOUR, EIGHT, ALL, NARROW_CHUNK, CHUNK_FOR_ALL = range(5)
+
+
+def places(kinds):
+    single = [kind.num_places for kind in kinds if not kind.is_mixed]
+    return single, [kind.num_places for kind in kinds[len(single) :]]
+
+
+def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
+    assert places(KINDS) == ([4, 8, 16], [8, 48])
+    assert places(kinds_of_steps(384, 640, (64, 128, 256))) == ([64, 128, 256, 384], [256, 1024])
+    assert places(kinds_of_steps(256, 512, (64, 128, 256))) == ([64, 128, 256], [256, 768])
+    assert places(kinds_of_steps(6, 16)) == ([6], [22])
+    assert places(kinds_of_steps(6, 7, (5,))) == ([5, 6], [13])  # 5 is more than a third of 13
+    (exact,) = kinds_of_steps(6, 16, (3,), exact=True)
+    assert (exact.num_places, exact.is_mixed, exact.num_partitions) == (22, True, 1)
+
+
+@jax.jit
+def next_of(needed, num_waited):
+    """The next kind if each seat needs so many tokens, one of which is known to be computed; 0: a free seat."""
+    is_taken = needed > 0
+    scheduler = Scheduler.create(max_requests=SEATS, num_seats=SEATS, max_length=256)
+    scheduler = dataclasses.replace(
+        scheduler,
+        seated=jnp.where(is_taken, jnp.arange(SEATS, dtype=jnp.int32), SEATS),
+        num_known=jnp.where(is_taken, needed + 1, 7),  # 7: left by a request that is gone
+    )
+    allocator = BlockAllocator.create(num_blocks=2, block_size=4, num_seqs=SEATS, max_blocks_per_seq=1)
+    allocator = dataclasses.replace(allocator, lengths=is_taken.astype(jnp.int32))
+    return next_kind(scheduler, allocator, num_waited, KINDS)
+
+
+@pytest.mark.parametrize(
+    ("needed", "num_waited", "expected"),
+    [
+        ([], 0, FOUR),
+        ([1] * 4, 0, FOUR),
+        ([1] * 5, 0, EIGHT),
+        ([1] * 8, 0, EIGHT),
+        ([1] * 9, 0, ALL),
+        ([1] * 16, LONGEST_WAIT, ALL),  # nothing waits
+        ([1] * 14 + [3], 0, ALL),  # busy: it waits
+        ([1] * 14 + [3], LONGEST_WAIT - 1, ALL),
+        ([1] * 14 + [3], LONGEST_WAIT, CHUNK_FOR_ALL),  # its rows alone are more than a narrow step has places
+        ([1] * 14 + [33], 0, ALL),  # 47 tokens
+        ([1] * 14 + [34], 0, CHUNK_FOR_ALL),  # 48 fill the widest step
+        ([1] * 13 + [2], 0, CHUNK_FOR_ALL),  # idle
+        ([2], 0, NARROW_CHUNK),
+        ([1] * 7 + [2], 0, CHUNK_FOR_ALL),  # a narrow step would have no place for it
+        ([1] * 4 + [19], 0, NARROW_CHUNK),  # 18 in six narrow steps of 3 are 48 places
+        ([1] * 4 + [20], 0, CHUNK_FOR_ALL),
+        ([43], 0, NARROW_CHUNK),  # 42 in six narrow steps of 7 are as many places as the widest has
+        ([44], 0, CHUNK_FOR_ALL),
+        ([1] * 6 + [2**29], 0, CHUNK_FOR_ALL),  # the places of its narrow steps overflow
+    ],
+)
+def test_the_next_kind(needed, num_waited, expected):
+    needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
+    assert int(next_of(needed, np.int32(num_waited))) == expected
+
+
+OPEN = dict(num_seats=None, max_length=None, chunk_tokens=None, widths=None, is_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "given", "expected"),
+    [
+        (16_385, {}, (384, 8192, 640, (64, 128, 256))),
+        (16_385, {"max_length": 2048}, (384, 2048, 640, (64, 128, 256))),
+        (16_385, {"num_seats": 256}, (256, 8192, 768, (64, 128, 256))),
+        (16_385, {"num_seats": 1024}, (1024, 8192, 512, (64, 128, 256))),
+        (6_400, {}, (192, 8192, 832, (64, 128))),  # seats for which the pool has 512 tokens each
+        (2_049, {}, (64, 8192, 448, (64,))),
+        (65, {}, (8, 1024, 504, ())),
+        (9, {}, (8, 128, 128, ())),  # no more than the pool
+        (65, {"num_seats": 4, "chunk_tokens": 16, "widths": [4, 2, 2]}, (4, 1024, 16, (2, 4))),
+        (16_385, {"is_gpu": False}, (32, 8192, 32, ())),
+    ],
+)
+def test_sizes_that_are_left_open(num_blocks, given, expected):
+    assert dataclasses.astuple(chosen_sizes(num_blocks, 16, **OPEN | given)) == expected
+
+
+def test_sizes_that_are_given_are_checked():
+    with pytest.raises(ValueError, match="widths must be at least 1; got widths=0"):
+        chosen_sizes(9, 16, **OPEN | {"widths": (0,)})
+    with pytest.raises(ValueError, match=r"num_seats \+ chunk_tokens = 12; got widths=\(12,\)"):
+        chosen_sizes(9, 16, **OPEN | {"num_seats": 4, "chunk_tokens": 8, "widths": (12,)})
+
+
+def test_an_engine_without_any_size_serves_and_says_what_it_chose():
+    weights = toy_model.random_weights()
+    cache = KVCache.create(num_blocks=25, block_size=4, num_kv_heads=4, head_dim=8, dtype="float32")
+    engine = Engine(toy_model.apply, weights, cache)
+    params = SamplingParams(max_tokens=20, temperature=0)
+    prompts = [[1, 2, 3], [4] * 25, [5], *[[6, i] for i in range(9)]]
+    outputs = engine.generate(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == toy_model.continuation(weights, prompt, params)[0]
+    stats = engine.stats()
+    assert (stats.num_seats, stats.max_length, stats.chunk_tokens, stats.widths) == (8, 96, 56, ())
+    assert stats.num_mixed_steps > 0

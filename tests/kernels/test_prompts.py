@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import explain
 from jaxpaged._attention import query_runs, xla
-from jaxpaged._attention.choose import Known, choose
+from jaxpaged._attention.choose import Known, by_decode, choose
 from jaxpaged._attention.run import run
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import H100, arguments_of, attend, check
@@ -128,8 +128,8 @@ def test_prompts_are_taken_by_default(shape):
 @pytest.mark.parametrize(
     ("shape", "quoted"),
     [
-        (dict(seqs=1, q_len=65536, heads=64, kv_heads=1), "seqs=1, q_len=65536, group=64: 65536 runs of 1"),
-        (dict(seqs=2, q_len=2**19, heads=32, kv_heads=8), "seqs=2, q_len=524288, group=4: 65536 runs of 16"),
+        (dict(seqs=1, q_len=65536, heads=64, kv_heads=1, head_dim=120), "group=64: 65536 runs of 1"),
+        (dict(seqs=2, q_len=2**19, heads=32, kv_heads=8, head_dim=120), "q_len=524288, group=4: 65536 runs of 16"),
         (dict(seqs=65536, q_len=1, heads=8, kv_heads=8), "seqs=65536, q_len=1, group=1: 65536 runs of 1"),
     ],
 )
@@ -152,11 +152,9 @@ def test_a_wide_table_cuts_no_prompt_into_partitions(max_blocks):
     ("shape", "taken"),
     [
         (dict(seqs=8, q_len=1024), True),
-        (dict(seqs=1, q_len=544), True),
-        (dict(seqs=1, q_len=512), False),  # fewer items than SMs
-        (dict(seqs=1, q_len=256), True),  # in two parts
-        (dict(seqs=1, q_len=256, max_blocks=144), False),  # of fewer keys
-        (dict(seqs=64, q_len=16), False),  # one run of the decode kernel
+        (dict(seqs=1, q_len=9), True),  # 36 rows
+        (dict(seqs=1, q_len=8), False),
+        (dict(seqs=64, q_len=16), True),
         (dict(seqs=8, q_len=1024, head_dim=120), False),
         (dict(seqs=8, q_len=1024, cache_dtype=jnp.float8_e4m3fn), True),
         (dict(seqs=8, q_len=1024, cache_dtype=jnp.float8_e4m3fn, head_dim=256), False),
@@ -167,26 +165,19 @@ def test_what_the_prefill_kernel_takes(shape, taken):
     assert (explanation.kernel == "paged_prefill") == taken
 
 
-@pytest.mark.parametrize(
-    ("max_blocks", "prefix", "by_prefill"),
-    [
-        (528, 8192, False),  # keys for four parts of 16 items: fewer programs than SMs
-        (8192, None, True),  # perhaps keys for eight
-    ],
-)
-def test_which_kernel_takes_a_shared_prefix(max_blocks, prefix, by_prefill):
+@pytest.mark.parametrize(("max_blocks", "prefix", "num_parts"), [(528, 8192, 8), (528, 512, 2), (8192, None, 8)])
+def test_which_kernel_takes_a_shared_prefix(max_blocks, prefix, num_parts):
     arrays = shapes(seqs=64, q_len=1, heads=32, kv_heads=8, max_blocks=max_blocks)
     num_tokens = jax.ShapeDtypeStruct((), jnp.int32) if prefix is None else prefix
     explanation = explain(*arrays, shared_prefix=num_tokens, gpu="H100")
     assert explanation.num_partitions == "plan"  # in tables for more than 8192 tokens
-    assert (explanation.shared.kernel == "paged_prefill") == by_prefill
-    if by_prefill:
-        assert (explanation.shared.config.causal, explanation.shared.num_partitions) == (False, 8)
+    assert explanation.shared.kernel == "paged_prefill"
+    assert (explanation.shared.config.causal, explanation.shared.num_partitions) == (False, num_parts)
 
 
 def test_a_shared_prefix_is_computed_in_runs_of_64_rows():
     a = arguments_of(make_case(lengths=(30,), q_len=70, heads=4, kv_heads=1, dtype=BF16))
-    choice = choose(dataclasses.replace(a, causal=False), H100)
+    choice = by_decode(dataclasses.replace(a, causal=False), H100)
     assert choice.run == 14
     runs = query_runs.cut(dataclasses.replace(a, causal=False), choice.run)
     assert (runs.q.shape, runs.block_tables.shape) == ((5, 1, 14 * 4, 64), (5, a.block_tables.shape[1]))

@@ -20,7 +20,7 @@ from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotate import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32, check_heads
-from pallas_kernels.partition_plan import PartitionPlan
+from pallas_kernels.decode.partition_plan import PartitionPlan
 
 Rotary = Callable[[jax.Array, jax.Array], jax.Array]
 Norm = Callable[[jax.Array], jax.Array]

@@ -14,7 +14,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sharding_of_sum
-from pallas_kernels.partition_plan import PartitionPlan
+from pallas_kernels.decode.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention", "replace"]
 

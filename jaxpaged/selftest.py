@@ -23,8 +23,8 @@ from jaxpaged import __version__, _device
 from jaxpaged._attention.plan import plan_partitions
 from jaxpaged._attention.public import Implementation, paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
-from pallas_kernels import portable_config
-from pallas_kernels.partition_plan import PartitionPlan
+from pallas_kernels.decode import config as decode_config
+from pallas_kernels.decode.partition_plan import PartitionPlan
 
 TOLERANCE = 2e-2  # bfloat16 rounds weights and output, each by 2^-9 or less; a wrong token is worse by far
 LENGTHS = (0, 1, 15, 16, 700, 1024)
@@ -205,7 +205,7 @@ def versions() -> str:
 
 def gpu_of_kernels() -> _device.Gpu:
     """This machine's GPU. Raises `NotImplementedError` if the kernels do not run on it, or there is none."""
-    gpu, least = _device.gpu(), portable_config.LEAST_COMPUTE_CAPABILITY
+    gpu, least = _device.gpu(), decode_config.LEAST_COMPUTE_CAPABILITY
     if gpu.compute_capability < least:
         raise NotImplementedError(
             f"the kernels need compute capability {least} or higher; {gpu.name} has {gpu.compute_capability}."

@@ -19,7 +19,7 @@ KERNELS = ("jaxpaged/_attention", "pallas_kernels")
 ALL = ("jaxpaged", "pallas_kernels")
 MEASURED = {  # by how a file's name begins, without its folder; the first that fits
     "allocator": ("jaxpaged/_allocator",),
-    "cache_ops": ("jaxpaged/_cache", "pallas_kernels/copy_blocks.py", "pallas_kernels/copy_config.py"),
+    "cache_ops": ("jaxpaged/_cache", "pallas_kernels/copy_blocks"),
     "decode_step": ALL,
     "engine": ALL,
     "generate": ("jaxpaged", "examples"),

@@ -20,7 +20,7 @@ from benchmarks.kernels.cache_sizes import (
 )
 from jaxpaged import KVCache, copy_blocks
 from jaxpaged._cache.copy_blocks import copy_by_kernel, copy_by_xla
-from pallas_kernels import copy_config
+from pallas_kernels.copy_blocks import config as copy_config
 
 
 def with_config(text: str, sizes: Sizes) -> Callable[..., KVCache]:

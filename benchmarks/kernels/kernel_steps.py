@@ -22,7 +22,7 @@ from benchmarks.kernels.decode import Programs, compile_judges, measure
 from benchmarks.kernels.points import Point, make_inputs, parse
 from benchmarks.kernels.ways import compile_chain
 from jaxpaged import paged_attention
-from pallas_kernels._rows import store
+from pallas_kernels.common.rows import store
 
 TILE = 64  # tokens
 POINTS = ("32/8 64x2048", "32/8 1x8192")

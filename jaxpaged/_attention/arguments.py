@@ -12,7 +12,7 @@ from jaxpaged._attention.options import Options, check_options
 from jaxpaged._cache.kv_cache import CACHE_DTYPES
 from jaxpaged._debug import check_attention
 from jaxpaged._integers import as_int32
-from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.common.options import AttentionOptions
 
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 

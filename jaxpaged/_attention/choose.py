@@ -12,11 +12,13 @@ from jaxpaged._attention import query_runs
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
 from jaxpaged._attention.plan import follows, plan_pays, programs_at_once, visible
 from jaxpaged._device import Gpu
-from pallas_kernels import partition_plan, portable_config, prefill_config
+from pallas_kernels.decode import config as decode_config
+from pallas_kernels.decode import partition_plan
+from pallas_kernels.prefill import config as prefill_config
 
 Call = AttentionArguments | PackedArguments
-Kernel = Literal["portable_decode", "paged_prefill"]  # a package of `pallas_kernels`
-Config = portable_config.Config | prefill_config.Config
+Kernel = Literal["paged_decode", "paged_prefill"]  # a package of `pallas_kernels`
+Config = decode_config.Config | prefill_config.Config
 
 # Rows of a KV head up to which the decode kernel is faster. [many_rows_h200 of benchmarks/results/decisions/]
 FEW_ROWS = 32
@@ -113,7 +115,7 @@ def evenly(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
     choice = by_decode(call, gpu, known)
     config: Any = choice.config
     if known.num_partitions is None and config.num_partitions > 1:
-        # Mapped calls whose partitions merge in memory run one after the other: see `pallas_kernels._launch`.
+        # Mapped calls whose partitions merge in memory run one after the other: see `pallas_kernels.common.launch`.
         mapped = by_decode(call, gpu, dataclasses.replace(known, num_partitions=1))
         choice = dataclasses.replace(choice, mapped=mapped)
     return choice
@@ -122,7 +124,7 @@ def evenly(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
 def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = False) -> Choice:
     """The decode kernel, with its default configuration, whatever the rules say."""
     num_runs, run = _runs(call, gpu)
-    config = portable_config.default_config(
+    config = decode_config.default_config(
         seqs=num_runs,
         kv_heads=call.kv_heads,
         # Query tokens that see the same become heads: see `query_runs`.
@@ -137,7 +139,7 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
         itemsize=call.itemsize,
         compute_capability=gpu.compute_capability,
     )
-    return Choice("portable_decode", config, run, programs_at_once(gpu, call.kv_heads) if planned else None)
+    return Choice("paged_decode", config, run, programs_at_once(gpu, call.kv_heads) if planned else None)
 
 
 def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
@@ -162,9 +164,9 @@ def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
 
 def _runs(call: Call, gpu: Gpu) -> tuple[int, int]:
     """Runs that the decode kernel takes, and query tokens in each."""
-    most_rows = portable_config.MAX_ROWS
+    most_rows = decode_config.MAX_ROWS
     if not call.causal:
-        most_rows = portable_config.most_rows(
+        most_rows = decode_config.most_rows(
             head_dim=call.head_dim,
             itemsize=call.itemsize,
             compute_capability=gpu.compute_capability,
@@ -191,7 +193,7 @@ def is_wide_tree(call: Call) -> bool:
     """Whether there is a tree that only the prefill kernel takes: the decode kernel's runs have none."""
     if not call.has_tree or call.tokens_per_seq is None:
         return call.has_tree
-    return call.tokens_per_seq * call.group > portable_config.MAX_ROWS
+    return call.tokens_per_seq * call.group > decode_config.MAX_ROWS
 
 
 def _check_options(call: Call) -> None:
@@ -216,7 +218,7 @@ def _check_tree(call: Call, gpu: Gpu, known: Known) -> None:
     if known.num_partitions not in (None, 1):
         raise NotImplementedError(
             "the prefill kernel, which takes a tree_mask with query_starts or of more than "
-            f"{portable_config.MAX_ROWS} rows (q_len * heads / kv_heads), chooses its partitions itself; "
+            f"{decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), chooses its partitions itself; "
             f"got num_partitions={known.num_partitions}. Leave it out, or pass 1."
         )
     _check_prefill(call, gpu)
@@ -241,12 +243,12 @@ def _check_prefill(call: Call, gpu: Gpu) -> None:
 
 
 def _check_decode(call: Call, gpu: Gpu) -> None:
-    if call.group > portable_config.MAX_ROWS:
+    if call.group > decode_config.MAX_ROWS:
         raise NotImplementedError(
-            f"the decode kernel takes up to {portable_config.MAX_ROWS} query heads a KV head; got group={call.group}."
+            f"the decode kernel takes up to {decode_config.MAX_ROWS} query heads a KV head; got group={call.group}."
         )
     num_runs, run = _runs(call, gpu)
-    portable_config.check_supported(
+    decode_config.check_supported(
         head_dim=call.head_dim,
         block_size=call.block_size,
         group=call.group,
@@ -255,10 +257,10 @@ def _check_decode(call: Call, gpu: Gpu) -> None:
         cache_dtype=call.k_cache.dtype,
         compute_capability=gpu.compute_capability,
     )
-    if num_runs > portable_config.MAX_SEQS:
+    if num_runs > decode_config.MAX_SEQS:
         seqs, tokens, group = call.lengths.shape[0], call.q.shape[-3], call.group
         name = "tokens" if call.tokens_per_seq is None else "q_len"
         raise NotImplementedError(
-            f"the decode kernel takes up to {portable_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
+            f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
             f"{name}={tokens}, {group=}: {num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."
         )

@@ -14,7 +14,7 @@ from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import ContextKeywords, paged_attention
 from jaxpaged._debug import unchecked
 from jaxpaged._integers import as_int32
-from pallas_kernels import merge_parts
+from pallas_kernels.common import merge_parts
 
 
 @unchecked

@@ -14,7 +14,7 @@ from jaxpaged._attention.choose import Call, Choice, Kernel, Known
 from jaxpaged._attention.public import AttentionKeywords, Implementation, Results, compute, decide
 
 NAMES = {
-    "portable_decode": "the decode kernel",
+    "paged_decode": "the decode kernel",
     "paged_prefill": "the prefill kernel",
 }
 
@@ -83,7 +83,7 @@ def explain(
         >>> pool = jax.ShapeDtypeStruct((1024, 16, 8, 128), jnp.bfloat16)
         >>> tables, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 128), (8,)))
         >>> print(jaxpaged.explain(q, pool, pool, tables, lengths, gpu="H100").kernel)
-        portable_decode
+        paged_decode
         >>> wide = jax.ShapeDtypeStruct(pool.shape, jnp.float32)
         >>> print(jaxpaged.explain(q, wide, wide, tables, lengths, gpu="H100"))
         xla: the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; got \

@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._integers import saturated
-from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.common.options import AttentionOptions
 
 # With a larger cap, cap * tanh(x / cap) is x. With this one, x / cap is flushed to zero only for logits below
 # 1e30 * 2^-126, 1e-8; with infinity the result is NaN.

@@ -13,8 +13,9 @@ from jaxpaged._attention.options import optional
 from jaxpaged._integers import as_int32, checked_size
 from jaxpaged._on_shards import check_whole
 from jaxpaged._public_state import public_state
-from pallas_kernels import partition_plan, portable_config
-from pallas_kernels.partition_plan import PartitionPlan
+from pallas_kernels.decode import config as decode_config
+from pallas_kernels.decode import partition_plan
+from pallas_kernels.decode.partition_plan import PartitionPlan
 
 public_state(PartitionPlan)
 
@@ -59,9 +60,9 @@ def follows(call: AttentionArguments | PackedArguments, total_partitions: int) -
     q_len, group = call.tokens_per_seq, call.group
     if q_len is None or not call.causal or call.q.shape[0] == 1 or query_runs.runs_of(q_len, group)[0] > 1:
         return False
-    numbers = portable_config.partial_size(q_len=q_len, group=group, head_dim=call.head_dim)
+    numbers = decode_config.partial_size(q_len=q_len, group=group, head_dim=call.head_dim)
     num_bytes = total_partitions * call.kv_heads * numbers * 4
-    return total_partitions <= portable_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
+    return total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
 
 
 def plan_pays(call: AttentionArguments | PackedArguments, gpu: _device.Gpu, window: int | None) -> bool:

@@ -21,7 +21,7 @@ from jaxpaged._attention.plan import check_partitions, check_plan
 from jaxpaged._attention.run import Results, by_xla, run
 from jaxpaged._attention.shared_prefix import attend_with_prefix
 from jaxpaged._on_shards import on_shards
-from pallas_kernels.partition_plan import PartitionPlan
+from pallas_kernels.decode.partition_plan import PartitionPlan
 
 Implementation = Literal["mosaic_gpu", "xla"]
 # Whose frames a warning passes over, up to the user's line.

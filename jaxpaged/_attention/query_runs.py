@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._attention.arguments import AttentionArguments
-from pallas_kernels.portable_config import MAX_ROWS
+from pallas_kernels.decode.config import MAX_ROWS
 
 
 def runs_of(q_len: int, group: int, most_rows: int = MAX_ROWS) -> tuple[int, int]:

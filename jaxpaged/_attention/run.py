@@ -11,8 +11,8 @@ from jaxpaged._attention import packed, query_runs, xla
 from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
 from jaxpaged._attention.choose import Call, Choice
 from jaxpaged._by_kernel import by_kernel
-from pallas_kernels import partition_plan
-from pallas_kernels.partition_plan import PartitionPlan
+from pallas_kernels.decode import partition_plan
+from pallas_kernels.decode.partition_plan import PartitionPlan
 
 PARTITIONED = (
     "the Mosaic GPU kernels got arrays on several devices, and their types do not say what lies where. XLA cannot "
@@ -56,7 +56,7 @@ def _run_jvp(choice: Choice, primals: tuple, tangents: tuple) -> tuple:
 
 def _mapped(choice: Choice, axis_size: int, is_mapped: Any, call: Call, plan: PartitionPlan | None) -> Any:
     """Mapped calls. With plans and partitions they would wait for each other, and copy a mapped pool: see
-    `pallas_kernels._launch`."""
+    `pallas_kernels.common.launch`."""
     axes = jax.tree.map(lambda its: 0 if its else None, is_mapped[0])
     mapped = dataclasses.replace(choice.mapped or choice, falls_back=choice.falls_back, interpret=choice.interpret)
     return jax.vmap(lambda call: _run(mapped, call, None), (axes,), axis_size=axis_size)(call), (True, True)
@@ -86,7 +86,8 @@ def _refuse(*_: Any) -> Results:
 
 
 def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
-    from pallas_kernels import _interpret, portable_decode  # here, so that only its callers import Mosaic
+    from pallas_kernels.common.interpret import interpret_mode
+    from pallas_kernels.decode.kernel import launch  # here, so that only its callers import Mosaic
 
     if isinstance(call, PackedArguments):
         packed_runs = packed.runs_of(call, choice.run)
@@ -94,25 +95,25 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
         return packed.join(out, lse, call, packed_runs)
     a = query_runs.cut(call, choice.run)
     options = dataclasses.replace(a.options, tree_bits=None if a.tree is None else a.tree.bits)
-    with _interpret.interpret_mode(choice.interpret):
+    with interpret_mode(choice.interpret):
         arrays = a.q, a.k_cache, a.v_cache, a.block_tables, a.lengths
         config: Any = choice.config
-        out, lse = portable_decode.launch(*arrays, options, plan=plan, config=config)
+        out, lse = launch(*arrays, options, plan=plan, config=config)
     return query_runs.join(out, call), query_runs.join(lse, call)
 
 
 def _launch_prefill(choice: Choice, call: Call, _: PartitionPlan | None) -> Results:
-    from pallas_kernels import _interpret, paged_prefill
+    from pallas_kernels.common.interpret import interpret_mode
+    from pallas_kernels.prefill.kernel import launch
+    from pallas_kernels.prefill.work_list import make_work_list
 
     p = call if isinstance(call, PackedArguments) else _packed(call)
     config: Any = choice.config
     token_bytes = 2 * p.k_cache.shape[2] * p.q.shape[-1] * p.k_cache.dtype.itemsize
-    work = paged_prefill.make_work_list(
-        p.query_starts, p.lengths, tokens=p.q.shape[0], token_bytes=token_bytes, config=config
-    )
+    work = make_work_list(p.query_starts, p.lengths, tokens=p.q.shape[0], token_bytes=token_bytes, config=config)
     options = dataclasses.replace(p.options, tree_bits=packed.tree_by_place(p))
-    with _interpret.interpret_mode(choice.interpret):
-        out, lse = paged_prefill.launch(p.q, p.k_cache, p.v_cache, p.block_tables, work, options, config=config)
+    with interpret_mode(choice.interpret):
+        out, lse = launch(p.q, p.k_cache, p.v_cache, p.block_tables, work, options, config=config)
     return out.reshape(call.q.shape), lse.reshape(call.q.shape[:-1])
 
 

@@ -25,7 +25,7 @@ from jaxpaged._cache.transfer import (
     take_blocks,
 )
 from jaxpaged._on_shards import on_shards
-from pallas_kernels import copy_config
+from pallas_kernels.copy_blocks import config as copy_config
 
 
 @on_shards
@@ -104,8 +104,8 @@ def copy_by_kernel(
     config: copy_config.Config, interpret: Any, cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array
 ) -> KVCache:
     def launch(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
-        from pallas_kernels import _interpret  # here, so that only its callers import Mosaic
-        from pallas_kernels import copy_blocks as kernel
+        from pallas_kernels.common import interpret as _interpret  # here, so that only its callers import Mosaic
+        from pallas_kernels.copy_blocks import kernel
 
         pairs, counts = plan(source_ids, destination_ids, cache.k.shape[-4])
         pools = tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in (cache.k, cache.v))

@@ -10,7 +10,7 @@ import pytest
 from jaxpaged import _device, paged_attention, paged_attention_reference
 from jaxpaged._attention import xla
 from jaxpaged._attention.arguments import AttentionArguments
-from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.common.options import AttentionOptions
 from tests.cases import (
     OPTIONS,
     Case,

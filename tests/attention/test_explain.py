@@ -23,30 +23,30 @@ def arrays(*, seqs=8, q_len=None, heads=32, kv_heads=8, head_dim=128, max_blocks
 @pytest.mark.parametrize(
     ("gpu", "shapes", "options", "kernel", "num_partitions"),
     [
-        ("H100", {}, {}, "portable_decode", 4),
+        ("H100", {}, {}, "paged_decode", 4),
         ("H100", dict(q_len=16), {}, "paged_prefill", 2),
-        ("H100", dict(q_len=16), dict(num_partitions=3), "portable_decode", 3),
-        ("H100", dict(q_len=8), {}, "portable_decode", 4),
-        ("H100", dict(q_len=16, head_dim=120), {}, "portable_decode", 4),
-        ("H200", dict(seqs=1, max_blocks=512), {}, "portable_decode", 16),
-        ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=100), "portable_decode", 1),
-        ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=jnp.int32(100)), "portable_decode", 16),
-        ("H100", {}, dict(num_partitions=3), "portable_decode", 3),
-        ("H100", dict(max_blocks=1024), {}, "portable_decode", "plan"),
+        ("H100", dict(q_len=16), dict(num_partitions=3), "paged_decode", 3),
+        ("H100", dict(q_len=8), {}, "paged_decode", 4),
+        ("H100", dict(q_len=16, head_dim=120), {}, "paged_decode", 4),
+        ("H200", dict(seqs=1, max_blocks=512), {}, "paged_decode", 16),
+        ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=100), "paged_decode", 1),
+        ("H100", dict(seqs=1, max_blocks=512), dict(sliding_window=jnp.int32(100)), "paged_decode", 16),
+        ("H100", {}, dict(num_partitions=3), "paged_decode", 3),
+        ("H100", dict(max_blocks=1024), {}, "paged_decode", "plan"),
         (
             "H100",
             dict(max_blocks=1024, cache_dtype=jnp.int8),
             dict(k_scale=1.0, v_scale=1.0),
-            "portable_decode",
+            "paged_decode",
             "plan",
         ),
         ("H100", dict(q_len=1024), {}, "paged_prefill", 1),
         ("H100", dict(seqs=1, q_len=256, max_blocks=512), {}, "paged_prefill", 2),
         ("H100", {}, dict(implementation="xla"), None, None),
         ("A100", {}, {}, None, None),
-        ("A100", {}, dict(implementation="mosaic_gpu"), "portable_decode", 3),
-        ("L4", dict(cache_dtype=jnp.float8_e4m3fn), dict(implementation="mosaic_gpu"), "portable_decode", 1),
-        ("B200", dict(max_blocks=1024), dict(implementation="mosaic_gpu"), "portable_decode", "plan"),
+        ("A100", {}, dict(implementation="mosaic_gpu"), "paged_decode", 3),
+        ("L4", dict(cache_dtype=jnp.float8_e4m3fn), dict(implementation="mosaic_gpu"), "paged_decode", 1),
+        ("B200", dict(max_blocks=1024), dict(implementation="mosaic_gpu"), "paged_decode", "plan"),
     ],
 )
 def test_kernels(gpu, shapes, options, kernel, num_partitions):
@@ -102,7 +102,7 @@ def test_arrays_lists_and_trees_as_the_call_takes_them():
     cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
     q = jnp.ones((1, 4, 4, 64), jnp.bfloat16)
     call = dict(block_tables=[[3, 5]], lengths=[20], tree_mask=tree_mask([[-1, 0, 0, 1]]))
-    assert explain(q, cache.k, cache.v, **call, gpu="H100", return_lse=True).kernel == "portable_decode"
+    assert explain(q, cache.k, cache.v, **call, gpu="H100", return_lse=True).kernel == "paged_decode"
     assert paged_attention(q, cache.k, cache.v, **call).shape == q.shape
 
 

@@ -100,7 +100,7 @@ def test_which_kernel_takes_them(head_dim, by_prefill):
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), head_dim=head_dim, dtype=jnp.bfloat16)
     q, starts = packed_call(case)
     choice = choose(check_packed(q, *case.arrays[1:], starts), H100)
-    assert choice.kernel == ("paged_prefill" if by_prefill else "portable_decode")
+    assert choice.kernel == ("paged_prefill" if by_prefill else "paged_decode")
     assert choice.run == (0 if by_prefill else 64 // 3)  # query tokens of a run: 64 rows of 3 heads
 
 

@@ -224,14 +224,14 @@ def test_which_kernel_takes_a_tree():
     def kernel(q, **options):
         return explain(q, *arrays, **options, gpu="H100").kernel
 
-    assert kernel(q[:, :NODES], tree_mask=MASK) == "portable_decode"
+    assert kernel(q[:, :NODES], tree_mask=MASK) == "paged_decode"
     assert kernel(q[:, :11], tree_mask=mask[:, :11]) == "paged_prefill"  # 33 rows
     assert kernel(q, tree_mask=mask) == "paged_prefill"
     plan = plan_partitions(arrays[-1], num_kv_heads=2, q_len=22)
     assert kernel(q, tree_mask=mask, plan=plan) == "paged_prefill"  # 66 rows
-    assert kernel(q[:, :21], tree_mask=mask[:, :21], plan=plan) == "portable_decode"
+    assert kernel(q[:, :21], tree_mask=mask[:, :21], plan=plan) == "paged_decode"
     q_of_64_rows = jnp.zeros((4, 16, 8, 64), jnp.bfloat16)
-    assert kernel(q_of_64_rows, tree_mask=mask[:, :16], num_partitions=2) == "portable_decode"
+    assert kernel(q_of_64_rows, tree_mask=mask[:, :16], num_partitions=2) == "paged_decode"
     packed = dict(tree_mask=mask.reshape(88, 1), query_starts=jnp.arange(5) * 22)
     assert kernel(q.reshape(88, 6, 64), **packed) == "paged_prefill"
 

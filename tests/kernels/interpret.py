@@ -18,7 +18,7 @@ from jaxpaged._attention.arguments import check_arguments
 from jaxpaged._attention.choose import Choice, Known, by_decode
 from jaxpaged._attention.run import run
 from jaxpaged._device import GPUS, Gpu
-from pallas_kernels.partition_plan import PartitionPlan
+from pallas_kernels.decode.partition_plan import PartitionPlan
 from tests.cases import Case, assert_lse, assert_within_budget
 from tests.kernels.evaluate import evaluate
 

@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 
-from pallas_kernels import paged_prefill, partition_plan, portable_config, portable_decode, prefill_config
-from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.common.options import AttentionOptions
+from pallas_kernels.decode import config as decode_config
+from pallas_kernels.decode import kernel as decode_kernel
+from pallas_kernels.decode import partition_plan
+from pallas_kernels.prefill import config as prefill_config
+from pallas_kernels.prefill import kernel as prefill_kernel
+from pallas_kernels.prefill.work_list import make_work_list
 
 # Of the decode kernel, beside the scales.
 OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
@@ -61,10 +66,8 @@ def traced_prefill(
 
     @jax.jit
     def launch(q, k_cache, v_cache, tables, lengths, starts, **named):
-        work = paged_prefill.make_work_list(
-            starts, lengths, tokens=tokens, token_bytes=4 * kv_heads * head_dim, config=config
-        )
-        return paged_prefill.launch(q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
+        work = make_work_list(starts, lengths, tokens=tokens, token_bytes=4 * kv_heads * head_dim, config=config)
+        return prefill_kernel.launch(q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
 
     arrays = shape((tokens, heads, head_dim), dtype), cache, cache, shape((3, 32), jnp.int32)
     sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)
@@ -94,7 +97,7 @@ def traced_decode(
     """The traced call of the decode kernel, for a GPU of that compute capability, and its configuration."""
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
-    config = portable_config.default_config(
+    config = decode_config.default_config(
         seqs=seqs,
         kv_heads=kv_heads,
         group=group,
@@ -115,7 +118,7 @@ def traced_decode(
         plan = None
         if total_partitions is not None:
             plan = partition_plan.make(arrays[-1], None, q_len=q_len, total_partitions=total_partitions)
-        return portable_decode.launch(*arrays, AttentionOptions(**named), plan=plan, config=config)
+        return decode_kernel.launch(*arrays, AttentionOptions(**named), plan=plan, config=config)
 
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, cache, shape((seqs, capacity // block_size), jnp.int32), shape((seqs,), jnp.int32)

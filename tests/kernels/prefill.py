@@ -9,7 +9,7 @@ import numpy as np
 from jaxpaged._attention.arguments import PackedArguments
 from jaxpaged._attention.choose import Choice
 from jaxpaged._attention.run import run
-from pallas_kernels import paged_prefill
+from pallas_kernels.prefill.config import default_config
 from tests.cases import Case, assert_lse, assert_within_budget, oracle, within_budget
 from tests.kernels.interpret import arguments_of
 
@@ -59,7 +59,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Out [tokens + padding, heads, head_dim] and the lse. `mask`: of `with_trees`."""
     a = arguments_of(case)
-    config = paged_prefill.default_config(
+    config = default_config(
         group=a.group,
         head_dim=a.q.shape[-1],
         num_sms=num_sms,

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpaged._attention.plan import PARTIAL_BYTES
-from pallas_kernels import portable_config, prefill_config
-from pallas_kernels.portable_decode import _refs
+from pallas_kernels.decode import config as decode_config
+from pallas_kernels.decode import refs as _refs
+from pallas_kernels.prefill import config as prefill_config
 
 SUPPORTED = dict(
     head_dim=128,
@@ -39,7 +40,7 @@ def test_the_decode_kernel_fits_every_gpu(compute_capability, smem):
         shape = dict(head_dim=head_dim, group=group, q_len=q_len)
         if smem == 99 and head_dim == 256 and q_len * group == 64:
             continue  # not taken
-        config = portable_config.default_config(
+        config = decode_config.default_config(
             **(SHAPE | shape | dict(compute_capability=compute_capability, itemsize=itemsize))
         )
         arrays = _refs.scratch(
@@ -53,15 +54,15 @@ def test_the_decode_kernel_fits_every_gpu(compute_capability, smem):
         num_bytes = sum(map(bytes_of, arrays.values()))
         assert num_bytes + 2048 <= smem * 1024  # and Mosaic's reductions
         barriers = 8 * 2 * config.num_stages if config.copies == "tma" else 0
-        assert num_bytes - barriers == portable_config.smem_bytes(config.num_stages, **shape, itemsize=itemsize)
+        assert num_bytes - barriers == decode_config.smem_bytes(config.num_stages, **shape, itemsize=itemsize)
 
 
 def test_partitions_of_the_decode_kernel():
-    default = functools.partial(portable_config.default_config, **SHAPE)
+    default = functools.partial(decode_config.default_config, **SHAPE)
     assert default().num_partitions == 3  # two programs for each of 108 SMs
-    assert portable_config.default_config(**(SHAPE | dict(seqs=64))).num_partitions == 1
-    assert portable_config.default_config(**(SHAPE | dict(seqs=1))).num_partitions == 16
-    assert portable_config.default_config(**(SHAPE | dict(capacity=300)), num_partitions=256).num_partitions == 5
+    assert decode_config.default_config(**(SHAPE | dict(seqs=64))).num_partitions == 1
+    assert decode_config.default_config(**(SHAPE | dict(seqs=1))).num_partitions == 16
+    assert decode_config.default_config(**(SHAPE | dict(capacity=300)), num_partitions=256).num_partitions == 5
     assert default(window=128).num_partitions == 2
     assert default(num_partitions=7).num_partitions == 7
 
@@ -69,7 +70,7 @@ def test_partitions_of_the_decode_kernel():
 @pytest.mark.parametrize(("compute_capability", "rows"), [(8.0, 64), (8.9, 48)])
 def test_rows_that_the_decode_kernel_has_room_for(compute_capability, rows):
     sizes = dict(head_dim=256, itemsize=2, compute_capability=compute_capability)
-    assert portable_config.most_rows(**sizes) == rows
+    assert decode_config.most_rows(**sizes) == rows
 
 
 @pytest.mark.parametrize(
@@ -87,9 +88,9 @@ def test_rows_that_the_decode_kernel_has_room_for(compute_capability, rows):
     ],
 )
 def test_what_the_decode_kernel_does_not_take(changes, message):
-    portable_config.check_supported(**SUPPORTED)
+    decode_config.check_supported(**SUPPORTED)
     with pytest.raises(NotImplementedError, match=message):
-        portable_config.check_supported(**(SUPPORTED | changes))
+        decode_config.check_supported(**(SUPPORTED | changes))
 
 
 @pytest.mark.parametrize("head_dim", [64, 120, 128, 192, 256])
@@ -99,9 +100,9 @@ def test_partials_that_nobody_asked_for_take_little_memory(head_dim):
         ((4, 1), (33, 1), (64, 1), (4, 16)), (1, 4, 9, 33, 132, 264, 1024), (512, 8192, 131072)
     ):
         shape = SHAPE | sizes | dict(group=group, q_len=q_len, seqs=seqs, capacity=capacity)
-        num_partitions = portable_config.default_config(**shape).num_partitions
+        num_partitions = decode_config.default_config(**shape).num_partitions
         if num_partitions > 1:
-            numbers = portable_config.partial_size(group=group, q_len=q_len, head_dim=head_dim)
+            numbers = decode_config.partial_size(group=group, q_len=q_len, head_dim=head_dim)
             assert seqs * SHAPE["kv_heads"] * num_partitions * numbers * 4 <= PARTIAL_BYTES
 
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import KVCache, _device, copy_blocks
 from jaxpaged._cache import copy_blocks as copying
-from pallas_kernels import copy_config
+from pallas_kernels.copy_blocks import config as copy_config
 from tests.kernels.interpret import races_found
 from tests.transfers import (
     COPIES,

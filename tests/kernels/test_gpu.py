@@ -12,8 +12,9 @@ from jaxpaged import _device, paged_attention, tree_mask
 from jaxpaged._attention import query_runs
 from jaxpaged._attention.choose import Choice, Known, choose, with_plan
 from jaxpaged._attention.run import Results, run
-from pallas_kernels import partition_plan, portable_config
-from pallas_kernels.partition_plan import PartitionPlan
+from pallas_kernels.decode import config as decode_config
+from pallas_kernels.decode import partition_plan
+from pallas_kernels.decode.partition_plan import PartitionPlan
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, within_budget
 from tests.kernels.interpret import arguments_of
 
@@ -207,7 +208,7 @@ def test_prompts_go_through_the_kernels_by_default_and_their_gradients_through_x
 def test_as_many_runs_as_a_launch_takes(q_len):
     """The slowest axis of the grid is full. Too many sequences for the builder of cases: they share blocks freely."""
     num_runs, _ = query_runs.runs_of(q_len, 4)
-    seqs, pool = portable_config.MAX_SEQS // num_runs, (1000, 16, 1, 64)
+    seqs, pool = decode_config.MAX_SEQS // num_runs, (1000, 16, 1, 64)
     keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (seqs, q_len, 4, 64), BF16)
     k, v = (jax.random.normal(key, pool, BF16) for key in keys[1:3])

@@ -16,7 +16,7 @@ import pytest
 from jaxpaged import _device, tree_mask
 from jaxpaged._attention.choose import Known, by_decode
 from jaxpaged._attention.run import run
-from pallas_kernels import partition_plan
+from pallas_kernels.decode import partition_plan
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
 from tests.kernels.interpret import arguments_of, changed
 from tests.kernels.lowering import mosaic_for

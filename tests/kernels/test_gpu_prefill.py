@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import paged_attention
-from pallas_kernels import paged_prefill
+from pallas_kernels.prefill import kernel
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, oracle
 from tests.kernels import prefill
 from tests.kernels.interpret import FAULTS
@@ -175,8 +175,8 @@ def test_equal_bits_twice(shape):
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_prompts_through_the_public_function(name, shape, monkeypatch):
     launched = []
-    launch = paged_prefill.launch
-    monkeypatch.setattr(paged_prefill, "launch", lambda *args, **named: launched.append(0) or launch(*args, **named))
+    launch = kernel.launch
+    monkeypatch.setattr(kernel, "launch", lambda *args, **named: launched.append(0) or launch(*args, **named))
     jax.clear_caches()
     case = make_case(
         lengths=(5, 1040, 700),

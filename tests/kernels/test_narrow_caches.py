@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import explain
-from pallas_kernels import _scales, _widen
+from pallas_kernels.common import scales as _scales
+from pallas_kernels.common import widen as _widen
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import attend, check
 

@@ -15,7 +15,7 @@ from jaxpaged._attention import xla
 from jaxpaged._attention.choose import Choice, Known, by_decode, choose
 from jaxpaged._attention.run import run
 from jaxpaged._device import Gpu
-from pallas_kernels import _sizes
+from pallas_kernels.common import sizes as _sizes
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import FAULTS, H100, arguments_of, attend, check
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import paged_prefill
+from pallas_kernels.prefill import config as prefill_config
+from pallas_kernels.prefill.work_list import make_work_list
 from tests.cases import OPTIONS, make_case
 from tests.kernels import prefill
 from tests.kernels.interpret import FAULTS, races_found
@@ -134,7 +135,7 @@ def test_lowers_for_hopper(shape):
     ],
 )
 def test_an_item_fills_its_rows(group, heads, tokens):
-    assert paged_prefill.heads_and_tokens(group) == (heads, tokens)
+    assert prefill_config.heads_and_tokens(group) == (heads, tokens)
 
 
 @pytest.mark.parametrize(
@@ -151,17 +152,17 @@ def test_an_item_fills_its_rows(group, heads, tokens):
 )
 def test_what_it_does_not_take(limit, shape):
     supported = dict(head_dim=128, block_size=16, q_dtype=BF16, cache_dtype=BF16, compute_capability=9.0)
-    paged_prefill.check_supported(**supported)
-    paged_prefill.check_supported(**supported | dict(cache_dtype=INT8))
+    prefill_config.check_supported(**supported)
+    prefill_config.check_supported(**supported | dict(cache_dtype=INT8))
     with pytest.raises(NotImplementedError, match=limit):
-        paged_prefill.check_supported(**supported | shape)
+        prefill_config.check_supported(**supported | shape)
 
 
 def entries_of(counts, lengths, *, tokens, token_bytes=4096):
     """Of a group of 4: 32 tokens an item."""
-    config = paged_prefill.default_config(group=4, head_dim=128, num_sms=132)
+    config = prefill_config.default_config(group=4, head_dim=128, num_sms=132)
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
-    make = functools.partial(paged_prefill.make_work_list, tokens=tokens, token_bytes=token_bytes, config=config)
+    make = functools.partial(make_work_list, tokens=tokens, token_bytes=token_bytes, config=config)
     work = jax.jit(make)(starts, jnp.asarray(lengths, jnp.int32))
     return np.asarray(work.entries)[: int(work.num_entries[0])]
 

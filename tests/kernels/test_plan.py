@@ -14,7 +14,7 @@ from jaxpaged import _device, explain, paged_attention, plan_partitions
 from jaxpaged._attention.choose import by_decode, choose, with_plan
 from jaxpaged._attention.plan import follows
 from jaxpaged._attention.run import run
-from pallas_kernels import partition_plan
+from pallas_kernels.decode import partition_plan
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import A100, H100, arguments_of, attend, check, races_found
 

@@ -13,8 +13,8 @@ from jaxpaged import explain, plan_partitions, tree_mask
 from jaxpaged._attention import xla
 from jaxpaged._attention.choose import Choice
 from jaxpaged._attention.run import run
-from pallas_kernels import partition_plan
-from pallas_kernels.portable_config import Config
+from pallas_kernels.decode import partition_plan
+from pallas_kernels.decode.config import Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import FAULTS, arguments_of, races_found
 from tests.kernels.lowering import OPTIONS as ALL_OPTIONS
@@ -29,7 +29,7 @@ def choice_of(interpret, num_partitions=1, num_stages=2, plan=None):
     """For up to 64 query tokens of one head a KV head."""
     at_once = None if plan is None else plan.total_partitions
     return Choice(
-        "portable_decode", Config(num_partitions, num_stages, "tma"), run=64, at_once=at_once, interpret=interpret
+        "paged_decode", Config(num_partitions, num_stages, "tma"), run=64, at_once=at_once, interpret=interpret
     )
 
 
@@ -118,13 +118,13 @@ def test_by_name_on_other_gpus_than_hopper():
     how = dict(case.options, gpu="A100")
     assert "`python -m jaxpaged.selftest` checks" in explain(*case.arrays, **how).reason
     how["implementation"] = "mosaic_gpu"
-    assert explain(*case.arrays, **how).kernel == "portable_decode"
-    assert explain(*case.arrays, **how, query_starts=jnp.asarray([0, 0, 1, 3], jnp.int32)).kernel == "portable_decode"
+    assert explain(*case.arrays, **how).kernel == "paged_decode"
+    assert explain(*case.arrays, **how, query_starts=jnp.asarray([0, 0, 1, 3], jnp.int32)).kernel == "paged_decode"
     planned = explain(*case.arrays, **how, plan=plan_partitions(case.lengths, num_kv_heads=1))
-    assert (planned.kernel, planned.num_partitions) == ("portable_decode", "plan")
+    assert (planned.kernel, planned.num_partitions) == ("paged_decode", "plan")
     tree = tree_mask(jnp.full((3, 2), -1, jnp.int32))
     named = dict(gpu="A100", implementation="mosaic_gpu", tree_mask=tree)
-    assert explain(*small(q_len=2).arrays, **named).kernel == "portable_decode"
+    assert explain(*small(q_len=2).arrays, **named).kernel == "paged_decode"
 
 
 def test_vmap_and_gradients():

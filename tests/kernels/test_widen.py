@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels import _sizes, _widen
+from pallas_kernels.common import sizes as _sizes
+from pallas_kernels.common import widen as _widen
 
 LANES = 128
 

@@ -1,0 +1,42 @@
+"""How an attention kernel is called: with its arrays by the names of its `Refs`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import interpret as _interpret
+
+
+def launch(
+    name: str,
+    body: Callable[[Any], None],  # gets the `refs`
+    refs: type,
+    inputs: dict[str, jax.Array],
+    out_types: dict[str, Any],
+    **how: Any,  # of `plgpu.kernel`
+) -> Any:
+    """The outputs. If `arrivals` is the last of them, it is zeros at first."""
+    names = (*inputs, *out_types)
+
+    def kernel(*operands: Any, **scratch_refs: Any) -> None:
+        body(refs(**dict(zip(names, operands, strict=True)), **scratch_refs))
+
+    kernel.__name__ = name
+    make = functools.partial(_interpret.kernel, kernel, compiler_params=plgpu.CompilerParams(approx_math=True), **how)
+    operands, types = tuple(inputs.values()), tuple(out_types.values())
+    if "arrivals" not in out_types:
+        return make(out_type=types)(*operands)
+    written = make()
+
+    # A kernel that writes into its operands cannot be mapped (jax 0.11.2 and 0.12.0).
+    @jax.custom_batching.sequential_vmap
+    def one_after_the_other(operands: tuple[jax.Array, ...]) -> Any:
+        first = *pl.empty_like(types[:-1]), jnp.zeros_like(types[-1])
+        return pl.run_state(lambda results: written(*operands, *results))(first)
+
+    return one_after_the_other(operands)

@@ -1,0 +1,159 @@
+"""Sequences that several programs share: the partial sums of each, and their merge by the last of the programs.
+
+    m = max_p m_p,    w_p = exp2(m_p - m),    l = sum_p w_p l_p,    acc = sum_p w_p acc_p
+
+Each program stores its sums, and is then counted. The one that is counted last merges all of them, a few at a time, so
+that their latencies overlap, and in the order of the partitions: whichever is the last, the bits are the same. No
+program waits for another. All but `types_of` is traced inside the decode kernel.
+
+Source: Dao et al., Flash-Decoding, 2023 (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.common import rows as _rows
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.rows import LOWEST, ROWS, ROWS_LAST, SCALAR
+from pallas_kernels.common.sizes import ceil_div
+from pallas_kernels.decode.partition_plan import PartitionPlan
+from pallas_kernels.decode.walk import Partition
+
+MOST_AT_ONCE = 8  # partials
+# Of a thread, for partials that are read at once. With 64, four programs no longer share a SM.
+LOADED_REGISTERS = 48
+
+# Once all threads have stored, the first one counts: it releases what its program stored, and acquires what those
+# counted before it did. The second barrier tells all threads whether the number was that of the last. It is the barrier
+# that Mosaic gives to warpgroup 0.
+COUNT = """{
+    .reg .pred is_first, is_last;
+    .reg .u32 arrived;
+    setp.eq.u32 is_first, $2, 0;
+    mov.u32 arrived, 0xffffffff;
+    barrier.cta.sync 1, 128;
+    @is_first atom.acq_rel.gpu.global.add.u32 arrived, [$1], 1;
+    setp.eq.u32 is_last, arrived, $3;
+    barrier.cta.red.or.pred is_last, 1, 128, is_last;
+    selp.u32 $0, 1, 0, is_last;
+}"""
+
+
+class Sums(NamedTuple):
+    """What a program has of its rows, or a merge of them."""
+
+    acc: tuple[jax.Array, ...]  # O^T, not divided by l yet: f32 matrices of the same shape
+    m: jax.Array  # f32 [rows], the highest logit, in units of log2
+    l: jax.Array  # f32 [rows], the sum of the weights
+
+
+def types_of(
+    plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int, width: int, rows: int
+) -> dict[str, Any]:
+    """The arrays in GMEM, by their names in the kernels' `Refs`; none where every sequence has one partial."""
+    if plan is None and num_partials == 1:
+        return {}
+    places = seqs * num_partials if plan is None else plan.total_partitions
+    return {
+        "partial_acc": jax.ShapeDtypeStruct((places, kv_heads, width, rows), jnp.float32),
+        "partial_ml": jax.ShapeDtypeStruct((places, kv_heads, 1, 2, rows), jnp.float32),
+        "arrivals": jax.ShapeDtypeStruct((seqs, kv_heads, 1), jnp.int32),  # zeros at first
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Partials:
+    """Those of one sequence and KV head."""
+
+    refs: Any  # with the arrays of `types_of`
+    partition: Partition
+    count: int | jax.Array
+
+    def merge(self, sums: Sums, finish: Callable[[Sums], None]) -> None:
+        """Stores the sums of this program. If it is counted last, `finish` gets those of all."""
+        place = self.partition.first_place + self.partition.index
+        for c, part in enumerate(sums.acc):
+            _rows.store(self._acc(place, c, part.shape[0]), part)
+        for i, vector in enumerate((sums.m, sums.l)):
+            _rows.store(self._ml(place, i), vector)
+        shapes = [part.shape for part in sums.acc]
+        pl.when(self._is_last())(lambda: finish(self._merged(shapes, sums.m.shape[0])))
+
+    def _acc(self, place: jax.Array, c: int, size: int) -> Any:
+        return self.refs.partial_acc.at[place, self.partition.kv_head, pl.ds(c * size, size)]
+
+    def _ml(self, place: jax.Array, i: int) -> Any:
+        return self.refs.partial_ml.at[place, self.partition.kv_head, 0, i]
+
+    def _is_last(self) -> jax.Array:
+        """Counts this program. bool []: whether it may read the partials of all."""
+        seq, kv_head, last = self.partition.seq, self.partition.kv_head, self.count - 1
+        if interpreted():  # one program after the other
+            place = seq, kv_head, pl.ds(0, 1)
+            arrived = self.refs.arrivals[place]
+            self.refs.arrivals[place] = arrived + 1
+            return arrived[0] == last
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), SCALAR),
+            return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
+        )
+        def count(_: Any, ours: Any, last: Any) -> Any:
+            operands = utils.memref_ptr(ours), utils.thread_idx(), last.registers.item()
+            i32 = ir.IntegerType.get_signless(32)
+            is_last = llvm.inline_asm(i32, operands, COUNT, "=r,l,r,r,~{memory}", has_side_effects=True)
+            return fragmented_array.FragmentedArray.splat(is_last, (), is_signed=True)
+
+        return count(self.refs.arrivals.at[seq, kv_head, 0], jnp.int32(last)) == 1
+
+    def _merged(self, shapes: list[tuple[int, ...]], rows: int) -> Sums:
+        """The sums of all partials."""
+        registers = sum(size * columns for size, columns in shapes) // 128
+        at_once = max(1, min(MOST_AT_ONCE, LOADED_REGISTERS // registers))
+        end = self.partition.first_place + self.count
+
+        def load(ref: Any, layout: Any) -> jax.Array:
+            return plgpu.load(ref, layout=layout, optimized=False)
+
+        def over(weight: jax.Array, part: jax.Array) -> jax.Array:
+            return plgpu.layout_cast(ROWS_LAST.over(weight, part.shape), ROWS)
+
+        def plus(so_far: jax.Array, part: jax.Array, weight: jax.Array) -> jax.Array:
+            factor = over(weight, part)
+            return so_far + jnp.where(factor != 0.0, part * factor, jnp.zeros_like(part))  # 0 x Inf is NaN
+
+        def add(i: jax.Array, so_far: Sums) -> Sums:
+            places = [self.partition.first_place + i * at_once + j for j in range(at_once)]
+            # Past the end the last one is read again, and has no weight.
+            changes = [jnp.where(place < end, 0.0, LOWEST) for place in places]
+            places = [jnp.minimum(place, end - 1) for place in places]
+            m_parts, l_parts = ([load(self._ml(place, j), ROWS_LAST.vector) for place in places] for j in range(2))
+            acc_parts = [
+                [load(self._acc(place, c, shape[0]), ROWS) for c, shape in enumerate(shapes)] for place in places
+            ]
+            m_parts = [part + change for part, change in zip(m_parts, changes, strict=True)]
+            m = functools.reduce(jnp.maximum, m_parts, so_far.m)
+            alpha, weights = jnp.exp2(so_far.m - m), [jnp.exp2(part - m) for part in m_parts]
+            l, acc = so_far.l * alpha, [part * over(alpha, part) for part in so_far.acc]
+            for weight, l_part, its in zip(weights, l_parts, acc_parts, strict=True):
+                l += weight * l_part
+                acc = [plus(a, part, weight) for a, part in zip(acc, its, strict=True)]
+            return Sums(tuple(acc), m, l)
+
+        nothing = Sums(
+            acc=tuple(_rows.full(shape, 0.0, ROWS) for shape in shapes),
+            m=ROWS_LAST.full(rows, LOWEST),
+            l=ROWS_LAST.full(rows, 0.0),
+        )
+        return lax.fori_loop(0, ceil_div(jnp.int32(self.count), at_once), add, nothing)

@@ -1,0 +1,60 @@
+"""The options of attention, carried whole from the public function to the kernel."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """Checked, as arrays. None: the option is left out, and costs a kernel nothing."""
+
+    scale: jax.Array  # f32 []
+    sliding_window: jax.Array | None = None  # int32 [], within 1 and the capacity of a table row
+    logits_soft_cap: jax.Array | None = None  # f32 []
+    alibi_slopes: jax.Array | None = None  # f32 [heads]
+    sinks: jax.Array | None = None  # f32 [heads]
+    k_scale: jax.Array | None = None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads], of a narrow cache
+    v_scale: jax.Array | None = None  # as k_scale
+    # uint32 [seqs, q_len, words], which of the q_len tokens each of them sees; for the prefill kernel [tokens, words],
+    # see `prefill.tree`.
+    tree_bits: jax.Array | None = None
+
+
+def operands_of(
+    options: AttentionOptions,
+    per_row: Callable[[jax.Array], jax.Array],  # of f32 [heads]
+    *,
+    with_sinks: bool = True,
+    tree_bits: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """As a kernel reads them, by its names: numbers as [1], numbers of heads by row. Without what is left out."""
+    named = {
+        "sliding_window": None if options.sliding_window is None else options.sliding_window.reshape(1),
+        "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
+        "alibi_slopes": None if options.alibi_slopes is None else per_row(options.alibi_slopes),
+        "sinks": None if options.sinks is None or not with_sinks else per_row(options.sinks),
+        "tree_bits": tree_bits,
+        "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
+        "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    return {"scale": options.scale.reshape(1), **given}
+
+
+def bits_by_row(bits: jax.Array, *, group: int, rows: int) -> jax.Array:
+    """uint32 [seqs, q_len, words] -> int32 [seqs, words, rows], the same for every head, zero in the padding."""
+    by_row = jnp.repeat(lax.bitcast_convert_type(bits, jnp.int32).swapaxes(1, 2), group, axis=2)
+    return jnp.pad(by_row, ((0, 0), (0, 0), (0, rows - by_row.shape[2])))
+
+
+def by_row(by_head: jax.Array, *, kv_heads: int, q_len: int, rows: int) -> jax.Array:
+    """f32 [heads] -> [kv_heads, rows], the same for every query token, zero in the padding."""
+    by_head = by_head.reshape(kv_heads, 1, -1)
+    group = by_head.shape[-1]
+    by_row = jnp.broadcast_to(by_head, (kv_heads, q_len, group)).reshape(kv_heads, q_len * group)
+    return jnp.pad(by_row, ((0, 0), (0, rows - q_len * group)))

@@ -1,0 +1,240 @@
+"""8-bit caches on chip: from SMEM straight to the left operands of the products, widened to float16 in registers.
+
+The tensor cores multiply 16-bit numbers, and only 16-bit numbers can be transposed when they are read from SMEM. So a
+tile is read as words of two neighbouring columns of the head, for V transposed. Each register holds two words, and is
+split into two registers of two float16 each. Nothing widened goes back to SMEM.
+
+The cheapest way leaves the columns of the head out of order, though only within each 16:
+
+    K: position 8 h + 2 i + j holds column 4 i + 2 h + j,    V: position 8 h + i holds column 2 i + h
+
+So Q is put into the order of K once, before the first tile, and O back from the order of V once, after the last.
+
+float16 holds every float8_e4m3fn, float8_e5m2 and int8, with subnormals, infinities and NaN. It does not hold every
+bfloat16: each row of such a Q is divided by a power of two that brings its largest number to between 1 and 2, and its
+logits are multiplied by that power. Numbers below 2^-14 of the largest lose bits, those below 2^-24.
+Weights of a softmax up to 2^HEADROOM use float16's whole range: down to 2^-29 of the largest, a weight is off by at
+most 2^-11 of itself; a bfloat16 one is off by 2^-9.
+
+The prefill kernel, which widens K and V in SMEM, takes only the conversions from here.
+
+Everything here is traced inside the kernels. Interpret mode has neither two views of one buffer nor products with an
+operand in registers: there the same orders come about by reshaping.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_LAST
+
+HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
+# [32 words, tokens], 8 words to a warp: widened, the 16 rows that ROWS gives it.
+WORDS = plgpu.Layout.TILED(
+    fragmented_array.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+K_ORDER = tuple(4 * i + 2 * h + j for h in range(2) for i in range(4) for j in range(2))
+V_ORDER = tuple(2 * i + h for h in range(2) for i in range(8))
+
+
+def scratch(shape: tuple[int, int, int], dtype: Any) -> Any:
+    """SMEM for a ring of tiles, [stages, tile, width], as the copies write them and as words."""
+    stages, tile, width = shape
+    ring = plgpu.SMEM(shape, dtype, transforms=_matrix(COLUMNS, COLUMNS))
+    if interpreted():
+        return ring
+    words = plgpu.SMEM((stages, tile, width // 2), jnp.int16, transforms=_matrix(COLUMNS // 2, COLUMNS))
+    return plgpu.RefUnion(ring, words)
+
+
+def _matrix(columns: int, row_bytes: int) -> tuple[Any, ...]:
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes)  # type: ignore[abstract]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A ring of tiles, [stages, tile, width], and the same bytes as words; None in interpret mode."""
+
+    narrow: Any
+    words: Any | None  # int16 [stages, tile, width / 2]
+    left: Any  # layout of a left operand, of the same registers in the same order as ROWS
+
+    def keys(self, stage: jax.Array) -> jax.Array:
+        """float16 [tile, width], the columns in the order of K."""
+        if self.words is None:
+            return _in_order(self.narrow[stage].astype(jnp.float16).T, K_ORDER).T
+        words = plgpu.load(self.words.at[stage], layout=ROWS)
+        return _widen(words, self.narrow.dtype, self.left, transposed=False)
+
+    def load_values(self, stage: jax.Array, start: int, size: int) -> jax.Array:
+        """Columns `start` to `start + size - 1`, transposed, as they lie in SMEM."""
+        if self.words is None:
+            return self.narrow[stage, :, pl.ds(start, size)].T
+        return plgpu.load(self.words.at[stage, :, pl.ds(start // 2, size // 2)].T, layout=WORDS)
+
+    def zero_unseen(self, loaded: jax.Array, seen: Any) -> jax.Array:
+        """The result of `load_values`, zero for the tokens outside of `seen(shape, axis, layout)`."""
+        ours = seen(loaded.shape, 1, WORDS)
+        if self.words is None:
+            return jnp.where(ours, loaded, jnp.zeros_like(loaded))
+        return loaded & jnp.where(ours, jnp.full(loaded.shape, -1, jnp.int16), jnp.zeros_like(loaded))
+
+    def values(self, loaded: jax.Array) -> jax.Array:
+        """The same, float16 [size, tile], the columns in the order of V."""
+        if self.words is None:
+            return _in_order(loaded.astype(jnp.float16), V_ORDER)
+        return _widen(loaded, self.narrow.dtype, self.left, transposed=True)
+
+
+def load_q(q: Any, target_of: Callable[[int], Any]) -> jax.Array | None:
+    """Q, SMEM [rows, width], in the order of K into `target_of(start)`, SMEM [64, rows], for each 64 columns; and the
+    factor of the products with each row, f32 [rows]; None: ones."""
+    rows, width = q.shape
+
+    def load(start: int) -> jax.Array:
+        columns = q.at[:, pl.ds(start, 64)]  # few at a time: many rows would not fit the registers
+        return plgpu.load(columns.T, layout=ROWS, optimized=False)
+
+    unit = None
+    if q.dtype == jnp.bfloat16:
+        largest = ROWS_LAST.full(rows, 0.0)
+        for start in range(0, width, 64):
+            largest = jnp.maximum(largest, jnp.abs(load(start).astype(jnp.float32)).max(axis=0))
+        unit = power_of_two(largest)
+    for start in range(0, width, 64):
+        columns = load(start)
+        if unit is not None:
+            columns = (columns.astype(jnp.float32) * ROWS_LAST.over(1.0 / unit, columns.shape)).astype(jnp.float16)
+        target_of(start)[...] = _in_order(columns, K_ORDER) if interpreted() else _exchange(columns, K_ORDER)
+    return unit
+
+
+def ordered(acc: jax.Array) -> jax.Array:
+    """f32 [columns, rows], the columns from the order of V to their own."""
+    own = tuple(V_ORDER.index(column) for column in range(16))
+    return _in_order(acc, own) if interpreted() else _exchange(acc, own)
+
+
+def power_of_two(x: jax.Array) -> jax.Array:
+    """The largest power of two that is not above x, within what has an inverse, f32."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.full(x.shape, 0x7F800000, jnp.int32)
+    power = lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.minimum(jnp.maximum(power, jnp.full(x.shape, 2.0**-120)), jnp.full(x.shape, 2.0**120))
+
+
+def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.Array:
+    """int16 words [m, n] in ROWS to float16 [m, 2 n] in `left`, or where `transposed` [m, n] in WORDS to [2 m, n]."""
+    m, n = words.shape
+    shape = (2 * m, n) if transposed else (m, 2 * n)
+
+    def widen(_: Any, narrow: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        wide = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+        for (i, j, *rest), register in np.ndenumerate(narrow.registers):
+            for h, half in enumerate(halves(register, dtype, transposed)):
+                # [rows / 64, columns / 8, -, -, which eight of the 16 rows of a warp, -, -, -, -]
+                target = (i, j, 0, 0, h) if transposed else (i, 2 * j + h, 0, 0, rest[2])
+                wide[(*target, 0, 0, 0, 0)] = half
+        layout = left.to_mgpu()
+        wide = wide.reshape(layout.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=wide, _layout=layout, _is_signed=None)
+
+    return plgpu.inline_mgpu(
+        arg_types=(WORDS if transposed else ROWS,),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float16), layout=left),
+    )(widen)(words)
+
+
+def halves(register: ir.Value, dtype: Any, transposed: bool) -> list[ir.Value]:
+    """The bytes 0 to 3 of a register as two of two float16 each: 0, 1 and 2, 3; where `transposed` 0, 2 and 1, 3."""
+    i32 = ir.IntegerType.get_signless(32)
+    pairs = ((0, 2), (1, 3)) if transposed else ((0, 1), (2, 3))
+    narrow = utils.bitcast(register, i32)
+
+    def ptx(template: str, x: ir.Value) -> ir.Value:
+        return utils.inline_ptx(template, x, result_types=i32)
+
+    if dtype == jnp.float8_e4m3fn:
+        if transposed:
+            narrow = ptx("prmt.b32 $0, $1, 0, 0x3120;", narrow)
+        wide = [
+            ptx(f"{{ .reg .b16 h<2>; mov.b32 {{h0, h1}}, $1; cvt.rn.f16x2.e4m3x2 $0, h{h}; }}", narrow)
+            for h in range(2)
+        ]
+    elif dtype == jnp.float8_e5m2:  # the upper half of a float16
+        wide = [ptx(f"prmt.b32 $0, $1, 0, 0x{b}4{a}4;", narrow) for a, b in pairs]
+    else:
+        # 0x6400 + u is the float16 1024 + u for a u of 8 bits, and u = x + 128 is x with its sign bit turned over. The
+        # conversion that the compiler knows goes number by number.
+        biased = ptx("xor.b32 $0, $1, 0x80808080;", narrow)
+        wide = [ptx(f"prmt.b32 $0, $1, 0x64646464, 0x4{b}4{a};", biased) for a, b in pairs]
+        wide = [ptx("{ .reg .b32 c; mov.b32 c, 0x64806480; sub.rn.f16x2 $0, $1, c; }", x) for x in wide]
+    return [utils.bitcast(x, ir.VectorType.get((2,), ir.F16Type.get())) for x in wide]
+
+
+def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """x [m, n] in ROWS, row p of each 16 taken from row `order[p]` of them: another lane of the same warp has it."""
+    # Lane l holds rows l // 4 and 8 + l // 4: four bits a row, at bit 4 (l // 4), say which one to take.
+    rows = [sum(row << 4 * i for i, row in enumerate(order[8 * h : 8 * h + 8])) for h in range(2)]
+
+    def exchange(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        lane = utils.inline_ptx("mov.u32 $0, %laneid;", result_types=i32)
+        sources = [
+            utils.inline_ptx(
+                f"{{ .reg .b32 a, b; and.b32 a, $1, 28; shr.b32 a, {row:#x}, a; and.b32 b, $1, 3; "
+                "shl.b32 a, a, 2; and.b32 a, a, 60; or.b32 $0, a, b; }",  # lane in bits 0 to 4, which eight in bit 5
+                lane,
+                result_types=i32,
+            )
+            for row in rows
+        ]
+        taken, dtype = np.empty_like(x.registers), x.registers.flat[0].type
+        for index in np.ndindex(*x.registers.shape):
+            eights = [words_of(x.registers[(*index[:4], h, *index[5:])]) for h in range(2)]
+            words = [
+                utils.inline_ptx(
+                    "{ .reg .b32 a, b; .reg .pred p; shfl.sync.idx.b32 a, $1, $3, 31, -1; "
+                    "shfl.sync.idx.b32 b, $2, $3, 31, -1; setp.lt.u32 p, $3, 32; selp.b32 $0, a, b, p; }",
+                    *pair,
+                    sources[index[4]],
+                    result_types=i32,
+                    has_side_effects=True,
+                    convergent=True,
+                )
+                for pair in zip(*eights, strict=True)
+            ]
+            taken[index] = from_words(words, dtype)
+        return mgpu.FragmentedArray(_registers=taken, _layout=x.layout, _is_signed=x.is_signed)
+
+    return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=ROWS))(
+        exchange
+    )(x)
+
+
+def words_of(register: ir.Value) -> list[ir.Value]:
+    """A vector of registers of 32 bits."""
+    bits = utils.bitwidth(register.type)
+    words = vector.bitcast(ir.VectorType.get((bits // 32,), ir.IntegerType.get_signless(32)), register)
+    return [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(bits // 32)]
+
+
+def from_words(words: list[ir.Value], dtype: ir.Type) -> ir.Value:
+    return vector.bitcast(dtype, vector.from_elements(ir.VectorType.get((len(words),), words[0].type), words))
+
+
+def _in_order(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """The same as `_exchange`, without lanes."""
+    groups = x.reshape(-1, 16, x.shape[1])
+    return jnp.stack([groups[:, row] for row in order], axis=1).reshape(x.shape)

@@ -1,0 +1,161 @@
+"""The body of the kernel that copies blocks, and its launch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import interpret as _interpret
+from pallas_kernels.copy_blocks.config import Config, padded_rows
+
+
+def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks: int) -> None:
+    pools_gmem = refs["pools"]  # each [layers * blocks * rows, width]
+    # The direct ones from the front, the others from the back.
+    pairs_gmem = refs["pairs"]  # int32 [pairs, 2], source and destination
+    counts_gmem = refs["counts"]  # int32 [2]: how many there are of either
+    aside_gmem = refs["aside"]  # [slice programs * pairs * slice_rows, width]
+    ring_smem = refs["ring_smem"]  # [stages, tile_rows, width], padded
+    full = refs["full"]  # [stages * stage_slices]
+
+    program = lax.axis_index("program")
+    num_pairs = pairs_gmem.shape[0]
+
+    def move(
+        count: jax.Array, rows: int, stage_parts: int, source_of: Callable[..., None], target_of: Callable[..., None]
+    ) -> None:
+        """Copies `count` runs of rows through the ring; `source_of(i, copy)` calls `copy` with the i-th one's place."""
+
+        stages = config.num_stages * stage_parts
+        lag = stages // 2
+
+        def place_of(i: jax.Array) -> tuple[jax.Array, Any]:
+            stage = lax.rem(i, jnp.int32(stages))
+            row = lax.rem(stage, jnp.int32(stage_parts)) * rows if stage_parts > 1 else 0
+            return stage, ring_smem.at[lax.div(stage, jnp.int32(stage_parts)), pl.ds(row, rows)]
+
+        def load(i: jax.Array) -> None:
+            stage, place = place_of(i)
+            source_of(i, lambda source: plgpu.copy_gmem_to_smem(source, place, full.at[stage]))
+
+        for i in range(stages):
+
+            @pl.when(i < count)
+            def _start(i: int = i) -> None:
+                load(jnp.int32(i))
+
+        def step(i: jax.Array, _: None) -> None:
+            stage, place = place_of(i)
+            plgpu.barrier_wait(full.at[stage])
+            plgpu.commit_smem()  # orders reads before writes: a block may be both
+            target_of(i, lambda target: plgpu.copy_smem_to_gmem(place, target))
+
+            # Not the stage just emptied is filled again, but one whose copy has had time to end.
+            @pl.when(jnp.logical_and(i >= lag, i - lag + stages < count))
+            def _refill() -> None:
+                plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+                load(i - lag + stages)
+
+        lax.fori_loop(0, count, step, None)
+        plgpu.wait_smem_to_gmem(0)  # all of it has arrived
+
+    def in_pool(which: jax.Array, row: jax.Array, rows: int, copy: Callable[..., None]) -> None:
+        for i, pool in enumerate(pools_gmem):
+
+            @pl.when(which == i)
+            def _copy(pool: Any = pool) -> None:
+                copy(pool.at[pl.ds(row, rows)])
+
+    def first_row(layer: jax.Array, block_id: jax.Array) -> jax.Array:
+        return (layer * num_blocks + block_id) * config.rows
+
+    # 1. Direct pairs: every num_programs-th of their tiles; those of one pair follow each other.
+    tiles_of_block = config.rows // config.tile_rows
+    tiles_of_pair = len(pools_gmem) * num_layers * tiles_of_block
+
+    def tile_of(end: int) -> Callable[..., None]:
+        def place(i: jax.Array, copy: Callable[..., None]) -> None:
+            tile = program + i * config.num_programs
+            pair, tile = lax.div(tile, jnp.int32(tiles_of_pair)), lax.rem(tile, jnp.int32(tiles_of_pair))
+            layer, tile = lax.div(tile, jnp.int32(tiles_of_block)), lax.rem(tile, jnp.int32(tiles_of_block))
+            which, layer = lax.div(layer, jnp.int32(num_layers)), lax.rem(layer, jnp.int32(num_layers))
+            row = first_row(layer, pairs_gmem[pair, end]) + tile * config.tile_rows
+            in_pool(which, row, config.tile_rows, copy)
+
+        return place
+
+    num_tiles = counts_gmem[0] * tiles_of_pair
+    mine = lax.div(jnp.maximum(num_tiles - program + config.num_programs - 1, 0), jnp.int32(config.num_programs))
+    move(mine, config.tile_rows, 1, tile_of(0), tile_of(1))
+
+    # 2. The others: a slice of all of them at a time.
+    slices_of_block = config.rows // config.slice_rows
+    num_slices = len(pools_gmem) * num_layers * slices_of_block
+    count = counts_gmem[1]
+
+    def move_slice(i: jax.Array, _: None) -> None:
+        part = program + i * config.num_slice_programs
+        layer, part = lax.div(part, jnp.int32(slices_of_block)), lax.rem(part, jnp.int32(slices_of_block))
+        which, layer = lax.div(layer, jnp.int32(num_layers)), lax.rem(layer, jnp.int32(num_layers))
+
+        def slice_of(end: int) -> Callable[..., None]:
+            def place(j: jax.Array, copy: Callable[..., None]) -> None:
+                pair = jnp.maximum(num_pairs - 1 - j, 0)  # not skipped by `move` until it runs, where there are few
+                row = first_row(layer, pairs_gmem[pair, end]) + part * config.slice_rows
+                in_pool(which, row, config.slice_rows, copy)
+
+            return place
+
+        def aside_of(j: jax.Array, copy: Callable[..., None]) -> None:
+            row = (program * num_pairs + j) * config.slice_rows
+            copy(aside_gmem.at[pl.ds(row, config.slice_rows)])
+
+        move(count, config.slice_rows, config.stage_slices, slice_of(0), aside_of)
+        move(count, config.slice_rows, config.stage_slices, aside_of, slice_of(1))
+
+    @pl.when(jnp.logical_and(count > 0, program < config.num_slice_programs))
+    def _others() -> None:
+        my_slices = lax.div(num_slices - program + config.num_slice_programs - 1, jnp.int32(config.num_slice_programs))
+        lax.fori_loop(0, my_slices, move_slice, None)
+
+
+def launch(
+    pools: tuple[jax.Array, ...],  # each [layers, blocks, ...], of one shape and dtype
+    pairs: jax.Array,  # int32 [pairs, 2], source and destination: direct ones from the front, the others from the back
+    counts: jax.Array,  # int32 [2], how many there are of either
+    *,
+    config: Config,
+) -> tuple[jax.Array, ...]:
+    """Returns the new pools, in place if XLA may overwrite the old ones. Ids are legal, destinations distinct."""
+    num_layers, num_blocks = pools[0].shape[:2]
+    num_pairs, dtype = pairs.shape[0], pools[0].dtype
+
+    def copy_blocks(*operands: Any, **scratch_refs: Any) -> None:
+        *pool_refs, pairs, counts, aside = operands
+        named = dict(pools=pool_refs, pairs=pairs, counts=counts, aside=aside)
+        _kernel(named | scratch_refs, config=config, num_layers=num_layers, num_blocks=num_blocks)
+
+    copy = _interpret.kernel(
+        copy_blocks,
+        # Named an output, since scratch in GMEM is filled with zeros first.
+        out_type=jax.ShapeDtypeStruct((config.num_slice_programs * num_pairs * config.slice_rows, config.width), dtype),
+        grid=(config.num_programs,),
+        grid_names=("program",),
+        scratch_types=dict(
+            ring_smem=plgpu.SMEM(
+                (config.num_stages, padded_rows(config.tile_rows, config.width * dtype.itemsize), config.width), dtype
+            ),
+            full=plgpu.Barrier(num_barriers=config.num_stages * config.stage_slices),
+        ),
+    )
+
+    def overwrite(refs: tuple[Any, ...]) -> None:
+        copy(*refs, pairs, counts)
+
+    # Refs are how a kernel writes into its operands.
+    new = pl.run_state(overwrite)(tuple(pool.reshape(-1, config.width) for pool in pools))
+    return tuple(flat.reshape(pool.shape) for flat, pool in zip(new, pools, strict=True))

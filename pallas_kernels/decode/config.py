@@ -1,0 +1,151 @@
+"""What the portable decode kernel takes, and how a call is cut into partitions and stages.
+
+Pure functions of ints: nothing here is traced, and all of it is tested on a CPU.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from pallas_kernels.common.sizes import filled_rows, is_narrow, round_up
+
+LEAST_COMPUTE_CAPABILITY = 8.0  # Ampere, the first with cp.async
+TILE = 64  # tokens of a tile: 16 for each of four warps, the M dimension of their products
+COLUMNS = 64  # of a head, that one product takes
+DTYPES = (jnp.bfloat16, jnp.float16)
+MAX_ROWS = 64  # q_len * group
+MAX_SEQS = 65535  # the grid's slowest axis, for which CUDA allows no more
+# H100, 2 programs an SM, us: 64 x 8192 in float8_e4m3fn 430 with 4 stages, 395 with 6; 64 x 2048 of head_dim 64 99, 96.
+# [portable_stages_h100 of benchmarks/results/decisions/]
+MAX_STAGES = 8
+PROGRAM_OVERHEAD = 4 * 1024  # bytes of SMEM: 1024 that CUDA takes, 2048 for Mosaic's reductions, barriers
+
+# By the compute capability: bytes of SMEM of a SM. A program can have 1024 less. (CUDA programming guide, table of
+# technical specifications.) 8.6, 8.9 and 12.x have the least.
+SMEM_PER_SM = {8.0: 164 * 1024, 8.7: 164 * 1024, 9.0: 228 * 1024, 10.0: 228 * 1024, 10.3: 228 * 1024, 11.0: 228 * 1024}
+LEAST_SMEM_PER_SM = 100 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    num_partitions: int  # programs for each sequence and KV head
+    num_stages: int  # tiles of K, and of V, in SMEM at a time
+    copies: Literal["tma", "cp_async"]  # how tiles come to SMEM: see `copies`
+
+
+def check_supported(
+    *, head_dim: int, block_size: int, group: int, q_len: int, q_dtype: Any, cache_dtype: Any, compute_capability: float
+) -> None:
+    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
+    if compute_capability < LEAST_COMPUTE_CAPABILITY:
+        raise NotImplementedError(
+            f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}."
+        )
+    if q_dtype not in DTYPES:
+        raise NotImplementedError(f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.")
+    narrow = is_narrow(cache_dtype)
+    if cache_dtype != q_dtype and not narrow:
+        raise NotImplementedError(
+            "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
+            f"got {cache_dtype=!s}, {q_dtype=!s}."
+        )
+    if cache_dtype == jnp.float8_e4m3fn and compute_capability < 8.9:
+        raise NotImplementedError(
+            "the decode kernel takes float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
+            f"from 8.0; got {compute_capability=}."
+        )
+    multiple = 16 if narrow else 8  # 16 bytes, one asynchronous copy
+    if head_dim % multiple or head_dim > 256:
+        raise NotImplementedError(
+            "the decode kernel takes a head_dim that is a multiple of 8 up to 256, of an 8-bit cache of 16; "
+            f"got {head_dim=}, {cache_dtype=!s}."
+        )
+    if block_size not in (8, 16, 32) and block_size % TILE:
+        raise NotImplementedError(
+            f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}."
+        )
+    if q_len * group > MAX_ROWS:
+        raise NotImplementedError(
+            f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
+        )
+    needed = smem_bytes(1, q_len=q_len, group=group, head_dim=head_dim, itemsize=jnp.dtype(cache_dtype).itemsize)
+    if needed > (room := program_smem(compute_capability)):
+        raise NotImplementedError(
+            f"the decode kernel has {room} bytes of shared memory on this GPU, and needs {needed} for "
+            f"{head_dim=}, {q_len=}, {group=}. Pass fewer query tokens at a time."
+        )
+
+
+def default_config(
+    *,
+    seqs: int,
+    kv_heads: int,
+    group: int,
+    q_len: int,
+    head_dim: int,
+    capacity: int,  # tokens that a table row can hold: it bounds the lengths
+    num_sms: int,
+    compute_capability: float,
+    window: int | None = None,  # sliding, in tokens, if it is known: it bounds what is read
+    num_partitions: int | None = None,  # fixed by the caller
+    planned: bool = False,  # the partitions of a plan instead
+    itemsize: int = 2,  # of the cache's numbers, in bytes
+) -> Config:
+
+    def fitting_stages(resident: int) -> int:
+        room = program_smem(compute_capability, resident)
+        stages = range(1, MAX_STAGES + 1)
+        return sum(
+            smem_bytes(n, q_len=q_len, group=group, head_dim=head_dim, itemsize=itemsize) <= room for n in stages
+        )
+
+    # One program computes while the others wait; more rows take the registers of two. The programs of a plan even out
+    # the lengths: the more of them, the better. [one_kernel_h200, plans_h100 of benchmarks/results/decisions/]
+    few_rows = filled_rows(q_len, group) <= 16
+    resident = 2 if fitting_stages(2) >= 2 else 1
+    if few_rows and fitting_stages(4) >= (1 if planned else 2):
+        resident = 4
+    num_stages = max(1, fitting_stages(resident))
+    if planned:
+        num_partitions = 1
+    if num_partitions is None:
+        # To merge n partials takes about as long as n tiles. [one_kernel_h200]
+        seen = capacity if window is None else min(capacity, window + q_len - 1)
+        num_partitions = max(1, min(resident * num_sms // (seqs * kv_heads), 2 * math.isqrt(seen // 128)))
+    return Config(
+        num_partitions=min(num_partitions, max(1, -(-capacity // TILE))),  # more would have no tile
+        num_stages=num_stages,
+        copies="tma" if compute_capability >= 9.0 and head_dim % COLUMNS == 0 else "cp_async",
+    )
+
+
+def most_rows(*, head_dim: int, itemsize: int, compute_capability: float) -> int:
+    """Rows, a multiple of 8, that a program has shared memory for."""
+    room = program_smem(compute_capability)
+    return max(
+        rows
+        for rows in range(8, MAX_ROWS + 1, 8)
+        if smem_bytes(1, q_len=1, group=rows, head_dim=head_dim, itemsize=itemsize) <= room
+    )
+
+
+def program_smem(compute_capability: float, resident: int = 1) -> int:
+    """Bytes for the arrays of one of the `resident` programs that share a SM."""
+    return SMEM_PER_SM.get(compute_capability, LEAST_SMEM_PER_SM) // resident - PROGRAM_OVERHEAD
+
+
+def partial_size(*, q_len: int, group: int, head_dim: int) -> int:
+    """Float32 numbers of the sums that a partition of one KV head writes to memory."""
+    return filled_rows(q_len, group) * round_up(head_dim, COLUMNS)
+
+
+def smem_bytes(num_stages: int, *, q_len: int, group: int, head_dim: int, itemsize: int) -> int:
+    """Of the arrays of `refs.scratch`, without barriers and what Mosaic adds."""
+    rows, width = filled_rows(q_len, group), round_up(head_dim, COLUMNS)
+    q, tile = rows * width * 2, TILE * width * itemsize
+    sizes = [q, TILE * rows * 2] + [num_stages * tile] * 2
+    if itemsize == 1:
+        sizes += [q] + [num_stages * TILE * 4] * 2  # Q in float16, and scales of tokens
+    return sum(round_up(size, 1024) for size in sizes)

@@ -1,0 +1,181 @@
+"""How Q, K and V come to SMEM. `start_tile` and the waits are all of the kernel that differs between GPUs.
+
+The i-th tile of a program lies in slot i % stages of two rings. Its keys are asked for when those of tile i - stages
+have been used, its values half a step later: on all GPUs in the order Q K0 V0 K1 V1 ...
+
+    CpAsync   threads copy 16 bytes at a time; arrivals are counted in groups; from Ampere on
+    Tma       the copy engine copies blocks, asked by one thread a warp; arrivals complete barriers; from Hopper on
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common.fetch import WARPS, rows_of_copy
+from pallas_kernels.decode import cp_async as _cp_async
+from pallas_kernels.decode.config import COLUMNS, TILE
+from pallas_kernels.decode.refs import Refs, matrix
+from pallas_kernels.decode.walk import Walk
+
+Ids = tuple[jax.Array, ...]  # of the blocks of a tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Of the keys, or of the values."""
+
+    cache: Any  # GMEM [blocks, block_size, kv_heads, head_dim]
+    tiles: Any  # SMEM [stages, 64, width]
+    full: Any  # barriers [stages], of TMA
+
+
+@dataclasses.dataclass(frozen=True)
+class CpAsync:
+    """The keys of a tile are a group of copies, and so are its values, an empty one past the last tile: the same number
+    of groups is on its way in each step."""
+
+    refs: Refs
+    walk: Walk
+    keys: Ring
+    values: Ring
+    stages: int
+
+    def ids_of(self, i: jax.Array) -> Ids:
+        """The blocks of our i-th tile; the null block where nothing may be read."""
+        tables, num_blocks = self.refs.block_tables, self.refs.k_cache.shape[0]
+        first, end = self.walk.entries_to_follow()
+        start = lax.div(self.walk.tile_of(i) * TILE, jnp.int32(self.walk.block_size))
+        ids = []
+        for entry in (start + j for j in range(max(1, TILE // self.walk.block_size))):
+            block_id = tables[self.walk.seq, jnp.minimum(entry, tables.shape[1] - 1)]
+            follow = jnp.logical_and(entry >= first, entry < end)
+            ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
+        return tuple(ids)
+
+    def start_query(self) -> None:
+        refs, partition = self.refs, self.walk.partition
+        first = partition.seq, partition.kv_head * refs.group
+        num_rows = refs.q.shape[1] * refs.group
+        _cp_async.copy_rows(refs.q, refs.q_smem, matrix(COLUMNS, 2), first, group=refs.group, num_rows=num_rows)
+        _cp_async.commit()
+
+    def start_keys(self, i: jax.Array, ids: Ids) -> None:
+        self.start(i, ids, self.keys, self.scales)
+
+    def start_values(self, i: jax.Array, ids: Ids) -> None:
+        self.start(i, ids, self.values, ())
+
+    def wait_query(self) -> None:  # the first tiles are on their way, but for the last one's values
+        _cp_async.wait(2 * self.stages - 1)
+
+    def wait_keys(self, slot: jax.Array) -> None:  # this tile's values are on their way, and stages - 1 tiles more
+        _cp_async.wait(2 * self.stages - 2)
+
+    def wait_values(self, slot: jax.Array) -> None:  # the keys of one tile more are
+        _cp_async.wait(2 * self.stages - 1)
+
+    @property
+    def scales(self) -> tuple[tuple[Any, Any], ...]:
+        """The scales of tokens: GMEM f32 [blocks, block_size, kv_heads], and their ring, SMEM f32 [stages, 64]. They
+        come with the keys."""
+        refs = self.refs
+        pairs = (refs.k_scale, refs.k_scales_smem), (refs.v_scale, refs.v_scales_smem)
+        return tuple(pair for pair in pairs if pair[1] is not None)
+
+    def start(self, i: jax.Array, ids: Ids, ring: Ring, scales: tuple[tuple[Any, Any], ...]) -> None:
+        @pl.when(i < self.walk.num_tiles)
+        def _start() -> None:
+            slot, kv_head = lax.rem(i, jnp.int32(self.stages)), self.walk.partition.kv_head
+            # Where in its first block the tile begins.
+            offset = lax.rem(self.walk.tile_of(i) * TILE, jnp.int32(self.walk.block_size))
+            self.start_tile(ring, slot, ids, offset, kv_head)
+            for source, target in scales:
+                self.start_scales(source, target.at[slot], ids, offset, kv_head)
+
+        self.commit()
+
+    def start_tile(self, ring: Ring, slot: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
+        transforms = matrix(COLUMNS, ring.cache.dtype.itemsize)
+        _cp_async.copy_tile(ring.cache, ring.tiles.at[slot], transforms, ids, offset, kv_head)
+
+    def start_scales(self, source: Any, target: Any, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
+        _cp_async.copy_scales(source, target, ids, offset, kv_head)
+
+    def commit(self) -> None:
+        _cp_async.commit()
+
+
+class Tma(CpAsync):
+    """Of K and V only: Q, which may have any number of rows, and scales of tokens come as in CpAsync."""
+
+    @property
+    def columns(self) -> Any:
+        """Of a head."""
+        return slice(None)
+
+    def wait_keys(self, slot: jax.Array) -> None:
+        plgpu.barrier_wait(self.keys.full.at[slot])
+        if self.scales:
+            super().wait_keys(slot)
+
+    def wait_values(self, slot: jax.Array) -> None:
+        plgpu.barrier_wait(self.values.full.at[slot])
+
+    def start_tile(self, ring: Ring, slot: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
+        block_size = self.walk.block_size
+        count = rows_of_copy(block_size, TILE)
+        copies_of_id = TILE // len(ids) // count
+        plgpu.commit_smem()  # all warps' reads of this slot come before the copy engine's writes
+
+        @plgpu.warp_map
+        def _copy(warp: jax.Array) -> None:
+            for first in range(0, TILE // count, WARPS):  # every fourth copy is this warp's
+                block_id = ids[first // copies_of_id]
+                for i in range(1, WARPS):
+                    block_id = jnp.where(warp >= i, ids[(first + i) // copies_of_id], block_id)
+                row = (first + warp) * count
+                start = offset + lax.rem(row, jnp.int32(min(block_size, TILE)))
+                plgpu.copy_gmem_to_smem(
+                    ring.cache.at[block_id, pl.ds(start, count), kv_head, self.columns],
+                    ring.tiles.at[slot, pl.ds(row, count)],
+                    ring.full.at[slot],
+                )
+
+
+class Interpreted(Tma):
+    """In interpret mode, which has no cp.async, what is not TMA's is copied at once. Heads of any size come by TMA."""
+
+    @property
+    def columns(self) -> Any:
+        width, head_dim = self.refs.q_smem.shape[1], self.refs.q.shape[-1]
+        seq = self.walk.seq
+        # Past the end of the head there are zeros. The start must look dynamic, or tracing refuses the slice.
+        return slice(None) if head_dim == width else pl.ds(seq - seq, width)
+
+    def start_query(self) -> None:
+        refs, partition = self.refs, self.walk.partition
+        heads = pl.ds(partition.kv_head * refs.group, refs.group)
+        for token in range(refs.q.shape[1]):
+            rows = refs.q_smem.at[pl.ds(token * refs.group, refs.group)]
+            q = refs.q[partition.seq, token, heads, :]
+            rest = jnp.zeros((refs.group, refs.q_smem.shape[1] - q.shape[1]), q.dtype)
+            rows[...] = jnp.concatenate([q, rest], axis=1)
+
+    def start_scales(self, source: Any, target: Any, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
+        count = TILE // len(ids)
+        for j, block_id in enumerate(ids):
+            target[pl.ds(j * count, count)] = source[block_id, pl.ds(offset, count), kv_head]
+
+    def wait_query(self) -> None:
+        pass
+
+    def wait_keys(self, slot: jax.Array) -> None:
+        plgpu.barrier_wait(self.keys.full.at[slot])
+
+    def commit(self) -> None:
+        pass

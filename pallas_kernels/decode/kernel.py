@@ -1,0 +1,213 @@
+"""The body of the portable decode kernel, and its launch."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import launch as _launch
+from pallas_kernels.common import merge as _merge
+from pallas_kernels.common import rows as _rows
+from pallas_kernels.common import scales as _scales
+from pallas_kernels.common import widen as _widen
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.logits import Logits
+from pallas_kernels.common.merge import Partials, Sums
+from pallas_kernels.common.options import AttentionOptions, bits_by_row, by_row, operands_of
+from pallas_kernels.common.rows import LOWEST, ROWS_LAST
+from pallas_kernels.common.scales import of_head, over_tokens
+from pallas_kernels.common.sizes import filled_rows, is_narrow, round_up
+from pallas_kernels.common.softmax import softmax
+from pallas_kernels.decode import results as _results
+from pallas_kernels.decode.config import COLUMNS, TILE, Config
+from pallas_kernels.decode.copies import CpAsync, Ids, Interpreted, Ring, Tma
+from pallas_kernels.decode.operands import RIGHT, Narrow, Wide, product
+from pallas_kernels.decode.partition_plan import PartitionPlan
+from pallas_kernels.decode.refs import Refs, scratch
+from pallas_kernels.decode.walk import Partition, Walk, grid_of
+
+QUERY_REGISTERS = 32  # of a thread, in which Q may stay
+
+
+class State(NamedTuple):
+    """What a step hands on."""
+
+    acc: tuple[jax.Array, ...]  # O^T, f32 [64, rows] for each 64 columns of the head
+    m: jax.Array  # f32 [rows], the highest logit so far, in units of log2
+    l: jax.Array  # f32 [64, rows], the sum of the weights, added up over the tokens at the end
+    values_ids: Ids  # of the next tile whose values are asked for
+    keys_ids: Ids  # of the next tile whose keys are
+
+
+def _kernel(refs: Refs, *, config: Config) -> None:
+    # 1. Which tiles are ours, from the true length.
+    walk = Walk.of(
+        Partition.of(refs, num_partitions=config.num_partitions),
+        window=None if refs.sliding_window is None else refs.sliding_window[0],
+        q_len=refs.q.shape[1],
+        block_size=refs.block_size,
+        tile=TILE,
+    )
+    pl.when(walk.partition.works)(functools.partial(_attend, refs, walk, config=config))
+
+
+def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
+    partition = walk.partition
+    (rows, width), stages = refs.q_smem.shape, config.num_stages
+    chunks = range(width // COLUMNS)
+    narrow = is_narrow(refs.k_cache.dtype)
+    tiles = Narrow(refs) if narrow else Wide(refs)
+
+    # 2. Q and the first tiles are on their way.
+    k_tiles, v_tiles = ((ring[0] if narrow and not interpreted() else ring) for ring in (refs.k_smem, refs.v_smem))
+    copies = (Interpreted if interpreted() else {"tma": Tma, "cp_async": CpAsync}[config.copies])(
+        refs,
+        walk,
+        keys=Ring(refs.k_cache, k_tiles, refs.k_full),
+        values=Ring(refs.v_cache, v_tiles, refs.v_full),
+        stages=stages,
+    )
+    copies.start_query()
+    ids = [copies.ids_of(jnp.int32(i)) for i in range(stages + 1)]
+    for i in range(stages):
+        copies.start_keys(jnp.int32(i), ids[i])
+        if i < stages - 1:
+            copies.start_values(jnp.int32(i), ids[i])
+
+    # 3. Q is there.
+    logits_of = Logits.of(refs, walk)
+    copies.wait_query()
+    unit = tiles.prepare_query()
+    kept = [tiles.query(c) for c in chunks] if rows * width // 64 <= QUERY_REGISTERS else None
+
+    # 4. Our tiles, one after the other.
+    def step(i: jax.Array, state: State, *, masked: bool) -> State:
+        acc, m, l, values_ids, keys_ids = state
+        tile, slot = walk.tile_of(i), lax.rem(i, jnp.int32(stages))
+
+        # a. S^T = K Q^T
+        copies.wait_keys(slot)  # every warp has come here: all are done with the values of the tile before
+        copies.start_values(i + stages - 1, values_ids)
+        scores = _rows.zeros((TILE, rows))
+        for c in chunks:
+            scores = product(scores, tiles.keys(slot, c), tiles.query(c) if kept is None else kept[c])
+        if unit is not None:
+            scores *= ROWS_LAST.over(unit, scores.shape)
+        if refs.k_scales_smem is not None:
+            scores *= over_tokens(_token_scales(refs.k_scales_smem, slot), scores.shape, ROWS_LAST)
+
+        # b. Online softmax.
+        logits, visible = logits_of(scores, tile, masked)
+        if refs.v_scales_smem is None:
+            v_scales, peaks = None, logits
+        else:
+            v_scales = _token_scales(refs.v_scales_smem, slot)
+            peaks = _scales.peaks(logits, v_scales, ROWS_LAST, visible)
+        m, l, alpha, p = softmax(logits, peaks, visible, m, l, headroom=_widen.HEADROOM if narrow else None)
+        if v_scales is not None:
+            p *= over_tokens(v_scales, p.shape, ROWS_LAST)
+            p = p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
+        refs.p_smem[...] = p.astype(refs.p_smem.dtype)  # with a barrier: all are done with the keys
+
+        # c. O^T += V^T P^T
+        copies.start_keys(i + stages, keys_ids)
+        next_ids = copies.ids_of(i + stages + 1)
+        copies.wait_values(slot)
+        weights = plgpu.load(refs.p_smem, layout=RIGHT)
+        seen = functools.partial(walk.seen, tile) if masked else None
+        acc = tuple(
+            product(part * ROWS_LAST.over(alpha, part.shape), tiles.values(slot, c, seen), weights)
+            for c, part in enumerate(acc)
+        )
+        return State(acc, m, l, keys_ids, next_ids)
+
+    state = State(
+        acc=tuple(_rows.zeros((COLUMNS, rows)) for _ in chunks),
+        m=ROWS_LAST.full(rows, LOWEST),
+        l=_rows.zeros((TILE, rows)),
+        values_ids=ids[stages - 1],
+        keys_ids=ids[stages],
+    )
+    for start, end, masked in walk.runs():
+        state = lax.fori_loop(start, end, functools.partial(step, masked=masked), state)
+
+    # 5. The rows; of a sequence with several partitions in the program that merges them.
+    def finish(sums: Sums) -> None:
+        sinks = None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[partition.kv_head])
+        factor, lse = _rows.normalise(sums.m, sums.l, sinks)
+        if (v_scale := of_head(refs.v_scale, partition.kv_head)) is not None:
+            factor = factor * v_scale
+        parts = [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in sums.acc]
+        _results.store(parts, lse, refs.out, refs.lse, partition.seq, partition.kv_head, refs.group)
+
+    def sums() -> Sums:  # within a branch: before it they take 35 registers more
+        return Sums(state.acc, state.m, state.l.sum(axis=0))
+
+    partials = Partials(refs, partition, partition.count)
+    pl.when(partition.count == 1)(lambda: finish(sums()))
+    pl.when(partition.count != 1)(lambda: partials.merge(sums(), finish))
+
+
+def _token_scales(ring: Any, slot: jax.Array) -> jax.Array:
+    """f32 [64]."""
+    return plgpu.load(ring.at[slot], layout=_rows.ROWS.reduce(1), optimized=False)
+
+
+def launch(
+    q: jax.Array,  # [seqs, q_len, heads, head_dim]
+    k_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    block_tables: jax.Array,  # int32 [seqs, max_blocks]
+    lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
+    options: AttentionOptions,
+    *,
+    plan: PartitionPlan | None = None,  # instead of the config's partitions, which are 1
+    config: Config,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
+    assert plan is None or config.num_partitions == 1
+    seqs, q_len, heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    group = heads // kv_heads
+    rows = filled_rows(q_len, group)
+
+    per_row = functools.partial(by_row, kv_heads=kv_heads, q_len=q_len, rows=rows)
+    tree_bits = None if options.tree_bits is None else bits_by_row(options.tree_bits, group=group, rows=rows)
+    inputs = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_tables": block_tables,
+        "lengths": lengths,
+        **({} if plan is None else vars(plan)),
+        **operands_of(options, per_row, tree_bits=tree_bits),
+    }
+    out_types = {
+        "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
+        "lse": jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+    }
+    programs = dict(seqs=seqs, num_partials=config.num_partitions, kv_heads=kv_heads)
+    out_types |= _merge.types_of(plan, **programs, width=round_up(head_dim, COLUMNS), rows=rows)
+    out, lse, *_ = _launch.launch(
+        "paged_decode",
+        functools.partial(_kernel, config=config),
+        Refs,
+        inputs,
+        out_types,
+        **grid_of(plan, **programs),
+        scratch_types=scratch(
+            config,
+            q_len=q_len,
+            group=group,
+            head_dim=head_dim,
+            block_size=k_cache.shape[1],
+            dtype=q.dtype,
+            cache_dtype=k_cache.dtype,
+            scales=(options.k_scale, options.v_scale),
+        ),
+    )
+    return out, lse

@@ -1,0 +1,110 @@
+"""The arrays of a program of the portable decode kernel, each with its shape, and its shared memory."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import fetch as _fetch
+from pallas_kernels.common import scales as _scales
+from pallas_kernels.common import widen as _widen
+from pallas_kernels.common.sizes import filled_rows, is_narrow, round_up
+from pallas_kernels.decode.config import COLUMNS, TILE, Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """`rows` is q_len * group, rounded up to 8; `width` is head_dim, rounded up to 64. None: not of this call."""
+
+    # Inputs, GMEM
+    q: Any  # [seqs, q_len, heads, head_dim]
+    k_cache: Any  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: Any  # [blocks, block_size, kv_heads, head_dim]
+    block_tables: Any  # int32 [seqs, max_blocks]
+    lengths: Any  # int32 [seqs]
+    scale: Any  # f32 [1]
+    # Outputs, GMEM
+    out: Any  # [seqs, q_len, heads, head_dim], in q's dtype
+    lse: Any  # f32 [seqs, q_len, heads]
+    # SMEM
+    q_smem: Any  # [rows, width], in q's dtype
+    k_smem: Any  # [stages, 64, width], in the cache's dtype; of 8 bits also as words: see `widen.Tiles`
+    v_smem: Any  # as k_smem
+    p_smem: Any  # [64, rows], in the dtype of the products
+    # Of a plan, GMEM
+    partitions: Any = None  # int32 [total_partitions, 3]
+    partition_starts: Any = None  # int32 [seqs + 1]
+    # Of several partitions, GMEM: see `merge.types_of`
+    partial_acc: Any = None  # f32 [partitions of all sequences, kv_heads, width, rows]
+    partial_ml: Any = None  # f32 [partitions of all sequences, kv_heads, 1, 2, rows]
+    arrivals: Any = None  # int32 [seqs, kv_heads, 1], how many partitions are stored
+    # Options, GMEM
+    sliding_window: Any = None  # int32 [1]
+    logits_soft_cap: Any = None  # f32 [1]
+    alibi_slopes: Any = None  # f32 [kv_heads, rows]
+    sinks: Any = None  # f32 [kv_heads, rows]
+    tree_bits: Any = None  # int32 [seqs, words, rows]
+    k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
+    v_scale: Any = None  # as k_scale
+    # SMEM of 8-bit caches
+    wide_q_smem: Any = None  # float16 [width, rows]
+    k_scales_smem: Any = None  # f32 [stages, 64], scales of tokens
+    v_scales_smem: Any = None  # as k_scales_smem
+    # Barriers of TMA
+    k_full: Any = None  # [stages]
+    v_full: Any = None  # [stages]
+
+    @property
+    def block_size(self) -> int:
+        return self.k_cache.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.k_cache.shape[2]
+
+
+def matrix(columns: int, itemsize: int) -> tuple[Any, ...]:
+    """Transforms of a matrix in SMEM whose rows are a multiple of `columns` numbers wide: tiles of 8 rows, in which
+    16 bytes of 8 rows stand in different banks."""
+    tiling = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
+    if columns * itemsize == 16:
+        return (tiling,)
+    return tiling, plgpu.SwizzleTransform(columns * itemsize)  # type: ignore[abstract]
+
+
+def scratch(
+    config: Config,
+    *,
+    q_len: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    dtype: Any,  # of q
+    cache_dtype: Any,
+    scales: tuple[Any, Any],  # k_scale and v_scale
+) -> dict[str, Any]:
+    """SMEM and barriers, by the names of `Refs`."""
+    rows, width = filled_rows(q_len, group), round_up(head_dim, COLUMNS)
+    of_rows = next(columns for columns in (64, 32, 16, 8) if rows % columns == 0)
+    stages = config.num_stages
+    narrow = is_narrow(cache_dtype)
+    ring = plgpu.SMEM((stages, TILE, width), cache_dtype, transforms=matrix(COLUMNS, 2))
+    arrays: dict[str, Any] = {}
+    if narrow:
+        ring = _widen.scratch((stages, TILE, width), cache_dtype)
+        arrays["wide_q_smem"] = plgpu.SMEM((width, rows), jnp.float16, transforms=matrix(of_rows, 2))
+        for name, scale in zip(("k_scales_smem", "v_scales_smem"), scales, strict=True):
+            if _scales.of_tokens(scale):
+                arrays[name] = plgpu.SMEM((stages, TILE), jnp.float32)
+    if config.copies == "tma":
+        for name in ("k_full", "v_full"):
+            num_copies = TILE // _fetch.rows_of_copy(block_size, TILE)
+            arrays[name] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages)
+    return dict(
+        q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix(COLUMNS, 2)),
+        k_smem=ring,
+        v_smem=ring,
+        p_smem=plgpu.SMEM((TILE, rows), jnp.float16 if narrow else dtype, transforms=matrix(of_rows, 2)),
+        **arrays,
+    )

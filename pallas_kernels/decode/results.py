@@ -1,0 +1,85 @@
+"""Finished rows, from registers to GMEM. Everything here is traced inside the kernel."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.mlir import arith, constant
+from pallas_kernels.common.rows import ROWS, ROWS_LAST, SCALAR
+from pallas_kernels.decode.config import COLUMNS
+
+
+def store(
+    parts: Sequence[jax.Array],  # [64, rows] each, together O^T, in the dtype of `out_gmem`
+    lse: jax.Array,  # f32 [rows]
+    out_gmem: Any,  # [seqs, q_len, heads, head_dim]
+    lse_gmem: Any,  # f32 [seqs, q_len, heads]
+    seq: jax.Array,
+    kv_head: jax.Array,
+    group: int,
+) -> None:
+    _, q_len, _, head_dim = out_gmem.shape
+    if interpreted():
+        heads = pl.ds(kv_head * group, group)
+        for token in range(q_len):
+            rows = slice(token * group, (token + 1) * group)
+            lse_gmem[seq, token, heads] = lse[rows]
+            for c, part in enumerate(parts):
+                size = min(COLUMNS, head_dim - c * COLUMNS)
+                out_gmem[seq, token, heads, pl.ds(c * COLUMNS, size)] = part.T[rows, :size]
+        return
+
+    def put(ref: Any, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
+        start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
+        ref_type = ir.MemRefType(ref.type)
+        _, _, heads, *rest = ref_type.shape
+        width = rest[0] if rest else 1
+        bits = utils.bitwidth(ref_type.element_type)
+        number_type = ir.IntegerType.get_signless(bits)
+        seq, kv_head = (arith.index_cast(ir.IndexType.get(), scalar.registers.item()) for scalar in scalars)
+        head = arith.muli(kv_head, _index(group))
+        for c, array in enumerate(arrays):
+
+            def put_one(value: Any, at: tuple[Any, ...], c: int = c) -> None:
+                *column, row = at
+                token = arith.addi(arith.muli(seq, _index(q_len)), arith.divui(row, _index(group)))
+                number = arith.addi(arith.muli(token, _index(heads)), arith.addi(head, arith.remui(row, _index(group))))
+                is_there = _below(row, q_len * group)
+                if column:
+                    place = arith.addi(column[0], _index(c * COLUMNS))
+                    number = arith.addi(arith.muli(number, _index(width)), place)
+                    is_there = arith.andi(is_there, _below(place, width))
+                byte = arith.index_cast(ir.IntegerType.get_signless(64), arith.muli(number, _index(bits // 8)))
+                utils.inline_ptx(
+                    f"st.global.b{bits} [$0], $1;",
+                    arith.addi(start, byte),
+                    utils.bitcast(value, number_type),
+                    predicate=is_there,
+                    has_side_effects=True,
+                )
+
+            array.foreach(put_one)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), ROWS_LAST.vector, *[ROWS] * len(parts), SCALAR, SCALAR)
+    )
+    def put_all(_: Any, out: Any, lse_out: Any, lse: Any, *operands: Any) -> None:
+        put(lse_out, [lse], operands[-2:])
+        put(out, operands[:-2], operands[-2:])
+
+    put_all(out_gmem, lse_gmem, lse, *parts, seq, kv_head)
+
+
+def _index(x: int) -> Any:
+    return constant("index", x)
+
+
+def _below(x: Any, bound: int) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.ult, x, _index(bound))

@@ -1,0 +1,138 @@
+"""Which tiles of its sequence a program of the decode kernel computes, and what its queries see in them.
+
+All but `grid_of` is traced inside the kernel, in scalars.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import sizes as _sizes
+from pallas_kernels.decode.partition_plan import PartitionPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """The partition and sequence of a program, and the place of its partial, if it writes one."""
+
+    seq: jax.Array
+    kv_head: jax.Array
+    index: jax.Array  # of this one among those of its sequence
+    count: int | jax.Array  # an int if it depends on no length
+    length: jax.Array  # int32 [], of the sequence; 0 for what a plan leaves over
+    first_place: jax.Array  # of its sequence's partials, among all
+
+    @property
+    def works(self) -> bool | jax.Array:
+        """False for one that is left over."""
+        return True if isinstance(self.count, int) else self.index < self.count
+
+    @classmethod
+    def of(cls, refs: Any, *, num_partitions: int) -> "Partition":
+        """`refs`: with lengths, and the arrays of a plan or None."""
+        if refs.partitions is not None:
+            place, kv_head = lax.axis_index("place"), lax.axis_index("kv_head")
+            seq, index, count = (refs.partitions[place, i] for i in range(3))
+            length = jnp.where(index < count, refs.lengths[seq], 0)
+            return cls(seq, kv_head, index, count, length, refs.partition_starts[seq])
+        # From the last one: the longest of a prompt's runs begin, and the short ones fill the gaps at the end (H100,
+        # 1 x 2048 219 us, 8 x 1024 519). [prefill_h100 of benchmarks/results/decisions/]
+        seq = refs.lengths.shape[0] - 1 - lax.axis_index("seq")
+        partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
+        first_place = seq * num_partitions
+        return cls(seq, kv_head, partial, num_partitions, refs.lengths[seq], first_place)
+
+
+def grid_of(plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int) -> dict[str, tuple]:
+    """The grid of a kernel whose programs are `Partition.of`."""
+    if plan is None:
+        return dict(grid=(seqs, num_partials, kv_heads), grid_names=("seq", "partial", "kv_head"))
+    return dict(grid=(plan.total_partitions, kv_heads), grid_names=("place", "kv_head"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The tiles of one partition of one sequence, from the sequence's true length."""
+
+    partition: Partition
+    window: jax.Array | None  # int32 []
+    q_len: int
+    block_size: int
+    tile: int  # tokens
+    first_tile: jax.Array  # of the sequence, with a token that some query sees
+    num_tiles: jax.Array  # of this partition
+
+    @classmethod
+    def of(
+        cls,
+        partition: Partition,
+        *,
+        window: jax.Array | None,
+        q_len: int,
+        block_size: int,
+        tile: int,
+    ) -> "Walk":
+        first_tile, end_tile = _sizes.tile_range(partition.length, window, q_len, tile)
+        count = partition.count
+        if isinstance(count, int) and count > 1:
+            count = jnp.clip(end_tile - first_tile, 1, count)  # one without a tile would write a partial all the same
+            partition = dataclasses.replace(partition, count=count)
+            end_tile = jnp.where(partition.works, end_tile, first_tile)
+        num_tiles = _sizes.tiles_of_partition(first_tile, end_tile, partition.count, partition.index)
+        return cls(partition, window, q_len, block_size, tile, first_tile, num_tiles)
+
+    @property
+    def seq(self) -> jax.Array:
+        return self.partition.seq
+
+    @property
+    def length(self) -> jax.Array:
+        return self.partition.length
+
+    @property
+    def first_query(self) -> jax.Array:
+        """The position of the first query; negative if there are more queries than tokens."""
+        return self.length - self.q_len
+
+    def tile_of(self, i: jax.Array) -> jax.Array:
+        """The i-th of our tiles, as a tile of the sequence."""
+        return self.first_tile + self.partition.index + i * self.partition.count
+
+    def ours_before(self, end: jax.Array) -> jax.Array:
+        """How many of our tiles are before tile `end` of the sequence."""
+        return _sizes.tiles_of_partition(self.first_tile, end, self.partition.count, self.partition.index)
+
+    def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
+        """The entries of the table row that may be followed: the first, and one past the last."""
+        first = lax.div(_sizes.first_visible(self.length, self.window, self.q_len), jnp.int32(self.block_size))
+        return first, _sizes.ceil_div(self.length, self.block_size)
+
+    def whole_tiles(self) -> tuple[jax.Array, jax.Array]:
+        """Of our tiles the first that every row sees whole, and one past the last: they need no mask.
+
+        They lie between the last query's window and the first query.
+        """
+        end = self.ours_before(lax.div(jnp.maximum(self.first_query + 1, 0), jnp.int32(self.tile)))
+        if self.window is None:
+            return jnp.int32(0), end
+        start = self.ours_before(_sizes.ceil_div(jnp.maximum(self.length - self.window, 0), self.tile))
+        start = jnp.minimum(start, self.num_tiles)
+        return start, jnp.maximum(end, start)
+
+    def seen(self, tile: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
+        """bool `shape`: which tokens of a tile of the sequence, on `axis`, some query may see."""
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * self.tile
+        seen = tokens < self.length
+        if self.window is not None:
+            seen = jnp.logical_and(seen, tokens >= _sizes.first_visible(self.length, self.window, self.q_len))
+        return seen
+
+    def runs(self) -> list[tuple[Any, jax.Array, bool]]:
+        """Of our tiles the first to be computed, one past the last, and whether some row does not see them whole."""
+        start, end = self.whole_tiles()
+        before = [] if self.window is None else [(0, start, True)]
+        return [*before, (start, end, False), (end, self.num_tiles, True)]

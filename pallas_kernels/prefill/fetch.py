@@ -1,0 +1,103 @@
+"""The warpgroup that fetches: blocks of K and V from GMEM into rings of tiles in SMEM, item after item.
+
+Each of its four warps makes every fourth copy of a tile. A copy is a block, or a quarter of the tile if that is less.
+Everything here is traced inside the kernel.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common.fetch import WARPS, Ring, rows_of_copy
+from pallas_kernels.common.scales import Scales
+from pallas_kernels.prefill.config import Config
+from pallas_kernels.prefill.item import Item, Items
+
+Ids = tuple[jax.Array, ...]  # of the blocks that a warp copies of a tile
+ScalesOf = Callable[[jax.Array], Scales]  # by KV head
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetcher:
+    items: Items
+    keys: Ring
+    values: Ring
+    tables: Any  # GMEM, int32 [seqs, max_blocks]
+    scales_of: ScalesOf
+    config: Config
+
+    def run(self) -> None:
+        plgpu.warp_map(self._run_warp)
+
+    def _run_warp(self, warp: jax.Array) -> None:
+        def fetch_item(i: jax.Array, turn: jax.Array) -> jax.Array:
+            item = self.items.item(self.items.read(i))
+
+            def fetch_tile(tile: jax.Array, carry: tuple[jax.Array, Ids]) -> tuple[jax.Array, Ids]:
+                turn, ids = carry
+                next_ids = self._ids(item, jnp.minimum(tile + 1, item.end - 1), warp)
+                self._copy(item, tile, turn, ids, warp)
+                return turn + 1, next_ids
+
+            return lax.fori_loop(item.begin, item.end, fetch_tile, (turn, self._ids(item, item.begin, warp)))[0]
+
+        turn = lax.fori_loop(0, self.items.count(), fetch_item, jnp.int32(0))
+        self.scales_of(jnp.int32(0)).announce_last(turn)
+        # No warp may exit while a barrier that it waited on still completes a phase.
+        for stage in range(self.config.num_fetched_stages):
+
+            @pl.when(turn > stage)
+            def _drain(stage: int = stage) -> None:
+                for ring in (self.keys, self.values):
+                    plgpu.barrier_wait(ring.free.at[stage])
+
+    def _copies(self, warp: jax.Array) -> tuple[int, list[jax.Array]]:
+        """Tokens of a copy, and the row of a tile that each of a warp's copies begins with."""
+        count = rows_of_copy(self.keys.source.shape[1], self.config.tile)
+        return count, [(warp + WARPS * i) * count for i in range(self.config.tile // count // WARPS)]
+
+    def _ids(self, item: Item, tile: jax.Array, warp: jax.Array) -> Ids:
+        num_blocks, block_size = self.keys.source.shape[:2]
+        first_entry, end_entry = item.entries_to_follow()
+        ids = []
+        for row in self._copies(warp)[1]:
+            entry = lax.div(tile * self.config.tile + row, jnp.int32(block_size))
+            follow = jnp.logical_and(entry >= first_entry, entry < end_entry)
+            block_id = self.tables[item.seq, jnp.minimum(entry, self.tables.shape[1] - 1)]
+            ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
+        return tuple(ids)
+
+    def _copy(self, item: Item, tile: jax.Array, turn: jax.Array, ids: Ids, warp: jax.Array) -> None:
+        count, rows = self._copies(warp)
+        block_size, head_dim = self.keys.source.shape[1], self.keys.source.shape[3]
+        width, stages = self.keys.target.shape[2], self.config.num_fetched_stages
+        stage = lax.rem(turn, jnp.int32(stages))
+        # A copy as wide as SMEM reaches past the end of a narrower head, where the copy engine writes zeros. The start
+        # must look dynamic, or tracing refuses the slice.
+        columns = pl.ds(0 if head_dim == width else turn - turn, width)
+        starts = [
+            lax.rem(tile * self.config.tile + row, jnp.int32(block_size)) if block_size > count else 0 for row in rows
+        ]
+        for ring in (self.keys, self.values):
+
+            @pl.when(turn >= stages)
+            def _wait(ring: Ring = ring) -> None:
+                plgpu.barrier_wait(ring.free.at[stage])
+
+            for block_id, start, row in zip(ids, starts, rows, strict=True):
+                plgpu.copy_gmem_to_smem(
+                    ring.source.at[block_id, pl.ds(start, count), item.kv_head, columns],
+                    ring.target.at[stage, pl.ds(row, count)],
+                    ring.full.at[stage],
+                )
+        scales = self.scales_of(item.kv_head)
+        place = lax.rem(turn, jnp.int32(scales.stages))
+        for block_id, start, row in zip(ids, starts, rows, strict=True):
+            scales.fetch(block_id, start, place, row, count)
+        scales.announce(turn)

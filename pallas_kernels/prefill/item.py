@@ -1,0 +1,144 @@
+"""An item inside the kernel: some query tokens of a sequence, some heads of a KV head, and the tiles that they see."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import rows as _rows
+from pallas_kernels.common import sizes as _sizes
+from pallas_kernels.prefill import work_list as _work_list
+from pallas_kernels.prefill.config import Config
+
+BITS = 32  # of a word of a tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Scalars, int32 []."""
+
+    seq: jax.Array
+    q_row: jax.Array  # in q, of its first token
+    out_row: jax.Array  # in out, which holds the parts one after the other
+    position: jax.Array  # in the sequence, of its first token, or if not `causal` of all; negative in padding
+    num_tokens: jax.Array
+    length: jax.Array  # of the sequence
+    kv_head: jax.Array
+    head: jax.Array  # the first of its query heads
+    begin: jax.Array  # the first tile of its part that some token sees
+    end: jax.Array  # one past the last; there is one at least
+    whole_begin: jax.Array  # the first of the tiles that all tokens see whole, which need no mask
+    whole_end: jax.Array  # one past their last
+    first_visible: jax.Array  # position
+    window: jax.Array | None
+    first_word: jax.Array  # with a tree's bits, counted from the start of the sequence; negative in short ones
+    tile: int
+    block_size: int
+    causal: bool
+
+    def seen(self, tile: jax.Array, shape: tuple[int, ...], layout: Any = _rows.ROWS) -> jax.Array:
+        """bool `shape`: which tokens of a tile, on axis 0, may be seen by some query of the sequence."""
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * self.tile
+        return jnp.logical_and(tokens < self.length, tokens >= self.first_visible)
+
+    def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
+        """The first entry of the sequence's table row with a token that some query sees, and one past the last."""
+        return lax.div(self.first_visible, jnp.int32(self.block_size)), _sizes.ceil_div(self.length, self.block_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """The items of one program."""
+
+    entries: Any  # GMEM, int32 [max_entries, fields]
+    num_entries: Any  # GMEM, int32 [1]
+    program: jax.Array
+    config: Config
+    tokens: int  # of q
+    block_size: int
+    kv_heads: int
+    group: int
+    window: jax.Array | None
+    tree_words: int  # of a query token; 0: there is no tree
+
+    def count(self) -> jax.Array:
+        total, n = self.num_entries[0] * self._per_entry, self.config.num_programs
+        rounds = lax.div(total, jnp.int32(n))
+        return rounds + (_work_list.item_of(rounds, self.program, n) < total).astype(jnp.int32)
+
+    def read(self, i: jax.Array) -> tuple[jax.Array, ...]:
+        """The numbers that make the i-th item, read long before they are needed."""
+        place, share = self._place_and_share(i)
+        return (share, *(self.entries[place, field] for field in range(len(_work_list.FIELDS))))
+
+    def place(self, i: jax.Array) -> jax.Array:
+        """Of the i-th item's entry."""
+        return self._place_and_share(i)[0]
+
+    def item(self, numbers: tuple[jax.Array, ...]) -> Item:
+        share, seq, q_row, position, num_tokens, length = numbers
+        num_parts = jnp.int32(self.config.num_parts)
+        heads_of, part = lax.div(share, num_parts), lax.rem(share, num_parts)
+        tile, window = jnp.int32(self.config.tile), self.window
+        begin = first_visible = jnp.int32(0)
+        seen = position + (num_tokens if self.config.causal else 1)  # one past the last position that some token sees
+        end = jnp.maximum(_sizes.ceil_div(jnp.maximum(seen, 0), self.config.tile), 1)
+        first_word = _sizes.ceil_div(length, BITS) - self.tree_words
+        whole_begin, whole_end = begin, jnp.minimum(lax.div(jnp.maximum(position + 1, 0), tile), end)
+        if self.tree_words:
+            whole_end = jnp.minimum(whole_end, lax.div(jnp.maximum(first_word, 0) * BITS, tile))
+        if window is not None:
+            first_visible = jnp.maximum(position + 1 - window, 0)
+            begin = jnp.minimum(lax.div(first_visible, tile), end - 1)
+            first_of_last = jnp.maximum(seen - window, 0)
+            whole_begin = jnp.clip(_sizes.ceil_div(first_of_last, self.config.tile), begin, end)
+            whole_end = jnp.maximum(whole_end, whole_begin)
+        if self.config.num_parts > 1:
+            first, count = begin, end - begin
+            begin = first + lax.div(count * part, num_parts)
+            end = first + lax.div(count * (part + 1), num_parts)
+            # A part without a tile works on one of which it sees nothing.
+            position = jnp.where(begin < end, position, -self.config.item_tokens)
+            begin = jnp.minimum(begin, first + count - 1)
+            end = jnp.maximum(end, begin + 1)
+            whole_begin = jnp.clip(whole_begin, begin, end)
+            whole_end = jnp.clip(whole_end, whole_begin, end)
+        return Item(
+            seq=seq,
+            q_row=q_row,
+            out_row=q_row + part * self.tokens,
+            position=position,
+            num_tokens=num_tokens,
+            length=length,
+            kv_head=lax.div(heads_of, jnp.int32(self.group // self.config.heads)),
+            head=heads_of * self.config.heads,
+            begin=begin,
+            end=end,
+            whole_begin=whole_begin,
+            whole_end=whole_end,
+            first_visible=first_visible,
+            window=window,
+            first_word=first_word,
+            tile=self.config.tile,
+            block_size=self.block_size,
+            causal=self.config.causal,
+        )
+
+    def _place_and_share(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        index = _work_list.item_of(i, self.program, self.config.num_programs)
+        return lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
+
+    @property
+    def _per_entry(self) -> int:
+        return self.kv_heads * (self.group // self.config.heads) * self.config.num_parts
+
+
+def row_tokens(shape: tuple[int, ...], first_row: jax.Array, item_tokens: int, layout: Any = _rows.ROWS) -> jax.Array:
+    """Of each row the token of the item, int32 `shape`, the rows on axis 0."""
+    rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first_row
+    if item_tokens & (item_tokens - 1):
+        return lax.rem(rows, jnp.full(shape, item_tokens, jnp.int32))
+    return lax.bitwise_and(rows, jnp.full(shape, item_tokens - 1, jnp.int32))

@@ -1,0 +1,254 @@
+"""The body of the prefill kernel, and its launch."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import launch as _launch
+from pallas_kernels.common import merge_parts
+from pallas_kernels.common import rows as _rows
+from pallas_kernels.common import sizes as _sizes
+from pallas_kernels.common.fetch import Ring
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.options import AttentionOptions, operands_of
+from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST
+from pallas_kernels.common.scales import Scales, of_head
+from pallas_kernels.prefill import tree as _tree
+from pallas_kernels.prefill.config import ROWS, Config
+from pallas_kernels.prefill.fetch import Fetcher
+from pallas_kernels.prefill.item import Items
+from pallas_kernels.prefill.logits import Logits
+from pallas_kernels.prefill.refs import Refs, scratch
+from pallas_kernels.prefill.rows_of_item import WG_ROWS, RowsOfItem
+from pallas_kernels.prefill.steps import Steps
+from pallas_kernels.prefill.widener import Widener, q_as_float16
+from pallas_kernels.prefill.work_list import WorkList
+
+Numbers = tuple[jax.Array, ...]  # of an item, see `Items.read`
+
+
+def _kernel(
+    refs: Refs,
+    *,
+    config: Config,
+    group: int,
+    transforms: tuple[Any, ...],  # of a matrix in SMEM
+) -> None:
+    warpgroup = lax.axis_index("warpgroup")
+    window = refs.sliding_window[0] if refs.sliding_window is not None else None
+    items = Items(
+        refs.entries,
+        refs.num_entries,
+        lax.axis_index("program"),
+        config,
+        tokens=refs.q.shape[0],
+        block_size=refs.k_cache.shape[1],
+        kv_heads=refs.k_cache.shape[2],
+        group=group,
+        window=window,
+        tree_words=refs.tree_bits.shape[1] if refs.tree_bits is not None else 0,
+    )
+    keys = Ring(refs.k_cache, refs.k_smem, refs.k_full, refs.k_free)
+    values = Ring(refs.v_cache, refs.v_smem, refs.v_full, refs.v_free)
+    multiplied = fetched = keys, values
+    if config.num_narrow_stages:
+        fetched = (
+            Ring(refs.k_cache, refs.k_narrow_smem, refs.k_narrow_full, refs.k_narrow_free),
+            Ring(refs.v_cache, refs.v_narrow_smem, refs.v_narrow_full, refs.v_narrow_free),
+        )
+    scales_of = functools.partial(
+        Scales,
+        refs.k_scale,
+        refs.v_scale,
+        ring=refs.scales_smem,
+        full=refs.scales_full,
+        stages=config.num_scale_stages,
+    )
+
+    @pl.when(warpgroup == 2)
+    def _fetch() -> None:
+        plgpu.set_max_registers(config.registers[1], action="decrease")
+        Fetcher(items, *fetched, refs.block_tables, scales_of, config).run()
+
+    if config.num_narrow_stages:
+
+        @pl.when(warpgroup == 3)
+        def _widen() -> None:
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            Widener(items, fetched, multiplied, config).run()
+
+    @pl.when(warpgroup < 2)
+    def _compute() -> None:
+        plgpu.set_max_registers(config.registers[0], action="increase")
+        first_row = warpgroup * WG_ROWS
+        rows = RowsOfItem(config, first_row, transforms)
+        q_smem, q_float16 = (ref.at[warpgroup] for ref in _views_of_q(refs, config))  # [64, width]
+        lse_smem = refs.lse_smem.at[warpgroup] if interpreted() else None  # f32 [64]
+        o_smem = refs.o_smem.at[warpgroup] if refs.o_smem is not None else q_smem
+        softmax_scale = refs.scale[0]
+        cap = refs.logits_soft_cap[0] if refs.logits_soft_cap is not None else None
+        count = items.count()
+
+        def start_load(numbers: Numbers) -> None:
+            rows.start_load(refs.q, items.item(numbers), q_smem, refs.q_full.at[warpgroup])
+
+        def work(i: jax.Array, carry: tuple[jax.Array, Numbers]) -> tuple[jax.Array, Numbers]:
+            turn, numbers = carry
+            item = items.item(numbers)
+            next_numbers = items.read(jnp.minimum(i + 1, count - 1))
+
+            # 1. Q is there.
+            scales = scales_of(item.kv_head)
+            k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (refs.k_scale, refs.v_scale))
+            rows.finish_load()
+            scale = softmax_scale if k_scale is None else softmax_scale * k_scale
+            pl.when(scale < 0)(lambda: _negate(q_smem))
+            scale = jnp.abs(scale)
+            if q_float16.dtype != q_smem.dtype:
+                scale = scale * q_as_float16(q_smem, q_float16)
+
+            # 2. All tiles.
+            of_item = functools.partial(_of_item, lax.div(item.head, jnp.int32(config.heads)), first_row)
+            slopes = of_item(refs.alibi_slopes) if refs.alibi_slopes is not None else None
+            sinks = of_item(refs.sinks) if refs.sinks is not None else None
+            tree = None
+            if refs.tree_bits is not None:
+                tree = _tree.Tree(refs.tree_bits, items.place(i), item, config.item_tokens, first_row)
+            acc, m, l = Steps(
+                item,
+                Logits(item, config.item_tokens, first_row, scale, cap, slopes, tree),
+                keys,
+                values,
+                turn,
+                q_float16,
+                refs.zeroed,
+                warpgroup,
+                config,
+                scales,
+                refs.block_tables,
+                transforms,
+            ).run()
+
+            # 3. The next item's Q comes while O and lse of this one leave.
+            if config.output_columns:
+                start_load(next_numbers)
+            factor, lse = _rows.normalise(m, l, sinks)
+            if v_scale is not None:
+                factor = factor * v_scale
+            o = acc * ROWS_FIRST.over(factor, acc.shape)
+            if config.num_parts > 1:
+                rows.store_float32(o, refs.out, item, o_smem)
+            else:
+                rows.store(o.astype(o_smem.dtype), refs.out, item, o_smem)
+            rows.store_vector(lse, refs.lse, item, lse_smem)
+            if not config.output_columns:
+                plgpu.commit_smem()  # all threads have read their part of O
+                start_load(next_numbers)
+            return turn + item.end - item.begin, next_numbers
+
+        @pl.when(count > 0)
+        def _work() -> None:
+            numbers = items.read(jnp.int32(0))
+            start_load(numbers)
+            lax.fori_loop(0, count, work, (jnp.int32(0), numbers))
+            rows.finish_load()
+
+
+def _views_of_q(refs: Refs, config: Config) -> tuple[Any, Any]:
+    """SMEM [2, 64, width]: as it is loaded, and as it is multiplied, which differ for bfloat16 and an 8-bit cache."""
+    q_smem = refs.q_smem
+    if refs.q_float16 is not None:  # in interpret mode, which has no two views of one buffer
+        return q_smem, refs.q_float16
+    if config.num_narrow_stages and refs.q.dtype != jnp.float16:
+        q, q_float16 = q_smem
+        return q, q_float16
+    return q_smem, q_smem
+
+
+def _negate(q_smem: Any) -> None:
+    """With a scale below zero: so that the highest product is that of the highest logit."""
+    for c in range(q_smem.shape[1] // COLUMNS):
+        part = q_smem.at[:, pl.ds(c * COLUMNS, COLUMNS)]
+        q = plgpu.load(part, layout=_rows.ROWS)
+        part[...] = q * jnp.full_like(q, -1)
+    plgpu.commit_smem()
+
+
+def _of_item(place: jax.Array, first_row: jax.Array, by_row: Any) -> jax.Array:
+    """f32 [64], the rows of a warpgroup, from GMEM f32 [heads / heads of an item, 128]."""
+    return ROWS_FIRST.load(by_row.at[place, pl.ds(first_row, WG_ROWS)])
+
+
+def launch(
+    q: jax.Array,  # [tokens, heads, head_dim]
+    k_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    block_tables: jax.Array,  # int32 [seqs, max_blocks]
+    work: WorkList,
+    options: AttentionOptions,
+    *,
+    config: Config,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
+    tokens, heads, head_dim = q.shape
+    parts, in_parts = config.num_parts, config.num_parts > 1
+    _, block_size, kv_heads, _ = k_cache.shape
+    group = heads // kv_heads
+    width = _sizes.round_up(head_dim, 64)
+    is_narrow = _sizes.is_narrow(k_cache.dtype)
+    # What is widened is not copied; the copy engine only takes tiles that divide the head, or hold all of it.
+    columns = COLUMNS if is_narrow else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
+    matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
+
+    def per_row(by_head: jax.Array) -> jax.Array:
+        by_item = jnp.repeat(by_head.reshape(-1, config.heads), config.item_tokens, axis=1)
+        return jnp.pad(by_item, ((0, 0), (0, ROWS - by_item.shape[1])))
+
+    inputs = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_tables": block_tables,
+        "entries": work.entries,
+        "num_entries": work.num_entries,
+        **operands_of(
+            options,
+            per_row,
+            with_sinks=not in_parts,
+            tree_bits=None if options.tree_bits is None else _tree.by_entry(options.tree_bits, work, config),
+        ),
+    }
+    out_types = {
+        "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),
+        "lse": jax.ShapeDtypeStruct((parts * tokens, heads), jnp.float32),
+    }
+    scratch_types = scratch(
+        config,
+        width=width,
+        block_size=block_size,
+        dtype=q.dtype,
+        cache_dtype=k_cache.dtype,
+        scales=(options.k_scale, options.v_scale),
+        matrix=matrix,
+    )
+    out, lse = _launch.launch(
+        "paged_prefill",
+        functools.partial(_kernel, config=config, group=group, transforms=matrix),
+        Refs,
+        inputs,
+        out_types,
+        grid=(config.num_programs,),
+        grid_names=("program",),
+        num_threads=4 if is_narrow else 3,
+        thread_name="warpgroup",
+        scratch_types=scratch_types,
+    )
+    if not in_parts:
+        return out, lse
+    out, lse = merge_parts.merge(out.reshape(parts, *q.shape), lse.reshape(parts, tokens, heads), options.sinks)
+    return out.astype(q.dtype), lse

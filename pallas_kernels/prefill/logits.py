@@ -1,0 +1,61 @@
+"""From the products of queries and keys to the logits: scale, soft cap, ALiBi, mask."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common.logits import LARGEST_CAP
+from pallas_kernels.common.rows import LOG2E, ROWS, ROWS_FIRST
+from pallas_kernels.prefill.item import Item, row_tokens
+from pallas_kernels.prefill.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """The logits of 64 rows of an item, traced inside the kernel."""
+
+    item: Item
+    item_tokens: int
+    first_row: jax.Array  # of the item's 128
+    scale: jax.Array  # f32 [], or [64] of the rows, not negative
+    cap: jax.Array | None  # f32 []
+    slopes: jax.Array | None  # f32 [64]
+    tree: Tree | None
+
+    def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
+        """f32 [64, tile] -> logits, -inf where nothing is visible, and what makes them logits in units of log2.
+
+        Which they are already where there is more to do than to multiply: one instruction a number multiplies and
+        subtracts the maximum.
+        """
+        shape = products.shape
+        one = jnp.ones((), jnp.float32)
+        logits, unit = products, jnp.maximum(self.scale * LOG2E, 1e-30)  # and not 0: 0 x inf is NaN
+        if self.cap is not None:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1): the hardware's own tanh is good to 2^-11 only.
+            cap = jnp.minimum(self.cap, LARGEST_CAP)
+            e = jnp.exp2(times(products, self.scale / cap * (2 * LOG2E)))
+            logits, unit = (cap * LOG2E) * (1.0 - 2.0 / (e + 1.0)), one
+        elif self.slopes is not None:
+            logits, unit = times(products, self.scale * LOG2E), one
+        if not masked and self.slopes is None:
+            return logits, unit
+        columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
+        position = self.item.position - tile * self.item.tile
+        tokens = row_tokens(shape, self.first_row, self.item_tokens)
+        distance = tokens - columns + position if self.item.causal else position - columns
+        if self.slopes is not None:
+            logits -= ROWS_FIRST.over(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
+        if not masked:
+            return logits, unit
+        visible = distance >= 0 if self.tree is None else self.tree.seen(tile, shape)
+        if self.item.window is not None:
+            visible = jnp.logical_and(visible, distance < self.item.window)
+        return jnp.where(visible, logits, jnp.full(shape, -jnp.inf, jnp.float32)), unit
+
+
+def times(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """x [64, tile] times one number, or one a row."""
+    return x * (factor if factor.ndim == 0 else ROWS_FIRST.over(factor, x.shape))

@@ -1,0 +1,115 @@
+"""The two products of a step, side by side on the tensor cores: with the keys of a tile, and the values of another.
+
+    S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
+    O [64, head_dim] += P [64, tile]      V [tile, head_dim]
+
+`plgpu.wgmma` fences P by itself, between the two, and ptxas then runs one after the other. Here all that is in
+registers is fenced before the first.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import mma_utils, utils
+from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma, wgmma_m64
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, nvvm
+
+from pallas_kernels.common.mlir import arith, constant, scf
+from pallas_kernels.common.rows import ROWS, ROWS_FIRST
+
+F32 = jnp.dtype(jnp.float32)
+
+
+def start(
+    acc: jax.Array,  # f32 [64, width]
+    p: jax.Array,  # [64, tile], of the tile of v
+    q: Any,  # SMEM [64, width]
+    k: Any,  # SMEM [tile, width]
+    v: Any,  # SMEM [tile, width]
+    transforms: tuple[Any, ...],  # of q, k and v
+) -> tuple[jax.Array, jax.Array]:
+    """O and S, the first of two groups under way: not to be touched before `plgpu.wgmma_wait` of 0 and 1."""
+    swizzle = transforms[1].swizzle
+    ref = plgpu.RefType(transforms)
+    scores = plgpu.ShapeDtypeStruct((acc.shape[0], k.shape[0]), F32, ROWS)
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROWS, ROWS, ref, ref, ref),
+        return_type=(plgpu.ShapeDtypeStruct(acc.shape, F32, ROWS), scores),
+    )
+    def products(_: Any, acc: Any, p: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        s = fa.FragmentedArray.splat(constant("f32", 0.0), scores.shape, fa.WGMMA_LAYOUT).to_layout(
+            fa.WGMMA_LAYOUT_ACC_32BIT
+        )
+        acc = acc.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
+        s, acc, p = fa.optimization_barrier(s, acc, p)
+        nvvm.wgmma_fence_aligned()
+        accumulator = WGMMAAccumulator(_value=s, _original_layout=fa.WGMMA_LAYOUT, _sync=False)
+        s = wgmma(accumulator, q, utils.memref_transpose(k, (1, 0, 3, 2)), swizzle=swizzle).value
+        nvvm.wgmma_commit_group_sync_aligned()
+        acc = _add(acc, p, v, swizzle)
+        nvvm.wgmma_commit_group_sync_aligned()
+        return acc.to_layout(fa.WGMMA_LAYOUT), s
+
+    return products(acc, p, q, k, v)
+
+
+def _add(acc: Any, p: Any, v: Any, swizzle: int) -> Any:
+    """acc + p v. As `wgmma.wgmma`, but p is fenced already."""
+    columns = swizzle // utils.bytewidth(p.mlir_dtype)
+    width = acc.shape[1]
+    (start, (_, k_stride)), (_, group_stride), fastest = mma_utils.create_descriptor(
+        v, swizzle=swizzle, large_tile=(columns, columns), group_size=(columns, width), logical_k_major=True
+    )
+    registers = acc.registers.copy()
+    i64 = ir.IntegerType.get_signless(64)
+    for group in range(p.shape[1] // columns):
+        offset = utils.c(mma_utils.encode_addr(group * group_stride), i64)
+        registers = wgmma_m64(
+            registers,
+            p[:, group * columns : (group + 1) * columns],
+            llvm.add(start, offset, overflow_flags=llvm.IntegerOverflowFlags.none),
+            a_transpose=None,
+            b_transpose=fastest != mma_utils.Dim.K,
+            a_k_stride=None,
+            b_k_stride=k_stride[0],
+            n=width,
+            swizzle=swizzle,
+            a_element_type=p.mlir_dtype,
+            b_element_type=p.mlir_dtype,
+        )
+    return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
+
+
+def rescale(acc: jax.Array, alpha: jax.Array) -> jax.Array:
+    """acc f32 [64, width] times alpha f32 [64]; a warp in all of whose rows alpha is 1 leaves acc as it is."""
+
+    @plgpu.inline_mgpu(arg_types=(ROWS, ROWS_FIRST.vector), return_type=plgpu.ShapeDtypeStruct(acc.shape, F32, ROWS))
+    def scale(_: Any, acc: Any, alpha: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        first, second = alpha.registers.flat
+        is_needed = llvm.inline_asm(
+            i32,
+            [first, second],
+            "{ .reg .pred p, q; setp.neu.f32 p, $1, 0f3F800000; setp.neu.or.f32 p, $2, 0f3F800000, p;"
+            " vote.sync.any.pred q, p, 0xffffffff; selp.b32 $0, 1, 0, q; }",
+            "=r,f,f",
+            has_side_effects=True,
+        )
+        types = [x.type for x in acc.registers.flat]
+        branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, is_needed, constant("i32", 0)), types, has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scaled = acc * alpha.broadcast_in_dim(acc.shape, (0,), acc.layout)
+            scf.yield_(list(scaled.registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(list(acc.registers.flat))
+        registers = np.array(list(branch.results), dtype=object).reshape(acc.registers.shape)
+        return fa.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
+
+    return scale(acc, alpha)

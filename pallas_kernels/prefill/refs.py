@@ -1,0 +1,121 @@
+"""The arrays of a program of the prefill kernel, each with its shape, and its shared memory."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import scales as _scales
+from pallas_kernels.common import sizes as _sizes
+from pallas_kernels.common.fetch import WARPS, rows_of_copy
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.prefill.config import Config
+from pallas_kernels.prefill.rows_of_item import WG_ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """`width` is head_dim, rounded up to a multiple of 64; `items` are heads / heads of an item. None: not of this
+    call."""
+
+    # Inputs, GMEM
+    q: Any  # [tokens, heads, head_dim]
+    k_cache: Any  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: Any  # as k_cache
+    block_tables: Any  # int32 [seqs, max_blocks]
+    entries: Any  # int32 [max_entries, fields], see `_work_list`
+    num_entries: Any  # int32 [1]
+    scale: Any  # f32 [1]
+    # Outputs, GMEM
+    out: Any  # [parts * tokens, heads, head_dim]; float32 of several parts
+    lse: Any  # f32 [parts * tokens, heads]
+    # SMEM
+    q_smem: Any  # [2, 64, width]; for an 8-bit cache also as float16, see `_views_of_q`
+    k_smem: Any  # [stages, tile, width], of 16 bits
+    v_smem: Any  # as k_smem
+    # Barriers
+    k_full: Any  # [stages]
+    k_free: Any  # [stages]
+    v_full: Any  # [stages]
+    v_free: Any  # [stages]
+    q_full: Any  # [2]
+    zeroed: Any  # []
+    # Options, GMEM
+    sliding_window: Any = None  # int32 [1]
+    logits_soft_cap: Any = None  # f32 [1]
+    alibi_slopes: Any = None  # f32 [items, 128], of the rows of an item
+    sinks: Any = None  # as alibi_slopes; of several parts left to the merge
+    k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
+    v_scale: Any = None  # as k_scale
+    tree_bits: Any = None  # int32 [max_entries, words, 128]
+    # SMEM and barriers of 8-bit caches: tiles as they are fetched
+    k_narrow_smem: Any = None  # [stages, tile, width]
+    v_narrow_smem: Any = None  # as k_narrow_smem
+    k_narrow_full: Any = None  # [stages]
+    k_narrow_free: Any = None  # [stages]
+    v_narrow_full: Any = None  # [stages]
+    v_narrow_free: Any = None  # [stages]
+    scales_smem: Any = None  # of scales of tokens, see `scales.scratch`
+    scales_full: Any = None
+    # SMEM of some calls
+    o_smem: Any = None  # [2, 64, columns], where O does not leave through Q's; f32 of several parts, in interpret mode
+    q_float16: Any = None  # in interpret mode: [2, 64, width]
+    lse_smem: Any = None  # in interpret mode: f32 [2, 64]
+
+
+def scratch(
+    config: Config,
+    *,
+    width: int,
+    block_size: int,
+    dtype: Any,  # of q
+    cache_dtype: Any,
+    scales: tuple[Any, Any],  # k_scale and v_scale
+    matrix: tuple[Any, ...],  # transforms of a matrix in SMEM
+) -> dict[str, Any]:
+    """SMEM and barriers, by the names of `Refs`."""
+    is_narrow, in_parts = _sizes.is_narrow(cache_dtype), config.num_parts > 1
+    copies = config.tile // rows_of_copy(block_size, config.tile)
+    multiplied = jnp.float16 if is_narrow else dtype
+
+    def rings(kind: str, stages: int, numbers: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
+        """Of K and V, with `arrivals` at their barriers: tiles that are full, and free."""
+        return {
+            name: ref
+            for x in "kv"
+            for name, ref in (
+                (f"{x}{kind}_smem", plgpu.SMEM((stages, config.tile, width), numbers, transforms=transforms)),
+                (f"{x}{kind}_full", plgpu.Barrier(num_arrivals=arrivals[0], num_barriers=stages)),
+                (f"{x}{kind}_free", plgpu.Barrier(num_arrivals=arrivals[1], num_barriers=stages)),
+            )
+        }
+
+    q_smem: dict[str, Any] = {"q_smem": plgpu.SMEM((2, WG_ROWS, width), dtype, transforms=matrix)}
+    if multiplied != dtype:
+        view = plgpu.SMEM((2, WG_ROWS, width), multiplied, transforms=matrix)
+        q_smem = q_smem | {"q_float16": view} if interpreted() else {"q_smem": plgpu.RefUnion(q_smem["q_smem"], view)}
+    fetched: dict[str, Any] = {}
+    if is_narrow:
+        stages = config.num_narrow_stages
+        fetched = rings("_narrow", stages, cache_dtype, (), (copies, 1)) | _scales.scratch(
+            len(_scales.of_tokens(*scales)),
+            stages=config.num_scale_stages,
+            tile=config.tile,
+            warps=WARPS,
+        )
+    output: dict[str, Any] = {}
+    if in_parts and interpreted():
+        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), jnp.float32)
+    elif config.output_columns and not in_parts:
+        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, config.output_columns), dtype, transforms=matrix)
+    if interpreted():
+        output["lse_smem"] = plgpu.SMEM((2, WG_ROWS), jnp.float32)
+    return dict(
+        **q_smem,
+        **output,
+        **fetched,
+        **rings("", config.num_stages, multiplied, matrix, (1 if is_narrow else copies, 2)),
+        q_full=plgpu.Barrier(num_barriers=2),
+        zeroed=plgpu.Barrier(num_arrivals=2),
+    )

@@ -1,0 +1,283 @@
+"""The rows of an item in GMEM: reading Q, writing O and lse.
+
+Row r of an item is head r // item_tokens, token r % item_tokens. The tokens of an item may begin anywhere in q, but the
+copy engine only takes tiles of 8 rows that begin at multiples of 8. So threads copy rows themselves, 16 bytes at a
+time. Rows that the item does not have are neither read nor written.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, memref, vector
+
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.mlir import arith, constant, scf
+from pallas_kernels.common.rows import ROWS, ROWS_FIRST
+from pallas_kernels.prefill.config import Config
+from pallas_kernels.prefill.item import Item
+
+WG_ROWS = 64
+THREADS = 128  # of a warpgroup
+CHUNK = 8  # numbers of 16 bits that a thread copies at once
+SPLAT = plgpu.Layout.WG_SPLAT
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOfItem:
+    """The rows of one warpgroup."""
+
+    config: Config
+    first_row: jax.Array  # of the item's 128
+    transforms: tuple[Any, ...]  # of a matrix in SMEM
+
+    def start_load(self, q: Any, item: Item, q_smem: Any, arrived: Any) -> None:
+        """Starts to bring Q [64, width]: zero past the end of a narrower head, and in rows that the item does not have.
+
+        q: GMEM [tokens, heads, head_dim]; the barrier is for interpret mode.
+        """
+        if interpreted():
+            self._load_one_by_one(q, item, q_smem, arrived)
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(self.transforms), *[SPLAT] * 4))
+        def load(_: Any, q: Any, q_smem: Any, *scalars: Any) -> None:
+            place = _Place.of(self.config, *scalars)
+            for chunk in _chunks(q, q_smem, place):
+                num_bytes = arith.select(
+                    chunk.is_there, constant("i32", 16), constant("i32", 0)
+                )  # what it does not read is zero
+                _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", chunk.smem, chunk.gmem, num_bytes)
+            _asm("cp.async.commit_group;", "")
+
+        load(q, q_smem, *self._scalars(item, item.q_row))
+
+    def finish_load(self) -> None:
+        if interpreted():
+            return
+
+        @plgpu.inline_mgpu()
+        def wait(_: Any) -> None:
+            _asm("cp.async.wait_group 0;", "")
+
+        wait()
+        plgpu.commit_smem()
+
+    def store(self, x: jax.Array, out: Any, item: Item, o_smem: Any) -> None:
+        """x [64, width] into out, GMEM [tokens, heads, head_dim], through o_smem [64, columns], a part at a time."""
+        columns = o_smem.shape[1]
+        for start in range(0, x.shape[1], columns):
+            if start:
+                plgpu.commit_smem()  # all threads have read what was there
+            part = lax.slice(x, (0, start), (WG_ROWS, start + columns))
+            self._store_columns(part, out, item, o_smem, start)
+
+    def _store_columns(self, x: jax.Array, out: Any, item: Item, o_smem: Any, start: int) -> None:
+        o_smem[...] = x
+        plgpu.commit_smem()
+        if interpreted():
+            self._store_one_by_one(out, item, o_smem, start)
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(self.transforms), *[SPLAT] * 4))
+        def store(_: Any, out: Any, o_smem: Any, *scalars: Any) -> None:
+            copy = "ld.shared.v4.b32 {a, b, c, d}, [$0]; @p st.global.v4.b32 [$1], {a, b, c, d};"
+            place = _Place.of(self.config, *scalars)
+            for chunk in _chunks(out, o_smem, place, start):
+                is_there = arith.extui(ir.IntegerType.get_signless(32), chunk.is_there)
+                _asm(
+                    "{ .reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $2, 0; " + copy + " }",
+                    "r,l,r",
+                    chunk.smem,
+                    chunk.gmem,
+                    is_there,
+                )
+
+        store(out, o_smem, *self._scalars(item, item.out_row))
+
+    def store_float32(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
+        """x f32 [64, width] into out, GMEM f32 [tokens, heads, head_dim], without SMEM but in interpret mode."""
+        if interpreted():
+            x_smem[...] = x
+            plgpu.commit_smem()
+            self._store_one_by_one(out, item, x_smem)
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, *[SPLAT] * 4))
+        def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
+            place = _Place.of(self.config, *scalars)
+            _, heads, head_dim = ir.MemRefType(out.type).shape
+            start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(out))
+            for (row, column), pair in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
+                in_head = arith.cmpi(arith.CmpIPredicate.ult, column, _index(head_dim))
+                _asm(
+                    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2}; }",
+                    "l,f,f,r",
+                    place.address(start, row, column, heads, head_dim, num_bytes=4),
+                    *(vector.extract(pair, dynamic_position=[], static_position=[i]) for i in range(2)),
+                    arith.extui(ir.IntegerType.get_signless(32), arith.andi(place.has(row), in_head)),
+                )
+
+        store(out, x, *self._scalars(item, item.out_row))
+
+    def store_vector(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
+        """x f32 [64] into out, GMEM f32 [tokens, heads]; SMEM is for interpret mode."""
+        if interpreted():
+            x_smem[...] = x
+            plgpu.commit_smem()
+
+            def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
+                plgpu.copy_smem_to_gmem(x_smem.at[pl.ds(i, 1)], out.at[token, pl.ds(head, 1)])
+
+            self._each_row(item, item.out_row, copy)
+            plgpu.wait_smem_to_gmem(0)
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS_FIRST.vector, *[SPLAT] * 4))
+        def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
+            place = _Place.of(self.config, *scalars)
+
+            def put(value: Any, at: tuple) -> None:
+                with ir.InsertionPoint(scf.IfOp(place.has(at[0])).then_block):
+                    memref.store(value, out, place.of_row(at[0]))
+                    scf.yield_([])
+
+            x.foreach(put)
+
+        store(out, x, *self._scalars(item, item.out_row))
+
+    def _scalars(self, item: Item, row: jax.Array) -> tuple[jax.Array, ...]:
+        return self.first_row, row, item.head, item.num_tokens
+
+    def _each_row(self, item: Item, row_of_array: jax.Array, work: Any) -> None:
+        tokens = jnp.int32(self.config.item_tokens)
+
+        def row(i: jax.Array, _: None) -> None:
+            head, token = lax.div(self.first_row + i, tokens), lax.rem(self.first_row + i, tokens)
+            is_there = jnp.logical_and(head < self.config.heads, token < item.num_tokens)
+            pl.when(is_there)(lambda: work(i, row_of_array + token, item.head + head))
+
+        lax.fori_loop(0, WG_ROWS, row, None)
+
+    def _load_one_by_one(self, q: Any, item: Item, q_smem: Any, arrived: Any) -> None:
+        q_smem[...] = jnp.zeros_like(q_smem)
+        plgpu.commit_smem()
+
+        def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
+            plgpu.copy_gmem_to_smem(q.at[token, head], _row(q_smem, i, q), arrived)
+            plgpu.barrier_wait(arrived)
+
+        self._each_row(item, item.q_row, copy)
+
+    def _store_one_by_one(self, out: Any, item: Item, smem: Any, start: int = 0) -> None:
+        columns = min(smem.shape[-1], out.shape[-1] - start)
+
+        def copy(i: jax.Array, *at: jax.Array) -> None:
+            plgpu.copy_smem_to_gmem(smem.at[i, pl.ds(0, columns)], out.at[(*at, pl.ds(start, columns))])
+
+        self._each_row(item, item.out_row, copy)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _row(smem: Any, i: jax.Array, gmem: Any) -> Any:
+    return smem.at[i, pl.ds(0, gmem.shape[-1])]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a row stands in an array of [tokens, heads, ...], in MLIR, of type index."""
+
+    config: Config
+    first_row: Any
+    array_row: Any  # of the item's first token
+    head: Any
+    num_tokens: Any
+
+    @classmethod
+    def of(cls, config: Config, *scalars: Any) -> "_Place":
+        return cls(config, *(arith.index_cast(ir.IndexType.get(), x.registers[()]) for x in scalars))
+
+    def _split(self, row: Any) -> tuple[Any, Any]:
+        row, tokens = arith.addi(row, self.first_row), _index(self.config.item_tokens)
+        return arith.divui(row, tokens), arith.remui(row, tokens)
+
+    def has(self, row: Any) -> Any:
+        head, token = self._split(row)
+        below = arith.CmpIPredicate.ult
+        return arith.andi(arith.cmpi(below, token, self.num_tokens), arith.cmpi(below, head, _index(self.config.heads)))
+
+    def of_row(self, row: Any) -> list[Any]:
+        head, token = self._split(row)
+        return [arith.addi(token, self.array_row), arith.addi(head, self.head)]
+
+    def address(self, start: Any, row: Any, column: Any, heads: int, head_dim: int, *, num_bytes: int) -> Any:
+        """i64, of a number of an array of [tokens, heads, head_dim] that begins at `start`."""
+        token, head = self.of_row(row)
+        row_start = arith.muli(arith.addi(arith.muli(token, _index(heads)), head), _index(head_dim))
+        offset = arith.muli(arith.addi(row_start, column), _index(num_bytes))
+        return arith.addi(start, arith.index_cast(ir.IntegerType.get_signless(64), offset))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """What a thread copies at once."""
+
+    smem: Any  # address, i32
+    gmem: Any  # address, i64
+    is_there: Any  # i1
+
+
+def _chunks(array: Any, smem: Any, place: _Place, start: int = 0) -> Iterator[_Chunk]:
+    """The chunks of 64 rows, in an array [tokens, heads, head_dim] and in tiled, swizzled SMEM, dealt out to threads.
+
+    smem: [row tiles, column tiles, 8, columns of a tile], as `TilingTransform` makes it of [64, columns], the
+    columns of the array from `start` on.
+    """
+    i32, i64, index = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.IndexType.get()
+    _, heads, head_dim = ir.MemRefType(array.type).shape
+    _, column_tiles, tile_rows, tile_columns = ir.MemRefType(smem.type).shape
+    in_row = column_tiles * tile_columns // CHUNK
+    array_start = llvm.ptrtoint(i64, utils.memref_ptr(array))
+    smem_start = llvm.ptrtoint(i32, utils.memref_ptr(smem))
+    thread = arith.remui(arith.index_cast(index, utils.thread_idx()), _index(THREADS))
+    for i in range(WG_ROWS * in_row // THREADS):
+        number = arith.addi(thread, _index(i * THREADS))
+        row, column = (
+            arith.divui(number, _index(in_row)),
+            arith.muli(arith.remui(number, _index(in_row)), _index(CHUNK)),
+        )
+        tile = arith.addi(
+            arith.muli(arith.divui(row, _index(tile_rows)), _index(column_tiles)),
+            arith.divui(column, _index(tile_columns)),
+        )
+        in_tile = arith.addi(
+            arith.muli(arith.remui(row, _index(tile_rows)), _index(tile_columns)),
+            arith.remui(column, _index(tile_columns)),
+        )
+        offset = arith.muli(arith.addi(arith.muli(tile, _index(tile_rows * tile_columns)), in_tile), _index(2))
+        # The swizzle: bits 4 to 6 of an address, or fewer for narrower tiles, turned by bits 7 to 9.
+        turn = arith.andi(arith.shrui(offset, _index(7)), _index(2 * tile_columns // 16 - 1))
+        offset = arith.xori(offset, arith.shli(turn, _index(4)))
+        column = arith.addi(column, _index(start))
+        in_head = arith.cmpi(arith.CmpIPredicate.ult, column, _index(head_dim))
+        yield _Chunk(
+            smem=arith.addi(smem_start, arith.index_cast(i32, offset)),
+            gmem=place.address(array_start, row, column, heads, head_dim, num_bytes=2),
+            is_there=arith.andi(place.has(row), in_head),
+        )
+
+
+def _asm(text: str, constraints: str, *operands: Any) -> None:
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(operands), text, constraints, has_side_effects=True)
+
+
+def _index(x: int) -> Any:
+    return constant("index", x)

@@ -1,0 +1,206 @@
+"""What a warpgroup does with its 64 rows of an item, tile by tile.
+
+    S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
+    O [64, head_dim] += P [64, tile]      V [tile, head_dim]
+
+A step starts the product with the keys of a tile and that with the values of the tile before, and computes the softmax
+of the first while the second runs. The steps of the two warpgroups have no order: taking turns, by barriers of the
+hardware, is not faster on an H100.
+
+Everything here is traced inside the kernel.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import scales as _scales
+from pallas_kernels.common.fetch import Ring
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.rows import COLUMNS, LOWEST, ROWS, ROWS_FIRST, zeros
+from pallas_kernels.common.scales import Scales
+from pallas_kernels.prefill import products as _products
+from pallas_kernels.prefill.config import Config
+from pallas_kernels.prefill.item import Item
+from pallas_kernels.prefill.logits import Logits, times
+
+Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # O, m, l, and P of the last tile
+# In units of log2, by which a logit may exceed m before O is scaled to it: weights of 2^8 are far from overflow.
+HEADROOM = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    item: Item
+    logits: Logits
+    keys: Ring
+    values: Ring
+    first_turn: jax.Array  # of the rings, in which the item's first tile comes
+    q: Any  # SMEM [64, width]
+    zeroed: Any  # barrier of both warpgroups
+    warpgroup: jax.Array
+    config: Config
+    scales: Scales
+    tables: Any  # GMEM, int32 [seqs, max_blocks]
+    transforms: tuple[Any, ...]  # of a matrix in SMEM
+
+    def run(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """O f32 [64, width], not yet divided by l; m, in units of log2, and l, f32 [64]."""
+        item = self.item
+        carry = self._first()
+        masked = functools.partial(self._step, masked=True)
+        begin = item.begin + 1
+        if item.window is not None:
+            carry = lax.fori_loop(begin, item.whole_begin, masked, carry)
+            begin = jnp.maximum(begin, item.whole_begin)
+        middle = jnp.maximum(item.whole_end, begin)
+        carry = lax.fori_loop(begin, middle, functools.partial(self._step, masked=False), carry)
+        carry = lax.fori_loop(middle, item.end, masked, carry)
+        return self._last(carry)
+
+    def _first(self) -> Carry:
+        """The keys of the first tile."""
+        item, rows = self.item, self.q.shape[0]
+        stage = self._stage(item.begin)
+        plgpu.barrier_wait(self.keys.full.at[stage])
+        scores = self._scores(stage)
+        plgpu.barrier_arrive(self.keys.free.at[stage])
+        m, l, _, p = self._softmax(
+            scores, item.begin, ROWS_FIRST.full(rows, LOWEST), ROWS_FIRST.full(rows, 0.0), masked=True
+        )
+        if item.window is not None:
+            plgpu.barrier_wait(self.values.full.at[stage])
+            self._zero_unseen(item.begin, stage)
+        return zeros(self.q.shape), m, l, p.astype(self.q.dtype)
+
+    def _step(self, tile: jax.Array, carry: Carry, *, masked: bool) -> Carry:
+        """The keys of a tile, and the values of the one before."""
+        acc, m, l, p = carry
+        before, stage = self._stage(tile - 1), self._stage(tile)
+        plgpu.barrier_wait(self.keys.full.at[stage])
+        self._await_values(tile - 1, before)
+        acc, scores = self._start_products(acc, p, stage, before)
+        self._wait(1)
+        scores = self._fenced(scores)
+        plgpu.barrier_arrive(self.keys.free.at[stage])
+        m, l, alpha, p = self._softmax(scores, tile, m, l, masked=masked)
+        self._wait(0)
+        acc, p = self._fenced((acc, p))
+        plgpu.barrier_arrive(self.values.free.at[before])
+        return self._rescaled(acc, alpha), m, l, p.astype(self.q.dtype)
+
+    def _last(self, carry: Carry) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The values of the last tile."""
+        acc, m, l, p = carry
+        tile = self.item.end - 1
+        stage = self._stage(tile)
+        self._await_values(tile, stage)
+        pl.when(self.item.end * self.item.tile > self.item.length)(lambda: self._zero_unseen(tile, stage))
+        if interpreted():
+            acc = acc + self._weighted_values(p, stage)
+        else:
+
+            def add(ref: Any) -> None:
+                plgpu.wgmma(ref, p, self.values.target.at[stage])
+
+            acc = pl.run_state(add)(plgpu.ACC.init(acc))
+        plgpu.barrier_arrive(self.values.free.at[stage])
+        return acc, m, l
+
+    def _stage(self, tile: jax.Array) -> jax.Array:
+        return lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.config.num_stages))
+
+    def _await_values(self, tile: jax.Array, stage: jax.Array) -> None:
+        if self.item.window is None:
+            plgpu.barrier_wait(self.values.full.at[stage])
+        else:  # the values of the first tile are there
+            pl.when(tile > self.item.begin)(lambda: plgpu.barrier_wait(self.values.full.at[stage]))
+
+    def _softmax(
+        self, scores: jax.Array, tile: jax.Array, m: jax.Array, l: jax.Array, *, masked: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """The new m and l, what sums so far are multiplied with, f32 [64], and the weights, f32 [64, tile]."""
+        k_scales, v_scales = self._token_scales(tile, masked=masked)
+        if k_scales is not None:
+            scores *= _scales.over_tokens(k_scales, scores.shape, ROWS_FIRST)
+        logits, unit = self.logits(scores, tile, masked)
+        if v_scales is None:
+            highest = logits.max(axis=1) * unit
+        else:
+            highest = _scales.peaks(times(logits, unit), v_scales, ROWS_FIRST).max(axis=1)
+        m_new = jnp.where(highest > m + HEADROOM, highest, m)
+        alpha = jnp.exp2(m - m_new)
+        p = jnp.exp2(times(logits, unit) - ROWS_FIRST.over(m_new, logits.shape))
+        l_new = l * alpha + p.sum(axis=1)
+        if v_scales is not None:
+            p *= _scales.over_tokens(v_scales, p.shape, ROWS_FIRST)
+        return m_new, l_new, alpha, p
+
+    def _token_scales(self, tile: jax.Array, *, masked: bool) -> tuple[jax.Array | None, jax.Array | None]:
+        """The scales of K and of V, f32 [tile]; 1 for a token that no query sees."""
+        place = lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.scales.stages))
+        pair = self.scales.of_tile(self.item, self.tables, tile, place)
+        if not masked:
+            return pair
+
+        def of_seen(scales: jax.Array) -> jax.Array:
+            seen = self.item.seen(tile, scales.shape, ROWS.reduce(0))
+            return jnp.where(seen, scales, jnp.ones_like(scales))
+
+        k, v = (None if scales is None else of_seen(scales) for scales in pair)
+        return k, v
+
+    def _scores(self, stage: jax.Array) -> jax.Array:
+        def product(ref: Any) -> jax.Array:
+            plgpu.wgmma(ref, self.q, self.keys.target.at[stage].T)
+            return ref[...]
+
+        return pl.run_scoped(product, plgpu.ACC((self.q.shape[0], self.item.tile), jnp.float32))
+
+    def _start_products(
+        self, acc: jax.Array, p: jax.Array, stage: jax.Array, before: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """O with the values in stage `before`, and S with the keys in `stage`: under way."""
+        if interpreted():
+            return acc + self._weighted_values(p, before), self._scores(stage)
+        keys, values = self.keys.target.at[stage], self.values.target.at[before]
+        return _products.start(acc, p, self.q, keys, values, self.transforms)
+
+    def _wait(self, n: int) -> None:
+        """Until at most the last n products are under way."""
+        if not interpreted():
+            plgpu.wgmma_wait(n)
+
+    def _fenced(self, x: Any) -> Any:
+        """x, of which nothing is made before this point."""
+        return x if interpreted() else lax.optimization_barrier(x)
+
+    def _rescaled(self, acc: jax.Array, alpha: jax.Array) -> jax.Array:
+        return acc * ROWS_FIRST.over(alpha, acc.shape) if interpreted() else _products.rescale(acc, alpha)
+
+    def _weighted_values(self, p: jax.Array, stage: jax.Array) -> jax.Array:
+        """In interpret mode, which has no products with an operand in registers."""
+        added = jnp.dot(p, self.values.target.at[stage][...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # orders these reads, unlike those of a product, before the copy engine's writes
+        return added
+
+    def _zero_unseen(self, tile: jax.Array, stage: jax.Array) -> None:
+        """Makes the values zero in the slots that no query may see, each warpgroup in some columns."""
+        values = self.values.target.at[stage]
+        for c in range(values.shape[-1] // COLUMNS):
+
+            @pl.when(self.warpgroup == c % 2)
+            def _zero(c: int = c) -> None:
+                part = values.at[:, pl.ds(c * COLUMNS, COLUMNS)]
+                v = plgpu.load(part, layout=ROWS)
+                part[...] = jnp.where(self.item.seen(tile, part.shape), v, jnp.zeros_like(v))
+
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.zeroed)
+        plgpu.barrier_wait(self.zeroed)

@@ -1,0 +1,93 @@
+"""The query tokens of each item of the prefill kernel, and the order of the items.
+
+XLA makes the list on the device, from true lengths, before the kernel. It serves all layers of a step.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.prefill.config import Config
+
+# Keys and values that stay in the L2 cache (H100: 50 MB). 8 x 1024 of 32/32 heads have 134 MB.
+L2_BYTES = 40e6
+FIELDS = ("seq", "q_row", "position", "num_tokens", "length")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WorkList:
+    """An entry is an item for each KV head, or for each part of the heads of a large group."""
+
+    entries: jax.Array  # int32 [max_entries, fields]: the sequence, its first row in q, position, tokens, the length
+    num_entries: jax.Array  # int32 [1]
+
+
+def make_work_list(
+    query_starts: jax.Array,  # int32 [seqs + 1], not descending
+    lengths: jax.Array,  # int32 [seqs]
+    *,
+    tokens: int,  # of q, padding included
+    token_bytes: int,  # of a token's keys and values
+    config: Config,
+) -> WorkList:
+    """Cuts each sequence's newest tokens, `query_starts[s] : query_starts[s + 1]` of q, into runs of
+    `config.item_tokens`.
+
+    The rows of q before and after them are padding, which sees nothing, and are cut in the same way.
+    """
+    seqs, item_tokens = lengths.shape[0], config.item_tokens
+    starts = jnp.clip(query_starts, 0, tokens)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), starts])
+    counts = jnp.concatenate([starts[1:], jnp.full(1, tokens, jnp.int32)]) - starts  # padding is first and last
+    lengths = jnp.pad(lengths, 1)
+    ends = jnp.cumsum(-(-counts // item_tokens), dtype=jnp.int32)
+    places = jnp.arange(-(-tokens // item_tokens) + seqs + 2, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, places, side="right", method="scan_unrolled").astype(jnp.int32)
+    exists = owner < seqs + 2
+    owner = jnp.minimum(owner, seqs + 1)
+    offset = (places - (ends - (-(-counts // item_tokens)))[owner]) * item_tokens
+    num_tokens = jnp.clip(counts[owner] - offset, 0, item_tokens)
+    position = lengths[owner] - (counts[owner] - offset if config.causal else 1)
+    seq = jnp.clip(owner - 1, 0, seqs - 1)
+    entries = jnp.stack([seq, starts[owner] + offset, position, num_tokens, lengths[owner]], axis=1)
+
+    num_seen = position + (num_tokens if config.causal else 1)
+    num_tiles = jnp.maximum(-(-num_seen // config.tile), 1)
+    longest_first = _longest_first(num_tiles, owner, exists)
+    by_sequence = _by_sequence(lengths, places, owner, ends, exists)
+    fits = lengths.astype(jnp.float32).sum() * token_bytes <= L2_BYTES
+    return WorkList(entries[jnp.where(fits, longest_first, by_sequence)], ends[-1:])
+
+
+def _longest_first(num_tiles: jax.Array, owner: jax.Array, exists: jax.Array) -> jax.Array:
+    """The order in which the short ones fill the gaps at the end; of those that are about as long, the ones of a
+    sequence together."""
+    about = (8 * jnp.log2(num_tiles.astype(jnp.float32))).astype(jnp.int32)
+    keys = jnp.where(exists, -about * (owner.max() + 1) + owner, jnp.int32(2**31 - 1))
+    return keys.shape[0] - 1 - jnp.argsort(keys[::-1], stable=True).astype(jnp.int32)
+
+
+def _by_sequence(
+    lengths: jax.Array, places: jax.Array, owner: jax.Array, ends: jax.Array, exists: jax.Array
+) -> jax.Array:
+    """The order in which what is read is read soon again: a sequence after the other, the longest first.
+
+    One sequence's longest entries come first and the next one's last, so that programs get as much of both.
+    """
+    counts = jnp.diff(ends, prepend=jnp.int32(0))
+    ranked = jnp.argsort(-lengths, stable=True)
+    rank = jnp.argsort(ranked, stable=True)
+    starts = (jnp.cumsum(counts[ranked], dtype=jnp.int32) - counts[ranked])[rank]
+    in_sequence = places - (ends - counts)[owner]
+    turned = jnp.where(rank[owner] % 2 == 0, counts[owner] - 1 - in_sequence, in_sequence)
+    target = jnp.where(exists, starts[owner] + turned, places)
+    return jnp.zeros_like(places).at[target].set(places, unique_indices=True)
+
+
+def item_of(i: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:
+    """Which item is a program's i-th: they are dealt out to and fro, so that long ones are shared out evenly."""
+    to_and_fro = jnp.where(lax.rem(i, jnp.int32(2)) == 0, program, num_programs - 1 - program)
+    return i * num_programs + to_and_fro

@@ -67,35 +67,45 @@ class Steps:
         while self.engine._state.scheduler.num_pending(self.engine._state.allocator) > 0:
             self.run(num_steps=1)
 
+    @property
+    def num_decoding(self) -> int:
+        """Sequences beside which the widest step is measured: the others bring its prompts."""
+        return self.sizes.seats - max(1, self.sizes.seats // 32)
+
+    def prepare(self, kind: Kind, length: int) -> None:
+        """The next steps are of this kind, three or more, with sequences of `length` tokens that decode."""
+        sizes = self.sizes
+        if not kind.is_mixed:
+            self.decode(kind.num_places, length)
+        elif kind == self.engine._kinds[-1]:  # prompts for the seats left, that fill the chunk of each step
+            self.decode(self.num_decoding, length)
+            num_left = sizes.seats - self.num_decoding
+            self.submit([([1] * min(15 * sizes.chunk // num_left, sizes.longest), 8)] * num_left)
+        else:  # a prompt for three steps, beside sequences for a quarter of the places
+            count = max(1, kind.num_places // 4)
+            self.decode(count, length)
+            self.submit([([1] * min(3 * (kind.num_places - count), sizes.longest), 8)])
+
     def measure(self) -> dict[str, float]:
-        """Milliseconds of each kind of step, and the tokens of K/V that it reads; of the widest of single tokens also
-        with long sequences, `many`. An exact engine has the last kind only."""
-        sizes, kinds, result = self.sizes, self.engine._kinds, {}
-        few, many = (2, 12) if sizes.longest > 64 else (2, 4)
-        *narrow, widest = kinds
-        for kind in narrow:
-            if kind.is_mixed:  # a prompt for three steps, beside sequences for a quarter of the places
-                count = max(1, kind.num_places // 4)
-                self.decode(count, sizes.few)
-                self.submit([([1] * min(3 * (kind.num_places - count), sizes.longest), 8)])
-                result[f"{name_of(kind)}_ms"] = self.milliseconds(kind, 1, 2)
-            else:
-                self.decode(kind.num_places, sizes.few)
-                result[f"{name_of(kind)}_ms"] = statistics.median(self.milliseconds(kind, few, many) for _ in range(3))
-            result[f"{name_of(kind)}_kv"] = float(self.engine._state.allocator.lengths.sum())
-        num_decoding = self.engine.stats().num_seats - max(1, self.engine.stats().num_seats // 32)
-        decoding = next((kind for kind in kinds if kind.num_places >= num_decoding), widest)
-        for name, length in (("few", sizes.few), ("many", sizes.many)):
-            self.decode(num_decoding, length)
-            result[f"{name}_ms"] = statistics.median(self.milliseconds(decoding, few, many) for _ in range(3))
+        """Milliseconds of each kind of step, and the tokens of K/V that it reads; with almost all seats decoding, `few`
+        and `many` K/V tokens too, for the time of a token. An exact engine has the last kind only."""
+        sizes, result = self.sizes, {}
+        times = (2, 12) if sizes.longest > 64 else (2, 4)
+        *narrow, widest = self.engine._kinds
+        decoding = next((kind for kind in narrow if kind.num_places >= self.num_decoding), widest)
+
+        def add(name: str, kind: Kind, repeats: int, times: tuple[int, int]) -> None:
+            result[f"{name}_ms"] = statistics.median(self.milliseconds(kind, *times) for _ in range(repeats))
             result[f"{name}_kv"] = float(self.engine._state.allocator.lengths.sum())
-        # Prompts for the seats left, long enough to fill the chunk of each step.
-        num_left = self.engine.stats().num_seats - num_decoding
-        length = min(15 * self.engine.stats().chunk_tokens // num_left, sizes.longest)
-        self.submit([([1] * length, 8)] * num_left)
-        times = (2, 8) if sizes.longest > 64 else (1, 2)
-        result[f"{name_of(widest)}_ms"] = self.milliseconds(widest, *times)
-        result[f"{name_of(widest)}_kv"] = float(self.engine._state.allocator.lengths.sum())
+
+        for kind in narrow:
+            self.prepare(kind, sizes.few)
+            add(name_of(kind), kind, 1 if kind.is_mixed else 3, (1, 2) if kind.is_mixed else times)
+        for name, length in (("few", sizes.few), ("many", sizes.many)):
+            self.decode(self.num_decoding, length)
+            add(name, decoding, 3, times)
+        self.prepare(widest, sizes.many)
+        add(name_of(widest), widest, 1, (2, 8) if sizes.longest > 64 else (1, 2))
         self.clear()
         return result
 

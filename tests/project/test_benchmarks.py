@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks import checks, harness
 from benchmarks.allocator import loops, model_step, operations
 from benchmarks.allocator.host_allocator import HostAllocator
+from benchmarks.engine import profile_slice
 from benchmarks.figures.memory import seat_lengths
 from benchmarks.harness import by_kernel
 from benchmarks.kernels import cache_copies, cache_ops, cache_sizes, decode, partitions, points, portable, prefill, ways
@@ -132,6 +133,21 @@ def test_the_decode_step_of_the_example_is_compared_with_xla(monkeypatch, rank_p
 
 def test_a_free_seat_takes_the_next_request():
     assert seat_lengths([(3, 3), (1, 1), (5, 1)], num_seats=2).tolist() == [[4, 2], [5, 6], [6, 0]]
+
+
+def test_the_time_of_a_slice_is_split_by_what_the_gpu_does():
+    events = [
+        (0.0, 10.0, "gemm"),
+        (8.0, 12.0, "small"),  # two of its four us run beside the first
+        (15.0, 16.0, "MemcpyD2H"),
+        (30.0, 50.0, "gemm"),
+        (1050.0, 1060.0, "gemm"),
+    ]
+    found = profile_slice.split(events)
+    assert found == pytest.approx(
+        {"busy": 0.043, "small": 0.003, "events": 5, "gaps": 0.003, "condition": 0.014, "conditions": 1, "between": 1.0}
+        | {"device": 1.06}
+    )
 
 
 def test_kernels_of_one_name_are_added_up():

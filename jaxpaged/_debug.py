@@ -160,20 +160,21 @@ def check_tables(
     return seen
 
 
-def check_attention(a: Any, lengths: jax.Array, num_new: jax.Array | int) -> None:
-    """`a`: checked arguments of attention; `lengths`: before they were clipped."""
-    options = a.options
-    seen = check_tables(a.k_cache, a.block_tables, lengths, num_new, options.sliding_window)
-    if (checks := _checks.get()) is None or seen is None:
+def check_attention(call: Any, lengths: jax.Array) -> None:
+    """`lengths`: before they were clipped."""
+    if (checks := _checks.get()) is None:
         return
-    ids = jnp.clip(a.block_tables, 0, a.k_cache.shape[0] - 1)
-    arrays = dict(keys=a.k_cache, values=a.v_cache, k_scale=options.k_scale, v_scale=options.v_scale)
+    options = call.options
+    seen = check_tables(call.k_cache, call.block_tables, lengths, call.num_new(), options.sliding_window)
+    assert seen is not None
+    ids = jnp.clip(call.block_tables, 0, call.k_cache.shape[0] - 1)
+    arrays = dict(keys=call.k_cache, values=call.v_cache, k_scale=options.k_scale, v_scale=options.v_scale)
     for name, array in arrays.items():
         if array is None or array.ndim < 3 or not jnp.issubdtype(array.dtype, jnp.floating):
             continue
         is_finite = jnp.isfinite(array).all(axis=tuple(range(2, array.ndim)))  # [blocks, block_size]
         is_bad = seen & ~is_finite[ids]
-        blocks = jnp.broadcast_to(a.block_tables[..., None], is_bad.shape)
+        blocks = jnp.broadcast_to(call.block_tables[..., None], is_bad.shape)
         _report(checks, f"{name} that are not finite, by [sequence, entry, offset], with the block", is_bad, blocks)
 
 

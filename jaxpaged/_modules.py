@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention import packed
 from jaxpaged._attention.attend import attend
-from jaxpaged._attention.public import Implementation
+from jaxpaged._attention.choose import Implementation
+from jaxpaged._attention.runs import packed_positions
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotate import rotate_and_write_kv
@@ -173,7 +173,7 @@ def sharding_of_sum(out: jax.Array) -> NamedSharding | None:
 def _positions(allocator: BlockAllocator, slots: jax.Array, query_starts: ArrayLike | None) -> jax.Array:
     if query_starts is None:
         return allocator.positions(slots.shape[1])
-    return packed.positions(as_int32(query_starts), allocator.lengths, tokens=slots.shape[0])
+    return packed_positions(as_int32(query_starts), allocator.lengths, tokens=slots.shape[0])
 
 
 def _pools(cache: KVCache | CacheLayer) -> KVCache:

@@ -20,8 +20,9 @@ import jaxlib
 import numpy as np
 
 from jaxpaged import __version__, _device
+from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.plan import plan_partitions
-from jaxpaged._attention.public import Implementation, paged_attention
+from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode.partition_plan import PartitionPlan

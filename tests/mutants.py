@@ -37,7 +37,7 @@ LOADS = "tests/engine/test_engine.py::depend_on_the_load and 16"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/scheduler/test_scheduler_machine.py::mixture"
 SEATS = "jaxpaged/_scheduler/seats.py"
 FORGOTTEN = "tests/engine/test_engine.py::weights_change"
-XLA, TREE, PACKED = (f"jaxpaged/_attention/{name}.py" for name in ("xla", "tree", "packed"))
+XLA, TREE, RUNS = (f"jaxpaged/_attention/{name}.py" for name in ("xla", "tree", "runs"))
 SHARED_PREFIX, PACKED_OPTIONS = (
     "jaxpaged/_attention/shared_prefix.py",
     "tests/attention/test_packed.py::test_options and plain",
@@ -526,14 +526,14 @@ MUTANTS = (
     ),
     Mutant(
         "attention: runs end with their sequence",
-        PACKED,
+        RUNS,
         "lengths = first[runs.seqs] + runs.offsets + runs.counts",
-        "lengths = p.lengths[runs.seqs]",
+        "lengths = call.lengths[runs.seqs]",
         PACKED_OPTIONS,
     ),
     Mutant(
         "attention: padding before the first token",
-        PACKED,
+        RUNS,
         " | (tokens < runs.starts[0])",
         "",
         PACKED_OPTIONS,
@@ -548,8 +548,8 @@ MUTANTS = (
     Mutant(
         "attention: sinks of the shared call count",
         SHARED_PREFIX,
-        "options=dataclasses.replace(a.options, sinks=None)",
-        "options=a.options",
+        "options=dataclasses.replace(call.options, sinks=None)",
+        "options=call.options",
         "tests/attention/test_attention_prefix.py::test_options and sinks",
     ),
     Mutant(
@@ -561,10 +561,10 @@ MUTANTS = (
     ),
     Mutant(
         "attention: runs of a prompt see all of it",
-        "jaxpaged/_attention/query_runs.py",
-        "a.lengths[:, None] - tokens_after[None]",
-        "a.lengths[:, None] - 0 * tokens_after[None]",
-        "tests/attention/test_query_runs.py::each_run",
+        RUNS,
+        "call.lengths[:, None] - tokens_after[None]",
+        "call.lengths[:, None] - 0 * tokens_after[None]",
+        "tests/attention/test_runs.py::each_run",
     ),
     Mutant(
         "attention: no decode kernel for 64 rows",

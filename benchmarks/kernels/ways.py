@@ -9,16 +9,16 @@ import jax
 from benchmarks.harness import Store, compile_all
 from benchmarks.kernels.decode import Programs, chain, compile_judges, measure, measure_kernels, options_of, with_scales
 from benchmarks.kernels.points import Point, make_inputs, shapes_of
-from jaxpaged._attention.arguments import AttentionArguments, check_arguments
+from jaxpaged._attention.call import Call, check_call
 
 Attend = Callable[..., jax.Array]  # of q, k_cache, v_cache, block_tables, lengths, and options as `paged_attention`
 OPTIONS = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
 DOES_NOT_FIT = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)  # the last: ptxas, or no memory
 
 
-def arguments_of(arrays: Sequence[jax.Array], options: dict[str, Any]) -> AttentionArguments:
+def arguments_of(arrays: Sequence[jax.Array], options: dict[str, Any]) -> Call:
     """What the kernels of jaxpaged are launched with, of a call of `paged_attention`."""
-    return check_arguments(*arrays, **(dict.fromkeys(OPTIONS) | options))  # type: ignore[arg-type]
+    return check_call(*arrays, **(dict.fromkeys(OPTIONS) | options))  # type: ignore[arg-type]
 
 
 def compile_chain(point: Point, attend: Attend) -> Any:

@@ -8,15 +8,16 @@ to 64 rows, and longer queries in runs.
 import dataclasses
 from typing import Any, Literal
 
-from jaxpaged._attention import query_runs
-from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
+from jaxpaged import _device
+from jaxpaged._attention.call import Call
 from jaxpaged._attention.plan import follows, plan_pays, programs_at_once, visible
+from jaxpaged._attention.runs import fewest_runs
 from jaxpaged._device import Gpu
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.prefill import config as prefill_config
 
-Call = AttentionArguments | PackedArguments
+Implementation = Literal["mosaic_gpu", "xla"]
 Kernel = Literal["paged_decode", "paged_prefill"]  # a package of `pallas_kernels`
 Config = decode_config.Config | prefill_config.Config
 
@@ -31,7 +32,7 @@ class Known:
     num_partitions: int | None = None  # of each sequence; None: chosen here
     window: int | None = None  # the sliding window in tokens, if it is a number
     total_partitions: int | None = None  # of the plan that came with the call
-    by_name: bool = False  # the kernels were named: nothing else may compute the call
+    implementation: Implementation | None = None  # named: nothing else may compute the call
 
 
 NOTHING = Known()
@@ -64,13 +65,29 @@ class Refusal:
         return self.message.partition("; got ")[0]
 
 
+def decide(call: Call, known: Known, gpu: Gpu | None = None) -> Choice | Refusal:
+    """How the kernels compute the call on a GPU, by default JAX's default device; a refusal if XLA does.
+
+    Raises `NotImplementedError` if the kernels were named and none takes it.
+    """
+    if known.implementation == "xla":
+        return Refusal('the call names implementation="xla".', is_told=False)
+    try:
+        choice = choose(call, gpu or _device.gpu(), known)
+    except NotImplementedError as no_gpu:
+        choice = Refusal(str(no_gpu), is_told=False)
+    if known.implementation == "mosaic_gpu" and isinstance(choice, Refusal):
+        raise NotImplementedError(choice.message)
+    return choice
+
+
 def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
     """Reads no array: shapes, dtypes, and which options there are."""
     try:
         choice = _choose(call, gpu, known)
     except NotImplementedError as refusal:
         return Refusal(str(refusal), is_told=gpu.is_hopper)
-    if not known.by_name and not gpu.is_hopper:
+    if known.implementation is None and not gpu.is_hopper:
         return Refusal(
             'on this GPU the kernels must be named, implementation="mosaic_gpu". `python -m jaxpaged.selftest` checks '
             "them here, and compares them with XLA."
@@ -80,7 +97,7 @@ def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
             f"the Mosaic GPU kernels do not run with the ptxas of nvidia-cuda-nvcc-cu12 {gpu.broken_ptxas}, which "
             'miscompiles causal masks. Install a later one: pip install "nvidia-cuda-nvcc-cu12>=12.9.86".'
         )
-    return dataclasses.replace(choice, falls_back=not known.by_name)
+    return dataclasses.replace(choice, falls_back=known.implementation is None)
 
 
 def _choose(call: Call, gpu: Gpu, known: Known) -> Choice:
@@ -127,7 +144,7 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
     config = decode_config.default_config(
         seqs=num_runs,
         kv_heads=call.kv_heads,
-        # Query tokens that see the same become heads: see `query_runs`.
+        # Query tokens that see the same become heads: see `runs`.
         group=call.group if call.causal else run * call.group,
         q_len=run if call.causal else 1,
         head_dim=call.head_dim,
@@ -173,7 +190,7 @@ def _runs(call: Call, gpu: Gpu) -> tuple[int, int]:
         )
     run = max(1, most_rows // call.group)
     if call.tokens_per_seq is not None:
-        _, run = query_runs.runs_of(call.tokens_per_seq, call.group, most_rows)
+        _, run = fewest_runs(call.tokens_per_seq, call.group, most_rows)
     return _num_runs(call, run), run
 
 
@@ -191,8 +208,8 @@ def _default_total(call: Call, gpu: Gpu) -> int:
 
 def is_wide_tree(call: Call) -> bool:
     """Whether there is a tree that only the prefill kernel takes: the decode kernel's runs have none."""
-    if not call.has_tree or call.tokens_per_seq is None:
-        return call.has_tree
+    if call.tree_mask is None or call.tokens_per_seq is None:
+        return call.tree_mask is not None
     return call.tokens_per_seq * call.group > decode_config.MAX_ROWS
 
 
@@ -205,7 +222,7 @@ def _check_options(call: Call) -> None:
 
 
 def _check_tree(call: Call, gpu: Gpu, known: Known) -> None:
-    if not call.has_tree:
+    if call.tree_mask is None:
         return
     # Both count from a token's depth; the kernels know its place only.
     if call.options.sliding_window is not None or call.options.alibi_slopes is not None:

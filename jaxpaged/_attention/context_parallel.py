@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._attention import query_runs
-from jaxpaged._attention.arguments import check_arguments
+from jaxpaged._attention.call import check_call
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import ContextKeywords, paged_attention
+from jaxpaged._attention.runs import fewest_runs
 from jaxpaged._debug import unchecked
 from jaxpaged._integers import as_int32
 from pallas_kernels.common import merge_parts
@@ -85,7 +85,7 @@ def context_parallel_attention(
     """
     arrays = q, k_cache, v_cache, block_tables, lengths
     scales = options.get("k_scale"), options.get("v_scale")
-    check_arguments(*arrays, sinks=sinks, k_scale=scales[0], v_scale=scales[1])
+    check_call(*arrays, sinks=sinks, k_scale=scales[0], v_scale=scales[1])
     q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
     block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     if sinks is not None:  # once, on the first device
@@ -141,7 +141,7 @@ def _attend_in_runs(
     block_size, kv_heads = k_cache.shape[1:3]
     size = block_size * jax.lax.axis_size(axis_name)
     group = heads // kv_heads
-    num_runs, run = query_runs.runs_of(q_len, group)
+    num_runs, run = fewest_runs(q_len, group)
     rows = seqs * num_runs
 
     lengths = jnp.clip(lengths, 0, block_tables.shape[1] * size)

@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any, Literal, Unpack
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged import _device
-from jaxpaged._attention.choose import Call, Choice, Kernel, Known
-from jaxpaged._attention.public import AttentionKeywords, Implementation, Results, compute, decide
+from jaxpaged._attention.call import Call
+from jaxpaged._attention.choose import Choice, Kernel, Known, decide
+from jaxpaged._attention.public import AttentionKeywords, check
+from jaxpaged._attention.shared_prefix import split
 
 NAMES = {
     "paged_decode": "the decode kernel",
@@ -90,12 +91,7 @@ def explain(
 cache_dtype=float32, q_dtype=bfloat16.
     """
     on = None if gpu is None else _device.named(gpu)
-    parts: list[Explanation] = []
-
-    def record(known: Known, implementation: Implementation | None, call: Call) -> Results:
-        parts.append(_explanation(known, implementation, call, on))
-        return call.q, jnp.zeros(call.q.shape[:-1], jnp.float32)
-
+    found: list[Explanation] = []
     leaves, tree = jax.tree.flatten(((q, k_cache, v_cache, block_tables, lengths), options))
     is_array = [isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in leaves]
 
@@ -103,26 +99,21 @@ cache_dtype=float32, q_dtype=bfloat16.
         traced = iter(arrays)
         given = [next(traced) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)]
         arguments, named = jax.tree.unflatten(tree, given)
-        compute(record, arguments, **named)
+        prefix = named.pop("shared_prefix", None)
+        call, known = check(arguments, **named)
+        parts = None if prefix is None else split(call, prefix)
+        found.extend(_explanation(part, known, on) for part in ([call] if parts is None else parts[:2]))
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, array in zip(leaves, is_array, strict=True) if array]
     jax.eval_shape(trace, shapes)
-    *shared, last = parts
+    *shared, last = found
     return dataclasses.replace(last, shared=shared[0]) if shared else last
 
 
-def _explanation(
-    known: Known, implementation: Implementation | None, call: Call, gpu: _device.Gpu | None
-) -> Explanation:
-    if implementation == "xla":
-        return Explanation("xla", 'the call names implementation="xla".', None, None, None)
-    choice = decide(known, call, gpu)
-    if isinstance(choice, Choice):
-        config: Any = choice.config
-        num_partitions = config.num_parts if choice.kernel == "paged_prefill" else config.num_partitions
-        return Explanation(
-            "mosaic_gpu", "", choice.kernel, config, num_partitions if choice.at_once is None else "plan"
-        )
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(choice.message)
-    return Explanation("xla", choice.message, None, None, None)
+def _explanation(call: Call, known: Known, gpu: _device.Gpu | None) -> Explanation:
+    choice = decide(call, known, gpu)
+    if not isinstance(choice, Choice):
+        return Explanation("xla", choice.message, None, None, None)
+    config: Any = choice.config
+    num_partitions = config.num_parts if choice.kernel == "paged_prefill" else config.num_partitions
+    return Explanation("mosaic_gpu", "", choice.kernel, config, num_partitions if choice.at_once is None else "plan")

@@ -28,8 +28,8 @@ class Options(TypedDict, total=False):
 
 
 def check_options(
-    q: jax.Array,
     k_cache: jax.Array,
+    heads: int,
     capacity: int,
     *,
     scale: ArrayLike | None = None,
@@ -43,11 +43,10 @@ def check_options(
     if k_cache.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         missing = "k_scale" if k_scale is None else "v_scale"
         raise ValueError(f"an int8 cache needs k_scale and v_scale; got {missing}=None. Pass cache.{missing}.")
-    heads, head_dim = q.shape[-2:]
     cap = optional("logits_soft_cap", logits_soft_cap, [()], positive=True)
     window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
     return AttentionOptions(
-        scale=jnp.asarray(head_dim**-0.5 if scale is None else optional("scale", scale, [()]), jnp.float32),
+        scale=jnp.asarray(k_cache.shape[3] ** -0.5 if scale is None else optional("scale", scale, [()]), jnp.float32),
         # 2^31 - 1 means no window, in a scan over layers. Clipped, so that no position minus a window overflows.
         sliding_window=None if window is None else jnp.clip(window, 1, capacity),
         logits_soft_cap=None if cap is None else jnp.minimum(cap, MOST_CAP),

@@ -7,9 +7,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxpaged import _device
-from jaxpaged._attention import query_runs
-from jaxpaged._attention.arguments import AttentionArguments, PackedArguments, check_lengths_dtype
+from jaxpaged._attention.call import Call, check_lengths_dtype
 from jaxpaged._attention.options import optional
+from jaxpaged._attention.runs import fewest_runs
 from jaxpaged._integers import as_int32, checked_size
 from jaxpaged._on_shards import check_whole
 from jaxpaged._public_state import public_state
@@ -41,11 +41,13 @@ def check_partitions(num_partitions: int | None) -> int | None:
     return int(num_partitions)
 
 
-def check_plan(plan: PartitionPlan, num_partitions: int | None, *, seqs: int) -> None:
+def check_plan(plan: PartitionPlan, call: Call, num_partitions: int | None) -> None:
     """Raises `ValueError` for a plan that is not of this call."""
+    if call.query_starts is not None:
+        raise ValueError("a plan is for calls without query_starts; leave it out.")
     if num_partitions is not None:
         raise ValueError(f"pass num_partitions or a plan, not both; got {num_partitions=}.")
-    partitions, starts = plan.partitions, plan.partition_starts
+    seqs, partitions, starts = call.q.shape[0], plan.partitions, plan.partition_starts
     good = starts.shape == (seqs + 1,) and partitions.ndim == 2 and partitions.shape[1] == 3
     if not good or partitions.shape[0] <= seqs or {partitions.dtype, starts.dtype} != {jnp.dtype(jnp.int32)}:
         raise ValueError(
@@ -54,18 +56,18 @@ def check_plan(plan: PartitionPlan, num_partitions: int | None, *, seqs: int) ->
         )
 
 
-def follows(call: AttentionArguments | PackedArguments, total_partitions: int) -> bool:
+def follows(call: Call, total_partitions: int) -> bool:
     """Whether a kernel follows a plan of that many partitions for this call: not for one sequence, queries that are not
     causal, prompts in several runs, more partitions than the grid takes, nor if the partials need too much memory."""
     q_len, group = call.tokens_per_seq, call.group
-    if q_len is None or not call.causal or call.q.shape[0] == 1 or query_runs.runs_of(q_len, group)[0] > 1:
+    if q_len is None or not call.causal or call.q.shape[0] == 1 or fewest_runs(q_len, group)[0] > 1:
         return False
     numbers = decode_config.partial_size(q_len=q_len, group=group, head_dim=call.head_dim)
     num_bytes = total_partitions * call.kv_heads * numbers * 4
     return total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
 
 
-def plan_pays(call: AttentionArguments | PackedArguments, gpu: _device.Gpu, window: int | None) -> bool:
+def plan_pays(call: Call, gpu: _device.Gpu, window: int | None) -> bool:
     """Whether some sequences may be much longer than the others, or the call takes so long that XLA makes the plan
     while the layer before still runs."""
     seen, pairs = visible(call, window), call.lengths.shape[0] * call.kv_heads
@@ -73,7 +75,7 @@ def plan_pays(call: AttentionArguments | PackedArguments, gpu: _device.Gpu, wind
     return seen > WIDE or pairs * seen > LONG * gpu.num_sms
 
 
-def visible(call: AttentionArguments | PackedArguments, window: int | None) -> int:
+def visible(call: Call, window: int | None) -> int:
     """The most tokens that a query can see, as far as is known beforehand."""
     return call.capacity if window is None else min(call.capacity, window)
 

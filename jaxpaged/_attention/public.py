@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged import _device
-from jaxpaged._attention.arguments import check_arguments, check_packed
-from jaxpaged._attention.choose import Call, Choice, Known, Refusal, choose
+from jaxpaged._attention.call import Call, check_call
+from jaxpaged._attention.choose import Implementation, Known
 from jaxpaged._attention.options import Options, known_int
 from jaxpaged._attention.plan import check_partitions, check_plan
-from jaxpaged._attention.run import Results, by_xla, run
-from jaxpaged._attention.shared_prefix import attend_with_prefix
+from jaxpaged._attention.run import attend
 from jaxpaged._on_shards import on_shards
 from pallas_kernels.decode.partition_plan import PartitionPlan
-
-Implementation = Literal["mosaic_gpu", "xla"]
-# Whose frames a warning passes over, up to the user's line.
-LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (jax.__file__, _device.__file__))
 
 
 class ContextKeywords(TypedDict, total=False):
@@ -188,8 +177,7 @@ def paged_attention(
         (https://arxiv.org/abs/2309.06180). Milakov and Gimelshein, Online normalizer calculation for softmax, 2018
         (https://arxiv.org/abs/1805.02867).
     """
-    out, lse = compute(
-        functools.partial(_attend, plan),
+    call, known = check(
         (q, k_cache, v_cache, block_tables, lengths),
         query_starts=query_starts,
         scale=scale,
@@ -200,70 +188,37 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         tree_mask=tree_mask,
-        shared_prefix=shared_prefix,
         num_partitions=num_partitions,
         plan=plan,
         implementation=implementation,
     )
+    out, lse = attend(call, known, plan, shared_prefix)
     if query_starts is None and jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
 
 
-def compute(
-    attend: Callable[[Known, Implementation | None, Call], Results],
+def check(
     arrays: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike],
     *,
     query_starts: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
-    shared_prefix: ArrayLike | None = None,
     num_partitions: int | None = None,
     plan: PartitionPlan | None = None,
     implementation: Implementation | None = None,
     **options: Unpack[Options],
-) -> Results:
-    """`attend` of the checked arguments; with a shared prefix of the two calls that it makes of them."""
+) -> tuple[Call, Known]:
+    """The checked arguments, and what is known of them before they become arrays."""
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     num_partitions = check_partitions(num_partitions)
-    call: Any  # a `Call`
-    if query_starts is None:
-        call = check_arguments(*arrays, tree_mask=tree_mask, **options)
-    else:
-        if plan is not None:
-            raise ValueError("a plan is for calls without query_starts; leave it out.")
-        call = check_packed(*arrays, query_starts, tree_mask=tree_mask, **options)
+    call = check_call(*arrays, query_starts=query_starts, tree_mask=tree_mask, **options)
     if plan is not None:
-        check_plan(plan, num_partitions, seqs=call.q.shape[0])
+        check_plan(plan, call, num_partitions)
     known = Known(
         num_partitions=num_partitions,
         window=known_int(options.get("sliding_window")),
         total_partitions=None if plan is None else plan.total_partitions,
-        by_name=implementation == "mosaic_gpu",
+        implementation=implementation,
     )
-    return attend_with_prefix(functools.partial(attend, known, implementation), call, shared_prefix)
-
-
-def decide(known: Known, call: Call, gpu: _device.Gpu | None = None) -> Choice | Refusal:
-    """How the kernels compute the call on a GPU, by default JAX's default device."""
-    try:
-        return choose(call, gpu or _device.gpu(), known)
-    except NotImplementedError as no_gpu:
-        return Refusal(str(no_gpu), is_told=False)
-
-
-def _attend(plan: PartitionPlan | None, known: Known, implementation: Implementation | None, call: Call) -> Results:
-    if implementation == "xla":
-        return by_xla(known.num_partitions, call)
-    choice = decide(known, call)
-    if isinstance(choice, Choice):
-        return run(choice, call, plan)
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(choice.message)
-    if choice.is_told and choice.reason not in _told:
-        _told.add(choice.reason)
-        warnings.warn(f"XLA computes this call: {choice.message}", skip_file_prefixes=LIBRARIES)
-    return by_xla(known.num_partitions, call)
-
-
-_told = set[str]()  # why XLA computes calls that a kernel could: once a process
+    return call, known

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._attention import packed
-from jaxpaged._attention.arguments import AttentionArguments, check_arguments, check_packed
+from jaxpaged._attention.call import Call, check_call
 from jaxpaged._attention.options import Options
+from jaxpaged._attention.runs import cut_packed, join_packed, place_runs
+from jaxpaged._attention.tree import Tree, from_rows
 
 
 @overload
@@ -68,26 +69,27 @@ def paged_attention_reference(
     Raises:
         ValueError: as `jaxpaged.paged_attention`.
     """
+    arrays = q, k_cache, v_cache, block_tables, lengths
+    call = check_call(*arrays, query_starts=query_starts, tree_mask=tree_mask, **options)
     if query_starts is not None:
-        p = check_packed(q, k_cache, v_cache, block_tables, lengths, query_starts, tree_mask=tree_mask, **options)
-        runs = packed.runs_of(p, 1)
-        out, lse = packed.join(*_attend(packed.cut(p, runs)), p, runs)
-        return (out, lse) if return_lse else out
-    out, lse = _attend(check_arguments(q, k_cache, v_cache, block_tables, lengths, tree_mask=tree_mask, **options))
-    if jnp.ndim(q) == 3:
-        out, lse = out[:, 0], lse[:, 0]
+        runs = place_runs(call, 1)
+        out, lse = join_packed(*_attend(*cut_packed(call, runs)), call, runs)
+    else:
+        out, lse = _attend(call, from_rows(call.tree_mask, call.lengths))
+        if jnp.ndim(q) == 3:
+            out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
 
 
-def _attend(a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+def _attend(a: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
     seqs, _, heads, _ = a.q.shape
     max_blocks = a.block_tables.shape[1]
     token_positions = jnp.arange(max_blocks * a.block_size, dtype=jnp.int32)  # [tokens]
-    query_positions = a.query_positions()  # [seqs, q_len]
+    query_positions = a.positions(tree)  # [seqs, q_len]
     distance = query_positions[:, :, None] - token_positions[None, None]  # [seqs, q_len, tokens]
-    if a.tree is not None:
+    if tree is not None:
         places = jnp.broadcast_to(token_positions[None], (seqs, token_positions.size))
-        distance = a.tree.distances(query_positions, places)
+        distance = tree.distances(query_positions, places)
     visible = (distance >= 0) & (query_positions >= 0)[:, :, None]
     if a.options.sliding_window is not None:
         visible &= distance < a.options.sliding_window

@@ -1,15 +1,23 @@
-"""What a `Choice` says, done: operands, the call of the kernel, and what JAX's transformations make of it."""
+"""What a `Choice` says, done: the parts of a call, and what JAX's transformations make of a kernel."""
 
 import dataclasses
 import functools
+import os
+import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from jaxpaged._attention import packed, query_runs, xla
-from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
-from jaxpaged._attention.choose import Call, Choice
+from jaxpaged import _device
+from jaxpaged._attention import xla
+from jaxpaged._attention.call import Call
+from jaxpaged._attention.choose import Choice, Known, decide
+from jaxpaged._attention.launch import Results, launch
+from jaxpaged._attention.merge import merge_attention
+from jaxpaged._attention.shared_prefix import split
 from jaxpaged._by_kernel import by_kernel
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -20,8 +28,32 @@ PARTITIONED = (
     "what jax.make_mesh makes by default; or call paged_attention inside jax.shard_map over the KV heads, or inside "
     'jax.sharding.explicit_axes; or pass implementation="xla", which XLA partitions.'
 )
+# Whose frames a warning passes over, up to the user's line.
+LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (jax.__file__, _device.__file__))
 
-Results = tuple[jax.Array, jax.Array]  # out, of q's shape and dtype, and lse f32, of q's shape without head_dim
+
+def attend(call: Call, known: Known, plan: PartitionPlan | None, shared_prefix: ArrayLike | None) -> Results:
+    """The call by a kernel or by XLA; blocks that sequences share are read once."""
+    parts = None if shared_prefix is None else split(call, shared_prefix)
+    if parts is None:
+        return _attend(call, known, plan)
+    shared, rest, takes_part = parts
+    out, lse = _attend(shared, known, plan)
+    lse = jnp.where(takes_part[..., None], lse.reshape(call.q.shape[:-1]), -jnp.inf)
+    return merge_attention(out.reshape(call.q.shape), lse, *_attend(rest, known, plan))
+
+
+def _attend(call: Call, known: Known, plan: PartitionPlan | None) -> Results:
+    choice = decide(call, known)
+    if isinstance(choice, Choice):
+        return run(choice, call, plan)
+    if choice.is_told and choice.reason not in _told:
+        _told.add(choice.reason)
+        warnings.warn(f"XLA computes this call: {choice.message}", skip_file_prefixes=LIBRARIES)
+    return xla.attend(call, num_partitions=known.num_partitions)
+
+
+_told = set[str]()  # why XLA computes calls that a kernel could: once a process
 
 
 def run(choice: Choice, call: Call, plan: PartitionPlan | None = None) -> Results:
@@ -51,7 +83,7 @@ def _run(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
 @_run.__wrapped__.defjvp  # type: ignore[attr-defined]
 def _run_jvp(choice: Choice, primals: tuple, tangents: tuple) -> tuple:
     # The kernels have no backward pass: a step that is differentiated computes what it needs through XLA.
-    return jax.jvp(functools.partial(by_xla, None), primals[:1], tangents[:1])
+    return jax.jvp(functools.partial(xla.attend, num_partitions=None), primals[:1], tangents[:1])
 
 
 def _mapped(choice: Choice, axis_size: int, is_mapped: Any, call: Call, plan: PartitionPlan | None) -> Any:
@@ -64,70 +96,18 @@ def _mapped(choice: Choice, axis_size: int, is_mapped: Any, call: Call, plan: Pa
 
 def _on_platform(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
     """By the kernel; lowered for another platform than CUDA by XLA, if the choice falls back."""
-    launch = functools.partial(_launch_prefill if choice.kernel == "paged_prefill" else _launch_decode, choice)
     if choice.interpret is not None:
-        return launch(call, plan)
-    elsewhere = functools.partial(by_xla, 1) if choice.falls_back else _refuse
-    return by_kernel(launch, elsewhere, call, plan, refusal=PARTITIONED)
+        return launch(choice, call, plan)
+    elsewhere = _by_xla if choice.falls_back else _refuse
+    return by_kernel(functools.partial(launch, choice), elsewhere, call, plan, refusal=PARTITIONED)
 
 
-def by_xla(num_partitions: int | None, call: Call, *_: Any) -> Results:
-    """The call by XLA."""
-    if isinstance(call, PackedArguments):
-        return xla.attend_packed(call, num_partitions=num_partitions)
-    return xla.attend(call, num_partitions=num_partitions)
+def _by_xla(call: Call, _: PartitionPlan | None) -> Results:
+    return xla.attend(call, num_partitions=1)
 
 
 def _refuse(*_: Any) -> Results:
     raise NotImplementedError(
         'implementation="mosaic_gpu" is for NVIDIA GPUs, and this call is lowered for another platform. '
         'Leave it out, or pass "xla".'
-    )
-
-
-def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
-    from pallas_kernels.common.interpret import interpret_mode
-    from pallas_kernels.decode.kernel import launch  # here, so that only its callers import Mosaic
-
-    if isinstance(call, PackedArguments):
-        packed_runs = packed.runs_of(call, choice.run)
-        out, lse = _launch_decode(choice, packed.cut(call, packed_runs), plan)
-        return packed.join(out, lse, call, packed_runs)
-    a = query_runs.cut(call, choice.run)
-    options = dataclasses.replace(a.options, tree_bits=None if a.tree is None else a.tree.bits)
-    with interpret_mode(choice.interpret):
-        arrays = a.q, a.k_cache, a.v_cache, a.block_tables, a.lengths
-        config: Any = choice.config
-        out, lse = launch(*arrays, options, plan=plan, config=config)
-    return query_runs.join(out, call), query_runs.join(lse, call)
-
-
-def _launch_prefill(choice: Choice, call: Call, _: PartitionPlan | None) -> Results:
-    from pallas_kernels.common.interpret import interpret_mode
-    from pallas_kernels.prefill.kernel import launch
-    from pallas_kernels.prefill.work_list import make_work_list
-
-    p = call if isinstance(call, PackedArguments) else _packed(call)
-    config: Any = choice.config
-    token_bytes = 2 * p.k_cache.shape[2] * p.q.shape[-1] * p.k_cache.dtype.itemsize
-    work = make_work_list(p.query_starts, p.lengths, tokens=p.q.shape[0], token_bytes=token_bytes, config=config)
-    options = dataclasses.replace(p.options, tree_bits=packed.tree_by_place(p))
-    with interpret_mode(choice.interpret):
-        out, lse = launch(p.q, p.k_cache, p.v_cache, p.block_tables, work, options, config=config)
-    return out.reshape(call.q.shape), lse.reshape(call.q.shape[:-1])
-
-
-def _packed(a: AttentionArguments) -> PackedArguments:
-    """A uniform call as a packed one: the query tokens of one sequence after the other."""
-    seqs, q_len, heads, head_dim = a.q.shape
-    return PackedArguments(
-        q=a.q.reshape(seqs * q_len, heads, head_dim),
-        k_cache=a.k_cache,
-        v_cache=a.v_cache,
-        block_tables=a.block_tables,
-        lengths=a.lengths,
-        query_starts=jnp.arange(seqs + 1, dtype=jnp.int32) * q_len,
-        options=a.options,
-        tree_mask=None if a.tree is None else a.tree.bits.reshape(seqs * q_len, -1),
-        causal=a.causal,
     )

@@ -94,8 +94,10 @@ def tree_mask(parents: ArrayLike) -> jax.Array:
     return bits
 
 
-def from_rows(mask: jax.Array, lengths: jax.Array) -> Tree:
-    """The trees of a mask uint32 [seqs, q_len, words] among the last q_len tokens of sequences."""
+def from_rows(mask: jax.Array | None, lengths: jax.Array) -> Tree | None:
+    """The trees of a mask uint32 [seqs, q_len, words] among the last q_len tokens of sequences; None of no mask."""
+    if mask is None:
+        return None
     q_len, words = mask.shape[1:]
     index = jnp.arange(q_len, dtype=jnp.int32)[None]
     starts = lengths - q_len

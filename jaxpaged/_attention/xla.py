@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged import _device
-from jaxpaged._attention import packed
-from jaxpaged._attention.arguments import AttentionArguments, PackedArguments
+from jaxpaged._attention.call import Call
+from jaxpaged._attention.runs import cut_packed, join_packed, place_runs
+from jaxpaged._attention.tree import Tree, from_rows
 from jaxpaged._cache.pool_rows import take_rows
 
 TILE = 128  # tokens; against 256, 3 times as fast at 80 tokens and equal at 1000 on 2 CPU cores (9/3 heads, batch 1)
@@ -32,24 +33,24 @@ STEP_BYTES = 40 * 1024 * 1024
 RUN = 16  # packed tokens that read a tile of keys together; `tokens / RUN + seqs` tiles are held
 
 
-def attend(a: AttentionArguments, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
-    """Returns out [seqs, q_len, heads, head_dim] in q's dtype and lse f32 [seqs, q_len, heads]."""
-    return _attend_in_jit(num_partitions or default_partitions(a, on_gpu=_device.is_gpu()), a)
+def attend(call: Call, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
+    """Returns out, of q's shape and dtype, and lse f32, of q's shape without head_dim."""
+    if call.query_starts is None:
+        return _attend_uniform(call, from_rows(call.tree_mask, call.lengths), num_partitions)
+    runs = place_runs(call, RUN)
+    return join_packed(*_attend_uniform(*cut_packed(call, runs), num_partitions), call, runs)
+
+
+def _attend_uniform(call: Call, tree: Tree | None, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
+    return _attend_in_jit(num_partitions or default_partitions(call, on_gpu=_device.is_gpu()), call, tree)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend_in_jit(num_partitions: int, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
-    return _attend(num_partitions, _cut_blocks(a))
+def _attend_in_jit(num_partitions: int, call: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
+    return _attend(num_partitions, _cut_blocks(call), tree)
 
 
-def attend_packed(p: PackedArguments, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
-    """Returns out [tokens, heads, head_dim] in q's dtype and lse f32 [tokens, heads]."""
-    runs = packed.runs_of(p, RUN)
-    out, lse = attend(packed.cut(p, runs), num_partitions=num_partitions)
-    return packed.join(out, lse, p, runs)
-
-
-def default_partitions(a: AttentionArguments, *, on_gpu: bool) -> int:
+def default_partitions(a: Call, *, on_gpu: bool) -> int:
     """Partitions of each sequence, by static shapes: on a CPU 1, on a GPU the most for which STEP_BYTES suffice."""
     if not on_gpu:
         return 1
@@ -62,12 +63,12 @@ def default_partitions(a: AttentionArguments, *, on_gpu: bool) -> int:
     return -(-tiles // steps)
 
 
-def _is_widened(a: AttentionArguments) -> bool:
+def _is_widened(a: Call) -> bool:
     """Whether products with keys or values are float32, not of the cache's dtype."""
     return a.k_cache.dtype != a.q.dtype or a.options.k_scale is not None or a.options.v_scale is not None
 
 
-def _cut_blocks(a: AttentionArguments) -> AttentionArguments:
+def _cut_blocks(a: Call) -> Call:
     """Blocks that hold several tiles, seen as blocks of one tile each: another view of the same pool, no copy."""
     parts = a.block_size // TILE
     if parts < 2 or a.block_size % TILE:
@@ -93,14 +94,14 @@ def _cut_blocks(a: AttentionArguments) -> AttentionArguments:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(num_partitions: int, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
-    return _online_softmax(num_partitions, None, a)
+def _attend(num_partitions: int, a: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
+    return _online_softmax(num_partitions, None, a, tree)
 
 
 @_attend.defjvp
 def _attend_jvp(num_partitions: int, primals: tuple, tangents: tuple) -> tuple:
     # A loop whose trip count is known only at run time has no transpose: differentiate the one over the whole table.
-    (a,) = primals
+    a, _ = primals
     num_steps = -(-a.capacity // (_tile_size(a.block_size) * num_partitions))
     return jax.jvp(functools.partial(_online_softmax, num_partitions, num_steps), primals, tangents)
 
@@ -110,7 +111,9 @@ def _tile_size(block_size: int) -> int:
     return TILE if block_size % TILE == 0 else max(1, TILE // block_size) * block_size
 
 
-def _online_softmax(num_partitions: int, num_steps: int | None, a: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+def _online_softmax(
+    num_partitions: int, num_steps: int | None, a: Call, tree: Tree | None
+) -> tuple[jax.Array, jax.Array]:
     """Computes `num_steps` tiles of each partition; None: all tiles of the longest partition."""
     seqs, q_len, heads, head_dim = a.q.shape
     kv_heads, rows = a.k_cache.shape[2], q_len * a.group
@@ -118,21 +121,25 @@ def _online_softmax(num_partitions: int, num_steps: int | None, a: AttentionArgu
 
     # The run of tiles that each partition owns. It follows from true lengths: neither the table's width nor the
     # other sequences of the batch change a sequence's partitions.
-    first = a.first_visible() // tile  # [seqs]
+    query_positions = a.positions(tree)  # [seqs, q_len]
+    first_visible = jnp.zeros_like(a.lengths)  # by any query of the sequence
+    if a.options.sliding_window is not None:
+        first_visible = jnp.maximum(query_positions.min(axis=1) - a.options.sliding_window + 1, 0)
+    first = first_visible // tile  # [seqs]
     end = -(-a.lengths // tile)
     run = -(-(end - first) // num_partitions)
     starts = first[:, None] + run[:, None] * jnp.arange(num_partitions, dtype=jnp.int32)[None]  # [seqs, partitions]
     ends = jnp.minimum(starts + run[:, None], end[:, None])
 
     # A row before its sequence's start may hold NaN, which would reach the gradient of k.
-    q = jnp.where((a.query_positions() >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
+    q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
     q = q.reshape(seqs, q_len, kv_heads, a.group, head_dim)
     q = q.swapaxes(1, 2).reshape(seqs, kv_heads, rows, head_dim)
-    positions = jnp.repeat(a.query_positions(), a.group, axis=1)  # [seqs, rows]
+    positions = jnp.repeat(query_positions, a.group, axis=1)  # [seqs, rows]
 
     def step(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         acc, m, l = state
-        k, v, distance = _load_tile(a, starts + i, starts + i < ends, positions)
+        k, v, distance = _load_tile(a, tree, first_visible, starts + i, starts + i < ends, positions)
         logits = _logits(a, q, k, distance)  # f32 [seqs, partitions, kv_heads, rows, tile]
         m_new = lax.stop_gradient(jnp.maximum(m, logits.max(axis=-1)))
         m_finite = jnp.where(m_new == -jnp.inf, 0.0, m_new)
@@ -158,17 +165,20 @@ def _online_softmax(num_partitions: int, num_steps: int | None, a: AttentionArgu
 
 
 def _load_tile(
-    a: AttentionArguments, tiles: jax.Array, active: jax.Array, positions: jax.Array
+    a: Call, tree: Tree | None, first_visible: jax.Array, tiles: jax.Array, active: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys and values of one tile of each partition, [seqs, partitions, tile, kv_heads, head_dim], zero if no query
     sees them, and how far each row's query stands past each token, int32 [seqs, partitions, 1, rows, tile]."""
     tile = _tile_size(a.block_size)
+    tokens = tiles[..., None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None]  # [seqs, partitions, tile]
+    seen = active[..., None] & (tokens < a.lengths[:, None, None]) & (tokens >= first_visible[:, None, None])
+
+    # The entry of a block that no query sees may hold any garbage: it is not followed.
     blocks = tile // a.block_size
     entries = tiles[..., None] * blocks + jnp.arange(blocks, dtype=jnp.int32)[None, None]
-    ids = a.readable_ids(entries, active[..., None])  # [seqs, partitions, blocks of a tile]
-    tokens = tiles[..., None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None]  # [seqs, partitions, tile]
-    lengths, first_visible = a.lengths[:, None, None], a.first_visible()[:, None, None]
-    seen = active[..., None] & (tokens < lengths) & (tokens >= first_visible)
+    ids = a.block_tables.at[jnp.arange(entries.shape[0])[:, None, None], entries].get(mode="clip")
+    is_seen = seen.reshape(*entries.shape, a.block_size).any(axis=-1)
+    ids = jnp.where(is_seen, jnp.clip(ids, 0, a.k_cache.shape[0] - 1), 0)
 
     def only_seen(x: jax.Array) -> jax.Array:
         # Zero times NaN is NaN: a weight of zero is not enough, what no query sees must itself be zero. It must be so
@@ -187,17 +197,17 @@ def _load_tile(
         factor = take_rows(cache_scale, ids).reshape(*tokens.shape, -1, 1)
         return values * only_seen(factor)
 
-    if a.tree is None:
+    if tree is None:
         distance = positions[:, None, None, :, None] - tokens[:, :, None, None, :]
     else:
-        distance = a.tree.distances(a.query_positions(), tokens.reshape(tokens.shape[0], -1))
+        distance = tree.distances(positions[:, :: a.group], tokens.reshape(tokens.shape[0], -1))
         distance = jnp.repeat(distance, a.group, axis=1)  # [seqs, rows, partitions * tile]
         distance = distance.reshape(*distance.shape[:2], *tokens.shape[1:]).swapaxes(1, 2)[:, :, None]
     distance = jnp.where(active[..., None, None, None], distance, -1)
     return load(a.k_cache, a.options.k_scale), load(a.v_cache, a.options.v_scale), distance
 
 
-def _logits(a: AttentionArguments, q: jax.Array, k: jax.Array, distance: jax.Array) -> jax.Array:
+def _logits(a: Call, q: jax.Array, k: jax.Array, distance: jax.Array) -> jax.Array:
     logits = a.options.scale * jnp.einsum(
         "skrd,sptkd->spkrt",
         q.astype(k.dtype),
@@ -216,7 +226,7 @@ def _logits(a: AttentionArguments, q: jax.Array, k: jax.Array, distance: jax.Arr
 
 
 def _reduce(
-    a: AttentionArguments,
+    a: Call,
     acc: jax.Array,
     m: jax.Array,
     l: jax.Array,
@@ -245,7 +255,7 @@ def _reduce(
     return unfold(jnp.where(sees_any[..., None], out, 0.0)).astype(a.q.dtype), unfold(lse)
 
 
-def _by_row(a: AttentionArguments, by_head: jax.Array) -> jax.Array:
+def _by_row(a: Call, by_head: jax.Array) -> jax.Array:
     """[heads] -> [kv_heads, rows]."""
     by_head = by_head.reshape(-1, 1, a.group)
     return jnp.broadcast_to(by_head, (by_head.shape[0], a.q.shape[1], a.group)).reshape(by_head.shape[0], -1)

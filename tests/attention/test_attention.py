@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged import _device, paged_attention, paged_attention_reference
 from jaxpaged._attention import xla
-from jaxpaged._attention.arguments import AttentionArguments
+from jaxpaged._attention.call import Call
 from pallas_kernels.common.options import AttentionOptions
 from tests.cases import (
     OPTIONS,
@@ -84,7 +84,7 @@ def test_no_divisibility_rule(max_blocks, num_partitions):
 def test_partitions_of_xla_fill_a_gpu(shape, partitions):
     def default(*, seqs=1, q_len=1, capacity=8192, block_size=8, cache_dtype=jnp.bfloat16, on_gpu=True):
         cache = jax.ShapeDtypeStruct((100, block_size, 8, 128), cache_dtype)
-        a = AttentionArguments(
+        a = Call(
             q=jax.ShapeDtypeStruct((seqs, q_len, 32, 128), jnp.bfloat16),
             k_cache=cache,
             v_cache=cache,

@@ -17,7 +17,7 @@ from jaxpaged import (
     paged_attention_reference,
     plan_partitions,
 )
-from jaxpaged._attention import public
+from jaxpaged._attention import run
 from jaxpaged._device import GPUS
 from tests.cases import make_case
 
@@ -140,7 +140,7 @@ def on_gpu(monkeypatch):
 
     def set_gpu(gpu):
         monkeypatch.setattr(_device, "gpu", lambda: gpu)
-        monkeypatch.setattr(public, "_told", set())
+        monkeypatch.setattr(run, "_told", set())
 
     return set_gpu
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import paged_attention, plan_partitions, tree_mask
-from jaxpaged._attention import query_runs, shared_prefix, xla
+from jaxpaged._attention import run, shared_prefix, xla
+from jaxpaged._attention.runs import cut_uniform, join_uniform
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import arguments_of
 from tests.kernels.prefill import packed
@@ -122,19 +123,19 @@ def test_what_is_computed_once():
     for seq in SHARING:
         assert (rest.block_tables[seq, :3] == case.block_tables[seq, 2:]).all()
     assert (rest.block_tables[7] == case.block_tables[7]).all()
-    known, *_ = shared_prefix.split(a, jnp.full(GROUPS, PREFIX, jnp.int32), most=PREFIX)
+    known, *_ = shared_prefix.split(a, np.full(GROUPS, PREFIX))
     assert known.block_tables.shape == (GROUPS, 2)
 
 
 @pytest.mark.parametrize("wrong", ["shared blocks twice", "shared blocks left out"])
 def test_a_wrong_result_is_noticed(wrong, monkeypatch):
     case = shared_case()
-    merge = shared_prefix.merge_attention
+    merge = run.merge_attention
 
     def merge_wrongly(*parts):
         return merge(*parts[:2], *merge(*parts)) if wrong == "shared blocks twice" else parts[2:]
 
-    monkeypatch.setattr(shared_prefix, "merge_attention", merge_wrongly)
+    monkeypatch.setattr(run, "merge_attention", merge_wrongly)
     out = paged_attention(*case.arrays, shared_prefix=np.full(GROUPS, PREFIX))
     good = within_budget(case, out).all(axis=-1)
     assert np.flatnonzero(~good).tolist() == list(SHARING)
@@ -144,12 +145,12 @@ def test_tokens_folded_into_heads():
     """As the decode kernel takes queries that all see the whole sequence: 26 tokens of 3 heads in 2 runs."""
     case = make_case(lengths=(0, 50), q_len=26)
     a = dataclasses.replace(arguments_of(case), causal=False)
-    folded = query_runs.cut(a, run=13)
+    folded = cut_uniform(a, run=13)
     assert folded.q.shape == (4, 1, 13 * 6, 64)
-    assert query_runs.cut(a, run=9).q.shape == (6, 1, 9 * 6, 64)
+    assert cut_uniform(a, run=9).q.shape == (6, 1, 9 * 6, 64)
     expected = xla.attend(a, num_partitions=1)
     for x, y in zip(xla.attend(folded, num_partitions=1), expected, strict=True):
-        np.testing.assert_allclose(query_runs.join(x, a), y, atol=1e-5)
+        np.testing.assert_allclose(join_uniform(x, a), y, atol=1e-5)
 
 
 def test_gradients():

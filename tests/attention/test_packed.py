@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import BlockAllocator, KVCache, attend, explain, paged_attention, write_kv
-from jaxpaged._attention.arguments import check_packed
+from jaxpaged._attention.call import check_call
 from jaxpaged._attention.choose import choose
 from jaxpaged._device import GPUS
 from tests.cases import OPTIONS, jitted_attention, jitted_reference, make_case, oracle
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_padded_rows():
 def test_which_kernel_takes_them(head_dim, by_prefill):
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), head_dim=head_dim, dtype=jnp.bfloat16)
     q, starts = packed_call(case)
-    choice = choose(check_packed(q, *case.arrays[1:], starts), H100)
+    choice = choose(check_call(q, *case.arrays[1:], query_starts=starts), H100)
     assert choice.kernel == ("paged_prefill" if by_prefill else "paged_decode")
     assert choice.run == (0 if by_prefill else 64 // 3)  # query tokens of a run: 64 rows of 3 heads
 

@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged._attention.arguments import check_arguments
+from jaxpaged._attention.call import check_call
 from jaxpaged._attention.choose import Choice, Known, by_decode
 from jaxpaged._attention.run import run
 from jaxpaged._device import GPUS, Gpu
@@ -52,7 +52,7 @@ thread_map._run_jaxpr = lambda jaxpr, consts, *args: evaluate(jaxpr.jaxpr, const
 
 
 def arguments_of(case: Case) -> Any:
-    return check_arguments(*case.arrays, **(dict.fromkeys(OPTION_NAMES) | case.options))
+    return check_call(*case.arrays, **(dict.fromkeys(OPTION_NAMES) | case.options))
 
 
 def changed(choice: Choice, **config: Any) -> Choice:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged._attention.arguments import PackedArguments
+from jaxpaged._attention.call import Call
 from jaxpaged._attention.choose import Choice
 from jaxpaged._attention.run import run
 from pallas_kernels.prefill.config import default_config
@@ -73,7 +73,7 @@ def attend(
     arrays = q, a.k_cache, a.v_cache, a.block_tables, a.lengths, a.options, starts
     mask = None if mask is None else jnp.asarray(mask)
     choice = Choice("paged_prefill", config, interpret=interpret)
-    return run(choice, PackedArguments(*arrays, mask, causal=causal))
+    return run(choice, Call(*arrays, mask, causal=causal))
 
 
 def good_rows(case: Case, counts: tuple[int, ...], out: Any) -> np.ndarray:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device, paged_attention, tree_mask
-from jaxpaged._attention import query_runs
 from jaxpaged._attention.choose import Choice, Known, choose, with_plan
-from jaxpaged._attention.run import Results, run
+from jaxpaged._attention.launch import Results
+from jaxpaged._attention.run import run
+from jaxpaged._attention.runs import fewest_runs
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -29,7 +30,7 @@ def results(a: Any, num_partitions: NumPartitions) -> Results:
     """By the default kernels, with the plan or the partitions that the test asks for."""
     if isinstance(num_partitions, PartitionPlan):
         return run(with_plan(a, _device.gpu()), a, num_partitions)
-    choice = choose(a, _device.gpu(), Known(num_partitions=num_partitions, by_name=True))
+    choice = choose(a, _device.gpu(), Known(num_partitions=num_partitions, implementation="mosaic_gpu"))
     assert isinstance(choice, Choice)
     return run(choice, a)
 
@@ -207,7 +208,7 @@ def test_prompts_go_through_the_kernels_by_default_and_their_gradients_through_x
 @pytest.mark.parametrize("q_len", [1, 17])
 def test_as_many_runs_as_a_launch_takes(q_len):
     """The slowest axis of the grid is full. Too many sequences for the builder of cases: they share blocks freely."""
-    num_runs, _ = query_runs.runs_of(q_len, 4)
+    num_runs, _ = fewest_runs(q_len, 4)
     seqs, pool = decode_config.MAX_SEQS // num_runs, (1000, 16, 1, 64)
     keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (seqs, q_len, 4, 64), BF16)

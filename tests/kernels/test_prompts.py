@@ -10,9 +10,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import explain
-from jaxpaged._attention import query_runs, xla
+from jaxpaged._attention import launch, xla
 from jaxpaged._attention.choose import Known, by_decode, choose
 from jaxpaged._attention.run import run
+from jaxpaged._attention.runs import cut_uniform
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import H100, arguments_of, attend, check
 
@@ -69,13 +70,12 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch, request):
     elif fault == "one token fewer":
         wrong = case.replace(lengths=case.lengths - 1)
     else:
-        cut = query_runs.cut
 
         def reordered(a, run):
-            runs = cut(a, run)
+            runs = cut_uniform(a, run)
             return dataclasses.replace(runs, lengths=runs.lengths.reshape(2, 3)[:, ::-1].reshape(-1))
 
-        monkeypatch.setattr(query_runs, "cut", reordered)
+        monkeypatch.setattr(launch, "cut_uniform", reordered)
         jax.clear_caches()
         request.addfinalizer(jax.clear_caches)
     out, _ = attend(wrong)
@@ -179,5 +179,5 @@ def test_a_shared_prefix_is_computed_in_runs_of_64_rows():
     a = arguments_of(make_case(lengths=(30,), q_len=70, heads=4, kv_heads=1, dtype=BF16))
     choice = by_decode(dataclasses.replace(a, causal=False), H100)
     assert choice.run == 14
-    runs = query_runs.cut(dataclasses.replace(a, causal=False), choice.run)
+    runs = cut_uniform(dataclasses.replace(a, causal=False), choice.run)
     assert (runs.q.shape, runs.block_tables.shape) == ((5, 1, 14 * 4, 64), (5, a.block_tables.shape[1]))

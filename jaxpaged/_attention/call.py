@@ -1,4 +1,4 @@
-"""The arguments of the attention function: checked once, then carried in one form."""
+"""A call of the attention function: its arguments, checked once, then carried in one form."""
 
 import dataclasses
 from typing import Unpack
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._attention import tree as trees
 from jaxpaged._attention.options import Options, check_options
+from jaxpaged._attention.tree import BITS, Tree
 from jaxpaged._cache.kv_cache import CACHE_DTYPES
 from jaxpaged._debug import check_attention
 from jaxpaged._integers import as_int32
@@ -17,18 +17,29 @@ from pallas_kernels.common.options import AttentionOptions
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Arguments:
-    """Checked arguments. `group` query heads read one KV head."""
+class Call:
+    """Checked arguments. Uniform: each sequence has the same number of query tokens. Packed: with `query_starts`.
 
-    q: jax.Array  # [..., heads, head_dim]
+    `group` query heads read one KV head. A query row is one (token, head) pair.
+    """
+
+    q: jax.Array  # [seqs, q_len, heads, head_dim]; packed [tokens, heads, head_dim]
     k_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
     v_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
     block_tables: jax.Array  # int32 [seqs, max_blocks]
     lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
     options: AttentionOptions
+    query_starts: jax.Array | None = None  # int32 [seqs + 1]; None: uniform
+    tree_mask: jax.Array | None = None  # uint32 [seqs, q_len, words]; packed [tokens, words]
     # False: every query sees the whole sequence, and its position is that of the last token.
-    causal: bool = dataclasses.field(default=True, kw_only=True, metadata=dict(static=True))
+    causal: bool = dataclasses.field(default=True, metadata=dict(static=True))
+
+    @property
+    def tokens_per_seq(self) -> int | None:
+        """Query tokens of each sequence; None: packed."""
+        return self.q.shape[1] if self.query_starts is None else None
 
     @property
     def block_size(self) -> int:
@@ -56,122 +67,58 @@ class _Arguments:
     def group(self) -> int:
         return self.q.shape[-2] // self.kv_heads
 
+    def rows_of_seqs(self) -> jax.Array:
+        """Packed: the first row of each sequence in q, int32 `[seqs + 1]`, at most the rows of q, not descending."""
+        assert self.query_starts is not None
+        return jax.lax.cummax(jnp.clip(self.query_starts, 0, self.q.shape[0]))
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AttentionArguments(_Arguments):
-    """Arguments with q `[seqs, q_len, heads, head_dim]`. Every implementation takes these and nothing else.
+    def num_new(self) -> jax.Array | int:
+        """Query tokens of each sequence."""
+        return self.q.shape[1] if self.query_starts is None else jnp.diff(self.rows_of_seqs())
 
-    A query row is one (token, head) pair.
-    """
-
-    tree: trees.Tree | None = None
-
-    @property
-    def tokens_per_seq(self) -> int | None:
-        """Query tokens of each sequence, if all have the same number."""
-        return self.q.shape[1]
-
-    @property
-    def has_tree(self) -> bool:
-        return self.tree is not None
-
-    def query_positions(self) -> jax.Array:
-        """The position of each query in its sequence, int32 [seqs, q_len]; negative before its start."""
+    def positions(self, tree: Tree | None) -> jax.Array:
+        """Uniform: of each query in its sequence, int32 [seqs, q_len]; negative before its start."""
         q_len = self.q.shape[1]
         if not self.causal:
             return jnp.broadcast_to(self.lengths[:, None] - 1, (self.lengths.shape[0], q_len))
         places = self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
-        return places if self.tree is None else self.tree.positions(places)
-
-    def first_visible(self) -> jax.Array:
-        """The first position that any query of a sequence sees, int32 [seqs]."""
-        window = self.options.sliding_window
-        if window is None:
-            return jnp.zeros_like(self.lengths)
-        positions = self.query_positions()
-        first = positions[:, 0] if self.tree is None else positions.min(axis=1)
-        return jnp.maximum(first - window + 1, 0)
-
-    def readable_ids(self, entries: jax.Array, readable: jax.Array | bool = True) -> jax.Array:
-        """Block ids at table `entries` [seqs, ...], the null block if nothing may be read.
-
-        Entries past the length or wholly before the window may hold any garbage, so they are never followed.
-        """
-        after = (-1,) + (1,) * (entries.ndim - 1)
-        starts = entries * self.block_size
-        readable &= starts < self.lengths.reshape(after)
-        readable &= starts + self.block_size > self.first_visible().reshape(after)
-        rows = jnp.arange(entries.shape[0]).reshape(after)
-        ids = self.block_tables.at[rows, entries].get(mode="clip")
-        return jnp.where(readable, jnp.clip(ids, 0, self.k_cache.shape[0] - 1), 0)
+        return places if tree is None else tree.positions(places)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PackedArguments(_Arguments):
-    """Arguments of a call with `query_starts`, with q `[tokens, heads, head_dim]`."""
-
-    query_starts: jax.Array  # int32 [seqs + 1]
-    tree_mask: jax.Array | None = None  # uint32 [tokens, words]
-
-    @property
-    def tokens_per_seq(self) -> int | None:
-        return None
-
-    @property
-    def has_tree(self) -> bool:
-        return self.tree_mask is not None
-
-
-def check_arguments(
+def check_call(
     q: ArrayLike,
     k_cache: ArrayLike,
     v_cache: ArrayLike,
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
+    query_starts: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
     **options: Unpack[Options],
-) -> AttentionArguments:
+) -> Call:
     """Raises `ValueError` for what no implementation could take; returns the arguments in one form."""
     q, k_cache, v_cache, block_tables, lengths = _as_arrays(q, k_cache, v_cache, block_tables, lengths)
-    if q.ndim not in (3, 4):
+    if query_starts is not None:
+        query_starts = _check_starts(query_starts, q, lengths)
+    elif q.ndim not in (3, 4):
         raise ValueError(f"q must be [seqs, heads, head_dim] or [seqs, q_len, heads, head_dim]; got {q.shape=}.")
-    capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=q.shape[0])
-    given, lengths = lengths, jnp.clip(lengths, 0, capacity)
-    mask = _check_tree_mask(tree_mask, "[seqs, q_len, words]", q.shape[:-2])
-    if mask is not None and (q.ndim == 3 or mask.shape[2] * trees.BITS < q.shape[1]):
-        raise ValueError(
-            "tree_mask goes with q [seqs, q_len, heads, head_dim] and has a bit for each of the q_len tokens; "
-            f"got {q.shape=}, {mask.shape=}."
-        )
-    a = AttentionArguments(
-        q=q if q.ndim == 4 else q[:, None],
+    seqs = q.shape[0] if query_starts is None else lengths.shape[0]
+    capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=seqs)
+    call = Call(
+        q=q if q.ndim == 4 or query_starts is not None else q[:, None],
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=block_tables,
-        lengths=lengths,
-        options=check_options(q, k_cache, capacity, **options),
-        tree=None if mask is None else trees.from_rows(mask, lengths),
+        lengths=jnp.clip(lengths, 0, capacity),
+        options=check_options(k_cache, q.shape[-2], capacity, **options),
+        query_starts=query_starts,
+        tree_mask=None if tree_mask is None else _check_tree_mask(tree_mask, q, is_packed=query_starts is not None),
     )
-    check_attention(a, given, a.q.shape[1])
-    return a
+    check_attention(call, lengths)
+    return call
 
 
-def check_packed(
-    q: ArrayLike,
-    k_cache: ArrayLike,
-    v_cache: ArrayLike,
-    block_tables: ArrayLike,
-    lengths: ArrayLike,
-    query_starts: ArrayLike,
-    *,
-    tree_mask: ArrayLike | None = None,
-    **options: Unpack[Options],
-) -> PackedArguments:
-    """`check_arguments` of a call with `query_starts`."""
-    q, k_cache, v_cache, block_tables, lengths = _as_arrays(q, k_cache, v_cache, block_tables, lengths)
+def _check_starts(query_starts: ArrayLike, q: jax.Array, lengths: jax.Array) -> jax.Array:
     query_starts = as_int32(query_starts)
     if q.ndim != 3:
         raise ValueError(f"with query_starts q must be [tokens, heads, head_dim]; got {q.shape=}.")
@@ -181,29 +128,21 @@ def check_packed(
             "query_starts must be int32 [seqs + 1] for lengths [seqs], of one sequence at least; "
             f"got {query_starts.dtype} {list(query_starts.shape)}, {lengths.shape=}."
         )
-    capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=seqs)
-    p = PackedArguments(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_tables=block_tables,
-        lengths=jnp.clip(lengths, 0, capacity),
-        query_starts=query_starts,
-        options=check_options(q, k_cache, capacity, **options),
-        tree_mask=_check_tree_mask(tree_mask, "[tokens, words]", q.shape[:1]),
-    )
-    check_attention(p, lengths, jnp.diff(query_starts))
-    return p
+    return query_starts
 
 
-def _check_tree_mask(value: ArrayLike | None, wanted: str, rows: tuple[int, ...]) -> jax.Array | None:
-    if value is None:
-        return None
-    mask = jnp.asarray(value)
+def _check_tree_mask(value: ArrayLike, q: jax.Array, *, is_packed: bool) -> jax.Array:
+    mask, rows = jnp.asarray(value), q.shape[:-2]
     if mask.dtype != jnp.uint32 or mask.ndim != len(rows) + 1 or mask.shape[:-1] != rows or mask.shape[-1] == 0:
+        wanted = "[tokens, words]" if is_packed else "[seqs, q_len, words]"
         raise ValueError(
             f"tree_mask must be uint32 {wanted} with {list(rows)} as in q; got {mask.dtype} {list(mask.shape)}. "
             "jaxpaged.tree_mask(parents) makes it."
+        )
+    if not is_packed and (q.ndim == 3 or mask.shape[2] * BITS < q.shape[1]):
+        raise ValueError(
+            "tree_mask goes with q [seqs, q_len, heads, head_dim] and has a bit for each of the q_len tokens; "
+            f"got {q.shape=}, {mask.shape=}."
         )
     return mask
 

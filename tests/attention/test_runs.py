@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged._attention import query_runs, xla
-from jaxpaged._attention.arguments import check_arguments
+from jaxpaged._attention import xla
+from jaxpaged._attention.call import check_call
+from jaxpaged._attention.runs import cut_uniform, fewest_runs, join_uniform
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
 
 NONE = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
@@ -33,19 +34,19 @@ NONE = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "
     ],
 )
 def test_runs(q_len, group, runs):
-    assert query_runs.runs_of(q_len, group) == runs
+    assert fewest_runs(q_len, group) == runs
     num_runs, run = runs
     assert q_len <= num_runs * run < q_len + run
     assert run * group <= 64 or run == 1
 
 
 def arguments(case):
-    return check_arguments(*case.arrays, **(dict.fromkeys(NONE) | case.options))
+    return check_call(*case.arrays, **(dict.fromkeys(NONE) | case.options))
 
 
 def test_each_run_is_a_sequence_that_ends_with_it():
     case = make_case(lengths=(0, 3, 70), q_len=13, heads=6, kv_heads=1)  # 2 runs of 7, one row of padding
-    a = query_runs.cut(arguments(case), run=7)
+    a = cut_uniform(arguments(case), run=7)
     assert a.lengths.tolist() == [0, 0, 0, 3, 63, 70]
     assert a.q.shape == (6, 7, 6, 64)
     assert (a.q[::2, 0] == 0).all()
@@ -53,26 +54,26 @@ def test_each_run_is_a_sequence_that_ends_with_it():
     assert (a.q[1::2] == case.q[:, 6:]).all()
     assert (a.block_tables[::2] == case.block_tables).all()
     assert (a.block_tables[1::2] == case.block_tables).all()
-    assert (query_runs.join(a.q, arguments(case)) == case.q).all()
+    assert (join_uniform(a.q, arguments(case)) == case.q).all()
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 12, 31, 64])
 def test_no_run_is_padding_alone(group):
     for q_len in range(1, 3000):
-        num_runs, run = query_runs.runs_of(q_len, group)
+        num_runs, run = fewest_runs(q_len, group)
         assert q_len <= num_runs * run < q_len + run
 
 
 def test_few_rows_are_left_alone():
     a = arguments(make_case(q_len=10, heads=6, kv_heads=1))
-    assert query_runs.cut(a, run=10) is a
+    assert cut_uniform(a, run=10) is a
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_runs_are_the_whole(name):
     case = make_case(lengths=(0, 3, 13, 14, 70), q_len=13, heads=6, kv_heads=1, options=OPTIONS[name])
     a = arguments(case)
-    out, lse = (query_runs.join(x, a) for x in xla.attend(query_runs.cut(a, run=7), num_partitions=1))
+    out, lse = (join_uniform(x, a) for x in xla.attend(cut_uniform(a, run=7), num_partitions=1))
     assert_within_budget(case, out)
     assert_lse(case, lse)
 
@@ -81,7 +82,7 @@ def test_runs_are_the_whole(name):
 def test_runs_that_all_end_with_the_sequence_are_noticed(name):
     case = make_case(lengths=(30, 70), q_len=13, heads=6, kv_heads=1, options=OPTIONS[name])
     a = arguments(case)
-    cut = query_runs.cut(a, run=7)
+    cut = cut_uniform(a, run=7)
     cut = cut.__class__(**(cut.__dict__ | {"lengths": jnp.repeat(a.lengths, 2)}))
-    out = query_runs.join(xla.attend(cut, num_partitions=1)[0], a)
+    out = join_uniform(xla.attend(cut, num_partitions=1)[0], a)
     assert not within_budget(case, np.asarray(out))[:, :6].any()

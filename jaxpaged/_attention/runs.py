@@ -1,0 +1,131 @@
+"""Query tokens cut in runs of a few: each run becomes a sequence of its own, which ends with the run.
+
+A run of tokens sees what a sequence that ends with the run would see, with any window. So cutting only needs shorter
+lengths, and one launch serves all runs. Runs of one sequence are neighbours: they are computed at the same time, and
+the keys and values that they share come from the L2 cache.
+
+In a uniform call run r of sequence s is row `s * num_runs + r` of a larger batch. If its queries are not causal, all
+tokens of a run see the same, as the heads of a KV head do. Then a run becomes a single token, with more heads: options
+must not differ between heads. In a packed call runs do not cross sequences, so there are at most `tokens / run + seqs`.
+
+Each run has its own row of the block tables: 4 bytes for each run and block of a row's capacity. For 2048 new tokens of
+a table for 128k, in blocks of 16 and with 4 heads for each KV head, that is 4 MB; for 128k at once 268 MB.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged._attention.call import Call
+from jaxpaged._attention.tree import Tree, from_runs
+from pallas_kernels.decode.config import MAX_ROWS
+
+
+def fewest_runs(q_len: int, group: int, most_rows: int = MAX_ROWS) -> tuple[int, int]:
+    """Number of runs, and tokens in each, for `q_len` tokens with `group` heads for each KV head."""
+    num_runs = -(-q_len // max(1, most_rows // group))
+    return num_runs, -(-q_len // num_runs)
+
+
+def cut_uniform(call: Call, run: int) -> Call:
+    """The same call on runs of `run` tokens; if the runs together are longer than q_len, padding comes first."""
+    seqs, q_len, heads, head_dim = call.q.shape
+    num_runs = -(-q_len // run)
+    if num_runs == 1 and call.causal:
+        return call
+    q = jnp.pad(call.q, ((0, 0), (num_runs * run - q_len, 0), (0, 0), (0, 0)))
+    q = q.reshape(seqs * num_runs, run, heads, head_dim)
+    tokens_after = jnp.arange(num_runs - 1, -1, -1, dtype=jnp.int32) * run
+    lengths = jnp.maximum(call.lengths[:, None] - tokens_after[None], 0).reshape(-1)
+    if not call.causal:
+        q = q.reshape(seqs * num_runs, run, call.kv_heads, call.group, head_dim).swapaxes(1, 2)
+        q = q.reshape(seqs * num_runs, 1, run * heads, head_dim)
+        lengths = jnp.repeat(call.lengths, num_runs)
+    block_tables = jnp.repeat(call.block_tables, num_runs, axis=0)
+    return dataclasses.replace(call, q=q, block_tables=block_tables, lengths=lengths, causal=True)
+
+
+def join_uniform(x: jax.Array, call: Call) -> jax.Array:
+    """What the call on `cut_uniform(call, run)` returns, as `[seqs, q_len, heads, ...]`."""
+    (seqs, q_len, heads, _), rest = call.q.shape, x.shape[3:]
+    if not call.causal:  # [seqs * runs, 1, run * heads, ...]
+        x = x.reshape(x.shape[0], call.kv_heads, -1, call.group, *rest).swapaxes(1, 2)
+    return x.reshape(seqs, -1, heads, *rest)[:, -q_len:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Which tokens of packed q each run has, right-aligned in `[runs, run]`."""
+
+    run: int  # tokens
+    starts: jax.Array  # int32 [seqs + 1], first row of each sequence in q, at most tokens
+    first_runs: jax.Array  # int32 [seqs], the first run of each sequence
+    seqs: jax.Array  # int32 [runs], the sequence of each run
+    offsets: jax.Array  # int32 [runs], the first token of each run among its sequence's new ones
+    counts: jax.Array  # int32 [runs], tokens; 0 for an unused run
+
+
+def place_runs(call: Call, run: int) -> Runs:
+    tokens, seqs = call.q.shape[0], call.lengths.shape[0]
+    starts = call.rows_of_seqs()
+    num_new = jnp.diff(starts)
+    num_runs = -(-num_new // run)
+    ends = jnp.cumsum(num_runs, dtype=jnp.int32)
+    places = jnp.arange(-(-tokens // run) + seqs, dtype=jnp.int32)
+    owners = jnp.searchsorted(ends, places, side="right", method="scan_unrolled").astype(jnp.int32)
+    owners = jnp.minimum(owners, seqs - 1)
+    offsets = (places - (ends - num_runs)[owners]) * run
+    counts = jnp.clip(num_new[owners] - offsets, 0, run)
+    return Runs(run, starts, ends - num_runs, owners, offsets, counts)
+
+
+def cut_packed(call: Call, runs: Runs) -> tuple[Call, Tree | None]:
+    """The same call on runs, a uniform one, and its trees. The rows before a short run's tokens are zeros, and their
+    results are not read."""
+    place = jnp.arange(runs.run, dtype=jnp.int32)[None] - runs.run + runs.counts[:, None]  # in the run; below 0: none
+    rows = (runs.starts[runs.seqs] + runs.offsets)[:, None] + place
+    q = call.q.at[rows].get(mode="clip")
+    lengths = call.lengths[runs.seqs]
+    if call.causal:
+        first = call.lengths - jnp.diff(runs.starts)  # the position of each sequence's first new token
+        lengths = first[runs.seqs] + runs.offsets + runs.counts
+    tree = None
+    if call.tree_mask is not None:
+        index = runs.offsets[:, None] + place
+        tree = from_runs(call.tree_mask, rows, index, runs.seqs, call.lengths, runs.starts)
+    uniform = dataclasses.replace(
+        call,
+        q=jnp.where((place >= 0)[..., None, None], q, jnp.zeros_like(q)),
+        block_tables=call.block_tables[runs.seqs],
+        lengths=jnp.where(runs.counts > 0, jnp.maximum(lengths, 0), 0),
+        query_starts=None,
+        tree_mask=None,
+    )
+    return uniform, tree
+
+
+def join_packed(out: jax.Array, lse: jax.Array, call: Call, runs: Runs) -> tuple[jax.Array, jax.Array]:
+    """Out `[runs, run, heads, head_dim]` and its lse, as `[tokens, heads, head_dim]` and `[tokens, heads]`."""
+    tokens = jnp.arange(call.q.shape[0], dtype=jnp.int32)
+    seqs = owners(runs.starts, tokens=call.q.shape[0])
+    is_padding = (seqs == call.lengths.shape[0]) | (tokens < runs.starts[0])
+    seqs = jnp.minimum(seqs, call.lengths.shape[0] - 1)
+    offsets = jnp.maximum(tokens - runs.starts[seqs], 0)
+    ids = jnp.minimum(runs.first_runs[seqs] + offsets // runs.run, runs.counts.shape[0] - 1)
+    places = runs.run - runs.counts[ids] + offsets % runs.run
+    out = out.at[ids, places].get(mode="clip")
+    out = jnp.where(is_padding[:, None, None], jnp.zeros_like(out), out)
+    return out, jnp.where(is_padding[:, None], -jnp.inf, lse.at[ids, places].get(mode="clip"))
+
+
+def owners(starts: jax.Array, *, tokens: int) -> jax.Array:
+    """The sequence of each row of packed q, int32 `[tokens]`; 0 for padding in front, seqs for padding at the end."""
+    rows = jnp.arange(tokens, dtype=jnp.int32)
+    return jnp.searchsorted(starts[1:], rows, side="right", method="scan_unrolled").astype(jnp.int32)
+
+
+def packed_positions(query_starts: jax.Array, lengths: jax.Array, *, tokens: int) -> jax.Array:
+    """The position of each row of packed q in its sequence, int32 `[tokens]`; any number for padding."""
+    seqs = owners(query_starts, tokens=tokens)
+    return jnp.arange(tokens, dtype=jnp.int32) + (lengths - query_starts[1:]).at[seqs].get(mode="clip")

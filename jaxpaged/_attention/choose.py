@@ -73,9 +73,11 @@ def decide(call: Call, known: Known, gpu: Gpu | None = None) -> Choice | Refusal
     if known.implementation == "xla":
         return Refusal('the call names implementation="xla".', is_told=False)
     try:
-        choice = choose(call, gpu or _device.gpu(), known)
+        gpu = gpu or _device.gpu()
     except NotImplementedError as no_gpu:
-        choice = Refusal(str(no_gpu), is_told=False)
+        choice: Choice | Refusal = Refusal(str(no_gpu), is_told=False)
+    else:
+        choice = choose(call, gpu, known)
     if known.implementation == "mosaic_gpu" and isinstance(choice, Refusal):
         raise NotImplementedError(choice.message)
     return choice
@@ -83,10 +85,9 @@ def decide(call: Call, known: Known, gpu: Gpu | None = None) -> Choice | Refusal
 
 def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
     """Reads no array: shapes, dtypes, and which options there are."""
-    try:
-        choice = _choose(call, gpu, known)
-    except NotImplementedError as refusal:
-        return Refusal(str(refusal), is_told=gpu.is_hopper)
+    choice = _choose(call, gpu, known)
+    if isinstance(choice, str):
+        return Refusal(choice, is_told=gpu.is_hopper)
     if known.implementation is None and not gpu.is_hopper:
         return Refusal(
             'on this GPU the kernels must be named, implementation="mosaic_gpu". `python -m jaxpaged.selftest` checks '
@@ -100,17 +101,22 @@ def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
     return dataclasses.replace(choice, falls_back=known.implementation is None)
 
 
-def _choose(call: Call, gpu: Gpu, known: Known) -> Choice:
-    """Raises `NotImplementedError`, which names the limit and what was received."""
-    _check_options(call)
-    _check_tree(call, gpu, known)
+def _choose(call: Call, gpu: Gpu, known: Known) -> Choice | str:
+    """If no kernel takes the call, the limit and what was received."""
+    if limit := _option_limit(call):
+        return limit
     total = known.total_partitions
     planned = total is not None and follows(call, total)
-    if _has_many_rows(call) and not planned and _prefill_takes(call, gpu, known):
+    limit = _prefill_limit(call, gpu, known)
+    if limit is None and not planned and _has_many_rows(call):
         return by_prefill(call, gpu, known)
-    _check_decode(call, gpu)
-    if total is None and known.num_partitions is None and plan_pays(call, gpu, known.window):
-        planned = follows(call, _default_total(call, gpu))
+    if limit is not None and is_wide_tree(call):
+        return limit
+    if limit := _decode_limit(call, gpu):
+        return limit
+    seqs, seen = call.lengths.shape[0], visible(call, known.window)
+    if total is None and known.num_partitions is None and plan_pays(gpu, pairs=seqs * call.kv_heads, seen=seen):
+        planned = follows(call, partition_plan.default_total(seqs, programs_at_once(gpu, call.kv_heads)))
     return with_plan(call, gpu, known) if planned else evenly(call, gpu, known)
 
 
@@ -201,11 +207,6 @@ def _num_runs(call: Call, run: int) -> int:
     return call.q.shape[0] * -(-call.tokens_per_seq // run)
 
 
-def _default_total(call: Call, gpu: Gpu) -> int:
-    """Partitions of the plan that is made for a call without one."""
-    return partition_plan.default_total(call.lengths.shape[0], programs_at_once(gpu, call.kv_heads))
-
-
 def is_wide_tree(call: Call) -> bool:
     """Whether there is a tree that only the prefill kernel takes: the decode kernel's runs have none."""
     if call.tree_mask is None or call.tokens_per_seq is None:
@@ -213,44 +214,30 @@ def is_wide_tree(call: Call) -> bool:
     return call.tokens_per_seq * call.group > decode_config.MAX_ROWS
 
 
-def _check_options(call: Call) -> None:
-    if call.itemsize > 1 and (call.options.k_scale is not None or call.options.v_scale is not None):
-        raise NotImplementedError(
+def _option_limit(call: Call) -> str | None:
+    options = call.options
+    if call.itemsize > 1 and (options.k_scale is not None or options.v_scale is not None):
+        return (
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
             f'got k_cache.dtype={call.k_cache.dtype!s}. Pass implementation="xla".'
         )
-
-
-def _check_tree(call: Call, gpu: Gpu, known: Known) -> None:
-    if call.tree_mask is None:
-        return
     # Both count from a token's depth; the kernels know its place only.
-    if call.options.sliding_window is not None or call.options.alibi_slopes is not None:
-        raise NotImplementedError(
+    if call.tree_mask is not None and (options.sliding_window is not None or options.alibi_slopes is not None):
+        return (
             "the Mosaic GPU kernels take a tree_mask without sliding_window and alibi_slopes. "
             'Pass implementation="xla".'
         )
-    if not is_wide_tree(call):
-        return
+    return None
+
+
+def _prefill_limit(call: Call, gpu: Gpu, known: Known) -> str | None:
     if known.num_partitions not in (None, 1):
-        raise NotImplementedError(
+        return (
             "the prefill kernel, which takes a tree_mask with query_starts or of more than "
             f"{decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), chooses its partitions itself; "
             f"got num_partitions={known.num_partitions}. Leave it out, or pass 1."
         )
-    _check_prefill(call, gpu)
-
-
-def _prefill_takes(call: Call, gpu: Gpu, known: Known) -> bool:
-    try:
-        _check_prefill(call, gpu)
-    except NotImplementedError:
-        return False
-    return known.num_partitions in (None, 1)
-
-
-def _check_prefill(call: Call, gpu: Gpu) -> None:
-    prefill_config.check_supported(
+    return prefill_config.limit(
         head_dim=call.head_dim,
         block_size=call.block_size,
         q_dtype=call.q.dtype,
@@ -259,13 +246,9 @@ def _check_prefill(call: Call, gpu: Gpu) -> None:
     )
 
 
-def _check_decode(call: Call, gpu: Gpu) -> None:
-    if call.group > decode_config.MAX_ROWS:
-        raise NotImplementedError(
-            f"the decode kernel takes up to {decode_config.MAX_ROWS} query heads a KV head; got group={call.group}."
-        )
+def _decode_limit(call: Call, gpu: Gpu) -> str | None:
     num_runs, run = _runs(call, gpu)
-    decode_config.check_supported(
+    limit = decode_config.limit(
         head_dim=call.head_dim,
         block_size=call.block_size,
         group=call.group,
@@ -274,10 +257,11 @@ def _check_decode(call: Call, gpu: Gpu) -> None:
         cache_dtype=call.k_cache.dtype,
         compute_capability=gpu.compute_capability,
     )
-    if num_runs > decode_config.MAX_SEQS:
+    if limit is None and num_runs > decode_config.MAX_SEQS:
         seqs, tokens, group = call.lengths.shape[0], call.q.shape[-3], call.group
         name = "tokens" if call.tokens_per_seq is None else "q_len"
-        raise NotImplementedError(
+        return (
             f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
             f"{name}={tokens}, {group=}: {num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."
         )
+    return limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -67,10 +68,9 @@ def follows(call: Call, total_partitions: int) -> bool:
     return total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
 
 
-def plan_pays(call: Call, gpu: _device.Gpu, window: int | None) -> bool:
+def plan_pays(gpu: _device.Gpu, *, pairs: int, seen: int) -> bool:
     """Whether some sequences may be much longer than the others, or the call takes so long that XLA makes the plan
-    while the layer before still runs."""
-    seen, pairs = visible(call, window), call.lengths.shape[0] * call.kv_heads
+    while the layer before still runs. `pairs` of a sequence and a KV head may see `seen` tokens each."""
     # [one_kernel_h200, plan_kernels_h100, plans_h100 of benchmarks/results/decisions/]
     return seen > WIDE or pairs * seen > LONG * gpu.num_sms
 
@@ -83,6 +83,17 @@ def visible(call: Call, window: int | None) -> int:
 def programs_at_once(gpu: _device.Gpu, num_kv_heads: int) -> int:
     """For how many partitions of a KV head at the same time a plan is made: four programs a SM for all KV heads."""
     return 4 * gpu.num_sms // num_kv_heads  # [plans_h100 of benchmarks/results/decisions/]
+
+
+def plan_of_step(lengths: jax.Array, *, num_kv_heads: int, capacity: int) -> PartitionPlan | None:
+    """The plan that a call of one token a sequence makes by default without a window; None: it makes none."""
+    try:
+        gpu = _device.gpu()
+    except NotImplementedError:
+        return None
+    if not plan_pays(gpu, pairs=lengths.shape[0] * num_kv_heads, seen=capacity):
+        return None
+    return partition_plan.default(lengths, None, q_len=1, at_once=programs_at_once(gpu, num_kv_heads))
 
 
 def plan_partitions(

@@ -168,13 +168,15 @@ def _choose_config(cache: KVCache, num_pairs: int) -> copy_config.Config | None:
         return None
     try:
         gpu = _device.gpu()
-        copy_config.check_supported(
-            block_numbers=block_numbers,
-            num_blocks=num_layers * num_blocks,
-            itemsize=itemsize,
-            compute_capability=gpu.compute_capability,
-        )
     except NotImplementedError:
+        return None
+    limit = copy_config.limit(
+        block_numbers=block_numbers,
+        num_blocks=num_layers * num_blocks,
+        itemsize=itemsize,
+        compute_capability=gpu.compute_capability,
+    )
+    if limit is not None:
         return None
     return copy_config.default_config(
         block_numbers=block_numbers,

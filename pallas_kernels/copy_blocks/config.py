@@ -24,22 +24,21 @@ class Config:
     num_slice_programs: int  # of these, how many take pairs that are not direct
 
 
-def check_supported(*, block_numbers: int, num_blocks: int, itemsize: int, compute_capability: float) -> None:
-    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value.
+def limit(*, block_numbers: int, num_blocks: int, itemsize: int, compute_capability: float) -> str | None:
+    """What this kernel cannot take, with the limit and the value; None: it takes the call.
 
     `num_blocks` are those of a pool in all layers.
     """
     if compute_capability != 9.0:
-        raise NotImplementedError(f"the copy kernel needs a GPU of compute capability 9.0; got {compute_capability=}.")
+        return f"the copy kernel needs a GPU of compute capability 9.0; got {compute_capability=}."
     if itemsize not in (1, 2, 4):
-        raise NotImplementedError(f"the copy kernel moves numbers of 1, 2 or 4 bytes; got {itemsize=}.")
+        return f"the copy kernel moves numbers of 1, 2 or 4 bytes; got {itemsize=}."
     if block_numbers % 16:
-        raise NotImplementedError(
-            f"the copy kernel takes blocks of a multiple of 16 numbers, keys or values; got {block_numbers=}."
-        )
+        return f"the copy kernel takes blocks of a multiple of 16 numbers, keys or values; got {block_numbers=}."
     width, _ = largest_tile(block_numbers, itemsize)
     if num_blocks * (block_numbers // width) >= 2**31:
-        raise NotImplementedError(f"the copy kernel takes less than 2^31 rows of {width} numbers; got {num_blocks=}.")
+        return f"the copy kernel takes less than 2^31 rows of {width} numbers; got {num_blocks=}."
+    return None
 
 
 def default_config(

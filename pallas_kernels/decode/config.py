@@ -35,47 +35,42 @@ class Config:
     copies: Literal["tma", "cp_async"]  # how tiles come to SMEM: see `copies`
 
 
-def check_supported(
+def limit(
     *, head_dim: int, block_size: int, group: int, q_len: int, q_dtype: Any, cache_dtype: Any, compute_capability: float
-) -> None:
-    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
+) -> str | None:
+    """What this kernel cannot take, with the limit and the value; None: it takes the call."""
     if compute_capability < LEAST_COMPUTE_CAPABILITY:
-        raise NotImplementedError(
-            f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}."
-        )
+        return f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}."
     if q_dtype not in DTYPES:
-        raise NotImplementedError(f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.")
+        return f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}."
     narrow = is_narrow(cache_dtype)
     if cache_dtype != q_dtype and not narrow:
-        raise NotImplementedError(
+        return (
             "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
             f"got {cache_dtype=!s}, {q_dtype=!s}."
         )
     if cache_dtype == jnp.float8_e4m3fn and compute_capability < 8.9:
-        raise NotImplementedError(
+        return (
             "the decode kernel takes float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
             f"from 8.0; got {compute_capability=}."
         )
     multiple = 16 if narrow else 8  # 16 bytes, one asynchronous copy
     if head_dim % multiple or head_dim > 256:
-        raise NotImplementedError(
+        return (
             "the decode kernel takes a head_dim that is a multiple of 8 up to 256, of an 8-bit cache of 16; "
             f"got {head_dim=}, {cache_dtype=!s}."
         )
     if block_size not in (8, 16, 32) and block_size % TILE:
-        raise NotImplementedError(
-            f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}."
-        )
+        return f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}."
     if q_len * group > MAX_ROWS:
-        raise NotImplementedError(
-            f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
-        )
+        return f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
     needed = smem_bytes(1, q_len=q_len, group=group, head_dim=head_dim, itemsize=jnp.dtype(cache_dtype).itemsize)
     if needed > (room := program_smem(compute_capability)):
-        raise NotImplementedError(
+        return (
             f"the decode kernel has {room} bytes of shared memory on this GPU, and needs {needed} for "
             f"{head_dim=}, {q_len=}, {group=}. Pass fewer query tokens at a time."
         )
+    return None
 
 
 def default_config(

@@ -39,25 +39,22 @@ class Config:
         return self.num_narrow_stages + self.num_stages
 
 
-def check_supported(
-    *, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, compute_capability: float
-) -> None:
-    """Raises `NotImplementedError` for what this kernel cannot take, with the limit and the value."""
+def limit(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, compute_capability: float) -> str | None:
+    """What this kernel cannot take, with the limit and the value; None: it takes the call."""
     if compute_capability != 9.0:
-        raise NotImplementedError(f"the prefill kernel needs a Hopper GPU (9.0); got {compute_capability=}.")
+        return f"the prefill kernel needs a Hopper GPU (9.0); got {compute_capability=}."
     if head_dim % 16 or not 32 <= head_dim <= 256:
-        raise NotImplementedError(f"the prefill kernel takes a head_dim of 32, 48, ... 256; got {head_dim=}.")
+        return f"the prefill kernel takes a head_dim of 32, 48, ... 256; got {head_dim=}."
     if block_size not in (8, 16, 32, 64, 128, 256):
-        raise NotImplementedError(f"the prefill kernel takes a block_size of 8, 16, ... 256; got {block_size=}.")
+        return f"the prefill kernel takes a block_size of 8, 16, ... 256; got {block_size=}."
     if q_dtype not in (jnp.bfloat16, jnp.float16) or not (cache_dtype == q_dtype or is_narrow(cache_dtype)):
-        raise NotImplementedError(
+        return (
             "the prefill kernel takes q of bfloat16 or float16, and a cache of the same or of 8 bits; "
             f"got q.dtype={jnp.dtype(q_dtype)!s}, k_cache.dtype={jnp.dtype(cache_dtype)!s}."
         )
     if is_narrow(cache_dtype) and head_dim > 128 and head_dim != 192:
-        raise NotImplementedError(
-            f"the prefill kernel takes an 8-bit cache of a head_dim of 32, 48, ... 128, or 192; got {head_dim=}."
-        )
+        return f"the prefill kernel takes an 8-bit cache of a head_dim of 32, 48, ... 128, or 192; got {head_dim=}."
+    return None
 
 
 def default_config(

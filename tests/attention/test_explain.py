@@ -61,7 +61,7 @@ def test_kernels(gpu, shapes, options, kernel, num_partitions):
     [
         (dict(cache_dtype=jnp.float32), {}, "a cache in q's dtype, .* got cache_dtype=float32, q_dtype=bfloat16"),
         (dict(head_dim=100), {}, "got head_dim=100"),
-        (dict(heads=65, kv_heads=1), {}, "up to 64 query heads a KV head; got group=65"),
+        (dict(heads=65, kv_heads=1), {}, "up to 64 rows .* got q_len=1, group=65"),
         (dict(q_len=8), dict(tree_mask=shape(8, 8, 1, dtype=jnp.uint32), sliding_window=9), "without sliding_window"),
     ],
 )

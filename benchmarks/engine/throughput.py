@@ -56,7 +56,7 @@ def check(config: LlamaConfig) -> float:
     caches, worst = create_caches(config, 64), 0.0
     for chunk in (64, 64, 0):
         scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=chunk)
-        attend = step_attention(allocator, step, Kind(8 + chunk, 8, is_mixed=chunk > 0))
+        attend = step_attention(allocator, step, Kind(8 + chunk, 8, is_mixed=chunk > 0), caches)
 
         def run(weights: Any, caches: Any, implementation: Any, step: Any = step, attend: Any = attend) -> Any:
             return apply_model(packed_model(config, implementation=implementation), weights, caches, step, attend)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._attention.plan import plan_of_step
+from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.kinds import Kind, next_kind
 from jaxpaged._engine.pytrees import difference, in_same_containers
 from jaxpaged._engine.sampling import sample
@@ -151,7 +153,7 @@ def one_step(
     scheduler, allocator, step = planning.plan(
         state.scheduler, state.allocator, kind.num_places, is_mixed=kind.is_mixed
     )
-    attend = step_attention(allocator, step, kind)
+    attend = step_attention(allocator, step, kind, state.caches)
     caches, logits = apply_model(apply, weights, state.caches, step, attend)
     sampling = planning.rows_of(step.sampling, step.seats) if kind.is_narrow else step.sampling
     tokens, logprobs = sample(logits, sampling, attend.allocator.lengths, wants_logprobs)
@@ -175,12 +177,18 @@ def one_step(
     )
 
 
-def step_attention(allocator: BlockAllocator, step: Step, kind: Kind) -> StepAttention:
+def step_attention(allocator: BlockAllocator, step: Step, kind: Kind, caches: Any) -> StepAttention:
     query_starts = step.query_starts if kind.is_mixed else None
     if kind.is_narrow:
         rows = planning.rows_of((allocator.block_tables, allocator.lengths), step.seats)
         allocator = dataclasses.replace(allocator, block_tables=rows[0], lengths=rows[1])
-    return StepAttention(allocator, step.positions, step.slots, query_starts, step.last, kind.num_partitions)
+    # Made here once: in a scan over layers each would make its own.
+    kv_heads = {cache.k.shape[-2] for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))}
+    plan = None
+    if query_starts is None and kind.num_partitions is None and len(kv_heads) == 1:
+        capacity = allocator.block_tables.shape[1] * allocator.block_size
+        plan = plan_of_step(allocator.lengths, num_kv_heads=kv_heads.pop(), capacity=capacity)
+    return StepAttention(allocator, step.positions, step.slots, query_starts, step.last, kind.num_partitions, plan)
 
 
 def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: StepAttention) -> tuple[Any, jax.Array]:

@@ -15,6 +15,9 @@ from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotate import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._public_state import short_repr
+from pallas_kernels.decode.partition_plan import PartitionPlan
+
+OWN_PLAN = ("plan", "num_partitions", "sliding_window", "shared_prefix")  # a layer with one of these has its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,7 @@ class StepAttention:
         query_starts: int32 `[seqs + 1]`, where each sequence's tokens begin. None: token i belongs to row i.
         last: int32 `[seqs]`, the index of each sequence's newest token.
         num_partitions: the default of attention's `num_partitions`; None: enough to fill the GPU.
+        plan: the one that all layers without a window follow; None: each layer makes its own if that pays.
     """
 
     allocator: BlockAllocator
@@ -40,6 +44,7 @@ class StepAttention:
     query_starts: jax.Array | None
     last: jax.Array
     num_partitions: int | None = None
+    plan: PartitionPlan | None = None
 
     __repr__ = short_repr
 
@@ -90,6 +95,8 @@ class StepAttention:
             )
         options["query_starts"] = self.query_starts
         options.setdefault("num_partitions", self.num_partitions)
+        if all(options.get(name) is None for name in OWN_PLAN):
+            options["plan"] = self.plan
         return cache, attend(q, cache, self.allocator, **options).reshape(shape)
 
     def call[C: (KVCache, CacheLayer)](self, module: Any, x: jax.Array, cache: C) -> tuple[C, jax.Array]:
@@ -110,7 +117,10 @@ class StepAttention:
             raise ValueError("an exact engine needs modules with a fixed num_partitions; make them with 1.")
         if self.query_starts is not None:
             return module(x, cache, self.allocator, self.slots, query_starts=self.query_starts)
-        cache, out = module(x[:, None], cache, self.allocator, self.slots[:, None])
+        settings, plan = module.settings, self.plan
+        if settings.num_partitions is not None or settings.sliding_window is not None:
+            plan = None
+        cache, out = module(x[:, None], cache, self.allocator, self.slots[:, None], plan=plan)
         return cache, out[:, 0]
 
     def newest(self, x: jax.Array) -> jax.Array:

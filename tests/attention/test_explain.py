@@ -40,6 +40,7 @@ def arrays(*, seqs=8, q_len=None, heads=32, kv_heads=8, head_dim=128, max_blocks
             "paged_decode",
             "plan",
         ),
+        ("H100", dict(heads=48, kv_heads=1, head_dim=88), {}, "paged_decode", 8),
         ("H100", dict(q_len=1024), {}, "paged_prefill", 1),
         ("H100", dict(seqs=1, q_len=256, max_blocks=512), {}, "paged_prefill", 2),
         ("H100", {}, dict(implementation="xla"), None, None),
@@ -47,6 +48,13 @@ def arrays(*, seqs=8, q_len=None, heads=32, kv_heads=8, head_dim=128, max_blocks
         ("A100", {}, dict(implementation="mosaic_gpu"), "paged_decode", 3),
         ("L4", dict(cache_dtype=jnp.float8_e4m3fn), dict(implementation="mosaic_gpu"), "paged_decode", 1),
         ("B200", dict(max_blocks=1024), dict(implementation="mosaic_gpu"), "paged_decode", "plan"),
+        (  # partials of 40 rows, not of 64, are less than 128 MiB
+            "B200",
+            dict(seqs=1500, max_blocks=1024, heads=40, kv_heads=1, head_dim=256),
+            dict(implementation="mosaic_gpu"),
+            "paged_decode",
+            "plan",
+        ),
     ],
 )
 def test_kernels(gpu, shapes, options, kernel, num_partitions):

@@ -14,12 +14,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.soak.engine import soak
-from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, StepAttention, generate, rotate_and_write_kv
+from jaxpaged import (
+    AttentionSettings,
+    BlockAllocator,
+    CacheLayer,
+    Engine,
+    KVCache,
+    SamplingParams,
+    StepAttention,
+    _device,
+    generate,
+    rotate_and_write_kv,
+)
+from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import checked_request, completion_seed
 from jaxpaged._engine.sampling import furthest_kept
+from jaxpaged._engine.slices import step_attention
+from jaxpaged.nnx import PagedAttention
 from tests import toy_model
 from tests.compiled import instructions
 from tests.toy_model import (
@@ -615,6 +630,49 @@ def test_attend_turns_neighbours():
     assert (halves.k != expected.k).any()
     with pytest.raises(ValueError, match=r"takes the cache last, a KVCache or CacheLayer; got Array"):
         step(cache, q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("max_blocks", "options", "before", "inside"),
+    [
+        (33, dict(), 1, 0),  # tables for more than 8192 tokens
+        (33, dict(sliding_window=8200), 1, 1),  # has its own
+        (33, dict(num_partitions=2), 1, 0),
+        (2, dict(), 0, 0),
+    ],
+)
+@pytest.mark.parametrize("by_module", [False, True])
+def test_the_layers_of_a_step_follow_one_plan(max_blocks, options, before, inside, by_module, monkeypatch):
+    """It is made before the scan over layers: the only sort of a step is that of a plan."""
+    monkeypatch.setattr(_device, "gpu", lambda: _device.named("H100"))
+    sizes, indices = dict(num_blocks=40, block_size=256), jnp.arange(8, dtype=jnp.int32)
+    stack = KVCache.create(**sizes, num_kv_heads=2, head_dim=64, num_layers=3)
+    allocator = BlockAllocator.create(**sizes, num_seqs=8, max_blocks_per_seq=max_blocks)
+    step = SimpleNamespace(positions=indices, slots=indices, last=indices, query_starts=None)
+    settings = AttentionSettings(
+        num_heads=2, num_kv_heads=2, head_dim=64, rotary_frequencies=None, dtype="bfloat16", **options
+    )
+    module = PagedAttention(128, settings, rngs=nnx.Rngs(0))
+
+    def run(stack):
+        attend = step_attention(allocator, step, Kind(8, 8), stack)
+
+        def layer(carry, index):
+            stack, x = carry
+            cache = CacheLayer(stack, index)
+            if by_module:
+                cache, x = attend.call(module, x, cache)
+            else:
+                heads = x.reshape(8, 2, 64)
+                cache, x = attend(heads, heads, heads, cache, **options)
+            return (cache.stack, x.reshape(8, 128)), None
+
+        return jax.lax.scan(layer, (stack, jnp.ones((8, 128), jnp.bfloat16)), jnp.arange(3))
+
+    equations = jax.make_jaxpr(run)(stack).eqns
+    scan = "".join(str(equation) for equation in equations if equation.primitive.name == "scan")
+    assert scan.count(" sort[") == inside
+    assert "".join(map(str, equations)).count(" sort[") == before + inside
 
 
 def test_the_cut_of_top_k_and_top_p_is_that_of_a_sort():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._attention.call import check_call
+from jaxpaged._attention.call import Call, check_call
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import ContextKeywords, paged_attention
-from jaxpaged._attention.runs import fewest_runs
+from jaxpaged._attention.runs import cut_uniform, fewest_runs, join_uniform
 from jaxpaged._debug import unchecked
 from jaxpaged._integers import as_int32
 from pallas_kernels.common import merge_parts
@@ -85,17 +86,18 @@ def context_parallel_attention(
     """
     arrays = q, k_cache, v_cache, block_tables, lengths
     scales = options.get("k_scale"), options.get("v_scale")
-    check_call(*arrays, sinks=sinks, k_scale=scales[0], v_scale=scales[1])
-    q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
-    block_tables, lengths = as_int32(block_tables), as_int32(lengths)
+    call = check_call(*arrays, sinks=sinks, k_scale=scales[0], v_scale=scales[1])
+    call = dataclasses.replace(call, lengths=as_int32(lengths))  # of all devices: they may exceed one device's tables
     if sinks is not None:  # once, on the first device
         sinks = jnp.where(jax.lax.axis_index(axis_name) == 0, sinks, -jnp.inf)
-    if q.ndim == 3:
-        own_lengths = _own_lengths(lengths, k_cache.shape[1], axis_name)
-        arrays = q, k_cache, v_cache, block_tables, own_lengths
+    if call.q.shape[1] == 1:
+        own_lengths = _own_lengths(call.lengths, call.block_size, axis_name)
+        arrays = call.q, call.k_cache, call.v_cache, call.block_tables, own_lengths
         out, lse = paged_attention(*arrays, sinks=sinks, return_lse=True, **options)
     else:
-        out, lse = _attend_in_runs(q, k_cache, v_cache, block_tables, lengths, axis_name, sinks, options)
+        out, lse = _attend_in_runs(call, axis_name, sinks, options)
+    if jnp.ndim(q) == 3:
+        out, lse = out[:, 0], lse[:, 0]
     packed = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)
     parts = jax.lax.all_gather(packed, axis_name)  # [n, seqs, ..., heads, head_dim + 1]
     outs, lses = parts[..., :-1], parts[..., -1]
@@ -122,14 +124,7 @@ def context_parallel_slots(slots: ArrayLike, *, block_size: int, axis_name: str)
 
 
 def _attend_in_runs(
-    q: jax.Array,  # [seqs, q_len, heads, head_dim]
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,  # int32 [seqs, max_blocks]
-    lengths: jax.Array,  # int32 [seqs], of all devices
-    axis_name: str,
-    sinks: jax.Array | None,
-    options: ContextKeywords,
+    call: Call, axis_name: str, sinks: jax.Array | None, options: ContextKeywords
 ) -> tuple[jax.Array, jax.Array]:
     """Over this device's tokens: out [seqs, q_len, heads, head_dim] and lse f32 [seqs, q_len, heads].
 
@@ -137,38 +132,29 @@ def _attend_in_runs(
     calls: one on all blocks before the run, in which the tokens of a run are heads of one token, and one on the blocks
     of the run, in which each token is a sequence.
     """
-    seqs, q_len, heads, head_dim = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
+    seqs, q_len, heads, head_dim = call.q.shape
+    block_size, caches = call.block_size, (call.k_cache, call.v_cache)
     size = block_size * jax.lax.axis_size(axis_name)
-    group = heads // kv_heads
-    num_runs, run = fewest_runs(q_len, group)
-    rows = seqs * num_runs
+    num_runs, run = fewest_runs(q_len, call.group)
+    lengths = jnp.clip(call.lengths, 0, call.block_tables.shape[1] * size)
+    positions = jnp.maximum(lengths[:, None] + jnp.arange(-num_runs * run, 0, dtype=jnp.int32)[None], -1)
+    blocks_before = jnp.maximum(positions[:, ::run], 0) // size  # [seqs, num_runs]
 
-    lengths = jnp.clip(lengths, 0, block_tables.shape[1] * size)
-    padding = num_runs * run - q_len
-    q = jnp.pad(q, ((0, 0), (padding, 0), (0, 0), (0, 0))).reshape(rows, run, heads, head_dim)
-    places = jnp.arange(-num_runs * run, 0, dtype=jnp.int32)
-    positions = (lengths[:, None] + places[None]).reshape(rows, run)
-    tables = jnp.repeat(block_tables, num_runs, axis=0)
-    blocks_before = jnp.maximum(positions[:, :1], 0) // size  # [rows, 1]
-
-    by_kv_head = (rows, run, kv_heads, group)
-    as_heads = q.reshape(*by_kv_head, head_dim).swapaxes(1, 2).reshape(rows, -1, head_dim)
-    before = blocks_before[:, 0] * block_size
-    out, lse = paged_attention(as_heads, k_cache, v_cache, tables, before, return_lse=True, **options)
-    out = out.reshape(rows, kv_heads, run, group, head_dim).swapaxes(1, 2).reshape(q.shape)
-    lse = lse.reshape(rows, kv_heads, run, group).swapaxes(1, 2).reshape(q.shape[:-1])
+    whole = dataclasses.replace(call, causal=False)
+    folded = cut_uniform(whole, run)
+    arrays = folded.q, *caches, folded.block_tables, (blocks_before * block_size).reshape(-1)
+    before = paged_attention(*arrays, return_lse=True, **options)
+    out, lse = (join_uniform(x, whole) for x in before)
 
     # A run of tokens lies in one block more than it fills.
-    entries = blocks_before + jnp.arange(-(-(run - 1) // size) + 1, dtype=jnp.int32)[None]
-    tables = jnp.take_along_axis(tables, jnp.minimum(entries, tables.shape[1] - 1), axis=1)
-    behind = _own_lengths(jnp.maximum(positions + 1, 0), block_size, axis_name) - before[:, None]
-    arrays = q.reshape(-1, heads, head_dim), k_cache, v_cache, jnp.repeat(tables, run, axis=0), behind.reshape(-1)
+    blocks_before = jnp.repeat(blocks_before, run, axis=1)[:, -q_len:, None]  # [seqs, q_len, 1]
+    entries = blocks_before + jnp.arange(-(-(run - 1) // size) + 1, dtype=jnp.int32)[None, None]
+    entries = jnp.minimum(entries, call.block_tables.shape[1] - 1)
+    tables = jnp.take_along_axis(call.block_tables[:, None], entries, axis=2)
+    behind = _own_lengths(positions[:, -q_len:] + 1, block_size, axis_name) - blocks_before[..., 0] * block_size
+    arrays = call.q.reshape(-1, heads, head_dim), *caches, tables.reshape(seqs * q_len, -1), behind.reshape(-1)
     own_out, own_lse = paged_attention(*arrays, sinks=sinks, return_lse=True, **options)
-
-    out, lse = merge_attention(out, lse, own_out.reshape(q.shape), own_lse.reshape(q.shape[:-1]))
-    out, lse = out.reshape(seqs, -1, heads, head_dim), lse.reshape(seqs, -1, heads)
-    return out[:, padding:], lse[:, padding:]
+    return merge_attention(out, lse, own_out.reshape(out.shape), own_lse.reshape(lse.shape))
 
 
 def _own_lengths(lengths: jax.Array, block_size: int, axis_name: str) -> jax.Array:

@@ -27,8 +27,9 @@ def poisoned(call: Callable[..., Any], *args: Any) -> Any:
 def poison_free_memory(device: jax.Device) -> None:
     """Fills what the device's allocator has free, down to its smallest pieces, and frees it again.
 
-    On an H100 that takes 0.1 s for 64 GB. A CPU's allocator does not say what it has free, and needs no poison: XLA's
-    programs for CPUs write all that they return.
+    On an H100 that takes 0.1 s for 64 GB. What the allocator takes from the GPU later holds no answer of this process.
+    A CPU's allocator does not say what it has free, and needs no poison: XLA's programs for CPUs write all that they
+    return.
     """
     if device.platform == "cpu":
         return

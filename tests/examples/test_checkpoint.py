@@ -6,6 +6,9 @@ import re
 
 import numpy as np
 import pytest
+
+pytest.importorskip("gguf")
+
 import safetensors.numpy
 
 from lib.checkpoint import CheckpointError, load_model, read_checkpoint

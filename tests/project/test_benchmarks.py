@@ -412,5 +412,6 @@ def test_a_gpus_free_memory_is_filled(num_numbers):
     right = jax.block_until_ready(jax.jit(lambda x: x * 1)(x))
     del right  # its memory is free, and still holds the answer
     assert (part(x) == x).all()
-    for program in (part, reversed_part):
-        assert jnp.isnan(checks.poisoned(program, x)).sum() == num_numbers - tenth
+    for program, order in ((part, 1), (reversed_part, -1)):
+        out = checks.poisoned(program, x)
+        assert (out[::order] == x).sum() == tenth

@@ -164,7 +164,8 @@ class Service:
     async def _pieces(self, ask: Ask, generation: Generation, usage: dict[str, int]) -> AsyncIterator[Piece]:
         """Yields pieces as they arrive, and counts their tokens in `usage`."""
         decode = self.checkpoint.tokenizer.decode
-        texts = [TextStream(decode, ask.stops) for _ in range(generation.num_completions)]
+        has_offsets = ask.params.logprobs and not ask.is_chat
+        texts = [TextStream(decode, ask.stops, has_offsets=has_offsets) for _ in range(generation.num_completions)]
         open_ones = set(range(generation.num_completions))
         async for i, output in generation.outputs():
             for k, completion in enumerate(output.outputs):
@@ -185,8 +186,7 @@ class Service:
                 if completion.logprobs is not None:
                     piece.tokens += [decode([token]) for token in completion.token_ids[start : text.num_tokens]]
                     piece.logprobs += completion.logprobs[start : text.num_tokens]
-                    if not ask.is_chat:  # whose logprobs have no offsets
-                        piece.offsets += text.offsets[start:]
+                    piece.offsets += text.offsets[start:]
                 if new or reason or piece.tokens:
                     yield piece
             if not open_ones:

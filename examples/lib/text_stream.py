@@ -9,22 +9,23 @@ class TextStream:
     """Gives the text of growing tokens piece by piece. Joined, the pieces are the text of all tokens, or the text
     before the first stop string.
 
-    Half a character, and what may be the beginning of a stop string, are kept back. Each token is decoded together with
-    the few before it, so the work grows linearly with the text.
+    Half a character, and what may be the beginning of a stop string, are kept back. New tokens are decoded together
+    with the few before them, so the work grows linearly with the text. They are decoded all at once, or one by one if
+    there are stop strings or `has_offsets` is True.
 
     Attributes:
         num_tokens: tokens taken so far. The last may hold a stop string and more.
         is_stopped: whether a stop string was found.
-        offsets: where each of these tokens begins in the text.
+        offsets: where each of these tokens begins in the text; empty unless `has_offsets` is True.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), *, has_offsets: bool = False):
         self.num_tokens, self.is_stopped = 0, False
         self.offsets: list[int] = []
-        self._decode, self._stops = decode, stops
+        self._decode, self._stops, self._has_offsets = decode, stops, has_offsets
         self._kept_back, self._half = "", ""  # whole characters, and the HALF characters behind them
         self._num_characters = 0  # whole ones
-        # The next token is decoded behind those from `_begin` on, since a decoder may treat the first one otherwise.
+        # New tokens are decoded behind those from `_begin` on, since a decoder may treat the first one otherwise.
         # The text of those before `_end` ends with a whole character, and `_num_known` characters of it were taken.
         self._begin = self._end = self._num_known = 0
 
@@ -35,8 +36,9 @@ class TextStream:
             token_ids: all tokens so far.
             is_last: no more come, so nothing is kept back.
         """
+        is_one_by_one = self._has_offsets or self._stops
         while self.num_tokens < len(token_ids) and not self.is_stopped:
-            self._take(token_ids)
+            self._take(token_ids, self.num_tokens + 1 if is_one_by_one else len(token_ids))
             self._cut()
         if is_last and not self.is_stopped:
             self._kept_back += self._half
@@ -46,19 +48,24 @@ class TextStream:
         piece, self._kept_back = self._kept_back[:end], self._kept_back[end:]
         return piece
 
-    def _take(self, token_ids: list[int]) -> None:
-        """Decodes the next token."""
-        self.num_tokens += 1
-        text = self._decode(token_ids[self._begin : self.num_tokens])
-        self.offsets.append(self._num_characters + self._num_halves_before(text[self._num_known :]))
+    def _take(self, token_ids: list[int], end: int) -> None:
+        """Decodes the tokens up to `end`; if `has_offsets` is True, only one."""
+        text = self._decode(token_ids[self._begin : end])
+        if text.endswith(HALF) and end > self.num_tokens + 1:
+            for next_end in range(self.num_tokens + 1, end + 1):  # finds the last one that ends a character
+                self._take(token_ids, next_end)
+            return
+        self.num_tokens = end
+        if self._has_offsets:
+            self.offsets.append(self._num_characters + self._num_halves_before(text[self._num_known :]))
         whole = text.rstrip(HALF)
         new, self._half = whole[self._num_known :], text[len(whole) :]
         self._kept_back += new
         self._num_characters += len(new)
         self._num_known += len(new)
-        known = "" if self._half else self._decode(token_ids[self._end : self.num_tokens])
+        known = "" if self._half else self._decode(token_ids[self._end : end])
         if known:
-            self._begin, self._end, self._num_known = self._end, self.num_tokens, len(known)
+            self._begin, self._end, self._num_known = self._end, end, len(known)
 
     def _num_halves_before(self, text: str) -> int:
         """How many of the pending `HALF` characters stay, so that the last token begins behind them.

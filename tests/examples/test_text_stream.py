@@ -22,10 +22,15 @@ from lib.text_stream import TextStream
         ([b"a\xff\xe2", b"\x82", b"\xac", "b"], [], "a\ufffd\u20acb", [0, 2, 2, 3]),
     ],
 )
+@pytest.mark.parametrize("has_offsets", [False, True])
 @pytest.mark.parametrize("at_once", [1, 2, 9])
-def test_pieces_of_text_are_the_text_before_the_stop(tokens, stops, expected, offsets, at_once):
+def test_pieces_of_text_are_the_text_before_the_stop(tokens, stops, expected, offsets, at_once, has_offsets):
     data = [token if isinstance(token, bytes) else token.encode() for token in tokens]
-    stream = TextStream(lambda ids: b"".join(data[i] for i in ids).decode(errors="replace"), stops)
+
+    def decode(ids):
+        return b"".join(data[i] for i in ids).decode(errors="replace")
+
+    stream = TextStream(decode, stops, has_offsets=has_offsets)
     ids, pieces = list(range(len(data))), []
     for end in [*range(at_once, len(ids), at_once), len(ids)]:
         pieces.append(stream.extend(ids[:end], is_last=end == len(ids)))
@@ -33,10 +38,11 @@ def test_pieces_of_text_are_the_text_before_the_stop(tokens, stops, expected, of
     assert "".join(pieces) == expected
     assert stream.num_tokens == len(offsets)
     assert stream.is_stopped == (stops != [] and expected not in ("abx", "ab"))
-    assert stream.offsets == offsets
+    assert stream.offsets == (offsets if has_offsets else [])
 
 
-def test_a_long_text_is_decoded_once_and_not_in_each_slice():
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_a_long_text_is_decoded_once_and_not_in_each_slice(has_offsets):
     rng, num_decoded = np.random.default_rng(0), 0
     # As SentencePiece's decoders do, without the space that the text begins with; 0 is a control token.
     pieces = ["", *(rng.choice([" ", ""]) + chr(0x20AC + i) for i in range(40))]
@@ -46,9 +52,24 @@ def test_a_long_text_is_decoded_once_and_not_in_each_slice():
         num_decoded += len(ids)
         return "".join(pieces[i] for i in ids).removeprefix(" ")
 
-    ids, stream, shown = rng.integers(0, len(pieces), 2000).tolist(), TextStream(decode), ""
+    ids, shown = rng.integers(0, len(pieces), 2000).tolist(), ""
+    stream = TextStream(decode, has_offsets=has_offsets)
     for end in range(8, 2001, 8):
         shown += stream.extend(ids[:end], is_last=end == 2000)
     assert num_decoded < 5 * len(ids)
     assert shown == decode(ids)
-    assert stream.offsets[-8:] == [len(decode(ids[:i])) for i in range(1992, 2000)]
+    assert not has_offsets or stream.offsets[-8:] == [len(decode(ids[:i])) for i in range(1992, 2000)]
+
+
+def test_slices_that_all_end_within_a_character_are_decoded_once():
+    data, num_decoded = "a\u00e9".encode() + "\U0001f319".encode() * 100, 0
+
+    def decode(ids):
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return bytes(data[i] for i in ids).decode(errors="replace")
+
+    stream, ids = TextStream(decode), list(range(len(data)))
+    pieces = [stream.extend(ids[:end], is_last=end >= len(ids)) for end in range(8, len(ids) + 8, 8)]
+    assert "".join(pieces).encode() == data
+    assert num_decoded < 10 * len(ids)

@@ -1,0 +1,184 @@
+"""Tokens a second through examples/serve.py with many streaming clients, beside those of its engine alone.
+
+    python -m benchmarks.engine.server --stand-in 16000  # an engine that computes nothing; on a CPU
+    python -m benchmarks.engine.server                   # Llama-3-8B's shape, random weights; on a GPU
+    python -m benchmarks.engine.server --model toy       # on a CPU, to try the script out
+
+The requests are those of `benchmarks.engine.throughput`. Each of the clients, which run in a process of their own, asks
+for a stream and, once it has ended, for the next. Each answer must have the tokens that were asked for. Rows:
+
+- engine: the same engine without a server; when a request has ended, the next is added;
+- server: the whole server.
+
+`cpu_us_per_token` is the processor time of the process, all threads and the engine's own included, over the tokens;
+`event_loop_us_per_token` that of the thread that reads requests, makes texts and writes events.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import signal
+import string
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.checks import require
+from benchmarks.engine.model import CONFIGS, random_weights
+from benchmarks.engine.stand_in import StandIn, made_up
+from benchmarks.engine.stream_clients import stream
+from benchmarks.engine.throughput import create_engine
+from benchmarks.engine.workload import SIZES, Request, workload
+from benchmarks.harness import add_output, open_store
+from jaxpaged import SamplingParams
+from lib.checkpoint import Checkpoint, Tokenizer
+from lib.engine_thread import EngineThread
+
+
+def make_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level tokenizer of made-up words: the bytes, and then words of up to four letters behind a space."""
+    import tokenizers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = ("".join(word) for n in (2, 3, 4) for word in itertools.product(string.ascii_lowercase, repeat=n))
+    pieces = itertools.chain(alphabet, (f"\u0120{word}" for word in words))  # \u0120 stands for the space
+    vocabulary = dict(zip(pieces, range(vocab_size), strict=False))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(tokenizer, eos_ids=(), chat_template=None, special_tokens={})
+
+
+@contextlib.contextmanager
+def serving(engine: Any, tokenizer: Tokenizer, vocab_size: int, options: argparse.Namespace) -> Iterator[Any]:
+    """The server of examples/serve.py around the engine: its `port`, and `loop_seconds()` of its event loop."""
+    from lib.http_server import Server, bind
+    from lib.service import Service
+
+    checkpoint = Checkpoint(SimpleNamespace(vocab_size=vocab_size), tokenizer, {})  # type: ignore[arg-type]
+    thread_of_engine = EngineThread(engine, most_completions=2 * options.clients)
+    service = Service(thread_of_engine, checkpoint, "model", max_length=2 * SIZES[options.model].longest)
+    started = threading.Event()
+    server = Server(service, drain_seconds=30, on_start=started.set)
+
+    async def thread_time() -> float:
+        return time.thread_time()
+
+    def loop_seconds() -> float:
+        assert server.loop is not None
+        return asyncio.run_coroutine_threadsafe(thread_time(), server.loop).result()
+
+    with bind("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        started.wait()
+        try:
+            yield SimpleNamespace(port=listener.getsockname()[1], loop_seconds=loop_seconds)
+        finally:
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join()
+    require(thread_of_engine.failure is None, f"the engine failed: {thread_of_engine.failure}")
+
+
+def run_alone(engine: Any, work: Sequence[Request], at_once: int) -> int:
+    """Serves the requests without a server, at most `at_once` at a time. Returns how many tokens they got."""
+    waiting, num_open, num_tokens = deque(work), 0, 0
+    while waiting or num_open:
+        while waiting and num_open < at_once:
+            prompt, new = waiting.popleft()
+            engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0))
+            num_open += 1
+        for output in engine.step():
+            if output.finished:
+                num_open -= 1
+                num_tokens += len(output.outputs[0].token_ids)
+    return num_tokens
+
+
+def measure_alone(engine: Any, work: Sequence[Request], at_once: int) -> dict[str, Any]:
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    num_tokens = run_alone(engine, work, at_once)
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
+    require(num_tokens == (wanted := sum(new for _, new in work)), f"{num_tokens} tokens instead of {wanted}")
+    return dict(seconds=seconds, tokens_per_s=wanted / seconds, cpu_us_per_token=cpu / wanted * 1e6)
+
+
+def measure_server(
+    engine: Any, work: Sequence[Request], tokenizer: Tokenizer, vocab_size: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    wanted = sum(new for _, new in work)
+    context = multiprocessing.get_context("spawn")
+    with serving(engine, tokenizer, vocab_size, options) as server, ProcessPoolExecutor(1, context) as clients:
+        clients.submit(stream, server.port, [([1], 1)] * 2, 2).result()  # the process has started, the code is warm
+        cpu_begin, loop_begin = time.process_time(), server.loop_seconds()
+        seconds, answers = clients.submit(stream, server.port, work, options.clients).result()
+        cpu, loop = time.process_time() - cpu_begin, server.loop_seconds() - loop_begin
+    counts = [answer.num_tokens for answer in answers]
+    require(counts == [new for _, new in work], "an answer has not as many tokens as were asked for")
+    if options.stand_in:
+        texts = [tokenizer.decode(made_up(prompt, 0, new, vocab_size)) for prompt, new in work]
+        require([answer.text for answer in answers] == texts, "an answer has another text than its tokens")
+    firsts = [answer.seconds_to_first * 1e3 for answer in answers]
+    return dict(
+        seconds=seconds,
+        tokens_per_s=wanted / seconds,
+        cpu_us_per_token=cpu / wanted * 1e6,
+        event_loop_us_per_token=loop / wanted * 1e6,
+        event_loop_share=loop / seconds,
+        events=sum(answer.num_events for answer in answers),
+        to_first_ms=dict(zip(("p50", "p99"), np.quantile(firsts, (0.5, 0.99)).tolist(), strict=True)),
+    )
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
+    parser.add_argument(
+        "--stand-in", type=float, metavar="N", help="no model: N tokens a second if all seats are taken"
+    )
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--steps-per-slice", type=int, default=8, help="default: %(default)s, as examples/serve.py has")
+    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
+    add_output(parser)
+    options = parser.parse_args(arguments)
+    options.toy = options.model == "toy" or bool(options.stand_in)
+    options.exact, options.xla = False, dict(option.split("=") for option in options.xla)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
+    config, sizes = CONFIGS[options.model], SIZES[options.model]
+    settings = dict(clients=options.clients, steps_per_slice=options.steps_per_slice, stand_in=options.stand_in)
+    store = open_store(f"engine_server_{options.model}", options, **settings)
+    engine: Any
+    if options.stand_in:
+        engine = StandIn(
+            num_seats=options.clients,
+            steps_per_slice=options.steps_per_slice,
+            tokens_per_s=options.stand_in,
+            vocab_size=config.vocab_size,
+        )
+    else:
+        engine = create_engine(config, sizes, random_weights(config), options)
+    work = workload(options.requests, sizes.longest)
+    tokenizer = make_tokenizer(config.vocab_size)
+    alone = measure_alone(engine, work, options.clients)
+    store.add("engine", alone)
+    served = measure_server(engine, work, tokenizer, config.vocab_size, options)
+    served["of_engine"] = served["tokens_per_s"] / alone["tokens_per_s"]
+    store.add("server", served)
+    for name, point in store.points.items():
+        print(f"{name:>8}  {point}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""An engine that computes nothing and returns made-up tokens at a given rate: what is left is the server's work."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from jaxpaged import EngineStats, RequestOutput, SamplingParams
+from jaxpaged._engine.requests import Row, checked_prompt, make_output
+
+AHEAD = 1  # slices that run while the host reads the one before, as in an engine
+
+
+class StandIn:
+    """Serves requests as an `Engine` does, in slices of sleep.
+
+    A thread of its own sleeps through one slice after the other, with the next one waiting, and needs Python's lock
+    between two of them, as the thread of an engine does. Steps take the same time whether seats are taken or not.
+    """
+
+    def __init__(self, *, num_seats: int, steps_per_slice: int, tokens_per_s: float, vocab_size: int):
+        self._num_seats, self._steps_per_slice, self._vocab_size = num_seats, steps_per_slice, vocab_size
+        self._slice_seconds = num_seats * steps_per_slice / tokens_per_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stand-in")
+        self._waiting: deque[Row] = deque()
+        self._seats: list[Row] = []
+        self._under_way: deque[tuple[list[Row], Future[None]]] = deque()
+        self._num_open = self._next_id = 0
+        self._stats = EngineStats()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self._num_open > 0
+
+    def stats(self) -> EngineStats:
+        return dataclasses.replace(self._stats, num_running=len(self._seats))
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        if params.n > 1:
+            raise ValueError(f"a stand-in makes one completion of a request; got n={params.n}.")
+        self._next_id, self._num_open = self._next_id + 1, self._num_open + 1
+        self._waiting.append(Row(self._next_id, checked_prompt(prompt), params, 0))
+        return self._next_id
+
+    def abort(self, request_id: int, completion: int | None = None) -> bool:
+        rows = [row for row in (*self._waiting, *self._seats) if row.request_id == request_id]
+        for row in rows:
+            row.is_aborted = True
+        return bool(rows)
+
+    def step(self) -> list[RequestOutput]:
+        while len(self._under_way) <= AHEAD:
+            while self._waiting and len(self._seats) < self._num_seats:
+                self._seats.append(self._waiting.popleft())
+            self._under_way.append((list(self._seats), self._thread.submit(time.sleep, self._slice_seconds)))
+        rows, slept = self._under_way.popleft()
+        slept.result()
+        return [self._continue(row) for row in rows if row.finish_reason is None]
+
+    def _continue(self, row: Row) -> RequestOutput:
+        end = min(len(row.token_ids) + self._steps_per_slice, row.params.max_tokens)
+        new = [] if row.is_aborted else made_up(row.prompt.tolist(), len(row.token_ids), end, self._vocab_size)
+        row.token_ids += new
+        self._stats = dataclasses.replace(self._stats, num_generated=self._stats.num_generated + len(new))
+        if row.is_aborted or end == row.params.max_tokens:
+            row.finish_reason = "abort" if row.is_aborted else "length"
+            self._seats.remove(row)
+            self._num_open -= 1
+        return make_output(row.request_id, [row])
+
+
+def made_up(prompt: list[int], begin: int, end: int, vocab_size: int) -> list[int]:
+    """The stand-in's tokens `begin` to `end` behind a prompt."""
+    start = sum(prompt)
+    return [(start + 7919 * i) % vocab_size for i in range(begin, end)]

@@ -117,7 +117,7 @@ def _choose(call: Call, gpu: Gpu, known: Known) -> Choice | str:
     seqs, seen = call.lengths.shape[0], visible(call, known.window)
     if total is None and known.num_partitions is None and plan_pays(gpu, pairs=seqs * call.kv_heads, seen=seen):
         planned = follows(call, partition_plan.default_total(seqs, programs_at_once(gpu, call.kv_heads)))
-    return with_plan(call, gpu, known) if planned else evenly(call, gpu, known)
+    return by_decode(call, gpu, known, planned=planned)
 
 
 def _has_many_rows(call: Call) -> bool:
@@ -126,26 +126,8 @@ def _has_many_rows(call: Call) -> bool:
     return q_len is None or (q_len > 1 and q_len * call.group > FEW_ROWS)
 
 
-def with_plan(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
-    """The decode kernel follows a plan."""
-    planned, whole = Known(window=known.window), Known(num_partitions=1, window=known.window)
-    choice = by_decode(call, gpu, planned, planned=True)
-    return dataclasses.replace(choice, mapped=by_decode(call, gpu, whole))
-
-
-def evenly(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice:
-    """The decode kernel, with the same number of partitions for each sequence."""
-    choice = by_decode(call, gpu, known)
-    config: Any = choice.config
-    if known.num_partitions is None and config.num_partitions > 1:
-        # Mapped calls whose partitions merge in memory run one after the other: see `pallas_kernels.common.launch`.
-        mapped = by_decode(call, gpu, dataclasses.replace(known, num_partitions=1))
-        choice = dataclasses.replace(choice, mapped=mapped)
-    return choice
-
-
 def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = False) -> Choice:
-    """The decode kernel, with its default configuration, whatever the rules say."""
+    """The decode kernel, with its default configuration, whatever the rules say. `planned`: it follows a plan."""
     num_runs, run = _runs(call, gpu)
     config = decode_config.default_config(
         seqs=num_runs,
@@ -162,7 +144,11 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
         itemsize=call.itemsize,
         compute_capability=gpu.compute_capability,
     )
-    return Choice("paged_decode", config, run, programs_at_once(gpu, call.kv_heads) if planned else None)
+    mapped = None
+    if planned or (known.num_partitions is None and config.num_partitions > 1):
+        # Mapped calls whose partitions merge in memory run one after the other: see `pallas_kernels.common.launch`.
+        mapped = by_decode(call, gpu, dataclasses.replace(known, num_partitions=1))
+    return Choice("paged_decode", config, run, programs_at_once(gpu, call.kv_heads) if planned else None, mapped)
 
 
 def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:

@@ -11,7 +11,6 @@ Nothing is ever as large as the gathered cache. (XLA itself widens a bfloat16 ti
 The tile is a constant, whatever the block size, so that the block size does not change the arithmetic.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -47,7 +46,7 @@ def _attend_uniform(call: Call, tree: Tree | None, num_partitions: int | None) -
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend_in_jit(num_partitions: int, call: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
-    return _attend(num_partitions, _cut_blocks(call), tree)
+    return _attend(num_partitions, call, tree)
 
 
 def default_partitions(a: Call, *, on_gpu: bool) -> int:
@@ -66,31 +65,6 @@ def default_partitions(a: Call, *, on_gpu: bool) -> int:
 def _is_widened(a: Call) -> bool:
     """Whether products with keys or values are float32, not of the cache's dtype."""
     return a.k_cache.dtype != a.q.dtype or a.options.k_scale is not None or a.options.v_scale is not None
-
-
-def _cut_blocks(a: Call) -> Call:
-    """Blocks that hold several tiles, seen as blocks of one tile each: another view of the same pool, no copy."""
-    parts = a.block_size // TILE
-    if parts < 2 or a.block_size % TILE:
-        return a
-
-    def cut(pool: jax.Array) -> jax.Array:
-        return pool.reshape(pool.shape[0] * parts, TILE, *pool.shape[2:])
-
-    ids = jnp.clip(a.block_tables, 0, a.k_cache.shape[0] - 1)[..., None] * parts
-
-    def cut_scale(scale: jax.Array | None) -> jax.Array | None:
-        return scale if scale is None or scale.ndim != 3 else cut(scale)
-
-    return dataclasses.replace(
-        a,
-        k_cache=cut(a.k_cache),
-        v_cache=cut(a.v_cache),
-        block_tables=(ids + jnp.arange(parts, dtype=jnp.int32)[None, None]).reshape(ids.shape[0], -1),
-        options=dataclasses.replace(
-            a.options, k_scale=cut_scale(a.options.k_scale), v_scale=cut_scale(a.options.v_scale)
-        ),
-    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -173,12 +147,14 @@ def _load_tile(
     tokens = tiles[..., None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None]  # [seqs, partitions, tile]
     seen = active[..., None] & (tokens < a.lengths[:, None, None]) & (tokens >= first_visible[:, None, None])
 
-    # The entry of a block that no query sees may hold any garbage: it is not followed.
-    blocks = tile // a.block_size
-    entries = tiles[..., None] * blocks + jnp.arange(blocks, dtype=jnp.int32)[None, None]
-    ids = a.block_tables.at[jnp.arange(entries.shape[0])[:, None, None], entries].get(mode="clip")
-    is_seen = seen.reshape(*entries.shape, a.block_size).any(axis=-1)
-    ids = jnp.where(is_seen, jnp.clip(ids, 0, a.k_cache.shape[0] - 1), 0)
+    # A unit is a block, or the tile itself, one of `parts` of a block. The entry of a block that no query sees may hold
+    # any garbage: it is not followed.
+    unit = min(a.block_size, tile)
+    units, parts = tile // unit, a.block_size // unit
+    places = tiles[..., None] * units + jnp.arange(units, dtype=jnp.int32)[None, None]
+    ids = a.block_tables.at[jnp.arange(places.shape[0])[:, None, None], places // parts].get(mode="clip")
+    ids = jnp.clip(ids, 0, a.k_cache.shape[0] - 1) * parts + places % parts
+    ids = jnp.where(seen.reshape(*places.shape, unit).any(axis=-1), ids, 0)
 
     def only_seen(x: jax.Array) -> jax.Array:
         # Zero times NaN is NaN: a weight of zero is not enough, what no query sees must itself be zero. It must be so
@@ -186,7 +162,7 @@ def _load_tile(
         return jnp.where(seen[..., None, None], x, jnp.zeros_like(x))
 
     def load(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:
-        values = take_rows(cache, ids)  # [seqs, partitions, blocks of a tile, block_size, kv_heads, head_dim]
+        values = take_rows(cache.reshape(-1, unit, *cache.shape[2:]), ids)
         values = only_seen(values.reshape(*tokens.shape, *cache.shape[2:]))
         if cache.dtype != a.q.dtype or cache_scale is not None:
             values = values.astype(jnp.float32)
@@ -194,7 +170,7 @@ def _load_tile(
             return values
         if cache_scale.ndim < 3:
             return values * jnp.broadcast_to(cache_scale, values.shape[:-1])[..., None]
-        factor = take_rows(cache_scale, ids).reshape(*tokens.shape, -1, 1)
+        factor = take_rows(cache_scale.reshape(-1, unit, cache_scale.shape[2]), ids).reshape(*tokens.shape, -1, 1)
         return values * only_seen(factor)
 
     if tree is None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device, paged_attention, tree_mask
-from jaxpaged._attention.choose import Choice, Known, choose, with_plan
+from jaxpaged._attention.choose import Choice, Known, by_decode, choose
 from jaxpaged._attention.launch import Results
 from jaxpaged._attention.run import run
 from jaxpaged._attention.runs import fewest_runs
@@ -29,7 +29,7 @@ NumPartitions = int | PartitionPlan | None
 def results(a: Any, num_partitions: NumPartitions) -> Results:
     """By the default kernels, with the plan or the partitions that the test asks for."""
     if isinstance(num_partitions, PartitionPlan):
-        return run(with_plan(a, _device.gpu()), a, num_partitions)
+        return run(by_decode(a, _device.gpu(), planned=True), a, num_partitions)
     choice = choose(a, _device.gpu(), Known(num_partitions=num_partitions, implementation="mosaic_gpu"))
     assert isinstance(choice, Choice)
     return run(choice, a)
@@ -291,7 +291,7 @@ def test_many_partitions():
 
 def planned(case: Case) -> PartitionPlan:
     a = arguments_of(case)
-    at_once = with_plan(a, _device.gpu()).at_once
+    at_once = by_decode(a, _device.gpu(), planned=True).at_once
     return partition_plan.default(a.lengths, a.options.sliding_window, q_len=a.q.shape[1], at_once=at_once)
 
 
@@ -321,7 +321,7 @@ def test_one_sequence_much_longer_than_the_others():
     assert jnp.diff(planned(case).partition_starts).tolist() == [1, 1, 79, 1, 2, 1]
     a = arguments_of(case)
     assert choose(a, _device.gpu()).at_once is not None
-    choice = with_plan(a, _device.gpu())
+    choice = by_decode(a, _device.gpu(), planned=True)
     out = np.asarray(run(choice, a)[0][:, 0], np.float32)
     assert (out == check(case, planned(case))).all()
     assert (out != check(case, 1)).any()

@@ -11,7 +11,7 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, explain, paged_attention, plan_partitions
-from jaxpaged._attention.choose import by_decode, choose, with_plan
+from jaxpaged._attention.choose import by_decode, choose
 from jaxpaged._attention.plan import follows
 from jaxpaged._attention.run import run
 from pallas_kernels.decode import partition_plan
@@ -122,7 +122,7 @@ def test_how_many_partitions_of_a_plan_run_at_once(gpu, kind, at_once):
     a = arguments_of(make_case(lengths=(3, 50), max_blocks=4, kv_heads=2, dtype=BF16, **kind))
     a = dataclasses.replace(a, k_cache=jax.ShapeDtypeStruct((4, 16, 8, 64), a.k_cache.dtype))
     a = dataclasses.replace(a, q=jax.ShapeDtypeStruct((2, a.q.shape[1], 4 * a.q.shape[2], 64), BF16))
-    assert with_plan(a, gpu).at_once == at_once
+    assert by_decode(a, gpu, planned=True).at_once == at_once
 
 
 def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):

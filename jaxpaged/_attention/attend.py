@@ -93,7 +93,7 @@ def _check_blocks(cache: KVCache, allocator: BlockAllocator) -> None:
 
 
 def _check_layer(cache: CacheLayer, q: ArrayLike, allocator: BlockAllocator, options: AttentionKeywords) -> None:
-    """For `debug_checks`: `paged_attention` gets the ids in the stack, and cannot tell those of other layers."""
+    """For `debug_checks`: `paged_attention` gets the ids in the stack, and cannot tell the ids of other layers."""
     starts, window = options.get("query_starts"), options.get("sliding_window")
     num_new = jnp.diff(jnp.asarray(starts)) if starts is not None else jnp.shape(q)[1] if jnp.ndim(q) == 4 else 1
     window = None if window is None else jnp.asarray(window, jnp.int32)

@@ -96,7 +96,7 @@ def check_call(
     tree_mask: ArrayLike | None = None,
     **options: Unpack[Options],
 ) -> Call:
-    """Raises `ValueError` for what no implementation could take; returns the arguments in one form."""
+    """Raises `ValueError` if no implementation could take them; returns the arguments in one form."""
     q, k_cache, v_cache, block_tables, lengths = _as_arrays(q, k_cache, v_cache, block_tables, lengths)
     if query_starts is not None:
         query_starts = _check_starts(query_starts, q, lengths)

@@ -18,7 +18,7 @@ from pallas_kernels.decode import partition_plan
 from pallas_kernels.prefill import config as prefill_config
 
 Implementation = Literal["mosaic_gpu", "xla"]
-Kernel = Literal["paged_decode", "paged_prefill"]  # a package of `pallas_kernels`
+Kernel = Literal["paged_decode", "paged_prefill"]  # as a profile names it
 Config = decode_config.Config | prefill_config.Config
 
 # Rows of a KV head up to which the decode kernel is faster. [many_rows_h200 of benchmarks/results/decisions/]
@@ -45,7 +45,7 @@ class Choice:
     kernel: Kernel
     config: Config
     run: int = 0  # query tokens of a run, which the decode kernel takes as a sequence; the prefill kernel has none
-    # The call follows a plan for so many partitions of a KV head at the same time; None: it follows none.
+    # Partitions of a KV head that run at the same time, if the call follows a plan; None: it follows none.
     at_once: int | None = None
     mapped: "Choice | None" = None  # of calls under `jax.vmap`: one partition a sequence; None: this one
     falls_back: bool = False  # whether XLA computes it if it is lowered for another platform
@@ -154,7 +154,7 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
 def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
     heads, item_tokens = prefill_config.heads_and_tokens(call.group)
     num_items = _num_runs(call, item_tokens) * (call.q.shape[-2] // heads)  # at most
-    num_parts = 1  # asked for one, the bits are those of one
+    num_parts = 1  # the bits of a call that asks for one partition do not depend on the GPU
     if known.num_partitions is None:
         seen = visible(call, known.window)
         num_parts = prefill_config.default_parts(

@@ -26,7 +26,7 @@ class Explanation:
 
     implementation: Literal["mosaic_gpu", "xla"]
     reason: str  # why no kernel computes the call; empty if one does
-    kernel: Kernel | None  # the package of `pallas_kernels`; None for "xla"
+    kernel: Kernel | None  # as a profile names it; None for "xla"
     config: Any  # the kernel's `Config`; None for "xla"
     # Into how many partitions each sequence is cut: "plan": by its length. None for "xla".
     num_partitions: int | Literal["plan"] | None

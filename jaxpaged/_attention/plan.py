@@ -113,7 +113,7 @@ def plan_partitions(
         lengths: int32 `[seqs]`, tokens in each sequence, those being decoded included.
         num_kv_heads: of the caches that the calls read; inside `shard_map`, of one device's.
         q_len: query tokens of a call.
-        sliding_window: int or int32 `[]`, in tokens. Leave it out where layers have different ones.
+        sliding_window: int or int32 `[]`, in tokens. Leave it out if layers have different ones.
 
     Returns:
         The plan, for calls on the same number of sequences.

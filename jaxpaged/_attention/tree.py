@@ -4,7 +4,7 @@ Bits rather than parents: one shift says whether a query sees a token, with no w
 token's depth is the number of newest tokens that it sees before itself, which in a tree are its ancestors. A token
 takes 4 bytes for each 32 newest tokens.
 
-The bits need not be those of a tree: a query sees the tokens whose bits are set, whatever these tokens see.
+The bits need not come from a tree: a query sees the tokens whose bits are set, whatever these tokens see.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def test_what_is_taken(shape):
         (dict(cache_dtype=jnp.float16), "cache_dtype=float16"),
         (dict(head_dim=100), "head_dim=100"),
         (dict(block_size=24), "block_size=24"),
-        (dict(heads=65, kv_heads=1), "up to 64 rows .* got q_len=1, group=65"),
+        (dict(heads=65, kv_heads=1), "got q_len=1, group=65"),
         (dict(cache_dtype=BF16, scale_shape="head"), "take k_scale and v_scale with 8-bit caches"),
     ],
 )

@@ -106,7 +106,7 @@ def read_only(
     num_tiles = max(1, slots * kv_heads // tile)  # a tile of K and one of V
     programs = min(2 * int(jax.devices()[0].core_count), num_tiles)
 
-    def row_of(i: jax.Array, order_gmem: Any) -> jax.Array:
+    def find_row(i: jax.Array, order_gmem: Any) -> jax.Array:
         if order is None:
             return i * tile
         block, part = lax.div(i, jnp.int32(tiles_of_block)), lax.rem(i, jnp.int32(tiles_of_block))
@@ -117,7 +117,7 @@ def read_only(
         mine = lax.div(num_tiles - program + programs - 1, jnp.int32(programs)) * 2
 
         def fetch(i: jax.Array) -> None:
-            row = row_of(program + lax.div(i, jnp.int32(2)) * programs, order_gmem)
+            row = find_row(program + lax.div(i, jnp.int32(2)) * programs, order_gmem)
             for which, source in enumerate((k_gmem, v_gmem)):
 
                 @pl.when(lax.rem(i, jnp.int32(2)) == which)
@@ -235,13 +235,13 @@ def open_store(benchmark: str, options: argparse.Namespace, **settings: Any) -> 
 def header() -> dict[str, Any]:
     """What is measured, on what, when: all of a results file but its points. None: unknown, or there is none."""
     on_gpu = jax.default_backend() == "gpu"
-    changed = _output_of("git", "status", "--porcelain", "--untracked-files=no", ":/", ":!/benchmarks/results")
-    commit = _output_of("git", "rev-parse", "--short=7", "HEAD")
+    changed = _read_output("git", "status", "--porcelain", "--untracked-files=no", ":/", ":!/benchmarks/results")
+    commit = _read_output("git", "rev-parse", "--short=7", "HEAD")
     arguments = [word for at, word in enumerate(sys.argv) if at and "--output" not in sys.argv[at - 1 : at + 1]]
     module = getattr(sys.modules["__main__"], "__spec__", None)
     return {
         "device": jax.devices()[0].device_kind if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores",
-        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "driver": _read_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "jax": jax.__version__,
         "commit": f"{commit} and changes" if commit and changed else commit,
         "date": datetime.date.today().isoformat(),
@@ -249,7 +249,7 @@ def header() -> dict[str, Any]:
     }
 
 
-def _output_of(*command: str) -> str | None:
+def _read_output(*command: str) -> str | None:
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

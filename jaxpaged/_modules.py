@@ -164,7 +164,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     return cache, out.reshape(*slots.shape, -1)
 
 
-def sharding_of_sum(out: jax.Array) -> NamedSharding | None:
+def sum_sharding(out: jax.Array) -> NamedSharding | None:
     """Of the product that sums over the heads in `out` [..., heads * head_dim], if an explicit mesh shards these."""
     mesh, spec = jax.typeof(out).sharding.mesh, tuple(jax.typeof(out).sharding.spec)
     return NamedSharding(mesh, P(*spec[:-1])) if mesh.explicit_axes and spec[-1] is not None else None

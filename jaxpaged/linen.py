@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sharding_of_sum
+from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention", "replace"]
@@ -111,7 +111,7 @@ class PagedAttention(linen.Module):
             x.shape[-1],
             use_bias=s.use_output_bias,
             kernel_init=sharded(kernel_init, s.heads_axis, None),
-            dot_general=functools.partial(jax.lax.dot_general, out_sharding=sharding_of_sum(out)),
+            dot_general=functools.partial(jax.lax.dot_general, out_sharding=sum_sharding(out)),
             **dtypes,
             name="o_proj",
         )

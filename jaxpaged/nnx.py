@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sharding_of_sum
+from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention", "replace"]
@@ -148,7 +148,7 @@ class PagedAttention(nnx.Module):
         )
         if self.gate_proj is not None:
             out *= nnx.sigmoid(self.gate_proj(x))
-        return cache, self.o_proj(out, out_sharding=sharding_of_sum(out))
+        return cache, self.o_proj(out, out_sharding=sum_sharding(out))
 
 
 def replace[M: nnx.Module](model: M, module_type: type, call: Callable[..., Any]) -> M:

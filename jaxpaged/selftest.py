@@ -204,7 +204,7 @@ def versions() -> str:
     )
 
 
-def gpu_of_kernels() -> _device.Gpu:
+def find_gpu() -> _device.Gpu:
     """This machine's GPU. Raises `NotImplementedError` if the kernels do not run on it, or there is none."""
     gpu, least = _device.gpu(), decode_config.LEAST_COMPUTE_CAPABILITY
     if gpu.compute_capability < least:
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     print(versions())
     try:
-        gpu = gpu_of_kernels()
+        gpu = find_gpu()
     except NotImplementedError as reason:
         print(f"XLA is checked, not the kernels: {reason}\n")
         return 0 if report(_device.kind(), "xla", CASES, {}) else 1

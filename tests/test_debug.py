@@ -26,11 +26,11 @@ SIZES = dict(num_blocks=6, block_size=4)
 KV = jnp.ones((2, 1, 8))
 
 
-def cache_of(**changes):
+def create_cache(**changes):
     return KVCache.create(**SIZES | dict(num_kv_heads=1, head_dim=8, dtype="float32") | changes)
 
 
-def allocator_of(*lengths, **sizes):
+def create_allocator(*lengths, **sizes):
     allocator = BlockAllocator.create(**SIZES | dict(num_seqs=len(lengths), max_blocks_per_seq=3) | sizes)
     return allocator.append(jnp.asarray(lengths, jnp.int32), q_len=max(lengths))
 
@@ -42,43 +42,43 @@ def step(cache, allocator, slots, **options):
 
 def wrong_block_size(call):
     """The issue: slots of an allocator with blocks of 2, its tables read with blocks of 4."""
-    allocator, slots, _ = allocator_of(5, 4, num_blocks=12, block_size=2)
+    allocator, slots, _ = create_allocator(5, 4, num_blocks=12, block_size=2)
 
     def write_and_attend(cache):
         cache = write_kv(cache, KV, KV, slots[:, -1])
         return paged_attention(KV, cache.k, cache.v, allocator.block_tables, allocator.lengths)
 
-    call(write_and_attend, cache_of())
+    call(write_and_attend, create_cache())
 
 
 def older_allocator(call):
-    older, _, _ = allocator_of(4, 4)
+    older, _, _ = create_allocator(4, 4)
     _, slots, _ = older.append(jnp.ones(2, jnp.int32))
-    call(functools.partial(step, allocator=older, slots=slots[:, 0]), cache_of())
+    call(functools.partial(step, allocator=older, slots=slots[:, 0]), create_cache())
 
 
 def older_allocator_and_a_layer(call):
-    older, _, _ = allocator_of(4, 4)
+    older, _, _ = create_allocator(4, 4)
     _, slots, _ = older.append(jnp.ones(2, jnp.int32))
-    stack = cache_of(num_layers=2)
+    stack = create_cache(num_layers=2)
     call(lambda stack: step(CacheLayer(stack, 1), older, slots[:, 0]), stack)
 
 
 def null_block(call):
-    call(lambda cache: write_kv(cache, KV, KV, jnp.array([4, 3])), cache_of())
+    call(lambda cache: write_kv(cache, KV, KV, jnp.array([4, 3])), create_cache())
 
 
 def past_the_pool(call):
-    call(lambda cache: write_kv(cache, KV, KV, jnp.array([24, 25])), cache_of())
+    call(lambda cache: write_kv(cache, KV, KV, jnp.array([24, 25])), create_cache())
 
 
 def attended(call, tables, lengths, k=None, **options):
-    cache = cache_of()
+    cache = create_cache()
     k = cache.k if k is None else k
     call(lambda k: paged_attention(KV, k, cache.v, jnp.array(tables), jnp.array(lengths), **options), k)
 
 
-def layout_of_jax(call):
+def jax_layout(call):
     """[kv_heads, pages, page_size, head_dim] with a page size that divides the heads: 2 blocks of 6 tokens."""
     pages, tables = jnp.zeros((2, 6, 4, 8)), jnp.array([[1, 5]])
     call(lambda pages: paged_attention(jnp.ones((1, 8, 8)), pages, pages, tables, jnp.array([7])), pages)
@@ -104,10 +104,10 @@ MISTAKES = {
         r"the null block with tokens: 1, the first at \[1, 1\]: 0",
     ),
     "NaN": (
-        lambda call: attended(call, [[1, 2], [3, 4]], [5, 6], cache_of().k.at[4, 1].set(jnp.nan)),
+        lambda call: attended(call, [[1, 2], [3, 4]], [5, 6], create_cache().k.at[4, 1].set(jnp.nan)),
         r"keys that are not finite, .*: 1, the first at \[1, 1, 1\]: 4",
     ),
-    "layout of JAX": (layout_of_jax, r"block ids outside the pool of 2: 1, the first at \[0, 1\]: 5"),
+    "layout of JAX": (jax_layout, r"block ids outside the pool of 2: 1, the first at \[0, 1\]: 5"),
 }
 
 
@@ -133,7 +133,7 @@ def test_mistakes_are_found(name):
     ids=lambda way: way[0],
 )
 def test_inside_of_transformations(way):
-    cache = cache_of()
+    cache = create_cache()
 
     def call(ids, factor=1.0):
         out = paged_attention(KV[:1] * factor, cache.k, cache.v, ids[None], jnp.array([4]))
@@ -145,13 +145,13 @@ def test_inside_of_transformations(way):
 
 def test_right_calls_are_not_reported():
     """Padding, garbage behind the lengths and before the window, empty sequences, layers, packed tokens."""
-    allocator, slots, _ = allocator_of(5, 0)
+    allocator, slots, _ = create_allocator(5, 0)
     prompt = jnp.ones((2, 5, 1, 8))
     case = make_case(q_len=3, options=OPTIONS["all"])
     with debug_checks():
-        cache = write_kv(cache_of(), prompt, prompt, slots)  # the padding is 24
+        cache = write_kv(create_cache(), prompt, prompt, slots)  # the padding is 24
         attend(prompt, cache, allocator)
-        layer = write_kv(CacheLayer(cache_of(num_layers=2), 1), prompt, prompt, slots)
+        layer = write_kv(CacheLayer(create_cache(num_layers=2), 1), prompt, prompt, slots)
         attend(prompt, layer, allocator)
         starts = jnp.array([0, 5, 5])
         attend(prompt[0], write_kv(cache, prompt[0], prompt[0], slots[0]), allocator, query_starts=starts)
@@ -164,7 +164,7 @@ def test_right_calls_are_not_reported():
 
 def test_context_parallel_attention_is_not_checked():
     """A device's blocks hold half of each: the lengths are beyond its tables."""
-    allocator, slots, _ = allocator_of(9, 12)
+    allocator, slots, _ = create_allocator(9, 12)
 
     def device(cache):
         own = context_parallel_slots(slots[:, -1], block_size=2, axis_name="x")
@@ -175,11 +175,11 @@ def test_context_parallel_attention_is_not_checked():
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     run = jax.shard_map(device, mesh=mesh, in_specs=P(None, "x"), out_specs=P(), check_vma=False)
     with debug_checks():
-        jax.jit(run)(jax.device_put(cache_of(), jax.NamedSharding(mesh, P(None, "x"))))
+        jax.jit(run)(jax.device_put(create_cache(), jax.NamedSharding(mesh, P(None, "x"))))
 
 
 def test_off_it_costs_nothing_and_compiled_functions_are_compiled_again():
-    cache, slots = cache_of(), jnp.array([4, 3])
+    cache, slots = create_cache(), jnp.array([4, 3])
     write = jax.jit(write_kv)
 
     def effects():
@@ -196,7 +196,7 @@ def test_off_it_costs_nothing_and_compiled_functions_are_compiled_again():
 
 def test_an_exception_of_the_block_has_the_findings_as_notes():
     with pytest.raises(KeyError) as caught, debug_checks():
-        {}[write_kv(cache_of(), KV, KV, jnp.array([3, 4])).k.ndim]
+        {}[write_kv(create_cache(), KV, KV, jnp.array([3, 4])).k.ndim]
     assert "slots in the null block: 1, the first at [0]: 3" in caught.value.__notes__[0]
 
 

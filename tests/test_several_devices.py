@@ -51,7 +51,7 @@ SINKS = np.linspace(-2.0, 4.0, 8, dtype=np.float32)
 CASE = make_case(lengths=(0, 1, 40, 80), heads=8, kv_heads=4, options={"sinks": SINKS})
 
 
-def mesh_of(num_devices: int, kind: AxisType = AxisType.Explicit) -> jax.sharding.Mesh:
+def make_mesh(num_devices: int, kind: AxisType = AxisType.Explicit) -> jax.sharding.Mesh:
     return jax.make_mesh((num_devices,), ("devices",), axis_types=(kind,), devices=jax.devices()[:num_devices])
 
 
@@ -76,7 +76,7 @@ def lowered(function, *arrays) -> str:
 @pytest.mark.parametrize(("specs", "num_devices"), [(OVER_HEADS, 2), (OVER_HEADS, 4), (OVER_SEQS, 2)])
 def test_attention_on_an_explicit_mesh(specs, num_devices):
     function = functools.partial(paged_attention, return_lse=True, **CASE.options)
-    arrays = put(CASE.arrays, specs, mesh_of(num_devices))
+    arrays = put(CASE.arrays, specs, make_mesh(num_devices))
     compiled = jax.jit(function).lower(*arrays).compile()
     assert collectives(compiled.as_text()) == []
     for ours, theirs in zip(compiled(*arrays), function(*CASE.arrays), strict=True):
@@ -85,7 +85,7 @@ def test_attention_on_an_explicit_mesh(specs, num_devices):
 
 
 def test_what_is_whole_is_cut():
-    _, k_cache, v_cache, *_ = put(CASE.arrays, OVER_HEADS, mesh_of(2))
+    _, k_cache, v_cache, *_ = put(CASE.arrays, OVER_HEADS, make_mesh(2))
     out = paged_attention(CASE.q, k_cache, v_cache, *CASE.arrays[3:], **CASE.options)
     np.testing.assert_allclose(out, paged_attention(*CASE.arrays, **CASE.options), atol=1e-6)
     with jax.no_tracing():  # a second call compiles nothing
@@ -93,7 +93,7 @@ def test_what_is_whole_is_cut():
 
 
 def test_what_is_no_array_on_an_explicit_mesh():
-    _, k_cache, v_cache, *_ = put(CASE.arrays, OVER_HEADS, mesh_of(2))
+    _, k_cache, v_cache, *_ = put(CASE.arrays, OVER_HEADS, make_mesh(2))
     tables, lengths = np.asarray(CASE.block_tables).tolist(), np.asarray(CASE.lengths).tolist()
     out = paged_attention(CASE.q, k_cache, v_cache, tables, lengths, sliding_window=4)
     np.testing.assert_allclose(out, paged_attention(*CASE.arrays, sliding_window=4), atol=1e-6)
@@ -104,11 +104,11 @@ def test_what_is_no_array_on_an_explicit_mesh():
 @pytest.mark.parametrize("specs", [(P(None, "devices"), P(), P(), P(), P()), (P(), P(None, "devices"), POOL, P(), P())])
 def test_other_shardings_are_refused(specs):
     with pytest.raises(ValueError, match=r"(q|k_cache) must be sharded as .* got .* jax\.sharding\.reshard"):
-        paged_attention(*put(CASE.arrays, specs, mesh_of(2)), **CASE.options)
+        paged_attention(*put(CASE.arrays, specs, make_mesh(2)), **CASE.options)
 
 
 def test_a_plan_is_for_sequences_on_every_device():
-    q, k_cache, v_cache, tables, lengths = put(CASE.arrays, OVER_SEQS, mesh_of(2))
+    q, k_cache, v_cache, tables, lengths = put(CASE.arrays, OVER_SEQS, make_mesh(2))
     plan = plan_partitions(CASE.lengths, num_kv_heads=4)
     with pytest.raises(ValueError, match=r"a plan is for .* got q sharded as P\('devices', .* inside jax\.shard_map"):
         paged_attention(q, k_cache, v_cache, tables, lengths, plan=plan)
@@ -117,14 +117,14 @@ def test_a_plan_is_for_sequences_on_every_device():
 
 
 def test_one_shared_prefix_is_that_of_the_sequences_of_each_device():
-    arrays = put(CASE.arrays, OVER_SEQS, mesh_of(2))
+    arrays = put(CASE.arrays, OVER_SEQS, make_mesh(2))
     ours = paged_attention(*arrays, shared_prefix=jnp.array([16]), **CASE.options)
     np.testing.assert_allclose(ours, paged_attention(*CASE.arrays, **CASE.options), atol=1e-6)
 
 
 def test_rotary_tables_are_the_same_on_every_device():
     x, ids, tables = jnp.ones((2, 4, 8)), jnp.arange(2), np.ones((2, 4), np.float32)
-    cut = jax.device_put(tables, NamedSharding(mesh_of(2), P("devices")))
+    cut = jax.device_put(tables, NamedSharding(make_mesh(2), P("devices")))
     with pytest.raises(ValueError, match=r"tables must be the same on every device; got .* jax\.sharding\.reshard"):
         rotate_and_write_kv(new_cache(), x, x, x, ids, ids, None, tables=(tables, cut))
 
@@ -138,21 +138,21 @@ def opaque(a, *, num_partitions):
 def test_no_cache_is_gathered_for_what_cannot_be_partitioned(monkeypatch):
     monkeypatch.setattr(xla, "attend", opaque)
     function = functools.partial(paged_attention, implementation="xla")
-    auto = mesh_of(2, AxisType.Auto)
+    auto = make_mesh(2, AxisType.Auto)
     mapped = functools.partial(jax.shard_map, function, mesh=auto, in_specs=OVER_HEADS, out_specs=OVER_HEADS[0])
 
     def found(function, mesh):
         return collectives(jax.jit(function).lower(*put(CASE.arrays, OVER_HEADS, mesh)).compile().as_text())
 
-    assert found(function, mesh_of(2)) == []
+    assert found(function, make_mesh(2)) == []
     assert found(mapped(check_vma=True), auto) == []
     assert found(function, auto) == ["all-gather"], "this is what happens silently; the kernels refuse it"
 
 
 def test_kernels_are_lowered_for_each_device(on_an_h100):
     arrays = make_case(lengths=(3, 50), max_blocks=4, dtype=jnp.bfloat16).arrays
-    auto = mesh_of(2, AxisType.Auto)
-    explicit, partitioned = put(arrays, OVER_HEADS, mesh_of(2)), put(arrays, OVER_HEADS, auto)
+    auto = make_mesh(2, AxisType.Auto)
+    explicit, partitioned = put(arrays, OVER_HEADS, make_mesh(2)), put(arrays, OVER_HEADS, auto)
     named = functools.partial(paged_attention, implementation="mosaic_gpu")
     mapped = functools.partial(jax.shard_map, named, mesh=auto, in_specs=OVER_HEADS, out_specs=OVER_HEADS[0])
     for function, inputs in (
@@ -203,7 +203,7 @@ def test_every_function_of_a_cache_on_an_explicit_mesh():
         written = scatter_kv(blocks_from_host(zeroed, blocks, ids), contiguous, tables + 4, lengths)
         return cache, q, contiguous, copied, zeroed, written
 
-    cache = sharded(new_cache(dtype="int8"), mesh_of(4))
+    cache = sharded(new_cache(dtype="int8"), make_mesh(4))
     compiled = jax.jit(step).lower(cache).compile()
     assert collectives(compiled.as_text()) == []
     assert_same(compiled(cache), jax.jit(step)(new_cache(dtype="int8")))
@@ -221,19 +221,19 @@ def test_a_layer_of_a_stack_on_an_explicit_mesh():
         new_cache(num_layers=3),
         BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=2),
     )
-    compiled = jax.jit(step).lower(sharded(stack, mesh_of(2), axis=3), allocator).compile()
+    compiled = jax.jit(step).lower(sharded(stack, make_mesh(2), axis=3), allocator).compile()
     assert collectives(compiled.as_text()) == []
-    assert_same(compiled(sharded(stack, mesh_of(2), axis=3), allocator), jax.jit(step)(stack, allocator))
+    assert_same(compiled(sharded(stack, make_mesh(2), axis=3), allocator), jax.jit(step)(stack, allocator))
 
 
 def test_blocks_are_copied_by_the_kernel_wherever_each_device_has_its_part(on_an_h100):
     cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=4, head_dim=128, dtype=jnp.bfloat16)
     ids = jnp.array([1, 2]), jnp.array([3, 4])
-    auto = mesh_of(2, AxisType.Auto)
+    auto = make_mesh(2, AxisType.Auto)
     partitioned = sharded(cache, auto)
     mapped = functools.partial(jax.shard_map, copy_blocks, mesh=auto, in_specs=(POOL, P(), P()), out_specs=POOL)
     for function, pool in (
-        (copy_blocks, sharded(cache, mesh_of(2))),
+        (copy_blocks, sharded(cache, make_mesh(2))),
         (copy_blocks, jax.device_put(cache, jax.devices()[1])),
         (mapped(check_vma=True), partitioned),
         (mapped(check_vma=False), partitioned),
@@ -250,12 +250,12 @@ LONG = make_case(
 def context_parallel(function, num_devices):
     specs = P(), P(None, "devices"), P(None, "devices"), P(), P()
     function = functools.partial(function, axis_name="devices")
-    return jax.jit(jax.shard_map(function, mesh=mesh_of(num_devices), in_specs=specs, out_specs=P(), check_vma=False))
+    return jax.jit(jax.shard_map(function, mesh=make_mesh(num_devices), in_specs=specs, out_specs=P(), check_vma=False))
 
 
 def check_context_parallel(case, num_devices):
     attend = context_parallel(functools.partial(context_parallel_attention, **case.options), num_devices)
-    arrays = put(case.arrays, (P(), P(None, "devices"), P(None, "devices"), P(), P()), mesh_of(num_devices))
+    arrays = put(case.arrays, (P(), P(None, "devices"), P(None, "devices"), P(), P()), make_mesh(num_devices))
     compiled = attend.lower(*arrays).compile()
     assert collectives(compiled.as_text()) == ["all-gather"]
     ours, theirs = compiled(*arrays), paged_attention(*case.arrays, **case.options, return_lse=True)
@@ -273,7 +273,7 @@ def test_context_parallel_slots_and_a_token_of_another_device():
     slots = np.arange(-3, 8 * 64 + 5)
     place = jax.shard_map(
         lambda: context_parallel_slots(slots, block_size=16, axis_name="devices")[None],
-        mesh=mesh_of(4),
+        mesh=make_mesh(4),
         in_specs=(),
         out_specs=P("devices"),
         check_vma=False,
@@ -400,7 +400,7 @@ def test_a_module_over_heads(make, kind):
     call, weights, _ = make(None)
     expected_cache, expected = jax.jit(call)(noisy(weights), x, cache, *rest)
 
-    mesh = mesh_of(2, kind)
+    mesh = make_mesh(2, kind)
     call, weights, specs = make(mesh)
     assert specs == PARAMETERS
     for weight, spec in zip(jax.tree.leaves(weights), jax.tree.leaves(specs), strict=True):
@@ -416,6 +416,6 @@ def test_a_module_over_heads(make, kind):
 
 
 def test_the_heads_of_a_module_by_a_logical_name():
-    with nnx.logical_axis_rules([("heads", "devices")]), jax.set_mesh(mesh_of(2)):
+    with nnx.logical_axis_rules([("heads", "devices")]), jax.set_mesh(make_mesh(2)):
         module = jaxpaged.nnx.PagedAttention(FEATURES, settings("heads"), rngs=nnx.Rngs(0))
         assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(module))) == PARAMETERS

@@ -62,7 +62,7 @@ def logits_after(weights, tokens, length):
 
 
 @jax.jit
-def noise_of(seed, position):
+def make_noise(seed, position):
     return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (VOCAB,), jnp.float32)
 
 
@@ -86,7 +86,7 @@ def continuation(weights, prompt, params):
         if params.temperature:
             scores = logits / params.temperature
             probabilities = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
-            noise = np.asarray(noise_of(np.uint32(params.seed), np.int32(len(tokens))))
+            noise = np.asarray(make_noise(np.uint32(params.seed), np.int32(len(tokens))))
             scores = np.where(kept(probabilities, params.top_k, params.top_p), scores + noise, -np.inf)
         tokens.append(int(scores.argmax()))
         logprobs.append(logits[tokens[-1]] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
@@ -108,7 +108,7 @@ def create_engine(*, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 
 ENGINES = {}  # by their options: an engine that has no requests is as good as a new one
 
 
-def engine_of(chunk_tokens, *, prefix_cache=False, exact=False):
+def shared_engine(chunk_tokens, *, prefix_cache=False, exact=False):
     options = chunk_tokens, prefix_cache, exact
     if options not in ENGINES:
         ENGINES[options] = create_engine(

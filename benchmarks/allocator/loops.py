@@ -111,11 +111,11 @@ BODIES: dict[str, Body] = {
 
 
 def start(point: Point, *, prompts: bool = False) -> LoopState:
-    return _start_of_prompts(point) if prompts else _start_of_sequences(point)
+    return _start_prompts(point) if prompts else _start_sequences(point)
 
 
 @functools.partial(jax.jit, static_argnames="point")
-def _start_of_sequences(point: Point) -> LoopState:
+def _start_sequences(point: Point) -> LoopState:
     """Sequences that have grown together, a block at a time; no last block of a first beam is full."""
     allocator = BlockAllocator.create(
         num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks_per_seq=point.max_blocks
@@ -129,7 +129,7 @@ def _start_of_sequences(point: Point) -> LoopState:
 
 
 @functools.partial(jax.jit, static_argnames="point")
-def _start_of_prompts(point: Point) -> LoopState:
+def _start_prompts(point: Point) -> LoopState:
     """Empty rows, and every other prompt cached in blocks that no sequence holds."""
     allocator = BlockAllocator.create(
         num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks_per_seq=point.max_blocks

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.engine.steps import name_of
+from benchmarks.engine.steps import name_kind
 from benchmarks.engine.workload import Request, kv_tokens
 from benchmarks.harness import random, slope_microseconds
 from benchmarks.models.llama_step import LlamaConfig
@@ -53,7 +53,7 @@ class Costs:
     def of_steps(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
         times = self.times
         a_token = (times["many_ms"] - times["few_ms"]) / (times["many_kv"] - times["few_kv"])
-        each = [times[f"{name}_ms"] - a_token * times[f"{name}_kv"] for name in map(name_of, self.kinds)]
+        each = [times[f"{name}_ms"] - a_token * times[f"{name}_kv"] for name in map(name_kind, self.kinds)]
         steps = sum(number * ms for number, ms in zip(num_of_kind, each, strict=True))
         return (steps + kv_tokens(work) * a_token) / 1e3
 

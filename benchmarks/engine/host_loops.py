@@ -112,10 +112,10 @@ def main() -> None:
         for name, engine in engines.items()
         for i in range(len(engine._kinds))
     }
-    steps_of = compile_all(jobs)
+    host_steps = compile_all(jobs)
     for name, engine in engines.items():
         work = workload(options.requests, SIZES[name].longest)
-        programs = [steps_of[name, i] for i in range(len(engine._kinds))]
+        programs = [host_steps[name, i] for i in range(len(engine._kinds))]
         host = functools.partial(host_loop, Steps(engine, SIZES[name]), programs, work)
         runs = {"engine": lambda engine=engine, work=work: run_work(engine, work)}
         runs |= {"host loop sync": functools.partial(host, 0), "host loop async": functools.partial(host, 1)}

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.engine.steps import Steps, name_of
+from benchmarks.engine.steps import Steps, name_kind
 from benchmarks.engine.workload import SIZES, create_caches, workload
 from benchmarks.harness import add_output, by_kernel, open_store
 from jaxpaged import Engine, SamplingParams
@@ -98,17 +98,17 @@ def profile_kinds(steps: Steps) -> tuple[dict[str, dict[str, float]], dict[str, 
         events: list[Event] = []
         for context in (contextlib.nullcontext(), traced(events)):
             steps.prepare(kind, length)
-            before = steps.num_of(kind)
+            before = steps.count_steps(kind)
             with context:
                 begin = time.perf_counter()
                 steps.run(num_steps=num_steps)
                 wall = (time.perf_counter() - begin) * 1e3
-            if (found := steps.num_of(kind) - before) != num_steps:
-                raise AssertionError(f"{found} steps of {name_of(kind)} instead of {num_steps}")
+            if (found := steps.count_steps(kind) - before) != num_steps:
+                raise AssertionError(f"{found} steps of {name_kind(kind)} instead of {num_steps}")
             if isinstance(context, contextlib.nullcontext):
                 plain = wall
-        figures[name_of(kind)] = per_step({"wall": plain} | split(events), num_steps)
-        by_name[name_of(kind)] = kernels(events, num_steps)
+        figures[name_kind(kind)] = per_step({"wall": plain} | split(events), num_steps)
+        by_name[name_kind(kind)] = kernels(events, num_steps)
     steps.clear()
     return figures, by_name
 
@@ -133,7 +133,7 @@ def profile_run(
             jax.block_until_ready(engine._state)  # the slices that `step` has sent are over
             wall = (time.perf_counter() - begin) * 1e3
         num_of_kind = (np.asarray(engine._state.num_of_kind) - before).tolist()
-        names = dict(zip(map(name_of, engine._kinds), num_of_kind, strict=True))
+        names = dict(zip(map(name_kind, engine._kinds), num_of_kind, strict=True))
         if isinstance(context, contextlib.nullcontext):
             figures["wall"] = wall
             print(f"without the profiler {names}")
@@ -177,20 +177,20 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, made in {time.perf_counter() - begin:.0f} s: {engine.stats()}", flush=True)
     of_kinds, kernels_of = profile_kinds(Steps(engine, sizes))
     show(of_kinds)
-    run, num_of, kernels_of_run = profile_run(engine, options.requests, sizes.longest, options.warm, options.slices)
+    run, counts, kernels_of_run = profile_run(engine, options.requests, sizes.longest, options.warm, options.slices)
     its_steps: dict[str, float] = collections.defaultdict(float)
     expected: dict[str, float] = collections.defaultdict(float)
-    for kind, count in num_of.items():
+    for kind, count in counts.items():
         for column, value in of_kinds[kind].items():
             its_steps[column] += count * value
         for name, (microseconds, _) in kernels_of[kind].items():
             expected[name] += count * microseconds / 1e3
-    print(f"\n{options.slices} slices of {options.requests} requests, steps {num_of}")
+    print(f"\n{options.slices} slices of {options.requests} requests, steps {counts}")
     show({"run": run, "by its steps": dict(its_steps)})
     print(f"\n{'ms in the run':>14}{'by its steps':>14}{'launches':>10}  kernel")
     for name, (microseconds, launches) in itertools.islice(kernels_of_run.items(), SHOWN):
         print(f"{microseconds / 1e3:14.2f}{expected[name]:14.2f}{launches:10.0f}  {name}")
-    points: dict[str, Any] = of_kinds | {"run": run, "by its steps": dict(its_steps), "steps": num_of}
+    points: dict[str, Any] = of_kinds | {"run": run, "by its steps": dict(its_steps), "steps": counts}
     for name, point in points.items():
         store.add(name, dict(point))
     store.add("kernels of the run", dict(itertools.islice(kernels_of_run.items(), SHOWN)))

@@ -16,7 +16,7 @@ from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import Row
 
 
-def name_of(kind: Kind) -> str:
+def name_kind(kind: Kind) -> str:
     return f"{'mixed' if kind.is_mixed else 'single'}_{kind.num_places}"
 
 
@@ -47,16 +47,16 @@ class Steps:
 
     def milliseconds(self, kind: Kind, few: int, many: int) -> float:
         """A step of this kind, by the slope between a slice of few steps and one of many."""
-        times, before = [], self.num_of(kind)
+        times, before = [], self.count_steps(kind)
         for num_steps in (few, many):
             begin = time.perf_counter()
             self.run(num_steps=num_steps)
             times.append(time.perf_counter() - begin)
-        if (found := self.num_of(kind) - before) != few + many:
-            raise AssertionError(f"{found} steps of {name_of(kind)} instead of {few + many}")
+        if (found := self.count_steps(kind) - before) != few + many:
+            raise AssertionError(f"{found} steps of {name_kind(kind)} instead of {few + many}")
         return (times[1] - times[0]) / (many - few) * 1e3
 
-    def num_of(self, kind: Kind) -> int:
+    def count_steps(self, kind: Kind) -> int:
         return int(self.engine._state.num_of_kind[self.engine._kinds.index(kind)])
 
     def decode(self, count: int, length: int) -> None:
@@ -100,12 +100,12 @@ class Steps:
 
         for kind in narrow:
             self.prepare(kind, sizes.few)
-            add(name_of(kind), kind, 1 if kind.is_mixed else 3, (1, 2) if kind.is_mixed else times)
+            add(name_kind(kind), kind, 1 if kind.is_mixed else 3, (1, 2) if kind.is_mixed else times)
         for name, length in (("few", sizes.few), ("many", sizes.many)):
             self.decode(self.num_decoding, length)
             add(name, decoding, 3, times)
         self.prepare(widest, sizes.many)
-        add(name_of(widest), widest, 1, (2, 8) if sizes.longest > 64 else (1, 2))
+        add(name_kind(widest), widest, 1, (2, 8) if sizes.longest > 64 else (1, 2))
         self.clear()
         return result
 

@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.checks import poisoned, worst_error
 from benchmarks.engine.costs import Costs, product_rate
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.engine.steps import Steps, name_of, scheduling_microseconds
+from benchmarks.engine.steps import Steps, name_kind, scheduling_microseconds
 from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, Sizes, create_caches, run_work, workload
 from benchmarks.harness import add_output, open_store, read_bandwidth
 from benchmarks.models.decode_step import MOST_ERROR, cache_copies
@@ -113,7 +113,7 @@ def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Reques
     after = engine.stats()
     num_steps = after.num_steps - before.num_steps
     num_of_kind = (np.asarray(engine._state.num_of_kind) - kinds_before).tolist()
-    names = map(name_of, engine._kinds)
+    names = map(name_kind, engine._kinds)
     result: dict[str, Any] = dict(requests=len(work), tokens=num_tokens, seconds=seconds, tokens_per_s=wanted / seconds)
     result["steps"] = dict(zip(names, num_of_kind, strict=True))
     if num_steps:
@@ -161,7 +161,7 @@ def of_program(engine: Engine) -> dict[str, Any]:
     }
 
 
-def runs_of(
+def make_runs(
     engine: Engine, work: list[Request], sizes: Sizes, options: argparse.Namespace
 ) -> dict[str, tuple[Callable[[], int], list[Request]]]:
     """By the row of the table: what is run, and its requests."""
@@ -223,7 +223,7 @@ def main() -> None:
     if options.exact:
         say(f"{check_exact(engine, work)} tokens have the same logprobs alone and among others, to the last bit")
     points = {}
-    for name, (function, requests) in runs_of(engine, work, sizes, options).items():
+    for name, (function, requests) in make_runs(engine, work, sizes, options).items():
         points[name] = timed_run(engine, function, requests, costs)
         say(line(name, points[name]))
         store.add(name, points[name])

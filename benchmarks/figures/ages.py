@@ -32,7 +32,7 @@ MEASURED = {  # by how a file's name begins, without its folder; the first that 
 }
 
 
-def code_of(path: Path) -> tuple[str, ...]:
+def find_code(path: Path) -> tuple[str, ...]:
     return next(code for begin, code in MEASURED.items() if path.stem.startswith(begin))
 
 
@@ -46,7 +46,7 @@ def has_history() -> bool:
     return git("rev-parse", "--is-shallow-repository") == "false" and git("cat-file", "-e", "HEAD") is not None
 
 
-def commit_of(path: Path, content: dict[str, Any]) -> tuple[str, str]:
+def find_commit(path: Path, content: dict[str, Any]) -> tuple[str, str]:
     """Which commit the file was measured at, and how the table says so."""
     recorded = (content["commit"] or "").removesuffix(" and changes")
     if recorded and git("cat-file", "-e", f"{recorded}^{{commit}}") is not None:
@@ -59,8 +59,8 @@ def commit_of(path: Path, content: dict[str, Any]) -> tuple[str, str]:
 
 def row(path: Path, counted_at: str) -> list[str]:
     content = json.loads(path.read_text())
-    commit, text = commit_of(path, content)
-    code = code_of(path)
+    commit, text = find_commit(path, content)
+    code = find_code(path)
     since = git("rev-list", "--count", f"{commit}..{counted_at}", "--", *code)
     name = f"`{path.relative_to(RESULTS)}`"
     return [name, machine(content), text, content["date"], ", ".join(f"`{each}`" for each in code), since or ""]

@@ -30,8 +30,8 @@ from benchmarks.kernels.cache_sizes import (
     block_bytes,
     carried_microseconds,
     copy_rate,
+    create_stack,
     show,
-    stack_of,
     wall_microseconds,
 )
 from benchmarks.kernels.cache_writes import measure_writes
@@ -124,9 +124,9 @@ def main(arguments: list[str] | None = None) -> None:
     rate = max(copy.values())
     rows = measure_writes(sizes) if "write" in args.operations else []
     if "copy" in args.operations:
-        rows += measure_copies(sizes, stack_of(sizes), args.copy_configs)
+        rows += measure_copies(sizes, create_stack(sizes), args.copy_configs)
     if "swap" in args.operations:
-        rows += measure_swaps(sizes, stack_of(sizes))
+        rows += measure_swaps(sizes, create_stack(sizes))
     if "gather" in args.operations:
         rows += measure_gather(sizes)
     print(

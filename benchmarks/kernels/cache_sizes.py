@@ -87,7 +87,7 @@ def copy_rate(form: str, sizes: Sizes) -> float:
     return 2 * x.nbytes / carried_microseconds(twice, (x, x + 1), (), 1, sizes.seconds)
 
 
-def stack_of(sizes: Sizes) -> KVCache:
+def create_stack(sizes: Sizes) -> KVCache:
     shape = sizes.layers, sizes.stack_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM
     return KVCache(k=random(1, shape=shape, dtype="bfloat16"), v=random(2, shape=shape, dtype="bfloat16"))
 

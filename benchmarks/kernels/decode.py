@@ -48,16 +48,16 @@ from benchmarks.kernels.points import (
     VARIANTS,
     Inputs,
     Point,
+    input_shapes,
     make_inputs,
     parse,
-    shapes_of,
 )
 from jaxpaged import paged_attention_reference, tree_mask
 
 MAX_CHECKED = 4  # sequences of a point that are compared with the reference
 
 
-def options_of(point: Point) -> dict[str, Any]:
+def make_options(point: Point) -> dict[str, Any]:
     return ({"sliding_window": point.window} if point.window else {}) | ({"tree": True} if point.tree else {})
 
 
@@ -99,13 +99,13 @@ class Programs:
 
 def compile_judges(point: Point) -> dict[Any, Any]:
     """Jobs for `compile_all`, by (point, what): the reference of a few sequences, and the floor."""
-    shapes = shapes_of(point)
+    shapes = input_shapes(point)
     pair, rows = shapes.caches[0][0], len(checked_rows(point))
 
     def few(array: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
 
-    reference = functools.partial(with_scales, paged_attention_reference, **options_of(point))
+    reference = functools.partial(with_scales, paged_attention_reference, **make_options(point))
     floor = functools.partial(read_chain, slots=point.slots, num_calls=point.num_calls)
     return {
         (point, "reference"): lambda: (
@@ -121,10 +121,10 @@ def compile_point(
     point: Point, implementation: str, num_partitions: Partitions, peer_names: list[str]
 ) -> dict[Any, Any]:
     """Jobs for `compile_all`, by (point, what)."""
-    shapes = shapes_of(point)
+    shapes = input_shapes(point)
     args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
     ours = functools.partial(partitioned, num_partitions)
-    attend = functools.partial(with_scales, ours, implementation=implementation, **options_of(point))
+    attend = functools.partial(with_scales, ours, implementation=implementation, **make_options(point))
     if point.shared and not point.alone:
         attend = functools.partial(attend, shared_prefix=np.full(point.groups, point.shared))
     jobs = compile_judges(point)
@@ -214,7 +214,7 @@ def summarise(results: dict[str, Any]) -> None:
         print(f"time over the best peer's: geometric mean {geometric_mean(ratios):.3f}, worst {max(beaten)}")
 
 
-def names_of(options: argparse.Namespace) -> list[str]:
+def choose_points(options: argparse.Namespace) -> list[str]:
     """The points that were asked for."""
     if options.points:
         return [
@@ -257,7 +257,7 @@ def main() -> None:
     options = parse_options()
     start = time.monotonic()
     peer_names = [name for name in options.peers if peers.installed(name)]
-    names = names_of(options)
+    names = choose_points(options)
     store = open_store("decode" if options.set in ("grid", "all") else options.set, options)
     todo = [parse(name) for name in names if options.again or name not in store.points]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16, peers: {', '.join(peer_names) or 'none'}")

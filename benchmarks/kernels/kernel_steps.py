@@ -196,7 +196,7 @@ def _zeros(shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
-def steps_of(point: Point) -> dict[str, Any]:
+def make_steps(point: Point) -> dict[str, Any]:
     """Every step by its name; the last is the library's kernel."""
     partitions = max(1, 2 * int(jax.devices()[0].core_count) // (len(point.lengths) * point.kv_heads))
     return {
@@ -237,11 +237,11 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     for point in map(parse, options.points):
         few = FewCalls(**dataclasses.asdict(point))
-        points = {name: few if step in (gather, scan) else point for name, step in steps_of(point).items()}
+        points = {name: few if step in (gather, scan) else point for name, step in make_steps(point).items()}
         jobs: dict[Any, Any] = {}
         for each in {few, point}:
             jobs |= compile_judges(each)
-        jobs |= {name: functools.partial(compile_step, points[name], step) for name, step in steps_of(point).items()}
+        jobs |= {name: functools.partial(compile_step, points[name], step) for name, step in make_steps(point).items()}
         compiled = compile_all(jobs)
         for name, each in points.items():
             programs = Programs(compiled[name], compiled[each, "floor"], compiled[each, "reference"], {})

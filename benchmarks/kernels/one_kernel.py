@@ -23,7 +23,7 @@ from benchmarks.checks import poisoned, worst_error
 from benchmarks.harness import add_output, compile_all, open_store, slope_microseconds
 from benchmarks.kernels.decode import checked_rows, compile_judges
 from benchmarks.kernels.points import GRID, Inputs, Point, make_inputs, parse
-from benchmarks.kernels.portable import attend_of
+from benchmarks.kernels.portable import choose_attend
 from benchmarks.kernels.ways import compile_way
 
 QUESTIONS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -127,7 +127,7 @@ def main() -> None:
         jobs: dict[Any, Any] = {}
         for point, ways in ((parse(name), ways) for name, ways in asked(question, options.points).items()):
             jobs |= compile_judges(point)
-            jobs |= {(point, way): functools.partial(compile_way, point, attend_of, way) for way in ways}
+            jobs |= {(point, way): functools.partial(compile_way, point, choose_attend, way) for way in ways}
         compiled = compile_all(jobs)
         for point in dict.fromkeys(point for point, _ in jobs):
             programs = {what: program for (its, what), program in compiled.items() if its == point}

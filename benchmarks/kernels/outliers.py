@@ -65,7 +65,7 @@ def compile_floor(tokens: int) -> Any:
 
 
 @jax.jit
-def tables_of(ids: jax.Array, starts: jax.Array) -> tuple[jax.Array, ...]:
+def cut_tables(ids: jax.Array, starts: jax.Array) -> tuple[jax.Array, ...]:
     """One a call. Sequence i takes the places of the shuffled pool from starts[i] on, each call's from elsewhere on."""
     places = starts[:, None] + jnp.arange(MAX_BLOCKS, dtype=jnp.int32)[None]
     return tuple(ids[(places + i * (NUM_BLOCKS // NUM_CALLS)) % NUM_BLOCKS] for i in range(NUM_CALLS))
@@ -90,7 +90,7 @@ def run(store: Store, batches: tuple[int, ...]) -> None:
         name = f"{batch} x {length}, one of {length * factor}"
         starts = (np.cumsum(sizes) - sizes) // BLOCK_SIZE
         q = random(7, shape=(batch, 1, HEADS, HEAD_DIM), dtype="bfloat16")
-        inputs = q, *caches, tables_of(ids, jnp.asarray(starts, jnp.int32)), jnp.asarray(sizes)
+        inputs = q, *caches, cut_tables(ids, jnp.asarray(starts, jnp.int32)), jnp.asarray(sizes)
         error = worst_error(name, *(poisoned(compiled[batch, way], *inputs)[1] for way in WAYS))
         point = {"floor": float(np.interp(sizes.sum(), FLOORS, floors)), "error": error}
         point |= {way: microseconds(compiled[batch, way], *inputs) for way in WAYS}

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.checks import MOST_ERROR, poisoned, worst_error
 from benchmarks.harness import compile_all, slope_microseconds
-from benchmarks.kernels.points import Inputs, Point, shapes_of
+from benchmarks.kernels.points import Inputs, Point, input_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def fa3_attend(
 
 
 def fa3_compile(point: Point, chain: Any) -> dict[int, Any]:
-    shapes = shapes_of(point)
+    shapes = input_shapes(point)
     args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
 
     def job(splits: int) -> Any:

@@ -198,7 +198,7 @@ def make_tables(held: tuple[int, ...], max_blocks: int, *, contiguous: bool = Fa
     return tables
 
 
-def tables_of(point: Point) -> np.ndarray:
+def point_tables(point: Point) -> np.ndarray:
     """int32 [seqs, max_blocks]."""
     first = point.shared // point.block_size
     parts = (first,) * point.groups * bool(first) + tuple(count - first for count in point.held)
@@ -223,10 +223,10 @@ def make_inputs(point: Point) -> Inputs:
 
     caches = tuple(tuple(layer() for _ in range(point.num_caches)) for _ in range(point.num_sets))
     q = random(2**20, shape=point.q_shape, dtype=point.dtype)
-    return Inputs(q, caches, jnp.asarray(tables_of(point)), jnp.asarray(point.lengths, jnp.int32))
+    return Inputs(q, caches, jnp.asarray(point_tables(point)), jnp.asarray(point.lengths, jnp.int32))
 
 
-def shapes_of(point: Point) -> Inputs:
+def input_shapes(point: Point) -> Inputs:
     """The same as `make_inputs`, one set of it, as shapes to compile for."""
     cache = jax.ShapeDtypeStruct(point.cache_shape, point.cache_dtype)
     scales = (jax.ShapeDtypeStruct(point.scale_shape, jnp.float32),) * (2 if point.scale else 0)

@@ -20,7 +20,7 @@ from jax import lax
 
 from benchmarks.harness import add_output, open_store
 from benchmarks.kernels.points import Point, parse
-from benchmarks.kernels.ways import arguments_of, compare
+from benchmarks.kernels.ways import compare, make_call
 from jaxpaged import _device, paged_attention
 from jaxpaged._attention.choose import Known, by_decode, by_prefill
 from jaxpaged._attention.run import run
@@ -35,7 +35,7 @@ WAYS = ("mosaic_gpu", "xla", "tma", "cp_async")
 
 def attend(way: str, *arrays: jax.Array, interpret: Any = None, **options: Any) -> jax.Array:
     """The output of one kernel, called as `paged_attention`."""
-    a = arguments_of(arrays, options)
+    a = make_call(arrays, options)
     name, stages, partitions, *_ = (*way.split("/"), "", "")
     changes: dict[str, Any]
     if name == "prefill":
@@ -52,7 +52,7 @@ def attend(way: str, *arrays: jax.Array, interpret: Any = None, **options: Any) 
     return run(dataclasses.replace(choice, config=config, interpret=interpret), a)[0]
 
 
-def attend_of(way: str, _: Point) -> Any:
+def choose_attend(way: str, _: Point) -> Any:
     if way in ("mosaic_gpu", "xla"):
         return functools.partial(paged_attention, implementation=way)
     return functools.partial(attend, way)
@@ -66,7 +66,7 @@ def main() -> None:
     options = parser.parse_args()
     store = open_store("portable", options)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    compare(map(parse, options.points), options.ways, attend_of, store)
+    compare(map(parse, options.points), options.ways, choose_attend, store)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ import numpy as np
 
 from benchmarks.checks import poisoned, worst_error
 from benchmarks.harness import add_output, compile_all, open_store, slope_microseconds
-from benchmarks.kernels.decode import chain, checked_rows, options_of, with_scales
+from benchmarks.kernels.decode import chain, checked_rows, make_options, with_scales
 from benchmarks.kernels.peers import fa3_attend, installed
-from benchmarks.kernels.points import Inputs, Point, make_inputs, parse, shapes_of
+from benchmarks.kernels.points import Inputs, Point, input_shapes, make_inputs, parse
 from jaxpaged import paged_attention, paged_attention_reference
 
 POINTS = (
@@ -140,11 +140,11 @@ def variants(point: Prompt, method: str) -> dict[str, Any]:
         }
     if "cudnn" in method:
         return {"": functools.partial(cudnn, gather=method != "cudnn")}
-    options = options_of(point) | ({"query_starts": jnp.asarray(point.starts)} if point.packed else {})
+    options = make_options(point) | ({"query_starts": jnp.asarray(point.starts)} if point.packed else {})
     return {"": functools.partial(with_scales, paged_attention, implementation=method, **options)}
 
 
-def caches_of(method: str, caches: tuple, block_tables: jax.Array) -> tuple:
+def as_read_by(method: str, caches: tuple, block_tables: jax.Array) -> tuple:
     """Contiguous ones for the methods that read such."""
     if method not in ("cudnn", "fa3"):
         return caches
@@ -153,10 +153,10 @@ def caches_of(method: str, caches: tuple, block_tables: jax.Array) -> tuple:
 
 def compile_point(point: Prompt, methods: list[str]) -> dict[Any, Any]:
     """Jobs for `compile_all`, by (name, method, variant)."""
-    shapes = shapes_of(point)
+    shapes = input_shapes(point)
 
     def job(method: str, attend: Any) -> Any:
-        caches = jax.eval_shape(functools.partial(caches_of, method), shapes.caches[0], shapes.block_tables)
+        caches = jax.eval_shape(functools.partial(as_read_by, method), shapes.caches[0], shapes.block_tables)
         args = shapes.q, caches, shapes.block_tables, shapes.lengths
         return jax.jit(functools.partial(chain, point, attend)).lower(*args).compile()
 
@@ -169,7 +169,7 @@ def compile_point(point: Prompt, methods: list[str]) -> dict[Any, Any]:
 
 def expected_tokens(point: Prompt, inputs: Inputs) -> Iterator[tuple[slice, jax.Array]]:
     """Tokens of q, and the reference's output for them: each place as if its sequence ended there."""
-    reference = jax.jit(functools.partial(with_scales, paged_attention_reference, **options_of(point)))
+    reference = jax.jit(functools.partial(with_scales, paged_attention_reference, **make_options(point)))
     packed = inputs.q.reshape(-1, point.heads, point.head_dim)
     for row in checked_rows(point):
         count = min(CHECKED_TOKENS, point.counts[row])
@@ -187,7 +187,7 @@ def _again(run: Any, _: int) -> Any:
 def measure(
     point: Prompt, method: str, programs: dict[str, Any], inputs: Inputs, expected: list[tuple[slice, jax.Array]]
 ) -> dict[str, Any]:
-    caches = caches_of(method, inputs.caches[0], inputs.block_tables)
+    caches = as_read_by(method, inputs.caches[0], inputs.block_tables)
     worst, times = 0.0, {}
     for variant, program in programs.items():
         run = functools.partial(program, inputs.q, caches, inputs.block_tables, inputs.lengths)

@@ -7,8 +7,16 @@ from typing import Any
 import jax
 
 from benchmarks.harness import Store, compile_all
-from benchmarks.kernels.decode import Programs, chain, compile_judges, measure, measure_kernels, options_of, with_scales
-from benchmarks.kernels.points import Point, make_inputs, shapes_of
+from benchmarks.kernels.decode import (
+    Programs,
+    chain,
+    compile_judges,
+    make_options,
+    measure,
+    measure_kernels,
+    with_scales,
+)
+from benchmarks.kernels.points import Point, input_shapes, make_inputs
 from jaxpaged._attention.call import Call, check_call
 
 Attend = Callable[..., jax.Array]  # of q, k_cache, v_cache, block_tables, lengths, and options as `paged_attention`
@@ -16,31 +24,31 @@ OPTIONS = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks"
 DOES_NOT_FIT = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)  # the last: ptxas, or no memory
 
 
-def arguments_of(arrays: Sequence[jax.Array], options: dict[str, Any]) -> Call:
+def make_call(arrays: Sequence[jax.Array], options: dict[str, Any]) -> Call:
     """What the kernels of jaxpaged are launched with, of a call of `paged_attention`."""
     return check_call(*arrays, **(dict.fromkeys(OPTIONS) | options))  # type: ignore[arg-type]
 
 
 def compile_chain(point: Point, attend: Attend) -> Any:
-    shapes = shapes_of(point)
-    call = functools.partial(with_scales, attend, **options_of(point))
+    shapes = input_shapes(point)
+    call = functools.partial(with_scales, attend, **make_options(point))
     args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
     return jax.jit(functools.partial(chain, point, call)).lower(*args).compile()
 
 
-def compile_way(point: Point, attend_of: Callable[[str, Point], Attend], way: str) -> Any:
+def compile_way(point: Point, choose_attend: Callable[[str, Point], Attend], way: str) -> Any:
     """The chain of `point`; or, as a string, why this way does not fit it, which is a result too."""
     try:
-        return compile_chain(point, attend_of(way, point))
+        return compile_chain(point, choose_attend(way, point))
     except DOES_NOT_FIT as error:
         return f"{type(error).__name__}: {str(error).partition('\n')[0][:80]}"
 
 
 def compare(
-    points: Iterable[Point], ways: Sequence[str], attend_of: Callable[[str, Point], Attend], store: Store
+    points: Iterable[Point], ways: Sequence[str], choose_attend: Callable[[str, Point], Attend], store: Store
 ) -> None:
     for point in points:
-        jobs = compile_judges(point) | {way: functools.partial(compile_way, point, attend_of, way) for way in ways}
+        jobs = compile_judges(point) | {way: functools.partial(compile_way, point, choose_attend, way) for way in ways}
         compiled = compile_all(jobs)
         inputs = make_inputs(point)
         for way in ways:

@@ -121,7 +121,7 @@ def cache_copies(text: str, cache: KVCache) -> int:
     return len(re.findall(rf"= \(?{re.escape(shape)}\S* copy(?:-start)?\(", text))
 
 
-def bytes_of_weights(weights: Any, config: LlamaConfig) -> int:
+def count_weight_bytes(weights: Any, config: LlamaConfig) -> int:
     embedding = config.vocab_size * config.features * 2  # of which a step reads a row a sequence
     return sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) - embedding
 
@@ -200,7 +200,7 @@ def measure(name: str, config: LlamaConfig, weights: Any, apply: Apply, shape: s
     state, slopes = time_loop(compiled, weights, state)
     mean_length = (first + int(state.allocator.lengths[0])) / 2
     kv_bytes = 2 * config.num_layers * num_seqs * mean_length * config.num_kv_heads * config.head_dim * 2
-    result["bytes"] = bytes_of_weights(weights, config) + kv_bytes
+    result["bytes"] = count_weight_bytes(weights, config) + kv_bytes
     result["ms"] = statistics.median(slopes) * 1e3
     result["runs_ms"] = [slope * 1e3 for slope in slopes]
     result["floor_ms"] = result["bytes"] / options.bandwidth * 1e3

@@ -102,11 +102,11 @@ def calibrate(seen: Caches, dtype: str, scale: Any) -> list[dict]:
     return [{"k_scale": kv_scale(c.k, dtype, scale), "v_scale": kv_scale(c.v, dtype, scale)} for c in seen]
 
 
-def greedy_tokens(model: Llama, config: LlamaConfig, prompts: list[list[int]], caches_of: Any) -> list[list[int]]:
+def greedy_tokens(model: Llama, config: LlamaConfig, prompts: list[list[int]], create_caches: Any) -> list[list[int]]:
     state = start(
         config, prompts, max_new_tokens=NEW_TOKENS, block_size=BLOCK_SIZE, num_blocks=None, dtype="float32", seed=0
     )
-    state = dataclasses.replace(state, caches=caches_of(state.caches[0].k.shape[0]))
+    state = dataclasses.replace(state, caches=create_caches(state.caches[0].k.shape[0]))
     state, _ = run_generation(model, state, prompts, (), Sampling(), steps_at_once=NEW_TOKENS)
     return np.asarray(state.tokens).tolist()
 
@@ -131,18 +131,18 @@ def agreement(tokens: list[list[int]], expected: list[list[int]]) -> tuple[int, 
 def measure(dtype: str, scale: Any, model: Llama, config: LlamaConfig, text: Text, seen: Caches) -> dict[str, Any]:
     scales = calibrate(seen, dtype, scale) if scale in ("head", "tensor") else None
 
-    def caches_of(num_blocks: int) -> Caches:
+    def create_caches(num_blocks: int) -> Caches:
         return create(config, num_blocks, dtype, scale, scales)
 
     _, _, log_probabilities = run(
-        model, caches_of(1 + -(-len(text.measured) // CHUNK) * CHUNK // BLOCK_SIZE), text.measured
+        model, create_caches(1 + -(-len(text.measured) // CHUNK) * CHUNK // BLOCK_SIZE), text.measured
     )
     perplexity = math.exp(-log_probabilities.mean())
     if not math.isfinite(perplexity):
         raise AssertionError(f"{dtype} {scale}: the perplexity is no number")
     prompts, expected = short_prompts()
-    same, before = agreement(greedy_tokens(model, config, prompts, caches_of), expected)
-    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(caches_of(2)) if leaf.ndim >= 3)
+    same, before = agreement(greedy_tokens(model, config, prompts, create_caches), expected)
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(create_caches(2)) if leaf.ndim >= 3)
     return {
         "dtype": dtype,
         "scale": scale,

@@ -223,14 +223,14 @@ def main() -> None:
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, {options.implementation}, seed {options.seed}", flush=True)
 
-    def keys_of(family: Family) -> jax.Array:
+    def make_keys(family: Family) -> jax.Array:
         return jax.random.split(jax.random.fold_in(jax.random.key(options.seed), FAMILIES.index(family)), each + TWINS)
 
     def job(family: Family) -> Any:
         program = jax.jit(functools.partial(loop, family, options.implementation))
         # What is drawn is rounded to `dtype` for the kernel. Unless told so, XLA hands the oracle the unrounded numbers
         # and leaves p of plain jnp unrounded.
-        return program.lower(keys_of(family), is_twin).compile({"xla_allow_excess_precision": False})
+        return program.lower(make_keys(family), is_twin).compile({"xla_allow_excess_precision": False})
 
     print(
         f"{'family':<32} {'cases':>6} {'rows':>8} {'bad':>4} {'bad lse':>7} {'worst/budget':>12} {'twins':>6} {'s':>5}"
@@ -239,7 +239,7 @@ def main() -> None:
         programs = compile_all({family: functools.partial(job, family) for family in batch})
         for family in batch:
             begin = time.monotonic()
-            found = {name: np.asarray(values) for name, values in programs[family](keys_of(family), is_twin).items()}
+            found = {name: np.asarray(values) for name, values in programs[family](make_keys(family), is_twin).items()}
             result = summarise(family, found, each, time.monotonic() - begin)
             store.add(family.name, result)
             print(

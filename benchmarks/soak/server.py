@@ -119,7 +119,7 @@ class Soak:
                 answer = await self.client.completions.create(model=self.model, **question.options())
         except TimeoutError:
             return "left"
-        return self.end_of(question, [choice.text for choice in answer.choices], answer.usage, begin)
+        return self.judge_answer(question, [choice.text for choice in answer.choices], answer.usage, begin)
 
     async def stream(self, question: Question, is_leaving: bool) -> str:
         begin, texts, usage = time.perf_counter(), [""] * question.num_completions, None
@@ -133,9 +133,9 @@ class Soak:
                 usage = chunk.usage
                 if is_leaving and usage is None:
                     return "left"
-        return self.end_of(question, texts, usage, begin)
+        return self.judge_answer(question, texts, usage, begin)
 
-    def end_of(self, question: Question, texts: list[str], usage: Any, begin: float) -> str:
+    def judge_answer(self, question: Question, texts: list[str], usage: Any, begin: float) -> str:
         self.to_last.append(time.perf_counter() - begin)
         self.num_tokens += usage.completion_tokens
         self.num_completions += len(texts)

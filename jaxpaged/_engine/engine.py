@@ -25,7 +25,7 @@ from jaxpaged._engine.counting import counted
 from jaxpaged._engine.defaults import chosen_compiler_options, chosen_sizes
 from jaxpaged._engine.inputs import own, pool_sizes
 from jaxpaged._engine.interrupts import without_interrupts
-from jaxpaged._engine.kinds import kinds_of_steps
+from jaxpaged._engine.kinds import make_kinds
 from jaxpaged._engine.on_mesh import find_mesh, on_each_device, replicate
 from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.pytrees import difference
@@ -38,7 +38,7 @@ from jaxpaged._engine.requests import (
     make_inbox,
     make_output,
     new_tokens,
-    params_of_each,
+    params_for_each,
 )
 from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_slice
 from jaxpaged._integers import checked_size
@@ -132,7 +132,7 @@ class Engine:
             block_size=block_size,
             num_stop_ids=num_stop_ids,
         )
-        self._kinds = kinds_of_steps(num_seats, sizes.chunk_tokens, sizes.widths, exact=exact)
+        self._kinds = make_kinds(num_seats, sizes.chunk_tokens, sizes.widths, exact=exact)
         self._state_of_slice = State(
             scheduler=Scheduler.create(
                 max_requests=max_requests,
@@ -319,7 +319,7 @@ class Engine:
     ) -> Iterator[range]:
         """Takes requests, and gives their ids. However the block ends, nothing is left of them."""
         self._check_usable()
-        each = params_of_each(prompts, params)
+        each = params_for_each(prompts, params)
         requests = [self._check(*request) for request in zip(prompts, each, strict=True)]
         request_ids = range(self._next_id, self._next_id + len(requests))
         try:

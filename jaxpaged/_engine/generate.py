@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.records import RequestOutput, SamplingParams
-from jaxpaged._engine.requests import checked_prompt, params_of_each
+from jaxpaged._engine.requests import checked_prompt, params_for_each
 from jaxpaged._engine.slices import Apply
 from jaxpaged._integers import checked_size
 
@@ -70,7 +70,7 @@ def generate(
         >>> len(output.outputs[0].token_ids)
         4
     """
-    each = params_of_each(prompts, params)
+    each = params_for_each(prompts, params)
     if not each:
         raise ValueError("pass at least one prompt; got none.")
     lengths = [len(checked_prompt(prompt)) for prompt in prompts]

@@ -38,7 +38,7 @@ class Kind:
         return not self.is_mixed and self.num_places < self.num_seats
 
 
-def kinds_of_steps(
+def make_kinds(
     num_seats: int, chunk_tokens: int, widths: Sequence[int] = (), *, exact: bool = False
 ) -> tuple[Kind, ...]:
     """The kinds: those of single tokens, then the mixed ones, each from few places to many.

@@ -34,7 +34,7 @@ class Row:
     finish_reason: str | None = None
 
 
-def params_of_each(
+def params_for_each(
     prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[SamplingParams]:
     each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)

@@ -161,7 +161,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def rngs(self, seed: int) -> list[tuple[int, Model, np.random.Generator]]:
         return [(i, model, np.random.default_rng([seed, i])) for i, model in enumerate(self.models)]
 
-    def tokens_of(self, rng: np.random.Generator, count: int) -> list[int]:
+    def draw_tokens(self, rng: np.random.Generator, count: int) -> list[int]:
         return [int(token) for token in rng.integers(0, 2, count)]  # few different ones, so that prefixes meet
 
     @rule(seed=st.integers(0, 2**31), q_len=st.sampled_from([1, 7, 40]))
@@ -171,7 +171,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             kind = rng.integers(4)
             few = rng.integers(-1 if kind == 0 else 0, q_len + 2 if kind < 2 else 4, len(model.blocks))
             counts.append(few.astype(np.int32))
-            new = [self.tokens_of(rng, max(int(n), 0)) for n in few]
+            new = [self.draw_tokens(rng, max(int(n), 0)) for n in few]
             expected.append((new, *model.append(new, few.tolist(), q_len)))
         for i, (slots, ok) in enumerate(self.run("append", counts, q_len=q_len)):
             new, expected_slots, expected_ok = expected[i]
@@ -252,8 +252,10 @@ class AllocatorMachine(RuleBasedStateMachine):
             prompts, of_rows = [], []
             for _ in range(rows):
                 salt, *prompt = keys[rng.integers(len(keys))]
-                prompt = (prompt + self.tokens_of(rng, int(rng.integers(0, 4))))[: self.width]
-                prompts.append(prompt if rng.random() < 0.7 else self.tokens_of(rng, int(rng.integers(0, self.width))))
+                prompt = (prompt + self.draw_tokens(rng, int(rng.integers(0, 4))))[: self.width]
+                prompts.append(
+                    prompt if rng.random() < 0.7 else self.draw_tokens(rng, int(rng.integers(0, self.width)))
+                )
                 of_rows.append(salt if rng.random() < 0.8 else 1 - salt)
             expected.append(model.match_prefix(prompts, of_rows))
             tokens.append(self.padded(rng, prompts))

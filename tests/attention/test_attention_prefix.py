@@ -12,7 +12,7 @@ from jaxpaged import paged_attention, plan_partitions, tree_mask
 from jaxpaged._attention import run, shared_prefix, xla
 from jaxpaged._attention.runs import cut_uniform, join_uniform
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import arguments_of
+from tests.kernels.interpret import make_call
 from tests.kernels.prefill import packed
 
 # Two groups of four that share 32 tokens. Of the first, one is empty; of the second, one has its new token in the last
@@ -113,7 +113,7 @@ def test_nobody_shares():
 def test_what_is_computed_once():
     """Tables and lengths of the call on the shared blocks, and of that on the others."""
     case = shared_case()
-    a = arguments_of(case)
+    a = make_call(case)
     shared, rest, shares = shared_prefix.split(a, jnp.full(GROUPS, PREFIX, jnp.int32))
     assert np.flatnonzero(shares).tolist() == list(SHARING)
     assert shared.q.shape == (GROUPS, 4, 6, 64)
@@ -144,7 +144,7 @@ def test_a_wrong_result_is_noticed(wrong, monkeypatch):
 def test_tokens_folded_into_heads():
     """As the decode kernel takes queries that all see the whole sequence: 26 tokens of 3 heads in 2 runs."""
     case = make_case(lengths=(0, 50), q_len=26)
-    a = dataclasses.replace(arguments_of(case), causal=False)
+    a = dataclasses.replace(make_call(case), causal=False)
     folded = cut_uniform(a, run=13)
     assert folded.q.shape == (4, 1, 13 * 6, 64)
     assert cut_uniform(a, run=9).q.shape == (6, 1, 9 * 6, 64)

@@ -22,15 +22,15 @@ NODES = len(PARENTS)
 LENGTHS = (NODES, NODES + 1, 23, 80)
 
 
-def branch_of(node):
-    return [] if node < 0 else [*branch_of(PARENTS[node]), node]
+def find_branch(node):
+    return [] if node < 0 else [*find_branch(PARENTS[node]), node]
 
 
 def alone(case):
     """Each token by the reference, at the end of its branch in a pool that holds the branch behind the history."""
     outs, lses = [], []
     for node in range(NODES):
-        branch = branch_of(node)
+        branch = find_branch(node)
         firsts = np.asarray(LENGTHS) - NODES
 
         def slots(places):  # int [seqs, n]
@@ -59,7 +59,7 @@ def tree_case(**options):
     )
 
 
-def mask_of(parents=PARENTS):
+def make_mask(parents=PARENTS):
     mask = tree_mask(jnp.asarray(parents, jnp.int32))
     return jnp.broadcast_to(mask, (len(LENGTHS), *mask.shape))
 
@@ -69,10 +69,10 @@ def test_a_token_sees_its_branch_and_the_history(name):
     case = tree_case(options=OPTIONS[name])
     expected, expected_lse = alone(case)
     for call in BOTH:
-        out, lse = call(*case.arrays, **case.options, tree_mask=mask_of())
+        out, lse = call(*case.arrays, **case.options, tree_mask=make_mask())
         np.testing.assert_allclose(out, expected, atol=3e-6)
         np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
-        wrong, _ = call(*case.arrays, **case.options, tree_mask=mask_of((-1, 0, 0, 1, 1, 3, -1)))
+        wrong, _ = call(*case.arrays, **case.options, tree_mask=make_mask((-1, 0, 0, 1, 1, 3, -1)))
         differs = np.abs(np.asarray(wrong) - expected).max(axis=(2, 3)) > 1e-3
         # The twin with a mistake in it: one token has another parent. A window of one shows nobody its ancestors.
         assert differs[:, 4].all() == (name != "window of one")
@@ -84,7 +84,7 @@ def test_tokens_of_a_short_sequence_are_where_they_stand():
     case = make_case(lengths=(2, *LENGTHS[1:]), q_len=NODES)
     values = case.v_cache[case.block_tables[0, 0], :2]  # [tokens, kv_heads, head_dim]
     for call in BOTH:
-        out, _ = call(*case.arrays, tree_mask=mask_of())
+        out, _ = call(*case.arrays, tree_mask=make_mask())
         assert not np.asarray(out[0, :5]).any()
         np.testing.assert_allclose(out[0, 5:], jnp.repeat(values, 3, axis=1), atol=1e-6)
 
@@ -184,7 +184,7 @@ def test_a_mask_from_parents():
 
 def test_a_chain_is_what_there_is_without_a_mask():
     case = make_case(lengths=LENGTHS, q_len=NODES, options=OPTIONS["all"])
-    out, _ = BOTH[1](*case.arrays, **case.options, tree_mask=mask_of(range(-1, NODES - 1)))
+    out, _ = BOTH[1](*case.arrays, **case.options, tree_mask=make_mask(range(-1, NODES - 1)))
     assert_within_budget(case, out)
 
 

@@ -46,9 +46,9 @@ from tests.toy_model import (
     VOCAB,
     continuation,
     create_engine,
-    engine_of,
     finish,
     random_weights,
+    shared_engine,
 )
 
 TIGHT = 2 * MAX_TOKENS // BLOCK_SIZE  # blocks: two requests at their limit
@@ -141,7 +141,7 @@ def load():
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
 def test_tokens_do_not_depend_on_the_load(load, left, chunk_tokens, prefix_cache):
     prompts, params, expected = load
-    engine = engine_of(chunk_tokens, prefix_cache=prefix_cache)
+    engine = shared_engine(chunk_tokens, prefix_cache=prefix_cache)
     preempted_before, found_before = engine.stats().num_preempted, engine.stats().num_found
     with fewer_blocks(engine, left) as hidden:
         for order in (np.arange(40), np.arange(40)[::-1], np.random.default_rng(1).permutation(40)):
@@ -169,13 +169,13 @@ def test_an_exact_engine_gives_equal_bits_whatever_the_load():
             together = engine.generate(prompts[::-1], params[::-1])[::-1]
         return sum(one.outputs != other.outputs for one, other in zip(alone, together, strict=True))
 
-    exact = engine_of(16, prefix_cache=True, exact=True)
+    exact = shared_engine(16, prefix_cache=True, exact=True)
     alone = [exact.generate([prompt], of_one)[0] for prompt, of_one in zip(prompts, params, strict=True)]
     before = exact.stats()
     assert [differing(exact, left) for left in (BLOCKS, TIGHT)] == [0, 0]
     assert exact.stats().num_preempted > before.num_preempted
     assert exact.stats().num_found > before.num_found
-    assert differing(engine_of(16), BLOCKS)
+    assert differing(shared_engine(16), BLOCKS)
     module = SimpleNamespace(settings=SimpleNamespace(num_partitions=None))
     attend = StepAttention(*[None] * 5, num_partitions=1)
     with pytest.raises(ValueError, match="modules with a fixed num_partitions"):
@@ -184,7 +184,7 @@ def test_an_exact_engine_gives_equal_bits_whatever_the_load():
 
 def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
     prompts, params, expected = load
-    engine, greedy = engine_of(16), SamplingParams(temperature=0, max_tokens=8)
+    engine, greedy = shared_engine(16), SamplingParams(temperature=0, max_tokens=8)
 
     def tokens():
         return [output.outputs[0].token_ids for output in engine.generate(prompts[:4], greedy)]
@@ -213,7 +213,7 @@ def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
 
 def test_a_slice_that_fails_loses_nothing(load):
     prompts, params, expected = load
-    engine = engine_of(16)
+    engine = shared_engine(16)
     first, aborted = (engine.add_request(prompts[i], params[i]) for i in (0, 1))
     donated = random_weights()
     engine.update_weights(donated)
@@ -234,7 +234,7 @@ def test_a_slice_that_fails_loses_nothing(load):
 
 def test_several_completions_each_have_a_seed_of_their_own(load):
     prompts, *_ = load
-    engine = engine_of(16)
+    engine = shared_engine(16)
     params = SamplingParams(max_tokens=10, temperature=1.0, seed=7, n=4)
     (output, other) = engine.generate(prompts[:2], params)
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
@@ -247,7 +247,7 @@ def test_several_completions_each_have_a_seed_of_their_own(load):
     assert drawn[0].outputs[0].token_ids != drawn[1].outputs[0].token_ids
 
 
-def counts_of(engine, *requests):
+def count_tokens(engine, *requests):
     """(tokens computed, tokens found) while the requests are served; and what came of them."""
     before = engine.stats()
     outputs = engine.generate(*requests)
@@ -256,11 +256,11 @@ def counts_of(engine, *requests):
 
 
 def test_a_prefix_is_found_until_the_weights_change():
-    engine = engine_of(16, prefix_cache=True)
+    engine = shared_engine(16, prefix_cache=True)
     prompt, greedy = [*range(21), 5], SamplingParams(temperature=0, max_tokens=8)  # five full blocks, and two tokens
 
     def served_with(seed):
-        counts, (output,) = counts_of(engine, [prompt], greedy)
+        counts, (output,) = count_tokens(engine, [prompt], greedy)
         assert output.outputs[0].token_ids == continuation(random_weights(seed), prompt, greedy)[0]
         return counts
 
@@ -278,35 +278,39 @@ def test_a_prefix_is_found_until_the_weights_change():
 
 def test_blocks_that_old_weights_began_are_not_found_with_new_ones():
     """The first block is full, but not yet listed, when the weights change."""
-    engine, prompt, greedy = engine_of(16, prefix_cache=True), [9, 8, 7], SamplingParams(temperature=0, max_tokens=20)
+    engine, prompt, greedy = (
+        shared_engine(16, prefix_cache=True),
+        [9, 8, 7],
+        SamplingParams(temperature=0, max_tokens=20),
+    )
     engine.update_weights(random_weights())
     request = engine.add_request(prompt, greedy)
     engine.step()
     engine.update_weights(random_weights(1))
     served = prompt + finish(engine)[request].outputs[0].token_ids
-    counts, (output,) = counts_of(engine, [served], greedy)
+    counts, (output,) = count_tokens(engine, [served], greedy)
     assert counts == (len(served) + 19, 0)
     assert output.outputs[0].token_ids == continuation(random_weights(1), served, greedy)[0]
 
 
 def test_equal_prompts_are_computed_once():
     prompt, params = [*range(22)], SamplingParams(max_tokens=6, temperature=1.0, seed=7, n=4)
-    apart, (expected,) = counts_of(engine_of(16), [prompt], params)
-    engine = engine_of(16, prefix_cache=True)
+    apart, (expected,) = count_tokens(shared_engine(16), [prompt], params)
+    engine = shared_engine(16, prefix_cache=True)
     engine.update_weights(random_weights())
-    together, (output,) = counts_of(engine, [prompt], params)
+    together, (output,) = count_tokens(engine, [prompt], params)
     assert output.outputs == expected.outputs
     new = 4 * 5  # the last token of each is not computed
     assert apart == (4 * 22 + new, 0)
     # The others compute the end of the prompt, which fills no block.
     assert together == (22 + 3 * 2 + new, 3 * 20)
     # So it is for prompts that only begin alike: those who come later wait for the first.
-    others, _ = counts_of(engine, [[*range(40, 20, -1), i] for i in range(6)], SamplingParams(max_tokens=1))
+    others, _ = count_tokens(engine, [[*range(40, 20, -1), i] for i in range(6)], SamplingParams(max_tokens=1))
     assert others == (21 + 5 * 1, 5 * 20)
 
 
 def test_completions_hold_the_blocks_of_their_prompt_together():
-    engine = engine_of(16, prefix_cache=True)
+    engine = shared_engine(16, prefix_cache=True)
     request = engine.add_request([*range(7, 29)], SamplingParams(max_tokens=STEPS * 3, temperature=1.0, n=4))
     engine.step()
     engine.step()
@@ -319,7 +323,7 @@ def test_completions_hold_the_blocks_of_their_prompt_together():
 
 
 def test_nothing_is_compiled_after_the_engine_is_made(load, caplog):
-    engine = engine_of(16)
+    engine = shared_engine(16)
     engine.generate(load[0][:1], SamplingParams())
     prompts, params = requests(100, seed=5)
 
@@ -339,7 +343,7 @@ def test_nothing_is_compiled_after_the_engine_is_made(load, caplog):
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_the_compiled_slice_copies_no_cache_and_never_calls_the_host(prefix_cache):
-    engine = engine_of(16, prefix_cache=prefix_cache)
+    engine = shared_engine(16, prefix_cache=prefix_cache)
     program, cache = engine._run_slice, engine._state.caches
     found = instructions(program.as_text())
     shape = f"f32[{','.join(map(str, cache.k.shape))}]"
@@ -354,7 +358,7 @@ def test_the_compiled_slice_copies_no_cache_and_never_calls_the_host(prefix_cach
 
 
 def test_an_abort_frees_the_blocks_within_one_slice():
-    engine = engine_of(16)
+    engine = shared_engine(16)
     params = SamplingParams(max_tokens=MAX_TOKENS - 4, temperature=0, n=2)
     first, second = (engine.add_request([1, 2, 3, 4], params) for _ in range(2))
     engine.step()
@@ -386,7 +390,7 @@ def test_an_abort_frees_the_blocks_within_one_slice():
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_an_abort_of_one_completion_spares_the_others(prefix_cache):
-    engine, prompt = engine_of(16, prefix_cache=prefix_cache), [1, 2, 3, 4, 5]
+    engine, prompt = shared_engine(16, prefix_cache=prefix_cache), [1, 2, 3, 4, 5]
     params = SamplingParams(max_tokens=MAX_TOKENS - len(prompt), seed=1, n=3)
     (expected,) = engine.generate([prompt], params)
     request = engine.add_request(prompt, params)
@@ -400,7 +404,7 @@ def test_an_abort_of_one_completion_spares_the_others(prefix_cache):
 
 
 def test_a_request_begins_with_the_slice_after_the_one_under_way():
-    engine = engine_of(16)
+    engine = shared_engine(16)
     engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=MAX_TOKENS - 4, temperature=0))
     engine.step()
     engine.add_request([5] * 20, SamplingParams(max_tokens=STEPS * 2, temperature=0))  # while a slice is under way
@@ -413,7 +417,7 @@ def test_a_request_begins_with_the_slice_after_the_one_under_way():
 
 def test_an_abort_spares_who_got_the_place():
     """The request ends in the slice that the host has not read when it is aborted and the next one is sent."""
-    engine = engine_of(16)
+    engine = shared_engine(16)
     first = engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=2, temperature=0))
     engine.step()
     engine.abort(first)
@@ -422,7 +426,7 @@ def test_an_abort_spares_who_got_the_place():
 
 
 def test_a_request_streams_as_it_grows():
-    engine = engine_of(16)
+    engine = shared_engine(16)
     params = SamplingParams(max_tokens=30, temperature=0)
     seen = [output.outputs[0].token_ids for output in engine.stream([[1, 2, 3]], params)]
     assert [len(tokens) for tokens in seen] == [*range(STEPS, 30, STEPS), 30][: len(seen)]
@@ -430,7 +434,7 @@ def test_a_request_streams_as_it_grows():
 
 
 def test_a_long_call_shows_how_far_it_is(capsys, monkeypatch):
-    engine, params = engine_of(16), SamplingParams(max_tokens=6)
+    engine, params = shared_engine(16), SamplingParams(max_tokens=6)
     engine.generate([[1]], params)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("jaxpaged._engine.progress_bar.INTERVAL", 0)
@@ -445,7 +449,7 @@ def test_a_long_call_shows_how_far_it_is(capsys, monkeypatch):
 
 
 def test_stats_count_seconds_only_while_there_are_requests():
-    engine = engine_of(16)
+    engine = shared_engine(16)
     before, begin = engine.stats(), time.perf_counter()
     time.sleep(0.2)
     engine.generate([[1, 2]], SamplingParams(max_tokens=6))
@@ -456,7 +460,7 @@ def test_stats_count_seconds_only_while_there_are_requests():
 
 
 def test_what_can_never_be_served_is_refused_with_its_reason():
-    engine, sizes = engine_of(16), dict(num_layers=1, num_kv_heads=1, head_dim=8)
+    engine, sizes = shared_engine(16), dict(num_layers=1, num_kv_heads=1, head_dim=8)
     calls = {
         r"a prompt must be a list of at least one token id; got \[\]": lambda: engine.generate([[]], SamplingParams()),
         r"token ids must be from 0 to 2\*\*31 - 1; got 3 to 4294967299": lambda: engine.add_request(
@@ -563,7 +567,7 @@ def test_what_an_engine_is_made_from_is_checked():
         with pytest.raises(ValueError, match=message):
             create_engine(**dict(cache=cache, weights=weights) | options)
     with pytest.raises(ValueError, match=r"a pytree of arrays; got <built-in function abs>"):
-        engine_of(16).update_weights(module)
+        shared_engine(16).update_weights(module)
 
 
 def test_parameters_are_vllms():
@@ -572,7 +576,7 @@ def test_parameters_are_vllms():
     assert len({params, SamplingParams(stop_token_ids=(2, 3))}) == 1
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(5)
-    engine, sampled = engine_of(16), SamplingParams(max_tokens=20, temperature=2.0, seed=3)
+    engine, sampled = shared_engine(16), SamplingParams(max_tokens=20, temperature=2.0, seed=3)
     tokens = [
         engine.generate([[1, 2]], dataclasses.replace(sampled, top_k=top_k))[0].outputs[0].token_ids
         for top_k in (0, -1, 1)
@@ -700,7 +704,7 @@ def test_top_p_takes_no_more_than_it_needs():
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_soak_in_a_pool_of_a_third_of_what_the_seats_may_need(prefix_cache):
-    engine = engine_of(16, prefix_cache=prefix_cache)
+    engine = shared_engine(16, prefix_cache=prefix_cache)
     with fewer_blocks(engine, TIGHT) as hidden:
         assert_whole(engine, hidden)
         result = soak(engine, 600, num_kinds=30, check=functools.partial(assert_whole, hidden=hidden))
@@ -744,7 +748,7 @@ def test_an_engine_on_four_devices_gives_the_tokens_of_one(load):
 
 def test_engines_on_two_devices_share_the_prompts_out():
     other = jax.devices()[1]
-    engines = engine_of(16), create_engine(device=other)
+    engines = shared_engine(16), create_engine(device=other)
     prompts, params = [[3, 1, 4], [1, 5], [9, 2, 6], [5, 3], [5, 8]], SamplingParams(max_tokens=6, seed=7)
     expected = engines[0].generate(prompts, params)
     with ThreadPoolExecutor() as threads:

@@ -15,13 +15,13 @@ import pytest
 from jaxpaged import SamplingParams
 from jaxpaged._engine.interrupts import without_interrupts
 from tests import toy_model
-from tests.toy_model import BLOCKS, MAX_TOKENS, STEPS, create_engine, engine_of, finish, random_weights
+from tests.toy_model import BLOCKS, MAX_TOKENS, STEPS, create_engine, finish, random_weights, shared_engine
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 LONG = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
 
 
-def tokens_of(outputs):
+def read_tokens(outputs):
     return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
@@ -35,13 +35,13 @@ def interrupts():
 
 @pytest.fixture(scope="module")
 def expected():
-    return tokens_of(engine_of(16).generate(PROMPTS, LONG))
+    return read_tokens(shared_engine(16).generate(PROMPTS, LONG))
 
 
 def assert_ready(engine, expected):
     """Nothing of earlier requests is left that could change the tokens of others or hold blocks."""
     assert not engine.has_unfinished_requests
-    assert tokens_of(engine.generate(PROMPTS, LONG)) == expected
+    assert read_tokens(engine.generate(PROMPTS, LONG)) == expected
     assert int(engine._state.allocator.num_free) == BLOCKS
 
 
@@ -59,7 +59,7 @@ def interrupt_waits(monkeypatch, number):
 
 @pytest.mark.parametrize("number", [1, 3], ids=["the first slice", "one in the middle"])
 def test_an_interrupted_step_loses_no_token(expected, monkeypatch, number):
-    engine = engine_of(16)
+    engine = shared_engine(16)
     requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS]
     outputs, num_interrupts = {}, 0
     interrupt_waits(monkeypatch, number)
@@ -69,14 +69,14 @@ def test_an_interrupted_step_loses_no_token(expected, monkeypatch, number):
         except KeyboardInterrupt:
             num_interrupts += 1
     assert num_interrupts == 1
-    assert tokens_of(outputs[request] for request in requests) == expected
+    assert read_tokens(outputs[request] for request in requests) == expected
     assert {outputs[request].outputs[0].finish_reason for request in requests} == {"length"}
     assert_ready(engine, expected)
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["the first slice", "one in the middle"])
 def test_an_interrupted_generate_leaves_nothing(expected, monkeypatch, number):
-    engine = engine_of(16)
+    engine = shared_engine(16)
     interrupt_waits(monkeypatch, number)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, LONG)
@@ -85,7 +85,7 @@ def test_an_interrupted_generate_leaves_nothing(expected, monkeypatch, number):
 
 def test_an_abort_after_an_interrupt_spares_who_got_the_place(monkeypatch):
     """The request ends in a slice that is not read when it is aborted, and the slice after that is already sent."""
-    engine, params = engine_of(16), SamplingParams(max_tokens=MAX_TOKENS - 1, temperature=0)
+    engine, params = shared_engine(16), SamplingParams(max_tokens=MAX_TOKENS - 1, temperature=0)
     first = engine.add_request([1], dataclasses.replace(params, max_tokens=STEPS + 2))
     engine.step()
     engine.step()  # it has a place
@@ -121,7 +121,7 @@ def interrupted_at_line(number, functions):
     threading.current_thread() is not threading.main_thread(), reason="only the main thread gets SIGINT"
 )
 def test_ctrl_c_before_any_line_of_the_books_loses_nothing(expected):
-    engine = engine_of(16)
+    engine = shared_engine(16)
     functions = {"_advance", "_send", "_receive", "_take", "_finish", "_tell"}
 
     def serve(number):
@@ -134,7 +134,7 @@ def test_ctrl_c_before_any_line_of_the_books_loses_nothing(expected):
                     outputs |= {output.request_id: output for output in engine.step()}
                 except KeyboardInterrupt:
                     was_interrupted = True
-        assert tokens_of(outputs[request] for request in requests) == expected[:2], number
+        assert read_tokens(outputs[request] for request in requests) == expected[:2], number
         return was_interrupted
 
     number = 0
@@ -177,9 +177,9 @@ class Failing:
 
 def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
     model = Failing()
-    cache = jax.tree.map(jnp.zeros_like, engine_of(16)._state.caches)
+    cache = jax.tree.map(jnp.zeros_like, shared_engine(16)._state.caches)
     engine = create_engine(model=model.apply, weights=random_weights(), cache=cache)
-    assert tokens_of(engine.generate(PROMPTS, LONG)) == expected
+    assert read_tokens(engine.generate(PROMPTS, LONG)) == expected
     request = engine.add_request(PROMPTS[0], LONG)
     engine.step()
     engine.add_request(PROMPTS[1], LONG)
@@ -225,7 +225,7 @@ def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
 
 
 def test_a_stream_that_is_left_leaves_nothing(expected):
-    engine = engine_of(16)
+    engine = shared_engine(16)
     for output in engine.stream(PROMPTS * 10, LONG):  # more than the device holds
         assert not output.finished
         break
@@ -237,7 +237,7 @@ def test_a_stream_that_is_left_leaves_nothing(expected):
 
 
 def test_a_failed_generate_leaves_nothing(expected):
-    engine, donated = engine_of(16), random_weights()
+    engine, donated = shared_engine(16), random_weights()
     engine.update_weights(donated)
     donated["head"].delete()
     with pytest.raises(RuntimeError, match="deleted"):
@@ -249,20 +249,20 @@ def test_a_failed_generate_leaves_nothing(expected):
 
 
 def test_generate_spares_the_requests_of_others(expected):
-    engine = engine_of(16)
+    engine = shared_engine(16)
     first = engine.add_request(PROMPTS[0], LONG)
     engine.step()
-    assert tokens_of(engine.generate(PROMPTS[1:3], LONG)) == expected[1:3]
+    assert read_tokens(engine.generate(PROMPTS[1:3], LONG)) == expected[1:3]
     stream = engine.stream(PROMPTS[3:], LONG)
     second = engine.add_request(PROMPTS[1], LONG)
     *_, last = stream
-    assert tokens_of([last]) == expected[3:]
+    assert read_tokens([last]) == expected[3:]
     outputs = finish(engine)
-    assert tokens_of(outputs[request] for request in (first, second)) == expected[:2]
+    assert read_tokens(outputs[request] for request in (first, second)) == expected[:2]
 
 
 def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):
-    engine, params = engine_of(16), SamplingParams(max_tokens=MAX_TOKENS - 4, n=2)
+    engine, params = shared_engine(16), SamplingParams(max_tokens=MAX_TOKENS - 4, n=2)
     assert not engine.abort()
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS * 10]
     assert not engine.abort(requests[-1] + 1)
@@ -274,7 +274,7 @@ def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):
     outputs = finish(engine)
     assert outputs.keys() == set(requests)
     assert {completion.finish_reason for output in outputs.values() for completion in output.outputs} == {"abort"}
-    assert all(len(tokens) < 3 * STEPS for tokens in tokens_of(outputs.values()))
+    assert all(len(tokens) < 3 * STEPS for tokens in read_tokens(outputs.values()))
     assert not engine.abort(requests[0])
     with pytest.raises(ValueError, match="pass the request_id of the completion; got completion=1 alone"):
         engine.abort(completion=1)
@@ -282,7 +282,7 @@ def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):
 
 
 def test_an_engine_from_before_a_fork_says_so(monkeypatch):
-    engine, process = engine_of(16), os.getpid()
+    engine, process = shared_engine(16), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: process + 1)
     with pytest.raises(RuntimeError, match=r"made before os.fork\(\)"):
         engine.generate(PROMPTS, LONG)

@@ -9,11 +9,11 @@ import pytest
 
 from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler
 from jaxpaged._engine.defaults import chosen_sizes
-from jaxpaged._engine.kinds import LONGEST_WAIT, kinds_of_steps, next_kind
+from jaxpaged._engine.kinds import LONGEST_WAIT, make_kinds, next_kind
 from tests import toy_model
 
 SEATS, CHUNK, WIDTHS = 16, 32, (4, 8)
-KINDS = kinds_of_steps(SEATS, CHUNK, WIDTHS)
+KINDS = make_kinds(SEATS, CHUNK, WIDTHS)
 FOUR, EIGHT, ALL, NARROW_CHUNK, CHUNK_FOR_ALL = range(5)
 
 
@@ -24,16 +24,16 @@ def places(kinds):
 
 def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
     assert places(KINDS) == ([4, 8, 16], [8, 48])
-    assert places(kinds_of_steps(384, 640, (64, 128, 256))) == ([64, 128, 256, 384], [256, 1024])
-    assert places(kinds_of_steps(256, 512, (64, 128, 256))) == ([64, 128, 256], [256, 768])
-    assert places(kinds_of_steps(6, 16)) == ([6], [22])
-    assert places(kinds_of_steps(6, 7, (5,))) == ([5, 6], [13])  # 5 is more than a third of 13
-    (exact,) = kinds_of_steps(6, 16, (3,), exact=True)
+    assert places(make_kinds(384, 640, (64, 128, 256))) == ([64, 128, 256, 384], [256, 1024])
+    assert places(make_kinds(256, 512, (64, 128, 256))) == ([64, 128, 256], [256, 768])
+    assert places(make_kinds(6, 16)) == ([6], [22])
+    assert places(make_kinds(6, 7, (5,))) == ([5, 6], [13])  # 5 is more than a third of 13
+    (exact,) = make_kinds(6, 16, (3,), exact=True)
     assert (exact.num_places, exact.is_mixed, exact.num_partitions) == (22, True, 1)
 
 
 @jax.jit
-def next_of(needed, num_waited):
+def choose_next(needed, num_waited):
     """The next kind if each seat needs so many tokens, one of which is known to be computed; 0: a free seat."""
     is_taken = needed > 0
     scheduler = Scheduler.create(max_requests=SEATS, num_seats=SEATS, max_length=256)
@@ -73,7 +73,7 @@ def next_of(needed, num_waited):
 )
 def test_the_next_kind(needed, num_waited, expected):
     needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
-    assert int(next_of(needed, np.int32(num_waited))) == expected
+    assert int(choose_next(needed, np.int32(num_waited))) == expected
 
 
 OPEN = dict(num_seats=None, max_length=None, chunk_tokens=None, widths=None, is_gpu=True)

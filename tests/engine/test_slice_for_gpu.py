@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(not resources.installed(), reason="needs ptxas, 
 
 def main():
     """Prints the compiled module."""
-    mesh = resources.mesh_of(resources.H100)
-    engine = toy_model.engine_of(16)
+    mesh = resources.make_mesh(resources.H100)
+    engine = toy_model.shared_engine(16)
     news = engine._inbox_of([], [], wants_logprobs=False, num_steps=0)
     types = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype, sharding=NamedSharding(mesh, PartitionSpec())),

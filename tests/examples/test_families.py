@@ -80,18 +80,18 @@ def test_behind_an_engine(tmp_path):
     assert engine.generate([PROMPT], params)[0].outputs[0].token_ids == expected
 
 
-def config_of(family, **changes):
+def make_config(family, **changes):
     return read_config(Fields({"model_type": family, **SIZES, **FAMILIES[family], **changes}))
 
 
 def test_what_configs_leave_out():
-    windows = config_of("gemma3_text", num_hidden_layers=12, sliding_window_pattern=6).windows
+    windows = make_config("gemma3_text", num_hidden_layers=12, sliding_window_pattern=6).windows
     assert windows == (*[6] * 5, None) * 2
-    assert config_of("gpt_oss", sliding_window=128).windows == config_of("gemma2", sliding_window=128).windows
-    assert config_of("mistral", sliding_window=None).windows is None
-    assert config_of("qwen2", use_sliding_window=None).windows is None
-    assert config_of("qwen2", layer_types=["sliding_attention", "full_attention"]).windows == (6, None)
-    assert config_of("gemma2", final_logit_softcapping=None).final_soft_cap is None
+    assert make_config("gpt_oss", sliding_window=128).windows == make_config("gemma2", sliding_window=128).windows
+    assert make_config("mistral", sliding_window=None).windows is None
+    assert make_config("qwen2", use_sliding_window=None).windows is None
+    assert make_config("qwen2", layer_types=["sliding_attention", "full_attention"]).windows == (6, None)
+    assert make_config("gemma2", final_logit_softcapping=None).final_soft_cap is None
     with_images = Fields(
         {
             "model_type": "gemma3",
@@ -108,12 +108,12 @@ def test_the_rotary_fields_of_two_generations():
     of_windows, of_others = dict(rope_theta=20.0), dict(rope_theta=500.0, rope_type="linear", factor=8.0)
     nested = dict(sliding_attention=of_windows, full_attention=of_others)
     now = {"model_type": "gemma3_text", **SIZES, **GEMMA, "sliding_window_pattern": 2, "rope_parameters": nested}
-    assert read_config(Fields(now)) == config_of("gemma3_text")
+    assert read_config(Fields(now)) == make_config("gemma3_text")
     parameters = FAMILIES["qwen3"]["rope_scaling"] | dict(rope_theta=500.0)
     now = {"model_type": "qwen3", **SIZES, "rope_parameters": parameters}
-    assert read_config(Fields(now)) == config_of("qwen3")
-    plain = config_of("llama", rope_scaling=None)
-    assert config_of("llama", rope_scaling=dict(type="dynamic", factor=4.0)) == plain  # within its context
+    assert read_config(Fields(now)) == make_config("qwen3")
+    plain = make_config("llama", rope_scaling=None)
+    assert make_config("llama", rope_scaling=dict(type="dynamic", factor=4.0)) == plain  # within its context
 
 
 @pytest.mark.parametrize(
@@ -163,10 +163,10 @@ def test_the_rotary_fields_of_two_generations():
 )
 def test_what_is_refused_by_name(family, changes, message):
     if message is None:
-        config_of(family, **changes)
+        make_config(family, **changes)
         return
     with pytest.raises((KeyError, ValueError)) as error:
-        config_of(family, **changes)
+        make_config(family, **changes)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -53,14 +53,14 @@ def test_tokens_are_those_of_one_device(num_devices, changes):
     sizes = dict(max_new_tokens=12, block_size=4, num_blocks=10, dtype="float32", seed=3)
     sampling = Sampling(temperature=0.8)
 
-    def tokens_of(model, config, mesh):
+    def run(model, config, mesh):
         state = start(config, PROMPTS, **sizes, mesh=mesh)
         with jax.numpy_rank_promotion("allow"):  # biases
             return run_generation(model, state, PROMPTS, (), sampling, steps_at_once=20, mesh=mesh)[0]
 
     mesh = make_mesh(num_devices)
-    ours = tokens_of(shard_model(model, config, mesh), repeated_kv_heads(config, num_devices), mesh)
-    theirs = tokens_of(model, config, None)
+    ours = run(shard_model(model, config, mesh), repeated_kv_heads(config, num_devices), mesh)
+    theirs = run(model, config, None)
     assert generated(ours) == generated(theirs)
     assert jnp.array_equal(ours.starved, theirs.starved)
     assert ours.caches[0].k.addressable_shards[0].data.shape[2] == max(config.num_kv_heads // num_devices, 1)

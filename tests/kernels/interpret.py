@@ -51,7 +51,7 @@ interpret_pallas_call.interpret_pallas_call = _call_of_kernel
 thread_map._run_jaxpr = lambda jaxpr, consts, *args: evaluate(jaxpr.jaxpr, consts, *args)
 
 
-def arguments_of(case: Case) -> Any:
+def make_call(case: Case) -> Any:
     return check_call(*case.arrays, **(dict.fromkeys(OPTION_NAMES) | case.options))
 
 
@@ -80,7 +80,7 @@ def attend(
     beforehand. `config` overrides fields of the default. `zero_fill`: what is read past the end of an array is zero, as
     the copy engine does it; otherwise reading there raises."""
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
-    a = arguments_of(case)
+    a = make_call(case)
     known = Known(num_partitions=num_partitions, window=window)
     gpu = Gpu(num_sms, 9.0)
     choice = by_decode(a, gpu, known, planned=plan is not None)

@@ -11,7 +11,7 @@ from jaxpaged._attention.choose import Choice
 from jaxpaged._attention.run import run
 from pallas_kernels.prefill.config import default_config
 from tests.cases import Case, assert_lse, assert_within_budget, oracle, within_budget
-from tests.kernels.interpret import arguments_of
+from tests.kernels.interpret import make_call
 
 PADDING = 3  # rows of q after the last sequence's
 
@@ -58,7 +58,7 @@ def attend(
     mask: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Out [tokens + padding, heads, head_dim] and the lse. `mask`: of `with_trees`."""
-    a = arguments_of(case)
+    a = make_call(case)
     config = default_config(
         group=a.group,
         head_dim=a.q.shape[-1],

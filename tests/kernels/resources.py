@@ -97,7 +97,7 @@ def main() -> None:
         print(json.dumps([compile_one(Path(folder), gpu, **shape) for shape in shapes]))
 
 
-def mesh_of(gpu: str) -> Any:
+def make_mesh(gpu: str) -> Any:
     """A mesh of one GPU that is not there."""
     from jax.experimental import topologies
 
@@ -113,7 +113,7 @@ def compile_one(
 
     from tests.kernels.lowering import mosaic_for, traced_decode, traced_prefill
 
-    mesh = mesh_of(gpu)
+    mesh = make_mesh(gpu)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for file in folder.iterdir():
         file.unlink()

@@ -24,7 +24,7 @@ SUPPORTED = dict(
 )
 
 
-def bytes_of(ref):
+def count_bytes(ref):
     if hasattr(ref, "num_barriers"):
         return 8 * math.prod(ref.num_barriers)
     return -(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // 1024) * 1024
@@ -52,7 +52,7 @@ def test_the_decode_kernel_fits_every_gpu(compute_capability, smem):
             cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
             scales=(jnp.zeros((1, 16, 1)),) * 2,
         )
-        num_bytes = sum(map(bytes_of, arrays.values()))
+        num_bytes = sum(map(count_bytes, arrays.values()))
         assert num_bytes + 2048 <= smem * 1024  # and Mosaic's reductions
         barriers = 8 * 2 * config.num_stages if config.copies == "tma" else 0
         assert num_bytes - barriers == decode_config.smem_bytes(config.num_stages, **shape, itemsize=itemsize)

@@ -17,7 +17,7 @@ from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.partition_plan import PartitionPlan
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, within_budget
-from tests.kernels.interpret import arguments_of
+from tests.kernels.interpret import make_call
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def results(a: Any, num_partitions: NumPartitions) -> Results:
 
 
 def attend(case: Case, num_partitions: NumPartitions) -> Results:
-    out, lse = results(arguments_of(case), num_partitions)
+    out, lse = results(make_call(case), num_partitions)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 
 
@@ -98,7 +98,7 @@ def test_trees(q_len, heads, num_partitions):
 def test_ten_thousand_calls_give_equal_bits(num_partitions):
     """The last program of a sequence merges what the others stored: none of it is used before it is there."""
     case = real(heads=64, kv_heads=4, head_dim=128)
-    a = arguments_of(case)
+    a = make_call(case)
     num_partitions = planned(case) if num_partitions == "a plan" else num_partitions
 
     @jax.jit
@@ -290,7 +290,7 @@ def test_many_partitions():
 
 
 def planned(case: Case) -> PartitionPlan:
-    a = arguments_of(case)
+    a = make_call(case)
     at_once = by_decode(a, _device.gpu(), planned=True).at_once
     return partition_plan.default(a.lengths, a.options.sliding_window, q_len=a.q.shape[1], at_once=at_once)
 
@@ -319,7 +319,7 @@ def test_one_sequence_much_longer_than_the_others():
     lengths = (3, 0, 40_000, 64, 1000, 17)
     case = make_case(lengths=lengths, max_blocks=2500, heads=8, kv_heads=2, head_dim=128, dtype=BF16)
     assert jnp.diff(planned(case).partition_starts).tolist() == [1, 1, 79, 1, 2, 1]
-    a = arguments_of(case)
+    a = make_call(case)
     assert choose(a, _device.gpu()).at_once is not None
     choice = by_decode(a, _device.gpu(), planned=True)
     out = np.asarray(run(choice, a)[0][:, 0], np.float32)

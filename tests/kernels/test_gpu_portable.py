@@ -18,7 +18,7 @@ from jaxpaged._attention.choose import Known, by_decode
 from jaxpaged._attention.run import run
 from pallas_kernels.decode import partition_plan
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
-from tests.kernels.interpret import arguments_of, changed
+from tests.kernels.interpret import changed, make_call
 from tests.kernels.lowering import mosaic_for
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ BF16 = jnp.bfloat16
 
 
 def check(case, form, num_partitions=None, plan=None, **changes):
-    a = arguments_of(case)
+    a = make_call(case)
     choice = by_decode(a, _device.gpu(), Known(num_partitions=num_partitions))
     choice = changed(choice, copies="tma" if form == "tma" else "cp_async", **changes)
     choice = dataclasses.replace(choice, at_once=None if plan is None else plan.total_partitions)

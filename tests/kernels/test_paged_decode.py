@@ -17,7 +17,7 @@ from jaxpaged._attention.run import run
 from jaxpaged._device import Gpu
 from pallas_kernels.common import sizes as _sizes
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import FAULTS, H100, arguments_of, attend, check
+from tests.kernels.interpret import FAULTS, H100, attend, check, make_call
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,7 @@ def test_a_dropped_partition_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("shape", [{}, dict(q_len=16, heads=64, kv_heads=1), dict(q_len=100)])
 def test_what_is_taken(shape):
-    assert isinstance(choose(arguments_of(make_case(dtype=BF16, **shape)), H100), Choice)
+    assert isinstance(choose(make_call(make_case(dtype=BF16, **shape)), H100), Choice)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ def test_what_is_taken(shape):
 )
 def test_what_cannot_be_taken_says_so(shape, message):
     case = make_case(**(dict(dtype=BF16) | shape))
-    assert message in choose(arguments_of(case), H100).message
+    assert message in choose(make_call(case), H100).message
     with pytest.raises(NotImplementedError, match=message):
         explain(*case.arrays, **case.options, gpu="H100", implementation="mosaic_gpu")
 
 
 def test_a_gpu_without_kernels_says_so():
-    a = arguments_of(make_case(dtype=BF16))
+    a = make_call(make_case(dtype=BF16))
     assert "compute_capability=7.5" in choose(a, Gpu(68, 7.5)).message
     if jax.default_backend() != "gpu":
         assert "need an NVIDIA GPU; got device.platform='cpu'" in explain(*make_case(dtype=BF16).arrays).reason
@@ -176,25 +176,25 @@ def test_a_gpu_without_kernels_says_so():
 
 def test_vmap_gradient_and_export():
     cases = [make_case(seed, lengths=(3, 50), max_blocks=4, dtype=BF16, options=OPTIONS["all"]) for seed in range(2)]
-    choice = by_decode(arguments_of(cases[0]), H100, Known(num_partitions=2))
+    choice = by_decode(make_call(cases[0]), H100, Known(num_partitions=2))
     unchecked = dataclasses.replace(choice, interpret=plgpu.InterpretGPUParams())  # see `attend`
     interpreted, for_gpu = functools.partial(run, unchecked), functools.partial(run, choice)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(make_call, cases))
     out, _ = jax.vmap(interpreted)(stacked)
     for case, its in zip(cases, out, strict=True):
         assert_within_budget(case, its[:, 0])
 
     # Differentiated, it is the XLA path that runs.
     def loss(attend, q):
-        return attend(dataclasses.replace(arguments_of(cases[0]), q=q))[0].astype(jnp.float32).sum()
+        return attend(dataclasses.replace(make_call(cases[0]), q=q))[0].astype(jnp.float32).sum()
 
-    q = arguments_of(cases[0]).q
+    q = make_call(cases[0]).q
     ours = jax.grad(functools.partial(loss, interpreted))(q)
     theirs = jax.grad(functools.partial(loss, functools.partial(xla.attend, num_partitions=1)))(q)
     assert (ours == theirs).all()
 
     jax.jit(jax.vmap(for_gpu)).trace(stacked).lower(lowering_platforms=("cuda",))
-    exported = export.export(jax.jit(for_gpu), platforms=["cuda"])(*[arguments_of(cases[0])])
+    exported = export.export(jax.jit(for_gpu), platforms=["cuda"])(*[make_call(cases[0])])
     assert exported.platforms == ("cuda",)
 
 

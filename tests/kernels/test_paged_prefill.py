@@ -158,7 +158,7 @@ def test_what_it_does_not_take(limit, shape):
     assert re.search(limit, prefill_config.limit(**supported | shape))
 
 
-def entries_of(counts, lengths, *, tokens, token_bytes=4096):
+def make_entries(counts, lengths, *, tokens, token_bytes=4096):
     """Of a group of 4: 32 tokens an item."""
     config = prefill_config.default_config(group=4, head_dim=128, num_sms=132)
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
@@ -170,7 +170,7 @@ def entries_of(counts, lengths, *, tokens, token_bytes=4096):
 @pytest.mark.parametrize("token_bytes", [4096, 10**6])
 def test_the_work_list_covers_each_row_once(token_bytes):
     counts, lengths = (0, 100, 1, 32), (50, 400, 7, 32)
-    entries = entries_of(counts, lengths, tokens=140, token_bytes=token_bytes)
+    entries = make_entries(counts, lengths, tokens=140, token_bytes=token_bytes)
     rows = [row for _, start, _, count, _ in entries for row in range(start, start + count)]
     assert sorted(rows) == list(range(140))
     for seq, start, position, count, length in entries:
@@ -183,13 +183,13 @@ def test_the_work_list_covers_each_row_once(token_bytes):
 
 
 def test_the_longest_come_first_and_a_sequence_together():
-    entries = entries_of((64, 64), (1024, 1024), tokens=128)
+    entries = make_entries((64, 64), (1024, 1024), tokens=128)
     assert entries[:, 0].tolist() == [0, 0, 1, 1]
     assert entries[:2, 2].tolist() == [992, 960]
-    assert entries_of((64, 64), (1024, 4096), tokens=128)[0, 0] == 1
+    assert make_entries((64, 64), (1024, 4096), tokens=128)[0, 0] == 1
 
 
 def test_beyond_the_l2_cache_a_sequence_follows_the_other():
-    entries = entries_of((96, 96, 64), (1024, 4096, 2048), tokens=256, token_bytes=10**6)
+    entries = make_entries((96, 96, 64), (1024, 4096, 2048), tokens=256, token_bytes=10**6)
     assert entries[:, 0].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
     assert entries[:, 2].tolist() == [4064, 4032, 4000, 1984, 2016, 992, 960, 928]

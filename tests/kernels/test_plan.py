@@ -16,7 +16,7 @@ from jaxpaged._attention.plan import follows
 from jaxpaged._attention.run import run
 from pallas_kernels.decode import partition_plan
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import A100, H100, arguments_of, attend, check, races_found
+from tests.kernels.interpret import A100, H100, attend, check, make_call, races_found
 
 pytestmark = pytest.mark.slow
 
@@ -70,11 +70,11 @@ def test_a_literal_plan():
 
 def test_a_sequence_as_long_as_the_mean_stays_whole():
     for seqs in (66, 256):
-        assert (partitions_of((1000,) * seqs) == 1).all()
-        assert partitions_of((1000,) * (seqs - 1) + (100_000,))[-1] >= 40
+        assert (count_partitions((1000,) * seqs) == 1).all()
+        assert count_partitions((1000,) * (seqs - 1) + (100_000,))[-1] >= 40
 
 
-def partitions_of(lengths):
+def count_partitions(lengths):
     plan = partition_plan.default(jnp.asarray(lengths, jnp.int32), None, q_len=1, at_once=66)
     return np.diff(plan.partition_starts)
 
@@ -83,10 +83,10 @@ def test_partitions_that_all_run_at_once():
     """With a few tiles more each, no program starts when the others end."""
     lengths = (4096,) * 24
     assert np.diff(make(lengths, 90)[1]).tolist() == [3] * 24
-    assert partitions_of(lengths).tolist() == [2] * 24
-    assert partitions_of((1024,) * 63 + (4096,)).tolist() == [1] * 63 + [3]  # and not 4
-    assert partitions_of((256,) * 63 + (2048,)).tolist() == [1] * 63 + [4]  # but for short ones
-    assert partitions_of((1024,) * 31 + (4096,)).sum() > 66  # of half as many tiles more it would still be too many
+    assert count_partitions(lengths).tolist() == [2] * 24
+    assert count_partitions((1024,) * 63 + (4096,)).tolist() == [1] * 63 + [3]  # and not 4
+    assert count_partitions((256,) * 63 + (2048,)).tolist() == [1] * 63 + [4]  # but for short ones
+    assert count_partitions((1024,) * 31 + (4096,)).sum() > 66  # of half as many tiles more it would still be too many
     assert make((1400 * 64,) * 10, 150, at_once=100)[1][-1] == 100  # of 140 tiles, not of 100
 
 
@@ -119,7 +119,7 @@ def test_total():
 )
 def test_how_many_partitions_of_a_plan_run_at_once(gpu, kind, at_once):
     """Four programs a SM."""
-    a = arguments_of(make_case(lengths=(3, 50), max_blocks=4, kv_heads=2, dtype=BF16, **kind))
+    a = make_call(make_case(lengths=(3, 50), max_blocks=4, kv_heads=2, dtype=BF16, **kind))
     a = dataclasses.replace(a, k_cache=jax.ShapeDtypeStruct((4, 16, 8, 64), a.k_cache.dtype))
     a = dataclasses.replace(a, q=jax.ShapeDtypeStruct((2, a.q.shape[1], 4 * a.q.shape[2], 64), BF16))
     assert by_decode(a, gpu, planned=True).at_once == at_once
@@ -191,7 +191,7 @@ def test_mapped_calls_follow_no_plan(mapped):
     cases = [make_case(seed, lengths=(3, 70), max_blocks=5, kv_heads=1, dtype=BF16) for seed in range(2)]
     if mapped != "everything":
         cases[1] = cases[0].replace(q=cases[mapped == "queries"].q)
-    a, *_ = singles = list(map(arguments_of, cases))
+    a, *_ = singles = list(map(make_call, cases))
     plan = partition_plan.make(jnp.array([3, 64 * 16]), None, q_len=1, total_partitions=5)
     assert jnp.diff(plan.partition_starts).tolist() == [1, 2]
     choice = by_decode(a, H100, planned=True)
@@ -236,7 +236,7 @@ def test_the_plan_of_a_call_is_the_public_one(monkeypatch, q_len):
     monkeypatch.setattr(_device, "gpu", lambda: H100)
     case = make_case(lengths=(200, 180, 190), max_blocks=513, q_len=q_len, dtype=BF16)
     public = plan_partitions(case.lengths, num_kv_heads=2, q_len=q_len or 1)
-    at_once = choose(arguments_of(case), H100).at_once
+    at_once = choose(make_call(case), H100).at_once
     plan = partition_plan.default(case.lengths, None, q_len=q_len or 1, at_once=at_once)
     assert (plan.partitions == public.partitions).all()
 
@@ -253,7 +253,7 @@ def test_wide_tables_get_a_plan(kind):
 
 
 def test_what_follows_no_plan():
-    a = arguments_of(make_case(lengths=(0, 1, 70), max_blocks=5, kv_heads=1, dtype=BF16))
+    a = make_call(make_case(lengths=(0, 1, 70), max_blocks=5, kv_heads=1, dtype=BF16))
 
     def is_followed(total, *, seqs=3, q_len=1, heads=6, causal=True):
         return follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64)), causal=causal), total)

@@ -16,7 +16,7 @@ from jaxpaged._attention.run import run
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.config import Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import FAULTS, arguments_of, races_found
+from tests.kernels.interpret import FAULTS, make_call, races_found
 from tests.kernels.lowering import OPTIONS as ALL_OPTIONS
 from tests.kernels.lowering import mosaic_for, traced_decode
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 BF16, F16, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def choice_of(interpret, num_partitions=1, num_stages=2, plan=None):
+def make_choice(interpret, num_partitions=1, num_stages=2, plan=None):
     """For up to 64 query tokens of one head a KV head."""
     at_once = None if plan is None else plan.total_partitions
     return Choice(
@@ -36,7 +36,7 @@ def choice_of(interpret, num_partitions=1, num_stages=2, plan=None):
 def attend(case, *, num_partitions=1, num_stages=2, plan=None):
     # The detector does not know that programs count each other before they read what others wrote.
     interpret = plgpu.InterpretGPUParams(detect_races=plan is None and num_partitions == 1)
-    out, lse = run(choice_of(interpret, num_partitions, num_stages, plan), arguments_of(case), plan)
+    out, lse = run(make_choice(interpret, num_partitions, num_stages, plan), make_call(case), plan)
     jax.block_until_ready(out)
     assert not races_found()
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
@@ -62,7 +62,7 @@ def test_partitions():
     check(case, num_partitions=3)
 
 
-def plan_of(lengths, total, *, q_len=1):
+def make_plan(lengths, total, *, q_len=1):
     return partition_plan.make(jnp.asarray(lengths, jnp.int32), None, q_len=q_len, total_partitions=total)
 
 
@@ -70,7 +70,7 @@ def plan_of(lengths, total, *, q_len=1):
 def test_a_plan(name):
     """Sequences that are whole, split, and empty; of 10 partitions of the longest the merge takes 8 and 2 at once."""
     lengths = 0, 1, 620, 70
-    plan = plan_of((0, 1, 64 * 80, 64 * 16), 17)
+    plan = make_plan((0, 1, 64 * 80, 64 * 16), 17)
     assert jnp.diff(plan.partition_starts).tolist() == [1, 1, 10, 2]
     check(make_case(lengths=lengths, max_blocks=39, kv_heads=1, dtype=BF16, options=OPTIONS[name]), plan=plan)
 
@@ -78,11 +78,11 @@ def test_a_plan(name):
 def test_a_plan_for_other_lengths_and_several_query_tokens():
     """Partitions without a tile, and a head of two times 64 columns."""
     shape = dict(lengths=(3, 150), max_blocks=10, q_len=5, kv_heads=1, head_dim=128, dtype=BF16)
-    check(make_case(**shape, options=OPTIONS["sinks"]), plan=plan_of((64 * 40, 1), 7, q_len=5))
+    check(make_case(**shape, options=OPTIONS["sinks"]), plan=make_plan((64 * 40, 1), 7, q_len=5))
 
 
 def test_a_plan_that_loses_a_partition_is_noticed():
-    plan = plan_of((64 * 16, 3), 5)
+    plan = make_plan((64 * 16, 3), 5)
     assert plan.partitions[1].tolist() == [0, 1, 2]
     shorter = dataclasses.replace(plan, partitions=plan.partitions.at[1, 1].set(2))  # now it is one left over
     case = make_case(lengths=(150, 3), max_blocks=10, kv_heads=1, dtype=BF16)
@@ -129,18 +129,18 @@ def test_by_name_on_other_gpus_than_hopper():
 
 def test_vmap_and_gradients():
     cases = [small(seed) for seed in range(2)]
-    a = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(arguments_of, cases))
+    a = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(make_call, cases))
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    for num_partitions, plan in ((1, None), (2, None), (1, plan_of((0, 1, 70), 5))):
-        unchecked = choice_of(plgpu.InterpretGPUParams(), num_partitions, plan=plan)  # see `attend`
+    for num_partitions, plan in ((1, None), (2, None), (1, make_plan((0, 1, 70), 5))):
+        unchecked = make_choice(plgpu.InterpretGPUParams(), num_partitions, plan=plan)  # see `attend`
         out, _ = jax.vmap(lambda a, choice=unchecked, plan=plan: run(choice, a, plan))(a)
         for case, its in zip(cases, out, strict=True):
             assert_within_budget(case, its[:, 0])
 
     def loss(attend, q):
-        return attend(dataclasses.replace(arguments_of(cases[0]), q=q))[0].astype(jnp.float32).sum()
+        return attend(dataclasses.replace(make_call(cases[0]), q=q))[0].astype(jnp.float32).sum()
 
-    ours = jax.grad(functools.partial(loss, functools.partial(run, choice_of(interpret))))
+    ours = jax.grad(functools.partial(loss, functools.partial(run, make_choice(interpret))))
     theirs = jax.grad(functools.partial(loss, functools.partial(xla.attend, num_partitions=1)))
     assert (ours(cases[0].q[:, None]) == theirs(cases[0].q[:, None])).all()
 

@@ -15,7 +15,7 @@ from jaxpaged._attention.choose import Known, by_decode, choose
 from jaxpaged._attention.run import run
 from jaxpaged._attention.runs import cut_uniform
 from tests.cases import OPTIONS, make_case, within_budget
-from tests.kernels.interpret import H100, arguments_of, attend, check
+from tests.kernels.interpret import H100, attend, check, make_call
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch, request):
 
 
 def test_gradients_are_those_of_xla():
-    a = arguments_of(prompt_case(lengths=(5, 60), options=OPTIONS["all"]))
+    a = make_call(prompt_case(lengths=(5, 60), options=OPTIONS["all"]))
     choice = choose(a, H100, Known(num_partitions=1))
     interpreted = functools.partial(
         run, dataclasses.replace(choice, interpret=plgpu.InterpretGPUParams(detect_races=True))
@@ -176,7 +176,7 @@ def test_which_kernel_takes_a_shared_prefix(max_blocks, prefix, num_parts):
 
 
 def test_a_shared_prefix_is_computed_in_runs_of_64_rows():
-    a = arguments_of(make_case(lengths=(30,), q_len=70, heads=4, kv_heads=1, dtype=BF16))
+    a = make_call(make_case(lengths=(30,), q_len=70, heads=4, kv_heads=1, dtype=BF16))
     choice = by_decode(dataclasses.replace(a, causal=False), H100)
     assert choice.run == 14
     runs = cut_uniform(dataclasses.replace(a, causal=False), choice.run)

@@ -14,12 +14,12 @@ from pallas_kernels.common import widen as _widen
 LANES = 128
 
 
-def bytes_of(x):
+def as_bytes(x):
     return x.view(np.uint8).reshape(*x.shape, 4)
 
 
 def prmt(a, b, selector):
-    pool = np.concatenate([bytes_of(a), bytes_of(np.broadcast_to(np.uint32(b), a.shape).copy())], axis=-1)
+    pool = np.concatenate([as_bytes(a), as_bytes(np.broadcast_to(np.uint32(b), a.shape).copy())], axis=-1)
     return np.ascontiguousarray(pool[:, [selector >> 4 * i & 7 for i in range(4)]]).view(np.uint32)[:, 0]
 
 

@@ -35,9 +35,9 @@ def mistakes(text: str) -> list[str]:
     found: list[str] = []
     for code in [*spans, *(code for kind, code in blocks if not kind)]:  # blocks of python are run instead
         for tree in parsed(code):
-            found += mistakes_of_code(tree)
+            found += find_code_mistakes(tree)
     for line in [*spans, *(line for _, code in blocks for line in code.splitlines())]:
-        found += mistakes_of_command(line)
+        found += find_command_mistakes(line)
     return found
 
 
@@ -55,19 +55,19 @@ def parsed(code: str) -> Iterator[ast.AST]:
             return
 
 
-def mistakes_of_code(tree: ast.AST) -> Iterator[str]:
+def find_code_mistakes(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             functions = named(node.func)
             if functions and not any(takes(function, node) for function in functions):
                 yield f"{ast.unparse(node)}: no such call"
         elif isinstance(node, ast.Attribute):
-            owners = owners_of(node.value)
+            owners = find_owners(node.value)
             if owners and not any(has(owner, node.attr) for owner in owners):
                 yield f"{ast.unparse(node)}: no such name"
 
 
-def owners_of(node: ast.expr) -> tuple[Any, ...]:
+def find_owners(node: ast.expr) -> tuple[Any, ...]:
     """The modules or classes that an expression before a dot may stand for; none if it is not ours."""
     if isinstance(node, ast.Name):
         if node.id in VARIABLES:
@@ -86,7 +86,7 @@ def has(owner: Any, name: str) -> bool:
 def named(node: ast.expr) -> list[Any]:
     """The functions that the called expression may be; a bare name may be a method of any class."""
     if isinstance(node, ast.Attribute):
-        return [getattr(owner, node.attr) for owner in owners_of(node.value) if hasattr(owner, node.attr)]
+        return [getattr(owner, node.attr) for owner in find_owners(node.value) if hasattr(owner, node.attr)]
     if not isinstance(node, ast.Name):
         return []
     functions = [getattr(jaxpaged, node.id)] if node.id in jaxpaged.__all__ else []
@@ -115,7 +115,7 @@ def takes(function: Any, call: ast.Call) -> bool:
     return False
 
 
-def mistakes_of_command(line: str) -> Iterator[str]:
+def find_command_mistakes(line: str) -> Iterator[str]:
     """Of a line or a span: files, modules that `python -m` runs, targets of make, options of our programs."""
     for path in re.findall(rf"(?<![\w/.])((?:{'|'.join(OWN)})/[\w./-]*\w)", line):
         if not (ROOT / path).exists():
@@ -132,10 +132,10 @@ def mistakes_of_command(line: str) -> Iterator[str]:
         if target not in targets:
             yield f"make {target}: no such target"
     if program := re.search(r"examples/(\w+)\.py|python -m benchmarks\.(\w+)|^(\w+)\.py", line):
-        yield from mistakes_of_options(next(filter(None, program.groups())), line)
+        yield from find_option_mistakes(next(filter(None, program.groups())), line)
 
 
-def mistakes_of_options(program: str, line: str) -> Iterator[str]:
+def find_option_mistakes(program: str, line: str) -> Iterator[str]:
     folders = [folder for folder in ("examples", "benchmarks") if list((ROOT / folder).rglob(f"{program}.py"))]
     sources = "".join(file.read_text() for folder in folders for file in (ROOT / folder).rglob("*.py"))
     for option in {*re.findall(r"(?<!\S)(--[a-z][a-z-]+)", line.split("#")[0])} - {"--help"}:

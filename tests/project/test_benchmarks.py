@@ -20,7 +20,7 @@ from benchmarks.engine import profile_slice
 from benchmarks.figures.memory import seat_lengths
 from benchmarks.harness import by_kernel
 from benchmarks.kernels import cache_copies, cache_ops, cache_sizes, decode, partitions, points, portable, prefill, ways
-from benchmarks.kernels.points import make_tables, parse, tables_of
+from benchmarks.kernels.points import make_tables, parse, point_tables
 from benchmarks.models import decode_step, llama_step
 from jaxpaged import _device, copy_blocks, paged_attention, paged_attention_reference
 
@@ -192,14 +192,14 @@ def test_ways_stand_side_by_side(capsys):
 
 def test_a_point_of_sequences_that_share_blocks():
     point = parse("6/2 4x48 shared=32 groups=2")
-    tables = tables_of(point)
+    tables = point_tables(point)
     assert tables.shape == (4, 3)
     assert (tables[0, :2] == tables[1, :2]).all()
     assert (tables[2, :2] == tables[3, :2]).all()
     assert sorted({*tables.flat}) == [*range(1, 2 * 2 + 4 + 1)]
     assert point.cache_shape[0] == 2 * 2 + 4 + 1
     assert point.slots == 2 * 32 + 4 * 16
-    assert (tables_of(parse("6/2 4x48")) == make_tables((3,) * 4, 3)).all()
+    assert (point_tables(parse("6/2 4x48")) == make_tables((3,) * 4, 3)).all()
 
 
 def test_prompts_by_every_method_that_a_cpu_has(tmp_path):
@@ -263,7 +263,7 @@ def test_cache_operations_by_name(tmp_path):
 
 
 def test_the_check_sees_a_copy_that_was_not_made():
-    stack = cache_sizes.stack_of(cache_sizes.TOY)
+    stack = cache_sizes.create_stack(cache_sizes.TOY)
     pairs = jnp.asarray([1, 2]), jnp.asarray([3, 4])
     cache_copies.check_copy(copy_blocks, stack, *pairs)
     with pytest.raises(AssertionError, match="copied something else"):
@@ -304,7 +304,7 @@ def by_xla(*arrays):
     return paged_attention(*arrays, implementation="xla")
 
 
-def first_of_chain(way):
+def run_first(way):
     def program(q, caches, tables, lengths):
         out = way(q, *caches[0], tables, lengths)
         return out, out
@@ -320,7 +320,7 @@ def check_decode(wrapped):
     point = FewSets(**vars(parse("6/2 2x48 head_dim=32")))
     inputs = points.make_inputs(point)
     programs = decode.Programs(
-        first_of_chain(wrapped(by_xla)), lambda token, _: token, jax.jit(paged_attention_reference), {}
+        run_first(wrapped(by_xla)), lambda token, _: token, jax.jit(paged_attention_reference), {}
     )
     decode.measure(point, programs, inputs)
 
@@ -329,19 +329,19 @@ def check_prefill(wrapped):
     point = prefill.prompt(prefill.TOY_POINTS[1])
     inputs = points.make_inputs(point)
     expected = list(prefill.expected_tokens(point, inputs))
-    prefill.measure(point, "xla", {"": first_of_chain(wrapped(by_xla))}, inputs, expected)
+    prefill.measure(point, "xla", {"": run_first(wrapped(by_xla))}, inputs, expected)
 
 
 def check_partitions(wrapped):
     program = partitions.Program(1, None, 1, num_blocks=32, max_blocks=16, implementation="xla")
     caches = tuple(harness.random(seed, shape=program.cache_shape, dtype="bfloat16") for seed in range(2))
-    compiled = first_of_chain(wrapped(by_xla))
+    compiled = run_first(wrapped(by_xla))
     partitions.Bench(program, lambda q, k, v, tables, n: compiled(q, ((k, v),), tables[0], n), caches, 0.1).check()
 
 
 def check_copies(wrapped):
     pairs = jnp.asarray([1, 2]), jnp.asarray([3, 4])
-    cache_copies.check_copy(wrapped(copy_blocks), cache_sizes.stack_of(cache_sizes.TOY), *pairs)
+    cache_copies.check_copy(wrapped(copy_blocks), cache_sizes.create_stack(cache_sizes.TOY), *pairs)
 
 
 def check_allocator(wrapped):

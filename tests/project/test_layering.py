@@ -73,7 +73,7 @@ def test_neither_mosaic_nor_flax_is_imported_where_xla_computes():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
-def sources_of(package: str) -> dict[str, str]:
+def read_sources(package: str) -> dict[str, str]:
     """The sources of a package's modules, by dotted name."""
     files = {file.relative_to(ROOT).with_suffix(""): file for file in sorted((ROOT / package).rglob("*.py"))}
     return {".".join(path.parts).removesuffix(".__init__"): file.read_text() for path, file in files.items()}
@@ -82,10 +82,10 @@ def sources_of(package: str) -> dict[str, str]:
 def check_no_circle(sources: dict[str, str]) -> None:
     """Raises `CycleError` if modules import one another in a circle, at the top or inside functions."""
 
-    def module_of(name: str) -> str:  # `jaxpaged._cache.write.write_kv` is of `jaxpaged._cache.write`
+    def find_module(name: str) -> str:  # `jaxpaged._cache.write.write_kv` is of `jaxpaged._cache.write`
         return name if name in sources else name.rpartition(".")[0]
 
-    imports = {module: map(module_of, imported_names(source)) for module, source in sources.items()}
+    imports = {module: map(find_module, imported_names(source)) for module, source in sources.items()}
     graphlib.TopologicalSorter(imports).prepare()
 
 
@@ -95,7 +95,7 @@ def asks_about_devices(source: str) -> bool:
 
 
 def test_no_circle_of_imports():
-    check_no_circle(sources_of("jaxpaged"))
+    check_no_circle(read_sources("jaxpaged"))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_walk_sees_a_circle(a):
 
 
 def test_one_file_asks_about_the_hardware():
-    asking = {name for name, source in sources_of("jaxpaged").items() if asks_about_devices(source)}
+    asking = {name for name, source in read_sources("jaxpaged").items() if asks_about_devices(source)}
     assert asking == {"jaxpaged._device"}
 
 

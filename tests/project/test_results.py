@@ -51,7 +51,7 @@ def test_the_table_of_ages_has_every_file_and_its_commit():
         content = json.loads((RESULTS / file).read_text())
         assert content["date"] in row
         assert f"`{content['commit']}`" in row or " before `" in row
-        assert all((ROOT / path).exists() for path in ages.code_of(RESULTS / file)), f"where is what {file} measures?"
+        assert all((ROOT / path).exists() for path in ages.find_code(RESULTS / file)), f"where is what {file} measures?"
 
 
 def test_the_ages_are_those_of_the_history():

@@ -104,12 +104,12 @@ def copy_by_kernel(
     config: copy_config.Config, interpret: Any, cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array
 ) -> KVCache:
     def launch(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
-        from pallas_kernels.common import interpret as _interpret  # here, so that only its callers import Mosaic
+        from pallas_kernels.common.interpret import interpret_mode  # here, so that only its callers import Mosaic
         from pallas_kernels.copy_blocks import kernel
 
         pairs, counts = plan(source_ids, destination_ids, cache.k.shape[-4])
         pools = tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in (cache.k, cache.v))
-        with _interpret.interpret_mode(interpret):
+        with interpret_mode(interpret):
             k, v = kernel.launch(pools, pairs, counts, config=config)
         cache = copy_by_xla(cache, source_ids, destination_ids)  # for scales of tokens; XLA drops the rest
         return dataclasses.replace(cache, k=k.reshape(cache.k.shape), v=v.reshape(cache.v.shape))

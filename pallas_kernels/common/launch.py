@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import interpret as _interpret
+from pallas_kernels.common import interpret
 
 
 def launch(
@@ -27,7 +27,7 @@ def launch(
         body(refs(**dict(zip(names, operands, strict=True)), **scratch_refs))
 
     kernel.__name__ = name
-    make = functools.partial(_interpret.kernel, kernel, compiler_params=plgpu.CompilerParams(approx_math=True), **how)
+    make = functools.partial(interpret.kernel, kernel, compiler_params=plgpu.CompilerParams(approx_math=True), **how)
     operands, types = tuple(inputs.values()), tuple(out_types.values())
     if "arrivals" not in out_types:
         return make(out_type=types)(*operands)

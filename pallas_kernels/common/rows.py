@@ -45,6 +45,10 @@ class Orientation:
         """[rows] as a matrix of that shape: each number all along its row."""
         return lax.broadcast_in_dim(vector, shape, [self.axis])
 
+    def times(self, x: jax.Array, factor: jax.Array) -> jax.Array:
+        """A matrix times one number, or one a row."""
+        return x * (factor if factor.ndim == 0 else self.over(factor, x.shape))
+
 
 ROWS_FIRST = Orientation(0)  # S [rows, tile], O [rows, head_dim]
 ROWS_LAST = Orientation(1)  # their transposes

@@ -1,5 +1,6 @@
 """The body of the kernel that copies blocks, and its launch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import interpret as _interpret
+from pallas_kernels.common import interpret
 from pallas_kernels.copy_blocks.config import Config, padded_rows
 
 
@@ -25,43 +26,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
     program = lax.axis_index("program")
     num_pairs = pairs_gmem.shape[0]
 
-    def move(
-        count: jax.Array, rows: int, stage_parts: int, source_of: Callable[..., None], target_of: Callable[..., None]
-    ) -> None:
-        """Copies `count` runs of rows through the ring; `source_of(i, copy)` calls `copy` with the i-th one's place."""
-
-        stages = config.num_stages * stage_parts
-        lag = stages // 2
-
-        def place_of(i: jax.Array) -> tuple[jax.Array, Any]:
-            stage = lax.rem(i, jnp.int32(stages))
-            row = lax.rem(stage, jnp.int32(stage_parts)) * rows if stage_parts > 1 else 0
-            return stage, ring_smem.at[lax.div(stage, jnp.int32(stage_parts)), pl.ds(row, rows)]
-
-        def load(i: jax.Array) -> None:
-            stage, place = place_of(i)
-            source_of(i, lambda source: plgpu.copy_gmem_to_smem(source, place, full.at[stage]))
-
-        for i in range(stages):
-
-            @pl.when(i < count)
-            def _start(i: int = i) -> None:
-                load(jnp.int32(i))
-
-        def step(i: jax.Array, _: None) -> None:
-            stage, place = place_of(i)
-            plgpu.barrier_wait(full.at[stage])
-            plgpu.commit_smem()  # orders reads before writes: a block may be both
-            target_of(i, lambda target: plgpu.copy_smem_to_gmem(place, target))
-
-            # Not the stage just emptied is filled again, but one whose copy has had time to end.
-            @pl.when(jnp.logical_and(i >= lag, i - lag + stages < count))
-            def _refill() -> None:
-                plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-                load(i - lag + stages)
-
-        lax.fori_loop(0, count, step, None)
-        plgpu.wait_smem_to_gmem(0)  # all of it has arrived
+    move = functools.partial(_move, ring_smem, full, config.num_stages)
 
     def in_pool(which: jax.Array, row: jax.Array, rows: int, copy: Callable[..., None]) -> None:
         for i, pool in enumerate(pools_gmem):
@@ -123,6 +88,51 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
         lax.fori_loop(0, my_slices, move_slice, None)
 
 
+def _move(
+    ring_smem: Any,  # [stages, tile_rows, width], padded
+    full: Any,  # barriers [stages * stage_parts or more]
+    num_stages: int,
+    count: jax.Array,
+    rows: int,
+    stage_parts: int,
+    source_of: Callable[..., None],
+    target_of: Callable[..., None],
+) -> None:
+    """Copies `count` runs of rows through the ring; `source_of(i, copy)` calls `copy` with the i-th one's place."""
+    stages = num_stages * stage_parts
+    lag = stages // 2
+
+    def place_of(i: jax.Array) -> tuple[jax.Array, Any]:
+        stage = lax.rem(i, jnp.int32(stages))
+        row = lax.rem(stage, jnp.int32(stage_parts)) * rows if stage_parts > 1 else 0
+        return stage, ring_smem.at[lax.div(stage, jnp.int32(stage_parts)), pl.ds(row, rows)]
+
+    def load(i: jax.Array) -> None:
+        stage, place = place_of(i)
+        source_of(i, lambda source: plgpu.copy_gmem_to_smem(source, place, full.at[stage]))
+
+    for i in range(stages):
+
+        @pl.when(i < count)
+        def _start(i: int = i) -> None:
+            load(jnp.int32(i))
+
+    def step(i: jax.Array, _: None) -> None:
+        stage, place = place_of(i)
+        plgpu.barrier_wait(full.at[stage])
+        plgpu.commit_smem()  # orders reads before writes: a block may be both
+        target_of(i, lambda target: plgpu.copy_smem_to_gmem(place, target))
+
+        # Not the stage just emptied is filled again, but one whose copy has had time to end.
+        @pl.when(jnp.logical_and(i >= lag, i - lag + stages < count))
+        def _refill() -> None:
+            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+            load(i - lag + stages)
+
+    lax.fori_loop(0, count, step, None)
+    plgpu.wait_smem_to_gmem(0)  # all of it has arrived
+
+
 def launch(
     pools: tuple[jax.Array, ...],  # each [layers, blocks, ...], of one shape and dtype
     pairs: jax.Array,  # int32 [pairs, 2], source and destination: direct ones from the front, the others from the back
@@ -139,7 +149,7 @@ def launch(
         named = dict(pools=pool_refs, pairs=pairs, counts=counts, aside=aside)
         _kernel(named | scratch_refs, config=config, num_layers=num_layers, num_blocks=num_blocks)
 
-    copy = _interpret.kernel(
+    copy = interpret.kernel(
         copy_blocks,
         # Named an output, since scratch in GMEM is filled with zeros first.
         out_type=jax.ShapeDtypeStruct((config.num_slice_programs * num_pairs * config.slice_rows, config.width), dtype),

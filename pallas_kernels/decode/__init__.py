@@ -29,21 +29,18 @@ To be read in this order:
 | `config` | what the kernel takes, and how a call is cut up |
 | `refs` | every array with its shape |
 | `kernel` | a program from its start to its end, and the launch |
+| `walk` | which tiles a program computes; `partition_plan`: how partitions are shared out by length |
 | `copies`, `cp_async` | how Q, K and V are fetched: the only part that differs between GPUs |
-| `operands` | what the products read, and how 8-bit caches are widened for them (`widen`) |
-| `walk` | which tiles a program computes |
-| `partition_plan` | how a batch's partitions are shared out by length |
+| `tiles` | where K and V of a tile are, and what the products read; `common.widen`: 8-bit caches |
+| `logits`, `softmax` | from the products of K and Q to the weights |
+| `merge` | how the partitions of a sequence are written, counted and merged |
 | `results` | how the rows are written |
-
-Of `common` it uses `logits` and `softmax` (from products to weights), `rows` (rows in registers), `widen` and `scales`
-(8-bit caches), `merge` (how the partitions of a sequence are written, counted and merged), `launch` (how a kernel is
-called).
 
 Only table entries of blocks with a token that some query sees are followed, and ids are clamped to the pool. Instead of
 other blocks, block 0 is fetched and masked. Values that no query may see are zeroed in registers, because 0 x NaN is
 NaN; only tiles with such a token need that.
 
-Its tests run both forms on a Hopper GPU. For other GPUs it is compiled, not run.
+Its tests run both forms of the copies on a Hopper GPU. For other GPUs it is compiled, not run.
 
 Sources: Dao et al., FlashAttention, 2022 (https://arxiv.org/abs/2205.14135) for the online softmax; Kwon et al., 2023
 (https://arxiv.org/abs/2309.06180) for the blocks; Hong et al., FlashDecoding++, 2023 (https://arxiv.org/abs/2311.01282)

@@ -8,7 +8,7 @@ have been used, its values half a step later: on all GPUs in the order Q K0 V0 K
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.fetch import WARPS, rows_of_copy
-from pallas_kernels.decode import cp_async as _cp_async
+from pallas_kernels.common.fetch import WARPS, Ring, block_at, rows_of_copy
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.decode import cp_async
 from pallas_kernels.decode.config import COLUMNS, TILE
 from pallas_kernels.decode.refs import Refs, matrix
 from pallas_kernels.decode.walk import Walk
 
 Ids = tuple[jax.Array, ...]  # of the blocks of a tile
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Of the keys, or of the values."""
-
-    cache: Any  # GMEM [blocks, block_size, kv_heads, head_dim]
-    tiles: Any  # SMEM [stages, 64, width]
-    full: Any  # barriers [stages], of TMA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +40,17 @@ class CpAsync:
     def ids_of(self, i: jax.Array) -> Ids:
         """The blocks of our i-th tile; the null block where nothing may be read."""
         tables, num_blocks = self.refs.block_tables, self.refs.k_cache.shape[0]
-        first, end = self.walk.entries_to_follow()
+        entries = self.walk.entries_to_follow()
         start = lax.div(self.walk.tile_of(i) * TILE, jnp.int32(self.walk.block_size))
-        ids = []
-        for entry in (start + j for j in range(max(1, TILE // self.walk.block_size))):
-            block_id = tables[self.walk.seq, jnp.minimum(entry, tables.shape[1] - 1)]
-            follow = jnp.logical_and(entry >= first, entry < end)
-            ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
-        return tuple(ids)
+        numbers = (start + j for j in range(max(1, TILE // self.walk.block_size)))
+        return tuple(block_at(tables, self.walk.seq, entry, entries, num_blocks) for entry in numbers)
 
     def start_query(self) -> None:
         refs, partition = self.refs, self.walk.partition
         first = partition.seq, partition.kv_head * refs.group
         num_rows = refs.q.shape[1] * refs.group
-        _cp_async.copy_rows(refs.q, refs.q_smem, matrix(COLUMNS, 2), first, group=refs.group, num_rows=num_rows)
-        _cp_async.commit()
+        cp_async.copy_rows(refs.q, refs.q_smem, matrix(COLUMNS, 2), first, group=refs.group, num_rows=num_rows)
+        cp_async.commit()
 
     def start_keys(self, i: jax.Array, ids: Ids) -> None:
         self.start(i, ids, self.keys, self.scales)
@@ -71,13 +59,13 @@ class CpAsync:
         self.start(i, ids, self.values, ())
 
     def wait_query(self) -> None:  # the first tiles are on their way, but for the last one's values
-        _cp_async.wait(2 * self.stages - 1)
+        cp_async.wait(2 * self.stages - 1)
 
     def wait_keys(self, slot: jax.Array) -> None:  # this tile's values are on their way, and stages - 1 tiles more
-        _cp_async.wait(2 * self.stages - 2)
+        cp_async.wait(2 * self.stages - 2)
 
     def wait_values(self, slot: jax.Array) -> None:  # the keys of one tile more are
-        _cp_async.wait(2 * self.stages - 1)
+        cp_async.wait(2 * self.stages - 1)
 
     @property
     def scales(self) -> tuple[tuple[Any, Any], ...]:
@@ -100,14 +88,14 @@ class CpAsync:
         self.commit()
 
     def start_tile(self, ring: Ring, slot: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
-        transforms = matrix(COLUMNS, ring.cache.dtype.itemsize)
-        _cp_async.copy_tile(ring.cache, ring.tiles.at[slot], transforms, ids, offset, kv_head)
+        transforms = matrix(COLUMNS, ring.source.dtype.itemsize)
+        cp_async.copy_tile(ring.source, ring.target.at[slot], transforms, ids, offset, kv_head)
 
     def start_scales(self, source: Any, target: Any, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
-        _cp_async.copy_scales(source, target, ids, offset, kv_head)
+        cp_async.copy_scales(source, target, ids, offset, kv_head)
 
     def commit(self) -> None:
-        _cp_async.commit()
+        cp_async.commit()
 
 
 class Tma(CpAsync):
@@ -141,8 +129,8 @@ class Tma(CpAsync):
                 row = (first + warp) * count
                 start = offset + lax.rem(row, jnp.int32(min(block_size, TILE)))
                 plgpu.copy_gmem_to_smem(
-                    ring.cache.at[block_id, pl.ds(start, count), kv_head, self.columns],
-                    ring.tiles.at[slot, pl.ds(row, count)],
+                    ring.source.at[block_id, pl.ds(start, count), kv_head, self.columns],
+                    ring.target.at[slot, pl.ds(row, count)],
                     ring.full.at[slot],
                 )
 
@@ -179,3 +167,8 @@ class Interpreted(Tma):
 
     def commit(self) -> None:
         pass
+
+
+def copies_of(name: Literal["tma", "cp_async"]) -> type[CpAsync]:
+    """The form of a configuration, or that of interpret mode."""
+    return Interpreted if interpreted() else {"tma": Tma, "cp_async": CpAsync}[name]

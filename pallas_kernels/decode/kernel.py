@@ -1,7 +1,7 @@
-"""The body of the portable decode kernel, and its launch."""
+"""The body of the decode kernel, and its launch."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +9,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import launch as _launch
-from pallas_kernels.common import merge as _merge
-from pallas_kernels.common import rows as _rows
-from pallas_kernels.common import scales as _scales
-from pallas_kernels.common import widen as _widen
-from pallas_kernels.common.interpret import interpreted
-from pallas_kernels.common.logits import Logits
-from pallas_kernels.common.merge import Partials, Sums
+from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.options import AttentionOptions, bits_by_row, by_row, operands_of
-from pallas_kernels.common.rows import LOWEST, ROWS_LAST
+from pallas_kernels.common.rows import LOWEST, ROWS_LAST, normalise, zeros
 from pallas_kernels.common.scales import of_head, over_tokens
-from pallas_kernels.common.sizes import filled_rows, is_narrow, round_up
-from pallas_kernels.common.softmax import softmax
-from pallas_kernels.decode import results as _results
+from pallas_kernels.common.sizes import filled_rows, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
-from pallas_kernels.decode.copies import CpAsync, Ids, Interpreted, Ring, Tma
-from pallas_kernels.decode.operands import RIGHT, Narrow, Wide, product
+from pallas_kernels.decode.copies import Ids, copies_of
+from pallas_kernels.decode.logits import Logits
+from pallas_kernels.decode.merge import Partials, Sums, types_of
 from pallas_kernels.decode.partition_plan import PartitionPlan
 from pallas_kernels.decode.refs import Refs, scratch
+from pallas_kernels.decode.results import store
+from pallas_kernels.decode.softmax import softmax
+from pallas_kernels.decode.tiles import RIGHT, Tiles, product
 from pallas_kernels.decode.walk import Partition, Walk, grid_of
 
 QUERY_REGISTERS = 32  # of a thread, in which Q may stay
@@ -59,18 +54,10 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     partition = walk.partition
     (rows, width), stages = refs.q_smem.shape, config.num_stages
     chunks = range(width // COLUMNS)
-    narrow = is_narrow(refs.k_cache.dtype)
-    tiles = Narrow(refs) if narrow else Wide(refs)
+    tiles = Tiles.of(refs)
 
     # 2. Q and the first tiles are on their way.
-    k_tiles, v_tiles = ((ring[0] if narrow and not interpreted() else ring) for ring in (refs.k_smem, refs.v_smem))
-    copies = (Interpreted if interpreted() else {"tma": Tma, "cp_async": CpAsync}[config.copies])(
-        refs,
-        walk,
-        keys=Ring(refs.k_cache, k_tiles, refs.k_full),
-        values=Ring(refs.v_cache, v_tiles, refs.v_full),
-        stages=stages,
-    )
+    copies = copies_of(config.copies)(refs, walk, *tiles.rings(), stages=stages)
     copies.start_query()
     ids = [copies.ids_of(jnp.int32(i)) for i in range(stages + 1)]
     for i in range(stages):
@@ -92,25 +79,17 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
         # a. S^T = K Q^T
         copies.wait_keys(slot)  # every warp has come here: all are done with the values of the tile before
         copies.start_values(i + stages - 1, values_ids)
-        scores = _rows.zeros((TILE, rows))
+        scores = zeros((TILE, rows))
         for c in chunks:
             scores = product(scores, tiles.keys(slot, c), tiles.query(c) if kept is None else kept[c])
         if unit is not None:
             scores *= ROWS_LAST.over(unit, scores.shape)
-        if refs.k_scales_smem is not None:
-            scores *= over_tokens(_token_scales(refs.k_scales_smem, slot), scores.shape, ROWS_LAST)
+        if (k_scales := tiles.k_scales(slot)) is not None:
+            scores *= over_tokens(k_scales, scores.shape, ROWS_LAST)
 
         # b. Online softmax.
         logits, visible = logits_of(scores, tile, masked)
-        if refs.v_scales_smem is None:
-            v_scales, peaks = None, logits
-        else:
-            v_scales = _token_scales(refs.v_scales_smem, slot)
-            peaks = _scales.peaks(logits, v_scales, ROWS_LAST, visible)
-        m, l, alpha, p = softmax(logits, peaks, visible, m, l, headroom=_widen.HEADROOM if narrow else None)
-        if v_scales is not None:
-            p *= over_tokens(v_scales, p.shape, ROWS_LAST)
-            p = p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
+        m, l, alpha, p = softmax(logits, visible, tiles.v_scales(slot), m, l, tiles.headroom)
         refs.p_smem[...] = p.astype(refs.p_smem.dtype)  # with a barrier: all are done with the keys
 
         # c. O^T += V^T P^T
@@ -126,9 +105,9 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
         return State(acc, m, l, keys_ids, next_ids)
 
     state = State(
-        acc=tuple(_rows.zeros((COLUMNS, rows)) for _ in chunks),
+        acc=tuple(zeros((COLUMNS, rows)) for _ in chunks),
         m=ROWS_LAST.full(rows, LOWEST),
-        l=_rows.zeros((TILE, rows)),
+        l=zeros((TILE, rows)),
         values_ids=ids[stages - 1],
         keys_ids=ids[stages],
     )
@@ -138,23 +117,18 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     # 5. The rows; of a sequence with several partitions in the program that merges them.
     def finish(sums: Sums) -> None:
         sinks = None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[partition.kv_head])
-        factor, lse = _rows.normalise(sums.m, sums.l, sinks)
+        factor, lse = normalise(sums.m, sums.l, sinks)
         if (v_scale := of_head(refs.v_scale, partition.kv_head)) is not None:
             factor = factor * v_scale
         parts = [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in sums.acc]
-        _results.store(parts, lse, refs.out, refs.lse, partition.seq, partition.kv_head, refs.group)
+        store(parts, lse, refs.out, refs.lse, partition.seq, partition.kv_head, refs.group)
 
     def sums() -> Sums:  # within a branch: before it they take 35 registers more
         return Sums(state.acc, state.m, state.l.sum(axis=0))
 
-    partials = Partials(refs, partition, partition.count)
+    partials = Partials(refs, partition)
     pl.when(partition.count == 1)(lambda: finish(sums()))
     pl.when(partition.count != 1)(lambda: partials.merge(sums(), finish))
-
-
-def _token_scales(ring: Any, slot: jax.Array) -> jax.Array:
-    """f32 [64]."""
-    return plgpu.load(ring.at[slot], layout=_rows.ROWS.reduce(1), optimized=False)
 
 
 def launch(
@@ -191,8 +165,8 @@ def launch(
         "lse": jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
     }
     programs = dict(seqs=seqs, num_partials=config.num_partitions, kv_heads=kv_heads)
-    out_types |= _merge.types_of(plan, **programs, width=round_up(head_dim, COLUMNS), rows=rows)
-    out, lse, *_ = _launch.launch(
+    out_types |= types_of(plan, **programs, width=round_up(head_dim, COLUMNS), rows=rows)
+    out, lse, *_ = launch_kernel(
         "paged_decode",
         functools.partial(_kernel, config=config),
         Refs,

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import sizes as _sizes
+from pallas_kernels.common import sizes
 
 TILE = 64  # tokens by which lengths are counted
 LEAST_TILES = 8  # a sequence of no more stays whole: shorter partitions cost more to merge than they even out
@@ -53,7 +53,7 @@ def make(
     `at_once` of a KV head, a partition gets them.
     """
     seqs = lengths.shape[0]
-    first, end = jax.vmap(lambda length: _sizes.tile_range(length, window, q_len, TILE))(lengths)
+    first, end = jax.vmap(lambda length: sizes.tile_range(length, window, q_len, TILE))(lengths)
     tiles = jnp.clip(end - first, 0, 2**30 // seqs)  # so that their sum is an int32
     most = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // (total_partitions - seqs)), LEAST_TILES)
     # A few programs that start when the others end leave the GPU idle. H100, all at once, and not: 24 x 4096 135, 148;

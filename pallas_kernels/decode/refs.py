@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import fetch as _fetch
-from pallas_kernels.common import scales as _scales
-from pallas_kernels.common import widen as _widen
+from pallas_kernels.common import widen
+from pallas_kernels.common.fetch import rows_of_copy
+from pallas_kernels.common.scales import of_tokens
 from pallas_kernels.common.sizes import filled_rows, is_narrow, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
 
@@ -92,14 +92,14 @@ def scratch(
     ring = plgpu.SMEM((stages, TILE, width), cache_dtype, transforms=matrix(COLUMNS, 2))
     arrays: dict[str, Any] = {}
     if narrow:
-        ring = _widen.scratch((stages, TILE, width), cache_dtype)
+        ring = widen.scratch((stages, TILE, width), cache_dtype)
         arrays["wide_q_smem"] = plgpu.SMEM((width, rows), jnp.float16, transforms=matrix(of_rows, 2))
         for name, scale in zip(("k_scales_smem", "v_scales_smem"), scales, strict=True):
-            if _scales.of_tokens(scale):
+            if of_tokens(scale):
                 arrays[name] = plgpu.SMEM((stages, TILE), jnp.float32)
     if config.copies == "tma":
         for name in ("k_full", "v_full"):
-            num_copies = TILE // _fetch.rows_of_copy(block_size, TILE)
+            num_copies = TILE // rows_of_copy(block_size, TILE)
             arrays[name] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages)
     return dict(
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix(COLUMNS, 2)),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import sizes as _sizes
+from pallas_kernels.common import sizes
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
 
@@ -76,13 +76,13 @@ class Walk:
         block_size: int,
         tile: int,
     ) -> "Walk":
-        first_tile, end_tile = _sizes.tile_range(partition.length, window, q_len, tile)
+        first_tile, end_tile = sizes.tile_range(partition.length, window, q_len, tile)
         count = partition.count
         if isinstance(count, int) and count > 1:
             count = jnp.clip(end_tile - first_tile, 1, count)  # one without a tile would write a partial all the same
             partition = dataclasses.replace(partition, count=count)
             end_tile = jnp.where(partition.works, end_tile, first_tile)
-        num_tiles = _sizes.tiles_of_partition(first_tile, end_tile, partition.count, partition.index)
+        num_tiles = sizes.tiles_of_partition(first_tile, end_tile, partition.count, partition.index)
         return cls(partition, window, q_len, block_size, tile, first_tile, num_tiles)
 
     @property
@@ -104,12 +104,12 @@ class Walk:
 
     def ours_before(self, end: jax.Array) -> jax.Array:
         """How many of our tiles are before tile `end` of the sequence."""
-        return _sizes.tiles_of_partition(self.first_tile, end, self.partition.count, self.partition.index)
+        return sizes.tiles_of_partition(self.first_tile, end, self.partition.count, self.partition.index)
 
     def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
         """The entries of the table row that may be followed: the first, and one past the last."""
-        first = lax.div(_sizes.first_visible(self.length, self.window, self.q_len), jnp.int32(self.block_size))
-        return first, _sizes.ceil_div(self.length, self.block_size)
+        first = lax.div(sizes.first_visible(self.length, self.window, self.q_len), jnp.int32(self.block_size))
+        return first, sizes.ceil_div(self.length, self.block_size)
 
     def whole_tiles(self) -> tuple[jax.Array, jax.Array]:
         """Of our tiles the first that every row sees whole, and one past the last: they need no mask.
@@ -119,7 +119,7 @@ class Walk:
         end = self.ours_before(lax.div(jnp.maximum(self.first_query + 1, 0), jnp.int32(self.tile)))
         if self.window is None:
             return jnp.int32(0), end
-        start = self.ours_before(_sizes.ceil_div(jnp.maximum(self.length - self.window, 0), self.tile))
+        start = self.ours_before(sizes.ceil_div(jnp.maximum(self.length - self.window, 0), self.tile))
         start = jnp.minimum(start, self.num_tiles)
         return start, jnp.maximum(end, start)
 
@@ -128,7 +128,7 @@ class Walk:
         tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * self.tile
         seen = tokens < self.length
         if self.window is not None:
-            seen = jnp.logical_and(seen, tokens >= _sizes.first_visible(self.length, self.window, self.q_len))
+            seen = jnp.logical_and(seen, tokens >= sizes.first_visible(self.length, self.window, self.q_len))
         return seen
 
     def runs(self) -> list[tuple[Any, jax.Array, bool]]:

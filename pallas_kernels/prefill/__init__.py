@@ -41,7 +41,7 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 | `kernel` | a program from its start to its end, and the launch |
 | `work_list`, `item` | the items, and an item inside the kernel |
 | `fetch` | how K and V are fetched |
-| `widener` | how an 8-bit cache is widened; `common.scales` says where its scales are used |
+| `widener`, `scales` | how an 8-bit cache is widened, and its scales fetched; `common.scales`: where they are used |
 | `steps` | what is done with a tile |
 | `products`, `logits` | the work of the tensor cores, and from the products of Q and K to the logits |
 | `tree` | which tokens of a tree a query token sees |

@@ -14,10 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.fetch import WARPS, Ring, rows_of_copy
-from pallas_kernels.common.scales import Scales
+from pallas_kernels.common.fetch import WARPS, Ring, block_at, rows_of_copy
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item, Items
+from pallas_kernels.prefill.scales import Scales
 
 Ids = tuple[jax.Array, ...]  # of the blocks that a warp copies of a tile
 ScalesOf = Callable[[jax.Array], Scales]  # by KV head
@@ -64,14 +64,9 @@ class Fetcher:
 
     def _ids(self, item: Item, tile: jax.Array, warp: jax.Array) -> Ids:
         num_blocks, block_size = self.keys.source.shape[:2]
-        first_entry, end_entry = item.entries_to_follow()
-        ids = []
-        for row in self._copies(warp)[1]:
-            entry = lax.div(tile * self.config.tile + row, jnp.int32(block_size))
-            follow = jnp.logical_and(entry >= first_entry, entry < end_entry)
-            block_id = self.tables[item.seq, jnp.minimum(entry, self.tables.shape[1] - 1)]
-            ids.append(jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0))
-        return tuple(ids)
+        entries, rows = item.entries_to_follow(), self._copies(warp)[1]
+        numbers = (lax.div(tile * self.config.tile + row, jnp.int32(block_size)) for row in rows)
+        return tuple(block_at(self.tables, item.seq, entry, entries, num_blocks) for entry in numbers)
 
     def _copy(self, item: Item, tile: jax.Array, turn: jax.Array, ids: Ids, warp: jax.Array) -> None:
         count, rows = self._copies(warp)

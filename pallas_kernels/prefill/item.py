@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import rows as _rows
-from pallas_kernels.common import sizes as _sizes
-from pallas_kernels.prefill import work_list as _work_list
+from pallas_kernels.common.rows import ROWS
+from pallas_kernels.common.sizes import ceil_div
 from pallas_kernels.prefill.config import Config
+from pallas_kernels.prefill.work_list import FIELDS, item_of
 
 BITS = 32  # of a word of a tree
 
@@ -39,14 +39,14 @@ class Item:
     block_size: int
     causal: bool
 
-    def seen(self, tile: jax.Array, shape: tuple[int, ...], layout: Any = _rows.ROWS) -> jax.Array:
+    def seen(self, tile: jax.Array, shape: tuple[int, ...], layout: Any = ROWS) -> jax.Array:
         """bool `shape`: which tokens of a tile, on axis 0, may be seen by some query of the sequence."""
         tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * self.tile
         return jnp.logical_and(tokens < self.length, tokens >= self.first_visible)
 
     def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
         """The first entry of the sequence's table row with a token that some query sees, and one past the last."""
-        return lax.div(self.first_visible, jnp.int32(self.block_size)), _sizes.ceil_div(self.length, self.block_size)
+        return lax.div(self.first_visible, jnp.int32(self.block_size)), ceil_div(self.length, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Items:
     def count(self) -> jax.Array:
         total, n = self.num_entries[0] * self._per_entry, self.config.num_programs
         rounds = lax.div(total, jnp.int32(n))
-        return rounds + (_work_list.item_of(rounds, self.program, n) < total).astype(jnp.int32)
+        return rounds + (item_of(rounds, self.program, n) < total).astype(jnp.int32)
 
     def read(self, i: jax.Array) -> tuple[jax.Array, ...]:
         """The numbers that make the i-th item, read long before they are needed."""
         place, share = self._place_and_share(i)
-        return (share, *(self.entries[place, field] for field in range(len(_work_list.FIELDS))))
+        return (share, *(self.entries[place, field] for field in range(len(FIELDS))))
 
     def place(self, i: jax.Array) -> jax.Array:
         """Of the i-th item's entry."""
@@ -85,8 +85,8 @@ class Items:
         tile, window = jnp.int32(self.config.tile), self.window
         begin = first_visible = jnp.int32(0)
         seen = position + (num_tokens if self.config.causal else 1)  # one past the last position that some token sees
-        end = jnp.maximum(_sizes.ceil_div(jnp.maximum(seen, 0), self.config.tile), 1)
-        first_word = _sizes.ceil_div(length, BITS) - self.tree_words
+        end = jnp.maximum(ceil_div(jnp.maximum(seen, 0), self.config.tile), 1)
+        first_word = ceil_div(length, BITS) - self.tree_words
         whole_begin, whole_end = begin, jnp.minimum(lax.div(jnp.maximum(position + 1, 0), tile), end)
         if self.tree_words:
             whole_end = jnp.minimum(whole_end, lax.div(jnp.maximum(first_word, 0) * BITS, tile))
@@ -94,7 +94,7 @@ class Items:
             first_visible = jnp.maximum(position + 1 - window, 0)
             begin = jnp.minimum(lax.div(first_visible, tile), end - 1)
             first_of_last = jnp.maximum(seen - window, 0)
-            whole_begin = jnp.clip(_sizes.ceil_div(first_of_last, self.config.tile), begin, end)
+            whole_begin = jnp.clip(ceil_div(first_of_last, self.config.tile), begin, end)
             whole_end = jnp.maximum(whole_end, whole_begin)
         if self.config.num_parts > 1:
             first, count = begin, end - begin
@@ -128,7 +128,7 @@ class Items:
         )
 
     def _place_and_share(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        index = _work_list.item_of(i, self.program, self.config.num_programs)
+        index = item_of(i, self.program, self.config.num_programs)
         return lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
 
     @property
@@ -136,7 +136,7 @@ class Items:
         return self.kv_heads * (self.group // self.config.heads) * self.config.num_parts
 
 
-def row_tokens(shape: tuple[int, ...], first_row: jax.Array, item_tokens: int, layout: Any = _rows.ROWS) -> jax.Array:
+def row_tokens(shape: tuple[int, ...], first_row: jax.Array, item_tokens: int, layout: Any = ROWS) -> jax.Array:
     """Of each row the token of the item, int32 `shape`, the rows on axis 0."""
     rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first_row
     if item_tokens & (item_tokens - 1):

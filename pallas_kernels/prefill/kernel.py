@@ -1,6 +1,7 @@
 """The body of the prefill kernel, and its launch."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,22 +10,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import launch as _launch
 from pallas_kernels.common import merge_parts
-from pallas_kernels.common import rows as _rows
-from pallas_kernels.common import sizes as _sizes
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.options import AttentionOptions, operands_of
-from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST
-from pallas_kernels.common.scales import Scales, of_head
-from pallas_kernels.prefill import tree as _tree
+from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, normalise
+from pallas_kernels.common.rows import ROWS as MATRIX
+from pallas_kernels.common.scales import of_head
+from pallas_kernels.common.sizes import is_narrow, round_up
+from pallas_kernels.prefill import tree as trees
 from pallas_kernels.prefill.config import ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
 from pallas_kernels.prefill.item import Items
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.refs import Refs, scratch
 from pallas_kernels.prefill.rows_of_item import WG_ROWS, RowsOfItem
+from pallas_kernels.prefill.scales import Scales
 from pallas_kernels.prefill.steps import Steps
 from pallas_kernels.prefill.widener import Widener, q_as_float16
 from pallas_kernels.prefill.work_list import WorkList
@@ -53,9 +55,10 @@ def _kernel(
         window=window,
         tree_words=refs.tree_bits.shape[1] if refs.tree_bits is not None else 0,
     )
-    keys = Ring(refs.k_cache, refs.k_smem, refs.k_full, refs.k_free)
-    values = Ring(refs.v_cache, refs.v_smem, refs.v_full, refs.v_free)
-    multiplied = fetched = keys, values
+    multiplied = fetched = (
+        Ring(refs.k_cache, refs.k_smem, refs.k_full, refs.k_free),
+        Ring(refs.v_cache, refs.v_smem, refs.v_full, refs.v_free),
+    )
     if config.num_narrow_stages:
         fetched = (
             Ring(refs.k_cache, refs.k_narrow_smem, refs.k_narrow_full, refs.k_narrow_free),
@@ -85,78 +88,92 @@ def _kernel(
     @pl.when(warpgroup < 2)
     def _compute() -> None:
         plgpu.set_max_registers(config.registers[0], action="increase")
-        first_row = warpgroup * WG_ROWS
-        rows = RowsOfItem(config, first_row, transforms)
-        q_smem, q_float16 = (ref.at[warpgroup] for ref in _views_of_q(refs, config))  # [64, width]
-        lse_smem = refs.lse_smem.at[warpgroup] if interpreted() else None  # f32 [64]
-        o_smem = refs.o_smem.at[warpgroup] if refs.o_smem is not None else q_smem
-        softmax_scale = refs.scale[0]
-        cap = refs.logits_soft_cap[0] if refs.logits_soft_cap is not None else None
-        count = items.count()
+        compute(refs, items, *multiplied, scales_of, warpgroup, config, transforms)
 
-        def start_load(numbers: Numbers) -> None:
-            rows.start_load(refs.q, items.item(numbers), q_smem, refs.q_full.at[warpgroup])
 
-        def work(i: jax.Array, carry: tuple[jax.Array, Numbers]) -> tuple[jax.Array, Numbers]:
-            turn, numbers = carry
-            item = items.item(numbers)
-            next_numbers = items.read(jnp.minimum(i + 1, count - 1))
+def compute(
+    refs: Refs,
+    items: Items,
+    keys: Ring,
+    values: Ring,
+    scales_of: Callable[[jax.Array], Scales],  # by KV head
+    warpgroup: jax.Array,
+    config: Config,
+    transforms: tuple[Any, ...],
+) -> None:
+    """What a warpgroup that computes does: its 64 rows of all items of the program."""
+    first_row = warpgroup * WG_ROWS
+    rows = RowsOfItem(config, first_row, transforms)
+    q_smem, q_float16 = (ref.at[warpgroup] for ref in _views_of_q(refs, config))  # [64, width]
+    lse_smem = refs.lse_smem.at[warpgroup] if interpreted() else None  # f32 [64]
+    o_smem = refs.o_smem.at[warpgroup] if refs.o_smem is not None else q_smem
+    softmax_scale = refs.scale[0]
+    cap = refs.logits_soft_cap[0] if refs.logits_soft_cap is not None else None
+    count = items.count()
 
-            # 1. Q is there.
-            scales = scales_of(item.kv_head)
-            k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (refs.k_scale, refs.v_scale))
-            rows.finish_load()
-            scale = softmax_scale if k_scale is None else softmax_scale * k_scale
-            pl.when(scale < 0)(lambda: _negate(q_smem))
-            scale = jnp.abs(scale)
-            if q_float16.dtype != q_smem.dtype:
-                scale = scale * q_as_float16(q_smem, q_float16)
+    def start_load(numbers: Numbers) -> None:
+        rows.start_load(refs.q, items.item(numbers), q_smem, refs.q_full.at[warpgroup])
 
-            # 2. All tiles.
-            of_item = functools.partial(_of_item, lax.div(item.head, jnp.int32(config.heads)), first_row)
-            slopes = of_item(refs.alibi_slopes) if refs.alibi_slopes is not None else None
-            sinks = of_item(refs.sinks) if refs.sinks is not None else None
-            tree = None
-            if refs.tree_bits is not None:
-                tree = _tree.Tree(refs.tree_bits, items.place(i), item, config.item_tokens, first_row)
-            acc, m, l = Steps(
-                item,
-                Logits(item, config.item_tokens, first_row, scale, cap, slopes, tree),
-                keys,
-                values,
-                turn,
-                q_float16,
-                refs.zeroed,
-                warpgroup,
-                config,
-                scales,
-                refs.block_tables,
-                transforms,
-            ).run()
+    def work(i: jax.Array, carry: tuple[jax.Array, Numbers]) -> tuple[jax.Array, Numbers]:
+        turn, numbers = carry
+        item = items.item(numbers)
+        next_numbers = items.read(jnp.minimum(i + 1, count - 1))
 
-            # 3. The next item's Q comes while O and lse of this one leave.
-            if config.output_columns:
-                start_load(next_numbers)
-            factor, lse = _rows.normalise(m, l, sinks)
-            if v_scale is not None:
-                factor = factor * v_scale
-            o = acc * ROWS_FIRST.over(factor, acc.shape)
-            if config.num_parts > 1:
-                rows.store_float32(o, refs.out, item, o_smem)
-            else:
-                rows.store(o.astype(o_smem.dtype), refs.out, item, o_smem)
-            rows.store_vector(lse, refs.lse, item, lse_smem)
-            if not config.output_columns:
-                plgpu.commit_smem()  # all threads have read their part of O
-                start_load(next_numbers)
-            return turn + item.end - item.begin, next_numbers
+        # 1. Q is there.
+        scales = scales_of(item.kv_head)
+        k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (refs.k_scale, refs.v_scale))
+        rows.finish_load()
+        scale = softmax_scale if k_scale is None else softmax_scale * k_scale
+        pl.when(scale < 0)(lambda: _negate(q_smem))
+        scale = jnp.abs(scale)
+        if q_float16.dtype != q_smem.dtype:
+            scale = scale * q_as_float16(q_smem, q_float16)
 
-        @pl.when(count > 0)
-        def _work() -> None:
-            numbers = items.read(jnp.int32(0))
-            start_load(numbers)
-            lax.fori_loop(0, count, work, (jnp.int32(0), numbers))
-            rows.finish_load()
+        # 2. All tiles.
+        of_item = functools.partial(_of_item, lax.div(item.head, jnp.int32(config.heads)), first_row)
+        slopes = of_item(refs.alibi_slopes) if refs.alibi_slopes is not None else None
+        sinks = of_item(refs.sinks) if refs.sinks is not None else None
+        tree = None
+        if refs.tree_bits is not None:
+            tree = trees.Tree(refs.tree_bits, items.place(i), item, config.item_tokens, first_row)
+        acc, m, l = Steps(
+            item,
+            Logits(item, config.item_tokens, first_row, scale, cap, slopes, tree),
+            keys,
+            values,
+            turn,
+            q_float16,
+            refs.zeroed,
+            warpgroup,
+            config,
+            scales,
+            refs.block_tables,
+            transforms,
+        ).run()
+
+        # 3. The next item's Q comes while O and lse of this one leave.
+        if config.output_columns:
+            start_load(next_numbers)
+        factor, lse = normalise(m, l, sinks)
+        if v_scale is not None:
+            factor = factor * v_scale
+        o = acc * ROWS_FIRST.over(factor, acc.shape)
+        if config.num_parts > 1:
+            rows.store_float32(o, refs.out, item, o_smem)
+        else:
+            rows.store(o.astype(o_smem.dtype), refs.out, item, o_smem)
+        rows.store_vector(lse, refs.lse, item, lse_smem)
+        if not config.output_columns:
+            plgpu.commit_smem()  # all threads have read their part of O
+            start_load(next_numbers)
+        return turn + item.end - item.begin, next_numbers
+
+    @pl.when(count > 0)
+    def _work() -> None:
+        numbers = items.read(jnp.int32(0))
+        start_load(numbers)
+        lax.fori_loop(0, count, work, (jnp.int32(0), numbers))
+        rows.finish_load()
 
 
 def _views_of_q(refs: Refs, config: Config) -> tuple[Any, Any]:
@@ -174,7 +191,7 @@ def _negate(q_smem: Any) -> None:
     """With a scale below zero: so that the highest product is that of the highest logit."""
     for c in range(q_smem.shape[1] // COLUMNS):
         part = q_smem.at[:, pl.ds(c * COLUMNS, COLUMNS)]
-        q = plgpu.load(part, layout=_rows.ROWS)
+        q = plgpu.load(part, layout=MATRIX)
         part[...] = q * jnp.full_like(q, -1)
     plgpu.commit_smem()
 
@@ -182,6 +199,13 @@ def _negate(q_smem: Any) -> None:
 def _of_item(place: jax.Array, first_row: jax.Array, by_row: Any) -> jax.Array:
     """f32 [64], the rows of a warpgroup, from GMEM f32 [heads / heads of an item, 128]."""
     return ROWS_FIRST.load(by_row.at[place, pl.ds(first_row, WG_ROWS)])
+
+
+def matrix_transforms(head_dim: int, narrow: bool) -> tuple[Any, ...]:
+    """Of K, V and Q in SMEM."""
+    # What is widened is not copied; the copy engine only takes tiles that divide the head, or hold all of it.
+    columns = COLUMNS if narrow else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)  # type: ignore[abstract]
 
 
 def launch(
@@ -199,11 +223,9 @@ def launch(
     parts, in_parts = config.num_parts, config.num_parts > 1
     _, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
-    width = _sizes.round_up(head_dim, 64)
-    is_narrow = _sizes.is_narrow(k_cache.dtype)
-    # What is widened is not copied; the copy engine only takes tiles that divide the head, or hold all of it.
-    columns = COLUMNS if is_narrow else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
-    matrix = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))  # type: ignore[abstract]
+    width = round_up(head_dim, 64)
+    narrow = is_narrow(k_cache.dtype)
+    matrix = matrix_transforms(head_dim, narrow)
 
     def per_row(by_head: jax.Array) -> jax.Array:
         by_item = jnp.repeat(by_head.reshape(-1, config.heads), config.item_tokens, axis=1)
@@ -220,7 +242,7 @@ def launch(
             options,
             per_row,
             with_sinks=not in_parts,
-            tree_bits=None if options.tree_bits is None else _tree.by_entry(options.tree_bits, work, config),
+            tree_bits=None if options.tree_bits is None else trees.by_entry(options.tree_bits, work, config),
         ),
     }
     out_types = {
@@ -236,7 +258,7 @@ def launch(
         scales=(options.k_scale, options.v_scale),
         matrix=matrix,
     )
-    out, lse = _launch.launch(
+    out, lse = launch_kernel(
         "paged_prefill",
         functools.partial(_kernel, config=config, group=group, transforms=matrix),
         Refs,
@@ -244,7 +266,7 @@ def launch(
         out_types,
         grid=(config.num_programs,),
         grid_names=("program",),
-        num_threads=4 if is_narrow else 3,
+        num_threads=4 if narrow else 3,
         thread_name="warpgroup",
         scratch_types=scratch_types,
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.logits import LARGEST_CAP
+from pallas_kernels.common.logits import soft_capped
 from pallas_kernels.common.rows import LOG2E, ROWS, ROWS_FIRST
 from pallas_kernels.prefill.item import Item, row_tokens
 from pallas_kernels.prefill.tree import Tree
@@ -34,12 +34,9 @@ class Logits:
         one = jnp.ones((), jnp.float32)
         logits, unit = products, jnp.maximum(self.scale * LOG2E, 1e-30)  # and not 0: 0 x inf is NaN
         if self.cap is not None:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1): the hardware's own tanh is good to 2^-11 only.
-            cap = jnp.minimum(self.cap, LARGEST_CAP)
-            e = jnp.exp2(times(products, self.scale / cap * (2 * LOG2E)))
-            logits, unit = (cap * LOG2E) * (1.0 - 2.0 / (e + 1.0)), one
+            logits, unit = soft_capped(products, self.scale, self.cap, ROWS_FIRST), one
         elif self.slopes is not None:
-            logits, unit = times(products, self.scale * LOG2E), one
+            logits, unit = ROWS_FIRST.times(products, self.scale * LOG2E), one
         if not masked and self.slopes is None:
             return logits, unit
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
@@ -54,8 +51,3 @@ class Logits:
         if self.item.window is not None:
             visible = jnp.logical_and(visible, distance < self.item.window)
         return jnp.where(visible, logits, jnp.full(shape, -jnp.inf, jnp.float32)), unit
-
-
-def times(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """x [64, tile] times one number, or one a row."""
-    return x * (factor if factor.ndim == 0 else ROWS_FIRST.over(factor, x.shape))

@@ -6,10 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import scales as _scales
-from pallas_kernels.common import sizes as _sizes
 from pallas_kernels.common.fetch import WARPS, rows_of_copy
 from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.scales import of_tokens
+from pallas_kernels.common.sizes import is_narrow
+from pallas_kernels.prefill import scales as token_scales
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.rows_of_item import WG_ROWS
 
@@ -24,7 +25,7 @@ class Refs:
     k_cache: Any  # [blocks, block_size, kv_heads, head_dim]
     v_cache: Any  # as k_cache
     block_tables: Any  # int32 [seqs, max_blocks]
-    entries: Any  # int32 [max_entries, fields], see `_work_list`
+    entries: Any  # int32 [max_entries, fields], see `work_list`
     num_entries: Any  # int32 [1]
     scale: Any  # f32 [1]
     # Outputs, GMEM
@@ -75,9 +76,9 @@ def scratch(
     matrix: tuple[Any, ...],  # transforms of a matrix in SMEM
 ) -> dict[str, Any]:
     """SMEM and barriers, by the names of `Refs`."""
-    is_narrow, in_parts = _sizes.is_narrow(cache_dtype), config.num_parts > 1
+    narrow, in_parts = is_narrow(cache_dtype), config.num_parts > 1
     copies = config.tile // rows_of_copy(block_size, config.tile)
-    multiplied = jnp.float16 if is_narrow else dtype
+    multiplied = jnp.float16 if narrow else dtype
 
     def rings(kind: str, stages: int, numbers: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
         """Of K and V, with `arrivals` at their barriers: tiles that are full, and free."""
@@ -96,10 +97,10 @@ def scratch(
         view = plgpu.SMEM((2, WG_ROWS, width), multiplied, transforms=matrix)
         q_smem = q_smem | {"q_float16": view} if interpreted() else {"q_smem": plgpu.RefUnion(q_smem["q_smem"], view)}
     fetched: dict[str, Any] = {}
-    if is_narrow:
+    if narrow:
         stages = config.num_narrow_stages
-        fetched = rings("_narrow", stages, cache_dtype, (), (copies, 1)) | _scales.scratch(
-            len(_scales.of_tokens(*scales)),
+        fetched = rings("_narrow", stages, cache_dtype, (), (copies, 1)) | token_scales.scratch(
+            len(of_tokens(*scales)),
             stages=config.num_scale_stages,
             tile=config.tile,
             warps=WARPS,
@@ -115,7 +116,7 @@ def scratch(
         **q_smem,
         **output,
         **fetched,
-        **rings("", config.num_stages, multiplied, matrix, (1 if is_narrow else copies, 2)),
+        **rings("", config.num_stages, multiplied, matrix, (1 if narrow else copies, 2)),
         q_full=plgpu.Barrier(num_barriers=2),
         zeroed=plgpu.Barrier(num_arrivals=2),
     )

@@ -20,15 +20,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import scales as _scales
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.rows import COLUMNS, LOWEST, ROWS, ROWS_FIRST, zeros
-from pallas_kernels.common.scales import Scales
-from pallas_kernels.prefill import products as _products
+from pallas_kernels.common.scales import over_tokens, peaks
+from pallas_kernels.prefill import products
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item
-from pallas_kernels.prefill.logits import Logits, times
+from pallas_kernels.prefill.logits import Logits
+from pallas_kernels.prefill.scales import Scales
 
 Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # O, m, l, and P of the last tile
 # In units of log2, by which a logit may exceed m before O is scaled to it: weights of 2^8 are far from overflow.
@@ -128,18 +128,18 @@ class Steps:
         """The new m and l, what sums so far are multiplied with, f32 [64], and the weights, f32 [64, tile]."""
         k_scales, v_scales = self._token_scales(tile, masked=masked)
         if k_scales is not None:
-            scores *= _scales.over_tokens(k_scales, scores.shape, ROWS_FIRST)
+            scores *= over_tokens(k_scales, scores.shape, ROWS_FIRST)
         logits, unit = self.logits(scores, tile, masked)
         if v_scales is None:
             highest = logits.max(axis=1) * unit
         else:
-            highest = _scales.peaks(times(logits, unit), v_scales, ROWS_FIRST).max(axis=1)
+            highest = peaks(ROWS_FIRST.times(logits, unit), v_scales, ROWS_FIRST).max(axis=1)
         m_new = jnp.where(highest > m + HEADROOM, highest, m)
         alpha = jnp.exp2(m - m_new)
-        p = jnp.exp2(times(logits, unit) - ROWS_FIRST.over(m_new, logits.shape))
+        p = jnp.exp2(ROWS_FIRST.times(logits, unit) - ROWS_FIRST.over(m_new, logits.shape))
         l_new = l * alpha + p.sum(axis=1)
         if v_scales is not None:
-            p *= _scales.over_tokens(v_scales, p.shape, ROWS_FIRST)
+            p *= over_tokens(v_scales, p.shape, ROWS_FIRST)
         return m_new, l_new, alpha, p
 
     def _token_scales(self, tile: jax.Array, *, masked: bool) -> tuple[jax.Array | None, jax.Array | None]:
@@ -170,7 +170,7 @@ class Steps:
         if interpreted():
             return acc + self._weighted_values(p, before), self._scores(stage)
         keys, values = self.keys.target.at[stage], self.values.target.at[before]
-        return _products.start(acc, p, self.q, keys, values, self.transforms)
+        return products.start(acc, p, self.q, keys, values, self.transforms)
 
     def _wait(self, n: int) -> None:
         """Until at most the last n products are under way."""
@@ -182,7 +182,7 @@ class Steps:
         return x if interpreted() else lax.optimization_barrier(x)
 
     def _rescaled(self, acc: jax.Array, alpha: jax.Array) -> jax.Array:
-        return acc * ROWS_FIRST.over(alpha, acc.shape) if interpreted() else _products.rescale(acc, alpha)
+        return acc * ROWS_FIRST.over(alpha, acc.shape) if interpreted() else products.rescale(acc, alpha)
 
     def _weighted_values(self, p: jax.Array, stage: jax.Array) -> jax.Array:
         """In interpret mode, which has no products with an operand in registers."""

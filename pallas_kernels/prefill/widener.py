@@ -28,10 +28,10 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from pallas_kernels.common import widen as _widen
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
+from pallas_kernels.common.widen import from_words, halves, power_of_two, words_of
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Items
 
@@ -101,10 +101,10 @@ def _float16(narrow: Any) -> jax.Array:
     def widen(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         wide = np.empty_like(x.registers)
         for index, register in np.ndenumerate(x.registers):
-            words = _widen.words_of(register)
-            pairs = [pair for word in words for pair in _widen.halves(word, narrow.dtype, transposed=False)]
-            words = [word for pair in pairs for word in _widen.words_of(pair)]
-            wide[index] = _widen.from_words(words, ir.VectorType.get((8,), ir.F16Type.get()))
+            words = words_of(register)
+            pairs = [pair for word in words for pair in halves(word, narrow.dtype, transposed=False)]
+            words = [word for pair in pairs for word in words_of(pair)]
+            wide[index] = from_words(words, ir.VectorType.get((8,), ir.F16Type.get()))
         return mgpu.FragmentedArray(_registers=wide, _layout=x.layout, _is_signed=None)
 
     layout = _eights(narrow.shape[1])
@@ -123,7 +123,7 @@ def q_as_float16(q: Any, target: Any) -> jax.Array:
     largest = ROWS_FIRST.full(q.shape[0], 0.0)
     for columns in parts:
         largest = jnp.maximum(largest, jnp.abs(load(columns)).max(axis=1))
-    unit = _widen.power_of_two(largest)
+    unit = power_of_two(largest)
     for columns in parts:
         x = load(columns)
         target[:, columns] = (x * ROWS_FIRST.over(1.0 / unit, x.shape)).astype(jnp.float16)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpaged._attention.plan import PARTIAL_BYTES
 from pallas_kernels.decode import config as decode_config
-from pallas_kernels.decode import refs as _refs
+from pallas_kernels.decode.refs import scratch
 from pallas_kernels.prefill import config as prefill_config
 
 SUPPORTED = dict(
@@ -44,7 +44,7 @@ def test_the_decode_kernel_fits_every_gpu(compute_capability, smem):
         config = decode_config.default_config(
             **(SHAPE | shape | dict(compute_capability=compute_capability, itemsize=itemsize))
         )
-        arrays = _refs.scratch(
+        arrays = scratch(
             config,
             **shape,
             block_size=16,

@@ -1,4 +1,4 @@
-"""The portable decode kernel on 8-bit caches in interpret mode: widening, scales, and no races."""
+"""The decode kernel on 8-bit caches in interpret mode: widening, scales, and no races."""
 
 import itertools
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import explain
-from pallas_kernels.common import scales as _scales
-from pallas_kernels.common import widen as _widen
+from pallas_kernels.common import widen
+from pallas_kernels.decode import softmax
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import attend, check
 
@@ -123,7 +123,7 @@ def test_weights_without_their_maximum_would_not_do(monkeypatch):
     case = narrow_case(lengths=(70, 33))
     case = case.replace(options=case.options | {"v_scale": case.options["v_scale"] * 1e6})
     check(case)
-    monkeypatch.setattr(_scales, "peaks", lambda logits, *_: logits)
+    monkeypatch.setattr(softmax, "peaks", lambda logits, *_: logits)
     assert not within_budget(case, attend(case, num_stages=3)[0]).all()
     jax.clear_caches()  # the kernel without the maximum
 
@@ -145,4 +145,4 @@ def test_taken_by_default(shape, reason):
 
 
 def test_orders():
-    assert sorted(_widen.K_ORDER) == sorted(_widen.V_ORDER) == list(range(16))
+    assert sorted(widen.K_ORDER) == sorted(widen.V_ORDER) == list(range(16))

@@ -15,7 +15,7 @@ from jaxpaged._attention import xla
 from jaxpaged._attention.choose import Choice, Known, by_decode, choose
 from jaxpaged._attention.run import run
 from jaxpaged._device import Gpu
-from pallas_kernels.common import sizes as _sizes
+from pallas_kernels.common import sizes
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import FAULTS, H100, attend, check, make_call
 
@@ -133,9 +133,9 @@ def test_a_wrong_result_is_noticed(fault):
 
 def test_a_dropped_partition_is_noticed(monkeypatch):
     case = make_case(lengths=(200,), max_blocks=13, kv_heads=1, dtype=BF16)
-    real = _sizes.tiles_of_partition
+    real = sizes.tiles_of_partition
     monkeypatch.setattr(
-        _sizes,
+        sizes,
         "tiles_of_partition",
         lambda first, end, count, partition: jnp.where(partition == 1, 0, real(first, end, count, partition)),
     )

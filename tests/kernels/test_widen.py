@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.common import sizes as _sizes
-from pallas_kernels.common import widen as _widen
+from pallas_kernels.common import sizes, widen
 
 LANES = 128
 
@@ -24,7 +23,7 @@ def prmt(a, b, selector):
 
 
 def run(ptx, *args, **_):
-    """The value of `$0`, uint32 [lanes], after the instructions that `_widen` emits."""
+    """The value of `$0`, uint32 [lanes], after the instructions that `widen` emits."""
     number = {"a": None, "$1": None} | {f"${i + 1}": x for i, x in enumerate(args)}
     lane = np.arange(LANES, dtype=np.uint32)
 
@@ -107,17 +106,17 @@ def on_lanes(monkeypatch):
     def inline(*, arg_types, return_type):
         return lambda f: lambda x: kept.setdefault("result", f(None, x))
 
-    monkeypatch.setattr(_widen.plgpu, "inline_mgpu", inline)
-    monkeypatch.setattr(_widen.utils, "inline_ptx", run)
-    monkeypatch.setattr(_widen.utils, "bitcast", lambda x, _: x)
+    monkeypatch.setattr(widen.plgpu, "inline_mgpu", inline)
+    monkeypatch.setattr(widen.utils, "inline_ptx", run)
+    monkeypatch.setattr(widen.utils, "bitcast", lambda x, _: x)
     kinds = types.SimpleNamespace(get=lambda *_: None, get_signless=lambda _: None)
     monkeypatch.setattr(
-        _widen, "ir", types.SimpleNamespace(IntegerType=kinds, VectorType=kinds, F16Type=kinds, Value=None)
+        widen, "ir", types.SimpleNamespace(IntegerType=kinds, VectorType=kinds, F16Type=kinds, Value=None)
     )
-    monkeypatch.setattr(_widen, "words_of", lambda x: [x])
-    monkeypatch.setattr(_widen, "from_words", lambda words, _: words[0])
+    monkeypatch.setattr(widen, "words_of", lambda x: [x])
+    monkeypatch.setattr(widen, "from_words", lambda words, _: words[0])
     monkeypatch.setattr(
-        _widen.mgpu,
+        widen.mgpu,
         "FragmentedArray",
         lambda _registers, _layout, _is_signed: types.SimpleNamespace(registers=_registers, layout=_layout),
     )
@@ -132,26 +131,26 @@ def fragment(x, layout):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", _sizes.NARROW_DTYPES)
+@pytest.mark.parametrize("dtype", sizes.NARROW_DTYPES)
 def test_every_byte_widens_to_its_place(on_lanes, dtype, transposed):
     tile = np.random.default_rng(0).permutation(np.arange(64 * 128) % 256).astype(np.uint8).reshape(64, 128)
     words = tile.view(np.int16)  # [tokens, words of two columns]
     wide = tile.view(dtype).astype(np.float16)
     if transposed:
-        layout, words, wide = _widen.WORDS.to_mgpu(), words.T, wide.T
-        expected = wide.reshape(-1, 16, 64)[:, list(_widen.V_ORDER)].reshape(wide.shape)
+        layout, words, wide = widen.WORDS.to_mgpu(), words.T, wide.T
+        expected = wide.reshape(-1, 16, 64)[:, list(widen.V_ORDER)].reshape(wide.shape)
     else:
         layout = mgpu.WGMMA_LAYOUT
-        expected = wide.reshape(64, -1, 16)[:, :, list(_widen.K_ORDER)].reshape(wide.shape)
+        expected = wide.reshape(64, -1, 16)[:, :, list(widen.K_ORDER)].reshape(wide.shape)
     narrow = types.SimpleNamespace(registers=fragment(np.ascontiguousarray(words), layout), shape=words.shape)
-    _widen._widen(narrow, dtype, _widen.ROWS, transposed=transposed)
+    widen.widen(narrow, dtype, widen.ROWS, transposed=transposed)
     found, right = on_lanes["result"].registers, fragment(np.ascontiguousarray(expected), mgpu.WGMMA_LAYOUT)
     assert found.shape == right.shape
     for a, b in zip(found.flat, right.flat, strict=True):
         np.testing.assert_array_equal(a.view(np.float16), b.view(np.float16))  # NaN is NaN, whatever its bits
 
 
-@pytest.mark.parametrize("order", [_widen.K_ORDER, _widen.V_ORDER, tuple(_widen.V_ORDER.index(c) for c in range(16))])
+@pytest.mark.parametrize("order", [widen.K_ORDER, widen.V_ORDER, tuple(widen.V_ORDER.index(c) for c in range(16))])
 def test_rows_are_exchanged(on_lanes, order):
     x = np.arange(64 * 16).astype(np.float16).reshape(64, 16)
     wrapped = types.SimpleNamespace(
@@ -162,7 +161,7 @@ def test_rows_are_exchanged(on_lanes, order):
     array_type = type("Register", (np.ndarray,), {"type": None})
     for index, register in np.ndenumerate(wrapped.registers):
         wrapped.registers[index] = register.view(array_type)
-    _widen._exchange(wrapped, order)
+    widen._exchange(wrapped, order)
     expected = np.ascontiguousarray(x.reshape(-1, 16, 16)[:, list(order)].reshape(x.shape))
     found, right = on_lanes["result"].registers, fragment(expected, mgpu.WGMMA_LAYOUT)
     assert found.shape == right.shape

@@ -23,9 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.common import rows as _rows
 from pallas_kernels.common.interpret import interpreted
-from pallas_kernels.common.rows import LOWEST, ROWS, ROWS_LAST, SCALAR
+from pallas_kernels.common.rows import LOWEST, ROWS, ROWS_LAST, SCALAR, full, store
 from pallas_kernels.common.sizes import ceil_div
 from pallas_kernels.decode.partition_plan import PartitionPlan
 from pallas_kernels.decode.walk import Partition
@@ -78,15 +77,14 @@ class Partials:
 
     refs: Any  # with the arrays of `types_of`
     partition: Partition
-    count: int | jax.Array
 
     def merge(self, sums: Sums, finish: Callable[[Sums], None]) -> None:
         """Stores the sums of this program. If it is counted last, `finish` gets those of all."""
         place = self.partition.first_place + self.partition.index
         for c, part in enumerate(sums.acc):
-            _rows.store(self._acc(place, c, part.shape[0]), part)
+            store(self._acc(place, c, part.shape[0]), part)
         for i, vector in enumerate((sums.m, sums.l)):
-            _rows.store(self._ml(place, i), vector)
+            store(self._ml(place, i), vector)
         shapes = [part.shape for part in sums.acc]
         pl.when(self._is_last())(lambda: finish(self._merged(shapes, sums.m.shape[0])))
 
@@ -98,7 +96,7 @@ class Partials:
 
     def _is_last(self) -> jax.Array:
         """Counts this program. bool []: whether it may read the partials of all."""
-        seq, kv_head, last = self.partition.seq, self.partition.kv_head, self.count - 1
+        seq, kv_head, last = self.partition.seq, self.partition.kv_head, self.partition.count - 1
         if interpreted():  # one program after the other
             place = seq, kv_head, pl.ds(0, 1)
             arrived = self.refs.arrivals[place]
@@ -121,7 +119,7 @@ class Partials:
         """The sums of all partials."""
         registers = sum(size * columns for size, columns in shapes) // 128
         at_once = max(1, min(MOST_AT_ONCE, LOADED_REGISTERS // registers))
-        end = self.partition.first_place + self.count
+        end = self.partition.first_place + self.partition.count
 
         def load(ref: Any, layout: Any) -> jax.Array:
             return plgpu.load(ref, layout=layout, optimized=False)
@@ -152,8 +150,8 @@ class Partials:
             return Sums(tuple(acc), m, l)
 
         nothing = Sums(
-            acc=tuple(_rows.full(shape, 0.0, ROWS) for shape in shapes),
+            acc=tuple(full(shape, 0.0, ROWS) for shape in shapes),
             m=ROWS_LAST.full(rows, LOWEST),
             l=ROWS_LAST.full(rows, 0.0),
         )
-        return lax.fori_loop(0, ceil_div(jnp.int32(self.count), at_once), add, nothing)
+        return lax.fori_loop(0, ceil_div(jnp.int32(self.partition.count), at_once), add, nothing)

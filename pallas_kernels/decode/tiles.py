@@ -1,22 +1,25 @@
-"""The left and right operands of the products, from SMEM to registers.
+"""Where K and V of a tile are, and how they become the operands of the products, from SMEM to registers.
 
     S^T [64, rows]          = K [64, head_dim]    Q^T [head_dim, rows]
     O^T [head_dim, rows]   += V^T [head_dim, 64]  P^T [64, rows]
 
-Both are made 64 columns of the head at a time. Everything here is traced inside the kernel.
+Operands are made 64 columns of the head at a time. Everything here is traced inside the kernel.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import widen as _widen
+from pallas_kernels.common import widen
+from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.rows import ROWS
+from pallas_kernels.common.sizes import is_narrow
 from pallas_kernels.decode.config import COLUMNS
 from pallas_kernels.decode.refs import Refs
 
@@ -39,13 +42,25 @@ def columns_of(c: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wide:
+class Tiles:
     """Of a cache in q's dtype."""
 
     refs: Refs
+    # By how much the running maximum is too small, in units of log2: the weights then use the range of their dtype.
+    headroom: ClassVar[float] = 0.0
 
-    def prepare_query(self) -> None:
+    @staticmethod
+    def of(refs: Refs) -> "Tiles":
+        return NarrowTiles(refs) if is_narrow(refs.k_cache.dtype) else Tiles(refs)
+
+    def rings(self) -> tuple[Ring, Ring]:
+        """Of K and of V, as they are copied."""
+        refs = self.refs
+        return Ring(refs.k_cache, refs.k_smem, refs.k_full), Ring(refs.v_cache, refs.v_smem, refs.v_full)
+
+    def prepare_query(self) -> jax.Array | None:
         """Returns the factor of the products with each row, f32 [rows]; None: ones."""
+        return None
 
     def query(self, c: int) -> jax.Array:
         return plgpu.load(self.refs.q_smem.at[:, columns_of(c)].T, layout=RIGHT)
@@ -59,38 +74,57 @@ class Wide:
         return v if seen is None else jnp.where(seen(v.shape, 1, LEFT), v, jnp.zeros_like(v))
 
     def ordered(self, acc: jax.Array) -> jax.Array:
+        """O^T, f32 [64, rows], its columns of the head in their own order."""
         return acc
+
+    def k_scales(self, slot: jax.Array) -> jax.Array | None:
+        """One a token, f32 [64]; None: there are none."""
+        return _loaded(self.refs.k_scales_smem, slot)
+
+    def v_scales(self, slot: jax.Array) -> jax.Array | None:
+        """As `k_scales`."""
+        return _loaded(self.refs.v_scales_smem, slot)
 
 
 @dataclasses.dataclass(frozen=True)
-class Narrow:
-    """Of an 8-bit cache: see `widen`, also for the order of the columns."""
+class NarrowTiles(Tiles):
+    """Of an 8-bit cache: see `common.widen`, also for the order of the columns."""
 
-    refs: Refs
+    headroom: ClassVar[float] = widen.HEADROOM
+
+    def rings(self) -> tuple[Ring, Ring]:
+        k, v = super().rings()
+        if interpreted():
+            return k, v
+        return dataclasses.replace(k, target=k.target[0]), dataclasses.replace(v, target=v.target[0])
 
     def prepare_query(self) -> jax.Array | None:
         wide = self.refs.wide_q_smem
-        return _widen.load_q(self.refs.q_smem, lambda start: wide.at[pl.ds(start, COLUMNS)])
+        return widen.load_q(self.refs.q_smem, lambda start: wide.at[pl.ds(start, COLUMNS)])
 
     def query(self, c: int) -> jax.Array:
         return plgpu.load(self.refs.wide_q_smem.at[columns_of(c)], layout=RIGHT)
 
     def keys(self, slot: jax.Array, c: int) -> jax.Array:
-        return self._tiles(self.refs.k_smem, c).keys(slot)
+        return self._columns(self.refs.k_smem, c).keys(slot)
 
     def values(self, slot: jax.Array, c: int, seen: Seen | None) -> jax.Array:
-        tiles = self._tiles(self.refs.v_smem, c)
+        tiles = self._columns(self.refs.v_smem, c)
         v = tiles.load_values(slot, 0, COLUMNS)
         if seen is not None:
             v = tiles.zero_unseen(v, seen)
         return tiles.values(v)
 
     def ordered(self, acc: jax.Array) -> jax.Array:
-        return _widen.ordered(acc)
+        return widen.ordered(acc)
 
-    def _tiles(self, ring: Any, c: int) -> _widen.Tiles:
+    def _columns(self, ring: Any, c: int) -> widen.Tiles:
         """64 columns of a ring."""
         narrow, words = (ring, None) if interpreted() else ring
         if words is not None:
             words = words.at[:, :, pl.ds(c * COLUMNS // 2, COLUMNS // 2)]
-        return _widen.Tiles(narrow.at[:, :, columns_of(c)], words, LEFT)
+        return widen.Tiles(narrow.at[:, :, columns_of(c)], words, LEFT)
+
+
+def _loaded(scales: Any | None, slot: jax.Array) -> jax.Array | None:
+    return None if scales is None else plgpu.load(scales.at[slot], layout=ROWS.reduce(1), optimized=False)

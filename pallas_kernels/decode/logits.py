@@ -1,0 +1,76 @@
+"""From the products of queries and keys to the logits: scale, soft cap, ALiBi, mask."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common.logits import soft_capped
+from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS, ROWS_LAST
+from pallas_kernels.common.scales import of_head
+from pallas_kernels.decode.walk import Walk
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """The logits of one program's sequence and KV head, traced inside the decode kernel."""
+
+    walk: Walk
+    first_query: jax.Array  # int32 [], where it stands
+    scale: jax.Array  # f32 []
+    cap: jax.Array | None  # f32 []
+    slopes: jax.Array | None  # f32 [rows]
+    group: int
+    tree_bits: list[jax.Array] | None = None  # int32 [rows] each: the newest tokens that a row sees, 32 a word
+
+    @classmethod
+    def of(cls, refs: Any, walk: Walk) -> "Logits":
+        """`refs`: with the options of the kernel."""
+        kv_head = walk.partition.kv_head
+        scale = refs.scale[0]
+        cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
+        slopes = None if refs.alibi_slopes is None else ROWS_LAST.load(refs.alibi_slopes.at[kv_head])
+        k_scale = of_head(refs.k_scale, kv_head)
+        if k_scale is not None:
+            scale = scale * k_scale
+        trees = None
+        if refs.tree_bits is not None:
+            trees = [ROWS_LAST.load(refs.tree_bits.at[walk.seq, word]) for word in range(refs.tree_bits.shape[1])]
+        return cls(walk, walk.first_query, scale, cap, slopes, refs.group, trees)
+
+    def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
+        """f32 [tile, rows] -> logits in units of log2, and which of them are visible; None: all."""
+        walk, shape = self.walk, products.shape
+        if self.cap is None:
+            logits = products * (self.scale * LOG2E)
+        else:
+            logits = soft_capped(products, self.scale, self.cap, ROWS_LAST)
+        if not masked and self.slopes is None:
+            return logits, None
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * walk.tile
+        in_call = row_tokens(shape, self.group) if walk.q_len > 1 else jnp.int32(0)
+        distance = self.first_query + in_call - tokens
+        if self.slopes is not None:
+            logits -= ROWS_LAST.over(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
+        if not masked:
+            return logits, None
+        visible = distance >= 0
+        if walk.window is not None:
+            visible = jnp.logical_and(visible, distance < walk.window)
+        if self.tree_bits is not None:
+            place = tokens - self.first_query  # among the newest; negative before them
+            bit_of = jnp.bitwise_and(place, 31)
+            word_of = lax.shift_right_arithmetic(place, jnp.full(shape, 5, jnp.int32))
+            for word, bits in enumerate(self.tree_bits):
+                bit = jnp.bitwise_and(lax.shift_right_logical(ROWS_LAST.over(bits, shape), bit_of), 1)
+                visible = jnp.logical_and(visible, jnp.logical_or(word_of != word, bit == 1))
+        return jnp.where(visible, logits, jnp.full(shape, LOWEST, jnp.float32)), visible
+
+
+def row_tokens(shape: tuple[int, ...], group: int) -> jax.Array:
+    """The query token of each row, int32 `shape`, the rows on axis 1."""
+    rows = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
+    return rows if group == 1 else lax.div(rows, jnp.full(shape, group, jnp.int32))

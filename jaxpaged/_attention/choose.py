@@ -21,7 +21,7 @@ Implementation = Literal["mosaic_gpu", "xla"]
 Kernel = Literal["paged_decode", "paged_prefill"]  # as a profile names it
 Config = decode_config.Config | prefill_config.Config
 
-# Rows of a KV head up to which the decode kernel is faster. [many_rows_h200 of benchmarks/results/decisions/]
+# Rows of a KV head up to which the decode kernel is faster. [one_kernel_h200 of benchmarks/results/decisions/]
 FEW_ROWS = 32
 
 

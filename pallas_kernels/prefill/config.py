@@ -94,7 +94,7 @@ def default_config(
 def default_parts(*, num_items: int, visible: int, head_dim: int, num_sms: int) -> int:
     """As many as there are SMs for, of items that see up to `visible` tokens."""
     # Each part of an item is written and read once more: these bytes grow with the number of parts, the keys of a part
-    # fall with it. [many_rows_h200, prefill_parts_h100 of benchmarks/results/decisions/]
+    # fall with it. [one_kernel_h200, prefill_parts_h100 of benchmarks/results/decisions/]
     return max(1, min(num_sms // num_items, math.isqrt(16 * visible // (num_items * round_up(head_dim, 64)))))
 
 

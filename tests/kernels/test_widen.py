@@ -143,7 +143,7 @@ def test_every_byte_widens_to_its_place(on_lanes, dtype, transposed):
         layout = mgpu.WGMMA_LAYOUT
         expected = wide.reshape(64, -1, 16)[:, :, list(widen.K_ORDER)].reshape(wide.shape)
     narrow = types.SimpleNamespace(registers=fragment(np.ascontiguousarray(words), layout), shape=words.shape)
-    widen.widen(narrow, dtype, widen.ROWS, transposed=transposed)
+    widen._widen(narrow, dtype, widen.ROWS, transposed=transposed)
     found, right = on_lanes["result"].registers, fragment(np.ascontiguousarray(expected), mgpu.WGMMA_LAYOUT)
     assert found.shape == right.shape
     for a, b in zip(found.flat, right.flat, strict=True):

@@ -23,9 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.engine.model import CONFIGS, packed_model, random_weights
+from benchmarks.engine.model import CONFIGS, packed_model
 from benchmarks.engine.steps import Steps
-from benchmarks.engine.workload import SIZES, Request, create_caches, run_work, workload
+from benchmarks.engine.workload import SIZES, Request, create_engine, run_work, workload
 from benchmarks.harness import add_output, compile_all, open_store
 from jaxpaged import Engine
 from jaxpaged._engine.defaults import chosen_compiler_options
@@ -34,19 +34,6 @@ from jaxpaged._engine.slices import State, one_step
 from jaxpaged._scheduler import planning
 
 REPEATS = 3
-
-
-def create_engine(name: str, compiler_options: dict[str, Any]) -> Engine:
-    config, sizes = CONFIGS[name], SIZES[name]
-    return Engine(
-        packed_model(config),
-        random_weights(config),
-        create_caches(config, sizes.num_blocks),
-        num_seats=sizes.seats or None,
-        max_length=2 * sizes.longest,
-        chunk_tokens=sizes.chunk or None,
-        compiler_options=compiler_options,
-    )
 
 
 def compile_host_step(name: str, engine: Engine, compiler_options: dict[str, Any], index: int) -> Any:
@@ -104,7 +91,7 @@ def main() -> None:
     given = None if options.xla is None else dict(option.split("=") for option in options.xla)
     compiler_options = chosen_compiler_options(given)
     jobs: dict[Any, Callable] = {
-        name: functools.partial(create_engine, name, compiler_options) for name in options.models
+        name: functools.partial(create_engine, name, compiler_options=compiler_options) for name in options.models
     }
     engines = compile_all(jobs)
     jobs = {

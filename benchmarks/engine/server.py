@@ -32,11 +32,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.checks import require
-from benchmarks.engine.model import CONFIGS, random_weights
+from benchmarks.engine.model import CONFIGS
 from benchmarks.engine.stand_in import StandIn, made_up
 from benchmarks.engine.stream_clients import stream
-from benchmarks.engine.throughput import create_engine
-from benchmarks.engine.workload import SIZES, Request, workload
+from benchmarks.engine.workload import SIZES, Request, create_engine, workload
 from benchmarks.harness import add_output, open_store
 from jaxpaged import SamplingParams
 from lib.checkpoint import Checkpoint, Tokenizer
@@ -146,17 +145,15 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--steps-per-slice", type=int, default=8, help="default: %(default)s, as examples/serve.py has")
-    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
     add_output(parser)
     options = parser.parse_args(arguments)
     options.toy = options.model == "toy" or bool(options.stand_in)
-    options.exact, options.xla = False, dict(option.split("=") for option in options.xla)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
-    config, sizes = CONFIGS[options.model], SIZES[options.model]
+    vocab_size, longest = CONFIGS[options.model].vocab_size, SIZES[options.model].longest
     settings = dict(clients=options.clients, steps_per_slice=options.steps_per_slice, stand_in=options.stand_in)
     store = open_store(f"engine_server_{options.model}", options, **settings)
     engine: Any
@@ -165,15 +162,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             num_seats=options.clients,
             steps_per_slice=options.steps_per_slice,
             tokens_per_s=options.stand_in,
-            vocab_size=config.vocab_size,
+            vocab_size=vocab_size,
         )
     else:
-        engine = create_engine(config, sizes, random_weights(config), options)
-    work = workload(options.requests, sizes.longest)
-    tokenizer = make_tokenizer(config.vocab_size)
+        engine = create_engine(options.model, steps_per_slice=options.steps_per_slice)
+    work = workload(options.requests, longest)
+    tokenizer = make_tokenizer(vocab_size)
     alone = measure_alone(engine, work, options.clients)
     store.add("engine", alone)
-    served = measure_server(engine, work, tokenizer, config.vocab_size, options)
+    served = measure_server(engine, work, tokenizer, vocab_size, options)
     served["of_engine"] = served["tokens_per_s"] / alone["tokens_per_s"]
     store.add("server", served)
     for name, point in store.points.items():

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.engine.model import CONFIGS
+from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.models.llama_step import LlamaConfig
 from jaxpaged import Engine, KVCache, SamplingParams
 
@@ -51,6 +52,14 @@ def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
         dtype=jnp.bfloat16,
     )
     return tuple(create() for _ in range(config.num_layers))
+
+
+def create_engine(model: str, **options: Any) -> Engine:
+    """An engine with random weights that chooses all sizes which neither `SIZES` nor `options` have."""
+    config, sizes = CONFIGS[model], SIZES[model]
+    chosen = dict(num_seats=sizes.seats or None, max_length=2 * sizes.longest, chunk_tokens=sizes.chunk or None)
+    caches = create_caches(config, sizes.num_blocks)
+    return Engine(packed_model(config), random_weights(config), caches, **(chosen | options))
 
 
 def kv_tokens(work: Sequence[Request]) -> int:

@@ -1,11 +1,16 @@
 """Benchmarks of the engine under load, at toy sizes, and what they check can fail."""
 
+import functools
 import json
+import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from benchmarks.engine import server, stream_clients
+from benchmarks.engine import online, server, stream_clients
 from benchmarks.engine.stand_in import StandIn, made_up
+from benchmarks.engine.workload import create_engine
 from jaxpaged import SamplingParams
 
 STREAMED = (
@@ -65,3 +70,100 @@ def test_an_answer_that_is_no_whole_stream_is_an_error():
     for wrong in (STREAMED.replace(b"200", b"429"), STREAMED.replace(b"data: [DONE]", b"")):
         with pytest.raises(AssertionError, match="a client got"):
             stream_clients.read_answer(wrong, 0.5)
+
+
+class FakeVllm:
+    """Stands for the module: an engine that gives each request a token a step."""
+
+    __version__ = "1.2"
+
+    def __init__(self, model, **options):
+        self.options, self.open, self.llm_engine = options, {}, self
+        with open(f"{model}/config.json") as file:
+            self.config = json.load(file)
+
+    def has_unfinished_requests(self):
+        return bool(self.open)
+
+    def add_request(self, request_id, prompt, params):
+        assert prompt["prompt_token_ids"]
+        self.open[request_id] = [params.max_tokens, []]
+
+    def step(self):
+        outputs = []
+        for request_id, (wanted, tokens) in list(self.open.items()):
+            tokens.append(7)
+            reason = "length" if len(tokens) == wanted else None
+            if reason:
+                del self.open[request_id]
+            completion = SimpleNamespace(token_ids=tokens, finish_reason=reason)
+            outputs.append(SimpleNamespace(request_id=request_id, outputs=[completion], finished=bool(reason)))
+        return outputs
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch):
+    module = SimpleNamespace(
+        __version__="1.2", LLM=FakeVllm, SamplingParams=lambda **options: SimpleNamespace(**options)
+    )
+    monkeypatch.setitem(sys.modules, "vllm", module)
+
+
+def run_online(path, *options):
+    online.main(["--model=toy", "--rates", "50", "100", "--seconds=0.2", f"--output={path}", *options])
+    return json.loads(path.read_text())
+
+
+def check_points(points):
+    assert set(points) == {"50 a second", "100 a second"}
+    for name, point in points.items():
+        assert point["requests"] == int(name.split()[0]) // 5
+        for column in ("to_first_ms", "between_tokens_ms", "between_pieces_ms", "to_last_ms"):
+            values = list(point[column].values())
+            assert values == sorted(values)
+        assert 0 < point["to_first_ms"]["p50"] < point["to_last_ms"]["p50"]
+
+
+@pytest.mark.slow
+def test_requests_that_come_one_by_one(tmp_path, monkeypatch):
+    quick = functools.partial(create_engine, compiler_options={"xla_backend_optimization_level": 0})
+    monkeypatch.setattr(online, "create_engine", quick)
+    results = run_online(tmp_path / "online.json", "--steps-per-slice=4")
+    check_points(results["points"])
+    assert results["settings"]["steps_per_slice"] == 4
+    assert results["settings"]["num_seats"] == 8
+
+
+def test_requests_that_come_one_by_one_to_vllm(tmp_path, fake_vllm):
+    results = run_online(tmp_path / "online.json", "--engine=vllm")
+    check_points(results["points"])
+    assert results["settings"]["engine"] == "vllm 1.2"
+
+
+def test_both_engines_get_the_same_requests_at_the_same_times():
+    assert online.arrival_seconds(20, 5) == online.arrival_seconds(20, 5)
+    gaps = np.diff(online.arrival_seconds(20, 1000), prepend=0)
+    assert gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(1 / 20, rel=0.02)
+    assert gaps.std() == pytest.approx(1 / 20, rel=0.02)  # as that of an exponential distribution
+
+
+def test_waits_are_counted_from_the_arrival():
+    work, arrivals = [([1], 5), ([1], 1)], [1.0, 2.0]
+    pieces = [[(1.5, 3), (2.5, 5)], [(4.0, 1)]]
+    point = online.summary(work, arrivals, pieces)
+    assert point["to_first_ms"]["p50"] == pytest.approx(1250)  # of 500 and 2000
+    assert point["between_tokens_ms"]["p99"] == pytest.approx(250)
+    assert point["between_pieces_ms"]["p50"] == pytest.approx(1000)
+    assert point["to_last_ms"]["p50"] == pytest.approx(1750)
+    assert point["tokens_per_s"] == pytest.approx(6 / 4)
+    for lost in ([[(1.5, 3)], pieces[1]], [pieces[0], []]):
+        with pytest.raises(AssertionError, match="not as many tokens"):
+            online.summary(work, arrivals, lost)
+
+
+def test_a_request_that_arrives_while_the_engine_is_idle_starts_then():
+    engine = StandIn(num_seats=2, steps_per_slice=8, tokens_per_s=1e5, vocab_size=100)
+    pieces = online.serve(engine, [([1], 20), ([1], 4)], [0.0, 0.2])
+    assert pieces[0][-1][0] < 0.2 <= pieces[1][0][0]
+    assert [count for _, count in pieces[0]] == [8, 16, 20]

@@ -151,7 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     store = open_store("engine_soak", options)
     num_blocks = SEATS * MAX_TOKENS // BLOCK_SIZE // 4 + 1
-    sizes = dict(num_seats=SEATS, num_blocks=num_blocks, max_requests=4 * SEATS)
+    sizes = dict(num_seats=SEATS, num_blocks=num_blocks, max_requests=4 * SEATS, widths=(8, 24))
     engine = create_engine(**sizes, prefix_cache=options.prefix_cache, compiler_options=None)
     begin = time.perf_counter()
     totals: collections.Counter[str] = collections.Counter()

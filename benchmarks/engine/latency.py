@@ -28,11 +28,11 @@ def step_milliseconds(steps: Steps, length: int, count: int) -> list[float]:
     engine, sizes = steps.engine, steps.sizes
     num_decoding = sizes.seats - max(1, sizes.seats // 32)
     steps.clear()
-    steps.submit([([1] * sizes.many, sizes.longest)] * num_decoding)
+    steps.submit_random(num_decoding, sizes.many, sizes.longest)
     steps.run(num_steps=2)
     while engine._state.scheduler.num_pending(engine._state.allocator) > 0:
         steps.run(num_steps=1)
-    steps.submit([([1] * length, 8)] * count)
+    steps.submit_random(count, length, 8)
     milliseconds = []
     for _ in range((length - 1) * count // (sizes.chunk + sizes.seats - num_decoding)):
         before = np.asarray(engine._state.num_of_kind)

@@ -24,7 +24,7 @@ class Steps:
     """Slices by hand, on the state of an engine that has no requests: for times of single steps, and the host loop."""
 
     def __init__(self, engine: Engine, sizes: Sizes):
-        self.engine, self.sizes = engine, sizes.of(engine)
+        self.engine, self.sizes, self.rng = engine, sizes.of(engine), np.random.default_rng(0)
 
     def run(self, requests: Sequence[Request] = (), *, num_steps: int = 0, aborts: Sequence[int] = ()) -> Any:
         """A slice; what it reports, once it is over."""
@@ -35,6 +35,10 @@ class Steps:
         ]
         inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps)
         return jax.tree.map(np.asarray, engine._thread.submit(engine._run, engine._weights, inbox).result())
+
+    def submit_random(self, count: int, length: int, new: int) -> None:
+        """Requests with random tokens: equal ones take less power, so that the GPU's clock is higher."""
+        self.submit([(self.rng.integers(10, 1000, length).tolist(), new) for _ in range(count)])
 
     def submit(self, requests: Sequence[Request]) -> None:
         for i in range(0, len(requests), 64):
@@ -62,7 +66,7 @@ class Steps:
     def decode(self, count: int, length: int) -> None:
         """Sequences of so many tokens, and what they generated meanwhile, that have one token each to compute."""
         self.clear()
-        self.submit([([1] * length, self.sizes.longest)] * count)
+        self.submit_random(count, length, self.sizes.longest)
         self.run(num_steps=2)
         while self.engine._state.scheduler.num_pending(self.engine._state.allocator) > 0:
             self.run(num_steps=1)
@@ -80,11 +84,11 @@ class Steps:
         elif kind == self.engine._kinds[-1]:  # prompts for the seats left, that fill the chunk of each step
             self.decode(self.num_decoding, length)
             num_left = sizes.seats - self.num_decoding
-            self.submit([([1] * min(15 * sizes.chunk // num_left, sizes.longest), 8)] * num_left)
+            self.submit_random(num_left, min(15 * sizes.chunk // num_left, sizes.longest), 8)
         else:  # a prompt for three steps, beside sequences for a quarter of the places
             count = max(1, kind.num_places // 4)
             self.decode(count, length)
-            self.submit([([1] * min(3 * (kind.num_places - count), sizes.longest), 8)])
+            self.submit_random(1, min(3 * (kind.num_places - count), sizes.longest), 8)
 
     def measure(self) -> dict[str, float]:
         """Milliseconds of each kind of step, and the tokens of K/V that it reads; with almost all seats decoding, `few`

@@ -51,7 +51,7 @@ PORTABLE = (
     *("64x8192 cache=float8_e4m3fn scale=head", "64x8192 cache=int8 scale=head"),
 )
 KERNEL_STEPS = "1 gather", "2 scan", "3 a tile at a time", "4 tiles under way", "5 masks at the end"
-KERNELS = {"tma": "7 the decode kernel", "mosaic_gpu": "the former Hopper kernel"}
+KERNELS = {"tma": "8 the decode kernel", "mosaic_gpu": "the former Hopper kernel"}
 QUANTISED = ("H100", "32/8 64x8192"), ("H100", "32/8 8x4096"), ("H200", "32/8 64x8192")
 CACHES = tuple(
     f" cache={dtype} scale={scale}" for dtype in ("float8_e4m3fn", "int8") for scale in ("head", "token_head")

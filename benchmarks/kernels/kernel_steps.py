@@ -206,7 +206,7 @@ def make_steps(point: Point) -> dict[str, Any]:
         "4 tiles under way": Kernel(stages=4),
         "5 masks at the end": Kernel(stages=4, mask_all=False),
         "6 partitions": Kernel(stages=4, mask_all=False, partitions=partitions),
-        "7 the decode kernel": functools.partial(paged_attention, implementation="mosaic_gpu"),
+        "8 the decode kernel": functools.partial(paged_attention, implementation="mosaic_gpu"),
     }
 
 

@@ -59,8 +59,9 @@ def test_the_examples_of_the_docs_run(page, capsys):
 
 def test_the_steps_of_the_kernel_are_those_that_are_measured():
     extracts = re.findall(r"```py\n(.*?)```", (ROOT / "docs/kernel.md").read_text(), re.DOTALL)
-    code = (ROOT / "benchmarks/kernels/kernel_steps.py").read_text()
-    assert len(extracts) == 6
+    files = [ROOT / "benchmarks/kernels/kernel_steps.py", *(ROOT / "pallas_kernels").rglob("*.py")]
+    code = "".join(file.read_text() for file in files)
+    assert len(extracts) == 9
     assert all(extract in code for extract in extracts)
 
 

@@ -1,9 +1,10 @@
-"""What the portable decode kernel takes, and how a call is cut into partitions and stages.
+"""What the decode kernel takes, and how a call is cut into partitions and stages.
 
 Pure functions of ints: nothing here is traced, and all of it is tested on a CPU.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any, Literal
 
@@ -17,9 +18,6 @@ COLUMNS = 64  # of a head, that one product takes
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group
 MAX_SEQS = 65535  # the grid's slowest axis, for which CUDA allows no more
-# H100, 2 programs an SM, us: 64 x 8192 in float8_e4m3fn 430 with 4 stages, 395 with 6; 64 x 2048 of head_dim 64 99, 96.
-# [portable_stages_h100 of benchmarks/results/decisions/]
-MAX_STAGES = 8
 PROGRAM_OVERHEAD = 4 * 1024  # bytes of SMEM: 1024 that CUDA takes, 2048 for Mosaic's reductions, barriers
 
 # By the compute capability: bytes of SMEM of a SM. A program can have 1024 less. (CUDA programming guide, table of
@@ -91,10 +89,8 @@ def default_config(
 
     def fitting_stages(resident: int) -> int:
         room = program_smem(compute_capability, resident)
-        stages = range(1, MAX_STAGES + 1)
-        return sum(
-            smem_bytes(n, q_len=q_len, group=group, head_dim=head_dim, itemsize=itemsize) <= room for n in stages
-        )
+        sizes = dict(q_len=q_len, group=group, head_dim=head_dim, itemsize=itemsize)
+        return next(n for n in itertools.count() if smem_bytes(n + 1, **sizes) > room)
 
     # One program computes while the others wait; more rows take the registers of two. The programs of a plan even out
     # the lengths: the more of them, the better. [one_kernel_h200, plans_h100 of benchmarks/results/decisions/]
@@ -112,6 +108,7 @@ def default_config(
     return Config(
         num_partitions=min(num_partitions, max(1, -(-capacity // TILE))),  # more would have no tile
         num_stages=num_stages,
+        # [portable_stages_h100 of benchmarks/results/decisions/]
         copies="tma" if compute_capability >= 9.0 and head_dim % COLUMNS == 0 else "cp_async",
     )
 

@@ -19,8 +19,8 @@ LEAST_TILES = 8  # a sequence of no more stays whole: shorter partitions cost mo
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartitionPlan:
-    """Partitions of each sequence, at least one, the longest first. Those left over come last, as more of the last
-    sequence's: their index is not below the number of its partitions."""
+    """Partitions of each sequence, at least one, a sequence after the other. Those left over come last, as more of the
+    last sequence's: their index is not below the number of its partitions."""
 
     partitions: jax.Array  # int32 [total_partitions, 3]: sequence, index in it, how many it has
     partition_starts: jax.Array  # int32 [seqs + 1], exclusive prefix sums, the last at most total_partitions
@@ -56,25 +56,18 @@ def make(
     first, end = jax.vmap(lambda length: sizes.tile_range(length, window, q_len, TILE))(lengths)
     tiles = jnp.clip(end - first, 0, 2**30 // seqs)  # so that their sum is an int32
     most = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // (total_partitions - seqs)), LEAST_TILES)
-    # A few programs that start when the others end leave the GPU idle. H100, all at once, and not: 24 x 4096 135, 148;
-    # 16 x 4096, one of them 8192, 100, 109; 64 x 1024, one of them 4096, 98, 104; but of short partitions, 64 x 256,
-    # one of them 2048, 35, 32. [outliers_h100 of benchmarks/results/decisions/]
+    # A few programs that start when the others end leave the GPU idle, unless partitions are short.
+    # [outliers_h100 of benchmarks/results/decisions/]
     longer = most + jnp.arange(33, dtype=jnp.int32) * -(-most // 64)
     fits = (_counts(tiles[None], longer[:, None]).sum(axis=1) <= at_once) & (longer <= most + most // 2)
     most = jnp.where(fits.any() & (most > LEAST_TILES), longer[jnp.argmax(fits)], most)
     counts = _counts(tiles, most)
 
-    # The longest begin, and the short ones fill the gaps at the end. H100, 64 x U(1..8192) 366 us, in the order of the
-    # sequences 377, dealt to as many programs as run at once 382. [plans_h100 of benchmarks/results/decisions/]
-    order = jnp.argsort(tiles // counts, descending=True).astype(jnp.int32)
-    ends = jnp.cumsum(counts[order], dtype=jnp.int32)
-    places = jnp.arange(total_partitions, dtype=jnp.int32)
-    ranks = jnp.searchsorted(ends, places, side="right", method="scan_unrolled").astype(jnp.int32)
-    ranks = jnp.minimum(ranks, seqs - 1)
-    seq_ids = order[ranks]
-    indices = places - (ends[ranks] - counts[seq_ids])
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    return PartitionPlan(jnp.stack([seq_ids, indices, counts[seq_ids]], axis=1), starts)
+    places = jnp.arange(total_partitions, dtype=jnp.int32)
+    seq_ids = jnp.searchsorted(starts[1:], places, side="right", method="scan_unrolled").astype(jnp.int32)
+    seq_ids = jnp.minimum(seq_ids, seqs - 1)
+    return PartitionPlan(jnp.stack([seq_ids, places - starts[seq_ids], counts[seq_ids]], axis=1), starts)
 
 
 def _counts(tiles: jax.Array, most: jax.Array) -> jax.Array:

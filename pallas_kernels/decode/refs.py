@@ -1,4 +1,4 @@
-"""The arrays of a program of the portable decode kernel, each with its shape, and its shared memory."""
+"""The arrays of a program of the decode kernel, each with its shape, and its shared memory."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The portable decode kernel on a Hopper GPU, in every form: `pytest -m gpu`. Pools are poisoned, as in all cases.
+"""The decode kernel on a Hopper GPU, in every form: `pytest -m gpu`. Pools are poisoned, as in all cases.
 
 tma        as on Hopper and above
 cp_async   as below Hopper, but for what Mosaic makes of the rest

@@ -1,4 +1,4 @@
-"""The portable decode kernel: in interpret mode at toy sizes, without races, and lowered for five GPUs."""
+"""The decode kernel: in interpret mode at toy sizes, without races, and lowered for five GPUs."""
 
 import dataclasses
 import functools

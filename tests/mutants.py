@@ -99,7 +99,7 @@ MUTANTS = (
         "(",
         "tests/allocator/test_sharing.py::into_a_shared",
     ),
-    Mutant("kinds: a row without a place", KINDS, "(num_rows > jnp", "(num_rows - 1 > jnp", NEXT_KIND),
+    Mutant("kinds: a token without a row", KINDS, "(num_needing > jnp", "(num_needing - 1 > jnp", NEXT_KIND),
     Mutant(
         "kinds: waits though the widest step is full", KINDS, "= is_full | ((num_pending", "= ((num_pending", NEXT_KIND
     ),
@@ -119,13 +119,13 @@ MUTANTS = (
         "scheduler: one token a seat in narrow mixed steps",
         PLANNING,
         "    if not is_mixed:\n        return one\n",
-        "    if not is_mixed or num_places < num_seats:\n        return one\n",
+        "    if not is_mixed or width < num_seats:\n        return one\n",
         MIXTURE,
     ),
     Mutant(
         "scheduler: narrow steps without the first in rank",
         PLANNING,
-        "jnp.where(before(one) < num_places, one, 0)",
+        "jnp.where(before(one) < width, one, 0)",
         "jnp.where(before(one) > 0, one, 0)",
         MIXTURE,
     ),
@@ -167,7 +167,7 @@ MUTANTS = (
         MIXTURE,
     ),
     Mutant(
-        "scheduler: shares places by seat",
+        "scheduler: shares rows by seat",
         PLANNING,
         "ranks[None] < ranks[:, None], counts",
         "jnp.tri(len(ranks), k=-1, dtype=jnp.bool_), counts",
@@ -195,7 +195,7 @@ MUTANTS = (
         "is_seated, per_seat",
         MIXTURE,
     ),
-    Mutant("scheduler: last is the first place", PLANNING, "last=jnp.clip(ends - 1, 0)", "last=starts", MIXTURE),
+    Mutant("scheduler: last is the first row", PLANNING, "last=jnp.clip(ends - 1, 0)", "last=starts", MIXTURE),
     Mutant("scheduler: stop ids do nothing", PROGRESS, "(stop_ids >= 0)", "(stop_ids > 99)", MIXTURE),
     Mutant("scheduler: a token too many", PROGRESS, "num_known >= planning", "num_known > planning", MIXTURE),
     Mutant(

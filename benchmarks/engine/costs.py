@@ -60,7 +60,7 @@ class Costs:
     def floor(self, num_of_kind: Sequence[int], work: Sequence[Request]) -> float:
         seconds = kv_tokens(work) * self.kv_bytes / self.bandwidth
         for number, kind in zip(num_of_kind, self.kinds, strict=True):
-            logits = kind.num_seats if kind.is_mixed else kind.num_places
-            products = 2 * (self.layer_params * kind.num_places + self.head_params * logits) / self.products
+            logits = kind.num_seats if kind.is_mixed else kind.width
+            products = 2 * (self.layer_params * kind.width + self.head_params * logits) / self.products
             seconds += number * max(self.weight_bytes / self.bandwidth, products)
         return seconds

@@ -54,7 +54,7 @@ def host_loop(steps: Steps, programs: Sequence[Callable], work: Sequence[Request
     """The tokens generated. The host reads the flags of the step `lag` before the last one."""
     engine, waiting = steps.engine, deque(work)
     # The kind that is taken before the host has read which is wanted: a token of each seat.
-    wide = next(i for i, kind in enumerate(engine._kinds) if kind.num_places == kind.num_seats)
+    wide = next(i for i, kind in enumerate(engine._kinds) if kind.width == kind.num_seats)
     num_sent = num_tokens = 0
     while waiting or num_sent:
         while True:  # what was sampled is drained, and others are submitted

@@ -17,7 +17,7 @@ from jaxpaged._engine.requests import Row
 
 
 def name_kind(kind: Kind) -> str:
-    return f"{'mixed' if kind.is_mixed else 'single'}_{kind.num_places}"
+    return f"{'mixed' if kind.is_mixed else 'single'}_{kind.width}"
 
 
 class Steps:
@@ -80,15 +80,15 @@ class Steps:
         """The next steps are of this kind, three or more, with sequences of `length` tokens that decode."""
         sizes = self.sizes
         if not kind.is_mixed:
-            self.decode(kind.num_places, length)
+            self.decode(kind.width, length)
         elif kind == self.engine._kinds[-1]:  # prompts for the seats left, that fill the chunk of each step
             self.decode(self.num_decoding, length)
             num_left = sizes.seats - self.num_decoding
             self.submit_random(num_left, min(15 * sizes.chunk // num_left, sizes.longest), 8)
-        else:  # a prompt for three steps, beside sequences for a quarter of the places
-            count = max(1, kind.num_places // 4)
+        else:  # a prompt for three steps, beside sequences for a quarter of the rows
+            count = max(1, kind.width // 4)
             self.decode(count, length)
-            self.submit_random(1, min(3 * (kind.num_places - count), sizes.longest), 8)
+            self.submit_random(1, min(3 * (kind.width - count), sizes.longest), 8)
 
     def measure(self) -> dict[str, float]:
         """Milliseconds of each kind of step, and the tokens of K/V that it reads; with almost all seats decoding, `few`
@@ -96,7 +96,7 @@ class Steps:
         sizes, result = self.sizes, {}
         times = (2, 12) if sizes.longest > 64 else (2, 4)
         *narrow, widest = self.engine._kinds
-        decoding = next((kind for kind in narrow if kind.num_places >= self.num_decoding), widest)
+        decoding = next((kind for kind in narrow if kind.width >= self.num_decoding), widest)
 
         def add(name: str, kind: Kind, repeats: int, times: tuple[int, int]) -> None:
             result[f"{name}_ms"] = statistics.median(self.milliseconds(kind, *times) for _ in range(repeats))

@@ -11,7 +11,7 @@ from jaxpaged._integers import checked_size
 MOST_SEATS, MOST_PLACES = 384, 1024
 MOST_SEATS_ON_CPU, MOST_PLACES_ON_CPU = 32, 128
 LEAST_SEATS = 8
-FEW_SEATS = 128  # with fewer, the widest step has half of the places, so that a token is not kept waiting for prompts
+FEW_SEATS = 128  # with fewer, the widest step has half of the rows, so that a token is not kept waiting for prompts
 USUAL_LENGTH = 512  # tokens of a request at its end, if it may be longer
 MOST_LENGTH = 8192
 # Up to 64 rows a step costs what reading the weights costs; from 256 on, what its products cost. Each width takes a
@@ -42,15 +42,15 @@ def chosen_sizes(
 ) -> Sizes:
     """The sizes that were given, checked, and the others chosen."""
     pool_tokens = max(num_blocks - 1, 1) * block_size
-    most_seats, most_places = (MOST_SEATS, MOST_PLACES) if is_gpu else (MOST_SEATS_ON_CPU, MOST_PLACES_ON_CPU)
+    most_seats, most_rows = (MOST_SEATS, MOST_PLACES) if is_gpu else (MOST_SEATS_ON_CPU, MOST_PLACES_ON_CPU)
     max_length = checked_size("max_length", min(pool_tokens, MOST_LENGTH) if max_length is None else max_length)
     if num_seats is None:
         num_seats = min(most_seats, max(LEAST_SEATS, pool_tokens // min(max_length, USUAL_LENGTH)))
         num_seats -= num_seats % 64 if num_seats > 64 else 0  # products of 64 rows
     num_seats = checked_size("num_seats", num_seats)
     if chunk_tokens is None:
-        places = most_places if num_seats > FEW_SEATS else most_places // 2
-        chunk_tokens = min(max(places - num_seats, places // 2), pool_tokens)
+        rows = most_rows if num_seats > FEW_SEATS else most_rows // 2
+        chunk_tokens = min(max(rows - num_seats, rows // 2), pool_tokens)
     chunk_tokens = checked_size("chunk_tokens", chunk_tokens)
     if widths is None:
         chosen = [width for width in WIDTHS if width <= num_seats]
@@ -58,7 +58,7 @@ def chosen_sizes(
         chosen = sorted({checked_size("widths", width) for width in widths})
         if chosen and chosen[-1] >= num_seats + chunk_tokens:
             raise ValueError(
-                "widths are places of steps narrower than the widest, which has num_seats + chunk_tokens = "
+                "widths are rows of steps narrower than the widest, which has num_seats + chunk_tokens = "
                 f"{num_seats + chunk_tokens}; got widths={tuple(widths)}."
             )
     return Sizes(num_seats, max_length, chunk_tokens, tuple(chosen))

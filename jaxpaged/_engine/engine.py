@@ -75,13 +75,13 @@ class Engine:
         max_length: the most tokens of a request, prompt and new ones together.
         chunk_tokens: the prompt tokens that a step can compute, beside one token of each seat. More make long prompts
             faster, and the steps with prompts slower.
-        widths: the places of narrower steps, for when few rows need a token. Each takes time to compile. (): none.
+        widths: the rows of narrower steps, for when few seats need a token. Each takes time to compile. (): none.
         max_requests: the requests on the device, running or waiting; more wait on the host. None: four for each seat.
         steps_per_slice: the steps between two looks of the host. New requests and aborts wait for the end of a slice.
         num_stop_ids: the most stop tokens of a request.
         prefix_cache: whether requests that begin alike share blocks, instead of each computing its own.
         exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
-            `num_seats + chunk_tokens` places, and attention one partition; `docs/engine.md` says what that costs.
+            `num_seats + chunk_tokens` rows, and attention one partition; `docs/engine.md` says what that costs.
         seed: at least 0; seeds the requests that bring none.
         compiler_options: passed to `jax.jit`. None: on a GPU, those with which cuBLAS computes matrix products.
 

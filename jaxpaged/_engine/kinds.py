@@ -13,7 +13,7 @@ from jaxpaged._scheduler.scheduler import Scheduler
 # Prompts wait until they fill the widest step, so that steps with chunks are few. They are computed sooner if fewer
 # than BUSY_EIGHTHS of the seats have a token to decode, or after LONGEST_WAIT steps.
 BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
-FEW_PARTS = 3  # a narrow step with chunks has at most this part of the places of the widest
+FEW_PARTS = 3  # a narrow step with chunks has at most this part of the rows of the widest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,29 +21,29 @@ class Kind:
     """A kind of step, by its static shape.
 
     Attributes:
-        num_places: tokens that it has room for.
+        width: its rows, each for a token.
         num_seats: of the scheduler.
         is_mixed: whether a seat may get several tokens: chunks of prompts beside single tokens.
         num_partitions: the default of each call of attention.
     """
 
-    num_places: int
+    width: int
     num_seats: int
     is_mixed: bool = False
     num_partitions: int | None = None
 
     @property
     def is_narrow(self) -> bool:
-        """Single tokens, without a place for each seat."""
-        return not self.is_mixed and self.num_places < self.num_seats
+        """Single tokens, without a row for each seat."""
+        return not self.is_mixed and self.width < self.num_seats
 
 
 def make_kinds(
     num_seats: int, chunk_tokens: int, widths: Sequence[int] = (), *, exact: bool = False
 ) -> tuple[Kind, ...]:
-    """The kinds: those of single tokens, then the mixed ones, each from few places to many.
+    """The kinds: those of single tokens, then the mixed ones, each from few rows to many.
 
-    `widths` are the places of the narrower ones, in ascending order. An exact engine has only the widest kind.
+    `widths` are the rows of the narrower ones, in ascending order. An exact engine has only the widest kind.
     """
     widest = num_seats + chunk_tokens
     if exact:
@@ -60,18 +60,18 @@ def next_kind(
     if len(kinds) == 1:
         return jnp.zeros((), jnp.int32)
     single = [kind for kind in kinds if not kind.is_mixed]
-    few, widest = kinds[len(single)].num_places, kinds[-1].num_places
+    few, widest = kinds[len(single)].width, kinds[-1].width
     needed = planning.per_seat(scheduler, scheduler.num_known) - allocator.lengths
-    num_rows, num_decoding = ((needed >= 1).sum(dtype=jnp.int32), (needed == 1).sum(dtype=jnp.int32))
+    num_needing, num_decoding = ((needed >= 1).sum(dtype=jnp.int32), (needed == 1).sum(dtype=jnp.int32))
     num_pending = scheduler.num_pending(allocator)
 
-    # 1. If prompts wait on: the fewest places for a token of each seat that needs any.
-    without = (num_rows > jnp.asarray([kind.num_places for kind in single[:-1]], jnp.int32)).sum(dtype=jnp.int32)
+    # 1. If prompts wait on: the fewest rows for a token of each seat that needs any.
+    without = (num_needing > jnp.asarray([kind.width for kind in single[:-1]], jnp.int32)).sum(dtype=jnp.int32)
 
-    # 2. Else the widest step if they fill it, or if narrow steps for all of them had more places together.
-    is_full = num_rows + num_pending >= widest
+    # 2. Else the widest step if they fill it, or if narrow steps for all of them had more rows together.
+    is_full = num_needing + num_pending >= widest
     is_idle = 8 * num_decoding < BUSY_EIGHTHS * scheduler.num_seats
     wants_chunk = is_full | ((num_pending > 0) & (is_idle | (num_waited >= LONGEST_WAIT)))
-    room = few - num_rows
+    room = few - num_needing
     is_wide = is_full | (room <= 0) | (-(-num_pending // jnp.maximum(room, 1)) * few > widest)
     return jnp.where(wants_chunk, jnp.where(is_wide, len(kinds) - 1, len(single)), without)

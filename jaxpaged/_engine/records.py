@@ -111,7 +111,7 @@ class EngineStats:
         num_seats: the requests that run at once.
         max_length: the most tokens of a request.
         chunk_tokens: the prompt tokens that a step can compute, beside one token of each seat.
-        widths: the places of narrower steps. An exact engine uses none.
+        widths: the rows of narrower steps. An exact engine uses none.
         num_queued: requests on the host now.
         num_waiting: requests on the device without a seat now.
         num_running: requests with a seat now.
@@ -120,7 +120,7 @@ class EngineStats:
         seconds: the time during which there were requests.
         num_slices: slices read.
         num_steps: steps of the model.
-        num_narrow_steps: steps of single tokens that had no place for each seat.
+        num_narrow_steps: steps of single tokens that had no row for each seat.
         num_mixed_steps: steps with chunks of prompts.
         num_generated: new tokens.
         num_computed: tokens computed, including prompts and recomputed tokens.

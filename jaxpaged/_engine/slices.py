@@ -150,9 +150,7 @@ def one_step(
     apply: Apply, weights: Any, state: State, wants_logprobs: jax.Array, kinds: tuple[Kind, ...], index: int
 ) -> State:
     kind = kinds[index]
-    scheduler, allocator, step = planning.plan(
-        state.scheduler, state.allocator, kind.num_places, is_mixed=kind.is_mixed
-    )
+    scheduler, allocator, step = planning.plan(state.scheduler, state.allocator, kind.width, is_mixed=kind.is_mixed)
     attend = step_attention(allocator, step, kind, state.caches)
     caches, logits = apply_model(apply, weights, state.caches, step, attend)
     sampling = planning.rows_of(step.sampling, step.seats) if kind.is_narrow else step.sampling

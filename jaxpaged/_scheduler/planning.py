@@ -12,15 +12,15 @@ from jaxpaged._scheduler.state import SchedulerState
 
 
 def plan[S: SchedulerState](
-    scheduler: S, allocator: BlockAllocator, num_places: int, *, is_mixed: bool
+    scheduler: S, allocator: BlockAllocator, width: int, *, is_mixed: bool
 ) -> tuple[S, BlockAllocator, Step]:
     """The step after an admission. `is_mixed`: whether a seat may get several tokens."""
     is_open = ~scheduler.is_outbox_full
     is_seated = scheduler.seated < scheduler.max_requests
     needed = jnp.where(is_seated & is_open, per_seat(scheduler, scheduler.num_known) - allocator.lengths, 0)
     ranks = seat_ranks(scheduler)
-    given = share(needed, ranks, num_places, is_mixed=is_mixed)
-    allocator, _, ok = allocator.append(given, q_len=num_places if is_mixed else 1, order=ranks)
+    given = share(needed, ranks, width, is_mixed=is_mixed)
+    allocator, _, ok = allocator.append(given, q_len=width if is_mixed else 1, order=ranks)
     given = jnp.where(ok, given, 0)
     was_refused = jnp.where(is_open, ~ok.all(), scheduler.was_refused)
     scheduler = dataclasses.replace(
@@ -30,9 +30,9 @@ def plan[S: SchedulerState](
     )
     is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
     is_sampled = (given > 0) & (given == needed)
-    # If there is one place for each seat, each has its own: attention needs neither packed queries nor other tables.
-    widths = given if is_mixed or num_places < scheduler.num_seats else jnp.ones_like(given)
-    return scheduler, allocator, pack(scheduler, allocator, given, widths, is_sampled, is_victim, num_places)
+    # If there is one row for each seat, each has its own: attention needs neither packed queries nor other tables.
+    taken = given if is_mixed or width < scheduler.num_seats else jnp.ones_like(given)
+    return scheduler, allocator, pack(scheduler, allocator, given, taken, is_sampled, is_victim, width)
 
 
 def per_seat(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
@@ -73,10 +73,10 @@ def first_waiting(scheduler: SchedulerState) -> jax.Array:
 
 def first_marked(values: jax.Array, is_marked: jax.Array, *, size: int, fill_value: int) -> jax.Array:
     """The first `size` values that are marked, in their order, int32 `[size]`; `fill_value` behind the last of them."""
-    places = jnp.cumsum(is_marked, dtype=jnp.int32) - 1
+    targets = jnp.cumsum(is_marked, dtype=jnp.int32) - 1
     dropped = size + jnp.arange(len(values), dtype=jnp.int32)
-    places = jnp.where(is_marked & (places < size), places, dropped)
-    return jnp.full(size, fill_value, jnp.int32).at[places].set(values, mode="drop", unique_indices=True)
+    targets = jnp.where(is_marked & (targets < size), targets, dropped)
+    return jnp.full(size, fill_value, jnp.int32).at[targets].set(values, mode="drop", unique_indices=True)
 
 
 def admit[S: SchedulerState](
@@ -115,8 +115,8 @@ def admit[S: SchedulerState](
     turn = jnp.cumsum(is_free, dtype=jnp.int32) - 1
     is_taken = is_free & (turn < fits.sum(dtype=jnp.int32))
     taken_by = jnp.where(is_taken, candidates.at[turn].get(mode="clip"), scheduler.seated)
-    places = jnp.where(is_taken, taken_by, num_requests + seats)
-    statuses = scheduler.statuses.at[places].set(RequestStatus.RUNNING, mode="drop", unique_indices=True)
+    targets = jnp.where(is_taken, taken_by, num_requests + seats)
+    statuses = scheduler.statuses.at[targets].set(RequestStatus.RUNNING, mode="drop", unique_indices=True)
     entered = jnp.where(is_taken, turn, num_seats)
     return dataclasses.replace(scheduler, seated=taken_by, statuses=statuses), entered
 
@@ -132,19 +132,19 @@ def num_held(allocator: BlockAllocator) -> jax.Array:
     return allocator.num_blocks_for(allocator.lengths)
 
 
-def share(needed: jax.Array, ranks: jax.Array, num_places: int, *, is_mixed: bool) -> jax.Array:
-    """Tokens of each seat, in order of rank: one if it needs any; in a mixed step then more, while there are places."""
+def share(needed: jax.Array, ranks: jax.Array, width: int, *, is_mixed: bool) -> jax.Array:
+    """Tokens of each seat, in order of rank: one if it needs any; in a mixed step then more, while there are rows."""
 
     def before(counts: jax.Array) -> jax.Array:
         return jnp.where(ranks[None] < ranks[:, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
 
     one, num_seats = jnp.minimum(needed, 1), needed.shape[0]
-    if num_places < num_seats:
-        one = jnp.where(before(one) < num_places, one, 0)
+    if width < num_seats:
+        one = jnp.where(before(one) < width, one, 0)
     if not is_mixed:
         return one
     more = needed - one
-    return one + jnp.clip(num_places - one.sum(dtype=jnp.int32) - before(more), 0, more)
+    return one + jnp.clip(width - one.sum(dtype=jnp.int32) - before(more), 0, more)
 
 
 def last_in_rank(is_seated: jax.Array, has_blocks: jax.Array, ranks: jax.Array) -> jax.Array:
@@ -157,17 +157,17 @@ def pack(
     scheduler: SchedulerState,
     allocator: BlockAllocator,
     given: jax.Array,
-    widths: jax.Array,
+    taken: jax.Array,  # rows of the step, of each seat
     is_sampled: jax.Array,
     is_victim: jax.Array,
-    num_places: int,
+    width: int,
 ) -> Step:
     num_seats = scheduler.num_seats
-    ends = jnp.cumsum(widths, dtype=jnp.int32)
-    starts = ends - widths
-    places = jnp.arange(num_places, dtype=jnp.int32)
-    seats = jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
-    offsets = places - starts.at[seats].get(mode="fill", fill_value=0)
+    ends = jnp.cumsum(taken, dtype=jnp.int32)
+    starts = ends - taken
+    rows = jnp.arange(width, dtype=jnp.int32)
+    seats = jnp.searchsorted(ends, rows, side="right", method="compare_all").astype(jnp.int32)
+    offsets = rows - starts.at[seats].get(mode="fill", fill_value=0)
     is_token = offsets < given.at[seats].get(mode="fill", fill_value=0)
     computed = (allocator.lengths - given).at[seats].get(mode="fill", fill_value=0)
     seats = jnp.where(is_token, seats, num_seats)

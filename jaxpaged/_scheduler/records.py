@@ -66,9 +66,9 @@ class Step:
         positions: int32 `[tokens]`, each token's position in its request; 0 for padding.
         seats: int32 `[tokens]`, each token's seat; `num_seats` for padding.
         slots: int32 `[tokens]`, for `write_kv`, which drops padding.
-        query_starts: int32 `[seats + 1]`, where each seat's tokens begin. If a step has one place for each seat, each
+        query_starts: int32 `[seats + 1]`, where each seat's tokens begin. If a step has one row for each seat, each
             seat has its own, used or not.
-        last: int32 `[seats]`, the place of each seat's newest token, whose logits are sampled; any place if the seat
+        last: int32 `[seats]`, the row of each seat's newest token, whose logits are sampled; any row if the seat
             has none.
         is_sampled: bool `[seats]`, the seats that get a new token: all their known tokens are computed.
         is_victim: bool `[seats]`, the seat that `commit` preempts, if any.

@@ -216,14 +216,14 @@ class Scheduler(SchedulerState):
         return progress.abort(self, allocator, marked)
 
     def plan(
-        self, allocator: BlockAllocator, *, chunk_tokens: int = 0, num_places: int | None = None
+        self, allocator: BlockAllocator, *, chunk_tokens: int = 0, width: int | None = None
     ) -> tuple[Scheduler, BlockAllocator, Step]:
         """Decides what the next step computes, and makes room for it.
 
         1. Waiting requests take free seats in order of rank, without overtaking, while the free blocks suffice for
            all known tokens, theirs and the seated requests', and a spare block each. After a plan that refused blocks
            to a seat, nobody is admitted. (With a prefix cache, `change_seats` admits them.)
-        2. Each seat with tokens to compute gets one. With chunks, the remaining places of the step go to the seats that
+        2. Each seat with tokens to compute gets one. With chunks, the remaining rows of the step go to the seats that
            have more, in order of rank.
         3. Blocks are granted in order of rank. A seat that finds too few gets nothing in this step. The request last in
            rank that holds blocks, but never the first in rank, is then the victim: `commit` preempts it.
@@ -233,10 +233,10 @@ class Scheduler(SchedulerState):
 
         Args:
             allocator: the allocator whose rows are the seats.
-            chunk_tokens: the step has `num_seats + chunk_tokens` places (static). 0: one place for each seat, place i
+            chunk_tokens: the step has `num_seats + chunk_tokens` rows (static). 0: one row for each seat, row i
                 for seat i, and no seat gets more than one token.
-            num_places: fewer places than that (static), for steps in which few seats are taken or few prompt tokens
-                wait. Tokens are packed in seat order. If seats outnumber the places, the first in rank that need a
+            width: fewer rows than that (static), for steps in which few seats are taken or few prompt tokens
+                wait. Tokens are packed in seat order. If seats outnumber the rows, the first in rank that need a
                 token get one.
 
         Returns:
@@ -244,21 +244,19 @@ class Scheduler(SchedulerState):
             step: what to compute. Pass its `query_starts` and `allocator.lengths` to `paged_attention`.
 
         Raises:
-            ValueError: `chunk_tokens` is no int or negative, `num_places` is no int below `num_seats + chunk_tokens`,
+            ValueError: `chunk_tokens` is no int or negative, `width` is no int below `num_seats + chunk_tokens`,
                 or an allocator with another number of rows.
 
         Example: see `create`.
         """
         self._check(allocator)
         most = self.num_seats + checked_size("chunk_tokens", chunk_tokens, 0)
-        if num_places is None:
-            num_places = most
-        elif checked_size("num_places", num_places) >= most:
-            raise ValueError(
-                f"num_places is for steps of fewer places than num_seats + chunk_tokens, {most}; got {num_places=}."
-            )
+        if width is None:
+            width = most
+        elif checked_size("width", width) >= most:
+            raise ValueError(f"width is for steps of fewer rows than num_seats + chunk_tokens, {most}; got {width=}.")
         admitted = planning.admit_waiting(self, allocator)
-        return planning.plan(admitted, allocator, num_places, is_mixed=chunk_tokens > 0)
+        return planning.plan(admitted, allocator, width, is_mixed=chunk_tokens > 0)
 
     def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
         """Takes the tokens sampled in a step: requests grow by a token, end, or are preempted.

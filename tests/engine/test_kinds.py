@@ -17,19 +17,19 @@ KINDS = make_kinds(SEATS, CHUNK, WIDTHS)
 FOUR, EIGHT, ALL, NARROW_CHUNK, CHUNK_FOR_ALL = range(5)
 
 
-def places(kinds):
-    single = [kind.num_places for kind in kinds if not kind.is_mixed]
-    return single, [kind.num_places for kind in kinds[len(single) :]]
+def find_widths(kinds):
+    single = [kind.width for kind in kinds if not kind.is_mixed]
+    return single, [kind.width for kind in kinds[len(single) :]]
 
 
 def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
-    assert places(KINDS) == ([4, 8, 16], [8, 48])
-    assert places(make_kinds(384, 640, (64, 128, 256))) == ([64, 128, 256, 384], [256, 1024])
-    assert places(make_kinds(256, 512, (64, 128, 256))) == ([64, 128, 256], [256, 768])
-    assert places(make_kinds(6, 16)) == ([6], [22])
-    assert places(make_kinds(6, 7, (5,))) == ([5, 6], [13])  # 5 is more than a third of 13
+    assert find_widths(KINDS) == ([4, 8, 16], [8, 48])
+    assert find_widths(make_kinds(384, 640, (64, 128, 256))) == ([64, 128, 256, 384], [256, 1024])
+    assert find_widths(make_kinds(256, 512, (64, 128, 256))) == ([64, 128, 256], [256, 768])
+    assert find_widths(make_kinds(6, 16)) == ([6], [22])
+    assert find_widths(make_kinds(6, 7, (5,))) == ([5, 6], [13])  # 5 is more than a third of 13
     (exact,) = make_kinds(6, 16, (3,), exact=True)
-    assert (exact.num_places, exact.is_mixed, exact.num_partitions) == (22, True, 1)
+    assert (exact.width, exact.is_mixed, exact.num_partitions) == (22, True, 1)
 
 
 @jax.jit
@@ -58,17 +58,17 @@ def choose_next(needed, num_waited):
         ([1] * 16, LONGEST_WAIT, ALL),  # nothing waits
         ([1] * 14 + [3], 0, ALL),  # busy: it waits
         ([1] * 14 + [3], LONGEST_WAIT - 1, ALL),
-        ([1] * 14 + [3], LONGEST_WAIT, CHUNK_FOR_ALL),  # its rows alone are more than a narrow step has places
+        ([1] * 14 + [3], LONGEST_WAIT, CHUNK_FOR_ALL),  # its seats alone are more than a narrow step has rows
         ([1] * 14 + [33], 0, ALL),  # 47 tokens
         ([1] * 14 + [34], 0, CHUNK_FOR_ALL),  # 48 fill the widest step
         ([1] * 13 + [2], 0, CHUNK_FOR_ALL),  # idle
         ([2], 0, NARROW_CHUNK),
-        ([1] * 7 + [2], 0, CHUNK_FOR_ALL),  # a narrow step would have no place for it
-        ([1] * 4 + [19], 0, NARROW_CHUNK),  # 18 in six narrow steps of 3 are 48 places
+        ([1] * 7 + [2], 0, CHUNK_FOR_ALL),  # a narrow step would have no row for it
+        ([1] * 4 + [19], 0, NARROW_CHUNK),  # 18 in six narrow steps of 3 take 48 rows
         ([1] * 4 + [20], 0, CHUNK_FOR_ALL),
-        ([43], 0, NARROW_CHUNK),  # 42 in six narrow steps of 7 are as many places as the widest has
+        ([43], 0, NARROW_CHUNK),  # 42 in six narrow steps of 7 are as many rows as the widest has
         ([44], 0, CHUNK_FOR_ALL),
-        ([1] * 6 + [2**29], 0, CHUNK_FOR_ALL),  # the places of its narrow steps overflow
+        ([1] * 6 + [2**29], 0, CHUNK_FOR_ALL),  # the rows of its narrow steps overflow
     ],
 )
 def test_the_next_kind(needed, num_waited, expected):

@@ -144,26 +144,26 @@ class SchedulerModel:
             self.seats[self.seats.index(None)] = i
             request.status = RequestStatus.RUNNING
 
-    def plan(self, chunk_tokens: int, num_places: int | None = None) -> Planned:
+    def plan(self, chunk_tokens: int, step_width: int | None = None) -> Planned:
         planned = Planned([[] for _ in self.seats], [[] for _ in self.seats], [[] for _ in self.seats], [], None)
         if len(self.steps) == self.max_steps:
             return planned
         self.admit()
         order = self.seated()
-        served = [seat for seat in self.to_share() if self.needed(seat)][:num_places]
+        served = [seat for seat in self.to_share() if self.needed(seat)][:step_width]
         given = {seat: int(seat in served) for seat in order}
-        most = len(self.seats) + chunk_tokens if num_places is None else num_places
-        places = most - sum(given.values()) if chunk_tokens else 0
+        most = len(self.seats) + chunk_tokens if step_width is None else step_width
+        left = most - sum(given.values()) if chunk_tokens else 0
         for seat in self.to_share():
-            more = min(self.needed(seat) - given[seat], places)
+            more = min(self.needed(seat) - given[seat], left)
             given[seat] += more
-            places -= more
+            left -= more
 
         lengths, order = self.pool.lengths, self.to_grant()
         blocks = [self.pool.num_blocks_for(lengths[s] + given[s]) - len(self.pool.blocks[s]) for s in order]
         oks = self.pool.grant(blocks)
         self.was_refused = not all(oks)
-        self.watch_progress(given, dict(zip(order, oks, strict=True)), chunk_tokens, num_places)
+        self.watch_progress(given, dict(zip(order, oks, strict=True)), chunk_tokens, step_width)
         for seat, need, ok in zip(order, blocks, oks, strict=True):
             if ok:
                 known = self.requests[self.seats[seat]].tokens
@@ -183,7 +183,7 @@ class SchedulerModel:
         return planned
 
     def watch_progress(
-        self, given: dict[int, int], oks: dict[int, bool], chunk_tokens: int, num_places: int | None
+        self, given: dict[int, int], oks: dict[int, bool], chunk_tokens: int, step_width: int | None
     ) -> None:
         """Asserts that the first in rank of the seated ends within its bound."""
         order = self.seated()
@@ -200,8 +200,8 @@ class SchedulerModel:
         self.refused_in_a_row = 0 if oks[first] else self.refused_in_a_row + 1
         assert self.refused_in_a_row <= others
         assert self.steps_as_first <= self.bound
-        assert given[first] >= min(self.needed(first), 1 + (chunk_tokens if num_places is None else 0))
-        assert all(given[seat] >= 1 for seat in order[:num_places])  # nobody who has a seat is starved
+        assert given[first] >= min(self.needed(first), 1 + (chunk_tokens if step_width is None else 0))
+        assert all(given[seat] >= 1 for seat in order[:step_width])  # nobody who has a seat is starved
 
     def commit(self, planned: Planned, sampled: list[int], request_ids: list[int | None]) -> None:
         """`request_ids`: who had the seats when it was planned."""

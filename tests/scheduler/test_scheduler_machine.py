@@ -29,7 +29,7 @@ from tests.scheduler.scheduler_model import PrefixSchedulerModel, SchedulerModel
 LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1
 ROWS, WIDTH, NUM_STOP_IDS = 3, 9, 2  # of a batch of submissions
 CHUNK = 1  # tokens beside one a seat: few, so that they are scarce
-# Kinds of steps: tokens of prompts, and places if they are fewer than those tokens and one for each seat.
+# Kinds of steps: tokens of prompts, and rows if they are fewer than those tokens and one for each seat.
 KINDS = SINGLE, MIXED, NARROW, NARROW_MIXED = (0, None), (CHUNK, None), (0, 1), (CHUNK, 3)
 # (requests, seats, tokens, steps), (blocks, block size, seats, blocks of a sequence). Each compiles: the second is for
 # the long profile.
@@ -43,8 +43,8 @@ def submit(scheduler, allocator, *args):
 
 
 def plan(scheduler, allocator, kind):
-    chunk_tokens, num_places = kind
-    return scheduler.plan(allocator, chunk_tokens=chunk_tokens, num_places=num_places)
+    chunk_tokens, width = kind
+    return scheduler.plan(allocator, chunk_tokens=chunk_tokens, width=width)
 
 
 def drain(scheduler, allocator):
@@ -149,20 +149,20 @@ class Twins:
 
     def check_step(self, step, planned, kind):
         seats, no_slot = len(planned.tokens), self.allocator.num_blocks * self.allocator.block_size
-        widths = np.diff(step.query_starts)
+        taken = np.diff(step.query_starts)
         assert len(step.tokens) == (kind[1] or seats + kind[0])
         assert step.is_sampled.nonzero()[0].tolist() == sorted(planned.sampled)
         assert step.is_victim.nonzero()[0].tolist() == [planned.victim] * (planned.victim is not None)
         used = np.zeros(len(step.tokens), bool)
         for seat, tokens in enumerate(planned.tokens):
-            places = step.query_starts[seat] + np.arange(len(tokens))
-            used[places] = True
-            assert step.tokens[places].tolist() == tokens
-            assert step.positions[places].tolist() == planned.positions[seat]
-            assert step.slots[places].tolist() == planned.slots[seat]
-            assert (step.seats[places] == seat).all()
-            assert widths[seat] == (1 if kind == SINGLE else len(tokens))
-            assert not tokens or step.last[seat] == places[-1]
+            rows = step.query_starts[seat] + np.arange(len(tokens))
+            used[rows] = True
+            assert step.tokens[rows].tolist() == tokens
+            assert step.positions[rows].tolist() == planned.positions[seat]
+            assert step.slots[rows].tolist() == planned.slots[seat]
+            assert (step.seats[rows] == seat).all()
+            assert taken[seat] == (1 if kind == SINGLE else len(tokens))
+            assert not tokens or step.last[seat] == rows[-1]
         assert (step.slots[~used] == no_slot).all()
         assert (step.seats[~used] == seats).all()
         assert not step.tokens[~used].any()

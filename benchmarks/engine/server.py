@@ -10,6 +10,7 @@ for a stream and, once it has ended, for the next. Each answer must have the tok
 - engine: the same engine without a server; when a request has ended, the next is added;
 - server: the whole server.
 
+More `slices` mean that requests came to the engine later, and left its seats free meanwhile.
 `cpu_us_per_token` is the processor time of the process, all threads and the engine's own included, over the tokens;
 `event_loop_us_per_token` that of the thread that reads requests, makes texts and writes events.
 """
@@ -102,11 +103,16 @@ def run_alone(engine: Any, work: Sequence[Request], at_once: int) -> int:
 
 
 def measure_alone(engine: Any, work: Sequence[Request], at_once: int) -> dict[str, Any]:
-    begin, cpu_begin = time.perf_counter(), time.process_time()
+    slices_begin, begin, cpu_begin = engine.stats().num_slices, time.perf_counter(), time.process_time()
     num_tokens = run_alone(engine, work, at_once)
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
     require(num_tokens == (wanted := sum(new for _, new in work)), f"{num_tokens} tokens instead of {wanted}")
-    return dict(seconds=seconds, tokens_per_s=wanted / seconds, cpu_us_per_token=cpu / wanted * 1e6)
+    return dict(
+        seconds=seconds,
+        tokens_per_s=wanted / seconds,
+        slices=engine.stats().num_slices - slices_begin,
+        cpu_us_per_token=cpu / wanted * 1e6,
+    )
 
 
 def measure_server(
@@ -116,7 +122,7 @@ def measure_server(
     context = multiprocessing.get_context("spawn")
     with serving(engine, tokenizer, vocab_size, options) as server, ProcessPoolExecutor(1, context) as clients:
         clients.submit(stream, server.port, [([1], 1)] * 2, 2).result()  # the process has started, the code is warm
-        cpu_begin, loop_begin = time.process_time(), server.loop_seconds()
+        slices_begin, cpu_begin, loop_begin = engine.stats().num_slices, time.process_time(), server.loop_seconds()
         seconds, answers = clients.submit(stream, server.port, work, options.clients).result()
         cpu, loop = time.process_time() - cpu_begin, server.loop_seconds() - loop_begin
     counts = [answer.num_tokens for answer in answers]
@@ -128,6 +134,7 @@ def measure_server(
     return dict(
         seconds=seconds,
         tokens_per_s=wanted / seconds,
+        slices=engine.stats().num_slices - slices_begin,
         cpu_us_per_token=cpu / wanted * 1e6,
         event_loop_us_per_token=loop / wanted * 1e6,
         event_loop_share=loop / seconds,

@@ -56,6 +56,7 @@ class StandIn:
             self._under_way.append((list(self._seats), self._thread.submit(time.sleep, self._slice_seconds)))
         rows, slept = self._under_way.popleft()
         slept.result()
+        self._stats = dataclasses.replace(self._stats, num_slices=self._stats.num_slices + 1)
         return [self._continue(row) for row in rows if row.finish_reason is None]
 
     def _continue(self, row: Row) -> RequestOutput:

@@ -10,12 +10,17 @@ import contextlib
 import dataclasses
 import functools
 import queue
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
 
 Request = tuple[list[int], SamplingParams]
+
+# While a slice runs, the thread waits for requests before it sends the next one: a share of the shortest of the last
+# slices, so that the next one is sent in time even if the one that runs is shorter than those.
+WAIT_SHARE, NUM_TIMED = 0.5, 4
 
 
 class QueueFullError(Exception):
@@ -203,21 +208,34 @@ class EngineThread:
             self.on_failure()
 
     def _run(self) -> None:
-        while True:
-            # Waits for a message only when the engine has nothing to do.
-            is_idle = not self._engine.has_unfinished_requests
-            while is_idle or not self._inbox.empty():
-                message = self._inbox.get()
-                if message is None:
-                    return
-                message()
-                is_idle = False
+        # A step sends the slice after the one that runs. A client that follows up an answer at once comes in time for
+        # it if the step waits a little.
+        durations, read_at = collections.deque([0.0], NUM_TIMED), time.monotonic()
+        while self._do_messages(until=read_at + WAIT_SHARE * min(durations)):
             outputs = self._engine.step() if self._engine.has_unfinished_requests else []
+            durations.append(time.monotonic() - read_at)
+            read_at += durations[-1]
             news = [(*self._askers[output.request_id], output) for output in outputs]
             for output in outputs:
                 if output.finished:
                     del self._askers[output.request_id]
             self._loop.call_soon_threadsafe(self._deliver, news, self._engine.stats())
+
+    def _do_messages(self, until: float) -> bool:
+        """Does what the event loop asks for up to this time, or the first thing if the engine has nothing to do.
+
+        Returns whether to go on.
+        """
+        is_idle = not self._engine.has_unfinished_requests
+        while True:
+            try:
+                message = self._inbox.get(timeout=None if is_idle else max(until - time.monotonic(), 0))
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            message()
+            is_idle = False
 
     def _add(self, generation: Generation) -> None:
         for i, request in enumerate(generation.requests):

@@ -24,6 +24,7 @@ pytest.importorskip("uvicorn")
 import openai
 
 import serve
+from benchmarks.engine.stand_in import StandIn
 from jaxpaged import Completion, RequestOutput, SamplingParams
 from lib import http_server
 from lib.command_line import RequestError
@@ -426,6 +427,37 @@ def test_a_finished_completion_of_an_open_request_is_not_under_way(service):
     engine._deliver([(generation, 0, RequestOutput(0, completions, False))], engine.stats)
     assert engine.num_open == 2
     assert engine.open(2)
+
+
+def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch):
+    engine = StandIn(num_seats=2, steps_per_slice=1, tokens_per_s=10, vocab_size=300)  # slices of 0.2 seconds
+    thread, calls, step, add_request = EngineThread(engine, most_completions=4), [], engine.step, engine.add_request
+
+    def logged_step():
+        calls.append("step")
+        outputs = step()
+        calls.extend("end" for output in outputs if output.finished)
+        return outputs
+
+    monkeypatch.setattr(engine, "step", logged_step)
+    monkeypatch.setattr(engine, "add_request", lambda *args: calls.append("add") or add_request(*args))
+
+    async def answer(num_tokens):
+        generation = thread.open(1)
+        thread.start(generation, [([1], SamplingParams(max_tokens=num_tokens))])
+        async for _ in generation.outputs():
+            pass
+
+    async def ask():
+        async with thread.running():
+            other = asyncio.ensure_future(answer(9))
+            await answer(6)
+            await asyncio.sleep(0.02)  # the way to the client and back
+            await answer(1)
+            await other
+
+    asyncio.run(ask())
+    assert calls[calls.index("end") :][:3] == ["end", "add", "step"]
 
 
 def test_metrics_count_and_the_page_reads_them(server):

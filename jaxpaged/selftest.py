@@ -24,6 +24,7 @@ from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.plan import plan_partitions
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
+from jaxpaged._attention.tree import tree_mask
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
@@ -37,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "head_dim 256, 3 partitions": dict(head_dim=256, num_partitions=3),
     "4 query tokens of 16 heads a KV head": dict(q_len=4, heads=32),
     "16 query tokens of 4 heads a KV head": dict(q_len=16),
+    "64 heads a KV head": dict(heads=64, kv_heads=1),
+    "a tree of 8 query tokens": dict(q_len=8, with_tree=True),
     "window, soft cap, ALiBi, sinks": dict(with_options=True),
     "a plan": dict(with_plan=True),
     "int8": dict(cache_dtype=jnp.int8),
@@ -65,6 +68,7 @@ def make_call(
     with_token_scales: bool = False,
     with_options: bool = False,
     with_plan: bool = False,
+    with_tree: bool = False,
     num_partitions: int | None = None,
 ) -> Call:
     """Blocks in random order, and NaN in every slot and scale that no sequence owns."""
@@ -92,6 +96,9 @@ def make_call(
     if with_options:
         options |= dict(sliding_window=300, logits_soft_cap=5.0)
         options |= dict(alibi_slopes=jnp.linspace(0.01, 0.5, heads), sinks=jnp.linspace(-2.0, 2.0, heads))
+    if with_tree:
+        parents = np.tile((np.arange(q_len) - 1) // 2, (len(lengths), 1))  # each has two children
+        options["tree_mask"] = tree_mask(jnp.asarray(parents, jnp.int32))
     q = jnp.asarray(rng.normal(size=(len(lengths), q_len, heads, head_dim)), jnp.float32).astype(dtype)
     arrays = q, cache(), cache(), jnp.asarray(tables), jnp.asarray(lengths, jnp.int32)
     plan = plan_partitions(arrays[-1], num_kv_heads=kv_heads, q_len=q_len) if with_plan else None

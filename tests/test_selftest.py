@@ -12,7 +12,12 @@ from jaxpaged import _device, selftest
 @pytest.fixture
 def few(monkeypatch):
     """Some of the cases, with short sequences."""
-    names = "window, soft cap, ALiBi, sinks", "int8, a scale a token and head", "float8_e4m3fn"
+    names = (
+        "window, soft cap, ALiBi, sinks",
+        "int8, a scale a token and head",
+        "float8_e4m3fn",
+        "a tree of 8 query tokens",
+    )
     monkeypatch.setattr(selftest, "CASES", {name: selftest.CASES[name] for name in names})
     monkeypatch.setattr(selftest, "LENGTHS", (0, 1, 40))
 
@@ -25,7 +30,7 @@ def test_without_a_gpu_xla_is_checked(few, capsys):
         f"Please report this line: jaxpaged {jaxpaged.__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
         in text
     )
-    assert "cpu, xla: 3 of 3 cases right\n" in text
+    assert "cpu, xla: 4 of 4 cases right\n" in text
 
 
 def test_on_a_gpu_that_is_too_old_xla_is_checked(few, monkeypatch, capsys):
@@ -48,7 +53,7 @@ def test_cases():
 def test_report(few, capsys):
     assert selftest.report("an L4 8.9", "xla", selftest.CASES, {"1 x 32": (1, 32)})
     text = capsys.readouterr().out
-    assert "an L4 8.9, xla: 3 of 3 cases right; 1 x 32" in text
+    assert "an L4 8.9, xla: 4 of 4 cases right; 1 x 32" in text
     assert "WRONG" not in text
 
 

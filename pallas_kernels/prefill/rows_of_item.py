@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref, vector
 
+from pallas_kernels.common.chunks import chunks
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.mlir import arith, constant, scf
 from pallas_kernels.common.rows import ROWS, ROWS_FIRST
@@ -25,8 +26,6 @@ from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item
 
 WG_ROWS = 64
-THREADS = 128  # of a warpgroup
-CHUNK = 8  # numbers of 16 bits that a thread copies at once
 SPLAT = plgpu.Layout.WG_SPLAT
 
 
@@ -235,40 +234,16 @@ class _Chunk:
 
 
 def _chunks(array: Any, smem: Any, place: _Place, start: int = 0) -> Iterator[_Chunk]:
-    """The chunks of 64 rows, in an array [tokens, heads, head_dim] and in tiled, swizzled SMEM, dealt out to threads.
-
-    smem: [row tiles, column tiles, 8, columns of a tile], as `TilingTransform` makes it of [64, columns], the
-    columns of the array from `start` on.
-    """
-    i32, i64, index = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.IndexType.get()
+    """The chunks of 64 rows, in SMEM and in an array [tokens, heads, head_dim], its columns from `start` on."""
+    index = ir.IndexType.get()
     _, heads, head_dim = ir.MemRefType(array.type).shape
-    _, column_tiles, tile_rows, tile_columns = ir.MemRefType(smem.type).shape
-    in_row = column_tiles * tile_columns // CHUNK
-    array_start = llvm.ptrtoint(i64, utils.memref_ptr(array))
-    smem_start = llvm.ptrtoint(i32, utils.memref_ptr(smem))
-    thread = arith.remui(arith.index_cast(index, utils.thread_idx()), _index(THREADS))
-    for i in range(WG_ROWS * in_row // THREADS):
-        number = arith.addi(thread, _index(i * THREADS))
-        row, column = (
-            arith.divui(number, _index(in_row)),
-            arith.muli(arith.remui(number, _index(in_row)), _index(CHUNK)),
-        )
-        tile = arith.addi(
-            arith.muli(arith.divui(row, _index(tile_rows)), _index(column_tiles)),
-            arith.divui(column, _index(tile_columns)),
-        )
-        in_tile = arith.addi(
-            arith.muli(arith.remui(row, _index(tile_rows)), _index(tile_columns)),
-            arith.remui(column, _index(tile_columns)),
-        )
-        offset = arith.muli(arith.addi(arith.muli(tile, _index(tile_rows * tile_columns)), in_tile), _index(2))
-        # The swizzle: bits 4 to 6 of an address, or fewer for narrower tiles, turned by bits 7 to 9.
-        turn = arith.andi(arith.shrui(offset, _index(7)), _index(2 * tile_columns // 16 - 1))
-        offset = arith.xori(offset, arith.shli(turn, _index(4)))
-        column = arith.addi(column, _index(start))
+    array_start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(array))
+    for chunk in chunks(smem):
+        row, byte = (arith.index_cast(index, x) for x in (chunk.row, chunk.byte))
+        column = arith.addi(arith.divui(byte, _index(2)), _index(start))
         in_head = arith.cmpi(arith.CmpIPredicate.ult, column, _index(head_dim))
         yield _Chunk(
-            smem=arith.addi(smem_start, arith.index_cast(i32, offset)),
+            smem=chunk.smem,
             gmem=place.address(array_start, row, column, heads, head_dim, num_bytes=2),
             is_there=arith.andi(place.has(row), in_head),
         )

@@ -1,0 +1,85 @@
+"""A matrix in SMEM, tiled and swizzled as Mosaic's products expect it, in chunks of 16 bytes that threads copy.
+
+Everything here is MLIR, inlined into the kernels, for the 128 threads of a warpgroup.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.common.mlir import arith, constant
+
+THREADS = 128
+CHUNK = 16  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """16 bytes that a thread copies."""
+
+    row: Any  # i32, of the matrix in SMEM
+    rows: range  # in which the row is, whatever the thread
+    byte: Any  # i32, of the row
+    width: int  # bytes of a row
+    smem: Any  # address, i32
+
+
+def chunks(smem: Any) -> Iterator[Chunk]:
+    """Those that a thread of a warpgroup copies; smem: [row tiles, column tiles, 8, columns of a tile]."""
+    smem_type = ir.MemRefType(smem.type)
+    row_tiles, column_tiles, tile_rows, tile_columns = smem_type.shape
+    row_bytes = tile_columns * utils.bitwidth(smem_type.element_type) // 8  # of a tile
+    width = column_tiles * row_bytes
+    in_row = width // CHUNK
+    num_chunks = row_tiles * tile_rows * in_row
+    for first in range(0, num_chunks, THREADS):
+        number = arith.addi(thread(), i32(first))
+        if first + THREADS > num_chunks:  # few rows: some threads copy what others copy too
+            number = arith.remui(number, i32(num_chunks))
+        row, byte = arith.divui(number, i32(in_row)), product(arith.remui(number, i32(in_row)), CHUNK)
+        tile = total(product(arith.divui(row, i32(tile_rows)), column_tiles), arith.divui(byte, i32(row_bytes)))
+        offset = total(
+            product(tile, tile_rows * row_bytes),
+            product(arith.remui(row, i32(tile_rows)), row_bytes),
+            arith.remui(byte, i32(row_bytes)),
+        )
+        # The swizzle: bits 4 to 6 of an address, or fewer for narrower tiles, turned by bits 7 to 9.
+        turn = arith.andi(arith.shrui(offset, i32(7)), i32(row_bytes // CHUNK - 1))
+        offset = arith.xori(offset, arith.shli(turn, i32(4)))
+        rows = range(first // in_row, min((first + THREADS - 1) // in_row + 1, row_tiles * tile_rows))
+        yield Chunk(row, rows, byte, width, arith.addi(pointer(smem), offset))
+
+
+def pointer(smem: Any) -> Any:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(smem))
+
+
+def thread() -> Any:
+    return arith.remui(utils.thread_idx(), i32(THREADS))
+
+
+def i32(x: int) -> Any:
+    return constant("i32", x)
+
+
+def wide(x: Any) -> Any:
+    return arith.extui(ir.IntegerType.get_signless(64), x)
+
+
+def product(x: Any, y: int) -> Any:
+    return arith.muli(x, utils.c(y, x.type))
+
+
+def total(*terms: Any) -> Any:
+    result = terms[0]
+    for term in terms[1:]:
+        result = arith.addi(result, term)
+    return result
+
+
+def below(x: Any, bound: int) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.ult, x, i32(bound))

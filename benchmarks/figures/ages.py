@@ -21,6 +21,7 @@ MEASURED = {  # by how a file's name begins, without its folder; the first that 
     "allocator": ("jaxpaged/_allocator",),
     "cache_ops": ("jaxpaged/_cache", "pallas_kernels/copy_blocks"),
     "decode_step": ALL,
+    "engine_server": (*ALL, "examples"),
     "engine": ALL,
     "generate": ("jaxpaged", "examples"),
     "gpu_tests": ALL,

@@ -111,6 +111,12 @@ MUTANTS = (
         NEXT_KIND,
     ),
     Mutant("kinds: waits though seats are idle", KINDS, "(is_idle | (num_waited", "((num_waited", NEXT_KIND),
+    Mutant(
+        "kinds: a chunk ends no wait", KINDS, " & ~took_chunk, num", ", num", "tests/engine/test_kinds.py::wait_ends"
+    ),
+    Mutant(
+        "kinds: waits for nothing", KINDS, "(num_pending > 0) & ~took", "~took", "tests/engine/test_kinds.py::wait_ends"
+    ),
     Mutant("kinds: waits for ever", KINDS, "(is_idle | (num_waited >= LONGEST_WAIT))", "is_idle", NEXT_KIND),
     Mutant("kinds: a narrow chunk without room", KINDS, "is_full | (room <= 0) |", "is_full |", NEXT_KIND),
     Mutant("kinds: narrow chunks that cost more", KINDS, " * few > widest)", " * few > 99 * widest)", NEXT_KIND),

@@ -9,7 +9,7 @@ from jaxpaged import Engine, KVCache, rotary_frequencies, rotate_and_write_kv
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
 BLOCK_SIZE, SEATS, MAX_TOKENS, MAX_REQUESTS, STEPS = 4, 6, 48, 16, 8
-WIDTHS = (3,)  # each is compiled: two kinds of steps, beside the two that every engine has
+WIDTHS = (2, 3)  # each is compiled, beside the two that every engine has; the second takes chunks
 BLOCKS = SEATS * MAX_TOKENS // BLOCK_SIZE  # all that the seats may need
 FREQUENCIES = rotary_frequencies(HEAD_DIM)
 

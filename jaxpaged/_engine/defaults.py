@@ -8,8 +8,8 @@ from jaxpaged import _device
 from jaxpaged._integers import checked_size
 
 # Simulated with the step times of an 8B model on an H200: more seats, or wider steps, gain less than 1%.
-MOST_SEATS, MOST_PLACES = 384, 1024
-MOST_SEATS_ON_CPU, MOST_PLACES_ON_CPU = 32, 128
+MOST_SEATS, MOST_ROWS = 384, 1024
+MOST_SEATS_ON_CPU, MOST_ROWS_ON_CPU = 32, 128
 LEAST_SEATS = 8
 FEW_SEATS = 128  # with fewer, the widest step has half of the rows, so that a token is not kept waiting for prompts
 USUAL_LENGTH = 512  # tokens of a request at its end, if it may be longer
@@ -42,7 +42,7 @@ def chosen_sizes(
 ) -> Sizes:
     """The sizes that were given, checked, and the others chosen."""
     pool_tokens = max(num_blocks - 1, 1) * block_size
-    most_seats, most_rows = (MOST_SEATS, MOST_PLACES) if is_gpu else (MOST_SEATS_ON_CPU, MOST_PLACES_ON_CPU)
+    most_seats, most_rows = (MOST_SEATS, MOST_ROWS) if is_gpu else (MOST_SEATS_ON_CPU, MOST_ROWS_ON_CPU)
     max_length = checked_size("max_length", min(pool_tokens, MOST_LENGTH) if max_length is None else max_length)
     if num_seats is None:
         num_seats = min(most_seats, max(LEAST_SEATS, pool_tokens // min(max_length, USUAL_LENGTH)))

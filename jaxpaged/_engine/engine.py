@@ -63,9 +63,8 @@ class Engine:
             `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = attend(q, k, v, cache)` writes
             to the cache and attends (`StepAttention`). Before the head, `attend.newest(x)` picks the newest token of
             each sequence, `[seqs, ...]` from x `[tokens, ...]`; the logits are `[seqs, vocab]`. `apply` is traced for
-            each kind of step: `widths` and `num_seats` single tokens; a narrow step with chunks, if one of the widths
-            is at most a third of the widest; and `num_seats + chunk_tokens`. Apart from `attend`, it must treat tokens
-            one by one, so that padding disturbs nothing.
+            each of `widths`, for `num_seats` and for `num_seats + chunk_tokens` tokens. Apart from `attend`, it must
+            treat tokens one by one, so that padding disturbs nothing.
         weights: a pytree of arrays, passed to `apply`.
         caches: a pytree of `KVCache`s with the same number of blocks and the same block size. They are donated: do not
             use them afterwards. If they lie on several devices, each device runs `apply` inside `jax.shard_map` on

@@ -41,16 +41,19 @@ class Kind:
 def make_kinds(
     num_seats: int, chunk_tokens: int, widths: Sequence[int] = (), *, exact: bool = False
 ) -> tuple[Kind, ...]:
-    """The kinds: those of single tokens, then the mixed ones, each from few rows to many.
+    """The kinds, from few rows to many.
 
-    `widths` are the rows of the narrower ones, in ascending order. An exact engine has only the widest kind.
+    `widths` are the rows of those beside `num_seats` and the widest, in ascending order. One of them takes chunks too;
+    so each width is compiled once. An exact engine has only the widest kind.
     """
     widest = num_seats + chunk_tokens
     if exact:
         return (Kind(widest, num_seats, is_mixed=True, num_partitions=1),)
-    single = [*(width for width in widths if width < num_seats), num_seats]
-    mixed = [*[width for width in widths if FEW_PARTS * width <= widest][-1:], widest]
-    return (*(Kind(width, num_seats) for width in single), *(Kind(width, num_seats, is_mixed=True) for width in mixed))
+    few = [width for width in widths if FEW_PARTS * width <= widest][-1:]
+    single = [*(width for width in widths if width < num_seats and width not in few), num_seats]
+    kinds = [Kind(width, num_seats) for width in single]
+    kinds += [Kind(width, num_seats, is_mixed=True) for width in (*few, widest)]
+    return tuple(sorted(kinds, key=lambda kind: (kind.width, kind.is_mixed)))
 
 
 def next_kind(
@@ -59,14 +62,14 @@ def next_kind(
     """Which of the kinds the next step is, int32 `[]`. `num_waited`: steps since prompts wait for a chunk."""
     if len(kinds) == 1:
         return jnp.zeros((), jnp.int32)
-    single = [kind for kind in kinds if not kind.is_mixed]
-    few, widest = kinds[len(single)].width, kinds[-1].width
+    narrow = next(i for i, kind in enumerate(kinds) if kind.is_mixed)  # with chunks
+    few, widest = kinds[narrow].width, kinds[-1].width
     needed = planning.per_seat(scheduler, scheduler.num_known) - allocator.lengths
     num_needing, num_decoding = ((needed >= 1).sum(dtype=jnp.int32), (needed == 1).sum(dtype=jnp.int32))
     num_pending = scheduler.num_pending(allocator)
 
     # 1. If prompts wait on: the fewest rows for a token of each seat that needs any.
-    without = (num_needing > jnp.asarray([kind.width for kind in single[:-1]], jnp.int32)).sum(dtype=jnp.int32)
+    without = (num_needing > jnp.asarray([kind.width for kind in kinds], jnp.int32)).sum(dtype=jnp.int32)
 
     # 2. Else the widest step if they fill it, or if narrow steps for all of them had more rows together.
     is_full = num_needing + num_pending >= widest
@@ -74,4 +77,10 @@ def next_kind(
     wants_chunk = is_full | ((num_pending > 0) & (is_idle | (num_waited >= LONGEST_WAIT)))
     room = few - num_needing
     is_wide = is_full | (room <= 0) | (-(-num_pending // jnp.maximum(room, 1)) * few > widest)
-    return jnp.where(wants_chunk, jnp.where(is_wide, len(kinds) - 1, len(single)), without)
+    return jnp.where(wants_chunk, jnp.where(is_wide, len(kinds) - 1, narrow), without)
+
+
+def count_wait(num_waited: jax.Array, num_pending: jax.Array, query_starts: jax.Array) -> jax.Array:
+    """`num_waited` after a step whose queries begin there, if so many tokens still wait."""
+    took_chunk = (jnp.diff(query_starts) > 1).any()
+    return jnp.where((num_pending > 0) & ~took_chunk, num_waited + 1, 0)

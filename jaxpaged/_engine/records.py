@@ -121,7 +121,7 @@ class EngineStats:
         num_slices: slices read.
         num_steps: steps of the model.
         num_narrow_steps: steps of single tokens that had no row for each seat.
-        num_mixed_steps: steps with chunks of prompts.
+        num_mixed_steps: steps that had rows for chunks of prompts.
         num_generated: new tokens.
         num_computed: tokens computed, including prompts and recomputed tokens.
         num_found: tokens found in the prefix cache, and so not computed.

@@ -13,7 +13,7 @@ from jax import lax
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.plan import plan_of_step
 from jaxpaged._cache.kv_cache import KVCache
-from jaxpaged._engine.kinds import Kind, next_kind
+from jaxpaged._engine.kinds import Kind, count_wait, next_kind
 from jaxpaged._engine.pytrees import difference, in_same_containers
 from jaxpaged._engine.sampling import sample
 from jaxpaged._engine.step_attention import StepAttention
@@ -162,15 +162,12 @@ def one_step(
         )
     logprobs = state.logprobs.at[scheduler.num_steps].set(logprobs, mode="drop")
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
-    is_waiting = scheduler.num_pending(allocator) > 0
     return State(
         scheduler=scheduler,
         allocator=allocator,
         caches=caches,
         logprobs=logprobs,
-        num_waited=jnp.zeros_like(state.num_waited)
-        if kind.is_mixed
-        else jnp.where(is_waiting, state.num_waited + 1, 0),
+        num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), step.query_starts),
         num_of_kind=state.num_of_kind.at[index].add(1),
     )
 

@@ -9,23 +9,24 @@ import pytest
 
 from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler
 from jaxpaged._engine.defaults import chosen_sizes
-from jaxpaged._engine.kinds import LONGEST_WAIT, make_kinds, next_kind
+from jaxpaged._engine.kinds import LONGEST_WAIT, count_wait, make_kinds, next_kind
 from tests import toy_model
 
 SEATS, CHUNK, WIDTHS = 16, 32, (4, 8)
 KINDS = make_kinds(SEATS, CHUNK, WIDTHS)
-FOUR, EIGHT, ALL, NARROW_CHUNK, CHUNK_FOR_ALL = range(5)
+FOUR, EIGHT, ALL, CHUNK_FOR_ALL = range(4)  # eight rows may be a chunk too
 
 
 def find_widths(kinds):
-    single = [kind.width for kind in kinds if not kind.is_mixed]
-    return single, [kind.width for kind in kinds[len(single) :]]
+    assert [kind.width for kind in kinds] == sorted(kind.width for kind in kinds)
+    return tuple([kind.width for kind in kinds if kind.is_mixed == is_mixed] for is_mixed in (False, True))
 
 
 def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
-    assert find_widths(KINDS) == ([4, 8, 16], [8, 48])
-    assert find_widths(make_kinds(384, 640, (64, 128, 256))) == ([64, 128, 256, 384], [256, 1024])
+    assert find_widths(KINDS) == ([4, 16], [8, 48])
+    assert find_widths(make_kinds(384, 640, (64, 128, 256))) == ([64, 128, 384], [256, 1024])
     assert find_widths(make_kinds(256, 512, (64, 128, 256))) == ([64, 128, 256], [256, 768])
+    assert find_widths(make_kinds(8, 64, (20,))) == ([8], [20, 72])
     assert find_widths(make_kinds(6, 16)) == ([6], [22])
     assert find_widths(make_kinds(6, 7, (5,))) == ([5, 6], [13])  # 5 is more than a third of 13
     (exact,) = make_kinds(6, 16, (3,), exact=True)
@@ -62,11 +63,11 @@ def choose_next(needed, num_waited):
         ([1] * 14 + [33], 0, ALL),  # 47 tokens
         ([1] * 14 + [34], 0, CHUNK_FOR_ALL),  # 48 fill the widest step
         ([1] * 13 + [2], 0, CHUNK_FOR_ALL),  # idle
-        ([2], 0, NARROW_CHUNK),
+        ([2], 0, EIGHT),
         ([1] * 7 + [2], 0, CHUNK_FOR_ALL),  # a narrow step would have no row for it
-        ([1] * 4 + [19], 0, NARROW_CHUNK),  # 18 in six narrow steps of 3 take 48 rows
+        ([1] * 4 + [19], 0, EIGHT),  # 18 in six narrow steps of 3 take 48 rows
         ([1] * 4 + [20], 0, CHUNK_FOR_ALL),
-        ([43], 0, NARROW_CHUNK),  # 42 in six narrow steps of 7 are as many rows as the widest has
+        ([43], 0, EIGHT),  # 42 in six narrow steps of 7 are as many rows as the widest has
         ([44], 0, CHUNK_FOR_ALL),
         ([1] * 6 + [2**29], 0, CHUNK_FOR_ALL),  # the rows of its narrow steps overflow
     ],
@@ -74,6 +75,14 @@ def choose_next(needed, num_waited):
 def test_the_next_kind(needed, num_waited, expected):
     needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
     assert int(choose_next(needed, np.int32(num_waited))) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_pending", "counts", "expected"), [(5, [1, 0, 1], 4), (5, [1, 0, 2], 0), (0, [1, 0, 1], 0)]
+)
+def test_a_wait_ends_with_a_chunk(num_pending, counts, expected):
+    starts = np.cumsum([0, *counts], dtype=np.int32)
+    assert int(count_wait(jnp.int32(3), jnp.int32(num_pending), starts)) == expected
 
 
 OPEN = dict(num_seats=None, max_length=None, chunk_tokens=None, widths=None, is_gpu=True)

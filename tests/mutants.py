@@ -603,8 +603,8 @@ MUTANTS = (
     Mutant(
         "kernels: past the end partials count twice",
         "pallas_kernels/decode/merge.py",
-        "jnp.where(place < end, 0.0, LOWEST)",
-        "jnp.where(place < end, 0.0, 0.0)",
+        "jnp.where(index < end, 0.0, LOWEST)",
+        "jnp.where(index < end, 0.0, 0.0)",
         "tests/kernels/test_paged_decode.py::more_partitions_than",
     ),
     Mutant(

@@ -127,15 +127,15 @@ class Kernel:
         def fetch(tile: jax.Array) -> None:
             @pl.when(tile < end)
             def _start() -> None:
-                slot = lax.rem(tile - first, self.stages)
+                stage = lax.rem(tile - first, self.stages)
                 for j in range(ids_of_tile):
                     entry = jnp.minimum(tile * ids_of_tile + j, tables.shape[1] - 1)
                     rows = pl.ds(j * block_size, block_size)
                     for name, cache in (("k", k_cache), ("v", v_cache)):
                         plgpu.copy_gmem_to_smem(
                             cache.at[tables[seq, entry], :, kv_head],
-                            smem[f"{name}_smem"].at[slot, rows],
-                            smem[f"{name}_full"].at[slot],
+                            smem[f"{name}_smem"].at[stage, rows],
+                            smem[f"{name}_full"].at[stage],
                         )
 
         for i in range(self.stages):
@@ -144,15 +144,15 @@ class Kernel:
 
         def step(tile: jax.Array, state: Any, *, masked: bool) -> Any:
             acc, m, l = state
-            slot = lax.rem(tile - first, self.stages)
+            stage = lax.rem(tile - first, self.stages)
 
             def seen(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
                 token = tile * TILE + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
                 return token < length
 
             # S^T = K Q^T
-            plgpu.barrier_wait(smem["k_full"].at[slot])
-            keys = plgpu.load(smem["k_smem"].at[slot], layout=left)
+            plgpu.barrier_wait(smem["k_full"].at[stage])
+            keys = plgpu.load(smem["k_smem"].at[stage], layout=left)
             scores = self._product(_zeros((TILE, 8), acc_layout), keys, queries)
             if masked:
                 scores = jnp.where(seen(scores.shape, 0, acc_layout), scores, jnp.full_like(scores, LOWEST))
@@ -163,14 +163,14 @@ class Kernel:
             smem["p_smem"][...] = p.astype(q.dtype)  # a warp has the weights of 16 tokens and needs those of all
 
             # O^T += V^T P^T
-            plgpu.barrier_wait(smem["v_full"].at[slot])
-            values = plgpu.load(smem["v_smem"].at[slot].T, layout=left)
+            plgpu.barrier_wait(smem["v_full"].at[stage])
+            values = plgpu.load(smem["v_smem"].at[stage].T, layout=left)
             if masked:
                 values = jnp.where(seen(values.shape, 1, left), values, jnp.zeros_like(values))
             weights = plgpu.load(smem["p_smem"], layout=right, optimized=False)
             acc = self._product(acc * lax.broadcast_in_dim(alpha, acc.shape, [1]), values, weights)
 
-            plgpu.commit_smem()  # all warps have read the slot
+            plgpu.commit_smem()  # all warps have read the stage
             fetch(tile + self.stages)
             return acc, new_m, l * alpha + p.sum(axis=0)
 

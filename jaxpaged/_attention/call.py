@@ -67,14 +67,14 @@ class Call:
     def group(self) -> int:
         return self.q.shape[-2] // self.kv_heads
 
-    def rows_of_seqs(self) -> jax.Array:
+    def seq_starts(self) -> jax.Array:
         """Packed: the first row of each sequence in q, int32 `[seqs + 1]`, at most the rows of q, not descending."""
         assert self.query_starts is not None
         return jax.lax.cummax(jnp.clip(self.query_starts, 0, self.q.shape[0]))
 
     def num_new(self) -> jax.Array | int:
         """Query tokens of each sequence."""
-        return self.q.shape[1] if self.query_starts is None else jnp.diff(self.rows_of_seqs())
+        return self.q.shape[1] if self.query_starts is None else jnp.diff(self.seq_starts())
 
     def positions(self, tree: Tree | None) -> jax.Array:
         """Uniform: of each query in its sequence, int32 [seqs, q_len]; negative before its start."""

@@ -52,7 +52,7 @@ def _launch_prefill(choice: Choice, call: Call) -> Results:
     work = make_work_list(starts, p.lengths, tokens=tokens, token_bytes=token_bytes, config=config)
     bits = None
     if p.tree_mask is not None:
-        starts = p.rows_of_seqs()
+        starts = p.seq_starts()
         seqs = jnp.minimum(owners(starts, tokens=tokens), p.lengths.shape[0] - 1)
         bits = by_place(p.tree_mask, seqs, p.lengths, starts)
     options = dataclasses.replace(p.options, tree_bits=bits)

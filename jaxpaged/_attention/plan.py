@@ -85,7 +85,7 @@ def programs_at_once(gpu: _device.Gpu, num_kv_heads: int) -> int:
     return 4 * gpu.num_sms // num_kv_heads  # [plans_h100 of benchmarks/results/decisions/]
 
 
-def plan_of_step(lengths: jax.Array, *, num_kv_heads: int, capacity: int) -> PartitionPlan | None:
+def plan_step(lengths: jax.Array, *, num_kv_heads: int, capacity: int) -> PartitionPlan | None:
     """The plan that a call of one token a sequence makes by default without a window; None: it makes none."""
     try:
         gpu = _device.gpu()

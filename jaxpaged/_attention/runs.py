@@ -68,7 +68,7 @@ class Runs:
 
 def place_runs(call: Call, run: int) -> Runs:
     tokens, seqs = call.q.shape[0], call.lengths.shape[0]
-    starts = call.rows_of_seqs()
+    starts = call.seq_starts()
     num_new = jnp.diff(starts)
     num_runs = -(-num_new // run)
     ends = jnp.cumsum(num_runs, dtype=jnp.int32)

@@ -71,7 +71,7 @@ def _by_token(call: Call, shares: jax.Array) -> jax.Array:
     """For each query token whether its sequence shares: bool [seqs] to q's shape without heads and head_dim."""
     if call.query_starts is None:
         return jnp.broadcast_to(shares[:, None], call.q.shape[:2])
-    return jnp.append(shares, False)[owners(call.rows_of_seqs(), tokens=call.q.shape[0])]
+    return jnp.append(shares, False)[owners(call.seq_starts(), tokens=call.q.shape[0])]
 
 
 def _checked(value: ArrayLike, *, seqs: int) -> tuple[jax.Array, int | None]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.plan import plan_of_step
+from jaxpaged._attention.plan import plan_step
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
 from jaxpaged._engine.pytrees import difference, in_same_containers
@@ -182,7 +182,7 @@ def step_attention(allocator: BlockAllocator, step: Step, kind: Kind, caches: An
     plan = None
     if query_starts is None and kind.num_partitions is None and len(kv_heads) == 1:
         capacity = allocator.block_tables.shape[1] * allocator.block_size
-        plan = plan_of_step(allocator.lengths, num_kv_heads=kv_heads.pop(), capacity=capacity)
+        plan = plan_step(allocator.lengths, num_kv_heads=kv_heads.pop(), capacity=capacity)
     return StepAttention(allocator, step.positions, step.slots, query_starts, step.last, kind.num_partitions, plan)
 
 

@@ -19,9 +19,9 @@ class Ring:
     free: Any = None  # barriers [stages], if other warps fetch than compute
 
 
-def rows_of_copy(block_size: int, tile: int) -> int:
+def copy_rows(block_size: int, tile_tokens: int) -> int:
     """Tokens of a cache block in one copy."""
-    return min(block_size, tile // WARPS)
+    return min(block_size, tile_tokens // WARPS)
 
 
 def block_at(

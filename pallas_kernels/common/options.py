@@ -18,14 +18,14 @@ class AttentionOptions:
     logits_soft_cap: jax.Array | None = None  # f32 []
     alibi_slopes: jax.Array | None = None  # f32 [heads]
     sinks: jax.Array | None = None  # f32 [heads]
-    k_scale: jax.Array | None = None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads], of a narrow cache
+    k_scale: jax.Array | None = None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads], of an 8-bit cache
     v_scale: jax.Array | None = None  # as k_scale
     # uint32 [seqs, q_len, words], which of the q_len tokens each of them sees; for the prefill kernel [tokens, words],
     # see `prefill.tree`.
     tree_bits: jax.Array | None = None
 
 
-def operands_of(
+def name_operands(
     options: AttentionOptions,
     per_row: Callable[[jax.Array], jax.Array],  # of f32 [heads]
     *,

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-NARROW_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+DTYPES_8BIT = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 
 
-def is_narrow(cache_dtype: Any) -> bool:
-    return cache_dtype in NARROW_DTYPES
+def is_8bit(cache_dtype: Any) -> bool:
+    return cache_dtype in DTYPES_8BIT
 
 
 def round_up(x: int, multiple: int) -> int:
@@ -36,14 +36,14 @@ def first_visible(length: jax.Array, window: jax.Array | None, q_len: int) -> ja
     return jnp.maximum(length - jnp.int32(q_len - 1) - window, 0)
 
 
-def tile_range(length: jax.Array, window: jax.Array | None, q_len: int, tile: int) -> tuple[jax.Array, jax.Array]:
+def tile_range(
+    length: jax.Array, window: jax.Array | None, q_len: int, tile_tokens: int
+) -> tuple[jax.Array, jax.Array]:
     """The tiles with a token that some query sees: the first, and one past the last."""
-    return lax.div(first_visible(length, window, q_len), jnp.int32(tile)), ceil_div(length, tile)
+    return lax.div(first_visible(length, window, q_len), jnp.int32(tile_tokens)), ceil_div(length, tile_tokens)
 
 
-def tiles_of_partition(
-    first: jax.Array, end: jax.Array, num_partitions: int | jax.Array, partition: jax.Array
-) -> jax.Array:
+def count_tiles(first: jax.Array, end: jax.Array, num_partitions: int | jax.Array, partition: jax.Array) -> jax.Array:
     """Tiles of a partition: every `num_partitions`-th from `first + partition` on.
 
     They depend only on the sequence's true length, so that neither the width of the table nor the neighbours in the

@@ -107,18 +107,18 @@ def load_q(q: Any, target_of: Callable[[int], Any]) -> jax.Array | None:
         columns = q.at[:, pl.ds(start, 64)]  # few at a time: many rows would not fit the registers
         return plgpu.load(columns.T, layout=ROWS, optimized=False)
 
-    unit = None
+    factor = None
     if q.dtype == jnp.bfloat16:
         largest = ROWS_LAST.full(rows, 0.0)
         for start in range(0, width, 64):
             largest = jnp.maximum(largest, jnp.abs(load(start).astype(jnp.float32)).max(axis=0))
-        unit = power_of_two(largest)
+        factor = power_of_two(largest)
     for start in range(0, width, 64):
         columns = load(start)
-        if unit is not None:
-            columns = (columns.astype(jnp.float32) * ROWS_LAST.over(1.0 / unit, columns.shape)).astype(jnp.float16)
+        if factor is not None:
+            columns = (columns.astype(jnp.float32) * ROWS_LAST.over(1.0 / factor, columns.shape)).astype(jnp.float16)
         target_of(start)[...] = _in_order(columns, K_ORDER) if interpreted() else _exchange(columns, K_ORDER)
-    return unit
+    return factor
 
 
 def ordered(acc: jax.Array) -> jax.Array:
@@ -202,7 +202,7 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
         ]
         taken, dtype = np.empty_like(x.registers), x.registers.flat[0].type
         for index in np.ndindex(*x.registers.shape):
-            eights = [words_of(x.registers[(*index[:4], h, *index[5:])]) for h in range(2)]
+            eights = [split_words(x.registers[(*index[:4], h, *index[5:])]) for h in range(2)]
             words = [
                 utils.inline_ptx(
                     "{ .reg .b32 a, b; .reg .pred p; shfl.sync.idx.b32 a, $1, $3, 31, -1; "
@@ -223,7 +223,7 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
     )(x)
 
 
-def words_of(register: ir.Value) -> list[ir.Value]:
+def split_words(register: ir.Value) -> list[ir.Value]:
     """A vector of registers of 32 bits."""
     bits = utils.bitwidth(register.type)
     words = vector.bitcast(ir.VectorType.get((bits // 32,), ir.IntegerType.get_signless(32)), register)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 MAX_BOX = 256  # numbers along an axis of one copy: the copy engine's limit
-ALIGNMENT = 128  # bytes, of the copy engine's places in SMEM
+ALIGNMENT = 128  # bytes, of the copy engine's addresses in SMEM
 TILE_BYTES, SLICE_BYTES = 16 * 1024, 4 * 1024  # at most
 PROGRAMS_OF_SM = 4  # their copies overlap
 SMEM_BYTES = 54 * 1024  # for the ring of one program: four share a SM
@@ -19,7 +19,7 @@ class Config:
     tile_rows: int  # in one copy of a direct pair, a divisor of rows
     slice_rows: int  # in one copy of another pair, a divisor of tile_rows
     num_stages: int  # tiles in SMEM at a time
-    stage_slices: int  # slices that take the place of one tile there
+    stage_slices: int  # slices that one tile's room holds
     num_programs: int
     num_slice_programs: int  # of these, how many take pairs that are not direct
 

@@ -42,8 +42,8 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
     tiles_of_block = config.rows // config.tile_rows
     tiles_of_pair = len(pools_gmem) * num_layers * tiles_of_block
 
-    def tile_of(end: int) -> Callable[..., None]:
-        def place(i: jax.Array, copy: Callable[..., None]) -> None:
+    def tile_end(end: int) -> Callable[..., None]:
+        def locate(i: jax.Array, copy: Callable[..., None]) -> None:
             tile = program + i * config.num_programs
             pair, tile = lax.div(tile, jnp.int32(tiles_of_pair)), lax.rem(tile, jnp.int32(tiles_of_pair))
             layer, tile = lax.div(tile, jnp.int32(tiles_of_block)), lax.rem(tile, jnp.int32(tiles_of_block))
@@ -51,11 +51,11 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
             row = first_row(layer, pairs_gmem[pair, end]) + tile * config.tile_rows
             in_pool(which, row, config.tile_rows, copy)
 
-        return place
+        return locate
 
     num_tiles = counts_gmem[0] * tiles_of_pair
     mine = lax.div(jnp.maximum(num_tiles - program + config.num_programs - 1, 0), jnp.int32(config.num_programs))
-    move(mine, config.tile_rows, 1, tile_of(0), tile_of(1))
+    move(mine, config.tile_rows, 1, tile_end(0), tile_end(1))
 
     # 2. The others: a slice of all of them at a time.
     slices_of_block = config.rows // config.slice_rows
@@ -67,20 +67,20 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
         layer, part = lax.div(part, jnp.int32(slices_of_block)), lax.rem(part, jnp.int32(slices_of_block))
         which, layer = lax.div(layer, jnp.int32(num_layers)), lax.rem(layer, jnp.int32(num_layers))
 
-        def slice_of(end: int) -> Callable[..., None]:
-            def place(j: jax.Array, copy: Callable[..., None]) -> None:
+        def slice_end(end: int) -> Callable[..., None]:
+            def locate(j: jax.Array, copy: Callable[..., None]) -> None:
                 pair = jnp.maximum(num_pairs - 1 - j, 0)  # not skipped by `move` until it runs, where there are few
                 row = first_row(layer, pairs_gmem[pair, end]) + part * config.slice_rows
                 in_pool(which, row, config.slice_rows, copy)
 
-            return place
+            return locate
 
-        def aside_of(j: jax.Array, copy: Callable[..., None]) -> None:
+        def aside_end(j: jax.Array, copy: Callable[..., None]) -> None:
             row = (program * num_pairs + j) * config.slice_rows
             copy(aside_gmem.at[pl.ds(row, config.slice_rows)])
 
-        move(count, config.slice_rows, config.stage_slices, slice_of(0), aside_of)
-        move(count, config.slice_rows, config.stage_slices, aside_of, slice_of(1))
+        move(count, config.slice_rows, config.stage_slices, slice_end(0), aside_end)
+        move(count, config.slice_rows, config.stage_slices, aside_end, slice_end(1))
 
     @pl.when(jnp.logical_and(count > 0, program < config.num_slice_programs))
     def _others() -> None:
@@ -95,21 +95,21 @@ def _move(
     count: jax.Array,
     rows: int,
     stage_parts: int,
-    source_of: Callable[..., None],
-    target_of: Callable[..., None],
+    source_end: Callable[..., None],
+    target_end: Callable[..., None],
 ) -> None:
-    """Copies `count` runs of rows through the ring; `source_of(i, copy)` calls `copy` with the i-th one's place."""
+    """Copies `count` runs of rows through the ring; `source_end(i, copy)` calls `copy` with the i-th one."""
     stages = num_stages * stage_parts
     lag = stages // 2
 
-    def place_of(i: jax.Array) -> tuple[jax.Array, Any]:
+    def find_buffer(i: jax.Array) -> tuple[jax.Array, Any]:
         stage = lax.rem(i, jnp.int32(stages))
         row = lax.rem(stage, jnp.int32(stage_parts)) * rows if stage_parts > 1 else 0
         return stage, ring_smem.at[lax.div(stage, jnp.int32(stage_parts)), pl.ds(row, rows)]
 
     def load(i: jax.Array) -> None:
-        stage, place = place_of(i)
-        source_of(i, lambda source: plgpu.copy_gmem_to_smem(source, place, full.at[stage]))
+        stage, buffer = find_buffer(i)
+        source_end(i, lambda source: plgpu.copy_gmem_to_smem(source, buffer, full.at[stage]))
 
     for i in range(stages):
 
@@ -118,10 +118,10 @@ def _move(
             load(jnp.int32(i))
 
     def step(i: jax.Array, _: None) -> None:
-        stage, place = place_of(i)
+        stage, buffer = find_buffer(i)
         plgpu.barrier_wait(full.at[stage])
         plgpu.commit_smem()  # orders reads before writes: a block may be both
-        target_of(i, lambda target: plgpu.copy_smem_to_gmem(place, target))
+        target_end(i, lambda target: plgpu.copy_smem_to_gmem(buffer, target))
 
         # Not the stage just emptied is filled again, but one whose copy has had time to end.
         @pl.when(jnp.logical_and(i >= lag, i - lag + stages < count))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.sizes import filled_rows, is_narrow, round_up
+from pallas_kernels.common.sizes import filled_rows, is_8bit, round_up
 
 LEAST_COMPUTE_CAPABILITY = 8.0  # Ampere, the first with cp.async
 TILE = 64  # tokens of a tile: 16 for each of four warps, the M dimension of their products
@@ -41,8 +41,8 @@ def limit(
         return f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}."
     if q_dtype not in DTYPES:
         return f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}."
-    narrow = is_narrow(cache_dtype)
-    if cache_dtype != q_dtype and not narrow:
+    eight_bit = is_8bit(cache_dtype)
+    if cache_dtype != q_dtype and not eight_bit:
         return (
             "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
             f"got {cache_dtype=!s}, {q_dtype=!s}."
@@ -52,7 +52,7 @@ def limit(
             "the decode kernel takes float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
             f"from 8.0; got {compute_capability=}."
         )
-    multiple = 16 if narrow else 8  # 16 bytes, one asynchronous copy
+    multiple = 16 if eight_bit else 8  # 16 bytes, one asynchronous copy
     if head_dim % multiple or head_dim > 256:
         return (
             "the decode kernel takes a head_dim that is a multiple of 8 up to 256, of an 8-bit cache of 16; "

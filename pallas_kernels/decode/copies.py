@@ -1,6 +1,6 @@
 """How Q, K and V come to SMEM. `start_tile` and the waits are all of the kernel that differs between GPUs.
 
-The i-th tile of a program lies in slot i % stages of two rings. Its keys are asked for when those of tile i - stages
+The i-th tile of a program lies in stage i % stages of two rings. Its keys are asked for when those of tile i - stages
 have been used, its values half a step later: on all GPUs in the order Q K0 V0 K1 V1 ...
 
     CpAsync   threads copy 16 bytes at a time; arrivals are counted in groups; from Ampere on
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.fetch import WARPS, Ring, block_at, rows_of_copy
+from pallas_kernels.common.fetch import WARPS, Ring, block_at, copy_rows
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.decode import cp_async
 from pallas_kernels.decode.config import COLUMNS, TILE
@@ -37,11 +37,11 @@ class CpAsync:
     values: Ring
     stages: int
 
-    def ids_of(self, i: jax.Array) -> Ids:
+    def read_ids(self, i: jax.Array) -> Ids:
         """The blocks of our i-th tile; the null block where nothing may be read."""
         tables, num_blocks = self.refs.block_tables, self.refs.k_cache.shape[0]
         entries = self.walk.entries_to_follow()
-        start = lax.div(self.walk.tile_of(i) * TILE, jnp.int32(self.walk.block_size))
+        start = lax.div(self.walk.tile_at(i) * TILE, jnp.int32(self.walk.block_size))
         numbers = (start + j for j in range(max(1, TILE // self.walk.block_size)))
         return tuple(block_at(tables, self.walk.seq, entry, entries, num_blocks) for entry in numbers)
 
@@ -61,10 +61,10 @@ class CpAsync:
     def wait_query(self) -> None:  # the first tiles are on their way, but for the last one's values
         cp_async.wait(2 * self.stages - 1)
 
-    def wait_keys(self, slot: jax.Array) -> None:  # this tile's values are on their way, and stages - 1 tiles more
+    def wait_keys(self, stage: jax.Array) -> None:  # this tile's values are on their way, and stages - 1 tiles more
         cp_async.wait(2 * self.stages - 2)
 
-    def wait_values(self, slot: jax.Array) -> None:  # the keys of one tile more are
+    def wait_values(self, stage: jax.Array) -> None:  # the keys of one tile more are
         cp_async.wait(2 * self.stages - 1)
 
     @property
@@ -78,18 +78,18 @@ class CpAsync:
     def start(self, i: jax.Array, ids: Ids, ring: Ring, scales: tuple[tuple[Any, Any], ...]) -> None:
         @pl.when(i < self.walk.num_tiles)
         def _start() -> None:
-            slot, kv_head = lax.rem(i, jnp.int32(self.stages)), self.walk.partition.kv_head
+            stage, kv_head = lax.rem(i, jnp.int32(self.stages)), self.walk.partition.kv_head
             # Where in its first block the tile begins.
-            offset = lax.rem(self.walk.tile_of(i) * TILE, jnp.int32(self.walk.block_size))
-            self.start_tile(ring, slot, ids, offset, kv_head)
+            offset = lax.rem(self.walk.tile_at(i) * TILE, jnp.int32(self.walk.block_size))
+            self.start_tile(ring, stage, ids, offset, kv_head)
             for source, target in scales:
-                self.start_scales(source, target.at[slot], ids, offset, kv_head)
+                self.start_scales(source, target.at[stage], ids, offset, kv_head)
 
         self.commit()
 
-    def start_tile(self, ring: Ring, slot: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
+    def start_tile(self, ring: Ring, stage: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
         transforms = matrix(COLUMNS, ring.source.dtype.itemsize)
-        cp_async.copy_tile(ring.source, ring.target.at[slot], transforms, ids, offset, kv_head)
+        cp_async.copy_tile(ring.source, ring.target.at[stage], transforms, ids, offset, kv_head)
 
     def start_scales(self, source: Any, target: Any, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
         cp_async.copy_scales(source, target, ids, offset, kv_head)
@@ -106,19 +106,19 @@ class Tma(CpAsync):
         """Of a head."""
         return slice(None)
 
-    def wait_keys(self, slot: jax.Array) -> None:
-        plgpu.barrier_wait(self.keys.full.at[slot])
+    def wait_keys(self, stage: jax.Array) -> None:
+        plgpu.barrier_wait(self.keys.full.at[stage])
         if self.scales:
-            super().wait_keys(slot)
+            super().wait_keys(stage)
 
-    def wait_values(self, slot: jax.Array) -> None:
-        plgpu.barrier_wait(self.values.full.at[slot])
+    def wait_values(self, stage: jax.Array) -> None:
+        plgpu.barrier_wait(self.values.full.at[stage])
 
-    def start_tile(self, ring: Ring, slot: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
+    def start_tile(self, ring: Ring, stage: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
         block_size = self.walk.block_size
-        count = rows_of_copy(block_size, TILE)
+        count = copy_rows(block_size, TILE)
         copies_of_id = TILE // len(ids) // count
-        plgpu.commit_smem()  # all warps' reads of this slot come before the copy engine's writes
+        plgpu.commit_smem()  # all warps' reads of this stage come before the copy engine's writes
 
         @plgpu.warp_map
         def _copy(warp: jax.Array) -> None:
@@ -130,8 +130,8 @@ class Tma(CpAsync):
                 start = offset + lax.rem(row, jnp.int32(min(block_size, TILE)))
                 plgpu.copy_gmem_to_smem(
                     ring.source.at[block_id, pl.ds(start, count), kv_head, self.columns],
-                    ring.target.at[slot, pl.ds(row, count)],
-                    ring.full.at[slot],
+                    ring.target.at[stage, pl.ds(row, count)],
+                    ring.full.at[stage],
                 )
 
 
@@ -162,8 +162,8 @@ class Interpreted(Tma):
     def wait_query(self) -> None:
         pass
 
-    def wait_keys(self, slot: jax.Array) -> None:
-        plgpu.barrier_wait(self.keys.full.at[slot])
+    def wait_keys(self, stage: jax.Array) -> None:
+        plgpu.barrier_wait(self.keys.full.at[stage])
 
     def commit(self) -> None:
         pass

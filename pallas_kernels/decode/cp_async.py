@@ -56,7 +56,7 @@ def copy_tile(
         _, block_size, kv_heads, head_dim = ir.MemRefType(source.type).shape
         row_bytes = head_dim * utils.bitwidth(ir.MemRefType(source.type).element_type) // 8
         for chunk in chunks(target):
-            block_id, its_slot = _place(chunk.row, chunk.rows, block_ids, slot)
+            block_id, its_slot = _locate(chunk.row, chunk.rows, block_ids, slot)
             row = total(product(its_slot, kv_heads), kv_head)
             number = arith.addi(product(wide(block_id), block_size * kv_heads), wide(row))
             in_head = None if row_bytes == chunk.width else below(chunk.byte, row_bytes)
@@ -74,14 +74,14 @@ def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Ar
         slot, kv_head, *block_ids = map(_scalar, scalars)
         _, block_size, kv_heads = ir.MemRefType(source.type).shape
         token = arith.remui(thread(), i32(TILE))
-        block_id, its_slot = _place(token, range(TILE), block_ids, slot)
+        block_id, its_slot = _locate(token, range(TILE), block_ids, slot)
         number = arith.addi(
             product(wide(block_id), block_size * kv_heads), wide(total(product(its_slot, kv_heads), kv_head))
         )
-        place = arith.addi(pointer(target), product(token, 4))
+        address = arith.addi(pointer(target), product(token, 4))
         utils.inline_ptx(
             "cp.async.ca.shared.global [$0], [$1], 4;",
-            place,
+            address,
             _address(source, number, 4, i32(0)),
             predicate=below(thread(), TILE),
             has_side_effects=True,
@@ -111,7 +111,7 @@ def wait(pending: int) -> None:
     wait_group()
 
 
-def _place(row: Any, rows: range, ids: Sequence[Any], slot: Any) -> tuple[Any, Any]:
+def _locate(row: Any, rows: range, ids: Sequence[Any], slot: Any) -> tuple[Any, Any]:
     """The block, and the slot in it, of a row of a tile that is in `rows`; the first block begins at `slot`."""
     run = TILE // len(ids)
     first = rows[0] // run

@@ -10,20 +10,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.launch import launch as launch_kernel
-from pallas_kernels.common.options import AttentionOptions, bits_by_row, by_row, operands_of
+from pallas_kernels.common.options import AttentionOptions, bits_by_row, by_row, name_operands
 from pallas_kernels.common.rows import LOWEST, ROWS_LAST, normalise, zeros
 from pallas_kernels.common.scales import of_head, over_tokens
 from pallas_kernels.common.sizes import filled_rows, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
 from pallas_kernels.decode.copies import Ids, copies_of
 from pallas_kernels.decode.logits import Logits
-from pallas_kernels.decode.merge import Partials, Sums, types_of
+from pallas_kernels.decode.merge import Partials, Sums, partial_types
 from pallas_kernels.decode.partition_plan import PartitionPlan
 from pallas_kernels.decode.refs import Refs, scratch
 from pallas_kernels.decode.results import store
 from pallas_kernels.decode.softmax import softmax
 from pallas_kernels.decode.tiles import RIGHT, Tiles, product
-from pallas_kernels.decode.walk import Partition, Walk, grid_of
+from pallas_kernels.decode.walk import Partition, Walk, make_grid
 
 QUERY_REGISTERS = 32  # of a thread, in which Q may stay
 
@@ -45,7 +45,7 @@ def _kernel(refs: Refs, *, config: Config) -> None:
         window=None if refs.sliding_window is None else refs.sliding_window[0],
         q_len=refs.q.shape[1],
         block_size=refs.block_size,
-        tile=TILE,
+        tile_tokens=TILE,
     )
     pl.when(walk.partition.works)(functools.partial(_attend, refs, walk, config=config))
 
@@ -59,7 +59,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     # 2. Q and the first tiles are on their way.
     copies = copies_of(config.copies)(refs, walk, *tiles.rings(), stages=stages)
     copies.start_query()
-    ids = [copies.ids_of(jnp.int32(i)) for i in range(stages + 1)]
+    ids = [copies.read_ids(jnp.int32(i)) for i in range(stages + 1)]
     for i in range(stages):
         copies.start_keys(jnp.int32(i), ids[i])
         if i < stages - 1:
@@ -68,38 +68,38 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     # 3. Q is there.
     logits_of = Logits.of(refs, walk)
     copies.wait_query()
-    unit = tiles.prepare_query()
+    factor = tiles.prepare_query()
     kept = [tiles.query(c) for c in chunks] if rows * width // 64 <= QUERY_REGISTERS else None
 
     # 4. Our tiles, one after the other.
     def step(i: jax.Array, state: State, *, masked: bool) -> State:
         acc, m, l, values_ids, keys_ids = state
-        tile, slot = walk.tile_of(i), lax.rem(i, jnp.int32(stages))
+        tile, stage = walk.tile_at(i), lax.rem(i, jnp.int32(stages))
 
         # a. S^T = K Q^T
-        copies.wait_keys(slot)  # every warp has come here: all are done with the values of the tile before
+        copies.wait_keys(stage)  # every warp has come here: all are done with the values of the tile before
         copies.start_values(i + stages - 1, values_ids)
         scores = zeros((TILE, rows))
         for c in chunks:
-            scores = product(scores, tiles.keys(slot, c), tiles.query(c) if kept is None else kept[c])
-        if unit is not None:
-            scores *= ROWS_LAST.over(unit, scores.shape)
-        if (k_scales := tiles.k_scales(slot)) is not None:
+            scores = product(scores, tiles.keys(stage, c), tiles.query(c) if kept is None else kept[c])
+        if factor is not None:
+            scores *= ROWS_LAST.over(factor, scores.shape)
+        if (k_scales := tiles.k_scales(stage)) is not None:
             scores *= over_tokens(k_scales, scores.shape, ROWS_LAST)
 
         # b. Online softmax.
         logits, visible = logits_of(scores, tile, masked)
-        m, l, alpha, p = softmax(logits, visible, tiles.v_scales(slot), m, l, tiles.headroom)
+        m, l, alpha, p = softmax(logits, visible, tiles.v_scales(stage), m, l, tiles.headroom)
         refs.p_smem[...] = p.astype(refs.p_smem.dtype)  # with a barrier: all are done with the keys
 
         # c. O^T += V^T P^T
         copies.start_keys(i + stages, keys_ids)
-        next_ids = copies.ids_of(i + stages + 1)
-        copies.wait_values(slot)
+        next_ids = copies.read_ids(i + stages + 1)
+        copies.wait_values(stage)
         weights = plgpu.load(refs.p_smem, layout=RIGHT)
         seen = functools.partial(walk.seen, tile) if masked else None
         acc = tuple(
-            product(part * ROWS_LAST.over(alpha, part.shape), tiles.values(slot, c, seen), weights)
+            product(part * ROWS_LAST.over(alpha, part.shape), tiles.values(stage, c, seen), weights)
             for c, part in enumerate(acc)
         )
         return State(acc, m, l, keys_ids, next_ids)
@@ -158,21 +158,21 @@ def launch(
         "block_tables": block_tables,
         "lengths": lengths,
         **({} if plan is None else vars(plan)),
-        **operands_of(options, per_row, tree_bits=tree_bits),
+        **name_operands(options, per_row, tree_bits=tree_bits),
     }
     out_types = {
         "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
         "lse": jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
     }
     programs = dict(seqs=seqs, num_partials=config.num_partitions, kv_heads=kv_heads)
-    out_types |= types_of(plan, **programs, width=round_up(head_dim, COLUMNS), rows=rows)
+    out_types |= partial_types(plan, **programs, width=round_up(head_dim, COLUMNS), rows=rows)
     out, lse, *_ = launch_kernel(
         "paged_decode",
         functools.partial(_kernel, config=config),
         Refs,
         inputs,
         out_types,
-        **grid_of(plan, **programs),
+        **make_grid(plan, **programs),
         scratch_types=scratch(
             config,
             q_len=q_len,

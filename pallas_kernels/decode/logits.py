@@ -50,7 +50,7 @@ class Logits:
             logits = soft_capped(products, self.scale, self.cap, ROWS_LAST)
         if not masked and self.slopes is None:
             return logits, None
-        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * walk.tile
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * walk.tile_tokens
         in_call = row_tokens(shape, self.group) if walk.q_len > 1 else jnp.int32(0)
         distance = self.first_query + in_call - tokens
         if self.slopes is not None:
@@ -61,9 +61,9 @@ class Logits:
         if walk.window is not None:
             visible = jnp.logical_and(visible, distance < walk.window)
         if self.tree_bits is not None:
-            place = tokens - self.first_query  # among the newest; negative before them
-            bit_of = jnp.bitwise_and(place, 31)
-            word_of = lax.shift_right_arithmetic(place, jnp.full(shape, 5, jnp.int32))
+            index = tokens - self.first_query  # among the newest; negative before them
+            bit_of = jnp.bitwise_and(index, 31)
+            word_of = lax.shift_right_arithmetic(index, jnp.full(shape, 5, jnp.int32))
             for word, bits in enumerate(self.tree_bits):
                 bit = jnp.bitwise_and(lax.shift_right_logical(ROWS_LAST.over(bits, shape), bit_of), 1)
                 visible = jnp.logical_and(visible, jnp.logical_or(word_of != word, bit == 1))

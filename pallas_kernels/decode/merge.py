@@ -4,7 +4,7 @@
 
 Each program stores its sums, and is then counted. The one that is counted last merges all of them, a few at a time, so
 that their latencies overlap, and in the order of the partitions: whichever is the last, the bits are the same. No
-program waits for another. All but `types_of` is traced inside the decode kernel.
+program waits for another. All but `partial_types` is traced inside the decode kernel.
 
 Source: Dao et al., Flash-Decoding, 2023 (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
@@ -57,16 +57,16 @@ class Sums(NamedTuple):
     l: jax.Array  # f32 [rows], the sum of the weights
 
 
-def types_of(
+def partial_types(
     plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int, width: int, rows: int
 ) -> dict[str, Any]:
     """The arrays in GMEM, by their names in the kernels' `Refs`; none where every sequence has one partial."""
     if plan is None and num_partials == 1:
         return {}
-    places = seqs * num_partials if plan is None else plan.total_partitions
+    count = seqs * num_partials if plan is None else plan.total_partitions
     return {
-        "partial_acc": jax.ShapeDtypeStruct((places, kv_heads, width, rows), jnp.float32),
-        "partial_ml": jax.ShapeDtypeStruct((places, kv_heads, 1, 2, rows), jnp.float32),
+        "partial_acc": jax.ShapeDtypeStruct((count, kv_heads, width, rows), jnp.float32),
+        "partial_ml": jax.ShapeDtypeStruct((count, kv_heads, 1, 2, rows), jnp.float32),
         "arrivals": jax.ShapeDtypeStruct((seqs, kv_heads, 1), jnp.int32),  # zeros at first
     }
 
@@ -75,32 +75,32 @@ def types_of(
 class Partials:
     """Those of one sequence and KV head."""
 
-    refs: Any  # with the arrays of `types_of`
+    refs: Any  # with the arrays of `partial_types`
     partition: Partition
 
     def merge(self, sums: Sums, finish: Callable[[Sums], None]) -> None:
         """Stores the sums of this program. If it is counted last, `finish` gets those of all."""
-        place = self.partition.first_place + self.partition.index
+        index = self.partition.first_partial + self.partition.index
         for c, part in enumerate(sums.acc):
-            store(self._acc(place, c, part.shape[0]), part)
+            store(self._acc(index, c, part.shape[0]), part)
         for i, vector in enumerate((sums.m, sums.l)):
-            store(self._ml(place, i), vector)
+            store(self._ml(index, i), vector)
         shapes = [part.shape for part in sums.acc]
         pl.when(self._is_last())(lambda: finish(self._merged(shapes, sums.m.shape[0])))
 
-    def _acc(self, place: jax.Array, c: int, size: int) -> Any:
-        return self.refs.partial_acc.at[place, self.partition.kv_head, pl.ds(c * size, size)]
+    def _acc(self, index: jax.Array, c: int, size: int) -> Any:
+        return self.refs.partial_acc.at[index, self.partition.kv_head, pl.ds(c * size, size)]
 
-    def _ml(self, place: jax.Array, i: int) -> Any:
-        return self.refs.partial_ml.at[place, self.partition.kv_head, 0, i]
+    def _ml(self, index: jax.Array, i: int) -> Any:
+        return self.refs.partial_ml.at[index, self.partition.kv_head, 0, i]
 
     def _is_last(self) -> jax.Array:
         """Counts this program. bool []: whether it may read the partials of all."""
         seq, kv_head, last = self.partition.seq, self.partition.kv_head, self.partition.count - 1
         if interpreted():  # one program after the other
-            place = seq, kv_head, pl.ds(0, 1)
-            arrived = self.refs.arrivals[place]
-            self.refs.arrivals[place] = arrived + 1
+            counter = seq, kv_head, pl.ds(0, 1)
+            arrived = self.refs.arrivals[counter]
+            self.refs.arrivals[counter] = arrived + 1
             return arrived[0] == last
 
         @plgpu.inline_mgpu(
@@ -119,7 +119,7 @@ class Partials:
         """The sums of all partials."""
         registers = sum(size * columns for size, columns in shapes) // 128
         at_once = max(1, min(MOST_AT_ONCE, LOADED_REGISTERS // registers))
-        end = self.partition.first_place + self.partition.count
+        end = self.partition.first_partial + self.partition.count
 
         def load(ref: Any, layout: Any) -> jax.Array:
             return plgpu.load(ref, layout=layout, optimized=False)
@@ -132,13 +132,13 @@ class Partials:
             return so_far + jnp.where(factor != 0.0, part * factor, jnp.zeros_like(part))  # 0 x Inf is NaN
 
         def add(i: jax.Array, so_far: Sums) -> Sums:
-            places = [self.partition.first_place + i * at_once + j for j in range(at_once)]
+            indices = [self.partition.first_partial + i * at_once + j for j in range(at_once)]
             # Past the end the last one is read again, and has no weight.
-            changes = [jnp.where(place < end, 0.0, LOWEST) for place in places]
-            places = [jnp.minimum(place, end - 1) for place in places]
-            m_parts, l_parts = ([load(self._ml(place, j), ROWS_LAST.vector) for place in places] for j in range(2))
+            changes = [jnp.where(index < end, 0.0, LOWEST) for index in indices]
+            indices = [jnp.minimum(index, end - 1) for index in indices]
+            m_parts, l_parts = ([load(self._ml(index, j), ROWS_LAST.vector) for index in indices] for j in range(2))
             acc_parts = [
-                [load(self._acc(place, c, shape[0]), ROWS) for c, shape in enumerate(shapes)] for place in places
+                [load(self._acc(index, c, shape[0]), ROWS) for c, shape in enumerate(shapes)] for index in indices
             ]
             m_parts = [part + change for part, change in zip(m_parts, changes, strict=True)]
             m = functools.reduce(jnp.maximum, m_parts, so_far.m)

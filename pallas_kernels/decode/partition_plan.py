@@ -64,10 +64,10 @@ def make(
     counts = _counts(tiles, most)
 
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    places = jnp.arange(total_partitions, dtype=jnp.int32)
-    seq_ids = jnp.searchsorted(starts[1:], places, side="right", method="scan_unrolled").astype(jnp.int32)
+    entries = jnp.arange(total_partitions, dtype=jnp.int32)
+    seq_ids = jnp.searchsorted(starts[1:], entries, side="right", method="scan_unrolled").astype(jnp.int32)
     seq_ids = jnp.minimum(seq_ids, seqs - 1)
-    return PartitionPlan(jnp.stack([seq_ids, places - starts[seq_ids], counts[seq_ids]], axis=1), starts)
+    return PartitionPlan(jnp.stack([seq_ids, entries - starts[seq_ids], counts[seq_ids]], axis=1), starts)
 
 
 def _counts(tiles: jax.Array, most: jax.Array) -> jax.Array:

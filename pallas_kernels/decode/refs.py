@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import widen
-from pallas_kernels.common.fetch import rows_of_copy
+from pallas_kernels.common.fetch import copy_rows
 from pallas_kernels.common.scales import of_tokens
-from pallas_kernels.common.sizes import filled_rows, is_narrow, round_up
+from pallas_kernels.common.sizes import filled_rows, is_8bit, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
 
 
@@ -35,7 +35,7 @@ class Refs:
     # Of a plan, GMEM
     partitions: Any = None  # int32 [total_partitions, 3]
     partition_starts: Any = None  # int32 [seqs + 1]
-    # Of several partitions, GMEM: see `merge.types_of`
+    # Of several partitions, GMEM: see `merge.partial_types`
     partial_acc: Any = None  # f32 [partitions of all sequences, kv_heads, width, rows]
     partial_ml: Any = None  # f32 [partitions of all sequences, kv_heads, 1, 2, rows]
     arrivals: Any = None  # int32 [seqs, kv_heads, 1], how many partitions are stored
@@ -88,10 +88,10 @@ def scratch(
     rows, width = filled_rows(q_len, group), round_up(head_dim, COLUMNS)
     of_rows = next(columns for columns in (64, 32, 16, 8) if rows % columns == 0)
     stages = config.num_stages
-    narrow = is_narrow(cache_dtype)
+    eight_bit = is_8bit(cache_dtype)
     ring = plgpu.SMEM((stages, TILE, width), cache_dtype, transforms=matrix(COLUMNS, 2))
     arrays: dict[str, Any] = {}
-    if narrow:
+    if eight_bit:
         ring = widen.scratch((stages, TILE, width), cache_dtype)
         arrays["wide_q_smem"] = plgpu.SMEM((width, rows), jnp.float16, transforms=matrix(of_rows, 2))
         for name, scale in zip(("k_scales_smem", "v_scales_smem"), scales, strict=True):
@@ -99,12 +99,12 @@ def scratch(
                 arrays[name] = plgpu.SMEM((stages, TILE), jnp.float32)
     if config.copies == "tma":
         for name in ("k_full", "v_full"):
-            num_copies = TILE // rows_of_copy(block_size, TILE)
+            num_copies = TILE // copy_rows(block_size, TILE)
             arrays[name] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages)
     return dict(
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix(COLUMNS, 2)),
         k_smem=ring,
         v_smem=ring,
-        p_smem=plgpu.SMEM((TILE, rows), jnp.float16 if narrow else dtype, transforms=matrix(of_rows, 2)),
+        p_smem=plgpu.SMEM((TILE, rows), jnp.float16 if eight_bit else dtype, transforms=matrix(of_rows, 2)),
         **arrays,
     )

@@ -53,9 +53,9 @@ def store(
                 number = arith.addi(arith.muli(token, _index(heads)), arith.addi(head, arith.remui(row, _index(group))))
                 is_there = _below(row, q_len * group)
                 if column:
-                    place = arith.addi(column[0], _index(c * COLUMNS))
-                    number = arith.addi(arith.muli(number, _index(width)), place)
-                    is_there = arith.andi(is_there, _below(place, width))
+                    its_column = arith.addi(column[0], _index(c * COLUMNS))
+                    number = arith.addi(arith.muli(number, _index(width)), its_column)
+                    is_there = arith.andi(is_there, _below(its_column, width))
                 byte = arith.index_cast(ir.IntegerType.get_signless(64), arith.muli(number, _index(bits // 8)))
                 utils.inline_ptx(
                     f"st.global.b{bits} [$0], $1;",

@@ -19,7 +19,7 @@ from pallas_kernels.common import widen
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.rows import ROWS
-from pallas_kernels.common.sizes import is_narrow
+from pallas_kernels.common.sizes import is_8bit
 from pallas_kernels.decode.config import COLUMNS
 from pallas_kernels.decode.refs import Refs
 
@@ -37,7 +37,7 @@ def product(acc: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
     return plgpu.mma(acc, left, right)
 
 
-def columns_of(c: int) -> Any:
+def column_slice(c: int) -> Any:
     return pl.ds(c * COLUMNS, COLUMNS)
 
 
@@ -51,7 +51,7 @@ class Tiles:
 
     @staticmethod
     def of(refs: Refs) -> "Tiles":
-        return NarrowTiles(refs) if is_narrow(refs.k_cache.dtype) else Tiles(refs)
+        return Tiles8Bit(refs) if is_8bit(refs.k_cache.dtype) else Tiles(refs)
 
     def rings(self) -> tuple[Ring, Ring]:
         """Of K and of V, as they are copied."""
@@ -63,13 +63,13 @@ class Tiles:
         return None
 
     def query(self, c: int) -> jax.Array:
-        return plgpu.load(self.refs.q_smem.at[:, columns_of(c)].T, layout=RIGHT)
+        return plgpu.load(self.refs.q_smem.at[:, column_slice(c)].T, layout=RIGHT)
 
-    def keys(self, slot: jax.Array, c: int) -> jax.Array:
-        return plgpu.load(self.refs.k_smem.at[slot, :, columns_of(c)], layout=LEFT)
+    def keys(self, stage: jax.Array, c: int) -> jax.Array:
+        return plgpu.load(self.refs.k_smem.at[stage, :, column_slice(c)], layout=LEFT)
 
-    def values(self, slot: jax.Array, c: int, seen: Seen | None) -> jax.Array:
-        v = plgpu.load(self.refs.v_smem.at[slot, :, columns_of(c)].T, layout=LEFT)
+    def values(self, stage: jax.Array, c: int, seen: Seen | None) -> jax.Array:
+        v = plgpu.load(self.refs.v_smem.at[stage, :, column_slice(c)].T, layout=LEFT)
         # Zero times NaN is NaN: what no query may see must be zero itself.
         return v if seen is None else jnp.where(seen(v.shape, 1, LEFT), v, jnp.zeros_like(v))
 
@@ -77,17 +77,17 @@ class Tiles:
         """O^T, f32 [64, rows], its columns of the head in their own order."""
         return acc
 
-    def k_scales(self, slot: jax.Array) -> jax.Array | None:
+    def k_scales(self, stage: jax.Array) -> jax.Array | None:
         """One a token, f32 [64]; None: there are none."""
-        return _loaded(self.refs.k_scales_smem, slot)
+        return _loaded(self.refs.k_scales_smem, stage)
 
-    def v_scales(self, slot: jax.Array) -> jax.Array | None:
+    def v_scales(self, stage: jax.Array) -> jax.Array | None:
         """As `k_scales`."""
-        return _loaded(self.refs.v_scales_smem, slot)
+        return _loaded(self.refs.v_scales_smem, stage)
 
 
 @dataclasses.dataclass(frozen=True)
-class NarrowTiles(Tiles):
+class Tiles8Bit(Tiles):
     """Of an 8-bit cache: see `common.widen`, also for the order of the columns."""
 
     headroom: ClassVar[float] = widen.HEADROOM
@@ -103,14 +103,14 @@ class NarrowTiles(Tiles):
         return widen.load_q(self.refs.q_smem, lambda start: wide.at[pl.ds(start, COLUMNS)])
 
     def query(self, c: int) -> jax.Array:
-        return plgpu.load(self.refs.wide_q_smem.at[columns_of(c)], layout=RIGHT)
+        return plgpu.load(self.refs.wide_q_smem.at[column_slice(c)], layout=RIGHT)
 
-    def keys(self, slot: jax.Array, c: int) -> jax.Array:
-        return self._columns(self.refs.k_smem, c).keys(slot)
+    def keys(self, stage: jax.Array, c: int) -> jax.Array:
+        return self._columns(self.refs.k_smem, c).keys(stage)
 
-    def values(self, slot: jax.Array, c: int, seen: Seen | None) -> jax.Array:
+    def values(self, stage: jax.Array, c: int, seen: Seen | None) -> jax.Array:
         tiles = self._columns(self.refs.v_smem, c)
-        v = tiles.load_values(slot, 0, COLUMNS)
+        v = tiles.load_values(stage, 0, COLUMNS)
         if seen is not None:
             v = tiles.zero_unseen(v, seen)
         return tiles.values(v)
@@ -123,8 +123,8 @@ class NarrowTiles(Tiles):
         narrow, words = (ring, None) if interpreted() else ring
         if words is not None:
             words = words.at[:, :, pl.ds(c * COLUMNS // 2, COLUMNS // 2)]
-        return widen.Tiles(narrow.at[:, :, columns_of(c)], words, LEFT)
+        return widen.Tiles(narrow.at[:, :, column_slice(c)], words, LEFT)
 
 
-def _loaded(scales: Any | None, slot: jax.Array) -> jax.Array | None:
-    return None if scales is None else plgpu.load(scales.at[slot], layout=ROWS.reduce(1), optimized=False)
+def _loaded(scales: Any | None, stage: jax.Array) -> jax.Array | None:
+    return None if scales is None else plgpu.load(scales.at[stage], layout=ROWS.reduce(1), optimized=False)

@@ -1,6 +1,6 @@
 """Which tiles of its sequence a program of the decode kernel computes, and what its queries see in them.
 
-All but `grid_of` is traced inside the kernel, in scalars.
+All but `make_grid` is traced inside the kernel, in scalars.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from pallas_kernels.decode.partition_plan import PartitionPlan
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The partition and sequence of a program, and the place of its partial, if it writes one."""
+    """The partition and sequence of a program, and where its partial is, if it writes one."""
 
     seq: jax.Array
     kv_head: jax.Array
     index: jax.Array  # of this one among those of its sequence
     count: int | jax.Array  # an int if it depends on no length
     length: jax.Array  # int32 [], of the sequence; 0 for what a plan leaves over
-    first_place: jax.Array  # of its sequence's partials, among all
+    first_partial: jax.Array  # of its sequence's partials, among all
 
     @property
     def works(self) -> bool | jax.Array:
@@ -35,23 +35,23 @@ class Partition:
     def of(cls, refs: Any, *, num_partitions: int) -> "Partition":
         """`refs`: with lengths, and the arrays of a plan or None."""
         if refs.partitions is not None:
-            place, kv_head = lax.axis_index("place"), lax.axis_index("kv_head")
-            seq, index, count = (refs.partitions[place, i] for i in range(3))
+            entry, kv_head = lax.axis_index("entry"), lax.axis_index("kv_head")
+            seq, index, count = (refs.partitions[entry, i] for i in range(3))
             length = jnp.where(index < count, refs.lengths[seq], 0)
             return cls(seq, kv_head, index, count, length, refs.partition_starts[seq])
         # From the last one: the longest of a prompt's runs begin, and the short ones fill the gaps at the end (H100,
         # 1 x 2048 219 us, 8 x 1024 519). [prefill_h100 of benchmarks/results/decisions/]
         seq = refs.lengths.shape[0] - 1 - lax.axis_index("seq")
         partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
-        first_place = seq * num_partitions
-        return cls(seq, kv_head, partial, num_partitions, refs.lengths[seq], first_place)
+        first_partial = seq * num_partitions
+        return cls(seq, kv_head, partial, num_partitions, refs.lengths[seq], first_partial)
 
 
-def grid_of(plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int) -> dict[str, tuple]:
+def make_grid(plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int) -> dict[str, tuple]:
     """The grid of a kernel whose programs are `Partition.of`."""
     if plan is None:
         return dict(grid=(seqs, num_partials, kv_heads), grid_names=("seq", "partial", "kv_head"))
-    return dict(grid=(plan.total_partitions, kv_heads), grid_names=("place", "kv_head"))
+    return dict(grid=(plan.total_partitions, kv_heads), grid_names=("entry", "kv_head"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Walk:
     window: jax.Array | None  # int32 []
     q_len: int
     block_size: int
-    tile: int  # tokens
+    tile_tokens: int
     first_tile: jax.Array  # of the sequence, with a token that some query sees
     num_tiles: jax.Array  # of this partition
 
@@ -74,16 +74,16 @@ class Walk:
         window: jax.Array | None,
         q_len: int,
         block_size: int,
-        tile: int,
+        tile_tokens: int,
     ) -> "Walk":
-        first_tile, end_tile = sizes.tile_range(partition.length, window, q_len, tile)
+        first_tile, end_tile = sizes.tile_range(partition.length, window, q_len, tile_tokens)
         count = partition.count
         if isinstance(count, int) and count > 1:
             count = jnp.clip(end_tile - first_tile, 1, count)  # one without a tile would write a partial all the same
             partition = dataclasses.replace(partition, count=count)
             end_tile = jnp.where(partition.works, end_tile, first_tile)
-        num_tiles = sizes.tiles_of_partition(first_tile, end_tile, partition.count, partition.index)
-        return cls(partition, window, q_len, block_size, tile, first_tile, num_tiles)
+        num_tiles = sizes.count_tiles(first_tile, end_tile, partition.count, partition.index)
+        return cls(partition, window, q_len, block_size, tile_tokens, first_tile, num_tiles)
 
     @property
     def seq(self) -> jax.Array:
@@ -98,13 +98,13 @@ class Walk:
         """The position of the first query; negative if there are more queries than tokens."""
         return self.length - self.q_len
 
-    def tile_of(self, i: jax.Array) -> jax.Array:
+    def tile_at(self, i: jax.Array) -> jax.Array:
         """The i-th of our tiles, as a tile of the sequence."""
         return self.first_tile + self.partition.index + i * self.partition.count
 
     def ours_before(self, end: jax.Array) -> jax.Array:
         """How many of our tiles are before tile `end` of the sequence."""
-        return sizes.tiles_of_partition(self.first_tile, end, self.partition.count, self.partition.index)
+        return sizes.count_tiles(self.first_tile, end, self.partition.count, self.partition.index)
 
     def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
         """The entries of the table row that may be followed: the first, and one past the last."""
@@ -116,16 +116,16 @@ class Walk:
 
         They lie between the last query's window and the first query.
         """
-        end = self.ours_before(lax.div(jnp.maximum(self.first_query + 1, 0), jnp.int32(self.tile)))
+        end = self.ours_before(lax.div(jnp.maximum(self.first_query + 1, 0), jnp.int32(self.tile_tokens)))
         if self.window is None:
             return jnp.int32(0), end
-        start = self.ours_before(sizes.ceil_div(jnp.maximum(self.length - self.window, 0), self.tile))
+        start = self.ours_before(sizes.ceil_div(jnp.maximum(self.length - self.window, 0), self.tile_tokens))
         start = jnp.minimum(start, self.num_tiles)
         return start, jnp.maximum(end, start)
 
     def seen(self, tile: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
         """bool `shape`: which tokens of a tile of the sequence, on `axis`, some query may see."""
-        tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * self.tile
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * self.tile_tokens
         seen = tokens < self.length
         if self.window is not None:
             seen = jnp.logical_and(seen, tokens >= sizes.first_visible(self.length, self.window, self.q_len))

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.sizes import is_narrow, round_up
+from pallas_kernels.common.sizes import is_8bit, round_up
 
 ROWS = 128  # of an item: 64 for each of two warpgroups
 MOST_HEADS = 16  # of an item: of 8 tokens then
@@ -17,7 +17,7 @@ class Config:
     num_programs: int  # one a SM
     heads: int  # query heads of an item, which divide the group
     item_tokens: int  # query tokens of an item, a multiple of 8
-    tile: int  # tokens of keys a step
+    tile_tokens: int  # of keys, a step
     num_stages: int  # tiles of K, and of V, in SMEM, of 16 bits
     output_columns: (
         int  # of O at a time through SMEM of their own, beside which the next item's Q is fetched; 0: by Q's
@@ -25,18 +25,18 @@ class Config:
     num_parts: int = 1  # of the tiles that an item sees, each a program's; more than one are merged after the kernel
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches or widens
     causal: bool = True  # False: every query token sees the whole sequence, and stands at its last token
-    num_narrow_stages: int = 0  # tiles of K, and of V, of an 8-bit cache, as they are fetched; 0: of 16 bits
+    num_8bit_stages: int = 0  # tiles of K, and of V, of an 8-bit cache, as they are fetched; 0: of 16 bits
 
     @property
     def num_fetched_stages(self) -> int:
-        return self.num_narrow_stages or self.num_stages
+        return self.num_8bit_stages or self.num_stages
 
     @property
     def num_scale_stages(self) -> int:
         """Tiles whose scales of tokens are in SMEM: enough to need no barrier before one is replaced. A tile is fetched
-        after the values `num_narrow_stages` tiles before it are widened, and these after the products with those
+        after the values `num_8bit_stages` tiles before it are widened, and these after the products with those
         `num_stages` before them, which follow their tile's softmax."""
-        return self.num_narrow_stages + self.num_stages
+        return self.num_8bit_stages + self.num_stages
 
 
 def limit(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, compute_capability: float) -> str | None:
@@ -47,12 +47,12 @@ def limit(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, com
         return f"the prefill kernel takes a head_dim of 32, 48, ... 256; got {head_dim=}."
     if block_size not in (8, 16, 32, 64, 128, 256):
         return f"the prefill kernel takes a block_size of 8, 16, ... 256; got {block_size=}."
-    if q_dtype not in (jnp.bfloat16, jnp.float16) or not (cache_dtype == q_dtype or is_narrow(cache_dtype)):
+    if q_dtype not in (jnp.bfloat16, jnp.float16) or not (cache_dtype == q_dtype or is_8bit(cache_dtype)):
         return (
             "the prefill kernel takes q of bfloat16 or float16, and a cache of the same or of 8 bits; "
             f"got q.dtype={jnp.dtype(q_dtype)!s}, k_cache.dtype={jnp.dtype(cache_dtype)!s}."
         )
-    if is_narrow(cache_dtype) and head_dim > 128 and head_dim != 192:
+    if is_8bit(cache_dtype) and head_dim > 128 and head_dim != 192:
         return f"the prefill kernel takes an 8-bit cache of a head_dim of 32, 48, ... 128, or 192; got {head_dim=}."
     return None
 
@@ -67,27 +67,27 @@ def default_config(
     # H100. Of head_dim 64 none are spilled, and 128 are faster. Three warpgroups, for which it leaves registers too,
     # take 0.95 of the time of two at 8 x 1024, 1.12 with 32/32 heads and 1.28 for 64 tokens after 2048.
     # [prefill_warpgroups_h100 of benchmarks/results/decisions/]
-    tile, num_stages = {64: (128, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}[width]
+    tile_tokens, num_stages = {64: (128, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}[width]
     # 64 prompts of 1 to 1024 tokens take 463 to 498 us with SMEM of its own for O, 534 to 547 where O leaves through
     # that of Q. A second Q in its stead is not faster. Of head_dim 256 half of O has room: 8 x 1024 347 us, a quarter
     # 357, through Q's 414; of 192 a third gains nothing.
     # [prefill_ahead_h100, prefill_variants_h100 of benchmarks/results/decisions/]
     output_columns = {64: 64, 128: 128, 192: 0, 256: 128}[width]
-    registers, num_narrow_stages = (232, 40), 0
+    registers, num_8bit_stages = (232, 40), 0
     if itemsize == 1:
-        num_stages, num_narrow_stages = {64: (3, 3), 128: (3, 3), 192: (2, 3)}[width]
+        num_stages, num_8bit_stages = {64: (3, 3), 128: (3, 3), 192: (2, 3)}[width]
         registers = (216, 40)  # of 512 threads, which have 65536 together
     return Config(
         num_programs=num_sms,
         heads=heads,
         item_tokens=item_tokens,
-        tile=tile,
+        tile_tokens=tile_tokens,
         num_stages=num_stages,
         output_columns=output_columns,
         num_parts=num_parts,
         registers=registers,
         causal=causal,
-        num_narrow_stages=num_narrow_stages,
+        num_8bit_stages=num_8bit_stages,
     )
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.fetch import WARPS, Ring, block_at, rows_of_copy
+from pallas_kernels.common.fetch import WARPS, Ring, block_at, copy_rows
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item, Items
 from pallas_kernels.prefill.scales import Scales
@@ -59,13 +59,13 @@ class Fetcher:
 
     def _copies(self, warp: jax.Array) -> tuple[int, list[jax.Array]]:
         """Tokens of a copy, and the row of a tile that each of a warp's copies begins with."""
-        count = rows_of_copy(self.keys.source.shape[1], self.config.tile)
-        return count, [(warp + WARPS * i) * count for i in range(self.config.tile // count // WARPS)]
+        count = copy_rows(self.keys.source.shape[1], self.config.tile_tokens)
+        return count, [(warp + WARPS * i) * count for i in range(self.config.tile_tokens // count // WARPS)]
 
     def _ids(self, item: Item, tile: jax.Array, warp: jax.Array) -> Ids:
         num_blocks, block_size = self.keys.source.shape[:2]
         entries, rows = item.entries_to_follow(), self._copies(warp)[1]
-        numbers = (lax.div(tile * self.config.tile + row, jnp.int32(block_size)) for row in rows)
+        numbers = (lax.div(tile * self.config.tile_tokens + row, jnp.int32(block_size)) for row in rows)
         return tuple(block_at(self.tables, item.seq, entry, entries, num_blocks) for entry in numbers)
 
     def _copy(self, item: Item, tile: jax.Array, turn: jax.Array, ids: Ids, warp: jax.Array) -> None:
@@ -77,7 +77,8 @@ class Fetcher:
         # must look dynamic, or tracing refuses the slice.
         columns = pl.ds(0 if head_dim == width else turn - turn, width)
         starts = [
-            lax.rem(tile * self.config.tile + row, jnp.int32(block_size)) if block_size > count else 0 for row in rows
+            lax.rem(tile * self.config.tile_tokens + row, jnp.int32(block_size)) if block_size > count else 0
+            for row in rows
         ]
         for ring in (self.keys, self.values):
 
@@ -92,7 +93,7 @@ class Fetcher:
                     ring.full.at[stage],
                 )
         scales = self.scales_of(item.kv_head)
-        place = lax.rem(turn, jnp.int32(scales.stages))
+        scale_stage = lax.rem(turn, jnp.int32(scales.stages))
         for block_id, start, row in zip(ids, starts, rows, strict=True):
-            scales.fetch(block_id, start, place, row, count)
+            scales.fetch(block_id, start, scale_stage, row, count)
         scales.announce(turn)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.rows import ROWS
 from pallas_kernels.common.sizes import ceil_div
 from pallas_kernels.prefill.config import Config
-from pallas_kernels.prefill.work_list import FIELDS, item_of
+from pallas_kernels.prefill.work_list import FIELDS, item_index
 
 BITS = 32  # of a word of a tree
 
@@ -35,13 +35,13 @@ class Item:
     first_visible: jax.Array  # position
     window: jax.Array | None
     first_word: jax.Array  # with a tree's bits, counted from the start of the sequence; negative in short ones
-    tile: int
+    tile_tokens: int
     block_size: int
     causal: bool
 
     def seen(self, tile: jax.Array, shape: tuple[int, ...], layout: Any = ROWS) -> jax.Array:
         """bool `shape`: which tokens of a tile, on axis 0, may be seen by some query of the sequence."""
-        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * self.tile
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * self.tile_tokens
         return jnp.logical_and(tokens < self.length, tokens >= self.first_visible)
 
     def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
@@ -67,34 +67,34 @@ class Items:
     def count(self) -> jax.Array:
         total, n = self.num_entries[0] * self._per_entry, self.config.num_programs
         rounds = lax.div(total, jnp.int32(n))
-        return rounds + (item_of(rounds, self.program, n) < total).astype(jnp.int32)
+        return rounds + (item_index(rounds, self.program, n) < total).astype(jnp.int32)
 
     def read(self, i: jax.Array) -> tuple[jax.Array, ...]:
         """The numbers that make the i-th item, read long before they are needed."""
-        place, share = self._place_and_share(i)
-        return (share, *(self.entries[place, field] for field in range(len(FIELDS))))
+        entry, share = self._entry_and_share(i)
+        return (share, *(self.entries[entry, field] for field in range(len(FIELDS))))
 
-    def place(self, i: jax.Array) -> jax.Array:
-        """Of the i-th item's entry."""
-        return self._place_and_share(i)[0]
+    def entry(self, i: jax.Array) -> jax.Array:
+        """The i-th item's entry."""
+        return self._entry_and_share(i)[0]
 
     def item(self, numbers: tuple[jax.Array, ...]) -> Item:
         share, seq, q_row, position, num_tokens, length = numbers
         num_parts = jnp.int32(self.config.num_parts)
         heads_of, part = lax.div(share, num_parts), lax.rem(share, num_parts)
-        tile, window = jnp.int32(self.config.tile), self.window
+        tile_tokens, window = jnp.int32(self.config.tile_tokens), self.window
         begin = first_visible = jnp.int32(0)
         seen = position + (num_tokens if self.config.causal else 1)  # one past the last position that some token sees
-        end = jnp.maximum(ceil_div(jnp.maximum(seen, 0), self.config.tile), 1)
+        end = jnp.maximum(ceil_div(jnp.maximum(seen, 0), self.config.tile_tokens), 1)
         first_word = ceil_div(length, BITS) - self.tree_words
-        whole_begin, whole_end = begin, jnp.minimum(lax.div(jnp.maximum(position + 1, 0), tile), end)
+        whole_begin, whole_end = begin, jnp.minimum(lax.div(jnp.maximum(position + 1, 0), tile_tokens), end)
         if self.tree_words:
-            whole_end = jnp.minimum(whole_end, lax.div(jnp.maximum(first_word, 0) * BITS, tile))
+            whole_end = jnp.minimum(whole_end, lax.div(jnp.maximum(first_word, 0) * BITS, tile_tokens))
         if window is not None:
             first_visible = jnp.maximum(position + 1 - window, 0)
-            begin = jnp.minimum(lax.div(first_visible, tile), end - 1)
+            begin = jnp.minimum(lax.div(first_visible, tile_tokens), end - 1)
             first_of_last = jnp.maximum(seen - window, 0)
-            whole_begin = jnp.clip(ceil_div(first_of_last, self.config.tile), begin, end)
+            whole_begin = jnp.clip(ceil_div(first_of_last, self.config.tile_tokens), begin, end)
             whole_end = jnp.maximum(whole_end, whole_begin)
         if self.config.num_parts > 1:
             first, count = begin, end - begin
@@ -122,13 +122,13 @@ class Items:
             first_visible=first_visible,
             window=window,
             first_word=first_word,
-            tile=self.config.tile,
+            tile_tokens=self.config.tile_tokens,
             block_size=self.block_size,
             causal=self.config.causal,
         )
 
-    def _place_and_share(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        index = item_of(i, self.program, self.config.num_programs)
+    def _entry_and_share(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        index = item_index(i, self.program, self.config.num_programs)
         return lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
 
     @property

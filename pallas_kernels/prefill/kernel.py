@@ -14,11 +14,11 @@ from pallas_kernels.common import merge_parts
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.launch import launch as launch_kernel
-from pallas_kernels.common.options import AttentionOptions, operands_of
+from pallas_kernels.common.options import AttentionOptions, name_operands
 from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, normalise
 from pallas_kernels.common.rows import ROWS as MATRIX
 from pallas_kernels.common.scales import of_head
-from pallas_kernels.common.sizes import is_narrow, round_up
+from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill import tree as trees
 from pallas_kernels.prefill.config import ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
@@ -59,10 +59,10 @@ def _kernel(
         Ring(refs.k_cache, refs.k_smem, refs.k_full, refs.k_free),
         Ring(refs.v_cache, refs.v_smem, refs.v_full, refs.v_free),
     )
-    if config.num_narrow_stages:
+    if config.num_8bit_stages:
         fetched = (
-            Ring(refs.k_cache, refs.k_narrow_smem, refs.k_narrow_full, refs.k_narrow_free),
-            Ring(refs.v_cache, refs.v_narrow_smem, refs.v_narrow_full, refs.v_narrow_free),
+            Ring(refs.k_cache, refs.k_8bit_smem, refs.k_8bit_full, refs.k_8bit_free),
+            Ring(refs.v_cache, refs.v_8bit_smem, refs.v_8bit_full, refs.v_8bit_free),
         )
     scales_of = functools.partial(
         Scales,
@@ -78,7 +78,7 @@ def _kernel(
         plgpu.set_max_registers(config.registers[1], action="decrease")
         Fetcher(items, *fetched, refs.block_tables, scales_of, config).run()
 
-    if config.num_narrow_stages:
+    if config.num_8bit_stages:
 
         @pl.when(warpgroup == 3)
         def _widen() -> None:
@@ -104,7 +104,7 @@ def compute(
     """What a warpgroup that computes does: its 64 rows of all items of the program."""
     first_row = warpgroup * WG_ROWS
     rows = RowsOfItem(config, first_row, transforms)
-    q_smem, q_float16 = (ref.at[warpgroup] for ref in _views_of_q(refs, config))  # [64, width]
+    q_smem, q_float16 = (ref.at[warpgroup] for ref in _q_views(refs, config))  # [64, width]
     lse_smem = refs.lse_smem.at[warpgroup] if interpreted() else None  # f32 [64]
     o_smem = refs.o_smem.at[warpgroup] if refs.o_smem is not None else q_smem
     softmax_scale = refs.scale[0]
@@ -130,12 +130,12 @@ def compute(
             scale = scale * q_as_float16(q_smem, q_float16)
 
         # 2. All tiles.
-        of_item = functools.partial(_of_item, lax.div(item.head, jnp.int32(config.heads)), first_row)
+        of_item = functools.partial(_load_rows, lax.div(item.head, jnp.int32(config.heads)), first_row)
         slopes = of_item(refs.alibi_slopes) if refs.alibi_slopes is not None else None
         sinks = of_item(refs.sinks) if refs.sinks is not None else None
         tree = None
         if refs.tree_bits is not None:
-            tree = trees.Tree(refs.tree_bits, items.place(i), item, config.item_tokens, first_row)
+            tree = trees.Tree(refs.tree_bits, items.entry(i), item, config.item_tokens, first_row)
         acc, m, l = Steps(
             item,
             Logits(item, config.item_tokens, first_row, scale, cap, slopes, tree),
@@ -176,12 +176,12 @@ def compute(
         rows.finish_load()
 
 
-def _views_of_q(refs: Refs, config: Config) -> tuple[Any, Any]:
+def _q_views(refs: Refs, config: Config) -> tuple[Any, Any]:
     """SMEM [2, 64, width]: as it is loaded, and as it is multiplied, which differ for bfloat16 and an 8-bit cache."""
     q_smem = refs.q_smem
     if refs.q_float16 is not None:  # in interpret mode, which has no two views of one buffer
         return q_smem, refs.q_float16
-    if config.num_narrow_stages and refs.q.dtype != jnp.float16:
+    if config.num_8bit_stages and refs.q.dtype != jnp.float16:
         q, q_float16 = q_smem
         return q, q_float16
     return q_smem, q_smem
@@ -196,15 +196,15 @@ def _negate(q_smem: Any) -> None:
     plgpu.commit_smem()
 
 
-def _of_item(place: jax.Array, first_row: jax.Array, by_row: Any) -> jax.Array:
+def _load_rows(index: jax.Array, first_row: jax.Array, by_row: Any) -> jax.Array:
     """f32 [64], the rows of a warpgroup, from GMEM f32 [heads / heads of an item, 128]."""
-    return ROWS_FIRST.load(by_row.at[place, pl.ds(first_row, WG_ROWS)])
+    return ROWS_FIRST.load(by_row.at[index, pl.ds(first_row, WG_ROWS)])
 
 
-def matrix_transforms(head_dim: int, narrow: bool) -> tuple[Any, ...]:
+def matrix_transforms(head_dim: int, eight_bit: bool) -> tuple[Any, ...]:
     """Of K, V and Q in SMEM."""
     # What is widened is not copied; the copy engine only takes tiles that divide the head, or hold all of it.
-    columns = COLUMNS if narrow else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
+    columns = COLUMNS if eight_bit else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)  # type: ignore[abstract]
 
 
@@ -224,8 +224,8 @@ def launch(
     _, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
     width = round_up(head_dim, 64)
-    narrow = is_narrow(k_cache.dtype)
-    matrix = matrix_transforms(head_dim, narrow)
+    eight_bit = is_8bit(k_cache.dtype)
+    matrix = matrix_transforms(head_dim, eight_bit)
 
     def per_row(by_head: jax.Array) -> jax.Array:
         by_item = jnp.repeat(by_head.reshape(-1, config.heads), config.item_tokens, axis=1)
@@ -238,7 +238,7 @@ def launch(
         "block_tables": block_tables,
         "entries": work.entries,
         "num_entries": work.num_entries,
-        **operands_of(
+        **name_operands(
             options,
             per_row,
             with_sinks=not in_parts,
@@ -266,7 +266,7 @@ def launch(
         out_types,
         grid=(config.num_programs,),
         grid_names=("program",),
-        num_threads=4 if narrow else 3,
+        num_threads=4 if eight_bit else 3,
         thread_name="warpgroup",
         scratch_types=scratch_types,
     )

@@ -32,22 +32,22 @@ class Logits:
         """
         shape = products.shape
         one = jnp.ones((), jnp.float32)
-        logits, unit = products, jnp.maximum(self.scale * LOG2E, 1e-30)  # and not 0: 0 x inf is NaN
+        logits, to_log2 = products, jnp.maximum(self.scale * LOG2E, 1e-30)  # and not 0: 0 x inf is NaN
         if self.cap is not None:
-            logits, unit = soft_capped(products, self.scale, self.cap, ROWS_FIRST), one
+            logits, to_log2 = soft_capped(products, self.scale, self.cap, ROWS_FIRST), one
         elif self.slopes is not None:
-            logits, unit = ROWS_FIRST.times(products, self.scale * LOG2E), one
+            logits, to_log2 = ROWS_FIRST.times(products, self.scale * LOG2E), one
         if not masked and self.slopes is None:
-            return logits, unit
+            return logits, to_log2
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
-        position = self.item.position - tile * self.item.tile
+        position = self.item.position - tile * self.item.tile_tokens
         tokens = row_tokens(shape, self.first_row, self.item_tokens)
         distance = tokens - columns + position if self.item.causal else position - columns
         if self.slopes is not None:
             logits -= ROWS_FIRST.over(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
         if not masked:
-            return logits, unit
+            return logits, to_log2
         visible = distance >= 0 if self.tree is None else self.tree.seen(tile, shape)
         if self.item.window is not None:
             visible = jnp.logical_and(visible, distance < self.item.window)
-        return jnp.where(visible, logits, jnp.full(shape, -jnp.inf, jnp.float32)), unit
+        return jnp.where(visible, logits, jnp.full(shape, -jnp.inf, jnp.float32)), to_log2

@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.fetch import WARPS, rows_of_copy
+from pallas_kernels.common.fetch import WARPS, copy_rows
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.scales import of_tokens
-from pallas_kernels.common.sizes import is_narrow
+from pallas_kernels.common.sizes import is_8bit
 from pallas_kernels.prefill import scales as token_scales
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.rows_of_item import WG_ROWS
@@ -32,7 +32,7 @@ class Refs:
     out: Any  # [parts * tokens, heads, head_dim]; float32 of several parts
     lse: Any  # f32 [parts * tokens, heads]
     # SMEM
-    q_smem: Any  # [2, 64, width]; for an 8-bit cache also as float16, see `_views_of_q`
+    q_smem: Any  # [2, 64, width]; for an 8-bit cache also as float16, see `_q_views`
     k_smem: Any  # [stages, tile, width], of 16 bits
     v_smem: Any  # as k_smem
     # Barriers
@@ -51,12 +51,12 @@ class Refs:
     v_scale: Any = None  # as k_scale
     tree_bits: Any = None  # int32 [max_entries, words, 128]
     # SMEM and barriers of 8-bit caches: tiles as they are fetched
-    k_narrow_smem: Any = None  # [stages, tile, width]
-    v_narrow_smem: Any = None  # as k_narrow_smem
-    k_narrow_full: Any = None  # [stages]
-    k_narrow_free: Any = None  # [stages]
-    v_narrow_full: Any = None  # [stages]
-    v_narrow_free: Any = None  # [stages]
+    k_8bit_smem: Any = None  # [stages, tile, width]
+    v_8bit_smem: Any = None  # as k_8bit_smem
+    k_8bit_full: Any = None  # [stages]
+    k_8bit_free: Any = None  # [stages]
+    v_8bit_full: Any = None  # [stages]
+    v_8bit_free: Any = None  # [stages]
     scales_smem: Any = None  # of scales of tokens, see `scales.scratch`
     scales_full: Any = None
     # SMEM of some calls
@@ -76,9 +76,9 @@ def scratch(
     matrix: tuple[Any, ...],  # transforms of a matrix in SMEM
 ) -> dict[str, Any]:
     """SMEM and barriers, by the names of `Refs`."""
-    narrow, in_parts = is_narrow(cache_dtype), config.num_parts > 1
-    copies = config.tile // rows_of_copy(block_size, config.tile)
-    multiplied = jnp.float16 if narrow else dtype
+    eight_bit, in_parts = is_8bit(cache_dtype), config.num_parts > 1
+    copies = config.tile_tokens // copy_rows(block_size, config.tile_tokens)
+    multiplied = jnp.float16 if eight_bit else dtype
 
     def rings(kind: str, stages: int, numbers: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
         """Of K and V, with `arrivals` at their barriers: tiles that are full, and free."""
@@ -86,7 +86,7 @@ def scratch(
             name: ref
             for x in "kv"
             for name, ref in (
-                (f"{x}{kind}_smem", plgpu.SMEM((stages, config.tile, width), numbers, transforms=transforms)),
+                (f"{x}{kind}_smem", plgpu.SMEM((stages, config.tile_tokens, width), numbers, transforms=transforms)),
                 (f"{x}{kind}_full", plgpu.Barrier(num_arrivals=arrivals[0], num_barriers=stages)),
                 (f"{x}{kind}_free", plgpu.Barrier(num_arrivals=arrivals[1], num_barriers=stages)),
             )
@@ -97,12 +97,12 @@ def scratch(
         view = plgpu.SMEM((2, WG_ROWS, width), multiplied, transforms=matrix)
         q_smem = q_smem | {"q_float16": view} if interpreted() else {"q_smem": plgpu.RefUnion(q_smem["q_smem"], view)}
     fetched: dict[str, Any] = {}
-    if narrow:
-        stages = config.num_narrow_stages
-        fetched = rings("_narrow", stages, cache_dtype, (), (copies, 1)) | token_scales.scratch(
+    if eight_bit:
+        stages = config.num_8bit_stages
+        fetched = rings("_8bit", stages, cache_dtype, (), (copies, 1)) | token_scales.scratch(
             len(of_tokens(*scales)),
             stages=config.num_scale_stages,
-            tile=config.tile,
+            tile_tokens=config.tile_tokens,
             warps=WARPS,
         )
     output: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def scratch(
         **q_smem,
         **output,
         **fetched,
-        **rings("", config.num_stages, multiplied, matrix, (1 if narrow else copies, 2)),
+        **rings("", config.num_stages, multiplied, matrix, (1 if eight_bit else copies, 2)),
         q_full=plgpu.Barrier(num_barriers=2),
         zeroed=plgpu.Barrier(num_arrivals=2),
     )

@@ -48,8 +48,8 @@ class RowsOfItem:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(self.transforms), *[SPLAT] * 4))
         def load(_: Any, q: Any, q_smem: Any, *scalars: Any) -> None:
-            place = _Place.of(self.config, *scalars)
-            for chunk in _chunks(q, q_smem, place):
+            where = _ItemRows.of(self.config, *scalars)
+            for chunk in _chunks(q, q_smem, where):
                 num_bytes = arith.select(
                     chunk.is_there, constant("i32", 16), constant("i32", 0)
                 )  # what it does not read is zero
@@ -88,8 +88,8 @@ class RowsOfItem:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(self.transforms), *[SPLAT] * 4))
         def store(_: Any, out: Any, o_smem: Any, *scalars: Any) -> None:
             copy = "ld.shared.v4.b32 {a, b, c, d}, [$0]; @p st.global.v4.b32 [$1], {a, b, c, d};"
-            place = _Place.of(self.config, *scalars)
-            for chunk in _chunks(out, o_smem, place, start):
+            where = _ItemRows.of(self.config, *scalars)
+            for chunk in _chunks(out, o_smem, where, start):
                 is_there = arith.extui(ir.IntegerType.get_signless(32), chunk.is_there)
                 _asm(
                     "{ .reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $2, 0; " + copy + " }",
@@ -111,7 +111,7 @@ class RowsOfItem:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
-            place = _Place.of(self.config, *scalars)
+            where = _ItemRows.of(self.config, *scalars)
             _, heads, head_dim = ir.MemRefType(out.type).shape
             start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(out))
             for (row, column), pair in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
@@ -119,9 +119,9 @@ class RowsOfItem:
                 _asm(
                     "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2}; }",
                     "l,f,f,r",
-                    place.address(start, row, column, heads, head_dim, num_bytes=4),
+                    where.address(start, row, column, heads, head_dim, num_bytes=4),
                     *(vector.extract(pair, dynamic_position=[], static_position=[i]) for i in range(2)),
-                    arith.extui(ir.IntegerType.get_signless(32), arith.andi(place.has(row), in_head)),
+                    arith.extui(ir.IntegerType.get_signless(32), arith.andi(where.has(row), in_head)),
                 )
 
         store(out, x, *self._scalars(item, item.out_row))
@@ -141,11 +141,11 @@ class RowsOfItem:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS_FIRST.vector, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
-            place = _Place.of(self.config, *scalars)
+            where = _ItemRows.of(self.config, *scalars)
 
             def put(value: Any, at: tuple) -> None:
-                with ir.InsertionPoint(scf.IfOp(place.has(at[0])).then_block):
-                    memref.store(value, out, place.of_row(at[0]))
+                with ir.InsertionPoint(scf.IfOp(where.has(at[0])).then_block):
+                    memref.store(value, out, where.of_row(at[0]))
                     scf.yield_([])
 
             x.foreach(put)
@@ -190,8 +190,8 @@ def _row(smem: Any, i: jax.Array, gmem: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a row stands in an array of [tokens, heads, ...], in MLIR, of type index."""
+class _ItemRows:
+    """Where the item's rows are in an array of [tokens, heads, ...], in MLIR, of type index."""
 
     config: Config
     first_row: Any
@@ -200,7 +200,7 @@ class _Place:
     num_tokens: Any
 
     @classmethod
-    def of(cls, config: Config, *scalars: Any) -> "_Place":
+    def of(cls, config: Config, *scalars: Any) -> "_ItemRows":
         return cls(config, *(arith.index_cast(ir.IndexType.get(), x.registers[()]) for x in scalars))
 
     def _split(self, row: Any) -> tuple[Any, Any]:
@@ -233,7 +233,7 @@ class _Chunk:
     is_there: Any  # i1
 
 
-def _chunks(array: Any, smem: Any, place: _Place, start: int = 0) -> Iterator[_Chunk]:
+def _chunks(array: Any, smem: Any, where: _ItemRows, start: int = 0) -> Iterator[_Chunk]:
     """The chunks of 64 rows, in SMEM and in an array [tokens, heads, head_dim], its columns from `start` on."""
     index = ir.IndexType.get()
     _, heads, head_dim = ir.MemRefType(array.type).shape
@@ -244,8 +244,8 @@ def _chunks(array: Any, smem: Any, place: _Place, start: int = 0) -> Iterator[_C
         in_head = arith.cmpi(arith.CmpIPredicate.ult, column, _index(head_dim))
         yield _Chunk(
             smem=chunk.smem,
-            gmem=place.address(array_start, row, column, heads, head_dim, num_bytes=2),
-            is_there=arith.andi(place.has(row), in_head),
+            gmem=where.address(array_start, row, column, heads, head_dim, num_bytes=2),
+            is_there=arith.andi(where.has(row), in_head),
         )
 
 

@@ -26,12 +26,12 @@ from pallas_kernels.prefill.item import Item
 LANES = 32
 
 
-def scratch(num_scales: int, *, stages: int, tile: int, warps: int) -> dict[str, Any]:
+def scratch(num_scales: int, *, stages: int, tile_tokens: int, warps: int) -> dict[str, Any]:
     """SMEM for `num_scales` scales of each token of a ring of tiles, which `warps` warps fetch."""
     if num_scales == 0:
         return {}
     return {
-        "scales_smem": plgpu.SMEM((stages, num_scales, tile), jnp.float32),
+        "scales_smem": plgpu.SMEM((stages, num_scales, tile_tokens), jnp.float32),
         "scales_full": plgpu.Barrier(num_arrivals=warps, num_barriers=stages),
     }
 
@@ -121,10 +121,10 @@ def _start_copy(scales: Any, source: tuple[Any, ...], target: Any, row: Any, siz
         number = arith.addi(arith.muli(slot, utils.c(kv_heads, i64)), kv_head)
         source = utils.getelementptr(utils.memref_ptr(scales), [number], f32)
         source = llvm.addrspacecast(llvm.PointerType.get(address_space=1), source)
-        place = utils.getelementptr(utils.memref_ptr(target), [arith.addi(row, token)], f32)
+        address = utils.getelementptr(utils.memref_ptr(target), [arith.addi(row, token)], f32)
         ours = arith.cmpi(arith.CmpIPredicate.ult, lane, utils.c(size, i32)) if size < LANES else None
         utils.inline_ptx(
-            "cp.async.ca.shared.global [$0], [$1], 4;", place, source, predicate=ours, has_side_effects=True
+            "cp.async.ca.shared.global [$0], [$1], 4;", address, source, predicate=ours, has_side_effects=True
         )
 
     scalars = [jnp.asarray(scalar, jnp.int32) for scalar in (*source, row)]
@@ -146,6 +146,6 @@ def _commit_and_wait(pending: int) -> None:
 
 def _slots(item: Item, tables: Any, tile: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
     """The slots of the tokens of a tile, int32 [tile]; slots of the null block for tokens that may not be read."""
-    tokens = jnp.arange(item.tile, dtype=jnp.int32) + tile * item.tile
+    tokens = jnp.arange(item.tile_tokens, dtype=jnp.int32) + tile * item.tile_tokens
     ids = block_at(tables[...], item.seq, tokens // block_size, item.entries_to_follow(), num_blocks)
     return ids * block_size + tokens % block_size

@@ -101,7 +101,7 @@ class Steps:
         tile = self.item.end - 1
         stage = self._stage(tile)
         self._await_values(tile, stage)
-        pl.when(self.item.end * self.item.tile > self.item.length)(lambda: self._zero_unseen(tile, stage))
+        pl.when(self.item.end * self.item.tile_tokens > self.item.length)(lambda: self._zero_unseen(tile, stage))
         if interpreted():
             acc = acc + self._weighted_values(p, stage)
         else:
@@ -129,14 +129,14 @@ class Steps:
         k_scales, v_scales = self._token_scales(tile, masked=masked)
         if k_scales is not None:
             scores *= over_tokens(k_scales, scores.shape, ROWS_FIRST)
-        logits, unit = self.logits(scores, tile, masked)
+        logits, to_log2 = self.logits(scores, tile, masked)
         if v_scales is None:
-            highest = logits.max(axis=1) * unit
+            highest = logits.max(axis=1) * to_log2
         else:
-            highest = peaks(ROWS_FIRST.times(logits, unit), v_scales, ROWS_FIRST).max(axis=1)
+            highest = peaks(ROWS_FIRST.times(logits, to_log2), v_scales, ROWS_FIRST).max(axis=1)
         m_new = jnp.where(highest > m + HEADROOM, highest, m)
         alpha = jnp.exp2(m - m_new)
-        p = jnp.exp2(ROWS_FIRST.times(logits, unit) - ROWS_FIRST.over(m_new, logits.shape))
+        p = jnp.exp2(ROWS_FIRST.times(logits, to_log2) - ROWS_FIRST.over(m_new, logits.shape))
         l_new = l * alpha + p.sum(axis=1)
         if v_scales is not None:
             p *= over_tokens(v_scales, p.shape, ROWS_FIRST)
@@ -144,8 +144,8 @@ class Steps:
 
     def _token_scales(self, tile: jax.Array, *, masked: bool) -> tuple[jax.Array | None, jax.Array | None]:
         """The scales of K and of V, f32 [tile]; 1 for a token that no query sees."""
-        place = lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.scales.stages))
-        pair = self.scales.of_tile(self.item, self.tables, tile, place)
+        stage = lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.scales.stages))
+        pair = self.scales.of_tile(self.item, self.tables, tile, stage)
         if not masked:
             return pair
 
@@ -161,7 +161,7 @@ class Steps:
             plgpu.wgmma(ref, self.q, self.keys.target.at[stage].T)
             return ref[...]
 
-        return pl.run_scoped(product, plgpu.ACC((self.q.shape[0], self.item.tile), jnp.float32))
+        return pl.run_scoped(product, plgpu.ACC((self.q.shape[0], self.item.tile_tokens), jnp.float32))
 
     def _start_products(
         self, acc: jax.Array, p: jax.Array, stage: jax.Array, before: jax.Array

@@ -50,8 +50,8 @@ class Tree:
     def _word(self, number: jax.Array, num_rows: int) -> jax.Array:
         """int32 [64], counted from the start of the sequence."""
         stored = number - self.item.first_word
-        place = jnp.clip(stored, 0, self.words.shape[1] - 1)
-        rows = self.words.at[self.entry, place, pl.ds(self.first_row, num_rows)]
+        index = jnp.clip(stored, 0, self.words.shape[1] - 1)
+        rows = self.words.at[self.entry, index, pl.ds(self.first_row, num_rows)]
         bits = jnp.bitwise_or(ROWS_FIRST.load(rows), jnp.where(stored < 0, -1, 0))
         tokens = row_tokens((num_rows,), self.first_row, self.item_tokens, ROWS_FIRST.vector)
         num_before = tokens + (self.item.position + 1 - number * BITS)  # tokens of the word up to the row's own

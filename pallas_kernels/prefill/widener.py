@@ -31,7 +31,7 @@ from jaxlib.mlir import ir
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
-from pallas_kernels.common.widen import from_words, halves, power_of_two, words_of
+from pallas_kernels.common.widen import from_words, halves, power_of_two, split_words
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Items
 
@@ -101,9 +101,9 @@ def _float16(narrow: Any) -> jax.Array:
     def widen(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         wide = np.empty_like(x.registers)
         for index, register in np.ndenumerate(x.registers):
-            words = words_of(register)
+            words = split_words(register)
             pairs = [pair for word in words for pair in halves(word, narrow.dtype, transposed=False)]
-            words = [word for pair in pairs for word in words_of(pair)]
+            words = [word for pair in pairs for word in split_words(pair)]
             wide[index] = from_words(words, ir.VectorType.get((8,), ir.F16Type.get()))
         return mgpu.FragmentedArray(_registers=wide, _layout=x.layout, _is_signed=None)
 
@@ -123,9 +123,9 @@ def q_as_float16(q: Any, target: Any) -> jax.Array:
     largest = ROWS_FIRST.full(q.shape[0], 0.0)
     for columns in parts:
         largest = jnp.maximum(largest, jnp.abs(load(columns)).max(axis=1))
-    unit = power_of_two(largest)
+    factor = power_of_two(largest)
     for columns in parts:
         x = load(columns)
-        target[:, columns] = (x * ROWS_FIRST.over(1.0 / unit, x.shape)).astype(jnp.float16)
+        target[:, columns] = (x * ROWS_FIRST.over(1.0 / factor, x.shape)).astype(jnp.float16)
     plgpu.commit_smem()
-    return unit
+    return factor

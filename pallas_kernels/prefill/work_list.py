@@ -44,20 +44,20 @@ def make_work_list(
     counts = jnp.concatenate([starts[1:], jnp.full(1, tokens, jnp.int32)]) - starts  # padding is first and last
     lengths = jnp.pad(lengths, 1)
     ends = jnp.cumsum(-(-counts // item_tokens), dtype=jnp.int32)
-    places = jnp.arange(-(-tokens // item_tokens) + seqs + 2, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, places, side="right", method="scan_unrolled").astype(jnp.int32)
+    order = jnp.arange(-(-tokens // item_tokens) + seqs + 2, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, order, side="right", method="scan_unrolled").astype(jnp.int32)
     exists = owner < seqs + 2
     owner = jnp.minimum(owner, seqs + 1)
-    offset = (places - (ends - (-(-counts // item_tokens)))[owner]) * item_tokens
+    offset = (order - (ends - (-(-counts // item_tokens)))[owner]) * item_tokens
     num_tokens = jnp.clip(counts[owner] - offset, 0, item_tokens)
     position = lengths[owner] - (counts[owner] - offset if config.causal else 1)
     seq = jnp.clip(owner - 1, 0, seqs - 1)
     entries = jnp.stack([seq, starts[owner] + offset, position, num_tokens, lengths[owner]], axis=1)
 
     num_seen = position + (num_tokens if config.causal else 1)
-    num_tiles = jnp.maximum(-(-num_seen // config.tile), 1)
+    num_tiles = jnp.maximum(-(-num_seen // config.tile_tokens), 1)
     longest_first = _longest_first(num_tiles, owner, exists)
-    by_sequence = _by_sequence(lengths, places, owner, ends, exists)
+    by_sequence = _by_sequence(lengths, order, owner, ends, exists)
     fits = lengths.astype(jnp.float32).sum() * token_bytes <= L2_BYTES
     return WorkList(entries[jnp.where(fits, longest_first, by_sequence)], ends[-1:])
 
@@ -71,7 +71,7 @@ def _longest_first(num_tiles: jax.Array, owner: jax.Array, exists: jax.Array) ->
 
 
 def _by_sequence(
-    lengths: jax.Array, places: jax.Array, owner: jax.Array, ends: jax.Array, exists: jax.Array
+    lengths: jax.Array, order: jax.Array, owner: jax.Array, ends: jax.Array, exists: jax.Array
 ) -> jax.Array:
     """The order in which what is read is read soon again: a sequence after the other, the longest first.
 
@@ -81,13 +81,13 @@ def _by_sequence(
     ranked = jnp.argsort(-lengths, stable=True)
     rank = jnp.argsort(ranked, stable=True)
     starts = (jnp.cumsum(counts[ranked], dtype=jnp.int32) - counts[ranked])[rank]
-    in_sequence = places - (ends - counts)[owner]
+    in_sequence = order - (ends - counts)[owner]
     turned = jnp.where(rank[owner] % 2 == 0, counts[owner] - 1 - in_sequence, in_sequence)
-    target = jnp.where(exists, starts[owner] + turned, places)
-    return jnp.zeros_like(places).at[target].set(places, unique_indices=True)
+    target = jnp.where(exists, starts[owner] + turned, order)
+    return jnp.zeros_like(order).at[target].set(order, unique_indices=True)
 
 
-def item_of(i: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:
+def item_index(i: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:
     """Which item is a program's i-th: they are dealt out to and fro, so that long ones are shared out evenly."""
     to_and_fro = jnp.where(lax.rem(i, jnp.int32(2)) == 0, program, num_programs - 1 - program)
     return i * num_programs + to_and_fro

@@ -133,10 +133,10 @@ def test_a_wrong_result_is_noticed(fault):
 
 def test_a_dropped_partition_is_noticed(monkeypatch):
     case = make_case(lengths=(200,), max_blocks=13, kv_heads=1, dtype=BF16)
-    real = sizes.tiles_of_partition
+    real = sizes.count_tiles
     monkeypatch.setattr(
         sizes,
-        "tiles_of_partition",
+        "count_tiles",
         lambda first, end, count, partition: jnp.where(partition == 1, 0, real(first, end, count, partition)),
     )
     jax.clear_caches()

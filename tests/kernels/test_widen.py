@@ -113,7 +113,7 @@ def on_lanes(monkeypatch):
     monkeypatch.setattr(
         widen, "ir", types.SimpleNamespace(IntegerType=kinds, VectorType=kinds, F16Type=kinds, Value=None)
     )
-    monkeypatch.setattr(widen, "words_of", lambda x: [x])
+    monkeypatch.setattr(widen, "split_words", lambda x: [x])
     monkeypatch.setattr(widen, "from_words", lambda words, _: words[0])
     monkeypatch.setattr(
         widen.mgpu,
@@ -131,7 +131,7 @@ def fragment(x, layout):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", sizes.NARROW_DTYPES)
+@pytest.mark.parametrize("dtype", sizes.DTYPES_8BIT)
 def test_every_byte_widens_to_its_place(on_lanes, dtype, transposed):
     tile = np.random.default_rng(0).permutation(np.arange(64 * 128) % 256).astype(np.uint8).reshape(64, 128)
     words = tile.view(np.int16)  # [tokens, words of two columns]

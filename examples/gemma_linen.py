@@ -41,7 +41,7 @@ def step(model: Any, tokens: Any, positions: Any, caches: Any, attend: Any) -> t
 
 
 def paged(model: Any) -> Any:
-    """What `jaxpaged.generate` and `jaxpaged.Engine` take; the weights are those of `model.init`."""
+    """What `jaxpaged.generate` and `jaxpaged.Engine` take; the weights come from `model.init`."""
     return jaxpaged.linen.replace(_modules.Attention, attention)(nn.apply(step, model))
 
 

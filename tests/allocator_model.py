@@ -65,7 +65,7 @@ class Model:
     # The operations.
 
     def append(self, new: list[list[int]], counts: list[int], q_len: int) -> tuple[list[list[int]], list[bool]]:
-        """`new`: the tokens of each row, as many as its count where that is legal."""
+        """`new`: the tokens of each row, `count` of them if that is legal."""
         needs: list[int | None] = []
         for i, count in enumerate(counts):
             length = self.lengths[i] + count
@@ -231,7 +231,7 @@ class Model:
         return all(self.num_drops[block] == old.num_drops[block] for blocks in old.blocks for block in blocks)
 
     def gone_back(self, old: "Model") -> "Model":
-        """The old one, its prefix cache cleared. All tokens but those of its full blocks count as dropped."""
+        """The old one, its prefix cache cleared. All tokens outside its full blocks count as dropped."""
         new = copy.deepcopy(old)
         new.clear()
         kept = {b for blocks, n in zip(old.blocks, old.lengths, strict=True) for b in blocks[: n // self.block_size]}

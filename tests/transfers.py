@@ -38,7 +38,7 @@ COPIES = pytest.mark.parametrize(
 
 
 def numbered(num_layers: int | None = None, num_blocks: int = 6, dtype=jnp.float32) -> KVCache:
-    """Every number of k says which block it is in: 10 * layer + block; those of v are that + 100."""
+    """Every number of k says which block it is in: 10 * layer + block; numbers of v are that + 100."""
     layers = jnp.arange(num_layers or 1, dtype=jnp.float32)[:, None] * 10
     named = layers + jnp.arange(num_blocks, dtype=jnp.float32)[None]
     named = named if num_layers else named[0]

@@ -86,7 +86,9 @@ def check(form: str, after: State, wanted: State, length: int) -> None:
     agree = float((np.asarray(after.tokens) == np.asarray(wanted.tokens)).mean())
     least = 1.0 if jax.default_backend() == "cpu" else 0.75
     if agree < least:
-        raise AssertionError(f"{form}: {agree:.0%} of the tokens are those of `jaxpaged`; at least {least:.0%} must be")
+        raise AssertionError(
+            f"{form}: {agree:.0%} of the tokens equal those of `jaxpaged`; at least {least:.0%} must be"
+        )
 
 
 def time_host(compiled: Any, weights: Any, state: State, num_steps: int) -> tuple[State, list[float]]:

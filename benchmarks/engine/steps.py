@@ -64,7 +64,7 @@ class Steps:
         return int(self.engine._state.num_of_kind[self.engine._kinds.index(kind)])
 
     def decode(self, count: int, length: int) -> None:
-        """Sequences of so many tokens, and what they generated meanwhile, that have one token each to compute."""
+        """Starts `count` sequences of `length` tokens, until each has one token to compute."""
         self.clear()
         self.submit_random(count, length, self.sizes.longest)
         self.run(num_steps=2)

@@ -4,7 +4,7 @@
     python -m benchmarks.engine.throughput --model 135m
     python -m benchmarks.engine.throughput --model toy   # on a CPU, to try the script out
 
-Random bfloat16 weights, greedy, no stop tokens. First the logits of two layers are compared with those of the "xla"
+Random bfloat16 weights, greedy, no stop tokens. First the logits of two layers are compared with "xla" as
 implementation, in a step of single tokens and in one with chunks. Each run checks that every request got the number of
 tokens it asked for. With --exact, logprobs of a request alone and among others are compared bit by bit. Rows of the
 table:

@@ -160,7 +160,7 @@ class Kernel:
             # Online softmax, in units of log2.
             new_m = jnp.maximum(m, scores.max(axis=0))
             alpha, p = jnp.exp2(m - new_m), jnp.exp2(scores - lax.broadcast_in_dim(new_m, scores.shape, [1]))
-            smem["p_smem"][...] = p.astype(q.dtype)  # a warp has the weights of 16 tokens and needs those of all
+            smem["p_smem"][...] = p.astype(q.dtype)  # a warp has the weights of 16 tokens and needs all weights
 
             # O^T += V^T P^T
             plgpu.barrier_wait(smem["v_full"].at[stage])

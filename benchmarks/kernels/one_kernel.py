@@ -1,6 +1,6 @@
 """Is one decode kernel enough, and which rules does it need? `python -m benchmarks.kernels.one_kernel`.
 
-Ways are those of `benchmarks.kernels.portable`. Each is checked against the reference, on memory full of NaN, before
+Ways are named as in `benchmarks.kernels.portable`. Each is checked against the reference, on memory full of NaN, before
 any is timed. Then all ways of a point are timed one after the other, and once more: `us` is the better time, `spread`
 the worse one over it.
 

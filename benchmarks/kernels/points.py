@@ -143,7 +143,7 @@ class Point:
 
     @property
     def num_caches(self) -> int:
-        """Caches that the calls of one jit take turns with: as many layers as make sure that L2 is cold. Each is an
+        """Caches that the calls of one jit take turns with: enough layers to keep L2 cold. Each is an
         argument of the jit that the host hands over, so not very many of small ones: sets of them take turns too."""
         return min(self.num_calls, MAX_CACHES, math.ceil(COLD_BYTES / self.num_bytes))
 

@@ -1,9 +1,9 @@
 """The forms of the decode kernel against each other, "xla" and the floor: `python -m benchmarks.kernels.portable`.
 
 A way is "mosaic_gpu", "xla", or a form of the decode kernel, tma or cp_async, with /stages/partitions after it or not:
-tma, cp_async/2, tma/3/16. In the place of the partitions, `plan` is a plan, which a chain makes once, and `fresh` one
+tma, cp_async/2, tma/3/16. Instead of the partitions, `plan` is a plan, which a chain makes once, and `fresh` one
 that each call makes. `prefill` is the kernel for prompts, with /parts after it or not. Each is checked against the
-reference before it is timed. The columns are those of kernels/decode.py; `kernels` is the time of the kernels alone, by
+reference before it is timed. The columns are as in kernels/decode.py; `kernels` is the time of the kernels alone, by
 CUPTI. Results that name `hopper` are of a second decode kernel, which is gone.
 
     python -m benchmarks.kernels.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async

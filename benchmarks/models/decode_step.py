@@ -7,7 +7,7 @@
 Random bfloat16 weights; 32 unrolled layers, one cache a layer; allocation, cache writes, attention and the greedy token
 inside one `lax.while_loop` whose state is donated. The floor is the bytes that a step must read (every weight but the
 embedding, K and V) over the read bandwidth measured in the same run. Before anything is timed, the logits of the first
-two layers are compared with those of the "xla" implementation, and the compiled loop is searched for copies of a cache.
+two layers are compared with the "xla" implementation's, and the compiled loop is searched for copies of a cache.
 `--xla` compiles with options of XLA's own, and the results' names say so.
 """
 

@@ -174,7 +174,7 @@ Frequencies = tuple[float, ...]
 
 
 def _rotary(fields: Fields, family: str, head_dim: int, context: int) -> tuple[Frequencies, Frequencies | None, float]:
-    """The frequencies, those of layers with a window if they differ, and the factor of q and k."""
+    """The frequencies, other ones for layers with a window if they differ, and the factor of q and k."""
     rope = Fields(fields.get("rope_parameters", None) or fields.get("rope_scaling", None) or {})
     theta = fields.real("rope_theta", *THETAS, 10_000.0)
     if family != "gemma3_text":

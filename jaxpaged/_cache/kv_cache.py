@@ -136,7 +136,7 @@ def _create_scale(
     if scale_per == "token_head":
         if value is not None:
             raise ValueError(
-                f'{name} goes with scale_per="tensor" or "head": write_kv finds those of each token itself.'
+                f'{name} goes with scale_per="tensor" or "head": write_kv finds the scales of each token itself.'
             )
         return jnp.zeros(shape[:-1], jnp.float32)
     if value is None and dtype == jnp.int8:

@@ -81,6 +81,6 @@ def next_kind(
 
 
 def count_wait(num_waited: jax.Array, num_pending: jax.Array, query_starts: jax.Array) -> jax.Array:
-    """`num_waited` after a step whose queries begin there, if so many tokens still wait."""
+    """`num_waited` after a step whose queries begin there, if `num_pending` tokens still wait."""
     took_chunk = (jnp.diff(query_starts) > 1).any()
     return jnp.where((num_pending > 0) & ~took_chunk, num_waited + 1, 0)

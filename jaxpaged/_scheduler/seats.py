@@ -66,7 +66,7 @@ def change_seats[S: SchedulerState](
 def vacate(
     scheduler: SchedulerState, prefixes: Prefixes, allocator: BlockAllocator
 ) -> tuple[Prefixes, BlockAllocator, jax.Array]:
-    """Lists all full blocks, and frees those of requests that left. Also returns the tags of each seat's tokens."""
+    """Lists full blocks, and frees the blocks of requests that left. Also returns the tags of each seat's tokens."""
     num_requests = scheduler.max_requests
     has_left = prefixes.left < num_requests
     blocks = tokens_in_blocks(scheduler, allocator, jnp.where(has_left, prefixes.left, scheduler.seated))

@@ -27,7 +27,7 @@ class Config:
 def limit(*, block_numbers: int, num_blocks: int, itemsize: int, compute_capability: float) -> str | None:
     """What this kernel cannot take, with the limit and the value; None: it takes the call.
 
-    `num_blocks` are those of a pool in all layers.
+    `num_blocks` counts the blocks of a pool in all layers.
     """
     if compute_capability != 9.0:
         return f"the copy kernel needs a GPU of compute capability 9.0; got {compute_capability=}."

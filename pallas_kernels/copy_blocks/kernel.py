@@ -38,7 +38,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
     def first_row(layer: jax.Array, block_id: jax.Array) -> jax.Array:
         return (layer * num_blocks + block_id) * config.rows
 
-    # 1. Direct pairs: every num_programs-th of their tiles; those of one pair follow each other.
+    # 1. Direct pairs: every num_programs-th of their tiles; the tiles of one pair follow each other.
     tiles_of_block = config.rows // config.tile_rows
     tiles_of_pair = len(pools_gmem) * num_layers * tiles_of_block
 

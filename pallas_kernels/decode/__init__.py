@@ -19,7 +19,7 @@ The same warps copy: while a tile is worked on, the next ones are on their way.
 | block tables, lengths, scalars | read from GMEM when they are needed, so that all of them may be traced |
 | Q | GMEM to SMEM, once; to registers once, or with many rows for each tile |
 | S, m, l, O^T | registers, float32 |
-| P | registers to SMEM and back, because a warp has the weights of 16 tokens and needs those of all 64 |
+| P | registers to SMEM and back, because a warp has the weights of 16 tokens and needs all 64 |
 | out, lse | registers to GMEM, once the partitions of a sequence are merged (`merge`) |
 
 To be read in this order:

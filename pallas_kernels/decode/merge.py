@@ -79,7 +79,7 @@ class Partials:
     partition: Partition
 
     def merge(self, sums: Sums, finish: Callable[[Sums], None]) -> None:
-        """Stores the sums of this program. If it is counted last, `finish` gets those of all."""
+        """Stores the sums of this program. If it is counted last, `finish` gets the sums of all."""
         index = self.partition.first_partial + self.partition.index
         for c, part in enumerate(sums.acc):
             store(self._acc(index, c, part.shape[0]), part)

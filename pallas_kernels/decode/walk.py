@@ -21,7 +21,7 @@ class Partition:
 
     seq: jax.Array
     kv_head: jax.Array
-    index: jax.Array  # of this one among those of its sequence
+    index: jax.Array  # of this partition among its sequence's
     count: int | jax.Array  # an int if it depends on no length
     length: jax.Array  # int32 [], of the sequence; 0 for what a plan leaves over
     first_partial: jax.Array  # of its sequence's partials, among all

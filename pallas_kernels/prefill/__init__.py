@@ -3,7 +3,7 @@
     x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t
     lse = log(sum_t exp(x_t) + exp(sink))
 
-The query tokens are packed: those of each sequence, any number, after those of the one before. An item is a run of
+The query tokens are packed: each sequence has any number of them, right after the sequence before. An item is a run of
 `item_tokens` tokens of one sequence and some query heads of one KV head, together up to 128 rows: row r is head
 r // item_tokens, token r % item_tokens. A work list, made on the device, holds the items, the longest first. A program
 on each SM computes its share of them, one after the other, with three warpgroups:

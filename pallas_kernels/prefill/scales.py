@@ -63,7 +63,7 @@ class Scales:
         else:
             plgpu.barrier_wait(self.full.at[stage])
             ring = [self.ring.at[stage, j] for j in range(len(self.of_tokens))]
-            layout = ROWS.reduce(0)  # every thread holds those of its part of the products
+            layout = ROWS.reduce(0)  # every thread holds the scales of its part of the products
             loaded = [plgpu.load(scales, layout=layout, optimized=False) for scales in ring]
         k = loaded[0] if self.k is self.of_tokens[0] else None
         v = loaded[-1] if self.v is self.of_tokens[-1] else None

@@ -187,7 +187,7 @@ class Steps:
     def _weighted_values(self, p: jax.Array, stage: jax.Array) -> jax.Array:
         """In interpret mode, which has no products with an operand in registers."""
         added = jnp.dot(p, self.values.target.at[stage][...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # orders these reads, unlike those of a product, before the copy engine's writes
+        plgpu.commit_smem()  # orders these reads, unlike a product's, before the copy engine's writes
         return added
 
     def _zero_unseen(self, tile: jax.Array, stage: jax.Array) -> None:

@@ -217,7 +217,7 @@ def test_a_collision_of_hashes_is_no_match(monkeypatch, confirming):
 
 
 def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(monkeypatch):
-    # What a tenant does who knows the hashes: salt 1 holds blocks with the tags and the buckets of those of salt 0.
+    # What a tenant does who knows the hashes: salt 1 holds blocks with the tags and the buckets of salt 0's blocks.
     monkeypatch.setattr(prefix_cache_module, "chain_hashes", of_tokens)
     prompt = [*A, *B, *C, 7]
     prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, [], [], salts=[1, 0, 0])

@@ -91,8 +91,8 @@ def test_tokens_of_a_short_sequence_are_where_they_stand():
 
 @pytest.mark.parametrize("parents", [(-1, -1, -1), (-1, 0, 0), (-1, 0, 1)])
 def test_a_packed_sequence_shorter_than_its_new_tokens(parents):
-    """The rows before its start are padding; the others are those of a padded call. Beside it one that is long enough,
-    and one with tokens and no length."""
+    """The rows before its start are padding; the others equal the rows of a padded call. Beside it one that is long
+    enough, and one with tokens and no length."""
     case, counts = make_case(lengths=(2, 20, 0), q_len=3, options=OPTIONS["all"]), (3, 3, 2)
     mask = tree_mask(jnp.asarray(parents, jnp.int32))
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)

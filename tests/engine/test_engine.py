@@ -88,7 +88,7 @@ def with_blocks_back(allocator, ids):
 
 @contextlib.contextmanager
 def fewer_blocks(engine, left):
-    """While it lasts, the pool of the engine has so many blocks left: the same program serves a tight pool."""
+    """While it lasts, the pool of the engine has `left` blocks: the same program serves a tight pool."""
     if left == BLOCKS:
         yield None
         return

@@ -35,7 +35,7 @@ def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
 
 @jax.jit
 def choose_next(needed, num_waited):
-    """The next kind if each seat needs so many tokens, one of which is known to be computed; 0: a free seat."""
+    """The next kind if each seat needs this number of tokens, one of which is known to be computed; 0: a free seat."""
     is_taken = needed > 0
     scheduler = Scheduler.create(max_requests=SEATS, num_seats=SEATS, max_length=256)
     scheduler = dataclasses.replace(
@@ -67,7 +67,7 @@ def choose_next(needed, num_waited):
         ([1] * 7 + [2], 0, CHUNK_FOR_ALL),  # a narrow step would have no row for it
         ([1] * 4 + [19], 0, EIGHT),  # 18 in six narrow steps of 3 take 48 rows
         ([1] * 4 + [20], 0, CHUNK_FOR_ALL),
-        ([43], 0, EIGHT),  # 42 in six narrow steps of 7 are as many rows as the widest has
+        ([43], 0, EIGHT),  # 42 in six narrow steps of 7 take 48 rows, the widest step's number
         ([44], 0, CHUNK_FOR_ALL),
         ([1] * 6 + [2**29], 0, CHUNK_FOR_ALL),  # the rows of its narrow steps overflow
     ],

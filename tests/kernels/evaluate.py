@@ -60,7 +60,7 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> 
 
 
 def _has_arrays_to_scan(equation: core.JaxprEqn) -> bool:
-    """Whether the operands or the results have an axis that those of the body do not have."""
+    """Whether the operands or the results have an axis that the body's do not have."""
     body = equation.params["jaxpr"].jaxpr
     pairs = zip((*equation.invars, *equation.outvars), (*body.invars, *body.outvars), strict=True)
     return any(outside.aval.ndim != inside.aval.ndim for outside, inside in pairs)

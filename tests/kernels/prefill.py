@@ -1,4 +1,4 @@
-"""Calls the prefill kernel on the newest tokens of a case's sequences, as many of each as a test says."""
+"""Calls the prefill kernel on the newest tokens of a case's sequences; a test says how many of each."""
 
 from typing import Any
 

@@ -44,7 +44,7 @@ device_description_str: "{name}"
 """
 H100 = "sm_90"
 WITHOUT_A_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-# Bytes of SMEM are those of the CUDA programming guide's table of compute capabilities.
+# Bytes of SMEM are from the CUDA programming guide's table of compute capabilities.
 GPUS = {
     "sm_80": dict(name="NVIDIA A100-SXM4-80GB", sms=108, threads=2048, smem=164 * 1024, bandwidth=2039 * 10**9),
     "sm_89": dict(name="NVIDIA L4", sms=58, threads=1536, smem=100 * 1024, bandwidth=300 * 10**9),

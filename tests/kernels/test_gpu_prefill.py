@@ -226,7 +226,7 @@ def test_queries_that_all_see_the_whole_sequence(head_dim, num_parts):
 
 
 def prefix_case(groups, **shape):
-    """32 sequences; those of a group share 640 tokens, but for one that is empty and one that is short."""
+    """32 sequences; a group's share 640 tokens, but for one that is empty and one that is short."""
     lengths = (0, 5, *(641 + 37 * i for i in range(30)))
     case = make_case(**(dict(lengths=lengths, max_blocks=144, head_dim=128, dtype=BF16) | shape))
     tables = np.array(case.block_tables)

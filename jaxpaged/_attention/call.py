@@ -81,8 +81,8 @@ class Call:
         q_len = self.q.shape[1]
         if not self.causal:
             return jnp.broadcast_to(self.lengths[:, None] - 1, (self.lengths.shape[0], q_len))
-        places = self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
-        return places if tree is None else tree.positions(places)
+        ordinals = self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
+        return ordinals if tree is None else tree.positions(ordinals)
 
 
 def check_call(

@@ -207,7 +207,7 @@ def _option_limit(call: Call) -> str | None:
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
             f'got k_cache.dtype={call.k_cache.dtype!s}. Pass implementation="xla".'
         )
-    # Both count from a token's depth; the kernels know its place only.
+    # Both count from a token's depth; the kernels know its ordinal only.
     if call.tree_mask is not None and (options.sliding_window is not None or options.alibi_slopes is not None):
         return (
             "the Mosaic GPU kernels take a tree_mask without sliding_window and alibi_slopes. "

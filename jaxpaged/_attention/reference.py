@@ -88,8 +88,8 @@ def _attend(a: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
     query_positions = a.positions(tree)  # [seqs, q_len]
     distance = query_positions[:, :, None] - token_positions[None, None]  # [seqs, q_len, tokens]
     if tree is not None:
-        places = jnp.broadcast_to(token_positions[None], (seqs, token_positions.size))
-        distance = tree.distances(query_positions, places)
+        ordinals = jnp.broadcast_to(token_positions[None], (seqs, token_positions.size))
+        distance = tree.distances(query_positions, ordinals)
     visible = (distance >= 0) & (query_positions >= 0)[:, :, None]
     if a.options.sliding_window is not None:
         visible &= distance < a.options.sliding_window

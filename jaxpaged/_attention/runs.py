@@ -72,10 +72,10 @@ def place_runs(call: Call, run: int) -> Runs:
     num_new = jnp.diff(starts)
     num_runs = -(-num_new // run)
     ends = jnp.cumsum(num_runs, dtype=jnp.int32)
-    places = jnp.arange(-(-tokens // run) + seqs, dtype=jnp.int32)
-    owners = jnp.searchsorted(ends, places, side="right", method="scan_unrolled").astype(jnp.int32)
+    run_ids = jnp.arange(-(-tokens // run) + seqs, dtype=jnp.int32)
+    owners = jnp.searchsorted(ends, run_ids, side="right", method="scan_unrolled").astype(jnp.int32)
     owners = jnp.minimum(owners, seqs - 1)
-    offsets = (places - (ends - num_runs)[owners]) * run
+    offsets = (run_ids - (ends - num_runs)[owners]) * run
     counts = jnp.clip(num_new[owners] - offsets, 0, run)
     return Runs(run, starts, ends - num_runs, owners, offsets, counts)
 
@@ -83,8 +83,8 @@ def place_runs(call: Call, run: int) -> Runs:
 def cut_packed(call: Call, runs: Runs) -> tuple[Call, Tree | None]:
     """The same call on runs, a uniform one, and its trees. The rows before a short run's tokens are zeros, and their
     results are not read."""
-    place = jnp.arange(runs.run, dtype=jnp.int32)[None] - runs.run + runs.counts[:, None]  # in the run; below 0: none
-    rows = (runs.starts[runs.seqs] + runs.offsets)[:, None] + place
+    column = jnp.arange(runs.run, dtype=jnp.int32)[None] - runs.run + runs.counts[:, None]  # in the run; below 0: none
+    rows = (runs.starts[runs.seqs] + runs.offsets)[:, None] + column
     q = call.q.at[rows].get(mode="clip")
     lengths = call.lengths[runs.seqs]
     if call.causal:
@@ -92,11 +92,11 @@ def cut_packed(call: Call, runs: Runs) -> tuple[Call, Tree | None]:
         lengths = first[runs.seqs] + runs.offsets + runs.counts
     tree = None
     if call.tree_mask is not None:
-        index = runs.offsets[:, None] + place
+        index = runs.offsets[:, None] + column
         tree = from_runs(call.tree_mask, rows, index, runs.seqs, call.lengths, runs.starts)
     uniform = dataclasses.replace(
         call,
-        q=jnp.where((place >= 0)[..., None, None], q, jnp.zeros_like(q)),
+        q=jnp.where((column >= 0)[..., None, None], q, jnp.zeros_like(q)),
         block_tables=call.block_tables[runs.seqs],
         lengths=jnp.where(runs.counts > 0, jnp.maximum(lengths, 0), 0),
         query_starts=None,
@@ -113,10 +113,10 @@ def join_packed(out: jax.Array, lse: jax.Array, call: Call, runs: Runs) -> tuple
     seqs = jnp.minimum(seqs, call.lengths.shape[0] - 1)
     offsets = jnp.maximum(tokens - runs.starts[seqs], 0)
     ids = jnp.minimum(runs.first_runs[seqs] + offsets // runs.run, runs.counts.shape[0] - 1)
-    places = runs.run - runs.counts[ids] + offsets % runs.run
-    out = out.at[ids, places].get(mode="clip")
+    columns = runs.run - runs.counts[ids] + offsets % runs.run
+    out = out.at[ids, columns].get(mode="clip")
     out = jnp.where(is_padding[:, None, None], jnp.zeros_like(out), out)
-    return out, jnp.where(is_padding[:, None], -jnp.inf, lse.at[ids, places].get(mode="clip"))
+    return out, jnp.where(is_padding[:, None], -jnp.inf, lse.at[ids, columns].get(mode="clip"))
 
 
 def owners(starts: jax.Array, *, tokens: int) -> jax.Array:

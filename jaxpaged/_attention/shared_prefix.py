@@ -45,10 +45,10 @@ def split(call: Call, shared_prefix: ArrayLike) -> tuple[Call, Call, jax.Array] 
     shares = same & (num_blocks > 0) & (history >= num_blocks * block_size)  # [groups, size]
 
     skipped = jnp.where(shares, num_blocks, 0).reshape(-1)  # blocks of each sequence
-    places = jnp.minimum(entries + skipped[:, None], max_blocks - 1)
+    kept = jnp.minimum(entries + skipped[:, None], max_blocks - 1)
     rest = dataclasses.replace(
         call,
-        block_tables=jnp.take_along_axis(call.block_tables, places, axis=1),
+        block_tables=jnp.take_along_axis(call.block_tables, kept, axis=1),
         lengths=call.lengths - skipped * block_size,
     )
     by_token = _by_token(call, shares.reshape(-1))

@@ -19,41 +19,45 @@ from jax.typing import ArrayLike
 from jaxpaged._integers import as_int32, known_values
 
 BITS = 32  # of a word
-NOWHERE = 2**31 - 1  # a place behind all tokens
+NOWHERE = 2**31 - 1  # the ordinal of no token
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The trees of a batch. The position of a newest token is the length of the history plus the token's depth."""
+    """The trees of a batch.
+
+    A token's ordinal counts the tokens stored before it, whatever their branch. The position of a newest token is the
+    length of the history plus the token's depth.
+    """
 
     bits: jax.Array  # uint32 [seqs, q_len, words]; a query's own bit is set, bits of tokens behind it are not
-    starts: jax.Array  # int32 [seqs], the place of each sequence's first newest token
+    starts: jax.Array  # int32 [seqs], the ordinal of each sequence's first newest token
     depths: jax.Array  # int32 [seqs, words * 32], of the newest tokens; tokens before the sequence begins count
 
-    def positions(self, places: jax.Array) -> jax.Array:
-        """int32 [seqs, n], of tokens by their places in the cache, [seqs, n]."""
-        index, is_new = self._index(places)
+    def positions(self, ordinals: jax.Array) -> jax.Array:
+        """int32 [seqs, n], of tokens by their ordinals, [seqs, n]."""
+        index, is_new = self._index(ordinals)
         depths = jnp.take_along_axis(self.depths, jnp.clip(index, 0, self.depths.shape[1] - 1), axis=1)
-        return jnp.where(is_new, self.starts[:, None] + depths, places)
+        return jnp.where(is_new, self.starts[:, None] + depths, ordinals)
 
-    def distances(self, query_positions: jax.Array, places: jax.Array) -> jax.Array:
-        """How far queries at int32 [seqs, q_len] stand past the tokens at places [seqs, n]: int32 [seqs, q_len, n],
+    def distances(self, query_positions: jax.Array, ordinals: jax.Array) -> jax.Array:
+        """How far queries at int32 [seqs, q_len] stand past the tokens with ordinals [seqs, n]: int32 [seqs, q_len, n],
         negative if the query does not see the token.
 
         The distance is 0 if a query sees a token that itself sees more tokens than the query does.
         """
-        index, is_new = (x[:, None] for x in self._index(places))  # [seqs, 1, n]
-        hidden = jnp.zeros((*self.bits.shape[:2], places.shape[1]), bool)
+        index, is_new = (x[:, None] for x in self._index(ordinals))  # [seqs, 1, n]
+        hidden = jnp.zeros((*self.bits.shape[:2], ordinals.shape[1]), bool)
         for i in range(self.bits.shape[2]):
             bit = self.bits[:, :, i, None] >> (index % BITS).astype(jnp.uint32)
             hidden |= (index // BITS == i) & (bit % 2 == 0)
-        distances = query_positions[:, :, None] - self.positions(places)[:, None]
+        distances = query_positions[:, :, None] - self.positions(ordinals)[:, None]
         return jnp.where(hidden, -1, jnp.where(is_new, jnp.maximum(distances, 0), distances))
 
-    def _index(self, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which of the newest tokens stands at each place, and whether one does."""
-        index = places - self.starts[:, None]
+    def _index(self, ordinals: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which of the newest tokens has each ordinal, and whether one does."""
+        index = ordinals - self.starts[:, None]
         return index, (index >= 0) & (index < self.depths.shape[1])
 
 
@@ -132,7 +136,7 @@ def by_place(
 ) -> jax.Array:
     """The bits of packed tokens as the prefill kernel takes them, uint32 [tokens, words + 1].
 
-    A word is for 32 places, the first of which is a multiple of 32. The last word has the sequence's last token. What
+    A word is for 32 ordinals, the first of which is a multiple of 32. The last word has the sequence's last token. What
     stands before the newest tokens is seen.
     """
     words = mask.shape[1]
@@ -163,7 +167,7 @@ def _cleaned(bits: jax.Array, index: jax.Array) -> jax.Array:
 def _absent(starts: jax.Array, words: int) -> jax.Array:
     """The bits of tokens before a sequence begins, if it is shorter than its new tokens: uint32 [seqs, 1, words].
 
-    With them set, a token's depth counts the absent tokens too, as its place does.
+    With them set, a token's depth counts the absent tokens too, as its ordinal does.
     """
     return _bits_below(jnp.maximum(-starts, 0), words)[:, None]
 

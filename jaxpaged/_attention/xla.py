@@ -147,14 +147,14 @@ def _load_tile(
     tokens = tiles[..., None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None]  # [seqs, partitions, tile]
     seen = active[..., None] & (tokens < a.lengths[:, None, None]) & (tokens >= first_visible[:, None, None])
 
-    # A unit is a block, or the tile itself, one of `parts` of a block. The entry of a block that no query sees may hold
+    # A piece is a block, or the tile itself, one of `parts` of a block. The entry of a block that no query sees may be
     # any garbage: it is not followed.
-    unit = min(a.block_size, tile)
-    units, parts = tile // unit, a.block_size // unit
-    places = tiles[..., None] * units + jnp.arange(units, dtype=jnp.int32)[None, None]
-    ids = a.block_tables.at[jnp.arange(places.shape[0])[:, None, None], places // parts].get(mode="clip")
-    ids = jnp.clip(ids, 0, a.k_cache.shape[0] - 1) * parts + places % parts
-    ids = jnp.where(seen.reshape(*places.shape, unit).any(axis=-1), ids, 0)
+    piece = min(a.block_size, tile)
+    pieces, parts = tile // piece, a.block_size // piece
+    numbers = tiles[..., None] * pieces + jnp.arange(pieces, dtype=jnp.int32)[None, None]
+    ids = a.block_tables.at[jnp.arange(numbers.shape[0])[:, None, None], numbers // parts].get(mode="clip")
+    ids = jnp.clip(ids, 0, a.k_cache.shape[0] - 1) * parts + numbers % parts
+    ids = jnp.where(seen.reshape(*numbers.shape, piece).any(axis=-1), ids, 0)
 
     def only_seen(x: jax.Array) -> jax.Array:
         # Zero times NaN is NaN: a weight of zero is not enough, what no query sees must itself be zero. It must be so
@@ -162,7 +162,7 @@ def _load_tile(
         return jnp.where(seen[..., None, None], x, jnp.zeros_like(x))
 
     def load(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:
-        values = take_rows(cache.reshape(-1, unit, *cache.shape[2:]), ids)
+        values = take_rows(cache.reshape(-1, piece, *cache.shape[2:]), ids)
         values = only_seen(values.reshape(*tokens.shape, *cache.shape[2:]))
         if cache.dtype != a.q.dtype or cache_scale is not None:
             values = values.astype(jnp.float32)
@@ -170,8 +170,8 @@ def _load_tile(
             return values
         if cache_scale.ndim < 3:
             return values * jnp.broadcast_to(cache_scale, values.shape[:-1])[..., None]
-        factor = take_rows(cache_scale.reshape(-1, unit, cache_scale.shape[2]), ids).reshape(*tokens.shape, -1, 1)
-        return values * only_seen(factor)
+        scales = take_rows(cache_scale.reshape(-1, piece, cache_scale.shape[2]), ids).reshape(*tokens.shape, -1, 1)
+        return values * only_seen(scales)
 
     if tree is None:
         distance = positions[:, None, None, :, None] - tokens[:, :, None, None, :]

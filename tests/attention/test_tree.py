@@ -33,9 +33,9 @@ def alone(case):
         branch = find_branch(node)
         firsts = np.asarray(LENGTHS) - NODES
 
-        def slots(places):  # int [seqs, n]
-            ids = np.take_along_axis(np.asarray(case.block_tables), places // 16, axis=1)
-            return ids, places % 16
+        def slots(ordinals):  # int [seqs, n]
+            ids = np.take_along_axis(np.asarray(case.block_tables), ordinals // 16, axis=1)
+            return ids, ordinals % 16
 
         pools = []
         for pool in (case.k_cache, case.v_cache):
@@ -113,10 +113,10 @@ def test_bits_that_are_no_tree():
     expected, expected_lse = np.zeros((2, 4, 6, 64)), np.zeros((2, 4, 6))
     for seq, query in np.ndindex(2, 4):  # alone, at the end of a sequence of what it sees
         seen = [j for j in range(4) if j == query or bits[seq, query, 0] >> j & 1]
-        places = np.asarray([*range(lengths[seq] - 4), *(lengths[seq] - 4 + j for j in seen)])
-        tokens = np.asarray(case.block_tables)[seq, places // 16], places % 16
+        ordinals = np.asarray([*range(lengths[seq] - 4), *(lengths[seq] - 4 + j for j in seen)])
+        tokens = np.asarray(case.block_tables)[seq, ordinals // 16], ordinals % 16
         pools = [np.asarray(pool)[tokens][:, None] for pool in (case.k_cache, case.v_cache)]
-        alone = case.q[seq, query][None], *pools, np.arange(len(places))[None], np.asarray([len(places)])
+        alone = case.q[seq, query][None], *pools, np.arange(len(ordinals))[None], np.asarray([len(ordinals)])
         out, lse = oracle(Case(*alone, options={}))
         expected[seq, query], expected_lse[seq, query] = out[0], lse[0]
     starts = jnp.asarray([0, 4, 8], jnp.int32)
@@ -237,7 +237,7 @@ def test_which_kernel_takes_a_tree():
 
 
 def test_bits_by_place():
-    """Each bit is of one place, whatever the number of new tokens, 0 and more than there are bits included."""
+    """Each bit is of one ordinal, whatever the number of new tokens, 0 and more than there are bits included."""
     counts, lengths, words = (7, 0, 40, 1, 70, 9, 64), (23, 5, 61, 64, 80, 4, 90), 2
     starts = np.cumsum([0, *counts])
     seqs = np.repeat(np.arange(7), counts)
@@ -247,10 +247,10 @@ def test_bits_by_place():
     for row, seq in enumerate(seqs):
         index, first_new = row - starts[seq], lengths[seq] - counts[seq]
         first = 32 * (-(-lengths[seq] // 32) - words - 1)
-        for place in range(max(first, 0), first_new + index + 1):  # what stands behind is not read
-            newest = place - first_new
+        for ordinal in range(max(first, 0), first_new + index + 1):  # what stands behind is not read
+            newest = ordinal - first_new
             is_seen = newest < 0 or newest == index or counts[seq] > 64 or bits[row, newest // 32] >> newest % 32 & 1
-            assert got[row, (place - first) // 32] >> (place - first) % 32 & 1 == is_seen
+            assert got[row, (ordinal - first) // 32] >> (ordinal - first) % 32 & 1 == is_seen
 
 
 def test_what_the_kernels_do_not_take():

@@ -1,4 +1,4 @@
-"""Paged attention as a Flax Linen module, and in the place of a model's own."""
+"""Paged attention as a Flax Linen module, or instead of a model's own."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class PagedAttention(linen.Module):
 
 @contextlib.contextmanager
 def replace(module_type: type, call: Callable[..., Any]) -> Iterator[None]:
-    """Puts `call(module, *args)` in the place of each call `module(*args)` of the modules of a type, within `with`.
+    """Replaces each call `module(*args)` by `call(module, *args)`, for the modules of a type, within `with`.
 
     `jaxpaged.nnx.replace` for Linen. It decorates functions too. What `nn.jit` or `nn.remat` has traced before is not
     traced again: call the parts of a model that stands under them.

@@ -1,4 +1,4 @@
-"""Paged attention as a Flax NNX module, and in the place of a model's own."""
+"""Paged attention as a Flax NNX module, or instead of a model's own."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class PagedAttention(nnx.Module):
 
 
 def replace[M: nnx.Module](model: M, module_type: type, call: Callable[..., Any]) -> M:
-    """Puts `call(module, *args)` in the place of each call `module(*args)` of the modules of a type in a model.
+    """Replaces each call `module(*args)` by `call(module, *args)`, for the modules of a type in a model.
 
     For models that are not edited: `module_type` is their attention, and `call` attends to the cache instead. Call it
     on what `nnx.merge` gave, inside the step: the weights keep their names, and the model itself its attention.
@@ -176,15 +176,15 @@ def replace[M: nnx.Module](model: M, module_type: type, call: Callable[..., Any]
         >>> model(jnp.ones(2))
         Array([0., 0., 0.], dtype=float32)
     """
-    places = [
+    owners = [
         (parent, name)
         for _, parent in nnx.iter_modules(model)
         for name, child in vars(parent).items()
         if isinstance(child, module_type)
     ]
-    if not places:
+    if not owners:
         raise ValueError(f"the model must have modules of the type; got none of {module_type.__name__}.")
-    for parent, name in places:
+    for parent, name in owners:
         setattr(parent, name, _Replaced(getattr(parent, name), call))
     return model
 

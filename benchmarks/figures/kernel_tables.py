@@ -188,7 +188,7 @@ def quantised(points: Points) -> str:
     return table(("GPU", "sequences x length", "bfloat16", *columns), rows)
 
 
-def narrow_prefill(points: Points) -> str:
+def prefill_8bit(points: Points) -> str:
     found, rows = points("h100/prefill"), []
     for name in ("32/8 8x2304 q_len=256", "32/8 1x8192 q_len=all"):
         times = [found[f"{name}{cache} mosaic_gpu"]["us"] for cache in ("", *CACHES[:2])]

@@ -49,19 +49,19 @@ def draw_memory(path: Path) -> None:
     sizes = SIZES["8b"]
     lengths = seat_lengths([(len(prompt), new) for prompt, new in workload(REQUESTS, sizes.longest)], sizes.seats)
     longest = 2 * sizes.longest
-    places = (-(-lengths // BLOCK_SIZE) * BLOCK_SIZE).sum(axis=1)
+    slots = (-(-lengths // BLOCK_SIZE) * BLOCK_SIZE).sum(axis=1)
     wide, narrow = token_bytes("bfloat16"), token_bytes("int8")
     figure, axis = pyplot.subplots(figsize=(8, 4))
     for label, tokens, size, colour, line in (
-        (f"contiguous, {longest} tokens a seat", np.full(len(places), sizes.seats * longest), wide, "#D55E00", "-"),
-        (f"blocks of {BLOCK_SIZE}", places, wide, "#0072B2", "-"),
-        (f"blocks of {BLOCK_SIZE}, int8 with scales of token and head", places, narrow, "#009E73", "-"),
+        (f"contiguous, {longest} tokens a seat", np.full(len(slots), sizes.seats * longest), wide, "#D55E00", "-"),
+        (f"blocks of {BLOCK_SIZE}", slots, wide, "#0072B2", "-"),
+        (f"blocks of {BLOCK_SIZE}, int8 with scales of token and head", slots, narrow, "#009E73", "-"),
         ("the tokens themselves", lengths.sum(axis=1), wide, "black", ":"),
     ):
         held = tokens * size / 1e9
         axis.plot(held, color=colour, linestyle=line, label=f"{label}: at most {held.max():.1f} GB")
     axis.set_ylim(bottom=0)
-    axis.set_xlim(0, len(places))
+    axis.set_xlim(0, len(slots))
     axis.set_xlabel("step")
     axis.set_ylabel("GB of keys and values")
     axis.grid(linewidth=0.4, alpha=0.6)

@@ -31,7 +31,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "engine loops": system_tables.engine_loops,
     "engine prefixes": system_tables.engine_prefixes,
     "quantised": kernel_tables.quantised,
-    "narrow prefill": kernel_tables.narrow_prefill,
+    "8-bit prefill": kernel_tables.prefill_8bit,
     "shared": kernel_tables.shared,
     "portable": kernel_tables.portable,
     "kernel steps": kernel_tables.kernel_steps,

@@ -66,9 +66,9 @@ def compile_floor(tokens: int) -> Any:
 
 @jax.jit
 def cut_tables(ids: jax.Array, starts: jax.Array) -> tuple[jax.Array, ...]:
-    """One a call. Sequence i takes the places of the shuffled pool from starts[i] on, each call's from elsewhere on."""
-    places = starts[:, None] + jnp.arange(MAX_BLOCKS, dtype=jnp.int32)[None]
-    return tuple(ids[(places + i * (NUM_BLOCKS // NUM_CALLS)) % NUM_BLOCKS] for i in range(NUM_CALLS))
+    """One a call. Sequence i takes the blocks of the shuffled pool from starts[i] on, each call's from elsewhere on."""
+    indices = starts[:, None] + jnp.arange(MAX_BLOCKS, dtype=jnp.int32)[None]
+    return tuple(ids[(indices + i * (NUM_BLOCKS // NUM_CALLS)) % NUM_BLOCKS] for i in range(NUM_CALLS))
 
 
 def run(store: Store, batches: tuple[int, ...]) -> None:

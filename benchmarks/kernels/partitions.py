@@ -70,12 +70,12 @@ class Program:
         return jax.jit(self.chain).lower(q, cache, cache, (table,) * self.num_calls, lengths).compile()
 
     def tables(self) -> list[tuple[jax.Array, ...]]:
-        """Sets of tables, one table a call. Entry j of sequence i is place j * batch + i of a shuffled pool, from which
+        """Sets of tables, one table a call. Entry j of sequence i is block j * batch + i of a shuffled pool, from which
         each table starts elsewhere: what short sequences read, no other table reads."""
         ids = np.random.default_rng(0).permutation(self.num_blocks).astype(np.int32)
-        places = np.arange(self.max_blocks)[None] * self.batch + np.arange(self.batch)[:, None]
+        indices = np.arange(self.max_blocks)[None] * self.batch + np.arange(self.batch)[:, None]
         stride = self.num_blocks // (self.num_calls * NUM_SETS)
-        tables = [ids[(places + i * stride) % self.num_blocks] for i in range(self.num_calls * NUM_SETS)]
+        tables = [ids[(indices + i * stride) % self.num_blocks] for i in range(self.num_calls * NUM_SETS)]
         arrays = jax.device_put(tables)
         return [tuple(arrays[i::NUM_SETS]) for i in range(NUM_SETS)]
 

@@ -53,7 +53,7 @@ TOY_POINTS = (
 )
 PEERS = {"fa3": ("fa3 paged", "fa3"), "cudnn": ("cudnn", "gather, cudnn")}
 FA3_SPLITS = (1, 4, 16)
-CHECKED_TOKENS = 64  # of a sequence, at each of three places
+CHECKED_TOKENS = 64  # of a sequence, at each of three positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ def compile_point(point: Prompt, methods: list[str]) -> dict[Any, Any]:
 
 
 def expected_tokens(point: Prompt, inputs: Inputs) -> Iterator[tuple[slice, jax.Array]]:
-    """Tokens of q, and the reference's output for them: each place as if its sequence ended there."""
+    """Tokens of q, and the reference's output for them: each token as if its sequence ended there."""
     reference = jax.jit(functools.partial(with_scales, paged_attention_reference, **make_options(point)))
     packed = inputs.q.reshape(-1, point.heads, point.head_dim)
     for row in checked_rows(point):

@@ -139,7 +139,7 @@ class Models:
 
 
 def prompts(apply: Any, weights: Any, state: State, *, length: int) -> tuple[State, jax.Array]:
-    """A step that computes new prompts in the place of what there was. Also returns the logits."""
+    """A step that computes new prompts over what there was. Also returns the logits."""
     seqs = state.tokens.shape[0]
     allocator = state.allocator.free(jnp.ones(seqs, bool))
     allocator, slots, _ = allocator.append(jnp.full(seqs, length, jnp.int32), q_len=length)

@@ -7,7 +7,7 @@ without a token, the values of all options. A case passes if every row is within
 tests/cases.py: twice the error of plain jnp at the same precision, plus half a unit in the last place of the row's
 largest number and 3e-6; and if every lse is within 0.2%.
 
-Each family also gets cases with a mistake in them, keys in the place of values, which must be found.
+Each family also gets cases with a mistake in them, keys instead of values, which must be found.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from jaxpaged._public_state import public_state
 CACHE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 Granularity = Literal["tensor", "head", "token_head"]
 
-# The largest number of each narrow dtype. What is larger would become NaN (float8_e4m3fn), infinity (float8_e5m2), or
+# The largest number of each 8-bit dtype. What is larger would become NaN (float8_e4m3fn), infinity (float8_e5m2), or
 # anything at all (int8), so that writing clips to it. int8 leaves -128 out: its scale then serves both signs.
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0, jnp.dtype(jnp.int8): 127.0}
 

@@ -1,4 +1,4 @@
-"""Quantised keys and values: the scale that fits them, to the narrow dtype and back."""
+"""Quantised keys and values: the scale that fits them, to the 8-bit dtype and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST = 3.4e38
 
 
 def kv_scale(x: ArrayLike, dtype: DTypeLike, scale_per: Granularity) -> jax.Array:
-    """The scale with which keys or values fill a narrow dtype.
+    """The scale with which keys or values fill an 8-bit dtype.
 
         max |x| / (largest number of dtype),    over everything, over all but the heads, or over head_dim only
 

@@ -34,7 +34,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         x'_{i + d/2} = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),    i < d/2,    d = 2 len(frequencies)
 
     Dimensions from d on stay as they are. With `interleaved` a pair is x_{2i} and x_{2i + 1}. Row p of
-    `tables` takes the place of cos(p f_i) and sin(p f_i). With neither tables nor frequencies nothing is rotated.
+    `tables` replaces cos(p f_i) and sin(p f_i). With neither tables nor frequencies nothing is rotated.
 
     It writes `write_kv` of v and of the rotated k, rounded to k's dtype. Under `jax.jit` on a GPU, XLA makes one kernel
     each of q, k and v, which reads the new tokens and writes the results, quantised or not. Scales of each token and
@@ -52,7 +52,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
             None: no rotation, but for that of `tables`.
         interleaved: whether pairs are neighbours, as in GPT-J and Meta's own Llama, and not halves, as in that of
             Hugging Face.
-        tables: the model's own cosines and sines, each `[positions, up to head_dim // 2]`, in the place of frequencies.
+        tables: the model's own cosines and sines, each `[positions, up to head_dim // 2]`, instead of frequencies.
             A position past their end takes the last row.
 
     Returns:

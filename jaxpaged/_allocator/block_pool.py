@@ -137,7 +137,7 @@ class BlockPool:
         holders = self.extra_holders.at[waiting_ids].set(-1, mode="drop")
         cached_at = self.cached_at.at[waiting_ids].set(self.num_blocks, mode="drop")
 
-        # In the order of the ring: who stays among the waiting. (A waiting block need not be cached: see `forget`.)
+        # In the order of the ring: which blocks still wait. (A waiting block need not be cached: see `forget`.)
         order = jnp.arange(self.num_blocks, dtype=jnp.int32)
         blocks = self.free_list[self._ring(self.bottom + order)]
         stays = (order < self.num_waiting) & (cached_at[blocks] != self.num_blocks)

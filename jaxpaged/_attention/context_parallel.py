@@ -43,9 +43,8 @@ def context_parallel_attention(
     Several tokens a sequence are computed in runs of 64 rows (tokens times heads of a KV head) at most: a run sees the
     blocks before its first token together, and each of its tokens sees the next few by itself. No GPU has timed it.
 
-    Which device holds a token is settled when the cache is made: no call attends on one device instead. Two H200s are
-    faster than one from about 45,000 tokens on, counted over all sequences (32/8 heads, head_dim 128). For a pool
-    of fewer, make the mesh axis of one device.
+    The layout is fixed when you create the cache. Two H200s are faster than one from about 45,000 tokens on, counted
+    over all sequences (32/8 heads, head_dim 128). For a smaller pool, make the mesh axis of one device.
 
     Args:
         q: `[seqs, heads, head_dim]` or `[seqs, q_len, heads, head_dim]`, as in `paged_attention`, the same on every

@@ -1,4 +1,4 @@
-"""From the products of queries and keys to the logits: what does not depend on who computes which rows.
+"""From the products of queries and keys to the logits: what does not depend on which thread computes which rows.
 
 Everything here is traced inside the kernels.
 """

@@ -123,8 +123,8 @@ jitted_reference = jax.jit(paged_attention_reference, static_argnames="return_ls
 
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """The right output and lse, float32: by NumPy in float64 (`tests/attention/test_cases.py` compares it with the
-    reference); of a large pool or a tree by the reference itself."""
+    """The right output and lse, float32: by NumPy in float64 (`TestReference` in `tests/attention/test_attention.py`
+    compares it with the reference); of a large pool or a tree by the reference itself."""
     if case.k_cache.size > 2**20 or "tree_mask" in case.options:
         out, lse = jitted_reference(*case.arrays, **case.options, return_lse=True)
         return np.asarray(out), np.asarray(lse)

@@ -465,7 +465,7 @@ MUTANTS = (
         XLA,
         "visible &= distance < a.options.sliding_window",
         "visible &= distance <= a.options.sliding_window",
-        "tests/attention/test_attention.py::test_options and window and None",
+        "tests/attention/test_attention.py::TestXla and test_options and window",
     ),
     Mutant(
         "attention: earlier tiles keep their weights",
@@ -479,21 +479,21 @@ MUTANTS = (
         XLA,
         "jnp.where(seen[..., None, None], x, jnp.zeros_like(x))",
         "x",
-        "tests/attention/test_attention.py::test_options and plain",
+        "tests/attention/test_attention.py::TestXla and test_options and plain",
     ),
     Mutant(
         "attention: values with the scales of keys",
         XLA,
         "load(a.v_cache, a.options.v_scale)",
         "load(a.v_cache, a.options.k_scale)",
-        "tests/attention/test_attention.py::narrow_caches and token_head and int8",
+        "tests/attention/test_attention.py::TestXla and caches_with_scales and token_head and int8",
     ),
     Mutant(
         "attention: partitions weigh the same",
         XLA,
         "(acc * weights[..., None]).sum(axis=1)",
         "acc.sum(axis=1)",
-        "tests/attention/test_attention.py::options_with_partitions and plain",
+        "tests/attention/test_attention.py::TestXla and options_with_partitions and plain",
     ),
     Mutant(
         "attention: absent tokens have no depth",

@@ -11,16 +11,19 @@ from jaxpaged import _device, paged_attention, paged_attention_reference
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import Call
 from pallas_kernels.common.options import AttentionOptions
+from tests.attention.conformance import Conformance
 from tests.cases import (
-    OPTIONS,
     Case,
     assert_lse,
     assert_within_budget,
     jitted_attention,
+    jitted_reference,
     make_case,
     oracle,
     within_budget,
 )
+
+BF16 = jnp.bfloat16
 
 
 def attend(case: Case, **options):
@@ -29,37 +32,31 @@ def attend(case: Case, **options):
 
 def check(case: Case, **options) -> None:
     out, lse = attend(case, **options)
-    assert out.shape == case.q.shape
-    assert out.dtype == case.q.dtype
-    assert lse.shape == case.q.shape[:-1]
     assert_within_budget(case, out)
     assert_lse(case, lse)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("q_len", [None, 5])
-def test_options(name, q_len):
-    check(make_case(q_len=q_len, options=OPTIONS[name]))
+class TestXla(Conformance):
+    block_sizes = 8, 24, 32, 256, 512
+    options_of_8_bits = ()
+    groups = *Conformance.groups, (12, 1), (64, 4)
+    scaled_caches = *Conformance.scaled_caches, *((BF16, scale) for scale in (None, "tensor", "head", "token_head"))
+
+    def attend(self, case, num_partitions=1):
+        return attend(case, num_partitions=num_partitions)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_with_partitions(name):
-    check(make_case(lengths=(0, 1, 300, 1100, 517), max_blocks=80, options=OPTIONS[name]), num_partitions=3)
+class TestReference(Conformance):
+    """The oracle of all tests, which is written in NumPy, says the same."""
 
+    options_of_partitions = options_of_8_bits = ()
+    q_lens = 5, 100
+    dtypes = (jnp.float32,)  # the reference gives no other
+    head_dims, block_sizes = (32, 120), (24,)
+    scaled_caches = (BF16, None), (jnp.float8_e4m3fn, "tensor"), (jnp.float8_e5m2, "head"), (jnp.int8, "token_head")
 
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 120, 128, 192, 256])
-def test_head_dims(head_dim):
-    check(make_case(head_dim=head_dim))
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 24, 32, 64, 128, 256])
-def test_block_sizes(block_size):
-    check(make_case(block_size=block_size, max_blocks=3))
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (9, 3), (5, 1), (14, 2), (12, 1), (64, 4), (64, 1)])
-def test_groups(heads, kv_heads):
-    check(make_case(heads=heads, kv_heads=kv_heads))
+    def attend(self, case, num_partitions=1):
+        return jitted_reference(*case.arrays, **case.options, return_lse=True)
 
 
 @pytest.mark.parametrize("max_blocks", [1, 3, 7, 13, 40])
@@ -109,18 +106,6 @@ def test_partitions_of_xla_are_those_of_the_device(monkeypatch):
     assert traced() == traced(num_partitions=10)  # 1280 tokens
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("q_len", [None, 3])
-def test_dtypes(dtype, q_len):
-    check(make_case(dtype=dtype, q_len=q_len, options=OPTIONS["all"]))
-
-
-@pytest.mark.parametrize("cache_dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
-@pytest.mark.parametrize("scale_shape", ["tensor", "head", "token_head"])
-def test_narrow_caches(cache_dtype, scale_shape):
-    check(make_case(cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]))
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_scale_on_a_cache_of_qs_own_dtype(dtype):
     check(make_case(dtype=dtype, cache_dtype=dtype, scale_shape="head"))
@@ -139,13 +124,6 @@ def test_query_rows_before_the_start_are_zero(q_len):
     assert (np.asarray(out)[padding] == 0).all()
     assert (np.asarray(lse)[padding] == -np.inf).all()
     assert np.isfinite(np.asarray(lse)[~padding]).all()
-
-
-def test_length_zero_gives_zeros_and_minus_infinity_also_with_sinks():
-    case = make_case(lengths=(0, 5), options=OPTIONS["sinks"])
-    out, lse = attend(case)
-    assert (out[0] == 0).all()
-    assert (lse[0] == -jnp.inf).all()
 
 
 def test_traced_scalars_compile_once():

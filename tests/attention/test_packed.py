@@ -1,6 +1,7 @@
 """Packed queries (`query_starts`) against the same tokens in padded rows."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from jaxpaged import BlockAllocator, KVCache, attend, explain, paged_attention, 
 from jaxpaged._attention.call import check_call
 from jaxpaged._attention.choose import choose
 from jaxpaged._device import GPUS
-from tests.cases import OPTIONS, jitted_attention, jitted_reference, make_case, oracle
-from tests.kernels.prefill import packed
+from tests.attention.conformance import OptionsAlone
+from tests.cases import jitted_attention, jitted_reference, make_case, oracle
+from tests.kernels.prefill import packed, unpacked
 
 H100 = GPUS["H100"]
 LENGTHS, COUNTS = (0, 1, 15, 16, 17, 80, 72, 35), (0, 1, 15, 7, 0, 40, 1, 20)
@@ -37,12 +39,25 @@ def check(case, out, lse, counts=COUNTS, atol=3e-6):
         assert (np.asarray(lse[rows]) == -np.inf).all()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("function", [jitted_reference, jitted_attention], ids=["reference", "attention"])
-def test_options(function, name):
-    case = make_case(lengths=LENGTHS, q_len=max(COUNTS), options=OPTIONS[name])
-    q, starts = packed_call(case)
-    check(case, *function(q, *case.arrays[1:], query_starts=starts, **case.options, return_lse=True))
+class Packed(OptionsAlone):
+    """Of each sequence as many new tokens as `COUNTS` says, or as it has."""
+
+    case = staticmethod(functools.partial(make_case, lengths=LENGTHS, q_len=max(COUNTS)))
+
+    def attend(self, case, num_partitions=1):
+        lengths = np.asarray(case.lengths)
+        counts = tuple(np.minimum(lengths, COUNTS if len(lengths) == len(COUNTS) else max(COUNTS)).tolist())
+        q, starts = packed_call(case, counts)
+        out, lse = self.function(q, *case.arrays[1:], query_starts=starts, **case.options, return_lse=True)
+        return unpacked(case, counts, out[BEFORE:], lse[BEFORE:])
+
+
+class TestPackedReference(Packed):
+    function = staticmethod(jitted_reference)
+
+
+class TestPackedAttention(Packed):
+    function = staticmethod(jitted_attention)
 
 
 @pytest.mark.parametrize("counts", [(0,) * 8, (1,) * 8, COUNTS[::-1], (0, 0, 0, 0, 0, 80, 0, 0)])

@@ -1,5 +1,7 @@
 """Query tokens cut into runs: which, and what each of them attends to."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ import pytest
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import check_call
 from jaxpaged._attention.runs import cut_uniform, fewest_runs, join_uniform
-from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
+from tests.attention.conformance import OptionsAlone
+from tests.cases import OPTIONS, make_case, within_budget
 
 NONE = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
 
@@ -69,13 +72,15 @@ def test_few_rows_are_left_alone():
     assert cut_uniform(a, run=10) is a
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_runs_are_the_whole(name):
-    case = make_case(lengths=(0, 3, 13, 14, 70), q_len=13, heads=6, kv_heads=1, options=OPTIONS[name])
-    a = arguments(case)
-    out, lse = (join_uniform(x, a) for x in xla.attend(cut_uniform(a, run=7), num_partitions=1))
-    assert_within_budget(case, out)
-    assert_lse(case, lse)
+class TestRuns(OptionsAlone):
+    case = staticmethod(functools.partial(make_case, lengths=(0, 3, 13, 14, 70), q_len=13, heads=6, kv_heads=1))
+    options = "plain", "window", "alibi", "all"
+    faults = ()
+
+    def attend(self, case, num_partitions=1):
+        a = arguments(case)
+        out, lse = xla.attend(cut_uniform(a, run=7), num_partitions=1)
+        return join_uniform(out, a), join_uniform(lse, a)
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "alibi"])

@@ -216,15 +216,6 @@ def test_attention_over_what_was_written(dtype, scale):
     assert_lse(case, lse)
 
 
-@DTYPES
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_with_every_dtype(dtype, name):
-    case = written_case(dtype, "token_head", options=OPTIONS[name])
-    out, lse = attend(case)
-    assert_within_budget(case, out)
-    assert_lse(case, lse)
-
-
 @EVERY_SCALE
 def test_mistakes_that_must_be_seen(scale):
     case = written_case(jnp.int8, scale)

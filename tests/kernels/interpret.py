@@ -3,11 +3,9 @@
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
@@ -22,12 +20,6 @@ from pallas_kernels.decode.partition_plan import PartitionPlan
 from tests.cases import Case, assert_lse, assert_within_budget
 from tests.kernels.evaluate import evaluate
 
-FAULTS: dict[str, Callable[[Case], Case]] = {  # what must give another result, of a case with a scale
-    "values replaced by keys": lambda case: case.replace(v_cache=case.k_cache),
-    "table rolled": lambda case: case.replace(block_tables=jnp.roll(case.block_tables, 1, axis=0)),
-    "scale left out": lambda case: case.replace(options={}),
-    "one token fewer": lambda case: case.replace(lengths=case.lengths - 1),
-}
 H100, A100 = GPUS["H100"], GPUS["A100"]
 OPTION_NAMES = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
 

@@ -76,6 +76,17 @@ def attend(
     return run(choice, Call(*arrays, mask, causal=causal))
 
 
+def unpacked(case: Case, counts: tuple[int, ...], out: Any, lse: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The results of packed rows in the shapes of the case; the other rows are the oracle's."""
+    outs, lses = (x.copy() for x in oracle(case))
+    outs, start = outs.astype(out.dtype), 0
+    for s, count in enumerate(counts):
+        rows = slice(case.q.shape[1] - count, None)
+        outs[s, rows], lses[s, rows] = out[start : start + count], lse[start : start + count]
+        start += count
+    return outs, lses
+
+
 def good_rows(case: Case, counts: tuple[int, ...], out: Any) -> np.ndarray:
     """bool [tokens, heads]: which rows are within the budget of the whole case."""
     q_len = case.q.shape[1]

@@ -9,9 +9,9 @@ import pytest
 
 from jaxpaged import paged_attention
 from pallas_kernels.prefill import kernel
+from tests.attention.conformance import FAULTS
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, oracle
 from tests.kernels import prefill
-from tests.kernels.interpret import FAULTS
 
 pytestmark = pytest.mark.gpu
 BF16, E4M3, E5M2, INT8 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8

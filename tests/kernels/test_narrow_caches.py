@@ -51,11 +51,6 @@ def test_dtypes_and_scales(cache_dtype, scale_shape, head_dim, block_size):
     check(case, zero_fill=head_dim % 64 != 0)
 
 
-@pytest.mark.parametrize("name", ["window", "window of one", "soft cap", "alibi", "sinks", "all"])
-def test_options(name):
-    check(narrow_case(cache_dtype=E4M3, options=OPTIONS[name]))
-
-
 def test_partitions():
     case = narrow_case(lengths=(0, 1, 300), max_blocks=19, options=OPTIONS["all"])
     check(case, num_partitions=3)

@@ -10,13 +10,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import explain, plan_partitions, tree_mask
-from jaxpaged._attention import xla
 from jaxpaged._attention.choose import Choice
 from jaxpaged._attention.run import run
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.config import Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import FAULTS, make_call, races_found
+from tests.kernels.interpret import make_call, races_found
 from tests.kernels.lowering import OPTIONS as ALL_OPTIONS
 from tests.kernels.lowering import mosaic_for, traced_decode
 
@@ -47,19 +46,6 @@ def check(case, **how):
     assert_within_budget(case, out)
     assert_lse(case, lse)
     return np.asarray(out, np.float32)
-
-
-small = functools.partial(make_case, lengths=(0, 1, 70), max_blocks=5, kv_heads=1, dtype=BF16)
-
-
-@pytest.mark.parametrize("name", ["plain", "all"])
-def test_options(name):
-    check(small(options=OPTIONS[name]))
-
-
-def test_partitions():
-    case = make_case(lengths=(0, 1, 300), max_blocks=19, kv_heads=1, dtype=BF16, options=OPTIONS["sinks"])
-    check(case, num_partitions=3)
 
 
 def make_plan(lengths, total, *, q_len=1):
@@ -96,25 +82,9 @@ def test_several_query_tokens_and_stages(num_stages):
     check(case.replace(options=OPTIONS["window of all"]), num_stages=num_stages)
 
 
-@pytest.mark.parametrize(("block_size", "head_dim"), [(8, 64), (128, 128)])
-def test_blocks_and_heads(block_size, head_dim):
-    shape = dict(block_size=block_size, head_dim=head_dim, max_blocks=-(-150 // block_size))
-    check(make_case(lengths=(3, 66, 130), kv_heads=1, heads=3, dtype=F16, **shape))
-
-
-@pytest.mark.parametrize(("cache_dtype", "scale_shape"), [(jnp.int8, "head"), (E4M3, "token_head")])
-def test_narrow_caches(cache_dtype, scale_shape):
-    check(small(cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]))
-
-
-@pytest.mark.parametrize("fault", ["values replaced by keys", "one token fewer"])
-def test_a_wrong_result_is_noticed(fault):
-    case = small(options=OPTIONS["scale"])
-    assert not within_budget(case, attend(FAULTS[fault](case))[0]).all()
-
-
 def test_by_name_on_other_gpus_than_hopper():
-    case = small(options=OPTIONS["all"])
+    make = functools.partial(make_case, lengths=(0, 1, 70), kv_heads=1, dtype=BF16)
+    case = make(options=OPTIONS["all"])
     how = dict(case.options, gpu="A100")
     assert "`python -m jaxpaged.selftest` checks" in explain(*case.arrays, **how).reason
     how["implementation"] = "mosaic_gpu"
@@ -124,25 +94,7 @@ def test_by_name_on_other_gpus_than_hopper():
     assert (planned.kernel, planned.num_partitions) == ("paged_decode", "plan")
     tree = tree_mask(jnp.full((3, 2), -1, jnp.int32))
     named = dict(gpu="A100", implementation="mosaic_gpu", tree_mask=tree)
-    assert explain(*small(q_len=2).arrays, **named).kernel == "paged_decode"
-
-
-def test_vmap_and_gradients():
-    cases = [small(seed) for seed in range(2)]
-    a = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(make_call, cases))
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    for num_partitions, plan in ((1, None), (2, None), (1, make_plan((0, 1, 70), 5))):
-        unchecked = make_choice(plgpu.InterpretGPUParams(), num_partitions, plan=plan)  # see `attend`
-        out, _ = jax.vmap(lambda a, choice=unchecked, plan=plan: run(choice, a, plan))(a)
-        for case, its in zip(cases, out, strict=True):
-            assert_within_budget(case, its[:, 0])
-
-    def loss(attend, q):
-        return attend(dataclasses.replace(make_call(cases[0]), q=q))[0].astype(jnp.float32).sum()
-
-    ours = jax.grad(functools.partial(loss, functools.partial(run, make_choice(interpret))))
-    theirs = jax.grad(functools.partial(loss, functools.partial(xla.attend, num_partitions=1)))
-    assert (ours(cases[0].q[:, None]) == theirs(cases[0].q[:, None])).all()
+    assert explain(*make(q_len=2).arrays, **named).kernel == "paged_decode"
 
 
 # Of every GPU that the kernel is for: compute capability, and how it copies where head_dim is a multiple of 64.
@@ -162,7 +114,9 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     ("name", "compute_capability"),
-    [("plain", gpu) for gpu in GPUS] + [(name, gpu) for name in SHAPES if name != "plain" for gpu in (8.0, 9.0, 12.0)],
+    [("plain", gpu) for gpu in GPUS]
+    + [(name, gpu) for name in SHAPES if name != "plain" for gpu in (8.0, 9.0)]
+    + [("blocks of 256", 12.0), ("64 rows", 12.0)],  # whose shared memory is smaller
 )
 def test_lowers(name, compute_capability):
     trace, config = traced_decode(**SHAPES[name], compute_capability=compute_capability)

@@ -1,6 +1,5 @@
 """The rules that choose a configuration: pure functions of ints."""
 
-import functools
 import itertools
 import math
 import re
@@ -59,13 +58,21 @@ def test_the_decode_kernel_fits_every_gpu(compute_capability, smem):
 
 
 def test_partitions_of_the_decode_kernel():
-    default = functools.partial(decode_config.default_config, **SHAPE)
-    assert default().num_partitions == 3  # two programs for each of 108 SMs
-    assert decode_config.default_config(**(SHAPE | dict(seqs=64))).num_partitions == 1
-    assert decode_config.default_config(**(SHAPE | dict(seqs=1))).num_partitions == 16
-    assert decode_config.default_config(**(SHAPE | dict(capacity=300)), num_partitions=256).num_partitions == 5
-    assert default(window=128).num_partitions == 2
-    assert default(num_partitions=7).num_partitions == 7
+    """All its programs run at once, if one a sequence and KV head does; none is without a tile; who asks gets them."""
+
+    def count(**changes):
+        return decode_config.default_config(**SHAPE | changes).num_partitions
+
+    for seqs, capacity in itertools.product((1, 4, 8, 27, 64, 1000), (64, 300, 8192, 131072)):
+        partitions = count(seqs=seqs, capacity=capacity)
+        assert 1 <= partitions <= -(-capacity // decode_config.TILE)
+        assert partitions == 1 or seqs * SHAPE["kv_heads"] * partitions <= 4 * SHAPE["num_sms"]
+        assert count(seqs=2 * seqs, capacity=capacity) <= partitions <= count(seqs=seqs, capacity=2 * capacity)
+        assert count(seqs=seqs, capacity=capacity, window=128) <= partitions
+    assert count(seqs=1) > count(seqs=64) == 1
+    assert count(window=128) < count()
+    assert count(num_partitions=7) == 7
+    assert count(capacity=300, num_partitions=256) == 5
 
 
 @pytest.mark.parametrize(("compute_capability", "rows"), [(8.0, 64), (8.9, 48)])
@@ -106,19 +113,15 @@ def test_partials_that_nobody_asked_for_take_little_memory(head_dim):
             assert seqs * SHAPE["kv_heads"] * num_partitions * numbers * 4 <= PARTIAL_BYTES
 
 
-@pytest.mark.parametrize(
-    ("num_items", "visible", "head_dim", "parts"),
-    [
-        (8, 8192, 128, 11),
-        (8, 512, 128, 2),
-        (32, 4096, 128, 4),
-        (64, 2048, 128, 2),
-        (64, 2048, 256, 1),
-        (64, 8192, 128, 2),
-        (128, 8192, 128, 1),
-        (512, 131072, 64, 1),
-    ],
-)
-def test_parts_of_the_prefill_kernel(num_items, visible, head_dim, parts):
-    sizes = dict(num_items=num_items, visible=visible, head_dim=head_dim)
-    assert prefill_config.default_parts(**sizes, num_sms=132) == parts
+def test_parts_of_the_prefill_kernel():
+    """No more than there are SMs for; fewer for more items, wider heads and shorter sequences."""
+
+    def count(num_items=8, visible=8192, head_dim=128):
+        return prefill_config.default_parts(num_items=num_items, visible=visible, head_dim=head_dim, num_sms=132)
+
+    for num_items, visible, head_dim in itertools.product((1, 8, 33, 64, 500), (64, 512, 8192, 131072), (64, 128)):
+        parts = count(num_items, visible, head_dim)
+        assert parts == 1 or num_items * parts <= 132
+        assert 1 <= count(2 * num_items, visible, head_dim) <= parts <= count(num_items, 2 * visible, head_dim)
+        assert count(num_items, visible, 2 * head_dim) <= parts
+    assert count(num_items=8) > count(num_items=64) > count(num_items=128) == 1

@@ -1,6 +1,7 @@
 """The kernels on a GPU, at real sizes: `pytest -m gpu`. Poisoned pools and garbage ids come with every case."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxpaged._attention.runs import fewest_runs
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.partition_plan import PartitionPlan
+from tests.attention.conformance import Conformance
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, within_budget
 from tests.kernels.interpret import make_call
 
@@ -55,6 +57,33 @@ def real(**shape) -> Case:
     return make_case(**(dict(lengths=LENGTHS, max_blocks=2048 // block_size, dtype=BF16) | shape))
 
 
+class OnGpu(Conformance):
+    """Its heads, blocks, groups and caches stand below: with several numbers of partitions each."""
+
+    options_of_8_bits = tuple(OPTIONS)
+    dtypes = (jnp.float16,)
+    head_dims = block_sizes = groups = scaled_caches = ()
+
+    def attend(self, case, num_partitions=1):
+        results, again = (attend(case, num_partitions) for _ in range(2))
+        for first, second in zip(results, again, strict=True):
+            np.testing.assert_array_equal(np.asarray(first, np.float32), np.asarray(second, np.float32))
+        return results
+
+
+class TestDecode(OnGpu):
+    case = long_case = staticmethod(functools.partial(real, head_dim=128))
+    q_lens = 2, 4, 16
+    numbers_of_partitions = 2, 8
+
+
+class TestManyRows(OnGpu):
+    """39, as 3 heads of 13 tokens, of 64."""
+
+    case = long_case = staticmethod(functools.partial(real, q_len=13, kv_heads=2, head_dim=128))
+    q_lens = ()
+
+
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 72, 80, 96, 112, 120, 128, 168, 192, 256])
 @pytest.mark.parametrize("num_partitions", [1, 4, 16])
 def test_heads(head_dim, num_partitions):
@@ -75,12 +104,6 @@ def test_groups(heads, kv_heads, num_partitions):
 
 def test_the_most_registers():
     check(real(heads=64, kv_heads=1, head_dim=256), 2)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("q_len", [None, 4])
-def test_options(name, q_len):
-    check(real(options=OPTIONS[name], q_len=q_len, head_dim=128), 2 if q_len is None else 1)
 
 
 @pytest.mark.parametrize(("q_len", "heads", "num_partitions"), [(8, 8, None), (16, 8, 5), (64, 2, 1), (8, 8, "a plan")])
@@ -124,11 +147,6 @@ def test_known_windows_of_wide_tables(window):
     assert_lse(case, lse)
 
 
-@pytest.mark.parametrize("q_len", [2, 16])
-def test_several_query_tokens(q_len):
-    check(real(q_len=q_len, options=OPTIONS["all"]), 3)
-
-
 @pytest.mark.parametrize("num_partitions", [None, 3])
 @pytest.mark.parametrize(("q_len", "heads", "options"), [(13, 6, "all"), (16, 6, "window"), (16, 64, "plain")])
 def test_query_tokens_in_runs(q_len, heads, options, num_partitions):
@@ -140,13 +158,6 @@ def test_query_tokens_in_runs(q_len, heads, options, num_partitions):
 def test_many_rows(head_dim, num_partitions):
     """64, as 4 heads of 16 tokens."""
     check(real(q_len=16, heads=8, kv_heads=2, head_dim=head_dim), num_partitions)
-
-
-@pytest.mark.parametrize("num_partitions", [1, 3])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_many_rows_with_options(name, num_partitions):
-    """39, as 3 heads of 13 tokens, of 64."""
-    check(real(q_len=13, kv_heads=2, head_dim=128, options=OPTIONS[name]), num_partitions)
 
 
 @pytest.mark.parametrize("block_size", [8, 64, 256])
@@ -233,10 +244,6 @@ def test_a_wrong_prompt_is_noticed(fault):
     assert within_budget(case, attend(wrong, None)[0]).mean() < 0.1
 
 
-def test_float16():
-    check(real(dtype=jnp.float16, options=OPTIONS["all"]), 2)
-
-
 NARROW = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 
 
@@ -265,10 +272,9 @@ def test_narrow_blocks_and_groups(block_size, heads, kv_heads):
     check(real(**shape, cache_dtype=jnp.int8, scale_shape="head"))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("q_len", [None, 4])
-def test_narrow_options(name, q_len):
-    shape = dict(options=OPTIONS[name], q_len=q_len, head_dim=128, scale_shape="token_head")
+def test_options_on_narrow_caches_with_partitions(q_len):
+    shape = dict(options=OPTIONS["all"], q_len=q_len, head_dim=128, scale_shape="token_head")
     check(real(cache_dtype=jnp.float8_e4m3fn, **shape), 8)
     check(real(cache_dtype=jnp.int8, dtype=jnp.float16, **shape), 3)
 

@@ -1,5 +1,7 @@
 """Caches whose numbers say which block they are from, and what copies of blocks must give."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,15 +41,14 @@ COPIES = pytest.mark.parametrize(
 
 def numbered(num_layers: int | None = None, num_blocks: int = 6, dtype=jnp.float32) -> KVCache:
     """Every number of k says which block it is in: 10 * layer + block; numbers of v are that + 100."""
-    layers = jnp.arange(num_layers or 1, dtype=jnp.float32)[:, None] * 10
-    named = layers + jnp.arange(num_blocks, dtype=jnp.float32)[None]
+    named = 10 * np.arange(num_layers or 1)[:, None] + np.arange(num_blocks)[None]
     named = named if num_layers else named[0]
-    k = jnp.broadcast_to(named[..., None, None, None], (*named.shape, 2, 1, 8))
-    return KVCache(k=k.astype(dtype), v=(k + 100).astype(dtype))
+    k = np.broadcast_to(named[..., None, None, None], (*named.shape, 2, 1, 8))
+    return KVCache(*(jax.device_put(values.astype(dtype)) for values in (k, k + 100)))
 
 
 def ids(*values: int) -> jax.Array:
-    return jnp.asarray(values, jnp.int32)
+    return jax.device_put(np.asarray(values, np.int32))
 
 
 def shown(pool: jax.Array) -> list:
@@ -61,20 +62,13 @@ def filled(dtype, scale, num_layers=None, num_blocks=6) -> KVCache:
     """A cache with other bits in every number and in every scale."""
     rng = np.random.default_rng(0)
     given = dict(k_scale=0.5, v_scale=0.25) if scale in ("tensor", "head") else {}
-    empty = KVCache.create(
-        num_blocks=num_blocks,
-        block_size=4,
-        num_kv_heads=3,
-        head_dim=8,
-        dtype=dtype,
-        num_layers=num_layers,
-        scale_per=scale,
-        **given,
-    )
+    sizes = dict(num_blocks=num_blocks, block_size=4, num_kv_heads=3, head_dim=8, num_layers=num_layers)
+    create = functools.partial(KVCache.create, **sizes, dtype=dtype, scale_per=scale, **given)
+    empty = jax.eval_shape(create) if scale in (None, "token_head") else create()  # a scale of a tensor is not filled
 
     def fill(leaf):
-        numbers = jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
-        return (jnp.round(40 * numbers) if leaf.dtype == jnp.int8 else numbers).astype(leaf.dtype)
+        numbers = rng.normal(size=leaf.shape).astype(np.float32)
+        return jax.device_put((np.round(40 * numbers) if leaf.dtype == jnp.int8 else numbers).astype(leaf.dtype))
 
     return (
         jax.tree.map(fill, empty)
@@ -94,7 +88,7 @@ def block_leaves(cache: KVCache) -> list[np.ndarray]:
 def random_pairs(seed: int, num_pairs: int, num_blocks: int) -> tuple[jax.Array, jax.Array]:
     """Any ids, a few outside the pool: chains, cycles, duplicates, padding."""
     rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.integers(-1, num_blocks + 1, num_pairs), jnp.int32) for _ in range(2))
+    return tuple(ids(*rng.integers(-1, num_blocks + 1, num_pairs)) for _ in range(2))
 
 
 def by_numpy(pool: np.ndarray, source_ids: jax.Array, destination_ids: jax.Array) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Moving whole blocks, as literal traces."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from tests.compiled import BLOCK_SIZE, HEAD_DIM, KV_HEADS, NUM_BLOCKS, cache_siz
 from tests.transfers import COPIES, EVERY_CACHE, EVERY_DTYPE, block_leaves, filled, ids, numbered, shown
 
 STACKED = pytest.mark.parametrize("num_layers", [None, 3])
+gather = jax.jit(gather_kv)
 
 
 @COPIES
@@ -38,7 +41,7 @@ def same_bits(cache: KVCache, other: KVCache) -> bool:
 @STACKED
 def test_copy_blocks_keeps_every_bit(dtype, scale, num_layers):
     before = filled(dtype, scale, num_layers)
-    after = copy_blocks(before, ids(1, 2), ids(4, 5))
+    after = jax.jit(copy_blocks)(before, ids(1, 2), ids(4, 5))
     for old, new in zip(block_leaves(before), block_leaves(after), strict=True):
         assert (new == old[:, [0, 1, 2, 3, 1, 2]]).all()
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
@@ -59,9 +62,12 @@ def test_blocks_come_back_from_host_memory_under_new_ids(dtype, scale, num_layer
     before = filled(dtype, scale, num_layers)
     blocks = wrap(blocks_to_host)(before, ids(4, 0, 1, 5, 6, -1))
     assert blocks.k.sharding.memory_kind == "pinned_host"
-    poisoned = jax.tree.map(lambda leaf: jnp.full_like(leaf, 99) if leaf.ndim >= before.k.ndim - 1 else leaf, before)
+    poisoned = jax.tree.map(
+        lambda leaf: jax.device_put(np.full(leaf.shape, 99, leaf.dtype)) if leaf.ndim >= before.k.ndim - 1 else leaf,
+        before,
+    )
     after = wrap(blocks_from_host)(poisoned, blocks, ids(2, 3, 5, 1, 0, 7))
-    assert after.k.sharding.memory_kind == jnp.zeros(1).sharding.memory_kind
+    assert after.k.sharding.memory_kind == poisoned.k.sharding.memory_kind
     for old, poison, new in zip(*map(block_leaves, (before, poisoned, after)), strict=True):
         assert (new[:, [2, 5, 1]] == old[:, [4, 1, 5]]).all()
         assert (new[:, [0, 4]] == poison[:, [0, 4]]).all()
@@ -78,9 +84,9 @@ def test_swapping_in_keeps_the_last_of_one_id():
 @STACKED
 def test_gathered_tokens_are_those_of_the_blocks_in_order(dtype, scale, num_layers):
     cache = filled(dtype, scale, num_layers)
-    tables = jnp.asarray([[3, 1, 2**31 - 1], [5, -7, 10**6], [2, 4, 1]], jnp.int32)
+    tables = np.asarray([[3, 1, 2**31 - 1], [5, -7, 10**6], [2, 4, 1]], np.int32)
     lengths = ids(6, 0, 12)
-    contiguous = jax.jit(gather_kv)(cache, tables, lengths)
+    contiguous = gather(cache, tables, lengths)
     assert contiguous.k.dtype == cache.k.dtype
     assert contiguous.k.shape == (*cache.k.shape[:-4], 3, 12, 3, 8)
     for name in ("k", "v", "k_scale", "v_scale"):
@@ -99,15 +105,15 @@ def test_gathered_tokens_are_those_of_the_blocks_in_order(dtype, scale, num_laye
 @STACKED
 def test_scattering_is_the_inverse_of_gathering(dtype, scale, num_layers):
     before = filled(dtype, scale, num_layers)
-    tables, lengths = jnp.asarray([[3, 1, 99], [5, 0, -1], [2, -5, 7]], jnp.int32), ids(8, 4, 0)
-    contiguous = gather_kv(before, tables, lengths)
-    moved = jnp.asarray([[7, 8, 99], [1, 0, -1], [2, -5, 7]], jnp.int32)
+    tables, lengths = np.asarray([[3, 1, 99], [5, 0, -1], [2, -5, 7]], np.int32), ids(8, 4, 0)
+    contiguous = gather(before, tables, lengths)
+    moved = np.asarray([[7, 8, 99], [1, 0, -1], [2, -5, 7]], np.int32)
     empty = filled(dtype, scale, num_layers, num_blocks=9)
     after = jax.jit(scatter_kv)(empty, contiguous, moved, lengths)
     for old, untouched, new in zip(*map(block_leaves, (before, empty, after)), strict=True):
         assert (new[:, [7, 8, 1]] == old[:, [3, 1, 5]]).all()
         assert (new[:, [0, 2, 3, 4, 5, 6]] == untouched[:, [0, 2, 3, 4, 5, 6]]).all()
-    back = gather_kv(after, moved, lengths)
+    back = gather(after, moved, lengths)
     assert same_bits(back, contiguous)
 
 
@@ -144,24 +150,18 @@ def test_copying_within_a_stack_is_copying_in_each_of_its_layers():
 @EVERY_DTYPE
 @pytest.mark.parametrize("num_layers", [None, 2])
 def test_no_operation_holds_a_second_cache(dtype, num_layers):
-    cache = KVCache.create(
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-        num_layers=num_layers,
-    )
-    some, tables, lengths = ids(*range(1, 9)), ids(*range(1, 9)).reshape(2, 4), ids(33, 64)
-    blocks, contiguous = blocks_to_host(cache, some), gather_kv(cache, tables, lengths)
+    sizes = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    cache = jax.eval_shape(functools.partial(KVCache.create, **sizes, dtype=dtype, num_layers=num_layers))
+    some, tables, lengths = ids(*range(1, 9)), np.arange(1, 9, dtype=np.int32).reshape(2, 4), ids(33, 64)
+    blocks, contiguous = jax.eval_shape(blocks_to_host, cache, some), jax.eval_shape(gather_kv, cache, tables, lengths)
     calls = (
-        (copy_blocks, (cache, some, some + 8), True),
+        (copy_blocks, (cache, some, some), True),
         (blocks_from_host, (cache, blocks, some), True),
         (scatter_kv, (cache, contiguous, tables, lengths), True),
         (blocks_to_host, (cache, some), False),
         (gather_kv, (cache, tables, lengths), False),
     )
-    size = 2 * cache.k.nbytes
+    size = 2 * cache.k.size * cache.k.dtype.itemsize
     for function, arguments, in_place in calls:
         compiled = jax.jit(function, donate_argnums=(0,) if in_place else ()).lower(*arguments).compile()
         assert cache_sized_copies(compiled.as_text()) == [], function.__name__

@@ -42,7 +42,7 @@ HARMLESS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    write_checkpoint(tmp_path)
+    write_checkpoint(tmp_path, num_layers=2)
     return tmp_path
 
 
@@ -84,7 +84,7 @@ def test_every_change_of_a_field_is_refused_or_harmless(folder):
     ],
 )
 def test_fields_that_do_not_go_together(folder, changes, message):
-    write_checkpoint(folder, **changes)
+    write_checkpoint(folder, num_layers=2, **changes)
     assert re.search(message, refused(folder))
 
 
@@ -104,7 +104,7 @@ def test_files_that_are_no_checkpoint(folder):
 
 
 def test_weights_of_nan(folder):
-    tensors = write_checkpoint(folder)
+    tensors = write_checkpoint(folder, num_layers=2)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     assert refused(folder) == "The checkpoint's tensor layers.1.mlp.up_proj.weight holds NaN or infinity."

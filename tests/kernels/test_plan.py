@@ -30,10 +30,12 @@ LENGTHS = {
 }
 
 
+jitted_make = jax.jit(partition_plan.make, static_argnames=("q_len", "total_partitions", "at_once"))
+
+
 def make(lengths, total, *, window=None, q_len=1, at_once=0):
-    window = None if window is None else jnp.asarray(window, jnp.int32)
-    lengths = jnp.asarray(lengths, jnp.int32)
-    plan = partition_plan.make(lengths, window, q_len=q_len, total_partitions=total, at_once=at_once)
+    window = None if window is None else np.int32(window)
+    plan = jitted_make(np.asarray(lengths, np.int32), window, q_len=q_len, total_partitions=total, at_once=at_once)
     return np.asarray(plan.partitions), np.asarray(plan.partition_starts)
 
 
@@ -73,8 +75,11 @@ def test_a_sequence_as_long_as_the_mean_stays_whole():
         assert count_partitions((1000,) * (seqs - 1) + (100_000,))[-1] >= 40
 
 
+jitted_default = jax.jit(partition_plan.default, static_argnames=("q_len", "at_once"))
+
+
 def count_partitions(lengths):
-    plan = partition_plan.default(jnp.asarray(lengths, jnp.int32), None, q_len=1, at_once=66)
+    plan = jitted_default(np.asarray(lengths, np.int32), None, q_len=1, at_once=66)
     return np.diff(plan.partition_starts)
 
 

@@ -612,7 +612,7 @@ MUTANTS = (
         "pallas_kernels/common/scales.py",
         "scales[kv_head if scales.shape[0] > 1 else 0]",
         "scales[0]",
-        "tests/kernels/test_narrow_caches.py::dtypes_and_scales and head and not token",
+        "tests/kernels/test_8bit_caches.py::dtypes_and_scales and head and not token",
     ),
     Mutant(
         "kernels: the slot past the end is read",

@@ -11,16 +11,16 @@ from jaxpaged import KVCache
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-NARROW = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+EIGHT_BITS = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 
 EVERY_CACHE = pytest.mark.parametrize(
     ("dtype", "scale"),
     [(dtype, None) for dtype in DTYPES]
-    + [(dtype, scale) for dtype in NARROW for scale in ("tensor", "head", "token_head")],
+    + [(dtype, scale) for dtype in EIGHT_BITS for scale in ("tensor", "head", "token_head")],
     ids=lambda x: x if isinstance(x, str) else x and jnp.dtype(x).name,
 )
 
-EVERY_DTYPE = pytest.mark.parametrize("dtype", [*DTYPES, *NARROW], ids=lambda dtype: jnp.dtype(dtype).name)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS], ids=lambda dtype: jnp.dtype(dtype).name)
 
 COPIES = pytest.mark.parametrize(
     ("source_ids", "destination_ids", "expected"),

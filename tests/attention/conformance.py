@@ -21,7 +21,7 @@ FAULTS = {
     "scale left out": lambda case: case.replace(options={}),
     "eight tokens fewer": lambda case: case.replace(lengths=case.lengths - 8),
 }
-NARROW = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
+EIGHT_BITS = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
 
 
 class Conformance:
@@ -38,7 +38,7 @@ class Conformance:
     head_dims = 32, 64, 80, 96, 112, 120, 128, 192, 256
     block_sizes = 8, 16, 32, 64, 128, 256
     groups = (1, 1), (3, 3), (9, 3), (5, 1), (14, 2), (64, 1)  # heads, KV heads
-    scaled_caches = tuple((dtype, scale) for dtype in NARROW for scale in ("tensor", "head", "token_head"))
+    scaled_caches = tuple((dtype, scale) for dtype in EIGHT_BITS for scale in ("tensor", "head", "token_head"))
     numbers_of_partitions: tuple[int, ...] = (3,)
     faults = tuple(FAULTS)
 

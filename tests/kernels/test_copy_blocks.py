@@ -14,8 +14,8 @@ from pallas_kernels.copy_blocks import config as copy_config
 from tests.kernels.interpret import races_found
 from tests.transfers import (
     COPIES,
+    EIGHT_BITS,
     EVERY_CACHE,
-    NARROW,
     block_leaves,
     by_numpy,
     filled,
@@ -154,7 +154,7 @@ BLOCKS = [
     [
         (*block, dtype)
         for i, block in enumerate(BLOCKS)
-        for dtype in (NARROW[i % 3], (jnp.bfloat16, jnp.float16)[i % 2], jnp.float32)
+        for dtype in (EIGHT_BITS[i % 3], (jnp.bfloat16, jnp.float16)[i % 2], jnp.float32)
     ],
 )
 def test_lowers(on_an_h100, block, num_layers, dtype):

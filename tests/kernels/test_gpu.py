@@ -198,7 +198,7 @@ def test_prompts_with_options(prompts, options):
     ("cache_dtype", "scale_shape"), [(jnp.float8_e4m3fn, "token_head"), (jnp.int8, "head"), (jnp.float8_e5m2, None)]
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_prompts_on_narrow_caches(cache_dtype, scale_shape, head_dim):
+def test_prompts_on_8bit_caches(cache_dtype, scale_shape, head_dim):
     shape = dict(heads=8, kv_heads=2, head_dim=head_dim, options=OPTIONS["window"])
     check(real(**PROMPTS["ragged"], **shape, cache_dtype=cache_dtype, scale_shape=scale_shape))
 
@@ -244,21 +244,21 @@ def test_a_wrong_prompt_is_noticed(fault):
     assert within_budget(case, attend(wrong, None)[0]).mean() < 0.1
 
 
-NARROW = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+EIGHT_BITS = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 
 
 @pytest.mark.parametrize("scale_shape", [None, "tensor", "head", "token_head"])
-@pytest.mark.parametrize("cache_dtype", NARROW)
+@pytest.mark.parametrize("cache_dtype", EIGHT_BITS)
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_narrow_caches(cache_dtype, scale_shape, name):
+def test_8bit_caches(cache_dtype, scale_shape, name):
     case = real(head_dim=128, cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS[name])
     for num_partitions in (1, 5):
         check(case, num_partitions)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 160, 192, 256])
-@pytest.mark.parametrize("cache_dtype", NARROW)
-def test_narrow_heads(head_dim, cache_dtype):
+@pytest.mark.parametrize("cache_dtype", EIGHT_BITS)
+def test_8bit_heads(head_dim, cache_dtype):
     case = real(head_dim=head_dim, cache_dtype=cache_dtype, scale_shape="token_head")
     for num_partitions in (None, 4):
         check(case, num_partitions)
@@ -266,21 +266,21 @@ def test_narrow_heads(head_dim, cache_dtype):
 
 @pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(5, 1), (24, 2), (32, 8), (64, 2), (64, 1)])
-def test_narrow_blocks_and_groups(block_size, heads, kv_heads):
+def test_8bit_blocks_and_groups(block_size, heads, kv_heads):
     shape = dict(block_size=block_size, heads=heads, kv_heads=kv_heads, head_dim=128)
     check(real(**shape, cache_dtype=jnp.float8_e4m3fn, scale_shape="token_head"), 2)
     check(real(**shape, cache_dtype=jnp.int8, scale_shape="head"))
 
 
 @pytest.mark.parametrize("q_len", [None, 4])
-def test_options_on_narrow_caches_with_partitions(q_len):
+def test_options_on_8bit_caches_with_partitions(q_len):
     shape = dict(options=OPTIONS["all"], q_len=q_len, head_dim=128, scale_shape="token_head")
     check(real(cache_dtype=jnp.float8_e4m3fn, **shape), 8)
     check(real(cache_dtype=jnp.int8, dtype=jnp.float16, **shape), 3)
 
 
 @pytest.mark.parametrize("fault", ["k_scale left out", "scales rolled", "values replaced by keys"])
-def test_a_wrong_narrow_result_is_noticed(fault):
+def test_a_wrong_8bit_result_is_noticed(fault):
     case = real(lengths=(700, 1000), head_dim=128, cache_dtype=jnp.int8, scale_shape="token_head")
     case = case.replace(options=case.options | {"k_scale": case.options["k_scale"] * 5.0})
     wrong = {
@@ -314,8 +314,8 @@ def test_plans_for_rows(heads, kv_heads, q_len):
     check(case, planned(case))
 
 
-@pytest.mark.parametrize("cache_dtype", NARROW)
-def test_plans_for_narrow_caches(cache_dtype):
+@pytest.mark.parametrize("cache_dtype", EIGHT_BITS)
+def test_plans_for_8bit_caches(cache_dtype):
     case = real(cache_dtype=cache_dtype, scale_shape="token_head", head_dim=128)
     check(case, planned(case))
 

@@ -121,7 +121,7 @@ def test_stages(form, num_stages):
 @pytest.mark.parametrize("scale_shape", ["head", "token_head"])
 @pytest.mark.parametrize("cache_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
 @pytest.mark.parametrize("form", FORMS)
-def test_narrow_caches(form, cache_dtype, scale_shape):
+def test_8bit_caches(form, cache_dtype, scale_shape):
     check(real(cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]), form, 2)
 
 
@@ -136,7 +136,7 @@ def test_narrow_caches(form, cache_dtype, scale_shape):
     ],
 )
 @pytest.mark.parametrize("form", FORMS)
-def test_shapes_of_narrow_caches(form, shape):
+def test_shapes_of_8bit_caches(form, shape):
     if form == "tma" and shape.get("head_dim", 128) % 64:
         pytest.skip("not copied by TMA")
     check(real(**shape, cache_dtype=jnp.int8, scale_shape="token_head"), form)

@@ -64,40 +64,40 @@ def test_parts_of_keys(name, head_dim, num_parts):
 @pytest.mark.parametrize("scale_shape", [None, "tensor", "head", "token_head"])
 @pytest.mark.parametrize("cache_dtype", [E4M3, E5M2, INT8])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_narrow_caches(head_dim, cache_dtype, scale_shape):
+def test_8bit_caches(head_dim, cache_dtype, scale_shape):
     case = ragged_case(head_dim=head_dim, cache_dtype=cache_dtype, scale_shape=scale_shape)
     prefill.check(case, COUNTS, num_sms=132)
 
 
 @pytest.mark.parametrize("scale_shape", ["head", "token_head"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_a_narrow_cache(name, scale_shape):
+def test_options_of_an_8bit_cache(name, scale_shape):
     case = ragged_case(head_dim=128, cache_dtype=E4M3, scale_shape=scale_shape, options=OPTIONS[name])
     prefill.check(case, COUNTS, num_sms=132)
 
 
 @pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
-def test_blocks_of_a_narrow_cache(block_size):
+def test_blocks_of_an_8bit_cache(block_size):
     shape = dict(block_size=block_size, cache_dtype=E4M3, scale_shape="token_head", options=OPTIONS["window"])
     prefill.check(ragged_case(head_dim=128, **shape), COUNTS, num_sms=132)
 
 
 @pytest.mark.parametrize("head_dim", [32, 48, 80, 96, 112, 192])
 @pytest.mark.parametrize("cache_dtype", [E4M3, INT8])
-def test_heads_of_a_narrow_cache(head_dim, cache_dtype):
+def test_heads_of_an_8bit_cache(head_dim, cache_dtype):
     case = ragged_case(head_dim=head_dim, cache_dtype=cache_dtype, scale_shape="head", options=OPTIONS["all"])
     prefill.check(case, COUNTS, num_sms=132)
 
 
 @pytest.mark.parametrize("num_sms", [1, 7])
 @pytest.mark.parametrize("dtype", [BF16, jnp.float16])
-def test_any_number_of_programs_and_a_narrow_cache(dtype, num_sms):
+def test_any_number_of_programs_and_an_8bit_cache(dtype, num_sms):
     case = ragged_case(head_dim=128, dtype=dtype, cache_dtype=E4M3, scale_shape="token_head")
     prefill.check(case, COUNTS, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
-def test_parts_of_a_narrow_cache(head_dim):
+def test_parts_of_an_8bit_cache(head_dim):
     case = ragged_case(head_dim=head_dim, cache_dtype=E4M3, scale_shape="token_head", options=OPTIONS["all"])
     prefill.check(case, COUNTS, num_sms=132, num_parts=7)
 

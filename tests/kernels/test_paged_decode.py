@@ -27,7 +27,7 @@ SMALL = dict(lengths=(0, 1, 70), kv_heads=1, dtype=BF16)  # what equals it in sh
 
 
 class TestDecode(Conformance):
-    """Its heads, blocks and groups stand below, its caches in `test_narrow_caches`: in turns, not each by itself."""
+    """Its heads, blocks and groups stand below, its caches in `test_8bit_caches`: in turns, not each by itself."""
 
     case = staticmethod(functools.partial(make_case, **SMALL))
     long_case = staticmethod(functools.partial(make_case, **SMALL | dict(lengths=(0, 1, 300), max_blocks=19)))

@@ -86,7 +86,7 @@ def test_queries_that_all_see_the_whole_sequence():
     ],
     ids=["all", "many tiles"],
 )
-def test_narrow_caches(shape, counts):
+def test_8bit_caches(shape, counts):
     prefill.check(ragged_case(**shape), counts, num_sms=1, interpret=INTERPRET)
     assert not races_found()
 

@@ -58,7 +58,7 @@ def test_float16():
 
 
 @pytest.mark.parametrize(("cache_dtype", "scale_shape"), [(jnp.int8, "token_head"), (jnp.float8_e4m3fn, "head")])
-def test_narrow_caches(cache_dtype, scale_shape):
+def test_8bit_caches(cache_dtype, scale_shape):
     check(prompt_case(lengths=(100,), cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]))
 
 

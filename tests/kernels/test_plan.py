@@ -58,15 +58,16 @@ def test_every_partition_is_somebodys_and_none_has_too_much(name, extra):
     ]
     tiles = -(-lengths // 64)
     assert (-(-tiles // counts) <= max(partition_plan.LEAST_TILES, -(-tiles.sum() // extra))).all()
+    assert (np.diff((tiles // counts)[seq_ids[working]]) <= 0).all()  # the longest begin
 
 
 def test_a_literal_plan():
     """2, 0, 80, 1 and 9 tiles, together 92, on 5 + 8 partitions: 12 tiles each at most."""
     partitions, starts = make((70, 0, 64 * 80, 1, 64 * 9), 13)
     assert starts.tolist() == [0, 1, 2, 9, 10, 11]
-    assert partitions[:, 0].tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 2, 3, 4, 4, 4]
-    assert partitions[:, 1].tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2]
-    assert partitions[:, 2].tolist() == [1, 1, 7, 7, 7, 7, 7, 7, 7, 1, 1, 1, 1]
+    assert partitions[:, 0].tolist() == [2, 2, 2, 2, 2, 2, 2, 4, 0, 3, 1, 1, 1]
+    assert partitions[:, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 1, 2]
+    assert partitions[:, 2].tolist() == [7, 7, 7, 7, 7, 7, 7, 1, 1, 1, 1, 1, 1]
 
 
 def test_a_sequence_as_long_as_the_mean_stays_whole():

@@ -34,6 +34,10 @@ def check(case, out, lse, counts=COUNTS, atol=3e-6):
     tokens = slice(BEFORE, BEFORE + sum(counts))
     np.testing.assert_allclose(np.asarray(out, np.float32)[tokens], expected, atol=atol)
     np.testing.assert_allclose(lse[tokens], expected_lse, atol=1e-5)
+    check_padding(out, lse)
+
+
+def check_padding(out, lse):
     for rows in (slice(BEFORE), slice(-BEHIND, None)):
         assert not np.asarray(out[rows]).any()
         assert (np.asarray(lse[rows]) == -np.inf).all()
@@ -49,6 +53,7 @@ class Packed(OptionsAlone):
         counts = tuple(np.minimum(lengths, COUNTS if len(lengths) == len(COUNTS) else max(COUNTS)).tolist())
         q, starts = packed_call(case, counts)
         out, lse = self.function(q, *case.arrays[1:], query_starts=starts, **case.options, return_lse=True)
+        check_padding(out, lse)
         return unpacked(case, counts, out[BEFORE:], lse[BEFORE:])
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged import Engine, KVCache, rotary_frequencies, rotate_and_write_kv
+from jaxpaged._engine.sampling import CHUNK, DRAWS
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
 BLOCK_SIZE, SEATS, MAX_TOKENS, MAX_REQUESTS, STEPS = 4, 6, 48, 16, 8
@@ -62,17 +63,45 @@ def logits_after(weights, tokens, length):
 
 
 @jax.jit
-def make_noise(seed, position):
-    return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (VOCAB,), jnp.float32)
+def noise_of(seed, position, turn):
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), turn)
+    return jax.random.gumbel(key, (DRAWS, 1 + CHUNK), jnp.float32)[:, 1 : 1 + VOCAB]  # of one chunk
 
 
-def kept(probabilities, top_k, top_p):
+def kept(weights, top_k, top_p):
     """By sorting: which tokens may be drawn."""
-    order = np.argsort(-probabilities, kind="stable")
-    before = np.cumsum(probabilities[order]) - probabilities[order]
+    order = np.argsort(-weights, kind="stable")
+    ordered = weights[order]
+    if 0 < top_k < len(ordered):
+        ordered = np.where(ordered >= ordered[top_k - 1], ordered, 0)
+    before = (np.cumsum(ordered) - ordered)[np.searchsorted(-ordered, -ordered)]  # equal ones have the same
     is_kept = np.zeros(len(order), bool)
-    is_kept[order[(before < top_p) & (np.arange(len(order)) < (top_k or len(order)))]] = True
+    is_kept[order[(before < top_p * ordered.sum()) & (ordered > 0)]] = True
     return is_kept
+
+
+@jax.jit
+def noise_of_ranks(seed, position):
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), 0)
+    return jax.random.gumbel(key, (VOCAB,), jnp.float32)
+
+
+def drawn(scores, params, position):
+    """By rank if top_k cuts; otherwise, of the tokens drawn as if top_p were 1, the first that is kept."""
+    weights = np.exp(scores - scores.max())
+    if 0 < params.top_k < VOCAB:
+        order = np.argsort(-scores, kind="stable")
+        noise = np.asarray(noise_of_ranks(np.uint32(params.seed), np.int32(position)))
+        is_kept = kept(weights, params.top_k, params.top_p)[order]
+        return order[np.where(is_kept, scores[order] + noise, -np.inf).argmax()]
+    is_kept, is_left = kept(weights, 0, params.top_p), np.ones(VOCAB, bool)
+    for turn in range(VOCAB):
+        noise = np.asarray(noise_of(np.uint32(params.seed), np.int32(position), np.int32(turn)))
+        tokens = np.where(is_left, scores + noise, -np.inf).argmax(axis=1)
+        if is_kept[tokens].any():
+            return tokens[is_kept[tokens].argmax()]
+        is_left = scores > scores[tokens].max()
+    raise AssertionError("nothing is kept")
 
 
 def continuation(weights, prompt, params):
@@ -82,13 +111,8 @@ def continuation(weights, prompt, params):
         padded = np.zeros(MAX_TOKENS, np.int32)
         padded[: len(tokens)] = tokens
         logits = np.asarray(logits_after(weights, padded, np.int32(len(tokens))), np.float64)
-        scores = logits
-        if params.temperature:
-            scores = logits / params.temperature
-            probabilities = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
-            noise = np.asarray(make_noise(np.uint32(params.seed), np.int32(len(tokens))))
-            scores = np.where(kept(probabilities, params.top_k, params.top_p), scores + noise, -np.inf)
-        tokens.append(int(scores.argmax()))
+        temperature = params.temperature
+        tokens.append(int(drawn(logits / temperature, params, len(tokens)) if temperature else logits.argmax()))
         logprobs.append(logits[tokens[-1]] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
     return tokens[len(prompt) :], logprobs
 

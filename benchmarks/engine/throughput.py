@@ -10,13 +10,15 @@ tokens it asked for. With --exact, logprobs of a request alone and among others 
 table:
 
 - engine: `Engine.generate`;
-- batches: the same engine, given one full batch of requests after the other.
+- batches: the same engine, given one full batch of requests after the other;
+- sampled: `Engine.generate` with the parameters of --sampled, such as `temperature=1 top_p=0.95 top_k=50`.
 
 `of steps` is the time of the run's steps, measured one kind at a time, over the time of the run. `of floor` is the time
 of its bytes (weights, keys and values) and products at the measured rates, over the time of the run.
 """
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -172,6 +174,10 @@ def make_runs(
     if not options.only_engine:
         part = work[: min(options.requests)]
         runs[f"batches {len(part)}"] = functools.partial(run_work, engine, part, sizes.seats), part
+    if options.sampled:
+        for count in options.requests:
+            run = functools.partial(run_work, engine, work[:count], **options.sampled)
+            runs[f"sampled {count}"] = run, work[:count]
     return runs
 
 
@@ -184,12 +190,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--widths", nargs="*", type=int, help="rows of narrower steps")
     parser.add_argument("--steps-per-slice", type=int, default=32)
     parser.add_argument("--xla", nargs="*", metavar="NAME=VALUE", help="options to compile with")
+    parser.add_argument("--sampled", nargs="*", default=[], metavar="NAME=NUMBER", help="a run that is not greedy")
     parser.add_argument("--exact", action="store_true", help="an exact engine")
     parser.add_argument("--only-engine", action="store_true", help="no batches")
     add_output(parser)
     options = parser.parse_args()
     options.toy = options.model == "toy"
     options.xla = None if options.xla is None else dict(option.split("=") for option in options.xla)
+    options.sampled = {name: ast.literal_eval(value) for name, value in (text.split("=") for text in options.sampled)}
     return options
 
 

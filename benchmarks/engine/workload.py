@@ -67,11 +67,15 @@ def kv_tokens(work: Sequence[Request]) -> int:
     return sum((new - 1) * len(prompt) + new * (new - 1) // 2 for prompt, new in work)
 
 
-def run_work(engine: Engine, work: Sequence[Request], batch: int | None = None) -> int:
+def run_work(engine: Engine, work: Sequence[Request], batch: int | None = None, **sampling: Any) -> int:
+    """The number of tokens of all completions. `sampling`: parameters of each request; greedy by default."""
     count = 0
     for i in range(0, len(work), batch or len(work)):
         part = work[i : i + (batch or len(work))]
-        params = [SamplingParams(max_tokens=new, temperature=0) for _, new in part]
+        params = [
+            SamplingParams(max_tokens=new, **{"temperature": 0, "seed": i + k} | sampling)
+            for k, (_, new) in enumerate(part)
+        ]
         outputs = engine.generate([prompt for prompt, _ in part], params)
         count += sum(len(output.outputs[0].token_ids) for output in outputs)
     return count

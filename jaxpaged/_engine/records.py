@@ -20,8 +20,9 @@ class SamplingParams:
     Attributes:
         max_tokens: the most new tokens.
         temperature: 0 takes the most likely token.
-        top_k: draw from the k most likely tokens; 0 or -1: from all.
-        top_p: draw from the most likely tokens that together have this probability; 1: from all.
+        top_k: draw from the k most likely tokens, and those as likely as the k-th; 0 or -1: from all.
+        top_p: of these, draw from the most likely tokens that together have this part of their probability; 1: from
+            all. Equally likely tokens are kept or cut together.
         seed: from 0 to 2^32 - 1. A request's tokens depend on its prompt, its parameters and its seed, not on other
             requests. None: the engine gives each request a seed.
         stop_token_ids: each of these ends the request, and stays its last token. Kept as a tuple.

@@ -44,7 +44,7 @@ class Sampling:
     Attributes:
         temperature: float32; 0: greedy.
         top_k: int32; 0 or -1: all tokens.
-        top_p: float32; 1: all tokens.
+        top_p: float32, a part of the probability that top_k keeps; 1: all of it.
         seed: uint32. Sample with `jax.random.fold_in(jax.random.key(seed), length)`, where length is the request's.
             Its tokens then depend neither on its seat, nor on other requests, nor on preemption.
     """

@@ -32,7 +32,6 @@ from jaxpaged import (
 )
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import checked_request, completion_seed
-from jaxpaged._engine.sampling import furthest_kept
 from jaxpaged._engine.slices import step_attention
 from jaxpaged.nnx import PagedAttention
 from pallas_kernels.decode import partition_plan
@@ -687,29 +686,6 @@ def test_the_layers_of_a_step_follow_one_plan(max_blocks, options, before, insid
     scan = "".join(str(equation) for equation in equations if equation.primitive.name == "scan")
     assert scan.count("name=named_plan") == inside
     assert "".join(map(str, equations)).count("name=named_plan") == before + inside
-
-
-def test_the_cut_of_top_k_and_top_p_is_that_of_a_sort():
-    rng = np.random.default_rng(0)
-    logits = rng.normal(size=(64, 100)).astype(np.float32) * 3
-    top_k = np.where(np.arange(64) % 3 == 0, 0, rng.integers(1, 120, 64)).astype(np.int32)
-    top_p = np.where(np.arange(64) % 4 == 1, 1, rng.random(64)).astype(np.float32)
-    behind = logits.max(axis=1, keepdims=True) - logits
-    limit = np.asarray(jax.jit(furthest_kept)(behind, top_k, top_p))
-    for row in range(64):
-        probabilities = np.exp(-behind[row].astype(np.float64))
-        expected = toy_model.kept(probabilities / probabilities.sum(), top_k[row], top_p[row])
-        assert ((behind[row].view(np.int32) <= limit[row]) == expected).all()
-
-
-def test_top_p_takes_no_more_than_it_needs():
-    """Probabilities 1/2, 1/4, 1/4: the first alone has a half, so that nothing else is drawn with top_p=0.5."""
-    behind = jnp.log(jnp.array([[1, 2, 2]] * 3, jnp.float32))
-    np.testing.assert_array_equal(jnp.exp(-behind[0]), [1, 0.5, 0.5])  # no sum of these is rounded
-    top_p = jnp.array([0.5, np.nextafter(np.float32(0.5), np.float32(1)), 0.25], jnp.float32)
-    limit = furthest_kept(behind, jnp.zeros(3, jnp.int32), top_p)
-    is_kept = np.asarray(behind).view(np.int32) <= np.asarray(limit)[:, None]
-    assert is_kept.tolist() == [[True, False, False], [True, True, True], [True, False, False]]
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

@@ -431,7 +431,7 @@ MUTANTS = (
         SAMPLING,
         "of_better(jnp.ones_like(x)) < by_k",
         "of_better(jnp.ones_like(x)) <= by_k",
-        "tests/engine/test_sampling.py::part_of_what",
+        "tests/engine/test_sampling.py::half_of_what",
     ),
     Mutant(
         "sampling: few with a token too many by top_p",

@@ -121,7 +121,7 @@ def test_top_p_takes_no_more_than_it_needs():
 
 def test_top_p_takes_no_more_than_half_of_what_top_k_keeps():
     """Top_k keeps 1/2, 1/4, 1/4 of these, as in the test above."""
-    logits = np.log(np.array([1 / 2, 1 / 4, 1 / 4, 1 / 8], np.float32))
+    logits = np.log(np.array([1 / 2, 1 / 4, 1 / 4, 1 / 8, 1 / 16], np.float32))
     assert set(tokens_of(logits, top_k=3, top_p=0.5, count=64)) == {0}
     assert set(tokens_of(logits, top_k=3, top_p=np.nextafter(np.float32(0.5), np.float32(1)), count=64)) == {0, 1, 2}
 

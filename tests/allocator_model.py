@@ -226,7 +226,7 @@ class Model:
 
     # Going back to a copy of an earlier model.
 
-    def still_holds(self, old: "Model") -> bool:
+    def has_freed_nothing_of(self, old: "Model") -> bool:
         """Whether nothing that the old one's sequences hold was dropped since."""
         return all(self.num_drops[block] == old.num_drops[block] for blocks in old.blocks for block in blocks)
 

@@ -1,8 +1,8 @@
 """Which kernel computes a call, and how: decided by shapes and the GPU, before anything runs.
 
-Two kernels share the calls. On Hopper the prefill kernel takes packed query tokens, and several of a sequence with
-more than 32 rows (query tokens times heads of a KV head), trees too. The decode kernel takes the other calls, with up
-to 64 rows, and longer queries in runs.
+Two kernels share the calls. On Hopper the prefill kernel takes packed query tokens, several of a sequence with more
+than 32 rows (query tokens times heads of a KV head), trees too, and single ones with more than 64. The decode kernel
+takes the other calls, with up to 64 rows, and longer queries in runs.
 """
 
 import dataclasses
@@ -123,7 +123,8 @@ def _choose(call: Call, gpu: Gpu, known: Known) -> Choice | str:
 def _has_many_rows(call: Call) -> bool:
     """Whether the prefill kernel computes the call faster than the decode kernel."""
     q_len = call.tokens_per_seq
-    return q_len is None or (q_len > 1 and q_len * call.group > FEW_ROWS)
+    # The decode kernel keeps single tokens, of all the heads that it takes.
+    return q_len is None or q_len * call.group > (decode_config.MAX_ROWS if q_len == 1 else FEW_ROWS)
 
 
 def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = False) -> Choice:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpaged import _device
+from jaxpaged._engine.kinds import last_few
 from jaxpaged._integers import checked_size
 
 # Simulated with the step times of an 8B model on an H200: more seats, or wider steps, gain less than 1%.
@@ -60,6 +61,12 @@ def chosen_sizes(
             raise ValueError(
                 "widths are rows of steps narrower than the widest, which has num_seats + chunk_tokens = "
                 f"{num_seats + chunk_tokens}; got widths={tuple(widths)}."
+            )
+        few = last_few(chosen, num_seats + chunk_tokens)
+        if unused := [width for width in chosen if width > num_seats and width not in few]:
+            raise ValueError(
+                f"of the widths above {num_seats=}, only the last that is at most a third of the widest "
+                f"step, which has {num_seats + chunk_tokens} rows, is used; leave out {unused}."
             )
     return Sizes(num_seats, max_length, chunk_tokens, tuple(chosen))
 

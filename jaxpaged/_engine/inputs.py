@@ -38,4 +38,7 @@ def pool_sizes(caches: Any) -> tuple[int, int]:
     sizes = {cache.k.shape[-4:-2] for cache in found}
     if len(sizes) > 1:
         raise ValueError(f"all caches must have the same [blocks, block_size]; got {sorted(sizes)}.")
-    return sizes.pop()
+    num_blocks, block_size = sizes.pop()
+    if num_blocks < 2:
+        raise ValueError(f"caches must have a block beside the null block, so at least 2; got {num_blocks=}.")
+    return num_blocks, block_size

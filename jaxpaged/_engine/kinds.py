@@ -43,17 +43,22 @@ def make_kinds(
 ) -> tuple[Kind, ...]:
     """The kinds, from few rows to many.
 
-    `widths` are the rows of those beside `num_seats` and the widest, in ascending order. One of them takes chunks too;
-    so each width is compiled once. An exact engine has only the widest kind.
+    `widths` are the rows of those beside `num_seats` and the widest, in ascending order. One of them takes chunks too.
+    Each is compiled once; that one twice if it is `num_seats`. An exact engine has only the widest kind.
     """
     widest = num_seats + chunk_tokens
     if exact:
         return (Kind(widest, num_seats, is_mixed=True, num_partitions=1),)
-    few = [width for width in widths if FEW_PARTS * width <= widest][-1:]
+    few = last_few(widths, widest)
     single = [*(width for width in widths if width < num_seats and width not in few), num_seats]
     kinds = [Kind(width, num_seats) for width in single]
     kinds += [Kind(width, num_seats, is_mixed=True) for width in (*few, widest)]
     return tuple(sorted(kinds, key=lambda kind: (kind.width, kind.is_mixed)))
+
+
+def last_few(widths: Sequence[int], widest: int) -> list[int]:
+    """The width of narrow steps with chunks, if there is one."""
+    return [width for width in widths if FEW_PARTS * width <= widest][-1:]
 
 
 def next_kind(

@@ -33,7 +33,7 @@ class StepAttention:
         positions: int32 `[tokens]`, each token's position in its request.
         slots: int32 `[tokens]`, the slot of each token; outside the pool for padding.
         query_starts: int32 `[seqs + 1]`, where each sequence's tokens begin. None: token i belongs to row i.
-        last: int32 `[seqs]`, the index of each sequence's newest token.
+        last: int32, the index of each seat's newest token, what `newest` picks.
         num_partitions: the default of attention's `num_partitions`; None: enough to fill the GPU.
         plan: the one that all layers without a window follow; None: each layer makes its own if that pays.
     """
@@ -94,7 +94,8 @@ class StepAttention:
                 cache, q, k, v, self.slots, self.positions, rotary_frequencies, interleaved=interleaved
             )
         options["query_starts"] = self.query_starts
-        options.setdefault("num_partitions", self.num_partitions)
+        if options.get("num_partitions") is None:
+            options["num_partitions"] = self.num_partitions
         if all(options.get(name) is None for name in OWN_PLAN):
             options["plan"] = self.plan
         return cache, attend(q, cache, self.allocator, **options).reshape(shape)

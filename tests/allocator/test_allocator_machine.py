@@ -301,7 +301,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         if not self.earlier:
             return
         allocator, old, contents = self.earlier[which % len(self.earlier)]
-        if not all(model.still_holds(each) for model, each in zip(self.models, old, strict=True)):
+        if not all(model.has_freed_nothing_of(each) for model, each in zip(self.models, old, strict=True)):
             return
         for each, then, now in zip(old, contents, self.contents, strict=True):
             for row, tokens in enumerate(each.tokens):  # what the old one's sequences wrote is still there

@@ -41,6 +41,8 @@ def arrays(*, seqs=8, q_len=None, heads=32, kv_heads=8, head_dim=128, max_blocks
             "plan",
         ),
         ("H100", dict(heads=48, kv_heads=1, head_dim=88), {}, "paged_decode", 8),
+        ("H100", dict(heads=64, kv_heads=1), {}, "paged_decode", 8),
+        ("H100", dict(heads=128, kv_heads=1), {}, "paged_prefill", 2),  # more heads than the decode kernel takes
         ("H100", dict(q_len=1024), {}, "paged_prefill", 1),
         ("H100", dict(seqs=1, q_len=256, max_blocks=512), {}, "paged_prefill", 2),
         ("H100", {}, dict(implementation="xla"), None, None),
@@ -69,7 +71,7 @@ def test_kernels(gpu, shapes, options, kernel, num_partitions):
     [
         (dict(cache_dtype=jnp.float32), {}, "a cache in q's dtype, .* got cache_dtype=float32, q_dtype=bfloat16"),
         (dict(head_dim=100), {}, "got head_dim=100"),
-        (dict(heads=65, kv_heads=1), {}, "up to 64 rows .* got q_len=1, group=65"),
+        (dict(heads=65, kv_heads=1), dict(num_partitions=2), "up to 64 rows .* got q_len=1, group=65"),
         (dict(q_len=8), dict(tree_mask=shape(8, 8, 1, dtype=jnp.uint32), sliding_window=9), "without sliding_window"),
     ],
 )

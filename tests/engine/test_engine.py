@@ -184,6 +184,21 @@ def test_an_exact_engine_gives_equal_bits_whatever_the_load():
         attend.call(module, None, None)
 
 
+def test_a_model_that_leaves_partitions_open_gets_those_of_an_exact_engine(monkeypatch):
+    given = []
+    monkeypatch.setattr("jaxpaged._engine.step_attention.attend", lambda q, *_, **options: given.append(options) or q)
+    cache, x = (
+        KVCache.create(num_blocks=3, block_size=4, num_kv_heads=1, head_dim=8),
+        jnp.zeros((1, 1, 8), jnp.bfloat16),
+    )
+    zero = jnp.zeros(1, jnp.int32)
+    attend = StepAttention(None, zero, zero + 4, None, zero, num_partitions=1)
+    attend(x, x, x, cache)
+    attend(x, x, x, cache, num_partitions=None)
+    attend(x, x, x, cache, num_partitions=2)
+    assert [options["num_partitions"] for options in given] == [1, 1, 2]
+
+
 def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
     prompts, params, expected = load
     engine, greedy = shared_engine(16), SamplingParams(temperature=0, max_tokens=8)

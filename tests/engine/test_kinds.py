@@ -9,6 +9,7 @@ import pytest
 
 from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler
 from jaxpaged._engine.defaults import chosen_sizes
+from jaxpaged._engine.inputs import pool_sizes
 from jaxpaged._engine.kinds import LONGEST_WAIT, count_wait, make_kinds, next_kind
 from tests import toy_model
 
@@ -112,6 +113,10 @@ def test_sizes_that_are_given_are_checked():
         chosen_sizes(9, 16, **OPEN | {"widths": (0,)})
     with pytest.raises(ValueError, match=r"num_seats \+ chunk_tokens = 12; got widths=\(12,\)"):
         chosen_sizes(9, 16, **OPEN | {"num_seats": 4, "chunk_tokens": 8, "widths": (12,)})
+    with pytest.raises(ValueError, match=r"22 rows, is used; leave out \[10, 15\]"):
+        chosen_sizes(9, 16, **OPEN | {"num_seats": 6, "chunk_tokens": 16, "widths": (7, 10, 15)})
+    with pytest.raises(ValueError, match="at least 2; got num_blocks=1"):
+        pool_sizes(KVCache(*jnp.zeros((2, 1, 4, 1, 8))))
 
 
 def test_an_engine_without_any_size_serves_and_says_what_it_chose():

@@ -73,11 +73,11 @@ def place_runs(call: Call, run: int) -> Runs:
     num_runs = -(-num_new // run)
     ends = jnp.cumsum(num_runs, dtype=jnp.int32)
     run_ids = jnp.arange(-(-tokens // run) + seqs, dtype=jnp.int32)
-    owners = jnp.searchsorted(ends, run_ids, side="right", method="scan_unrolled").astype(jnp.int32)
-    owners = jnp.minimum(owners, seqs - 1)
-    offsets = (run_ids - (ends - num_runs)[owners]) * run
-    counts = jnp.clip(num_new[owners] - offsets, 0, run)
-    return Runs(run, starts, ends - num_runs, owners, offsets, counts)
+    seq_ids = jnp.searchsorted(ends, run_ids, side="right", method="scan_unrolled").astype(jnp.int32)
+    seq_ids = jnp.minimum(seq_ids, seqs - 1)
+    offsets = (run_ids - (ends - num_runs)[seq_ids]) * run
+    counts = jnp.clip(num_new[seq_ids] - offsets, 0, run)
+    return Runs(run, starts, ends - num_runs, seq_ids, offsets, counts)
 
 
 def cut_packed(call: Call, runs: Runs) -> tuple[Call, Tree | None]:

@@ -1,6 +1,7 @@
 """How the benchmarks time: device time of calls chained in one jit, kernel times, and their floor."""
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
@@ -11,8 +12,9 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Event = tuple[float, float, str]  # on a GPU: begin and end in us, name
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -73,6 +77,23 @@ def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
     finally:
         times = cupti._cupti_get_timings(False)  # False: CUPTI stays, for the next time
     return [(name, milliseconds * 1e3) for name, milliseconds in times or ()]
+
+
+@contextlib.contextmanager
+def traced(events: list[Event]) -> Iterator[None]:
+    """Adds what the GPU did meanwhile, in order, by JAX's profiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            yield
+        data = jax.profiler.ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
+        events += sorted(
+            (event.start_ns / 1e3, (event.start_ns + event.duration_ns) / 1e3, event.name)
+            for plane in data.planes
+            if "GPU" in plane.name
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        )
 
 
 def by_kernel(times: list[tuple[str, float]], num_steps: int) -> dict[str, list[float]]:

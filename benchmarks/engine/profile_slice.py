@@ -21,42 +21,21 @@ import argparse
 import collections
 import contextlib
 import itertools
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.engine.model import CONFIGS, packed_model, random_weights
+from benchmarks.engine.model import CONFIGS
 from benchmarks.engine.steps import Steps, name_kind
-from benchmarks.engine.workload import SIZES, create_caches, workload
-from benchmarks.harness import add_output, by_kernel, open_store
+from benchmarks.engine.workload import SIZES, create_engine, workload
+from benchmarks.harness import Event, add_output, by_kernel, open_store, traced
 from jaxpaged import Engine, SamplingParams
 
 SMALL_US, LONG_US = 5, 500
 LENGTH = 256  # tokens of the sequences that decode in the steps by themselves
 SHOWN = 25  # kernels
-Event = tuple[float, float, str]  # begin and end in us, name
-
-
-@contextlib.contextmanager
-def traced(events: list[Event]) -> Iterator[None]:
-    """Adds what the GPU did meanwhile."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            yield
-        data = jax.profiler.ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
-        events += sorted(
-            (event.start_ns / 1e3, (event.start_ns + event.duration_ns) / 1e3, event.name)
-            for plane in data.planes
-            if "GPU" in plane.name
-            for line in plane.lines
-            if line.name.startswith("Stream")
-            for event in line.events
-        )
 
 
 def split(events: list[Event]) -> dict[str, float]:
@@ -162,18 +141,11 @@ def main() -> None:
     add_output(parser)
     options = parser.parse_args()
     options.toy = options.model == "toy"
-    config, sizes = CONFIGS[options.model], SIZES[options.model]
+    sizes = SIZES[options.model]
     store = open_store(f"engine_profile_{options.model}", options)
     begin = time.perf_counter()
-    engine = Engine(
-        packed_model(config),
-        random_weights(config),
-        create_caches(config, sizes.num_blocks),
-        num_seats=sizes.seats or None,
-        chunk_tokens=sizes.chunk or None,
-        max_length=2 * sizes.longest,
-        compiler_options=None if options.xla is None else dict(option.split("=") for option in options.xla),
-    )
+    xla = None if options.xla is None else dict(option.split("=") for option in options.xla)
+    engine = create_engine(options.model, compiler_options=xla)
     print(f"{jax.devices()[0].device_kind}, made in {time.perf_counter() - begin:.0f} s: {engine.stats()}", flush=True)
     of_kinds, kernels_of = profile_kinds(Steps(engine, sizes))
     show(of_kinds)

@@ -4,8 +4,8 @@
     python -m benchmarks.engine.throughput --model 135m
     python -m benchmarks.engine.throughput --model toy   # on a CPU, to try the script out
 
-Random bfloat16 weights, greedy, no stop tokens. First the logits of two layers are compared with "xla" as
-implementation, in a step of single tokens and in one with chunks. Each run checks that every request got the number of
+Random bfloat16 weights, greedy, no stop tokens. First the logits of two layers are compared with those of
+"xla", in a step of single tokens and in one with chunks. Each run checks that every request got the number of
 tokens it asked for. With --exact, logprobs of a request alone and among others are compared bit by bit. Rows of the
 table:
 
@@ -34,7 +34,16 @@ from benchmarks.checks import poisoned, worst_error
 from benchmarks.engine.costs import Costs, product_rate
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.steps import Steps, name_kind, scheduling_microseconds
-from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, Sizes, create_caches, run_work, workload
+from benchmarks.engine.workload import (
+    BLOCK_SIZE,
+    SIZES,
+    Request,
+    Sizes,
+    create_caches,
+    create_engine,
+    run_work,
+    workload,
+)
 from benchmarks.harness import add_output, open_store, read_bandwidth
 from benchmarks.models.decode_step import MOST_ERROR, cache_copies
 from benchmarks.models.llama_step import LlamaConfig
@@ -139,21 +148,6 @@ def line(name: str, point: dict[str, Any]) -> str:
     return text
 
 
-def create_engine(config: LlamaConfig, sizes: Sizes, weights: Any, options: argparse.Namespace) -> Engine:
-    return Engine(
-        packed_model(config),
-        weights,
-        create_caches(config, sizes.num_blocks),
-        num_seats=sizes.seats or None,
-        max_length=2 * sizes.longest,
-        chunk_tokens=sizes.chunk or None,
-        widths=options.widths,
-        steps_per_slice=options.steps_per_slice,
-        exact=options.exact,
-        compiler_options=options.xla,
-    )
-
-
 def of_program(engine: Engine) -> dict[str, Any]:
     """What the compiled slice copies, and how much memory it takes besides the caches."""
     memory = engine._run_slice.memory_analysis()
@@ -216,7 +210,16 @@ def main() -> None:
     say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rates}")
     say(f"error of a logit {check(config):.1e}")
     weights, begin = random_weights(config), time.perf_counter()
-    engine = create_engine(config, sizes, weights, options)
+    engine = create_engine(
+        options.model,
+        weights,
+        num_seats=sizes.seats or None,
+        chunk_tokens=sizes.chunk or None,
+        widths=options.widths,
+        steps_per_slice=options.steps_per_slice,
+        exact=options.exact,
+        compiler_options=options.xla,
+    )
     sizes = sizes.of(engine)
     program = {"compile_s": time.perf_counter() - begin} | of_program(engine)
     program |= {"seats": sizes.seats, "chunk": sizes.chunk, "widths": engine.stats().widths}

@@ -54,12 +54,13 @@ def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
     return tuple(create() for _ in range(config.num_layers))
 
 
-def create_engine(model: str, **options: Any) -> Engine:
-    """An engine with random weights that chooses all sizes which neither `SIZES` nor `options` have."""
+def create_engine(model: str, weights: Any = None, **options: Any) -> Engine:
+    """An engine, by default with random weights, that chooses all sizes which neither `SIZES` nor `options` have."""
     config, sizes = CONFIGS[model], SIZES[model]
     chosen = dict(num_seats=sizes.seats or None, max_length=2 * sizes.longest, chunk_tokens=sizes.chunk or None)
     caches = create_caches(config, sizes.num_blocks)
-    return Engine(packed_model(config), random_weights(config), caches, **(chosen | options))
+    weights = random_weights(config) if weights is None else weights
+    return Engine(packed_model(config), weights, caches, **(chosen | options))
 
 
 def kv_tokens(work: Sequence[Request]) -> int:

@@ -18,9 +18,7 @@ import itertools
 import math
 import re
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +27,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.checks import poisoned, worst_error
-from benchmarks.harness import add_output, by_kernel, kernel_times, open_store, random, read_bandwidth
+from benchmarks.harness import (
+    Event,
+    add_output,
+    by_kernel,
+    kernel_times,
+    open_store,
+    random,
+    read_bandwidth,
+    traced,
+)
 from benchmarks.models import llama_step
 from benchmarks.models.llama_step import MODELS, Apply, LlamaConfig
 from jaxpaged import BlockAllocator, KVCache, paged_attention
@@ -158,26 +165,16 @@ def profile(compiled: Any, weights: Any, state: State) -> tuple[State, dict[str,
 
 def timeline(compiled: Any, weights: Any, state: State) -> tuple[State, dict[str, float]]:
     """The gaps between one kernel's end and the next one's start, in a trace of the loop."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            state = compiled(weights, state, jnp.int32(FEW_STEPS))
-            jax.block_until_ready(state)
-        trace = next(Path(folder).rglob("*.xplane.pb"))
-        data = jax.profiler.ProfileData.from_file(str(trace))
-        spans = sorted(
-            (event.start_ns, event.start_ns + event.duration_ns)
-            for plane in data.planes
-            if "GPU" in plane.name
-            for line in plane.lines
-            if line.name.startswith("Stream")
-            for event in line.events
-        )
-    gaps = [max(0.0, later[0] - earlier[1]) / 1e3 for earlier, later in itertools.pairwise(spans)]
+    events: list[Event] = []
+    with traced(events):
+        state = compiled(weights, state, jnp.int32(FEW_STEPS))
+        jax.block_until_ready(state)
+    gaps = [max(0.0, later[0] - earlier[1]) for earlier, later in itertools.pairwise(events)]
     if not gaps:
-        return state, {"kernels": len(spans)}
-    whole = (spans[-1][1] - spans[0][0]) / 1e3
+        return state, {"kernels": len(events)}
+    whole = events[-1][1] - events[0][0]
     return state, {
-        "kernels": len(spans),
+        "kernels": len(events),
         "median_gap_us": statistics.median(gaps),
         "p90_gap_us": statistics.quantiles(gaps, n=10)[-1] if len(gaps) > 1 else gaps[0],
         "gaps_of_the_whole": sum(gaps) / whole,

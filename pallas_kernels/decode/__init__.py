@@ -30,7 +30,7 @@ To be read in this order:
 | `refs` | every array with its shape |
 | `kernel` | a program from its start to its end, and the launch |
 | `walk` | which tiles a program computes; `partition_plan`: how partitions are shared out by length |
-| `copies`, `cp_async` | how Q, K and V are fetched: the only part that differs between GPUs; `common.chunks` |
+| `copies` | how Q, K and V are fetched: the only part that differs between GPUs; `common.cp_async`, `common.chunks` |
 | `tiles` | where K and V of a tile are, and what the products read; `common.widen`: 8-bit caches |
 | `logits`, `softmax` | from the products of K and Q to the weights |
 | `merge` | how the partitions of a sequence are written, counted and merged |

@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common import cp_async
 from pallas_kernels.common.fetch import WARPS, Ring, block_at, copy_rows
 from pallas_kernels.common.interpret import interpreted
-from pallas_kernels.decode import cp_async
 from pallas_kernels.decode.config import COLUMNS, TILE
 from pallas_kernels.decode.refs import Refs, matrix
 from pallas_kernels.decode.walk import Walk

@@ -16,7 +16,6 @@ from jaxlib.mlir.dialects import llvm, nvvm
 from pallas_kernels.common.chunks import CHUNK, below, chunks, i32, pointer, product, thread, total, wide
 from pallas_kernels.common.mlir import arith
 from pallas_kernels.common.rows import SCALAR
-from pallas_kernels.decode.config import TILE
 
 
 def copy_rows(
@@ -42,7 +41,7 @@ def copy_rows(
 
 def copy_tile(
     source: Any,  # GMEM [blocks, block_size, kv_heads, head_dim]
-    target: Any,  # SMEM [64, width]
+    target: Any,  # SMEM [tile, width]
     transforms: Any,
     ids: Sequence[jax.Array],  # of the blocks of the tile
     slot: jax.Array,  # of the first block where the tile begins
@@ -53,10 +52,12 @@ def copy_tile(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[SCALAR] * (2 + len(ids))))
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
         slot, kv_head, *block_ids = map(_scalar, scalars)
+        row_tiles, _, tile_rows, _ = ir.MemRefType(target.type).shape
+        tile = row_tiles * tile_rows
         _, block_size, kv_heads, head_dim = ir.MemRefType(source.type).shape
         row_bytes = head_dim * utils.bitwidth(ir.MemRefType(source.type).element_type) // 8
         for chunk in chunks(target):
-            block_id, its_slot = _locate(chunk.row, chunk.rows, block_ids, slot)
+            block_id, its_slot = _locate(chunk.row, chunk.rows, block_ids, slot, tile)
             row = total(product(its_slot, kv_heads), kv_head)
             number = arith.addi(product(wide(block_id), block_size * kv_heads), wide(row))
             in_head = None if row_bytes == chunk.width else below(chunk.byte, row_bytes)
@@ -67,14 +68,15 @@ def copy_tile(
 
 
 def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Array, kv_head: jax.Array) -> None:
-    """Starts to copy scales f32 [blocks, block_size, kv_heads] of the tokens of a tile to `target` [64]."""
+    """Starts to copy scales f32 [blocks, block_size, kv_heads] of the tokens of a tile to `target` [tile]."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[SCALAR] * (2 + len(ids))))
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
         slot, kv_head, *block_ids = map(_scalar, scalars)
         _, block_size, kv_heads = ir.MemRefType(source.type).shape
-        token = arith.remui(thread(), i32(TILE))
-        block_id, its_slot = _locate(token, range(TILE), block_ids, slot)
+        (tile,) = ir.MemRefType(target.type).shape
+        token = arith.remui(thread(), i32(tile))
+        block_id, its_slot = _locate(token, range(tile), block_ids, slot, tile)
         number = arith.addi(
             product(wide(block_id), block_size * kv_heads), wide(total(product(its_slot, kv_heads), kv_head))
         )
@@ -83,7 +85,7 @@ def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Ar
             "cp.async.ca.shared.global [$0], [$1], 4;",
             address,
             _address(source, number, 4, i32(0)),
-            predicate=below(thread(), TILE),
+            predicate=below(thread(), tile),
             has_side_effects=True,
         )
 
@@ -111,9 +113,9 @@ def wait(pending: int) -> None:
     wait_group()
 
 
-def _locate(row: Any, rows: range, ids: Sequence[Any], slot: Any) -> tuple[Any, Any]:
+def _locate(row: Any, rows: range, ids: Sequence[Any], slot: Any, tile: int) -> tuple[Any, Any]:
     """The block, and the slot in it, of a row of a tile that is in `rows`; the first block begins at `slot`."""
-    run = TILE // len(ids)
+    run = tile // len(ids)
     first = rows[0] // run
     block_id = ids[first]
     for i in range(first + 1, rows[-1] // run + 1):

@@ -8,23 +8,29 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.sizes import is_8bit, round_up
 
-ROWS = 128  # of an item: 64 for each of two warpgroups
-MOST_HEADS = 16  # of an item: of 8 tokens then
+ROWS = 128  # of an item
+WG_ROWS = 64  # of them, for each of two warpgroups
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    num_programs: int  # one a SM
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a call is cut into items, and these into tiles."""
+
+    num_programs: int
     heads: int  # query heads of an item, which divide the group
     item_tokens: int  # query tokens of an item, a multiple of 8
     tile_tokens: int  # of keys, a step
+    num_parts: int = 1  # of the tiles that an item sees, each a program's; more than one are merged after the kernel
+    causal: bool = True  # False: every query token sees the whole sequence, and stands at its last token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Cut):
     num_stages: int  # tiles of K, and of V, in SMEM, of 16 bits
     output_columns: (
         int  # of O at a time through SMEM of their own, beside which the next item's Q is fetched; 0: by Q's
     )
-    num_parts: int = 1  # of the tiles that an item sees, each a program's; more than one are merged after the kernel
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches or widens
-    causal: bool = True  # False: every query token sees the whole sequence, and stands at its last token
     num_8bit_stages: int = 0  # tiles of K, and of V, of an 8-bit cache, as they are fetched; 0: of 16 bits
 
     @property
@@ -98,11 +104,11 @@ def default_parts(*, num_items: int, visible: int, head_dim: int, num_sms: int) 
     return max(1, min(num_sms // num_items, math.isqrt(16 * visible // (num_items * round_up(head_dim, 64)))))
 
 
-def heads_and_tokens(group: int) -> tuple[int, int]:
+def heads_and_tokens(group: int, rows: int = ROWS) -> tuple[int, int]:
     """Heads and tokens of an item: the most heads, which share keys, with at most an eighth of the rows empty."""
 
     def tokens(heads: int) -> int:
-        return ROWS // heads // 8 * 8
+        return rows // heads // 8 * 8
 
-    heads = max(n for n in range(1, MOST_HEADS + 1) if group % n == 0 and 8 * n * tokens(n) >= 7 * ROWS)
+    heads = max(n for n in range(1, rows // 8 + 1) if group % n == 0 and 8 * n * tokens(n) >= 7 * rows)
     return heads, tokens(heads)

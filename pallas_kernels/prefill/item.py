@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.rows import ROWS
 from pallas_kernels.common.sizes import ceil_div
-from pallas_kernels.prefill.config import Config
+from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.work_list import FIELDS, item_index
 
 BITS = 32  # of a word of a tree
@@ -56,7 +56,7 @@ class Items:
     entries: Any  # GMEM, int32 [max_entries, fields]
     num_entries: Any  # GMEM, int32 [1]
     program: jax.Array
-    config: Config
+    config: Cut
     tokens: int  # of q
     block_size: int
     kv_heads: int

@@ -20,12 +20,12 @@ from pallas_kernels.common.rows import ROWS as MATRIX
 from pallas_kernels.common.scales import of_head
 from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill import tree as trees
-from pallas_kernels.prefill.config import ROWS, Config
+from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
 from pallas_kernels.prefill.item import Items
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.refs import Refs, scratch
-from pallas_kernels.prefill.rows_of_item import WG_ROWS, RowsOfItem
+from pallas_kernels.prefill.rows_of_item import RowsOfItem
 from pallas_kernels.prefill.scales import Scales
 from pallas_kernels.prefill.steps import Steps
 from pallas_kernels.prefill.widener import Widener, q_as_float16

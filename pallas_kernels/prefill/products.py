@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import mma_utils, utils
@@ -20,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
-from pallas_kernels.common.mlir import arith, constant, scf
-from pallas_kernels.common.rows import ROWS, ROWS_FIRST
+from pallas_kernels.common.mlir import constant
+from pallas_kernels.common.rows import ROWS
 
 F32 = jnp.dtype(jnp.float32)
 
@@ -85,31 +84,3 @@ def _add(acc: Any, p: Any, v: Any, swizzle: int) -> Any:
             b_element_type=p.mlir_dtype,
         )
     return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
-
-
-def rescale(acc: jax.Array, alpha: jax.Array) -> jax.Array:
-    """acc f32 [64, width] times alpha f32 [64]; a warp in all of whose rows alpha is 1 leaves acc as it is."""
-
-    @plgpu.inline_mgpu(arg_types=(ROWS, ROWS_FIRST.vector), return_type=plgpu.ShapeDtypeStruct(acc.shape, F32, ROWS))
-    def scale(_: Any, acc: Any, alpha: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        first, second = alpha.registers.flat
-        is_needed = llvm.inline_asm(
-            i32,
-            [first, second],
-            "{ .reg .pred p, q; setp.neu.f32 p, $1, 0f3F800000; setp.neu.or.f32 p, $2, 0f3F800000, p;"
-            " vote.sync.any.pred q, p, 0xffffffff; selp.b32 $0, 1, 0, q; }",
-            "=r,f,f",
-            has_side_effects=True,
-        )
-        types = [x.type for x in acc.registers.flat]
-        branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, is_needed, constant("i32", 0)), types, has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            scaled = acc * alpha.broadcast_in_dim(acc.shape, (0,), acc.layout)
-            scf.yield_(list(scaled.registers.flat))
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_(list(acc.registers.flat))
-        registers = np.array(list(branch.results), dtype=object).reshape(acc.registers.shape)
-        return fa.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
-
-    return scale(acc, alpha)

@@ -11,8 +11,7 @@ from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.scales import of_tokens
 from pallas_kernels.common.sizes import is_8bit
 from pallas_kernels.prefill import scales as token_scales
-from pallas_kernels.prefill.config import Config
-from pallas_kernels.prefill.rows_of_item import WG_ROWS
+from pallas_kernels.prefill.config import WG_ROWS, Config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ time. Rows that the item does not have are neither read nor written.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,10 +22,9 @@ from pallas_kernels.common.chunks import chunks
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.mlir import arith, constant, scf
 from pallas_kernels.common.rows import ROWS, ROWS_FIRST
-from pallas_kernels.prefill.config import Config
+from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.item import Item
 
-WG_ROWS = 64
 SPLAT = plgpu.Layout.WG_SPLAT
 
 
@@ -33,12 +32,13 @@ SPLAT = plgpu.Layout.WG_SPLAT
 class RowsOfItem:
     """The rows of one warpgroup."""
 
-    config: Config
-    first_row: jax.Array  # of the item's 128
+    config: Cut
+    first_row: jax.Array  # of the item's
     transforms: tuple[Any, ...]  # of a matrix in SMEM
+    commit: Callable[[], None] = plgpu.commit_smem  # what has been written to SMEM is there for all threads
 
     def start_load(self, q: Any, item: Item, q_smem: Any, arrived: Any) -> None:
-        """Starts to bring Q [64, width]: zero past the end of a narrower head, and in rows that the item does not have.
+        """Starts to bring Q [rows, width]: zero past the end of a narrower head, and in rows that the item has not.
 
         q: GMEM [tokens, heads, head_dim]; the barrier is for interpret mode.
         """
@@ -67,20 +67,20 @@ class RowsOfItem:
             _asm("cp.async.wait_group 0;", "")
 
         wait()
-        plgpu.commit_smem()
+        self.commit()
 
     def store(self, x: jax.Array, out: Any, item: Item, o_smem: Any) -> None:
-        """x [64, width] into out, GMEM [tokens, heads, head_dim], through o_smem [64, columns], a part at a time."""
+        """x [rows, width] into out, GMEM [tokens, heads, head_dim], by o_smem [rows, columns], a part at a time."""
         columns = o_smem.shape[1]
         for start in range(0, x.shape[1], columns):
             if start:
-                plgpu.commit_smem()  # all threads have read what was there
-            part = lax.slice(x, (0, start), (WG_ROWS, start + columns))
+                self.commit()  # all threads have read what was there
+            part = lax.slice(x, (0, start), (x.shape[0], start + columns))
             self._store_columns(part, out, item, o_smem, start)
 
     def _store_columns(self, x: jax.Array, out: Any, item: Item, o_smem: Any, start: int) -> None:
         o_smem[...] = x
-        plgpu.commit_smem()
+        self.commit()
         if interpreted():
             self._store_one_by_one(out, item, o_smem, start)
             return
@@ -102,10 +102,10 @@ class RowsOfItem:
         store(out, o_smem, *self._scalars(item, item.out_row))
 
     def store_float32(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
-        """x f32 [64, width] into out, GMEM f32 [tokens, heads, head_dim], without SMEM but in interpret mode."""
+        """x f32 [rows, width] into out, GMEM f32 [tokens, heads, head_dim], without SMEM but in interpret mode."""
         if interpreted():
             x_smem[...] = x
-            plgpu.commit_smem()
+            self.commit()
             self._store_one_by_one(out, item, x_smem)
             return
 
@@ -127,15 +127,15 @@ class RowsOfItem:
         store(out, x, *self._scalars(item, item.out_row))
 
     def store_vector(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
-        """x f32 [64] into out, GMEM f32 [tokens, heads]; SMEM is for interpret mode."""
+        """x f32 [rows] into out, GMEM f32 [tokens, heads]; SMEM is for interpret mode."""
         if interpreted():
             x_smem[...] = x
-            plgpu.commit_smem()
+            self.commit()
 
             def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
                 plgpu.copy_smem_to_gmem(x_smem.at[pl.ds(i, 1)], out.at[token, pl.ds(head, 1)])
 
-            self._each_row(item, item.out_row, copy)
+            self._each_row(item, item.out_row, x_smem.shape[0], copy)
             plgpu.wait_smem_to_gmem(0)
             return
 
@@ -155,7 +155,7 @@ class RowsOfItem:
     def _scalars(self, item: Item, row: jax.Array) -> tuple[jax.Array, ...]:
         return self.first_row, row, item.head, item.num_tokens
 
-    def _each_row(self, item: Item, row_of_array: jax.Array, work: Any) -> None:
+    def _each_row(self, item: Item, row_of_array: jax.Array, num_rows: int, work: Any) -> None:
         tokens = jnp.int32(self.config.item_tokens)
 
         def row(i: jax.Array, _: None) -> None:
@@ -163,17 +163,17 @@ class RowsOfItem:
             is_there = jnp.logical_and(head < self.config.heads, token < item.num_tokens)
             pl.when(is_there)(lambda: work(i, row_of_array + token, item.head + head))
 
-        lax.fori_loop(0, WG_ROWS, row, None)
+        lax.fori_loop(0, num_rows, row, None)
 
     def _load_one_by_one(self, q: Any, item: Item, q_smem: Any, arrived: Any) -> None:
         q_smem[...] = jnp.zeros_like(q_smem)
-        plgpu.commit_smem()
+        self.commit()
 
         def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
             plgpu.copy_gmem_to_smem(q.at[token, head], _row(q_smem, i, q), arrived)
             plgpu.barrier_wait(arrived)
 
-        self._each_row(item, item.q_row, copy)
+        self._each_row(item, item.q_row, q_smem.shape[0], copy)
 
     def _store_one_by_one(self, out: Any, item: Item, smem: Any, start: int = 0) -> None:
         columns = min(smem.shape[-1], out.shape[-1] - start)
@@ -181,7 +181,7 @@ class RowsOfItem:
         def copy(i: jax.Array, *at: jax.Array) -> None:
             plgpu.copy_smem_to_gmem(smem.at[i, pl.ds(0, columns)], out.at[(*at, pl.ds(start, columns))])
 
-        self._each_row(item, item.out_row, copy)
+        self._each_row(item, item.out_row, smem.shape[0], copy)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -193,14 +193,14 @@ def _row(smem: Any, i: jax.Array, gmem: Any) -> Any:
 class _ItemRows:
     """Where the item's rows are in an array of [tokens, heads, ...], in MLIR, of type index."""
 
-    config: Config
+    config: Cut
     first_row: Any
     array_row: Any  # of the item's first token
     head: Any
     num_tokens: Any
 
     @classmethod
-    def of(cls, config: Config, *scalars: Any) -> "_ItemRows":
+    def of(cls, config: Cut, *scalars: Any) -> "_ItemRows":
         return cls(config, *(arith.index_cast(ir.IndexType.get(), x.registers[()]) for x in scalars))
 
     def _split(self, row: Any) -> tuple[Any, Any]:
@@ -234,7 +234,7 @@ class _Chunk:
 
 
 def _chunks(array: Any, smem: Any, where: _ItemRows, start: int = 0) -> Iterator[_Chunk]:
-    """The chunks of 64 rows, in SMEM and in an array [tokens, heads, head_dim], its columns from `start` on."""
+    """The chunks of rows, in SMEM and in an array [tokens, heads, head_dim], its columns from `start` on."""
     index = ir.IndexType.get()
     _, heads, head_dim = ir.MemRefType(array.type).shape
     array_start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(array))

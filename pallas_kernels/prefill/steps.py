@@ -23,16 +23,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.rows import COLUMNS, LOWEST, ROWS, ROWS_FIRST, zeros
-from pallas_kernels.common.scales import over_tokens, peaks
 from pallas_kernels.prefill import products
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.scales import Scales
+from pallas_kernels.prefill.softmax import rescale, softmax
 
 Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # O, m, l, and P of the last tile
-# In units of log2, by which a logit may exceed m before O is scaled to it: weights of 2^8 are far from overflow.
-HEADROOM = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Steps:
         self._wait(0)
         acc, p = self._fenced((acc, p))
         plgpu.barrier_arrive(self.values.free.at[before])
-        return self._rescaled(acc, alpha), m, l, p.astype(self.q.dtype)
+        return rescale(acc, alpha), m, l, p.astype(self.q.dtype)
 
     def _last(self, carry: Carry) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The values of the last tile."""
@@ -125,36 +123,10 @@ class Steps:
     def _softmax(
         self, scores: jax.Array, tile: jax.Array, m: jax.Array, l: jax.Array, *, masked: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """The new m and l, what sums so far are multiplied with, f32 [64], and the weights, f32 [64, tile]."""
-        k_scales, v_scales = self._token_scales(tile, masked=masked)
-        if k_scales is not None:
-            scores *= over_tokens(k_scales, scores.shape, ROWS_FIRST)
-        logits, to_log2 = self.logits(scores, tile, masked)
-        if v_scales is None:
-            highest = logits.max(axis=1) * to_log2
-        else:
-            highest = peaks(ROWS_FIRST.times(logits, to_log2), v_scales, ROWS_FIRST).max(axis=1)
-        m_new = jnp.where(highest > m + HEADROOM, highest, m)
-        alpha = jnp.exp2(m - m_new)
-        p = jnp.exp2(ROWS_FIRST.times(logits, to_log2) - ROWS_FIRST.over(m_new, logits.shape))
-        l_new = l * alpha + p.sum(axis=1)
-        if v_scales is not None:
-            p *= over_tokens(v_scales, p.shape, ROWS_FIRST)
-        return m_new, l_new, alpha, p
-
-    def _token_scales(self, tile: jax.Array, *, masked: bool) -> tuple[jax.Array | None, jax.Array | None]:
-        """The scales of K and of V, f32 [tile]; 1 for a token that no query sees."""
+        """As `softmax`, with the scales of the tile's tokens."""
         stage = lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.scales.stages))
-        pair = self.scales.of_tile(self.item, self.tables, tile, stage)
-        if not masked:
-            return pair
-
-        def of_seen(scales: jax.Array) -> jax.Array:
-            seen = self.item.seen(tile, scales.shape, ROWS.reduce(0))
-            return jnp.where(seen, scales, jnp.ones_like(scales))
-
-        k, v = (None if scales is None else of_seen(scales) for scales in pair)
-        return k, v
+        scales = self.scales.of_tile(self.item, self.tables, tile, stage)
+        return softmax(scores, self.logits, tile, scales, m, l, masked=masked)
 
     def _scores(self, stage: jax.Array) -> jax.Array:
         def product(ref: Any) -> jax.Array:
@@ -180,9 +152,6 @@ class Steps:
     def _fenced(self, x: Any) -> Any:
         """x, of which nothing is made before this point."""
         return x if interpreted() else lax.optimization_barrier(x)
-
-    def _rescaled(self, acc: jax.Array, alpha: jax.Array) -> jax.Array:
-        return acc * ROWS_FIRST.over(alpha, acc.shape) if interpreted() else products.rescale(acc, alpha)
 
     def _weighted_values(self, p: jax.Array, stage: jax.Array) -> jax.Array:
         """In interpret mode, which has no products with an operand in registers."""

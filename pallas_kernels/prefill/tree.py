@@ -15,12 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.rows import ROWS, ROWS_FIRST
 from pallas_kernels.prefill.config import ROWS as ITEM_ROWS
-from pallas_kernels.prefill.config import Config
+from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.item import BITS, Item, row_tokens
 from pallas_kernels.prefill.work_list import WorkList
 
 
-def by_entry(bits: jax.Array, work: WorkList, config: Config) -> jax.Array:
+def by_entry(bits: jax.Array, work: WorkList, config: Cut) -> jax.Array:
     """uint32 [tokens, words] -> int32 [max_entries, words, 128], of the rows of each entry's items."""
     tokens = work.entries[:, 1:2] + (jnp.arange(ITEM_ROWS, dtype=jnp.int32) % config.item_tokens)[None]
     words = lax.bitcast_convert_type(bits, jnp.int32)

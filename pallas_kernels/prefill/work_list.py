@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.prefill.config import Config
+from pallas_kernels.prefill.config import Cut
 
 # Keys and values that stay in the L2 cache (H100: 50 MB). 8 x 1024 of 32/32 heads have 134 MB.
 L2_BYTES = 40e6
@@ -31,7 +31,7 @@ def make_work_list(
     *,
     tokens: int,  # of q, padding included
     token_bytes: int,  # of a token's keys and values
-    config: Config,
+    config: Cut,
 ) -> WorkList:
     """Cuts each sequence's newest tokens, `query_starts[s] : query_starts[s + 1]` of q, into runs of
     `config.item_tokens`.

@@ -1,6 +1,6 @@
 """Tables of docs/ about caches, the allocator, models and the engine, from the files of benchmarks/results."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.figures.cells import Points, label, table, us
 from jaxpaged import cache_capacity
@@ -99,7 +99,7 @@ def cache_choices(points: Points) -> str:
     times, perplexities = points("h100/quantised"), points("cpu/perplexity")
     rows = []
     for dtype, scale in CHOICES:
-        sizes = dict(num_layers=1, num_kv_heads=8, head_dim=128)
+        sizes: Any = dict(num_layers=1, num_kv_heads=8, head_dim=128)
         bytes_per_token = cache_capacity(10**9, [1], dtype=dtype, scale_per=scale, **sizes).bytes_per_token
         time = times["32/8 64x8192" + (f" cache={dtype} scale={scale}" if scale else "")]["us"]
         perplexity = perplexities[f"{dtype}/{scale}" if scale else dtype]["perplexity"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxpaged._cache.kv_cache import Granularity, checked_granularity
+from jaxpaged._cache.kv_cache import Granularity, checked_granularity, checked_value_dim
 from jaxpaged._integers import checked_size
 
 SCALE_BYTES = 4  # float32
@@ -56,6 +56,8 @@ def cache_capacity(
     num_layers: int,
     num_kv_heads: int,
     head_dim: int,
+    value_dim: int | None = None,
+    is_latent: bool = False,
     block_size: int = 16,
     dtype: DTypeLike = jnp.bfloat16,
     scale_per: Granularity | None = None,
@@ -63,7 +65,8 @@ def cache_capacity(
 ) -> CacheCapacity:
     """How many blocks fit into a memory, and how many sequences into these blocks.
 
-        bytes a token = 2 * num_layers * num_kv_heads * (head_dim * itemsize + bytes of its scale)
+        bytes a token = num_layers * num_kv_heads * ((head_dim + value_dim) * itemsize + bytes of two scales)
+        bytes of a latent one = num_layers * num_kv_heads * (head_dim * itemsize + bytes of its scale)
         blocks of a sequence = ceil(length / block_size)
 
     It agrees to the byte with `KVCache.create`, for a cache of each layer and for a stack. Subtract what else lives on
@@ -76,6 +79,8 @@ def cache_capacity(
         num_layers: layers with a cache.
         num_kv_heads: KV heads.
         head_dim: numbers a head.
+        value_dim: as in `KVCache.create`, like the next.
+        is_latent: whether values are numbers of the keys.
         block_size: tokens in a block.
         dtype: as in `KVCache.create`, like the next.
         scale_per: what has its own scale in a quantised cache.
@@ -97,6 +102,7 @@ def cache_capacity(
     """
     sizes = dict(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
     num_layers, num_kv_heads, head_dim, block_size = (checked_size(name, size) for name, size in sizes.items())
+    value_dim = checked_value_dim(head_dim, value_dim, is_latent=is_latent)
     memory_bytes = checked_size("memory_bytes", memory_bytes)
     lengths = [checked_size("a length", length) for length in lengths]
     if not lengths:
@@ -104,10 +110,12 @@ def cache_capacity(
     max_length = max(lengths) if max_length is None else checked_size("max_length", max_length, max(lengths))
     granularity = checked_granularity(dtype, scale_per)
 
-    head_bytes = head_dim * jnp.dtype(dtype).itemsize + (SCALE_BYTES if granularity == "token_head" else 0)
-    bytes_per_token = 2 * num_layers * num_kv_heads * head_bytes
+    widths = [head_dim] if is_latent else [head_dim, value_dim]  # of the arrays, each with its scales
+    scale_bytes = SCALE_BYTES if granularity == "token_head" else 0
+    head_bytes = sum(width * jnp.dtype(dtype).itemsize + scale_bytes for width in widths)
+    bytes_per_token = num_layers * num_kv_heads * head_bytes
     shared_scales = {"head": num_kv_heads, "tensor": 1}.get(granularity or "", 0)
-    fixed_bytes = 2 * num_layers * shared_scales * SCALE_BYTES
+    fixed_bytes = len(widths) * num_layers * shared_scales * SCALE_BYTES
     block_bytes = block_size * bytes_per_token
     num_blocks = (memory_bytes - fixed_bytes) // block_bytes
     if num_blocks <= NULL_BLOCKS:

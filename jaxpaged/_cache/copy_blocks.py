@@ -55,9 +55,9 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
     - On GPUs of compute capability 9.0 a kernel reads and writes each block once, `2 * pairs * block_bytes`, and
       moves nothing for padding. Blocks that are both read and overwritten are set aside in between, which doubles
       their bytes and reserves at most 512 KiB a pair.
-    - Elsewhere XLA does it, and also for scales of each token and head, on several devices of an auto mesh outside of
-      `jax.shard_map`, under `vmap` and under differentiation. It sets all blocks aside:
-      `4 * pairs * block_bytes`, with padding.
+    - Elsewhere XLA does it, and also for keys and values of different width, for scales of each token and head, on
+      several devices of an auto mesh outside of `jax.shard_map`, under `vmap` and under differentiation. It sets all
+      blocks aside: `4 * pairs * block_bytes`, with padding.
 
     Nothing is as large as the cache.
 
@@ -108,11 +108,14 @@ def copy_by_kernel(
         from pallas_kernels.copy_blocks import kernel
 
         pairs, counts = plan(source_ids, destination_ids, cache.k.shape[-4])
-        pools = tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in (cache.k, cache.v))
+        pools = _pools(cache)
+        flat = tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in pools.values())
         with interpret_mode(interpret):
-            k, v = kernel.launch(pools, pairs, counts, config=config)
+            copied = kernel.launch(flat, pairs, counts, config=config)
         cache = copy_by_xla(cache, source_ids, destination_ids)  # for scales of tokens; XLA drops the rest
-        return dataclasses.replace(cache, k=k.reshape(cache.k.shape), v=v.reshape(cache.v.shape))
+        new = (x.reshape(pool.shape) for pool, x in zip(pools.values(), copied, strict=True))
+        changes: Any = dict(zip(pools, new, strict=True))
+        return dataclasses.replace(cache, **changes)
 
     @custom_vmap
     def copy(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
@@ -160,12 +163,16 @@ def _legal(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -
     return holds_tokens(source_ids, num_blocks) & holds_tokens(destination_ids, num_blocks)
 
 
+def _pools(cache: KVCache) -> dict[str, jax.Array]:
+    return {"k": cache.k} if cache.v is None else {"k": cache.k, "v": cache.v}
+
+
 def _choose_config(cache: KVCache, num_pairs: int) -> copy_config.Config | None:
     """None if XLA does it."""
     num_layers, num_blocks = layers_and_blocks(cache.k, cache)
     block_numbers, itemsize = math.prod(cache.k.shape[-3:]), cache.k.dtype.itemsize
-    if num_pairs == 0 or cache.k.size == 0:
-        return None
+    if num_pairs == 0 or cache.k.size == 0 or any(pool.shape != cache.k.shape for pool in _pools(cache).values()):
+        return None  # the kernel takes pools of one shape
     try:
         gpu = _device.gpu()
     except NotImplementedError:
@@ -181,7 +188,7 @@ def _choose_config(cache: KVCache, num_pairs: int) -> copy_config.Config | None:
     return copy_config.default_config(
         block_numbers=block_numbers,
         itemsize=itemsize,
-        num_pools=2,
+        num_pools=len(_pools(cache)),
         num_layers=num_layers,
         num_pairs=num_pairs,
         num_sms=gpu.num_sms,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,13 @@ class KVCache:
 
     Attributes:
         k: `[blocks, block_size, kv_heads, head_dim]`, or with a leading layer axis.
-        v: as k.
+        v: `[blocks, block_size, kv_heads, value_dim]`, value_dim often head_dim. None: a latent cache, whose values are
+            the first numbers of its keys.
         k_scale: None, or for a quantised cache the factor of the stored keys, f32: `[]` (one for the tensor),
             `[kv_heads]`, or `[blocks, block_size, kv_heads]` (one for each token and head). In a stack the first two
             are `[layers, 1]` and `[layers, kv_heads]`; the last has a leading layer axis as k has.
-        v_scale: as k_scale.
+        v_scale: as k_scale; None in a latent cache.
+        latent_values: in a latent cache, how many of the first numbers of each key are the value; else None.
 
     Block 0 is the null block: it pads every block table and holds no sequence's tokens.
 
@@ -42,9 +44,10 @@ class KVCache:
     """
 
     k: jax.Array
-    v: jax.Array
+    v: jax.Array | Any  # None if latent; users of other caches need not ask
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+    latent_values: int | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @classmethod
     def create(
@@ -54,6 +57,8 @@ class KVCache:
         block_size: int,
         num_kv_heads: int,
         head_dim: int,
+        value_dim: int | None = None,
+        is_latent: bool = False,
         dtype: DTypeLike = jnp.bfloat16,
         num_layers: int | None = None,
         scale_per: Granularity | None = None,
@@ -66,7 +71,10 @@ class KVCache:
             num_blocks: blocks in the pool (of each layer).
             block_size: tokens in a block.
             num_kv_heads: KV heads.
-            head_dim: numbers a head.
+            head_dim: numbers a head; of keys, if values have other sizes.
+            value_dim: numbers of a value; None: as many as of a key.
+            is_latent: whether values are the first `value_dim` numbers of the keys, and not kept apart: the latent
+                vector and the rotary key of multi-head latent attention, `num_kv_heads=1, head_dim=576, value_dim=512`.
             dtype: bfloat16, float16 or float32; or float8_e4m3fn, float8_e5m2, int8, to which `write_kv` quantises. The
                 kernels for GPUs take queries in the cache's dtype or an 8-bit cache, and no float32.
             num_layers: None for one layer's cache; a number for a stack of that many.
@@ -76,10 +84,11 @@ class KVCache:
                 clipped.
             k_scale: with "tensor" f32 `[]`, or `[layers]`; with "head" f32 `[kv_heads]`, or `[layers, kv_heads]`.
                 Left out for a float8 cache, it is 1.
-            v_scale: as k_scale.
+            v_scale: as k_scale. A latent cache has none.
 
         Raises:
-            ValueError: a size that is no int or below 1, another dtype, scales that do not fit it, or none for int8.
+            ValueError: a size that is no int or below 1, a latent cache whose values are wider than its keys or have
+                scales of their own, another dtype, scales that do not fit it, or none for int8.
 
         Example:
             >>> import jaxpaged
@@ -88,18 +97,36 @@ class KVCache:
             >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="int8")
             >>> cache.k.dtype, cache.k_scale.shape
             (dtype('int8'), (8, 16, 2))
+            >>> jaxpaged.KVCache.create(
+            ...     num_blocks=8, block_size=16, num_kv_heads=1, head_dim=576, value_dim=512, is_latent=True
+            ... )
+            KVCache(k=bfloat16[8,16,1,576], v=None, k_scale=None, v_scale=None, latent_values=512)
         """
         sizes = dict(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
         shape = tuple(checked_size(name, size) for name, size in sizes.items())
+        value_dim = checked_value_dim(shape[-1], value_dim, is_latent=is_latent)
         granularity = checked_granularity(dtype, scale_per)
         layers = () if num_layers is None else (checked_size("num_layers", num_layers),)
         shape = layers + shape
+        k_scale = _create_scale("k_scale", k_scale, granularity, jnp.dtype(dtype), layers, shape)
+        if is_latent:
+            if v_scale is not None:
+                raise ValueError("the values of a latent cache have the scale of its keys: leave v_scale out.")
+            return cls(k=jnp.zeros(shape, dtype), v=None, k_scale=k_scale, latent_values=value_dim)
         return cls(
             k=jnp.zeros(shape, dtype),
-            v=jnp.zeros(shape, dtype),
-            k_scale=_create_scale("k_scale", k_scale, granularity, jnp.dtype(dtype), layers, shape),
+            v=jnp.zeros((*shape[:-1], value_dim), dtype),
+            k_scale=k_scale,
             v_scale=_create_scale("v_scale", v_scale, granularity, jnp.dtype(dtype), layers, shape),
         )
+
+
+def checked_value_dim(head_dim: int, value_dim: int | None, *, is_latent: bool) -> int:
+    """Numbers of a value. Raises `ValueError` if it is no size, or those of a latent cache are not some of a key's."""
+    value_dim = head_dim if value_dim is None else checked_size("value_dim", value_dim)
+    if is_latent and value_dim > head_dim:
+        raise ValueError(f"the values of a latent cache are numbers of its keys; got {value_dim=}, {head_dim=}.")
+    return value_dim
 
 
 def checked_granularity(dtype: DTypeLike, scale_per: str | None) -> Granularity | None:
@@ -165,12 +192,21 @@ def check_cache(cache: KVCache) -> None:
             "A tuple has one cache for each layer: index it, or make an Engine with a stack."
         )
     k, v = cache.k, cache.v
-    if k.ndim not in (4, 5) or k.shape != v.shape or k.dtype != v.dtype or k.dtype not in CACHE_DTYPES:
+    if v is None:
+        if k.ndim not in (4, 5) or k.dtype not in CACHE_DTYPES or not 0 < (cache.latent_values or 0) <= k.shape[-1]:
+            raise ValueError(
+                "k of a latent cache must be [blocks, block_size, kv_heads, width], or that with a leading layer axis, "
+                f"and latent_values at most the width; got {k.shape=}, {k.dtype=!s}, {cache.latent_values=}."
+            )
+        if cache.v_scale is not None:
+            raise ValueError("the values of a latent cache have the scale of its keys: leave v_scale out.")
+    elif k.ndim not in (4, 5) or k.shape[:-1] != v.shape[:-1] or k.dtype != v.dtype or k.dtype not in CACHE_DTYPES:
         raise ValueError(
             "k and v of a cache must be [blocks, block_size, kv_heads, head_dim], or that with a leading layer axis, "
-            f"of one shape and dtype; got {k.shape=}, {v.shape=}, {k.dtype=!s}, {v.dtype=!s}."
+            f"of one dtype, and alike but for their last axis; got {k.shape=}, {v.shape=}, {k.dtype=!s}, {v.dtype=!s}."
         )
-    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+    scales = dict(k_scale=cache.k_scale) if v is None else dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
+    for name, scale in scales.items():
         if (scale is None) != (k.dtype not in LARGEST):
             raise ValueError(
                 f"a quantised cache has scales and no other has them; got {k.dtype=!s} and {name} "
@@ -194,12 +230,9 @@ def _scale_fits(scale: tuple[int, ...], pool: tuple[int, ...]) -> bool:
 def map_blocks(function: Callable[..., jax.Array], cache: KVCache, *others: KVCache) -> KVCache:
     """`function` of every array that has a block axis; scales of a tensor or a head stay as they are in `cache`."""
 
-    def map_scale(scale: jax.Array | None, *other_scales: jax.Array | None) -> jax.Array | None:
-        return scale if scale is None or scale.ndim != cache.k.ndim - 1 else function(scale, *other_scales)
+    def map_one(array: jax.Array | None, *other_arrays: jax.Array | None) -> jax.Array | None:
+        return array if array is None or array.ndim < cache.k.ndim - 1 else function(array, *other_arrays)
 
-    return KVCache(
-        k=function(cache.k, *(other.k for other in others)),
-        v=function(cache.v, *(other.v for other in others)),
-        k_scale=map_scale(cache.k_scale, *(other.k_scale for other in others)),
-        v_scale=map_scale(cache.v_scale, *(other.v_scale for other in others)),
-    )
+    names = ("k", "v", "k_scale", "v_scale")
+    arrays: dict[str, Any] = {name: map_one(*(getattr(each, name) for each in (cache, *others))) for name in names}
+    return dataclasses.replace(cache, **arrays)

@@ -96,4 +96,5 @@ def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
         factor = jnp.broadcast_to(scale.reshape((1,) * (pool.ndim - 1 - scale.ndim) + scale.shape), pool.shape[:-1])
         return (pool.astype(jnp.float32) * factor[..., None]).astype(dtype)
 
-    return KVCache(k=widen(cache.k, cache.k_scale), v=widen(cache.v, cache.v_scale))
+    v = None if cache.v is None else widen(cache.v, cache.v_scale)
+    return KVCache(k=widen(cache.k, cache.k_scale), v=v, latent_values=cache.latent_values)

@@ -18,7 +18,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     cache: C,
     q: ArrayLike,
     k: ArrayLike,
-    v: ArrayLike,
+    v: ArrayLike | None,
     slots: ArrayLike,
     positions: ArrayLike,
     frequencies: tuple[float, ...] | None,
@@ -33,7 +33,8 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         x'_i         = x_i cos(p f_i) - x_{i + d/2} sin(p f_i)
         x'_{i + d/2} = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),    i < d/2,    d = 2 len(frequencies)
 
-    Dimensions from d on stay as they are. With `interleaved` a pair is x_{2i} and x_{2i + 1}. Row p of
+    Dimensions from d on stay as they are. In a latent cache the values, the first dimensions, stay as they are, and the
+    rotation begins behind them. With `interleaved` a pair is x_{2i} and x_{2i + 1}. Row p of
     `tables` replaces cos(p f_i) and sin(p f_i). With neither tables nor frequencies nothing is rotated.
 
     It writes `write_kv` of v and of the rotated k, rounded to k's dtype. Under `jax.jit` on a GPU, XLA makes one kernel
@@ -44,10 +45,10 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         cache: one layer's cache, or a layer of a stack.
         q: `[..., heads, head_dim]`.
         k: `[..., kv_heads, head_dim]`, not yet rotated.
-        v: as k, but never rotated.
+        v: as k, but never rotated. None for a latent cache.
         slots: int32 `[...]`, see `write_kv`.
         positions: int32 `[...]`, as `BlockAllocator.positions` gives them.
-        frequencies: the angle per token of each pair of dimensions, up to `head_dim // 2` numbers:
+        frequencies: the angle per token of each pair of dimensions, up to half as many as can be rotated:
             `rotary_frequencies`. An array too, which may be traced: a scan over layers of two bases compiles once.
             None: no rotation, but for that of `tables`.
         interleaved: whether pairs are neighbours, as in GPT-J and Meta's own Llama, and not halves, as in that of
@@ -84,19 +85,20 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         raise ValueError(
             f"positions must be int32 {list(k.shape[:-2])}, one a token; got {positions.dtype} {list(positions.shape)}."
         )
-    if frequencies is not None and not 0 < 2 * len(frequencies) <= k.shape[-1]:
-        raise ValueError(
-            f"frequencies must be up to head_dim // 2 numbers; got {len(frequencies)} for head_dim={k.shape[-1]}."
-        )
+    start = (cache.stack if isinstance(cache, CacheLayer) else cache).latent_values or 0
+    head_dim = k.shape[-1] - start  # that can be rotated
+    if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
+        raise ValueError(f"frequencies must be up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}.")
     if tables is not None:
         if frequencies is not None:
             raise ValueError("tables take the place of frequencies; pass frequencies=None with them.")
-        cos, sin = _table_cos_sin(tables, positions, k.shape[-1])
+        cos, sin = _table_cos_sin(tables, positions, head_dim)
     elif frequencies is not None:
         cos, sin = _cos_sin(positions, frequencies)
     else:
         return write_kv(cache, k, v, slots), q
-    return write_kv(cache, _rotate(k, cos, sin, interleaved), v, slots), _rotate(q, cos, sin, interleaved)
+    k, q = (rotate(x, cos, sin, interleaved=interleaved, start=start) for x in (k, q))
+    return write_kv(cache, k, v, slots), q
 
 
 def _cos_sin(positions: jax.Array, frequencies: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
@@ -123,11 +125,14 @@ def _table_cos_sin(
     return cos[rows], sin[rows]
 
 
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool) -> jax.Array:
-    num_rotated = 2 * cos.shape[-1]
-    pairs = x[..., :num_rotated].astype(jnp.float32)
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool, start: int) -> jax.Array:
+    """The dimensions from `start` on, as many as there are cosines for."""
+    end = start + 2 * cos.shape[-1]
+    pairs = x[..., start:end].astype(jnp.float32)
     first, second = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else jnp.split(pairs, 2, axis=-1)
     turned = first * cos - second * sin, second * cos + first * sin
     rotated = jnp.stack(turned, axis=-1).reshape(pairs.shape) if interleaved else jnp.concatenate(turned, axis=-1)
     rotated = rotated.astype(x.dtype)
-    return rotated if num_rotated == x.shape[-1] else jnp.concatenate([rotated, x[..., num_rotated:]], axis=-1)
+    if pairs.shape == x.shape:
+        return rotated
+    return jnp.concatenate([x[..., :start], rotated, x[..., end:]], axis=-1)

@@ -269,13 +269,17 @@ def checked_ids(name: str, ids: ArrayLike) -> jax.Array:
 def _check_blocks(name: str, blocks: KVCache, cache: KVCache, num_blocks: int, block_size: int) -> None:
     layers, token_shape = cache.k.shape[: _layer_axes(cache)], cache.k.shape[-2:]
     wanted = (*layers, num_blocks, block_size, *token_shape)
-    if blocks.k.shape != wanted or blocks.k.dtype != cache.k.dtype:
+    if blocks.k.shape != wanted or blocks.k.dtype != cache.k.dtype or _value_dim(blocks) != _value_dim(cache):
         raise ValueError(
-            f"{name} must be {list(wanted)} in {cache.k.dtype}, as the ids and the cache are; "
-            f"got {name}.k.shape={blocks.k.shape} in {blocks.k.dtype}."
+            f"{name} must be {list(wanted)} in {cache.k.dtype} with values of {_value_dim(cache)} numbers, as the "
+            f"ids and the cache are; got {name}.k.shape={blocks.k.shape} in {blocks.k.dtype}, {_value_dim(blocks)}."
         )
     if _scale_kinds(blocks) != _scale_kinds(cache):
         raise ValueError(f"{name} must have scales of the kind that the cache has.")
+
+
+def _value_dim(cache: KVCache) -> str:
+    return f"{cache.latent_values} of the key's" if cache.v is None else str(cache.v.shape[-1])
 
 
 def _scale_kinds(cache: KVCache) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -18,7 +19,7 @@ from jaxpaged._on_shards import on_shards
 
 
 @on_shards
-def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> C:
+def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike | None, slots: ArrayLike) -> C:
     """Writes new tokens into their slots; in place if the cache is donated.
 
     A quantised cache stores `round(k / k_scale)`, clipped to the range of its dtype, so that nothing overflows to NaN
@@ -29,7 +30,7 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slo
     Args:
         cache: one layer's cache, or a layer of a stack.
         k: `[..., kv_heads, head_dim]`, cast to the cache's dtype or quantised to it.
-        v: as k.
+        v: as k, `[..., kv_heads, value_dim]`. None for a latent cache, whose values are numbers of k.
         slots: int32 `[...]`, as `BlockAllocator.append` returns them. A slot outside the pool, below zero or past
             its end, is padding: its token is dropped. The other slots must differ: XLA relies on it. If two are equal,
             each number of that slot comes from either token; all other slots are right.
@@ -51,7 +52,7 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slo
         >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
         [0, 0, 1, 1, 0, 0, 0, 0]
     """
-    new_k, new_v, slots = jnp.asarray(k), jnp.asarray(v), as_int32(slots)
+    new_k, new_v, slots = jnp.asarray(k), None if v is None else jnp.asarray(v), as_int32(slots)
     if slots.dtype != jnp.int32:
         raise ValueError(f"slots must be int32; got {slots.dtype=!s}. Cast with .astype(jnp.int32).")
     if isinstance(cache, CacheLayer):
@@ -64,33 +65,35 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike, slo
     return pool
 
 
-def _write_pool(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVCache:
+def _write_pool(cache: KVCache, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> KVCache:
     check_cache(cache)
     if cache.k.ndim != 4:
         raise ValueError(
             f"write_kv takes one layer's cache; got {cache.k.shape=}. For a layer of a stack pass "
             "jaxpaged.CacheLayer(stack, layer)."
         )
-    token_shape = cache.k.shape[2:]
-    if k.shape != v.shape or k.shape != (*slots.shape, *token_shape):
-        raise ValueError(
-            f"k and v must be [..., kv_heads, head_dim] with slots [...] and the cache's {list(token_shape)}; "
-            f"got {k.shape=}, {v.shape=}, {slots.shape=}."
-        )
-    for name, tokens in (("k", k), ("v", v)):
-        if not jnp.issubdtype(tokens.dtype, jnp.floating):
-            raise ValueError(f"{name} must be floating point; got {name}.dtype={tokens.dtype}.")
-    slots = slots.ravel()
-    k, v = k.reshape(-1, *token_shape), v.reshape(-1, *token_shape)
-    new_k, k_scale = _write(cache.k, cache.k_scale, k, slots)
-    new_v, v_scale = _write(cache.v, cache.v_scale, v, slots)
-    return KVCache(k=new_k, v=new_v, k_scale=k_scale, v_scale=v_scale)
+    if (v is None) != (cache.v is None):
+        raise ValueError("v is None for a latent cache, whose values are numbers of k, and for no other cache.")
+    k_pool, k_scale = _write("k", cache.k, cache.k_scale, k, slots)
+    if v is None or cache.v is None:
+        return dataclasses.replace(cache, k=k_pool, k_scale=k_scale)
+    v_pool, v_scale = _write("v", cache.v, cache.v_scale, v, slots)
+    return KVCache(k=k_pool, v=v_pool, k_scale=k_scale, v_scale=v_scale)
 
 
 def _write(
-    pool: jax.Array, pool_scale: jax.Array | None, tokens: jax.Array, slots: jax.Array
+    name: str, pool: jax.Array, pool_scale: jax.Array | None, tokens: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """New tokens [tokens, kv_heads, head_dim] in the pool, and their scales if it has one for each token."""
+    """New tokens [..., kv_heads, head_dim] in the pool, and their scales if it has one for each token."""
+    token_shape = pool.shape[2:]
+    if tokens.shape != (*slots.shape, *token_shape):
+        raise ValueError(
+            f"{name} must be [..., kv_heads, head_dim] with slots [...] and the cache's {list(token_shape)}; "
+            f"got {name}.shape={tokens.shape}, {slots.shape=}."
+        )
+    if not jnp.issubdtype(tokens.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating point; got {name}.dtype={tokens.dtype}.")
+    tokens, slots = tokens.reshape(-1, *token_shape), slots.ravel()
     if pool_scale is None:
         return scatter_slots(pool, tokens.astype(pool.dtype), slots), None
     scale = stored = pool_scale

@@ -82,7 +82,7 @@ def test_create_errors(changes, message):
             SMALL,
             (3, 1, 8),
             jnp.zeros(2, jnp.int32),
-            r"got k.shape=\(3, 1, 8\), v.shape=\(3, 1, 8\), slots.shape=\(2,\)",
+            r"got k.shape=\(3, 1, 8\), slots.shape=\(2,\)",
         ),
         (SMALL, (3, 2, 8), jnp.zeros(3, jnp.int32), r"slots \[\.\.\.\] and the cache's \[1, 8\]"),
         (SMALL, (3, 1, 8), jnp.zeros(3, jnp.float32), r"slots must be int32; got slots.dtype=float32"),

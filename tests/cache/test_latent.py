@@ -1,0 +1,122 @@
+"""Latent caches: one array, of which the first numbers are the values; and values of another width than keys."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpaged
+from jaxpaged import KVCache, cache_capacity, rotate_and_write_kv, write_kv
+
+SIZES = dict(num_kv_heads=1, head_dim=12, value_dim=8)
+KINDS = pytest.mark.parametrize("is_latent", [True, False])
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "int8"])
+
+
+def filled(is_latent: bool, dtype: str = "float32", num_layers: int | None = None) -> KVCache:
+    """Blocks 1 and 2 of 4 hold tokens."""
+    cache = KVCache.create(num_blocks=4, block_size=2, is_latent=is_latent, dtype=dtype, num_layers=num_layers, **SIZES)
+    k, v = tokens()
+    if num_layers is None:
+        return write_kv(cache, k, None if is_latent else v, jnp.arange(2, 6))
+    for i in range(num_layers):
+        cache = write_kv(jaxpaged.CacheLayer(cache, i), k + i, None if is_latent else v, jnp.arange(2, 6)).stack
+    return cache
+
+
+def tokens() -> tuple[jax.Array, jax.Array]:
+    k = jax.random.normal(jax.random.key(0), (4, 1, 12))
+    return k, k[..., :8] + 1
+
+
+def same(cache: KVCache, other: KVCache) -> bool:
+    assert jax.tree.structure(cache) == jax.tree.structure(other)
+    return all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(other), strict=True))
+
+
+@KINDS
+@DTYPES
+def test_tokens_are_where_they_were_written(is_latent, dtype):
+    cache = jaxpaged.widen_kv(filled(is_latent, dtype))
+    k, v = tokens()
+    tolerance = 0.02 if dtype == "int8" else 0
+    np.testing.assert_allclose(cache.k[1:3].reshape(4, 1, 12), k, atol=tolerance)
+    assert not cache.k[0].any()
+    if is_latent:
+        assert cache.v is None
+        assert cache.latent_values == 8
+    else:
+        np.testing.assert_allclose(cache.v[1:3].reshape(4, 1, 8), v, atol=2 * tolerance)
+
+
+@KINDS
+@DTYPES
+@pytest.mark.parametrize("num_layers", [None, 2])
+def test_blocks_move_with_every_bit(is_latent, dtype, num_layers):
+    cache = filled(is_latent, dtype, num_layers)
+    ids, others = jnp.asarray([1, 2]), jnp.asarray([2, 3])
+    copied = jax.jit(jaxpaged.copy_blocks)(cache, ids, others)
+    blocks = jaxpaged.blocks_to_host(cache, ids)
+    assert same(jaxpaged.blocks_from_host(cache, blocks, others), copied)
+    tables, lengths = jnp.asarray([[2, 3]]), jnp.asarray([4])
+    contiguous = jaxpaged.gather_kv(copied, tables, lengths)
+    axes = 0 if num_layers is None else 1
+    expected = np.asarray(cache.k, np.float32).take([1, 2], axes)
+    assert (np.asarray(contiguous.k, np.float32).reshape(expected.shape) == expected).all()
+    assert same(jaxpaged.scatter_kv(cache, contiguous, tables, lengths), copied)
+    assert not jnp.any(jnp.asarray(jax.tree.leaves(jaxpaged.zero_blocks(cache, ids))[0], jnp.float32))
+
+
+@DTYPES
+def test_rotation_begins_behind_the_values(dtype):
+    k, _ = tokens()
+    q, positions = jnp.tile(k, (1, 3, 1)), jnp.arange(4)
+    frequencies = jaxpaged.rotary_frequencies(4)
+    cache, turned = rotate_and_write_kv(filled(True), q, k, None, jnp.arange(2, 6), positions, frequencies)
+    assert (turned[..., :8] == q[..., :8]).all()
+    plain = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=4, dtype="float32")
+    plain, expected = rotate_and_write_kv(
+        plain, q[..., 8:], k[..., 8:], k[..., 8:], jnp.arange(2, 6), positions, frequencies
+    )
+    assert (turned[..., 8:] == expected).all()
+    assert (cache.k[..., 8:] == plain.k).all()
+    assert (cache.k[1:3].reshape(4, 1, 12)[..., :8] == k[..., :8]).all()
+    with pytest.raises(ValueError, match="got 3 for head_dim=4"):
+        rotate_and_write_kv(cache, q, k, None, jnp.arange(2, 6), positions, (1.0, 1.0, 1.0))
+
+
+@KINDS
+@pytest.mark.parametrize("quantised", [dict(), dict(dtype="int8"), dict(dtype="float8_e4m3fn", scale_per="head")])
+def test_capacity_agrees_to_the_byte(is_latent, quantised):
+    quantised = dict(dtype="bfloat16") | quantised
+    sizes = dict(block_size=2, is_latent=is_latent, **SIZES, **quantised)
+    capacity = cache_capacity(10_000, [5], num_layers=3, **sizes)
+    cache = KVCache.create(num_blocks=capacity.num_blocks, num_layers=3, **sizes)
+    assert capacity.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+
+
+def test_errors():
+    k, v = tokens()
+    latent, cache = filled(True), filled(False)
+    for other, values in ((latent, v), (cache, None)):
+        with pytest.raises(ValueError, match="v is None for a latent cache"):
+            write_kv(other, k, values, jnp.arange(4))
+    with pytest.raises(ValueError, match=r"v must be .* cache's \[1, 8\]; got v.shape=\(4, 1, 12\)"):
+        write_kv(cache, k, k, jnp.arange(4))
+    with pytest.raises(ValueError, match="value_dim=13, head_dim=12"):
+        KVCache.create(num_blocks=4, block_size=2, is_latent=True, **SIZES | dict(value_dim=13))
+    with pytest.raises(ValueError, match="leave v_scale out"):
+        KVCache.create(
+            num_blocks=4,
+            block_size=2,
+            is_latent=True,
+            dtype="int8",
+            scale_per="head",
+            k_scale=1.0,
+            v_scale=1.0,
+            **SIZES,
+        )
+    with pytest.raises(ValueError, match="with values of 8 of the key's numbers"):
+        jaxpaged.blocks_from_host(latent, jaxpaged.blocks_to_host(cache, jnp.asarray([1])), jnp.asarray([2]))
+    with pytest.raises(ValueError, match="latent_values at most the width"):
+        jaxpaged.copy_blocks(KVCache(k=latent.k, v=None), jnp.asarray([1]), jnp.asarray([2]))

@@ -112,7 +112,8 @@ def _own_shape(array: Any) -> tuple[int, ...]:
 def _find_specs(arguments: Mapping[str, Any]) -> Any:
     """How each array must be sharded so that its heads are on the device that has their KV heads."""
     k_cache = arguments["k_cache"] if "k_cache" in arguments else jax.tree.leaves(arguments["cache"])[0]
-    heads = _spec(k_cache)[-2]
+    # One KV head, that of multi-query or latent attention, is on every device, for those of the query heads there.
+    heads = _spec(arguments["q"] if k_cache.shape[-2] == 1 and "q" in arguments else k_cache)[-2]
     has_seqs = "q" in arguments and arguments.get("query_starts") is None
     seqs = _spec(arguments["q"])[0] if has_seqs else None
     if has_seqs and arguments.get("plan") is not None and _own_shape(arguments["q"])[0] < arguments["q"].shape[0]:

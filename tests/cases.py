@@ -44,8 +44,9 @@ class Case:
     options: dict[str, Any]
 
     @property
-    def arrays(self) -> tuple[jax.Array, ...]:
-        return self.q, self.k_cache, self.v_cache, self.block_tables, self.lengths
+    def arrays(self) -> tuple[Any, ...]:
+        v_cache = None if "latent_values" in self.options else self.v_cache
+        return self.q, self.k_cache, v_cache, self.block_tables, self.lengths
 
     def replace(self, **changes: Any) -> "Case":
         return dataclasses.replace(self, **changes)
@@ -59,6 +60,8 @@ def make_case(
     heads: int = 6,
     kv_heads: int = 2,
     head_dim: int = 64,
+    value_dim: int | None = None,
+    latent_values: int | None = None,  # of a latent cache: v_cache is a part of k_cache
     block_size: int = 16,
     q_len: int | None = None,
     dtype: Any = jnp.float32,
@@ -90,9 +93,9 @@ def make_case(
     if cache_dtype == jnp.int8 and scale_shape is None:
         scale_shape = "tensor"  # int8 has no meaning without
     options = dict(options or {})
-    cache_shape = (num_blocks, block_size, kv_heads, head_dim)
 
-    def cache(name: str) -> jax.Array:
+    def cache(name: str, head_dim: int) -> jax.Array:
+        cache_shape = (num_blocks, block_size, kv_heads, head_dim)
         values = rng.normal(size=cache_shape).astype(np.float32)
         if cache_dtype == jnp.int8:
             values = np.where(legal[..., None, None], np.clip(np.round(values * 40), -127, 127), 127)
@@ -106,11 +109,17 @@ def make_case(
             options[name] = jax.device_put(scales)
         return jax.device_put(values.astype(cache_dtype or dtype))  # `jnp.asarray` would compile a program a shape
 
+    k_cache = cache("k_scale", head_dim)
+    if latent_values is None:
+        v_cache = cache("v_scale", value_dim or head_dim)
+    else:
+        v_cache = jax.device_put(np.asarray(k_cache)[..., :latent_values])
+        options = {"scale": 0.1, **options, "latent_values": latent_values}
     q_shape = (seqs, heads, head_dim) if q_len is None else (seqs, q_len, heads, head_dim)
     return Case(
         q=jax.device_put(rng.normal(size=q_shape).astype(np.float32).astype(dtype)),
-        k_cache=cache("k_scale"),
-        v_cache=cache("v_scale"),
+        k_cache=k_cache,
+        v_cache=v_cache,
         block_tables=jax.device_put(tables.astype(np.int32)),
         lengths=jax.device_put(np.asarray(lengths, np.int32)),
         options=options,
@@ -118,8 +127,10 @@ def make_case(
 
 
 # One for all modules: equal shapes are compiled once.
-jitted_attention = jax.jit(paged_attention, static_argnames=("num_partitions", "implementation", "return_lse"))
-jitted_reference = jax.jit(paged_attention_reference, static_argnames="return_lse")
+jitted_attention = jax.jit(
+    paged_attention, static_argnames=("num_partitions", "implementation", "return_lse", "latent_values")
+)
+jitted_reference = jax.jit(paged_attention_reference, static_argnames=("return_lse", "latent_values"))
 
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -142,8 +153,10 @@ def plain(case: Case) -> np.ndarray:
 def _by_numpy(case: Case, wide: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """In numbers of the dtype `wide`, output in `dtype`. Nothing to compile."""
     options = {k: value if isinstance(value, int | float) else np.asarray(value) for k, value in case.options.items()}
-    q, k_cache, v_cache, *tables_and_lengths = map(np.asarray, case.arrays)
-    k, v = _dequantised(k_cache, options.get("k_scale"), wide), _dequantised(v_cache, options.get("v_scale"), wide)
+    q, k_cache, v_cache = map(np.asarray, (case.q, case.k_cache, case.v_cache))
+    tables_and_lengths = map(np.asarray, (case.block_tables, case.lengths))
+    v_scale = options.get("k_scale" if "latent_values" in options else "v_scale")
+    k, v = _dequantised(k_cache, options.get("k_scale"), wide), _dequantised(v_cache, v_scale, wide)
     with np.errstate(all="ignore"):
         return _plain(np, q.astype(wide), k, v, *tables_and_lengths, dtype, options)
 

@@ -53,7 +53,7 @@ def attend(
         cache: one layer's cache, or `CacheLayer(stack, i)`, after the write of q's tokens.
         allocator: after the `append` that made room for them.
         return_lse: also return the lse.
-        options: the others of `paged_attention`, except `k_scale` and `v_scale`.
+        options: the others of `paged_attention`, except `k_scale`, `v_scale` and `latent_values`.
 
     Returns:
         As `paged_attention`.
@@ -77,7 +77,7 @@ def attend(
         pool, block_tables = cache.pool, cache.block_tables(allocator.block_tables)
     else:
         pool, block_tables = cache, allocator.block_tables
-    options |= dict(k_scale=pool.k_scale, v_scale=pool.v_scale)
+    options |= dict(k_scale=pool.k_scale, v_scale=pool.v_scale, latent_values=pool.latent_values)
     arrays = q, pool.k, pool.v, block_tables, allocator.lengths
     return paged_attention(*arrays, return_lse=True, **options) if return_lse else paged_attention(*arrays, **options)
 

@@ -1,7 +1,7 @@
 """A call of the attention function: its arguments, checked once, then carried in one form."""
 
 import dataclasses
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._attention.options import Options, check_options
 from jaxpaged._attention.tree import BITS, Tree
-from jaxpaged._cache.kv_cache import CACHE_DTYPES
+from jaxpaged._cache.kv_cache import CACHE_DTYPES, checked_value_dim
 from jaxpaged._debug import check_attention
 from jaxpaged._integers import as_int32
 from pallas_kernels.common.options import AttentionOptions
@@ -27,7 +27,7 @@ class Call:
 
     q: jax.Array  # [seqs, q_len, heads, head_dim]; packed [tokens, heads, head_dim]
     k_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
-    v_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: jax.Array | None  # [blocks, block_size, kv_heads, value_dim]; None: the first numbers of k_cache
     block_tables: jax.Array  # int32 [seqs, max_blocks]
     lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
     options: AttentionOptions
@@ -35,6 +35,7 @@ class Call:
     tree_mask: jax.Array | None = None  # uint32 [seqs, q_len, words]; packed [tokens, words]
     # False: every query sees the whole sequence, and its position is that of the last token.
     causal: bool = dataclasses.field(default=True, metadata=dict(static=True))
+    latent_values: Any = dataclasses.field(default=None, metadata=dict(static=True))  # int: value_dim without v_cache
 
     @property
     def tokens_per_seq(self) -> int | None:
@@ -52,6 +53,15 @@ class Call:
     @property
     def head_dim(self) -> int:
         return self.q.shape[-1]
+
+    @property
+    def value_dim(self) -> int:
+        """Of v_cache and of the output."""
+        return self.latent_values if self.v_cache is None else self.v_cache.shape[-1]
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return *self.q.shape[:-1], self.value_dim
 
     @property
     def itemsize(self) -> int:
@@ -88,12 +98,13 @@ class Call:
 def check_call(
     q: ArrayLike,
     k_cache: ArrayLike,
-    v_cache: ArrayLike,
+    v_cache: ArrayLike | None,
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
     query_starts: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
+    latent_values: int | None = None,
     **options: Unpack[Options],
 ) -> Call:
     """Raises `ValueError` if no implementation could take them; returns the arguments in one form."""
@@ -103,6 +114,13 @@ def check_call(
     elif q.ndim not in (3, 4):
         raise ValueError(f"q must be [seqs, heads, head_dim] or [seqs, q_len, heads, head_dim]; got {q.shape=}.")
     seqs = q.shape[0] if query_starts is None else lengths.shape[0]
+    if (v_cache is None) != (latent_values is not None):
+        raise ValueError(
+            "v_cache=None and latent_values go together, for a latent cache; "
+            f"got v_cache{'=None' if v_cache is None else f'.shape={v_cache.shape}'}, {latent_values=}."
+        )
+    if latent_values is not None:
+        latent_values = checked_value_dim(k_cache.shape[-1], latent_values, is_latent=True)
     capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=seqs)
     call = Call(
         q=q if q.ndim == 4 or query_starts is not None else q[:, None],
@@ -110,9 +128,10 @@ def check_call(
         v_cache=v_cache,
         block_tables=block_tables,
         lengths=jnp.clip(lengths, 0, capacity),
-        options=check_options(k_cache, q.shape[-2], capacity, **options),
+        options=check_options(k_cache, q.shape[-2], capacity, is_latent=v_cache is None, **options),
         query_starts=query_starts,
         tree_mask=None if tree_mask is None else _check_tree_mask(tree_mask, q, is_packed=query_starts is not None),
+        latent_values=latent_values,
     )
     check_attention(call, lengths)
     return call
@@ -148,16 +167,16 @@ def _check_tree_mask(value: ArrayLike, q: jax.Array, *, is_packed: bool) -> jax.
 
 
 def _as_arrays(
-    q: ArrayLike, k_cache: ArrayLike, v_cache: ArrayLike, block_tables: ArrayLike, lengths: ArrayLike
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    q: ArrayLike, k_cache: ArrayLike, v_cache: ArrayLike | None, block_tables: ArrayLike, lengths: ArrayLike
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
     """The same, of dtypes that are taken."""
-    q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
+    q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), None if v_cache is None else jnp.asarray(v_cache)
     block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     if q.dtype not in QUERY_DTYPES:
         raise ValueError(f"q must be {_names(QUERY_DTYPES)}; got {q.dtype=!s}. Cast it before the call.")
     if k_cache.dtype not in CACHE_DTYPES:
         raise ValueError(f"k_cache must be one of {_names(CACHE_DTYPES)}; got {k_cache.dtype=!s}.")
-    if k_cache.dtype != v_cache.dtype:
+    if v_cache is not None and k_cache.dtype != v_cache.dtype:
         raise ValueError(f"k_cache and v_cache must have one dtype; got {k_cache.dtype=!s}, {v_cache.dtype=!s}.")
     if block_tables.dtype != jnp.int32:
         raise ValueError(f"block_tables must be int32; got {block_tables.dtype=!s}. Cast with .astype(jnp.int32).")
@@ -171,7 +190,13 @@ def check_lengths_dtype(lengths: jax.Array) -> None:
 
 
 def _check_shapes(
-    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, seqs: int
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array | None,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    seqs: int,
 ) -> int:
     """Returns the tokens that a table row has room for."""
     if k_cache.ndim != 4:
@@ -179,8 +204,10 @@ def _check_shapes(
             f"k_cache must be [blocks, block_size, kv_heads, head_dim]; got {k_cache.shape=}. "
             "For a layer of a stack call jaxpaged.attend with jaxpaged.CacheLayer(stack, layer)."
         )
-    if k_cache.shape != v_cache.shape:
-        raise ValueError(f"k_cache and v_cache must have one shape; got {k_cache.shape=}, {v_cache.shape=}.")
+    if v_cache is not None and (k_cache.shape[:-1] != v_cache.shape[:-1] or 0 in v_cache.shape):
+        raise ValueError(
+            f"k_cache and v_cache must be alike but for their last axis; got {k_cache.shape=}, {v_cache.shape=}."
+        )
     if 0 in k_cache.shape or 0 in q.shape:
         raise ValueError(f"no axis may be empty; got {q.shape=}, {k_cache.shape=}.")
     heads, head_dim = q.shape[-2:]

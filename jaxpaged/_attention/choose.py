@@ -203,6 +203,11 @@ def is_wide_tree(call: Call) -> bool:
 
 def _option_limit(call: Call) -> str | None:
     options = call.options
+    if call.v_cache is None or call.value_dim != call.head_dim:
+        return (
+            "the Mosaic GPU kernels take keys and values of one head_dim, in arrays of their own; "
+            f'got head_dim={call.head_dim}, value_dim={call.value_dim}. Pass implementation="xla".'
+        )
     if call.itemsize > 1 and (options.k_scale is not None or options.v_scale is not None):
         return (
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "

@@ -22,7 +22,7 @@ from pallas_kernels.common import merge_parts
 def context_parallel_attention(
     q: ArrayLike,
     k_cache: ArrayLike,
-    v_cache: ArrayLike,
+    v_cache: ArrayLike | None,
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
@@ -84,8 +84,8 @@ def context_parallel_attention(
         Dao et al., Flash-Decoding for long-context inference, 2023, across devices.
     """
     arrays = q, k_cache, v_cache, block_tables, lengths
-    scales = options.get("k_scale"), options.get("v_scale")
-    call = check_call(*arrays, sinks=sinks, k_scale=scales[0], v_scale=scales[1])
+    checked = "scale", "k_scale", "v_scale", "latent_values"
+    call = check_call(*arrays, sinks=sinks, **{name: x for name, x in options.items() if name in checked})  # type: ignore[arg-type]
     call = dataclasses.replace(call, lengths=as_int32(lengths))  # of all devices: they may exceed one device's tables
     if sinks is not None:  # once, on the first device
         sinks = jnp.where(jax.lax.axis_index(axis_name) == 0, sinks, -jnp.inf)

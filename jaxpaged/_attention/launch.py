@@ -12,7 +12,7 @@ from jaxpaged._attention.runs import cut_packed, cut_uniform, join_packed, join_
 from jaxpaged._attention.tree import by_place, from_rows
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
-Results = tuple[jax.Array, jax.Array]  # out, of q's shape and dtype, and lse f32, of q's shape without head_dim
+Results = tuple[jax.Array, jax.Array]  # out, of `Call.out_shape`, in q's dtype, and its lse, f32
 
 
 def launch(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
@@ -33,7 +33,8 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
         return join_packed(*_launch_decode(choice, uniform, plan), call, runs)
     a, tree = cut_uniform(call, choice.run), from_rows(call.tree_mask, call.lengths)
     options = dataclasses.replace(a.options, tree_bits=None if tree is None else tree.bits)
-    arrays = a.q, a.k_cache, a.v_cache, a.block_tables, a.lengths
+    v_cache: Any = a.v_cache
+    arrays = a.q, a.k_cache, v_cache, a.block_tables, a.lengths
     config: Any = choice.config
     results = kernel.launch(*arrays, options, plan=plan, config=config)
     out, lse = (join_uniform(x, call) for x in results)
@@ -48,6 +49,7 @@ def _launch_prefill(choice: Choice, call: Call) -> Results:
     tokens, starts = p.q.shape[0], p.query_starts
     config: Any = choice.config
     assert starts is not None
+    assert p.v_cache is not None
     token_bytes = 2 * p.kv_heads * p.head_dim * p.itemsize
     work = make_work_list(starts, p.lengths, tokens=tokens, token_bytes=token_bytes, config=config)
     bits = None
@@ -57,7 +59,7 @@ def _launch_prefill(choice: Choice, call: Call) -> Results:
         bits = by_place(p.tree_mask, seqs, p.lengths, starts)
     options = dataclasses.replace(p.options, tree_bits=bits)
     out, lse = kernel.launch(p.q, p.k_cache, p.v_cache, p.block_tables, work, options, config=config)
-    return out.reshape(call.q.shape), lse.reshape(call.q.shape[:-1])
+    return out.reshape(call.out_shape), lse.reshape(call.q.shape[:-1])
 
 
 def _packed(call: Call) -> Call:

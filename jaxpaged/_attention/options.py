@@ -32,6 +32,7 @@ def check_options(
     heads: int,
     capacity: int,
     *,
+    is_latent: bool = False,
     scale: ArrayLike | None = None,
     sliding_window: ArrayLike | None = None,
     logits_soft_cap: ArrayLike | None = None,
@@ -40,6 +41,15 @@ def check_options(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
 ) -> AttentionOptions:
+    if is_latent:
+        if scale is None:
+            raise ValueError(
+                "a latent cache needs scale: that of the queries before they were absorbed, "
+                "(numbers without a position + rotary numbers) ** -0.5; got scale=None."
+            )
+        if v_scale is not None:
+            raise ValueError("the values of a latent cache have the scale of its keys: leave v_scale out.")
+        v_scale = k_scale
     if k_cache.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         missing = "k_scale" if k_scale is None else "v_scale"
         raise ValueError(f"an int8 cache needs k_scale and v_scale; got {missing}=None. Pass cache.{missing}.")

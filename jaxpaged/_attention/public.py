@@ -24,6 +24,7 @@ class ContextKeywords(TypedDict, total=False):
     logits_soft_cap: ArrayLike | None
     k_scale: ArrayLike | None
     v_scale: ArrayLike | None
+    latent_values: int | None
     num_partitions: int | None
     implementation: Implementation | None
 
@@ -34,6 +35,7 @@ class AttentionKeywords(Options, total=False):
     query_starts: ArrayLike | None
     tree_mask: ArrayLike | None
     shared_prefix: ArrayLike | None
+    latent_values: int | None
     num_partitions: int | None
     plan: PartitionPlan | None
     implementation: Implementation | None
@@ -43,7 +45,7 @@ class AttentionKeywords(Options, total=False):
 def paged_attention(
     q: ArrayLike,
     k_cache: ArrayLike,
-    v_cache: ArrayLike,
+    v_cache: ArrayLike | None,
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
@@ -56,7 +58,7 @@ def paged_attention(
 def paged_attention(
     q: ArrayLike,
     k_cache: ArrayLike,
-    v_cache: ArrayLike,
+    v_cache: ArrayLike | None,
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
@@ -69,7 +71,7 @@ def paged_attention(
 def paged_attention(
     q: ArrayLike,
     k_cache: ArrayLike,
-    v_cache: ArrayLike,
+    v_cache: ArrayLike | None,
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
@@ -83,6 +85,7 @@ def paged_attention(
     v_scale: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
     shared_prefix: ArrayLike | None = None,
+    latent_values: int | None = None,
     num_partitions: int | None = None,
     plan: PartitionPlan | None = None,
     return_lse: bool = False,
@@ -109,14 +112,15 @@ def paged_attention(
             sequence shorter than q_len is padding: its output is zero, its lse -inf.
         k_cache: `[blocks, block_size, kv_heads, head_dim]`, in q's dtype, another of those, or float8_e4m3fn,
             float8_e5m2 or int8.
-        v_cache: as `k_cache`.
+        v_cache: as `k_cache`, `[blocks, block_size, kv_heads, value_dim]`. None: a latent cache, see `latent_values`.
         block_tables: int32 `[seqs, max_blocks]`, the ids of each sequence's blocks in order.
         lengths: int32 `[seqs]`, tokens in each sequence, the ones of `q` included. Length 0 gives zeros, lse -inf.
         query_starts: int32 `[seqs + 1]`, not descending. With it q is `[tokens, heads, head_dim]`, and the newest
             tokens of sequence s are `query_starts[s] : query_starts[s + 1]`, any number of them, 0 and 1 included.
             Rows before the first and past the last are padding: zeros, lse -inf. A batch of single tokens is faster
             without it: "mosaic_gpu" works on items of up to 128 rows.
-        scale: float or f32 `[]`; `head_dim ** -0.5` by default. May be traced, as may the next two.
+        scale: float or f32 `[]`; `head_dim ** -0.5` by default, except for a latent cache. May be traced, as may the
+            next two.
         sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it.
             Only a number, not a `jax.Array`, lets "mosaic_gpu" choose its partitions for the window.
         logits_soft_cap: float or f32 `[]`: `cap * tanh(logit / cap)`, after the scale and before ALiBi.
@@ -141,6 +145,9 @@ def paged_attention(
             itself, and so is every sequence with a window or ALiBi. Results differ by rounding: the two parts of an
             output are rounded to q's dtype before they are added up. It may be traced; a number lets "mosaic_gpu"
             choose its partitions for it.
+        latent_values: for a latent cache, whose values are the first `latent_values` numbers of the keys: multi-head
+            latent attention. q is absorbed, `[..., heads, latent + rotary]`, and the output `[..., heads, latent]`.
+            Pass `cache.latent_values`, and `scale`, which does not follow from the width.
         num_partitions: into how many parts each sequence is cut; they are computed side by side and then merged. With
             a number, a sequence's output does not depend on its batch neighbours. None: 1 on a CPU; on a GPU enough to
             fill it, or a plan if some sequences may be much longer than others.
@@ -155,8 +162,8 @@ def paged_attention(
             implementation never falls back.
 
     Returns:
-        The output, of q's shape and dtype; with `return_lse` also the lse, natural logarithm, f32 `[seqs, heads]`,
-        `[seqs, q_len, heads]` or `[tokens, heads]`.
+        The output, of q's shape and dtype, its last axis that of the values; with `return_lse` also the lse, natural
+        logarithm, f32 `[seqs, heads]`, `[seqs, q_len, heads]` or `[tokens, heads]`.
 
     Raises:
         ValueError: no implementation could take these arguments; the message quotes what was received.
@@ -188,6 +195,7 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         tree_mask=tree_mask,
+        latent_values=latent_values,
         num_partitions=num_partitions,
         plan=plan,
         implementation=implementation,
@@ -199,10 +207,11 @@ def paged_attention(
 
 
 def check(
-    arrays: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike],
+    arrays: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike, ArrayLike],
     *,
     query_starts: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
+    latent_values: int | None = None,
     num_partitions: int | None = None,
     plan: PartitionPlan | None = None,
     implementation: Implementation | None = None,
@@ -212,7 +221,7 @@ def check(
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     num_partitions = check_partitions(num_partitions)
-    call = check_call(*arrays, query_starts=query_starts, tree_mask=tree_mask, **options)
+    call = check_call(*arrays, query_starts=query_starts, tree_mask=tree_mask, latent_values=latent_values, **options)
     if plan is not None:
         check_plan(plan, call, num_partitions)
     known = Known(

@@ -19,12 +19,13 @@ from jaxpaged._attention.tree import Tree, from_rows
 def paged_attention_reference(
     q: ArrayLike,
     k_cache: ArrayLike,
-    v_cache: ArrayLike,
+    v_cache: ArrayLike | None,
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
     query_starts: ArrayLike | None = ...,
     tree_mask: ArrayLike | None = ...,
+    latent_values: int | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> jax.Array: ...
@@ -34,12 +35,13 @@ def paged_attention_reference(
 def paged_attention_reference(
     q: ArrayLike,
     k_cache: ArrayLike,
-    v_cache: ArrayLike,
+    v_cache: ArrayLike | None,
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
     query_starts: ArrayLike | None = ...,
     tree_mask: ArrayLike | None = ...,
+    latent_values: int | None = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -48,12 +50,13 @@ def paged_attention_reference(
 def paged_attention_reference(
     q: ArrayLike,
     k_cache: ArrayLike,
-    v_cache: ArrayLike,
+    v_cache: ArrayLike | None,
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
     query_starts: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
+    latent_values: int | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -70,7 +73,7 @@ def paged_attention_reference(
         ValueError: as `jaxpaged.paged_attention`.
     """
     arrays = q, k_cache, v_cache, block_tables, lengths
-    call = check_call(*arrays, query_starts=query_starts, tree_mask=tree_mask, **options)
+    call = check_call(*arrays, query_starts=query_starts, tree_mask=tree_mask, latent_values=latent_values, **options)
     if query_starts is not None:
         runs = place_runs(call, 1)
         out, lse = join_packed(*_attend(*cut_packed(call, runs)), call, runs)
@@ -107,7 +110,8 @@ def _attend(a: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
             values *= jnp.where(seen, factor, 0.0)
         return jnp.repeat(values, a.group, axis=2)
 
-    k, v = gather(a.k_cache, a.options.k_scale), gather(a.v_cache, a.options.v_scale)
+    k = gather(a.k_cache, a.options.k_scale)
+    v = k[..., : a.value_dim] if a.v_cache is None else gather(a.v_cache, a.options.v_scale)
     q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q)).astype(jnp.float32)
     logits = a.options.scale * jnp.einsum("sqhd,sthd->shqt", q, k, precision=lax.Precision.HIGHEST)
     if a.options.logits_soft_cap is not None:

@@ -40,7 +40,7 @@ def attend(call: Call, known: Known, plan: PartitionPlan | None, shared_prefix: 
     shared, rest, takes_part = parts
     out, lse = _attend(shared, known, plan)
     lse = jnp.where(takes_part[..., None], lse.reshape(call.q.shape[:-1]), -jnp.inf)
-    return merge_attention(out.reshape(call.q.shape), lse, *_attend(rest, known, plan))
+    return merge_attention(out.reshape(call.out_shape), lse, *_attend(rest, known, plan))
 
 
 def _attend(call: Call, known: Known, plan: PartitionPlan | None) -> Results:

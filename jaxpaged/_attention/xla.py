@@ -4,8 +4,8 @@
 
 A loop goes over the tokens in tiles of 128 with an online softmax, up to the longest sequence of the batch. It holds
 one tile of keys and one of values of every sequence and partition:
-`2 * seqs * num_partitions * 128 * kv_heads * head_dim` numbers in the cache's dtype (in float32 if the cache has
-scales or another dtype than q), and the logits of that tile, `seqs * num_partitions * heads * q_len * 128` float32.
+`seqs * num_partitions * 128 * kv_heads * (head_dim + value_dim)` numbers in the cache's dtype (in float32 if the cache
+has scales or another dtype than q), and the logits of that tile, `seqs * num_partitions * heads * q_len * 128` float32.
 Nothing is ever as large as the gathered cache. (XLA itself widens a bfloat16 tile to float32 on a CPU.)
 
 The tile is a constant, whatever the block size, so that the block size does not change the arithmetic.
@@ -33,7 +33,7 @@ RUN = 16  # packed tokens that read a tile of keys together; `tokens / RUN + seq
 
 
 def attend(call: Call, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
-    """Returns out, of q's shape and dtype, and lse f32, of q's shape without head_dim."""
+    """Returns out, of `call.out_shape` and q's dtype, and lse f32, of that shape without its last axis."""
     if call.query_starts is None:
         return _attend_uniform(call, from_rows(call.tree_mask, call.lengths), num_partitions)
     runs = place_runs(call, RUN)
@@ -53,9 +53,9 @@ def default_partitions(a: Call, *, on_gpu: bool) -> int:
     """Partitions of each sequence, by static shapes: on a CPU 1, on a GPU the most for which STEP_BYTES suffice."""
     if not on_gpu:
         return 1
-    seqs, q_len, heads, head_dim = a.q.shape
+    seqs, q_len, heads, _ = a.q.shape
     kv_heads, tile = a.k_cache.shape[2], _tile_size(a.block_size)
-    slot_bytes = 2 * kv_heads * head_dim * (4 if _is_widened(a) else a.k_cache.dtype.itemsize)
+    slot_bytes = kv_heads * (a.head_dim + a.value_dim) * (4 if _is_widened(a) else a.k_cache.dtype.itemsize)
     tile_bytes = tile * (slot_bytes + q_len * heads * 4)
     tiles = -(-a.capacity // tile)
     steps = -(-tiles // max(1, STEP_BYTES // (seqs * tile_bytes)))
@@ -129,8 +129,8 @@ def _online_softmax(
         return acc * alpha[..., None] + pv, m_new, l * alpha + p.sum(axis=-1)
 
     # Made from q so that inside shard_map the state varies over the same mesh axes as the results.
-    zeros = jnp.broadcast_to(jnp.zeros_like(q[:, None], jnp.float32), (seqs, num_partitions, kv_heads, rows, head_dim))
-    state = zeros, zeros[..., 0] - jnp.inf, zeros[..., 0]
+    zeros = jnp.broadcast_to(jnp.zeros_like(q[:, None, ..., 0], jnp.float32), (seqs, num_partitions, kv_heads, rows))
+    state = jnp.broadcast_to(zeros[..., None], (*zeros.shape, a.value_dim)), zeros - jnp.inf, zeros
     if num_steps is None:
         acc, m, l = lax.fori_loop(0, run.max(initial=0), step, state)
     else:
@@ -180,7 +180,8 @@ def _load_tile(
         distance = jnp.repeat(distance, a.group, axis=1)  # [seqs, rows, partitions * tile]
         distance = distance.reshape(*distance.shape[:2], *tokens.shape[1:]).swapaxes(1, 2)[:, :, None]
     distance = jnp.where(active[..., None, None, None], distance, -1)
-    return load(a.k_cache, a.options.k_scale), load(a.v_cache, a.options.v_scale), distance
+    k = load(a.k_cache, a.options.k_scale)
+    return k, k[..., : a.value_dim] if a.v_cache is None else load(a.v_cache, a.options.v_scale), distance
 
 
 def _logits(a: Call, q: jax.Array, k: jax.Array, distance: jax.Array) -> jax.Array:
@@ -209,7 +210,7 @@ def _reduce(
     positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Merges the partitions, adds the sinks, and normalises."""
-    seqs, q_len, heads, head_dim = a.q.shape
+    seqs, q_len, heads, _ = a.q.shape
     m_all = m.max(axis=1)  # [seqs, kv_heads, rows]
     if a.options.sinks is not None:
         sinks = _by_row(a, a.options.sinks)[None]

@@ -56,7 +56,7 @@ class StepAttention:
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         cache: C,
         *,
         rotary_frequencies: tuple[float, ...] | None = None,
@@ -69,14 +69,14 @@ class StepAttention:
             q: `[tokens, heads, head_dim]`. A model with a batch axis may keep it as an axis of one,
                 `[1, tokens, heads, head_dim]` or `[tokens, 1, heads, head_dim]`.
             k: `[tokens, kv_heads, head_dim]`, with the same axis of one, if any.
-            v: like k.
+            v: like k, `[tokens, kv_heads, value_dim]`. None for a latent cache.
             cache: this layer's cache, or `CacheLayer(stack, i)`.
             rotary_frequencies: rotate q and k by their positions, as `rotate_and_write_kv` does. None: do not.
             interleaved: whether a rotated pair is two neighbours, instead of one number from each half of a head.
             options: the options of `attend`, except `query_starts`.
 
         Returns:
-            The new cache, and the output in q's shape.
+            The new cache, and the output in q's shape, its last axis that of the values.
 
         Raises:
             ValueError: the last argument is no cache, or as in `attend`.
@@ -86,7 +86,8 @@ class StepAttention:
                 f"attend(q, k, v, cache) takes the cache last, a KVCache or CacheLayer; got {type(cache).__name__}."
             )
         shape = q.shape
-        q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
+        q, k = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
+        v = None if v is None else v.reshape(-1, *v.shape[-2:])
         if rotary_frequencies is None:
             cache = write_kv(cache, k, v, self.slots)
         else:
@@ -98,7 +99,7 @@ class StepAttention:
             options["num_partitions"] = self.num_partitions
         if all(options.get(name) is None for name in OWN_PLAN):
             options["plan"] = self.plan
-        return cache, attend(q, cache, self.allocator, **options).reshape(shape)
+        return cache, attend(q, cache, self.allocator, **options).reshape(*shape[:-1], -1)
 
     def call[C: (KVCache, CacheLayer)](self, module: Any, x: jax.Array, cache: C) -> tuple[C, jax.Array]:
         """Does the same with a Flax module: `jaxpaged.nnx.PagedAttention`, or a bound Linen module.

@@ -42,7 +42,10 @@ MISTAKES = {
         dict(k_cache=jnp.zeros((4, 9, 16, 2, 64)), v_cache=jnp.zeros((4, 9, 16, 2, 64))),
         r"got k_cache.shape=\(4, 9, 16, 2, 64\).*CacheLayer",
     ),
-    "two cache shapes": (dict(v_cache=jnp.zeros((9, 16, 2, 32))), r"k_cache and v_cache must have one shape"),
+    "two cache shapes": (
+        dict(v_cache=jnp.zeros((9, 16, 2, 32))),
+        r"k_cache and v_cache must be alike but for their last axis",
+    ),
     "empty axis": (dict(q=jnp.zeros((3, 0, 6, 64))), r"no axis may be empty; got q.shape=\(3, 0, 6, 64\)"),
     "head_dim": (dict(q=jnp.zeros((3, 6, 32))), r"one head_dim; got q.shape=\(3, 6, 32\), k_cache.shape"),
     "heads": (dict(q=jnp.zeros((3, 5, 64))), r"multiple of kv_heads; got heads=5, kv_heads=2.*kv_heads third"),

@@ -211,12 +211,13 @@ class Store:
     """The points of a benchmark by name, in a JSON file whose form `benchmarks/results/README.md` describes.
 
     The file is written whenever a point is added: a run that is cut off loses nothing, and the next one goes on where
-    it stopped. `path` None: points are kept in memory only. `settings`: what holds for all points.
+    it stopped. `path` None: points are kept in memory only. `device`: a GPU's name, if JAX is not what uses it.
+    `settings`: what holds for all points.
     """
 
-    def __init__(self, path: Path | None, **settings: Any):
+    def __init__(self, path: Path | None, *, device: str | None = None, **settings: Any):
         self.path = path
-        self.header = header() | ({"settings": settings} if settings else {})
+        self.header = header(device) | ({"settings": settings} if settings else {})
         self.points: dict[str, dict[str, Any]] = {}
         if path is not None and path.exists():
             kept = json.loads(path.read_text())
@@ -245,24 +246,26 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_store(benchmark: str, options: argparse.Namespace, **settings: Any) -> Store:
+def open_store(benchmark: str, options: argparse.Namespace, *, device: str | None = None, **settings: Any) -> Store:
     """The store at `--output`, by default `benchmarks/results/<gpu>/<benchmark>.json`."""
     path = options.output
     if path is None and not getattr(options, "toy", False):
-        path = RESULTS / jax.devices()[0].device_kind.lower().removeprefix("nvidia ").split()[0] / f"{benchmark}.json"
-    return Store(path, **settings)
+        name = device or jax.devices()[0].device_kind
+        path = RESULTS / name.lower().removeprefix("nvidia ").split()[0] / f"{benchmark}.json"
+    return Store(path, device=device, **settings)
 
 
-def header() -> dict[str, Any]:
+def header(device: str | None = None) -> dict[str, Any]:
     """What is measured, on what, when: all of a results file but its points. None: unknown, or there is none."""
-    on_gpu = jax.default_backend() == "gpu"
+    if device is None and jax.default_backend() == "gpu":
+        device = jax.devices()[0].device_kind
     changed = _read_output("git", "status", "--porcelain", "--untracked-files=no", ":/", ":!/benchmarks/results")
     commit = _read_output("git", "rev-parse", "--short=7", "HEAD")
     arguments = [word for at, word in enumerate(sys.argv) if at and "--output" not in sys.argv[at - 1 : at + 1]]
     module = getattr(sys.modules["__main__"], "__spec__", None)
     return {
-        "device": jax.devices()[0].device_kind if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores",
-        "driver": _read_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "device": device or f"{platform.machine()}, {os.cpu_count()} cores",
+        "driver": _read_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device else None,
         "jax": jax.__version__,
         "commit": f"{commit} and changes" if commit and changed else commit,
         "date": datetime.date.today().isoformat(),

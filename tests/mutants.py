@@ -343,6 +343,20 @@ MUTANTS = (
         "tests/engine/test_engine.py::abort",
     ),
     Mutant(
+        "engine: short slices though nobody can come",
+        "jaxpaged/_engine/engine.py",
+        "if is_watched and num_open",
+        "if num_open",
+        "tests/engine/test_engine.py::slices_are_short",
+    ),
+    Mutant(
+        "engine: short slices though a seat is not free",
+        "jaxpaged/_engine/engine.py",
+        "num_open < self._stats.num_seats",
+        "num_open <= self._stats.num_seats",
+        "tests/engine/test_engine.py::slices_are_short",
+    ),
+    Mutant(
         "engine: ends all completions for one",
         "jaxpaged/_engine/engine.py",
         " if completion in (None, index)",

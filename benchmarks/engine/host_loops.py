@@ -67,7 +67,7 @@ def host_loop(steps: Steps, programs: Sequence[Callable], work: Sequence[Request
                 break
         flags: deque[tuple[jax.Array, jax.Array]] = deque()
         has_work, kind = num_sent > 0, wide
-        for _ in range(engine._steps_per_slice):
+        for _ in range(engine._steps.most):
             if len(flags) > lag:
                 has_work, kind = (flag.item() for flag in flags.popleft())
             if not has_work:

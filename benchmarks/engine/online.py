@@ -1,23 +1,20 @@
-"""How long requests wait for their tokens when they come one by one: `jaxpaged.Engine`, or vLLM's engine.
+"""How long requests wait for their tokens when they come one by one.
 
     python -m benchmarks.engine.online                  # Llama-3-8B's shape; about two minutes on a GPU
-    python -m benchmarks.engine.online --engine vllm    # the same requests at the same times, where vllm is installed
     python -m benchmarks.engine.online --model toy --rates 20 --seconds 1    # on a CPU, to try the script out
 
-Arrivals are Poisson's, lengths those of `benchmarks.engine.throughput`, weights random, and both engines choose their
-own sizes. One thread adds what has arrived and calls `step`, as a server does, so a request that arrives during a step
-waits for its end. Each request must get the number of tokens that it asked for. For each rate, in milliseconds, p50,
-p95 and p99:
+Arrivals are Poisson's, lengths those of `benchmarks.engine.throughput`, weights random, and the engine chooses its own
+sizes. One thread adds what has arrived and calls `step`, as a server does, so a request that arrives during a step
+waits for its end. Each request must get the number of tokens that it asked for. `benchmarks.engine.vllm_peer` does the
+same with vLLM. For each rate, in milliseconds, p50, p95 and p99:
 
 - to_first: from a request's arrival to its first token;
 - between_tokens: from its first token to its last, over the number of tokens between them, for each request;
-- between_pieces: between two steps that return tokens of a request. vLLM returns one token at a time, our engine those
-  of a slice together;
+- between_pieces: between two steps that return tokens of a request; an engine returns those of a slice together;
 - to_last: from its arrival to its last token.
 """
 
 import argparse
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -27,9 +24,8 @@ import numpy as np
 
 from benchmarks.checks import require
 from benchmarks.engine.model import CONFIGS
-from benchmarks.engine.vllm_peer import VllmEngine
 from benchmarks.engine.workload import SIZES, Request, create_engine, workload
-from benchmarks.harness import add_output, open_store
+from benchmarks.harness import Store, add_output, open_store
 from jaxpaged import SamplingParams
 
 PERCENTILES = (50, 95, 99)
@@ -92,12 +88,28 @@ def line(name: str, point: dict[str, Any]) -> str:
     return ", ".join(texts)
 
 
+def measure(engine: Any, store: Store, rates: Sequence[float], *, seconds: float, longest: int) -> None:
+    """Adds a point for each rate, of requests that arrive for so many seconds, behind a short run that is no point."""
+    warm = [(prompt, min(new, WARM_TOKENS)) for prompt, new in workload(WARM_REQUESTS, longest)]
+    serve(engine, warm, [0.0] * len(warm))
+    for rate in rates:
+        arrivals = arrival_seconds(rate, seconds)
+        work = workload(len(arrivals), longest)
+        point = summary(work, arrivals, serve(engine, work, arrivals))
+        name = f"{rate:g} a second"
+        store.add(name, point)
+        print(line(name, point), flush=True)
+
+
+def add_arrivals(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rates", nargs="*", type=float, default=[5, 10, 20], help="requests a second")
+    parser.add_argument("--seconds", type=float, default=20, help="for which requests arrive")
+
+
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
-    parser.add_argument("--engine", default="jaxpaged", choices=("jaxpaged", "vllm"))
-    parser.add_argument("--rates", nargs="+", type=float, default=[5, 10, 20], help="requests a second")
-    parser.add_argument("--seconds", type=float, default=20, help="for which requests arrive")
+    add_arrivals(parser)
     parser.add_argument("--steps-per-slice", type=int, help="instead of the default of `jaxpaged.Engine`")
     add_output(parser)
     options = parser.parse_args(arguments)
@@ -107,32 +119,14 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
-    config, longest = CONFIGS[options.model], SIZES[options.model].longest
     begin = time.perf_counter()
-    engine: Any
-    settings: dict[str, Any]
-    if options.engine == "vllm":
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX only names the GPU
-        engine = VllmEngine(config, max_length=2 * longest)
-        settings = dict(engine=f"vllm {engine.version}")
-    else:
-        given = {} if options.steps_per_slice is None else dict(steps_per_slice=options.steps_per_slice)
-        engine = create_engine(options.model, **given)
-        stats = engine.stats()
-        settings = dict(engine="jaxpaged", steps_per_slice=engine._steps_per_slice)
-        settings |= dict(num_seats=stats.num_seats, chunk_tokens=stats.chunk_tokens, widths=list(stats.widths))
-    settings |= dict(seconds=options.seconds)
+    engine = create_engine(options.model, steps_per_slice=options.steps_per_slice)
+    stats = engine.stats()
+    settings: dict[str, Any] = dict(seconds=options.seconds, steps_per_slice=options.steps_per_slice)
+    settings |= dict(num_seats=stats.num_seats, chunk_tokens=stats.chunk_tokens, widths=list(stats.widths))
     print(f"{settings}, made in {time.perf_counter() - begin:.0f} s", flush=True)
-    store = open_store(f"engine_online_{options.model}_{options.engine}", options, **settings)
-    warm = [(prompt, min(new, WARM_TOKENS)) for prompt, new in workload(WARM_REQUESTS, longest)]
-    serve(engine, warm, [0.0] * len(warm))
-    for rate in options.rates:
-        arrivals = arrival_seconds(rate, options.seconds)
-        work = workload(len(arrivals), longest)
-        point = summary(work, arrivals, serve(engine, work, arrivals))
-        name = f"{rate:g} a second"
-        store.add(name, point)
-        print(line(name, point), flush=True)
+    store = open_store(f"engine_online_{options.model}", options, **settings)
+    measure(engine, store, options.rates, seconds=options.seconds, longest=SIZES[options.model].longest)
 
 
 if __name__ == "__main__":

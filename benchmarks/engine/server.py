@@ -151,7 +151,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--requests", type=int, default=1024)
-    parser.add_argument("--steps-per-slice", type=int, default=8, help="default: %(default)s, as examples/serve.py has")
+    parser.add_argument("--steps-per-slice", type=int, help="default: the engine's own, 8 of a stand-in")
     add_output(parser)
     options = parser.parse_args(arguments)
     options.toy = options.model == "toy" or bool(options.stand_in)
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.stand_in:
         engine = StandIn(
             num_seats=options.clients,
-            steps_per_slice=options.steps_per_slice,
+            steps_per_slice=options.steps_per_slice or 8,
             tokens_per_s=options.stand_in,
             vocab_size=vocab_size,
         )

@@ -182,7 +182,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seats", type=int, help="instead of the engine's own, as the next two")
     parser.add_argument("--chunk", type=int, help="tokens of prompts in a step")
     parser.add_argument("--widths", nargs="*", type=int, help="rows of narrower steps")
-    parser.add_argument("--steps-per-slice", type=int, default=32)
+    parser.add_argument("--steps-per-slice", type=int)
     parser.add_argument("--xla", nargs="*", metavar="NAME=VALUE", help="options to compile with")
     parser.add_argument("--sampled", nargs="*", default=[], metavar="NAME=NUMBER", help="a run that is not greedy")
     parser.add_argument("--exact", action="store_true", help="an exact engine")

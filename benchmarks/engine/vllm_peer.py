@@ -1,11 +1,27 @@
-"""vLLM's engine on random weights of a model's shape, with the methods of an `Engine`."""
+"""vLLM's engine on the requests of the engine's benchmarks, with its own defaults, where vllm is installed.
 
+    python -m benchmarks.engine.vllm_peer --requests 2048 1024 512 --rates 5 10 20    # about six minutes on a GPU
+
+A model of Llama-3-8B's shape, random bfloat16 weights, greedy, no stop tokens, no texts. Rows as in
+`benchmarks.engine.throughput` and `benchmarks.engine.online`. JAX stays on the CPU, so that vLLM has the GPU.
+"""
+
+import argparse
 import json
+import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from benchmarks.checks import require
+from benchmarks.engine.model import CONFIGS
+from benchmarks.engine.online import add_arrivals, measure
+from benchmarks.engine.workload import SIZES, Request, workload
+from benchmarks.harness import add_output, open_store
 from benchmarks.models.llama_step import LlamaConfig
 from jaxpaged import RequestOutput, SamplingParams
 from jaxpaged._engine.records import Completion
@@ -37,27 +53,46 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
 
 
 class VllmEngine:
-    """`add_request` and `step` of vLLM's engine, which keeps its defaults; greedy, no stop tokens, no texts."""
+    """`add_request` and `step` as an `Engine` has them, and `generate`; greedy."""
 
-    def __init__(self, config: LlamaConfig, *, max_length: int):
+    def __init__(self, config: LlamaConfig, folder: str, *, max_length: int):
         import vllm
+        from vllm.platforms import current_platform
 
-        self._vllm, self.version = vllm, vllm.__version__
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(hugging_face_config(config)))
-            llm = vllm.LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=max_length)
+        self._vllm, self.version, self.device = vllm, vllm.__version__, current_platform.get_device_name()
+        Path(folder, "config.json").write_text(json.dumps(hugging_face_config(config)))
+        llm = vllm.LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=max_length)
         self._llm, self._engine, self._next_id = llm, llm.llm_engine, 0
+
+    def settings(self) -> dict[str, Any]:
+        scheduler = self._engine.vllm_config.scheduler_config
+        return dict(
+            engine=f"vllm {self.version}",
+            num_seats=scheduler.max_num_seqs,
+            step_tokens=scheduler.max_num_batched_tokens,
+        )
+
+    def forget_prompts(self) -> None:
+        """Empties its prefix cache, so that a run finds no prompt of the run before."""
+        require(self._llm.reset_prefix_cache(), "vLLM's prefix cache is still in use")
 
     @property
     def has_unfinished_requests(self) -> bool:
         return self._engine.has_unfinished_requests()
 
+    def _params(self, new: int) -> Any:
+        return self._vllm.SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    def generate(self, work: Sequence[Request]) -> int:
+        """The number of tokens of all completions."""
+        prompts = [dict(prompt_token_ids=prompt) for prompt, _ in work]
+        outputs = self._llm.generate(prompts, [self._params(new) for _, new in work], use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
         self._next_id += 1
-        theirs = self._vllm.SamplingParams(
-            max_tokens=params.max_tokens, temperature=params.temperature, ignore_eos=True, detokenize=False
-        )
-        self._engine.add_request(str(self._next_id), dict(type="token", prompt_token_ids=list(prompt)), theirs)
+        prompt_of_tokens = dict(type="token", prompt_token_ids=list(prompt))
+        self._engine.add_request(str(self._next_id), prompt_of_tokens, self._params(params.max_tokens))
         return self._next_id
 
     def step(self) -> list[RequestOutput]:
@@ -69,3 +104,54 @@ class VllmEngine:
             )
             for output in self._engine.step()
         ]
+
+
+def timed_run(engine: VllmEngine, work: Sequence[Request]) -> dict[str, Any]:
+    wanted = sum(new for _, new in work)
+    begin = time.perf_counter()
+    num_tokens = engine.generate(work)
+    seconds = time.perf_counter() - begin
+    require(num_tokens == wanted, f"{num_tokens} tokens instead of {wanted}")
+    return dict(requests=len(work), tokens=num_tokens, seconds=seconds, tokens_per_s=num_tokens / seconds)
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
+    parser.add_argument("--requests", nargs="*", type=int, default=[1024, 512], help="all at once")
+    add_arrivals(parser)
+    add_output(parser)
+    options = parser.parse_args(arguments)
+    options.toy = options.model == "toy"
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its scheduler in this process, as ours
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        engine = VllmEngine(CONFIGS[options.model], folder, max_length=2 * SIZES[options.model].longest)
+        print(f"made in {time.perf_counter() - begin:.0f} s", flush=True)
+        measure_all(engine, options)
+
+
+def measure_all(engine: VllmEngine, options: argparse.Namespace) -> None:
+    settings = engine.settings() | dict(seconds=options.seconds)
+    print(settings, flush=True)
+    store = open_store(f"engine_vllm_{options.model}", options, device=engine.device, **settings)
+    longest = SIZES[options.model].longest
+    work = workload(max(options.requests, default=0), longest)
+    engine.generate(work[:64])
+    for count in options.requests:
+        engine.forget_prompts()
+        point = timed_run(engine, work[:count])
+        store.add(f"engine {count}", point)
+        print(f"engine {count:<13} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s", flush=True)
+    engine.forget_prompts()
+    measure(engine, store, options.rates, seconds=options.seconds, longest=longest)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ MOST_LENGTH = 8192
 # Up to 64 rows a step costs what reading the weights costs; from 256 on, what its products cost. Each width takes a
 # GPU's compiler 10 s if the 32 layers of an 8B model are unrolled.
 WIDTHS = (64, 128, 256)
+FEW_STEPS, MOST_STEPS = 2, 32
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}  # products by cuBLAS
 
 
@@ -69,6 +70,20 @@ def chosen_sizes(
                 f"step, which has {num_seats + chunk_tokens} rows, is used; leave out {unused}."
             )
     return Sizes(num_seats, max_length, chunk_tokens, tuple(chosen))
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of a slice: `few` while a seat is free for a request that arrives meanwhile, else `most`."""
+
+    few: int
+    most: int
+
+
+def chosen_steps(given: int | None) -> Steps:
+    if given is None:
+        return Steps(FEW_STEPS, MOST_STEPS)
+    return Steps(*[checked_size("steps_per_slice", given)] * 2)
 
 
 def chosen_compiler_options(given: dict[str, Any] | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jaxpaged import _device
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._engine.counting import counted
-from jaxpaged._engine.defaults import chosen_compiler_options, chosen_sizes
+from jaxpaged._engine.defaults import chosen_compiler_options, chosen_sizes, chosen_steps
 from jaxpaged._engine.inputs import own, pool_sizes
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.kinds import make_kinds
@@ -77,6 +77,7 @@ class Engine:
         widths: the rows of narrower steps, for when few seats need a token. Each takes time to compile. (): none.
         max_requests: the requests on the device, running or waiting; more wait on the host. None: four for each seat.
         steps_per_slice: the steps between two looks of the host. New requests and aborts wait for the end of a slice.
+            None: 2 in `step` and `stream` while a seat is free for what arrives, else 32.
         num_stop_ids: the most stop tokens of a request.
         prefix_cache: whether requests that begin alike share blocks, instead of each computing its own.
         exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
@@ -102,7 +103,7 @@ class Engine:
         chunk_tokens: int | None = None,
         widths: Sequence[int] | None = None,
         max_requests: int | None = None,
-        steps_per_slice: int = 32,
+        steps_per_slice: int | None = None,
         num_stop_ids: int = 4,
         prefix_cache: bool = False,
         exact: bool = False,
@@ -122,7 +123,7 @@ class Engine:
         num_seats, max_length = sizes.num_seats, sizes.max_length
         max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
         self._weights, self._seed, self._num_blocks = own(weights), checked_size("seed", seed, 0), num_blocks
-        self._steps_per_slice = checked_size("steps_per_slice", steps_per_slice)
+        self._steps = chosen_steps(steps_per_slice)
         self._max_requests, num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
         self._check = functools.partial(
             checked_request,
@@ -137,7 +138,7 @@ class Engine:
                 max_requests=max_requests,
                 num_seats=num_seats,
                 max_length=max_length,
-                max_steps=self._steps_per_slice,
+                max_steps=self._steps.most,
                 num_stop_ids=num_stop_ids,
                 prefix_cache=PrefixCache.create(
                     num_blocks=num_blocks, block_size=block_size, secret=secrets.randbits(128)
@@ -152,7 +153,7 @@ class Engine:
                 max_blocks_per_seq=min(-(-max_length // block_size), num_blocks - 1),
             ),
             caches=caches,
-            logprobs=jnp.zeros((self._steps_per_slice, num_seats), jnp.float32),
+            logprobs=jnp.zeros((self._steps.most, num_seats), jnp.float32),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(self._kinds), jnp.int32),
         )
@@ -220,7 +221,7 @@ class Engine:
         with self._serving(prompts, params) as request_ids:
             bar, num_generated = ProgressBar(len(prompts)) if progress else None, self._stats.num_generated
             while len(outputs) < len(request_ids):
-                self._advance()
+                self._advance(is_watched=False)
                 outputs |= {output.request_id: output for output in self._take_news(request_ids, finished_only=True)}
                 if bar is not None:
                     bar.show(len(outputs), self._stats.num_generated - num_generated)
@@ -379,10 +380,12 @@ class Engine:
             del self._requests[request_id]
             self._news.pop(request_id, None)
 
-    def _advance(self) -> None:
+    def _advance(self, *, is_watched: bool = True) -> None:
+        """`is_watched`: whether the caller can add requests, or show tokens, before the last one ends."""
         self._check_usable()
         if len(self._under_way) <= AHEAD:  # an interrupt may have left more
-            self._send()
+            num_open = self._num_sent + len(self._queue)
+            self._send(self._steps.few if is_watched and num_open < self._stats.num_seats else self._steps.most)
         while len(self._under_way) > AHEAD:
             self._receive()
 
@@ -396,8 +399,9 @@ class Engine:
         return [output for output in outputs if output.finished] if finished_only else outputs
 
     @without_interrupts()
-    def _send(self) -> None:
-        """Starts a slice. If more requests wait than it takes, slices of no steps before it take the others."""
+    def _send(self, num_steps: int) -> None:
+        """Starts a slice of at most so many steps. If more requests wait than it takes, slices of none before it take
+        the others."""
         most = min(MOST_ARRIVALS, self._max_requests)
         while True:
             room = min(most, self._max_requests - self._num_sent)
@@ -406,9 +410,12 @@ class Engine:
             is_last = not self._queue or self._num_sent == self._max_requests
             wants_logprobs = any(row.params.logprobs for row in (*rows, *self._on_device.values()))
             wants_logprobs |= any(row.params.logprobs for sent in self._under_way for row in sent.rows)
-            num_steps = self._steps_per_slice if is_last else 0
             inbox = self._inbox_of(
-                rows, self._aborts, wants_logprobs=wants_logprobs, num_steps=num_steps, forgets=self._forgets
+                rows,
+                self._aborts,
+                wants_logprobs=wants_logprobs,
+                num_steps=num_steps if is_last else 0,
+                forgets=self._forgets,
             )
             report = self._thread.submit(self._run, self._weights, inbox)
             self._under_way.append(Slice(rows, self._aborts, self._forgets, report))

@@ -30,6 +30,7 @@ from jaxpaged import (
     generate,
     rotate_and_write_kv,
 )
+from jaxpaged._engine.defaults import Steps, chosen_steps
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import checked_request, completion_seed
 from jaxpaged._engine.slices import step_attention
@@ -430,6 +431,36 @@ def test_a_request_begins_with_the_slice_after_the_one_under_way():
     assert engine.stats().num_slices == num_slices + 1
     assert (np.asarray(engine._state.allocator.lengths) > 20).sum() == 1  # by now its prompt is computed
     finish(engine)
+
+
+def test_slices_are_short_while_a_seat_is_free(monkeypatch):
+    engine, inbox_of, sent = shared_engine(16), shared_engine(16)._inbox_of, []
+
+    def counted(*args, num_steps, **options):
+        sent.append(num_steps)
+        return inbox_of(*args, num_steps=num_steps, **options)
+
+    monkeypatch.setattr(engine, "_inbox_of", counted)
+    monkeypatch.setattr(engine, "_steps", Steps(few=2, most=STEPS))
+    params = SamplingParams(max_tokens=STEPS, temperature=0)
+    for count, num_steps in ((1, 2), (toy_model.SEATS - 1, 2), (toy_model.SEATS, STEPS), (toy_model.SEATS + 2, STEPS)):
+        for _ in range(count):
+            engine.add_request([1, 2], params)
+        engine.step()
+        assert sent[:1] == [num_steps]
+        finish(engine)
+        sent.clear()
+    assert len(list(engine.stream([[1, 2]], params))) == STEPS / 2
+    assert set(sent) == {2}
+    sent.clear()
+    engine.generate([[1, 2]], params)  # nobody can add a request meanwhile
+    assert set(sent) == {STEPS}
+    monkeypatch.setattr(engine, "_steps", chosen_steps(3))
+    engine.generate([[1, 2]], params)
+    assert sent[-1] == 3
+    sent.clear()
+    assert list(engine.stream([[1, 2]], params))
+    assert set(sent) == {3}
 
 
 def test_an_abort_spares_who_got_the_place():

@@ -5,12 +5,13 @@ import json
 import sys
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
-from benchmarks.engine import online, server, stream_clients
+from benchmarks.engine import online, server, stream_clients, vllm_peer
 from benchmarks.engine.stand_in import StandIn, made_up
-from benchmarks.engine.workload import create_engine
+from benchmarks.engine.workload import create_engine, workload
 from jaxpaged import SamplingParams
 
 STREAMED = (
@@ -79,11 +80,27 @@ class FakeVllm:
 
     def __init__(self, model, **options):
         self.options, self.open, self.llm_engine = options, {}, self
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=8))
+        self.is_clean = True
         with open(f"{model}/config.json") as file:
             self.config = json.load(file)
 
     def has_unfinished_requests(self):
         return bool(self.open)
+
+    def reset_prefix_cache(self):
+        self.is_clean = not self.open
+        return self.is_clean
+
+    def generate(self, prompts, params, use_tqdm):
+        assert self.is_clean, "prompts of the run before are in the cache"
+        self.is_clean = False
+        outputs = {}
+        for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            self.add_request(str(i), prompt, each)
+        while self.open:
+            outputs |= {output.request_id: output for output in self.step()}
+        return list(outputs.values())
 
     def add_request(self, request_id, prompt, params):
         assert prompt["prompt_token_ids"]
@@ -106,7 +123,10 @@ def fake_vllm(monkeypatch):
     module = SimpleNamespace(
         __version__="1.2", LLM=FakeVllm, SamplingParams=lambda **options: SimpleNamespace(**options)
     )
+    platform = SimpleNamespace(get_device_name=lambda: "NVIDIA H200")
     monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
 
 
 def run_online(path, *options):
@@ -134,10 +154,17 @@ def test_requests_that_come_one_by_one(tmp_path, monkeypatch):
     assert results["settings"]["num_seats"] == 8
 
 
-def test_requests_that_come_one_by_one_to_vllm(tmp_path, fake_vllm):
-    results = run_online(tmp_path / "online.json", "--engine=vllm")
-    check_points(results["points"])
-    assert results["settings"]["engine"] == "vllm 1.2"
+def test_vllm_gets_the_same_requests(tmp_path, fake_vllm):
+    path = tmp_path / "vllm.json"
+    arguments = ["--model=toy", "--requests", "70", "3", "--rates", "50", "100", "--seconds=0.2", f"--output={path}"]
+    vllm_peer.main(arguments)
+    results = json.loads(path.read_text())
+    points = results["points"]
+    for count in (70, 3):
+        assert points.pop(f"engine {count}")["tokens"] == sum(new for _, new in workload(70, 64)[:count])
+    check_points(points)
+    assert results["device"] == "NVIDIA H200"
+    assert results["settings"] == dict(engine="vllm 1.2", num_seats=4, step_tokens=8, seconds=0.2)
 
 
 def test_both_engines_get_the_same_requests_at_the_same_times():

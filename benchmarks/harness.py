@@ -246,6 +246,16 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _Dict(argparse.Action):
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, dict(text.split("=", 1) for text in values))
+
+
+def add_xla(parser: argparse.ArgumentParser) -> None:
+    """`--xla NAME=VALUE ...`, as a dict for `compiler_options`; None if it is not given."""
+    parser.add_argument("--xla", nargs="*", action=_Dict, metavar="NAME=VALUE", help="options to compile with")
+
+
 def open_store(benchmark: str, options: argparse.Namespace, *, device: str | None = None, **settings: Any) -> Store:
     """The store at `--output`, by default `benchmarks/results/<gpu>/<benchmark>.json`."""
     path = options.output

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from benchmarks.engine.model import CONFIGS, packed_model
 from benchmarks.engine.steps import Steps
 from benchmarks.engine.workload import SIZES, Request, create_engine, run_work, workload
-from benchmarks.harness import add_output, compile_all, open_store
+from benchmarks.harness import add_output, add_xla, compile_all, open_store
 from jaxpaged import Engine
 from jaxpaged._engine.defaults import chosen_compiler_options
 from jaxpaged._engine.kinds import next_kind
@@ -83,13 +83,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["135m", "1b"], choices=tuple(CONFIGS))
     parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--xla", nargs="*", metavar="NAME=VALUE", help="options to compile with")
+    add_xla(parser)
     add_output(parser)
     options = parser.parse_args()
     options.toy = "toy" in options.models
     store = open_store("engine_loops", options)
-    given = None if options.xla is None else dict(option.split("=") for option in options.xla)
-    compiler_options = chosen_compiler_options(given)
+    compiler_options = chosen_compiler_options(options.xla)
     jobs: dict[Any, Callable] = {
         name: functools.partial(create_engine, name, compiler_options=compiler_options) for name in options.models
     }

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.steps import Steps
 from benchmarks.engine.workload import SIZES, create_caches
-from benchmarks.harness import add_output, open_store
+from benchmarks.harness import add_output, add_xla, open_store
 from jaxpaged import Engine
 
 LAYERS, REPEATS = 8, 20
@@ -48,7 +48,7 @@ def step_milliseconds(steps: Steps, length: int, count: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
-    parser.add_argument("--xla", nargs="*", metavar="NAME=VALUE", help="options to compile with")
+    add_xla(parser)
     add_output(parser)
     options = parser.parse_args()
     options.toy = options.model == "toy"
@@ -63,7 +63,7 @@ def main() -> None:
         num_seats=sizes.seats or None,
         max_length=longest + sizes.longest,
         chunk_tokens=sizes.chunk or None,
-        compiler_options=None if options.xla is None else dict(option.split("=") for option in options.xla),
+        compiler_options=options.xla,
     )
     steps = Steps(engine, sizes)
     sizes = steps.sizes

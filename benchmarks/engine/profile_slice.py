@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.engine.model import CONFIGS
 from benchmarks.engine.steps import Steps, name_kind
 from benchmarks.engine.workload import SIZES, create_engine, workload
-from benchmarks.harness import Event, add_output, by_kernel, open_store, traced
+from benchmarks.harness import Event, add_output, add_xla, by_kernel, open_store, traced
 from jaxpaged import Engine, SamplingParams
 
 SMALL_US, LONG_US = 5, 500
@@ -137,15 +137,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--warm", type=int, default=8, help="slices before those that are read")
     parser.add_argument("--slices", type=int, default=6)
-    parser.add_argument("--xla", nargs="*", metavar="NAME=VALUE", help="options to compile with")
+    add_xla(parser)
     add_output(parser)
     options = parser.parse_args()
     options.toy = options.model == "toy"
     sizes = SIZES[options.model]
     store = open_store(f"engine_profile_{options.model}", options)
     begin = time.perf_counter()
-    xla = None if options.xla is None else dict(option.split("=") for option in options.xla)
-    engine = create_engine(options.model, compiler_options=xla)
+    engine = create_engine(options.model, compiler_options=options.xla)
     print(f"{jax.devices()[0].device_kind}, made in {time.perf_counter() - begin:.0f} s: {engine.stats()}", flush=True)
     of_kinds, kernels_of = profile_kinds(Steps(engine, sizes))
     show(of_kinds)

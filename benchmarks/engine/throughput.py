@@ -44,7 +44,7 @@ from benchmarks.engine.workload import (
     run_work,
     workload,
 )
-from benchmarks.harness import add_output, open_store, read_bandwidth
+from benchmarks.harness import add_output, add_xla, open_store, read_bandwidth
 from benchmarks.models.decode_step import MOST_ERROR, cache_copies
 from benchmarks.models.llama_step import LlamaConfig
 from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
@@ -183,14 +183,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, help="tokens of prompts in a step")
     parser.add_argument("--widths", nargs="*", type=int, help="rows of narrower steps")
     parser.add_argument("--steps-per-slice", type=int)
-    parser.add_argument("--xla", nargs="*", metavar="NAME=VALUE", help="options to compile with")
+    add_xla(parser)
     parser.add_argument("--sampled", nargs="*", default=[], metavar="NAME=NUMBER", help="a run that is not greedy")
     parser.add_argument("--exact", action="store_true", help="an exact engine")
     parser.add_argument("--only-engine", action="store_true", help="no batches")
     add_output(parser)
     options = parser.parse_args()
     options.toy = options.model == "toy"
-    options.xla = None if options.xla is None else dict(option.split("=") for option in options.xla)
     options.sampled = {name: ast.literal_eval(value) for name, value in (text.split("=") for text in options.sampled)}
     return options
 

@@ -27,7 +27,7 @@ from benchmarks.harness import (
     read_chain,
     slope_microseconds,
 )
-from benchmarks.kernels.portable import attend
+from benchmarks.kernels.forms import attend
 from jaxpaged import paged_attention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16

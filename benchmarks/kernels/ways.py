@@ -45,20 +45,28 @@ def compile_way(point: Point, choose_attend: Callable[[str, Point], Attend], way
 
 
 def compare(
-    points: Iterable[Point], ways: Sequence[str], choose_attend: Callable[[str, Point], Attend], store: Store
+    points: Iterable[Point],
+    ways: Sequence[str],
+    choose_attend: Callable[[str, Point], Attend],
+    store: Store,
+    rounds: int = 1,
 ) -> None:
+    """Each way is timed `rounds` times, in turn with the others; the quickest counts."""
     for point in points:
         jobs = compile_judges(point) | {way: functools.partial(compile_way, point, choose_attend, way) for way in ways}
         compiled = compile_all(jobs)
         inputs = make_inputs(point)
+        judges = compiled[point, "floor"], compiled[point, "reference"]
+        programs = {way: Programs(compiled[way], *judges, {}) for way in ways if not isinstance(compiled[way], str)}
+        found = [{way: measure(point, its, inputs) for way, its in programs.items()} for _ in range(rounds)]
         for way in ways:
-            if isinstance(compiled[way], str):
+            if way not in programs:
                 result: dict[str, Any] = {"failed": compiled[way]}
                 text = compiled[way]
             else:
-                programs = Programs(compiled[way], compiled[point, "floor"], compiled[point, "reference"], {})
-                result = measure(point, programs, inputs)
-                result |= measure_kernels(point, programs, inputs) if jax.default_backend() == "gpu" else {}
+                times = [results[way]["us"] for results in found]
+                result = found[times.index(min(times))][way] | {"spread": max(times) / min(times)}
+                result |= measure_kernels(point, programs[way], inputs) if jax.default_backend() == "gpu" else {}
                 text = line(result)
             print(f"{point.name:<48} {way:<16} {text}", flush=True)
             store.add(f"{point.name} {way}", result)
@@ -68,5 +76,6 @@ def line(result: dict[str, Any]) -> str:
     kernels = f"kernels {result['kernels']:8.2f}, " if "kernels" in result else ""
     return (
         f"{result['us']:8.2f} us, {kernels}floor {result['floor']:8.2f}, {result['over_floor']:.3f} of it, "
+        f"spread {result['spread']:.3f}, "
         f"error {result['error']:.1e}"
     )

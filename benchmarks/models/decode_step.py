@@ -30,6 +30,7 @@ from benchmarks.checks import poisoned, worst_error
 from benchmarks.harness import (
     Event,
     add_output,
+    add_xla,
     by_kernel,
     kernel_times,
     open_store,
@@ -187,7 +188,7 @@ def measure(name: str, config: LlamaConfig, weights: Any, apply: Apply, shape: s
     result: dict[str, Any] = {"error": check(name, config, state)}
     begin = time.perf_counter()
     lowered = jax.jit(functools.partial(loop, apply), donate_argnums=1).lower(weights, state, jnp.int32(1))
-    xla = dict(option.split("=") for option in options.xla)
+    xla = options.xla or {}
     compiled = lowered.compile(compiler_options=xla)
     result["compile_s"] = time.perf_counter() - begin
     result["cache_copies"] = cache_copies(compiled.as_text() or "", state.caches[0])
@@ -228,11 +229,12 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["64x2048", "1x8192"], help="sequences x length")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script out")
-    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="options to compile with")
+    add_xla(parser)
     parser.add_argument("--profile", action="store_true", help="the time of a step by kernel")
     parser.add_argument("--timeline", action="store_true", help="gaps between kernels, with CUDA graphs and without")
     add_output(parser)
     options = parser.parse_args()
+    compiled_with = [f"{option}={value}" for option, value in (options.xla or {}).items()]
 
     config = (llama_step.toy if options.toy else llama_step.llama_3_8b)(options.layers)
     store = open_store("decode_step", options)
@@ -242,7 +244,7 @@ def main() -> None:
         weights, apply = MODELS[name](config)
         for shape in options.shapes:
             result = measure(name, config, weights, apply, shape, options)
-            key = " ".join((name, shape, *options.xla))
+            key = " ".join((name, shape, *compiled_with))
             store.add(key, result | {"read_bytes_per_s": options.bandwidth})
         del weights
     print(f"{'model':<20} {'shape':>8} {'ms':>8} {'floor':>8} {'ratio':>6}")

@@ -1,5 +1,6 @@
 """Benchmarks run at toy sizes, and what they check before they time can fail."""
 
+import argparse
 import dataclasses
 import functools
 import importlib
@@ -19,7 +20,7 @@ from benchmarks.allocator.host_allocator import HostAllocator
 from benchmarks.engine import profile_slice
 from benchmarks.figures.memory import seat_lengths
 from benchmarks.harness import by_kernel
-from benchmarks.kernels import cache_copies, cache_ops, cache_sizes, decode, partitions, points, portable, prefill, ways
+from benchmarks.kernels import cache_copies, cache_ops, cache_sizes, decode, forms, partitions, points, prefill, ways
 from benchmarks.kernels.points import make_tables, parse, point_tables
 from benchmarks.models import decode_step, llama_step
 from jaxpaged import _device, copy_blocks, paged_attention, paged_attention_reference
@@ -164,7 +165,7 @@ def test_a_way_computes_attention(way, monkeypatch):
     inputs = points.make_inputs(FewSets(**vars(parse("8/2 2x150"))))
     arrays = inputs.q, *inputs.caches[0][0], inputs.block_tables, inputs.lengths
     interpret = plgpu.InterpretGPUParams(detect_races=way == "tma/3/1")
-    out = portable.attend(way, *arrays, interpret=interpret)
+    out = forms.attend(way, *arrays, interpret=interpret)
     assert not races_found()
     checks.worst_error(way, out, paged_attention_reference(*arrays))
 
@@ -181,12 +182,22 @@ def test_a_way_that_does_not_fit_is_a_result_and_a_mistake_is_none():
         ways.compile_way(point, lambda *_: decode.has_moved, "moved")
 
 
+def test_options_of_xla_are_a_dict():
+    parser = argparse.ArgumentParser()
+    harness.add_xla(parser)
+    assert parser.parse_args([]).xla is None
+    assert parser.parse_args(["--xla", "a=1", "b=c=d"]).xla == {"a": "1", "b": "c=d"}
+
+
 def test_ways_stand_side_by_side(capsys):
     store = harness.Store(None)
     every = {"xla": by_xla, "reference": paged_attention_reference}
-    ways.compare([FewSets(**vars(parse("6/2 2x48 head_dim=32")))], tuple(every), lambda way, _: every[way], store)
+    ways.compare(
+        [FewSets(**vars(parse("6/2 2x48 head_dim=32")))], tuple(every), lambda way, _: every[way], store, rounds=2
+    )
     assert {name.split()[-1] for name in store.points} == set(every)
     assert all(result["error"] < checks.MOST_ERROR for result in store.points.values())
+    assert all(result["spread"] >= 1.0 for result in store.points.values())
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 

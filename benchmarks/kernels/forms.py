@@ -1,4 +1,4 @@
-"""The forms of the decode kernel against each other, "xla" and the floor: `python -m benchmarks.kernels.portable`.
+"""The forms of the decode kernel against each other, "xla" and the floor: `python -m benchmarks.kernels.forms`.
 
 A way is "mosaic_gpu", "xla", or a form of the decode kernel, tma or cp_async, with /stages/partitions after it or not:
 tma, cp_async/2, tma/3/16. Instead of the partitions, `plan` is a plan, which a chain makes once, and `fresh` one
@@ -6,8 +6,11 @@ that each call makes. `prefill` is the kernel for prompts, with /parts after it 
 reference before it is timed. The columns are as in kernels/decode.py; `kernels` is the time of the kernels alone, by
 CUPTI. Results that name `hopper` are of a second decode kernel, which is gone.
 
-    python -m benchmarks.kernels.portable --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
-    python -m benchmarks.kernels.portable --points "32/8 8xoutlier131072" --ways tma tma//plan tma//fresh
+    python -m benchmarks.kernels.forms --points "32/8 64x8192" "32/8 8x8192" --ways mosaic_gpu tma tma/2 cp_async
+    python -m benchmarks.kernels.forms --points "32/8 8xoutlier131072" --ways tma tma//plan tma//fresh
+
+With `--rounds` all ways of a point are timed one after the other, so many times: `us` is the least of a way's times,
+`spread` the greatest over it.
 """
 
 import argparse
@@ -62,11 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", default=POINTS, help="names of points, see points.py")
     parser.add_argument("--ways", nargs="+", default=WAYS, metavar="WAY")
+    parser.add_argument("--rounds", type=int, default=1, help="times of each way, in turn with the others")
     add_output(parser)
     options = parser.parse_args()
-    store = open_store("portable", options)
+    store = open_store("forms", options)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    compare(map(parse, options.points), options.ways, choose_attend, store)
+    compare(map(parse, options.points), options.ways, choose_attend, store, rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from jaxpaged._device import Gpu
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.prefill import config as prefill_config
+from pallas_kernels.prefill.portable import config as portable_config
 
 Implementation = Literal["mosaic_gpu", "xla"]
-Kernel = Literal["paged_decode", "paged_prefill"]  # as a profile names it
-Config = decode_config.Config | prefill_config.Config
+Kernel = Literal["paged_decode", "paged_prefill", "portable_prefill"]  # as a profile names it
+Config = decode_config.Config | prefill_config.Config | portable_config.Config
 
 # Rows of a KV head up to which the decode kernel is faster. [one_kernel_h200 of benchmarks/results/decisions/]
 FEW_ROWS = 32

@@ -19,9 +19,9 @@ def launch(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
     from pallas_kernels.common.interpret import interpret_mode  # here, so that only its callers import Mosaic
 
     with interpret_mode(choice.interpret):
-        if choice.kernel == "paged_prefill":
-            return _launch_prefill(choice, call)
-        return _launch_decode(choice, call, plan)
+        if choice.kernel == "paged_decode":
+            return _launch_decode(choice, call, plan)
+        return _launch_prefill(choice, call)
 
 
 def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
@@ -43,6 +43,7 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
 
 def _launch_prefill(choice: Choice, call: Call) -> Results:
     from pallas_kernels.prefill import kernel
+    from pallas_kernels.prefill.portable import kernel as portable
     from pallas_kernels.prefill.work_list import make_work_list
 
     p = call if call.query_starts is not None else _packed(call)
@@ -58,7 +59,8 @@ def _launch_prefill(choice: Choice, call: Call) -> Results:
         seqs = jnp.minimum(owners(starts, tokens=tokens), p.lengths.shape[0] - 1)
         bits = by_place(p.tree_mask, seqs, p.lengths, starts)
     options = dataclasses.replace(p.options, tree_bits=bits)
-    out, lse = kernel.launch(p.q, p.k_cache, p.v_cache, p.block_tables, work, options, config=config)
+    launch = kernel.launch if choice.kernel == "paged_prefill" else portable.launch
+    out, lse = launch(p.q, p.k_cache, p.v_cache, p.block_tables, work, options, config=config)
     return out.reshape(call.out_shape), lse.reshape(call.q.shape[:-1])
 
 

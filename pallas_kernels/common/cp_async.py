@@ -46,12 +46,14 @@ def copy_tile(
     ids: Sequence[jax.Array],  # of the blocks of the tile
     slot: jax.Array,  # of the first block where the tile begins
     kv_head: jax.Array,
+    seen: tuple[jax.Array, ...] = (),  # rows of the tile to be copied: the first, and one past the last; none: all
 ) -> None:
-    """Starts to copy a tile, with zeros past the end of a head that is narrower than `target`."""
+    """Starts to copy a tile, with zeros instead of other rows, and past the end of a head narrower than `target`."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[SCALAR] * (2 + len(ids))))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[SCALAR] * (2 + len(seen) + len(ids))))
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
-        slot, kv_head, *block_ids = map(_scalar, scalars)
+        slot, kv_head, *rest = map(_scalar, scalars)
+        (first, end), block_ids = (rest[:2], rest[2:]) if seen else ((None, None), rest)
         row_tiles, _, tile_rows, _ = ir.MemRefType(target.type).shape
         tile = row_tiles * tile_rows
         _, block_size, kv_heads, head_dim = ir.MemRefType(source.type).shape
@@ -60,11 +62,17 @@ def copy_tile(
             block_id, its_slot = _locate(chunk.row, chunk.rows, block_ids, slot, tile)
             row = total(product(its_slot, kv_heads), kv_head)
             number = arith.addi(product(wide(block_id), block_size * kv_heads), wide(row))
-            in_head = None if row_bytes == chunk.width else below(chunk.byte, row_bytes)
-            byte = chunk.byte if in_head is None else arith.select(in_head, chunk.byte, i32(0))
-            _copy(_address(source, number, row_bytes, byte), chunk.smem, in_head)
+            is_there = None if row_bytes == chunk.width else below(chunk.byte, row_bytes)
+            byte = chunk.byte if is_there is None else arith.select(is_there, chunk.byte, i32(0))
+            if seen:
+                is_seen = arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.sge, chunk.row, first),
+                    arith.cmpi(arith.CmpIPredicate.slt, chunk.row, end),
+                )
+                is_there = is_seen if is_there is None else arith.andi(is_there, is_seen)
+            _copy(_address(source, number, row_bytes, byte), chunk.smem, is_there)
 
-    start(source, target, slot, kv_head, *ids)
+    start(source, target, slot, kv_head, *seen, *ids)
 
 
 def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Array, kv_head: jax.Array) -> None:

@@ -9,7 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+LEAST_COMPUTE_CAPABILITY = 8.0  # Ampere, the first with cp.async
 DTYPES_8BIT = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+
+
+# By the compute capability: bytes of SMEM of a SM. A program can have 1024 less. (CUDA programming guide, table of
+# technical specifications.) 8.6, 8.9 and 12.x have the least.
+SMEM_PER_SM = {8.0: 164 * 1024, 8.7: 164 * 1024, 9.0: 228 * 1024, 10.0: 228 * 1024, 10.3: 228 * 1024, 11.0: 228 * 1024}
+LEAST_SMEM_PER_SM = 100 * 1024
+
+
+def smem_per_sm(compute_capability: float) -> int:
+    return SMEM_PER_SM.get(compute_capability, LEAST_SMEM_PER_SM)
 
 
 def is_8bit(cache_dtype: Any) -> bool:

@@ -10,20 +10,14 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.sizes import filled_rows, is_8bit, round_up
+from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY, filled_rows, is_8bit, round_up, smem_per_sm
 
-LEAST_COMPUTE_CAPABILITY = 8.0  # Ampere, the first with cp.async
 TILE = 64  # tokens of a tile: 16 for each of four warps, the M dimension of their products
 COLUMNS = 64  # of a head, that one product takes
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group
 MAX_SEQS = 65535  # the grid's slowest axis, for which CUDA allows no more
 PROGRAM_OVERHEAD = 4 * 1024  # bytes of SMEM: 1024 that CUDA takes, 2048 for Mosaic's reductions, barriers
-
-# By the compute capability: bytes of SMEM of a SM. A program can have 1024 less. (CUDA programming guide, table of
-# technical specifications.) 8.6, 8.9 and 12.x have the least.
-SMEM_PER_SM = {8.0: 164 * 1024, 8.7: 164 * 1024, 9.0: 228 * 1024, 10.0: 228 * 1024, 10.3: 228 * 1024, 11.0: 228 * 1024}
-LEAST_SMEM_PER_SM = 100 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +119,7 @@ def most_rows(*, head_dim: int, itemsize: int, compute_capability: float) -> int
 
 def program_smem(compute_capability: float, resident: int = 1) -> int:
     """Bytes for the arrays of one of the `resident` programs that share a SM."""
-    return SMEM_PER_SM.get(compute_capability, LEAST_SMEM_PER_SM) // resident - PROGRAM_OVERHEAD
+    return smem_per_sm(compute_capability) // resident - PROGRAM_OVERHEAD
 
 
 def partial_size(*, q_len: int, group: int, head_dim: int) -> int:

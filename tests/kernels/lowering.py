@@ -14,6 +14,8 @@ from pallas_kernels.decode import kernel as decode_kernel
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.prefill import config as prefill_config
 from pallas_kernels.prefill import kernel as prefill_kernel
+from pallas_kernels.prefill.portable import config as portable_config
+from pallas_kernels.prefill.portable import kernel as portable_kernel
 from pallas_kernels.prefill.work_list import make_work_list
 
 # Of the decode kernel, beside the scales.
@@ -50,16 +52,19 @@ def traced_prefill(
     cache_dtype=None,
     scales=(None, None),
     sharding=None,
+    portable_for=None,
+    **changes,  # of the default config
 ):
-    """The traced call of the prefill kernel on 300 tokens of 3 sequences."""
-    config = prefill_config.default_config(
-        group=group,
-        head_dim=head_dim,
-        num_sms=132,
-        num_parts=num_parts,
-        causal=causal,
-        itemsize=jnp.dtype(cache_dtype or dtype).itemsize,
-    )
+    """The traced call of the prefill kernel on 300 tokens of 3 sequences; of the portable one for a GPU of the compute
+    capability `portable_for`, if it is given."""
+    shape = dict(group=group, head_dim=head_dim, num_parts=num_parts, causal=causal)
+    if portable_for is None:
+        itemsize = jnp.dtype(cache_dtype or dtype).itemsize
+        config = prefill_config.default_config(**shape, num_sms=132, itemsize=itemsize)
+    else:
+        config = portable_config.default_config(**shape, compute_capability=portable_for)
+    config = dataclasses.replace(config, **changes)
+    kernel = prefill_kernel if portable_for is None else portable_kernel
     shape, heads, tokens = functools.partial(jax.ShapeDtypeStruct, sharding=sharding), kv_heads * group, 300
     cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
     types = option_types(shape, heads) | {"tree_bits": shape((tokens, 3), jnp.uint32)}
@@ -67,7 +72,7 @@ def traced_prefill(
     @jax.jit
     def launch(q, k_cache, v_cache, tables, lengths, starts, **named):
         work = make_work_list(starts, lengths, tokens=tokens, token_bytes=4 * kv_heads * head_dim, config=config)
-        return prefill_kernel.launch(q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
+        return kernel.launch(q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
 
     arrays = shape((tokens, heads, head_dim), dtype), cache, cache, shape((3, 32), jnp.int32)
     sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)

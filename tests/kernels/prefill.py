@@ -1,5 +1,6 @@
 """Calls the prefill kernel on the newest tokens of a case's sequences; a test says how many of each."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jaxpaged._attention.call import Call
 from jaxpaged._attention.choose import Choice
 from jaxpaged._attention.run import run
 from pallas_kernels.prefill.config import default_config
+from pallas_kernels.prefill.portable import config as portable_config
 from tests.cases import Case, assert_lse, assert_within_budget, oracle, within_budget
 from tests.kernels.interpret import make_call
 
@@ -56,23 +58,26 @@ def attend(
     num_parts: int = 1,
     causal: bool = True,
     mask: Any = None,
+    portable_for: float | None = None,
+    **changes: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Out [tokens + padding, heads, head_dim] and the lse. `mask`: of `with_trees`."""
+    """Out [tokens + padding, heads, head_dim] and the lse. `mask`: of `with_trees`. `portable_for`: by the portable
+    kernel, as on a GPU of that compute capability. `changes`: of the default configuration."""
     a = make_call(case)
-    config = default_config(
-        group=a.group,
-        head_dim=a.q.shape[-1],
-        num_sms=num_sms,
-        num_parts=num_parts,
-        causal=causal,
-        itemsize=a.k_cache.dtype.itemsize,
+    shape = dict(
+        group=a.group, head_dim=a.head_dim, num_parts=num_parts, causal=causal, itemsize=a.k_cache.dtype.itemsize
     )
+    config: Any = default_config(**shape, num_sms=num_sms)
+    if portable_for is not None:
+        config = portable_config.default_config(**shape, compute_capability=portable_for)
+    config = dataclasses.replace(config, **changes)
     q = jnp.asarray(packed(case.q, counts))
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
     arrays = q, a.k_cache, a.v_cache, a.block_tables, a.lengths, a.options, starts
     mask = None if mask is None else jnp.asarray(mask)
-    choice = Choice("paged_prefill", config, interpret=interpret)
+    kernel = "paged_prefill" if portable_for is None else "portable_prefill"
+    choice = Choice(kernel, config, interpret=interpret)
     return run(choice, Call(*arrays, mask, causal=causal))
 
 

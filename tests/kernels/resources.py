@@ -47,6 +47,7 @@ WITHOUT_A_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu", "JAX_SKIP
 # Bytes of SMEM are from the CUDA programming guide's table of compute capabilities.
 GPUS = {
     "sm_80": dict(name="NVIDIA A100-SXM4-80GB", sms=108, threads=2048, smem=164 * 1024, bandwidth=2039 * 10**9),
+    "sm_86": dict(name="NVIDIA GeForce RTX 3090", sms=82, threads=1536, smem=100 * 1024, bandwidth=936 * 10**9),
     "sm_89": dict(name="NVIDIA L4", sms=58, threads=1536, smem=100 * 1024, bandwidth=300 * 10**9),
     "sm_90": dict(name="NVIDIA H100 80GB HBM3", sms=132, threads=2048, smem=228 * 1024, bandwidth=3352 * 10**9),
     "sm_100": dict(name="NVIDIA B200", sms=148, threads=2048, smem=228 * 1024, bandwidth=8000 * 10**9),
@@ -121,6 +122,8 @@ def compile_one(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), mosaic_for(compute_capability(gpu)):
         if kernel == "prefill":
             trace = traced_prefill(**how)
+        elif kernel == "portable_prefill":
+            trace = traced_prefill(**how, portable_for=compute_capability(gpu))
         else:
             trace, _ = traced_decode(**how, compute_capability=compute_capability(gpu))
         trace.lower().compile()

@@ -1,0 +1,231 @@
+"""The arrays and the body of the portable prefill kernel, and its launch."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import merge_parts
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.launch import launch as launch_kernel
+from pallas_kernels.common.options import AttentionOptions, name_operands
+from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, normalise, zeros
+from pallas_kernels.common.sizes import round_up
+from pallas_kernels.prefill.item import Items
+from pallas_kernels.prefill.logits import Logits
+from pallas_kernels.prefill.portable import products
+from pallas_kernels.prefill.portable.config import COLUMNS, Config
+from pallas_kernels.prefill.portable.tiles import Ids, Tiles
+from pallas_kernels.prefill.rows_of_item import RowsOfItem
+from pallas_kernels.prefill.softmax import rescale, softmax
+from pallas_kernels.prefill.work_list import WorkList
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """`width` is head_dim, rounded up to a multiple of 64; `items` are heads / heads of an item. None: not of this
+    call."""
+
+    # Inputs, GMEM
+    q: Any  # [tokens, heads, head_dim]
+    k_cache: Any  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: Any  # as k_cache
+    block_tables: Any  # int32 [seqs, max_blocks]
+    entries: Any  # int32 [max_entries, fields], see `prefill.work_list`
+    num_entries: Any  # int32 [1]
+    scale: Any  # f32 [1]
+    # Outputs, GMEM
+    out: Any  # [parts * tokens, heads, head_dim]; float32 of several parts
+    lse: Any  # f32 [parts * tokens, heads]
+    # SMEM
+    q_smem: Any  # [rows, width]
+    k_smem: Any  # [stages, tile, width]
+    v_smem: Any  # as k_smem
+    # Options, GMEM
+    sliding_window: Any = None  # int32 [1]
+    logits_soft_cap: Any = None  # f32 [1]
+    alibi_slopes: Any = None  # f32 [items, rows], of the rows of an item
+    sinks: Any = None  # as alibi_slopes; of several parts left to the merge
+    # In interpret mode
+    q_full: Any = None  # barrier
+    lse_smem: Any = None  # f32 [rows]
+    o_smem: Any = None  # of several parts, f32 [rows, width]
+
+
+class State(NamedTuple):
+    """What a step hands on."""
+
+    acc: jax.Array  # O, f32 [rows, width]
+    m: jax.Array  # f32 [rows], close to the highest logit so far, in units of log2
+    l: jax.Array  # f32 [rows], the sum of the weights
+    values_ids: Ids  # of the next tile whose values are asked for
+    keys_ids: Ids  # of the next tile whose keys are
+
+
+def _kernel(refs: Refs, *, config: Config, group: int, transforms: tuple[Any, ...]) -> None:
+    items = Items(
+        refs.entries,
+        refs.num_entries,
+        lax.axis_index("program"),
+        config,
+        tokens=refs.q.shape[0],
+        block_size=refs.k_cache.shape[1],
+        kv_heads=refs.k_cache.shape[2],
+        group=group,
+        window=None if refs.sliding_window is None else refs.sliding_window[0],
+        tree_words=0,
+    )
+    # A program without an item is one that the work list has room for.
+    pl.when(items.count() > 0)(lambda: _attend(refs, items, config, transforms))
+
+
+def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...]) -> None:
+    item = items.item(items.read(jnp.int32(0)))
+    (num_rows, width), stages = refs.q_smem.shape, config.num_stages
+    rows = RowsOfItem(config, jnp.int32(0), transforms, commit=synchronise)
+    tiles = Tiles(refs, item, config, transforms)
+
+    # 1. Q and the first tiles are on their way.
+    rows.start_load(refs.q, item, refs.q_smem, refs.q_full)
+    ids = [tiles.read_ids(item.begin + i) for i in range(stages + 1)]
+    for i in range(stages):
+        tiles.start_keys(item.begin + i, ids[i])
+        if i < stages - 1:
+            tiles.start_values(item.begin + i, ids[i])
+
+    # 2. What makes logits of products.
+    share = lax.div(item.head, jnp.int32(config.heads))
+
+    def of_rows(by_row: Any | None) -> jax.Array | None:
+        return None if by_row is None else ROWS_FIRST.load(by_row.at[share])
+
+    logits_of = Logits(
+        item,
+        config.item_tokens,
+        jnp.int32(0),
+        scale=refs.scale[0],
+        cap=None if refs.logits_soft_cap is None else refs.logits_soft_cap[0],
+        slopes=of_rows(refs.alibi_slopes),
+        tree=None,
+    )
+
+    # 3. The tiles, one after the other.
+    def step(tile: jax.Array, state: State, *, masked: bool) -> State:
+        acc, m, l, values_ids, keys_ids = state
+        stage = tiles.stage(tile)
+
+        # a. S = Q K^T
+        tiles.wait()
+        tiles.start_values(tile + stages - 1, values_ids)
+        scores = products.scores(refs.q_smem, refs.k_smem.at[stage], transforms)
+
+        # b. Online softmax.
+        m, l, alpha, p = softmax(scores, logits_of, tile, (None, None), m, l, masked=masked)
+        acc = rescale(acc, alpha)
+
+        # c. O += P V
+        tiles.wait()
+        tiles.start_keys(tile + stages, keys_ids)
+        next_ids = tiles.read_ids(tile + stages + 1)
+        acc = products.add(acc, p.astype(refs.v_smem.dtype), refs.v_smem.at[stage], transforms)
+        return State(acc, m, l, keys_ids, next_ids)
+
+    state = State(
+        acc=zeros((num_rows, width)),
+        m=ROWS_FIRST.full(num_rows, LOWEST),
+        l=ROWS_FIRST.full(num_rows, 0.0),
+        values_ids=ids[stages - 1],
+        keys_ids=ids[stages],
+    )
+    masked = functools.partial(step, masked=True)
+    if item.window is not None:
+        state = lax.fori_loop(item.begin, item.whole_begin, masked, state)
+    state = lax.fori_loop(item.whole_begin, item.whole_end, functools.partial(step, masked=False), state)
+    acc, m, l, *_ = lax.fori_loop(item.whole_end, item.end, masked, state)
+
+    # 4. The rows, by way of Q's SMEM.
+    factor, lse = normalise(m, l, of_rows(refs.sinks))
+    o = acc * ROWS_FIRST.over(factor, acc.shape)
+    if config.num_parts > 1:
+        rows.store_float32(o, refs.out, item, refs.o_smem)
+    else:
+        rows.store(o.astype(refs.q_smem.dtype), refs.out, item, refs.q_smem)
+    rows.store_vector(lse, refs.lse, item, refs.lse_smem)
+
+
+def synchronise() -> None:
+    """What any thread has written to SMEM is there for all."""
+    if interpreted():
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(_: Any) -> None:
+        utils.warpgroup_barrier()
+
+    barrier()
+
+
+def launch(
+    q: jax.Array,  # [tokens, heads, head_dim]
+    k_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    block_tables: jax.Array,  # int32 [seqs, max_blocks]
+    work: WorkList,
+    options: AttentionOptions,
+    *,
+    config: Config,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
+    tokens, heads, head_dim = q.shape
+    parts, in_parts = config.num_parts, config.num_parts > 1
+    width = round_up(head_dim, COLUMNS)
+    num_programs = work.entries.shape[0] * (heads // config.heads) * parts
+    config = dataclasses.replace(config, num_programs=num_programs)
+    matrix = plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(2 * COLUMNS)  # type: ignore[abstract]
+
+    def per_row(by_head: jax.Array) -> jax.Array:
+        by_item = jnp.repeat(by_head.reshape(-1, config.heads), config.item_tokens, axis=1)
+        return jnp.pad(by_item, ((0, 0), (0, config.rows - by_item.shape[1])))
+
+    inputs = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_tables": block_tables,
+        "entries": work.entries,
+        "num_entries": work.num_entries,
+        **name_operands(options, per_row, with_sinks=not in_parts),
+    }
+    out_types = {
+        "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),
+        "lse": jax.ShapeDtypeStruct((parts * tokens, heads), jnp.float32),
+    }
+    ring = plgpu.SMEM((config.num_stages, config.tile_tokens, width), k_cache.dtype, transforms=matrix)
+    scratch: dict[str, Any] = dict(
+        q_smem=plgpu.SMEM((config.rows, width), q.dtype, transforms=matrix), k_smem=ring, v_smem=ring
+    )
+    if interpreted():
+        scratch |= dict(q_full=plgpu.Barrier(), lse_smem=plgpu.SMEM((config.rows,), jnp.float32))
+        if in_parts:
+            scratch["o_smem"] = plgpu.SMEM((config.rows, width), jnp.float32)
+    out, lse = launch_kernel(
+        "portable_prefill",
+        functools.partial(_kernel, config=config, group=heads // k_cache.shape[2], transforms=matrix),
+        Refs,
+        inputs,
+        out_types,
+        grid=(num_programs,),
+        grid_names=("program",),
+        scratch_types=scratch,
+    )
+    if not in_parts:
+        return out, lse
+    out, lse = merge_parts.merge(out.reshape(parts, *q.shape), lse.reshape(parts, tokens, heads), options.sinks)
+    return out.astype(q.dtype), lse

@@ -1,0 +1,121 @@
+"""The products of a step, their operands read from SMEM 16 columns or tokens at a time (ldmatrix).
+
+    S [rows, tile]   = Q [rows, width]  K^T [width, tile]
+    O [rows, width] += P [rows, tile]   V [tile, width]
+
+An operand is 16 numbers deep. Read so late, and so few at a time, Q, K and V take 24 registers of a thread; a whole
+tile of K would take 128. Everything here is traced inside the kernel.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.mma import mma
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.common.chunks import i32, pointer, product, thread, total
+from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.mlir import arith, constant
+from pallas_kernels.common.rows import ROWS
+
+DEPTH = 16  # of an operand
+COLUMNS = 64  # of a tile of a matrix in SMEM: 128 bytes, swizzled
+# The same for bfloat16 and float16.
+LEFT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4)  # [64 or a multiple, depth]
+RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)  # [depth, n]
+
+
+def scores(q: Any, k: Any, transforms: tuple[Any, ...]) -> jax.Array:
+    """Q K^T, f32 [rows, tile], of SMEM [rows, width] and [tile, width]."""
+    (rows, width), tile = q.shape, k.shape[0]
+    if interpreted():
+        return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
+
+    ref, result = plgpu.RefType(transforms), plgpu.ShapeDtypeStruct((rows, tile), jnp.dtype(jnp.float32), ROWS)
+
+    @plgpu.inline_mgpu(arg_types=(ref, ref), return_type=result)
+    def multiply(_: Any, q: Any, k: Any) -> fa.FragmentedArray:
+        acc = fa.FragmentedArray.splat(constant("f32", 0.0), result.shape, ROWS.to_mgpu())
+        queries = _Matrices.of(q, product(arith.divui(thread(), i32(32)), 16), rows_first=True)
+        keys = _Matrices.of(k, None, rows_first=False)
+        for start in range(0, width, DEPTH):
+            left = [queries.load(row, start) for row in range(0, rows, 64)]
+            right = [keys.load(row, start) for row in range(0, tile, 16)]
+            acc = mma(acc, _operand(left, LEFT, (rows, DEPTH)), _operand(right, RIGHT, (DEPTH, tile)))
+        return acc
+
+    return multiply(q, k)
+
+
+def add(acc: jax.Array, p: jax.Array, v: Any, transforms: tuple[Any, ...]) -> jax.Array:
+    """acc + P V, f32 [rows, width], of [rows, tile] and SMEM [tile, width]."""
+    if interpreted():
+        return acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
+    result = plgpu.ShapeDtypeStruct(acc.shape, jnp.dtype(jnp.float32), ROWS)
+
+    @plgpu.inline_mgpu(arg_types=(ROWS, ROWS, plgpu.RefType(transforms)), return_type=result)
+    def multiply(_: Any, acc: fa.FragmentedArray, p: fa.FragmentedArray, v: Any) -> fa.FragmentedArray:
+        (rows, tile), width = p.shape, acc.shape[1]
+        values = _Matrices.of(v, None, rows_first=True)
+        for start in range(0, tile, DEPTH):
+            # Every thread has the numbers of its left operands already.
+            left = list(p[:, start : start + DEPTH].registers.flat)
+            right = [values.load(start, column, transposed=True) for column in range(0, width, 16)]
+            acc = mma(acc, _operand([left], LEFT, (rows, DEPTH)), _operand(right, RIGHT, (DEPTH, width)))
+        return acc
+
+    return multiply(acc, p, v)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matrices:
+    """16 x 16 numbers of a matrix in SMEM, as four registers of a thread: quarters of 8 x 8 numbers, in the order of
+    its rows or of its columns."""
+
+    lane: Any  # i32, the address of the row that this thread reads, of the matrix's first 16 x 16 numbers
+    row_bytes: int  # of 8 rows
+    number: ir.Type  # of the matrix
+
+    @classmethod
+    def of(cls, smem: Any, first_row: Any | None, *, rows_first: bool) -> "_Matrices":
+        smem_type = ir.MemRefType(smem.type)
+        row_bytes = smem_type.shape[1] * 8 * 2 * COLUMNS
+        lane = arith.remui(thread(), i32(32))
+        in_eight, quarter = arith.remui(lane, i32(8)), arith.divui(lane, i32(8))
+        first, second = arith.remui(quarter, i32(2)), arith.divui(quarter, i32(2))
+        lower, right = (first, second) if rows_first else (second, first)
+        start = total(pointer(smem), product(lower, row_bytes), product(in_eight, 2 * COLUMNS))
+        if first_row is not None:
+            start = arith.addi(start, product(arith.divui(first_row, i32(8)), row_bytes))
+        # The swizzle: 16 bytes stand in the order of their number xor the row.
+        return cls(arith.addi(start, product(arith.xori(right, in_eight), 16)), row_bytes, smem_type.element_type)
+
+    def load(self, row: int, column: int, *, transposed: bool = False) -> list[Any]:
+        """From a multiple of 8 rows and of 16 columns on; `transposed`: each quarter."""
+        tile, in_tile = divmod(column, COLUMNS)
+        address = arith.xori(self.lane, i32(2 * in_tile)) if in_tile else self.lane
+        address = arith.addi(address, i32(row // 8 * self.row_bytes + tile * 8 * 2 * COLUMNS))
+        word = ir.IntegerType.get_signless(32)
+        loaded = llvm.inline_asm(
+            llvm.StructType.get_literal([word] * 4),
+            [address],
+            f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
+            "=r,=r,=r,=r,r",
+            has_side_effects=True,
+        )
+        pair = ir.VectorType.get((2,), self.number)
+        return [utils.bitcast(llvm.extractvalue(word, loaded, [i]), pair) for i in range(4)]
+
+
+def _operand(registers: list[list[Any]], layout: Any, shape: tuple[int, int]) -> fa.FragmentedArray:
+    its = layout.to_mgpu()
+    flat = np.array([x for part in registers for x in part], dtype=object)
+    return mgpu.FragmentedArray(_registers=flat.reshape(its.registers_shape(shape)), _layout=its, _is_signed=None)

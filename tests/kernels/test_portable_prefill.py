@@ -1,0 +1,83 @@
+"""The portable prefill kernel: in interpret mode at toy sizes, and lowered for five GPUs."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.prefill.portable import config as portable_config
+from tests.attention.conformance import Conformance
+from tests.cases import make_case
+from tests.kernels import prefill
+from tests.kernels.interpret import races_found
+from tests.kernels.lowering import OPTIONS as OPTION_NAMES
+from tests.kernels.lowering import mosaic_for, traced_prefill
+
+pytestmark = pytest.mark.slow
+
+BF16 = jnp.bfloat16
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+# None of a sequence, a prompt, and the last of a long one.
+LENGTHS, COUNTS = (20, 5, 150), (0, 5, 1)
+
+
+def ragged_case(**shape):
+    return make_case(
+        **(dict(lengths=LENGTHS, max_blocks=10, q_len=max(COUNTS), heads=6, kv_heads=2, dtype=BF16) | shape)
+    )
+
+
+class TestPortablePrefill(Conformance):
+    """None of a sequence, a prompt, and the last token of a long one."""
+
+    case = staticmethod(ragged_case)
+    long_case = staticmethod(ragged_case)  # three tiles at most, so that some parts have none
+    options = "plain", "all"
+    options_of_partitions = "sinks", "all"
+    options_of_8_bits = q_lens = scaled_caches = ()
+    dtypes = (jnp.float16,)
+    head_dims = 80, 256
+    block_sizes = 8, 64, 128
+    groups = (8, 1), (64, 1)
+    numbers_of_partitions = (2,)
+
+    def attend(self, case, num_partitions=1):
+        lengths = np.asarray(case.lengths)
+        counts = tuple(np.minimum(lengths, COUNTS if len(lengths) == len(COUNTS) else max(COUNTS)).tolist())
+        how = dict(num_sms=2, interpret=INTERPRET, num_parts=num_partitions, portable_for=8.0)
+        out, lse = prefill.attend(case, counts, **how)
+        assert not races_found()
+        tokens = sum(counts)
+        assert not np.asarray(out[tokens:]).any()
+        assert (np.asarray(lse[tokens:]) == -np.inf).all()
+        return prefill.unpacked(case, counts, out, lse)
+
+
+# Of every GPU that the kernel is for: compute capability, and rows of an item of head_dim 128.
+GPUS = {8.0: 128, 8.6: 64, 8.9: 64, 9.0: 128, 10.0: 128, 12.0: 64}
+SHAPES = {
+    "plain": dict(),
+    "blocks of 8": dict(block_size=8, head_dim=32, dtype=jnp.float16),
+    "blocks of 256": dict(block_size=256, head_dim=256),
+    "all options": dict(group=5, head_dim=96, options=OPTION_NAMES),
+    "parts": dict(group=16, num_parts=3, causal=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "compute_capability"),
+    [("plain", gpu) for gpu in GPUS] + [(name, gpu) for name in SHAPES if name != "plain" for gpu in (8.0, 8.6)],
+)
+def test_lowers(name, compute_capability):
+    trace = traced_prefill(**SHAPES[name], portable_for=compute_capability)
+    with mosaic_for(compute_capability):
+        text = trace.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+def test_two_programs_share_the_memory_of_an_sm_if_the_head_is_not_wide():
+    for gpu, rows in GPUS.items():
+        config = portable_config.default_config(group=4, head_dim=128, compute_capability=gpu)
+        assert config.rows == rows
+        smem = portable_config.smem_bytes(rows, config.tile_tokens, config.num_stages, 128)
+        assert smem <= portable_config.program_smem(gpu, 2)

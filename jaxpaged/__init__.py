@@ -25,7 +25,7 @@ from jaxpaged._cache.zeroing import zero_blocks
 from jaxpaged._debug import debug_checks
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.generate import generate
-from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams
+from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._modules import AttentionSettings
 from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
@@ -51,6 +51,7 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "Scheduler",
+    "Score",
     "StepAttention",
     "attend",
     "blocks_from_host",

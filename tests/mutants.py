@@ -37,6 +37,7 @@ LOADS = "tests/engine/test_engine.py::depend_on_the_load and 16"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/scheduler/test_scheduler_machine.py::mixture"
 SEATS = "jaxpaged/_scheduler/seats.py"
 SAMPLING = "jaxpaged/_engine/sampling.py"
+SCORING = "jaxpaged/_engine/scoring.py"
 FORGOTTEN = "tests/engine/test_engine.py::weights_change"
 XLA, TREE, RUNS = (f"jaxpaged/_attention/{name}.py" for name in ("xla", "tree", "runs"))
 SHARED_PREFIX, PACKED_OPTIONS = (
@@ -502,6 +503,34 @@ MUTANTS = (
         "insert_blocks(allocator, blocks, num_full, prefixes.salts)",
         "insert_blocks(allocator, blocks, num_full, prefixes.salts * 0 + prefixes.salt)",
         "tests/engine/test_engine.py::old_weights_began",
+    ),
+    Mutant(
+        "scoring: one token too few",
+        SCORING,
+        "is_scored = (begin <= positions)",
+        "is_scored = (begin < positions)",
+        "tests/engine/test_score.py::models_beside and plenty",
+    ),
+    Mutant(
+        "scoring: the last token is sampled",
+        SCORING,
+        "jnp.where(is_scored[step.last], given[step.last], drawn[0])",
+        "drawn[0]",
+        "tests/engine/test_score.py::given_tokens_are_listed",
+    ),
+    Mutant(
+        "scoring: groups that hold only a part go uncounted",
+        SCORING,
+        "1 + -(-is_scored.sum(dtype=jnp.int32) // size)",
+        "1 + is_scored.sum(dtype=jnp.int32) // size",
+        "tests/engine/test_score.py::models_beside and plenty",
+    ),
+    Mutant(
+        "seats: tokens whose logits are wanted are found",
+        SEATS,
+        "jnp.minimum(num_known - 1, findable)",
+        "num_known - 1",
+        "tests/engine/test_score.py::but_for_what or prompt_logprobs_come",
     ),
     Mutant(
         "engine: Ctrl-C in the middle of the books",

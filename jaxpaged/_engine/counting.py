@@ -10,9 +10,9 @@ from jaxpaged._engine.slices import Report
 
 
 def counted(
-    before: EngineStats, report: Report, kinds: tuple[Kind, ...], *, num_generated: int, seconds: float
+    before: EngineStats, report: Report, kinds: tuple[Kind, ...], *, num_generated: int, num_scored: int, seconds: float
 ) -> EngineStats:
-    """The stats with the slice of this report: it brought `num_generated` tokens in `seconds`."""
+    """The stats with the slice of this report: it generated and scored so many tokens in `seconds`."""
 
     def total(so_far: int, counter: jax.Array) -> int:  # the device counts modulo 2^32
         return so_far + (int(counter) - so_far) % 2**32
@@ -28,6 +28,7 @@ def counted(
         num_narrow_steps=total(before.num_narrow_steps, report.num_of_kind[is_narrow].sum()),
         num_mixed_steps=total(before.num_mixed_steps, report.num_of_kind[is_mixed].sum()),
         num_generated=before.num_generated + num_generated,
+        num_scored=before.num_scored + num_scored,
         num_computed=total(before.num_computed, report.num_computed),
         num_found=total(before.num_found, report.num_found),
         num_recomputed=total(before.num_recomputed, report.num_recomputed),

@@ -29,17 +29,20 @@ from jaxpaged._engine.kinds import make_kinds
 from jaxpaged._engine.on_mesh import find_mesh, on_each_device, replicate
 from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.pytrees import difference
-from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams
+from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.requests import (
     FINISH_REASONS,
     Row,
+    checked_prompt,
     checked_request,
     completion_seed,
     make_inbox,
     make_output,
+    new_scores,
     new_tokens,
     params_for_each,
 )
+from jaxpaged._engine.scoring import most_scored, no_scores
 from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_slice
 from jaxpaged._integers import checked_size
 from jaxpaged._scheduler.records import Refusal, RequestStatus
@@ -154,6 +157,8 @@ class Engine:
             ),
             caches=caches,
             logprobs=jnp.zeros((self._steps.most, num_seats), jnp.float32),
+            spans=jnp.zeros((max_requests, 2), jnp.int32),
+            scores=no_scores(self._steps.most, most_scored(self._kinds), num_requests=max_requests),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(self._kinds), jnp.int32),
         )
@@ -239,6 +244,36 @@ class Engine:
                 self._advance()
                 yield from self._take_news(request_ids)
 
+    def score(self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> list[Score]:
+        """The log probabilities of given tokens after prompts, in order, under the model.
+
+        They are computed in the steps that generate for other requests. If it raises, nothing is left of it, as with
+        `generate`. Prompts that begin alike share blocks with a prefix cache, but for the last token of each.
+
+        Args:
+            prompts: the token ids of each prompt.
+            tokens: at least one token id for each prompt, those that follow it.
+
+        Raises:
+            ValueError: another number of prompts than of tokens, or one that can never be served. Nothing is started
+                then.
+            RuntimeError: the engine is lost, as in `step`.
+
+        Example:
+            >>> [score] = engine.score([prompt], [continuation])  # doctest: +SKIP
+            >>> sum(score.logprobs), all(score.is_greedy)  # lm-eval's loglikelihood  # doctest: +SKIP
+        """
+        if len(prompts) != len(tokens):
+            raise ValueError(f"pass tokens for each prompt; got {len(prompts)=}, {len(tokens)=}.")
+        given = [checked_prompt(of_one, "tokens to score") for of_one in tokens]
+        known = [np.append(checked_prompt(prompt), more) for prompt, more in zip(prompts, given, strict=True)]
+        params = SamplingParams(max_tokens=1, temperature=0)
+        with self._serving([of_one[:-1].tolist() for of_one in known], params, given=given) as request_ids:
+            rows = [self._requests[request_id][0] for request_id in request_ids]
+            while any(row.finish_reason is None for row in rows):
+                self._advance()
+        return [Score(row.scores.tolist(), row.is_best.tolist()) for row in rows]
+
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Adds a request and returns its id. It starts with the next slice that has room.
 
@@ -315,7 +350,11 @@ class Engine:
 
     @contextlib.contextmanager
     def _serving(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        given: Sequence[np.ndarray] | None = None,
     ) -> Iterator[range]:
         """Takes requests, and gives their ids. However the block ends, nothing is left of them."""
         self._check_usable()
@@ -323,8 +362,8 @@ class Engine:
         requests = [self._check(*request) for request in zip(prompts, each, strict=True)]
         request_ids = range(self._next_id, self._next_id + len(requests))
         try:
-            for request in requests:
-                self._add(*request)
+            for i, request in enumerate(requests):
+                self._add(*request, given=given[i] if given else None)
             yield request_ids
         finally:
             self._drop(request_ids)
@@ -344,7 +383,8 @@ class Engine:
             )
 
     @without_interrupts()
-    def _add(self, prompt: np.ndarray, params: SamplingParams) -> int:
+    def _add(self, prompt: np.ndarray, params: SamplingParams, *, given: np.ndarray | None = None) -> int:
+        """`given`: tokens to score, which end the prompt, but for the last."""
         request_id = self._next_id
         self._next_id += 1
         if not self._queue and not self._num_sent:
@@ -352,7 +392,15 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = int(np.random.SeedSequence([self._seed, request_id]).generate_state(1)[0])
-        rows = [Row(request_id, prompt, params, completion_seed(seed, i)) for i in range(params.n)]
+        rows = [Row(request_id, prompt, params, completion_seed(seed, i)) for i in range(1, params.n)]
+        if given is not None:
+            first = Row(
+                request_id, prompt, params, seed, int(given[-1]), (len(prompt) + 1 - len(given), len(prompt) + 1)
+            )
+        else:
+            span = (1, len(prompt)) if params.prompt_logprobs and len(prompt) > 1 else (0, 0)
+            first = Row(request_id, prompt, params, seed, span=span)
+        rows = [first, *rows]
         self._requests[request_id] = rows
         self._queue.extend(rows)
         return request_id
@@ -408,8 +456,8 @@ class Engine:
             rows = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
             self._num_sent += len(rows)
             is_last = not self._queue or self._num_sent == self._max_requests
-            wants_logprobs = any(row.params.logprobs for row in (*rows, *self._on_device.values()))
-            wants_logprobs |= any(row.params.logprobs for sent in self._under_way for row in sent.rows)
+            wants_logprobs = any(row.wants_logprobs for row in (*rows, *self._on_device.values()))
+            wants_logprobs |= any(row.wants_logprobs for sent in self._under_way for row in sent.rows)
             inbox = self._inbox_of(
                 rows,
                 self._aborts,
@@ -477,11 +525,16 @@ class Engine:
         num_generated = 0
         for place, tokens, logprobs in new_tokens(report):
             row = self._on_device[place]
+            if row.given is not None:
+                continue
             row.token_ids += tokens
             if row.params.logprobs:
                 row.logprobs += logprobs
             self._tell(row)
             num_generated += len(tokens)
+        num_scored = 0
+        for place, *scores in new_scores(report):
+            num_scored += self._on_device[place].take_scores(*scores)
         for place in np.flatnonzero(report.outbox.finished).tolist():
             self._num_sent -= 1
             self._finish(self._on_device.pop(place), RequestStatus(int(report.outbox.finished[place])))
@@ -489,7 +542,12 @@ class Engine:
         self._aborts = [place for place in self._aborts if place in self._on_device]
         since, self._since = self._since, time.perf_counter()
         self._stats = counted(
-            self._stats, report, self._kinds, num_generated=num_generated, seconds=self._since - since
+            self._stats,
+            report,
+            self._kinds,
+            num_generated=num_generated,
+            num_scored=num_scored,
+            seconds=self._since - since,
         )
 
     def _finish(self, row: Row, status: RequestStatus) -> None:

@@ -30,6 +30,8 @@ class SamplingParams:
             of `seed` and i.
         logprobs: whether to return the log probability of each new token under the model, before temperature, top_k
             and top_p. A bool: unlike vLLM, the engine returns no other tokens' logprobs.
+        prompt_logprobs: whether to return those of the prompt's tokens too. It then takes nothing from the prefix
+            cache; of `n` completions, only the first does not.
         priority: how many earlier requests on the device it may overtake; if negative, how many later ones may
             overtake it.
     """
@@ -42,6 +44,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     logprobs: bool = False
+    prompt_logprobs: bool = False
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -55,11 +58,12 @@ class SamplingParams:
             )
         stop_token_ids = tuple(checked_size("stop_token_ids", token, 0, 2**31 - 1) for token in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        if not isinstance(self.logprobs, bool | np.bool_):
-            raise ValueError(
-                f"logprobs must be True or False; got logprobs={self.logprobs!r}. The engine returns the logprobs of "
-                "the new tokens, not those of other likely tokens."
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if not isinstance(value := getattr(self, name), bool | np.bool_):
+                raise ValueError(
+                    f"{name} must be True or False; got {name}={value!r}. The engine returns the logprobs of the "
+                    "request's own tokens, not those of other likely tokens."
+                )
         wrong = {
             "temperature must be a number of at least 0": not _is_within(self.temperature, 0, MOST),
             "top_p must be a number above 0 and at most 1": not _is_within(self.top_p, LEAST, 1),
@@ -97,11 +101,27 @@ class RequestOutput:
         request_id: the id from `Engine.add_request`.
         outputs: its `n` completions.
         finished: whether all completions are finished.
+        prompt_logprobs: the log probability of each token of the prompt after those before it, None for the first;
+            NaN while it is not computed. None if the request did not ask for them.
     """
 
     request_id: int
     outputs: list[Completion]
     finished: bool
+    prompt_logprobs: list[float | None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What a model makes of given tokens.
+
+    Attributes:
+        logprobs: the log probability of each, after the prompt and the tokens before it.
+        is_greedy: whether each is the most likely token there, which a temperature of 0 would take.
+    """
+
+    logprobs: list[float]
+    is_greedy: list[bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +144,7 @@ class EngineStats:
         num_narrow_steps: steps of single tokens that had no row for each seat.
         num_mixed_steps: steps that had rows for chunks of prompts.
         num_generated: new tokens.
+        num_scored: tokens scored, by `score` or as `prompt_logprobs`; again after a preemption.
         num_computed: tokens computed, including prompts and recomputed tokens.
         num_found: tokens found in the prefix cache, and so not computed.
         num_recomputed: computed tokens that preemptions dropped.
@@ -145,6 +166,7 @@ class EngineStats:
     num_narrow_steps: int = 0
     num_mixed_steps: int = 0
     num_generated: int = 0
+    num_scored: int = 0
     num_computed: int = 0
     num_found: int = 0
     num_recomputed: int = 0

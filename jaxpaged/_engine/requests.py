@@ -20,6 +20,9 @@ class Row:
 
     Attributes:
         request_id: the engine's number of the request that it is a completion of.
+        prompt: what is known at the start; all but the last of the tokens to score are.
+        given: the token after it, if it is not sampled but scored.
+        span: where the tokens to score begin and end; (0, 0): none.
         place: the scheduler's number; None: it is not on the device, or the host has not read that it is.
     """
 
@@ -27,11 +30,27 @@ class Row:
     prompt: np.ndarray
     params: SamplingParams
     seed: int
+    given: int | None = None
+    span: tuple[int, int] = (0, 0)
     place: int | None = None
     is_aborted: bool = False
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        self.scores = np.full(self.span[1] - self.span[0], np.nan, np.float32)
+        self.is_best = np.zeros(len(self.scores), np.bool_)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.params.logprobs or len(self.scores) > 0
+
+    def take_scores(self, positions: np.ndarray, logprobs: np.ndarray, is_best: np.ndarray) -> int:
+        """How many there are. After a preemption they come again."""
+        index = positions - self.span[0]
+        self.scores[index], self.is_best[index] = logprobs, is_best
+        return len(index)
 
 
 def params_for_each(
@@ -50,10 +69,10 @@ def check_params(params: SamplingParams) -> None:
         raise ValueError(f"params must be SamplingParams; got {params!r}.")
 
 
-def checked_prompt(prompt: Sequence[int]) -> np.ndarray:
+def checked_prompt(prompt: Sequence[int], name: str = "a prompt") -> np.ndarray:
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or len(tokens) == 0 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"a prompt must be a list of at least one token id; got {prompt!r}.")
+        raise ValueError(f"{name} must be a list of at least one token id; got {prompt!r}.")
     if tokens.min() < 0 or tokens.max() >= 2**31:
         raise ValueError(f"token ids must be from 0 to 2**31 - 1; got {tokens.min()} to {tokens.max()}.")
     return tokens.astype(np.int32)
@@ -93,7 +112,9 @@ def make_output(request_id: int, rows: Sequence[Row]) -> RequestOutput:
         Completion(list(row.token_ids), list(row.logprobs) if row.params.logprobs else None, row.finish_reason)
         for row in rows
     ]
-    return RequestOutput(request_id, completions, all(row.finish_reason is not None for row in rows))
+    prompt_logprobs = [None, *rows[0].scores.tolist()] if rows[0].params.prompt_logprobs else None
+    finished = all(row.finish_reason is not None for row in rows)
+    return RequestOutput(request_id, completions, finished, prompt_logprobs)
 
 
 def completion_seed(seed: int, index: int) -> int:
@@ -131,6 +152,7 @@ def make_inbox(
             top_p=column([p.top_p for p in params], np.float32),
             seed=column([row.seed for row in rows], np.uint32),
         ),
+        spans=np.zeros((num_rows, 2), np.int32),
         aborts=np.zeros(max_requests, np.bool_),
         forgets=np.asarray(forgets),
         wants_logprobs=np.asarray(wants_logprobs),
@@ -138,6 +160,9 @@ def make_inbox(
     )
     for i, row in enumerate(rows):
         inbox.prompts[i, : len(row.prompt)] = row.prompt
+        if row.given is not None:
+            inbox.prompts[i, len(row.prompt)] = row.given
+        inbox.spans[i] = row.span
         inbox.stop_ids[i, : len(row.params.stop_token_ids)] = row.params.stop_token_ids
     inbox.aborts[list(aborts)] = True
     return inbox
@@ -154,3 +179,13 @@ def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float]]]:
     starts = np.flatnonzero(np.diff(places, prepend=-1)).tolist()
     for start, end in itertools.pairwise([*starts, len(tokens)]):
         yield int(places[start]), tokens[start:end], logprobs[start:end]
+
+
+def new_scores(report: Report) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+    """The new scores of each request that has any, by the scheduler's number: positions, logprobs and `is_best`."""
+    scores = report.scores
+    places = np.asarray(scores.request_ids)
+    positions, logprobs, is_best = map(np.asarray, (scores.positions, scores.logprobs, scores.is_best))
+    for place in np.unique(places[places < len(report.outbox.finished)]).tolist():
+        of_place = places == place
+        yield place, positions[of_place], logprobs[of_place], is_best[of_place]

@@ -33,7 +33,11 @@ DRAWS = 4  # of which all are cut for top_p = 0.95 in 6 of a million
 
 
 def sample(
-    logits: jax.Array, sampling: Sampling, positions: jax.Array, wants_logprobs: jax.Array
+    logits: jax.Array,
+    sampling: Sampling,
+    positions: jax.Array,
+    wants_logprobs: jax.Array,
+    given: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The next token of each seat, int32 `[seats]`, and the logarithm of its probability, float32 `[seats]`.
 
@@ -44,6 +48,7 @@ def sample(
         sampling: the parameters of each seat.
         positions: int32 `[seats]`, the new token's position in its request; with the seed, it makes the random key.
         wants_logprobs: bool `[]`.
+        given: int32 `[seats]`, the tokens whose probability is wanted instead; -1: the next token.
     """
 
     def greedy(logits: jax.Array) -> jax.Array:
@@ -53,7 +58,8 @@ def sample(
         return jnp.where(sampling.temperature > 0, draw(logits, sampling, positions), greedy(logits))
 
     def logprobs(logits: jax.Array) -> jax.Array:
-        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(jnp.float32)
+        wanted = tokens if given is None else jnp.where(given >= 0, given, tokens)
+        chosen = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0].astype(jnp.float32)
         wide = logits.astype(jnp.float32)
         best = wide.max(axis=-1)
         return chosen - best - jnp.log(jnp.exp(wide - best[:, None]).sum(axis=-1))

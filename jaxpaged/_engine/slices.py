@@ -15,7 +15,7 @@ from jaxpaged._attention.plan import plan_step
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
 from jaxpaged._engine.pytrees import difference, in_same_containers
-from jaxpaged._engine.sampling import sample
+from jaxpaged._engine.scoring import Scores, no_scores, score_and_sample, with_head
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Outbox, Sampling, Step
@@ -33,6 +33,8 @@ class State:
     allocator: BlockAllocator
     caches: Any
     logprobs: jax.Array  # float32 [steps, seats], beside the tokens of the scheduler's outbox
+    spans: jax.Array  # int32 [requests, 2], where the scored tokens of each request begin and end
+    scores: Scores  # [steps, rows]
     num_waited: jax.Array  # int32 [], steps since prompts wait for a step with a chunk
     num_of_kind: jax.Array  # int32 [kinds], steps of each kind so far, modulo 2^32
 
@@ -48,6 +50,7 @@ class Inbox:
     priorities: Any  # int32 [rows]
     stop_ids: Any  # int32 [rows, stop_ids]
     sampling: Sampling  # of each row
+    spans: Any  # int32 [rows, 2], of the tokens to score; a prompt row then holds them too, behind the prompt
     aborts: Any  # bool [requests]
     forgets: Any  # bool [], whether the weights have changed since the slice before
     wants_logprobs: Any  # bool []
@@ -63,6 +66,7 @@ class Report:
     refusals: jax.Array  # int32 [rows]
     outbox: Outbox
     logprobs: jax.Array  # float32 [steps, seats]
+    scores: Scores  # [steps, rows]
     num_running: jax.Array  # int32 []
     num_free: jax.Array  # int32 [], blocks
     num_of_kind: jax.Array  # int32 [kinds], steps so far, as the next four
@@ -86,9 +90,11 @@ def run_slice(
         inbox.max_new_tokens,
         priorities=inbox.priorities,
         stop_ids=inbox.stop_ids,
+        findable=jnp.where(inbox.spans[:, 1] > 0, inbox.spans[:, 0] - 1, inbox.prompts.shape[1]),
         **{field.name: getattr(inbox.sampling, field.name) for field in dataclasses.fields(Sampling)},
     )
-    state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator)
+    spans = state.spans.at[request_ids].set(inbox.spans, mode="drop")
+    state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator, spans=spans)
 
     def goes_on(state: State) -> jax.Array:
         return state.scheduler.has_work & (state.scheduler.num_steps < inbox.num_steps)
@@ -123,6 +129,7 @@ def run_slice(
         refusals=refusals,
         outbox=outbox,
         logprobs=state.logprobs,
+        scores=state.scores,
         num_running=(scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32),
         num_free=state.allocator.num_free,
         num_of_kind=state.num_of_kind,
@@ -131,7 +138,9 @@ def run_slice(
         num_recomputed=scheduler.num_recomputed,
         num_preempted=scheduler.num_preempted,
     )
-    return dataclasses.replace(state, scheduler=scheduler, logprobs=jnp.zeros_like(state.logprobs)), report
+    nothing = no_scores(*state.scores.positions.shape, num_requests=scheduler.max_requests)
+    logprobs = jnp.zeros_like(state.logprobs)
+    return dataclasses.replace(state, scheduler=scheduler, logprobs=logprobs, scores=nothing), report
 
 
 def change_seats(state: State) -> State:
@@ -152,21 +161,20 @@ def one_step(
     kind = kinds[index]
     scheduler, allocator, step = planning.plan(state.scheduler, state.allocator, kind.width, is_mixed=kind.is_mixed)
     attend = step_attention(allocator, step, kind, state.caches)
-    caches, logits = apply_model(apply, weights, state.caches, step, attend)
-    sampling = planning.rows_of(step.sampling, step.seats) if kind.is_narrow else step.sampling
-    tokens, logprobs = sample(logits, sampling, attend.allocator.lengths, wants_logprobs)
-    if kind.is_narrow:
-        tokens, logprobs = (
-            jnp.zeros(kind.num_seats, values.dtype).at[step.seats].set(values, mode="drop")
-            for values in (tokens, logprobs)
-        )
-    logprobs = state.logprobs.at[scheduler.num_steps].set(logprobs, mode="drop")
+    model = functools.partial(apply_model, apply, weights, state.caches, step)
+    caches, head = with_head(model, attend)
+    tokens, logprobs, scores = score_and_sample(head, scheduler, state.spans, step, kind, wants_logprobs)
+    index_of_step = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
     return State(
         scheduler=scheduler,
         allocator=allocator,
         caches=caches,
-        logprobs=logprobs,
+        logprobs=state.logprobs.at[index_of_step].set(logprobs, mode="drop"),
+        spans=state.spans,
+        scores=jax.tree.map(
+            lambda so_far, new: so_far.at[index_of_step, : len(new)].set(new, mode="drop"), state.scores, scores
+        ),
         num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), step.query_starts),
         num_of_kind=state.num_of_kind.at[index].add(1),
     )

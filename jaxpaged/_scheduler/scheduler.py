@@ -121,6 +121,7 @@ class Scheduler(SchedulerState):
                 salts=full(num_seats),
                 num_listed=full(num_seats),
                 left=full(num_seats, value=max_requests),
+                findable=full(max_requests),
                 is_due=jnp.zeros((), jnp.bool_),
             )
         return cls(
@@ -169,6 +170,7 @@ class Scheduler(SchedulerState):
         top_k: ArrayLike | None = None,
         top_p: ArrayLike | None = None,
         seed: ArrayLike | None = None,
+        findable: ArrayLike | None = None,
     ) -> tuple[Scheduler, jax.Array, jax.Array]:
         """Adds requests, in the order of the rows. Refuses only what can never be served.
 
@@ -184,6 +186,8 @@ class Scheduler(SchedulerState):
             top_k: int32 `[rows]`. None: 0.
             top_p: float32 `[rows]`. None: 1.
             seed: uint32 `[rows]`. None: 0.
+            findable: int32 `[rows]`, how many of a request's first tokens may come from the prefix cache; the others
+                are computed, for instance because their logits are wanted. None: `max_length`.
 
         Returns:
             scheduler: the new one.
@@ -196,7 +200,17 @@ class Scheduler(SchedulerState):
         """
         self._check(allocator)
         requests = submission.validate(
-            self, prompts, prompt_lengths, max_new_tokens, priorities, stop_ids, temperature, top_k, top_p, seed
+            self,
+            prompts,
+            prompt_lengths,
+            max_new_tokens,
+            priorities,
+            stop_ids,
+            temperature,
+            top_k,
+            top_p,
+            seed,
+            findable,
         )
         return submission.submit(self, allocator, requests)
 

@@ -84,7 +84,8 @@ def ready(
     The requests are int32 `[seats]`, with `max_requests` behind the last.
     """
     candidates = planning.first_waiting(scheduler)
-    num_asked = jnp.maximum(planning.rows_of(scheduler.num_known, candidates) - 1, 0) // allocator.block_size
+    num_known, findable = planning.rows_of((scheduler.num_known, prefixes.findable), candidates)
+    num_asked = jnp.maximum(jnp.minimum(num_known - 1, findable), 0) // allocator.block_size
     salts = jnp.broadcast_to(prefixes.salt, candidates.shape)
     blocks = tokens_in_blocks(scheduler, allocator, candidates)
     ids, found, new_tags = prefixes.cache.find(allocator.pool, blocks, num_asked, salts)

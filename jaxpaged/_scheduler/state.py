@@ -23,6 +23,7 @@ class Prefixes:
         num_listed: int32 `[seats]`, full blocks of a known part that is being computed which are cached already; where
             nothing is to be listed before the request leaves, more than there can be.
         left: int32 `[seats]`, the request that left the seat, whose blocks the row still holds; `max_requests`: none.
+        findable: int32 `[requests]`, how many of its first tokens a request may find instead of computing them.
         is_due: bool `[]`, whether `change_seats` may have something to do.
     """
 
@@ -31,6 +32,7 @@ class Prefixes:
     salts: jax.Array
     num_listed: jax.Array
     left: jax.Array
+    findable: jax.Array
     is_due: jax.Array
 
 

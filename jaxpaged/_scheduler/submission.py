@@ -25,6 +25,7 @@ class Requests:
     priorities: jax.Array
     stop_ids: jax.Array
     sampling: Sampling
+    findable: jax.Array
 
 
 def validate(
@@ -38,6 +39,7 @@ def validate(
     top_k: Any,
     top_p: Any,
     seed: Any,
+    findable: Any,
 ) -> Requests:
     prompts = as_int32(prompts)
     if prompts.ndim != 2 or prompts.dtype != jnp.int32:
@@ -68,6 +70,7 @@ def validate(
             top_p=rows("top_p", top_p, jnp.float32, 1),
             seed=rows("seed", seed, jnp.uint32),
         ),
+        findable=rows("findable", findable, jnp.int32, scheduler.tokens.shape[1]),
     )
 
 
@@ -105,8 +108,11 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     order = jnp.lexsort((arrivals, keys)).astype(jnp.int32)
 
     prompts = jnp.pad(new.prompts[:, :max_length], ((0, 0), (0, max(max_length - width, 0))))
+    prefixes = scheduler.prefixes
+    if prefixes is not None:
+        prefixes = dataclasses.replace(prefixes, findable=put(prefixes.findable, new.findable))
     scheduler = dataclasses.replace(
-        planning.with_due(scheduler, True),
+        planning.with_due(dataclasses.replace(scheduler, prefixes=prefixes), True),
         tokens=put(scheduler.tokens, prompts),
         num_known=put(scheduler.num_known, new.prompt_lengths),
         limits=put(scheduler.limits, new.prompt_lengths + new.max_new_tokens),

@@ -1,0 +1,156 @@
+"""Scoring: logprobs of given tokens, from the same steps that sample others.
+
+A request's span says which of its tokens are scored. A row of a step scores the token after its own, which the
+scheduler knows. The head is applied to one group of rows at a time, each of as many rows as the step has sequences:
+first those that are sampled, then those that are scored. So `[tokens, vocab]` never exists, and what is scored and what
+is sampled go through the same operations on the same shapes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpaged._engine.kinds import Kind
+from jaxpaged._engine.sampling import sample
+from jaxpaged._engine.step_attention import StepAttention
+from jaxpaged._scheduler import planning
+from jaxpaged._scheduler.records import Step
+from jaxpaged._scheduler.scheduler import Scheduler
+
+Head = Callable[[jax.Array], jax.Array]  # logits [rows, vocab] of rows of the step, int32 [rows]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What was scored, in any order: `[rows]` of a step, or `[steps, rows]` of a slice."""
+
+    request_ids: jax.Array  # int32; `max_requests`: nothing
+    positions: jax.Array  # int32, of the scored token in its request
+    logprobs: jax.Array  # float32
+    is_best: jax.Array  # bool, whether no other token has a larger logit
+
+
+def no_scores(*shape: int, num_requests: int) -> Scores:
+    return Scores(
+        request_ids=jnp.full(shape, num_requests, jnp.int32),
+        positions=jnp.zeros(shape, jnp.int32),
+        logprobs=jnp.zeros(shape, jnp.float32),
+        is_best=jnp.zeros(shape, jnp.bool_),
+    )
+
+
+def most_scored(kinds: Sequence[Kind]) -> int:
+    """The rows of `Scores` that a step of any kind needs."""
+    return max(num_groups(kind) * kind.num_seats for kind in kinds)
+
+
+def num_groups(kind: Kind) -> int:
+    return -(-kind.width // kind.num_seats)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Recorder(StepAttention):
+    """Keeps what the head is applied to."""
+
+    recorded: list[jax.Array] = dataclasses.field(default_factory=list)
+
+    def newest(self, x: jax.Array) -> jax.Array:
+        # Of an inner function's trace it could not be used after it. JAX has no public name for a tracer's trace.
+        if isinstance(x, jax.core.Tracer) and getattr(x, "_trace", 0) is not getattr(self.positions, "_trace", 0):
+            raise ValueError("call attend.newest(x) in apply itself, not in a function that it gives to jit or scan.")
+        self.recorded.append(x)
+        return super().newest(x)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Replay(StepAttention):
+    """For a second run of the model of which only the head is used: it is applied to other rows."""
+
+    rows: list[jax.Array] = dataclasses.field(default_factory=list)
+
+    def newest(self, x: jax.Array) -> jax.Array:
+        return self.rows.pop(0)
+
+
+def with_head(model: Callable[[StepAttention], tuple[Any, jax.Array]], attend: StepAttention) -> tuple[Any, Head]:
+    """The new caches of a step, and the head, which can be applied to any of its rows.
+
+    The model is traced twice. Of the second time all but the head is dead code.
+    """
+    recorder = Recorder(**vars(attend))
+    caches, logits = model(recorder)
+    if attend.query_starts is None:
+        return caches, lambda rows: logits
+    if not recorder.recorded:
+        raise ValueError("apply never called attend.newest(x); apply the head to what it returns.")
+
+    def head(rows: jax.Array) -> jax.Array:
+        return model(Replay(**vars(attend), rows=[x[rows] for x in recorder.recorded]))[1]
+
+    return caches, head
+
+
+def score_and_sample(
+    head: Head,
+    scheduler: Scheduler,
+    spans: jax.Array,  # int32 [requests, 2], where the scored tokens of each request begin and end
+    step: Step,
+    kind: Kind,
+    wants_logprobs: jax.Array,
+) -> tuple[jax.Array, jax.Array, Scores]:
+    """The next token of each seat, int32 `[seats]`, its logprob, float32 `[seats]`, and the scores of the step's rows.
+
+    If a seat's next token is scored, it is not sampled but given.
+    """
+    request_ids = planning.rows_of(step.request_ids, step.seats)
+    request_ids = jnp.where(step.seats < kind.num_seats, request_ids, scheduler.max_requests)
+    positions = step.positions + 1
+    begin, end = planning.rows_of(spans, request_ids).T
+    is_scored = (begin <= positions) & (positions < end)
+    known = scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0)
+    given = jnp.where(is_scored, known, -1)
+    request_ids = jnp.where(is_scored, request_ids, scheduler.max_requests)
+
+    if not kind.is_mixed:
+        sampling = planning.rows_of(step.sampling, step.seats) if kind.is_narrow else step.sampling
+        drawn, logprobs = sample(head(step.last), sampling, positions, wants_logprobs, given)
+        scores = Scores(request_ids, positions, logprobs, drawn == given)
+        tokens = jnp.where(is_scored, given, drawn)
+        if kind.is_narrow:
+            tokens, logprobs = (
+                jnp.zeros(kind.num_seats, values.dtype).at[step.seats].set(values, mode="drop")
+                for values in (tokens, logprobs)
+            )
+        return tokens, logprobs, scores
+
+    size = kind.num_seats
+    every = jnp.arange(kind.width, dtype=jnp.int32)
+    scored = planning.first_marked(every, is_scored, size=num_groups(kind) * size, fill_value=kind.width)
+    groups = jnp.concatenate([step.last[None], scored.reshape(-1, size)])
+    num_used = 1 + -(-is_scored.sum(dtype=jnp.int32) // size)
+
+    def one_group(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        i, tokens, logprobs = carry
+        rows = groups[i]
+        sampling = dataclasses.replace(step.sampling, temperature=jnp.where(i == 0, step.sampling.temperature, 0))
+        drawn, of_rows = sample(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
+        return i + 1, tokens.at[i].set(drawn), logprobs.at[i].set(of_rows)
+
+    start = (jnp.int32(0), jnp.zeros_like(groups), jnp.zeros(groups.shape, jnp.float32))
+    _, drawn, logprobs = lax.while_loop(lambda carry: carry[0] < num_used, one_group, start)
+    of_scored = planning.rows_of((request_ids, positions, given), scored)
+    return (
+        jnp.where(is_scored[step.last], given[step.last], drawn[0]),
+        logprobs[0],
+        Scores(
+            jnp.where(scored < kind.width, of_scored[0], scheduler.max_requests),
+            of_scored[1],
+            logprobs[1:].reshape(-1),
+            drawn[1:].reshape(-1) == of_scored[2],
+        ),
+    )

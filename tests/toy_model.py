@@ -1,17 +1,22 @@
 """A model of one layer for the tests of the engine, in float32 on tiny dimensions, and its twin without a cache."""
 
+import contextlib
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpaged import Engine, KVCache, rotary_frequencies, rotate_and_write_kv
+from jaxpaged import Engine, KVCache, SamplingParams, rotary_frequencies, rotate_and_write_kv
 from jaxpaged._engine.sampling import CHUNK, DRAWS
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
 BLOCK_SIZE, SEATS, MAX_TOKENS, MAX_REQUESTS, STEPS = 4, 6, 48, 16, 8
 WIDTHS = (2, 3)  # each is compiled, beside the two that every engine has; the second takes chunks
 BLOCKS = SEATS * MAX_TOKENS // BLOCK_SIZE  # all that the seats may need
+TIGHT = 2 * MAX_TOKENS // BLOCK_SIZE  # blocks: two requests at their limit
 FREQUENCIES = rotary_frequencies(HEAD_DIM)
 
 
@@ -148,3 +153,49 @@ def finish(engine):
         outputs |= {output.request_id: output for output in engine.step()}
     assert all(output.finished for output in outputs.values())
     return outputs
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def without_blocks(allocator, count):
+    """An allocator whose pool has lost `count` free blocks, and their ids."""
+    ids = allocator.pool.peek(jnp.arange(count, dtype=jnp.int32)[None])
+    return dataclasses.replace(allocator, pool=allocator.pool.take(jnp.int32(count))), ids
+
+
+@jax.jit
+def with_blocks_back(allocator, ids):
+    return dataclasses.replace(allocator, pool=allocator.pool.let_go(ids, jnp.ones_like(ids, jnp.bool_)))
+
+
+@contextlib.contextmanager
+def fewer_blocks(engine, left):
+    """While it lasts, the pool of the engine has `left` blocks: the same program serves a tight pool."""
+    if left == BLOCKS:
+        yield None
+        return
+    allocator, hidden = without_blocks(engine._state.allocator, BLOCKS - left)
+    engine._state_of_slice = dataclasses.replace(engine._state, allocator=allocator)
+    assert int(allocator.num_free) == left
+    yield hidden
+    allocator = with_blocks_back(engine._state.allocator, hidden)
+    engine._state_of_slice = dataclasses.replace(engine._state, allocator=allocator)
+
+
+def requests(count, seed=0):
+    """Prompts and parameters: greedy, and sampled with every option; a few with four completions."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, VOCAB, rng.integers(1, 30)).tolist() for _ in range(count)]
+    params = [
+        SamplingParams(
+            max_tokens=int(rng.integers(1, MAX_TOKENS - len(prompt) + 1)),
+            temperature=(0.0, 0.7, 1.3)[i % 3],
+            top_k=(0, 5)[i // 3 % 2],
+            top_p=(1.0, 0.8)[i // 6 % 2],
+            seed=int(rng.integers(0, 2**32)),
+            stop_token_ids=((), (3, 17))[i % 2],
+            n=4 if i % 10 == 7 else 1,
+            logprobs=i % 5 == 0,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    return prompts, params

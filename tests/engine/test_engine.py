@@ -44,15 +44,16 @@ from tests.toy_model import (
     ENGINES,
     MAX_TOKENS,
     STEPS,
-    VOCAB,
+    TIGHT,
     continuation,
     create_engine,
+    fewer_blocks,
     finish,
     random_weights,
+    requests,
     shared_engine,
+    with_blocks_back,
 )
-
-TIGHT = 2 * MAX_TOKENS // BLOCK_SIZE  # blocks: two requests at their limit
 
 
 @pytest.fixture(autouse=True)
@@ -72,52 +73,6 @@ def assert_whole(engine, hidden=None):
     scheduler, allocator = jax.tree.map(np.asarray, (state.scheduler, allocator))
     assert scheduler.broken_invariants(allocator) == ()
     assert allocator.broken_invariants() == ()
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def without_blocks(allocator, count):
-    """An allocator whose pool has lost `count` free blocks, and their ids."""
-    ids = allocator.pool.peek(jnp.arange(count, dtype=jnp.int32)[None])
-    return dataclasses.replace(allocator, pool=allocator.pool.take(jnp.int32(count))), ids
-
-
-@jax.jit
-def with_blocks_back(allocator, ids):
-    return dataclasses.replace(allocator, pool=allocator.pool.let_go(ids, jnp.ones_like(ids, jnp.bool_)))
-
-
-@contextlib.contextmanager
-def fewer_blocks(engine, left):
-    """While it lasts, the pool of the engine has `left` blocks: the same program serves a tight pool."""
-    if left == BLOCKS:
-        yield None
-        return
-    allocator, hidden = without_blocks(engine._state.allocator, BLOCKS - left)
-    engine._state_of_slice = dataclasses.replace(engine._state, allocator=allocator)
-    assert int(allocator.num_free) == left
-    yield hidden
-    allocator = with_blocks_back(engine._state.allocator, hidden)
-    engine._state_of_slice = dataclasses.replace(engine._state, allocator=allocator)
-
-
-def requests(count, seed=0):
-    """Prompts and parameters: greedy, and sampled with every option; a few with four completions."""
-    rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, VOCAB, rng.integers(1, 30)).tolist() for _ in range(count)]
-    params = [
-        SamplingParams(
-            max_tokens=int(rng.integers(1, MAX_TOKENS - len(prompt) + 1)),
-            temperature=(0.0, 0.7, 1.3)[i % 3],
-            top_k=(0, 5)[i // 3 % 2],
-            top_p=(1.0, 0.8)[i // 6 % 2],
-            seed=int(rng.integers(0, 2**32)),
-            stop_token_ids=((), (3, 17))[i % 2],
-            n=4 if i % 10 == 7 else 1,
-            logprobs=i % 5 == 0,
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-    return prompts, params
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams
-from tests.engine.test_engine import TIGHT, fewer_blocks, requests
 from tests.toy_model import (
     BLOCKS,
     MAX_TOKENS,
     SEATS,
+    TIGHT,
     VOCAB,
     apply,
     create_engine,
+    fewer_blocks,
     finish,
     logits_after,
     random_weights,
+    requests,
     shared_engine,
 )
 

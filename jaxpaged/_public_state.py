@@ -17,13 +17,18 @@ def public_state[T: type](cls: T) -> T:
         return json.dumps(static).encode()
 
     def read(written: bytes) -> tuple:
-        return tuple(json.loads(written))
+        return _as_tuples(json.loads(written))
 
     export.register_pytree_node_serialization(
         cls, serialized_name=f"jaxpaged.{cls.__name__}", serialize_auxdata=write, deserialize_auxdata=read
     )
     cls.__repr__ = short_repr  # type: ignore[assignment, method-assign]
     return cls
+
+
+def _as_tuples(static: Any) -> Any:
+    """JSON has lists only, and static fields are hashed."""
+    return tuple(map(_as_tuples, static)) if isinstance(static, list) else static
 
 
 def short_repr(state: Any) -> str:

@@ -3,18 +3,23 @@
 import copy
 from collections import Counter
 
+from jaxpaged._allocator.block_allocator import MORE_PASSED
+
 Pair = tuple[int, int]
 
 
 class Model:
-    def __init__(self, num_blocks: int, block_size: int, num_seqs: int, max_blocks: int):
+    def __init__(self, num_blocks: int, block_size: int, num_seqs: int, max_blocks: int, windows: tuple = (None,)):
+        self.windows, self.num_seqs = windows, num_seqs
         self.num_blocks, self.block_size, self.max_blocks = num_blocks, block_size, max_blocks
         self.free = list(range(num_blocks - 1, 0, -1))  # the next one last
         self.num_waiting = 0  # of them, from the start
         self.holders: Counter[int] = Counter()
         self.num_drops: Counter[int] = Counter()  # how often a block's tokens were dropped
         self.cached: dict[int, tuple] = {}  # block -> (salt, all tokens up to its end)
-        self.blocks: list[list[int]] = [[] for _ in range(num_seqs)]
+        # A row for each group and sequence, one group after the other; the first `passed` of its blocks are 0.
+        self.blocks: list[list[int]] = [[] for _ in range(len(windows) * num_seqs)]
+        self.passed = [0] * len(self.blocks)
         self.tokens: list[list[int]] = [[] for _ in range(num_seqs)]  # what was written, for the prefix cache
         self.salts = [0] * num_seqs
         self.swapped: list[list[int]] = [[] for _ in range(num_seqs)]  # tokens of those that are swapped out
@@ -25,6 +30,26 @@ class Model:
 
     def num_blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)
+
+    def rows_of(self, seq: int) -> range:
+        return range(seq, len(self.blocks), self.num_seqs)
+
+    def held(self, row: int) -> list[int]:
+        return self.blocks[row][self.passed[row] :]
+
+    def seen_from(self, row: int, length: int) -> int:
+        """The first block of the row that a query at position `length` sees."""
+        window = self.windows[row // self.num_seqs]
+        return 0 if window is None else max(length - window + 1, 0) // self.block_size
+
+    def let_go_passed(self, seqs: list[int], most: int) -> None:
+        gone: list[list[int]] = [[] for _ in self.blocks]
+        for row in (row for seq in seqs for row in self.rows_of(seq)):
+            before = self.passed[row]
+            self.passed[row] = max(before, min(self.seen_from(row, self.lengths[row % self.num_seqs]), before + most))
+            gone[row] = self.blocks[row][before : self.passed[row]]
+            self.blocks[row] = [0] * self.passed[row] + self.held(row)
+        self.let_go(gone)
 
     # The pool.
 
@@ -65,31 +90,37 @@ class Model:
     # The operations.
 
     def append(self, new: list[list[int]], counts: list[int], q_len: int) -> tuple[list[list[int]], list[bool]]:
-        """`new`: the tokens of each row, `count` of them if that is legal."""
+        """`new`: the tokens of each sequence, `count` of them if that is legal. Slots of each row."""
         needs: list[int | None] = []
         for i, count in enumerate(counts):
             length = self.lengths[i] + count
             legal = 0 <= count <= q_len and length <= self.max_blocks * self.block_size
             legal &= not (self.swapped[i] and count)
-            needs.append(self.num_blocks_for(length) - len(self.blocks[i]) if legal else None)
-        oks = self.grant(needs)
-        slots: list[list[int]] = []
+            needs.append(self.num_blocks_for(length) - self.num_blocks_for(self.lengths[i]) if legal else None)
+        most = -(-q_len // self.block_size) + MORE_PASSED
+        self.let_go_passed([i for i, need in enumerate(needs) if need is not None and counts[i]], most)
+        oks = self.grant([None if need is None else need * len(self.windows) for need in needs])
+        slots: list[list[int]] = [[] for _ in self.blocks]
         for i, ok in enumerate(oks):
-            start = self.lengths[i]
             if ok:
-                self.blocks[i] += [self.take() for _ in range(needs[i] or 0)]
+                start = self.lengths[i]
                 self.tokens[i] = self.tokens[i] + new[i]
-            slots.append([self.slot(i, token) for token in range(start, self.lengths[i])])
+                for row in self.rows_of(i):
+                    self.blocks[row] = self.blocks[row] + [self.take() for _ in range(needs[i] or 0)]
+                    slots[row] = [self.slot(row, token) for token in range(start, self.lengths[i])]
         return slots, oks
 
     def slot(self, row: int, token: int) -> int:
         return self.blocks[row][token // self.block_size] * self.block_size + token % self.block_size
 
     def free_rows(self, marked: list[bool]) -> None:
-        self.let_go([blocks if mark else [] for blocks, mark in zip(self.blocks, marked, strict=True)])
+        rows = range(len(self.blocks))
+        self.let_go([self.held(row) if marked[row % self.num_seqs] else [] for row in rows])
         for i, mark in enumerate(marked):
             if mark:
-                self.blocks[i], self.tokens[i], self.swapped[i] = [], [], []
+                self.tokens[i], self.swapped[i] = [], []
+                for row in self.rows_of(i):
+                    self.blocks[row], self.passed[row] = [], 0
 
     def fork(self, parents: list[int], replace: bool) -> tuple[list[Pair], list[bool]]:
         rows = range(len(parents))
@@ -99,7 +130,7 @@ class Model:
             return (
                 parent not in (-1, i)
                 and parent in rows
-                and (replace or not self.blocks[i])
+                and (replace or not self.tokens[i])
                 and not (self.swapped[i] or self.swapped[parent])
             )
 
@@ -111,73 +142,91 @@ class Model:
             children = [i for i in rows if legal(i) and parents[i] == parent]
             if children and legal(parent):
                 heirs.add(children[0])
-        if sum(legal(i) and partial(i) and i not in heirs for i in rows) > len(self.free):
+        num_groups = len(self.windows)
+        if num_groups * sum(legal(i) and partial(i) and i not in heirs for i in rows) > len(self.free):
             heirs = set()
-        oks = self.grant([int(partial(i) and i not in heirs) if legal(i) else None for i in rows])
-        old, blocks, tokens, pairs = self.blocks, list(self.blocks), list(self.tokens), []
-        salts = list(self.salts)
+        oks = self.grant([num_groups * (partial(i) and i not in heirs) if legal(i) else None for i in rows])
+        old = [self.held(row) for row in range(len(self.blocks))]
+        blocks, passed, tokens, salts = list(self.blocks), list(self.passed), list(self.tokens), list(self.salts)
+        pairs: dict[int, Pair] = {}
         for i in rows:
             if not oks[i]:
                 continue
-            blocks[i], tokens[i], salts[i] = list(old[parents[i]]), self.tokens[parents[i]], self.salts[parents[i]]
-            shared = list(blocks[i])
-            if partial(i) and i not in heirs:
-                source = shared.pop()
-                blocks[i][-1] = self.take()
-                pairs.append((source, blocks[i][-1]))
-            self.holders.update(shared)
-        self.let_go([old[i] if oks[i] else [] for i in rows])
-        self.blocks, self.tokens, self.salts = blocks, tokens, salts
-        return pairs, [ok or parent in (-1, i) for i, (ok, parent) in enumerate(zip(oks, parents, strict=True))]
+            tokens[i], salts[i] = self.tokens[parents[i]], self.salts[parents[i]]
+            for row, parent in zip(self.rows_of(i), self.rows_of(parents[i]), strict=True):
+                blocks[row], passed[row] = list(self.blocks[parent]), self.passed[parent]
+                shared = list(old[parent])
+                if partial(i) and i not in heirs:
+                    source = shared.pop()
+                    blocks[row][-1] = self.take()
+                    pairs[row] = (source, blocks[row][-1])
+                self.holders.update(shared)
+        self.let_go([blocks if oks[row % self.num_seqs] else [] for row, blocks in enumerate(old)])
+        self.blocks, self.passed, self.tokens, self.salts = blocks, passed, tokens, salts
+        oks = [ok or parent in (-1, i) for i, (ok, parent) in enumerate(zip(oks, parents, strict=True))]
+        return [pairs[row] for row in sorted(pairs)], oks
 
     def rollback(self, lengths: list[int]) -> tuple[list[Pair], list[bool]]:
         def cut(i: int) -> bool:
             return lengths[i] < self.lengths[i] and lengths[i] % self.block_size > 0
 
-        def copied(i: int) -> bool:
-            last = self.blocks[i][lengths[i] // self.block_size]
-            return self.holders[last] > 1 or last in self.cached
+        def copied(i: int) -> list[int]:
+            """The rows whose last block others hold too."""
+            if not cut(i):
+                return []
+            last = {row: self.blocks[row][lengths[i] // self.block_size] for row in self.rows_of(i)}
+            return [row for row, block in last.items() if self.holders[block] > 1 or block in self.cached]
 
-        rows = range(len(lengths))
-        legal = [0 <= lengths[i] <= self.lengths[i] for i in rows]
-        needs = [int(cut(i) and copied(i)) if legal[i] else None for i in rows]
-        oks = self.grant(needs)
-        pairs, gone, given_up = [], [], []
-        for i in rows:
-            gone.append([])
-            if oks[i]:
-                kept = self.num_blocks_for(lengths[i])
-                gone[i] = self.blocks[i][kept:]
-                self.blocks[i] = self.blocks[i][:kept]
-                if needs[i]:
-                    source = self.blocks[i][-1]
-                    gone[i] = [source, *gone[i]]
-                    self.blocks[i][-1] = self.take()
-                    pairs.append((source, self.blocks[i][-1]))
+        def reachable(i: int) -> bool:
+            return lengths[i] == 0 or all(self.passed[r] <= self.seen_from(r, lengths[i]) for r in self.rows_of(i))
+
+        seqs = range(len(lengths))
+        legal = [0 <= lengths[i] <= self.lengths[i] and reachable(i) for i in seqs]
+        copies = [copied(i) if legal[i] else [] for i in seqs]
+        oks = self.grant([len(copies[i]) if legal[i] else None for i in seqs])
+        pairs: dict[int, Pair] = {}
+        gone: list[list[int]] = [[] for _ in self.blocks]
+        given_up = []
+        for i in (i for i in seqs if oks[i]):
+            kept = self.num_blocks_for(lengths[i])
+            for row in self.rows_of(i):
+                self.passed[row] = self.passed[row] if kept or self.swapped[i] else 0
+                gone[row] = [block for block in self.blocks[row][kept:] if block]
+                self.blocks[row] = self.blocks[row][:kept]
+                if row in copies[i]:
+                    source = self.blocks[row][-1]
+                    gone[row] = [source, *gone[row]]
+                    self.blocks[row][-1] = self.take()
+                    pairs[row] = (source, self.blocks[row][-1])
                 elif cut(i):
-                    given_up.append(self.blocks[i][-1])
+                    given_up.append(self.blocks[row][-1])
         self.let_go(gone)
         self.num_drops.update(given_up)
         self.tokens = [tokens[: lengths[i]] if oks[i] else tokens for i, tokens in enumerate(self.tokens)]
-        return pairs, oks
+        return [pairs[row] for row in sorted(pairs)], oks
 
     def swap_out(self, marked: list[bool]) -> list[list[int]]:
-        marked = [mark and bool(blocks) for mark, blocks in zip(marked, self.blocks, strict=True)]
-        ids = [blocks if mark else [] for blocks, mark in zip(self.blocks, marked, strict=True)]
+        marked = [mark and bool(tokens) for mark, tokens in zip(marked, self.tokens, strict=True)]
+        ids = [self.held(row) if marked[row % self.num_seqs] else [] for row in range(len(self.blocks))]
         tokens = [self.tokens[i] if mark else self.swapped[i] for i, mark in enumerate(marked)]
+        passed = self.passed
+        self.passed = list(passed)
         self.free_rows(marked)
-        self.swapped = tokens
+        self.swapped, self.passed = tokens, passed
         return ids
 
     def swap_in(self, marked: list[bool]) -> tuple[list[list[int]], list[bool]]:
-        rows = range(len(marked))
-        legal = [marked[i] and bool(self.swapped[i]) for i in rows]
-        needs = [self.num_blocks_for(len(self.swapped[i])) if legal[i] else None for i in rows]
-        oks, ids = self.grant(needs), []
-        for i in rows:
-            ids.append([self.take() for _ in range(needs[i] or 0)] if oks[i] else [])
-            if oks[i]:
-                self.blocks[i], self.tokens[i], self.swapped[i] = list(ids[i]), self.swapped[i], []
+        seqs = range(len(marked))
+        legal = [marked[i] and bool(self.swapped[i]) for i in seqs]
+        lengths = [len(tokens) for tokens in self.swapped] * len(self.windows)
+        counts = [self.num_blocks_for(n) - passed for n, passed in zip(lengths, self.passed, strict=True)]
+        oks = self.grant([sum(counts[row] for row in self.rows_of(i)) if legal[i] else None for i in seqs])
+        ids: list[list[int]] = [[] for _ in self.blocks]
+        for i in (i for i in seqs if oks[i]):
+            for row in self.rows_of(i):
+                ids[row] = [self.take() for _ in range(counts[row])]
+                self.blocks[row] = [0] * self.passed[row] + ids[row]
+            self.tokens[i], self.swapped[i] = self.swapped[i], []
         return ids, [ok or not mark for ok, mark in zip(oks, marked, strict=True)]
 
     # The prefix cache.
@@ -228,13 +277,15 @@ class Model:
 
     def has_freed_nothing_of(self, old: "Model") -> bool:
         """Whether nothing that the old one's sequences hold was dropped since."""
-        return all(self.num_drops[block] == old.num_drops[block] for blocks in old.blocks for block in blocks)
+        rows = range(len(old.blocks))
+        return all(self.num_drops[block] == old.num_drops[block] for row in rows for block in old.held(row))
 
     def gone_back(self, old: "Model") -> "Model":
         """The old one, its prefix cache cleared. All tokens outside its full blocks count as dropped."""
         new = copy.deepcopy(old)
         new.clear()
-        kept = {b for blocks, n in zip(old.blocks, old.lengths, strict=True) for b in blocks[: n // self.block_size]}
+        num_full = [length // self.block_size for length in old.lengths] * len(old.windows)
+        kept = {block for blocks, n in zip(old.blocks, num_full, strict=True) for block in blocks[:n]}
         new.num_drops = Counter(
             {block: self.num_drops[block] + (block not in kept) for block in range(self.num_blocks)}
         )

@@ -32,6 +32,7 @@ class Mutant:
 COLLISIONS = "tests/allocator/test_prefix_cache.py::collide or collision"
 PREFIX_CACHE = "jaxpaged/_allocator/prefix_cache.py"
 PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/progress.py"
+WINDOWS = "tests/allocator/test_windows.py::window"
 KINDS, NEXT_KIND = "jaxpaged/_engine/kinds.py", "tests/engine/test_kinds.py::next"
 LOADS = "tests/engine/test_engine.py::depend_on_the_load and 16"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/scheduler/test_scheduler_machine.py::mixture"
@@ -100,6 +101,27 @@ MUTANTS = (
         "(allocator.pool.extra_holders[last_ids] > 0) | (",
         "(",
         "tests/allocator/test_sharing.py::into_a_shared",
+    ),
+    Mutant(
+        "append: a window passes a token too many",
+        "jaxpaged/_allocator/state.py",
+        "jnp.maximum(lengths - window + 1, 0)",
+        "jnp.maximum(lengths - window + 2, 0)",
+        WINDOWS,
+    ),
+    Mutant(
+        "append: a window passes at the new length",
+        "jaxpaged/_allocator/block_allocator.py",
+        "self = self.let_go_passed(legal",
+        "self = dataclasses.replace(self, lengths=lengths).let_go_passed(legal",
+        WINDOWS,
+    ),
+    Mutant(
+        "rollback: behind a window",
+        "jaxpaged/_allocator/sharing.py",
+        "        legal &= (lengths == 0) | (num_passed <= allocator.num_passed_at(lengths)).all(axis=0)\n",
+        "        legal &= lengths >= 0\n",
+        WINDOWS,
     ),
     Mutant("kinds: a token without a row", KINDS, "(num_needing > jnp", "(num_needing - 1 > jnp", NEXT_KIND),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,9 +13,11 @@ from jax.typing import ArrayLike
 from jaxpaged._allocator import inspection, sharing, swapping
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.sharing import Copies
-from jaxpaged._allocator.state import AllocatorState
+from jaxpaged._allocator.state import AllocatorState, Window
 from jaxpaged._integers import as_int32, checked_size, known_values
 from jaxpaged._public_state import public_state
+
+MORE_PASSED = 3  # blocks of a group that a sequence gives back in an `append`, beside as many as it may get
 
 
 @public_state
@@ -24,12 +27,16 @@ class BlockAllocator(AllocatorState):
     """Block tables, lengths and free blocks of a fixed set of sequences. Immutable: every operation returns a new one.
 
     Attributes:
-        block_tables: int32 `[seqs, max_blocks]`; row i's first `ceil(lengths[i] / block_size)` entries are its blocks,
-            in order; the others are 0.
+        block_tables: int32 `[seqs, max_blocks]`, or with several groups of layers `[groups, seqs, max_blocks]`; row
+            i's first `ceil(lengths[i] / block_size)` entries are its blocks, in order; the others are 0.
         lengths: int32 `[seqs]`, in tokens. A row of length 0 is free, unless it is swapped out.
         swapped_lengths: int32 `[seqs]`, in tokens, of sequences that are swapped out; 0 for the others.
         pool: the free blocks, and how many hold each of the others.
         block_size: tokens in a block (static).
+        windows: the window of each group of layers, in tokens, or None (static). All layers of a group have one
+            table; all groups have blocks of one pool.
+        num_passed: int32 `[groups, seqs]`, the entries at the start of each row that the group's window has passed:
+            their blocks were given back, and they may be any number. None if no group has a window.
 
     Invariants, which `broken_invariants` tests:
 
@@ -45,18 +52,28 @@ class BlockAllocator(AllocatorState):
     """
 
     @classmethod
-    def create(cls, *, num_blocks: int, block_size: int, num_seqs: int, max_blocks_per_seq: int) -> BlockAllocator:
+    def create(
+        cls,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_seqs: int,
+        max_blocks_per_seq: int,
+        windows: Sequence[Window] = (None,),
+    ) -> BlockAllocator:
         """An allocator with all blocks free, to be handed out in the order 1, 2, 3, ...
 
         Args:
             num_blocks: blocks in the pool, the null block included: `num_blocks - 1` can be handed out.
             block_size: tokens in a block.
             num_seqs: sequences, that is, rows.
-            max_blocks_per_seq: the most blocks that one sequence may hold, the width of its table row.
+            max_blocks_per_seq: the most blocks that one sequence may hold in a group, the width of its table row.
+            windows: for each group of layers the `sliding_window` that they attend with, or None. Groups without a
+                window come first.
 
         Raises:
-            ValueError: a size that is no int or below 1, `num_blocks` below 2, or 2^31 slots and more, in the pool or
-                in a table row.
+            ValueError: a size or window that is no int or below 1, `num_blocks` below 2, 2^31 slots and more, in the
+                pool or in a table row, or no group or one without a window behind one with.
 
         Example:
             >>> import jax.numpy as jnp
@@ -69,18 +86,42 @@ class BlockAllocator(AllocatorState):
         num_blocks, block_size = checked_size("num_blocks", num_blocks, 2), checked_size("block_size", block_size)
         num_seqs = checked_size("num_seqs", num_seqs)
         max_blocks_per_seq = checked_size("max_blocks_per_seq", max_blocks_per_seq)
+        windows = tuple(None if window is None else checked_size("a window", window) for window in windows)
+        if not windows or None in windows[windows.count(None) :]:
+            raise ValueError(f"windows must have one group or more, those without a window first; got {windows}.")
         if num_blocks * block_size >= 2**31:
             raise ValueError(f"slots are int32: a pool holds less than 2^31 tokens; got {num_blocks=}, {block_size=}.")
         if max_blocks_per_seq * block_size >= 2**31:
             raise ValueError(
                 f"lengths are int32: a sequence holds less than 2^31 tokens; got {max_blocks_per_seq=}, {block_size=}."
             )
+        has_windows, groups = windows[-1] is not None, () if len(windows) == 1 else (len(windows),)
         return cls(
-            block_tables=jnp.zeros((num_seqs, max_blocks_per_seq), jnp.int32),
+            block_tables=jnp.zeros((*groups, num_seqs, max_blocks_per_seq), jnp.int32),
             lengths=jnp.zeros(num_seqs, jnp.int32),
             swapped_lengths=jnp.zeros(num_seqs, jnp.int32),
             pool=BlockPool.create(num_blocks),
             block_size=block_size,
+            windows=windows,
+            num_passed=jnp.zeros((len(windows), num_seqs), jnp.int32) if has_windows else None,
+        )
+
+    def group(self, index: int) -> BlockAllocator:
+        """What the layers of one group attend with: an allocator with this group's table only, for reading.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        if not 0 <= index < self.num_groups:
+            raise ValueError(f"a group is from 0 to {self.num_groups - 1}, the groups of the windows; got {index!r}.")
+        if self.num_groups == 1:
+            return self
+        window, num_passed = self.windows[index], self.num_passed
+        return dataclasses.replace(
+            self,
+            block_tables=self.block_tables[index],
+            windows=(window,),
+            num_passed=None if window is None or num_passed is None else num_passed[index : index + 1],
         )
 
     def positions(self, q_len: int) -> jax.Array:
@@ -95,7 +136,8 @@ class BlockAllocator(AllocatorState):
             positions: int32, the same shape: its position in that sequence.
 
         Returns:
-            int32, the same shape. For a token that does not exist, `num_blocks * block_size`, which `write_kv` drops.
+            int32, the same shape, or with several groups `[groups, ...]`. For a token that does not exist or whose
+            block was given back, `num_blocks * block_size`, which `write_kv` drops.
 
         Raises:
             ValueError: the two are not int32 of one shape.
@@ -105,8 +147,14 @@ class BlockAllocator(AllocatorState):
             received = f"{seqs.dtype} {list(seqs.shape)} and {positions.dtype} {list(positions.shape)}"
             raise ValueError(f"seqs and positions must be int32 of one shape; got {received}.")
         exists = (seqs >= 0) & (positions >= 0) & (positions < self.lengths.at[seqs].get(mode="fill", fill_value=0))
-        block_ids = self.block_tables.at[seqs, positions // self.block_size].get(mode="clip")
-        slots = block_ids * self.block_size + positions % self.block_size
+        column = positions // self.block_size
+        block_ids = self.block_tables.at[..., seqs, column].get(mode="clip")
+        offset, exists, column = (
+            jnp.broadcast_to(x, block_ids.shape) for x in (positions % self.block_size, exists, column)
+        )
+        slots = block_ids * self.block_size + offset
+        if self.num_passed is not None:
+            exists &= column >= self.num_passed.at[:, seqs].get(mode="clip").reshape(column.shape)
         return jnp.where(exists, slots, self.num_blocks * self.block_size)
 
     def append(
@@ -114,7 +162,11 @@ class BlockAllocator(AllocatorState):
     ) -> tuple[BlockAllocator, jax.Array, jax.Array]:
         """Makes room for new tokens at the end of each sequence.
 
-        A sequence gets all of its tokens or none; a refused one stays exactly as it was. Blocks are granted in row
+        A sequence that gets tokens first gives back blocks that the windows of their groups have passed: no new token
+        sees them, nor any that may follow. A call gives back as many of each group as its tokens may need, and a few
+        more; the others wait for the next call.
+
+        A sequence gets all of its tokens or none; a refused one keeps its tokens. Blocks are granted in row
         order. After the first row that finds too few, every row that needs a new block is refused; rows whose last
         block has room are not. A row is also refused if its table is too narrow, its count is negative or above
         `q_len`, or it is swapped out and its count is not 0.
@@ -128,9 +180,9 @@ class BlockAllocator(AllocatorState):
 
         Returns:
             allocator: the new one.
-            slots: int32 `[seqs, q_len]`, the slots of the new tokens, for `write_kv`. They stand at the end of the
-                row, as the queries of `paged_attention` do. The rest of the row, or all of a refused one, is
-                `num_blocks * block_size`, which `write_kv` drops.
+            slots: int32 `[seqs, q_len]`, or with several groups `[groups, seqs, q_len]`: the slots of the new tokens,
+                for `write_kv`. They stand at the end of the row, as the queries of `paged_attention` do. The rest of
+                the row, or all of a refused one, is `num_blocks * block_size`, which `write_kv` drops.
             ok: bool `[seqs]`.
 
         Raises:
@@ -148,39 +200,42 @@ class BlockAllocator(AllocatorState):
                 f"Pass q_len={known[row]}."
             )
         order = None if order is None else self._rows("order", order, jnp.int32)
-        num_seqs, max_blocks = self.block_tables.shape
+        num_rows, max_blocks = self.rows.shape
         legal = (num_tokens >= 0) & (num_tokens <= jnp.where(self.swapped_lengths == 0, q_len, 0))
         lengths = self.lengths + jnp.where(legal, num_tokens, 0)
         legal &= lengths <= max_blocks * self.block_size
 
-        # 1. Who gets blocks: a prefix of the rows that need some.
+        # 1. Who gets blocks: a prefix of the sequences that need some.
+        most_new = -(-q_len // self.block_size)  # of a row
+        self = self.let_go_passed(legal & (num_tokens > 0), most_new + MORE_PASSED)
         held = self.num_blocks_for(self.lengths)
-        needed = jnp.where(legal, self.num_blocks_for(lengths) - held, 0)
+        needed = self.per_row(jnp.where(legal, self.num_blocks_for(lengths) - held, 0))
         ok, starts, total = self.grant(legal, needed, order)
-        granted = jnp.where(ok, needed, 0)
+        granted = jnp.where(self.per_row(ok), needed, 0)
         lengths = jnp.where(ok, lengths, self.lengths)
 
         # 2. Their ids, from the top of the free blocks into the tables behind the blocks already held.
-        rank = jnp.arange(-(-q_len // self.block_size), dtype=jnp.int32)[None]  # no row needs more new blocks
+        rank = jnp.arange(most_new, dtype=jnp.int32)[None]
         ids = self.pool.peek(starts[:, None] + rank)
-        entries = jnp.where(rank < granted[:, None], held[:, None] + rank, max_blocks + rank)
-        rows = jnp.arange(num_seqs, dtype=jnp.int32)[:, None]
-        block_tables = self.block_tables.at[rows, entries].set(ids, mode="drop", unique_indices=True)
+        entries = jnp.where(rank < granted[:, None], self.per_row(held)[:, None] + rank, max_blocks + rank)
+        rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+        tables = self.rows.at[rows, entries].set(ids, mode="drop", unique_indices=True)
 
         # 3. The slots of the new tokens, right-aligned.
         positions = dataclasses.replace(self, lengths=lengths).positions(q_len)
-        is_new = ok[:, None] & (positions >= self.lengths[:, None])
-        block_ids = block_tables.at[rows, positions // self.block_size].get(mode="clip")
+        is_new = self.per_row(ok[:, None] & (positions >= self.lengths[:, None]))
+        positions = self.per_row(positions)
+        block_ids = tables.at[rows, positions // self.block_size].get(mode="clip")
         slots = block_ids * self.block_size + positions % self.block_size
-        slots = jnp.where(is_new, slots, self.num_blocks * self.block_size)
+        slots = self.per_group(jnp.where(is_new, slots, self.num_blocks * self.block_size))
 
-        return self.with_rows(block_tables, lengths, self.pool.take(total)), slots, ok
+        return self.with_rows(tables, lengths, self.pool.take(total)), slots, ok
 
     def free(self, seqs: ArrayLike) -> BlockAllocator:
         """Gives back all blocks of the marked sequences, which become empty. Freeing an empty one changes nothing.
 
         A swapped out sequence becomes empty too. A block that another sequence also holds stays held. Blocks
-        go back last first, so that a `free` right after an `append` restores the free list.
+        go back last first, so that with one group a `free` right after an `append` restores the free list.
 
         Args:
             seqs: bool `[seqs]`.
@@ -209,7 +264,7 @@ class BlockAllocator(AllocatorState):
 
         Returns:
             allocator: the new one.
-            copies: (source_ids, destination_ids), int32 `[seqs]` each, for `copy_blocks`; 0, 0: no copy.
+            copies: (source_ids, destination_ids), int32 `[groups * seqs]` each, for `copy_blocks`; 0, 0: no copy.
             ok: bool `[seqs]`; false for a parent that does not exist, an occupied row, a parent or row that is
                 swapped out, or too few free blocks.
 
@@ -236,6 +291,9 @@ class BlockAllocator(AllocatorState):
         No copy is needed if every dropped token was appended after the sequence's last `fork` and `insert`, as in
         speculative decoding after a prompt. The copies are then all 0 and need no `copy_blocks`.
 
+        Blocks that a window has passed are gone: a row goes back as far as to its last `append`, and farther only if
+        all that the windows show there is still held.
+
         A row is shortened as asked or not at all, in row order as in `append`.
 
         Args:
@@ -243,8 +301,9 @@ class BlockAllocator(AllocatorState):
 
         Returns:
             allocator: the new one.
-            copies: (source_ids, destination_ids), int32 `[seqs]` each, for `copy_blocks`; 0, 0: no copy.
-            ok: bool `[seqs]`; false for a length that is negative or beyond the present one, or too few free blocks.
+            copies: (source_ids, destination_ids), int32 `[groups * seqs]` each, for `copy_blocks`; 0, 0: no copy.
+            ok: bool `[seqs]`; false for a length that is negative, beyond the present one, or back where a window has
+                passed, or too few free blocks.
 
         Raises:
             ValueError: `lengths` is not int32 `[seqs]`.
@@ -264,7 +323,7 @@ class BlockAllocator(AllocatorState):
         Returns:
             allocator: the new one. A swapped out sequence has length 0, and its length in `swapped_lengths`. `append`
                 and `fork` refuse it, `free` drops it.
-            block_ids: int32 `[seqs, max_blocks]`, the blocks that it had, in order; 0 elsewhere.
+            block_ids: int32, as `block_tables`: the blocks that it had, in order; 0 elsewhere.
 
         Raises:
             ValueError: `seqs` is not bool `[seqs]`.
@@ -279,7 +338,7 @@ class BlockAllocator(AllocatorState):
 
         Returns:
             allocator: the new one.
-            block_ids: int32 `[seqs, max_blocks]`, the new blocks, in order; 0 elsewhere.
+            block_ids: int32, as `block_tables`: the new blocks, in order; 0 elsewhere.
             ok: bool `[seqs]`; false for a marked row that is not swapped out, or for too few free blocks.
 
         Raises:
@@ -304,19 +363,19 @@ class BlockAllocator(AllocatorState):
             before: an allocator that this one came from.
 
         Returns:
-            int32 `[seqs * max_blocks]`, padded with 0. Cached blocks and blocks handed out again are not among them:
-            zeroing these ids destroys nothing that is in use.
+            int32 `[groups * seqs * max_blocks]`, padded with 0. Cached blocks and blocks handed out again are not
+            among them: zeroing these ids destroys nothing that is in use.
 
         Raises:
             ValueError: `before` is of other sizes.
         """
-        sizes, wanted = ((*x.block_tables.shape, x.num_blocks, x.block_size) for x in (before, self))
+        sizes, wanted = ((x.block_tables.shape, x.num_blocks, x.block_size, x.windows) for x in (before, self))
         if sizes != wanted:
             raise ValueError(
-                "before must be an earlier state of the same allocator; got (seqs, max_blocks, num_blocks, block_size) "
+                "before must be an earlier state of the same allocator; got (tables, num_blocks, block_size, windows) "
                 f"= {sizes} and {wanted}."
             )
-        ids = before.block_tables
+        ids = before.rows
         are_unused = self.pool.is_free()[ids] & ~self.pool.is_cached(ids)
         return jnp.where(before.is_entry(before.lengths) & are_unused, ids, 0).ravel()
 

@@ -11,11 +11,15 @@ SHOWN_SEQS = 16  # rows of a printed allocator
 def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
     """Names of the broken invariants, one a line below. Those that build on a broken one are not tested."""
     pool, num_blocks, block_size = allocator.pool, allocator.num_blocks, allocator.block_size
-    tables, lengths = np.asarray(allocator.block_tables), np.asarray(allocator.lengths)
+    num_groups, of_seqs = allocator.num_groups, np.asarray(allocator.lengths)
+    tables, lengths = np.asarray(allocator.rows), np.tile(of_seqs, num_groups)
+    passed = np.zeros_like(lengths) if allocator.num_passed is None else np.asarray(allocator.num_passed).ravel()
+    is_passed = np.arange(tables.shape[1])[None] < passed[:, None]
     num_free, num_waiting, bottom = int(pool.num_free), int(pool.num_waiting), int(pool.bottom)
     first = {
         "lengths_fit_their_rows": ((lengths >= 0) & (lengths <= tables.shape[1] * block_size)).all(),
         "table_entries_are_blocks": ((tables >= 0) & (tables < num_blocks)).all(),
+        "windows_have_not_passed_what_they_show": _are_in_view(allocator, lengths, passed),
         "free_count_is_within_the_pool": 0 <= num_free < num_blocks,
         "waiting_are_among_the_free": 0 <= num_waiting <= num_free,
         "bottom_is_within_the_ring": 0 <= bottom < num_blocks,
@@ -25,7 +29,7 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
         return _broken(first)
 
     num_held = -(-lengths // block_size)
-    is_entry = np.arange(tables.shape[1])[None] < num_held[:, None]
+    is_entry = (np.arange(tables.shape[1])[None] < num_held[:, None]) & ~is_passed
     indices = (bottom + np.arange(num_free)) % num_blocks
     free = np.asarray(pool.free_list)[indices]
     extra, cached_at = np.asarray(pool.extra_holders), np.asarray(pool.cached_at)
@@ -39,8 +43,8 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
     rows = [row[entries] for row, entries in zip(tables, is_entry, strict=True)]
     return _broken(
         {
-            "entries_beyond_a_sequence_are_null": (tables[~is_entry] == 0).all(),
-            "who_is_swapped_out_holds_nothing": not ((lengths > 0) & (swapped > 0)).any() and (swapped >= 0).all(),
+            "entries_beyond_a_sequence_are_null": (tables[~is_entry & ~is_passed] == 0).all(),
+            "who_is_swapped_out_holds_nothing": not ((of_seqs > 0) & (swapped > 0)).any() and (swapped >= 0).all(),
             "null_block_is_never_handed_out": named[0] == 0 and not is_free[0],
             "no_sequence_names_a_block_twice": all(len(set(row)) == len(row) for row in rows),
             "no_block_is_free_twice": len(set(free)) == len(free),
@@ -55,6 +59,14 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
     )
 
 
+def _are_in_view(allocator: AllocatorState, lengths: np.ndarray, passed: np.ndarray) -> bool:
+    """Whether no row has given back a token that a query from the end of its sequence on sees."""
+    swapped = np.tile(np.asarray(allocator.swapped_lengths), allocator.num_groups)
+    windows = np.repeat([w or 0 for w in allocator.windows], len(allocator.lengths))  # 0: all tokens
+    first_seen = np.where(windows > 0, np.maximum(lengths + swapped - windows + 1, 0), 0)
+    return bool(((passed >= 0) & (passed <= first_seen // allocator.block_size)).all())
+
+
 def _broken(invariants: dict[str, object]) -> tuple[str, ...]:
     return tuple(name for name, holds in invariants.items() if not holds)
 
@@ -63,16 +75,19 @@ def describe(allocator: AllocatorState) -> str:
     """A line for the pool and one for each sequence, the first of them."""
     if np.ndim(allocator.lengths) != 1 or isinstance(allocator.lengths, jax.core.Tracer):
         return repr(allocator)  # under vmap, or while tracing: there are no numbers to show
-    tables, lengths = np.asarray(allocator.block_tables), np.asarray(allocator.lengths)
+    num_seqs, lengths = len(allocator.lengths), np.asarray(allocator.lengths)
+    tables, is_entry = np.asarray(allocator.rows), np.asarray(allocator.is_entry(allocator.lengths))
     lines = [
         f"BlockAllocator: {int(allocator.num_held)} of {allocator.num_blocks - 1} blocks of {allocator.block_size} "
         f"tokens held ({int(allocator.num_shared)} shared), {int(allocator.num_free)} free "
         f"({int(allocator.num_waiting)} with a cached prefix)"
     ]
     for i in np.flatnonzero(lengths)[:SHOWN_SEQS]:
-        ids = tables[i, : -(-lengths[i] // allocator.block_size)].tolist()
-        text = " ".join(map(str, ids if len(ids) <= 12 else [*ids[:6], "...", *ids[-5:]]))
-        lines.append(f"  seq {i}: {lengths[i]} tokens in blocks {text}")
+        texts = []
+        for row in range(i, len(tables), num_seqs):
+            ids = tables[row][is_entry[row]].tolist()
+            texts.append(" ".join(map(str, ids if len(ids) <= 12 else [*ids[:6], "...", *ids[-5:]])))
+        lines.append(f"  seq {i}: {lengths[i]} tokens in blocks {' | '.join(texts)}")
     lines += [f"  seq {i}: {n} tokens swapped out" for i, n in enumerate(allocator.swapped_lengths.tolist()) if n]
     num_held = int((lengths > 0).sum())
     if num_held > SHOWN_SEQS:

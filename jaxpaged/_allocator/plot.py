@@ -58,11 +58,11 @@ FREE, WAITING, NULL = -3, -2, -1  # in the order of the colours
 
 def block_owners(allocator: BlockAllocator) -> tuple[np.ndarray, np.ndarray]:
     """(for each block the first row that names it or one of the numbers above, whether it is shared)."""
-    tables, lengths = np.asarray(allocator.block_tables), np.asarray(allocator.lengths)
+    tables, is_entry = np.asarray(allocator.rows), np.asarray(allocator.is_entry(allocator.lengths))
     holders = np.asarray(allocator.pool.num_holders())
     cached = np.asarray(allocator.pool.is_cached(jnp.arange(allocator.num_blocks, dtype=jnp.int32)))
     owners = np.where(cached, WAITING, FREE)
-    for i in reversed(range(len(lengths))):
-        owners[tables[i, : -(-lengths[i] // allocator.block_size)]] = i
+    for row in reversed(range(len(tables))):
+        owners[tables[row][is_entry[row]]] = row % len(allocator.lengths)
     owners[0] = NULL
     return owners, holders > 1

@@ -356,6 +356,8 @@ class PrefixCache:
         return min(tokens.shape[1] // allocator.block_size, allocator.block_tables.shape[1])
 
     def check_sizes(self, allocator: BlockAllocator) -> None:
+        if allocator.windows != (None,):
+            raise ValueError(f"a prefix cache is for one group without a window; got {allocator.windows=}.")
         sizes, wanted = self.tokens.shape, (allocator.num_blocks, allocator.block_size)
         if sizes != wanted:
             raise ValueError(f"a prefix cache has its allocator's (num_blocks, block_size), {wanted}; got {sizes}.")

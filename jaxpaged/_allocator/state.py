@@ -8,6 +8,13 @@ import jax.numpy as jnp
 
 from jaxpaged._allocator.block_pool import BlockPool
 
+Window = int | None
+
+
+def num_passed_blocks(window: Window, lengths: jax.Array, block_size: int) -> jax.Array:
+    """Blocks at the start of sequences that no query from position `lengths` on sees."""
+    return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window + 1, 0) // block_size
+
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorState:
@@ -18,6 +25,25 @@ class AllocatorState:
     swapped_lengths: jax.Array
     pool: BlockPool
     block_size: int = dataclasses.field(metadata=dict(static=True))
+    windows: tuple[Window, ...] = dataclasses.field(default=(None,), metadata=dict(static=True))
+    num_passed: jax.Array | None = None
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
+    def rows(self) -> jax.Array:
+        """The table rows of all groups, one group after the other, int32 `[groups * seqs, max_blocks]`."""
+        return self.block_tables.reshape(-1, self.block_tables.shape[-1])
+
+    def per_row(self, of_seqs: jax.Array) -> jax.Array:
+        """`[groups * seqs, ...]` from `[seqs, ...]`."""
+        return of_seqs if self.num_groups == 1 else jnp.concatenate([of_seqs] * self.num_groups)
+
+    def per_group(self, of_rows: jax.Array) -> jax.Array:
+        """`[groups, seqs, ...]` from `[groups * seqs, ...]`; without the first axis if there is one group."""
+        return of_rows if self.num_groups == 1 else of_rows.reshape(self.num_groups, -1, *of_rows.shape[1:])
 
     @property
     def num_blocks(self) -> int:
@@ -58,41 +84,81 @@ class AllocatorState:
     def fragmentation(self) -> jax.Array:
         """The part of the held slots that is empty, after the sequences' last tokens, 0 to 1, float32 `[]`."""
         empty = (self.num_blocks_for(self.lengths) * self.block_size - self.lengths).sum(dtype=jnp.int32)
+        empty *= self.num_groups
         held = jnp.maximum(self.num_held, 1).astype(jnp.float32) * self.block_size
         return empty.astype(jnp.float32) / held
 
     def num_blocks_for(self, lengths: jax.Array) -> jax.Array:
-        """Blocks that sequences of these lengths hold."""
+        """Blocks that hold the tokens of sequences of these lengths, in each group."""
         return -(-lengths // self.block_size)
 
     def is_entry(self, lengths: jax.Array) -> jax.Array:
-        """Which table entries are blocks, for sequences of these lengths, bool `[seqs, max_blocks]`."""
-        return jnp.arange(self.block_tables.shape[1], dtype=jnp.int32)[None] < self.num_blocks_for(lengths)[:, None]
+        """Which table entries are blocks, for sequences of these lengths, bool `[groups * seqs, max_blocks]`."""
+        column = jnp.arange(self.block_tables.shape[-1], dtype=jnp.int32)[None]
+        is_entry = column < self.per_row(self.num_blocks_for(lengths))[:, None]
+        return is_entry if self.num_passed is None else is_entry & (column >= self.num_passed.reshape(-1, 1))
+
+    def num_passed_at(self, lengths: jax.Array) -> jax.Array:
+        """Blocks of each row that no query from position `lengths` on sees, int32 `[groups, seqs]`."""
+        return jnp.stack([num_passed_blocks(window, lengths, self.block_size) for window in self.windows])
 
     def grant(
         self, legal: jax.Array, needed: jax.Array, order: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(rows that get the blocks they need, depth below the top where each row's begin, number of all blocks)."""
+        """Which sequences get the blocks that they need in all groups.
+
+        Args:
+            legal: bool `[seqs]`.
+            needed: int32 `[groups * seqs]`.
+            order: int32 `[seqs]`, as in `append`.
+
+        Returns:
+            ok: bool `[seqs]`.
+            starts: int32 `[groups * seqs]`, the depth below the top of the free blocks where each row's begin.
+            total: int32 `[]`, the blocks that are granted.
+        """
+        of_groups = needed.reshape(self.num_groups, -1)
+        needed = of_groups.sum(axis=0, dtype=jnp.int32)
         if order is None:
             ends = jnp.cumsum(needed, dtype=jnp.int32)
         else:
-            rows = jnp.arange(needed.shape[0], dtype=jnp.int32)
+            seqs = jnp.arange(needed.shape[0], dtype=jnp.int32)
             comes_first = order[None] < order[:, None]
-            comes_first |= (order[None] == order[:, None]) & (rows[None] <= rows[:, None])
+            comes_first |= (order[None] == order[:, None]) & (seqs[None] <= seqs[:, None])
             ends = jnp.where(comes_first, needed[None], 0).sum(axis=1, dtype=jnp.int32)
         ok = legal & ((needed == 0) | (ends <= self.pool.num_free))
-        return ok, ends - needed, jnp.where(ok, needed, 0).sum(dtype=jnp.int32)
+        starts = (ends - needed)[None] + jnp.cumsum(of_groups, axis=0, dtype=jnp.int32) - of_groups
+        return ok, starts.ravel(), jnp.where(ok, needed, 0).sum(dtype=jnp.int32)
 
     def let_go(self, seqs: jax.Array) -> Self:
-        """The marked rows empty, their blocks given back."""
-        pool = self.pool.let_go(self.block_tables, seqs[:, None] & self.is_entry(self.lengths))
+        """The marked sequences empty, their blocks given back."""
+        are_marked = self.per_row(seqs)[:, None]
+        pool = self.pool.let_go(self.rows, are_marked & self.is_entry(self.lengths))
         return dataclasses.replace(
-            self,
-            block_tables=jnp.where(seqs[:, None], 0, self.block_tables),
-            lengths=jnp.where(seqs, 0, self.lengths),
+            self.with_rows(
+                jnp.where(are_marked, 0, self.rows),
+                jnp.where(seqs, 0, self.lengths),
+                pool,
+                None if self.num_passed is None else jnp.where(seqs[None], 0, self.num_passed),
+            ),
             swapped_lengths=jnp.where(seqs, 0, self.swapped_lengths),
-            pool=pool,
         )
 
-    def with_rows(self, block_tables: jax.Array, lengths: jax.Array, pool: BlockPool) -> Self:
-        return dataclasses.replace(self, block_tables=block_tables, lengths=lengths, pool=pool)
+    def let_go_passed(self, seqs: jax.Array, most: int) -> Self:
+        """The marked sequences give back blocks that their windows have passed, in each group at most so many."""
+        if self.num_passed is None:
+            return self
+        passed = self.num_passed_at(self.lengths)
+        passed = jnp.where(seqs[None], jnp.clip(passed, self.num_passed, self.num_passed + most), self.num_passed)
+        columns = self.num_passed.reshape(-1, 1) + jnp.arange(most, dtype=jnp.int32)[None]
+        rows = jnp.arange(len(columns), dtype=jnp.int32)[:, None]
+        ids = self.rows.at[rows, columns].get(mode="clip")
+        pool = self.pool.let_go(ids, columns < passed.reshape(-1, 1))
+        return dataclasses.replace(self, pool=pool, num_passed=passed)
+
+    def with_rows(
+        self, rows: jax.Array, lengths: jax.Array, pool: BlockPool, num_passed: jax.Array | None = None
+    ) -> Self:
+        num_passed = self.num_passed if num_passed is None else num_passed
+        tables = rows.reshape(self.block_tables.shape)
+        return dataclasses.replace(self, block_tables=tables, lengths=lengths, pool=pool, num_passed=num_passed)

@@ -10,23 +10,29 @@ from jaxpaged._allocator.state import AllocatorState
 
 def swap_out[S: AllocatorState](allocator: S, seqs: jax.Array) -> tuple[S, jax.Array]:
     leaves = seqs & (allocator.lengths > 0)
-    block_ids = jnp.where(leaves[:, None], allocator.block_tables, 0)
+    leave = allocator.per_row(leaves)[:, None]
+    block_ids = jnp.where(leave & allocator.is_entry(allocator.lengths), allocator.rows, 0)
     swapped_lengths = jnp.where(leaves, allocator.lengths, allocator.swapped_lengths)
-    return dataclasses.replace(allocator.let_go(leaves), swapped_lengths=swapped_lengths), block_ids
+    left = allocator.let_go(leaves)
+    # The same blocks, those that windows have not passed, come back.
+    left = dataclasses.replace(left, swapped_lengths=swapped_lengths, num_passed=allocator.num_passed)
+    return left, allocator.per_group(block_ids)
 
 
 def swap_in[S: AllocatorState](allocator: S, seqs: jax.Array) -> tuple[S, jax.Array, jax.Array]:
     legal = seqs & (allocator.swapped_lengths > 0)
-    needed = jnp.where(legal, allocator.num_blocks_for(allocator.swapped_lengths), 0)
-    ok, starts, total = allocator.grant(legal, needed)
-    rank = jnp.arange(allocator.block_tables.shape[1], dtype=jnp.int32)[None]
-    is_new = ok[:, None] & (rank < needed[:, None])
-    ids = allocator.pool.peek(starts[:, None] + rank)
+    first = 0 if allocator.num_passed is None else allocator.num_passed.ravel()
+    num_blocks = allocator.per_row(allocator.num_blocks_for(allocator.swapped_lengths))
+    ok, starts, total = allocator.grant(legal, jnp.where(allocator.per_row(legal), num_blocks - first, 0))
+    is_new = allocator.per_row(ok)[:, None] & allocator.is_entry(allocator.swapped_lengths)
+    column = jnp.arange(is_new.shape[1], dtype=jnp.int32)[None]
+    ids = allocator.pool.peek((starts - first)[:, None] + column)
     back = dataclasses.replace(
-        allocator,
-        block_tables=jnp.where(is_new, ids, allocator.block_tables),
-        lengths=jnp.where(ok, allocator.swapped_lengths, allocator.lengths),
+        allocator.with_rows(
+            jnp.where(is_new, ids, allocator.rows),
+            jnp.where(ok, allocator.swapped_lengths, allocator.lengths),
+            allocator.pool.take(total),
+        ),
         swapped_lengths=jnp.where(ok, 0, allocator.swapped_lengths),
-        pool=allocator.pool.take(total),
     )
-    return back, jnp.where(is_new, ids, 0), ok | ~seqs
+    return back, allocator.per_group(jnp.where(is_new, ids, 0)), ok | ~seqs

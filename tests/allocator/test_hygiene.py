@@ -179,6 +179,7 @@ def test_an_allocator_as_text():
         (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(0)), "null_block_is_never_handed_out"),
         (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(9)), "free_and_held_and_null_are_all"),
         (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(99)), "table_entries_are_blocks"),
+        (lambda a: dict(windows=(4,), num_passed=counts(1, 0)[None]), "windows_have_not_passed_what_they_show"),
         (lambda a: dict(swapped_lengths=counts(1, 0)), "who_is_swapped_out_holds_nothing"),
         (lambda a: pool(a, extra_holders=a.pool.extra_holders.at[1].add(1)), "holders_are_the_entries"),
         (lambda a: pool(a, extra_holders=a.pool.extra_holders.at[9].add(1)), "free_blocks_have_no_holders"),
@@ -213,7 +214,7 @@ def test_every_invariant_has_a_state_that_breaks_it():
     names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(inspection.broken_invariants), re.MULTILINE))
     (table,) = (mark for mark in test_broken_invariants_names_what_is_broken.pytestmark if mark.name == "parametrize")
     assert {name for _, name in table.args[1]} == names
-    assert len(names) == 18
+    assert len(names) == 19
 
 
 def test_a_drawing_has_a_colour_for_each_owner_and_a_dot_for_each_shared_block():

@@ -1,0 +1,175 @@
+"""Groups of layers: each has a table, all take blocks from one pool, and windows give back those they have passed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from jaxpaged import BlockAllocator, KVCache, copy_blocks, paged_attention, write_kv
+from tests.allocator.allocators import counts, free_ids, marks
+
+
+def make(*windows, num_seqs=1, num_blocks=24, block_size=4, max_blocks=8):
+    sizes = dict(num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks_per_seq=max_blocks)
+    return BlockAllocator.create(windows=windows, **sizes)
+
+
+def grown(allocator, *lengths, q_len=1):
+    """By chunks of `q_len` tokens to these lengths."""
+    while (missing := counts(*lengths) - allocator.lengths).any():
+        allocator, _, ok = allocator.append(jnp.minimum(missing, q_len), q_len=q_len)
+        assert ok.all()
+    return allocator
+
+
+def held(allocator):
+    """The blocks of each table row of all groups."""
+    rows, is_entry = allocator.rows, allocator.is_entry(allocator.lengths)
+    return [row[entries].tolist() for row, entries in zip(np.asarray(rows), np.asarray(is_entry), strict=True)]
+
+
+def test_each_group_gets_blocks_of_its_own():
+    allocator, slots, ok = make(None, 8, num_seqs=2).append(counts(5, 2), q_len=5)
+    assert allocator.block_tables[..., :2].tolist() == [[[1, 2], [5, 0]], [[3, 4], [6, 0]]]
+    assert slots[0].tolist() == [[4, 5, 6, 7, 8], [96, 96, 96, 20, 21]]
+    assert slots[1].tolist() == [[12, 13, 14, 15, 16], [96, 96, 96, 24, 25]]
+    assert sorted(free_ids(allocator.free(marks(1, 1)))) == sorted(free_ids(make(None)))
+    assert allocator.slots(counts(0, 1), counts(4, 2)).tolist() == [[8, 96], [16, 96]]  # row 1 has two tokens
+
+
+def test_one_group_is_as_before():
+    allocator = grown(make(None), 9)
+    assert (allocator.num_passed, allocator.windows, allocator.block_tables.shape) == (None, (None,), (1, 8))
+    assert allocator.group(0) is allocator
+
+
+def test_a_window_gives_back_the_blocks_that_it_has_passed():
+    allocator = make(None, 6)  # the query at position 9 is the first that sees no token of the first block
+    assert held(grown(allocator, 9)) == [[1, 3, 5], [2, 4, 6]]
+    assert held(grown(allocator, 10)) == [[1, 3, 5], [4, 6]]
+    assert held(grown(allocator, 13)) == [[1, 3, 5, 2], [4, 6, 7]]  # 2 is handed out again
+    assert held(grown(allocator, 14)) == [[1, 3, 5, 2], [6, 7]]
+    assert grown(allocator, 14).broken_invariants() == ()
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 9, 100])
+def test_a_window_holds_what_it_shows_and_at_most_a_block_more(window):
+    allocator, append = make(window, max_blocks=20), jax.jit(lambda allocator: allocator.append(counts(1))[0])
+    for length in range(1, 70):
+        allocator = append(allocator)
+        first = max(length - 1 - (window - 1), 0) // 4  # block of the first token that the newest one sees
+        assert int(allocator.num_passed[0, 0]) == first
+        assert len(held(allocator)[0]) == -(-length // 4) - first <= -(-(window - 1) // 4) + 1
+
+
+def test_what_a_chunk_leaves_behind_a_window_is_given_back_over_the_next_calls():
+    allocator = grown(make(4, max_blocks=23, num_blocks=60), 80, q_len=40)
+    assert len(held(allocator)[0]) == 20 - 9  # the first token of the second chunk sees the tokens from 37 on
+    counted = []
+    for _ in range(4):
+        allocator, _, ok = allocator.append(counts(1))
+        counted.append(len(held(allocator)[0]))
+    assert counted == [8, 4, 2, 1]
+
+
+def test_what_windows_have_passed_is_free_for_the_same_call_and_for_a_refused_one():
+    allocator = grown(make(6, num_blocks=4), 12)
+    assert held(allocator) == [[2, 3]]  # of three, one is free
+    allocator, _, ok = allocator.append(counts(1))
+    assert (held(allocator), ok.tolist()) == ([[2, 3, 1]], [True])
+    allocator, _, ok = allocator.append(counts(8), q_len=8)
+    assert (held(allocator), ok.tolist(), int(allocator.num_free)) == ([[3, 1]], [False], 1)
+    assert int(allocator.lengths[0]) == 13
+
+
+def test_a_row_that_gets_no_tokens_keeps_what_its_window_shows_and_more():
+    allocator = grown(make(6, num_seqs=2), 10, 9)
+    after, _, _ = allocator.append(counts(0, 1))
+    assert held(after)[0] == held(allocator)[0]
+
+
+def test_a_rollback_does_not_go_back_behind_a_window():
+    allocator = grown(make(None, 6), 14)  # the window has passed the first two blocks
+    assert allocator.num_passed.tolist() == [[0], [2]]
+    for length, fine in ((14, True), (13, True), (12, False), (1, False), (0, True), (15, False)):
+        after, _, ok = allocator.rollback(counts(length))
+        assert ok.tolist() == [fine], length
+        assert after.broken_invariants() == ()
+        assert after.lengths.tolist() == [length if fine else 14]
+
+
+def test_a_fork_copies_the_last_block_of_each_group_behind_a_window():
+    allocator = grown(make(None, 6, num_seqs=2), 14, 0)
+    forked, (source_ids, destination_ids), ok = allocator.fork(counts(-1, 0))
+    (full, _, window, _), (_, full_child, _, child) = held(allocator), held(forked)
+    assert source_ids.tolist() == [0, full[-1], 0, window[-1]]
+    assert destination_ids.tolist() == [0, full_child[-1], 0, child[-1]]
+    assert (full_child[:-1], child[:-1]) == (full[:-1], window[:-1])
+    assert forked.num_passed.tolist() == [[0, 0], [2, 2]]
+    assert forked.broken_invariants() == ()
+    # The parent goes on and its window passes a block that the child still shows.
+    later = grown(forked, 20, 14)
+    assert held(later)[3] == child
+
+
+def test_what_windows_show_comes_back_from_the_host():
+    allocator = grown(make(None, 6), 14)
+    out, old_ids = allocator.swap_out(marks(1))
+    back, new_ids, ok = out.swap_in(marks(1))
+    assert ok.all()
+    assert old_ids.shape == new_ids.shape == (2, 1, 8)
+    assert ((old_ids > 0) == (new_ids > 0)).all()
+    assert (old_ids > 0).sum(axis=(1, 2)).tolist() == [4, 2]
+    assert back.broken_invariants() == out.broken_invariants() == ()
+    assert (back.num_passed == allocator.num_passed).all()
+
+
+def test_a_group_is_what_its_layers_attend_with():
+    allocator = grown(make(None, 6, num_seqs=2), 14, 3)
+    cache = KVCache.create(num_blocks=24, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+    q = jnp.ones((2, 1, 8))
+    for index, window in enumerate(allocator.windows):
+        group = allocator.group(index)
+        values = jnp.arange(14.0)
+        for position in range(14):
+            slots = group.slots(counts(0, 1), counts(position, position))
+            v = jnp.broadcast_to(values[position], (2, 1, 8))
+            cache = write_kv(cache, jnp.zeros((2, 1, 8)), v, slots)
+        out = paged_attention(q, cache.k, cache.v, group.block_tables, group.lengths, sliding_window=window)
+        assert out[0, 0, 0] == pytest.approx(values.mean() if window is None else values[-window:].mean())
+    for wrong in (2, -1):
+        with pytest.raises(ValueError, match=f"a group is from 0 to 1.*got {wrong}"):
+            allocator.group(wrong)
+
+
+def test_copies_of_all_groups_go_through_copy_blocks():
+    allocator = grown(make(None, 6, num_seqs=2), 14, 0)
+    cache = KVCache.create(num_blocks=24, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+    cache = dataclasses.replace(cache, k=cache.k + jnp.arange(24.0)[:, None, None, None])
+    _, copies, _ = allocator.fork(counts(-1, 0))
+    cache = copy_blocks(cache, *copies)
+    for source, destination in zip(*(ids.tolist() for ids in copies), strict=True):
+        assert cache.k[destination, 0, 0, 0] == source
+
+
+def test_an_exported_function_keeps_the_windows():
+    allocator = make(None, 6)
+    exported = export.export(jax.jit(lambda a: a.append(counts(3), q_len=3)[0]))(allocator)
+    after = export.deserialize(exported.serialize()).call(allocator)
+    assert after.windows == allocator.windows
+    assert held(after) == [[1], [2]]
+
+
+def test_text_shows_every_group():
+    allocator = grown(make(None, 6, num_seqs=2), 14, 0)
+    full, _, window, _ = (" ".join(map(str, ids)) for ids in held(allocator))
+    assert str(allocator).endswith(f"seq 0: 14 tokens in blocks {full} | {window}")
+
+
+@pytest.mark.parametrize("windows", [(), (4, None), (None, 4, None), (0,), (None, 2.5)])
+def test_impossible_windows_are_refused(windows):
+    with pytest.raises(ValueError, match="window"):
+        make(*windows)

@@ -141,7 +141,9 @@ def score_and_sample(
         drawn, of_rows = sample(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
         return i + 1, tokens.at[i].set(drawn), logprobs.at[i].set(of_rows)
 
-    start = (jnp.int32(0), jnp.zeros_like(groups), jnp.zeros(groups.shape, jnp.float32))
+    is_drawn = (step.is_sampled & ~is_scored[step.last]).any()
+    first = 1 - is_drawn.astype(jnp.int32)  # without the group of the seats, if none of them needs it
+    start = (first, jnp.zeros_like(groups), jnp.zeros(groups.shape, jnp.float32))
     _, drawn, logprobs = lax.while_loop(lambda carry: carry[0] < num_used, one_group, start)
     of_scored = planning.rows_of((request_ids, positions, given), scored)
     return (

@@ -68,9 +68,9 @@ def logits_after(weights, tokens, length):
 
 
 @jax.jit
-def noise_of(seed, position, turn):
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), turn)
-    return jax.random.gumbel(key, (DRAWS, 1 + CHUNK), jnp.float32)[:, 1 : 1 + VOCAB]  # of one chunk
+def noise_of(seed, position, draw):
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), draw)
+    return jax.random.gumbel(key, (1 + CHUNK,), jnp.float32)[1 : 1 + VOCAB]  # of one chunk
 
 
 def kept(weights, top_k, top_p):
@@ -85,23 +85,13 @@ def kept(weights, top_k, top_p):
     return is_kept
 
 
-@jax.jit
-def noise_of_ranks(seed, position):
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), 0)
-    return jax.random.gumbel(key, (VOCAB,), jnp.float32)
-
-
 def drawn(scores, params, position):
-    """By rank if top_k cuts; otherwise, of the tokens drawn as if top_p were 1, the first that is kept."""
+    """Of the tokens drawn as if top_p were 1, the first that is kept."""
     weights = np.exp(scores - scores.max())
-    if 0 < params.top_k < VOCAB:
-        order = np.argsort(-scores, kind="stable")
-        noise = np.asarray(noise_of_ranks(np.uint32(params.seed), np.int32(position)))
-        is_kept = kept(weights, params.top_k, params.top_p)[order]
-        return order[np.where(is_kept, scores[order] + noise, -np.inf).argmax()]
-    is_kept, is_left = kept(weights, 0, params.top_p), np.ones(VOCAB, bool)
+    is_left, is_kept = kept(weights, params.top_k, 1), kept(weights, params.top_k, params.top_p)
     for turn in range(VOCAB):
-        noise = np.asarray(noise_of(np.uint32(params.seed), np.int32(position), np.int32(turn)))
+        draws = [np.int32(turn * DRAWS + i) for i in range(DRAWS)]
+        noise = np.stack([noise_of(np.uint32(params.seed), np.int32(position), draw) for draw in draws])
         tokens = np.where(is_left, scores + noise, -np.inf).argmax(axis=1)
         if is_kept[tokens].any():
             return tokens[is_kept[tokens].argmax()]

@@ -26,6 +26,7 @@ from jaxpaged._debug import debug_checks
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.generate import generate
 from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams, Score
+from jaxpaged._engine.rollouts import Rollout
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._modules import AttentionSettings
 from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
@@ -49,6 +50,7 @@ __all__ = [
     "Refusal",
     "RequestOutput",
     "RequestStatus",
+    "Rollout",
     "SamplingParams",
     "Scheduler",
     "Score",

@@ -534,6 +534,20 @@ MUTANTS = (
         "tests/engine/test_score.py::but_for_what or prompt_logprobs_come",
     ),
     Mutant(
+        "rollouts: each slice begins anew",
+        "jaxpaged/_engine/rollouts.py",
+        "+ len(row.token_ids)",
+        "",
+        "tests/engine/test_rollout.py::as_arrays and plenty",
+    ),
+    Mutant(
+        "engine: the version of the weights now, not of the slice",
+        "jaxpaged/_engine/engine.py",
+        "[received.version] * len(tokens)",
+        "[self._version] * len(tokens)",
+        "tests/engine/test_rollout.py::which_weights",
+    ),
+    Mutant(
         "engine: Ctrl-C in the middle of the books",
         "jaxpaged/_engine/engine.py",
         "    @without_interrupts()\n    def _take(",

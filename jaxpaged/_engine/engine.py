@@ -42,6 +42,7 @@ from jaxpaged._engine.requests import (
     new_tokens,
     params_for_each,
 )
+from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.scoring import most_scored, no_scores
 from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_slice
 from jaxpaged._integers import checked_size
@@ -190,6 +191,8 @@ class Engine:
         self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
         self._aborts: list[int] = []  # places, to be sent in with the next slice
         self._num_sent = self._next_id = 0
+        self._version = 0  # of the weights: updates so far
+        self._collector: Collector | None = None  # of the rollout under way
         self._forgets = False  # whether the weights have changed since the last slice
         self._since = time.perf_counter()  # when the stats were last counted, or the first request came
         self._stats = EngineStats(
@@ -244,6 +247,28 @@ class Engine:
                 self._advance()
                 yield from self._take_news(request_ids)
 
+    def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> Rollout:
+        """Like `generate`, but returns arrays on the device for a learner: tokens, logprobs, mask, weights' versions.
+
+        Logprobs come without asking. Each shape of the arrays compiles a small program, apart from the engine's.
+
+        Raises:
+            ValueError: no prompts, or as in `generate`.
+            RuntimeError: the engine is lost, as in `step`.
+        """
+        each = [dataclasses.replace(of_one, logprobs=True) for of_one in params_for_each(prompts, params)]
+        if not each:
+            raise ValueError("pass at least one prompt; got none.")
+        with self._serving(prompts, each) as request_ids:
+            rows = [row for request_id in request_ids for row in self._requests[request_id]]
+            self._collector = collector = Collector(rows)
+            try:
+                while any(row.finish_reason is None for row in rows):
+                    self._advance(is_watched=False)
+            finally:
+                self._collector = None
+        return collector.result()
+
     def score(self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> list[Score]:
         """The log probabilities of given tokens after prompts, in order, under the model.
 
@@ -271,7 +296,7 @@ class Engine:
         with self._serving([of_one[:-1].tolist() for of_one in known], params, given=given) as request_ids:
             rows = [self._requests[request_id][0] for request_id in request_ids]
             while any(row.finish_reason is None for row in rows):
-                self._advance()
+                self._advance(is_watched=False)
         return [Score(row.scores.tolist(), row.is_best.tolist()) for row in rows]
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
@@ -324,6 +349,7 @@ class Engine:
         """Uses other weights of the same shapes from the next slice on. Nothing is compiled.
 
         Running requests keep the keys and values that the old weights made; to avoid that, finish or abort them first.
+        `Completion.versions` says which weights made each token.
         The prefix cache finds nothing that was computed with the old weights, nor by a request that began with them.
 
         Raises:
@@ -334,6 +360,7 @@ class Engine:
         weights = own(weights)
         if found := difference(self._weights, weights):
             raise ValueError(f"weights must be like those before; {found}.")
+        self._version += 1
         self._forgets, self._weights = True, weights if self._mesh is None else replicate(self._mesh, weights)
 
     def stats(self) -> EngineStats:
@@ -466,7 +493,7 @@ class Engine:
                 forgets=self._forgets,
             )
             report = self._thread.submit(self._run, self._weights, inbox)
-            self._under_way.append(Slice(rows, self._aborts, self._forgets, report))
+            self._under_way.append(Slice(rows, self._aborts, self._forgets, self._version, report))
             # Each abort is sent once, and before anybody else can have got the place.
             self._aborts, self._forgets = [], False
             if is_last:
@@ -522,12 +549,17 @@ class Engine:
             self._on_device[place] = row
             if row.is_aborted and not report.outbox.finished[place]:  # else the place is somebody else's by now
                 self._aborts.append(place)
+        if self._collector is not None:
+            self._collector.take(
+                received.report.result(), np.asarray(report.outbox.request_ids), self._on_device, received.version
+            )
         num_generated = 0
         for place, tokens, logprobs in new_tokens(report):
             row = self._on_device[place]
             if row.given is not None:
                 continue
             row.token_ids += tokens
+            row.versions += [received.version] * len(tokens)
             if row.params.logprobs:
                 row.logprobs += logprobs
             self._tell(row)
@@ -578,4 +610,5 @@ class Slice:
     rows: list[Row]
     aborts: list[int]
     forgets: bool
+    version: int
     report: Future[Report]

@@ -86,11 +86,13 @@ class Completion:
         token_ids: the new tokens so far.
         logprobs: the log probability of each; None if the request did not ask for them.
         finish_reason: "stop" after a stop token, "length" after `max_tokens`, "abort"; None: not finished.
+        versions: how often `Engine.update_weights` had been called when each token was made.
     """
 
     token_ids: list[int]
     logprobs: list[float] | None
     finish_reason: str | None
+    versions: list[int] = dataclasses.field(default_factory=list, compare=False)  # equal tokens are equal completions
 
 
 @dataclasses.dataclass(frozen=True)

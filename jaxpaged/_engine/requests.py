@@ -36,6 +36,7 @@ class Row:
     is_aborted: bool = False
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -109,7 +110,12 @@ def checked_request(
 
 def make_output(request_id: int, rows: Sequence[Row]) -> RequestOutput:
     completions = [
-        Completion(list(row.token_ids), list(row.logprobs) if row.params.logprobs else None, row.finish_reason)
+        Completion(
+            list(row.token_ids),
+            list(row.logprobs) if row.params.logprobs else None,
+            row.finish_reason,
+            list(row.versions),
+        )
         for row in rows
     ]
     prompt_logprobs = [None, *rows[0].scores.tolist()] if rows[0].params.prompt_logprobs else None

@@ -1,0 +1,84 @@
+"""What a learner takes from an engine: tokens and logprobs as arrays that never leave the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged._engine.requests import Row
+from jaxpaged._engine.slices import Report
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """Completions as arrays `[completions, most]`: the `n` of the first prompt, then those of the second, and so on.
+
+    `most` is the largest `max_tokens`.
+
+    Attributes:
+        tokens: int32; 0 behind the end of a completion.
+        logprobs: float32, of each token; 0 behind the end.
+        mask: bool, whether there is a token.
+        versions: int32, how often `update_weights` had been called when each token was made; 0 behind the end.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    mask: jax.Array
+    versions: jax.Array
+
+
+class Collector:
+    """Puts the tokens of rows into a `Rollout`, slice by slice. The host only says where."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self._index = {id(row): i for i, row in enumerate(rows)}
+        self._shape = len(rows), max(row.params.max_tokens for row in rows)
+        self._rollout: Rollout | None = None
+
+    def take(self, report: Report, request_ids: np.ndarray, on_device: Mapping[int, Row], version: int) -> None:
+        """The tokens of one slice. `report` is on the device, `request_ids` are those of its outbox."""
+        begins = np.full(request_ids.max(initial=0) + 1, -1)  # of each place, where its next token goes
+        for place, row in on_device.items():
+            if id(row) in self._index and place < len(begins):
+                begins[place] = self._index[id(row)] * self._shape[1] + len(row.token_ids)
+        places = request_ids.reshape(-1)
+        order = np.argsort(places, kind="stable")  # a request's tokens stay in the order of the steps
+        ordered = places[order]
+        turn = np.arange(len(places)) - np.searchsorted(ordered, ordered)
+        targets = np.full(len(places), self._shape[0] * self._shape[1], np.int32)
+        begin = begins[ordered]
+        targets[order] = np.where(begin >= 0, begin + turn, targets[0])
+        if self._rollout is None:
+            self._rollout = _empty(self._shape, report)
+        self._rollout = _put(self._rollout, report.outbox.tokens, report.logprobs, targets, np.int32(version))
+
+    def result(self) -> Rollout:
+        assert self._rollout is not None  # each request has a token at least, or was aborted in a slice
+        return jax.tree.map(lambda x: x.reshape(self._shape), self._rollout)
+
+
+def _empty(shape: tuple[int, int], report: Report) -> Rollout:
+    size, where = shape[0] * shape[1], report.logprobs.sharding
+    dtypes = jnp.int32, jnp.float32, jnp.bool_, jnp.int32
+    return Rollout(*(jnp.zeros(size, dtype, device=where) for dtype in dtypes))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(rollout: Rollout, tokens: jax.Array, logprobs: jax.Array, targets: jax.Array, version: jax.Array) -> Rollout:
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = jnp.broadcast_to(new, tokens.shape).reshape(-1)
+        return old.at[targets].set(new, mode="drop")
+
+    return Rollout(
+        put(rollout.tokens, tokens),
+        put(rollout.logprobs, logprobs),
+        put(rollout.mask, jnp.ones((), jnp.bool_)),
+        put(rollout.versions, version),
+    )

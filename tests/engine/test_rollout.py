@@ -1,0 +1,59 @@
+"""Engine.rollout, versions of the weights, sleep: what a learner takes, against what `generate` returns."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged import SamplingParams
+from tests.toy_model import BLOCKS, MAX_TOKENS, TIGHT, fewer_blocks, finish, random_weights, requests, shared_engine
+
+
+@pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
+def test_a_rollout_is_what_generate_returns_as_arrays(left):
+    engine = shared_engine(16, prefix_cache=True)
+    prompts, params = requests(20, seed=3)
+    version = engine._version
+    other = engine.add_request([5, 6], SamplingParams(max_tokens=30))
+    with fewer_blocks(engine, left):
+        rollout = engine.rollout(prompts, params)
+        expected = [completion for output in engine.generate(prompts, params) for completion in output.outputs]
+    assert finish(engine).keys() == {other}
+    most = max(of_one.max_tokens for of_one in params)
+    assert len(expected) > 20
+    for array in jax.tree.leaves(rollout):
+        assert isinstance(array, jax.Array)
+        assert array.shape == (len(expected), most)
+    lengths = rollout.mask.sum(axis=1).tolist()
+    for i, completion in enumerate(expected):
+        assert rollout.tokens[i, : lengths[i]].tolist() == completion.token_ids
+        assert rollout.mask[i].tolist() == [True] * lengths[i] + [False] * (most - lengths[i])
+        if completion.logprobs:
+            np.testing.assert_allclose(rollout.logprobs[i, : lengths[i]], completion.logprobs, atol=1e-5)
+    assert (np.asarray(rollout.logprobs)[np.asarray(rollout.mask)] < 0).all()
+    for array in (rollout.tokens, rollout.logprobs, rollout.versions):
+        assert not np.asarray(array)[~np.asarray(rollout.mask)].any()
+    assert (np.asarray(rollout.versions)[np.asarray(rollout.mask)] == version).all()
+    with pytest.raises(ValueError, match="at least one prompt"):
+        engine.rollout([], SamplingParams())
+
+
+def test_each_token_says_which_weights_made_it():
+    engine = shared_engine(16)
+    before = engine._version
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=MAX_TOKENS - 3, temperature=0))
+    for _ in range(2):
+        engine.step()
+    engine.update_weights(random_weights(1))
+    (completion,) = finish(engine)[request].outputs
+    assert len(completion.versions) == len(completion.token_ids)
+    changes = np.diff(completion.versions)
+    assert sorted(set(completion.versions)) == [before, before + 1]
+    assert (changes >= 0).all()
+    first = int(np.flatnonzero(changes)[0]) + 1
+    engine.update_weights(random_weights())
+    params = SamplingParams(max_tokens=first, temperature=0)
+    (old,) = engine.generate([[1, 2, 3]], params)
+    assert old.outputs[0].token_ids == completion.token_ids[:first]
+    assert old.outputs[0].versions == [before + 2] * first
+    rollout = engine.rollout([[1, 2, 3]], params)
+    assert rollout.versions.tolist() == [[before + 2] * first]

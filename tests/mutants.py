@@ -548,6 +548,13 @@ MUTANTS = (
         "tests/engine/test_rollout.py::which_weights",
     ),
     Mutant(
+        "engine: sleep forgets to forget",
+        "jaxpaged/_engine/engine.py",
+        "self._asleep, self._forgets = [], True",
+        "self._asleep = []",
+        "tests/engine/test_rollout.py::sleeps",
+    ),
+    Mutant(
         "engine: Ctrl-C in the middle of the books",
         "jaxpaged/_engine/engine.py",
         "    @without_interrupts()\n    def _take(",

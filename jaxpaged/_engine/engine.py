@@ -23,7 +23,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._engine.counting import counted
 from jaxpaged._engine.defaults import chosen_compiler_options, chosen_sizes, chosen_steps
-from jaxpaged._engine.inputs import own, pool_sizes
+from jaxpaged._engine.inputs import own, pool_sizes, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.kinds import make_kinds
 from jaxpaged._engine.on_mesh import find_mesh, on_each_device, replicate
@@ -182,6 +182,7 @@ class Engine:
         self._run_slice = jitted.lower(self._weights, self._state_of_slice, no_news).compile()
         # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
+        self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
         self._failure: BaseException | None = None  # of the slice that took the state with it
 
         self._queue: deque[Row] = deque()  # not on the device
@@ -363,6 +364,38 @@ class Engine:
         self._version += 1
         self._forgets, self._weights = True, weights if self._mesh is None else replicate(self._mesh, weights)
 
+    def sleep(self) -> None:
+        """Gives the caches' keys and values back to the device, for instance while a learner runs. Does nothing twice.
+
+        What the prefix cache knew is lost. Until `wake_up`, requests are taken but not served, and weights may change;
+        the engine keeps its references to the weights. Scales that a cache has beside its keys and values stay.
+
+        Raises:
+            RuntimeError: requests are not finished: finish or abort them first; or the engine is lost, as in `step`.
+        """
+        self._check_usable()
+        if self._asleep:
+            return
+        if self._requests:
+            raise RuntimeError(
+                f"{len(self._requests)} requests are not finished. Call step until has_unfinished_requests is False, "
+                "or abort() before, and then sleep."
+            )
+        while self._on_device or any(sent.rows for sent in self._under_way):  # dropped, and still there
+            self._advance()
+        self._asleep = [(x, jax.typeof(x), x.sharding) for x in pools_of(self._state.caches)]
+        for pool, *_ in self._asleep:
+            pool.delete()
+
+    def wake_up(self) -> None:
+        """Takes memory for the caches again, after `sleep`. The engine's program is not compiled again."""
+        self._check_usable()
+        if self._asleep:
+            fresh = {id(x): jnp.zeros(kind.shape, kind.dtype, device=where) for x, kind, where in self._asleep}
+            caches = jax.tree.map(lambda x: fresh.get(id(x), x), self._state_of_slice.caches)
+            self._state_of_slice = dataclasses.replace(self._state_of_slice, caches=caches)
+            self._asleep, self._forgets = [], True
+
     def stats(self) -> EngineStats:
         """The sizes, and the counts as of the last slice that the host has read."""
         num_waiting = len(self._on_device) - self._stats.num_running
@@ -458,6 +491,8 @@ class Engine:
     def _advance(self, *, is_watched: bool = True) -> None:
         """`is_watched`: whether the caller can add requests, or show tokens, before the last one ends."""
         self._check_usable()
+        if self._asleep:
+            raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
         if len(self._under_way) <= AHEAD:  # an interrupt may have left more
             num_open = self._num_sent + len(self._queue)
             self._send(self._steps.few if is_watched and num_open < self._stats.num_seats else self._steps.most)

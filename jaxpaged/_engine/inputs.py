@@ -42,3 +42,9 @@ def pool_sizes(caches: Any) -> tuple[int, int]:
     if num_blocks < 2:
         raise ValueError(f"caches must have a block beside the null block, so at least 2; got {num_blocks=}.")
     return num_blocks, block_size
+
+
+def pools_of(caches: Any) -> list[jax.Array]:
+    """The arrays that hold keys and values, without their scales."""
+    found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
+    return [pool for cache in found for pool in (cache.k, cache.v) if pool is not None]

@@ -1,5 +1,8 @@
 """Engine.rollout, versions of the weights, sleep: what a learner takes, against what `generate` returns."""
 
+import contextlib
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -57,3 +60,32 @@ def test_each_token_says_which_weights_made_it():
     assert old.outputs[0].versions == [before + 2] * first
     rollout = engine.rollout([[1, 2, 3]], params)
     assert rollout.versions.tolist() == [[before + 2] * first]
+
+
+def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same():
+    engine = shared_engine(16, prefix_cache=True)
+    engine.update_weights(random_weights())
+    prompts, params = [[*range(20)]] * 2, SamplingParams(max_tokens=6, temperature=0)
+    before = engine.generate(prompts, params)
+    request = engine.add_request([1], params)
+    with pytest.raises(RuntimeError, match="1 requests are not finished"):
+        engine.sleep()
+    finish(engine)
+    with contextlib.closing(engine.stream([[3] * 20], dataclasses.replace(params, max_tokens=28))) as stream:
+        next(stream)  # and is left: the device does not know yet
+    pools = [engine._state.caches.k, engine._state.caches.v]
+    engine.sleep()
+    engine.sleep()
+    assert all(pool.is_deleted() for pool in [*pools, engine._state.caches.k, engine._state.caches.v])
+    engine.update_weights(random_weights(1))
+    queued = engine.add_request(prompts[0], params)
+    with pytest.raises(RuntimeError, match="asleep, and its caches are gone; call wake_up"):
+        engine.step()
+    engine.update_weights(random_weights())
+    found = engine.stats().num_found
+    engine.wake_up()
+    engine.wake_up()
+    assert finish(engine)[queued].outputs == before[0].outputs
+    assert engine.stats().num_found == found  # what was cached is gone
+    assert engine.generate(prompts, params)[1].outputs == before[1].outputs
+    assert request != queued

@@ -25,6 +25,11 @@ class AttentionOptions:
     tree_bits: jax.Array | None = None
 
 
+def given[X, Y](x: X | None, function: Callable[[X], Y]) -> Y | None:
+    """`function(x)`; None of None, for an option that is left out."""
+    return None if x is None else function(x)
+
+
 def name_operands(
     options: AttentionOptions,
     per_row: Callable[[jax.Array], jax.Array],  # of f32 [heads]
@@ -33,17 +38,20 @@ def name_operands(
     tree_bits: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """As a kernel reads them, by its names: numbers as [1], numbers of heads by row. Without what is left out."""
+
+    def number(x: jax.Array) -> jax.Array:
+        return x.reshape(1)
+
     named = {
-        "sliding_window": None if options.sliding_window is None else options.sliding_window.reshape(1),
-        "logits_soft_cap": None if options.logits_soft_cap is None else options.logits_soft_cap.reshape(1),
-        "alibi_slopes": None if options.alibi_slopes is None else per_row(options.alibi_slopes),
-        "sinks": None if options.sinks is None or not with_sinks else per_row(options.sinks),
+        "sliding_window": given(options.sliding_window, number),
+        "logits_soft_cap": given(options.logits_soft_cap, number),
+        "alibi_slopes": given(options.alibi_slopes, per_row),
+        "sinks": given(options.sinks if with_sinks else None, per_row),
         "tree_bits": tree_bits,
-        "k_scale": None if options.k_scale is None else jnp.atleast_1d(options.k_scale),
-        "v_scale": None if options.v_scale is None else jnp.atleast_1d(options.v_scale),
+        "k_scale": given(options.k_scale, jnp.atleast_1d),
+        "v_scale": given(options.v_scale, jnp.atleast_1d),
     }
-    given = {name: value for name, value in named.items() if value is not None}
-    return {"scale": options.scale.reshape(1), **given}
+    return {"scale": number(options.scale)} | {name: value for name, value in named.items() if value is not None}
 
 
 def bits_by_row(bits: jax.Array, *, group: int, rows: int) -> jax.Array:

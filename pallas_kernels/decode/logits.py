@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.logits import soft_capped
+from pallas_kernels.common.options import given
 from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS, ROWS_LAST
 from pallas_kernels.common.scales import of_head
 from pallas_kernels.decode.walk import Walk
@@ -31,14 +32,16 @@ class Logits:
         """`refs`: with the options of the kernel."""
         kv_head = walk.partition.kv_head
         scale = refs.scale[0]
-        cap = None if refs.logits_soft_cap is None else refs.logits_soft_cap[0]
-        slopes = None if refs.alibi_slopes is None else ROWS_LAST.load(refs.alibi_slopes.at[kv_head])
+        cap = given(refs.logits_soft_cap, lambda cap: cap[0])
+        slopes = given(refs.alibi_slopes, lambda slopes: ROWS_LAST.load(slopes.at[kv_head]))
         k_scale = of_head(refs.k_scale, kv_head)
         if k_scale is not None:
             scale = scale * k_scale
-        trees = None
-        if refs.tree_bits is not None:
-            trees = [ROWS_LAST.load(refs.tree_bits.at[walk.seq, word]) for word in range(refs.tree_bits.shape[1])]
+
+        def load_bits(bits: Any) -> list[jax.Array]:
+            return [ROWS_LAST.load(bits.at[walk.seq, word]) for word in range(bits.shape[1])]
+
+        trees = given(refs.tree_bits, load_bits)
         return cls(walk, walk.first_query, scale, cap, slopes, refs.group, trees)
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:

@@ -12,9 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import merge_parts
 from pallas_kernels.common.fetch import Ring
-from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.launch import launch as launch_kernel
-from pallas_kernels.common.options import AttentionOptions, name_operands
+from pallas_kernels.common.options import AttentionOptions, given, name_operands
 from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, normalise
 from pallas_kernels.common.rows import ROWS as MATRIX
 from pallas_kernels.common.scales import of_head
@@ -24,6 +23,7 @@ from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
 from pallas_kernels.prefill.item import Items
 from pallas_kernels.prefill.logits import Logits
+from pallas_kernels.prefill.products import products_of
 from pallas_kernels.prefill.refs import Refs, scratch
 from pallas_kernels.prefill.rows_of_item import RowsOfItem
 from pallas_kernels.prefill.scales import Scales
@@ -42,7 +42,7 @@ def _kernel(
     transforms: tuple[Any, ...],  # of a matrix in SMEM
 ) -> None:
     warpgroup = lax.axis_index("warpgroup")
-    window = refs.sliding_window[0] if refs.sliding_window is not None else None
+    window = given(refs.sliding_window, lambda window: window[0])
     items = Items(
         refs.entries,
         refs.num_entries,
@@ -53,7 +53,7 @@ def _kernel(
         kv_heads=refs.k_cache.shape[2],
         group=group,
         window=window,
-        tree_words=refs.tree_bits.shape[1] if refs.tree_bits is not None else 0,
+        tree_words=given(refs.tree_bits, lambda bits: bits.shape[1]) or 0,
     )
     multiplied = fetched = (
         Ring(refs.k_cache, refs.k_smem, refs.k_full, refs.k_free),
@@ -105,10 +105,10 @@ def compute(
     first_row = warpgroup * WG_ROWS
     rows = RowsOfItem(config, first_row, transforms)
     q_smem, q_float16 = (ref.at[warpgroup] for ref in _q_views(refs, config))  # [64, width]
-    lse_smem = refs.lse_smem.at[warpgroup] if interpreted() else None  # f32 [64]
+    lse_smem = given(refs.lse_smem, lambda lse: lse.at[warpgroup])  # f32 [64]
     o_smem = refs.o_smem.at[warpgroup] if refs.o_smem is not None else q_smem
     softmax_scale = refs.scale[0]
-    cap = refs.logits_soft_cap[0] if refs.logits_soft_cap is not None else None
+    cap = given(refs.logits_soft_cap, lambda cap: cap[0])
     count = items.count()
 
     def start_load(numbers: Numbers) -> None:
@@ -131,11 +131,8 @@ def compute(
 
         # 2. All tiles.
         of_item = functools.partial(_load_rows, lax.div(item.head, jnp.int32(config.heads)), first_row)
-        slopes = of_item(refs.alibi_slopes) if refs.alibi_slopes is not None else None
-        sinks = of_item(refs.sinks) if refs.sinks is not None else None
-        tree = None
-        if refs.tree_bits is not None:
-            tree = trees.Tree(refs.tree_bits, items.entry(i), item, config.item_tokens, first_row)
+        slopes, sinks = given(refs.alibi_slopes, of_item), given(refs.sinks, of_item)
+        tree = given(refs.tree_bits, lambda bits: trees.Tree(bits, items.entry(i), item, config.item_tokens, first_row))
         acc, m, l = Steps(
             item,
             Logits(item, config.item_tokens, first_row, scale, cap, slopes, tree),
@@ -148,7 +145,7 @@ def compute(
             config,
             scales,
             refs.block_tables,
-            transforms,
+            products_of(transforms),
         ).run()
 
         # 3. The next item's Q comes while O and lse of this one leave.
@@ -242,7 +239,7 @@ def launch(
             options,
             per_row,
             with_sinks=not in_parts,
-            tree_bits=None if options.tree_bits is None else trees.by_entry(options.tree_bits, work, config),
+            tree_bits=given(options.tree_bits, lambda bits: trees.by_entry(bits, work, config)),
         ),
     }
     out_types = {

@@ -7,10 +7,13 @@
 registers is fenced before the first.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import mma_utils, utils
@@ -19,44 +22,90 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
+from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.mlir import constant
 from pallas_kernels.common.rows import ROWS
 
 F32 = jnp.dtype(jnp.float32)
 
 
-def start(
-    acc: jax.Array,  # f32 [64, width]
-    p: jax.Array,  # [64, tile], of the tile of v
-    q: Any,  # SMEM [64, width]
-    k: Any,  # SMEM [tile, width]
-    v: Any,  # SMEM [tile, width]
-    transforms: tuple[Any, ...],  # of q, k and v
-) -> tuple[jax.Array, jax.Array]:
-    """O and S, the first of two groups under way: not to be touched before `plgpu.wgmma_wait` of 0 and 1."""
-    swizzle = transforms[1].swizzle
-    ref = plgpu.RefType(transforms)
-    scores = plgpu.ShapeDtypeStruct((acc.shape[0], k.shape[0]), F32, ROWS)
+@dataclasses.dataclass(frozen=True)
+class Products:
+    transforms: tuple[Any, ...]  # of a matrix in SMEM
 
-    @plgpu.inline_mgpu(
-        arg_types=(ROWS, ROWS, ref, ref, ref),
-        return_type=(plgpu.ShapeDtypeStruct(acc.shape, F32, ROWS), scores),
-    )
-    def products(_: Any, acc: Any, p: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        s = fa.FragmentedArray.splat(constant("f32", 0.0), scores.shape, fa.WGMMA_LAYOUT).to_layout(
-            fa.WGMMA_LAYOUT_ACC_32BIT
+    def scores(self, q: Any, k: Any) -> jax.Array:
+        """S f32 [64, tile], from SMEM [64, width] and [tile, width]."""
+
+        def product(ref: Any) -> jax.Array:
+            plgpu.wgmma(ref, q, k.T)
+            return ref[...]
+
+        return pl.run_scoped(product, plgpu.ACC((q.shape[0], k.shape[0]), F32))
+
+    def add(self, acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
+        """O f32 [64, width] with the values of a tile, SMEM [tile, width]."""
+
+        def add(ref: Any) -> None:
+            plgpu.wgmma(ref, p, v)
+
+        return pl.run_state(add)(plgpu.ACC.init(acc))
+
+    def start(
+        self,
+        acc: jax.Array,  # f32 [64, width]
+        p: jax.Array,  # [64, tile], of the tile of v
+        q: Any,  # SMEM [64, width]
+        k: Any,  # SMEM [tile, width]
+        v: Any,  # SMEM [tile, width]
+    ) -> tuple[jax.Array, jax.Array]:
+        """O and S, the first of two groups under way: not to be touched before they went through `wait`."""
+        swizzle = self.transforms[1].swizzle
+        ref = plgpu.RefType(self.transforms)
+        scores = plgpu.ShapeDtypeStruct((acc.shape[0], k.shape[0]), F32, ROWS)
+
+        @plgpu.inline_mgpu(
+            arg_types=(ROWS, ROWS, ref, ref, ref),
+            return_type=(plgpu.ShapeDtypeStruct(acc.shape, F32, ROWS), scores),
         )
-        acc = acc.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
-        s, acc, p = fa.optimization_barrier(s, acc, p)
-        nvvm.wgmma_fence_aligned()
-        accumulator = WGMMAAccumulator(_value=s, _original_layout=fa.WGMMA_LAYOUT, _sync=False)
-        s = wgmma(accumulator, q, utils.memref_transpose(k, (1, 0, 3, 2)), swizzle=swizzle).value
-        nvvm.wgmma_commit_group_sync_aligned()
-        acc = _add(acc, p, v, swizzle)
-        nvvm.wgmma_commit_group_sync_aligned()
-        return acc.to_layout(fa.WGMMA_LAYOUT), s
+        def products(_: Any, acc: Any, p: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+            s = fa.FragmentedArray.splat(constant("f32", 0.0), scores.shape, fa.WGMMA_LAYOUT).to_layout(
+                fa.WGMMA_LAYOUT_ACC_32BIT
+            )
+            acc = acc.to_layout(fa.WGMMA_LAYOUT_ACC_32BIT)
+            s, acc, p = fa.optimization_barrier(s, acc, p)
+            nvvm.wgmma_fence_aligned()
+            accumulator = WGMMAAccumulator(_value=s, _original_layout=fa.WGMMA_LAYOUT, _sync=False)
+            s = wgmma(accumulator, q, utils.memref_transpose(k, (1, 0, 3, 2)), swizzle=swizzle).value
+            nvvm.wgmma_commit_group_sync_aligned()
+            acc = _add(acc, p, v, swizzle)
+            nvvm.wgmma_commit_group_sync_aligned()
+            return acc.to_layout(fa.WGMMA_LAYOUT), s
 
-    return products(acc, p, q, k, v)
+        return products(acc, p, q, k, v)
+
+    def wait(self, n: int, x: Any) -> Any:
+        """x, once at most the last n products are under way."""
+        plgpu.wgmma_wait(n)
+        return lax.optimization_barrier(x)
+
+
+class Interpreted(Products):
+    """In interpret mode, which has no products with an operand in registers, and none under way."""
+
+    def add(self, acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
+        added = jnp.dot(p, v[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # orders these reads, unlike a product's, before the copy engine's writes
+        return acc + added
+
+    def start(self, acc: jax.Array, p: jax.Array, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+        return self.add(acc, p, v), self.scores(q, k)
+
+    def wait(self, n: int, x: Any) -> Any:
+        return x
+
+
+def products_of(transforms: tuple[Any, ...]) -> Products:
+    return Interpreted(transforms) if interpreted() else Products(transforms)
 
 
 def _add(acc: Any, p: Any, v: Any, swizzle: int) -> Any:

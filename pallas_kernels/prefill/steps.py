@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import Ring
-from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.rows import COLUMNS, LOWEST, ROWS, ROWS_FIRST, zeros
 from pallas_kernels.prefill import products
 from pallas_kernels.prefill.config import Config
@@ -46,7 +45,7 @@ class Steps:
     config: Config
     scales: Scales
     tables: Any  # GMEM, int32 [seqs, max_blocks]
-    transforms: tuple[Any, ...]  # of a matrix in SMEM
+    products: products.Products
 
     def run(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """O f32 [64, width], not yet divided by l; m, in units of log2, and l, f32 [64]."""
@@ -67,7 +66,7 @@ class Steps:
         item, rows = self.item, self.q.shape[0]
         stage = self._stage(item.begin)
         plgpu.barrier_wait(self.keys.full.at[stage])
-        scores = self._scores(stage)
+        scores = self.products.scores(self.q, self.keys.target.at[stage])
         plgpu.barrier_arrive(self.keys.free.at[stage])
         m, l, _, p = self._softmax(
             scores, item.begin, ROWS_FIRST.full(rows, LOWEST), ROWS_FIRST.full(rows, 0.0), masked=True
@@ -83,13 +82,12 @@ class Steps:
         before, stage = self._stage(tile - 1), self._stage(tile)
         plgpu.barrier_wait(self.keys.full.at[stage])
         self._await_values(tile - 1, before)
-        acc, scores = self._start_products(acc, p, stage, before)
-        self._wait(1)
-        scores = self._fenced(scores)
+        keys, values = self.keys.target.at[stage], self.values.target.at[before]
+        acc, scores = self.products.start(acc, p, self.q, keys, values)
+        scores = self.products.wait(1, scores)
         plgpu.barrier_arrive(self.keys.free.at[stage])
         m, l, alpha, p = self._softmax(scores, tile, m, l, masked=masked)
-        self._wait(0)
-        acc, p = self._fenced((acc, p))
+        acc, p = self.products.wait(0, (acc, p))
         plgpu.barrier_arrive(self.values.free.at[before])
         return rescale(acc, alpha), m, l, p.astype(self.q.dtype)
 
@@ -100,14 +98,7 @@ class Steps:
         stage = self._stage(tile)
         self._await_values(tile, stage)
         pl.when(self.item.end * self.item.tile_tokens > self.item.length)(lambda: self._zero_unseen(tile, stage))
-        if interpreted():
-            acc = acc + self._weighted_values(p, stage)
-        else:
-
-            def add(ref: Any) -> None:
-                plgpu.wgmma(ref, p, self.values.target.at[stage])
-
-            acc = pl.run_state(add)(plgpu.ACC.init(acc))
+        acc = self.products.add(acc, p, self.values.target.at[stage])
         plgpu.barrier_arrive(self.values.free.at[stage])
         return acc, m, l
 
@@ -127,37 +118,6 @@ class Steps:
         stage = lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.scales.stages))
         scales = self.scales.of_tile(self.item, self.tables, tile, stage)
         return softmax(scores, self.logits, tile, scales, m, l, masked=masked)
-
-    def _scores(self, stage: jax.Array) -> jax.Array:
-        def product(ref: Any) -> jax.Array:
-            plgpu.wgmma(ref, self.q, self.keys.target.at[stage].T)
-            return ref[...]
-
-        return pl.run_scoped(product, plgpu.ACC((self.q.shape[0], self.item.tile_tokens), jnp.float32))
-
-    def _start_products(
-        self, acc: jax.Array, p: jax.Array, stage: jax.Array, before: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """O with the values in stage `before`, and S with the keys in `stage`: under way."""
-        if interpreted():
-            return acc + self._weighted_values(p, before), self._scores(stage)
-        keys, values = self.keys.target.at[stage], self.values.target.at[before]
-        return products.start(acc, p, self.q, keys, values, self.transforms)
-
-    def _wait(self, n: int) -> None:
-        """Until at most the last n products are under way."""
-        if not interpreted():
-            plgpu.wgmma_wait(n)
-
-    def _fenced(self, x: Any) -> Any:
-        """x, of which nothing is made before this point."""
-        return x if interpreted() else lax.optimization_barrier(x)
-
-    def _weighted_values(self, p: jax.Array, stage: jax.Array) -> jax.Array:
-        """In interpret mode, which has no products with an operand in registers."""
-        added = jnp.dot(p, self.values.target.at[stage][...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # orders these reads, unlike a product's, before the copy engine's writes
-        return added
 
     def _zero_unseen(self, tile: jax.Array, stage: jax.Array) -> None:
         """Makes the values zero in the slots that no query may see, each warpgroup in some columns."""

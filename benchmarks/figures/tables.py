@@ -28,6 +28,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "prefill": kernel_tables.prefill,
     "packed": kernel_tables.packed,
     "engine": system_tables.engine,
+    "engine profile": system_tables.engine_profile,
     "engine loops": system_tables.engine_loops,
     "engine prefixes": system_tables.engine_prefixes,
     "quantised": kernel_tables.quantised,

@@ -1,15 +1,17 @@
-"""Rollouts for reinforcement learning: n completions of each prompt with logprobs, and weights that change.
+"""Reinforcement learning with an engine: GRPO on a toy task, on a CPU, without a checkpoint.
 
-    python examples/rollout.py -n 8 --rounds 3 --prompt "Write one sentence about the sea."
+    python examples/rollout.py
+    python examples/rollout.py --rounds 20 --seed 1
 
-The reward is a toy: the share of the letter e in a completion. A completion's advantage is its reward minus the mean
-over its prompt's completions, divided by their standard deviation, as in GRPO (Shao et al., 2024,
-https://arxiv.org/abs/2402.03300). A learner would follow its gradient; here the weights take a small random step. The
-engine is compiled once for all rounds.
+A prompt says one letter eight times, and asks for more. The reward is the share of that letter in a completion. A round
+samples n completions of each prompt, whose prompt is computed once; a completion's advantage is its reward minus the
+mean of its prompt's, over their standard deviation, as in GRPO (Shao et al., 2024, https://arxiv.org/abs/2402.03300).
+The learner takes one step of Adam along the gradient, and the engine gets its weights. `model` is the model of both:
+the engine gives it paged attention, and the learner dense attention.
 """
 
 import argparse
-import dataclasses
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,107 +19,122 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxpaged import RequestOutput, SamplingParams
-from lib.command_line import compute, model_arguments, positive, read_sampling, run, sampling_arguments, say
-from lib.engine_llama import create_engine
-from lib.llama import Llama, LlamaConfig
-from lib.sampling import Sampling
+from jaxpaged import Engine, KVCache, Rollout, SamplingParams
 
-MOST_SEATS = 64
-STEP = 1e-3  # of the weights' own standard deviation
+LETTERS, FEATURES, HEADS, HEAD_DIM = 16, 64, 4, 16  # the last letter asks
+PROMPT, NEW, PROMPTS, COMPLETIONS = 9, 8, 16, 8
+LEARNING_RATE, CLIP = 3e-3, 0.2
 
 
-def advantages(rewards: np.ndarray) -> np.ndarray:
-    """The advantage of each completion of a prompt, from the rewards of all."""
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+def first_weights(seed: int) -> dict[str, jax.Array]:
+    shapes = {
+        "letters": (LETTERS, FEATURES),
+        "positions": (PROMPT + NEW, FEATURES),
+        "qkv": (FEATURES, 3 * HEADS * HEAD_DIM),
+        "out": (HEADS * HEAD_DIM, FEATURES),
+        "head": (FEATURES, LETTERS),
+    }
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / FEATURES**0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def model(weights: Any, tokens: jax.Array, positions: jax.Array, cache: Any, attend: Any) -> tuple[Any, jax.Array]:
+    def normalise(x: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+
+    x = weights["letters"][tokens] + weights["positions"][positions]
+    qkv = (normalise(x) @ weights["qkv"]).reshape(len(tokens), 3, HEADS, HEAD_DIM)
+    cache, out = attend(qkv[:, 0], qkv[:, 1], qkv[:, 2], cache)
+    x = normalise(x + out.reshape(len(tokens), -1) @ weights["out"])
+    return cache, attend.newest(x) @ weights["head"]
+
+
+class DenseAttention:
+    """The `attend` of a learner: one whole sequence, and logits of every token."""
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[None, jax.Array]:
+        return cache, jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+
+    def newest(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+def logprobs_of(weights: Any, texts: jax.Array) -> jax.Array:
+    """Of each token but the first, float32 `[texts, length - 1]`."""
+    positions = jnp.arange(texts.shape[1], dtype=jnp.int32)
+    logits = jax.vmap(lambda text: model(weights, text, positions, None, DenseAttention())[1])(texts)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), texts[:, 1:, None], axis=2)[..., 0]
+
+
+def loss(weights: Any, prompts: jax.Array, rollout: Rollout, advantages: jax.Array) -> jax.Array:
+    texts = jnp.concatenate([jnp.repeat(prompts, COMPLETIONS, axis=0), rollout.tokens], axis=1)
+    ratio = jnp.exp(logprobs_of(weights, texts)[:, PROMPT - 1 :] - rollout.logprobs)
+    gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages)
+    return -jnp.where(rollout.mask, gain, 0).sum() / rollout.mask.sum(dtype=jnp.float32)
 
 
 @jax.jit
-def moved(weights: nnx.State, seed: Any) -> nnx.State:
-    """The weights after a small random step."""
-    leaves, tree = jax.tree.flatten(weights)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    noise = (jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True))
-    return jax.tree.unflatten(tree, [leaf + STEP * leaf.std() * n for leaf, n in zip(leaves, noise, strict=True)])
+def learn(learner: Any, prompts: jax.Array, rollout: Rollout) -> tuple[Any, jax.Array]:
+    """The learner after a step of Adam, and the mean reward."""
+    weights, mean, square, count = learner
+    rewards = (rollout.tokens == jnp.repeat(prompts[:, :1], COMPLETIONS, axis=0)).mean(axis=1)
+    groups = rewards.reshape(-1, COMPLETIONS)
+    centred = groups - groups.mean(axis=1, keepdims=True)
+    advantages = (centred / (groups.std(axis=1, keepdims=True) + 1e-4)).reshape(-1, 1)
+    gradient = jax.grad(loss)(weights, prompts, rollout, advantages)
+    count += 1
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradient)
+    square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, square, gradient)
+    rate = LEARNING_RATE * jnp.sqrt(1 - 0.99**count) / (1 - 0.9**count)
+    weights = jax.tree.map(lambda w, m, s: w - rate * m / (jnp.sqrt(s) + 1e-8), weights, mean, square)
+    return (weights, mean, square, count), rewards.mean()
 
 
-def roll_out(
-    model: Llama,
-    config: LlamaConfig,
-    prompts: list[list[int]],
-    *,
-    num_completions: int,
-    num_rounds: int,
-    max_new_tokens: int,
-    block_size: int,
-    sampling: Sampling,
-    seed: int = 0,
-    eos_ids: tuple[int, ...] = (),
-    dtype: str = "float32",
-) -> Iterator[list[RequestOutput]]:
-    """Yields each round's outputs for all prompts, with the weights of that round."""
-    longest = max(map(len, prompts))
-    max_length = min(config.context, longest + max_new_tokens)
-    engine = create_engine(
-        model,
-        config,
-        num_seats=min(MOST_SEATS, len(prompts) * num_completions),
-        max_length=max_length,
+def create_engine(weights: Any) -> Engine:
+    seats, block_size = PROMPTS * COMPLETIONS, 4
+    cache = KVCache.create(
+        num_blocks=1 + seats * -(-(PROMPT + NEW) // block_size),
         block_size=block_size,
-        dtype=dtype,
-        num_stop_ids=len(eos_ids),
-        prefix_cache=True,  # the completions of a prompt share its blocks, and it is computed once
+        num_kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        dtype=jnp.float32,
     )
-    params = SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k or 0,
-        top_p=sampling.top_p,
-        stop_token_ids=eos_ids,
-        n=num_completions,
-        logprobs=True,
-    )
-    weights = nnx.state(model)
-    for i in range(num_rounds):
-        each = [
-            dataclasses.replace(
-                params,
-                max_tokens=min(max_new_tokens, max_length - len(prompt)),
-                seed=int(np.random.SeedSequence([seed, i, j]).generate_state(1)[0]),
-            )
-            for j, prompt in enumerate(prompts)
-        ]
-        yield engine.generate(prompts, each, progress=True)
-        weights = moved(weights, jnp.uint32(i))
-        engine.update_weights(weights)
+    sizes: dict[str, Any] = dict(num_seats=seats, max_length=PROMPT + NEW, chunk_tokens=PROMPTS * PROMPT, widths=())
+    return Engine(model, weights, cache, prefix_cache=True, steps_per_slice=NEW + 2, **sizes)
+
+
+def train(num_rounds: int, seed: int) -> Iterator[tuple[float, Rollout]]:
+    """Yields the mean reward of each round, and its rollout."""
+    rng = np.random.default_rng(seed)
+    weights = first_weights(seed)
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    learner = (weights, zeros, zeros, jnp.zeros(()))
+    engine = create_engine(weights)
+    for _ in range(num_rounds):
+        said = rng.integers(0, LETTERS - 1, (PROMPTS, 1))
+        prompts = np.concatenate([said.repeat(PROMPT - 1, axis=1), np.full_like(said, LETTERS - 1)], axis=1)
+        params = [SamplingParams(max_tokens=NEW, n=COMPLETIONS, seed=int(rng.integers(2**32))) for _ in range(PROMPTS)]
+        rollout = engine.rollout(prompts.tolist(), params)
+        learner, reward = learn(learner, jnp.asarray(prompts, jnp.int32), rollout)
+        engine.update_weights(learner[0])
+        yield float(reward), rollout
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], parents=[model_arguments(), sampling_arguments(temperature=1.0)]
-    )
-    parser.add_argument("-n", "--num-completions", type=positive, default=4, metavar="N", help="of each prompt")
-    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="the weights change between rounds")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    sampling = read_sampling(args)
-    options = dict(num_completions=args.num_completions, num_rounds=args.rounds, sampling=sampling, seed=args.seed)
-    request, rounds = compute(args, roll_out, **options)
     begin = time.perf_counter()
-    for i, outputs in enumerate(rounds):
-        completions = [completion for output in outputs for completion in output.outputs]
-        for text, output in zip(request.texts, outputs, strict=True):
-            print(f"[round {i}] {text}")
-            texts = [request.checkpoint.tokenizer.decode(completion.token_ids).strip() for completion in output.outputs]
-            rewards = np.array([text.count("e") / max(len(text), 1) for text in texts])
-            for text, completion, advantage in zip(texts, output.outputs, advantages(rewards), strict=True):
-                print(f"--> {advantage:+.2f}, logprob {sum(completion.logprobs or ()):.1f}: {text}")
-            print()
-        num_tokens = sum(len(completion.token_ids) for completion in completions)
-        end = time.perf_counter()
-        say(f"round {i}: {num_tokens} tokens, {num_tokens / (end - begin):.1f} a second")
-        begin = end
+    for i, (reward, _) in enumerate(train(args.rounds, args.seed)):
+        if i % 10 == 0 or i == args.rounds - 1:
+            print(f"round {i}: mean reward {reward:.3f}")
+    print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

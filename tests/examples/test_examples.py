@@ -39,10 +39,12 @@ for line in sys.stdin:
 
 def test_without_its_extra_a_program_has_help_and_names_the_extra(tmp_path):
     model = [f"--model={tmp_path}"]
-    readers = "generate", "parallel_sampling", "beam_search", "speculative", "rollout"
+    readers = "generate", "parallel_sampling", "beam_search", "speculative"
     options = {name: [*model, "--prompt=a"] for name in readers} | dict(serve=[*model, "--port=0"])
     options |= dict(gemma_linen=[], tunix_qwen3=[])
-    assert options.keys() | {"decode_loop"} == {file.stem for file in EXAMPLES.glob("*.py")}  # all of the programs
+    assert options.keys() | {"decode_loop", "rollout"} == {
+        file.stem for file in EXAMPLES.glob("*.py")
+    }  # all of the programs
     runs = [[f"{EXAMPLES / name}.py", *words] for name in options for words in (["--help"], options[name])]
     command = [sys.executable, "-c", RUN_WITHOUT_EXTRAS, EXAMPLES]
     lines = "\n".join(map(json.dumps, runs))

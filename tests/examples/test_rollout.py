@@ -1,57 +1,54 @@
-"""examples/rollout.py: greedy completions and their logprobs are the plain model's."""
+"""examples/rollout.py: the reward rises, a seed gives the same run again, and a prompt is computed once."""
 
+import jax
 import numpy as np
 import pytest
 
 import rollout
-from jaxpaged import Completion, RequestOutput
-from lib.sampling import Sampling
-from tests.examples.tiny_checkpoint import greedy, next_logits
+from jaxpaged import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = ["The quick brown fox jum", "a", "12345678"]
+
+@pytest.fixture(scope="module")
+def run():
+    return list(rollout.train(12, seed=0))
 
 
-def roll_out(tiny, temperature, num_completions):
-    prompts = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
-    rounds = rollout.roll_out(
-        tiny.model,
-        tiny.config,
-        prompts,
-        num_completions=num_completions,
-        num_rounds=2,
-        max_new_tokens=12,
-        block_size=8,
-        sampling=Sampling(temperature),
-    )
-    return prompts, list(rounds)
+def test_the_reward_rises(run):
+    rewards = [reward for reward, _ in run]
+    assert rewards[0] < 0.2
+    assert rewards[-1] > rewards[0] + 0.25  # above 0.9 after 30 rounds
+    for i, (_, completions) in enumerate(run):
+        assert completions.mask.all()
+        assert (completions.versions == i).all()
 
 
-def test_the_first_round_is_that_of_the_model_and_the_next_one_differs(tiny):
-    prompts, (first, second) = roll_out(tiny, 0.0, 1)
-    expected = [greedy(tiny.tensors, prompt, 12, None) for prompt in prompts]
-    assert [output.outputs[0].token_ids for output in first] == expected
-    before, after = ([output.outputs[0].logprobs for output in outputs] for outputs in (first, second))
-    assert not np.allclose(before[0][0], after[0][0], atol=1e-6)  # the weights have moved
-    prompt, tokens = prompts[0], expected[0]
-    for i, token in enumerate(tokens):
-        logits = next_logits(tiny.tensors, prompt + tokens[:i]).astype(np.float64)
-        logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-        assert abs(logprobs[token] - before[0][i]) < 1e-3
+def test_a_seed_gives_the_same_run_again(run):
+    again = list(rollout.train(3, seed=0))
+    for (reward, completions), (expected, others) in zip(again, run[:3], strict=True):
+        assert reward == expected
+        assert jax.tree.all(jax.tree.map(np.array_equal, completions, others))
 
 
-def test_what_a_person_sees(tiny, monkeypatch, capsys):
-    def roll_out(model, config, prompts, *, num_completions, num_rounds, sampling, seed, **options):
-        assert (len(prompts), num_completions, num_rounds, sampling, seed) == (1, 2, 2, Sampling(0.5), 3)
-        for _ in range(num_rounds):
-            texts = [tiny.tokenizer.encode(text) for text in ("cdee", "ffff")]
-            yield [RequestOutput(0, [Completion(ids, [-0.5] * 4, "length") for ids in texts], True)]
+def test_sampler_and_learner_agree_and_a_prompt_is_computed_once():
+    weights = rollout.first_weights(1)
+    engine = rollout.create_engine(weights)
+    prompts = [[letter] * (rollout.PROMPT - 1) + [15] for letter in (3, 4)]
+    completions = engine.rollout(prompts, SamplingParams(max_tokens=rollout.NEW, n=4, seed=5))
+    texts = np.concatenate([np.repeat(prompts, 4, axis=0), completions.tokens], axis=1)
+    learned = rollout.logprobs_of(weights, jax.numpy.asarray(texts, np.int32))[:, rollout.PROMPT - 1 :]
+    np.testing.assert_allclose(completions.logprobs, learned, atol=1e-5)
+    assert engine.stats().num_found == 2 * 3 * (rollout.PROMPT - 1)
 
-    monkeypatch.setattr(rollout, "roll_out", roll_out)
-    options = ["-n=2", "--rounds=2", "--seed=3", "--temperature=0.5", "--prompt=ab"]
-    rollout.main(["--model", str(tiny.path), *options])
+
+def test_what_a_person_sees(run, monkeypatch, capsys):
+    def train(num_rounds, seed):
+        assert (num_rounds, seed) == (11, 2)
+        return run[:11]
+
+    monkeypatch.setattr(rollout, "train", train)
+    rollout.main(["--rounds=11", "--seed=2"])
     printed = capsys.readouterr()
-    of_round = ["--> +1.00, logprob -2.0: cdee", "--> -1.00, logprob -2.0: ffff", ""]
-    assert printed.out.splitlines() == ["[round 0] ab", *of_round, "[round 1] ab", *of_round]
-    assert "round 1: 8 tokens" in printed.err
+    assert printed.out.splitlines() == [f"round {i}: mean reward {run[i][0]:.3f}" for i in (0, 10)]
+    assert printed.err.endswith(" s\n")

@@ -3,6 +3,7 @@
 import typing as _typing
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.layer_groups import LayerGroups, layer_groups
 from jaxpaged._allocator.plot import plot_blocks
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._attention.attend import attend
@@ -45,6 +46,7 @@ __all__ = [
     "EngineStats",
     "Explanation",
     "KVCache",
+    "LayerGroups",
     "PartitionPlan",
     "PrefixCache",
     "Refusal",
@@ -67,6 +69,7 @@ __all__ = [
     "gather_kv",
     "generate",
     "kv_scale",
+    "layer_groups",
     "merge_attention",
     "paged_attention",
     "paged_attention_reference",

@@ -253,8 +253,8 @@ MUTANTS = (
     Mutant(
         "scheduler: takes what never fits",
         SUBMISSION,
-        "num_blocks_for(limits - 1) > num_usable",
-        "num_blocks_for(limits - 1) > 99",
+        "most_blocks(num_blocks) > allocator.num_blocks - 1",
+        "most_blocks(num_blocks) > 99",
         MIXTURE,
     ),
     Mutant(
@@ -354,8 +354,8 @@ MUTANTS = (
     Mutant(
         "engine: few seats with the tables of others",
         "jaxpaged/_engine/slices.py",
-        "planning.rows_of((allocator.block_tables, allocator.lengths), step.seats)",
-        "planning.rows_of((allocator.block_tables, allocator.lengths), jnp.arange(step.seats.shape[0]))",
+        "allocator.of_seqs(step.seats)",
+        "allocator.of_seqs(jnp.arange(step.seats.shape[0]))",
         LOADS,
     ),
     Mutant(

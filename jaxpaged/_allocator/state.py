@@ -1,6 +1,7 @@
 """The fields of an allocator, which table entries are blocks, and which rows are granted blocks."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Self
 
 import jax
@@ -14,6 +15,13 @@ Window = int | None
 def num_passed_blocks(window: Window, lengths: jax.Array, block_size: int) -> jax.Array:
     """Blocks at the start of sequences that no query from position `lengths` on sees."""
     return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window + 1, 0) // block_size
+
+
+def most_blocks[T: (int, jax.Array)](windows: Sequence[Window], num_blocks: T, block_size: int) -> T:
+    """The most that sequences of `num_blocks` blocks hold in all groups, if they grow by single tokens."""
+    minimum = min if isinstance(num_blocks, int) else jnp.minimum
+    most = [num_blocks if w is None else minimum(num_blocks, -(-(w - 1) // block_size) + 1) for w in windows]
+    return sum(most[1:], start=most[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +105,29 @@ class AllocatorState:
         column = jnp.arange(self.block_tables.shape[-1], dtype=jnp.int32)[None]
         is_entry = column < self.per_row(self.num_blocks_for(lengths))[:, None]
         return is_entry if self.num_passed is None else is_entry & (column >= self.num_passed.reshape(-1, 1))
+
+    def num_held_by_each(self) -> jax.Array:
+        """Blocks that each sequence holds in all groups, int32 `[seqs]`."""
+        num_blocks = self.num_groups * self.num_blocks_for(self.lengths)
+        return num_blocks if self.num_passed is None else num_blocks - self.num_passed.sum(axis=0, dtype=jnp.int32)
+
+    def most_blocks(self, num_blocks: jax.Array) -> jax.Array:
+        """The most that sequences of `num_blocks` blocks hold in all groups, if they grow by single tokens."""
+        return most_blocks(self.windows, num_blocks, self.block_size)
+
+    def of_seqs(self, seqs: jax.Array) -> Self:
+        """For reading: an allocator whose rows are these, int32 `[n]`; one past the end is an empty row."""
+
+        def rows(values: jax.Array, axis: int) -> jax.Array:
+            return jnp.take(values, seqs, axis=axis, mode="fill", fill_value=0)
+
+        return dataclasses.replace(
+            self,
+            block_tables=rows(self.block_tables, -2),
+            lengths=rows(self.lengths, 0),
+            swapped_lengths=rows(self.swapped_lengths, 0),
+            num_passed=None if self.num_passed is None else rows(self.num_passed, 1),
+        )
 
     def num_passed_at(self, lengths: jax.Array) -> jax.Array:
         """Blocks of each row that no query from position `lengths` on sees, int32 `[groups, seqs]`."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._attention.options import known_int
 from jaxpaged._attention.public import AttentionKeywords, paged_attention
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
@@ -51,7 +52,7 @@ def attend(
         q: `[seqs, heads, head_dim]`, `[seqs, q_len, heads, head_dim]`, or packed, with `query_starts`,
             `[tokens, heads, head_dim]`.
         cache: one layer's cache, or `CacheLayer(stack, i)`, after the write of q's tokens.
-        allocator: after the `append` that made room for them.
+        allocator: after the `append` that made room for them; with several groups `allocator.group(i)`, the layer's.
         return_lse: also return the lse.
         options: the others of `paged_attention`, except `k_scale`, `v_scale` and `latent_values`.
 
@@ -59,7 +60,8 @@ def attend(
         As `paged_attention`.
 
     Raises:
-        ValueError: as `paged_attention`; a cache with other blocks than the allocator's.
+        ValueError: as `paged_attention`; a cache with other blocks than the allocator's; all of several groups, or a
+            `sliding_window` wider than the group's.
         NotImplementedError: as `paged_attention`.
 
     Example:
@@ -72,6 +74,7 @@ def attend(
         (1, 4, 64)
     """
     _check_blocks(cache.stack if isinstance(cache, CacheLayer) else cache, allocator)
+    _check_group(allocator, options.get("sliding_window"))
     if isinstance(cache, CacheLayer):
         _check_layer(cache, q, allocator, options)
         pool, block_tables = cache.pool, cache.block_tables(allocator.block_tables)
@@ -89,6 +92,19 @@ def _check_blocks(cache: KVCache, allocator: BlockAllocator) -> None:
         raise ValueError(
             "the cache must have the allocator's block_size, and its num_blocks at least; got a cache with "
             f"{num_blocks=}, {block_size=}, and {allocator.num_blocks=}, {allocator.block_size=}."
+        )
+
+
+def _check_group(allocator: BlockAllocator, window: ArrayLike | None) -> None:
+    if allocator.num_groups > 1:
+        raise ValueError(
+            f"the allocator has {allocator.num_groups} groups; pass allocator.group(i), the group of the layer."
+        )
+    passed = allocator.windows[0]
+    if passed is not None and (window is None or (known_int(window) or 0) > passed):
+        raise ValueError(
+            f"the layer's group has a window of {passed} tokens, and blocks behind it are given back: pass "
+            f"sliding_window={passed} or less; got {window}."
         )
 
 

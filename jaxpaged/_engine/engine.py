@@ -83,6 +83,9 @@ class Engine:
         steps_per_slice: the steps between two looks of the host. New requests and aborts wait for the end of a slice.
             None: 2 in `step` and `stream` while a seat is free for what arrives, else 32.
         num_stop_ids: the most stop tokens of a request.
+        windows: for each group of layers the window that they attend with, or None, as in `BlockAllocator.create`. With
+            several groups there is a cache for each layer of a group, which its counterparts in the other groups share,
+            and `attend` gets the `group` of each layer (`layer_groups`).
         prefix_cache: whether requests that begin alike share blocks, instead of each computing its own.
         exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
             `num_seats + chunk_tokens` rows, and attention one partition; `docs/engine.md` says what that costs.
@@ -109,14 +112,18 @@ class Engine:
         max_requests: int | None = None,
         steps_per_slice: int | None = None,
         num_stop_ids: int = 4,
+        windows: Sequence[int | None] = (None,),
         prefix_cache: bool = False,
         exact: bool = False,
         seed: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
         num_blocks, block_size = pool_sizes(caches)
+        windows = tuple(windows)
+        if prefix_cache and windows != (None,):
+            raise ValueError(f"a prefix cache is for one group of layers without a window; got {windows=}.")
         sizes = chosen_sizes(
-            num_blocks,
+            (num_blocks - 1) // max(len(windows), 1) + 1,
             block_size,
             num_seats=num_seats,
             max_length=max_length,
@@ -134,6 +141,7 @@ class Engine:
             max_length=max_length,
             num_blocks=num_blocks,
             block_size=block_size,
+            windows=windows,
             num_stop_ids=num_stop_ids,
         )
         self._kinds = make_kinds(num_seats, sizes.chunk_tokens, sizes.widths, exact=exact)
@@ -154,7 +162,8 @@ class Engine:
                 num_blocks=num_blocks,
                 block_size=block_size,
                 num_seqs=num_seats,
-                max_blocks_per_seq=min(-(-max_length // block_size), num_blocks - 1),
+                max_blocks_per_seq=-(-max_length // block_size),
+                windows=windows,
             ),
             caches=caches,
             logprobs=jnp.zeros((self._steps.most, num_seats), jnp.float32),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpaged._allocator.state import Window, most_blocks
 from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams
 from jaxpaged._engine.slices import Inbox, Report
 from jaxpaged._scheduler.records import RequestStatus, Sampling
@@ -86,6 +87,7 @@ def checked_request(
     max_length: int,
     num_blocks: int,
     block_size: int,
+    windows: tuple[Window, ...],
     num_stop_ids: int,
 ) -> tuple[np.ndarray, SamplingParams]:
     """The prompt as int32, and the parameters, if an engine of these sizes can ever serve them."""
@@ -97,7 +99,7 @@ def checked_request(
             f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones are more than the engine's "
             f"{max_length=}. Shorten one of them, or make an engine with a larger max_length."
         )
-    num_needed = -(-(limit - 1) // block_size)  # the last token is never computed
+    num_needed = most_blocks(windows, -(-(limit - 1) // block_size), block_size)  # the last token is never computed
     if num_needed > num_blocks - 1:
         raise ValueError(
             f"{limit} tokens need {num_needed} blocks of {block_size}, and the caches have {num_blocks - 1} beside the "

@@ -183,13 +183,12 @@ def one_step(
 def step_attention(allocator: BlockAllocator, step: Step, kind: Kind, caches: Any) -> StepAttention:
     query_starts = step.query_starts if kind.is_mixed else None
     if kind.is_narrow:
-        rows = planning.rows_of((allocator.block_tables, allocator.lengths), step.seats)
-        allocator = dataclasses.replace(allocator, block_tables=rows[0], lengths=rows[1])
+        allocator = allocator.of_seqs(step.seats)
     # Made here once: in a scan over layers each would make its own.
     kv_heads = {cache.k.shape[-2] for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))}
     plan = None
     if query_starts is None and kind.num_partitions is None and len(kv_heads) == 1:
-        capacity = allocator.block_tables.shape[1] * allocator.block_size
+        capacity = allocator.block_tables.shape[-1] * allocator.block_size
         plan = plan_step(allocator.lengths, num_kv_heads=kv_heads.pop(), capacity=capacity)
     return StepAttention(allocator, step.positions, step.slots, query_starts, step.last, kind.num_partitions, plan)
 

@@ -31,7 +31,8 @@ class StepAttention:
         allocator: the allocator after the plan, so that its lengths count the step's tokens. Its rows are the step's
             sequences: all seats, or in a step of few tokens the seat of each token.
         positions: int32 `[tokens]`, each token's position in its request.
-        slots: int32 `[tokens]`, the slot of each token; outside the pool for padding.
+        slots: int32 `[tokens]`, or with several groups of layers `[groups, tokens]`: the slot of each token; outside
+            the pool for padding.
         query_starts: int32 `[seqs + 1]`, where each sequence's tokens begin. None: token i belongs to row i.
         last: int32, the index of each seat's newest token, what `newest` picks.
         num_partitions: the default of attention's `num_partitions`; None: enough to fill the GPU.
@@ -59,6 +60,7 @@ class StepAttention:
         v: jax.Array | None,
         cache: C,
         *,
+        group: int | None = None,
         rotary_frequencies: tuple[float, ...] | None = None,
         interleaved: bool = False,
         **options: Unpack[AttentionKeywords],
@@ -71,6 +73,7 @@ class StepAttention:
             k: `[tokens, kv_heads, head_dim]`, with the same axis of one, if any.
             v: like k, `[tokens, kv_heads, value_dim]`. None for a latent cache.
             cache: this layer's cache, or `CacheLayer(stack, i)`.
+            group: of the engine's `windows`, the index of this layer's group. None: there is one group.
             rotary_frequencies: rotate q and k by their positions, as `rotate_and_write_kv` does. None: do not.
             interleaved: whether a rotated pair is two neighbours, instead of one number from each half of a head.
             options: the options of `attend`, except `query_starts`.
@@ -79,8 +82,9 @@ class StepAttention:
             The new cache, and the output in q's shape, its last axis that of the values.
 
         Raises:
-            ValueError: the last argument is no cache, or as in `attend`.
+            ValueError: the last argument is no cache, no group of several is named, or as in `attend`.
         """
+        allocator, slots = self._of_group(group)
         if not isinstance(cache, KVCache | CacheLayer):
             raise ValueError(
                 f"attend(q, k, v, cache) takes the cache last, a KVCache or CacheLayer; got {type(cache).__name__}."
@@ -89,41 +93,54 @@ class StepAttention:
         q, k = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
         v = None if v is None else v.reshape(-1, *v.shape[-2:])
         if rotary_frequencies is None:
-            cache = write_kv(cache, k, v, self.slots)
+            cache = write_kv(cache, k, v, slots)
         else:
             cache, q = rotate_and_write_kv(
-                cache, q, k, v, self.slots, self.positions, rotary_frequencies, interleaved=interleaved
+                cache, q, k, v, slots, self.positions, rotary_frequencies, interleaved=interleaved
             )
         options["query_starts"] = self.query_starts
         if options.get("num_partitions") is None:
             options["num_partitions"] = self.num_partitions
         if all(options.get(name) is None for name in OWN_PLAN):
             options["plan"] = self.plan
-        return cache, attend(q, cache, self.allocator, **options).reshape(*shape[:-1], -1)
+        return cache, attend(q, cache, allocator, **options).reshape(*shape[:-1], -1)
 
-    def call[C: (KVCache, CacheLayer)](self, module: Any, x: jax.Array, cache: C) -> tuple[C, jax.Array]:
+    def call[C: (KVCache, CacheLayer)](
+        self, module: Any, x: jax.Array, cache: C, *, group: int | None = None
+    ) -> tuple[C, jax.Array]:
         """Does the same with a Flax module: `jaxpaged.nnx.PagedAttention`, or a bound Linen module.
 
         Args:
             module: projects x, rotates, writes, attends and projects back.
             x: `[tokens, features]`.
             cache: this layer's cache, or `CacheLayer(stack, i)`.
+            group: as in a call of `attend`.
 
         Returns:
             The new cache, and `[tokens, features]`.
 
         Raises:
-            ValueError: the engine is exact, and the module leaves the number of partitions open.
+            ValueError: the engine is exact, and the module leaves the number of partitions open; no group of several is
+                named, or the module's window is wider than the group's.
         """
         if self.num_partitions is not None and module.settings.num_partitions is None:
             raise ValueError("an exact engine needs modules with a fixed num_partitions; make them with 1.")
+        allocator, slots = self._of_group(group)
         if self.query_starts is not None:
-            return module(x, cache, self.allocator, self.slots, query_starts=self.query_starts)
+            return module(x, cache, allocator, slots, query_starts=self.query_starts)
         settings, plan = module.settings, self.plan
         if settings.num_partitions is not None or settings.sliding_window is not None:
             plan = None
-        cache, out = module(x[:, None], cache, self.allocator, self.slots[:, None], plan=plan)
+        cache, out = module(x[:, None], cache, allocator, slots[:, None], plan=plan)
         return cache, out[:, 0]
+
+    def _of_group(self, group: int | None) -> tuple[BlockAllocator, jax.Array]:
+        num_groups = self.allocator.num_groups
+        if num_groups == 1:
+            return self.allocator.group(group or 0), self.slots
+        if group is None:
+            raise ValueError(f"the engine has {num_groups} groups of layers: pass group, the index of the layer's.")
+        return self.allocator.group(group), self.slots[group]
 
     def newest(self, x: jax.Array) -> jax.Array:
         """The newest token of each sequence, `[seqs, ...]` from `[tokens, ...]`: apply the model's head to these."""

@@ -1,6 +1,7 @@
 """What a person or a test asks a scheduler, on the host: the invariants that it breaks, and itself as text."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
@@ -30,7 +31,9 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
     is_seated = seats < num_requests
     seated = seats[is_seated]
     served = list(zip(keys[order][live[order]].tolist(), arrivals[order][live[order]].tolist(), strict=True))
-    most_blocks = min(allocator.num_blocks - 1, allocator.block_tables.shape[1])
+    num_blocks = -(-(limits[live] - 1) // allocator.block_size)
+    fit = num_blocks <= allocator.block_tables.shape[-1]
+    fit &= np.asarray(allocator.most_blocks(jnp.asarray(num_blocks))) < allocator.num_blocks
     unused = np.asarray(scheduler.outbox_request_ids)[int(scheduler.num_steps) :]
     return _broken(
         {
@@ -39,7 +42,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
             "free_seats_hold_no_tokens": not lengths[~is_seated & ~has_left(scheduler)].any(),
             "what_is_computed_is_known": (lengths[is_seated] <= known[seated]).all(),
             "the_live_may_grow": ((known >= 1) & (known < limits) & (limits <= max_length))[live].all(),
-            "the_live_fit_the_pool": (-(-(limits[live] - 1) // allocator.block_size) <= most_blocks).all(),
+            "the_live_fit_the_pool": fit.all(),
             "ranks_are_places_in_the_order": (np.asarray(scheduler.ranks)[order] == np.arange(num_requests)).all(),
             "the_live_stand_in_order": served == sorted(set(served)),
             "unused_rows_of_the_outbox_are_empty": (unused == num_requests).all(),

@@ -20,6 +20,10 @@ def plan[S: SchedulerState](
     needed = jnp.where(is_seated & is_open, per_seat(scheduler, scheduler.num_known) - allocator.lengths, 0)
     ranks = seat_ranks(scheduler)
     given = share(needed, ranks, width, is_mixed=is_mixed)
+    if (
+        allocator.num_passed is not None
+    ):  # the pool may be too small for a chunk of the first, but for a token it is not
+        given = jnp.where(ranks == ranks.min(), jnp.minimum(given, num_fitting(allocator)), given)
     allocator, _, ok = allocator.append(given, q_len=width if is_mixed else 1, order=ranks)
     given = jnp.where(ok, given, 0)
     was_refused = jnp.where(is_open, ~ok.all(), scheduler.was_refused)
@@ -102,12 +106,13 @@ def admit[S: SchedulerState](
     # requests and of those admitted before it. A request reserves at least what it needs to enter, so that those that
     # fit are the first ones.
     is_free = scheduler.seated == num_requests
-    owed = jnp.where(is_free, 0, reserved_blocks(scheduler, allocator, scheduler.seated) - num_held(allocator))
+    owed = reserved_blocks(scheduler, allocator, scheduler.seated) - allocator.num_held_by_each()
+    owed = jnp.where(is_free, 0, jnp.maximum(owed, 0))  # windows hold more than they need until they give it back
     reserved = reserved_blocks(scheduler, allocator, candidates) - num_found
     reserved = jnp.where(candidates < num_requests, reserved, 0)
     before = jnp.cumsum(reserved + num_woken, dtype=jnp.int32) - reserved + owed.sum(dtype=jnp.int32)
     num_known, limits = rows_of((scheduler.num_known, scheduler.limits), candidates)
-    entry = allocator.num_blocks_for(jnp.minimum(num_known + 1, limits - 1)) - num_found
+    entry = allocator.most_blocks(allocator.num_blocks_for(jnp.minimum(num_known + 1, limits - 1))) - num_found
     fits = (candidates < num_requests) & (seats < is_free.sum(dtype=jnp.int32))
     fits &= (before + entry <= allocator.num_free) & ~scheduler.was_refused & ~scheduler.is_outbox_full
 
@@ -125,11 +130,14 @@ def reserved_blocks(scheduler: SchedulerState, allocator: BlockAllocator, reques
     """Blocks reserved for requests: for their known tokens and a spare one, but no more than they need in all."""
     num_known, limits = rows_of((scheduler.num_known, scheduler.limits), request_ids)
     # The last token is sampled and never computed.
-    return jnp.minimum(allocator.num_blocks_for(num_known) + 1, allocator.num_blocks_for(limits - 1))
+    num_blocks = jnp.minimum(allocator.num_blocks_for(num_known) + 1, allocator.num_blocks_for(limits - 1))
+    return allocator.most_blocks(num_blocks)
 
 
-def num_held(allocator: BlockAllocator) -> jax.Array:
-    return allocator.num_blocks_for(allocator.lengths)
+def num_fitting(allocator: BlockAllocator) -> jax.Array:
+    """Tokens of each sequence, at least one, for which the free blocks suffice if no other sequence gets any."""
+    num_blocks = allocator.num_blocks_for(allocator.lengths) + allocator.num_free // allocator.num_groups
+    return jnp.maximum(num_blocks * allocator.block_size - allocator.lengths, 1)
 
 
 def share(needed: jax.Array, ranks: jax.Array, width: int, *, is_mixed: bool) -> jax.Array:

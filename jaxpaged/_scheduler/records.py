@@ -65,7 +65,8 @@ class Step:
         tokens: int32 `[tokens]`; 0 for padding.
         positions: int32 `[tokens]`, each token's position in its request; 0 for padding.
         seats: int32 `[tokens]`, each token's seat; `num_seats` for padding.
-        slots: int32 `[tokens]`, for `write_kv`, which drops padding.
+        slots: int32 `[tokens]`, or with several groups of layers `[groups, tokens]`: for `write_kv`, which drops
+            padding.
         query_starts: int32 `[seats + 1]`, where each seat's tokens begin. If a step has one row for each seat, each
             seat has its own, used or not.
         last: int32 `[seats]`, the row of each seat's newest token, whose logits are sampled; any row if the seat

@@ -135,12 +135,14 @@ def refused(scheduler: SchedulerState, allocator: BlockAllocator, new: Requests)
     is_too_long = (new.prompt_lengths > min(width, max_length)) | (new.max_new_tokens > max_length)
     limits = jnp.minimum(new.prompt_lengths, max_length) + jnp.minimum(new.max_new_tokens, max_length)
     is_too_long |= limits > max_length
-    num_usable = min(allocator.num_blocks - 1, allocator.block_tables.shape[1])
+    num_blocks = allocator.num_blocks_for(limits - 1)  # the last token is never computed
+    never_fits = num_blocks > allocator.block_tables.shape[-1]
+    never_fits |= allocator.most_blocks(num_blocks) > allocator.num_blocks - 1
     reasons = (
         (new.prompt_lengths < 1, Refusal.NO_PROMPT),
         (new.max_new_tokens < 1, Refusal.NO_NEW_TOKENS),
         (is_too_long, Refusal.TOO_LONG),
-        (allocator.num_blocks_for(limits - 1) > num_usable, Refusal.NEVER_FITS),  # the last token is never computed
+        (never_fits, Refusal.NEVER_FITS),
     )
     refusals = jnp.zeros_like(limits)  # accepted
     for is_refused, reason in reversed(reasons):

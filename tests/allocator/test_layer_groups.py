@@ -1,0 +1,34 @@
+"""Which layers share a block table and which a cache."""
+
+import pytest
+
+from jaxpaged import layer_groups
+
+
+def test_layers_of_one_kind_are_one_group():
+    assert layer_groups([None] * 3).layers == ((0, 0), (1, 0), (2, 0))
+    assert layer_groups([7, 7]).windows == (7,)
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_caches", "of_groups"),
+    [
+        (([1024] * 5 + [None]) * 10 + [1024] * 2, 10, (None, *[1024] * 6)),  # Gemma 3 27B
+        (([1024] * 5 + [None]) * 5 + [1024] * 4, 5, (None, *[1024] * 6)),  # Gemma 3 4B
+        ([128, None] * 12, 12, (None, 128)),  # gpt-oss-20b
+        ([4096, None, 8, None, 8], 1, (None, None, 8, 8, 4096)),
+    ],
+)
+def test_each_layer_has_a_cache_of_its_own_among_those_of_its_group(windows, num_caches, of_groups):
+    groups = layer_groups(windows)
+    assert (groups.num_caches, groups.windows) == (num_caches, of_groups)
+    assert len(set(groups.layers)) == len(windows)
+    for window, (cache, group) in zip(windows, groups.layers, strict=True):
+        assert 0 <= cache < num_caches
+        assert groups.windows[group] == window
+
+
+@pytest.mark.parametrize("windows", [[], [0], [None, 1.5]])
+def test_impossible_windows_are_refused(windows):
+    with pytest.raises(ValueError, match="window"):
+        layer_groups(windows)

@@ -1,0 +1,144 @@
+"""Groups of layers in the engine: the same tokens as with one table for all layers, from fewer blocks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import Engine, KVCache, LayerGroups, SamplingParams, layer_groups, rotary_frequencies
+from jaxpaged._allocator import state
+
+VOCAB, FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SEATS, MAX_LENGTH = 40, 24, 4, 2, 8, 4, 5, 72
+FAMILIES = {  # the windows of their layers: no multiple of a block, and shorter than a chunk
+    "gemma 3": (10, 10, None, 10, 10, None, 10),
+    "gpt-oss": (6, None, 6, None),
+    "mistral": (9, 9),
+}
+FREQUENCIES = rotary_frequencies(HEAD_DIM)
+
+
+def random_weights(num_layers, seed=0):
+    shapes = {
+        "qkv": (num_layers, FEATURES, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
+        "out": (num_layers, HEADS * HEAD_DIM, FEATURES),
+    }
+    shapes |= {"embedding": (VOCAB, FEATURES), "head": (FEATURES, VOCAB)}
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {name: jax.random.normal(key, shape) * 0.4 for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def apply(windows, groups: LayerGroups, weights, tokens, positions, caches, attend):
+    caches, x = list(caches), weights["embedding"][tokens]
+    for i, (window, (index, group)) in enumerate(zip(windows, groups.layers, strict=True)):
+        heads = (x @ weights["qkv"][i]).reshape(len(tokens), -1, HEAD_DIM)
+        q, k, v = jnp.split(heads, (HEADS, HEADS + KV_HEADS), axis=1)
+        caches[index], out = attend(
+            q, k, v, caches[index], group=group, sliding_window=window, rotary_frequencies=FREQUENCIES
+        )
+        x = x + jnp.tanh(out.reshape(len(tokens), -1) @ weights["out"][i])
+    return caches, attend.newest(x) @ weights["head"]
+
+
+@functools.cache
+def engine(family, *, grouped, num_blocks=400, widths=None, prefix_cache=False):
+    """`widths` None: one kind of steps, which compiles sooner."""
+    windows = FAMILIES[family]
+    one = LayerGroups((None,), len(windows), tuple((i, 0) for i in range(len(windows))))
+    groups = layer_groups(windows) if grouped else one
+    cache = functools.partial(
+        KVCache.create, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
+    )
+    return Engine(
+        functools.partial(apply, windows, groups),
+        random_weights(len(windows)),
+        [cache(dtype="float32") for _ in range(groups.num_caches)],
+        windows=groups.windows,
+        num_seats=SEATS,
+        max_length=MAX_LENGTH,
+        chunk_tokens=24,
+        widths=widths,
+        exact=widths is None,
+        steps_per_slice=8,
+        prefix_cache=prefix_cache,
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+
+
+def requests(seed, count=12):
+    """Some prompts begin alike; some requests have several completions."""
+    rng = np.random.default_rng(seed)
+    begin = rng.integers(0, VOCAB, 40).tolist()
+    prompts, params = [], []
+    for i in range(count):
+        prompt = begin[: rng.integers(0, 41)] if rng.random() < 0.6 else []
+        prompt = prompt + rng.integers(0, VOCAB, rng.integers(1, 20)).tolist()
+        prompts.append(prompt)
+        params.append(
+            SamplingParams(
+                max_tokens=int(rng.integers(1, MAX_LENGTH - len(prompt) + 1)),
+                temperature=(0.0, 0.8)[i % 2],
+                seed=int(rng.integers(2**32)),
+                n=3 if rng.random() < 0.15 else 1,
+            )
+        )
+    return prompts, params
+
+
+def tokens(engine, prompts, params):
+    return [[c.token_ids for c in output.outputs] for output in engine.generate(prompts, params)]
+
+
+def least_blocks(family):
+    """A pool for the longest request and little more."""
+    groups, columns = layer_groups(FAMILIES[family]).windows, -(-(MAX_LENGTH - 1) // BLOCK_SIZE)
+    return 1 + sum(columns if w is None else min(columns, -(-(w - 1) // BLOCK_SIZE) + 1) for w in groups)
+
+
+@pytest.mark.parametrize(("family", "widths"), [("gemma 3", None), ("gpt-oss", (3,)), ("mistral", None)])
+def test_tokens_are_those_of_one_table(family, widths):
+    grouped = engine(family, grouped=True, num_blocks=least_blocks(family) + 3, widths=widths)
+    prompts, params = requests(seed=1)
+    assert tokens(grouped, prompts, params) == tokens(engine(family, grouped=False), prompts, params)
+    assert grouped.stats().num_preempted > 0 or family == "mistral"  # whose pool is never short
+    scheduler, allocator = grouped._state.scheduler, grouped._state.allocator
+    assert allocator.broken_invariants() == scheduler.broken_invariants(allocator) == ()
+    assert int(allocator.num_held) == 0
+
+
+def test_a_window_that_passes_a_block_too_many_makes_other_tokens(monkeypatch):
+    # The twin: its blocks are handed out again, and overwritten.
+    right = state.num_passed_blocks
+    monkeypatch.setattr(state, "num_passed_blocks", lambda window, lengths, size: right(window and 1, lengths, size))
+    prompts, params = requests(seed=1)
+    wrong = engine("mistral", grouped=True, num_blocks=30)
+    assert tokens(wrong, prompts, params) != tokens(engine("mistral", grouped=False), prompts, params)
+
+
+def test_a_request_that_fits_only_because_of_windows_is_served_alone():
+    num_blocks = least_blocks("gemma 3")
+    assert num_blocks - 1 < len(layer_groups(FAMILIES["gemma 3"]).windows) * MAX_LENGTH // BLOCK_SIZE
+    small, large = engine("gemma 3", grouped=True, num_blocks=num_blocks), engine("gemma 3", grouped=False)
+    prompts, params = [list(range(40)) + [1] * 20] * 2, SamplingParams(max_tokens=12, temperature=0)
+    assert tokens(small, prompts, params) == tokens(large, prompts, params)
+
+
+def test_a_request_that_never_fits_is_refused():
+    tiny = engine("gemma 3", grouped=True, num_blocks=least_blocks("gemma 3") - 1)
+    with pytest.raises(ValueError, match="72 tokens need 30 blocks"):
+        tiny.add_request([1] * 70, SamplingParams(max_tokens=2))
+
+
+def test_a_layer_must_name_its_group_and_keep_to_its_window():
+    def without(name, weights, tokens, positions, caches, attend):
+        q = jnp.zeros((len(tokens), 1, HEAD_DIM))
+        kwargs = dict(group=1, sliding_window=6)
+        del kwargs[name]
+        cache, out = attend(q, q, q, caches[0], **kwargs)
+        return [cache], attend.newest(out[:, 0])
+
+    cache = KVCache.create(num_blocks=9, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM, dtype="float32")
+    for name, message in (("group", "pass group"), ("sliding_window", "pass sliding_window=6 or less; got None")):
+        with pytest.raises(ValueError, match=message):
+            Engine(functools.partial(without, name), {}, [cache], windows=(None, 6), num_seats=2, max_length=8)

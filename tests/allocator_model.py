@@ -16,7 +16,9 @@ class Model:
         self.num_waiting = 0  # of them, from the start
         self.holders: Counter[int] = Counter()
         self.num_drops: Counter[int] = Counter()  # how often a block's tokens were dropped
-        self.cached: dict[int, tuple] = {}  # block -> (salt, all tokens up to its end)
+        self.cached: dict[int, tuple] = {}  # block -> (salt, all tokens up to its end); the salt and the group behind 0
+        # Blocks of the other groups by that of the first, while this is cached.
+        self.companions: dict[tuple[int, int], int] = {}  # (group, block of the first) -> block
         # A row for each group and sequence, one group after the other; the first `passed` of its blocks are 0.
         self.blocks: list[list[int]] = [[] for _ in range(len(windows) * num_seqs)]
         self.passed = [0] * len(self.blocks)
@@ -57,9 +59,15 @@ class Model:
         block = self.free.pop()
         if len(self.free) < self.num_waiting:
             self.num_waiting -= 1
-            self.cached.pop(block, None)
+            self.forget(block)
         self.holders[block] = 1
         return block
+
+    def forget(self, block: int) -> None:
+        self.cached.pop(block, None)
+        gone = [pair for pair, companion in self.companions.items() if block in (pair[1], companion)]
+        for pair in gone:
+            del self.companions[pair]
 
     def let_go(self, rows: list[list[int]]) -> None:
         for blocks in reversed(rows):
@@ -238,25 +246,37 @@ class Model:
         found, num_cached = {key: block for block, key in self.cached.items()}, []
         for i, prompt in enumerate(prompts):
             hits: list[int] = []
-            if prompt and not self.blocks[i] and not self.swapped[i]:
+            if prompt and not self.tokens[i] and not self.swapped[i]:
                 for column in range(min((len(prompt) - 1) // self.block_size, self.max_blocks)):
                     key = self.key(salts[i], prompt, column)
                     if key not in found:
                         break
                     hits.append(found[key])
-            for block in hits:
-                self.acquire(block)
+            while hits and any(None in blocks for blocks in self.beginnings(i, hits)):
+                hits.pop()
             num_cached.append(len(hits) * self.block_size)
             if hits:
-                self.blocks[i], self.tokens[i], self.salts[i] = hits, prompt[: num_cached[i]], salts[i]
+                self.tokens[i], self.salts[i] = prompt[: num_cached[i]], salts[i]
+                for row, blocks in zip(self.rows_of(i), self.beginnings(i, hits), strict=True):
+                    self.passed[row] = self.seen_from(row, num_cached[i])
+                    self.blocks[row] = [0] * self.passed[row] + blocks
+                    for block in blocks:
+                        self.acquire(block)
         return num_cached
+
+    def beginnings(self, seq: int, hits: list[int]) -> list[list]:
+        """The blocks of each row that begins with these of the first group; None: not cached."""
+        found = []
+        for group, row in enumerate(self.rows_of(seq)):
+            columns = range(self.seen_from(row, len(hits) * self.block_size), len(hits))
+            found.append([hits[c] if group == 0 else self.companions.get((group, hits[c])) for c in columns])
+        return found
 
     def insert(self, width: int) -> None:
         found = {key: block for block, key in self.cached.items()}
-        gone: list[list[int]] = []
+        gone: list[list[int]] = [[] for _ in self.tokens]
         taken = []
         for i, tokens in enumerate(self.tokens):
-            gone.append([])
             for column in range(min(len(tokens), width if len(tokens) <= width else 0) // self.block_size):
                 key, own = self.key(self.salts[i], tokens, column), self.blocks[i][column]
                 if key not in found:
@@ -269,9 +289,30 @@ class Model:
         for block in taken:
             self.acquire(block)
         self.let_go(gone)
+        self.insert_companions(width)
+
+    def insert_companions(self, width: int) -> None:
+        gone: list[list[int]] = [[] for _ in self.blocks]
+        taken = []
+        for row in range(self.num_seqs, len(self.blocks)):
+            group, seq = divmod(row, self.num_seqs)
+            length = self.lengths[seq] if self.lengths[seq] <= width else 0
+            for column in range(self.passed[row], length // self.block_size):
+                first, own = self.blocks[seq][column], self.blocks[row][column]
+                companion = self.companions.setdefault((group, first), own)
+                if companion == own:
+                    salt, *tokens = self.cached[first]
+                    self.cached[own] = ((salt, group), *tokens)
+                else:
+                    taken.append(companion)
+                    gone[row].append(own)
+                    self.blocks[row][column] = companion
+        for block in taken:
+            self.acquire(block)
+        self.let_go(gone)
 
     def clear(self) -> None:
-        self.cached, self.num_waiting = {}, 0
+        self.cached, self.companions, self.num_waiting = {}, {}, 0
 
     # Going back to a copy of an earlier model.
 

@@ -117,6 +117,20 @@ MUTANTS = (
         WINDOWS,
     ),
     Mutant(
+        "prefixes: what windows lack is found",
+        PREFIX_CACHE,
+        "is_end = found & (last_missing < first).all(axis=0)",
+        "is_end = found",
+        WINDOWS,
+    ),
+    Mutant(
+        "prefixes: windows keep what they have passed",
+        PREFIX_CACHE,
+        "(column[None, None] >= first) & (column[None",
+        "(column[None",
+        WINDOWS,
+    ),
+    Mutant(
         "rollback: behind a window",
         "jaxpaged/_allocator/sharing.py",
         "        legal &= (lengths == 0) | (num_passed <= allocator.num_passed_at(lengths)).all(axis=0)\n",
@@ -276,15 +290,15 @@ MUTANTS = (
     Mutant(
         "prefixes: found blocks need room",
         SEATS,
-        "candidates, beginnings.num_found, num",
+        "candidates, beginnings.num_blocks, num",
         "candidates, 0, num",
         MIXTURE,
     ),
     Mutant(
         "prefixes: free blocks count as held",
         SEATS,
-        "beginnings.num_found, num_woken)",
-        "beginnings.num_found)",
+        "beginnings.num_blocks, num_woken)",
+        "beginnings.num_blocks)",
         MIXTURE,
     ),
     Mutant(

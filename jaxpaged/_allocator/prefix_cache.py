@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.block_pool import BlockPool
+from jaxpaged._integers import checked_size
 from jaxpaged._public_state import public_state
 
 Words = tuple[jax.Array, jax.Array]  # uint32, each half of 64 bits
@@ -20,6 +21,22 @@ Words = tuple[jax.Array, jax.Array]  # uint32, each half of 64 bits
 PROBES = 6  # buckets of the table in which a block may be listed
 # If all blocks are cached, a probe meets one of them 1 time in 8.
 BUCKETS = 8  # of the table, for each block of the pool, at least
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Beginnings:
+    """The cached blocks with which sequences may begin, a row for each."""
+
+    num_asked: jax.Array  # int32 [seqs], full blocks that were looked up
+    num_found: jax.Array  # int32 [seqs], those that were found, in each group
+    ids: jax.Array  # int32 [seqs, groups, columns]
+    begin: jax.Array  # bool [seqs, groups, columns]: those that a row begins with, without what its window has passed
+
+    @property
+    def num_blocks(self) -> jax.Array:
+        """Blocks that each begins with, in all groups."""
+        return self.begin.sum(axis=(1, 2), dtype=jnp.int32)
 
 
 @public_state
@@ -44,6 +61,12 @@ class PrefixCache:
         next_serial: int32 `[]`.
         num_lookups: int32 `[]`, full blocks that `match_prefix` looked up; modulo 2^32, as is `num_hits`.
         num_hits: int32 `[]`, full blocks that it found.
+        companions: int32 `[groups - 1, blocks]`, for a cached block of the first group the block of each other group
+            with the same tokens. It counts if the pool knows it as cached, `homes` has -1 minus its group, and its
+            serial is that of the block of the first group. None if there is one group.
+
+    With several groups of layers the blocks of the first group are looked up, and the others go with them. A match
+    ends where each group has all blocks that its window shows there.
 
     A match is exact. The hashes only say where to look. The block found there is compared token by token, with its
     salt and with the serial of the block matched before it, so that a collision never serves another sequence's tokens.
@@ -69,9 +92,10 @@ class PrefixCache:
     next_serial: jax.Array
     num_lookups: jax.Array
     num_hits: jax.Array
+    companions: jax.Array | None = None
 
     @classmethod
-    def create(cls, *, num_blocks: int, block_size: int, secret: int = 0) -> PrefixCache:
+    def create(cls, *, num_blocks: int, block_size: int, secret: int = 0, num_groups: int = 1) -> PrefixCache:
         """An empty one for an allocator of `num_blocks` blocks of `block_size` tokens.
 
         Args:
@@ -80,10 +104,11 @@ class PrefixCache:
             secret: the key of the hashes, below 2^128. Tenants who do not trust each other need a random one:
                 `secrets.randbits(128)`. It does not change what is found. Call `create` outside of `jit`: traced, the
                 number is a constant of the program.
+            num_groups: the allocator's groups of layers.
 
         Raises:
-            ValueError: `num_blocks` below 2, `block_size` below 1, a table of 2^31 buckets and more, or a `secret`
-                below 0 or from 2^128 on.
+            ValueError: `num_blocks` below 2, `block_size` or `num_groups` below 1, a table of 2^31 buckets and more, or
+                a `secret` below 0 or from 2^128 on.
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
@@ -103,6 +128,7 @@ class PrefixCache:
                 "num_blocks must be at least 2 and at most 2^27, block_size at least 1; "
                 f"got {num_blocks=}, {block_size=}."
             )
+        num_groups = checked_size("num_groups", num_groups)
         if not 0 <= secret < 2**128:
             raise ValueError("secret must be from 0 to 2^128 - 1, as secrets.randbits(128) is; got another number.")
         words = [operator.index(secret) >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)]
@@ -118,6 +144,7 @@ class PrefixCache:
             next_serial=jnp.ones((), jnp.int32),
             num_lookups=jnp.zeros((), jnp.int32),
             num_hits=jnp.zeros((), jnp.int32),
+            companions=None if num_groups == 1 else jnp.zeros((num_groups - 1, num_blocks), jnp.int32),
         )
 
     @property
@@ -160,9 +187,9 @@ class PrefixCache:
         legal = (lengths > 0) & (lengths <= tokens.shape[1]) & allocator.is_seat_free
         num_full = jnp.where(legal, (lengths - 1) // allocator.block_size, 0)
         blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
-        ids, found, _ = self.find(allocator.pool, blocks, num_full, salts)
-        allocator, num_cached = begin_with(allocator, ids, found)
-        return self.counted(num_full, found), allocator, num_cached
+        beginnings, _ = self.find(allocator, blocks, num_full, salts)
+        allocator, num_cached = begin_with(allocator, beginnings)
+        return self.counted(beginnings), allocator, num_cached
 
     def insert(
         self, allocator: BlockAllocator, tokens: ArrayLike, *, salts: ArrayLike | None = None
@@ -200,46 +227,61 @@ class PrefixCache:
         return self.insert_blocks(allocator, blocks, num_full, salts)[:2]
 
     def find(
-        self, pool: BlockPool, blocks: jax.Array, num_full: jax.Array, salts: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, allocator: BlockAllocator, blocks: jax.Array, num_full: jax.Array, salts: jax.Array
+    ) -> tuple[Beginnings, jax.Array]:
         """The cached blocks with which sequences begin.
 
         Args:
-            pool: the allocator's.
+            allocator: whose blocks these are.
             blocks: int32 `[seqs, columns, block_size]`, each sequence's tokens from the first on, in full blocks.
             num_full: int32 `[seqs]`, how many of them are asked for.
             salts: int32 `[seqs]`.
 
         Returns:
-            ids: int32 `[seqs, columns]`.
-            found: bool, in the same shape: whether it and all blocks before it are cached.
-            tags: uint32, in the same shape: a hash of the block and of all blocks before it.
+            beginnings: a row for each sequence.
+            tags: uint32 `[seqs, columns]`: a hash of the block and of all blocks before it.
         """
         asked = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None] < num_full[:, None]
         tags, probes = self._hash(blocks, salts)
-        ids, listed, _ = self._look_up(pool, tags, probes, salts)
-        return ids, _all_before(asked & self._confirm(ids, listed, blocks)), tags
+        ids, listed, _ = self._look_up(allocator.pool, tags, probes, salts)
+        found = _all_before(asked & self._confirm(ids, listed, blocks))
+        if allocator.windows == (None,):
+            num_found = found.sum(axis=1, dtype=jnp.int32)
+            return Beginnings(num_full, num_found, ids[:, None], found[:, None]), tags
+        others, there = self._companions(allocator.pool, ids)
+        ids, there = jnp.concatenate([ids[None], others]), jnp.concatenate([found[None], found[None] & there])
 
-    def counted(self, num_full: jax.Array, found: jax.Array) -> PrefixCache:
-        """With what was looked up, blocks `[seqs]`, and what of it was found, bool `[seqs, columns]`, in the counts."""
+        # The most blocks behind which no group lacks a block that its window shows there.
+        column = jnp.arange(blocks.shape[1], dtype=jnp.int32)
+        first = allocator.num_passed_at((column + 1) * allocator.block_size)[:, None]  # [groups, 1, columns]
+        last_missing = jax.lax.cummax(jnp.where(there, -1, column[None, None]), axis=2)
+        is_end = found & (last_missing < first).all(axis=0)
+        num_found = jnp.where(is_end, column[None] + 1, 0).max(axis=1, initial=0)
+        first = allocator.num_passed_at(num_found * allocator.block_size)[..., None]  # [groups, seqs, 1]
+        begin = (column[None, None] >= first) & (column[None, None] < num_found[None, :, None])
+        return Beginnings(num_full, num_found, ids.swapaxes(0, 1), begin.swapaxes(0, 1)), tags
+
+    def counted(self, beginnings: Beginnings) -> PrefixCache:
+        """With what was looked up, and what of it was found, in the counts."""
         return dataclasses.replace(
             self,
-            num_lookups=self.num_lookups + num_full.sum(dtype=jnp.int32),
-            num_hits=self.num_hits + found.sum(dtype=jnp.int32),
+            num_lookups=self.num_lookups + beginnings.num_asked.sum(dtype=jnp.int32),
+            num_hits=self.num_hits + beginnings.num_found.sum(dtype=jnp.int32),
         )
 
     def insert_blocks(
         self, allocator: BlockAllocator, blocks: jax.Array, num_full: jax.Array, salts: jax.Array
     ) -> tuple[PrefixCache, BlockAllocator, jax.Array]:
         """As `insert`, of the first `num_full` blocks of each row, given as to `find`; and their tags."""
-        num_columns = blocks.shape[1]
+        num_seqs, num_columns = blocks.shape[:2]
         is_full = jnp.arange(num_columns, dtype=jnp.int32)[None] < num_full[:, None]
-        own = allocator.block_tables[:, :num_columns]
+        own, is_own = _entries(allocator, num_columns)
+        own, is_own = own[0], is_own[0]
         tags, probes = self._hash(blocks, salts)
         ids, listed, taken = self._look_up(allocator.pool, tags, probes, salts)
 
         # 1. New blocks get buckets; of equal ones the first gets one for all.
-        wanted = is_full & ~listed & ~allocator.pool.is_cached(own)
+        wanted = is_full & is_own & ~listed & ~allocator.pool.is_cached(own)
         table, firsts, homes = _find_buckets(self.table, wanted, taken, tags, probes, salts)
         is_given = firsts >= 0
         entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
@@ -259,11 +301,56 @@ class PrefixCache:
 
         # 3. Duplicates are given back.
         pool = allocator.pool.mark_cached(own, new)
-        shared = _all_before(good & pool.is_cached(canonical)) & (canonical != own)
+        are_cached = _all_before(good & pool.is_cached(canonical))
+        shared = are_cached & is_own & (canonical != own)
         pool = pool.acquire_cached(canonical, shared).let_go(own, shared)
-        tables = allocator.block_tables.at[:, :num_columns].set(jnp.where(shared, canonical, own))
+        tables = allocator.rows.at[:num_seqs, :num_columns].set(jnp.where(shared, canonical, own))
         prefix_cache = dataclasses.replace(prefix_cache, table=table)
-        return prefix_cache, allocator.with_rows(tables, allocator.lengths, pool), tags
+        allocator = allocator.with_rows(tables, allocator.lengths, pool)
+        return *prefix_cache._insert_companions(allocator, canonical, are_cached), tags
+
+    def _insert_companions(
+        self, allocator: BlockAllocator, firsts: jax.Array, are_cached: jax.Array
+    ) -> tuple[PrefixCache, BlockAllocator]:
+        """Lists the blocks of the other groups with those of the first, `[seqs, columns]`, that are cached."""
+        if self.companions is None:
+            return self, allocator
+        num_seqs, num_columns = firsts.shape
+        pool, num_blocks = allocator.pool, allocator.num_blocks
+        own, is_own = (values[1:] for values in _entries(allocator, num_columns))  # [groups - 1, seqs, columns]
+        ids, listed = self._companions(pool, firsts)
+        wanted = are_cached[None] & is_own
+
+        # Of equal ones that are new the first is listed.
+        entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
+        groups = jnp.arange(len(own), dtype=jnp.int32)[:, None, None]
+        targets = groups * num_blocks + firsts[None]
+        targets = jnp.where(wanted & ~listed, targets, self.companions.size)
+        winners = jnp.full(self.companions.size, own.size, jnp.int32).at[targets].min(entries, mode="drop")
+        winners = winners.at[targets].get(mode="fill", fill_value=own.size)
+        new = winners == entries
+        ids = jnp.where(listed, ids, own.ravel().at[winners].get(mode="clip"))
+        companions = self.companions.ravel().at[jnp.where(new, targets, self.companions.size)].set(own, mode="drop")
+        listing = dataclasses.replace(
+            self,
+            companions=companions.reshape(self.companions.shape),
+            serials=self.serials.at[jnp.where(new, own, num_blocks)].set(self.serials[firsts][None], mode="drop"),
+            homes=self.homes.at[jnp.where(new, own, num_blocks)].set(-2 - groups, mode="drop"),
+        )
+
+        own, ids, new, shared = (values.reshape(-1, num_columns) for values in (own, ids, new, wanted & (ids != own)))
+        pool = pool.mark_cached(own, new).acquire_cached(ids, shared).let_go(own, shared)
+        tables = allocator.rows.at[num_seqs:, :num_columns].set(jnp.where(shared, ids, own))
+        return listing, allocator.with_rows(tables, allocator.lengths, pool)
+
+    def _companions(self, pool: BlockPool, firsts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(the blocks of the other groups that go with those of the first, `[groups - 1, ...]`, whether they count)."""
+        if self.companions is None:
+            return firsts[None][:0], jnp.zeros_like(firsts[None], jnp.bool_)[:0]
+        ids = self.companions[:, firsts]
+        groups = jnp.arange(len(ids), dtype=jnp.int32).reshape(-1, *[1] * firsts.ndim)
+        are_listed = pool.is_cached(ids) & (self.homes[ids] == -2 - groups)
+        return ids, are_listed & (self.serials[ids] == self.serials[firsts][None])
 
     def clear(self, allocator: BlockAllocator) -> tuple[PrefixCache, BlockAllocator]:
         """Forgets every block, as when the weights change: no block computed with the old weights is found again.
@@ -353,14 +440,16 @@ class PrefixCache:
         return listed & (self.tokens[ids] == blocks).all(axis=-1) & (self.parents[ids] == before)
 
     def _num_columns(self, allocator: BlockAllocator, tokens: jax.Array) -> int:
-        return min(tokens.shape[1] // allocator.block_size, allocator.block_tables.shape[1])
+        return min(tokens.shape[1] // allocator.block_size, allocator.block_tables.shape[-1])
 
     def check_sizes(self, allocator: BlockAllocator) -> None:
-        if allocator.windows != (None,):
-            raise ValueError(f"a prefix cache is for one group without a window; got {allocator.windows=}.")
-        sizes, wanted = self.tokens.shape, (allocator.num_blocks, allocator.block_size)
+        num_groups = 1 if self.companions is None else 1 + len(self.companions)
+        sizes = *self.tokens.shape, num_groups
+        wanted = allocator.num_blocks, allocator.block_size, allocator.num_groups
         if sizes != wanted:
-            raise ValueError(f"a prefix cache has its allocator's (num_blocks, block_size), {wanted}; got {sizes}.")
+            raise ValueError(
+                f"a prefix cache has its allocator's (num_blocks, block_size, num_groups), {wanted}; got {sizes}."
+            )
 
     def _check(self, allocator: BlockAllocator, tokens: Any, salts: Any) -> tuple[jax.Array, jax.Array]:
         self.check_sizes(allocator)
@@ -442,17 +531,30 @@ def _find_buckets(
     return table, firsts, homes
 
 
-def begin_with(allocator: BlockAllocator, ids: jax.Array, found: jax.Array) -> tuple[BlockAllocator, jax.Array]:
-    """Empty sequences begin with the cached blocks that `PrefixCache.find` found for them; those for which it found
-    none stay as they are. Also how many tokens these hold, int32 `[seqs]`."""
-    num_columns, tables = found.shape[1], allocator.block_tables
-    num_cached = found.sum(axis=1, dtype=jnp.int32) * allocator.block_size
+def begin_with(allocator: BlockAllocator, beginnings: Beginnings) -> tuple[BlockAllocator, jax.Array]:
+    """Empty sequences begin with the cached blocks that were found for them; the others do not change.
+
+    Also returns how many tokens these hold, int32 `[seqs]`.
+    """
+    num_columns, tables, num_passed = beginnings.ids.shape[2], allocator.rows, allocator.num_passed
+    ids, begin = (x.swapaxes(0, 1).reshape(-1, num_columns) for x in (beginnings.ids, beginnings.begin))
+    num_cached = beginnings.num_found * allocator.block_size
+    if num_passed is not None:
+        num_passed = jnp.where(num_cached[None] > 0, allocator.num_passed_at(num_cached), num_passed)
     allocator = allocator.with_rows(
-        tables.at[:, :num_columns].set(jnp.where(found, ids, tables[:, :num_columns])),
+        tables.at[:, :num_columns].set(jnp.where(begin, ids, tables[:, :num_columns])),
         jnp.where(num_cached > 0, num_cached, allocator.lengths),
-        allocator.pool.acquire_cached(ids, found),
+        allocator.pool.acquire_cached(ids, begin),
+        num_passed,
     )
     return allocator, num_cached
+
+
+def _entries(allocator: BlockAllocator, num_columns: int) -> tuple[jax.Array, jax.Array]:
+    """The first columns of the tables, `[groups, seqs, columns]`, and which of them are blocks that the rows hold."""
+    shape = allocator.num_groups, -1, num_columns
+    is_entry = allocator.is_entry(allocator.lengths)
+    return tuple(x[:, :num_columns].reshape(shape) for x in (allocator.rows, is_entry))  # type: ignore[return-value]
 
 
 def _cut(tokens: jax.Array, lengths: jax.Array, num_columns: int, block_size: int) -> jax.Array:

@@ -120,8 +120,6 @@ class Engine:
     ):
         num_blocks, block_size = pool_sizes(caches)
         windows = tuple(windows)
-        if prefix_cache and windows != (None,):
-            raise ValueError(f"a prefix cache is for one group of layers without a window; got {windows=}.")
         sizes = chosen_sizes(
             (num_blocks - 1) // max(len(windows), 1) + 1,
             block_size,
@@ -153,7 +151,7 @@ class Engine:
                 max_steps=self._steps.most,
                 num_stop_ids=num_stop_ids,
                 prefix_cache=PrefixCache.create(
-                    num_blocks=num_blocks, block_size=block_size, secret=secrets.randbits(128)
+                    num_blocks=num_blocks, block_size=block_size, secret=secrets.randbits(128), num_groups=len(windows)
                 )
                 if prefix_cache and max_length >= block_size  # else it could never find a block
                 else None,

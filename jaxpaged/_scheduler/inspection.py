@@ -66,11 +66,13 @@ def prefix_figures(scheduler: SchedulerState, allocator: BlockAllocator) -> dict
     cached_at, cached = np.asarray(allocator.pool.cached_at), np.asarray(prefixes.cache.tokens)
     are_theirs = True
     for seat in np.flatnonzero(holder < scheduler.max_requests):
-        full = np.asarray(allocator.block_tables)[seat, : lengths[seat] // allocator.block_size]
+        full = np.asarray(allocator.rows)[seat, : lengths[seat] // allocator.block_size]
         tokens = np.asarray(scheduler.tokens)[holder[seat], : full.size * allocator.block_size].reshape(
             full.size, allocator.block_size
         )
         is_cached = cached_at[full] == allocator.num_blocks
+        if allocator.num_passed is not None:  # the entries before may be anything
+            is_cached &= np.arange(full.size) >= np.asarray(allocator.num_passed)[0, seat]
         are_theirs &= bool((cached[full] == tokens)[is_cached].all())
     return {
         "who_left_has_no_seat": ((seats == scheduler.max_requests) | (left == scheduler.max_requests)).all(),

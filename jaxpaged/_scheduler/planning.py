@@ -84,7 +84,7 @@ def first_marked(values: jax.Array, is_marked: jax.Array, *, size: int, fill_val
 
 
 def admit[S: SchedulerState](
-    scheduler: S, allocator: BlockAllocator, candidates: jax.Array, num_found: ArrayLike = 0, num_woken: ArrayLike = 0
+    scheduler: S, allocator: BlockAllocator, candidates: jax.Array, num_begun: ArrayLike = 0, num_woken: ArrayLike = 0
 ) -> tuple[S, jax.Array]:
     """Gives seats to candidates, in their order, while seats and blocks suffice.
 
@@ -92,7 +92,7 @@ def admit[S: SchedulerState](
         scheduler: its free seats are given out.
         allocator: whose blocks must suffice.
         candidates: int32 `[seats]`, waiting requests; behind the last of them `max_requests`.
-        num_found: int32 `[seats]`, blocks that each candidate begins with.
+        num_begun: int32 `[seats]`, blocks that each candidate begins with, in all groups.
         num_woken: int32 `[seats]`, how many of them are free until it takes them.
 
     Returns:
@@ -108,11 +108,11 @@ def admit[S: SchedulerState](
     is_free = scheduler.seated == num_requests
     owed = reserved_blocks(scheduler, allocator, scheduler.seated) - allocator.num_held_by_each()
     owed = jnp.where(is_free, 0, jnp.maximum(owed, 0))  # windows hold more than they need until they give it back
-    reserved = reserved_blocks(scheduler, allocator, candidates) - num_found
+    reserved = reserved_blocks(scheduler, allocator, candidates) - num_begun
     reserved = jnp.where(candidates < num_requests, reserved, 0)
     before = jnp.cumsum(reserved + num_woken, dtype=jnp.int32) - reserved + owed.sum(dtype=jnp.int32)
     num_known, limits = rows_of((scheduler.num_known, scheduler.limits), candidates)
-    entry = allocator.most_blocks(allocator.num_blocks_for(jnp.minimum(num_known + 1, limits - 1))) - num_found
+    entry = allocator.most_blocks(allocator.num_blocks_for(jnp.minimum(num_known + 1, limits - 1))) - num_begun
     fits = (candidates < num_requests) & (seats < is_free.sum(dtype=jnp.int32))
     fits &= (before + entry <= allocator.num_free) & ~scheduler.was_refused & ~scheduler.is_outbox_full
 

@@ -9,25 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._allocator.prefix_cache import begin_with
+from jaxpaged._allocator.prefix_cache import Beginnings, begin_with
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
 
 NOTHING_TO_LIST = jnp.iinfo(jnp.int32).max
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Beginnings:
-    """The cached blocks with which requests may begin: a row for each candidate, or for the seat that it was given."""
-
-    num_asked: jax.Array  # int32 [seats], full blocks that were looked up
-    ids: jax.Array  # int32 [seats, columns]
-    found: jax.Array  # bool [seats, columns]
-
-    @property
-    def num_found(self) -> jax.Array:
-        return self.found.sum(axis=1, dtype=jnp.int32)
 
 
 def after_commit(
@@ -57,7 +43,7 @@ def change_seats[S: SchedulerState](
     prefixes, allocator, tags = vacate(scheduler, prefixes, allocator)
     candidates, beginnings = ready(scheduler, prefixes, allocator, tags)
     num_woken = woken_by_each(allocator, beginnings)
-    scheduler, entered = planning.admit(scheduler, allocator, candidates, beginnings.num_found, num_woken)
+    scheduler, entered = planning.admit(scheduler, allocator, candidates, beginnings.num_blocks, num_woken)
     prefixes, allocator = begin(prefixes, allocator, entered, planning.rows_of(beginnings, entered))
     prefixes = dataclasses.replace(prefixes, is_due=jnp.zeros_like(prefixes.is_due))
     return dataclasses.replace(scheduler, prefixes=prefixes), allocator
@@ -88,8 +74,7 @@ def ready(
     num_asked = jnp.maximum(jnp.minimum(num_known - 1, findable), 0) // allocator.block_size
     salts = jnp.broadcast_to(prefixes.salt, candidates.shape)
     blocks = tokens_in_blocks(scheduler, allocator, candidates)
-    ids, found, new_tags = prefixes.cache.find(allocator.pool, blocks, num_asked, salts)
-    beginnings = Beginnings(num_asked, ids, found)
+    beginnings, new_tags = prefixes.cache.find(allocator, blocks, num_asked, salts)
     waits = is_being_computed(scheduler, prefixes, allocator, candidates, beginnings, tags, new_tags)
     is_ready = (candidates < scheduler.max_requests) & ~waits
 
@@ -104,11 +89,11 @@ def begin(
     prefixes: Prefixes, allocator: BlockAllocator, entered: jax.Array, beginnings: Beginnings
 ) -> tuple[Prefixes, BlockAllocator]:
     """Gives requests that entered the blocks found for them: `beginnings` of each seat, empty if nobody entered."""
-    allocator, _ = begin_with(allocator, beginnings.ids, beginnings.found)
+    allocator, _ = begin_with(allocator, beginnings)
     has_entered = entered < entered.shape[0]
     prefixes = dataclasses.replace(
         prefixes,
-        cache=prefixes.cache.counted(beginnings.num_asked, beginnings.found),
+        cache=prefixes.cache.counted(beginnings),
         salts=jnp.where(has_entered, prefixes.salt, prefixes.salts),
         num_listed=jnp.where(has_entered, beginnings.num_found, prefixes.num_listed),
     )
@@ -118,7 +103,7 @@ def begin(
 def tokens_in_blocks(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
     """The tokens of requests in blocks, int32 `[requests, columns, block_size]`; of what is not known, any."""
     block_size = allocator.block_size
-    num_columns = min(scheduler.tokens.shape[1] // block_size, allocator.block_tables.shape[1])
+    num_columns = min(scheduler.tokens.shape[1] // block_size, allocator.block_tables.shape[-1])
     tokens = planning.rows_of(scheduler.tokens, request_ids)
     return tokens[:, : num_columns * block_size].reshape(-1, num_columns, block_size)
 
@@ -158,8 +143,8 @@ def is_being_computed(
 
 def woken_by_each(allocator: BlockAllocator, beginnings: Beginnings) -> jax.Array:
     """Free blocks that each would be the first to hold, if they enter in this order, int32 `[seats]`."""
-    pool, ids = allocator.pool, beginnings.ids
-    is_free = beginnings.found & (pool.cached_at[ids] != pool.num_blocks)
+    pool, ids = allocator.pool, beginnings.ids.reshape(len(beginnings.ids), -1)
+    is_free = beginnings.begin.reshape(ids.shape) & (pool.cached_at[ids] != pool.num_blocks)
     order = jnp.broadcast_to(jnp.arange(len(ids), dtype=jnp.int32)[:, None], ids.shape)
     first = jnp.full(pool.num_blocks, len(ids), jnp.int32)
     first = first.at[jnp.where(is_free, ids, pool.num_blocks)].min(order, mode="drop")

@@ -358,11 +358,11 @@ def test_the_compiled_insert_computes_each_hash_once():
         ),
         (
             lambda p, a: PrefixCache.create(num_blocks=9, block_size=2).insert(a, rows(A, A, A)),
-            r"allocator's .* \(8, 2\); got \(9, 2\)",
+            r"allocator's .* \(8, 2, 1\); got \(9, 2, 1\)",
         ),
         (
             lambda p, a: PrefixCache.create(num_blocks=9, block_size=2).clear(a),
-            r"allocator's .* \(8, 2\); got \(9, 2\)",
+            r"allocator's .* \(8, 2, 1\); got \(9, 2, 1\)",
         ),
         (lambda p, a: p.insert(a, rows(A, A)), r"tokens must be int32 \[3, width\].*got int32 \[2, 8\]"),
         (lambda p, a: p.insert(a, jnp.zeros((3, 8))), r"tokens must be int32 .*got float32"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from jaxpaged import BlockAllocator, KVCache, copy_blocks, paged_attention, write_kv
+from jaxpaged import BlockAllocator, KVCache, PrefixCache, copy_blocks, paged_attention, write_kv
 from tests.allocator.allocators import counts, free_ids, marks
 
 
@@ -173,3 +173,63 @@ def test_text_shows_every_group():
 def test_impossible_windows_are_refused(windows):
     with pytest.raises(ValueError, match="window"):
         make(*windows)
+
+
+def cached(*windows, length=14, width=20, **sizes):
+    """One sequence of `length` tokens, cached block by block as it grew, then freed; and its tokens."""
+    allocator = make(*windows, **sizes)
+    sizes = dict(num_blocks=allocator.num_blocks, block_size=4, num_groups=len(windows))
+    prefix_cache, tokens = PrefixCache.create(**sizes), jnp.arange(width, dtype=jnp.int32)[None]
+    for end in range(4, length + 1):
+        allocator = grown(allocator, end)
+        prefix_cache, allocator = prefix_cache.insert(allocator, jnp.roll(tokens, width - end, axis=1))
+    return prefix_cache, allocator.free(marks(1)), tokens
+
+
+def match(prefix_cache, allocator, tokens):
+    prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, tokens, counts(tokens.shape[1]))
+    assert allocator.broken_invariants() == ()
+    return allocator, int(num_cached[0])
+
+
+def test_a_prefix_begins_with_the_blocks_that_windows_show():
+    prefix_cache, allocator, tokens = cached(None, 6)
+    after, num_cached = match(prefix_cache, allocator, tokens)
+    assert num_cached == 12
+    assert after.num_passed.tolist() == [[0], [1]]  # the next token sees those from position 7 on
+    assert [len(ids) for ids in held(after)] == [3, 2]
+    again, num_cached = match(prefix_cache, allocator, tokens[:, :9])  # what the window had passed is cached too
+    assert (num_cached, again.num_passed.tolist()) == (8, [[0], [0]])
+
+
+def test_a_prefix_is_cut_back_to_where_windows_have_their_blocks():
+    prefix_cache, allocator, tokens = cached(None, 6)
+    held_before, _ = match(prefix_cache, allocator, tokens)
+    third = held(held_before)[1][-1]  # the window's block of positions 8 to 11
+    pool = dataclasses.replace(allocator.pool, cached_at=allocator.pool.cached_at.at[third].set(-1))
+    after, num_cached = match(prefix_cache, dataclasses.replace(allocator, pool=pool), tokens)
+    assert num_cached == 8
+    assert held(after)[0] == held(held_before)[0][:2]
+
+
+def test_equal_sequences_share_the_blocks_of_every_group_and_windows():
+    allocator = grown(make(None, 6, num_seqs=2), 14, 14, q_len=14)
+    prefix_cache = PrefixCache.create(num_blocks=24, block_size=4, num_groups=2)
+    tokens = jnp.tile(jnp.arange(14, dtype=jnp.int32), (2, 1))
+    prefix_cache, allocator = prefix_cache.insert(allocator, tokens)
+    full, full_twin, window, window_twin = held(allocator)
+    assert (full[:3], window[:3]) == (full_twin[:3], window_twin[:3])
+    assert (full[3], window[3]) != (full_twin[3], window_twin[3])
+    assert allocator.broken_invariants() == ()
+    assert not set(full) & set(window)
+
+
+def test_without_a_full_group_a_prefix_is_found_while_all_of_its_windows_is_cached():
+    prefix_cache, allocator, tokens = cached(6)
+    after, num_cached = match(prefix_cache, allocator, tokens)
+    assert (num_cached, len(held(after)[0])) == (12, 2)
+
+
+def test_a_prefix_cache_of_other_groups_than_the_windows_is_refused():
+    with pytest.raises(ValueError, match=r"num_groups\), \(24, 4, 2\); got \(24, 4, 1\)"):
+        PrefixCache.create(num_blocks=24, block_size=4).insert(make(None, 6), jnp.zeros((1, 8), jnp.int32))

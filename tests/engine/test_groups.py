@@ -98,10 +98,13 @@ def least_blocks(family):
 
 @pytest.mark.parametrize(("family", "widths"), [("gemma 3", None), ("gpt-oss", (3,)), ("mistral", None)])
 def test_tokens_are_those_of_one_table(family, widths):
-    grouped = engine(family, grouped=True, num_blocks=least_blocks(family) + 3, widths=widths)
+    prefix_cache = family != "gpt-oss"
+    num_blocks = least_blocks(family) + 3
+    grouped = engine(family, grouped=True, num_blocks=num_blocks, widths=widths, prefix_cache=prefix_cache)
     prompts, params = requests(seed=1)
     assert tokens(grouped, prompts, params) == tokens(engine(family, grouped=False), prompts, params)
     assert grouped.stats().num_preempted > 0 or family == "mistral"  # whose pool is never short
+    assert (grouped.stats().num_found > 0) == prefix_cache
     scheduler, allocator = grouped._state.scheduler, grouped._state.allocator
     assert allocator.broken_invariants() == scheduler.broken_invariants(allocator) == ()
     assert int(allocator.num_held) == 0

@@ -9,6 +9,7 @@
 """
 
 import argparse
+import bisect
 import functools
 import os
 import secrets
@@ -16,7 +17,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxpaged import CacheCapacity, cache_capacity
+from jaxpaged import CacheCapacity, cache_capacity, layer_groups
 from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.command_line import (
     RequestError,
@@ -27,7 +28,7 @@ from lib.command_line import (
     run,
     say,
 )
-from lib.engine_llama import create_engine
+from lib.engine_llama import create_engine, layer_windows
 from lib.engine_thread import EngineThread
 from lib.llama import LlamaConfig
 from lib.tensor_parallel import spread
@@ -115,6 +116,7 @@ def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacit
             head_dim=config.head_dim,
             block_size=args.block_size,
             dtype=args.dtype,
+            windows=config.windows,
         )
     except ValueError as error:
         raise RequestError(f"--cache-mb {args.cache_mb} is too small: {error}") from error
@@ -135,7 +137,9 @@ def create_service(args: argparse.Namespace) -> "Service":
             f"{capacity.num_tokens:,} tokens, or {capacity.num_seqs:,} of the longest requests."
         )
     if num_blocks is not None:
-        max_length = min(max_length, (num_blocks - 1) * args.block_size)
+        groups = layer_groups(layer_windows(checkpoint.config))
+        blocks_for = functools.partial(groups.num_blocks, block_size=args.block_size)
+        max_length = bisect.bisect_right(range(max_length + 1), num_blocks - 1, key=blocks_for) - 1
     if max_length < 2:
         raise RequestError("A request must have room for two tokens; pass a larger --max-length or --num-blocks.")
     load = functools.partial(load_model, checkpoint, args.dtype)

@@ -15,6 +15,10 @@ from lib.tensor_parallel import create_on
 CHUNK_TOKENS = 256
 
 
+def layer_windows(config: LlamaConfig) -> Sequence[int | None]:
+    return [None] * config.num_layers if config.windows is None else config.windows
+
+
 def create_engine(
     model: Llama,
     config: LlamaConfig,
@@ -33,28 +37,31 @@ def create_engine(
     tensor_parallel.py has sharded.
     """
     graph, weights = nnx.split(model)
+    groups = jaxpaged.layer_groups(layer_windows(config))
 
     def apply(
         weights: nnx.State,
         tokens: jax.Array,  # int32 [tokens]
         positions: jax.Array,
-        caches: Sequence[jaxpaged.KVCache],  # one a layer
+        caches: Sequence[jaxpaged.KVCache],  # one for each layer of a group
         attend: jaxpaged.StepAttention,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
-        model = nnx.merge(graph, weights)
+        model, new_caches = nnx.merge(graph, weights), list(caches)
 
         # The modules of llama.py take [seqs, q_len, features]; outside of attention each token is a sequence.
         def attend_to_tokens(
-            attention: jaxpaged.nnx.PagedAttention, x: jax.Array, cache: jaxpaged.KVCache
+            group: int, attention: jaxpaged.nnx.PagedAttention, x: jax.Array, cache: jaxpaged.KVCache
         ) -> tuple[jaxpaged.KVCache, jax.Array]:
-            cache, out = attend.call(attention, x[:, 0], cache)
+            cache, out = attend.call(attention, x[:, 0], cache, group=group)
             return cache, out[:, None]
 
-        new_caches, x = model.through_layers(tokens[:, None], caches, attend_to_tokens)
-        return new_caches, model.logits(attend.newest(x)[:, 0])
+        x = model.embed(tokens[:, None])
+        for layer, (index, group) in zip(model.layers, groups.layers, strict=True):
+            new_caches[index], x = layer(x, new_caches[index], functools.partial(attend_to_tokens, group))
+        return tuple(new_caches), model.logits(attend.newest(x)[:, 0])
 
     if num_blocks is None:
-        num_blocks = 1 + num_seats * -(-max_length // block_size)
+        num_blocks = 1 + num_seats * groups.num_blocks(max_length, block_size=block_size, chunk_tokens=CHUNK_TOKENS)
     create = functools.partial(
         jaxpaged.KVCache.create,
         num_blocks=num_blocks,
@@ -65,6 +72,6 @@ def create_engine(
     )
     if mesh is not None:
         create = functools.partial(create_on, mesh, create)
-    caches = tuple(create() for _ in range(config.num_layers))
+    caches = tuple(create() for _ in range(groups.num_caches))
     sizes = dict(num_seats=num_seats, max_length=max_length, chunk_tokens=CHUNK_TOKENS)
-    return jaxpaged.Engine(apply, weights, caches, **sizes | options)
+    return jaxpaged.Engine(apply, weights, caches, windows=groups.windows, **sizes | options)

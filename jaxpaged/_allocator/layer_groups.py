@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jaxpaged._allocator.state import most_blocks
 from jaxpaged._integers import checked_size
 
 
@@ -21,6 +22,16 @@ class LayerGroups:
     windows: tuple[int | None, ...]
     num_caches: int
     layers: tuple[tuple[int, int], ...]
+
+    def num_blocks(self, length: int, *, block_size: int, chunk_tokens: int = 1) -> int:
+        """The most blocks that a sequence holds in all groups while it grows to `length` tokens.
+
+        Args:
+            length: its tokens in the cache at the end.
+            block_size: tokens in a block.
+            chunk_tokens: the most tokens that are appended to it at a time.
+        """
+        return most_blocks(self.windows, -(-length // block_size), block_size, chunk_tokens)
 
 
 def layer_groups(windows: Sequence[int | None]) -> LayerGroups:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxpaged._allocator.layer_groups import layer_groups
 from jaxpaged._cache.kv_cache import Granularity, checked_granularity, checked_value_dim
 from jaxpaged._integers import checked_size
 
@@ -22,10 +23,10 @@ class CacheCapacity:
     Attributes:
         block_size: tokens in a block.
         bytes_per_token: keys, values and scales of a token, in all layers.
-        num_blocks: blocks in the pool of each layer, the null block included: the argument of `KVCache.create` and
+        num_blocks: blocks in the pool of each cache, the null block included: the argument of `KVCache.create` and
             `BlockAllocator.create`.
-        num_bytes: of the caches of all layers.
-        num_tokens: what these blocks hold, the null block left out.
+        num_bytes: of all caches.
+        num_tokens: what these blocks hold, the null block left out; with windows, if no sequence is longer than them.
         num_seqs: sequences of the given lengths held at once, on average.
         max_length: tokens of the longest sequence that a contiguous cache provides for.
         num_contiguous_seqs: sequences in a contiguous cache of the same memory, dtype and scales.
@@ -62,6 +63,7 @@ def cache_capacity(
     dtype: DTypeLike = jnp.bfloat16,
     scale_per: Granularity | None = None,
     max_length: int | None = None,
+    windows: Sequence[int | None] | None = None,
 ) -> CacheCapacity:
     """How many blocks fit into a memory, and how many sequences into these blocks.
 
@@ -85,10 +87,13 @@ def cache_capacity(
         dtype: as in `KVCache.create`, like the next.
         scale_per: what has its own scale in a quantised cache.
         max_length: what a contiguous cache provides for each sequence; None: the longest of `lengths`.
+        windows: each layer's `sliding_window` or None, for a model whose layers are in `layer_groups`. None: all layers
+            share one table.
 
     Raises:
         ValueError: a size that is no int or below 1, no length, one above `max_length`, a dtype or scale that
-            `KVCache.create` does not take, or a memory too small for one block beside the null block.
+            `KVCache.create` does not take, windows of another number of layers, or a memory too small for one block
+            beside the null block.
 
     Example:
         >>> import jaxpaged
@@ -99,6 +104,10 @@ def cache_capacity(
         501 sequences of the given lengths; a contiguous cache for 8,192 tokens each holds 37
         >>> jaxpaged.cache_capacity(40 * 10**9, [600], dtype="int8", **llama_3_8b).num_blocks
         36991
+        >>> gemma_3_27b = dict(num_layers=62, num_kv_heads=16, head_dim=128)
+        >>> windows = ([1024] * 5 + [None]) * 10 + [1024] * 2
+        >>> [jaxpaged.cache_capacity(4 * 10**10, [32768], windows=w, **gemma_3_27b).num_seqs for w in (None, windows)]
+        [2, 12]
     """
     sizes = dict(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
     num_layers, num_kv_heads, head_dim, block_size = (checked_size(name, size) for name, size in sizes.items())
@@ -108,6 +117,10 @@ def cache_capacity(
     if not lengths:
         raise ValueError("lengths must have at least one length; pass [average] where no sample is at hand.")
     max_length = max(lengths) if max_length is None else checked_size("max_length", max_length, max(lengths))
+    windows = [None] * num_layers if windows is None else list(windows)
+    if len(windows) != num_layers:
+        raise ValueError(f"windows must have one entry for each layer; got {len(windows)} and {num_layers=}.")
+    groups = layer_groups(windows)
     granularity = checked_granularity(dtype, scale_per)
 
     widths = [head_dim] if is_latent else [head_dim, value_dim]  # of the arrays, each with its scales
@@ -115,21 +128,21 @@ def cache_capacity(
     head_bytes = sum(width * jnp.dtype(dtype).itemsize + scale_bytes for width in widths)
     bytes_per_token = num_layers * num_kv_heads * head_bytes
     shared_scales = {"head": num_kv_heads, "tensor": 1}.get(granularity or "", 0)
-    fixed_bytes = len(widths) * num_layers * shared_scales * SCALE_BYTES
-    block_bytes = block_size * bytes_per_token
+    fixed_bytes = len(widths) * groups.num_caches * shared_scales * SCALE_BYTES
+    block_bytes = block_size * bytes_per_token // num_layers * groups.num_caches
     num_blocks = (memory_bytes - fixed_bytes) // block_bytes
     if num_blocks <= NULL_BLOCKS:
         raise ValueError(
             f"{memory_bytes=} holds {max(num_blocks, 0)} blocks of {block_bytes} bytes, and the null block is one. "
             f"Pass at least {(NULL_BLOCKS + 1) * block_bytes + fixed_bytes}."
         )
-    blocks_needed = sum(-(-length // block_size) for length in lengths)
+    blocks_needed = sum(groups.num_blocks(length, block_size=block_size) for length in lengths)
     return CacheCapacity(
         block_size=block_size,
         bytes_per_token=bytes_per_token,
         num_blocks=num_blocks,
         num_bytes=num_blocks * block_bytes + fixed_bytes,
-        num_tokens=(num_blocks - NULL_BLOCKS) * block_size,
+        num_tokens=(num_blocks - NULL_BLOCKS) // len(groups.windows) * block_size,
         num_seqs=(num_blocks - NULL_BLOCKS) * len(lengths) // blocks_needed,
         max_length=max_length,
         num_contiguous_seqs=(memory_bytes - fixed_bytes) // (max_length * bytes_per_token),

@@ -28,6 +28,13 @@ def test_each_layer_has_a_cache_of_its_own_among_those_of_its_group(windows, num
         assert groups.windows[group] == window
 
 
+def test_a_sequence_holds_the_blocks_of_a_window_and_of_its_chunk():
+    groups = layer_groups([None, 9, 9])
+    assert groups.num_blocks(40, block_size=4) == 10 + 2 * 3
+    assert groups.num_blocks(7, block_size=4) == 3 * 2
+    assert groups.num_blocks(40, block_size=4, chunk_tokens=9) == 10 + 2 * 5
+
+
 @pytest.mark.parametrize("windows", [[], [0], [None, 1.5]])
 def test_impossible_windows_are_refused(windows):
     with pytest.raises(ValueError, match="window"):

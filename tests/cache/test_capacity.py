@@ -57,6 +57,21 @@ def test_sequences_are_as_many_as_find_blocks_one_after_the_other():
     assert longer.num_contiguous_seqs == capacity.num_contiguous_seqs // 2
 
 
+def test_windows_make_room_for_more():
+    sizes = dict(num_layers=6, **SIZES)
+    one_table = cache_capacity(200_000, [100], **sizes)
+    grouped = cache_capacity(200_000, [100], windows=[8, 8, None] * 2, **sizes)
+    assert grouped.bytes_per_token == one_table.bytes_per_token
+    assert grouped.num_bytes == 2 * created_bytes(
+        dtype=jnp.bfloat16, scale_per=None, num_blocks=grouped.num_blocks, **SIZES
+    )  # of two caches
+    # Two groups of windows hold three blocks each, where the full one holds 20.
+    assert grouped.num_seqs == (grouped.num_blocks - 1) // (20 + 2 * 3) > one_table.num_seqs
+    assert grouped.num_tokens == (grouped.num_blocks - 1) // 3 * 5
+    with pytest.raises(ValueError, match=r"one entry for each layer; got 2 and num_layers=6"):
+        cache_capacity(200_000, [100], windows=[8, None], **sizes)
+
+
 def test_a_capacity_as_text():
     capacity = cache_capacity(200_000, [6], num_layers=2, **SIZES)
     assert str(capacity) == (

@@ -1,10 +1,10 @@
 """What a person or a test asks a scheduler, on the host: the invariants that it breaks, and itself as text."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.state import most_blocks
 from jaxpaged._scheduler.records import RequestStatus
 from jaxpaged._scheduler.state import SchedulerState
 
@@ -33,7 +33,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
     served = list(zip(keys[order][live[order]].tolist(), arrivals[order][live[order]].tolist(), strict=True))
     num_blocks = -(-(limits[live] - 1) // allocator.block_size)
     fit = num_blocks <= allocator.block_tables.shape[-1]
-    fit &= np.asarray(allocator.most_blocks(jnp.asarray(num_blocks))) < allocator.num_blocks
+    fit &= most_blocks(allocator.windows, num_blocks, allocator.block_size) < allocator.num_blocks
     unused = np.asarray(scheduler.outbox_request_ids)[int(scheduler.num_steps) :]
     return _broken(
         {

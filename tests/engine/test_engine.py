@@ -148,7 +148,8 @@ def test_a_model_that_leaves_partitions_open_gets_those_of_an_exact_engine(monke
         jnp.zeros((1, 1, 8), jnp.bfloat16),
     )
     zero = jnp.zeros(1, jnp.int32)
-    attend = StepAttention(None, zero, zero + 4, None, zero, num_partitions=1)
+    allocator = BlockAllocator.create(num_blocks=3, block_size=4, num_seqs=1, max_blocks_per_seq=2)
+    attend = StepAttention(allocator, zero, zero + 4, None, zero, num_partitions=1)
     attend(x, x, x, cache)
     attend(x, x, x, cache, num_partitions=None)
     attend(x, x, x, cache, num_partitions=2)
@@ -510,7 +511,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
 
 
 def test_a_request_beyond_the_pool_is_refused():
-    sizes = dict(max_length=MAX_TOKENS, num_blocks=6, block_size=4, num_stop_ids=0)
+    sizes = dict(max_length=MAX_TOKENS, num_blocks=6, block_size=4, windows=(None,), num_stop_ids=0)
     assert checked_request([1] * 10, SamplingParams(max_tokens=11), **sizes)  # 20 tokens are computed, in 5 blocks
     with pytest.raises(ValueError, match="22 tokens need 6 blocks of 4, and the caches have 5 beside the null block"):
         checked_request([1] * 10, SamplingParams(max_tokens=12), **sizes)

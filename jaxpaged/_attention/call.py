@@ -60,6 +60,11 @@ class Call:
         return self.latent_values if self.v_cache is None else self.v_cache.shape[-1]
 
     @property
+    def widths(self) -> dict[str, Any]:
+        """Of keys and values, as the decode kernel's configuration takes them."""
+        return dict(head_dim=self.head_dim, value_dim=self.value_dim, is_latent=self.v_cache is None)
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
         return *self.q.shape[:-1], self.value_dim
 

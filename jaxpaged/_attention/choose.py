@@ -89,6 +89,12 @@ def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
     choice = _choose(call, gpu, known)
     if isinstance(choice, str):
         return Refusal(choice, is_told=gpu.is_hopper)
+    if known.implementation is None and (call.v_cache is None or call.value_dim != call.head_dim):
+        return Refusal(
+            "no GPU has run the decode kernel on latents, or on values of another width than keys, yet: it must be "
+            'named, implementation="mosaic_gpu".',
+            is_told=False,
+        )
     if known.implementation is None and not gpu.is_hopper:
         return Refusal(
             'on this GPU the kernels must be named, implementation="mosaic_gpu". `python -m jaxpaged.selftest` checks '
@@ -137,7 +143,7 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
         # Query tokens that see the same become heads: see `runs`.
         group=call.group if call.causal else run * call.group,
         q_len=run if call.causal else 1,
-        head_dim=call.head_dim,
+        **call.widths,
         capacity=call.capacity,
         num_sms=gpu.num_sms,
         window=known.window,
@@ -176,9 +182,9 @@ def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
 def _runs(call: Call, gpu: Gpu) -> tuple[int, int]:
     """Runs that the decode kernel takes, and query tokens in each."""
     most_rows = decode_config.MAX_ROWS
-    if not call.causal:
+    if not call.causal or call.v_cache is None:
         most_rows = decode_config.most_rows(
-            head_dim=call.head_dim,
+            **call.widths,
             itemsize=call.itemsize,
             compute_capability=gpu.compute_capability,
         )
@@ -204,11 +210,6 @@ def is_wide_tree(call: Call) -> bool:
 
 def _option_limit(call: Call) -> str | None:
     options = call.options
-    if call.v_cache is None or call.value_dim != call.head_dim:
-        return (
-            "the Mosaic GPU kernels take keys and values of one head_dim, in arrays of their own; "
-            f'got head_dim={call.head_dim}, value_dim={call.value_dim}. Pass implementation="xla".'
-        )
     if call.itemsize > 1 and (options.k_scale is not None or options.v_scale is not None):
         return (
             "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
@@ -230,6 +231,11 @@ def _prefill_limit(call: Call, gpu: Gpu, known: Known) -> str | None:
             f"{decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), chooses its partitions itself; "
             f"got num_partitions={known.num_partitions}. Leave it out, or pass 1."
         )
+    if call.v_cache is None or call.value_dim != call.head_dim:
+        return (
+            "the prefill kernel takes keys and values of one head_dim, in arrays of their own; "
+            f"got head_dim={call.head_dim}, value_dim={call.value_dim}. Pass fewer query tokens at a time."
+        )
     return prefill_config.limit(
         head_dim=call.head_dim,
         block_size=call.block_size,
@@ -242,7 +248,7 @@ def _prefill_limit(call: Call, gpu: Gpu, known: Known) -> str | None:
 def _decode_limit(call: Call, gpu: Gpu) -> str | None:
     num_runs, run = _runs(call, gpu)
     limit = decode_config.limit(
-        head_dim=call.head_dim,
+        **call.widths,
         block_size=call.block_size,
         group=call.group,
         q_len=run,
@@ -250,6 +256,11 @@ def _decode_limit(call: Call, gpu: Gpu) -> str | None:
         cache_dtype=call.k_cache.dtype,
         compute_capability=gpu.compute_capability,
     )
+    if limit is None and call.v_cache is None and call.tree_mask is not None and run < call.q.shape[1]:
+        return (
+            f"the decode kernel takes a tree_mask on a latent with up to {run} query tokens of so many heads; "
+            f'got q_len={call.q.shape[1]}. Pass implementation="xla".'
+        )
     if limit is None and num_runs > decode_config.MAX_SEQS:
         seqs, tokens, group = call.lengths.shape[0], call.q.shape[-3], call.group
         name = "tokens" if call.tokens_per_seq is None else "q_len"

@@ -33,10 +33,9 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
         return join_packed(*_launch_decode(choice, uniform, plan), call, runs)
     a, tree = cut_uniform(call, choice.run), from_rows(call.tree_mask, call.lengths)
     options = dataclasses.replace(a.options, tree_bits=None if tree is None else tree.bits)
-    v_cache: Any = a.v_cache
-    arrays = a.q, a.k_cache, v_cache, a.block_tables, a.lengths
+    arrays = a.q, a.k_cache, a.v_cache, a.block_tables, a.lengths
     config: Any = choice.config
-    results = kernel.launch(*arrays, options, plan=plan, config=config)
+    results = kernel.launch(*arrays, options, value_dim=call.latent_values, plan=plan, config=config)
     out, lse = (join_uniform(x, call) for x in results)
     return out, lse
 

@@ -59,11 +59,18 @@ def check_plan(plan: PartitionPlan, call: Call, num_partitions: int | None) -> N
 
 def follows(call: Call, total_partitions: int) -> bool:
     """Whether a kernel follows a plan of that many partitions for this call: not for one sequence, queries that are not
-    causal, prompts in several runs, more partitions than the grid takes, nor if the partials need too much memory."""
+    causal, a latent, prompts in several runs, more partitions than the grid takes, nor if the partials need too much
+    memory."""
     q_len, group = call.tokens_per_seq, call.group
-    if q_len is None or not call.causal or call.q.shape[0] == 1 or fewest_runs(q_len, group)[0] > 1:
+    if (
+        call.v_cache is None
+        or q_len is None
+        or not call.causal
+        or call.q.shape[0] == 1
+        or fewest_runs(q_len, group)[0] > 1
+    ):
         return False
-    numbers = decode_config.partial_size(q_len=q_len, group=group, head_dim=call.head_dim)
+    numbers = decode_config.partial_size(q_len=q_len, group=group, head_dim=call.value_dim)
     num_bytes = total_partitions * call.kv_heads * numbers * 4
     return total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
 

@@ -110,6 +110,16 @@ def commit() -> None:
     commit_group()
 
 
+def barrier() -> None:
+    """All threads have come here."""
+
+    @plgpu.inline_mgpu()
+    def wait_for_warps(_: Any) -> None:
+        utils.warpgroup_barrier()
+
+    wait_for_warps()
+
+
 def wait(pending: int) -> None:
     """All groups but the last `pending` have arrived, for every thread."""
 

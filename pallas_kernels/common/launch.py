@@ -15,7 +15,7 @@ from pallas_kernels.common import interpret
 def launch(
     name: str,
     body: Callable[[Any], None],  # gets the `refs`
-    refs: type,
+    refs: Callable[..., Any],  # makes the `refs`
     inputs: dict[str, jax.Array],
     out_types: dict[str, Any],
     **how: Any,  # of `plgpu.kernel`

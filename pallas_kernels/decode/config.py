@@ -16,6 +16,8 @@ TILE = 64  # tokens of a tile: 16 for each of four warps, the M dimension of the
 COLUMNS = 64  # of a head, that one product takes
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_ROWS = 64  # q_len * group
+MAX_SUMS = 128 * 128  # numbers of O, which the registers of a program hold
+MAX_HEAD_DIM, MAX_LATENT = 256, 640
 MAX_SEQS = 65535  # the grid's slowest axis, for which CUDA allows no more
 PROGRAM_OVERHEAD = 4 * 1024  # bytes of SMEM: 1024 that CUDA takes, 2048 for Mosaic's reductions, barriers
 
@@ -25,10 +27,21 @@ class Config:
     num_partitions: int  # programs for each sequence and KV head
     num_stages: int  # tiles of K, and of V, in SMEM at a time
     copies: Literal["tma", "cp_async"]  # how tiles come to SMEM: see `copies`
+    head_parts: int = 1  # programs that share the query heads of a KV head
+    merged_by: Literal["last", "xla"] = "last"  # partitions of a sequence: by the program that is last, or by XLA
 
 
 def limit(
-    *, head_dim: int, block_size: int, group: int, q_len: int, q_dtype: Any, cache_dtype: Any, compute_capability: float
+    *,
+    head_dim: int,
+    value_dim: int | None = None,  # None: head_dim
+    is_latent: bool = False,
+    block_size: int,
+    group: int,
+    q_len: int,
+    q_dtype: Any,
+    cache_dtype: Any,
+    compute_capability: float,
 ) -> str | None:
     """What this kernel cannot take, with the limit and the value; None: it takes the call."""
     if compute_capability < LEAST_COMPUTE_CAPABILITY:
@@ -47,16 +60,27 @@ def limit(
             f"from 8.0; got {compute_capability=}."
         )
     multiple = 16 if eight_bit else 8  # 16 bytes, one asynchronous copy
-    if head_dim % multiple or head_dim > 256:
+    most = MAX_LATENT if is_latent else MAX_HEAD_DIM
+    widths = [head_dim] if is_latent or value_dim is None else [head_dim, value_dim]
+    if max(widths) > most or any(width % multiple for width in widths):
         return (
-            "the decode kernel takes a head_dim that is a multiple of 8 up to 256, of an 8-bit cache of 16; "
-            f"got {head_dim=}, {cache_dtype=!s}."
+            f"the decode kernel takes a head_dim that is a multiple of 8 up to {most}, of an 8-bit cache of 16; "
+            f"got {head_dim=}, {value_dim=}, {cache_dtype=!s}."
         )
     if block_size not in (8, 16, 32) and block_size % TILE:
         return f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}."
+    if is_latent:
+        group //= head_parts(
+            group=group,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            itemsize=jnp.dtype(cache_dtype).itemsize,
+            compute_capability=compute_capability,
+        )
     if q_len * group > MAX_ROWS:
         return f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
-    needed = smem_bytes(1, q_len=q_len, group=group, head_dim=head_dim, itemsize=jnp.dtype(cache_dtype).itemsize)
+    sizes: Any = dict(head_dim=head_dim, value_dim=value_dim, is_latent=is_latent)
+    needed = smem_bytes(1, q_len=q_len, group=group, itemsize=jnp.dtype(cache_dtype).itemsize, **sizes)
     if needed > (room := program_smem(compute_capability)):
         return (
             f"the decode kernel has {room} bytes of shared memory on this GPU, and needs {needed} for "
@@ -72,6 +96,8 @@ def default_config(
     group: int,
     q_len: int,
     head_dim: int,
+    value_dim: int | None = None,  # None: head_dim
+    is_latent: bool = False,
     capacity: int,  # tokens that a table row can hold: it bounds the lengths
     num_sms: int,
     compute_capability: float,
@@ -80,11 +106,14 @@ def default_config(
     planned: bool = False,  # the partitions of a plan instead
     itemsize: int = 2,  # of the cache's numbers, in bytes
 ) -> Config:
+    sizes: Any = dict(head_dim=head_dim, value_dim=value_dim, itemsize=itemsize)
+    parts = head_parts(group=group, compute_capability=compute_capability, **sizes) if is_latent else 1
+    group //= parts
 
     def fitting_stages(resident: int) -> int:
         room = program_smem(compute_capability, resident)
-        sizes = dict(q_len=q_len, group=group, head_dim=head_dim, itemsize=itemsize)
-        return next(n for n in itertools.count() if smem_bytes(n + 1, **sizes) > room)
+        rows: Any = dict(q_len=q_len, group=group, is_latent=is_latent)
+        return next(n for n in itertools.count() if smem_bytes(n + 1, **rows, **sizes) > room)
 
     # One program computes while the others wait; more rows take the registers of two. The programs of a plan even out
     # the lengths: the more of them, the better. [one_kernel_h200, plans_h100 of benchmarks/results/decisions/]
@@ -96,25 +125,39 @@ def default_config(
     if planned:
         num_partitions = 1
     if num_partitions is None:
-        # To merge n partials takes about as long as n tiles. [one_kernel_h200]
+        # For the program that is last, to merge n partials takes about as long as n tiles. [one_kernel_h200]
         seen = capacity if window is None else min(capacity, window + q_len - 1)
-        num_partitions = max(1, min(resident * num_sms // (seqs * kv_heads), 2 * math.isqrt(seen // 128)))
+        most = seen // (2 * TILE) if is_latent else 2 * math.isqrt(seen // 128)
+        num_partitions = max(1, min(resident * num_sms // (seqs * kv_heads * parts), most))
+    is_whole = head_dim % COLUMNS == 0 and (is_latent or (value_dim or head_dim) % COLUMNS == 0)
     return Config(
         num_partitions=min(num_partitions, max(1, -(-capacity // TILE))),  # more would have no tile
         num_stages=num_stages,
         # [portable_stages_h100 of benchmarks/results/decisions/]
-        copies="tma" if compute_capability >= 9.0 and head_dim % COLUMNS == 0 else "cp_async",
+        copies="tma" if compute_capability >= 9.0 and is_whole else "cp_async",
+        head_parts=parts,
+        # The sums of a latent are as large as half a tile. One program would take too long to read many of them.
+        merged_by="xla" if is_latent and num_partitions > 1 and not planned else "last",
     )
 
 
-def most_rows(*, head_dim: int, itemsize: int, compute_capability: float) -> int:
-    """Rows, a multiple of 8, that a program has shared memory for."""
-    room = program_smem(compute_capability)
+def most_rows(
+    *, head_dim: int, value_dim: int | None = None, is_latent: bool = False, itemsize: int, compute_capability: float
+) -> int:
+    """Rows, a multiple of 8, that a program has shared memory and registers for."""
+    room, width = program_smem(compute_capability), round_up(value_dim or head_dim, COLUMNS)
+    sizes: Any = dict(head_dim=head_dim, value_dim=value_dim, is_latent=is_latent, itemsize=itemsize)
     return max(
         rows
         for rows in range(8, MAX_ROWS + 1, 8)
-        if smem_bytes(1, q_len=1, group=rows, head_dim=head_dim, itemsize=itemsize) <= room
+        if rows * width <= MAX_SUMS and smem_bytes(1, q_len=1, group=rows, **sizes) <= room
     )
+
+
+def head_parts(*, group: int, compute_capability: float, **sizes: Any) -> int:
+    """The fewest programs for the query heads of a latent."""
+    most = most_rows(is_latent=True, compute_capability=compute_capability, **sizes)
+    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= most)
 
 
 def program_smem(compute_capability: float, resident: int = 1) -> int:
@@ -127,11 +170,21 @@ def partial_size(*, q_len: int, group: int, head_dim: int) -> int:
     return filled_rows(q_len, group) * round_up(head_dim, COLUMNS)
 
 
-def smem_bytes(num_stages: int, *, q_len: int, group: int, head_dim: int, itemsize: int) -> int:
+def smem_bytes(
+    num_stages: int,
+    *,
+    q_len: int,
+    group: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    is_latent: bool = False,
+    itemsize: int,
+) -> int:
     """Of the arrays of `refs.scratch`, without barriers and what Mosaic adds."""
     rows, width = filled_rows(q_len, group), round_up(head_dim, COLUMNS)
-    q, tile = rows * width * 2, TILE * width * itemsize
-    sizes = [q, TILE * rows * 2] + [num_stages * tile] * 2
+    rings = [width] if is_latent else [width, round_up(value_dim or head_dim, COLUMNS)]
+    q = rows * width * 2
+    sizes = [q, TILE * rows * 2, *(num_stages * TILE * ring * itemsize for ring in rings)]
     if itemsize == 1:
-        sizes += [q] + [num_stages * TILE * 4] * 2  # Q in float16, and scales of tokens
+        sizes += [q] + [num_stages * TILE * 4] * len(rings)  # Q in float16, and scales of tokens
     return sum(round_up(size, 1024) for size in sizes)

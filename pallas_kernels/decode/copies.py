@@ -1,7 +1,8 @@
 """How Q, K and V come to SMEM. `start_tile` and the waits are all of the kernel that differs between GPUs.
 
 The i-th tile of a program lies in stage i % stages of two rings. Its keys are asked for when those of tile i - stages
-have been used, its values half a step later: on all GPUs in the order Q K0 V0 K1 V1 ...
+have been used, its values half a step later: on all GPUs in the order Q K0 V0 K1 V1 ... The values of a latent are
+part of its keys, which come once both have been used.
 
     CpAsync   threads copy 16 bytes at a time; arrivals are counted in groups; from Ampere on
     Tma       the copy engine copies blocks, asked by one thread a warp; arrivals complete barriers; from Hopper on
@@ -28,13 +29,12 @@ Ids = tuple[jax.Array, ...]  # of the blocks of a tile
 
 @dataclasses.dataclass(frozen=True)
 class CpAsync:
-    """The keys of a tile are a group of copies, and so are its values, an empty one past the last tile: the same number
-    of groups is on its way in each step."""
+    """The keys of a tile are a group of copies, and so are its values if they have a ring, an empty one past the last
+    tile: the same number of groups is on its way in each step."""
 
     refs: Refs
     walk: Walk
-    keys: Ring
-    values: Ring
+    rings: list[Ring]  # of K and V, or one
     stages: int
 
     def read_ids(self, i: jax.Array) -> Ids:
@@ -53,19 +53,25 @@ class CpAsync:
         cp_async.commit()
 
     def start_keys(self, i: jax.Array, ids: Ids) -> None:
-        self.start(i, ids, self.keys, self.scales)
+        self.start(i, ids, self.rings[0], self.scales)
 
     def start_values(self, i: jax.Array, ids: Ids) -> None:
-        self.start(i, ids, self.values, ())
+        if len(self.rings) > 1:
+            self.start(i, ids, self.rings[1], ())
+
+    def start_latent(self, i: jax.Array, ids: Ids) -> None:  # in place of values that are still in use
+        cp_async.barrier()
+        self.start_keys(i, ids)
 
     def wait_query(self) -> None:  # the first tiles are on their way, but for the last one's values
-        cp_async.wait(2 * self.stages - 1)
+        cp_async.wait(len(self.rings) * (self.stages - 1) + 1)
 
     def wait_keys(self, stage: jax.Array) -> None:  # this tile's values are on their way, and stages - 1 tiles more
-        cp_async.wait(2 * self.stages - 2)
+        cp_async.wait(len(self.rings) * (self.stages - 1))
 
     def wait_values(self, stage: jax.Array) -> None:  # the keys of one tile more are
-        cp_async.wait(2 * self.stages - 1)
+        if len(self.rings) > 1:
+            cp_async.wait(2 * self.stages - 1)
 
     @property
     def scales(self) -> tuple[tuple[Any, Any], ...]:
@@ -78,7 +84,8 @@ class CpAsync:
     def start(self, i: jax.Array, ids: Ids, ring: Ring, scales: tuple[tuple[Any, Any], ...]) -> None:
         @pl.when(i < self.walk.num_tiles)
         def _start() -> None:
-            stage, kv_head = lax.rem(i, jnp.int32(self.stages)), self.walk.partition.kv_head
+            stage = lax.rem(i, jnp.int32(self.stages))
+            kv_head = self.refs.cache_head(self.walk.partition.kv_head)
             # Where in its first block the tile begins.
             offset = lax.rem(self.walk.tile_at(i) * TILE, jnp.int32(self.walk.block_size))
             self.start_tile(ring, stage, ids, offset, kv_head)
@@ -106,13 +113,17 @@ class Tma(CpAsync):
         """Of a head."""
         return slice(None)
 
+    def start_latent(self, i: jax.Array, ids: Ids) -> None:
+        self.start_keys(i, ids)  # where all warps wait for each other
+
     def wait_keys(self, stage: jax.Array) -> None:
-        plgpu.barrier_wait(self.keys.full.at[stage])
+        plgpu.barrier_wait(self.rings[0].full.at[stage])
         if self.scales:
             super().wait_keys(stage)
 
     def wait_values(self, stage: jax.Array) -> None:
-        plgpu.barrier_wait(self.values.full.at[stage])
+        if len(self.rings) > 1:
+            plgpu.barrier_wait(self.rings[1].full.at[stage])
 
     def start_tile(self, ring: Ring, stage: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
         block_size = self.walk.block_size
@@ -163,7 +174,7 @@ class Interpreted(Tma):
         pass
 
     def wait_keys(self, stage: jax.Array) -> None:
-        plgpu.barrier_wait(self.keys.full.at[stage])
+        plgpu.barrier_wait(self.rings[0].full.at[stage])
 
     def commit(self) -> None:
         pass

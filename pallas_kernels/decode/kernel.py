@@ -1,7 +1,7 @@
 """The body of the decode kernel, and its launch."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.launch import launch as launch_kernel
+from pallas_kernels.common.merge_parts import merge
 from pallas_kernels.common.options import AttentionOptions, bits_by_row, by_row, name_operands
 from pallas_kernels.common.rows import LOWEST, ROWS_LAST, normalise, zeros
 from pallas_kernels.common.scales import of_head, over_tokens
@@ -47,7 +48,9 @@ def _kernel(refs: Refs, *, config: Config) -> None:
         block_size=refs.block_size,
         tile_tokens=TILE,
     )
-    pl.when(walk.partition.works)(functools.partial(_attend, refs, walk, config=config))
+    # XLA merges what all programs write, also those without a tile.
+    works = True if config.merged_by == "xla" else walk.partition.works
+    pl.when(works)(functools.partial(_attend, refs, walk, config=config))
 
 
 def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
@@ -57,7 +60,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     tiles = Tiles.of(refs)
 
     # 2. Q and the first tiles are on their way.
-    copies = copies_of(config.copies)(refs, walk, *tiles.rings(), stages=stages)
+    copies = copies_of(config.copies)(refs, walk, tiles.rings(), stages=stages)
     copies.start_query()
     ids = [copies.read_ids(jnp.int32(i)) for i in range(stages + 1)]
     for i in range(stages):
@@ -93,7 +96,8 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
         refs.p_smem[...] = p.astype(refs.p_smem.dtype)  # with a barrier: all are done with the keys
 
         # c. O^T += V^T P^T
-        copies.start_keys(i + stages, keys_ids)
+        if not tiles.is_latent:
+            copies.start_keys(i + stages, keys_ids)
         next_ids = copies.read_ids(i + stages + 1)
         copies.wait_values(stage)
         weights = plgpu.load(refs.p_smem, layout=RIGHT)
@@ -102,10 +106,12 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
             product(part * ROWS_LAST.over(alpha, part.shape), tiles.values(stage, c, seen), weights)
             for c, part in enumerate(acc)
         )
+        if tiles.is_latent:
+            copies.start_latent(i + stages, keys_ids)
         return State(acc, m, l, keys_ids, next_ids)
 
     state = State(
-        acc=tuple(zeros((COLUMNS, rows)) for _ in chunks),
+        acc=tuple(zeros((COLUMNS, rows)) for _ in range(round_up(refs.out.shape[3], COLUMNS) // COLUMNS)),
         m=ROWS_LAST.full(rows, LOWEST),
         l=zeros((TILE, rows)),
         values_ids=ids[stages - 1],
@@ -118,14 +124,18 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     def finish(sums: Sums) -> None:
         sinks = None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[partition.kv_head])
         factor, lse = normalise(sums.m, sums.l, sinks)
-        if (v_scale := of_head(refs.v_scale, partition.kv_head)) is not None:
+        if (v_scale := of_head(refs.v_scale, refs.cache_head(partition.kv_head))) is not None:
             factor = factor * v_scale
         parts = [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in sums.acc]
-        store(parts, lse, refs.out, refs.lse, partition.seq, partition.kv_head, refs.group)
+        store(parts, lse, refs.out, refs.lse, row, partition.kv_head, refs.group)
 
     def sums() -> Sums:  # within a branch: before it they take 35 registers more
         return Sums(state.acc, state.m, state.l.sum(axis=0))
 
+    row = partition.seq
+    if config.merged_by == "xla":
+        row += partition.index * refs.lengths.shape[0]
+        return finish(sums())
     partials = Partials(refs, partition)
     pl.when(partition.count == 1)(lambda: finish(sums()))
     pl.when(partition.count != 1)(lambda: partials.merge(sums(), finish))
@@ -134,42 +144,48 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
 def launch(
     q: jax.Array,  # [seqs, q_len, heads, head_dim]
     k_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
-    v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: jax.Array | None,  # [blocks, block_size, kv_heads, value_dim]; None: the first columns of k_cache
     block_tables: jax.Array,  # int32 [seqs, max_blocks]
     lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
     options: AttentionOptions,
     *,
+    value_dim: int | None = None,  # without v_cache
     plan: PartitionPlan | None = None,  # instead of the config's partitions, which are 1
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns out [seqs, q_len, heads, head_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
+    """Returns out [seqs, q_len, heads, value_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
     assert plan is None or config.num_partitions == 1
     seqs, q_len, heads, head_dim = q.shape
-    kv_heads = k_cache.shape[2]
+    out_dim: Any = value_dim if v_cache is None else v_cache.shape[3]
+    kv_heads = k_cache.shape[2] * config.head_parts
     group = heads // kv_heads
     rows = filled_rows(q_len, group)
+    by_xla = config.merged_by == "xla"
 
     per_row = functools.partial(by_row, kv_heads=kv_heads, q_len=q_len, rows=rows)
     tree_bits = None if options.tree_bits is None else bits_by_row(options.tree_bits, group=group, rows=rows)
     inputs = {
         "q": q,
         "k_cache": k_cache,
-        "v_cache": v_cache,
+        **({} if v_cache is None else {"v_cache": v_cache}),
         "block_tables": block_tables,
         "lengths": lengths,
         **({} if plan is None else vars(plan)),
-        **name_operands(options, per_row, tree_bits=tree_bits),
+        **name_operands(options, per_row, with_sinks=not by_xla, tree_bits=tree_bits),
     }
+    # XLA gets the first partition of each sequence, then the second of each: [partitions * seqs, ...].
+    num_rows = seqs * (config.num_partitions if by_xla else 1)
     out_types = {
-        "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
-        "lse": jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+        "out": jax.ShapeDtypeStruct((num_rows, q_len, heads, out_dim), jnp.float32 if by_xla else q.dtype),
+        "lse": jax.ShapeDtypeStruct((num_rows, q_len, heads), jnp.float32),
     }
     programs = dict(seqs=seqs, num_partials=config.num_partitions, kv_heads=kv_heads)
-    out_types |= partial_types(plan, **programs, width=round_up(head_dim, COLUMNS), rows=rows)
+    if not by_xla:
+        out_types |= partial_types(plan, **programs, width=round_up(out_dim, COLUMNS), rows=rows)
     out, lse, *_ = launch_kernel(
         "paged_decode",
         functools.partial(_kernel, config=config),
-        Refs,
+        functools.partial(Refs, head_parts=config.head_parts),
         inputs,
         out_types,
         **make_grid(plan, **programs),
@@ -178,10 +194,15 @@ def launch(
             q_len=q_len,
             group=group,
             head_dim=head_dim,
+            value_dim=None if v_cache is None else out_dim,
             block_size=k_cache.shape[1],
             dtype=q.dtype,
             cache_dtype=k_cache.dtype,
             scales=(options.k_scale, options.v_scale),
         ),
     )
-    return out, lse
+    if not by_xla:
+        return out, lse
+    outs, lses = (x.reshape(config.num_partitions, seqs * q_len, *x.shape[2:]) for x in (out, lse))
+    merged, lse = merge(outs, lses, options.sinks)
+    return merged.astype(q.dtype).reshape(*q.shape[:3], out_dim), lse.reshape(q.shape[:3])

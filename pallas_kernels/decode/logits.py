@@ -34,7 +34,7 @@ class Logits:
         scale = refs.scale[0]
         cap = given(refs.logits_soft_cap, lambda cap: cap[0])
         slopes = given(refs.alibi_slopes, lambda slopes: ROWS_LAST.load(slopes.at[kv_head]))
-        k_scale = of_head(refs.k_scale, kv_head)
+        k_scale = of_head(refs.k_scale, refs.cache_head(kv_head))
         if k_scale is not None:
             scale = scale * k_scale
 

@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import widen
@@ -15,28 +17,30 @@ from pallas_kernels.decode.config import COLUMNS, TILE, Config
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """`rows` is q_len * group, rounded up to 8; `width` is head_dim, rounded up to 64. None: not of this call."""
+    """`rows` is q_len * group, rounded up to 8; `width` is head_dim, and `value_width` value_dim, rounded up to 64.
+    None: not of this call. A latent, whose values are the first numbers of its keys, has no v_cache and no v_smem."""
 
     # Inputs, GMEM
     q: Any  # [seqs, q_len, heads, head_dim]
     k_cache: Any  # [blocks, block_size, kv_heads, head_dim]
-    v_cache: Any  # [blocks, block_size, kv_heads, head_dim]
     block_tables: Any  # int32 [seqs, max_blocks]
     lengths: Any  # int32 [seqs]
     scale: Any  # f32 [1]
     # Outputs, GMEM
-    out: Any  # [seqs, q_len, heads, head_dim], in q's dtype
+    out: Any  # [seqs, q_len, heads, value_dim], in q's dtype; see `kernel.launch` for what XLA merges
     lse: Any  # f32 [seqs, q_len, heads]
     # SMEM
     q_smem: Any  # [rows, width], in q's dtype
     k_smem: Any  # [stages, 64, width], in the cache's dtype; of 8 bits also as words: see `widen.Tiles`
-    v_smem: Any  # as k_smem
     p_smem: Any  # [64, rows], in the dtype of the products
+    # Of values that are not of the keys
+    v_cache: Any = None  # GMEM [blocks, block_size, kv_heads, value_dim]
+    v_smem: Any = None  # SMEM [stages, 64, value_width], as k_smem
     # Of a plan, GMEM
     partitions: Any = None  # int32 [total_partitions, 3]
     partition_starts: Any = None  # int32 [seqs + 1]
     # Of several partitions, GMEM: see `merge.partial_types`
-    partial_acc: Any = None  # f32 [partitions of all sequences, kv_heads, width, rows]
+    partial_acc: Any = None  # f32 [partitions of all sequences, kv_heads, value_width, rows]
     partial_ml: Any = None  # f32 [partitions of all sequences, kv_heads, 1, 2, rows]
     arrivals: Any = None  # int32 [seqs, kv_heads, 1], how many partitions are stored
     # Options, GMEM
@@ -54,6 +58,8 @@ class Refs:
     # Barriers of TMA
     k_full: Any = None  # [stages]
     v_full: Any = None  # [stages]
+    # Of the configuration. Where it is above 1, "kv_heads" of partials and options are parts of KV heads.
+    head_parts: int = 1
 
     @property
     def block_size(self) -> int:
@@ -61,7 +67,14 @@ class Refs:
 
     @property
     def group(self) -> int:
-        return self.q.shape[2] // self.k_cache.shape[2]
+        return self.q.shape[2] // (self.k_cache.shape[2] * self.head_parts)
+
+    def cache_head(self, kv_head: jax.Array) -> jax.Array:
+        return kv_head if self.head_parts == 1 else lax.div(kv_head, jnp.int32(self.head_parts))
+
+    @property
+    def value_ring(self) -> Any:
+        return self.k_smem if self.v_smem is None else self.v_smem
 
 
 def matrix(columns: int, itemsize: int) -> tuple[Any, ...]:
@@ -79,6 +92,7 @@ def scratch(
     q_len: int,
     group: int,
     head_dim: int,
+    value_dim: int | None,  # None: of a latent
     block_size: int,
     dtype: Any,  # of q
     cache_dtype: Any,
@@ -89,22 +103,23 @@ def scratch(
     of_rows = next(columns for columns in (64, 32, 16, 8) if rows % columns == 0)
     stages = config.num_stages
     eight_bit = is_8bit(cache_dtype)
-    ring = plgpu.SMEM((stages, TILE, width), cache_dtype, transforms=matrix(COLUMNS, 2))
+    widths = {"k": width} if value_dim is None else {"k": width, "v": round_up(value_dim, COLUMNS)}
     arrays: dict[str, Any] = {}
+    for name, its_width in widths.items():
+        shape = (stages, TILE, its_width)
+        ring = plgpu.SMEM(shape, cache_dtype, transforms=matrix(COLUMNS, 2))
+        arrays[f"{name}_smem"] = widen.scratch(shape, cache_dtype) if eight_bit else ring
     if eight_bit:
-        ring = widen.scratch((stages, TILE, width), cache_dtype)
         arrays["wide_q_smem"] = plgpu.SMEM((width, rows), jnp.float16, transforms=matrix(of_rows, 2))
-        for name, scale in zip(("k_scales_smem", "v_scales_smem"), scales, strict=True):
+        for name, scale in zip(widths, scales, strict=False):  # a latent has those of its keys
             if of_tokens(scale):
-                arrays[name] = plgpu.SMEM((stages, TILE), jnp.float32)
+                arrays[f"{name}_scales_smem"] = plgpu.SMEM((stages, TILE), jnp.float32)
     if config.copies == "tma":
-        for name in ("k_full", "v_full"):
+        for name in widths:
             num_copies = TILE // copy_rows(block_size, TILE)
-            arrays[name] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages)
+            arrays[f"{name}_full"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages)
     return dict(
         q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix(COLUMNS, 2)),
-        k_smem=ring,
-        v_smem=ring,
         p_smem=plgpu.SMEM((TILE, rows), jnp.float16 if eight_bit else dtype, transforms=matrix(of_rows, 2)),
         **arrays,
     )

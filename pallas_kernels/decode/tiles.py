@@ -53,10 +53,19 @@ class Tiles:
     def of(refs: Refs) -> "Tiles":
         return Tiles8Bit(refs) if is_8bit(refs.k_cache.dtype) else Tiles(refs)
 
-    def rings(self) -> tuple[Ring, Ring]:
-        """Of K and of V, as they are copied."""
+    @property
+    def is_latent(self) -> bool:
+        """Whether the values are the first columns of the keys."""
+        return self.refs.v_smem is None
+
+    def rings(self) -> list[Ring]:
+        """Of K and of V, as they are copied; of a latent, one for both."""
         refs = self.refs
-        return Ring(refs.k_cache, refs.k_smem, refs.k_full), Ring(refs.v_cache, refs.v_smem, refs.v_full)
+        k = Ring(refs.k_cache, self.copied(refs.k_smem), refs.k_full)
+        return [k] if self.is_latent else [k, Ring(refs.v_cache, self.copied(refs.v_smem), refs.v_full)]
+
+    def copied(self, ring: Any) -> Any:
+        return ring
 
     def prepare_query(self) -> jax.Array | None:
         """Returns the factor of the products with each row, f32 [rows]; None: ones."""
@@ -69,7 +78,7 @@ class Tiles:
         return plgpu.load(self.refs.k_smem.at[stage, :, column_slice(c)], layout=LEFT)
 
     def values(self, stage: jax.Array, c: int, seen: Seen | None) -> jax.Array:
-        v = plgpu.load(self.refs.v_smem.at[stage, :, column_slice(c)].T, layout=LEFT)
+        v = plgpu.load(self.refs.value_ring.at[stage, :, column_slice(c)].T, layout=LEFT)
         # Zero times NaN is NaN: what no query may see must be zero itself.
         return v if seen is None else jnp.where(seen(v.shape, 1, LEFT), v, jnp.zeros_like(v))
 
@@ -83,7 +92,7 @@ class Tiles:
 
     def v_scales(self, stage: jax.Array) -> jax.Array | None:
         """As `k_scales`."""
-        return _loaded(self.refs.v_scales_smem, stage)
+        return _loaded(self.refs.k_scales_smem if self.is_latent else self.refs.v_scales_smem, stage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +101,8 @@ class Tiles8Bit(Tiles):
 
     headroom: ClassVar[float] = widen.HEADROOM
 
-    def rings(self) -> tuple[Ring, Ring]:
-        k, v = super().rings()
-        if interpreted():
-            return k, v
-        return dataclasses.replace(k, target=k.target[0]), dataclasses.replace(v, target=v.target[0])
+    def copied(self, ring: Any) -> Any:
+        return ring if interpreted() else ring[0]
 
     def prepare_query(self) -> jax.Array | None:
         wide = self.refs.wide_q_smem
@@ -109,7 +115,7 @@ class Tiles8Bit(Tiles):
         return self._columns(self.refs.k_smem, c).keys(stage)
 
     def values(self, stage: jax.Array, c: int, seen: Seen | None) -> jax.Array:
-        tiles = self._columns(self.refs.v_smem, c)
+        tiles = self._columns(self.refs.value_ring, c)
         v = tiles.load_values(stage, 0, COLUMNS)
         if seen is not None:
             v = tiles.zero_unseen(v, seen)

@@ -86,6 +86,8 @@ def traced_decode(
     kv_heads=2,
     capacity=1024,
     head_dim=128,
+    value_dim=None,
+    is_latent=False,
     block_size=16,
     group=4,
     q_len=1,
@@ -102,12 +104,15 @@ def traced_decode(
     """The traced call of the decode kernel, for a GPU of that compute capability, and its configuration."""
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
+    values = None if is_latent else shape((*cache.shape[:3], value_dim or head_dim), cache.dtype)
     config = decode_config.default_config(
         seqs=seqs,
         kv_heads=kv_heads,
         group=group,
         q_len=q_len,
         head_dim=head_dim,
+        value_dim=value_dim,
+        is_latent=is_latent,
         capacity=capacity,
         num_sms=132,
         compute_capability=compute_capability,
@@ -123,10 +128,10 @@ def traced_decode(
         plan = None
         if total_partitions is not None:
             plan = partition_plan.make(arrays[-1], None, q_len=q_len, total_partitions=total_partitions)
-        return decode_kernel.launch(*arrays, AttentionOptions(**named), plan=plan, config=config)
+        return decode_kernel.launch(*arrays, AttentionOptions(**named), value_dim=value_dim, plan=plan, config=config)
 
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
-    arrays = q, cache, cache, shape((seqs, capacity // block_size), jnp.int32), shape((seqs,), jnp.int32)
+    arrays = q, cache, values, shape((seqs, capacity // block_size), jnp.int32), shape((seqs,), jnp.int32)
     named = {name: types[name] for name in ("scale", *options)} | scale_types(shape, cache, scales)
     return launch.trace(*arrays, **named), config
 

@@ -1,0 +1,126 @@
+"""The decode kernel on latents, whose values are columns of their keys, and on values of another width than keys: in
+interpret mode at toy sizes, without races, and lowered for five GPUs."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged import explain
+from jaxpaged._attention.choose import Known, by_decode
+from jaxpaged._attention.run import run
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
+from tests.kernels.interpret import H100, make_call, races_found
+from tests.kernels.lowering import mosaic_for, traced_decode
+
+pytestmark = pytest.mark.slow
+
+BF16 = jnp.bfloat16
+latent_case = functools.partial(make_case, kv_heads=1, head_dim=192, latent_values=128, dtype=BF16)
+
+
+def attend(case, *, num_partitions=1, **changes):
+    call = make_call(case)
+    choice = by_decode(call, H100, Known(num_partitions=num_partitions))
+    config = dataclasses.replace(choice.config, **(dict(copies="tma") | changes))
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out, lse = run(dataclasses.replace(choice, config=config, interpret=interpret), call)
+    jax.block_until_ready(out)
+    assert not races_found()
+    return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
+
+
+def check(case, **how):
+    out, lse = attend(case, **how)
+    assert_within_budget(case, out)
+    assert_lse(case, lse)
+    return np.asarray(out, np.float32)
+
+
+@pytest.mark.parametrize("name", ["scale", "all"])
+def test_a_latent(name):
+    case = latent_case(lengths=(0, 1, 64, 200), max_blocks=13, options=OPTIONS[name])
+    assert (check(case) == check(case)).all()
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_stages_of_one_ring(num_stages):
+    check(latent_case(lengths=(3, 250), max_blocks=16, q_len=3, heads=3), num_stages=num_stages)
+
+
+@pytest.mark.parametrize("num_partitions", [2, 7])
+def test_partitions_that_xla_merges(num_partitions):
+    """More than there are tiles too: those write that they saw nothing."""
+    case = latent_case(lengths=(0, 1, 250), max_blocks=16, options=OPTIONS["sinks"])
+    assert by_decode(make_call(case), H100, Known(num_partitions=num_partitions)).config.merged_by == "xla"
+    check(case, num_partitions=num_partitions)
+
+
+def test_heads_in_parts():
+    """Of ALiBi and sinks each part has its own."""
+    check(latent_case(lengths=(70, 1), options=OPTIONS["all"]), head_parts=3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(jnp.float8_e4m3fn, "token_head"), (jnp.int8, "head"), (jnp.float8_e5m2, "tensor")]
+)
+def test_8_bits(dtype, scale):
+    check(latent_case(lengths=(0, 70), cache_dtype=dtype, scale_shape=scale, options=OPTIONS["window"]))
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (64, 128)])
+def test_values_of_another_width(head_dim, value_dim):
+    case = make_case(lengths=(0, 70), kv_heads=2, head_dim=head_dim, value_dim=value_dim, dtype=BF16)
+    check(case)
+
+
+def test_mistakes_are_noticed():
+    case = latent_case(lengths=(27, 100), max_blocks=7)
+    out, _ = attend(case)
+    assert within_budget(case, out).all()
+    for wrong in (
+        case.replace(v_cache=case.k_cache[..., 64:]),  # the last columns
+        case.replace(options=case.options | dict(scale=0.2)),
+        case.replace(lengths=case.lengths - 8),
+    ):
+        assert not within_budget(wrong, out).reshape(2, -1).all(axis=1).any()
+    outs = attend(case.replace(lengths=case.lengths + 1))[0]  # one slot past the end, which is poisoned
+    assert np.isnan(np.asarray(outs, np.float32)).any(axis=-1).reshape(2, -1).any(axis=1).all()
+
+
+DEEPSEEK = dict(kv_heads=1, head_dim=576, value_dim=512, is_latent=True, block_size=64)
+SHAPES = {
+    "16 heads": dict(group=16),
+    "32 heads": dict(group=32),
+    "128 heads, partitions": dict(group=128, num_partitions=3),
+    "float8": dict(group=16, cache_dtype=jnp.float8_e5m2, scales=("token_head", "token_head")),
+    "other widths": dict(kv_heads=2, head_dim=192, value_dim=128, is_latent=False, group=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "compute_capability"),
+    [("16 heads", gpu) for gpu in (8.0, 8.9, 9.0, 10.0, 12.0)]
+    + [(name, gpu) for name in SHAPES if name != "16 heads" for gpu in (8.9, 9.0)],
+)
+def test_lowers(name, compute_capability):
+    trace, config = traced_decode(**DEEPSEEK | SHAPES[name], compute_capability=compute_capability)
+    if name == "128 heads, partitions":
+        assert config.head_parts == (4 if compute_capability == 9.0 else 8)
+    with mosaic_for(compute_capability):
+        text = trace.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+def test_it_must_be_named():
+    case = latent_case(lengths=(3,))
+    assert "it must be named" in explain(*case.arrays, **case.options, gpu="H100").reason
+    named = dict(case.options, gpu="H100", implementation="mosaic_gpu")
+    assert explain(*case.arrays, **named).kernel == "paged_decode"
+    packed = latent_case(lengths=(3,), q_len=2)
+    starts = jnp.asarray([0, 2], jnp.int32)
+    assert explain(packed.q[0], *packed.arrays[1:], **named, query_starts=starts).kernel == "paged_decode"

@@ -146,11 +146,13 @@ def most_rows(
 ) -> int:
     """Rows, a multiple of 8, that a program has shared memory and registers for."""
     room, width = program_smem(compute_capability), round_up(value_dim or head_dim, COLUMNS)
+    # The addresses of cp.async take registers too.
+    most_sums = MAX_SUMS // 2 if is_latent and compute_capability < 9.0 else MAX_SUMS
     sizes: Any = dict(head_dim=head_dim, value_dim=value_dim, is_latent=is_latent, itemsize=itemsize)
     return max(
         rows
         for rows in range(8, MAX_ROWS + 1, 8)
-        if rows * width <= MAX_SUMS and smem_bytes(1, q_len=1, group=rows, **sizes) <= room
+        if rows * width <= most_sums and smem_bytes(1, q_len=1, group=rows, **sizes) <= room
     )
 
 

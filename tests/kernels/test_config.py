@@ -46,6 +46,7 @@ def test_the_decode_kernel_fits_every_gpu(compute_capability, smem):
         arrays = scratch(
             config,
             **shape,
+            value_dim=head_dim,
             block_size=16,
             dtype=jnp.bfloat16,
             cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
@@ -55,6 +56,29 @@ def test_the_decode_kernel_fits_every_gpu(compute_capability, smem):
         assert num_bytes + 2048 <= smem * 1024  # and Mosaic's reductions
         barriers = 8 * 2 * config.num_stages if config.copies == "tma" else 0
         assert num_bytes - barriers == decode_config.smem_bytes(config.num_stages, **shape, itemsize=itemsize)
+
+
+@pytest.mark.parametrize(("compute_capability", "smem"), [(8.0, 163), (8.9, 99), (9.0, 227), (12.0, 99)])
+def test_latents_fit_every_gpu(compute_capability, smem):
+    for width, group, itemsize in itertools.product((576, 320, 640), (16, 20, 32, 128), (1, 2)):
+        shape = dict(head_dim=width, value_dim=width - 64, is_latent=True)
+        how = dict(compute_capability=compute_capability, itemsize=itemsize, group=group, kv_heads=1)
+        config = decode_config.default_config(**SHAPE | shape | how)
+        arrays = scratch(
+            config,
+            group=group // config.head_parts,
+            q_len=1,
+            head_dim=width,
+            value_dim=None,
+            block_size=16,
+            dtype=jnp.bfloat16,
+            cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
+            scales=(jnp.zeros((1, 16, 1)),) * 2,
+        )
+        assert sum(map(count_bytes, arrays.values())) + 2048 <= smem * 1024
+        assert group % config.head_parts == 0
+        assert group // config.head_parts * (width - 64) <= decode_config.MAX_SUMS
+        assert config.num_partitions * 8 * config.head_parts <= 2 * SHAPE["num_sms"]
 
 
 def test_partitions_of_the_decode_kernel():

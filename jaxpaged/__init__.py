@@ -29,6 +29,7 @@ from jaxpaged._engine.generate import generate
 from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.rollouts import Rollout
 from jaxpaged._engine.step_attention import StepAttention
+from jaxpaged._latent_modules import LatentSettings
 from jaxpaged._modules import AttentionSettings
 from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
 from jaxpaged._scheduler.records import Refusal, RequestStatus
@@ -46,6 +47,7 @@ __all__ = [
     "EngineStats",
     "Explanation",
     "KVCache",
+    "LatentSettings",
     "LayerGroups",
     "PartitionPlan",
     "PrefixCache",

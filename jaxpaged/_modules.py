@@ -137,7 +137,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     if frequencies is None and settings.rotary is None:
         cache = write_kv(cache, k, v, slots)
     else:
-        at = _positions(allocator, slots, query_starts) if positions is None else as_int32(positions)
+        at = find_positions(allocator, slots, query_starts) if positions is None else as_int32(positions)
         if frequencies is not None:
             interleaved = settings.interleaved
             cache, q = rotate_and_write_kv(cache, q, k, v, slots, at, frequencies, interleaved=interleaved)
@@ -170,13 +170,13 @@ def sum_sharding(out: jax.Array) -> NamedSharding | None:
     return NamedSharding(mesh, P(*spec[:-1])) if mesh.explicit_axes and spec[-1] is not None else None
 
 
-def _positions(allocator: BlockAllocator, slots: jax.Array, query_starts: ArrayLike | None) -> jax.Array:
+def find_positions(allocator: BlockAllocator, slots: jax.Array, query_starts: ArrayLike | None) -> jax.Array:
     if query_starts is None:
         return allocator.positions(slots.shape[1])
     return packed_positions(as_int32(query_starts), allocator.lengths, tokens=slots.shape[0])
 
 
-def _pools(cache: KVCache | CacheLayer) -> KVCache:
+def pools_of(cache: KVCache | CacheLayer) -> KVCache:
     return cache.stack if isinstance(cache, CacheLayer) else cache
 
 
@@ -188,6 +188,16 @@ def check_call(
     query_starts: ArrayLike | None,
 ) -> None:
     """Raises `ValueError` if a module's inputs do not fit together."""
+    check_tokens(x, cache, slots, query_starts)
+    k = pools_of(cache).k
+    if k.shape[-2:] != (settings.num_kv_heads, settings.head_dim):
+        raise ValueError(
+            f"the cache must be [blocks, block_size, {settings.num_kv_heads}, {settings.head_dim}] for this module; "
+            f"got {k.shape=}. Create it with the module's num_kv_heads and head_dim."
+        )
+
+
+def check_tokens(x: jax.Array, cache: KVCache | CacheLayer, slots: jax.Array, query_starts: ArrayLike | None) -> None:
     if query_starts is None and (x.ndim != 3 or slots.shape != x.shape[:2]):
         raise ValueError(
             f"x must be [seqs, q_len, features] and slots [seqs, q_len]; got {x.shape=}, {slots.shape=}. "
@@ -197,10 +207,4 @@ def check_call(
         raise ValueError(
             f"with query_starts x must be [tokens, features] and slots [tokens]; got {x.shape=}, {slots.shape=}."
         )
-    check_cache(_pools(cache))
-    k = _pools(cache).k
-    if k.shape[-2:] != (settings.num_kv_heads, settings.head_dim):
-        raise ValueError(
-            f"the cache must be [blocks, block_size, {settings.num_kv_heads}, {settings.head_dim}] for this module; "
-            f"got {k.shape=}. Create it with the module's num_kv_heads and head_dim."
-        )
+    check_cache(pools_of(cache))

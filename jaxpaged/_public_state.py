@@ -32,8 +32,15 @@ def _as_tuples(static: Any) -> Any:
 
 
 def short_repr(state: Any) -> str:
-    """`KVCache(k=float32[8,16,2,64], ...)`: shapes and dtypes instead of values, so tracers look the same."""
-    fields = (f"{field.name}={_short(getattr(state, field.name))}" for field in dataclasses.fields(state))
+    """`KVCache(k=float32[8,16,2,64], ...)`: shapes and dtypes instead of values, so tracers look the same.
+
+    A static field that is None is left out."""
+    values = {
+        field.name: getattr(state, field.name)
+        for field in dataclasses.fields(state)
+        if not (field.metadata.get("static") and getattr(state, field.name) is None)
+    }
+    fields = (f"{name}={_short(value)}" for name, value in values.items())
     return f"{type(state).__name__}({', '.join(fields)})"
 
 

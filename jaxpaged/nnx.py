@@ -13,10 +13,11 @@ from jax.typing import ArrayLike
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
+from jaxpaged._latent_modules import LatentSettings, absorbed_attention, check_latent_call
 from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
-__all__ = ["PagedAttention", "replace"]
+__all__ = ["LatentAttention", "PagedAttention", "replace"]
 
 
 class PagedAttention(nnx.Module):
@@ -149,6 +150,103 @@ class PagedAttention(nnx.Module):
         if self.gate_proj is not None:
             out *= nnx.sigmoid(self.gate_proj(x))
         return cache, self.o_proj(out, out_sharding=sum_sharding(out))
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (MLA), whose cache holds one latent vector and one rotary key a token.
+
+        c = norm(x W_c),  r = rotate(x W_r)              what the cache holds, for all heads
+        q_h = [(x W_q)_h W_K,h^T,  rotate(x W_r,h)]      absorbed: a query of c, not of the head's keys
+        out = sum_h (softmax_t(scale q_h . [c_t, r_t]) c_t) W_V,h W_O,h
+
+    Parameters are named as in a checkpoint of a DeepSeek model:
+
+    - `q_proj.kernel` `[in_features, num_heads * (head_dim + rotary_dim)]`, or with `query_rank` `q_a_proj`,
+      `q_a_layernorm` and `q_b_proj`.
+    - `kv_a_proj_with_mqa.kernel` `[in_features, latent_dim + rotary_dim]`, `kv_a_layernorm.scale` `[latent_dim]`.
+    - `kv_b_proj.kernel` `[latent_dim, num_heads * (head_dim + value_dim)]`: W_K and W_V of one head after the other.
+    - `o_proj.kernel` `[num_heads * value_dim, in_features]`.
+
+    Prompts are computed in the same way, and take more products than with keys and values made of each head.
+
+    Args:
+        in_features: width of the input and the output.
+        settings: sizes, options, dtypes.
+        rngs: for the parameters.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpaged, jaxpaged.nnx
+        >>> from flax import nnx
+        >>> sizes = dict(num_heads=4, latent_dim=32, head_dim=8, rotary_dim=4, value_dim=8, query_rank=None)
+        >>> settings = jaxpaged.LatentSettings(**sizes, rotary_frequencies=jaxpaged.rotary_frequencies(4))
+        >>> attention = jaxpaged.nnx.LatentAttention(16, settings, rngs=nnx.Rngs(0))
+        >>> blocks = dict(num_blocks=8, block_size=16)
+        >>> cache = jaxpaged.KVCache.create(**blocks, is_latent=True, num_kv_heads=1, head_dim=36, value_dim=32)
+        >>> allocator = jaxpaged.BlockAllocator.create(**blocks, num_seqs=1, max_blocks_per_seq=4)
+        >>> allocator, slots, ok = allocator.append(jnp.array([5]), q_len=5)
+        >>> cache, out = attention(jnp.ones((1, 5, 16)), cache, allocator, slots)
+        >>> out.shape
+        (1, 5, 16)
+
+    References:
+        DeepSeek-AI, DeepSeek-V2, 2024 (https://arxiv.org/abs/2405.04434), section 2.1.
+    """
+
+    def __init__(self, in_features: int, settings: LatentSettings, *, rngs: nnx.Rngs):
+        self.settings = s = settings
+        common: Any = dict(dtype=s.dtype, param_dtype=s.param_dtype, rngs=rngs)
+
+        def linear(features: int, features_out: int, *, use_bias: bool = False) -> nnx.Linear:
+            return nnx.Linear(features, features_out, use_bias=use_bias, **common)
+
+        def norm(features: int) -> nnx.RMSNorm:
+            return nnx.RMSNorm(features, epsilon=s.norm_epsilon, **common)
+
+        if s.query_rank is None:
+            self.q_proj = linear(in_features, s.query_features)
+        else:
+            self.q_a_proj = linear(in_features, s.query_rank, use_bias=s.use_bias)
+            self.q_a_layernorm = norm(s.query_rank)
+            self.q_b_proj = linear(s.query_rank, s.query_features)
+        self.kv_a_proj_with_mqa = linear(in_features, s.latent_features, use_bias=s.use_bias)
+        self.kv_a_layernorm = norm(s.latent_dim)
+        self.kv_b_proj = linear(s.latent_dim, s.up_features)
+        self.o_proj = linear(s.num_heads * s.value_dim, in_features, use_bias=s.use_bias)
+
+    def __call__[C: (KVCache, CacheLayer)](
+        self,
+        x: jax.Array,
+        cache: C,
+        allocator: BlockAllocator,
+        slots: jax.Array,
+        *,
+        query_starts: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        tree_mask: ArrayLike | None = None,
+        shared_prefix: ArrayLike | None = None,
+        plan: PartitionPlan | None = None,
+    ) -> tuple[C, jax.Array]:
+        """As `PagedAttention.__call__`; the cache is a latent one, `KVCache.create(is_latent=True, ...)`."""
+        s = self.settings
+        check_latent_call(s, x, cache, slots, query_starts)
+        q = self.q_proj(x) if s.query_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        latent, shared_key = jnp.split(self.kv_a_proj_with_mqa(x), [s.latent_dim], axis=-1)
+        cache, out = absorbed_attention(
+            s,
+            q,
+            self.kv_a_layernorm(latent),
+            shared_key,
+            self.kv_b_proj.kernel[...],
+            cache,
+            allocator,
+            slots,
+            query_starts,
+            positions,
+            plan=plan,
+            tree_mask=tree_mask,
+            shared_prefix=shared_prefix,
+        )
+        return cache, self.o_proj(out)
 
 
 def replace[M: nnx.Module](model: M, module_type: type, call: Callable[..., Any]) -> M:

@@ -1,0 +1,99 @@
+"""Latent attention as modules, against keys and values made of each head."""
+
+import dataclasses
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxpaged
+import jaxpaged.linen
+import jaxpaged.nnx
+from jaxpaged import BlockAllocator, KVCache, LatentSettings
+from jaxpaged._cache.rotate import rotate
+
+SETTINGS = LatentSettings(
+    num_heads=3,
+    latent_dim=16,
+    head_dim=8,
+    rotary_dim=4,
+    value_dim=6,
+    query_rank=10,
+    rotary_frequencies=(1.0, 0.3),
+    rotary_factor=1.2,
+    scale=0.4,
+)
+BLOCKS = dict(num_blocks=8, block_size=4)
+FEATURES = 12
+
+
+def start(num_tokens):
+    cache = KVCache.create(**BLOCKS, is_latent=True, num_kv_heads=1, head_dim=20, value_dim=16, dtype="float32")
+    allocator = BlockAllocator.create(**BLOCKS, num_seqs=1, max_blocks_per_seq=4)
+    return cache, *allocator.append(jnp.asarray([num_tokens]), q_len=num_tokens)[:2]
+
+
+def expanded(module, x):
+    """By ordinary attention on keys and values of each head: what the equations of the paper say."""
+    s, tokens = module.settings, x.shape[1]
+    q = module.q_proj(x) if s.query_rank is None else module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x)))
+    q = q.reshape(1, tokens, s.num_heads, -1)
+    down = module.kv_a_proj_with_mqa(x)
+    latent, key = module.kv_a_layernorm(down[..., : s.latent_dim]), down[..., None, s.latent_dim :]
+    keys, v = jnp.split(module.kv_b_proj(latent).reshape(1, tokens, s.num_heads, -1), [s.head_dim], axis=-1)
+    angles = (
+        jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None] * jnp.asarray(s.rotary_frequencies)[None, None, None]
+    )
+    cos, sin = (s.rotary_factor * f(angles) for f in (jnp.cos, jnp.sin))
+    turn = lambda x: rotate(x, cos, sin, interleaved=s.interleaved, start=0)  # noqa: E731
+    q = jnp.concatenate([q[..., : s.head_dim], turn(q[..., s.head_dim :])], axis=-1)
+    k = jnp.concatenate([keys, jnp.tile(turn(key), (1, 1, s.num_heads, 1))], axis=-1)
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (12**-0.5 if s.scale is None else s.scale)
+    logits = jnp.where(jnp.tri(tokens, dtype=bool)[None, None], logits, -jnp.inf)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v)
+    return module.o_proj(out.reshape(1, tokens, -1))
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(query_rank=None, interleaved=False, scale=None, use_bias=True)])
+def test_both_modules_say_what_expanded_heads_say(changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
+    module = jaxpaged.nnx.LatentAttention(FEATURES, settings, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
+    expected = expanded(module, x)
+    cache, allocator, slots = start(7)
+    _, out = module(x, cache, allocator, slots)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+
+    params = {path: value[...] for path, value in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    variables = {"params": flax.traverse_util.unflatten_dict(params)}
+    linen = jaxpaged.linen.LatentAttention(settings)
+    shapes = jax.eval_shape(linen.init, jax.random.key(0), x, cache, allocator, slots)
+    assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, shapes)
+    _, same = linen.apply(variables, x, cache, allocator, slots)
+    np.testing.assert_allclose(same, out, atol=1e-6)
+
+
+def test_a_token_continues_a_prompt_and_packed_tokens_do_too():
+    module = jaxpaged.nnx.LatentAttention(FEATURES, SETTINGS, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
+    expected = expanded(module, x)
+    cache, allocator, slots = start(5)
+    cache, out = module(x[0, :5], cache, allocator, slots[0], query_starts=jnp.asarray([0, 5]))
+    np.testing.assert_allclose(out, expected[0, :5], atol=2e-5)
+    for i in (5, 6):
+        allocator, slots, _ = allocator.append(jnp.asarray([1]))
+        cache, out = module(x[:, i : i + 1], cache, allocator, slots)
+        np.testing.assert_allclose(out[:, 0], expected[:, i], atol=2e-5)
+
+
+def test_errors():
+    module = jaxpaged.nnx.LatentAttention(FEATURES, SETTINGS, rngs=nnx.Rngs(0))
+    _, allocator, slots = start(5)
+    other = KVCache.create(**BLOCKS, num_kv_heads=1, head_dim=20)
+    with pytest.raises(ValueError, match="must be a latent one of 20 numbers and values of 16"):
+        module(jnp.ones((1, 5, FEATURES)), other, allocator, slots)
+    with pytest.raises(ValueError, match="up to rotary_dim // 2 numbers; got 3 for rotary_dim=4"):
+        dataclasses.replace(SETTINGS, rotary_frequencies=(1.0, 1.0, 1.0))

@@ -91,7 +91,7 @@ def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
         return Refusal(choice, is_told=gpu.is_hopper)
     if known.implementation is None and (call.v_cache is None or call.value_dim != call.head_dim):
         return Refusal(
-            "no GPU has run the decode kernel on latents, or on values of another width than keys, yet: it must be "
+            "the decode kernel has not been timed on latents, nor on values of another width than keys: it must be "
             'named, implementation="mosaic_gpu".',
             is_told=False,
         )

@@ -271,7 +271,7 @@ def _check_blocks(name: str, blocks: KVCache, cache: KVCache, num_blocks: int, b
     wanted = (*layers, num_blocks, block_size, *token_shape)
     if blocks.k.shape != wanted or blocks.k.dtype != cache.k.dtype or _value_dim(blocks) != _value_dim(cache):
         raise ValueError(
-            f"{name} must be {list(wanted)} in {cache.k.dtype} with values of {_value_dim(cache)} numbers, as the "
+            f"{name} must be {list(wanted)} in {cache.k.dtype}, values of {_value_dim(cache)} numbers, as the "
             f"ids and the cache are; got {name}.k.shape={blocks.k.shape} in {blocks.k.dtype}, {_value_dim(blocks)}."
         )
     if _scale_kinds(blocks) != _scale_kinds(cache):

@@ -116,7 +116,7 @@ def test_errors():
             v_scale=1.0,
             **SIZES,
         )
-    with pytest.raises(ValueError, match="with values of 8 of the key's numbers"):
+    with pytest.raises(ValueError, match="values of 8 of the key's numbers"):
         jaxpaged.blocks_from_host(latent, jaxpaged.blocks_to_host(cache, jnp.asarray([1])), jnp.asarray([2]))
     with pytest.raises(ValueError, match="latent_values at most the width"):
         jaxpaged.copy_blocks(KVCache(k=latent.k, v=None), jnp.asarray([1]), jnp.asarray([2]))

@@ -18,6 +18,8 @@ def launch(
     refs: Callable[..., Any],  # makes the `refs`
     inputs: dict[str, jax.Array],
     out_types: dict[str, Any],
+    *,
+    reduction_bytes: int = 2048,  # of SMEM, for reductions across warps
     **how: Any,  # of `plgpu.kernel`
 ) -> Any:
     """The outputs. If `arrivals` is the last of them, it is zeros at first."""
@@ -27,7 +29,8 @@ def launch(
         body(refs(**dict(zip(names, operands, strict=True)), **scratch_refs))
 
     kernel.__name__ = name
-    make = functools.partial(interpret.kernel, kernel, compiler_params=plgpu.CompilerParams(approx_math=True), **how)
+    params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=reduction_bytes)
+    make = functools.partial(interpret.kernel, kernel, compiler_params=params, **how)
     operands, types = tuple(inputs.values()), tuple(out_types.values())
     if "arrivals" not in out_types:
         return make(out_type=types)(*operands)

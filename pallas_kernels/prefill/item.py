@@ -136,7 +136,7 @@ class Items:
         return self.kv_heads * (self.group // self.config.heads) * self.config.num_parts
 
 
-def row_tokens(shape: tuple[int, ...], first_row: jax.Array, item_tokens: int, layout: Any = ROWS) -> jax.Array:
+def row_tokens(shape: tuple[int, ...], first_row: jax.Array | int, item_tokens: int, layout: Any = ROWS) -> jax.Array:
     """Of each row the token of the item, int32 `shape`, the rows on axis 0."""
     rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first_row
     if item_tokens & (item_tokens - 1):

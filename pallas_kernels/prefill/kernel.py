@@ -15,7 +15,6 @@ from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.options import AttentionOptions, given, name_operands
 from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, normalise
-from pallas_kernels.common.rows import ROWS as MATRIX
 from pallas_kernels.common.scales import of_head
 from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill import tree as trees
@@ -124,7 +123,7 @@ def compute(
         k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (refs.k_scale, refs.v_scale))
         rows.finish_load()
         scale = softmax_scale if k_scale is None else softmax_scale * k_scale
-        pl.when(scale < 0)(lambda: _negate(q_smem))
+        pl.when(scale < 0)(lambda: rows.negate(q_smem))
         scale = jnp.abs(scale)
         if q_float16.dtype != q_smem.dtype:
             scale = scale * q_as_float16(q_smem, q_float16)
@@ -182,15 +181,6 @@ def _q_views(refs: Refs, config: Config) -> tuple[Any, Any]:
         q, q_float16 = q_smem
         return q, q_float16
     return q_smem, q_smem
-
-
-def _negate(q_smem: Any) -> None:
-    """With a scale below zero: so that the highest product is that of the highest logit."""
-    for c in range(q_smem.shape[1] // COLUMNS):
-        part = q_smem.at[:, pl.ds(c * COLUMNS, COLUMNS)]
-        q = plgpu.load(part, layout=MATRIX)
-        part[...] = q * jnp.full_like(q, -1)
-    plgpu.commit_smem()
 
 
 def _load_rows(index: jax.Array, first_row: jax.Array, by_row: Any) -> jax.Array:

@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import llvm, memref, vector
 from pallas_kernels.common.chunks import chunks
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.mlir import arith, constant, scf
-from pallas_kernels.common.rows import ROWS, ROWS_FIRST
+from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
 from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.item import Item
 
@@ -67,6 +67,14 @@ class RowsOfItem:
             _asm("cp.async.wait_group 0;", "")
 
         wait()
+        self.commit()
+
+    def negate(self, q_smem: Any) -> None:
+        """With a scale below zero: so that the highest product is that of the highest logit."""
+        for c in range(q_smem.shape[1] // COLUMNS):
+            part = q_smem.at[:, pl.ds(c * COLUMNS, COLUMNS)]
+            q = plgpu.load(part, layout=ROWS)
+            part[...] = q * jnp.full_like(q, -1)
         self.commit()
 
     def store(self, x: jax.Array, out: Any, item: Item, o_smem: Any) -> None:

@@ -35,7 +35,7 @@ class Tree:
     entry: jax.Array
     item: Item
     item_tokens: int
-    first_row: jax.Array  # of the item's 128
+    first_row: jax.Array | int  # of the item's 128
 
     def seen(self, tile: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """bool [64, tile]: which tokens of a tile each row sees."""

@@ -16,6 +16,7 @@ Everything here is traced inside the kernel.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,15 +83,19 @@ class Widener:
                 plgpu.barrier_wait(ring.free.at[target])
 
             width = widened.target.shape[-1]
-            size = 128 if width % 128 == 0 else 64
-            for start in range(0, width, size):
-                columns = pl.ds(start, size)
-                narrow = fetched.target.at[source, :, columns]
-                widened.target[target, :, columns] = _float16(narrow)
+            widen(fetched.target.at[source], widened.target.at[target], 128 if width % 128 == 0 else 64)
             plgpu.commit_smem()
             plgpu.barrier_arrive(widened.full.at[target])
             plgpu.barrier_arrive(fetched.free.at[source])
         return turn + 1
+
+
+def widen(narrow: Any, wide: Any, at_once: int = COLUMNS) -> None:
+    """SMEM [tile, width] of 8-bit numbers into float16 [tile, width], by a warpgroup, 64 or 128 columns at once: 64 if
+    they are tiled."""
+    for start in range(0, narrow.shape[1], at_once):
+        columns = pl.ds(start, at_once)
+        wide[:, columns] = _float16(narrow.at[:, columns])
 
 
 def _float16(narrow: Any) -> jax.Array:
@@ -98,7 +103,7 @@ def _float16(narrow: Any) -> jax.Array:
     if interpreted():
         return narrow[...].astype(jnp.float16)
 
-    def widen(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def convert(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         wide = np.empty_like(x.registers)
         for index, register in np.ndenumerate(x.registers):
             words = split_words(register)
@@ -109,12 +114,12 @@ def _float16(narrow: Any) -> jax.Array:
 
     layout = _eights(narrow.shape[1])
     result = plgpu.ShapeDtypeStruct(narrow.shape, jnp.dtype(jnp.float16), layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(widen)(plgpu.load(narrow, layout=layout))
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(convert)(plgpu.load(narrow, layout=layout))
 
 
-def q_as_float16(q: Any, target: Any) -> jax.Array:
-    """Q, SMEM bfloat16 [64, width], to `target`, float16, of which it may be another view; and the factor of the
-    products with each row, f32 [64]."""
+def q_as_float16(q: Any, target: Any, commit: Callable[[], None] = plgpu.commit_smem) -> jax.Array:
+    """Q, SMEM bfloat16 [rows, width], to `target`, float16, of which it may be another view; and the factor of the
+    products with each row, f32 [rows]."""
     parts = [pl.ds(start, COLUMNS) for start in range(0, q.shape[1], COLUMNS)]
 
     def load(columns: Any) -> jax.Array:
@@ -127,5 +132,5 @@ def q_as_float16(q: Any, target: Any) -> jax.Array:
     for columns in parts:
         x = load(columns)
         target[:, columns] = (x * ROWS_FIRST.over(1.0 / factor, x.shape)).astype(jnp.float16)
-    plgpu.commit_smem()
+    commit()
     return factor

@@ -57,10 +57,10 @@ def traced_prefill(
 ):
     """The traced call of the prefill kernel on 300 tokens of 3 sequences; of the portable one for a GPU of the compute
     capability `portable_for`, if it is given."""
-    shape = dict(group=group, head_dim=head_dim, num_parts=num_parts, causal=causal)
+    itemsize = jnp.dtype(cache_dtype or dtype).itemsize
+    shape = dict(group=group, head_dim=head_dim, num_parts=num_parts, causal=causal, itemsize=itemsize)
     if portable_for is None:
-        itemsize = jnp.dtype(cache_dtype or dtype).itemsize
-        config = prefill_config.default_config(**shape, num_sms=132, itemsize=itemsize)
+        config = prefill_config.default_config(**shape, num_sms=132)
     else:
         config = portable_config.default_config(**shape, compute_capability=portable_for)
     config = dataclasses.replace(config, **changes)

@@ -34,7 +34,9 @@ class TestPortablePrefill(Conformance):
     long_case = staticmethod(ragged_case)  # three tiles at most, so that some parts have none
     options = "plain", "all"
     options_of_partitions = "sinks", "all"
-    options_of_8_bits = q_lens = scaled_caches = ()
+    options_of_8_bits = ("all",)
+    q_lens = ()
+    scaled_caches = (jnp.int8, "token_head"), (jnp.float8_e5m2, "head")
     dtypes = (jnp.float16,)
     head_dims = 80, 256
     block_sizes = 8, 64, 128
@@ -44,7 +46,7 @@ class TestPortablePrefill(Conformance):
     def attend(self, case, num_partitions=1):
         lengths = np.asarray(case.lengths)
         counts = tuple(np.minimum(lengths, COUNTS if len(lengths) == len(COUNTS) else max(COUNTS)).tolist())
-        how = dict(num_sms=2, interpret=INTERPRET, num_parts=num_partitions, portable_for=8.0)
+        how = dict(num_sms=2, interpret=INTERPRET, num_parts=num_partitions, portable_for=8.9)
         out, lse = prefill.attend(case, counts, **how)
         assert not races_found()
         tokens = sum(counts)
@@ -61,6 +63,11 @@ SHAPES = {
     "blocks of 256": dict(block_size=256, head_dim=256),
     "all options": dict(group=5, head_dim=96, options=OPTION_NAMES),
     "parts": dict(group=16, num_parts=3, causal=False),
+    "a tree": dict(options=("tree_bits",)),
+    "int8": dict(cache_dtype=jnp.int8, scales=("head", "token_head"), head_dim=80),
+    "float8_e5m2": dict(
+        cache_dtype=jnp.float8_e5m2, scales=("token_head", "token_head"), block_size=8, dtype=jnp.float16
+    ),
 }
 
 
@@ -79,5 +86,5 @@ def test_two_programs_share_the_memory_of_an_sm_if_the_head_is_not_wide():
     for gpu, rows in GPUS.items():
         config = portable_config.default_config(group=4, head_dim=128, compute_capability=gpu)
         assert config.rows == rows
-        smem = portable_config.smem_bytes(rows, config.tile_tokens, config.num_stages, 128)
+        smem = portable_config.smem_bytes(rows, config.tile_tokens, config.num_stages, width=128, itemsize=2)
         assert smem <= portable_config.program_smem(gpu, 2)

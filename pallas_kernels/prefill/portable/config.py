@@ -8,11 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY, round_up, smem_per_sm
+from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY, is_8bit, round_up, smem_per_sm
 from pallas_kernels.prefill.config import Cut, heads_and_tokens
 
-COLUMNS = 64  # of a head, that one product takes
-OVERHEAD = 2 * 1024  # bytes of SMEM of a program: 1024 that CUDA takes, and barriers
+COLUMNS = 64  # of a head: its width in SMEM is a multiple
+OVERHEAD = 1024  # bytes of SMEM of a program, which CUDA takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,13 @@ def limit(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, com
         return f"{name} takes a head_dim of 32, 48, ... 256; got {head_dim=}."
     if block_size not in (8, 16, 32, 64, 128, 256):
         return f"{name} takes a block_size of 8, 16, ... 256; got {block_size=}."
-    if q_dtype not in (jnp.bfloat16, jnp.float16) or cache_dtype != q_dtype:
+    if q_dtype not in (jnp.bfloat16, jnp.float16) or not (cache_dtype == q_dtype or is_8bit(cache_dtype)):
         return (
-            f"{name} takes q of bfloat16 or float16, and a cache of the same; "
+            f"{name} takes q of bfloat16 or float16, and a cache of the same or of 8 bits; "
             f"got q.dtype={jnp.dtype(q_dtype)!s}, k_cache.dtype={jnp.dtype(cache_dtype)!s}."
         )
+    if cache_dtype == jnp.float8_e4m3fn and compute_capability < 8.9:
+        return f"{name} takes float8_e4m3fn from compute capability 8.9 on; got {compute_capability=}."
     return None
 
 
@@ -47,13 +49,17 @@ def default_config(
     causal: bool = True,
     itemsize: int = 2,  # of the cache's numbers, in bytes
 ) -> Config:
-    rows, tile_tokens, num_stages = 64, 64, 1
     width = round_up(head_dim, COLUMNS)
-    if width <= 128 and program_smem(compute_capability, 2) >= smem_bytes(128, 64, 1, width):
-        rows = 128
-    resident = 2 if program_smem(compute_capability, 2) >= smem_bytes(rows, tile_tokens, 1, width) else 1
-    if program_smem(compute_capability, resident) >= smem_bytes(rows, tile_tokens, 2, width):
-        num_stages = 2
+
+    def fits(resident: int, rows: int, tile_tokens: int, num_stages: int = 1) -> bool:
+        needed = smem_bytes(rows, tile_tokens, num_stages, width=width, itemsize=itemsize)
+        return needed <= program_smem(compute_capability, resident)
+
+    # More rows would leave no registers for a wider O.
+    rows = 128 if width <= 128 and fits(2, 128, 64) else 64
+    resident = 2 if fits(2, rows, 32) else 1
+    tile_tokens = 64 if fits(resident, rows, 64) else 32
+    num_stages = 2 if fits(resident, rows, tile_tokens, 2) else 1
     heads, item_tokens = heads_and_tokens(group, rows)
     return Config(
         num_programs=1,  # see `launch`
@@ -72,6 +78,7 @@ def program_smem(compute_capability: float, resident: int) -> int:
     return smem_per_sm(compute_capability) // resident - OVERHEAD
 
 
-def smem_bytes(rows: int, tile_tokens: int, num_stages: int, width: int) -> int:
-    """Of Q, K and V."""
-    return (rows + 2 * num_stages * tile_tokens) * width * 2
+def smem_bytes(rows: int, tile_tokens: int, num_stages: int, *, width: int, itemsize: int) -> int:
+    """Of Q, K and V; of an 8-bit cache also of a tile that is widened, and of the scales of tokens."""
+    size = (2 * rows + 2 * num_stages * tile_tokens * itemsize) * width
+    return size + (2 * tile_tokens * width + 2 * num_stages * round_up(4 * tile_tokens, 1024) if itemsize == 1 else 0)

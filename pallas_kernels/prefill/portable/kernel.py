@@ -16,14 +16,17 @@ from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.options import AttentionOptions, name_operands
 from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, normalise, zeros
-from pallas_kernels.common.sizes import round_up
+from pallas_kernels.common.scales import of_head, of_tokens
+from pallas_kernels.common.sizes import is_8bit, round_up
+from pallas_kernels.prefill import tree as trees
 from pallas_kernels.prefill.item import Items
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.portable import products
 from pallas_kernels.prefill.portable.config import COLUMNS, Config
-from pallas_kernels.prefill.portable.tiles import Ids, Tiles
+from pallas_kernels.prefill.portable.tiles import Ids, Tiles, matrix
 from pallas_kernels.prefill.rows_of_item import RowsOfItem
 from pallas_kernels.prefill.softmax import rescale, softmax
+from pallas_kernels.prefill.widener import q_as_float16
 from pallas_kernels.prefill.work_list import WorkList
 
 
@@ -48,14 +51,56 @@ class Refs:
     k_smem: Any  # [stages, tile, width]
     v_smem: Any  # as k_smem
     # Options, GMEM
+    tree_bits: Any = None  # int32 [max_entries, words, 128]
+    k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads], of an 8-bit cache
+    v_scale: Any = None  # as k_scale
     sliding_window: Any = None  # int32 [1]
     logits_soft_cap: Any = None  # f32 [1]
     alibi_slopes: Any = None  # f32 [items, rows], of the rows of an item
     sinks: Any = None  # as alibi_slopes; of several parts left to the merge
+    # SMEM of an 8-bit cache
+    wide_smem: Any = None  # float16 [tile, width], the keys or the values of a tile
+    k_scales_smem: Any = None  # f32 [stages, tile], scales of tokens
+    v_scales_smem: Any = None  # as k_scales_smem
     # In interpret mode
+    q_float16: Any = None  # float16 [rows, width], which elsewhere is another view of Q
     q_full: Any = None  # barrier
     lse_smem: Any = None  # f32 [rows]
     o_smem: Any = None  # of several parts, f32 [rows, width]
+
+
+def scratch(
+    config: Config,
+    *,
+    width: int,
+    dtype: Any,  # of q
+    cache_dtype: Any,
+    scales: tuple[Any, Any],  # k_scale and v_scale
+) -> dict[str, Any]:
+    """SMEM, by the names of `Refs`."""
+    rows, stages, tile = config.rows, config.num_stages, config.tile_tokens
+
+    def smem(shape: tuple[int, ...], dtype: Any) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=matrix(dtype))
+
+    arrays: dict[str, Any] = {
+        "q_smem": smem((rows, width), dtype),
+        "k_smem": smem((stages, tile, width), cache_dtype),
+        "v_smem": smem((stages, tile, width), cache_dtype),
+    }
+    if is_8bit(cache_dtype):
+        arrays["wide_smem"] = smem((tile, width), jnp.float16)
+        for name, scale in zip(("k_scales_smem", "v_scales_smem"), scales, strict=True):
+            if of_tokens(scale):
+                arrays[name] = plgpu.SMEM((stages, tile), jnp.float32)
+        if dtype != jnp.float16:
+            view = smem((rows, width), jnp.float16)
+            arrays |= {"q_float16": view} if interpreted() else {"q_smem": plgpu.RefUnion(arrays["q_smem"], view)}
+    if interpreted():
+        arrays |= {"q_full": plgpu.Barrier(), "lse_smem": plgpu.SMEM((rows,), jnp.float32)}
+        if config.num_parts > 1:
+            arrays["o_smem"] = plgpu.SMEM((rows, width), jnp.float32)
+    return arrays
 
 
 class State(NamedTuple):
@@ -79,7 +124,7 @@ def _kernel(refs: Refs, *, config: Config, group: int, transforms: tuple[Any, ..
         kv_heads=refs.k_cache.shape[2],
         group=group,
         window=None if refs.sliding_window is None else refs.sliding_window[0],
-        tree_words=0,
+        tree_words=0 if refs.tree_bits is None else refs.tree_bits.shape[1],
     )
     # A program without an item is one that the work list has room for.
     pl.when(items.count() > 0)(lambda: _attend(refs, items, config, transforms))
@@ -87,53 +132,63 @@ def _kernel(refs: Refs, *, config: Config, group: int, transforms: tuple[Any, ..
 
 def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...]) -> None:
     item = items.item(items.read(jnp.int32(0)))
-    (num_rows, width), stages = refs.q_smem.shape, config.num_stages
-    rows = RowsOfItem(config, jnp.int32(0), transforms, commit=synchronise)
-    tiles = Tiles(refs, item, config, transforms)
+    q_smem, multiplied = _q_views(refs)
+    (num_rows, width), stages, first_row = q_smem.shape, config.num_stages, jnp.int32(0)
+    rows = RowsOfItem(config, first_row, transforms, commit=synchronise)
+    tiles = Tiles(refs, item, config, synchronise)
 
     # 1. Q and the first tiles are on their way.
-    rows.start_load(refs.q, item, refs.q_smem, refs.q_full)
+    rows.start_load(refs.q, item, q_smem, refs.q_full)
     ids = [tiles.read_ids(item.begin + i) for i in range(stages + 1)]
     for i in range(stages):
         tiles.start_keys(item.begin + i, ids[i])
         if i < stages - 1:
             tiles.start_values(item.begin + i, ids[i])
 
-    # 2. What makes logits of products.
+    # 2. Q is there, and what makes logits of products.
+    k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (refs.k_scale, refs.v_scale))
+    scale = refs.scale[0] if k_scale is None else refs.scale[0] * k_scale
+    tiles.wait_query()
+    pl.when(scale < 0)(lambda: rows.negate(q_smem))
+    scale = jnp.abs(scale)
+    if multiplied.dtype != q_smem.dtype:
+        scale = scale * q_as_float16(q_smem, multiplied, synchronise)
     share = lax.div(item.head, jnp.int32(config.heads))
 
     def of_rows(by_row: Any | None) -> jax.Array | None:
         return None if by_row is None else ROWS_FIRST.load(by_row.at[share])
 
+    tree = None
+    if refs.tree_bits is not None:
+        tree = trees.Tree(refs.tree_bits, items.entry(jnp.int32(0)), item, config.item_tokens, 0)
     logits_of = Logits(
         item,
         config.item_tokens,
-        jnp.int32(0),
-        scale=refs.scale[0],
+        first_row,
+        scale=scale,
         cap=None if refs.logits_soft_cap is None else refs.logits_soft_cap[0],
         slopes=of_rows(refs.alibi_slopes),
-        tree=None,
+        tree=tree,
     )
 
     # 3. The tiles, one after the other.
     def step(tile: jax.Array, state: State, *, masked: bool) -> State:
         acc, m, l, values_ids, keys_ids = state
-        stage = tiles.stage(tile)
 
         # a. S = Q K^T
-        tiles.wait()
+        k = tiles.keys(tile)
         tiles.start_values(tile + stages - 1, values_ids)
-        scores = products.scores(refs.q_smem, refs.k_smem.at[stage], transforms)
+        scores = products.scores(multiplied, k, transforms)
 
         # b. Online softmax.
-        m, l, alpha, p = softmax(scores, logits_of, tile, (None, None), m, l, masked=masked)
+        m, l, alpha, p = softmax(scores, logits_of, tile, tiles.scales(tile), m, l, masked=masked)
         acc = rescale(acc, alpha)
 
         # c. O += P V
-        tiles.wait()
+        v = tiles.values(tile)
         tiles.start_keys(tile + stages, keys_ids)
         next_ids = tiles.read_ids(tile + stages + 1)
-        acc = products.add(acc, p.astype(refs.v_smem.dtype), refs.v_smem.at[stage], transforms)
+        acc = products.add(acc, p.astype(v.dtype), v, transforms)
         return State(acc, m, l, keys_ids, next_ids)
 
     state = State(
@@ -151,12 +206,24 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
 
     # 4. The rows, by way of Q's SMEM.
     factor, lse = normalise(m, l, of_rows(refs.sinks))
+    if v_scale is not None:
+        factor = factor * v_scale
     o = acc * ROWS_FIRST.over(factor, acc.shape)
     if config.num_parts > 1:
         rows.store_float32(o, refs.out, item, refs.o_smem)
     else:
-        rows.store(o.astype(refs.q_smem.dtype), refs.out, item, refs.q_smem)
+        rows.store(o.astype(q_smem.dtype), refs.out, item, q_smem)
     rows.store_vector(lse, refs.lse, item, refs.lse_smem)
+
+
+def _q_views(refs: Refs) -> tuple[Any, Any]:
+    """SMEM [rows, width]: as it is loaded, and as it is multiplied, which differ for bfloat16 and an 8-bit cache."""
+    if refs.q_float16 is not None:
+        return refs.q_smem, refs.q_float16
+    if refs.wide_smem is None or refs.q.dtype == jnp.float16:
+        return refs.q_smem, refs.q_smem
+    q, q_float16 = refs.q_smem
+    return q, q_float16
 
 
 def synchronise() -> None:
@@ -188,7 +255,6 @@ def launch(
     width = round_up(head_dim, COLUMNS)
     num_programs = work.entries.shape[0] * (heads // config.heads) * parts
     config = dataclasses.replace(config, num_programs=num_programs)
-    matrix = plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(2 * COLUMNS)  # type: ignore[abstract]
 
     def per_row(by_head: jax.Array) -> jax.Array:
         by_item = jnp.repeat(by_head.reshape(-1, config.heads), config.item_tokens, axis=1)
@@ -201,29 +267,34 @@ def launch(
         "block_tables": block_tables,
         "entries": work.entries,
         "num_entries": work.num_entries,
-        **name_operands(options, per_row, with_sinks=not in_parts),
+        **name_operands(
+            options,
+            per_row,
+            with_sinks=not in_parts,
+            tree_bits=None if options.tree_bits is None else trees.by_entry(options.tree_bits, work, config),
+        ),
     }
     out_types = {
         "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),
         "lse": jax.ShapeDtypeStruct((parts * tokens, heads), jnp.float32),
     }
-    ring = plgpu.SMEM((config.num_stages, config.tile_tokens, width), k_cache.dtype, transforms=matrix)
-    scratch: dict[str, Any] = dict(
-        q_smem=plgpu.SMEM((config.rows, width), q.dtype, transforms=matrix), k_smem=ring, v_smem=ring
+    scratch_types = scratch(
+        config,
+        width=width,
+        dtype=q.dtype,
+        cache_dtype=k_cache.dtype,
+        scales=(options.k_scale, options.v_scale),
     )
-    if interpreted():
-        scratch |= dict(q_full=plgpu.Barrier(), lse_smem=plgpu.SMEM((config.rows,), jnp.float32))
-        if in_parts:
-            scratch["o_smem"] = plgpu.SMEM((config.rows, width), jnp.float32)
     out, lse = launch_kernel(
         "portable_prefill",
-        functools.partial(_kernel, config=config, group=heads // k_cache.shape[2], transforms=matrix),
+        functools.partial(_kernel, config=config, group=heads // k_cache.shape[2], transforms=matrix(q.dtype)),
         Refs,
         inputs,
         out_types,
         grid=(num_programs,),
         grid_names=("program",),
-        scratch_types=scratch,
+        scratch_types=scratch_types,
+        reduction_bytes=0,
     )
     if not in_parts:
         return out, lse

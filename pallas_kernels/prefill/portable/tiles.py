@@ -1,27 +1,37 @@
-"""How K and V are fetched, tile by tile.
+"""How K and V are fetched, tile by tile, and widened if they are of 8 bits.
 
 The i-th tile of an item lies in stage i % stages of two rings. Its keys are asked for when those of tile i - stages
 have been used, its values half a step earlier than the keys that follow: Q K0 V0 K1 V1 ... are groups of copies, empty
-ones past the last tile, so that the same number of groups is on its way at each wait.
+ones past the last tile, so that the same number of groups is on its way at each wait. Scales of tokens come with keys.
 
 Everything here is traced inside the kernel.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import cp_async
 from pallas_kernels.common.fetch import block_at
 from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.rows import ROWS
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.portable.config import Config
+from pallas_kernels.prefill.portable.products import COLUMNS
+from pallas_kernels.prefill.widener import widen
 
 Ids = tuple[jax.Array, ...]  # of the blocks of a tile
+
+
+def matrix(dtype: Any) -> tuple[Any, ...]:
+    """Transforms of a matrix in SMEM: tiles of 8 rows, in which 16 bytes of each stand in different banks."""
+    return plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(COLUMNS * jnp.dtype(dtype).itemsize)  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +39,7 @@ class Tiles:
     refs: Any
     item: Item
     config: Config
-    transforms: tuple[Any, ...]  # of a matrix in SMEM
+    commit: Callable[[], None]  # what has been written to SMEM is there for all threads
 
     def read_ids(self, tile: jax.Array) -> Ids:
         """The blocks of a tile of the sequence; the null block where nothing may be read."""
@@ -40,29 +50,63 @@ class Tiles:
         return tuple(block_at(tables, self.item.seq, entry, entries, num_blocks) for entry in numbers)
 
     def start_keys(self, tile: jax.Array, ids: Ids) -> None:
-        self._start(self.refs.k_cache, self.refs.k_smem, tile, ids)
+        refs = self.refs
+        pairs = (refs.k_scale, refs.k_scales_smem), (refs.v_scale, refs.v_scales_smem)
+        self._start(refs.k_cache, refs.k_smem, tile, ids, [pair for pair in pairs if pair[1] is not None])
 
     def start_values(self, tile: jax.Array, ids: Ids) -> None:
-        self._start(self.refs.v_cache, self.refs.v_smem, tile, ids)
+        self._start(self.refs.v_cache, self.refs.v_smem, tile, ids, [])
 
-    def wait(self) -> None:
-        """For the keys, or the values, that are used next. All warps are done with what was used before."""
-        if not interpreted():
-            cp_async.wait(2 * self.config.num_stages - 2)
+    def wait_query(self) -> None:  # the first tiles are on their way, but for the last one's values
+        self._wait(2 * self.config.num_stages - 1)
 
-    def stage(self, tile: jax.Array) -> jax.Array:
+    def keys(self, tile: jax.Array) -> Any:
+        """K, SMEM [tile, width], once it is there. All warps are done with the values before."""
+        return self._arrived(self.refs.k_smem, tile)
+
+    def values(self, tile: jax.Array) -> Any:
+        """V, SMEM [tile, width], once it is there. All warps are done with the keys before."""
+        return self._arrived(self.refs.v_smem, tile)
+
+    def scales(self, tile: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        """Of the tokens of K and of V, f32 [tile]; None: there are none."""
+        k, v = (
+            None if ring is None else plgpu.load(ring.at[self._stage(tile)], layout=ROWS.reduce(0), optimized=False)
+            for ring in (self.refs.k_scales_smem, self.refs.v_scales_smem)
+        )
+        return k, v
+
+    def _stage(self, tile: jax.Array) -> jax.Array:
         return lax.rem(tile - self.item.begin, jnp.int32(self.config.num_stages))
 
-    def _start(self, source: Any, ring: Any, tile: jax.Array, ids: Ids) -> None:
+    def _wait(self, pending: int) -> None:
+        if not interpreted():
+            cp_async.wait(pending)
+
+    def _arrived(self, ring: Any, tile: jax.Array) -> Any:
+        self._wait(2 * self.config.num_stages - 2)
+        fetched, wide = ring.at[self._stage(tile)], self.refs.wide_smem
+        if wide is None:
+            return fetched
+        widen(fetched, wide)
+        self.commit()
+        return wide
+
+    def _start(self, source: Any, ring: Any, tile: jax.Array, ids: Ids, scales: list[tuple[Any, Any]]) -> None:
         @pl.when(tile < self.item.end)
         def _copy() -> None:
-            target, first = ring.at[self.stage(tile)], tile * self.config.tile_tokens
+            stage, first, kv_head = self._stage(tile), tile * self.config.tile_tokens, self.item.kv_head
             slot = lax.rem(first, jnp.int32(source.shape[1]))  # of the first block, where the tile begins
             seen = self.item.first_visible - first, self.item.length - first
             if interpreted():
-                self._copy_at_once(source, target, ids, slot, seen)
+                self._copy_at_once(source, ring.at[stage], ids, slot, seen)
             else:
-                cp_async.copy_tile(source, target, self.transforms, ids, slot, self.item.kv_head, seen)
+                cp_async.copy_tile(source, ring.at[stage], matrix(source.dtype), ids, slot, kv_head, seen)
+            for of_tokens, target in scales:
+                if interpreted():
+                    self._copy_scales_at_once(of_tokens, target.at[stage], ids, slot)
+                else:
+                    cp_async.copy_scales(of_tokens, target.at[stage], ids, slot, kv_head)
 
         if not interpreted():
             cp_async.commit()
@@ -75,3 +119,8 @@ class Tiles:
             row = lax.broadcasted_iota(jnp.int32, rows.shape, 0) + j * count
             ours = jnp.logical_and(row >= seen[0], row < seen[1])
             target[pl.ds(j * count, count)] = jnp.where(ours, rows, jnp.zeros_like(rows))
+
+    def _copy_scales_at_once(self, source: Any, target: Any, ids: Ids, slot: jax.Array) -> None:
+        count = self.config.tile_tokens // len(ids)
+        for j, block_id in enumerate(ids):
+            target[pl.ds(j * count, count)] = source[block_id, pl.ds(slot, count), self.item.kv_head]

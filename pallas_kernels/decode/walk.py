@@ -47,7 +47,7 @@ class Partition:
         return cls(seq, kv_head, partial, num_partitions, refs.lengths[seq], first_partial)
 
 
-def make_grid(plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int) -> dict[str, tuple]:
+def make_grid(plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int) -> dict[str, Any]:
     """The grid of a kernel whose programs are `Partition.of`."""
     if plan is None:
         return dict(grid=(seqs, num_partials, kv_heads), grid_names=("seq", "partial", "kv_head"))

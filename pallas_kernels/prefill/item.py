@@ -100,8 +100,9 @@ class Items:
             first, count = begin, end - begin
             begin = first + lax.div(count * part, num_parts)
             end = first + lax.div(count * (part + 1), num_parts)
-            # A part without a tile works on one of which it sees nothing.
+            # A part without a tile works on one of which it sees nothing: none is whole.
             position = jnp.where(begin < end, position, -self.config.item_tokens)
+            whole_end = jnp.where(begin < end, whole_end, 0)
             begin = jnp.minimum(begin, first + count - 1)
             end = jnp.maximum(end, begin + 1)
             whole_begin = jnp.clip(whole_begin, begin, end)

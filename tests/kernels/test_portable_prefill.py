@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill.portable import config as portable_config
 from tests.attention.conformance import Conformance
-from tests.cases import make_case
+from tests.cases import assert_lse, assert_within_budget, make_case
 from tests.kernels import prefill
 from tests.kernels.interpret import races_found
 from tests.kernels.lowering import OPTIONS as OPTION_NAMES
@@ -88,3 +88,12 @@ def test_two_programs_share_the_memory_of_an_sm_if_the_head_is_not_wide():
         assert config.rows == rows
         smem = portable_config.smem_bytes(rows, config.tile_tokens, config.num_stages, width=128, itemsize=2)
         assert smem <= portable_config.program_smem(gpu, 2)
+
+
+def test_a_part_without_a_tile_sees_nothing():
+    """Its item has two tiles, both of them whole, for three parts."""
+    case = ragged_case(lengths=(128,), max_blocks=8, q_len=1, head_dim=32)
+    out, lse = prefill.attend(case, (1,), num_sms=2, interpret=INTERPRET, num_parts=3, portable_for=8.0)
+    results = prefill.unpacked(case, (1,), out, lse)
+    assert_within_budget(case, results[0])
+    assert_lse(case, results[1])

@@ -1,4 +1,4 @@
-"""The portable prefill kernel: in interpret mode at toy sizes, and lowered for five GPUs."""
+"""The portable prefill kernel: in interpret mode at toy sizes, and lowered for six GPUs."""
 
 import jax.numpy as jnp
 import numpy as np

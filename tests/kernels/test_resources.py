@@ -82,3 +82,29 @@ def test_prefill_fits(prefill, name):
     assert its["registers"] <= 168
     assert its["spill_bytes"] <= PREFILL[name][1]
     assert its["smem_bytes"] <= SMEM_OF_ONE
+
+
+# Of the portable prefill kernel, whose threads take all registers there are: the most bytes that are spilled and read
+# back on any GPU.
+PORTABLE_PREFILL = {
+    "portable": (dict(), 1200),
+    "portable, all options": (dict(options=ALL_OPTIONS), 2200),
+    "portable, head_dim 64": (dict(head_dim=64), 200),
+    "portable, head_dim 256": (dict(head_dim=256), 1400),
+    "portable, a tree": (dict(options=("tree_bits",)), 960),
+    "portable, float8_e5m2": (E4M3 | dict(cache_dtype="float8_e5m2"), 1680),
+}
+
+
+@pytest.fixture(scope="module", params=resources.GPUS)
+def portable_prefill(request):
+    shapes = {name: shape | dict(kernel="portable_prefill") for name, (shape, _) in PORTABLE_PREFILL.items()}
+    return request.param, resources.compiled(request.param, shapes)
+
+
+@pytest.mark.parametrize("name", PORTABLE_PREFILL)
+def test_portable_prefill_fits(portable_prefill, name):
+    gpu, compiled = portable_prefill
+    its = compiled[name]["portable_prefill"]
+    assert its["spill_bytes"] <= PORTABLE_PREFILL[name][1]
+    assert its["smem_bytes"] <= resources.program_smem(gpu)

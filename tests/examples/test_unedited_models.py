@@ -72,3 +72,36 @@ def test_gemma_3_in_linen():
     weights = spread(model.init(jax.random.key(0), jnp.ones((1, 1), jnp.int32)))
     own = jax.jit(lambda tokens: model.apply(weights, tokens[None]).logits[0])
     check(gemma_linen.paged(model), weights, own)
+
+
+def test_tunix_learns_with_a_rollout_on_an_engine():
+    pytest.importorskip("tunix.rl.grpo.grpo_learner")
+    from tunix.rl import common
+
+    import tunix_rollout
+
+    rewards = tunix_rollout.train(40)
+    assert np.mean(rewards[:3]) < 0.1
+    assert np.mean(rewards[-5:]) > 0.4
+    assert tunix_rollout.train(3) == rewards[:3]
+
+    model, letters = tunix_rollout.toy_model(), tunix_rollout.Letters()
+    config = tunix_rollout.RolloutConfig(max_tokens_to_generate=8, max_prompt_length=12, return_logprobs=True)
+    rollout = tunix_rollout.EngineRollout(model, letters, config, num_seats=8, block_size=4)
+    from flax import nnx
+
+    for change in (0.0, 0.1):  # in place, as a trainer that shares the variables does
+        nnx.update(model, jax.tree.map(lambda x, change=change: x * (1 + change), nnx.state(model)))
+        found = rollout.engine.stats().num_found
+        output = rollout.generate(["abcabcab"] * 3 + ["b"], config)
+        assert rollout.engine.stats().num_found - found == 2 * 8
+        tokens = np.zeros((4, 8), np.int32)
+        for row, of_one in zip(tokens, output.tokens, strict=True):
+            row[: len(of_one)] = of_one
+        prompts = jnp.asarray(output.left_padded_prompt_tokens)
+        scores = rollout.get_per_token_logps(prompts, jnp.asarray(tokens))
+        own = common.compute_per_token_logps(*nnx.split(model), prompts, jnp.asarray(tokens), pad_id=0, eos_id=2)
+        for row, its_own, of_one in zip(scores, own, output.logprobs, strict=True):
+            np.testing.assert_allclose(row[: len(of_one)], of_one, atol=1e-4)
+            np.testing.assert_allclose(its_own[: len(of_one)], of_one, atol=1e-4)
+            assert not row[len(of_one) :].any()

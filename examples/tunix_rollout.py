@@ -1,0 +1,234 @@
+"""Tunix samples with a jaxpaged engine: its rollout interface, its own Qwen3 unedited, and GRPO on a toy task on a CPU.
+
+    pip install google-tunix
+    python examples/tunix_rollout.py
+
+Pass `EngineRollout`, or a `functools.partial` of it, as `ClusterConfig.rollout_engine`. A prompt that Tunix repeats for
+its generations is computed once, and new weights are taken by reference. The toy: the reward is the share of the
+prompt's letter in a completion.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxpaged
+from lib.extras import imports
+
+with imports(__doc__):
+    import optax
+    from tunix.generate.tokenizer_adapter import TokenizerAdapter
+    from tunix.models.qwen3.model import ModelConfig, Qwen3
+    from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+    from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
+    from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+
+    from tunix_qwen3 import paged
+
+
+class EngineRollout(BaseRollout):
+    """Tunix's rollout worker on a `jaxpaged.Engine`, for models on one device.
+
+    Args:
+        rollout_actor: the model, a Qwen3 of Tunix. For others write a `paged` as in tunix_qwen3.py.
+        tokenizer: what Tunix takes.
+        rollout_config: its largest prompt and completion make the engine's `max_length`.
+        mesh: Tunix passes it; not used.
+        num_seats: the completions that run at once.
+        block_size: tokens of a block.
+        seed: of the engine; completions differ although their prompts are equal.
+        options: of the engine.
+    """
+
+    def __init__(
+        self,
+        rollout_actor: Qwen3,
+        tokenizer: Any,
+        rollout_config: RolloutConfig,
+        mesh: Any = None,
+        *,
+        num_seats: int = 64,
+        block_size: int = 16,
+        seed: int = 0,
+        **options: Any,
+    ):
+        del mesh
+        self._model, self._tokenizer = rollout_actor, TokenizerAdapter(tokenizer)
+        apply, weights = paged(rollout_actor)
+        self._arrays = jax.tree.leaves(weights)  # those that the engine has
+        config = rollout_actor.config
+        max_length = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
+        caches = tuple(
+            jaxpaged.KVCache.create(
+                num_blocks=1 + num_seats * -(-max_length // block_size),
+                block_size=block_size,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=self._arrays[0].dtype,
+            )
+            for _ in range(config.num_layers)
+        )
+        sizes: dict[str, Any] = dict(num_seats=num_seats, max_length=max_length, prefix_cache=True, seed=seed)
+        self.engine = jaxpaged.Engine(apply, weights, caches, **sizes | options)
+
+    def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
+        del kwargs
+        self._refresh()
+        tokens = [self._encode(prompt) for prompt in prompts]
+        c = rollout_config
+        params = [
+            jaxpaged.SamplingParams(
+                max_tokens=c.max_tokens_to_generate,
+                temperature=c.temperature,
+                top_p=1.0 if c.top_p is None else c.top_p,
+                top_k=0 if c.top_k is None else c.top_k,
+                stop_token_ids=tuple(c.eos_tokens or (self.eos_id(),)),
+                logprobs=c.return_logprobs,
+                seed=None if c.seed is None else seed_of(c.seed, i),
+            )
+            for i in range(len(prompts))
+        ]
+        completions = [output.outputs[0] for output in self.engine.generate(tokens, params)]
+        width = max(c.max_prompt_length, max(map(len, tokens)))
+        padded = np.full((len(tokens), width), self.pad_id(), np.int32)
+        for row, prompt in zip(padded, tokens, strict=True):
+            row[width - len(prompt) :] = prompt
+        logprobs = [np.asarray(of_one.logprobs, np.float32) for of_one in completions] if c.return_logprobs else None
+        return RolloutOutput(
+            text=[self._tokenizer.decode(of_one.token_ids) for of_one in completions],
+            logits=None,
+            tokens=[np.asarray(of_one.token_ids, np.int32) for of_one in completions],
+            left_padded_prompt_tokens=padded,
+            logprobs=logprobs,
+        )
+
+    def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
+        """float32, in the shape of the completions; 0 behind the end of one."""
+        self._refresh()
+        prompts = [row[np.argmax(row != self.pad_id()) :].tolist() for row in np.asarray(prompt_tokens)]
+        completions = [self._without_padding(row) for row in np.asarray(completion_tokens)]
+        logprobs = np.zeros(np.shape(completion_tokens), np.float32)
+        for row, score in zip(logprobs, self.engine.score(prompts, completions), strict=True):
+            row[: len(score.logprobs)] = score.logprobs
+        return jnp.asarray(logprobs)
+
+    def update_params(self, params: Any, filter_types: Any = None) -> None:
+        """The model's new weights, or those of them that `filter_types` names."""
+        del filter_types  # params has no others
+        nnx.update(self._model, params)
+        self._refresh()
+
+    def pad_id(self) -> int:
+        return self._tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        return self._tokenizer.eos_id()
+
+    def model(self) -> Qwen3:
+        return self._model
+
+    def _refresh(self) -> None:
+        """A trainer that shares the model's variables changes them without a word."""
+        weights = nnx.state(self._model)
+        arrays = jax.tree.leaves(weights)
+        if any(new is not old for new, old in zip(arrays, self._arrays, strict=True)):
+            self.engine.update_weights(weights)
+            self._arrays = arrays
+
+    def _encode(self, prompt: str) -> list[int]:
+        begin = [self._tokenizer.bos_id()] if self._tokenizer.bos_id() else []
+        return self._tokenizer.dedup_bos_ids(begin + list(self._tokenizer.encode(prompt)))
+
+    def _without_padding(self, tokens: np.ndarray) -> list[int]:
+        """Up to the first end of sequence, or without the padding at the end; a token at least."""
+        is_end = tokens == self.eos_id()
+        length = (
+            np.argmax(is_end) + 1 if is_end.any() else np.max(np.flatnonzero(tokens != self.pad_id()), initial=0) + 1
+        )
+        return tokens[:length].tolist()
+
+
+def seed_of(seed: Any, index: int) -> int:
+    return int(np.random.SeedSequence([*np.ravel(np.asarray(seed)).tolist(), index]).generate_state(1)[0])
+
+
+class Letters:
+    """A tokenizer of letters: a to y, behind padding, begin and end."""
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + i - 3) for i in ids if i > 2)
+
+    def pad_id(self) -> int:
+        return 0
+
+    def bos_id(self) -> int:
+        return 1
+
+    def eos_id(self) -> int:
+        return 2
+
+
+def toy_model(seed: int = 0) -> Qwen3:
+    config = ModelConfig(
+        num_layers=1,
+        vocab_size=28,
+        embed_dim=64,
+        hidden_dim=128,
+        num_heads=4,
+        head_dim=16,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        norm_eps=1e-6,
+    )
+    return Qwen3(config, rngs=nnx.Rngs(seed))
+
+
+def train(num_rounds: int, seed: int = 0) -> list[float]:
+    """The mean reward of each round of Tunix's GRPO."""
+    rng, rewards = np.random.default_rng(seed), []
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        shares = [text.count(prompt[0]) / 8 for prompt, text in zip(prompts, completions, strict=True)]
+        rewards.append(float(np.mean(shares)))
+        return shares
+
+    def batches() -> Iterator[dict[str, np.ndarray]]:
+        for _ in range(num_rounds):
+            yield {"prompts": np.array([chr(ord("a") + i) * 8 for i in rng.integers(0, 25, 8)])}
+
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:1], (1, 1)), ("fsdp", "tp"))
+    model = toy_model(seed)
+    cluster = RLCluster(
+        actor=model,
+        tokenizer=Letters(),
+        cluster_config=ClusterConfig(
+            role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
+            rollout_engine=functools.partial(EngineRollout, num_seats=32, block_size=4),
+            training_config=RLTrainingConfig(
+                actor_optimizer=optax.adam(3e-3), eval_every_n_steps=10**6, max_steps=num_rounds
+            ),
+            rollout_config=RolloutConfig(
+                max_tokens_to_generate=8, max_prompt_length=12, temperature=1.0, return_logprobs=True
+            ),
+        ),
+    )
+    GRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.0), reward).train(batches())
+    return rewards
+
+
+def main() -> None:
+    for i, reward in enumerate(train(60)):
+        if i % 10 == 9:
+            print(f"round {i}: mean reward {reward:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -527,13 +527,6 @@ MUTANTS = (
         "tests/engine/test_score.py::models_beside and plenty",
     ),
     Mutant(
-        "scoring: the last token is sampled",
-        SCORING,
-        "jnp.where(is_scored[step.last], given[step.last], drawn[0])",
-        "drawn[0]",
-        "tests/engine/test_score.py::given_tokens_are_listed",
-    ),
-    Mutant(
         "scoring: groups that hold only a part go uncounted",
         SCORING,
         "1 + -(-is_scored.sum(dtype=jnp.int32) // size)",

@@ -58,6 +58,8 @@ def test_each_token_says_which_weights_made_it():
     (old,) = engine.generate([[1, 2, 3]], params)
     assert old.outputs[0].token_ids == completion.token_ids[:first]
     assert old.outputs[0].versions == [before + 2] * first
+    (longer,) = engine.generate([[1, 2, 3]], dataclasses.replace(params, max_tokens=first + 4))
+    assert longer.outputs[0].token_ids != completion.token_ids[: first + 4]  # no older weights made these
     rollout = engine.rollout([[1, 2, 3]], params)
     assert rollout.versions.tolist() == [[before + 2] * first]
 
@@ -87,5 +89,8 @@ def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same():
     engine.wake_up()
     assert finish(engine)[queued].outputs == before[0].outputs
     assert engine.stats().num_found == found  # what was cached is gone
-    assert engine.generate(prompts, params)[1].outputs == before[1].outputs
+    engine.sleep()
+    engine.wake_up()  # with the same weights
+    assert engine.generate(prompts[:1], params)[0].outputs == before[0].outputs
+    assert engine.stats().num_found == found
     assert request != queued

@@ -15,6 +15,7 @@ from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState, Window
 from jaxpaged._integers import as_int32, checked_size, known_values
+from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
 
 MORE_PASSED = 3  # blocks of a group that a sequence gives back in an `append`, beside as many as it may get
@@ -95,8 +96,15 @@ class BlockAllocator(AllocatorState):
             raise ValueError(
                 f"lengths are int32: a sequence holds less than 2^31 tokens; got {max_blocks_per_seq=}, {block_size=}."
             )
+        return cls._create(num_blocks, block_size, num_seqs, max_blocks_per_seq, windows)
+
+    @staticmethod
+    @one_program("num_blocks", "block_size", "num_seqs", "max_blocks_per_seq", "windows")
+    def _create(
+        num_blocks: int, block_size: int, num_seqs: int, max_blocks_per_seq: int, windows: tuple[Window, ...]
+    ) -> BlockAllocator:
         has_windows, groups = windows[-1] is not None, () if len(windows) == 1 else (len(windows),)
-        return cls(
+        return BlockAllocator(
             block_tables=jnp.zeros((*groups, num_seqs, max_blocks_per_seq), jnp.int32),
             lengths=jnp.zeros(num_seqs, jnp.int32),
             swapped_lengths=jnp.zeros(num_seqs, jnp.int32),
@@ -126,6 +134,10 @@ class BlockAllocator(AllocatorState):
 
     def positions(self, q_len: int) -> jax.Array:
         """Positions of the newest `q_len` tokens of each sequence, int32 `[seqs, q_len]`; negative: no such token."""
+        return self._positions(q_len)
+
+    @one_program("q_len")
+    def _positions(self, q_len: int) -> jax.Array:
         return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
 
     def slots(self, seqs: ArrayLike, positions: ArrayLike) -> jax.Array:
@@ -146,6 +158,10 @@ class BlockAllocator(AllocatorState):
         if seqs.shape != positions.shape or seqs.dtype != jnp.int32 or positions.dtype != jnp.int32:
             received = f"{seqs.dtype} {list(seqs.shape)} and {positions.dtype} {list(positions.shape)}"
             raise ValueError(f"seqs and positions must be int32 of one shape; got {received}.")
+        return self._slots(seqs, positions)
+
+    @one_program()
+    def _slots(self, seqs: jax.Array, positions: jax.Array) -> jax.Array:
         exists = (seqs >= 0) & (positions >= 0) & (positions < self.lengths.at[seqs].get(mode="fill", fill_value=0))
         column = positions // self.block_size
         block_ids = self.block_tables.at[..., seqs, column].get(mode="clip")
@@ -200,6 +216,12 @@ class BlockAllocator(AllocatorState):
                 f"Pass q_len={known[row]}."
             )
         order = None if order is None else self._rows("order", order, jnp.int32)
+        return self._append(num_tokens, order, q_len)
+
+    @one_program("q_len")
+    def _append(
+        self, num_tokens: jax.Array, order: jax.Array | None, q_len: int
+    ) -> tuple[BlockAllocator, jax.Array, jax.Array]:
         num_rows, max_blocks = self.rows.shape
         legal = (num_tokens >= 0) & (num_tokens <= jnp.where(self.swapped_lengths == 0, q_len, 0))
         lengths = self.lengths + jnp.where(legal, num_tokens, 0)
@@ -375,6 +397,10 @@ class BlockAllocator(AllocatorState):
                 "before must be an earlier state of the same allocator; got (tables, num_blocks, block_size, windows) "
                 f"= {sizes} and {wanted}."
             )
+        return self._freed_since(before)
+
+    @one_program()
+    def _freed_since(self, before: BlockAllocator) -> jax.Array:
         ids = before.rows
         are_unused = self.pool.is_free()[ids] & ~self.pool.is_cached(ids)
         return jnp.where(before.is_entry(before.lengths) & are_unused, ids, 0).ravel()

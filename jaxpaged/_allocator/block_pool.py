@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
 
 
@@ -106,6 +107,7 @@ class BlockPool:
             cached_at=self.cached_at.at[self._distinct(cached, ids)].set(index_below, mode="drop", unique_indices=True),
         )
 
+    @one_program()
     def is_cached(self, ids: jax.Array) -> jax.Array:
         """Whether these blocks, held or free, are cached and not overwritten."""
         index = self.cached_at[ids]
@@ -164,6 +166,7 @@ class BlockPool:
         free = jnp.zeros(self.num_blocks, jnp.bool_)
         return free.at[self._distinct(order < self.num_free, blocks)].set(True, mode="drop", unique_indices=True)
 
+    @one_program()
     def num_holders(self) -> jax.Array:
         """int32 `[blocks]`, 0 for the free ones and the null block. As large as the pool, as `is_free`."""
         return jnp.where(self.is_free(), 0, 1 + self.extra_holders).at[0].set(0)

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.state import AllocatorState
+from jaxpaged._one_program import one_program
 
 # (source_ids, destination_ids) for copy_blocks, int32 [groups * seqs] each
 Copies = tuple[jax.Array, jax.Array]
 
 
+@one_program("replace")
 def fork[S: AllocatorState](allocator: S, parents: jax.Array, replace: bool) -> tuple[S, Copies, jax.Array]:
     num_seqs, num_groups = len(allocator.lengths), allocator.num_groups
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
@@ -58,6 +60,7 @@ def fork[S: AllocatorState](allocator: S, parents: jax.Array, replace: bool) -> 
     return forked, copies, ok | unchanged
 
 
+@one_program()
 def rollback[S: AllocatorState](allocator: S, lengths: jax.Array) -> tuple[S, Copies, jax.Array]:
     tables, num_passed = allocator.rows, allocator.num_passed
     legal = (lengths >= 0) & (lengths <= allocator.lengths)

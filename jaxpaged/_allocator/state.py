@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged._allocator.block_pool import BlockPool
+from jaxpaged._one_program import one_program
 
 Window = int | None
 
@@ -165,6 +166,7 @@ class AllocatorState:
         starts = (ends - needed)[None] + jnp.cumsum(of_groups, axis=0, dtype=jnp.int32) - of_groups
         return ok, starts.ravel(), jnp.where(ok, needed, 0).sum(dtype=jnp.int32)
 
+    @one_program()
     def let_go(self, seqs: jax.Array) -> Self:
         """The marked sequences empty, their blocks given back."""
         are_marked = self.per_row(seqs)[:, None]

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.state import AllocatorState
+from jaxpaged._one_program import one_program
 
 
+@one_program()
 def swap_out[S: AllocatorState](allocator: S, seqs: jax.Array) -> tuple[S, jax.Array]:
     leaves = seqs & (allocator.lengths > 0)
     leave = allocator.per_row(leaves)[:, None]
@@ -19,6 +21,7 @@ def swap_out[S: AllocatorState](allocator: S, seqs: jax.Array) -> tuple[S, jax.A
     return left, allocator.per_group(block_ids)
 
 
+@one_program()
 def swap_in[S: AllocatorState](allocator: S, seqs: jax.Array) -> tuple[S, jax.Array, jax.Array]:
     legal = seqs & (allocator.swapped_lengths > 0)
     first = 0 if allocator.num_passed is None else allocator.num_passed.ravel()

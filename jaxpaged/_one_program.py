@@ -14,4 +14,4 @@ def one_program[F: Callable[..., Any]](*static: str) -> Callable[[F], F]:
     Args:
         static: names of arguments that are no arrays.
     """
-    return functools.partial(jax.jit, static_argnames=static, inline=True)
+    return functools.partial(jax.jit, static_argnames=static, inline=True)  # type: ignore[return-value]

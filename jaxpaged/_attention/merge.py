@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpaged._one_program import one_program
+
 
 def merge_attention(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
@@ -50,6 +52,11 @@ def merge_attention(
                 f"an lse must be float32 {list(out_a.shape[:-1])}, one for each query and head; "
                 f"got {lse.dtype} {list(lse.shape)}."
             )
+    return _merge(out_a, lse_a, out_b, lse_b)
+
+
+@one_program()
+def _merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     # If no token was seen, compute with lses of 0: -inf - -inf, and its gradient, are NaN.
     is_unseen = (lse_a == -jnp.inf) & (lse_b == -jnp.inf)
     lse_a, lse_b = (jnp.where(is_unseen, 0.0, lse) for lse in (lse_a, lse_b))

@@ -13,6 +13,7 @@ from jaxpaged._attention.call import Call, check_call
 from jaxpaged._attention.options import Options
 from jaxpaged._attention.runs import cut_packed, join_packed, place_runs
 from jaxpaged._attention.tree import Tree, from_rows
+from jaxpaged._one_program import one_program
 
 
 @overload
@@ -74,14 +75,21 @@ def paged_attention_reference(
     """
     arrays = q, k_cache, v_cache, block_tables, lengths
     call = check_call(*arrays, query_starts=query_starts, tree_mask=tree_mask, latent_values=latent_values, **options)
-    if query_starts is not None:
-        runs = place_runs(call, 1)
-        out, lse = join_packed(*_attend(*cut_packed(call, runs)), call, runs)
-    else:
-        out, lse = _attend(call, from_rows(call.tree_mask, call.lengths))
-        if jnp.ndim(q) == 3:
-            out, lse = out[:, 0], lse[:, 0]
+    out, lse = _attend_packed(call) if query_starts is not None else _attend_uniform(call)
+    if query_starts is None and jnp.ndim(q) == 3:
+        out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
+
+
+@one_program()
+def _attend_packed(call: Call) -> tuple[jax.Array, jax.Array]:
+    runs = place_runs(call, 1)
+    return join_packed(*_attend(*cut_packed(call, runs)), call, runs)
+
+
+@one_program()
+def _attend_uniform(call: Call) -> tuple[jax.Array, jax.Array]:
+    return _attend(call, from_rows(call.tree_mask, call.lengths))
 
 
 def _attend(a: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:

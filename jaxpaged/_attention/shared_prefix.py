@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jaxpaged._attention.call import Call
 from jaxpaged._attention.runs import owners
 from jaxpaged._integers import as_int32
+from jaxpaged._one_program import one_program
 
 
 def split(call: Call, shared_prefix: ArrayLike) -> tuple[Call, Call, jax.Array] | None:
@@ -28,9 +29,14 @@ def split(call: Call, shared_prefix: ArrayLike) -> tuple[Call, Call, jax.Array] 
     num_tokens, most = _checked(shared_prefix, seqs=call.lengths.shape[0])
     # A window and ALiBi count from each query's own position.
     by_position = call.options.sliding_window is not None or call.options.alibi_slopes is not None
-    max_blocks, block_size = call.block_tables.shape[1], call.block_size
-    if by_position or (most is not None and most < block_size):
+    if by_position or (most is not None and most < call.block_size):
         return None
+    return _split(call, num_tokens, most)
+
+
+@one_program("most")
+def _split(call: Call, num_tokens: jax.Array, most: int | None) -> tuple[Call, Call, jax.Array]:
+    max_blocks, block_size = call.block_tables.shape[1], call.block_size
     groups = num_tokens.shape[0]
     size = call.lengths.shape[0] // groups
     num_blocks = jnp.clip(num_tokens // block_size, 0, max_blocks)[:, None]  # [groups, 1]

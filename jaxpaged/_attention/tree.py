@@ -17,6 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxpaged._integers import as_int32, known_values
+from jaxpaged._one_program import one_program
 
 BITS = 32  # of a word
 NOWHERE = 2**31 - 1  # the ordinal of no token
@@ -88,6 +89,12 @@ def tree_mask(parents: ArrayLike) -> jax.Array:
     if known is not None and (is_wrong := known >= np.arange(num_tokens)).any():
         at = tuple(np.argwhere(is_wrong)[0].tolist())
         raise ValueError(f"a parent stands before its token; got parent {known[at]} of token {list(at)}.")
+    return _mask(parents)
+
+
+@one_program()
+def _mask(parents: jax.Array) -> jax.Array:
+    num_tokens = parents.shape[-1]
     own = _own_bit(jnp.arange(num_tokens, dtype=jnp.int32), -(-num_tokens // BITS))  # [n, words]
     bits = jnp.broadcast_to(own, (*parents.shape, own.shape[-1]))
     for _ in range((num_tokens - 1).bit_length()):  # each round doubles how far up the tree a token sees

@@ -34,19 +34,18 @@ RUN = 16  # packed tokens that read a tile of keys together; `tokens / RUN + seq
 
 def attend(call: Call, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
     """Returns out, of `call.out_shape` and q's dtype, and lse f32, of that shape without its last axis."""
+    return _attend_in_jit(num_partitions, _device.is_gpu(), call)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend_in_jit(num_partitions: int | None, on_gpu: bool, call: Call) -> tuple[jax.Array, jax.Array]:
+    def attend_uniform(call: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
+        return _attend(num_partitions or default_partitions(call, on_gpu=on_gpu), call, tree)
+
     if call.query_starts is None:
-        return _attend_uniform(call, from_rows(call.tree_mask, call.lengths), num_partitions)
+        return attend_uniform(call, from_rows(call.tree_mask, call.lengths))
     runs = place_runs(call, RUN)
-    return join_packed(*_attend_uniform(*cut_packed(call, runs), num_partitions), call, runs)
-
-
-def _attend_uniform(call: Call, tree: Tree | None, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
-    return _attend_in_jit(num_partitions or default_partitions(call, on_gpu=_device.is_gpu()), call, tree)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _attend_in_jit(num_partitions: int, call: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
-    return _attend(num_partitions, call, tree)
+    return join_packed(*attend_uniform(*cut_packed(call, runs)), call, runs)
 
 
 def default_partitions(a: Call, *, on_gpu: bool) -> int:

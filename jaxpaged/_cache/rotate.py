@@ -12,6 +12,7 @@ from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
 from jaxpaged._on_shards import check_whole
+from jaxpaged._one_program import one_program
 
 
 def rotate_and_write_kv[C: (KVCache, CacheLayer)](
@@ -94,16 +95,17 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
             raise ValueError("tables take the place of frequencies; pass frequencies=None with them.")
         cos, sin = _table_cos_sin(tables, positions, head_dim)
     elif frequencies is not None:
-        cos, sin = _cos_sin(positions, frequencies)
+        cos, sin = _cos_sin(positions, jnp.asarray(frequencies, jnp.float32))
     else:
         return write_kv(cache, k, v, slots), q
     k, q = (rotate(x, cos, sin, interleaved=interleaved, start=start) for x in (k, q))
     return write_kv(cache, k, v, slots), q
 
 
-def _cos_sin(positions: jax.Array, frequencies: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
+@one_program()
+def _cos_sin(positions: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines, f32 [..., 1, frequencies]."""
-    per_token = jnp.asarray(frequencies, jnp.float32).reshape((1,) * (positions.ndim + 1) + (-1,))
+    per_token = frequencies.reshape((1,) * (positions.ndim + 1) + (-1,))
     angles = positions.astype(jnp.float32)[..., None, None] * per_token
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -125,6 +127,7 @@ def _table_cos_sin(
     return cos[rows], sin[rows]
 
 
+@one_program("interleaved", "start")
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool, start: int) -> jax.Array:
     """The dimensions from `start` on, as many as there are cosines for."""
     end = start + 2 * cos.shape[-1]

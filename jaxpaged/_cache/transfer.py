@@ -12,6 +12,7 @@ from jaxpaged._cache.pool_rows import put_rows, take_rows
 from jaxpaged._cache.write import scatter_slots
 from jaxpaged._integers import as_int32
 from jaxpaged._on_shards import on_shards
+from jaxpaged._one_program import one_program
 
 
 @on_shards
@@ -180,6 +181,7 @@ def _layer_axes(cache: KVCache) -> int:
     return cache.k.ndim - 4
 
 
+@one_program()
 def take_blocks(pool: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
     """Blocks of a pool `[(layers,) blocks, ...]`, in every layer; the ids are legal."""
     # A stack is seen as one pool, its layer axis in the index: a window over a leading axis makes XLA transpose.
@@ -189,6 +191,7 @@ def take_blocks(pool: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
     return take_rows(pool.reshape(-1, *block), every).reshape(*pool.shape[: _layer_axes(cache)], ids.size, *block)
 
 
+@one_program()
 def put_blocks(pool: jax.Array, blocks: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
     """The inverse; the ids are legal and distinct, or below zero, which drops a block.
 
@@ -204,6 +207,7 @@ def layers_and_blocks(pool: jax.Array, cache: KVCache) -> tuple[int, int]:
     return (pool.shape[0], pool.shape[1]) if _layer_axes(cache) else (1, pool.shape[0])
 
 
+@one_program()
 def _only_where(mask: jax.Array, values: jax.Array, cache: KVCache) -> jax.Array:
     """`values` [(layers,) *mask.shape, ...], zeros if the mask is false: selected, not multiplied: it may be NaN."""
     axes = _layer_axes(cache)
@@ -211,6 +215,7 @@ def _only_where(mask: jax.Array, values: jax.Array, cache: KVCache) -> jax.Array
     return jnp.where(mask, values, jnp.zeros_like(values))
 
 
+@one_program("num_layers", "stride")
 def _in_every_layer(ids: jax.Array, num_layers: int, stride: int, legal: jax.Array | None = None) -> jax.Array:
     """[ids] -> [layers * ids], shifted to each layer of a stack that is seen as one pool. What is not legal becomes
     distinct numbers below zero."""
@@ -225,6 +230,7 @@ def holds_tokens(ids: jax.Array, num_blocks: int) -> jax.Array:
     return (ids > 0) & (ids < num_blocks)
 
 
+@one_program("num_blocks")
 def distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
     """The ids, but -1 in place of padding, and of an id that occurs again after it."""
     legal = holds_tokens(ids, num_blocks)
@@ -247,12 +253,17 @@ def _token_slots(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) ->
             f"got {lengths.dtype} {list(lengths.shape)}."
         )
     num_blocks, block_size = cache.k.shape[-4:-2]
-    seqs, max_blocks = block_tables.shape
-    if block_tables.size == 0 or max_blocks * block_size >= 2**31:
+    if block_tables.size == 0 or block_tables.shape[1] * block_size >= 2**31:
         raise ValueError(
             "block_tables must be [seqs, max_blocks], one sequence and one block at least and less than 2^31 tokens a "
             f"row; got {block_tables.shape=}, {block_size=}."
         )
+    return _slots_of_tables(block_tables, lengths, num_blocks, block_size)
+
+
+@one_program("num_blocks", "block_size")
+def _slots_of_tables(block_tables: jax.Array, lengths: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
+    seqs, max_blocks = block_tables.shape
     offsets = jnp.arange(block_size, dtype=jnp.int32)
     slots = (jnp.clip(block_tables, 0, num_blocks - 1)[..., None] * block_size + offsets[None, None]).reshape(seqs, -1)
     positions = jnp.arange(max_blocks * block_size, dtype=jnp.int32)

@@ -16,6 +16,7 @@ from jaxpaged._cache.quantise import kv_scale, quantise
 from jaxpaged._debug import check_write
 from jaxpaged._integers import as_int32
 from jaxpaged._on_shards import on_shards
+from jaxpaged._one_program import one_program
 
 
 @on_shards
@@ -65,6 +66,7 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike | No
     return pool
 
 
+@one_program()
 def _write_pool(cache: KVCache, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> KVCache:
     check_cache(cache)
     if cache.k.ndim != 4:

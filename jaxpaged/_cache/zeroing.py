@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
 from jaxpaged._cache.transfer import checked_ids, holds_tokens, put_blocks
 from jaxpaged._on_shards import on_shards
+from jaxpaged._one_program import one_program
 
 ZEROED_AT_ONCE = 64  # blocks; what a step without any costs is the test that there are none
 
@@ -40,6 +41,11 @@ def zero_blocks(cache: KVCache, block_ids: ArrayLike) -> KVCache:
     block_ids = checked_ids("block_ids", block_ids)
     if block_ids.size == 0:
         return cache
+    return _zero(cache, block_ids)
+
+
+@one_program()
+def _zero(cache: KVCache, block_ids: jax.Array) -> KVCache:
     legal = holds_tokens(block_ids, cache.k.shape[-4])
     rank = jnp.cumsum(legal, dtype=jnp.int32)
     # The ids closed up, then a few at a time for as long as there are some: a scatter of all of them, padding

@@ -6,6 +6,7 @@ of either.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ def default(lengths: jax.Array, window: jax.Array | None, *, q_len: int, at_once
     return make(lengths, window, q_len=q_len, total_partitions=total, at_once=at_once)
 
 
+@functools.partial(jax.jit, static_argnames=("q_len", "total_partitions", "at_once"), inline=True)
 def make(
     lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_partitions: int, at_once: int = 0
 ) -> PartitionPlan:

@@ -354,8 +354,8 @@ MUTANTS = (
     Mutant(
         "engine: new weights are not told",
         "jaxpaged/_engine/engine.py",
-        "self._forgets, self._weights = True, weights",
-        "self._forgets, self._weights = False, weights",
+        "self._books.forgets, self._weights = True, weights",
+        "self._books.forgets, self._weights = False, weights",
         FORGOTTEN,
     ),
     Mutant(
@@ -374,7 +374,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine: an abort is not sent",
-        "jaxpaged/_engine/engine.py",
+        "jaxpaged/_engine/books.py",
         "self._aborts.append(row.place)",
         "pass",
         "tests/engine/test_engine.py::abort",
@@ -382,8 +382,8 @@ MUTANTS = (
     Mutant(
         "engine: short slices though nobody can come",
         "jaxpaged/_engine/engine.py",
-        "if is_watched and num_open",
-        "if num_open",
+        "is_light = is_watched and ",
+        "is_light = ",
         "tests/engine/test_engine.py::slices_are_short",
     ),
     Mutant(
@@ -394,8 +394,22 @@ MUTANTS = (
         "tests/engine/test_engine.py::slices_are_short",
     ),
     Mutant(
+        "engine: a failed slice puts its rows behind the others",
+        "jaxpaged/_engine/books.py",
+        "self.queue.extendleft(reversed(",
+        "self.queue.extend(list(",
+        "tests/engine/test_books.py::sent_again",
+    ),
+    Mutant(
+        "engine: more rows than the device has places",
+        "jaxpaged/_engine/books.py",
+        "min(most, self._max_requests - self._num_sent)",
+        "most",
+        "tests/engine/test_books.py::no_more",
+    ),
+    Mutant(
         "engine: ends all completions for one",
-        "jaxpaged/_engine/engine.py",
+        "jaxpaged/_engine/books.py",
         " if completion in (None, index)",
         "",
         "tests/engine/test_engine.py::abort_of_one and False",
@@ -549,15 +563,15 @@ MUTANTS = (
     ),
     Mutant(
         "engine: the version of the weights now, not of the slice",
-        "jaxpaged/_engine/engine.py",
-        "[received.version] * len(tokens)",
-        "[self._version] * len(tokens)",
+        "jaxpaged/_engine/books.py",
+        "[version] * len(tokens)",
+        "[self.version] * len(tokens)",
         "tests/engine/test_rollout.py::which_weights",
     ),
     Mutant(
         "engine: sleep forgets to forget",
         "jaxpaged/_engine/engine.py",
-        "self._asleep, self._forgets = [], True",
+        "self._asleep, self._books.forgets = [], True",
         "self._asleep = []",
         "tests/engine/test_rollout.py::sleeps",
     ),
@@ -570,8 +584,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine: an old abort hits who got the place",
-        "jaxpaged/_engine/engine.py",
-        "self._aborts = [place for place in self._aborts if place in self._on_device]",
+        "jaxpaged/_engine/books.py",
+        "self._aborts = [place for place in self._aborts if place in self.on_device]",
         "pass",
         "tests/engine/test_engine_trouble.py::spares_who",
     ),
@@ -585,7 +599,7 @@ MUTANTS = (
     Mutant(
         "engine: a stream that is left goes on",
         "jaxpaged/_engine/engine.py",
-        "            self._drop(request_ids)\n",
+        "            self._books.drop(request_ids)\n",
         "            pass\n",
         "tests/engine/test_engine_trouble.py::is_left",
     ),

@@ -71,7 +71,7 @@ def change_microseconds(engine: Engine, sizes: Sizes) -> float:
     seconds(1)
     few, many = (4, 40) if sizes.longest > 64 else (2, 8)
     slopes = sorted((seconds(many) - seconds(few)) / (many - few) * 1e6 for _ in range(5))
-    for request_id in list(engine._requests):
+    for request_id in list(engine._books.requests):
         engine.abort(request_id)
     while engine.has_unfinished_requests:
         engine.step()

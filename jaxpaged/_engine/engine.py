@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 import secrets
 import time
-from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,6 +19,7 @@ import numpy as np
 from jaxpaged import _device
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
+from jaxpaged._engine.books import Books
 from jaxpaged._engine.counting import counted
 from jaxpaged._engine.defaults import chosen_compiler_options, chosen_sizes, chosen_steps
 from jaxpaged._engine.inputs import own, pool_sizes, pools_of
@@ -31,22 +30,15 @@ from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.pytrees import difference
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.requests import (
-    FINISH_REASONS,
-    Row,
     checked_prompt,
     checked_request,
-    completion_seed,
     make_inbox,
-    make_output,
-    new_scores,
-    new_tokens,
     params_for_each,
 )
 from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.scoring import most_scored, no_scores
 from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_slice
 from jaxpaged._integers import checked_size
-from jaxpaged._scheduler.records import Refusal, RequestStatus
 from jaxpaged._scheduler.scheduler import Scheduler
 
 MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
@@ -131,7 +123,7 @@ class Engine:
         )
         num_seats, max_length = sizes.num_seats, sizes.max_length
         max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
-        self._weights, self._seed, self._num_blocks = own(weights), checked_size("seed", seed, 0), num_blocks
+        self._weights, self._num_blocks = own(weights), num_blocks
         self._steps = chosen_steps(steps_per_slice)
         self._max_requests, num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
         self._check = functools.partial(
@@ -192,16 +184,8 @@ class Engine:
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
         self._failure: BaseException | None = None  # of the slice that took the state with it
 
-        self._queue: deque[Row] = deque()  # not on the device
-        self._on_device: dict[int, Row] = {}  # by place, as far as the host has read
-        self._under_way: deque[Slice] = deque()
-        self._requests: dict[int, list[Row]] = {}  # unfinished, or with news
-        self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
-        self._aborts: list[int] = []  # places, to be sent in with the next slice
-        self._num_sent = self._next_id = 0
-        self._version = 0  # of the weights: updates so far
+        self._books = Books(max_requests=max_requests, seed=checked_size("seed", seed, 0))
         self._collector: Collector | None = None  # of the rollout under way
-        self._forgets = False  # whether the weights have changed since the last slice
         self._since = time.perf_counter()  # when the stats were last counted, or the first request came
         self._stats = EngineStats(
             num_blocks=num_blocks - 1, num_free_blocks=num_blocks - 1, **dataclasses.asdict(sizes)
@@ -210,7 +194,7 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether to call `step` again: a request is not finished, or `step` has not returned its end."""
-        return bool(self._requests)
+        return bool(self._books.requests)
 
     def generate(
         self,
@@ -238,7 +222,9 @@ class Engine:
             bar, num_generated = ProgressBar(len(prompts)) if progress else None, self._stats.num_generated
             while len(outputs) < len(request_ids):
                 self._advance(is_watched=False)
-                outputs |= {output.request_id: output for output in self._take_news(request_ids, finished_only=True)}
+                outputs |= {
+                    output.request_id: output for output in self._books.take_news(request_ids, finished_only=True)
+                }
                 if bar is not None:
                     bar.show(len(outputs), self._stats.num_generated - num_generated)
         return [outputs[request_id] for request_id in request_ids]
@@ -251,9 +237,9 @@ class Engine:
         If you leave the loop early, requests that are not finished are aborted.
         """
         with self._serving(prompts, params) as request_ids:
-            while not self._requests.keys().isdisjoint(request_ids):
+            while not self._books.requests.keys().isdisjoint(request_ids):
                 self._advance()
-                yield from self._take_news(request_ids)
+                yield from self._books.take_news(request_ids)
 
     def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> Rollout:
         """Like `generate`, but returns arrays on the device for a learner: tokens, logprobs, mask, weights' versions.
@@ -268,7 +254,7 @@ class Engine:
         if not each:
             raise ValueError("pass at least one prompt; got none.")
         with self._serving(prompts, each) as request_ids:
-            rows = [row for request_id in request_ids for row in self._requests[request_id]]
+            rows = [row for request_id in request_ids for row in self._books.requests[request_id]]
             self._collector = collector = Collector(rows)
             try:
                 while any(row.finish_reason is None for row in rows):
@@ -302,7 +288,7 @@ class Engine:
         known = [np.append(checked_prompt(prompt), more) for prompt, more in zip(prompts, given, strict=True)]
         params = SamplingParams(max_tokens=1, temperature=0)
         with self._serving([of_one[:-1].tolist() for of_one in known], params, given=given) as request_ids:
-            rows = [self._requests[request_id][0] for request_id in request_ids]
+            rows = [self._books.requests[request_id][0] for request_id in request_ids]
             while any(row.finish_reason is None for row in rows):
                 self._advance(is_watched=False)
         return [Score(row.scores.tolist(), row.is_best.tolist()) for row in rows]
@@ -335,9 +321,8 @@ class Engine:
         self._check_usable()
         if request_id is None and completion is not None:
             raise ValueError(f"pass the request_id of the completion; got {completion=} alone.")
-        rows = itertools.chain(*self._requests.values()) if request_id is None else self._requests.get(request_id, [])
-        named = [row for index, row in enumerate(rows) if completion in (None, index)]
-        self._end(named)
+        named = self._books.named(request_id, completion)
+        self._books.end(named)
         return bool(named)
 
     def step(self) -> list[RequestOutput]:
@@ -351,7 +336,7 @@ class Engine:
                 engine, and add the unfinished requests again.
         """
         self._advance()
-        return self._take_news(self._requests)
+        return self._books.take_news(self._books.requests)
 
     def update_weights(self, weights: Any) -> None:
         """Uses other weights of the same shapes from the next slice on. Nothing is compiled.
@@ -368,8 +353,8 @@ class Engine:
         weights = own(weights)
         if found := difference(self._weights, weights):
             raise ValueError(f"weights must be like those before; {found}.")
-        self._version += 1
-        self._forgets, self._weights = True, weights if self._mesh is None else replicate(self._mesh, weights)
+        self._books.version += 1
+        self._books.forgets, self._weights = True, weights if self._mesh is None else replicate(self._mesh, weights)
 
     def sleep(self) -> None:
         """Gives the caches' keys and values back to the device, for instance while a learner runs. Does nothing twice.
@@ -383,12 +368,12 @@ class Engine:
         self._check_usable()
         if self._asleep:
             return
-        if self._requests:
+        if self._books.requests:
             raise RuntimeError(
-                f"{len(self._requests)} requests are not finished. Call step until has_unfinished_requests is False, "
-                "or abort() before, and then sleep."
+                f"{len(self._books.requests)} requests are not finished. Call step until has_unfinished_requests is "
+                "False, or abort() before, and then sleep."
             )
-        while self._on_device or any(sent.rows for sent in self._under_way):  # dropped, and still there
+        while not self._books.is_device_empty:  # requests that were dropped
             self._advance()
         self._asleep = [(x, jax.typeof(x), x.sharding) for x in pools_of(self._state.caches)]
         for pool, *_ in self._asleep:
@@ -401,18 +386,18 @@ class Engine:
             fresh = {id(x): jnp.zeros(kind.shape, kind.dtype, device=where) for x, kind, where in self._asleep}
             caches = jax.tree.map(lambda x: fresh.get(id(x), x), self._state_of_slice.caches)
             self._state_of_slice = dataclasses.replace(self._state_of_slice, caches=caches)
-            self._asleep, self._forgets = [], True
+            self._asleep, self._books.forgets = [], True
 
     def stats(self) -> EngineStats:
         """The sizes, and the counts as of the last slice that the host has read."""
-        num_waiting = len(self._on_device) - self._stats.num_running
-        return dataclasses.replace(self._stats, num_queued=len(self._queue), num_waiting=max(num_waiting, 0))
+        num_waiting = len(self._books.on_device) - self._stats.num_running
+        return dataclasses.replace(self._stats, num_queued=len(self._books.queue), num_waiting=max(num_waiting, 0))
 
     @property
     def _state(self) -> State:
         """The state, once the slices under way are over."""
-        for under_way in self._under_way:
-            under_way.report.result()
+        for sent in self._books.under_way:
+            sent.result()
         return self._state_of_slice
 
     @contextlib.contextmanager
@@ -427,20 +412,19 @@ class Engine:
         self._check_usable()
         each = params_for_each(prompts, params)
         requests = [self._check(*request) for request in zip(prompts, each, strict=True)]
-        request_ids = range(self._next_id, self._next_id + len(requests))
+        request_ids = range(self._books.next_id, self._books.next_id + len(requests))
         try:
             for i, request in enumerate(requests):
-                self._add(*request, given=given[i] if given else None)
+                self._add(*request, given[i] if given else None)
             yield request_ids
         finally:
-            self._drop(request_ids)
+            self._books.drop(request_ids)
 
     def _check_usable(self) -> None:
         if self._failure is not None:
-            num_unfinished = sum(any(row.finish_reason is None for row in rows) for rows in self._requests.values())
             raise RuntimeError(
                 "this engine is lost: a slice failed, and took the caches with it, which were donated. Make another "
-                f"engine, and add the {num_unfinished} unfinished requests again. The failure was "
+                f"engine, and add the {self._books.num_unfinished} unfinished requests again. The failure was "
                 f"{type(self._failure).__name__}: {self._failure}"
             ) from self._failure
         if self._process != os.getpid():
@@ -449,96 +433,38 @@ class Engine:
                 "Make engines in the process that uses them; start processes with multiprocessing's 'spawn'."
             )
 
-    @without_interrupts()
-    def _add(self, prompt: np.ndarray, params: SamplingParams, *, given: np.ndarray | None = None) -> int:
-        """`given`: tokens to score, which end the prompt, but for the last."""
-        request_id = self._next_id
-        self._next_id += 1
-        if not self._queue and not self._num_sent:
+    def _add(self, prompt: np.ndarray, params: SamplingParams, given: np.ndarray | None = None) -> int:
+        if not self._books.num_open:
             self._since = time.perf_counter()
-        seed = params.seed
-        if seed is None:
-            seed = int(np.random.SeedSequence([self._seed, request_id]).generate_state(1)[0])
-        rows = [Row(request_id, prompt, params, completion_seed(seed, i)) for i in range(1, params.n)]
-        if given is not None:
-            first = Row(
-                request_id, prompt, params, seed, int(given[-1]), (len(prompt) + 1 - len(given), len(prompt) + 1)
-            )
-        else:
-            span = (1, len(prompt)) if params.prompt_logprobs and len(prompt) > 1 else (0, 0)
-            first = Row(request_id, prompt, params, seed, span=span)
-        rows = [first, *rows]
-        self._requests[request_id] = rows
-        self._queue.extend(rows)
-        return request_id
-
-    @without_interrupts()
-    def _end(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            if row.finish_reason is not None or row.is_aborted:
-                continue
-            row.is_aborted = True
-            if row.place is not None:
-                self._aborts.append(row.place)
-        queued = [row for row in self._queue if row.is_aborted]
-        self._queue = deque(row for row in self._queue if not row.is_aborted)
-        for row in queued:
-            self._finish(row, RequestStatus.ABORTED)
-
-    @without_interrupts()
-    def _drop(self, request_ids: Iterable[int]) -> None:
-        """Ends requests, and never speaks of them again."""
-        left = [request_id for request_id in request_ids if request_id in self._requests]
-        if left:
-            self._end([row for request_id in left for row in self._requests[request_id]])
-        for request_id in left:
-            del self._requests[request_id]
-            self._news.pop(request_id, None)
+        return self._books.add(prompt, params, given)
 
     def _advance(self, *, is_watched: bool = True) -> None:
         """`is_watched`: whether the caller can add requests, or show tokens, before the last one ends."""
         self._check_usable()
         if self._asleep:
             raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
-        if len(self._under_way) <= AHEAD:  # an interrupt may have left more
-            num_open = self._num_sent + len(self._queue)
-            self._send(self._steps.few if is_watched and num_open < self._stats.num_seats else self._steps.most)
-        while len(self._under_way) > AHEAD:
+        if len(self._books.under_way) <= AHEAD:  # an interrupt may have left more
+            is_light = is_watched and self._books.num_open < self._stats.num_seats
+            self._send(self._steps.few if is_light else self._steps.most)
+        while len(self._books.under_way) > AHEAD:
             self._receive()
-
-    def _take_news(self, request_ids: Container[int], *, finished_only: bool = False) -> list[RequestOutput]:
-        told = [request_id for request_id in self._news if request_id in request_ids]
-        outputs = [make_output(request_id, self._requests[request_id]) for request_id in told]
-        for output in outputs:
-            del self._news[output.request_id]
-            if output.finished:
-                del self._requests[output.request_id]
-        return [output for output in outputs if output.finished] if finished_only else outputs
 
     @without_interrupts()
     def _send(self, num_steps: int) -> None:
         """Starts a slice of at most so many steps. If more requests wait than it takes, slices of none before it take
         the others."""
-        most = min(MOST_ARRIVALS, self._max_requests)
         while True:
-            room = min(most, self._max_requests - self._num_sent)
-            rows = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
-            self._num_sent += len(rows)
-            is_last = not self._queue or self._num_sent == self._max_requests
-            wants_logprobs = any(row.wants_logprobs for row in (*rows, *self._on_device.values()))
-            wants_logprobs |= any(row.wants_logprobs for sent in self._under_way for row in sent.rows)
+            sent = self._books.send(MOST_ARRIVALS)
+            has_more = self._books.has_more
             inbox = self._inbox_of(
-                rows,
-                self._aborts,
-                wants_logprobs=wants_logprobs,
-                num_steps=num_steps if is_last else 0,
-                forgets=self._forgets,
+                sent.rows,
+                sent.aborts,
+                wants_logprobs=self._books.wants_logprobs,
+                num_steps=0 if has_more else num_steps,
+                forgets=sent.forgets,
             )
-            report = self._thread.submit(self._run, self._weights, inbox)
-            self._under_way.append(Slice(rows, self._aborts, self._forgets, self._version, report))
-            # Each abort is sent once, and before anybody else can have got the place.
-            self._aborts, self._forgets = [], False
-            if is_last:
+            sent.report = self._thread.submit(self._run, self._weights, inbox)
+            if not has_more:
                 return
 
     def _run(self, weights: Any, inbox: Inbox) -> Report:
@@ -555,82 +481,26 @@ class Engine:
 
     def _receive(self) -> None:
         """Waits for the slice that was sent first, and takes what came of it. An interrupted wait changes nothing."""
-        received = self._under_way[0]
         try:
-            report = read(received.report.result())
+            report = read(self._books.under_way[0].result())
         except StateLostError as lost:
             self._failure = lost.__cause__
             self._check_usable()
         except Exception:
-            self._take_back(received)
+            self._books.take_back()
             raise
         else:
-            self._take(received, report)
+            self._take(report)
 
     @without_interrupts()
-    def _take_back(self, failed: Slice) -> None:
-        """Nothing of the slice came to pass: what was sent is sent again."""
-        self._under_way.popleft()
-        self._queue.extendleft(reversed([row for row in failed.rows if not row.is_aborted]))
-        self._num_sent -= len(failed.rows)
-        for row in failed.rows:
-            if row.is_aborted:
-                self._finish(row, RequestStatus.ABORTED)
-        self._aborts = failed.aborts + self._aborts
-        self._forgets |= failed.forgets
-
-    @without_interrupts()
-    def _take(self, received: Slice, report: Report) -> None:
-        self._under_way.popleft()
-        for row, place, refusal in zip(
-            received.rows, report.request_ids.tolist(), report.refusals.tolist(), strict=False
-        ):
-            if refusal != Refusal.ACCEPTED:
-                raise RuntimeError(f"the scheduler refused a request that the engine took: {Refusal(refusal).name}.")
-            row.place = place
-            self._on_device[place] = row
-            if row.is_aborted and not report.outbox.finished[place]:  # else the place is somebody else's by now
-                self._aborts.append(place)
+    def _take(self, report: Report) -> None:
+        sent = self._books.take_places(report)
         if self._collector is not None:
-            self._collector.take(
-                received.report.result(), np.asarray(report.outbox.request_ids), self._on_device, received.version
-            )
-        num_generated = 0
-        for place, tokens, logprobs in new_tokens(report):
-            row = self._on_device[place]
-            if row.given is not None:
-                continue
-            row.token_ids += tokens
-            row.versions += [received.version] * len(tokens)
-            if row.params.logprobs:
-                row.logprobs += logprobs
-            self._tell(row)
-            num_generated += len(tokens)
-        num_scored = 0
-        for place, *scores in new_scores(report):
-            num_scored += self._on_device[place].take_scores(*scores)
-        for place in np.flatnonzero(report.outbox.finished).tolist():
-            self._num_sent -= 1
-            self._finish(self._on_device.pop(place), RequestStatus(int(report.outbox.finished[place])))
-        # After an interrupt the next slice is on its way already, and may have given the place to another request.
-        self._aborts = [place for place in self._aborts if place in self._on_device]
+            places = np.asarray(report.outbox.request_ids)
+            self._collector.take(sent.result(), places, self._books.on_device, sent.version)
+        counts = self._books.take_tokens(report, sent.version)
         since, self._since = self._since, time.perf_counter()
-        self._stats = counted(
-            self._stats,
-            report,
-            self._kinds,
-            num_generated=num_generated,
-            num_scored=num_scored,
-            seconds=self._since - since,
-        )
-
-    def _finish(self, row: Row, status: RequestStatus) -> None:
-        row.finish_reason = FINISH_REASONS[status]
-        self._tell(row)
-
-    def _tell(self, row: Row) -> None:
-        if row.request_id in self._requests:  # else it was dropped
-            self._news[row.request_id] = None
+        self._stats = counted(self._stats, report, self._kinds, seconds=self._since - since, **counts)
 
 
 class StateLostError(Exception):
@@ -643,14 +513,3 @@ def read(report: Report) -> Report:
         return jax.tree.map(np.asarray, report)
     except Exception as failure:  # the call had returned by then, and the new state is as broken as the report
         raise StateLostError from failure
-
-
-@dataclasses.dataclass(frozen=True)
-class Slice:
-    """One under way: what was sent with it, and what will come back."""
-
-    rows: list[Row]
-    aborts: list[int]
-    forgets: bool
-    version: int
-    report: Future[Report]

@@ -55,6 +55,18 @@ class Row:
         return len(index)
 
 
+def make_rows(
+    request_id: int, prompt: np.ndarray, params: SamplingParams, seed: int, given: np.ndarray | None = None
+) -> list[Row]:
+    """A row for each completion. `given`: tokens to score, which end the prompt, but for the last."""
+    others = [Row(request_id, prompt, params, completion_seed(seed, i)) for i in range(1, params.n)]
+    if given is not None:
+        span = len(prompt) + 1 - len(given), len(prompt) + 1
+        return [Row(request_id, prompt, params, seed, int(given[-1]), span), *others]
+    span = (1, len(prompt)) if params.prompt_logprobs and len(prompt) > 1 else (0, 0)
+    return [Row(request_id, prompt, params, seed, span=span), *others]
+
+
 def params_for_each(
     prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[SamplingParams]:

@@ -15,7 +15,7 @@ from tests.toy_model import BLOCKS, MAX_TOKENS, TIGHT, fewer_blocks, finish, ran
 def test_a_rollout_is_what_generate_returns_as_arrays(left):
     engine = shared_engine(16, prefix_cache=True)
     prompts, params = requests(20, seed=3)
-    version = engine._version
+    version = engine._books.version
     other = engine.add_request([5, 6], SamplingParams(max_tokens=30))
     with fewer_blocks(engine, left):
         rollout = engine.rollout(prompts, params)
@@ -42,7 +42,7 @@ def test_a_rollout_is_what_generate_returns_as_arrays(left):
 
 def test_each_token_says_which_weights_made_it():
     engine = shared_engine(16)
-    before = engine._version
+    before = engine._books.version
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=MAX_TOKENS - 3, temperature=0))
     for _ in range(2):
         engine.step()

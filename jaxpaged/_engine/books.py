@@ -1,0 +1,192 @@
+"""The host's books of an engine: which request is where, as far as the host has read. They need no device."""
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Container, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from jaxpaged._engine.interrupts import without_interrupts
+from jaxpaged._engine.records import RequestOutput, SamplingParams
+from jaxpaged._engine.requests import FINISH_REASONS, Row, make_output, make_rows, new_scores, new_tokens
+from jaxpaged._engine.slices import Report
+from jaxpaged._scheduler.records import Refusal, RequestStatus
+
+
+@dataclasses.dataclass
+class Sent:
+    """A slice under way: what was sent with it, and what will come back."""
+
+    rows: list[Row]
+    aborts: list[int]
+    forgets: bool
+    version: int  # of the weights
+    report: Future[Report] | None = None
+
+    def result(self) -> Report:
+        assert self.report is not None
+        return self.report.result()
+
+
+class Books:
+    """Rows wait in `queue`, go out with a slice of `under_way`, and are `on_device` by place until they end.
+
+    A request stays in `requests` until its end was told or it was dropped; its rows may be on the device longer.
+    """
+
+    def __init__(self, *, max_requests: int, seed: int):
+        self._max_requests, self._seed = max_requests, seed
+        self.queue: deque[Row] = deque()
+        self.under_way: deque[Sent] = deque()
+        self.on_device: dict[int, Row] = {}
+        self.requests: dict[int, list[Row]] = {}  # unfinished, or with news
+        self.next_id = 0
+        self.version = 0  # of the weights: updates so far
+        self.forgets = False  # whether the next slice is to forget the prefix cache
+        self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
+        self._aborts: list[int] = []  # places, for the next slice
+        self._num_sent = 0
+
+    @property
+    def num_open(self) -> int:
+        """Rows that have not ended."""
+        return self._num_sent + len(self.queue)
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(any(row.finish_reason is None for row in rows) for rows in self.requests.values())
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another slice can take rows out of the queue."""
+        return bool(self.queue) and self._num_sent < self._max_requests
+
+    @property
+    def is_device_empty(self) -> bool:
+        return not self.on_device and not any(sent.rows for sent in self.under_way)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        sent = itertools.chain.from_iterable(sent.rows for sent in self.under_way)
+        return any(row.wants_logprobs for row in itertools.chain(sent, self.on_device.values()))
+
+    @without_interrupts()
+    def add(self, prompt: np.ndarray, params: SamplingParams, given: np.ndarray | None = None) -> int:
+        """Queues a request, and returns its id. `given`: tokens to score, which end the prompt, but for the last."""
+        request_id = self.next_id
+        self.next_id += 1
+        seed = params.seed
+        if seed is None:
+            seed = int(np.random.SeedSequence([self._seed, request_id]).generate_state(1)[0])
+        self.requests[request_id] = make_rows(request_id, prompt, params, seed, given)
+        self.queue.extend(self.requests[request_id])
+        return request_id
+
+    def named(self, request_id: int | None, completion: int | None) -> list[Row]:
+        """The rows of a request, or of all; or only the one of this completion."""
+        if request_id is None:
+            return list(itertools.chain.from_iterable(self.requests.values()))
+        rows = self.requests.get(request_id, [])
+        return [row for index, row in enumerate(rows) if completion in (None, index)]
+
+    @without_interrupts()
+    def end(self, rows: Iterable[Row]) -> None:
+        """Aborts rows: at once in the queue, with the next slice on the device."""
+        for row in rows:
+            if row.finish_reason is not None or row.is_aborted:
+                continue
+            row.is_aborted = True
+            if row.place is not None:
+                self._aborts.append(row.place)
+        queued = [row for row in self.queue if row.is_aborted]
+        self.queue = deque(row for row in self.queue if not row.is_aborted)
+        for row in queued:
+            self._finish(row, RequestStatus.ABORTED)
+
+    @without_interrupts()
+    def drop(self, request_ids: Iterable[int]) -> None:
+        """Ends requests, and never speaks of them again."""
+        left = [request_id for request_id in request_ids if request_id in self.requests]
+        if left:
+            self.end([row for request_id in left for row in self.requests[request_id]])
+        for request_id in left:
+            del self.requests[request_id]
+            self._news.pop(request_id, None)
+
+    def take_news(self, request_ids: Container[int], *, finished_only: bool = False) -> list[RequestOutput]:
+        """What is new of these requests since they were last told."""
+        told = [request_id for request_id in self._news if request_id in request_ids]
+        outputs = [make_output(request_id, self.requests[request_id]) for request_id in told]
+        for output in outputs:
+            del self._news[output.request_id]
+            if output.finished:
+                del self.requests[output.request_id]
+        return [output for output in outputs if output.finished] if finished_only else outputs
+
+    def send(self, most: int) -> Sent:
+        """What goes out with the next slice, with at most so many rows."""
+        room = min(most, self._max_requests - self._num_sent)
+        rows = [self.queue.popleft() for _ in range(min(room, len(self.queue)))]
+        self._num_sent += len(rows)
+        # Each abort is sent once, and before anybody else can have got the place.
+        sent = Sent(rows, self._aborts, self.forgets, self.version)
+        self._aborts, self.forgets = [], False
+        self.under_way.append(sent)
+        return sent
+
+    @without_interrupts()
+    def take_back(self) -> None:
+        """Nothing of the slice that was sent first came to pass: what was sent is sent again."""
+        failed = self.under_way.popleft()
+        self.queue.extendleft(reversed([row for row in failed.rows if not row.is_aborted]))
+        self._num_sent -= len(failed.rows)
+        for row in failed.rows:
+            if row.is_aborted:
+                self._finish(row, RequestStatus.ABORTED)
+        self._aborts = failed.aborts + self._aborts
+        self.forgets |= failed.forgets
+
+    def take_places(self, report: Report) -> Sent:
+        """The slice that was sent first is over, and this is its report: where its rows are."""
+        sent = self.under_way.popleft()
+        for row, place, refusal in zip(sent.rows, report.request_ids.tolist(), report.refusals.tolist(), strict=False):
+            if refusal != Refusal.ACCEPTED:
+                raise RuntimeError(f"the scheduler refused a request that the engine took: {Refusal(refusal).name}.")
+            row.place = place
+            self.on_device[place] = row
+            if row.is_aborted and not report.outbox.finished[place]:  # else the place is somebody else's by now
+                self._aborts.append(place)
+        return sent
+
+    def take_tokens(self, report: Report, version: int) -> dict[str, Any]:
+        """What the slice generated and scored, and which rows ended. Returns how many tokens, by the stats' names."""
+        num_generated = num_scored = 0
+        for place, tokens, logprobs in new_tokens(report):
+            row = self.on_device[place]
+            if row.given is not None:
+                continue
+            row.token_ids += tokens
+            row.versions += [version] * len(tokens)
+            if row.params.logprobs:
+                row.logprobs += logprobs
+            self._tell(row)
+            num_generated += len(tokens)
+        for place, *scores in new_scores(report):
+            num_scored += self.on_device[place].take_scores(*scores)
+        for place in np.flatnonzero(report.outbox.finished).tolist():
+            self._num_sent -= 1
+            self._finish(self.on_device.pop(place), RequestStatus(int(report.outbox.finished[place])))
+        # After an interrupt the next slice is on its way already, and may have given the place to another request.
+        self._aborts = [place for place in self._aborts if place in self.on_device]
+        return dict(num_generated=num_generated, num_scored=num_scored)
+
+    def _finish(self, row: Row, status: RequestStatus) -> None:
+        row.finish_reason = FINISH_REASONS[status]
+        self._tell(row)
+
+    def _tell(self, row: Row) -> None:
+        if row.request_id in self.requests:  # else it was dropped
+            self._news[row.request_id] = None

@@ -1,0 +1,141 @@
+"""The host's books of an engine, with reports written by hand: no device, no model."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxpaged import SamplingParams
+from jaxpaged._engine.books import Books
+from jaxpaged._scheduler.records import Refusal, RequestStatus
+
+MAX_REQUESTS = 3
+NOBODY = MAX_REQUESTS
+
+
+def report(places=(), tokens=(), finished=()):
+    """`places` of the rows that were sent; `tokens`: (place, token), in the order of the steps; `finished` places."""
+    ends = np.zeros(MAX_REQUESTS, np.int32)
+    ends[list(finished)] = RequestStatus.EXHAUSTED
+    of, what = np.array(list(tokens) or [(NOBODY, 0)], np.int32).T
+    nothing = np.full(1, NOBODY)
+    return SimpleNamespace(
+        request_ids=np.array(places, np.int32),
+        refusals=np.full(len(places), Refusal.ACCEPTED),
+        outbox=SimpleNamespace(request_ids=of, tokens=what, finished=ends),
+        logprobs=np.zeros(len(of), np.float32),
+        scores=SimpleNamespace(request_ids=nothing, positions=nothing, logprobs=nothing, is_best=nothing),
+    )
+
+
+def take(books, *args, **options):
+    written = report(*args, **options)
+    return books.take_tokens(written, books.take_places(written).version)
+
+
+@pytest.fixture
+def books():
+    return Books(max_requests=MAX_REQUESTS, seed=0)
+
+
+def add(books, count, **options):
+    params = SamplingParams(max_tokens=8, **options)
+    return [books.add(np.array([1, 2], np.int32), params) for _ in range(count)]
+
+
+def news(books):
+    return [(output.request_id, output.outputs[0].token_ids) for output in books.take_news(books.requests)]
+
+
+def test_a_row_waits_goes_out_and_ends(books):
+    first, second = add(books, 2)
+    sent = books.send(1)
+    assert [row.request_id for row in sent.rows] == [first]
+    assert [row.request_id for row in books.queue] == [second]
+    assert books.num_open == 2
+    assert take(books, [2], [(2, 7), (2, 8)])["num_generated"] == 2
+    assert list(books.on_device) == [2]
+    assert news(books) == [(first, [7, 8])]
+    assert news(books) == []
+    books.send(1)
+    take(books, [0], [(2, 9), (0, 5)], finished=[2])
+    assert list(books.on_device) == [0]
+    assert dict(news(books)) == {first: [7, 8, 9], second: [5]}
+    assert list(books.requests) == [second]
+    assert books.num_open == books.num_unfinished == 1
+
+
+def test_no_more_go_out_than_the_device_has_places(books):
+    add(books, 5)
+    assert len(books.send(2).rows) == 2
+    assert books.has_more
+    assert len(books.send(2).rows) == 1
+    assert not books.has_more
+    assert len(books.queue) == 2
+    assert not books.is_device_empty
+
+
+def test_what_a_failed_slice_took_is_sent_again_in_order(books):
+    ids = add(books, 3)
+    books.forgets = True
+    sent = books.send(2)
+    assert sent.forgets
+    assert not books.forgets
+    books.end(books.named(ids[0], None))
+    books.take_back()
+    assert books.forgets
+    assert [row.request_id for row in books.queue] == [ids[1], ids[2]]
+    assert [(output.request_id, output.finished) for output in books.take_news(books.requests)] == [(ids[0], True)]
+    assert books.num_open == 2
+
+
+def test_an_abort_of_a_row_under_way_is_sent_once_its_place_is_known(books):
+    (request,) = add(books, 1)
+    books.send(1)
+    books.end(books.named(request, None))
+    assert books.send(1).aborts == []
+    take(books, [1])
+    assert books.send(1).aborts == [1]
+    assert books.send(1).aborts == []
+
+
+def test_an_abort_is_not_sent_to_a_place_that_is_free_again(books):
+    (request,) = add(books, 1)
+    books.send(1)
+    books.end(books.named(request, None))
+    take(books, [1], [(1, 4)], finished=[1])
+    assert books.send(1).aborts == []
+
+
+def test_one_completion_is_named(books):
+    (request,) = add(books, 1, n=3, temperature=1.0)
+    other = add(books, 1)[0]
+    assert [row is books.requests[request][1] for row in books.named(request, 1)] == [True]
+    assert len(books.named(request, None)) == 3
+    assert len(books.named(None, None)) == 4
+    assert books.named(other + 1, None) == []
+
+
+def test_of_dropped_requests_nothing_is_told(books):
+    ids = add(books, 2)
+    books.send(1)
+    books.drop(ids)
+    assert not books.requests
+    assert not books.queue
+    take(books, [0], [(0, 3)])
+    assert news(books) == []
+    assert books.send(1).aborts == [0]
+    take(books, finished=[0])
+    assert books.is_device_empty
+
+
+def test_logprobs_are_wanted_by_who_is_out(books):
+    add(books, 1, logprobs=True)
+    assert not books.wants_logprobs
+    books.send(1)
+    assert books.wants_logprobs
+    take(books, [0])
+    assert books.wants_logprobs
+    books.send(1)
+    take(books, finished=[0])
+    assert not books.wants_logprobs

@@ -15,6 +15,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.attend import attend
 from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.runs import packed_positions
+from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotate import rotate_and_write_kv
@@ -128,7 +129,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     sinks: jax.Array | None,  # [heads]
     plan: PartitionPlan | None,
     tree_mask: ArrayLike | None,
-    shared_prefix: ArrayLike | None,
+    shared_prefix: ArrayLike | PrefixGroups | None,
 ) -> tuple[C, jax.Array]:  # and [seqs, q_len, heads * head_dim]
     q, k, v = (x.reshape(*slots.shape, -1, settings.head_dim) for x in (q, k, v))
     if norms is not None:

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._latent_modules import LatentSettings, absorbed_attention, check_latent_call
@@ -102,7 +103,7 @@ class PagedAttention(nnx.Module):
         query_starts: ArrayLike | None = None,
         positions: ArrayLike | None = None,
         tree_mask: ArrayLike | None = None,
-        shared_prefix: ArrayLike | None = None,
+        shared_prefix: ArrayLike | PrefixGroups | None = None,
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """Attends from the newest tokens of each sequence.

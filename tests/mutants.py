@@ -35,6 +35,12 @@ PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/pro
 WINDOWS = "tests/allocator/test_windows.py::window"
 KINDS, NEXT_KIND = "jaxpaged/_engine/kinds.py", "tests/engine/test_kinds.py::next"
 LOADS = "tests/engine/test_engine.py::depend_on_the_load and 16"
+GROUPS, FOUND = (
+    "jaxpaged/_engine/prefix_groups.py",
+    "tests/engine/test_prefix_groups.py::seats_form or what_is or not_full",
+)
+SORTED, PAYS = "tests/engine/test_prefix_groups.py::sorted or all_rows", "tests/engine/test_kinds.py::pays"
+OF_ENGINE = "tests/attention/test_attention_prefix.py::of_an_engine"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/scheduler/test_scheduler_machine.py::mixture"
 SEATS = "jaxpaged/_scheduler/seats.py"
 SAMPLING = "jaxpaged/_engine/sampling.py"
@@ -368,9 +374,46 @@ MUTANTS = (
     Mutant(
         "engine: few seats with the tables of others",
         "jaxpaged/_engine/slices.py",
-        "allocator.of_seqs(step.seats)",
-        "allocator.of_seqs(jnp.arange(step.seats.shape[0]))",
+        "step.seats if kind.is_narrow",
+        "jnp.arange(kind.width, dtype=jnp.int32) if kind.is_narrow",
         LOADS,
+    ),
+    Mutant(
+        "groups: blocks that are not full", GROUPS, "<= (allocator.lengths //", "<= 1 + (allocator.lengths //", FOUND
+    ),
+    Mutant("groups: most blocks instead of most spared", GROUPS, " * (1 - 1 / holders)", " * (holders > 1)", FOUND),
+    Mutant(
+        "groups: other blocks before the last", GROUPS, "(tables == tables[leaders]) |", "(tables == tables) |", FOUND
+    ),
+    Mutant("groups: of one", GROUPS, ".sum(axis=1) > 1", ".sum(axis=1) > 0", FOUND),
+    Mutant("groups: the leader is spared too", GROUPS, "shares & (leaders == seats)", "shares & (leaders < 0)", FOUND),
+    Mutant("groups: rows as they come", GROUPS, "jnp.argsort(leaders)", "jnp.arange(width)", SORTED),
+    Mutant("groups: all in one", GROUPS, "(leaders != jnp.pad(leaders[:-1]", "(leaders < jnp.pad(leaders[:-1]", SORTED),
+    Mutant("groups: padding in the last", GROUPS, "(leaders < num_seats).sum", "(leaders <= num_seats).sum", SORTED),
+    Mutant(
+        "groups: found once and for all",
+        "jaxpaged/_engine/slices.py",
+        "None if state.groups is None else find_groups(allocator)",
+        "state.groups",
+        "tests/engine/test_prefix_groups.py::stats",
+    ),
+    Mutant(
+        "kinds: reads once whatever it costs", KINDS, "least + more_rows * (least //", "least + 0 * (least //", PAYS
+    ),
+    Mutant("kinds: reads once for little", KINDS, "(num_spared >= least + more", "(num_spared >= more", PAYS),
+    Mutant(
+        "attention: shared blocks of the group before",
+        SHARED_PREFIX,
+        "block_tables=call.block_tables[first],",
+        "block_tables=call.block_tables[first - 1],",
+        OF_ENGINE,
+    ),
+    Mutant(
+        "attention: an empty group has blocks",
+        SHARED_PREFIX,
+        "jnp.where(groups.starts[:-1] < groups.starts[1:], groups.num_blocks[first], 0)",
+        "groups.num_blocks[first]",
+        OF_ENGINE,
     ),
     Mutant(
         "engine: an abort is not sent",

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged import Engine, KVCache, SamplingParams, rotary_frequencies, rotate_and_write_kv
+from jaxpaged._engine import engine
 from jaxpaged._engine.sampling import CHUNK, DRAWS
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
@@ -121,7 +123,9 @@ def create_engine(*, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 
             num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32"
         )
         weights, cache = jax.device_put((random_weights(), cache), device)
-    return Engine(model, weights, cache, **sizes | options)
+    # With a prefix cache, shared blocks are read once as soon as there are any, as for larger ones on a GPU.
+    with mock.patch.object(engine, "chosen_least_spared", return_value=1):
+        return Engine(model, weights, cache, **sizes | options)
 
 
 ENGINES = {}  # by their options: an engine that has no requests is as good as a new one

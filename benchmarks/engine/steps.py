@@ -17,7 +17,8 @@ from jaxpaged._engine.requests import Row
 
 
 def name_kind(kind: Kind) -> str:
-    return f"{'mixed' if kind.is_mixed else 'single'}_{kind.width}"
+    name = f"{'mixed' if kind.is_mixed else 'single'}_{kind.width}"
+    return name if kind.least_spared is None else f"sharing_{name}"
 
 
 class Steps:

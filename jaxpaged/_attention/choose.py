@@ -161,7 +161,10 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
 
 def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
     heads, item_tokens = prefill_config.heads_and_tokens(call.group)
-    num_items = _num_runs(call, item_tokens) * (call.q.shape[-2] // heads)  # at most
+    num_runs = _num_runs(call, item_tokens)  # at most
+    if call.tokens_per_seq is None and not call.causal:
+        num_runs = -(-call.q.shape[0] // item_tokens)  # in groups that share a prefix there are few others
+    num_items = num_runs * (call.q.shape[-2] // heads)
     num_parts = 1  # the bits of a call that asks for one partition do not depend on the GPU
     if known.num_partitions is None:
         seen = visible(call, known.window)

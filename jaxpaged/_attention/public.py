@@ -13,6 +13,7 @@ from jaxpaged._attention.choose import Implementation, Known
 from jaxpaged._attention.options import Options, known_int
 from jaxpaged._attention.plan import check_partitions, check_plan
 from jaxpaged._attention.run import attend
+from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._on_shards import on_shards
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
@@ -34,7 +35,7 @@ class AttentionKeywords(Options, total=False):
 
     query_starts: ArrayLike | None
     tree_mask: ArrayLike | None
-    shared_prefix: ArrayLike | None
+    shared_prefix: ArrayLike | PrefixGroups | None
     latent_values: int | None
     num_partitions: int | None
     plan: PartitionPlan | None
@@ -84,7 +85,7 @@ def paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
-    shared_prefix: ArrayLike | None = None,
+    shared_prefix: ArrayLike | PrefixGroups | None = None,
     latent_values: int | None = None,
     num_partitions: int | None = None,
     plan: PartitionPlan | None = None,
@@ -144,7 +145,7 @@ def paged_attention(
             only decides what is computed together: a sequence that has other blocks or new tokens there is computed by
             itself, and so is every sequence with a window or ALiBi. Results differ by rounding: the two parts of an
             output are rounded to q's dtype before they are added up. It may be traced; a number lets "mosaic_gpu"
-            choose its partitions for it.
+            choose its partitions for it. An engine passes its own `PrefixGroups`.
         latent_values: for a latent cache, whose values are the first `latent_values` numbers of the keys: multi-head
             latent attention. q is absorbed, `[..., heads, latent + rotary]`, and the output `[..., heads, latent]`.
             Pass `cache.latent_values`, and `scale`, which does not follow from the width.

@@ -17,7 +17,7 @@ from jaxpaged._attention.call import Call
 from jaxpaged._attention.choose import Choice, Known, decide
 from jaxpaged._attention.launch import Results, launch
 from jaxpaged._attention.merge import merge_attention
-from jaxpaged._attention.shared_prefix import split
+from jaxpaged._attention.shared_prefix import PrefixGroups, split
 from jaxpaged._by_kernel import by_kernel
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -32,7 +32,9 @@ PARTITIONED = (
 LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (jax.__file__, _device.__file__))
 
 
-def attend(call: Call, known: Known, plan: PartitionPlan | None, shared_prefix: ArrayLike | None) -> Results:
+def attend(
+    call: Call, known: Known, plan: PartitionPlan | None, shared_prefix: ArrayLike | PrefixGroups | None
+) -> Results:
     """The call by a kernel or by XLA; blocks that sequences share are read once."""
     parts = None if shared_prefix is None else split(call, shared_prefix)
     if parts is None:

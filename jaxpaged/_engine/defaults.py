@@ -1,10 +1,14 @@
 """The sizes of an engine that its caller leaves open: from the pool, the longest request, and the device."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from jaxpaged import _device
+from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.kinds import last_few
 from jaxpaged._integers import checked_size
 
@@ -20,6 +24,9 @@ MOST_LENGTH = 8192
 WIDTHS = (64, 128, 256)
 FEW_STEPS, MOST_STEPS = 2, 32
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}  # products by cuBLAS
+
+
+SHARING_BYTES = 64 * 1024 * 1024  # of a layer: to read shared blocks once takes about as long as to read as much
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +91,16 @@ def chosen_steps(given: int | None) -> Steps:
     if given is None:
         return Steps(FEW_STEPS, MOST_STEPS)
     return Steps(*[checked_size("steps_per_slice", given)] * 2)
+
+
+def chosen_least_spared(caches: Any) -> int | None:
+    """The tokens of shared blocks of which a step must be spared reading so many that it pays; None: it never does."""
+    if not _device.is_gpu() or not _device.gpu().is_hopper:
+        return None
+    cache, *_ = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
+    if cache.v is None:  # not measured
+        return None
+    return SHARING_BYTES // (2 * math.prod(cache.k.shape[-2:]) * cache.k.dtype.itemsize)
 
 
 def chosen_compiler_options(given: dict[str, Any] | None) -> dict[str, Any]:

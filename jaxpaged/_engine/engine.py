@@ -21,11 +21,12 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._engine.books import Books
 from jaxpaged._engine.counting import counted
-from jaxpaged._engine.defaults import chosen_compiler_options, chosen_sizes, chosen_steps
+from jaxpaged._engine.defaults import chosen_compiler_options, chosen_least_spared, chosen_sizes, chosen_steps
 from jaxpaged._engine.inputs import own, pool_sizes, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.kinds import make_kinds
 from jaxpaged._engine.on_mesh import find_mesh, on_each_device, replicate
+from jaxpaged._engine.prefix_groups import SeatGroups
 from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.pytrees import difference
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
@@ -134,7 +135,8 @@ class Engine:
             windows=windows,
             num_stop_ids=num_stop_ids,
         )
-        self._kinds = make_kinds(num_seats, sizes.chunk_tokens, sizes.widths, exact=exact)
+        least_spared = chosen_least_spared(caches) if prefix_cache and not exact else None
+        self._kinds = make_kinds(num_seats, sizes.chunk_tokens, sizes.widths, exact=exact, least_spared=least_spared)
         self._state_of_slice = State(
             scheduler=Scheduler.create(
                 max_requests=max_requests,
@@ -161,6 +163,8 @@ class Engine:
             scores=no_scores(self._steps.most, most_scored(self._kinds), num_requests=max_requests),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(self._kinds), jnp.int32),
+            seat_groups=None if least_spared is None else SeatGroups.create(num_seats),
+            num_spared=jnp.zeros((), jnp.int32),
         )
         self._inbox_of = functools.partial(
             make_inbox,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._scheduler import planning
@@ -13,6 +14,7 @@ from jaxpaged._scheduler.scheduler import Scheduler
 # Prompts wait until they fill the widest step, so that steps with chunks are few. They are computed sooner if fewer
 # than BUSY_EIGHTHS of the seats have a token to decode, or after LONGEST_WAIT steps.
 BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
+SHARING_ROWS = 16  # to read shared blocks once takes about as long as this many rows of a wide step
 FEW_PARTS = 3  # a narrow step with chunks has at most this part of the rows of the widest
 
 
@@ -25,23 +27,36 @@ class Kind:
         num_seats: of the scheduler.
         is_mixed: whether a seat may get several tokens: chunks of prompts beside single tokens.
         num_partitions: the default of each call of attention.
+        least_spared: the tokens that such a step must be spared for blocks that requests share to be read once, while
+            the rows of those that share stand together; None: each request reads its own.
     """
 
     width: int
     num_seats: int
     is_mixed: bool = False
     num_partitions: int | None = None
+    least_spared: int | None = None
 
     @property
     def is_narrow(self) -> bool:
         """Single tokens, without a row for each seat."""
         return not self.is_mixed and self.width < self.num_seats
 
+    @property
+    def is_by_row(self) -> bool:
+        """Single tokens whose rows are not the seats in their order."""
+        return self.is_narrow or (self.least_spared is not None and not self.is_mixed)
+
 
 def make_kinds(
-    num_seats: int, chunk_tokens: int, widths: Sequence[int] = (), *, exact: bool = False
+    num_seats: int,
+    chunk_tokens: int,
+    widths: Sequence[int] = (),
+    *,
+    exact: bool = False,
+    least_spared: int | None = None,
 ) -> tuple[Kind, ...]:
-    """The kinds, from few rows to many.
+    """The kinds, from few rows to many. The two that read shared blocks once come before the others.
 
     `widths` are the rows of those beside `num_seats` and the widest, in ascending order. One of them takes chunks too.
     Each is compiled once; that one twice if it is `num_seats`. An exact engine has only the widest kind.
@@ -53,7 +68,11 @@ def make_kinds(
     single = [*(width for width in widths if width < num_seats and width not in few), num_seats]
     kinds = [Kind(width, num_seats) for width in single]
     kinds += [Kind(width, num_seats, is_mixed=True) for width in (*few, widest)]
-    return tuple(sorted(kinds, key=lambda kind: (kind.width, kind.is_mixed)))
+    kinds = sorted(kinds, key=lambda kind: (kind.width, kind.is_mixed))
+    if least_spared is None:
+        return tuple(kinds)
+    sharing = Kind(num_seats, num_seats), kinds[-1]
+    return *(dataclasses.replace(kind, least_spared=least_spared) for kind in sharing), *kinds
 
 
 def last_few(widths: Sequence[int], widest: int) -> list[int]:
@@ -62,19 +81,29 @@ def last_few(widths: Sequence[int], widest: int) -> list[int]:
 
 
 def next_kind(
-    scheduler: Scheduler, allocator: BlockAllocator, num_waited: jax.Array, kinds: tuple[Kind, ...]
+    scheduler: Scheduler,
+    allocator: BlockAllocator,
+    num_waited: jax.Array,
+    kinds: tuple[Kind, ...],
+    num_spared: ArrayLike = 0,
 ) -> jax.Array:
-    """Which of the kinds the next step is, int32 `[]`. `num_waited`: steps since prompts wait for a chunk."""
+    """Which of the kinds the next step is, int32 `[]`.
+
+    `num_waited`: steps since prompts wait for a chunk. `num_spared`: tokens that need not be read again, if shared
+    blocks are read once.
+    """
     if len(kinds) == 1:
         return jnp.zeros((), jnp.int32)
-    narrow = next(i for i, kind in enumerate(kinds) if kind.is_mixed)  # with chunks
+    num_sharing = sum(kind.least_spared is not None for kind in kinds)
+    narrow = next(i for i, kind in enumerate(kinds) if kind.is_mixed and i >= num_sharing)  # with chunks
     few, widest = kinds[narrow].width, kinds[-1].width
     needed = planning.per_seat(scheduler, scheduler.num_known) - allocator.lengths
     num_needing, num_decoding = ((needed >= 1).sum(dtype=jnp.int32), (needed == 1).sum(dtype=jnp.int32))
     num_pending = scheduler.num_pending(allocator)
 
     # 1. If prompts wait on: the fewest rows for a token of each seat that needs any.
-    without = (num_needing > jnp.asarray([kind.width for kind in kinds], jnp.int32)).sum(dtype=jnp.int32)
+    widths = jnp.asarray([kind.width for kind in kinds], jnp.int32)
+    without = num_sharing + (num_needing > widths[num_sharing:]).sum(dtype=jnp.int32)
 
     # 2. Else the widest step if they fill it, or if narrow steps for all of them had more rows together.
     is_full = num_needing + num_pending >= widest
@@ -82,7 +111,14 @@ def next_kind(
     wants_chunk = is_full | ((num_pending > 0) & (is_idle | (num_waited >= LONGEST_WAIT)))
     room = few - num_needing
     is_wide = is_full | (room <= 0) | (-(-num_pending // jnp.maximum(room, 1)) * few > widest)
-    return jnp.where(wants_chunk, jnp.where(is_wide, len(kinds) - 1, narrow), without)
+    kind = jnp.where(wants_chunk, jnp.where(is_wide, len(kinds) - 1, narrow), without)
+
+    # 3. Shared blocks are read once if that pays, in a step with more rows perhaps.
+    if (least := kinds[0].least_spared) is not None:
+        sharing = jnp.where(wants_chunk, 1, 0)
+        pays = num_spared >= least + (widths[sharing] - widths[kind]) * (least // SHARING_ROWS)
+        kind = jnp.where(pays, sharing, kind)
+    return kind
 
 
 def count_wait(num_waited: jax.Array, num_pending: jax.Array, query_starts: jax.Array) -> jax.Array:

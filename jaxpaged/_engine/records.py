@@ -148,6 +148,7 @@ class EngineStats:
         num_generated: new tokens.
         num_scored: tokens scored, by `score` or as `prompt_logprobs`; again after a preemption.
         num_computed: tokens computed, including prompts and recomputed tokens.
+        num_spared: tokens of shared blocks whose keys and values a step did not read again, summed over the steps.
         num_found: tokens found in the prefix cache, and so not computed.
         num_recomputed: computed tokens that preemptions dropped.
         num_preempted: preemptions.
@@ -170,6 +171,7 @@ class EngineStats:
     num_generated: int = 0
     num_scored: int = 0
     num_computed: int = 0
+    num_spared: int = 0
     num_found: int = 0
     num_recomputed: int = 0
     num_preempted: int = 0

@@ -117,10 +117,10 @@ def score_and_sample(
     request_ids = jnp.where(is_scored, request_ids, scheduler.max_requests)
 
     if not kind.is_mixed:
-        sampling = planning.rows_of(step.sampling, step.seats) if kind.is_narrow else step.sampling
+        sampling = planning.rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
         drawn, logprobs = sample(head(step.last), sampling, positions, wants_logprobs, given)
         scores = Scores(request_ids, positions, logprobs, drawn == given)
-        if kind.is_narrow:
+        if kind.is_by_row:
             drawn, logprobs = (
                 jnp.zeros(kind.num_seats, values.dtype).at[step.seats].set(values, mode="drop")
                 for values in (drawn, logprobs)

@@ -12,8 +12,10 @@ from jax import lax
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.plan import plan_step
+from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
+from jaxpaged._engine.prefix_groups import SeatGroups, find_groups, sort_by_group
 from jaxpaged._engine.pytrees import difference, in_same_containers
 from jaxpaged._engine.scoring import Scores, no_scores, score_and_sample, with_head
 from jaxpaged._engine.step_attention import StepAttention
@@ -37,6 +39,8 @@ class State:
     scores: Scores  # [steps, rows]
     num_waited: jax.Array  # int32 [], steps since prompts wait for a step with a chunk
     num_of_kind: jax.Array  # int32 [kinds], steps of each kind so far, modulo 2^32
+    seat_groups: SeatGroups | None  # None: no kind reads shared blocks once
+    num_spared: jax.Array  # int32 [], tokens that were not read again so far, modulo 2^32
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +73,8 @@ class Report:
     scores: Scores  # [steps, rows]
     num_running: jax.Array  # int32 []
     num_free: jax.Array  # int32 [], blocks
-    num_of_kind: jax.Array  # int32 [kinds], steps so far, as the next four
+    num_of_kind: jax.Array  # int32 [kinds], steps so far, as the next five
+    num_spared: jax.Array
     num_computed: jax.Array
     num_found: jax.Array
     num_recomputed: jax.Array
@@ -105,7 +110,8 @@ def run_slice(
     def settle(state: State) -> tuple[State, jax.Array]:
         """Gives out free seats, and says which kind the next step is; the number of kinds if none is to follow."""
         state = dataclasses.replace(state, scheduler=planning.admit_waiting(state.scheduler, state.allocator))
-        kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds)
+        num_spared = 0 if state.seat_groups is None else state.seat_groups.num_spared
+        kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds, num_spared)
         return state, jnp.where(goes_on(state) & ~is_change_due(state), kind, len(kinds))
 
     def loop(carry: tuple[State, jax.Array], index: int) -> tuple[State, jax.Array]:
@@ -133,6 +139,7 @@ def run_slice(
         num_running=(scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32),
         num_free=state.allocator.num_free,
         num_of_kind=state.num_of_kind,
+        num_spared=state.num_spared,
         num_computed=scheduler.num_computed,
         num_found=num_found(scheduler, state.allocator),
         num_recomputed=scheduler.num_recomputed,
@@ -145,7 +152,8 @@ def run_slice(
 
 def change_seats(state: State) -> State:
     scheduler, allocator = state.scheduler.change_seats(state.allocator)
-    return dataclasses.replace(state, scheduler=scheduler, allocator=allocator)
+    groups = None if state.seat_groups is None else find_groups(allocator)
+    return dataclasses.replace(state, scheduler=scheduler, allocator=allocator, seat_groups=groups)
 
 
 def num_found(scheduler: Scheduler, allocator: BlockAllocator) -> jax.Array:
@@ -160,37 +168,53 @@ def one_step(
 ) -> State:
     kind = kinds[index]
     scheduler, allocator, step = planning.plan(state.scheduler, state.allocator, kind.width, is_mixed=kind.is_mixed)
-    attend = step_attention(allocator, step, kind, state.caches)
+    seats, groups, num_spared = step.seats if kind.is_narrow else None, None, jnp.zeros((), jnp.int32)
+    if kind.least_spared is not None:
+        assert state.seat_groups is not None
+        step, seats, groups, num_spared = sort_by_group(step, state.seat_groups)
+    attend = step_attention(allocator, step, kind, state.caches, seats, groups)
     model = functools.partial(apply_model, apply, weights, state.caches, step)
     caches, head = with_head(model, attend)
     tokens, logprobs, scores = score_and_sample(head, scheduler, state.spans, step, kind, wants_logprobs)
     index_of_step = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
-    return State(
+    return dataclasses.replace(
+        state,
         scheduler=scheduler,
         allocator=allocator,
         caches=caches,
         logprobs=state.logprobs.at[index_of_step].set(logprobs, mode="drop"),
-        spans=state.spans,
         scores=jax.tree.map(
             lambda so_far, new: so_far.at[index_of_step, : len(new)].set(new, mode="drop"), state.scores, scores
         ),
         num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), step.query_starts),
         num_of_kind=state.num_of_kind.at[index].add(1),
+        num_spared=state.num_spared + num_spared * allocator.block_size,
     )
 
 
-def step_attention(allocator: BlockAllocator, step: Step, kind: Kind, caches: Any) -> StepAttention:
+def step_attention(
+    allocator: BlockAllocator,
+    step: Step,
+    kind: Kind,
+    caches: Any,
+    seats: jax.Array | None = None,  # of the step's sequences; None: each seat in its order
+    groups: PrefixGroups | None = None,
+) -> StepAttention:
     query_starts = step.query_starts if kind.is_mixed else None
-    if kind.is_narrow:
-        allocator = allocator.of_seqs(step.seats)
+    if seats is not None:
+        allocator = allocator.of_seqs(seats)
     # Made here once: in a scan over layers each would make its own.
     kv_heads = {cache.k.shape[-2] for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))}
     plan = None
     if query_starts is None and kind.num_partitions is None and len(kv_heads) == 1:
         capacity = allocator.block_tables.shape[-1] * allocator.block_size
-        plan = plan_step(allocator.lengths, num_kv_heads=kv_heads.pop(), capacity=capacity)
-    return StepAttention(allocator, step.positions, step.slots, query_starts, step.last, kind.num_partitions, plan)
+        lengths = allocator.lengths
+        if groups is not None:
+            lengths -= groups.num_blocks * allocator.block_size
+        plan = plan_step(lengths, num_kv_heads=kv_heads.pop(), capacity=capacity)
+    own = step.positions, step.slots, query_starts, step.last
+    return StepAttention(allocator, *own, kind.num_partitions, plan, groups)
 
 
 def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: StepAttention) -> tuple[Any, jax.Array]:

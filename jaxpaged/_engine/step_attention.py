@@ -10,6 +10,7 @@ import jax
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.attend import attend
 from jaxpaged._attention.public import AttentionKeywords
+from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotate import rotate_and_write_kv
@@ -17,7 +18,8 @@ from jaxpaged._cache.write import write_kv
 from jaxpaged._public_state import short_repr
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
-OWN_PLAN = ("plan", "num_partitions", "sliding_window", "shared_prefix")  # a layer with one of these has its own
+# A layer with one of these follows neither the step's plan nor its groups.
+OWN_PLAN = ("plan", "num_partitions", "sliding_window", "shared_prefix")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class StepAttention:
         last: int32, the index of each seat's newest token, what `newest` picks.
         num_partitions: the default of attention's `num_partitions`; None: enough to fill the GPU.
         plan: the one that all layers without a window follow; None: each layer makes its own if that pays.
+        prefix_groups: what begins with the same blocks, which these layers read once; None: each row reads its own.
     """
 
     allocator: BlockAllocator
@@ -46,6 +49,7 @@ class StepAttention:
     last: jax.Array
     num_partitions: int | None = None
     plan: PartitionPlan | None = None
+    prefix_groups: PrefixGroups | None = None
 
     __repr__ = short_repr
 
@@ -102,7 +106,7 @@ class StepAttention:
         if options.get("num_partitions") is None:
             options["num_partitions"] = self.num_partitions
         if all(options.get(name) is None for name in OWN_PLAN):
-            options["plan"] = self.plan
+            options |= dict(plan=self.plan, shared_prefix=self.prefix_groups)
         return cache, attend(q, cache, allocator, **options).reshape(*shape[:-1], -1)
 
     def call[C: (KVCache, CacheLayer)](
@@ -126,12 +130,12 @@ class StepAttention:
         if self.num_partitions is not None and module.settings.num_partitions is None:
             raise ValueError("an exact engine needs modules with a fixed num_partitions; make them with 1.")
         allocator, slots = self._of_group(group)
-        if self.query_starts is not None:
-            return module(x, cache, allocator, slots, query_starts=self.query_starts)
-        settings, plan = module.settings, self.plan
+        settings, shared = module.settings, dict(plan=self.plan, shared_prefix=self.prefix_groups)
         if settings.num_partitions is not None or settings.sliding_window is not None:
-            plan = None
-        cache, out = module(x[:, None], cache, allocator, slots[:, None], plan=plan)
+            shared = {}
+        if self.query_starts is not None:
+            return module(x, cache, allocator, slots, query_starts=self.query_starts, **shared)
+        cache, out = module(x[:, None], cache, allocator, slots[:, None], **shared)
         return cache, out[:, 0]
 
     def _of_group(self, group: int | None) -> tuple[BlockAllocator, jax.Array]:

@@ -46,6 +46,46 @@ def test_options(name):
     check(shared_case(options=OPTIONS[name]), jnp.full(GROUPS, PREFIX, jnp.int32))
 
 
+# Those that share come first, and no sequence is in the second and fourth group.
+SORTED = (1, 2, 3, 5, 6, 0, 4, 7)
+OF_ENGINE = shared_prefix.PrefixGroups(
+    starts=jnp.array([0, 3, 3, 5, 5], jnp.int32),
+    first=jnp.array([0, 0, 3, 7], jnp.int32),
+    num_blocks=jnp.array([2, 2, 2, 2, 2, 0, 0, 0], jnp.int32),
+)
+
+
+def sorted_case(**shape):
+    case, rows = shared_case(**shape), jnp.array(SORTED)
+    return case.replace(q=case.q[rows], block_tables=case.block_tables[rows], lengths=case.lengths[rows])
+
+
+@pytest.mark.parametrize("shape", [dict(options=OPTIONS["sinks"]), dict(dtype=jnp.bfloat16)], ids=str)
+def test_groups_of_an_engine(shape):
+    check(sorted_case(**shape), OF_ENGINE)
+
+
+def test_packed_groups_of_an_engine():
+    counts, case = (2, 0, 7, 1, 3, 0, 2, 0), sorted_case(q_len=7)
+    q, starts = packed(case.q, counts), jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+    q = jnp.asarray(np.concatenate([q, np.full_like(q[:3], np.nan)]))
+    groups = dataclasses.replace(OF_ENGINE, starts=jnp.array([0, 9, 9, 13, 13], jnp.int32))
+    out, lse = attend(q, *case.arrays[1:], query_starts=starts, shared_prefix=groups)
+    expected, expected_lse = attend(q, *case.arrays[1:], query_starts=starts)
+    np.testing.assert_allclose(out, expected, atol=3e-6)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+def test_what_groups_of_an_engine_compute_once():
+    case = sorted_case()
+    shared, rest, shares = shared_prefix.split(make_call(case), OF_ENGINE)
+    assert shares[:, 0].tolist() == [True] * 5 + [False] * 3
+    assert shared.query_starts.tolist() == [0, 3, 3, 5, 5]
+    assert shared.lengths.tolist() == [32, 0, 32, 0]
+    assert (shared.block_tables[jnp.array([0, 2])] == case.block_tables[jnp.array([0, 3])]).all()
+    assert rest.lengths.tolist() == [8, 13, 48, 1, 38, 0, 32, 50]
+
+
 @pytest.mark.parametrize("shape", [dict(q_len=3), dict(dtype=jnp.bfloat16)], ids=str)
 def test_rows(shape):
     check(shared_case(**shape), jnp.full(GROUPS, PREFIX, jnp.int32), num_partitions=2)
@@ -73,8 +113,10 @@ def test_a_plan():
 @pytest.mark.parametrize("name", ["window", "alibi"])
 def test_what_counts_from_a_position_is_not_shared(name):
     case = shared_case(options=OPTIONS[name])
-    out, plain = (paged_attention(*case.arrays, **case.options, shared_prefix=prefix) for prefix in (PREFIX, None))
-    assert (out == plain).all()
+    plain, *outs = (
+        paged_attention(*case.arrays, **case.options, shared_prefix=prefix) for prefix in (None, PREFIX, OF_ENGINE)
+    )
+    assert all((out == plain).all() for out in outs)
 
 
 def test_packed_trees():

@@ -1,6 +1,7 @@
 """The ladder: which kinds of steps an engine has, which of them is next, and the sizes that it chooses."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,18 @@ def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
     assert find_widths(make_kinds(8, 64, (20,))) == ([8], [20, 72])
     assert find_widths(make_kinds(6, 16)) == ([6], [22])
     assert find_widths(make_kinds(6, 7, (5,))) == ([5, 6], [13])  # 5 is more than a third of 13
+    sharing, others = make_kinds(384, 640, (64, 128, 256), least_spared=9)[:2], make_kinds(384, 640, (64, 128, 256))
+    assert [(kind.width, kind.is_mixed, kind.is_by_row) for kind in sharing] == [
+        (384, False, True),
+        (1024, True, False),
+    ]
+    assert make_kinds(384, 640, (64, 128, 256), least_spared=9)[2:] == others
     (exact,) = make_kinds(6, 16, (3,), exact=True)
     assert (exact.width, exact.is_mixed, exact.num_partitions) == (22, True, 1)
 
 
-@jax.jit
-def choose_next(needed, num_waited):
+@functools.partial(jax.jit, static_argnames="kinds")
+def choose_next(needed, num_waited, num_spared=0, kinds=KINDS):
     """The next kind if each seat needs this number of tokens, one of which is known to be computed; 0: a free seat."""
     is_taken = needed > 0
     scheduler = Scheduler.create(max_requests=SEATS, num_seats=SEATS, max_length=256)
@@ -46,7 +53,7 @@ def choose_next(needed, num_waited):
     )
     allocator = BlockAllocator.create(num_blocks=2, block_size=4, num_seqs=SEATS, max_blocks_per_seq=1)
     allocator = dataclasses.replace(allocator, lengths=is_taken.astype(jnp.int32))
-    return next_kind(scheduler, allocator, num_waited, KINDS)
+    return next_kind(scheduler, allocator, num_waited, kinds, num_spared)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +83,29 @@ def choose_next(needed, num_waited):
 def test_the_next_kind(needed, num_waited, expected):
     needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
     assert int(choose_next(needed, np.int32(num_waited))) == expected
+
+
+@pytest.mark.parametrize(
+    ("needed", "num_spared", "expected"),
+    [
+        ([1] * 9, 159, "all"),
+        ([1] * 9, 160, "sharing all"),
+        ([1] * 5, 239, "eight"),  # eight rows more, which cost a half of the least
+        ([1] * 5, 240, "sharing all"),
+        ([1] * 4, 279, "four"),
+        ([1] * 4, 280, "sharing all"),
+        ([1] * 14 + [3], 160, "sharing all"),  # the prompt waits
+        ([1] * 13 + [2], 159, "chunk for all"),
+        ([1] * 13 + [2], 160, "sharing chunk"),
+        ([2], 559, "eight"),
+        ([2], 560, "sharing chunk"),
+    ],
+)
+def test_shared_blocks_are_read_once_where_that_pays(needed, num_spared, expected):
+    kinds = make_kinds(SEATS, CHUNK, WIDTHS, least_spared=160)
+    names = "sharing all", "sharing chunk", "four", "eight", "all", "chunk for all"
+    needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
+    assert names[int(choose_next(needed, np.int32(0), np.int32(num_spared), kinds))] == expected
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import paged_attention
+from jaxpaged._attention.shared_prefix import PrefixGroups
 from pallas_kernels.prefill import kernel
 from tests.attention.conformance import FAULTS
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, oracle
@@ -258,6 +259,19 @@ def test_a_shared_prefix(shape, groups, known):
         prefix, tables = jnp.asarray(prefix), jnp.pad(tables, ((0, 0), (0, 8192)), constant_values=-7)
     named = dict(**case.options, shared_prefix=prefix, implementation="mosaic_gpu", return_lse=True)
     out, lse = paged_attention(q, k_cache, v_cache, tables, lengths, **named)
+    assert_within_budget(case, out)
+    assert_lse(case, lse)
+
+
+@pytest.mark.parametrize("members", [(30,), (6, 8, 8, 8)])
+def test_a_shared_prefix_as_an_engine_passes_it(members):
+    """The two sequences of no group are the last; some groups have no sequence."""
+    case, rows = prefix_case(len(members)), np.asarray([*range(2, 32), 0, 1])
+    case = case.replace(q=case.q[rows], block_tables=case.block_tables[rows], lengths=case.lengths[rows])
+    starts = np.pad(np.cumsum([0, *members]), (0, 12), constant_values=30)
+    first = np.minimum(starts[:-1], 29)
+    prefix = PrefixGroups(*(jnp.asarray(x, jnp.int32) for x in (starts, first, [40] * 30 + [0] * 2)))
+    out, lse = paged_attention(*case.arrays, shared_prefix=prefix, implementation="mosaic_gpu", return_lse=True)
     assert_within_budget(case, out)
     assert_lse(case, lse)
 

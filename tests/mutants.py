@@ -39,7 +39,10 @@ GROUPS, FOUND = (
     "jaxpaged/_engine/prefix_groups.py",
     "tests/engine/test_prefix_groups.py::seats_form or what_is or not_full",
 )
-SORTED, PAYS = "tests/engine/test_prefix_groups.py::sorted or all_rows", "tests/engine/test_kinds.py::pays"
+SORTED, PAYS = (
+    "tests/engine/test_prefix_groups.py::sorted or stay_together or all_seats",
+    "tests/engine/test_kinds.py::pays",
+)
 OF_ENGINE = "tests/attention/test_attention_prefix.py::of_an_engine"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/scheduler/test_scheduler_machine.py::mixture"
 SEATS = "jaxpaged/_scheduler/seats.py"
@@ -387,9 +390,29 @@ MUTANTS = (
     ),
     Mutant("groups: of one", GROUPS, ".sum(axis=1) > 1", ".sum(axis=1) > 0", FOUND),
     Mutant("groups: the leader is spared too", GROUPS, "shares & (leaders == seats)", "shares & (leaders < 0)", FOUND),
-    Mutant("groups: rows as they come", GROUPS, "jnp.argsort(leaders)", "jnp.arange(width)", SORTED),
-    Mutant("groups: all in one", GROUPS, "(leaders != jnp.pad(leaders[:-1]", "(leaders < jnp.pad(leaders[:-1]", SORTED),
-    Mutant("groups: padding in the last", GROUPS, "(leaders < num_seats).sum", "(leaders <= num_seats).sum", SORTED),
+    Mutant(
+        "groups: seats as they come", GROUPS, "jnp.argsort(groups.leaders)", "jnp.argsort(0 * groups.leaders)", SORTED
+    ),
+    Mutant(
+        "groups: rows of another seat", GROUPS, "[seats] - starts[:-1], owner)", "[seats] - starts[1:], owner)", SORTED
+    ),
+    Mutant(
+        "groups: a group for each seat",
+        GROUPS,
+        "(every, leaders == seats, size",
+        "(every, leaders < num_seats, size",
+        SORTED,
+    ),
+    Mutant(
+        "groups: who shares nothing in the last",
+        GROUPS,
+        "(leaders < num_seats).sum",
+        "(leaders <= num_seats).sum",
+        SORTED,
+    ),
+    Mutant(
+        "groups: a seat without a row is spared", GROUPS, "jnp.where(counts > 0, num_blocks, 0)", "num_blocks", SORTED
+    ),
     Mutant(
         "groups: found once and for all",
         "jaxpaged/_engine/slices.py",
@@ -397,23 +420,25 @@ MUTANTS = (
         "state.groups",
         "tests/engine/test_prefix_groups.py::stats",
     ),
+    Mutant("kinds: reads once whatever it costs", KINDS, "+ (widths[sharing] - widths[kind]) *", "+ 0 *", PAYS),
+    Mutant("kinds: reads once for little", KINDS, "num_spared >= least +", "num_spared >= 0 * least +", PAYS),
+    Mutant("kinds: prompts wait for shared blocks", KINDS, "jnp.where(wants_chunk, 1, 0)", "jnp.int32(0)", PAYS),
     Mutant(
-        "kinds: reads once whatever it costs", KINDS, "least + more_rows * (least //", "least + 0 * (least //", PAYS
-    ),
-    Mutant("kinds: reads once for little", KINDS, "(num_spared >= least + more", "(num_spared >= more", PAYS),
-    Mutant(
-        "attention: shared blocks of the group before",
+        "attention: blocks of another group",
         SHARED_PREFIX,
-        "block_tables=call.block_tables[first],",
-        "block_tables=call.block_tables[first - 1],",
+        "block_tables=call.block_tables[groups.first],",
+        "block_tables=call.block_tables[groups.first - 1],",
         OF_ENGINE,
     ),
     Mutant(
         "attention: an empty group has blocks",
         SHARED_PREFIX,
-        "jnp.where(groups.starts[:-1] < groups.starts[1:], groups.num_blocks[first], 0)",
-        "groups.num_blocks[first]",
+        "jnp.where(groups.starts[:-1] < groups.starts[1:], groups.num_blocks[groups.first], 0)",
+        "groups.num_blocks[groups.first]",
         OF_ENGINE,
+    ),
+    Mutant(
+        "attention: one more takes part", SHARED_PREFIX, ") < groups.starts[-1]", ") <= groups.starts[-1]", OF_ENGINE
     ),
     Mutant(
         "engine: an abort is not sent",

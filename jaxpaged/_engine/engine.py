@@ -135,7 +135,8 @@ class Engine:
             windows=windows,
             num_stop_ids=num_stop_ids,
         )
-        least_spared = chosen_least_spared(caches) if prefix_cache and not exact else None
+        shares = prefix_cache and not exact and windows == (None,)
+        least_spared = chosen_least_spared(caches) if shares else None
         self._kinds = make_kinds(num_seats, sizes.chunk_tokens, sizes.widths, exact=exact, least_spared=least_spared)
         self._state_of_slice = State(
             scheduler=Scheduler.create(

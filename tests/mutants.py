@@ -146,7 +146,7 @@ MUTANTS = (
         "        legal &= lengths >= 0\n",
         WINDOWS,
     ),
-    Mutant("kinds: a token without a row", KINDS, "(num_needing > jnp", "(num_needing - 1 > jnp", NEXT_KIND),
+    Mutant("kinds: a token without a row", KINDS, "(num_needing > widths", "(num_needing - 1 > widths", NEXT_KIND),
     Mutant(
         "kinds: waits though the widest step is full", KINDS, "= is_full | ((num_pending", "= ((num_pending", NEXT_KIND
     ),
@@ -416,8 +416,8 @@ MUTANTS = (
     Mutant(
         "groups: found once and for all",
         "jaxpaged/_engine/slices.py",
-        "None if state.groups is None else find_groups(allocator)",
-        "state.groups",
+        "None if state.seat_groups is None else find_groups(allocator)",
+        "state.seat_groups",
         "tests/engine/test_prefix_groups.py::stats",
     ),
     Mutant("kinds: reads once whatever it costs", KINDS, "+ (widths[sharing] - widths[kind]) *", "+ 0 *", PAYS),
@@ -821,8 +821,8 @@ MUTANTS = (
     Mutant(
         "attention: sinks of the shared call count",
         SHARED_PREFIX,
-        "options=dataclasses.replace(call.options, sinks=None)",
-        "options=call.options",
+        "options = dataclasses.replace(call.options, sinks=None)",
+        "options = call.options",
         "tests/attention/test_attention_prefix.py::test_options and sinks",
     ),
     Mutant(

@@ -6,7 +6,6 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._one_program import one_program
@@ -19,11 +18,11 @@ def num_passed_blocks(window: Window, lengths: jax.Array, block_size: int) -> ja
     return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window + 1, 0) // block_size
 
 
-def most_blocks[T: (int, np.ndarray, jax.Array)](
+def most_blocks[T: (int, jax.Array)](
     windows: Sequence[Window], num_blocks: T, block_size: int, chunk_tokens: int = 1
 ) -> T:
     """The most that sequences of `num_blocks` blocks hold in all groups, if they grow by so many tokens at a time."""
-    minimum = jnp.minimum if isinstance(num_blocks, jax.Array) else np.minimum
+    minimum = min if isinstance(num_blocks, int) else jnp.minimum
     shown = [w if w is None else w - 1 + chunk_tokens - 1 for w in windows]  # before the newest token
     most = [num_blocks if tokens is None else minimum(num_blocks, -(-tokens // block_size) + 1) for tokens in shown]
     return sum(most[1:], start=most[0])

@@ -105,7 +105,7 @@ def score_and_sample(
 ) -> tuple[jax.Array, jax.Array, Scores]:
     """The next token of each seat, int32 `[seats]`, its logprob, float32 `[seats]`, and the scores of the step's rows.
 
-    If a seat's next token is scored, what is returned for it means nothing: it is the request's last, and given.
+    If a seat's next token is scored, it is not sampled but given.
     """
     request_ids = planning.rows_of(step.request_ids, step.seats)
     request_ids = jnp.where(step.seats < kind.num_seats, request_ids, scheduler.max_requests)
@@ -120,12 +120,13 @@ def score_and_sample(
         sampling = planning.rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
         drawn, logprobs = sample(head(step.last), sampling, positions, wants_logprobs, given)
         scores = Scores(request_ids, positions, logprobs, drawn == given)
+        tokens = jnp.where(is_scored, given, drawn)
         if kind.is_by_row:
-            drawn, logprobs = (
+            tokens, logprobs = (
                 jnp.zeros(kind.num_seats, values.dtype).at[step.seats].set(values, mode="drop")
-                for values in (drawn, logprobs)
+                for values in (tokens, logprobs)
             )
-        return drawn, logprobs, scores
+        return tokens, logprobs, scores
 
     size = kind.num_seats
     every = jnp.arange(kind.width, dtype=jnp.int32)
@@ -146,7 +147,7 @@ def score_and_sample(
     _, drawn, logprobs = lax.while_loop(lambda carry: carry[0] < num_used, one_group, start)
     of_scored = planning.rows_of((request_ids, positions, given), scored)
     return (
-        drawn[0],
+        jnp.where(is_scored[step.last], given[step.last], drawn[0]),
         logprobs[0],
         Scores(
             jnp.where(scored < kind.width, of_scored[0], scheduler.max_requests),

@@ -32,8 +32,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
     seated = seats[is_seated]
     served = list(zip(keys[order][live[order]].tolist(), arrivals[order][live[order]].tolist(), strict=True))
     num_blocks = -(-(limits[live] - 1) // allocator.block_size)
-    fit = num_blocks <= allocator.block_tables.shape[-1]
-    fit &= most_blocks(allocator.windows, num_blocks, allocator.block_size) < allocator.num_blocks
+    most = [most_blocks(allocator.windows, n, allocator.block_size) for n in num_blocks.tolist()]
     unused = np.asarray(scheduler.outbox_request_ids)[int(scheduler.num_steps) :]
     return _broken(
         {
@@ -42,7 +41,8 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
             "free_seats_hold_no_tokens": not lengths[~is_seated & ~has_left(scheduler)].any(),
             "what_is_computed_is_known": (lengths[is_seated] <= known[seated]).all(),
             "the_live_may_grow": ((known >= 1) & (known < limits) & (limits <= max_length))[live].all(),
-            "the_live_fit_the_pool": fit.all(),
+            "the_live_fit_the_pool": (num_blocks <= allocator.block_tables.shape[-1]).all()
+            and all(n < allocator.num_blocks for n in most),
             "ranks_are_places_in_the_order": (np.asarray(scheduler.ranks)[order] == np.arange(num_requests)).all(),
             "the_live_stand_in_order": served == sorted(set(served)),
             "unused_rows_of_the_outbox_are_empty": (unused == num_requests).all(),

@@ -53,12 +53,13 @@ SEVERAL_GPUS = {
 
 
 def engine(points: Points) -> str:
-    rows = []
-    for requests in (512, 1024):
-        p = points("h100/engine")[f"engine {requests}"]
+    ours, peer, rows = points("h100/engine"), points("h100/vllm"), []
+    for name in ("engine 512", "engine 1024", "engine 2048"):
+        p = ours[name]
         shares = (f"{p[share]:.0%}" for share in ("of_steps", "of_floor"))
-        rows.append([str(requests), f"{p['tokens']:,}", f"{p['seconds']:.1f}", f"{p['tokens_per_s']:,.0f}", *shares])
-    head = "requests", "new tokens", "seconds", "tokens a second", "of its steps", "of the floor"
+        of_vllm = f"{peer[name]['tokens_per_s']:,.0f}" if name in peer else ""
+        rows.append([f"{p['requests']:,}", f"{p['tokens']:,}", f"{p['tokens_per_s']:,.0f}", *shares, of_vllm])
+    head = "requests", "new tokens", "tokens a second", "of its steps", "of the floor", "vLLM's tokens a second"
     return table(head, rows)
 
 

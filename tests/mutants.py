@@ -784,13 +784,6 @@ MUTANTS = (
         "tests/attention/test_tree.py::as_many_tokens",
     ),
     Mutant(
-        "attention: no packed tree of 64, kernel",
-        TREE,
-        "(num_new <= words * BITS)",
-        "(num_new < words * BITS)",
-        "tests/attention/test_tree.py::bits_by_place",
-    ),
-    Mutant(
         "attention: merges what neither saw",
         "jaxpaged/_attention/merge.py",
         "jnp.where(is_unseen, 0.0, lse) for lse",
@@ -840,10 +833,17 @@ MUTANTS = (
         "tests/attention/test_runs.py::each_run",
     ),
     Mutant(
-        "attention: no decode kernel for 64 rows",
+        "attention: a tree in runs",
         "jaxpaged/_attention/choose.py",
-        "call.tokens_per_seq * call.group > decode_config.MAX_ROWS",
-        "call.tokens_per_seq * call.group >= decode_config.MAX_ROWS",
+        " and run != call.tokens_per_seq:",
+        " and call.tokens_per_seq is None:",
+        "tests/attention/test_tree.py::which_kernel",
+    ),
+    Mutant(
+        "attention: a tree of many rows by prefill",
+        "jaxpaged/_attention/choose.py",
+        " or call.tree_mask is not None:\n        return False",
+        ":\n        return False",
         "tests/attention/test_tree.py::which_kernel",
     ),
     Mutant(
@@ -865,7 +865,7 @@ MUTANTS = (
         "pallas_kernels/decode/logits.py",
         "jnp.logical_or(word_of != word, bit == 1)",
         "jnp.logical_or(word_of >= word, bit == 1)",
-        "tests/kernels/test_tree_masks.py::no_tree and decode",
+        "tests/kernels/test_tree_masks.py::no_tree",
     ),
     Mutant(
         "kernels: past the end partials count twice",

@@ -44,7 +44,7 @@ POINTS = (
         for shape in ("8x2304 q_len=256", "1x8192 q_len=all")
     ),
     "32/8 64xragged1024 q_len=all",
-    *("32/8 64x2112 q_len=64", "32/8 64x2112 q_len=64 tree=1"),
+    "32/8 64x2112 q_len=64",
     *("32/8 60x4096", "32/8 4x4608 q_len=512", "32/8 60x4096 + 4x4608 q_len=512"),
 )
 TOY_POINTS = (

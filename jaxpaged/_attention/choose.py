@@ -1,8 +1,8 @@
 """Which kernel computes a call, and how: decided by shapes and the GPU, before anything runs.
 
 Two kernels share the calls. On Hopper the prefill kernel takes packed query tokens, several of a sequence with more
-than 32 rows (query tokens times heads of a KV head), trees too, and single ones with more than 64. The decode kernel
-takes the other calls, with up to 64 rows, and longer queries in runs.
+than 32 rows (query tokens times heads of a KV head), and single ones with more than 64. The decode kernel takes the
+other calls, with up to 64 rows, and longer queries in runs; trees are of one run.
 """
 
 import dataclasses
@@ -114,11 +114,8 @@ def _choose(call: Call, gpu: Gpu, known: Known) -> Choice | str:
         return limit
     total = known.total_partitions
     planned = total is not None and follows(call, total)
-    limit = _prefill_limit(call, gpu, known)
-    if limit is None and not planned and _has_many_rows(call):
+    if not planned and _prefill_is_faster(call, gpu, known):
         return by_prefill(call, gpu, known)
-    if limit is not None and is_wide_tree(call):
-        return limit
     if limit := _decode_limit(call, gpu):
         return limit
     seqs, seen = call.lengths.shape[0], visible(call, known.window)
@@ -127,11 +124,22 @@ def _choose(call: Call, gpu: Gpu, known: Known) -> Choice | str:
     return by_decode(call, gpu, known, planned=planned)
 
 
-def _has_many_rows(call: Call) -> bool:
-    """Whether the prefill kernel computes the call faster than the decode kernel."""
+def _prefill_is_faster(call: Call, gpu: Gpu, known: Known) -> bool:
+    """Whether the prefill kernel takes the call, and computes it faster than the decode kernel."""
     q_len = call.tokens_per_seq
     # The decode kernel keeps single tokens, of all the heads that it takes.
-    return q_len is None or q_len * call.group > (decode_config.MAX_ROWS if q_len == 1 else FEW_ROWS)
+    many_rows = q_len is None or q_len * call.group > (decode_config.MAX_ROWS if q_len == 1 else FEW_ROWS)
+    if not many_rows or known.num_partitions not in (None, 1) or call.tree_mask is not None:
+        return False
+    if call.v_cache is None or call.value_dim != call.head_dim:
+        return False
+    return prefill_config.takes(
+        head_dim=call.head_dim,
+        block_size=call.block_size,
+        q_dtype=call.q.dtype,
+        cache_dtype=call.k_cache.dtype,
+        compute_capability=gpu.compute_capability,
+    )
 
 
 def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = False) -> Choice:
@@ -204,13 +212,6 @@ def _num_runs(call: Call, run: int) -> int:
     return call.q.shape[0] * -(-call.tokens_per_seq // run)
 
 
-def is_wide_tree(call: Call) -> bool:
-    """Whether there is a tree that only the prefill kernel takes: the decode kernel's runs have none."""
-    if call.tree_mask is None or call.tokens_per_seq is None:
-        return call.tree_mask is not None
-    return call.tokens_per_seq * call.group > decode_config.MAX_ROWS
-
-
 def _option_limit(call: Call) -> str | None:
     options = call.options
     if call.itemsize > 1 and (options.k_scale is not None or options.v_scale is not None):
@@ -227,27 +228,6 @@ def _option_limit(call: Call) -> str | None:
     return None
 
 
-def _prefill_limit(call: Call, gpu: Gpu, known: Known) -> str | None:
-    if known.num_partitions not in (None, 1):
-        return (
-            "the prefill kernel, which takes a tree_mask with query_starts or of more than "
-            f"{decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), chooses its partitions itself; "
-            f"got num_partitions={known.num_partitions}. Leave it out, or pass 1."
-        )
-    if call.v_cache is None or call.value_dim != call.head_dim:
-        return (
-            "the prefill kernel takes keys and values of one head_dim, in arrays of their own; "
-            f"got head_dim={call.head_dim}, value_dim={call.value_dim}. Pass fewer query tokens at a time."
-        )
-    return prefill_config.limit(
-        head_dim=call.head_dim,
-        block_size=call.block_size,
-        q_dtype=call.q.dtype,
-        cache_dtype=call.k_cache.dtype,
-        compute_capability=gpu.compute_capability,
-    )
-
-
 def _decode_limit(call: Call, gpu: Gpu) -> str | None:
     num_runs, run = _runs(call, gpu)
     limit = decode_config.limit(
@@ -259,10 +239,12 @@ def _decode_limit(call: Call, gpu: Gpu) -> str | None:
         cache_dtype=call.k_cache.dtype,
         compute_capability=gpu.compute_capability,
     )
-    if limit is None and call.v_cache is None and call.tree_mask is not None and run < call.q.shape[1]:
+    if limit is None and call.tree_mask is not None and run != call.tokens_per_seq:
         return (
-            f"the decode kernel takes a tree_mask on a latent with up to {run} query tokens of so many heads; "
-            f'got q_len={call.q.shape[1]}. Pass implementation="xla".'
+            "the decode kernel takes a tree_mask without query_starts, and of up to "
+            f"{decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), on a latent fewer; "
+            f"got q={list(call.q.shape)}, kv_heads={call.kv_heads}. "
+            'Pass implementation="xla".'
         )
     if limit is None and num_runs > decode_config.MAX_SEQS:
         seqs, tokens, group = call.lengths.shape[0], call.q.shape[-3], call.group

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jaxpaged._attention.call import Call
 from jaxpaged._attention.choose import Choice
-from jaxpaged._attention.runs import cut_packed, cut_uniform, join_packed, join_uniform, owners, place_runs
-from jaxpaged._attention.tree import by_place, from_rows
+from jaxpaged._attention.runs import cut_packed, cut_uniform, join_packed, join_uniform, place_runs
+from jaxpaged._attention.tree import from_rows
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
 Results = tuple[jax.Array, jax.Array]  # out, of `Call.out_shape`, in q's dtype, and its lse, f32
@@ -29,7 +29,7 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
 
     if call.query_starts is not None:
         runs = place_runs(call, choice.run)
-        uniform, _ = cut_packed(call, runs)  # the prefill kernel takes packed trees
+        uniform, _ = cut_packed(call, runs)
         return join_packed(*_launch_decode(choice, uniform, plan), call, runs)
     a, tree = cut_uniform(call, choice.run), from_rows(call.tree_mask, call.lengths)
     options = dataclasses.replace(a.options, tree_bits=None if tree is None else tree.bits)
@@ -46,30 +46,21 @@ def _launch_prefill(choice: Choice, call: Call) -> Results:
     from pallas_kernels.prefill.work_list import make_work_list
 
     p = call if call.query_starts is not None else _packed(call)
-    tokens, starts = p.q.shape[0], p.query_starts
     config: Any = choice.config
-    assert starts is not None
+    assert p.query_starts is not None
     assert p.v_cache is not None
     token_bytes = 2 * p.kv_heads * p.head_dim * p.itemsize
-    work = make_work_list(starts, p.lengths, tokens=tokens, token_bytes=token_bytes, config=config)
-    bits = None
-    if p.tree_mask is not None:
-        starts = p.seq_starts()
-        seqs = jnp.minimum(owners(starts, tokens=tokens), p.lengths.shape[0] - 1)
-        bits = by_place(p.tree_mask, seqs, p.lengths, starts)
-    options = dataclasses.replace(p.options, tree_bits=bits)
+    work = make_work_list(p.query_starts, p.lengths, tokens=p.q.shape[0], token_bytes=token_bytes, config=config)
     launch = kernel.launch if choice.kernel == "paged_prefill" else portable.launch
-    out, lse = launch(p.q, p.k_cache, p.v_cache, p.block_tables, work, options, config=config)
+    out, lse = launch(p.q, p.k_cache, p.v_cache, p.block_tables, work, p.options, config=config)
     return out.reshape(call.out_shape), lse.reshape(call.q.shape[:-1])
 
 
 def _packed(call: Call) -> Call:
     """A uniform call as a packed one: the query tokens of one sequence after the other."""
     seqs, q_len, heads, head_dim = call.q.shape
-    tree_mask = call.tree_mask
     return dataclasses.replace(
         call,
         q=call.q.reshape(seqs * q_len, heads, head_dim),
         query_starts=jnp.arange(seqs + 1, dtype=jnp.int32) * q_len,
-        tree_mask=None if tree_mask is None else tree_mask.reshape(seqs * q_len, -1),
     )

@@ -135,36 +135,6 @@ def from_runs(
     return Tree(_cleaned(mask.at[rows].get(mode="clip"), index), starts[seqs], depths[seqs])
 
 
-def by_place(
-    mask: jax.Array,  # uint32 [tokens, words]
-    seqs: jax.Array,  # int32 [tokens], the sequence of each token
-    lengths: jax.Array,  # int32 [seqs]
-    query_starts: jax.Array,  # int32 [seqs + 1], within the tokens
-) -> jax.Array:
-    """The bits of packed tokens as the prefill kernel takes them, uint32 [tokens, words + 1].
-
-    A word is for 32 ordinals, the first of which is a multiple of 32. The last word has the sequence's last token. What
-    stands before the newest tokens is seen.
-    """
-    words = mask.shape[1]
-    num_new = (query_starts[1:] - query_starts[:-1])[seqs]
-    index = jnp.arange(mask.shape[0], dtype=jnp.int32) - query_starts[seqs]
-    last = (lengths[seqs] - 1) // BITS
-    begins = (last[:, None] + jnp.arange(-words, 1, dtype=jnp.int32)[None]) * BITS
-    first_bits = begins - (lengths[seqs] - num_new)[:, None]  # of each word; negative in the history
-    none = jnp.zeros_like(mask[:, :1])
-    bits = jnp.concatenate([~none, _cleaned(mask, index), none], axis=1)
-
-    def word(number: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(bits, jnp.clip(number + 1, 0, words + 1), axis=1)
-
-    shift = (first_bits % BITS).astype(jnp.uint32)
-    low, high = word(first_bits // BITS), word(first_bits // BITS + 1)
-    moved = low >> shift | high << 1 << (BITS - 1 - shift)
-    has_tree = (num_new <= words * BITS)[:, None]
-    return jnp.where(has_tree, moved, ~none)
-
-
 def _cleaned(bits: jax.Array, index: jax.Array) -> jax.Array:
     """A token sees itself, and none behind it."""
     words = bits.shape[-1]

@@ -20,9 +20,7 @@ class AttentionOptions:
     sinks: jax.Array | None = None  # f32 [heads]
     k_scale: jax.Array | None = None  # f32 [], [kv_heads] or [blocks, block_size, kv_heads], of an 8-bit cache
     v_scale: jax.Array | None = None  # as k_scale
-    # uint32 [seqs, q_len, words], which of the q_len tokens each of them sees; for the prefill kernel [tokens, words],
-    # see `prefill.tree`.
-    tree_bits: jax.Array | None = None
+    tree_bits: jax.Array | None = None  # uint32 [seqs, q_len, words], which of the q_len tokens each of them sees
 
 
 def given[X, Y](x: X | None, function: Callable[[X], Y]) -> Y | None:

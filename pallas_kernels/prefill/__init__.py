@@ -45,7 +45,6 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 | `steps` | what is done with a tile |
 | `products` | the work of the tensor cores |
 | `logits`, `softmax` | from the products of Q and K to the weights |
-| `tree` | which tokens of a tree a query token sees |
 | `rows_of_item` | how Q is read and O and lse are written |
 | `common.merge_parts` | the parts of an item, put together |
 

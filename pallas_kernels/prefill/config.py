@@ -45,22 +45,24 @@ class Config(Cut):
         return self.num_8bit_stages + self.num_stages
 
 
-def limit(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, compute_capability: float) -> str | None:
-    """What this kernel cannot take, with the limit and the value; None: it takes the call."""
-    if compute_capability != 9.0:
-        return f"the prefill kernel needs a Hopper GPU (9.0); got {compute_capability=}."
-    if head_dim % 16 or not 32 <= head_dim <= 256:
-        return f"the prefill kernel takes a head_dim of 32, 48, ... 256; got {head_dim=}."
-    if block_size not in (8, 16, 32, 64, 128, 256):
-        return f"the prefill kernel takes a block_size of 8, 16, ... 256; got {block_size=}."
-    if q_dtype not in (jnp.bfloat16, jnp.float16) or not (cache_dtype == q_dtype or is_8bit(cache_dtype)):
-        return (
-            "the prefill kernel takes q of bfloat16 or float16, and a cache of the same or of 8 bits; "
-            f"got q.dtype={jnp.dtype(q_dtype)!s}, k_cache.dtype={jnp.dtype(cache_dtype)!s}."
-        )
-    if is_8bit(cache_dtype) and head_dim > 128 and head_dim != 192:
-        return f"the prefill kernel takes an 8-bit cache of a head_dim of 32, 48, ... 128, or 192; got {head_dim=}."
-    return None
+def takes(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, compute_capability: float) -> bool:
+    """Whether this kernel takes a call; what it does not take goes to the decode kernel, in runs."""
+    heads_8bit = (*range(32, 129, 16), 192)
+    return (
+        compute_capability == 9.0
+        and takes_shapes(head_dim=head_dim, block_size=block_size, q_dtype=q_dtype, cache_dtype=cache_dtype)
+        and (not is_8bit(cache_dtype) or head_dim in heads_8bit)
+    )
+
+
+def takes_shapes(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any) -> bool:
+    """Whether both prefill kernels take them."""
+    return (
+        head_dim in range(32, 257, 16)
+        and block_size in (8, 16, 32, 64, 128, 256)
+        and q_dtype in (jnp.bfloat16, jnp.float16)
+        and (cache_dtype == q_dtype or is_8bit(cache_dtype))
+    )
 
 
 def default_config(

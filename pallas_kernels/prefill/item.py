@@ -13,8 +13,6 @@ from pallas_kernels.common.sizes import ceil_div
 from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.work_list import FIELDS, item_index
 
-BITS = 32  # of a word of a tree
-
 
 @dataclasses.dataclass(frozen=True)
 class Item:
@@ -34,7 +32,6 @@ class Item:
     whole_end: jax.Array  # one past their last
     first_visible: jax.Array  # position
     window: jax.Array | None
-    first_word: jax.Array  # with a tree's bits, counted from the start of the sequence; negative in short ones
     tile_tokens: int
     block_size: int
     causal: bool
@@ -62,7 +59,6 @@ class Items:
     kv_heads: int
     group: int
     window: jax.Array | None
-    tree_words: int  # of a query token; 0: there is no tree
 
     def count(self) -> jax.Array:
         total, n = self.num_entries[0] * self._per_entry, self.config.num_programs
@@ -71,12 +67,9 @@ class Items:
 
     def read(self, i: jax.Array) -> tuple[jax.Array, ...]:
         """The numbers that make the i-th item, read long before they are needed."""
-        entry, share = self._entry_and_share(i)
+        index = item_index(i, self.program, self.config.num_programs)
+        entry, share = lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
         return (share, *(self.entries[entry, field] for field in range(len(FIELDS))))
-
-    def entry(self, i: jax.Array) -> jax.Array:
-        """The i-th item's entry."""
-        return self._entry_and_share(i)[0]
 
     def item(self, numbers: tuple[jax.Array, ...]) -> Item:
         share, seq, q_row, position, num_tokens, length = numbers
@@ -86,10 +79,7 @@ class Items:
         begin = first_visible = jnp.int32(0)
         seen = position + (num_tokens if self.config.causal else 1)  # one past the last position that some token sees
         end = jnp.maximum(ceil_div(jnp.maximum(seen, 0), self.config.tile_tokens), 1)
-        first_word = ceil_div(length, BITS) - self.tree_words
         whole_begin, whole_end = begin, jnp.minimum(lax.div(jnp.maximum(position + 1, 0), tile_tokens), end)
-        if self.tree_words:
-            whole_end = jnp.minimum(whole_end, lax.div(jnp.maximum(first_word, 0) * BITS, tile_tokens))
         if window is not None:
             first_visible = jnp.maximum(position + 1 - window, 0)
             begin = jnp.minimum(lax.div(first_visible, tile_tokens), end - 1)
@@ -122,15 +112,10 @@ class Items:
             whole_end=whole_end,
             first_visible=first_visible,
             window=window,
-            first_word=first_word,
             tile_tokens=self.config.tile_tokens,
             block_size=self.block_size,
             causal=self.config.causal,
         )
-
-    def _entry_and_share(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        index = item_index(i, self.program, self.config.num_programs)
-        return lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
 
     @property
     def _per_entry(self) -> int:

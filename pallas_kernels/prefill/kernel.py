@@ -17,7 +17,6 @@ from pallas_kernels.common.options import AttentionOptions, given, name_operands
 from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, normalise
 from pallas_kernels.common.scales import of_head
 from pallas_kernels.common.sizes import is_8bit, round_up
-from pallas_kernels.prefill import tree as trees
 from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
 from pallas_kernels.prefill.item import Items
@@ -52,7 +51,6 @@ def _kernel(
         kv_heads=refs.k_cache.shape[2],
         group=group,
         window=window,
-        tree_words=given(refs.tree_bits, lambda bits: bits.shape[1]) or 0,
     )
     multiplied = fetched = (
         Ring(refs.k_cache, refs.k_smem, refs.k_full, refs.k_free),
@@ -131,10 +129,9 @@ def compute(
         # 2. All tiles.
         of_item = functools.partial(_load_rows, lax.div(item.head, jnp.int32(config.heads)), first_row)
         slopes, sinks = given(refs.alibi_slopes, of_item), given(refs.sinks, of_item)
-        tree = given(refs.tree_bits, lambda bits: trees.Tree(bits, items.entry(i), item, config.item_tokens, first_row))
         acc, m, l = Steps(
             item,
-            Logits(item, config.item_tokens, first_row, scale, cap, slopes, tree),
+            Logits(item, config.item_tokens, first_row, scale, cap, slopes),
             keys,
             values,
             turn,
@@ -225,12 +222,7 @@ def launch(
         "block_tables": block_tables,
         "entries": work.entries,
         "num_entries": work.num_entries,
-        **name_operands(
-            options,
-            per_row,
-            with_sinks=not in_parts,
-            tree_bits=given(options.tree_bits, lambda bits: trees.by_entry(bits, work, config)),
-        ),
+        **name_operands(options, per_row, with_sinks=not in_parts),
     }
     out_types = {
         "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),

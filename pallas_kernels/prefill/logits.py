@@ -9,7 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.logits import soft_capped
 from pallas_kernels.common.rows import LOG2E, ROWS, ROWS_FIRST
 from pallas_kernels.prefill.item import Item, row_tokens
-from pallas_kernels.prefill.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +21,6 @@ class Logits:
     scale: jax.Array  # f32 [], or [64] of the rows, not negative
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [64]
-    tree: Tree | None
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
         """f32 [64, tile] -> logits, -inf where nothing is visible, and what makes them logits in units of log2.
@@ -47,7 +45,7 @@ class Logits:
             logits -= ROWS_FIRST.over(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
         if not masked:
             return logits, to_log2
-        visible = distance >= 0 if self.tree is None else self.tree.seen(tile, shape)
+        visible = distance >= 0
         if self.item.window is not None:
             visible = jnp.logical_and(visible, distance < self.item.window)
         return jnp.where(visible, logits, jnp.full(shape, -jnp.inf, jnp.float32)), to_log2

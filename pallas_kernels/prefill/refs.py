@@ -48,7 +48,6 @@ class Refs:
     sinks: Any = None  # as alibi_slopes; of several parts left to the merge
     k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     v_scale: Any = None  # as k_scale
-    tree_bits: Any = None  # int32 [max_entries, words, 128]
     # SMEM and barriers of 8-bit caches: tiles as they are fetched
     k_8bit_smem: Any = None  # [stages, tile, width]
     v_8bit_smem: Any = None  # as k_8bit_smem

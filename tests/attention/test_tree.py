@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxpaged import explain, paged_attention, paged_attention_reference, plan_partitions, tree_mask
-from jaxpaged._attention.tree import by_place
 from tests.cases import OPTIONS, Case, assert_within_budget, make_case, oracle
 from tests.kernels.prefill import packed
 
@@ -216,41 +215,30 @@ def test_errors(function, changes, message):
         function(**named | changes)
 
 
-def test_which_kernel_takes_a_tree():
-    """Beyond 32 rows, and of packed tokens, the prefill kernel; with partitions the decode kernel, up to 64 rows."""
+@pytest.mark.parametrize("gpu", ["H100", "A100"])
+def test_which_kernel_takes_a_tree(gpu):
+    """The decode kernel, up to 64 rows, with and without partitions; larger trees and packed ones go to XLA."""
     q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
     mask = jnp.ones((4, 22, 1), jnp.uint32)
+    plan = plan_partitions(arrays[-1], num_kv_heads=2, q_len=21)
+    packed = dict(query_starts=jnp.arange(5) * 2, tree_mask=mask.reshape(88, 1)[:8])
 
     def kernel(q, **options):
-        return explain(q, *arrays, **options, gpu="H100").kernel
+        return explain(q, *arrays, **options, gpu=gpu, implementation="mosaic_gpu").kernel
 
-    assert kernel(q[:, :NODES], tree_mask=MASK) == "paged_decode"
-    assert kernel(q[:, :11], tree_mask=mask[:, :11]) == "paged_prefill"  # 33 rows
-    assert kernel(q, tree_mask=mask) == "paged_prefill"
-    plan = plan_partitions(arrays[-1], num_kv_heads=2, q_len=22)
-    assert kernel(q, tree_mask=mask, plan=plan) == "paged_prefill"  # 66 rows
-    assert kernel(q[:, :21], tree_mask=mask[:, :21], plan=plan) == "paged_decode"
-    q_of_64_rows = jnp.zeros((4, 16, 8, 64), jnp.bfloat16)
-    assert kernel(q_of_64_rows, tree_mask=mask[:, :16], num_partitions=2) == "paged_decode"
-    packed = dict(tree_mask=mask.reshape(88, 1), query_starts=jnp.arange(5) * 22)
-    assert kernel(q.reshape(88, 6, 64), **packed) == "paged_prefill"
+    for options in ({}, dict(plan=plan), dict(num_partitions=2)):
+        assert kernel(q[:, :21], tree_mask=mask[:, :21], **options) == "paged_decode"  # 63 rows
+    for tree in (dict(q=q, tree_mask=mask), dict(q=q.reshape(88, 6, 64)[:8], **packed)):
+        with pytest.raises(NotImplementedError, match=r"a tree_mask without query_starts, and of up to 64 rows"):
+            kernel(**tree)
+    assert kernel(jnp.zeros((4, 16, 8, 64), jnp.bfloat16), tree_mask=mask[:, :16]) == "paged_decode"  # 64 rows
 
 
-def test_bits_by_place():
-    """Each bit is of one ordinal, whatever the number of new tokens, 0 and more than there are bits included."""
-    counts, lengths, words = (7, 0, 40, 1, 70, 9, 64), (23, 5, 61, 64, 80, 4, 90), 2
-    starts = np.cumsum([0, *counts])
-    seqs = np.repeat(np.arange(7), counts)
-    bits = np.random.default_rng(0).integers(2**32, size=(starts[-1], words), dtype=np.uint32)
-    args = (jnp.asarray(x, jnp.int32) for x in (seqs, lengths, starts))
-    got = np.asarray(jax.jit(by_place)(jnp.asarray(bits), *args))
-    for row, seq in enumerate(seqs):
-        index, first_new = row - starts[seq], lengths[seq] - counts[seq]
-        first = 32 * (-(-lengths[seq] // 32) - words - 1)
-        for ordinal in range(max(first, 0), first_new + index + 1):  # what stands behind is not read
-            newest = ordinal - first_new
-            is_seen = newest < 0 or newest == index or counts[seq] > 64 or bits[row, newest // 32] >> newest % 32 & 1
-            assert got[row, (ordinal - first) // 32] >> (ordinal - first) % 32 & 1 == is_seen
+def test_a_tree_that_no_kernel_takes_goes_to_xla():
+    q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
+    told = explain(q, *arrays, tree_mask=jnp.ones((4, 22, 1), jnp.uint32), gpu="H100")
+    assert told.implementation == "xla"
+    assert "a tree_mask without query_starts, and of up to 64 rows" in told.reason
 
 
 def test_what_the_kernels_do_not_take():
@@ -259,11 +247,4 @@ def test_what_the_kernels_do_not_take():
     for options in (dict(sliding_window=9), dict(alibi_slopes=jnp.ones(6))):
         with pytest.raises(NotImplementedError, match="a tree_mask without sliding_window and alibi_slopes"):
             explain(case.q, *arrays, tree_mask=MASK, **options, **how)
-    many, tree = jnp.zeros((4, 22, 6, 64), jnp.bfloat16), jnp.zeros((4, 22, 1), jnp.uint32)
-    packed_call = dict(query_starts=jnp.arange(5) * NODES, tree_mask=MASK.reshape(-1, 1))
-    for q, named in ((many, dict(tree_mask=tree)), (case.q.reshape(-1, 6, 64), packed_call)):
-        with pytest.raises(NotImplementedError, match=r"more than 64 rows .* got num_partitions=2"):
-            explain(q, *arrays, **named, num_partitions=2, **how)
-        with pytest.raises(NotImplementedError, match=r"prefill kernel .* got q.dtype=float32"):
-            explain(q.astype(jnp.float32), *arrays, **named, **how)
     assert explain(case.q, *arrays, tree_mask=MASK, sliding_window=9, gpu="H100").implementation == "xla"

@@ -67,7 +67,7 @@ def traced_prefill(
     kernel = prefill_kernel if portable_for is None else portable_kernel
     shape, heads, tokens = functools.partial(jax.ShapeDtypeStruct, sharding=sharding), kv_heads * group, 300
     cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
-    types = option_types(shape, heads) | {"tree_bits": shape((tokens, 3), jnp.uint32)}
+    types = option_types(shape, heads)
 
     @jax.jit
     def launch(q, k_cache, v_cache, tables, lengths, starts, **named):

@@ -24,31 +24,6 @@ def packed(x: Any, counts: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([row[row.shape[0] - count :] for row, count in zip(x, counts, strict=True)])
 
 
-def with_trees(case: Case, counts: tuple[int, ...], words: int) -> tuple[Case, np.ndarray]:
-    """A random tree of each sequence's newest tokens, if they are not more than there are bits: the case with that of
-    all its rows, a chain before; and the mask of the packed rows, uint32 [tokens + padding, words]."""
-    rng, q_len = np.random.default_rng(0), case.q.shape[1]
-    padded, packed = [], []
-    for count in counts:
-        parents = np.arange(q_len) - 1
-        if count <= 32 * words:  # a root follows the last token of the history
-            parents[q_len - count :] = q_len - count + rng.integers(-1, np.arange(count))
-        seen = np.eye(q_len, dtype=bool)
-        for token in np.flatnonzero(parents >= 0):
-            seen[token] |= seen[parents[token]]
-        padded.append(_bits(seen, -(-q_len // 32)))
-        newest = seen[q_len - count :, q_len - count :]
-        packed.append(_bits(newest, words) if count <= 32 * words else np.full((count, words), 0x5A5A5A5A, np.uint32))
-    mask = np.concatenate([*packed, np.zeros((PADDING, words), np.uint32)])
-    return case.replace(options=case.options | {"tree_mask": jax.device_put(np.stack(padded))}), mask
-
-
-def _bits(seen: np.ndarray, words: int) -> np.ndarray:
-    """bool [n, m] as uint32 [n, words]."""
-    padded = np.pad(seen, ((0, 0), (0, 32 * words - seen.shape[1])))
-    return np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
-
-
 def attend(
     case: Case,
     counts: tuple[int, ...],
@@ -57,12 +32,11 @@ def attend(
     interpret: Any,
     num_parts: int = 1,
     causal: bool = True,
-    mask: Any = None,
     portable_for: float | None = None,
     **changes: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Out [tokens + padding, heads, head_dim] and the lse. `mask`: of `with_trees`. `portable_for`: by the portable
-    kernel, as on a GPU of that compute capability. `changes`: of the default configuration."""
+    """Out [tokens + padding, heads, head_dim] and the lse. `portable_for`: by the portable kernel, as on a GPU of
+    that compute capability. `changes`: of the default configuration."""
     a = make_call(case)
     shape = dict(
         group=a.group, head_dim=a.head_dim, num_parts=num_parts, causal=causal, itemsize=a.k_cache.dtype.itemsize
@@ -75,10 +49,9 @@ def attend(
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
     arrays = q, a.k_cache, a.v_cache, a.block_tables, a.lengths, a.options, starts
-    mask = None if mask is None else jnp.asarray(mask)
     kernel = "paged_prefill" if portable_for is None else "portable_prefill"
     choice = Choice(kernel, config, interpret=interpret)
-    return run(choice, Call(*arrays, mask, causal=causal))
+    return run(choice, Call(*arrays, causal=causal))
 
 
 def unpacked(case: Case, counts: tuple[int, ...], out: Any, lse: Any) -> tuple[np.ndarray, np.ndarray]:

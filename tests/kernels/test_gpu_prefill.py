@@ -121,42 +121,6 @@ def test_a_scale_below_zero():
     prefill.check(ragged_case(head_dim=128, options={"scale": -0.3}), COUNTS, num_sms=132)
 
 
-def assert_equals_oracle(case, out, lse, rows):
-    """Of a tree, which `plain` does not take."""
-    expected, expected_lse = map(rows, oracle(case))
-    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.02)
-    np.testing.assert_allclose(lse, expected_lse, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("shape", "num_parts"),
-    [
-        (dict(head_dim=64), 1),
-        (dict(head_dim=128, options=OPTIONS["soft cap"] | OPTIONS["sinks"]), 1),
-        (dict(head_dim=128, cache_dtype=E4M3, scale_shape="token_head"), 3),
-        (dict(head_dim=256, heads=16, kv_heads=1), 3),
-    ],
-)
-def test_trees(shape, num_parts):
-    """Beside single tokens, and 300 tokens of a prompt, which are more than there are bits."""
-    case, mask = prefill.with_trees(ragged_case(**shape), COUNTS, words=4)
-    out, lse = attend(case, COUNTS, num_sms=132, num_parts=num_parts, mask=mask)
-    tokens = sum(COUNTS)
-    assert_equals_oracle(case, out[:tokens], lse[:tokens], functools.partial(prefill.packed, counts=COUNTS))
-    assert not np.asarray(out[tokens:]).any()
-
-
-@pytest.mark.parametrize("shape", [{}, dict(query_starts=jnp.arange(4) * 70)], ids=["padded", "packed"])
-def test_trees_through_the_public_function(shape):
-    case = make_case(lengths=(70, 1040, 777), max_blocks=65, q_len=70, head_dim=128, dtype=BF16)
-    case, mask = prefill.with_trees(case, (70,) * 3, words=3)
-    q, *arrays = case.arrays
-    mask = jnp.asarray(mask[: -prefill.PADDING])
-    q, mask = (q.reshape(210, *q.shape[2:]), mask) if shape else (q, mask.reshape(3, 70, 3))
-    out, lse = paged_attention(q, *arrays, tree_mask=mask, implementation="mosaic_gpu", return_lse=True, **shape)
-    assert_equals_oracle(case, out.reshape(case.q.shape), lse.reshape(case.q.shape[:3]), np.asarray)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_result_is_noticed(fault):
     case = ragged_case(lengths=(5, 9), q_len=2, head_dim=128, options={"scale": 0.03})

@@ -1,7 +1,6 @@
 """The prefill kernel: in interpret mode with race detection, lowered for Hopper, and how it is configured."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill import config as prefill_config
+from pallas_kernels.prefill.portable import config as portable_config
 from pallas_kernels.prefill.work_list import make_work_list
 from tests.attention.conformance import Conformance
 from tests.cases import OPTIONS, make_case
@@ -144,22 +144,27 @@ def test_an_item_fills_its_rows(group, heads, tokens):
 
 
 @pytest.mark.parametrize(
-    ("limit", "shape"),
+    ("changes", "by_hopper", "by_portable"),
     [
-        ("head_dim=120", dict(head_dim=120)),
-        ("block_size=24", dict(block_size=24)),
-        ("float32", dict(q_dtype=jnp.float32)),
-        ("float16", dict(cache_dtype=jnp.float16)),
-        ("int4", dict(cache_dtype=jnp.int4)),
-        ("8-bit cache .* head_dim=160", dict(cache_dtype=INT8, head_dim=160)),
-        ("compute_capability=8.0", dict(compute_capability=8.0)),
+        (dict(), True, True),
+        (dict(cache_dtype=INT8), True, True),
+        (dict(head_dim=256), True, True),
+        (dict(head_dim=272), False, False),
+        (dict(head_dim=120), False, False),
+        (dict(block_size=24), False, False),
+        (dict(q_dtype=jnp.float32), False, False),
+        (dict(cache_dtype=jnp.float16), False, False),
+        (dict(cache_dtype=jnp.int4), False, False),
+        (dict(cache_dtype=INT8, head_dim=160), False, True),
+        (dict(compute_capability=8.6), False, True),
+        (dict(compute_capability=8.6, cache_dtype=E4M3), False, False),
+        (dict(compute_capability=7.5), False, False),
     ],
 )
-def test_what_it_does_not_take(limit, shape):
-    supported = dict(head_dim=128, block_size=16, q_dtype=BF16, cache_dtype=BF16, compute_capability=9.0)
-    assert prefill_config.limit(**supported) is None
-    assert prefill_config.limit(**supported | dict(cache_dtype=INT8)) is None
-    assert re.search(limit, prefill_config.limit(**supported | shape))
+def test_what_it_takes(changes, by_hopper, by_portable):
+    call = dict(head_dim=128, block_size=16, q_dtype=BF16, cache_dtype=BF16, compute_capability=9.0) | changes
+    assert prefill_config.takes(**call) == by_hopper
+    assert portable_config.takes(**call) == by_portable
 
 
 def make_entries(counts, lengths, *, tokens, token_bytes=4096):

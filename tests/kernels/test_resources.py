@@ -24,11 +24,9 @@ PREFILL = {
     "prefill, blocks of 128": (dict(block_size=128), 0),
     "prefill, a window": (dict(options=("sliding_window",)), 0),
     "prefill, all options": (dict(options=ALL_OPTIONS), 64),
-    "prefill, a tree": (dict(options=("tree_bits",)), 0),
     "prefill, parts": (dict(num_parts=3), 352),
     "prefill, head_dim 64": (dict(head_dim=64), 0),
     "prefill, head_dim 64, all options": (dict(head_dim=64, options=ALL_OPTIONS), 0),
-    "prefill, head_dim 64, a tree": (dict(head_dim=64, options=("tree_bits",)), 0),
     "prefill, head_dim 96": (dict(head_dim=96), 0),
     "prefill, head_dim 192": (dict(head_dim=192), 616),
     "prefill, head_dim 256": (dict(head_dim=256), 924),
@@ -91,7 +89,6 @@ PORTABLE_PREFILL = {
     "portable, all options": (dict(options=ALL_OPTIONS), 2200),
     "portable, head_dim 64": (dict(head_dim=64), 200),
     "portable, head_dim 256": (dict(head_dim=256), 1400),
-    "portable, a tree": (dict(options=("tree_bits",)), 960),
     "portable, float8_e5m2": (E4M3 | dict(cache_dtype="float8_e5m2"), 1680),
 }
 

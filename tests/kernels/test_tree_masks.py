@@ -1,19 +1,14 @@
-"""Trees of drafted tokens in the decode and the prefill kernel: in interpret mode with race detection, and lowered for
-Hopper."""
+"""Trees of drafted tokens in the decode kernel: in interpret mode with race detection."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import tree_mask
 from tests.cases import OPTIONS, make_case, oracle
-from tests.kernels import prefill
 from tests.kernels.interpret import attend, races_found
-from tests.kernels.lowering import traced_prefill
 
 pytestmark = pytest.mark.slow
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def tree_case(q_len, *, lengths=(0, 5, 40, 150), **shape):
@@ -52,9 +47,8 @@ def test_trees(q_len, shape, how):
     assert not races_found()
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill"])
-def test_bits_that_are_no_tree(name):
-    """The kernels follow the bits, as the reference does, whether or not a token sees all that its ancestors see; the
+def test_bits_that_are_no_tree():
+    """The kernel follows the bits, as the reference does, whether or not a token sees all that its ancestors see; the
     first sequence is shorter than its new tokens."""
     case = make_case(lengths=(5, 20), max_blocks=10, heads=3, kv_heads=1, head_dim=128, q_len=8, dtype=jnp.bfloat16)
     closed = oracle(case)[0]
@@ -62,12 +56,7 @@ def test_bits_that_are_no_tree(name):
     case = case.replace(options={"tree_mask": jnp.asarray(bits)})
     expected, expected_lse = oracle(case)
     assert np.abs(expected - closed)[1].max() > 0.3
-    if name != "prefill":
-        out, lse = attend(case, num_partitions=1)
-    else:
-        mask = np.concatenate([bits.reshape(16, 1), np.zeros((prefill.PADDING, 1), np.uint32)])
-        out, lse = prefill.attend(case, (8, 8), num_sms=1, interpret=INTERPRET, mask=mask)
-        out, lse = out[:16].reshape(case.q.shape), lse[:16].reshape(case.q.shape[:-1])
+    out, lse = attend(case, num_partitions=1)
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.03)
     np.testing.assert_allclose(lse, expected_lse, atol=2e-3)
 
@@ -78,27 +67,3 @@ def test_another_tree_is_noticed():
     out, _ = attend(case.replace(options=case.options | {"tree_mask": chain}))
     worst = np.abs(np.asarray(out, np.float32) - oracle(case)[0]).max(axis=(1, 2, 3))
     assert (worst[1:] > 0.1).all()
-
-
-def test_packed_trees():
-    """By the prefill kernel: a tree in two items and three tiles, and more tokens than bits, which are no tree."""
-    counts = (62, 70)
-    shape = dict(lengths=(150, 90), max_blocks=10, heads=3, kv_heads=1, head_dim=128, q_len=70)
-    case = make_case(**shape, dtype=jnp.bfloat16)
-    chain = oracle(case)[0]
-    case, mask = prefill.with_trees(case, counts, words=2)
-    out, lse = prefill.attend(case, counts, num_sms=1, interpret=INTERPRET, mask=mask)
-    assert not races_found()
-    expected, expected_lse = oracle(case)
-    assert np.abs(expected - chain).max() > 0.3
-    tokens = sum(counts)
-    np.testing.assert_allclose(np.asarray(out[:tokens], np.float32), prefill.packed(expected, counts), atol=0.03)
-    np.testing.assert_allclose(lse[:tokens], prefill.packed(expected_lse, counts), atol=2e-3)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_prefill_lowers_for_hopper(head_dim):
-    text = traced_prefill(head_dim=head_dim, options=("tree_bits", "logits_soft_cap")).lower(
-        lowering_platforms=("cuda",)
-    )
-    assert "@mosaic_gpu_v2" in text.as_text()

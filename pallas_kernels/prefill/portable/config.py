@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY, is_8bit, round_up, smem_per_sm
-from pallas_kernels.prefill.config import Cut, heads_and_tokens
+from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY, round_up, smem_per_sm
+from pallas_kernels.prefill.config import Cut, heads_and_tokens, takes_shapes
 
 COLUMNS = 64  # of a head: its width in SMEM is a multiple
 OVERHEAD = 1024  # bytes of SMEM of a program, which CUDA takes
@@ -21,23 +21,12 @@ class Config(Cut):
     num_stages: int  # tiles of K, and of V, in SMEM at a time
 
 
-def limit(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, compute_capability: float) -> str | None:
-    """What this kernel cannot take, with the limit and the value; None: it takes the call."""
-    name = "the portable prefill kernel"
-    if compute_capability < LEAST_COMPUTE_CAPABILITY:
-        return f"{name} needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}."
-    if head_dim % 16 or not 32 <= head_dim <= 256:
-        return f"{name} takes a head_dim of 32, 48, ... 256; got {head_dim=}."
-    if block_size not in (8, 16, 32, 64, 128, 256):
-        return f"{name} takes a block_size of 8, 16, ... 256; got {block_size=}."
-    if q_dtype not in (jnp.bfloat16, jnp.float16) or not (cache_dtype == q_dtype or is_8bit(cache_dtype)):
-        return (
-            f"{name} takes q of bfloat16 or float16, and a cache of the same or of 8 bits; "
-            f"got q.dtype={jnp.dtype(q_dtype)!s}, k_cache.dtype={jnp.dtype(cache_dtype)!s}."
-        )
-    if cache_dtype == jnp.float8_e4m3fn and compute_capability < 8.9:
-        return f"{name} takes float8_e4m3fn from compute capability 8.9 on; got {compute_capability=}."
-    return None
+def takes(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, compute_capability: float) -> bool:
+    """Whether this kernel takes a call."""
+    least = 8.9 if cache_dtype == jnp.float8_e4m3fn else LEAST_COMPUTE_CAPABILITY
+    return compute_capability >= least and takes_shapes(
+        head_dim=head_dim, block_size=block_size, q_dtype=q_dtype, cache_dtype=cache_dtype
+    )
 
 
 def default_config(

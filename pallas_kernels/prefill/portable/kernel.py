@@ -18,7 +18,6 @@ from pallas_kernels.common.options import AttentionOptions, name_operands
 from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, normalise, zeros
 from pallas_kernels.common.scales import of_head, of_tokens
 from pallas_kernels.common.sizes import is_8bit, round_up
-from pallas_kernels.prefill import tree as trees
 from pallas_kernels.prefill.item import Items
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.portable import products
@@ -51,7 +50,6 @@ class Refs:
     k_smem: Any  # [stages, tile, width]
     v_smem: Any  # as k_smem
     # Options, GMEM
-    tree_bits: Any = None  # int32 [max_entries, words, 128]
     k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads], of an 8-bit cache
     v_scale: Any = None  # as k_scale
     sliding_window: Any = None  # int32 [1]
@@ -124,7 +122,6 @@ def _kernel(refs: Refs, *, config: Config, group: int, transforms: tuple[Any, ..
         kv_heads=refs.k_cache.shape[2],
         group=group,
         window=None if refs.sliding_window is None else refs.sliding_window[0],
-        tree_words=0 if refs.tree_bits is None else refs.tree_bits.shape[1],
     )
     # A program without an item is one that the work list has room for.
     pl.when(items.count() > 0)(lambda: _attend(refs, items, config, transforms))
@@ -158,9 +155,6 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
     def of_rows(by_row: Any | None) -> jax.Array | None:
         return None if by_row is None else ROWS_FIRST.load(by_row.at[share])
 
-    tree = None
-    if refs.tree_bits is not None:
-        tree = trees.Tree(refs.tree_bits, items.entry(jnp.int32(0)), item, config.item_tokens, 0)
     logits_of = Logits(
         item,
         config.item_tokens,
@@ -168,7 +162,6 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
         scale=scale,
         cap=None if refs.logits_soft_cap is None else refs.logits_soft_cap[0],
         slopes=of_rows(refs.alibi_slopes),
-        tree=tree,
     )
 
     # 3. The tiles, one after the other.
@@ -267,12 +260,7 @@ def launch(
         "block_tables": block_tables,
         "entries": work.entries,
         "num_entries": work.num_entries,
-        **name_operands(
-            options,
-            per_row,
-            with_sinks=not in_parts,
-            tree_bits=None if options.tree_bits is None else trees.by_entry(options.tree_bits, work, config),
-        ),
+        **name_operands(options, per_row, with_sinks=not in_parts),
     }
     out_types = {
         "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),

@@ -77,6 +77,25 @@ class TestDecode(OnGpu):
     numbers_of_partitions = 2, 8
 
 
+DEEPSEEK = dict(kv_heads=1, head_dim=576, latent_values=512, lengths=(0, 1, 15, 16, 17, 700, 333, 130), max_blocks=44)
+
+
+class TestLatent(OnGpu):
+    """One latent of DeepSeek's width; other heads, 8 bits and other forms stand in `test_gpu_decode_forms.py`."""
+
+    case = long_case = staticmethod(functools.partial(real, **DEEPSEEK))
+    options = options_of_partitions = ("all",)
+    options_of_8_bits = ()
+    q_lens = (2,)
+    numbers_of_partitions = (7,)
+    faults = "table rolled", "scale left out", "eight tokens fewer"
+
+    def attend(self, case, num_partitions=1):
+        if not case.options:  # the fault: another scale, and the same latent
+            case = case.replace(options=dict(latent_values=512, scale=1.0))
+        return super().attend(case, num_partitions)
+
+
 class TestManyRows(OnGpu):
     """39, as 3 heads of 13 tokens, of 64."""
 

@@ -140,3 +140,20 @@ def test_shapes_of_8bit_caches(form, shape):
     if form == "tma" and shape.get("head_dim", 128) % 64:
         pytest.skip("not copied by TMA")
     check(real(**shape, cache_dtype=jnp.int8, scale_shape="token_head"), form)
+
+
+LATENT = dict(kv_heads=1, head_dim=576, latent_values=512)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        LATENT | dict(heads=16, options={"sliding_window": 300}),
+        LATENT | dict(heads=128),
+        LATENT | dict(heads=20, cache_dtype=jnp.float8_e5m2, scale_shape="token_head"),
+        dict(heads=8, kv_heads=2, head_dim=192, value_dim=128),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_latents_and_other_widths(form, shape):
+    check(real(lengths=(0, 1, 63, 64, 65, 700, 333), block_size=64, max_blocks=11, **shape), form)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.attend import attend
+from jaxpaged._attention.attend import attend, attend_to_history
 from jaxpaged._attention.choose import Implementation
+from jaxpaged._attention.merge import merge_attention
+from jaxpaged._attention.public import paged_attention
+from jaxpaged._attention.runs import owners
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._cache.rotate import rotate_and_write_kv
+from jaxpaged._cache.rotate import cos_sin, rotate
+from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
 from jaxpaged._modules import check_tokens, find_positions, pools_of
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -39,7 +45,8 @@ class LatentSettings:
         scale: of the logits; None: `(head_dim + rotary_dim) ** -0.5`. YaRN's models multiply it.
         use_bias: whether the projections of x and of the heads' output have a bias.
         sliding_window: in tokens, as in `jaxpaged.paged_attention`, like the next two.
-        num_partitions: of each sequence.
+        num_partitions: of each sequence. With a number no keys and values are made of each head: see the next.
+        expanded_from: new tokens a sequence, on average, from which keys and values are made of each head.
         implementation: of the attention.
         dtype: of the computation; None: the one that input and parameters promote to.
         param_dtype: of the parameters.
@@ -62,6 +69,7 @@ class LatentSettings:
     use_bias: bool = False
     sliding_window: int | None = None
     num_partitions: int | None = None
+    expanded_from: int = 512
     implementation: Implementation | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = "float32"
@@ -88,7 +96,7 @@ class LatentSettings:
         return self.latent_dim + self.rotary_dim
 
 
-def absorbed_attention[C: (KVCache, CacheLayer)](
+def latent_attention[C: (KVCache, CacheLayer)](
     settings: LatentSettings,
     q: jax.Array,  # [..., heads * (head_dim + rotary_dim)]
     latent: jax.Array,  # [..., latent_dim], normalised
@@ -108,34 +116,94 @@ def absorbed_attention[C: (KVCache, CacheLayer)](
 
         q . (W_K c) = (W_K^T q) . c,    sum_t p_t (W_V c_t) = W_V sum_t p_t c_t
 
-    So all heads read the latent vector c itself, and no key or value of a head is ever made.
+    So all heads can read the latent vector c itself: queries are absorbed. Where sequences have many new tokens, these
+    see each other by keys and values made of each head, which take fewer products, and only older tokens in this way.
     """
     s = settings
+    starts = None if query_starts is None else as_int32(query_starts)
     q = q.reshape(*slots.shape, s.num_heads, -1)
     up = up.astype(q.dtype).reshape(s.latent_dim, s.num_heads, -1)
     to_keys, to_values = up[..., : s.head_dim], up[..., s.head_dim :]
+    at = find_positions(allocator, slots, starts) if positions is None else as_int32(positions)
+    angles = cos_sin(at, jnp.asarray(s.rotary_frequencies, jnp.float32))
     plain, rotary = jnp.split(q, [s.head_dim], axis=-1)
+    rotary, shared_key = (
+        rotate(x, *angles, interleaved=s.interleaved, start=0) for x in (rotary, shared_key[..., None, :])
+    )
     if s.rotary_factor != 1.0:  # of q and of k: the cache holds keys without it
         rotary = rotary * jnp.asarray(s.rotary_factor**2, rotary.dtype)
-    q = jnp.concatenate([jnp.einsum("...hd,chd->...hc", plain, to_keys), rotary], axis=-1)
-    k = jnp.concatenate([latent, shared_key], axis=-1)[..., None, :]
-    at = find_positions(allocator, slots, query_starts) if positions is None else as_int32(positions)
-    cache, q = rotate_and_write_kv(cache, q, k, None, slots, at, s.rotary_frequencies, interleaved=s.interleaved)
-    out = attend(
-        q,
-        cache,
-        allocator,
-        query_starts=query_starts,
-        scale=(s.head_dim + s.rotary_dim) ** -0.5 if s.scale is None else s.scale,
-        sliding_window=s.sliding_window,
-        num_partitions=s.num_partitions,
-        plan=plan,
-        tree_mask=tree_mask,
-        shared_prefix=shared_prefix,
-        implementation=s.implementation,
-    )
-    out = jnp.einsum("...hc,chd->...hd", out, to_values)
+    cache = write_kv(cache, jnp.concatenate([latent[..., None, :], shared_key], axis=-1), None, slots)
+    scale = (s.head_dim + s.rotary_dim) ** -0.5 if s.scale is None else s.scale
+    how: Any = dict(scale=scale, implementation=s.implementation)
+
+    def absorbed() -> jax.Array:
+        return jnp.concatenate([jnp.einsum("...hd,chd->...hc", plain, to_keys), rotary], axis=-1)
+
+    def values(out: jax.Array) -> jax.Array:
+        return jnp.einsum("...hc,chd->...hd", out, to_values)
+
+    per_seq = slots.size // allocator.lengths.shape[0]
+    is_special = any(x is not None for x in (tree_mask, shared_prefix, plan, s.sliding_window, s.num_partitions))
+    if per_seq < s.expanded_from or is_special:
+        how |= dict(sliding_window=s.sliding_window, num_partitions=s.num_partitions, plan=plan, tree_mask=tree_mask)
+        out = values(attend(absorbed(), cache, allocator, query_starts=starts, shared_prefix=shared_prefix, **how))
+        return cache, out.reshape(*slots.shape, -1)
+
+    shared_key = jnp.broadcast_to(shared_key, (*slots.shape, s.num_heads, s.rotary_dim))
+    keys = jnp.concatenate([jnp.einsum("...c,chd->...hd", latent, to_keys), shared_key], axis=-1)
+    q = jnp.concatenate([plain, rotary], axis=-1)
+    counts = _new_tokens(allocator.lengths, slots, starts)
+    new = _among_new_tokens(q, keys, values(latent[..., None, :]), counts, starts, **how)
+    history = allocator.lengths - counts
+
+    def with_history() -> jax.Array:
+        out, lse = attend_to_history(absorbed(), cache, allocator, history, query_starts=starts, **how)
+        return merge_attention(*new, values(out), lse)[0]
+
+    out = jax.lax.cond((history > 0).any(), with_history, lambda: new[0])
     return cache, out.reshape(*slots.shape, -1)
+
+
+def _new_tokens(lengths: jax.Array, slots: jax.Array, starts: jax.Array | None) -> jax.Array:
+    """Of each sequence the new tokens that see each other by keys of each head, int32 [seqs]; 0 for a single one."""
+    num_new = jnp.int32(slots.shape[-1]) if starts is None else jnp.diff(starts)
+    return jnp.where(num_new > 1, jnp.clip(lengths, 0, num_new), 0)
+
+
+def _among_new_tokens(
+    q: jax.Array,  # [..., heads, key width]
+    k: jax.Array,  # the same
+    v: jax.Array,  # [..., heads, value width]
+    counts: jax.Array,  # int32 [seqs]
+    starts: jax.Array | None,
+    **how: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Of packed or uniform new tokens, the last `counts` of each sequence, and no others. With them, in blocks of their
+    own, attention is that of any sequence without a history; the prefill kernel takes heads of one width."""
+    (*rows, heads, _), seqs = k.shape, counts.shape[0]
+    value_dim, tokens, width = v.shape[-1], math.prod(rows), max(k.shape[-1], v.shape[-1])
+    most = tokens if starts is not None else rows[-1]  # new tokens of a sequence
+    block_size = next((size for size in (64, 32, 16) if seqs * size <= tokens), 8)
+
+    if starts is None:
+        ends = (jnp.arange(seqs, dtype=jnp.int32) + 1) * most
+        seq_ids = jnp.arange(tokens, dtype=jnp.int32) // most
+    else:
+        ends, seq_ids = starts[1:], owners(starts, tokens=tokens)
+    num_blocks = -(-counts // block_size)
+    first_blocks = jnp.cumsum(num_blocks, dtype=jnp.int32) - num_blocks
+    their = jnp.minimum(seq_ids, seqs - 1)
+    index = jnp.arange(tokens, dtype=jnp.int32) - (ends - counts)[their]  # among the sequence's new tokens
+    is_new = (index >= 0) & (index < counts[their]) & (seq_ids < seqs)
+    slots = jnp.where(is_new, first_blocks[their] * block_size + index, -1)
+
+    q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in (q, k, v))
+    blocks: Any = dict(num_blocks=tokens // block_size + seqs, block_size=block_size)
+    cache = KVCache.create(**blocks, num_kv_heads=heads, head_dim=width, dtype=k.dtype)
+    cache = write_kv(cache, k, v, slots.reshape(rows))
+    tables = first_blocks[:, None] + jnp.arange(-(-most // block_size), dtype=jnp.int32)[None]
+    out, lse = paged_attention(q, cache.k, cache.v, tables, counts, query_starts=starts, return_lse=True, **how)
+    return out[..., :value_dim], lse
 
 
 def check_latent_call(

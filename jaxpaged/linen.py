@@ -16,7 +16,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._latent_modules import LatentSettings, absorbed_attention, check_latent_call
+from jaxpaged._latent_modules import LatentSettings, check_latent_call, latent_attention
 from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
@@ -178,7 +178,7 @@ class LatentAttention(linen.Module):
         latent = norm("kv_a_layernorm")(latent)
         if self.is_initializing():
             kv_b_proj(latent)
-        cache, out = absorbed_attention(
+        cache, out = latent_attention(
             s,
             q,
             latent,

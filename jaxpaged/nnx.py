@@ -14,7 +14,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._latent_modules import LatentSettings, absorbed_attention, check_latent_call
+from jaxpaged._latent_modules import LatentSettings, check_latent_call, latent_attention
 from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
@@ -168,7 +168,10 @@ class LatentAttention(nnx.Module):
     - `kv_b_proj.kernel` `[latent_dim, num_heads * (head_dim + value_dim)]`: W_K and W_V of one head after the other.
     - `o_proj.kernel` `[num_heads * value_dim, in_features]`.
 
-    Prompts are computed in the same way, and take more products than with keys and values made of each head.
+    New tokens see each other by keys and values made of each head where a sequence has many, at least
+    `settings.expanded_from`: fewer products, and memory for `2 * tokens * num_heads` of them in each layer. What came
+    before them, and single tokens, are attended to as above. With a window, a tree, a plan, a shared prefix or a
+    number of partitions everything is.
 
     Args:
         in_features: width of the input and the output.
@@ -232,7 +235,7 @@ class LatentAttention(nnx.Module):
         check_latent_call(s, x, cache, slots, query_starts)
         q = self.q_proj(x) if s.query_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         latent, shared_key = jnp.split(self.kv_a_proj_with_mqa(x), [s.latent_dim], axis=-1)
-        cache, out = absorbed_attention(
+        cache, out = latent_attention(
             s,
             q,
             self.kv_a_layernorm(latent),

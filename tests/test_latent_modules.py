@@ -89,6 +89,45 @@ def test_a_token_continues_a_prompt_and_packed_tokens_do_too():
         np.testing.assert_allclose(out[:, 0], expected[:, i], atol=2e-5)
 
 
+@pytest.mark.parametrize("changes", [dict(), dict(value_dim=16, rotary_factor=1.0)])
+def test_prompts_by_keys_of_each_head(changes):
+    """Fresh, and after a history; uniform and packed, with single tokens and padding beside them."""
+    settings = dataclasses.replace(SETTINGS, expanded_from=2, **changes)
+    module = jaxpaged.nnx.LatentAttention(FEATURES, settings, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 7, FEATURES))
+    expected = jnp.concatenate([expanded(module, x[:1]), expanded(module, x[1:])])
+    blocks = BLOCKS | dict(num_seqs=2, max_blocks_per_seq=3)
+    cache = KVCache.create(**BLOCKS, is_latent=True, num_kv_heads=1, head_dim=20, value_dim=16, dtype="float32")
+    allocator, slots, _ = BlockAllocator.create(**blocks).append(jnp.asarray([4, 2]), q_len=4)
+    # The second sequence has two tokens, at the end of its row.
+    cache, out = module(jnp.stack([x[0, :4], jnp.roll(x[1, :4], 2, axis=0)]), cache, allocator, slots)
+    np.testing.assert_allclose(out[0], expected[0, :4], atol=2e-5)
+    np.testing.assert_allclose(out[1, 2:], expected[1, :2], atol=2e-5)
+
+    allocator, slots, _ = allocator.append(jnp.asarray([1, 5]), q_len=5)
+    padding = jnp.full((3, FEATURES), jnp.nan)
+    packed = jnp.concatenate([x[0, 4:5], x[1, 2:], padding])
+    slots = jnp.concatenate([slots[0, -1:], slots[1], jnp.full(3, -1)])
+    starts = jnp.asarray([0, 1, 6])
+    cache, out = module(packed, cache, allocator, slots, query_starts=starts)
+    np.testing.assert_allclose(out[0], expected[0, 4], atol=2e-5)
+    np.testing.assert_allclose(out[1:6], expected[1, 2:], atol=2e-5)
+
+
+@pytest.mark.parametrize("expanded_from", [7, 8])
+def test_which_prompts_have_keys_of_each_head(expanded_from):
+    """They see more than eight bits of each other."""
+    settings = dataclasses.replace(SETTINGS, expanded_from=expanded_from)
+    module = jaxpaged.nnx.LatentAttention(FEATURES, settings, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
+    _, allocator, slots = start(7)
+    cache = KVCache.create(**BLOCKS, is_latent=True, num_kv_heads=1, head_dim=20, value_dim=16, dtype="int8")
+    _, out = module(x, cache, allocator, slots)
+    error = np.abs(out - expanded(module, x)).max()
+    assert (error < 2e-5) == (expanded_from == 7), error
+    assert error < 0.1
+
+
 def test_errors():
     module = jaxpaged.nnx.LatentAttention(FEATURES, SETTINGS, rngs=nnx.Rngs(0))
     _, allocator, slots = start(5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.options import known_int
-from jaxpaged._attention.public import AttentionKeywords, paged_attention
+from jaxpaged._attention.public import AttentionKeywords, paged_attention, whole_attention
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._debug import check_tables
@@ -77,12 +77,25 @@ def attend(
     _check_group(allocator, options.get("sliding_window"))
     if isinstance(cache, CacheLayer):
         _check_layer(cache, q, allocator, options)
-        pool, block_tables = cache.pool, cache.block_tables(allocator.block_tables)
-    else:
-        pool, block_tables = cache, allocator.block_tables
+    pool, block_tables = _pool_and_tables(cache, allocator)
     options |= dict(k_scale=pool.k_scale, v_scale=pool.v_scale, latent_values=pool.latent_values)
     arrays = q, pool.k, pool.v, block_tables, allocator.lengths
     return paged_attention(*arrays, return_lse=True, **options) if return_lse else paged_attention(*arrays, **options)
+
+
+def attend_to_history(
+    q: jax.Array, cache: KVCache | CacheLayer, allocator: BlockAllocator, lengths: jax.Array, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`attend` of queries that all see the first `lengths`, int32 `[seqs]`, tokens of their sequence, and its lse."""
+    pool, block_tables = _pool_and_tables(cache, allocator)
+    options |= dict(k_scale=pool.k_scale, latent_values=pool.latent_values, return_lse=True)
+    return whole_attention(q, pool.k, pool.v, block_tables, lengths, **options)
+
+
+def _pool_and_tables(cache: KVCache | CacheLayer, allocator: BlockAllocator) -> tuple[KVCache, jax.Array]:
+    if isinstance(cache, CacheLayer):
+        return cache.pool, cache.block_tables(allocator.block_tables)
+    return cache, allocator.block_tables
 
 
 def _check_blocks(cache: KVCache, allocator: BlockAllocator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, TypedDict, Unpack, overload
 
 import jax
@@ -205,6 +206,33 @@ def paged_attention(
     if query_starts is None and jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
+
+
+@on_shards
+def whole_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array | None,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    query_starts: jax.Array | None,
+    scale: ArrayLike,
+    k_scale: jax.Array | None,
+    latent_values: int | None,
+    implementation: Implementation | None,
+    return_lse: Literal[True],  # `on_shards` asks for it
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_attention` of queries that see all of `lengths`, none of which is a query's own token."""
+    call, known = check(
+        (q, k_cache, v_cache, block_tables, lengths),
+        query_starts=query_starts,
+        scale=scale,
+        k_scale=k_scale,
+        latent_values=latent_values,
+        implementation=implementation,
+    )
+    return attend(dataclasses.replace(call, causal=False), known, None, None)
 
 
 def check(

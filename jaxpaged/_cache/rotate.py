@@ -95,7 +95,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
             raise ValueError("tables take the place of frequencies; pass frequencies=None with them.")
         cos, sin = _table_cos_sin(tables, positions, head_dim)
     elif frequencies is not None:
-        cos, sin = _cos_sin(positions, jnp.asarray(frequencies, jnp.float32))
+        cos, sin = cos_sin(positions, jnp.asarray(frequencies, jnp.float32))
     else:
         return write_kv(cache, k, v, slots), q
     k, q = (rotate(x, cos, sin, interleaved=interleaved, start=start) for x in (k, q))
@@ -103,7 +103,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
 
 
 @one_program()
-def _cos_sin(positions: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
+def cos_sin(positions: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines, f32 [..., 1, frequencies]."""
     per_token = frequencies.reshape((1,) * (positions.ndim + 1) + (-1,))
     angles = positions.astype(jnp.float32)[..., None, None] * per_token

@@ -25,6 +25,7 @@ MEASURED = {  # by how a file's name begins, without its folder; the first that 
     "engine": ALL,
     "generate": ("jaxpaged", "examples"),
     "gpu_tests": ALL,
+    "groups": ("jaxpaged/_allocator",),
     "perplexity": ("jaxpaged/_cache", "jaxpaged/_attention"),
     "read_order": ("benchmarks/harness.py",),
     "serve_soak": (*ALL, "examples"),

@@ -163,6 +163,16 @@ def perplexity(points: Points) -> str:
     return table((*heads, "prompts equal", "tokens before"), rows)
 
 
+def groups(points: Points) -> str:
+    parts: dict[str, dict[str, str]] = {}
+    for name, point in points("cpu/groups").items():
+        model, tokens = name.removesuffix(" tokens").split(", ")
+        parts.setdefault(model, {})[tokens] = f"{point['part']:.2f}"
+    lengths = next(iter(parts.values()))
+    heads = ("layers of", *(f"{length} tokens" for length in lengths))
+    return table(heads, ([model, *of_model.values()] for model, of_model in parts.items()))
+
+
 def allocator(points: Points) -> str:
     found = points("h100/allocator")
     rows = (

@@ -39,6 +39,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "cache choices": system_tables.cache_choices,
     "decode step": system_tables.decode_step,
     "cache operations": system_tables.cache_operations,
+    "groups": system_tables.groups,
     "allocator": system_tables.allocator,
     "allocator in a step": system_tables.allocator_in_a_step,
     "perplexity": system_tables.perplexity,

@@ -34,8 +34,7 @@ from jaxpaged._modules import AttentionSettings
 from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 from jaxpaged._scheduler.scheduler import Scheduler
-
-__version__ = "0.1.0"
+from jaxpaged._version import __version__ as __version__
 
 __all__ = [
     "AttentionSettings",

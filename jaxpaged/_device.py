@@ -3,8 +3,12 @@
 import dataclasses
 import functools
 import importlib.metadata
+import re
+from pathlib import Path
 
 import jax
+
+from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,6 +17,11 @@ class Gpu:
     compute_capability: float
     name: str = "a GPU"
     broken_ptxas: str | None = None  # the version of the one that JAX compiles with here, if it miscompiles
+    fault: str = ""  # what a self-test found wrong with the kernels
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.compute_capability >= LEAST_COMPUTE_CAPABILITY
 
     @property
     def is_hopper(self) -> bool:
@@ -36,31 +45,42 @@ def named(name: str) -> Gpu:
     return GPUS[name]
 
 
-def _device() -> jax.Device:
+def device() -> jax.Device:
+    """The one that JAX uses by default in this process."""
     return jax.local_devices()[0]  # of jax.devices() the first may be another process's
 
 
 def is_gpu() -> bool:
     """Whether JAX uses a GPU by default."""
-    return _device().platform == "gpu"
+    return device().platform == "gpu"
 
 
 def kind() -> str:
     """The name of the device that JAX uses by default."""
-    return _device().device_kind
+    return device().device_kind
 
 
 def gpu() -> Gpu:
     """The GPU that JAX uses by default in this process. Raises `NotImplementedError` if it uses none."""
-    device = _device()
+    its = device()
     if not is_gpu():
-        raise NotImplementedError(f"the Mosaic GPU kernels need an NVIDIA GPU; got {device.platform=}.")
+        raise NotImplementedError(f"the Mosaic GPU kernels need an NVIDIA GPU; got device.platform={its.platform!r}.")
     return Gpu(
-        num_sms=int(device.core_count),
-        compute_capability=float(device.compute_capability),
-        name=device.device_kind,
+        num_sms=int(its.core_count),
+        compute_capability=float(its.compute_capability),
+        name=its.device_kind,
         broken_ptxas=broken_ptxas(),
     )
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver; empty if the system does not say."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found[0] if found else ""
 
 
 @functools.cache  # each call of attention asks

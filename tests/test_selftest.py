@@ -7,6 +7,7 @@ import pytest
 
 import jaxpaged
 from jaxpaged import _device, selftest
+from jaxpaged._attention import kernel_cases
 
 
 @pytest.fixture
@@ -17,9 +18,10 @@ def few(monkeypatch):
         "int8, a scale a token and head",
         "float8_e4m3fn",
         "a tree of 8 query tokens",
+        "prompts: window, soft cap, ALiBi, sinks",
     )
-    monkeypatch.setattr(selftest, "CASES", {name: selftest.CASES[name] for name in names})
-    monkeypatch.setattr(selftest, "LENGTHS", (0, 1, 40))
+    monkeypatch.setattr(kernel_cases, "CASES", {name: kernel_cases.CASES[name] for name in names})
+    monkeypatch.setattr(kernel_cases, "LENGTHS", (0, 1, 40))
 
 
 def test_without_a_gpu_xla_is_checked(few, capsys):
@@ -30,7 +32,7 @@ def test_without_a_gpu_xla_is_checked(few, capsys):
         f"Please report this line: jaxpaged {jaxpaged.__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
         in text
     )
-    assert "cpu, xla: 4 of 4 cases right\n" in text
+    assert "cpu, xla: 5 of 5 cases right\n" in text
 
 
 def test_on_a_gpu_that_is_too_old_xla_is_checked(few, monkeypatch, capsys):
@@ -47,13 +49,13 @@ def test_help(capsys):
 
 def test_cases():
     assert "float8_e4m3fn" not in selftest.case_names(8.0)
-    assert selftest.case_names(8.9) == list(selftest.CASES)
+    assert selftest.case_names(8.9) == list(kernel_cases.CASES)
 
 
 def test_report(few, capsys):
-    assert selftest.report("an L4 8.9", "xla", selftest.CASES, {"1 x 32": (1, 32)})
+    assert selftest.report("an L4 8.9", "xla", kernel_cases.CASES, {"1 x 32": (1, 32)})
     text = capsys.readouterr().out
-    assert "an L4 8.9, xla: 4 of 4 cases right; 1 x 32" in text
+    assert "an L4 8.9, xla: 5 of 5 cases right; 1 x 32" in text
     assert "WRONG" not in text
 
 
@@ -65,7 +67,7 @@ def test_what_is_wrong_is_said(monkeypatch, capsys, fault):
         return q * 0, jnp.zeros(q.shape[:3])
 
     monkeypatch.setattr(selftest, "paged_attention", attention)
-    monkeypatch.setattr(selftest, "CASES", {"bfloat16": {}})
+    monkeypatch.setattr(kernel_cases, "CASES", {"bfloat16": {}})
     assert not selftest.report("an A100 8.0", "mosaic_gpu", ["bfloat16"])
     text = capsys.readouterr().out
     assert "WRONG" in text

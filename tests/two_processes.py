@@ -27,7 +27,7 @@ def compare(ours: jax.Array, theirs: jax.Array) -> None:
 def main() -> None:
     port, process = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(process))
-    assert _device._device().process_index == int(process)
+    assert _device.device().process_index == int(process)
     mesh = jax.make_mesh((2,), ("devices",))
     case = make_case(lengths=(0, 40, 200), block_size=32, max_blocks=8, heads=8, kv_heads=4, dtype=jnp.bfloat16)
     expected = paged_attention(*case.arrays)

@@ -1,14 +1,13 @@
 """Which kernel computes a call, and how: decided by shapes and the GPU, before anything runs.
 
-Two kernels share the calls. On Hopper the prefill kernel takes packed query tokens, several of a sequence with more
-than 32 rows (query tokens times heads of a KV head), and single ones with more than 64. The decode kernel takes the
-other calls, with up to 64 rows, and longer queries in runs; trees are of one run.
+Two kernels share the calls. The prefill kernel, of which Hopper has its own form, takes packed query tokens, several of
+a sequence with more than 32 rows (query tokens times heads of a KV head), and single ones with more than 64. The decode
+kernel takes the other calls, with up to 64 rows, and longer queries in runs; trees are of one run.
 """
 
 import dataclasses
 from typing import Any, Literal
 
-from jaxpaged import _device
 from jaxpaged._attention.call import Call
 from jaxpaged._attention.plan import follows, plan_pays, programs_at_once, visible
 from jaxpaged._attention.runs import fewest_runs
@@ -66,39 +65,21 @@ class Refusal:
         return self.message.partition("; got ")[0]
 
 
-def decide(call: Call, known: Known, gpu: Gpu | None = None) -> Choice | Refusal:
-    """How the kernels compute the call on a GPU, by default JAX's default device; a refusal if XLA does.
-
-    Raises `NotImplementedError` if the kernels were named and none takes it.
-    """
-    if known.implementation == "xla":
-        return Refusal('the call names implementation="xla".', is_told=False)
-    try:
-        gpu = gpu or _device.gpu()
-    except NotImplementedError as no_gpu:
-        choice: Choice | Refusal = Refusal(str(no_gpu), is_told=False)
-    else:
-        choice = choose(call, gpu, known)
-    if known.implementation == "mosaic_gpu" and isinstance(choice, Refusal):
-        raise NotImplementedError(choice.message)
-    return choice
-
-
 def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
     """Reads no array: shapes, dtypes, and which options there are."""
     choice = _choose(call, gpu, known)
     if isinstance(choice, str):
-        return Refusal(choice, is_told=gpu.is_hopper)
+        return Refusal(choice, is_told=gpu.has_kernels)
     if known.implementation is None and (call.v_cache is None or call.value_dim != call.head_dim):
         return Refusal(
             "the decode kernel has not been timed on latents, nor on values of another width than keys: it must be "
             'named, implementation="mosaic_gpu".',
             is_told=False,
         )
-    if known.implementation is None and not gpu.is_hopper:
+    if known.implementation is None and gpu.fault:
         return Refusal(
-            'on this GPU the kernels must be named, implementation="mosaic_gpu". `python -m jaxpaged.selftest` checks '
-            "them here, and compares them with XLA."
+            f"the self-test found the kernels wrong on this kind of GPU, {gpu.name}: {gpu.fault}. "
+            "`python -m jaxpaged.selftest` tests again."
         )
     if gpu.broken_ptxas is not None:
         return Refusal(
@@ -133,7 +114,8 @@ def _prefill_is_faster(call: Call, gpu: Gpu, known: Known) -> bool:
         return False
     if call.v_cache is None or call.value_dim != call.head_dim:
         return False
-    return prefill_config.takes(
+    takes = prefill_config.takes if gpu.is_hopper else portable_config.takes
+    return takes(
         head_dim=call.head_dim,
         block_size=call.block_size,
         q_dtype=call.q.dtype,
@@ -168,26 +150,25 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
 
 
 def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
-    heads, item_tokens = prefill_config.heads_and_tokens(call.group)
-    num_runs = _num_runs(call, item_tokens)  # at most
+    """The GPU's form of the prefill kernel, with its default configuration."""
+    shape: dict[str, Any] = dict(group=call.group, head_dim=call.head_dim, causal=call.causal, itemsize=call.itemsize)
+    config: prefill_config.Config | portable_config.Config
+    if gpu.is_hopper:
+        config = prefill_config.default_config(**shape, num_sms=gpu.num_sms)
+    else:
+        config = portable_config.default_config(**shape, compute_capability=gpu.compute_capability)
+    num_runs = _num_runs(call, config.item_tokens)  # at most
     if call.tokens_per_seq is None and not call.causal:
-        num_runs = -(-call.q.shape[0] // item_tokens)  # in groups that share a prefix there are few others
-    num_items = num_runs * (call.q.shape[-2] // heads)
+        num_runs = -(-call.q.shape[0] // config.item_tokens)  # in groups that share a prefix there are few others
+    num_items = num_runs * (call.q.shape[-2] // config.heads)
     num_parts = 1  # the bits of a call that asks for one partition do not depend on the GPU
     if known.num_partitions is None:
         seen = visible(call, known.window)
         num_parts = prefill_config.default_parts(
             num_items=num_items, visible=seen, head_dim=call.head_dim, num_sms=gpu.num_sms
         )
-    config = prefill_config.default_config(
-        group=call.group,
-        head_dim=call.head_dim,
-        num_sms=gpu.num_sms,
-        num_parts=num_parts,
-        causal=call.causal,
-        itemsize=call.itemsize,
-    )
-    return Choice("paged_prefill", config)
+    kernel: Kernel = "paged_prefill" if gpu.is_hopper else "portable_prefill"
+    return Choice(kernel, dataclasses.replace(config, num_parts=num_parts))
 
 
 def _runs(call: Call, gpu: Gpu) -> tuple[int, int]:

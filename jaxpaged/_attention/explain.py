@@ -10,13 +10,15 @@ from jax.typing import ArrayLike
 
 from jaxpaged import _device
 from jaxpaged._attention.call import Call
-from jaxpaged._attention.choose import Choice, Kernel, Known, decide
+from jaxpaged._attention.choose import Choice, Kernel, Known
+from jaxpaged._attention.decide import decide
 from jaxpaged._attention.public import AttentionKeywords, check
 from jaxpaged._attention.shared_prefix import split
 
 NAMES = {
     "paged_decode": "the decode kernel",
     "paged_prefill": "the prefill kernel",
+    "portable_prefill": "the prefill kernel for every GPU",
 }
 
 
@@ -115,5 +117,5 @@ def _explanation(call: Call, known: Known, gpu: _device.Gpu | None) -> Explanati
     if not isinstance(choice, Choice):
         return Explanation("xla", choice.message, None, None, None)
     config: Any = choice.config
-    num_partitions = config.num_parts if choice.kernel == "paged_prefill" else config.num_partitions
+    num_partitions = config.num_partitions if choice.kernel == "paged_decode" else config.num_parts
     return Explanation("mosaic_gpu", "", choice.kernel, config, num_partitions if choice.at_once is None else "plan")

@@ -158,10 +158,10 @@ def paged_attention(
             sequence, and calls whose partials would take more than 128 MiB.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for NVIDIA GPUs, with q in bfloat16 or float16 and a cache in q's dtype or
-            of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is a Hopper GPU, the call is
-            lowered for it and the kernels take these arguments, otherwise "xla": `explain` says which, and why. On
-            other GPUs (Ampere and above) the kernel must be named: try `python -m jaxpaged.selftest` first. A named
-            implementation never falls back.
+            of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is an NVIDIA GPU since
+            Ampere, the call is lowered for it and the kernels take these arguments, otherwise "xla": `explain` says
+            which, and why. On other GPUs than Hopper a self-test of some seconds comes first, once, and if it fails
+            "xla" computes, with a warning: see the guide. A named implementation never falls back.
 
     Returns:
         The output, of q's shape and dtype, its last axis that of the values; with `return_lse` also the lse, natural

@@ -2,19 +2,16 @@
 
 import dataclasses
 import functools
-import os
-import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged import _device
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import Call
-from jaxpaged._attention.choose import Choice, Known, decide
+from jaxpaged._attention.choose import Choice, Known
+from jaxpaged._attention.decide import decide, tell
 from jaxpaged._attention.launch import Results, launch
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.shared_prefix import PrefixGroups, split
@@ -28,8 +25,6 @@ PARTITIONED = (
     "what jax.make_mesh makes by default; or call paged_attention inside jax.shard_map over the KV heads, or inside "
     'jax.sharding.explicit_axes; or pass implementation="xla", which XLA partitions.'
 )
-# Whose frames a warning passes over, up to the user's line.
-LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (jax.__file__, _device.__file__))
 
 
 def attend(
@@ -46,16 +41,12 @@ def attend(
 
 
 def _attend(call: Call, known: Known, plan: PartitionPlan | None) -> Results:
-    choice = decide(call, known)
+    choice = decide(call, known, computes=True)
     if isinstance(choice, Choice):
         return run(choice, call, plan)
-    if choice.is_told and choice.reason not in _told:
-        _told.add(choice.reason)
-        warnings.warn(f"XLA computes this call: {choice.message}", skip_file_prefixes=LIBRARIES)
+    if choice.is_told:
+        tell(f"XLA computes this call: {choice.message}", choice.reason)
     return xla.attend(call, num_partitions=known.num_partitions)
-
-
-_told = set[str]()  # why XLA computes calls that a kernel could: once a process
 
 
 def run(choice: Choice, call: Call, plan: PartitionPlan | None = None) -> Results:

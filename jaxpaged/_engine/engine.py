@@ -19,6 +19,7 @@ import numpy as np
 from jaxpaged import _device
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
+from jaxpaged._attention.decide import check_new_gpu
 from jaxpaged._engine.books import Books
 from jaxpaged._engine.counting import counted
 from jaxpaged._engine.defaults import chosen_compiler_options, chosen_least_spared, chosen_sizes, chosen_steps
@@ -112,6 +113,7 @@ class Engine:
         compiler_options: dict[str, Any] | None = None,
     ):
         num_blocks, block_size = pool_sizes(caches)
+        check_new_gpu()
         windows = tuple(windows)
         sizes = chosen_sizes(
             (num_blocks - 1) // max(len(windows), 1) + 1,

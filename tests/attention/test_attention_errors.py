@@ -17,7 +17,7 @@ from jaxpaged import (
     paged_attention_reference,
     plan_partitions,
 )
-from jaxpaged._attention import run
+from jaxpaged._attention import decide
 from jaxpaged._device import GPUS
 from tests.cases import make_case
 
@@ -143,7 +143,7 @@ def on_gpu(monkeypatch):
 
     def set_gpu(gpu):
         monkeypatch.setattr(_device, "gpu", lambda: gpu)
-        monkeypatch.setattr(run, "_told", set())
+        monkeypatch.setattr(decide, "_told", set())
 
     return set_gpu
 
@@ -194,18 +194,10 @@ def test_a_call_that_falls_back_says_so_once(on_gpu, how):
     ("gpu", "case", "implementation"),
     [
         (H100, wide(), "xla"),
-        (GPUS["A100"], wide(), None),  # no kernel would compute it by default
+        (_device.Gpu(68, 7.5, name="T4"), wide(), None),  # it has no kernels
         (H100, make_case(lengths=(1, 20), dtype=jnp.bfloat16), None),
     ],
 )
 def test_nothing_is_said_if_no_kernel_is_missed(on_gpu, gpu, case, implementation):
     on_gpu(gpu)
     traced(*case.arrays, implementation=implementation)
-
-
-def test_kernels_that_must_be_named_say_so_once(on_gpu):
-    on_gpu(GPUS["A100"])
-    arrays = make_case(lengths=(1, 20), dtype=jnp.bfloat16).arrays
-    with pytest.warns(UserWarning, match=r"must be named.*`python -m jaxpaged.selftest` checks"):
-        traced(*arrays)
-    traced(*arrays)

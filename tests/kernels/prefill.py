@@ -41,8 +41,10 @@ def attend(
     shape = dict(
         group=a.group, head_dim=a.head_dim, num_parts=num_parts, causal=causal, itemsize=a.k_cache.dtype.itemsize
     )
-    config: Any = default_config(**shape, num_sms=num_sms)
-    if portable_for is not None:
+    config: Any
+    if portable_for is None:
+        config = default_config(**shape, num_sms=num_sms)
+    else:
         config = portable_config.default_config(**shape, compute_capability=portable_for)
     config = dataclasses.replace(config, **changes)
     q = jnp.asarray(packed(case.q, counts))

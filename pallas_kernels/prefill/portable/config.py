@@ -45,7 +45,7 @@ def default_config(
         return needed <= program_smem(compute_capability, resident)
 
     # More rows would leave no registers for a wider O.
-    rows = 128 if width <= 128 and fits(2, 128, 64) else 64
+    rows = 128 if width <= 128 else 64
     resident = 2 if fits(2, rows, 32) else 1
     tile_tokens = 64 if fits(resident, rows, 64) else 32
     num_stages = 2 if fits(resident, rows, tile_tokens, 2) else 1

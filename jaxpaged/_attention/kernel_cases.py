@@ -1,0 +1,121 @@
+"""Cases that tell whether the kernels are right on a GPU: small, poisoned, and all options among them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged._attention.plan import plan_partitions
+from jaxpaged._attention.reference import paged_attention_reference
+from jaxpaged._attention.tree import tree_mask
+
+TOLERANCE = 2e-2  # bfloat16 rounds weights and output, each by 2^-9 or less; a wrong token is worse by far
+LENGTHS = (0, 1, 15, 16, 700, 1024)
+PROMPTS = dict(q_len=130, is_packed=True)  # at most so many tokens of each sequence
+
+CASES: dict[str, dict[str, Any]] = {
+    "bfloat16": dict(),
+    "float16, head_dim 64, blocks of 32": dict(dtype=jnp.float16, head_dim=64, block_size=32),
+    "head_dim 80, one head a KV head": dict(head_dim=80, heads=2),
+    "head_dim 256, 3 partitions": dict(head_dim=256, num_partitions=3),
+    "4 query tokens of 16 heads a KV head": dict(q_len=4, heads=32),
+    "16 query tokens of 4 heads a KV head": dict(q_len=16),
+    "64 heads a KV head": dict(heads=64, kv_heads=1),
+    "a tree of 8 query tokens": dict(q_len=8, with_tree=True),
+    "window, soft cap, ALiBi, sinks": dict(with_options=True),
+    "a plan": dict(with_plan=True),
+    "int8": dict(cache_dtype=jnp.int8),
+    "int8, a scale a token and head": dict(cache_dtype=jnp.int8, with_token_scales=True),
+    "float8_e4m3fn": dict(cache_dtype=jnp.float8_e4m3fn),
+    "prompts": dict(PROMPTS),
+    "prompts: window, soft cap, ALiBi, sinks": PROMPTS | dict(with_options=True),
+    "prompts: int8, a scale a token and head": PROMPTS | dict(cache_dtype=jnp.int8, with_token_scales=True),
+}
+
+
+class Case(NamedTuple):
+    arrays: tuple[jax.Array, ...]  # q, caches, tables, lengths
+    options: dict[str, Any]  # of the reference too
+    how: dict[str, Any]  # other arguments of paged_attention
+
+
+def make_case(
+    *,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 128,
+    block_size: int = 16,
+    q_len: int = 1,
+    dtype: Any = jnp.bfloat16,
+    cache_dtype: Any = None,
+    with_token_scales: bool = False,
+    with_options: bool = False,
+    with_plan: bool = False,
+    with_tree: bool = False,
+    is_packed: bool = False,
+    num_partitions: int | None = None,
+) -> Case:
+    """Blocks in random order, and NaN in every slot and scale that no sequence owns."""
+    rng, lengths = np.random.default_rng(0), LENGTHS
+    held = [-(-length // block_size) for length in lengths]
+    ids = rng.permutation(sum(held)) + 1
+    tables = np.full((len(lengths), max(held)), -1, np.int32)  # never followed past a sequence's end
+    owned = np.zeros((sum(held) + 1, block_size), bool)
+    for row, count, end, length in zip(tables, held, np.cumsum(held), lengths, strict=True):
+        row[:count] = ids[end - count : end]
+        for i, block_id in enumerate(row[:count]):
+            owned[block_id, : length - i * block_size] = True
+
+    def cache() -> jax.Array:
+        values = rng.normal(size=(*owned.shape, kv_heads, head_dim)).astype(np.float32)
+        if cache_dtype == jnp.int8:
+            return jnp.asarray(np.clip(np.round(values * 40), -127, 127), jnp.int8)
+        return jnp.asarray(np.where(owned[..., None, None], values, np.nan)).astype(cache_dtype or dtype)
+
+    options: dict[str, Any] = {}
+    if cache_dtype is not None:
+        factor = np.where(owned[..., None], 1, np.nan) if with_token_scales else np.ones(())
+        scales = np.broadcast_to(factor, (*factor.shape[:-1], kv_heads)).astype(np.float32)
+        options |= dict(k_scale=jnp.asarray(scales / 40), v_scale=jnp.asarray(scales / 10))
+    if with_options:
+        options |= dict(sliding_window=300, logits_soft_cap=5.0)
+        options |= dict(alibi_slopes=jnp.linspace(0.01, 0.5, heads), sinks=jnp.linspace(-2.0, 2.0, heads))
+    if with_tree:
+        parents = np.tile((np.arange(q_len) - 1) // 2, (len(lengths), 1))  # each has two children
+        options["tree_mask"] = tree_mask(jnp.asarray(parents, jnp.int32))
+    rows: tuple[int, ...] = (len(lengths), q_len)
+    if is_packed:
+        starts = np.cumsum([0, *(min(length, q_len) for length in lengths)])
+        rows = (int(starts[-1]),)
+        options["query_starts"] = jnp.asarray(starts, jnp.int32)
+    q = jnp.asarray(rng.normal(size=(*rows, heads, head_dim)), jnp.float32).astype(dtype)
+    arrays = q, cache(), cache(), jnp.asarray(tables), jnp.asarray(lengths, jnp.int32)
+    how: dict[str, Any] = {} if num_partitions is None else dict(num_partitions=num_partitions)
+    if with_plan:
+        how["plan"] = plan_partitions(arrays[-1], num_kv_heads=kv_heads, q_len=q_len)
+    return Case(arrays, options, how)
+
+
+def worst_error(case: Case, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> float:
+    """The worst error of a row of out, divided by its largest number, or of the lse; NaN or infinity if a result is not
+    finite. `attend`: takes the arguments of `paged_attention`, returns out and lse."""
+    out, lse = jax.jit(lambda arrays, options: attend(*arrays, **options, **case.how))(case.arrays, case.options)
+    expected, expected_lse = jax.jit(
+        lambda arrays, options: paged_attention_reference(*arrays, **options, return_lse=True)
+    )(case.arrays, case.options)
+    largest = jnp.maximum(jnp.abs(expected).max(axis=-1), 1e-6)
+    of_rows = jnp.abs(out.astype(jnp.float32) - expected).max(axis=-1) / largest
+    seen = expected_lse > -jnp.inf
+    of_lse = jnp.where(seen, jnp.abs(lse - expected_lse), jnp.where(lse == expected_lse, 0.0, jnp.inf))
+    return float(jnp.maximum(of_rows.max(), of_lse.max()))
+
+
+def check(name: str, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> tuple[str, bool]:
+    """The error of a case as text, or why it failed; and whether it is right."""
+    try:
+        error = worst_error(make_case(**CASES[name]), attend)
+    except Exception as failure:  # of any kind: the other cases are checked too
+        return f"{type(failure).__name__}: {str(failure).partition('\n')[0][:80]}", False
+    return f"{error:.1e}", error < TOLERANCE

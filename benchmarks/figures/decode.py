@@ -1,6 +1,6 @@
 """Time over the floor against the bytes a call reads, from what benchmarks/kernels/decode.py wrote.
 
-    python -m benchmarks.figures.decode benchmarks/results/h100/decode_peers.json docs/decode_h100.svg
+    python -m benchmarks.figures.decode benchmarks/results/h100/decode.json docs/decode_h100.svg
     python -m benchmarks.figures.decode benchmarks/results/h200/decode.json docs/decode_h200.svg
 
 Several files of results may be given, of one machine: pieces of one run. One panel for each pair of heads; the points

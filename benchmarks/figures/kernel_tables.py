@@ -73,7 +73,7 @@ def decode(points: Points) -> str:
 def peers(points: Points) -> str:
     rows = []
     names = [f"{heads} {shape}" for heads in ("32/8", "64/8", "32/32") for shape in SHAPES]
-    for gpu, file in (("H100", "h100/decode_peers"), ("H200", "h200/decode")):
+    for gpu, file in (("H100", "h100/decode"), ("H200", "h200/decode"), ("H100, former kernel", "h100/decode_peers")):
         found = [points(file)[name] for name in names]
         row = [gpu, f"{statistics.geometric_mean(p['over_floor'] for p in found):.3f}"]
         for peer in ("fa3", "flashinfer", "xqa"):

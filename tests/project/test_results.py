@@ -107,10 +107,10 @@ def test_a_page_says_what_the_files_hold(page):
 
 
 def test_the_first_figures_of_the_readme_are_those_of_the_files():
-    h100, h200, prompts = map(tables.points, ("h100/decode_fa3", "h200/decode", "h100/prefill"))
+    h100, h200, prompts = map(tables.points, ("h100/decode", "h200/decode", "h100/prefill"))
 
     def of_fa3(points):
-        return [p["us"] / p["peers"]["fa3"]["us"] for name, p in points.items() if not name.startswith("8/1 ")]
+        return [p["us"] / p["peers"]["fa3"]["us"] for p in points.values()]
 
     def of_prompts(peer):
         pairs = ((prompts[name], prompts.get(name.replace("mosaic_gpu", peer))) for name in prompts if "mosaic" in name)
@@ -121,8 +121,8 @@ def test_the_first_figures_of_the_readme_are_those_of_the_files():
     text = " ".join((ROOT / "README.md").read_text().split())
     mean = statistics.geometric_mean
     for figure in (
-        f"decode | {1 - mean(of_fa3(h100)):.0%} less time than FlashAttention-3 ({len(of_fa3(h100))} shapes) | "
-        f"{1 - mean(of_fa3(h200)):.0%} less ({len(of_fa3(h200))} shapes)",
+        f"decode, {len(of_fa3(h100))} shapes | {1 - mean(of_fa3(h100)):.0%} less time than FlashAttention-3 | "
+        f"{1 - mean(of_fa3(h200)):.0%} less |",
         f"{1 - mean(of_prompts('fa3 paged')):.0%} less time than FlashAttention-3 on the same cache",
         f"{mean(of_prompts('fa3')):.2f} times its time on contiguous keys",
         "{:,.0f} and {:,.0f}; vLLM 0.25.1 {:,.0f} and {:,.0f} |".format(*tokens),

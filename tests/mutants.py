@@ -765,9 +765,9 @@ MUTANTS = (
     Mutant(
         "attention: absent tokens have no depth",
         TREE,
-        "of_seqs | _absent(starts, mask.shape[1])",
-        "of_seqs",
-        "tests/attention/test_tree.py::shorter_than",
+        "mask | _absent(starts, words)",
+        "mask",
+        "tests/attention/test_tree.py::short_sequence",
     ),
     Mutant(
         "attention: a deeper token is hidden",
@@ -775,13 +775,6 @@ MUTANTS = (
         "jnp.maximum(distances, 0), distances",
         "distances, distances",
         "tests/attention/test_tree.py::no_tree",
-    ),
-    Mutant(
-        "attention: no packed tree of 32 tokens",
-        TREE,
-        "jnp.where(num_new <= most, lengths",
-        "jnp.where(num_new < most, lengths",
-        "tests/attention/test_tree.py::as_many_tokens",
     ),
     Mutant(
         "attention: merges what neither saw",
@@ -836,7 +829,7 @@ MUTANTS = (
         "attention: a tree in runs",
         "jaxpaged/_attention/choose.py",
         " and run != call.tokens_per_seq:",
-        " and call.tokens_per_seq is None:",
+        " and call.v_cache is None:",
         "tests/attention/test_tree.py::which_kernel",
     ),
     Mutant(

@@ -32,7 +32,7 @@ class Call:
     lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
     options: AttentionOptions
     query_starts: jax.Array | None = None  # int32 [seqs + 1]; None: uniform
-    tree_mask: jax.Array | None = None  # uint32 [seqs, q_len, words]; packed [tokens, words]
+    tree_mask: jax.Array | None = None  # uint32 [seqs, q_len, words]; of uniform calls
     # False: every query sees the whole sequence, and its position is that of the last token.
     causal: bool = dataclasses.field(default=True, metadata=dict(static=True))
     latent_values: Any = dataclasses.field(default=None, metadata=dict(static=True))  # int: value_dim without v_cache
@@ -135,7 +135,7 @@ def check_call(
         lengths=jnp.clip(lengths, 0, capacity),
         options=check_options(k_cache, q.shape[-2], capacity, is_latent=v_cache is None, **options),
         query_starts=query_starts,
-        tree_mask=None if tree_mask is None else _check_tree_mask(tree_mask, q, is_packed=query_starts is not None),
+        tree_mask=None if tree_mask is None else _check_tree_mask(tree_mask, q),
         latent_values=latent_values,
     )
     check_attention(call, lengths)
@@ -155,18 +155,13 @@ def _check_starts(query_starts: ArrayLike, q: jax.Array, lengths: jax.Array) -> 
     return query_starts
 
 
-def _check_tree_mask(value: ArrayLike, q: jax.Array, *, is_packed: bool) -> jax.Array:
-    mask, rows = jnp.asarray(value), q.shape[:-2]
-    if mask.dtype != jnp.uint32 or mask.ndim != len(rows) + 1 or mask.shape[:-1] != rows or mask.shape[-1] == 0:
-        wanted = "[tokens, words]" if is_packed else "[seqs, q_len, words]"
+def _check_tree_mask(value: ArrayLike, q: jax.Array) -> jax.Array:
+    mask = jnp.asarray(value)
+    if mask.dtype != jnp.uint32 or q.ndim != 4 or mask.shape[:-1] != q.shape[:2] or mask.shape[-1] * BITS < q.shape[1]:
         raise ValueError(
-            f"tree_mask must be uint32 {wanted} with {list(rows)} as in q; got {mask.dtype} {list(mask.shape)}. "
+            "tree_mask must be uint32 [seqs, q_len, words] for q [seqs, q_len, heads, head_dim], without query_starts, "
+            f"with a bit for each of the q_len tokens; got {mask.dtype} {list(mask.shape)}, {q.shape=}. "
             "jaxpaged.tree_mask(parents) makes it."
-        )
-    if not is_packed and (q.ndim == 3 or mask.shape[2] * BITS < q.shape[1]):
-        raise ValueError(
-            "tree_mask goes with q [seqs, q_len, heads, head_dim] and has a bit for each of the q_len tokens; "
-            f"got {q.shape=}, {mask.shape=}."
         )
     return mask
 

@@ -222,8 +222,8 @@ def _decode_limit(call: Call, gpu: Gpu) -> str | None:
     )
     if limit is None and call.tree_mask is not None and run != call.tokens_per_seq:
         return (
-            "the decode kernel takes a tree_mask without query_starts, and of up to "
-            f"{decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), on a latent fewer; "
+            f"the decode kernel takes a tree_mask of up to {decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), "
+            "on a latent fewer; "
             f"got q={list(call.q.shape)}, kv_heads={call.kv_heads}. "
             'Pass implementation="xla".'
         )

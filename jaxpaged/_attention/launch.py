@@ -29,8 +29,7 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
 
     if call.query_starts is not None:
         runs = place_runs(call, choice.run)
-        uniform, _ = cut_packed(call, runs)
-        return join_packed(*_launch_decode(choice, uniform, plan), call, runs)
+        return join_packed(*_launch_decode(choice, cut_packed(call, runs), plan), call, runs)
     a, tree = cut_uniform(call, choice.run), from_rows(call.tree_mask, call.lengths)
     options = dataclasses.replace(a.options, tree_bits=None if tree is None else tree.bits)
     arrays = a.q, a.k_cache, a.v_cache, a.block_tables, a.lengths

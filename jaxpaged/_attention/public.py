@@ -133,14 +133,13 @@ def paged_attention(
             `[blocks, block_size, kv_heads]`, one for each slot and KV head: `k_cache * k_scale[..., None]`. Scales of
             unused slots never reach the output. Pass `cache.k_scale`. An int8 cache needs both scales.
         v_scale: the factor of the stored values, shaped as `k_scale` may be.
-        tree_mask: uint32 `[seqs, q_len, words]`, or `[tokens, words]` with `query_starts`, of `jaxpaged.tree_mask`: bit
-            `j % 32` of word `j // 32` says whether a query sees the j-th of its sequence's q_len tokens (with
-            `query_starts`: of its newest ones). It always sees itself and all tokens before these, never one behind
-            itself. Any bits will do, whatever the tokens that a query sees see themselves. A token's position n is
-            the number of tokens that it sees before itself: in a tree its position in its branch, so that windows and
-            ALiBi work as they would on the branch alone. Give the same positions to the rotary embedding. With
-            `query_starts`, sequences with more newest tokens than bits have no tree. "mosaic_gpu" takes a tree of up
-            to 64 rows, `q_len * heads / kv_heads`, without `query_starts`, a window and ALiBi.
+        tree_mask: uint32 `[seqs, q_len, words]`, of `jaxpaged.tree_mask`, in calls without `query_starts`: bit `j % 32`
+            of word `j // 32` says whether a query sees the j-th of its sequence's q_len tokens. It always sees itself
+            and all tokens before these, never one behind itself. Any bits will do, whatever the tokens that a query
+            sees see themselves. A token's position n is the number of tokens that it sees before itself: in a tree its
+            position in its branch, so that windows and ALiBi work as they would on the branch alone. Give the same
+            positions to the rotary embedding. "mosaic_gpu" takes a tree of up to 64 rows, `q_len * heads / kv_heads`,
+            without a window and ALiBi.
         shared_prefix: int or int32 `[]`, in tokens: all sequences begin with the same blocks, which these tokens fill.
             They are then read once for all sequences. Or `[groups]`, for each run of seqs / groups sequences. It
             only decides what is computed together: a sequence that has other blocks or new tokens there is computed by

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxpaged._attention.call import Call, check_call
 from jaxpaged._attention.options import Options
 from jaxpaged._attention.runs import cut_packed, join_packed, place_runs
-from jaxpaged._attention.tree import Tree, from_rows
+from jaxpaged._attention.tree import from_rows
 from jaxpaged._one_program import one_program
 
 
@@ -75,7 +75,7 @@ def paged_attention_reference(
     """
     arrays = q, k_cache, v_cache, block_tables, lengths
     call = check_call(*arrays, query_starts=query_starts, tree_mask=tree_mask, latent_values=latent_values, **options)
-    out, lse = _attend_packed(call) if query_starts is not None else _attend_uniform(call)
+    out, lse = _attend_packed(call) if query_starts is not None else _attend(call)
     if query_starts is None and jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
@@ -84,18 +84,15 @@ def paged_attention_reference(
 @one_program()
 def _attend_packed(call: Call) -> tuple[jax.Array, jax.Array]:
     runs = place_runs(call, 1)
-    return join_packed(*_attend(*cut_packed(call, runs)), call, runs)
+    return join_packed(*_attend(cut_packed(call, runs)), call, runs)
 
 
 @one_program()
-def _attend_uniform(call: Call) -> tuple[jax.Array, jax.Array]:
-    return _attend(call, from_rows(call.tree_mask, call.lengths))
-
-
-def _attend(a: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
+def _attend(a: Call) -> tuple[jax.Array, jax.Array]:
     seqs, _, heads, _ = a.q.shape
     max_blocks = a.block_tables.shape[1]
     token_positions = jnp.arange(max_blocks * a.block_size, dtype=jnp.int32)  # [tokens]
+    tree = from_rows(a.tree_mask, a.lengths)
     query_positions = a.positions(tree)  # [seqs, q_len]
     distance = query_positions[:, :, None] - token_positions[None, None]  # [seqs, q_len, tokens]
     if tree is not None:

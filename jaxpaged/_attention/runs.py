@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._attention.call import Call
-from jaxpaged._attention.tree import Tree, from_runs
 from pallas_kernels.decode.config import MAX_ROWS
 
 
@@ -80,9 +79,9 @@ def place_runs(call: Call, run: int) -> Runs:
     return Runs(run, starts, ends - num_runs, seq_ids, offsets, counts)
 
 
-def cut_packed(call: Call, runs: Runs) -> tuple[Call, Tree | None]:
-    """The same call on runs, a uniform one, and its trees. The rows before a short run's tokens are zeros, and their
-    results are not read."""
+def cut_packed(call: Call, runs: Runs) -> Call:
+    """The same call on runs, a uniform one. The rows before a short run's tokens are zeros, and their results are not
+    read."""
     column = jnp.arange(runs.run, dtype=jnp.int32)[None] - runs.run + runs.counts[:, None]  # in the run; below 0: none
     rows = (runs.starts[runs.seqs] + runs.offsets)[:, None] + column
     q = call.q.at[rows].get(mode="clip")
@@ -90,19 +89,13 @@ def cut_packed(call: Call, runs: Runs) -> tuple[Call, Tree | None]:
     if call.causal:
         first = call.lengths - jnp.diff(runs.starts)  # the position of each sequence's first new token
         lengths = first[runs.seqs] + runs.offsets + runs.counts
-    tree = None
-    if call.tree_mask is not None:
-        index = runs.offsets[:, None] + column
-        tree = from_runs(call.tree_mask, rows, index, runs.seqs, call.lengths, runs.starts)
-    uniform = dataclasses.replace(
+    return dataclasses.replace(
         call,
         q=jnp.where((column >= 0)[..., None, None], q, jnp.zeros_like(q)),
         block_tables=call.block_tables[runs.seqs],
         lengths=jnp.where(runs.counts > 0, jnp.maximum(lengths, 0), 0),
         query_starts=None,
-        tree_mask=None,
     )
-    return uniform, tree
 
 
 def join_packed(out: jax.Array, lse: jax.Array, call: Call, runs: Runs) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,6 @@ from jaxpaged._integers import as_int32, known_values
 from jaxpaged._one_program import one_program
 
 BITS = 32  # of a word
-NOWHERE = 2**31 - 1  # the ordinal of no token
 
 
 @jax.tree_util.register_dataclass
@@ -115,24 +114,6 @@ def from_rows(mask: jax.Array | None, lengths: jax.Array) -> Tree | None:
     bits = _cleaned(mask | _absent(starts, words), index)
     depths = _depths(bits, index)
     return Tree(bits, starts, jnp.pad(depths, ((0, 0), (0, words * BITS - q_len))))
-
-
-def from_runs(
-    mask: jax.Array,  # uint32 [tokens, words]
-    rows: jax.Array,  # int32 [runs, run], of the runs' tokens
-    index: jax.Array,  # int32 [runs, run], of these tokens among the newest of their sequence
-    seqs: jax.Array,  # int32 [runs], the sequence of each run
-    lengths: jax.Array,  # int32 [seqs]
-    query_starts: jax.Array,  # int32 [seqs + 1], within the tokens
-) -> Tree:
-    """The trees of runs of packed tokens. A sequence with more newest tokens than there are bits has none."""
-    most = mask.shape[1] * BITS
-    newest = jnp.arange(most, dtype=jnp.int32)[None]
-    num_new = query_starts[1:] - query_starts[:-1]
-    starts = jnp.where(num_new <= most, lengths - num_new, NOWHERE)
-    of_seqs = mask.at[query_starts[:-1, None] + newest].get(mode="clip")  # [seqs, most, words]
-    depths = _depths(_cleaned(of_seqs | _absent(starts, mask.shape[1]), newest), newest)
-    return Tree(_cleaned(mask.at[rows].get(mode="clip"), index), starts[seqs], depths[seqs])
 
 
 def _cleaned(bits: jax.Array, index: jax.Array) -> jax.Array:

@@ -39,13 +39,11 @@ def attend(call: Call, *, num_partitions: int | None) -> tuple[jax.Array, jax.Ar
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_in_jit(num_partitions: int | None, on_gpu: bool, call: Call) -> tuple[jax.Array, jax.Array]:
-    def attend_uniform(call: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
-        return _attend(num_partitions or default_partitions(call, on_gpu=on_gpu), call, tree)
-
-    if call.query_starts is None:
-        return attend_uniform(call, from_rows(call.tree_mask, call.lengths))
-    runs = place_runs(call, RUN)
-    return join_packed(*attend_uniform(*cut_packed(call, runs)), call, runs)
+    if call.query_starts is not None:
+        runs = place_runs(call, RUN)
+        out, lse = _attend_in_jit(num_partitions, on_gpu, cut_packed(call, runs))
+        return join_packed(out, lse, call, runs)
+    return _attend(num_partitions or default_partitions(call, on_gpu=on_gpu), call)
 
 
 def default_partitions(a: Call, *, on_gpu: bool) -> int:
@@ -67,14 +65,14 @@ def _is_widened(a: Call) -> bool:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(num_partitions: int, a: Call, tree: Tree | None) -> tuple[jax.Array, jax.Array]:
-    return _online_softmax(num_partitions, None, a, tree)
+def _attend(num_partitions: int, a: Call) -> tuple[jax.Array, jax.Array]:
+    return _online_softmax(num_partitions, None, a)
 
 
 @_attend.defjvp
 def _attend_jvp(num_partitions: int, primals: tuple, tangents: tuple) -> tuple:
     # A loop whose trip count is known only at run time has no transpose: differentiate the one over the whole table.
-    a, _ = primals
+    (a,) = primals
     num_steps = -(-a.capacity // (_tile_size(a.block_size) * num_partitions))
     return jax.jvp(functools.partial(_online_softmax, num_partitions, num_steps), primals, tangents)
 
@@ -84,9 +82,7 @@ def _tile_size(block_size: int) -> int:
     return TILE if block_size % TILE == 0 else max(1, TILE // block_size) * block_size
 
 
-def _online_softmax(
-    num_partitions: int, num_steps: int | None, a: Call, tree: Tree | None
-) -> tuple[jax.Array, jax.Array]:
+def _online_softmax(num_partitions: int, num_steps: int | None, a: Call) -> tuple[jax.Array, jax.Array]:
     """Computes `num_steps` tiles of each partition; None: all tiles of the longest partition."""
     seqs, q_len, heads, head_dim = a.q.shape
     kv_heads, rows = a.k_cache.shape[2], q_len * a.group
@@ -94,6 +90,7 @@ def _online_softmax(
 
     # The run of tiles that each partition owns. It follows from true lengths: neither the table's width nor the
     # other sequences of the batch change a sequence's partitions.
+    tree = from_rows(a.tree_mask, a.lengths)
     query_positions = a.positions(tree)  # [seqs, q_len]
     first_visible = jnp.zeros_like(a.lengths)  # by any query of the sequence
     if a.options.sliding_window is not None:

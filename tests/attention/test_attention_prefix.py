@@ -119,20 +119,6 @@ def test_what_counts_from_a_position_is_not_shared(name):
     assert all((out == plain).all() for out in outs)
 
 
-def test_packed_trees():
-    counts = (0, 1, 7, 3, 1, 0, 2, 50)
-    case = shared_case(q_len=50, options=OPTIONS["sinks"])
-    q = packed(case.q, counts)
-    q = jnp.asarray(np.concatenate([np.full((2, *q.shape[1:]), np.nan, q.dtype), q, np.full_like(q[:3], np.nan)]))
-    bits = np.random.default_rng(0).integers(2**32, size=(q.shape[0], 1), dtype=np.uint32)  # the last has no tree
-    starts = jnp.asarray(2 + np.cumsum([0, *counts]), jnp.int32)
-    named = dict(query_starts=starts, tree_mask=jnp.asarray(bits), **case.options)
-    out, lse = attend(q, *case.arrays[1:], **named, shared_prefix=jnp.full(GROUPS, PREFIX, jnp.int32))
-    expected, expected_lse = attend(q, *case.arrays[1:], **named)
-    np.testing.assert_allclose(out, expected, atol=3e-6)
-    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
-
-
 def test_a_tree():
     case = shared_case(q_len=3)
     mask = jnp.broadcast_to(tree_mask(jnp.array([-1, 0, 0])), (8, 3, 1))

@@ -9,7 +9,6 @@ import pytest
 
 from jaxpaged import explain, paged_attention, paged_attention_reference, plan_partitions, tree_mask
 from tests.cases import OPTIONS, Case, assert_within_budget, make_case, oracle
-from tests.kernels.prefill import packed
 
 BOTH = [
     jax.jit(functools.partial(function, return_lse=True)) for function in (paged_attention_reference, paged_attention)
@@ -88,22 +87,6 @@ def test_tokens_of_a_short_sequence_are_where_they_stand():
         np.testing.assert_allclose(out[0, 5:], jnp.repeat(values, 3, axis=1), atol=1e-6)
 
 
-@pytest.mark.parametrize("parents", [(-1, -1, -1), (-1, 0, 0), (-1, 0, 1)])
-def test_a_packed_sequence_shorter_than_its_new_tokens(parents):
-    """The rows before its start are padding; the others equal the rows of a padded call. Beside it one that is long
-    enough, and one with tokens and no length."""
-    case, counts = make_case(lengths=(2, 20, 0), q_len=3, options=OPTIONS["all"]), (3, 3, 2)
-    mask = tree_mask(jnp.asarray(parents, jnp.int32))
-    starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
-    for call in BOTH:
-        expected = call(*case.arrays, **case.options, tree_mask=jnp.broadcast_to(mask, (3, *mask.shape)))
-        assert (np.isfinite(expected[1][0]).all(axis=-1) == [False, True, True]).all()
-        q, masks = jnp.asarray(packed(case.q, counts)), jnp.concatenate([mask, mask, mask[:2]])
-        got = call(q, *case.arrays[1:], **case.options, query_starts=starts, tree_mask=masks)
-        for x, y in zip(got, expected, strict=True):
-            np.testing.assert_allclose(x, packed(y, counts), atol=3e-6)
-
-
 def test_bits_that_are_no_tree():
     """A query sees the tokens whose bits are set, whatever these see: the last query of each sequence sees token 2, and
     not all that token 2 sees."""
@@ -118,54 +101,13 @@ def test_bits_that_are_no_tree():
         alone = case.q[seq, query][None], *pools, np.arange(len(ordinals))[None], np.asarray([len(ordinals)])
         out, lse = oracle(Case(*alone, options={}))
         expected[seq, query], expected_lse[seq, query] = out[0], lse[0]
-    starts = jnp.asarray([0, 4, 8], jnp.int32)
     by_position = []  # with a window and ALiBi
     for call in BOTH:
         out, lse = call(*case.arrays, tree_mask=jnp.asarray(bits))
         np.testing.assert_allclose(out, expected, atol=3e-6)
         np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
-        mask = jnp.asarray(bits.reshape(8, 1))
-        out, _ = call(case.q.reshape(8, 6, 64), *case.arrays[1:], query_starts=starts, tree_mask=mask)
-        np.testing.assert_allclose(out, expected.reshape(8, 6, 64), atol=3e-6)
         by_position.append(call(*case.arrays, **OPTIONS["all"], tree_mask=jnp.asarray(bits))[0])
     np.testing.assert_allclose(*by_position, atol=3e-6)
-
-
-@pytest.mark.parametrize("words", [1, 2])
-def test_a_packed_tree_with_as_many_tokens_as_bits(words):
-    count = 32 * words
-    case = make_case(lengths=(70,), q_len=count)
-    parents = np.random.default_rng(0).integers(-1, np.arange(count))
-    mask, starts = tree_mask(jnp.asarray(parents, jnp.int32)), jnp.asarray([0, count], jnp.int32)
-    expected, _ = BOTH[0](*case.arrays, tree_mask=mask[None])
-    assert np.abs(np.asarray(expected) - oracle(case)[0]).max() > 0.1
-    for call in BOTH:
-        out, _ = call(case.q[0], *case.arrays[1:], query_starts=starts, tree_mask=mask)
-        np.testing.assert_allclose(out, expected[0], atol=3e-6)
-
-
-def test_packed_trees_of_any_size_beside_a_prompt():
-    """Trees over several words and runs of "xla", a single token, and more tokens than bits, which are no tree."""
-    counts, lengths, q_len = (7, 0, 40, 1, 70), (23, 5, 60, 30, 80), 70
-    rng = np.random.default_rng(0)
-    case = make_case(lengths=lengths, q_len=q_len, options=OPTIONS["all"])
-    chain = np.arange(q_len) - 1
-    padded, masks = np.tile(chain, (5, 1)), np.full((sum(counts) + 3, 2), 0x5A5A5A5A, np.uint32)
-    starts = np.cumsum([0, *counts])
-    for row, start, count in zip(padded, starts, counts, strict=False):
-        if 1 < count <= 64:
-            parents = rng.integers(-1, np.arange(count))
-            words = np.asarray(tree_mask(jnp.asarray(parents, jnp.int32)))
-            masks[start : start + count, : words.shape[1]] = words
-            row[q_len - count :] = q_len - count + parents  # a root follows the last token of the history
-    expected, _ = BOTH[0](*case.arrays, **case.options, tree_mask=tree_mask(jnp.asarray(padded, jnp.int32)))
-    assert np.abs(np.asarray(expected - oracle(case)[0])).max() > 0.1
-    q = jnp.asarray(np.pad(packed(case.q, counts), ((0, 3), (0, 0), (0, 0))))
-    how = dict(query_starts=jnp.asarray(starts, jnp.int32), tree_mask=jnp.asarray(masks))
-    for call in BOTH:
-        out, _ = call(q, *case.arrays[1:], **case.options, **how)
-        np.testing.assert_allclose(out[:-3], packed(expected, counts), atol=3e-6)
-        assert not np.asarray(out[-3:]).any()
 
 
 def test_a_mask_from_parents():
@@ -193,17 +135,17 @@ MASK = jnp.zeros((4, NODES, 1), jnp.uint32)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(tree_mask=MASK.astype(jnp.int32)), r"uint32 \[seqs, q_len, words\] with \[4, 7\].*got int32 \[4, 7, 1\]"),
+        (dict(tree_mask=MASK.astype(jnp.int32)), r"uint32 \[seqs, q_len, words\].*got int32 \[4, 7, 1\]"),
         (dict(tree_mask=MASK[..., 0]), r"uint32 \[seqs, q_len, words\].*got uint32 \[4, 7\]"),
-        (dict(tree_mask=MASK[:, :5]), r"with \[4, 7\] as in q; got uint32 \[4, 5, 1\]. jaxpaged.tree_mask\(parents\)"),
-        (dict(q=jnp.zeros((4, 6, 64)), tree_mask=MASK[:, 0]), r"goes with q \[seqs, q_len, heads, head_dim\]"),
+        (dict(tree_mask=MASK[:, :5]), r"got uint32 \[4, 5, 1\], .* jaxpaged.tree_mask\(parents\)"),
+        (dict(q=jnp.zeros((4, 6, 64)), tree_mask=MASK[:, 0]), r"for q \[seqs, q_len, heads, head_dim\]"),
         (
             dict(q=jnp.zeros((4, 33, 6, 64)), tree_mask=jnp.zeros((4, 33, 1), jnp.uint32)),
             r"a bit for each of the q_len",
         ),
         (
             dict(q=jnp.zeros((9, 6, 64)), query_starts=jnp.arange(5), tree_mask=MASK),
-            r"uint32 \[tokens, words\] with \[9\] as in q; got uint32 \[4, 7, 1\]",
+            r"without query_starts, .*; got uint32 \[4, 7, 1\], q.shape=\(9, 6, 64\)",
         ),
     ],
 )
@@ -217,28 +159,21 @@ def test_errors(function, changes, message):
 
 @pytest.mark.parametrize("gpu", ["H100", "A100"])
 def test_which_kernel_takes_a_tree(gpu):
-    """The decode kernel, up to 64 rows, with and without partitions; larger trees and packed ones go to XLA."""
+    """The decode kernel, up to 64 rows, with and without partitions. XLA computes larger ones."""
     q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
     mask = jnp.ones((4, 22, 1), jnp.uint32)
     plan = plan_partitions(arrays[-1], num_kv_heads=2, q_len=21)
-    packed = dict(query_starts=jnp.arange(5) * 2, tree_mask=mask.reshape(88, 1)[:8])
 
-    def kernel(q, **options):
-        return explain(q, *arrays, **options, gpu=gpu, implementation="mosaic_gpu").kernel
+    def explained(q, **options):
+        return explain(q, *arrays, **options, gpu=gpu, tree_mask=mask[:, : q.shape[1]])
 
+    by_name = dict(implementation="mosaic_gpu")
     for options in ({}, dict(plan=plan), dict(num_partitions=2)):
-        assert kernel(q[:, :21], tree_mask=mask[:, :21], **options) == "paged_decode"  # 63 rows
-    for tree in (dict(q=q, tree_mask=mask), dict(q=q.reshape(88, 6, 64)[:8], **packed)):
-        with pytest.raises(NotImplementedError, match=r"a tree_mask without query_starts, and of up to 64 rows"):
-            kernel(**tree)
-    assert kernel(jnp.zeros((4, 16, 8, 64), jnp.bfloat16), tree_mask=mask[:, :16]) == "paged_decode"  # 64 rows
-
-
-def test_a_tree_that_no_kernel_takes_goes_to_xla():
-    q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
-    told = explain(q, *arrays, tree_mask=jnp.ones((4, 22, 1), jnp.uint32), gpu="H100")
-    assert told.implementation == "xla"
-    assert "a tree_mask without query_starts, and of up to 64 rows" in told.reason
+        assert explained(q[:, :21], **options, **by_name).kernel == "paged_decode"  # 63 rows
+    assert explained(jnp.zeros((4, 16, 8, 64), jnp.bfloat16), **by_name).kernel == "paged_decode"  # 64 rows
+    with pytest.raises(NotImplementedError, match="a tree_mask of up to 64 rows"):
+        explained(q, **by_name)
+    assert "a tree_mask of up to 64 rows" in explained(q).reason
 
 
 def test_what_the_kernels_do_not_take():

@@ -226,6 +226,47 @@ MUTANTS = (
         "jnp.tri(len(ranks), k=-1, dtype=jnp.bool_), counts",
         MIXTURE,
     ),
+    Mutant(
+        "scheduler: a draft beyond the limit",
+        PLANNING,
+        "(turn <= room[:, None])",
+        "(turn <= room[:, None] + 1)",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: drafts behind a gap", PLANNING, "(jnp.cumsum(drafts < 0, axis=1) == 0)", "(drafts >= 0)", MIXTURE
+    ),
+    Mutant("scheduler: drafts without rows", PLANNING, "(order <= num_rows)", "(order <= num_rows + 1)", MIXTURE),
+    Mutant(
+        "scheduler: drafts seat by seat",
+        PLANNING,
+        "jnp.cumsum(is_wanted.T.reshape(-1), dtype=jnp.int32).reshape(is_wanted.shape[::-1]).T",
+        "jnp.cumsum(is_wanted.reshape(-1), dtype=jnp.int32).reshape(is_wanted.shape)",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: drafts take the blocks of others",
+        PLANNING,
+        "jnp.where(fits, num_drafts, ",
+        "jnp.where(True, num_drafts, ",
+        MIXTURE,
+    ),
+    Mutant("scheduler: accepts any draft", PROGRESS, "(tokens[:, :-1] == drafts) & ", "", MIXTURE),
+    Mutant("scheduler: goes on behind a stop", PROGRESS, " & ~is_stop[:, :-1]", "", MIXTURE),
+    Mutant(
+        "scheduler: accepts what was not drafted",
+        PROGRESS,
+        "(num_known + step.num_drafts)[:, None]",
+        "(num_known + most)[:, None]",
+        MIXTURE,
+    ),
+    Mutant(
+        "scheduler: rejected drafts stay",
+        PROGRESS,
+        "jnp.where(is_sampled, num_known - 1, allocator.lengths)",
+        "allocator.lengths",
+        MIXTURE,
+    ),
     Mutant("scheduler: grants blocks by seat", PLANNING, ", order=ranks)", ")", MIXTURE),
     Mutant(
         "scheduler: preempts the first in rank",

@@ -192,6 +192,17 @@ class AllocatorState:
         pool = self.pool.let_go(ids, columns < passed.reshape(-1, 1))
         return dataclasses.replace(self, pool=pool, num_passed=passed)
 
+    def let_go_behind(self, lengths: jax.Array, most: int) -> Self:
+        """Sequences shortened to `lengths`, by at most `most` tokens that only they have."""
+        ends = self.per_row(self.num_blocks_for(lengths))[:, None]
+        rank = jnp.arange(-(-most // self.block_size), dtype=jnp.int32)[None]
+        is_behind = ends + rank < self.per_row(self.num_blocks_for(self.lengths))[:, None]
+        rows = jnp.arange(len(ends), dtype=jnp.int32)[:, None]
+        pool = self.pool.let_go(self.rows.at[rows, ends + rank].get(mode="clip"), is_behind)
+        entries = jnp.where(is_behind, ends + rank, self.rows.shape[1] + rank)
+        tables = self.rows.at[rows, entries].set(0, mode="drop", unique_indices=True)
+        return self.with_rows(tables, lengths, pool)
+
     def with_rows(
         self, rows: jax.Array, lengths: jax.Array, pool: BlockPool, num_passed: jax.Array | None = None
     ) -> Self:

@@ -12,7 +12,7 @@ from jaxpaged._scheduler.state import SchedulerState
 
 
 def plan[S: SchedulerState](
-    scheduler: S, allocator: BlockAllocator, width: int, *, is_mixed: bool
+    scheduler: S, allocator: BlockAllocator, width: int, *, is_mixed: bool, drafts: jax.Array | None = None
 ) -> tuple[S, BlockAllocator, Step]:
     """The step after an admission. `is_mixed`: whether a seat may get several tokens."""
     is_open = ~scheduler.is_outbox_full
@@ -24,8 +24,14 @@ def plan[S: SchedulerState](
         allocator.num_passed is not None
     ):  # the pool may be too small for a chunk of the first, but for a token it is not
         given = jnp.where(ranks == ranks.min(), jnp.minimum(given, num_fitting(allocator)), given)
+    is_sampled = (given > 0) & (given == needed)
+    num_drafts = jnp.zeros_like(given)
+    if drafts is not None:
+        num_drafts = granted_drafts(scheduler, allocator, drafts, given, is_sampled, width - given.sum(dtype=jnp.int32))
+        scheduler = with_drafts(scheduler, drafts, num_drafts)
+    given += num_drafts
     allocator, _, ok = allocator.append(given, q_len=width if is_mixed else 1, order=ranks)
-    given = jnp.where(ok, given, 0)
+    given, num_drafts, is_sampled = jnp.where(ok, given, 0), jnp.where(ok, num_drafts, 0), ok & is_sampled
     was_refused = jnp.where(is_open, ~ok.all(), scheduler.was_refused)
     scheduler = dataclasses.replace(
         with_due(scheduler, scheduler.was_refused & ~was_refused),
@@ -33,10 +39,9 @@ def plan[S: SchedulerState](
         num_computed=scheduler.num_computed + given.sum(dtype=jnp.int32),
     )
     is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
-    is_sampled = (given > 0) & (given == needed)
     # If there is one row for each seat, each has its own: attention needs neither packed queries nor other tables.
     taken = given if is_mixed or width < scheduler.num_seats else jnp.ones_like(given)
-    return scheduler, allocator, pack(scheduler, allocator, given, taken, is_sampled, is_victim, width)
+    return scheduler, allocator, pack(scheduler, allocator, given, taken, num_drafts, is_sampled, is_victim, width)
 
 
 def per_seat(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
@@ -155,6 +160,42 @@ def share(needed: jax.Array, ranks: jax.Array, width: int, *, is_mixed: bool) ->
     return one + jnp.clip(width - one.sum(dtype=jnp.int32) - before(more), 0, more)
 
 
+def granted_drafts(
+    scheduler: SchedulerState,
+    allocator: BlockAllocator,
+    drafts: jax.Array,  # int32 [seats, drafts]
+    given: jax.Array,  # int32 [seats], known tokens
+    is_sampled: jax.Array,
+    num_rows: jax.Array,  # that are left
+) -> jax.Array:
+    """Drafts of each seat, int32 `[seats]`: the first of all seats, then the second, while there are rows.
+
+    They take free blocks if these suffice for all of them, else only the slots behind the known tokens.
+    """
+    turn = jnp.arange(1, drafts.shape[1] + 1, dtype=jnp.int32)[None]
+    # The token sampled behind the last draft is within the limit.
+    room = per_seat(scheduler, scheduler.limits) - per_seat(scheduler, scheduler.num_known) - 1
+    is_wanted = is_sampled[:, None] & (turn <= room[:, None]) & (jnp.cumsum(drafts < 0, axis=1) == 0)
+    order = jnp.cumsum(is_wanted.T.reshape(-1), dtype=jnp.int32).reshape(is_wanted.shape[::-1]).T
+    num_drafts = (is_wanted & (order <= num_rows)).sum(axis=1, dtype=jnp.int32)
+
+    known = allocator.lengths + given
+    held, needed, in_all = (allocator.num_blocks_for(n) for n in (allocator.lengths, known, known + num_drafts))
+    fits = allocator.num_groups * (in_all - held).sum(dtype=jnp.int32) <= allocator.num_free
+    return jnp.where(fits, num_drafts, jnp.minimum(num_drafts, needed * allocator.block_size - known))
+
+
+def with_drafts[S: SchedulerState](scheduler: S, drafts: jax.Array, num_drafts: jax.Array) -> S:
+    """Drafts stand behind the known tokens, where `pack` and `commit` find them."""
+    ordinals = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
+    columns = per_seat(scheduler, scheduler.num_known)[:, None] + ordinals
+    is_draft = ordinals < num_drafts[:, None]
+    dropped = scheduler.max_requests + jnp.arange(scheduler.num_seats, dtype=jnp.int32)
+    rows = jnp.where(is_draft, scheduler.seated[:, None], dropped[:, None])
+    tokens = scheduler.tokens.at[rows, columns].set(drafts, mode="drop", unique_indices=True)
+    return dataclasses.replace(scheduler, tokens=tokens)
+
+
 def last_in_rank(is_seated: jax.Array, has_blocks: jax.Array, ranks: jax.Array) -> jax.Array:
     """The last in rank of those that have blocks, bool `[seats]`; never the first in rank of the seated."""
     is_candidate = is_seated & has_blocks & (ranks != ranks.min())
@@ -166,6 +207,7 @@ def pack(
     allocator: BlockAllocator,
     given: jax.Array,
     taken: jax.Array,  # rows of the step, of each seat
+    num_drafts: jax.Array,
     is_sampled: jax.Array,
     is_victim: jax.Array,
     width: int,
@@ -188,6 +230,7 @@ def pack(
         slots=allocator.slots(seats, positions),
         query_starts=jnp.pad(ends, (1, 0)),
         last=jnp.clip(ends - 1, 0),
+        num_drafts=num_drafts,
         is_sampled=is_sampled,
         is_victim=is_victim,
         request_ids=scheduler.seated,

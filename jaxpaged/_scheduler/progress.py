@@ -14,30 +14,46 @@ from jaxpaged._scheduler.state import SchedulerState
 def commit[S: SchedulerState](
     scheduler: S, allocator: BlockAllocator, step: Step, tokens: jax.Array
 ) -> tuple[S, BlockAllocator]:
-    num_requests = scheduler.max_requests
+    num_requests, most = scheduler.max_requests, scheduler.num_drafts + 1
     dropped = num_requests + jnp.arange(scheduler.num_seats, dtype=jnp.int32)
     is_here = scheduler.seated < num_requests  # not aborted since the plan
     is_sampled = step.is_sampled & is_here
+    tokens = tokens.reshape(scheduler.num_seats, -1)
+    tokens = jnp.pad(tokens, ((0, 0), (0, most - tokens.shape[1])))
+    num_known = planning.per_seat(scheduler, scheduler.num_known)
+    columns = num_known[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
 
-    # 1. What was sampled becomes known.
+    # 1. Which of them count: up to the first that is not its draft, or that ends the request.
+    stop_ids = planning.per_seat(scheduler, scheduler.stop_ids)[:, None]
+    is_stop = ((stop_ids == tokens[..., None]) & (stop_ids >= 0)).any(axis=2)
+    is_new = is_sampled[:, None]
+    if most > 1:
+        drafts = scheduler.tokens.at[scheduler.seated[:, None], columns[:, :-1]].get(mode="fill", fill_value=-1)
+        goes_on = (tokens[:, :-1] == drafts) & ~is_stop[:, :-1]
+        goes_on &= columns[:, :-1] < (num_known + step.num_drafts)[:, None]
+        is_new = jnp.cumprod(jnp.concatenate([is_new, goes_on], axis=1), axis=1, dtype=jnp.int32) > 0
+
+    # 2. They become known.
+    num_known += is_new.sum(axis=1, dtype=jnp.int32)
     growing = jnp.where(is_sampled, scheduler.seated, dropped)
-    num_known = planning.per_seat(scheduler, scheduler.num_known) + is_sampled.astype(jnp.int32)
+    rows = jnp.where(is_new, scheduler.seated[:, None], dropped[:, None])
+    of_each = jnp.where(is_new, scheduler.seated[:, None], num_requests)
     scheduler = dataclasses.replace(
         scheduler,
-        tokens=scheduler.tokens.at[growing, num_known - 1].set(tokens, mode="drop", unique_indices=True),
+        tokens=scheduler.tokens.at[rows, columns].set(tokens, mode="drop", unique_indices=True),
         num_known=scheduler.num_known.at[growing].set(num_known, mode="drop", unique_indices=True),
         outbox_tokens=scheduler.outbox_tokens.at[scheduler.num_steps].set(
-            jnp.where(is_sampled, tokens, -1), mode="drop"
+            jnp.where(is_new, tokens, -1).reshape(-1), mode="drop"
         ),
-        outbox_request_ids=scheduler.outbox_request_ids.at[scheduler.num_steps].set(
-            jnp.where(is_sampled, scheduler.seated, num_requests), mode="drop"
-        ),
+        outbox_request_ids=scheduler.outbox_request_ids.at[scheduler.num_steps].set(of_each.reshape(-1), mode="drop"),
         num_steps=jnp.minimum(scheduler.num_steps + 1, scheduler.outbox_tokens.shape[0]),
     )
+    if most > 1:
+        lengths = jnp.where(is_sampled, num_known - 1, allocator.lengths)
+        allocator = allocator.let_go_behind(lengths, most - 1)
 
-    # 2. Which requests end, and which have to wait again.
-    stop_ids = planning.per_seat(scheduler, scheduler.stop_ids)
-    is_stopped = is_sampled & ((stop_ids == tokens[:, None]) & (stop_ids >= 0)).any(axis=1)
+    # 3. Which requests end, and which have to wait again.
+    is_stopped = (is_new & is_stop).any(axis=1)
     is_exhausted = is_sampled & ~is_stopped & (num_known >= planning.per_seat(scheduler, scheduler.limits))
     is_preempted = step.is_victim & is_here & ~is_stopped & ~is_exhausted
     leaves = is_stopped | is_exhausted | is_preempted

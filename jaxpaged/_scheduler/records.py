@@ -71,6 +71,8 @@ class Step:
             seat has its own, used or not.
         last: int32 `[seats]`, the row of each seat's newest token, whose logits are sampled; any row if the seat
             has none.
+        num_drafts: int32 `[seats]`, drafts of each seat, its last tokens in the step. The row before them and all of
+            theirs are sampled.
         is_sampled: bool `[seats]`, the seats that get a new token: all their known tokens are computed.
         is_victim: bool `[seats]`, the seat that `commit` preempts, if any.
         request_ids: int32 `[seats]`, the request in each seat; `max_requests` if it is free.
@@ -83,6 +85,7 @@ class Step:
     slots: jax.Array
     query_starts: jax.Array
     last: jax.Array
+    num_drafts: jax.Array
     is_sampled: jax.Array
     is_victim: jax.Array
     request_ids: jax.Array
@@ -96,8 +99,9 @@ class Outbox:
     """What happened since the drain before.
 
     Attributes:
-        tokens: int32 `[steps, seats]`, the sampled tokens, one row for each commit; -1: none.
-        request_ids: int32 `[steps, seats]`, the request that each token belongs to; `max_requests`: none.
+        tokens: int32 `[steps, seats]`, the sampled tokens, one row for each commit; -1: none. A scheduler with drafts
+            has `[steps, seats * (num_drafts + 1)]`, a seat's tokens side by side.
+        request_ids: int32, as `tokens`, the request that each token belongs to; `max_requests`: none.
         num_steps: int32 `[]`, the number of commits.
         finished: int32 `[requests]`, a `RequestStatus` for each request that ended, 0 for the others. The ids of ended
             requests are free for other requests.

@@ -43,8 +43,8 @@ class Scheduler(SchedulerState):
         ranks: int32 `[requests]`, each request's index in `order`.
         seated: int32 `[seats]`, the id of the request in each seat; `max_requests` if the seat is free.
         was_refused: bool `[]`, whether the last plan had too few blocks for a seated request.
-        outbox_tokens: int32 `[max_steps, seats]`, what was sampled since the last drain.
-        outbox_request_ids: int32 `[max_steps, seats]`, for which request; `max_requests` if nothing was sampled.
+        outbox_tokens: int32 `[max_steps, seats * (num_drafts + 1)]`, what was sampled since the last drain.
+        outbox_request_ids: int32, as `outbox_tokens`, for which request; `max_requests` if nothing was sampled.
         num_steps: int32 `[]`, commits since the last drain.
         next_arrival: int32 `[]`.
         num_computed: int32 `[]`, tokens planned so far; modulo 2^32, as are the next two.
@@ -65,6 +65,7 @@ class Scheduler(SchedulerState):
         max_length: int,
         max_steps: int = 64,
         num_stop_ids: int = 4,
+        num_drafts: int = 0,
         prefix_cache: PrefixCache | None = None,
     ) -> Scheduler:
         """A scheduler without requests.
@@ -75,12 +76,13 @@ class Scheduler(SchedulerState):
             max_length: the most tokens of a request, prompt and generated ones together.
             max_steps: the most steps between two drains.
             num_stop_ids: the most stop ids of a request.
+            num_drafts: the most drafts of a seat in a step: tokens that are computed before they are known.
             prefix_cache: an empty one of the allocator's sizes. Requests then begin with blocks in which others
                 computed the same tokens, and only `change_seats` gives out seats. None: each request computes its own.
 
         Raises:
-            ValueError: a size that is no int or below 1 (`num_stop_ids`: below 0), or `max_length` smaller than a block
-                of the prefix cache.
+            ValueError: a size that is no int or below 1 (`num_stop_ids`, `num_drafts`: below 0), or `max_length`
+                smaller than a block of the prefix cache.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxpaged
@@ -105,7 +107,10 @@ class Scheduler(SchedulerState):
         """
         max_requests, num_seats = checked_size("max_requests", max_requests), checked_size("num_seats", num_seats)
         max_length, max_steps = checked_size("max_length", max_length), checked_size("max_steps", max_steps)
-        num_stop_ids = checked_size("num_stop_ids", num_stop_ids, 0)
+        num_stop_ids, num_drafts = (
+            checked_size("num_stop_ids", num_stop_ids, 0),
+            checked_size("num_drafts", num_drafts, 0),
+        )
 
         # One array each: two leaves that are one buffer cannot both be donated.
         def full(*shape: int, value: int = 0) -> jax.Array:
@@ -142,8 +147,8 @@ class Scheduler(SchedulerState):
             ranks=jnp.arange(max_requests, dtype=jnp.int32),
             seated=full(num_seats, value=max_requests),
             was_refused=jnp.zeros((), jnp.bool_),
-            outbox_tokens=full(max_steps, num_seats, value=-1),
-            outbox_request_ids=full(max_steps, num_seats, value=max_requests),
+            outbox_tokens=full(max_steps, num_seats * (num_drafts + 1), value=-1),
+            outbox_request_ids=full(max_steps, num_seats * (num_drafts + 1), value=max_requests),
             num_steps=full(),
             next_arrival=full(),
             num_computed=full(),
@@ -230,7 +235,12 @@ class Scheduler(SchedulerState):
         return progress.abort(self, allocator, marked)
 
     def plan(
-        self, allocator: BlockAllocator, *, chunk_tokens: int = 0, width: int | None = None
+        self,
+        allocator: BlockAllocator,
+        *,
+        chunk_tokens: int = 0,
+        width: int | None = None,
+        drafts: ArrayLike | None = None,
     ) -> tuple[Scheduler, BlockAllocator, Step]:
         """Decides what the next step computes, and makes room for it.
 
@@ -241,6 +251,8 @@ class Scheduler(SchedulerState):
            have more, in order of rank.
         3. Blocks are granted in order of rank. A seat that finds too few gets nothing in this step. The request last in
            rank that holds blocks, but never the first in rank, is then the victim: `commit` preempts it.
+        4. Rows that are left go to the drafts of seats whose known tokens are all computed: to the first of each seat,
+           then to the second, and so on. They never cost another request its blocks.
 
         Call `commit` after each plan: planned tokens count as computed. When the outbox is full, steps are empty until
         you `drain`.
@@ -252,6 +264,8 @@ class Scheduler(SchedulerState):
             width: fewer rows than that (static), for steps in which few seats are taken or few prompt tokens
                 wait. Tokens are packed in seat order. If seats outnumber the rows, the first in rank that need a
                 token get one.
+            drafts: int32 `[seats, num_drafts]`, guesses of the tokens that follow each seat's known ones; the first -1
+                ends them. None: no drafts. A step with drafts has `chunk_tokens`.
 
         Returns:
             scheduler, allocator: the new ones, for the `commit` of this step.
@@ -259,21 +273,34 @@ class Scheduler(SchedulerState):
 
         Raises:
             ValueError: `chunk_tokens` is no int or negative, `width` is no int below `num_seats + chunk_tokens`,
-                or an allocator with another number of rows.
+                `drafts` of another shape or dtype or without `chunk_tokens`, or an allocator with another number of
+                rows.
 
         Example: see `create`.
         """
         self._check(allocator)
+        if drafts is not None:
+            drafts, shape = as_int32(drafts), (self.num_seats, self.num_drafts)
+            if drafts.shape != shape or drafts.dtype != jnp.int32 or self.num_drafts == 0:
+                raise ValueError(
+                    f"drafts must be int32 {list(shape)}, num_drafts for each seat, at least 1; got {drafts.dtype} "
+                    f"{list(drafts.shape)}. Create the scheduler with num_drafts."
+                )
+            if chunk_tokens == 0:
+                raise ValueError("a step with drafts is a step with chunks; pass chunk_tokens of at least 1.")
         most = self.num_seats + checked_size("chunk_tokens", chunk_tokens, 0)
         if width is None:
             width = most
         elif checked_size("width", width) >= most:
             raise ValueError(f"width is for steps of fewer rows than num_seats + chunk_tokens, {most}; got {width=}.")
         admitted = planning.admit_waiting(self, allocator)
-        return planning.plan(admitted, allocator, width, is_mixed=chunk_tokens > 0)
+        return planning.plan(admitted, allocator, width, is_mixed=chunk_tokens > 0, drafts=drafts)
 
     def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
         """Takes the tokens sampled in a step: requests grow by a token, end, or are preempted.
+
+        A request with drafts grows by the tokens that equal its drafts, up to the first that does not or that ends it,
+        and by that one. The room of the other drafts is given back, and what was written there is written again.
 
         A request ends with the first of its stop ids, which stays its last token, or once it has all its new tokens;
         its blocks are then free. A preempted request waits again and keeps its rank and its tokens. Requests aborted
@@ -282,17 +309,19 @@ class Scheduler(SchedulerState):
         Args:
             allocator: as `plan` returned it.
             step: what `plan` returned.
-            tokens: int32 `[seats]`; read where `step.is_sampled`.
+            tokens: int32 `[seats]`; read where `step.is_sampled`. With drafts int32 `[seats, num_drafts + 1]`: what was
+                sampled at a seat's last known token and then at each of its drafts.
 
         Raises:
-            ValueError: `tokens` is not int32 `[seats]`, or an allocator with another number of rows.
+            ValueError: `tokens` is of another shape or dtype, or an allocator with another number of rows.
 
         Example: see `create`.
         """
         self._check(allocator)
-        sampled = as_int32(tokens)
-        if sampled.shape != self.seated.shape or sampled.dtype != jnp.int32:
-            raise ValueError(f"tokens must be int32 [{self.num_seats}]; got {sampled.dtype} {list(sampled.shape)}.")
+        sampled, shape = as_int32(tokens), (self.num_seats, self.num_drafts + 1)
+        if sampled.shape not in (shape[:1], shape) or sampled.dtype != jnp.int32:
+            wanted = f"[{self.num_seats}]" + (f" or {list(shape)}" if self.num_drafts else "")
+            raise ValueError(f"tokens must be int32 {wanted}; got {sampled.dtype} {list(sampled.shape)}.")
         return progress.commit(self, allocator, step, sampled)
 
     def change_seats(self, allocator: BlockAllocator) -> tuple[Scheduler, BlockAllocator]:

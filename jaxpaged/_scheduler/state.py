@@ -70,6 +70,11 @@ class SchedulerState:
         return self.seated.shape[-1]
 
     @property
+    def num_drafts(self) -> int:
+        """The most drafts of a seat in a step."""
+        return self.outbox_tokens.shape[-1] // self.num_seats - 1
+
+    @property
     def is_live(self) -> jax.Array:
         """Requests that wait or run, bool `[requests]`."""
         return (self.statuses == RequestStatus.WAITING) | (self.statuses == RequestStatus.RUNNING)

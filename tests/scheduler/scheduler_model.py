@@ -29,6 +29,7 @@ class Planned:
     tokens: list[list[int]]  # of each seat
     positions: list[list[int]]
     slots: list[list[int]]
+    drafts: list[list[int]]  # the last of them
     sampled: list[int]  # seats
     victim: int | None
 
@@ -42,8 +43,8 @@ class SchedulerModel:
         self.seats: list[int | None] = [None] * num_seats
         self.was_refused = False
         self.next_arrival = 0
-        self.steps: list[dict[int, int]] = []  # request -> token
-        self.num_computed = self.num_recomputed = self.num_preempted = 0
+        self.steps: list[dict[int, list[int]]] = []  # request -> tokens
+        self.num_computed = self.num_recomputed = self.num_preempted = self.num_accepted = 0
         self.first: int | None = None  # in rank of the seated, since so many steps, and refused so often in a row
         self.steps_as_first = self.refused_in_a_row = self.bound = 0
 
@@ -107,7 +108,7 @@ class SchedulerModel:
         self.pool.free_rows([seat in seats for seat in range(len(self.seats))])
         self.seats = [None if seat in seats else i for seat, i in enumerate(self.seats)]
 
-    def drain(self) -> tuple[list[dict[int, int]], dict[int, RequestStatus]]:
+    def drain(self) -> tuple[list[dict[int, list[int]]], dict[int, RequestStatus]]:
         finished = {i: self.requests.pop(i).status for i in self.finished()}
         steps, self.steps = self.steps, []
         return steps, finished
@@ -144,8 +145,46 @@ class SchedulerModel:
             self.seats[self.seats.index(None)] = i
             request.status = RequestStatus.RUNNING
 
-    def plan(self, chunk_tokens: int, step_width: int | None = None) -> Planned:
-        planned = Planned([[] for _ in self.seats], [[] for _ in self.seats], [[] for _ in self.seats], [], None)
+    def grant_drafts(
+        self, guesses: list[list[int]], given: dict[int, int], num_rows: int
+    ) -> tuple[list[list[int]], dict[int, int]]:
+        """The drafts of each seat, and the tokens of each with them."""
+        drafts: list[list[int]] = [[] for _ in self.seats]
+        for turn, seat in self.turns(guesses):
+            is_next = (
+                given.get(seat, 0) > 0 and self.needed(seat) == given[seat] and -1 not in guesses[seat][: turn + 1]
+            )
+            if num_rows and is_next and self.may_follow(self.requests[self.seats[seat]], turn + 1):
+                drafts[seat].append(guesses[seat][turn])
+                num_rows -= 1
+        lengths = self.pool.lengths
+        blocks = [
+            self.pool.num_blocks_for(lengths[s] + given.get(s, 0) + len(of_seat)) - len(self.pool.blocks[s])
+            for s, of_seat in enumerate(drafts)
+        ]
+        if self.takes_too_many(sum(blocks)):
+            for s, of_seat in enumerate(drafts):
+                known = lengths[s] + given.get(s, 0)
+                drafts[s] = of_seat[: self.pool.num_blocks_for(known) * self.pool.block_size - known]
+        return drafts, {seat: given[seat] + len(drafts[seat]) for seat in given}
+
+    def turns(self, guesses: list[list[int]]) -> list[tuple[int, int]]:
+        return [(turn, seat) for turn in range(len(guesses[0])) for seat in range(len(guesses))]
+
+    def may_follow(self, request: Request, turn: int) -> bool:
+        return len(request.tokens) + turn < request.limit
+
+    def takes_too_many(self, num_blocks: int) -> bool:
+        return num_blocks > len(self.pool.free)
+
+    def accepts(self, draft: int, token: int, request: Request) -> bool:
+        return draft == token and request.is_live
+
+    def num_kept(self, request: Request) -> int:
+        return len(request.tokens) - 1
+
+    def plan(self, chunk_tokens: int, step_width: int | None = None, guesses: list[list[int]] | None = None) -> Planned:
+        planned = Planned(*([[] for _ in self.seats] for _ in range(4)), [], None)
         if len(self.steps) == self.max_steps:
             return planned
         self.admit()
@@ -159,6 +198,10 @@ class SchedulerModel:
             given[seat] += more
             left -= more
 
+        sampled = [seat for seat in order if self.needed(seat) == given[seat] > 0]
+        if guesses is not None:
+            planned.drafts, given = self.grant_drafts(guesses, given, most - sum(given.values()))
+
         lengths, order = self.pool.lengths, self.to_grant()
         blocks = [self.pool.num_blocks_for(lengths[s] + given[s]) - len(self.pool.blocks[s]) for s in order]
         oks = self.pool.grant(blocks)
@@ -166,8 +209,8 @@ class SchedulerModel:
         self.watch_progress(given, dict(zip(order, oks, strict=True)), chunk_tokens, step_width)
         for seat, need, ok in zip(order, blocks, oks, strict=True):
             if ok:
-                known = self.requests[self.seats[seat]].tokens
-                if self.needed(seat) == given[seat] > 0:
+                known = self.requests[self.seats[seat]].tokens + planned.drafts[seat]
+                if seat in sampled:
                     planned.sampled.append(seat)
                 self.pool.blocks[seat] += [self.pool.take() for _ in range(need)]
                 planned.positions[seat] = list(range(lengths[seat], lengths[seat] + given[seat]))
@@ -175,6 +218,8 @@ class SchedulerModel:
                 self.pool.tokens[seat] = self.pool.tokens[seat] + planned.tokens[seat]
                 planned.slots[seat] = [self.pool.slot(seat, position) for position in planned.positions[seat]]
                 self.num_computed += given[seat]
+            else:
+                planned.drafts[seat] = []
         first, *others = self.seated() or [None]
         holders = [seat for seat in others if self.pool.blocks[seat]]
         assert holders or dict(zip(order, oks, strict=True)).get(first, True)  # else nothing could free blocks for it
@@ -203,19 +248,32 @@ class SchedulerModel:
         assert given[first] >= min(self.needed(first), 1 + (chunk_tokens if step_width is None else 0))
         assert all(given[seat] >= 1 for seat in order[:step_width])  # nobody who has a seat is starved
 
-    def commit(self, planned: Planned, sampled: list[int], request_ids: list[int | None]) -> None:
+    def commit(self, planned: Planned, sampled: list[list[int]], request_ids: list[int | None]) -> None:
         """`request_ids`: who had the seats when it was planned."""
         here = [i is not None and i == self.seats[seat] for seat, i in enumerate(request_ids)]
-        step, leaving = {}, []
+        step: dict[int, list[int]] = {}
+        leaving = []
+        behind: list[list[int]] = [[] for _ in self.seats]
         sampled_seats = [seat for seat in planned.sampled if here[seat]]
         for seat in sampled_seats:
-            i, token = self.seats[seat], sampled[seat]
+            i = self.seats[seat]
             request = self.requests[i]
-            request.tokens.append(token)
-            step[i] = token
-            request.status = self.ends(request)
+            step[i] = []
+            for turn, token in enumerate(sampled[seat][: len(planned.drafts[seat]) + 1]):
+                if turn and not self.accepts(planned.drafts[seat][turn - 1], sampled[seat][turn - 1], request):
+                    break
+                request.tokens.append(token)
+                step[i].append(token)
+                request.status = self.ends(request)
+            self.num_accepted += len(step[i]) - 1
+            if planned.drafts[seat]:
+                self.pool.tokens[seat] = request.tokens[: self.num_kept(request)]
+                num_held = self.pool.num_blocks_for(self.pool.lengths[seat])
+                behind[seat] = self.pool.blocks[seat][num_held:]
+                self.pool.blocks[seat] = self.pool.blocks[seat][:num_held]
             if not request.is_live:
                 leaving.append(seat)
+        self.pool.let_go(behind)
         victim = planned.victim
         if victim is not None and here[victim] and victim not in leaving:
             self.num_preempted += 1
@@ -249,7 +307,7 @@ class PrefixSchedulerModel(SchedulerModel):
         self.is_due = True
         super().abort(marked)
 
-    def drain(self) -> tuple[list[dict[int, int]], dict[int, RequestStatus]]:
+    def drain(self) -> tuple[list[dict[int, list[int]]], dict[int, RequestStatus]]:
         self.is_due = True
         return super().drain()
 

@@ -31,9 +31,9 @@ ROWS, WIDTH, NUM_STOP_IDS = 3, 9, 2  # of a batch of submissions
 CHUNK = 1  # tokens beside one a seat: few, so that they are scarce
 # Kinds of steps: tokens of prompts, and rows if they are fewer than those tokens and one for each seat.
 KINDS = SINGLE, MIXED, NARROW, NARROW_MIXED = (0, None), (CHUNK, None), (0, 1), (CHUNK, 3)
-# (requests, seats, tokens, steps), (blocks, block size, seats, blocks of a sequence). Each compiles: the second is for
-# the long profile.
-SHAPES = (((7, 4, 14, 6), (10, 2, 4, 6)), ((3, 2, 12, 3), (5, 4, 2, 3)))
+# (requests, seats, tokens, steps), (blocks, block size, seats, blocks of a sequence), drafts. Each compiles: the second
+# is for the long profile.
+SHAPES = (((7, 4, 14, 6), (10, 2, 4, 6), 3), ((3, 2, 12, 3), (5, 4, 2, 3), 0))
 
 
 def submit(scheduler, allocator, *args):
@@ -42,9 +42,10 @@ def submit(scheduler, allocator, *args):
     return scheduler, allocator, *results
 
 
-def plan(scheduler, allocator, kind):
+def plan(scheduler, allocator, drafts, kind):
     chunk_tokens, width = kind
-    return scheduler.plan(allocator, chunk_tokens=chunk_tokens, width=width)
+    drafts = drafts if chunk_tokens and scheduler.num_drafts else None
+    return scheduler.plan(allocator, chunk_tokens=chunk_tokens, width=width, drafts=drafts)
 
 
 def drain(scheduler, allocator):
@@ -66,13 +67,14 @@ OPERATIONS = {
 
 
 def create(shape, has_cache=False):
-    (requests, seats, tokens, steps), (num_blocks, block_size, num_seqs, max_blocks) = shape
+    (requests, seats, tokens, steps), (num_blocks, block_size, num_seqs, max_blocks), num_drafts = shape
     scheduler = Scheduler.create(
         max_requests=requests,
         num_seats=seats,
         max_length=tokens,
         max_steps=steps,
         num_stop_ids=NUM_STOP_IDS,
+        num_drafts=num_drafts,
         prefix_cache=PrefixCache.create(num_blocks=num_blocks, block_size=block_size) if has_cache else None,
     )
     allocator = BlockAllocator.create(
@@ -85,7 +87,7 @@ class Twins:
     """The scheduler and its model, side by side."""
 
     def __init__(self, shape, model=SchedulerModel):
-        sizes, pool = shape
+        sizes, pool, self.num_drafts = shape
         self.scheduler, self.allocator = create(shape, model.has_cache)
         self.model = model(*sizes, Model(*pool))
         # For the cache few different tokens, so that requests begin alike.
@@ -134,15 +136,21 @@ class Twins:
             self.change_seats()
 
     def step(self, rng, kind, aborting=False, draining=False):
-        planned = self.model.plan(*kind)
-        (step,) = self.run("plan", kind=kind)
+        drafts = rng.integers(0, self.vocabulary, (len(self.model.seats), self.num_drafts), np.int32)
+        drafts[rng.random(drafts.shape) < 0.1] = -1
+        if rng.random() < 0.5:
+            drafts[:] = -1
+        planned = self.model.plan(*kind, drafts.tolist() if kind[0] and self.num_drafts else None)
+        (step,) = self.run("plan", drafts, kind=kind)
         self.check_step(step, planned, kind)
         request_ids = list(self.model.seats)
         if aborting:
             self.abort(rng, is_planned=True)
-        sampled = rng.integers(0, self.vocabulary, len(request_ids), np.int32)
+        sampled = rng.integers(0, self.vocabulary, (len(request_ids), self.num_drafts + 1), np.int32)
+        is_accepted = (drafts >= 0) & (rng.random(drafts.shape) < 0.6)
+        sampled[:, :-1] = np.where(is_accepted, drafts, sampled[:, :-1])
         self.model.commit(planned, sampled.tolist(), request_ids)
-        self.run("commit", step, sampled)
+        self.run("commit", step, sampled if kind[0] else sampled[:, 0])
         if draining:  # before those who left have left their rows
             self.drain()
         self.change_seats()
@@ -152,6 +160,7 @@ class Twins:
         taken = np.diff(step.query_starts)
         assert len(step.tokens) == (kind[1] or seats + kind[0])
         assert step.is_sampled.nonzero()[0].tolist() == sorted(planned.sampled)
+        assert step.num_drafts.tolist() == [len(drafts) for drafts in planned.drafts]
         assert step.is_victim.nonzero()[0].tolist() == [planned.victim] * (planned.victim is not None)
         used = np.zeros(len(step.tokens), bool)
         for seat, tokens in enumerate(planned.tokens):
@@ -175,7 +184,8 @@ class Twins:
         for tokens, ids, expected in zip(outbox.tokens, outbox.request_ids, steps, strict=False):
             is_sampled = ids < self.model.max_requests
             assert (tokens[~is_sampled] == -1).all()
-            assert dict(zip(ids[is_sampled].tolist(), tokens[is_sampled].tolist(), strict=True)) == expected
+            of_each = {i: tokens[ids == i].tolist() for i in ids[is_sampled].tolist()}
+            assert of_each == expected
         assert {int(i): outbox.finished[i] for i in outbox.finished.nonzero()[0]} == finished
         self.change_seats()
 
@@ -274,11 +284,12 @@ def test_the_first_in_rank_is_never_a_victim():
     # It meets too few blocks only where others take some meanwhile, which nobody may do. It waits then.
     scheduler, allocator = create(SHAPES[0])
     prompts, nothing = np.ones((ROWS, WIDTH), np.int32), np.full((ROWS, NUM_STOP_IDS), -1, np.int32)
+    no_drafts = np.full((4, 3), -1, np.int32)
     args = prompts, np.int32([9, 0, 0]), np.int32([3, 0, 0]), np.zeros(ROWS, np.int32), nothing
     scheduler, allocator, *_ = OPERATIONS["submit"](scheduler, allocator, *args)
     seen = []
     for _ in range(3):
-        scheduler, allocator, step = OPERATIONS["plan"](scheduler, allocator, kind=MIXED)
+        scheduler, allocator, step = OPERATIONS["plan"](scheduler, allocator, no_drafts, kind=MIXED)
         seen.append((int(allocator.lengths[0]), bool(scheduler.was_refused), bool(step.is_victim.any())))
         scheduler, allocator = OPERATIONS["commit"](scheduler, allocator, step, np.zeros(4, np.int32))
         allocator, _, _ = allocator.append(np.int32([0, 12 if len(seen) == 1 else 0, 0, 0]), q_len=12)
@@ -298,7 +309,7 @@ def test_one_among_endless_others_starts_within_a_bound(one, endless):
         while submit(*endless)[1] == Refusal.ACCEPTED:
             pass
         planned = model.plan(512)
-        model.commit(planned, [0] * 8, list(model.seats))
+        model.commit(planned, [[0]] * 8, list(model.seats))
         model.drain()
 
     for _ in range(100):
@@ -329,8 +340,10 @@ def random_steps(model, num_steps):
     return twins.model
 
 
-def test_the_mixture_meets_preemption():
-    assert random_steps(SchedulerModel, 200).num_preempted >= 5
+def test_the_mixture_meets_preemption_and_accepts_drafts():
+    model = random_steps(SchedulerModel, 240)
+    assert model.num_preempted >= 5
+    assert model.num_accepted >= 20
 
 
 def test_the_mixture_meets_preemption_and_finds_prefixes():
@@ -391,6 +404,36 @@ class IgnoresStopIds(SchedulerModel):
 class SamplesOneTokenMore(SchedulerModel):
     def ends(self, request):
         return super().ends(dataclasses.replace(request, limit=request.limit + 1))
+
+
+class DraftsInOrderOfSeats(SchedulerModel):
+    def turns(self, guesses):
+        return sorted(super().turns(guesses), key=lambda pair: pair[1])
+
+
+class DraftsBeyondTheLimit(SchedulerModel):
+    def may_follow(self, request, turn):
+        return len(request.tokens) + turn <= request.limit
+
+
+class DraftsAtTheCostOfOthers(SchedulerModel):
+    def takes_too_many(self, num_blocks):
+        return False
+
+
+class AcceptsEveryDraft(SchedulerModel):
+    def accepts(self, draft, token, request):
+        return request.is_live
+
+
+class GoesOnAfterAStop(SchedulerModel):
+    def accepts(self, draft, token, request):
+        return draft == token
+
+
+class KeepsTheRoomOfRejectedDrafts(SchedulerModel):
+    def num_kept(self, request):
+        return len(request.tokens)
 
 
 class KeepsTheBlocksOfTheEnded(SchedulerModel):

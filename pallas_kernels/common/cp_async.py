@@ -1,23 +1,64 @@
 """Asynchronous copies of 16 bytes a thread from GMEM to SMEM (cp.async), which every NVIDIA GPU since Ampere has.
 
 SMEM is tiled and swizzled as Mosaic's products expect it. Everything here is traced inside the kernel, by all 128
-threads of a program.
+threads of a program. Interpret mode copies at once.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
 from pallas_kernels.common.chunks import CHUNK, below, chunks, i32, pointer, product, thread, total, wide
+from pallas_kernels.common.interpret import interpreted_by, nothing
 from pallas_kernels.common.mlir import arith
 from pallas_kernels.common.rows import SCALAR
 
 
+def _copy_rows_at_once(
+    source: Any, target: Any, _: Any, first: Sequence[jax.Array], *, group: int, num_rows: int
+) -> None:
+    seq, head = first
+    for token in range(num_rows // group):
+        q = source[seq, token, pl.ds(head, group), :]
+        rest = jnp.zeros((group, target.shape[1] - q.shape[1]), q.dtype)
+        target[pl.ds(token * group, group)] = jnp.concatenate([q, rest], axis=1)
+
+
+def _copy_tile_at_once(
+    source: Any,
+    target: Any,
+    _: Any,
+    ids: Sequence[jax.Array],
+    slot: jax.Array,
+    kv_head: jax.Array,
+    seen: tuple[jax.Array, ...],
+) -> None:
+    count, width = target.shape[0] // len(ids), target.shape[1]
+    for j, block_id in enumerate(ids):
+        rows = source[block_id, pl.ds(slot, count), kv_head, :]
+        rows = jnp.concatenate([rows, jnp.zeros((count, width - rows.shape[1]), rows.dtype)], axis=1)
+        row = lax.broadcasted_iota(jnp.int32, rows.shape, 0) + j * count
+        ours = jnp.logical_and(row >= seen[0], row < seen[1])
+        target[pl.ds(j * count, count)] = jnp.where(ours, rows, jnp.zeros_like(rows))
+
+
+def _copy_scales_at_once(
+    source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Array, kv_head: jax.Array
+) -> None:
+    count = target.shape[0] // len(ids)
+    for j, block_id in enumerate(ids):
+        target[pl.ds(j * count, count)] = source[block_id, pl.ds(slot, count), kv_head]
+
+
+@interpreted_by(_copy_rows_at_once)
 def copy_rows(
     source: Any, target: Any, transforms: Any, first: Sequence[jax.Array], *, group: int, num_rows: int
 ) -> None:
@@ -39,6 +80,7 @@ def copy_rows(
     start(source, target, *first)
 
 
+@interpreted_by(_copy_tile_at_once)
 def copy_tile(
     source: Any,  # GMEM [blocks, block_size, kv_heads, head_dim]
     target: Any,  # SMEM [tile, width]
@@ -75,6 +117,7 @@ def copy_tile(
     start(source, target, slot, kv_head, *seen, *ids)
 
 
+@interpreted_by(_copy_scales_at_once)
 def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Array, kv_head: jax.Array) -> None:
     """Starts to copy scales f32 [blocks, block_size, kv_heads] of the tokens of a tile to `target` [tile]."""
 
@@ -100,6 +143,7 @@ def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Ar
     start(source, target, slot, kv_head, *ids)
 
 
+@interpreted_by(nothing)
 def commit() -> None:
     """The copies that were started since the last call are one group."""
 
@@ -110,8 +154,9 @@ def commit() -> None:
     commit_group()
 
 
+@interpreted_by(plgpu.commit_smem)
 def barrier() -> None:
-    """All threads have come here."""
+    """All threads have come here, and what any of them has written to SMEM is there for all."""
 
     @plgpu.inline_mgpu()
     def wait_for_warps(_: Any) -> None:
@@ -120,6 +165,7 @@ def barrier() -> None:
     wait_for_warps()
 
 
+@interpreted_by(nothing)
 def wait(pending: int) -> None:
     """All groups but the last `pending` have arrived, for every thread."""
 

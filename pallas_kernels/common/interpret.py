@@ -1,4 +1,4 @@
-"""Interpret mode: kernels on a CPU, without what only a GPU has. What must differ there asks `interpreted()`."""
+"""Interpret mode: kernels on a CPU, without what only a GPU has. A function that needs a GPU names its twin there."""
 
 import contextlib
 import contextvars
@@ -24,6 +24,33 @@ def interpret_mode(params: Any) -> Iterator[None]:
 def interpreted() -> bool:
     """Whether the kernel that is launched, or whose body is traced, is interpreted."""
     return bool(_params.get())
+
+
+def interpreted_by(twin: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Decorates a function that only a GPU has: in interpret mode `twin` gets its arguments."""
+
+    def decorate[F: Callable[..., Any]](function: F) -> F:
+        @functools.wraps(function)
+        def either(*args: Any, **named: Any) -> Any:
+            return (twin if interpreted() else function)(*args, **named)
+
+        return either  # type: ignore[return-value]
+
+    return decorate
+
+
+def nothing(*_: Any) -> None:
+    """The twin of what interpret mode does not need."""
+
+
+def _two_buffers(first: Any, second: Any) -> Any:
+    return [first, second]
+
+
+@interpreted_by(_two_buffers)
+def two_views(first: Any, second: Any) -> Any:
+    """A buffer in SMEM, seen in two ways; in interpret mode, which has no views, two buffers."""
+    return plgpu.RefUnion(first, second)
 
 
 def kernel(body: Callable[..., None], **how: Any) -> Any:

@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.interpret import interpreted_by, two_views
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_LAST
 
 HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
@@ -53,10 +53,8 @@ def scratch(shape: tuple[int, int, int], dtype: Any) -> Any:
     """SMEM for a ring of tiles, [stages, tile, width], as the copies write them and as words."""
     stages, tile, width = shape
     ring = plgpu.SMEM(shape, dtype, transforms=_matrix(COLUMNS, COLUMNS))
-    if interpreted():
-        return ring
     words = plgpu.SMEM((stages, tile, width // 2), jnp.int16, transforms=_matrix(COLUMNS // 2, COLUMNS))
-    return plgpu.RefUnion(ring, words)
+    return two_views(ring, words)
 
 
 def _matrix(columns: int, row_bytes: int) -> tuple[Any, ...]:
@@ -65,36 +63,44 @@ def _matrix(columns: int, row_bytes: int) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """A ring of tiles, [stages, tile, width], and the same bytes as words; None in interpret mode."""
+    """A ring of tiles, [stages, tile, width], and the same bytes as words, which interpret mode does not read."""
 
     narrow: Any
-    words: Any | None  # int16 [stages, tile, width / 2]
+    words: Any  # int16 [stages, tile, width / 2]
     left: Any  # layout of a left operand, of the same registers in the same order as ROWS
 
+    def _narrow_keys(self, stage: jax.Array) -> jax.Array:
+        return _in_order(self.narrow[stage].astype(jnp.float16).T, K_ORDER).T
+
+    @interpreted_by(_narrow_keys)
     def keys(self, stage: jax.Array) -> jax.Array:
         """float16 [tile, width], the columns in the order of K."""
-        if self.words is None:
-            return _in_order(self.narrow[stage].astype(jnp.float16).T, K_ORDER).T
         words = plgpu.load(self.words.at[stage], layout=ROWS)
         return _widen(words, self.narrow.dtype, self.left, transposed=False)
 
+    def _load_narrow_values(self, stage: jax.Array, start: int, size: int) -> jax.Array:
+        return self.narrow[stage, :, pl.ds(start, size)].T
+
+    @interpreted_by(_load_narrow_values)
     def load_values(self, stage: jax.Array, start: int, size: int) -> jax.Array:
         """Columns `start` to `start + size - 1`, transposed, as they lie in SMEM."""
-        if self.words is None:
-            return self.narrow[stage, :, pl.ds(start, size)].T
         return plgpu.load(self.words.at[stage, :, pl.ds(start // 2, size // 2)].T, layout=WORDS)
 
+    def _zero_unseen_numbers(self, loaded: jax.Array, seen: Any) -> jax.Array:
+        return jnp.where(seen(loaded.shape, 1, WORDS), loaded, jnp.zeros_like(loaded))
+
+    @interpreted_by(_zero_unseen_numbers)
     def zero_unseen(self, loaded: jax.Array, seen: Any) -> jax.Array:
         """The result of `load_values`, zero for the tokens outside of `seen(shape, axis, layout)`."""
         ours = seen(loaded.shape, 1, WORDS)
-        if self.words is None:
-            return jnp.where(ours, loaded, jnp.zeros_like(loaded))
         return loaded & jnp.where(ours, jnp.full(loaded.shape, -1, jnp.int16), jnp.zeros_like(loaded))
 
+    def _narrow_values(self, loaded: jax.Array) -> jax.Array:
+        return _in_order(loaded.astype(jnp.float16), V_ORDER)
+
+    @interpreted_by(_narrow_values)
     def values(self, loaded: jax.Array) -> jax.Array:
         """The same, float16 [size, tile], the columns in the order of V."""
-        if self.words is None:
-            return _in_order(loaded.astype(jnp.float16), V_ORDER)
         return _widen(loaded, self.narrow.dtype, self.left, transposed=True)
 
 
@@ -117,14 +123,13 @@ def load_q(q: Any, target_of: Callable[[int], Any]) -> jax.Array | None:
         columns = load(start)
         if factor is not None:
             columns = (columns.astype(jnp.float32) * ROWS_LAST.over(1.0 / factor, columns.shape)).astype(jnp.float16)
-        target_of(start)[...] = _in_order(columns, K_ORDER) if interpreted() else _exchange(columns, K_ORDER)
+        target_of(start)[...] = _exchange(columns, K_ORDER)
     return factor
 
 
 def ordered(acc: jax.Array) -> jax.Array:
     """f32 [columns, rows], the columns from the order of V to their own."""
-    own = tuple(V_ORDER.index(column) for column in range(16))
-    return _in_order(acc, own) if interpreted() else _exchange(acc, own)
+    return _exchange(acc, tuple(V_ORDER.index(column) for column in range(16)))
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
@@ -183,6 +188,12 @@ def halves(register: ir.Value, dtype: Any, transposed: bool) -> list[ir.Value]:
     return [utils.bitcast(x, ir.VectorType.get((2,), ir.F16Type.get())) for x in wide]
 
 
+def _in_order(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    groups = x.reshape(-1, 16, x.shape[1])
+    return jnp.stack([groups[:, row] for row in order], axis=1).reshape(x.shape)
+
+
+@interpreted_by(_in_order)
 def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
     """x [m, n] in ROWS, row p of each 16 taken from row `order[p]` of them: another lane of the same warp has it."""
     # Lane l holds rows l // 4 and 8 + l // 4: four bits a row, at bit 4 (l // 4), say which one to take.
@@ -232,9 +243,3 @@ def split_words(register: ir.Value) -> list[ir.Value]:
 
 def from_words(words: list[ir.Value], dtype: ir.Type) -> ir.Value:
     return vector.bitcast(dtype, vector.from_elements(ir.VectorType.get((len(words),), words[0].type), words))
-
-
-def _in_order(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """The same as `_exchange`, without lanes."""
-    groups = x.reshape(-1, 16, x.shape[1])
-    return jnp.stack([groups[:, row] for row in order], axis=1).reshape(x.shape)

@@ -90,19 +90,13 @@ class CpAsync:
             offset = lax.rem(self.walk.tile_at(i) * TILE, jnp.int32(self.walk.block_size))
             self.start_tile(ring, stage, ids, offset, kv_head)
             for source, target in scales:
-                self.start_scales(source, target.at[stage], ids, offset, kv_head)
+                cp_async.copy_scales(source, target.at[stage], ids, offset, kv_head)
 
-        self.commit()
+        cp_async.commit()
 
     def start_tile(self, ring: Ring, stage: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
         transforms = matrix(COLUMNS, ring.source.dtype.itemsize)
         cp_async.copy_tile(ring.source, ring.target.at[stage], transforms, ids, offset, kv_head)
-
-    def start_scales(self, source: Any, target: Any, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
-        cp_async.copy_scales(source, target, ids, offset, kv_head)
-
-    def commit(self) -> None:
-        cp_async.commit()
 
 
 class Tma(CpAsync):
@@ -110,8 +104,11 @@ class Tma(CpAsync):
 
     @property
     def columns(self) -> Any:
-        """Of a head."""
-        return slice(None)
+        """Of a head, as wide as SMEM: past the end of a narrower one the copy engine writes zeros. Only interpret mode
+        copies such a head so."""
+        width, head_dim = self.refs.q_smem.shape[1], self.refs.q.shape[-1]
+        seq = self.walk.seq  # the start must look dynamic, or tracing refuses the slice
+        return slice(None) if head_dim == width else pl.ds(seq - seq, width)
 
     def start_latent(self, i: jax.Array, ids: Ids) -> None:
         self.start_keys(i, ids)  # where all warps wait for each other
@@ -146,40 +143,6 @@ class Tma(CpAsync):
                 )
 
 
-class Interpreted(Tma):
-    """In interpret mode, which has no cp.async, what is not TMA's is copied at once. Heads of any size come by TMA."""
-
-    @property
-    def columns(self) -> Any:
-        width, head_dim = self.refs.q_smem.shape[1], self.refs.q.shape[-1]
-        seq = self.walk.seq
-        # Past the end of the head there are zeros. The start must look dynamic, or tracing refuses the slice.
-        return slice(None) if head_dim == width else pl.ds(seq - seq, width)
-
-    def start_query(self) -> None:
-        refs, partition = self.refs, self.walk.partition
-        heads = pl.ds(partition.kv_head * refs.group, refs.group)
-        for token in range(refs.q.shape[1]):
-            rows = refs.q_smem.at[pl.ds(token * refs.group, refs.group)]
-            q = refs.q[partition.seq, token, heads, :]
-            rest = jnp.zeros((refs.group, refs.q_smem.shape[1] - q.shape[1]), q.dtype)
-            rows[...] = jnp.concatenate([q, rest], axis=1)
-
-    def start_scales(self, source: Any, target: Any, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
-        count = TILE // len(ids)
-        for j, block_id in enumerate(ids):
-            target[pl.ds(j * count, count)] = source[block_id, pl.ds(offset, count), kv_head]
-
-    def wait_query(self) -> None:
-        pass
-
-    def wait_keys(self, stage: jax.Array) -> None:
-        plgpu.barrier_wait(self.rings[0].full.at[stage])
-
-    def commit(self) -> None:
-        pass
-
-
 def copies_of(name: Literal["tma", "cp_async"]) -> type[CpAsync]:
-    """The form of a configuration, or that of interpret mode."""
-    return Interpreted if interpreted() else {"tma": Tma, "cp_async": CpAsync}[name]
+    """The form of a configuration. Interpret mode copies heads of any size by TMA."""
+    return {"tma": Tma, "cp_async": CpAsync}["tma" if interpreted() else name]

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.rows import LOWEST, ROWS, ROWS_LAST, SCALAR, full, store
 from pallas_kernels.common.sizes import ceil_div
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -94,14 +94,16 @@ class Partials:
     def _ml(self, index: jax.Array, i: int) -> Any:
         return self.refs.partial_ml.at[index, self.partition.kv_head, 0, i]
 
+    def _is_last_in_turn(self) -> jax.Array:  # one program after the other
+        counter = self.partition.seq, self.partition.kv_head, pl.ds(0, 1)
+        arrived = self.refs.arrivals[counter]
+        self.refs.arrivals[counter] = arrived + 1
+        return arrived[0] == self.partition.count - 1
+
+    @interpreted_by(_is_last_in_turn)
     def _is_last(self) -> jax.Array:
         """Counts this program. bool []: whether it may read the partials of all."""
         seq, kv_head, last = self.partition.seq, self.partition.kv_head, self.partition.count - 1
-        if interpreted():  # one program after the other
-            counter = seq, kv_head, pl.ds(0, 1)
-            arrived = self.refs.arrivals[counter]
-            self.refs.arrivals[counter] = arrived + 1
-            return arrived[0] == last
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), SCALAR),

@@ -10,12 +10,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, constant
 from pallas_kernels.common.rows import ROWS, ROWS_LAST, SCALAR
 from pallas_kernels.decode.config import COLUMNS
 
 
+def _store_at_once(
+    parts: Sequence[jax.Array], lse: jax.Array, out: Any, lse_out: Any, seq: jax.Array, kv_head: jax.Array, group: int
+) -> None:
+    _, q_len, _, head_dim = out.shape
+    heads = pl.ds(kv_head * group, group)
+    for token in range(q_len):
+        rows = slice(token * group, (token + 1) * group)
+        lse_out[seq, token, heads] = lse[rows]
+        for c, part in enumerate(parts):
+            size = min(COLUMNS, head_dim - c * COLUMNS)
+            out[seq, token, heads, pl.ds(c * COLUMNS, size)] = part.T[rows, :size]
+
+
+@interpreted_by(_store_at_once)
 def store(
     parts: Sequence[jax.Array],  # [64, rows] each, together O^T, in the dtype of `out_gmem`
     lse: jax.Array,  # f32 [rows]
@@ -25,16 +39,7 @@ def store(
     kv_head: jax.Array,
     group: int,
 ) -> None:
-    _, q_len, _, head_dim = out_gmem.shape
-    if interpreted():
-        heads = pl.ds(kv_head * group, group)
-        for token in range(q_len):
-            rows = slice(token * group, (token + 1) * group)
-            lse_gmem[seq, token, heads] = lse[rows]
-            for c, part in enumerate(parts):
-                size = min(COLUMNS, head_dim - c * COLUMNS)
-                out_gmem[seq, token, heads, pl.ds(c * COLUMNS, size)] = part.T[rows, :size]
-        return
+    q_len = out_gmem.shape[1]
 
     def put(ref: Any, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
         start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import widen
 from pallas_kernels.common.fetch import Ring
-from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.rows import ROWS
 from pallas_kernels.common.sizes import is_8bit
 from pallas_kernels.decode.config import COLUMNS
@@ -30,10 +30,13 @@ LEFT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4)  # [64 or a multiple, k]
 RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)  # [k, rows]
 
 
+def _dot(acc: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+    return acc + jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+
+@interpreted_by(_dot)
 def product(acc: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
     """acc + left @ right, f32 [64, rows]."""
-    if interpreted():
-        return acc + jnp.dot(left, right, preferred_element_type=jnp.float32)
     return plgpu.mma(acc, left, right)
 
 
@@ -102,7 +105,7 @@ class Tiles8Bit(Tiles):
     headroom: ClassVar[float] = widen.HEADROOM
 
     def copied(self, ring: Any) -> Any:
-        return ring if interpreted() else ring[0]
+        return ring[0]
 
     def prepare_query(self) -> jax.Array | None:
         wide = self.refs.wide_q_smem
@@ -126,9 +129,8 @@ class Tiles8Bit(Tiles):
 
     def _columns(self, ring: Any, c: int) -> widen.Tiles:
         """64 columns of a ring."""
-        narrow, words = (ring, None) if interpreted() else ring
-        if words is not None:
-            words = words.at[:, :, pl.ds(c * COLUMNS // 2, COLUMNS // 2)]
+        narrow, words = ring
+        words = words.at[:, :, pl.ds(c * COLUMNS // 2, COLUMNS // 2)]
         return widen.Tiles(narrow.at[:, :, column_slice(c)], words, LEFT)
 
 

@@ -172,8 +172,6 @@ def compute(
 def _q_views(refs: Refs, config: Config) -> tuple[Any, Any]:
     """SMEM [2, 64, width]: as it is loaded, and as it is multiplied, which differ for bfloat16 and an 8-bit cache."""
     q_smem = refs.q_smem
-    if refs.q_float16 is not None:  # in interpret mode, which has no two views of one buffer
-        return q_smem, refs.q_float16
     if config.num_8bit_stages and refs.q.dtype != jnp.float16:
         q, q_float16 = q_smem
         return q, q_float16

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import WARPS, copy_rows
-from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.interpret import interpreted, two_views
 from pallas_kernels.common.scales import of_tokens
 from pallas_kernels.common.sizes import is_8bit
 from pallas_kernels.prefill import scales as token_scales
@@ -59,7 +59,6 @@ class Refs:
     scales_full: Any = None
     # SMEM of some calls
     o_smem: Any = None  # [2, 64, columns], where O does not leave through Q's; f32 of several parts, in interpret mode
-    q_float16: Any = None  # in interpret mode: [2, 64, width]
     lse_smem: Any = None  # in interpret mode: f32 [2, 64]
 
 
@@ -90,10 +89,9 @@ def scratch(
             )
         }
 
-    q_smem: dict[str, Any] = {"q_smem": plgpu.SMEM((2, WG_ROWS, width), dtype, transforms=matrix)}
+    q_smem: Any = plgpu.SMEM((2, WG_ROWS, width), dtype, transforms=matrix)
     if multiplied != dtype:
-        view = plgpu.SMEM((2, WG_ROWS, width), multiplied, transforms=matrix)
-        q_smem = q_smem | {"q_float16": view} if interpreted() else {"q_smem": plgpu.RefUnion(q_smem["q_smem"], view)}
+        q_smem = two_views(q_smem, plgpu.SMEM((2, WG_ROWS, width), multiplied, transforms=matrix))
     fetched: dict[str, Any] = {}
     if eight_bit:
         stages = config.num_8bit_stages
@@ -111,7 +109,7 @@ def scratch(
     if interpreted():
         output["lse_smem"] = plgpu.SMEM((2, WG_ROWS), jnp.float32)
     return dict(
-        **q_smem,
+        q_smem=q_smem,
         **output,
         **fetched,
         **rings("", config.num_stages, multiplied, matrix, (1 if eight_bit else copies, 2)),

@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref, vector
 
 from pallas_kernels.common.chunks import chunks
-from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.interpret import interpreted_by, nothing
 from pallas_kernels.common.mlir import arith, constant, scf
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
 from pallas_kernels.prefill.config import Cut
@@ -37,14 +37,54 @@ class RowsOfItem:
     transforms: tuple[Any, ...]  # of a matrix in SMEM
     commit: Callable[[], None] = plgpu.commit_smem  # what has been written to SMEM is there for all threads
 
+    # In interpret mode.
+    def _each_row(self, item: Item, row_of_array: jax.Array, num_rows: int, work: Any) -> None:
+        tokens = jnp.int32(self.config.item_tokens)
+
+        def row(i: jax.Array, _: None) -> None:
+            head, token = lax.div(self.first_row + i, tokens), lax.rem(self.first_row + i, tokens)
+            is_there = jnp.logical_and(head < self.config.heads, token < item.num_tokens)
+            pl.when(is_there)(lambda: work(i, row_of_array + token, item.head + head))
+
+        lax.fori_loop(0, num_rows, row, None)
+
+    def _load_one_by_one(self, q: Any, item: Item, q_smem: Any, arrived: Any) -> None:
+        q_smem[...] = jnp.zeros_like(q_smem)
+        self.commit()
+
+        def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
+            plgpu.copy_gmem_to_smem(q.at[token, head], _row(q_smem, i, q), arrived)
+            plgpu.barrier_wait(arrived)
+
+        self._each_row(item, item.q_row, q_smem.shape[0], copy)
+
+    def _store_one_by_one(self, x: jax.Array, out: Any, item: Item, smem: Any, start: int = 0) -> None:
+        smem[...] = x
+        self.commit()
+        columns = min(smem.shape[-1], out.shape[-1] - start)
+
+        def copy(i: jax.Array, *at: jax.Array) -> None:
+            plgpu.copy_smem_to_gmem(smem.at[i, pl.ds(0, columns)], out.at[(*at, pl.ds(start, columns))])
+
+        self._each_row(item, item.out_row, smem.shape[0], copy)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _store_numbers_one_by_one(self, x: jax.Array, out: Any, item: Item, smem: Any) -> None:
+        smem[...] = x
+        self.commit()
+
+        def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
+            plgpu.copy_smem_to_gmem(smem.at[pl.ds(i, 1)], out.at[token, pl.ds(head, 1)])
+
+        self._each_row(item, item.out_row, smem.shape[0], copy)
+        plgpu.wait_smem_to_gmem(0)
+
+    @interpreted_by(_load_one_by_one)
     def start_load(self, q: Any, item: Item, q_smem: Any, arrived: Any) -> None:
         """Starts to bring Q [rows, width]: zero past the end of a narrower head, and in rows that the item has not.
 
         q: GMEM [tokens, heads, head_dim]; the barrier is for interpret mode.
         """
-        if interpreted():
-            self._load_one_by_one(q, item, q_smem, arrived)
-            return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(self.transforms), *[SPLAT] * 4))
         def load(_: Any, q: Any, q_smem: Any, *scalars: Any) -> None:
@@ -58,10 +98,8 @@ class RowsOfItem:
 
         load(q, q_smem, *self._scalars(item, item.q_row))
 
+    @interpreted_by(nothing)
     def finish_load(self) -> None:
-        if interpreted():
-            return
-
         @plgpu.inline_mgpu()
         def wait(_: Any) -> None:
             _asm("cp.async.wait_group 0;", "")
@@ -86,12 +124,10 @@ class RowsOfItem:
             part = lax.slice(x, (0, start), (x.shape[0], start + columns))
             self._store_columns(part, out, item, o_smem, start)
 
+    @interpreted_by(_store_one_by_one)
     def _store_columns(self, x: jax.Array, out: Any, item: Item, o_smem: Any, start: int) -> None:
         o_smem[...] = x
         self.commit()
-        if interpreted():
-            self._store_one_by_one(out, item, o_smem, start)
-            return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(self.transforms), *[SPLAT] * 4))
         def store(_: Any, out: Any, o_smem: Any, *scalars: Any) -> None:
@@ -109,13 +145,9 @@ class RowsOfItem:
 
         store(out, o_smem, *self._scalars(item, item.out_row))
 
+    @interpreted_by(_store_one_by_one)
     def store_float32(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
         """x f32 [rows, width] into out, GMEM f32 [tokens, heads, head_dim], without SMEM but in interpret mode."""
-        if interpreted():
-            x_smem[...] = x
-            self.commit()
-            self._store_one_by_one(out, item, x_smem)
-            return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
@@ -134,18 +166,9 @@ class RowsOfItem:
 
         store(out, x, *self._scalars(item, item.out_row))
 
+    @interpreted_by(_store_numbers_one_by_one)
     def store_vector(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
         """x f32 [rows] into out, GMEM f32 [tokens, heads]; SMEM is for interpret mode."""
-        if interpreted():
-            x_smem[...] = x
-            self.commit()
-
-            def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
-                plgpu.copy_smem_to_gmem(x_smem.at[pl.ds(i, 1)], out.at[token, pl.ds(head, 1)])
-
-            self._each_row(item, item.out_row, x_smem.shape[0], copy)
-            plgpu.wait_smem_to_gmem(0)
-            return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS_FIRST.vector, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
@@ -162,35 +185,6 @@ class RowsOfItem:
 
     def _scalars(self, item: Item, row: jax.Array) -> tuple[jax.Array, ...]:
         return self.first_row, row, item.head, item.num_tokens
-
-    def _each_row(self, item: Item, row_of_array: jax.Array, num_rows: int, work: Any) -> None:
-        tokens = jnp.int32(self.config.item_tokens)
-
-        def row(i: jax.Array, _: None) -> None:
-            head, token = lax.div(self.first_row + i, tokens), lax.rem(self.first_row + i, tokens)
-            is_there = jnp.logical_and(head < self.config.heads, token < item.num_tokens)
-            pl.when(is_there)(lambda: work(i, row_of_array + token, item.head + head))
-
-        lax.fori_loop(0, num_rows, row, None)
-
-    def _load_one_by_one(self, q: Any, item: Item, q_smem: Any, arrived: Any) -> None:
-        q_smem[...] = jnp.zeros_like(q_smem)
-        self.commit()
-
-        def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
-            plgpu.copy_gmem_to_smem(q.at[token, head], _row(q_smem, i, q), arrived)
-            plgpu.barrier_wait(arrived)
-
-        self._each_row(item, item.q_row, q_smem.shape[0], copy)
-
-    def _store_one_by_one(self, out: Any, item: Item, smem: Any, start: int = 0) -> None:
-        columns = min(smem.shape[-1], out.shape[-1] - start)
-
-        def copy(i: jax.Array, *at: jax.Array) -> None:
-            plgpu.copy_smem_to_gmem(smem.at[i, pl.ds(0, columns)], out.at[(*at, pl.ds(start, columns))])
-
-        self._each_row(item, item.out_row, smem.shape[0], copy)
-        plgpu.wait_smem_to_gmem(0)
 
 
 def _row(smem: Any, i: jax.Array, gmem: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, constant, scf
 from pallas_kernels.common.rows import ROWS, ROWS_FIRST
 from pallas_kernels.common.scales import over_tokens, peaks
@@ -60,10 +60,9 @@ def _of_seen(scales: jax.Array | None, logits_of: Logits, tile: jax.Array) -> ja
     return jnp.where(seen, scales, jnp.ones_like(scales))
 
 
+@interpreted_by(ROWS_FIRST.times)
 def rescale(acc: jax.Array, alpha: jax.Array) -> jax.Array:
     """acc f32 [rows, width] times alpha f32 [rows]; a warp in all of whose rows alpha is 1 leaves acc as it is."""
-    if interpreted():
-        return acc * ROWS_FIRST.over(alpha, acc.shape)
 
     @plgpu.inline_mgpu(
         arg_types=(ROWS, ROWS_FIRST.vector),

@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from pallas_kernels.common.fetch import Ring
-from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
 from pallas_kernels.common.widen import from_words, halves, power_of_two, split_words
 from pallas_kernels.prefill.config import Config
@@ -98,10 +98,13 @@ def widen(narrow: Any, wide: Any, at_once: int = COLUMNS) -> None:
         wide[:, columns] = _float16(narrow.at[:, columns])
 
 
+def _as_float16(narrow: Any) -> jax.Array:
+    return narrow[...].astype(jnp.float16)
+
+
+@interpreted_by(_as_float16)
 def _float16(narrow: Any) -> jax.Array:
     """Of SMEM [rows, 64 or 128] of 8-bit numbers."""
-    if interpreted():
-        return narrow[...].astype(jnp.float16)
 
     def convert(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         wide = np.empty_like(x.registers)

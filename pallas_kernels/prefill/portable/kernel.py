@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import merge_parts
-from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.cp_async import barrier
+from pallas_kernels.common.interpret import interpreted, two_views
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.options import AttentionOptions, name_operands
 from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, normalise, zeros
@@ -61,7 +61,6 @@ class Refs:
     k_scales_smem: Any = None  # f32 [stages, tile], scales of tokens
     v_scales_smem: Any = None  # as k_scales_smem
     # In interpret mode
-    q_float16: Any = None  # float16 [rows, width], which elsewhere is another view of Q
     q_full: Any = None  # barrier
     lse_smem: Any = None  # f32 [rows]
     o_smem: Any = None  # of several parts, f32 [rows, width]
@@ -92,8 +91,7 @@ def scratch(
             if of_tokens(scale):
                 arrays[name] = plgpu.SMEM((stages, tile), jnp.float32)
         if dtype != jnp.float16:
-            view = smem((rows, width), jnp.float16)
-            arrays |= {"q_float16": view} if interpreted() else {"q_smem": plgpu.RefUnion(arrays["q_smem"], view)}
+            arrays["q_smem"] = two_views(arrays["q_smem"], smem((rows, width), jnp.float16))
     if interpreted():
         arrays |= {"q_full": plgpu.Barrier(), "lse_smem": plgpu.SMEM((rows,), jnp.float32)}
         if config.num_parts > 1:
@@ -131,8 +129,8 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
     item = items.item(items.read(jnp.int32(0)))
     q_smem, multiplied = _q_views(refs)
     (num_rows, width), stages, first_row = q_smem.shape, config.num_stages, jnp.int32(0)
-    rows = RowsOfItem(config, first_row, transforms, commit=synchronise)
-    tiles = Tiles(refs, item, config, synchronise)
+    rows = RowsOfItem(config, first_row, transforms, commit=barrier)
+    tiles = Tiles(refs, item, config)
 
     # 1. Q and the first tiles are on their way.
     rows.start_load(refs.q, item, q_smem, refs.q_full)
@@ -149,7 +147,7 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
     pl.when(scale < 0)(lambda: rows.negate(q_smem))
     scale = jnp.abs(scale)
     if multiplied.dtype != q_smem.dtype:
-        scale = scale * q_as_float16(q_smem, multiplied, synchronise)
+        scale = scale * q_as_float16(q_smem, multiplied, barrier)
     share = lax.div(item.head, jnp.int32(config.heads))
 
     def of_rows(by_row: Any | None) -> jax.Array | None:
@@ -211,25 +209,10 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
 
 def _q_views(refs: Refs) -> tuple[Any, Any]:
     """SMEM [rows, width]: as it is loaded, and as it is multiplied, which differ for bfloat16 and an 8-bit cache."""
-    if refs.q_float16 is not None:
-        return refs.q_smem, refs.q_float16
     if refs.wide_smem is None or refs.q.dtype == jnp.float16:
         return refs.q_smem, refs.q_smem
     q, q_float16 = refs.q_smem
     return q, q_float16
-
-
-def synchronise() -> None:
-    """What any thread has written to SMEM is there for all."""
-    if interpreted():
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu()
-    def barrier(_: Any) -> None:
-        utils.warpgroup_barrier()
-
-    barrier()
 
 
 def launch(

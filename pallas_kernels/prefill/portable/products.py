@@ -22,7 +22,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.common.chunks import i32, pointer, product, thread, total
-from pallas_kernels.common.interpret import interpreted
+from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, constant
 from pallas_kernels.common.rows import ROWS
 
@@ -33,12 +33,18 @@ LEFT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4)  # [64 or a multiple, depth]
 RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)  # [depth, n]
 
 
+def _dot_scores(q: Any, k: Any, _: tuple[Any, ...]) -> jax.Array:
+    return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
+
+
+def _dot_add(acc: jax.Array, p: jax.Array, v: Any, _: tuple[Any, ...]) -> jax.Array:
+    return acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
+
+
+@interpreted_by(_dot_scores)
 def scores(q: Any, k: Any, transforms: tuple[Any, ...]) -> jax.Array:
     """Q K^T, f32 [rows, tile], of SMEM [rows, width] and [tile, width]."""
     (rows, width), tile = q.shape, k.shape[0]
-    if interpreted():
-        return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
-
     ref, result = plgpu.RefType(transforms), plgpu.ShapeDtypeStruct((rows, tile), jnp.dtype(jnp.float32), ROWS)
 
     @plgpu.inline_mgpu(arg_types=(ref, ref), return_type=result)
@@ -55,10 +61,9 @@ def scores(q: Any, k: Any, transforms: tuple[Any, ...]) -> jax.Array:
     return multiply(q, k)
 
 
+@interpreted_by(_dot_add)
 def add(acc: jax.Array, p: jax.Array, v: Any, transforms: tuple[Any, ...]) -> jax.Array:
     """acc + P V, f32 [rows, width], of [rows, tile] and SMEM [tile, width]."""
-    if interpreted():
-        return acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.dtype(jnp.float32), ROWS)
 
     @plgpu.inline_mgpu(arg_types=(ROWS, ROWS, plgpu.RefType(transforms)), return_type=result)

@@ -8,7 +8,6 @@ Everything here is traced inside the kernel.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import cp_async
 from pallas_kernels.common.fetch import block_at
-from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.rows import ROWS
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.portable.config import Config
@@ -39,7 +37,6 @@ class Tiles:
     refs: Any
     item: Item
     config: Config
-    commit: Callable[[], None]  # what has been written to SMEM is there for all threads
 
     def read_ids(self, tile: jax.Array) -> Ids:
         """The blocks of a tile of the sequence; the null block where nothing may be read."""
@@ -58,7 +55,7 @@ class Tiles:
         self._start(self.refs.v_cache, self.refs.v_smem, tile, ids, [])
 
     def wait_query(self) -> None:  # the first tiles are on their way, but for the last one's values
-        self._wait(2 * self.config.num_stages - 1)
+        cp_async.wait(2 * self.config.num_stages - 1)
 
     def keys(self, tile: jax.Array) -> Any:
         """K, SMEM [tile, width], once it is there. All warps are done with the values before."""
@@ -79,17 +76,13 @@ class Tiles:
     def _stage(self, tile: jax.Array) -> jax.Array:
         return lax.rem(tile - self.item.begin, jnp.int32(self.config.num_stages))
 
-    def _wait(self, pending: int) -> None:
-        if not interpreted():
-            cp_async.wait(pending)
-
     def _arrived(self, ring: Any, tile: jax.Array) -> Any:
-        self._wait(2 * self.config.num_stages - 2)
+        cp_async.wait(2 * self.config.num_stages - 2)
         fetched, wide = ring.at[self._stage(tile)], self.refs.wide_smem
         if wide is None:
             return fetched
         widen(fetched, wide)
-        self.commit()
+        cp_async.barrier()
         return wide
 
     def _start(self, source: Any, ring: Any, tile: jax.Array, ids: Ids, scales: list[tuple[Any, Any]]) -> None:
@@ -98,29 +91,8 @@ class Tiles:
             stage, first, kv_head = self._stage(tile), tile * self.config.tile_tokens, self.item.kv_head
             slot = lax.rem(first, jnp.int32(source.shape[1]))  # of the first block, where the tile begins
             seen = self.item.first_visible - first, self.item.length - first
-            if interpreted():
-                self._copy_at_once(source, ring.at[stage], ids, slot, seen)
-            else:
-                cp_async.copy_tile(source, ring.at[stage], matrix(source.dtype), ids, slot, kv_head, seen)
+            cp_async.copy_tile(source, ring.at[stage], matrix(source.dtype), ids, slot, kv_head, seen)
             for of_tokens, target in scales:
-                if interpreted():
-                    self._copy_scales_at_once(of_tokens, target.at[stage], ids, slot)
-                else:
-                    cp_async.copy_scales(of_tokens, target.at[stage], ids, slot, kv_head)
+                cp_async.copy_scales(of_tokens, target.at[stage], ids, slot, kv_head)
 
-        if not interpreted():
-            cp_async.commit()
-
-    def _copy_at_once(self, source: Any, target: Any, ids: Ids, slot: jax.Array, seen: tuple[Any, Any]) -> None:
-        count, width = self.config.tile_tokens // len(ids), target.shape[1]
-        for j, block_id in enumerate(ids):
-            rows = source[block_id, pl.ds(slot, count), self.item.kv_head, :]
-            rows = jnp.concatenate([rows, jnp.zeros((count, width - rows.shape[1]), rows.dtype)], axis=1)
-            row = lax.broadcasted_iota(jnp.int32, rows.shape, 0) + j * count
-            ours = jnp.logical_and(row >= seen[0], row < seen[1])
-            target[pl.ds(j * count, count)] = jnp.where(ours, rows, jnp.zeros_like(rows))
-
-    def _copy_scales_at_once(self, source: Any, target: Any, ids: Ids, slot: jax.Array) -> None:
-        count = self.config.tile_tokens // len(ids)
-        for j, block_id in enumerate(ids):
-            target[pl.ds(j * count, count)] = source[block_id, pl.ds(slot, count), self.item.kv_head]
+        cp_async.commit()

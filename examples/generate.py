@@ -1,4 +1,4 @@
-"""Text from a Llama, Mistral, Qwen, Gemma or gpt-oss through a paged cache.
+"""Text from a Llama, Mistral, Qwen, Gemma, gpt-oss or DeepSeek through a paged cache.
 
 `lib/generation.py` is the part to copy: all of decoding in one `jax.jit`. This file is the command around it.
 

@@ -1,4 +1,4 @@
-"""A Llama, Mistral, Qwen, Gemma or gpt-oss behind an OpenAI-compatible HTTP server, on a `jaxpaged.Engine`.
+"""A Llama, Mistral, Qwen, Gemma, gpt-oss or DeepSeek behind an OpenAI-compatible HTTP server, on a `jaxpaged.Engine`.
 
     python examples/serve.py --port 8000
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '
@@ -107,13 +107,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacity:
     """What fits into --cache-mb. Raises `RequestError`."""
+    # Fewer than devices are repeated. The latent counts once: each device holds all of it.
+    kv_heads = 1 if config.latent is not None else max(config.num_kv_heads, args.tensor_parallel)
     try:
         return cache_capacity(
             args.cache_mb * 10**6,
             [min(args.max_length, config.context)],
             num_layers=config.num_layers,
-            num_kv_heads=max(config.num_kv_heads, args.tensor_parallel),  # fewer are repeated
-            head_dim=config.head_dim,
+            **config.cache_sizes | dict(num_kv_heads=kv_heads),
             block_size=args.block_size,
             dtype=args.dtype,
             windows=config.windows,

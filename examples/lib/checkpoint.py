@@ -171,12 +171,15 @@ def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
         *modules, module, kind = map(str, path)
         suffix = "weight" if kind in ("kernel", "scale", "embedding") else kind
         shape = leaf.shape[::-1] if kind == "kernel" else leaf.shape  # an nnx.Linear holds [in, out]
+        parts = fused.get(module, {module: shape[0]})
+        if module == "gate_up_proj":  # of any width
+            parts = dict.fromkeys(parts, shape[0] // 2)
         tensors = [
             _read_tensor(checkpoint, ".".join((*modules, part, suffix)), (outputs, *shape[1:]))
-            for part, outputs in fused.get(module, {module: shape[0]}).items()
+            for part, outputs in parts.items()
         ]
         tensor = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
-        leaf.set_value(jnp.asarray(np.ascontiguousarray(tensor.T if kind == "kernel" else tensor), dtype))
+        leaf.set_value(jnp.asarray(np.ascontiguousarray(tensor.T if kind == "kernel" else tensor), leaf.dtype))
     return nnx.merge(graph, nnx.from_flat_state(leaves.items()))
 
 

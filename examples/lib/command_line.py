@@ -61,7 +61,7 @@ def checkpoint_arguments() -> argparse.ArgumentParser:
         "--model",
         type=Path,
         help="a GGUF file of the Llama family, or a Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3, Gemma 2, "
-        "Gemma 3 or gpt-oss; default: SmolLM2-135M-Instruct",
+        "Gemma 3, gpt-oss, DeepSeek V2 or V3; default: SmolLM2-135M-Instruct",
     )
     parser.add_argument(
         "--allow-control-tokens",

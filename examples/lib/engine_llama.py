@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxpaged
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Attention, Llama, LlamaConfig
 from lib.tensor_parallel import create_on
 
 CHUNK_TOKENS = 256
@@ -50,7 +50,7 @@ def create_engine(
 
         # The modules of llama.py take [seqs, q_len, features]; outside of attention each token is a sequence.
         def attend_to_tokens(
-            group: int, attention: jaxpaged.nnx.PagedAttention, x: jax.Array, cache: jaxpaged.KVCache
+            group: int, attention: Attention, x: jax.Array, cache: jaxpaged.KVCache
         ) -> tuple[jaxpaged.KVCache, jax.Array]:
             cache, out = attend.call(attention, x[:, 0], cache, group=group)
             return cache, out[:, None]
@@ -66,8 +66,7 @@ def create_engine(
         jaxpaged.KVCache.create,
         num_blocks=num_blocks,
         block_size=block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        **config.cache_sizes,
         dtype=dtype,
     )
     if mesh is not None:

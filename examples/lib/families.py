@@ -1,13 +1,16 @@
-"""From a Hugging Face config to one of llama.py: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, gpt-oss.
+"""From a Hugging Face config to one of llama.py: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, gpt-oss, DeepSeek V2
+and V3.
 
 A missing field has the default of transformers. What llama.py does not compute is refused by name.
 """
 
+import math
 from typing import Any, Literal
 
 import jaxpaged
 from lib.fields import Fields
-from lib.llama import LlamaConfig
+from lib.llama import LatentConfig, LlamaConfig
+from lib.routed_experts import Routing
 
 # Upper limits of a config. All are beyond any real model, and small enough to calculate shapes with.
 MOST_TOKENS, MOST_FEATURES, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM = 2**24, 2**20, 2**12, 2**12, 2**10
@@ -51,6 +54,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         swiglu_alpha=1.702,
         swiglu_limit=7.0,
     ),
+    "deepseek_v2": dict(topk_method="greedy", scoring_func="softmax", moe_layer_freq=1, routed_scaling_factor=1.0),
+    "deepseek_v3": dict(
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        moe_layer_freq=1,
+        rope_interleave=True,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    ),
 }
 # What no field of a config tells.
 GEMMA_MODEL = dict(use_post_norms=True, norm_plus_one=True)
@@ -80,7 +92,10 @@ def read_config(fields: Fields) -> LlamaConfig:
     num_heads = fields.whole("num_attention_heads", 1, MOST_HEADS)
     num_layers = fields.whole("num_hidden_layers", 1, MOST_LAYERS)
     features = fields.whole("hidden_size", 1, MOST_FEATURES)
-    head_dim = fields.whole("head_dim", 1, MOST_HEAD_DIM, features // num_heads)
+    is_latent = family.startswith("deepseek")
+    # Of a latent model the numbers that are rotated.
+    rotated = fields.get("qk_rope_head_dim") if is_latent else fields.get("head_dim", features // num_heads)
+    head_dim = Fields({"head_dim": rotated}).whole("head_dim", 1, MOST_HEAD_DIM)
     context = fields.whole("max_position_embeddings", 1, MOST_TOKENS)
     frequencies, window_frequencies, factor = _rotary(fields, family, head_dim, context)
     has_bias = fields.flag("attention_bias", False)
@@ -109,6 +124,8 @@ def read_config(fields: Fields) -> LlamaConfig:
     )
     if family == "gpt_oss":
         config |= _experts(fields)
+    if is_latent:
+        config |= _latent(fields, family, factor) | dict(routing=_routing(fields, family, num_layers))
     return LlamaConfig(**config | MODELS.get(family, {}))
 
 
@@ -148,7 +165,65 @@ def _experts(fields: Fields) -> dict[str, Any]:
     )
 
 
+def _latent(fields: Fields, family: str, factor: float) -> dict[str, Any]:
+    """DeepSeek's attention. YaRN's `mscale_all_dim` is of all logits, not only of what is rotated."""
+    plain, rotary = (fields.whole(f"qk_{part}_head_dim", 1, MOST_HEAD_DIM) for part in ("nope", "rope"))
+    rope = Fields(fields.get("rope_parameters", None) or fields.get("rope_scaling", None) or {})
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    mscale = 1.0
+    if scaling != "default" and rope.get("mscale_all_dim", 0):
+        mscale += 0.1 * rope.real("mscale_all_dim", *FACTORS) * math.log(max(rope.real("factor", *FACTORS), 1.0))
+    rank = None if fields.get("q_lora_rank", None) is None else fields.whole("q_lora_rank", 1, MOST_FEATURES)
+    return dict(
+        num_kv_heads=1,
+        head_dim=plain,
+        scale=(plain + rotary) ** -0.5 * mscale**2,
+        latent=LatentConfig(
+            latent_dim=fields.whole("kv_lora_rank", 1, MOST_FEATURES),
+            rotary_dim=rotary,
+            value_dim=fields.whole("v_head_dim", 1, MOST_HEAD_DIM),
+            query_rank=rank,
+            rotary_factor=factor,
+            interleaved=fields.flag("rope_interleave", True),
+        ),
+    )
+
+
+def _routing(fields: Fields, family: str, num_layers: int) -> Routing | None:
+    first = fields.whole("first_k_dense_replace", 0, MOST_LAYERS, 0)
+    if first >= num_layers:
+        return None
+    is_v3 = family == "deepseek_v3"
+    for name in ("scoring_func", "moe_layer_freq"):
+        _only(fields, name, DEFAULTS[family][name])
+    if not is_v3:
+        _only(fields, "norm_topk_prob", False)
+    known = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
+    if (method := fields.get("topk_method")) not in known:
+        raise ValueError(f"its topk_method is {str(method)[:60]!r}; known here are {', '.join(known)}")
+    experts = fields.whole("n_routed_experts", 1, MOST_HEADS)
+    groups = 1 if method == "greedy" else fields.whole("n_group", 1, experts)
+    if experts % groups:
+        raise ValueError(f"its {experts} experts do not go evenly into {groups} groups")
+    hidden = fields.whole("moe_intermediate_size", 1, MOST_FEATURES)
+    return Routing(
+        num_experts=experts,
+        experts_per_token=fields.whole("num_experts_per_tok", 1, experts),
+        hidden_features=hidden,
+        shared_features=hidden * fields.whole("n_shared_experts", 1, MOST_HEADS),
+        first_layer=first,
+        scoring="sigmoid" if is_v3 else "softmax",
+        has_bias=is_v3,
+        num_groups=groups,
+        groups_per_token=groups if groups == 1 else fields.whole("topk_group", 1, groups),
+        normalise=is_v3 and fields.flag("norm_topk_prob", True),
+        scaling=fields.real("routed_scaling_factor", *FACTORS),
+    )
+
+
 def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, ...] | None:
+    if family.startswith("deepseek"):
+        return None
     if family in ("llama", "mistral"):
         _only(fields, "layer_types", None)
     is_used = fields.flag("use_sliding_window", "use_sliding_window" not in DEFAULTS[family])

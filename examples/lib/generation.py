@@ -199,12 +199,11 @@ def start(
         jaxpaged.KVCache.create,
         num_blocks=num_blocks,
         block_size=block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        **config.cache_sizes,
         dtype=dtype,
         scale_per=scale,
         k_scale=placeholder,
-        v_scale=placeholder,
+        v_scale=None if config.latent is not None else placeholder,
     )
     cache_bytes = config.num_layers * num_bytes(jax.eval_shape(create))
     if cache_bytes > MOST_CACHE_BYTES:
@@ -247,7 +246,7 @@ def calibrate(
         dataclasses.replace(
             cache,
             k_scale=jaxpaged.kv_scale(seen.k, cache.k.dtype, scale),  # slots that hold no token are zeros
-            v_scale=jaxpaged.kv_scale(seen.v, cache.v.dtype, scale),
+            v_scale=None if seen.v is None else jaxpaged.kv_scale(seen.v, cache.v.dtype, scale),
         )
         for cache, seen in zip(state.caches, trial.caches, strict=True)
     )

@@ -13,7 +13,7 @@ import safetensors
 import tokenizers
 
 from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
-from lib.families import MOST_TOKENS, read_config
+from lib.families import MOST_LAYERS, MOST_TOKENS, read_config
 from lib.fields import Fields
 
 PREFIX = r"^(language_model\.model|model\.language_model|model)\."  # the first two: of a model that reads images too
@@ -28,7 +28,13 @@ def read_folder(folder: Path) -> Checkpoint:
     for name in [name for name in tensors if name.endswith("_blocks")]:
         name = name.removesuffix("_blocks")
         tensors[name] = functools.partial(_unpacked, tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
-    return Checkpoint(read_config(config), _folder_tokenizer(folder, config), tensors)
+    _stack_experts(tensors)
+    checked = read_config(config)
+    # Layers behind the last, which draft tokens.
+    drafting = range(config.whole("num_nextn_predict_layers", 0, MOST_LAYERS, 0))
+    behind = tuple(f"layers.{checked.num_layers + i}." for i in drafting)
+    tensors = {name: read for name, read in tensors.items() if not name.startswith(behind)}
+    return Checkpoint(checked, _folder_tokenizer(folder, config), tensors)
 
 
 def _read_json(file: Path) -> Fields:
@@ -70,6 +76,22 @@ def _unpacked(read_blocks: Callable[[], np.ndarray], read_scales: Callable[[], n
     numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).view(jnp.float4_e2m1fn).astype(np.float32)
     numbers = numbers.reshape(*scales.shape, 32) * scales[..., None]
     return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+def _stack_experts(tensors: dict[str, Callable[[], np.ndarray]]) -> None:
+    """Adds [experts, out, in] of all experts of a layer that stand one by one, gate before up."""
+    counts: dict[str, int] = {}
+    for name in tensors:
+        if match := re.fullmatch(r"(.+\.experts)\.(\d{1,5})\.down_proj\.weight", name):
+            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    for stem, count in counts.items():
+        for stacked, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            names = [[f"{stem}.{i}.{part}.weight" for part in parts] for i in range(count)]
+            tensors[f"{stem}.{stacked}"] = functools.partial(_stacked, tensors, names)
+
+
+def _stacked(tensors: dict[str, Callable[[], np.ndarray]], names: list[list[str]]) -> np.ndarray:
+    return np.stack([np.concatenate([tensors[name]() for name in parts]) for parts in names])
 
 
 def _listed(value: Any) -> list[Any]:

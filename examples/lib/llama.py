@@ -1,4 +1,4 @@
-"""A Llama in Flax NNX on `jaxpaged.nnx.PagedAttention`, and by its config a Mistral, Qwen, Gemma or gpt-oss."""
+"""A Llama in Flax NNX on modules of `jaxpaged.nnx`, and by its config a Mistral, Qwen, Gemma, gpt-oss or DeepSeek."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,6 +11,19 @@ from jax.typing import DTypeLike
 
 import jaxpaged
 import jaxpaged.nnx
+from lib.routed_experts import RoutedExperts, Routing
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Of multi-head latent attention; `head_dim` is then that of the part without a position."""
+
+    latent_dim: int
+    rotary_dim: int
+    value_dim: int
+    query_rank: int | None  # None: q is not compressed
+    rotary_factor: float
+    interleaved: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +59,16 @@ class LlamaConfig:
     experts_per_token: int = 0
     swiglu_alpha: float = 1.702  # of the experts, as is the next
     swiglu_limit: float = 7.0
+    latent: LatentConfig | None = None  # DeepSeek's attention, and
+    routing: Routing | None = None  # its experts
+
+    @property
+    def cache_sizes(self) -> dict[str, Any]:
+        """Of a layer's cache, as `jaxpaged.KVCache.create` takes them."""
+        if self.latent is None:
+            return dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        width = self.latent.latent_dim + self.latent.rotary_dim
+        return dict(num_kv_heads=1, head_dim=width, value_dim=self.latent.latent_dim, is_latent=True)
 
 
 def fused_parts(config: LlamaConfig) -> dict[str, dict[str, int]]:
@@ -53,7 +76,7 @@ def fused_parts(config: LlamaConfig) -> dict[str, dict[str, int]]:
 
     A checkpoint holds each part `[outputs, features]`. Concatenated, they are
         qkv_proj      [(num_heads + 2 * num_kv_heads) * head_dim, features], here transposed, as nnx.Linear holds it
-        gate_up_proj  [2 * hidden_features, features]
+        gate_up_proj  [2 * hidden_features, features]; of shared experts with hidden features of their own
     """
     kv_outputs = config.num_kv_heads * config.head_dim
     return {
@@ -107,12 +130,14 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self, config: LlamaConfig, hidden_features: int, *, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
         def linear(features_in: int, features_out: int) -> Linear:
             return Linear(features_in, features_out, use_bias=config.mlp_bias, dtype=dtype, rngs=rngs)
 
-        self.gate_up_proj = linear(config.features, 2 * config.hidden_features)
-        self.down_proj = linear(config.hidden_features, config.features)
+        self.gate_up_proj = linear(config.features, 2 * hidden_features)
+        self.down_proj = linear(hidden_features, config.features)
         self.activation = nnx.silu if config.activation == "silu" else nnx.gelu
         self.axis = axis
 
@@ -161,9 +186,62 @@ class MixtureOfExperts(nnx.Module):
         return self.experts(x, jnp.einsum("...k,...ke->...e", nnx.softmax(largest), is_chosen))
 
 
+Attention = jaxpaged.nnx.PagedAttention | jaxpaged.nnx.LatentAttention
 # Takes a module, x and the module's cache; returns the new cache and the module's output. The caller knows which
 # sequences the tokens belong to.
-Attend = Callable[[jaxpaged.nnx.PagedAttention, jax.Array, jaxpaged.KVCache], tuple[jaxpaged.KVCache, jax.Array]]
+Attend = Callable[[Attention, jax.Array, jaxpaged.KVCache], tuple[jaxpaged.KVCache, jax.Array]]
+
+
+def _attention(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> jaxpaged.nnx.PagedAttention:
+    window = None if config.windows is None else config.windows[i]
+    frequencies = config.rotary_frequencies
+    if window is not None and config.window_frequencies is not None:
+        frequencies = config.window_frequencies
+    settings = jaxpaged.AttentionSettings(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rotary_frequencies=frequencies,
+        use_bias=config.attention_bias,
+        use_output_bias=config.output_bias,
+        norm_epsilon=config.norm_epsilon if config.use_qk_norm else None,
+        use_sinks=config.use_sinks,
+        scale=config.scale,
+        sliding_window=window,
+        logits_soft_cap=config.logits_soft_cap,
+        dtype=dtype,
+        param_dtype=dtype,
+    )
+    attention = jaxpaged.nnx.PagedAttention(config.features, settings, rngs=rngs)
+    if config.use_qk_norm:  # RMSNorm of this file instead of nnx.RMSNorm
+        attention.q_norm = RMSNorm(config.head_dim, config, dtype=dtype)  # type: ignore[assignment]
+        attention.k_norm = RMSNorm(config.head_dim, config, dtype=dtype)  # type: ignore[assignment]
+    return attention
+
+
+def _latent_attention(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> jaxpaged.nnx.LatentAttention:
+    assert config.latent is not None
+    settings = jaxpaged.LatentSettings(
+        **dataclasses.asdict(config.latent),
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        rotary_frequencies=config.rotary_frequencies,
+        scale=config.scale,
+        use_bias=config.attention_bias,
+        dtype=dtype,
+        param_dtype=dtype,
+    )
+    return jaxpaged.nnx.LatentAttention(config.features, settings, rngs=rngs)
+
+
+def _mlp(config: LlamaConfig, i: int, *, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
+    if config.num_experts:
+        return MixtureOfExperts(config, dtype=dtype, rngs=rngs)
+    routing = config.routing
+    if routing is None or i < routing.first_layer:
+        return MLP(config, config.hidden_features, axis=axis, dtype=dtype, rngs=rngs)
+    shared = MLP(config, routing.shared_features, axis=axis, dtype=dtype, rngs=rngs)
+    return RoutedExperts(routing, config.features, shared, axis=axis, dtype=dtype, rngs=rngs)
 
 
 class Layer(nnx.Module):
@@ -171,40 +249,15 @@ class Layer(nnx.Module):
         def norm(features: int) -> RMSNorm:
             return RMSNorm(features, config, dtype=dtype)
 
-        window = None if config.windows is None else config.windows[i]
-        frequencies = config.rotary_frequencies
-        if window is not None and config.window_frequencies is not None:
-            frequencies = config.window_frequencies
         self.input_layernorm = norm(config.features)
-        settings = jaxpaged.AttentionSettings(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rotary_frequencies=frequencies,
-            use_bias=config.attention_bias,
-            use_output_bias=config.output_bias,
-            norm_epsilon=config.norm_epsilon if config.use_qk_norm else None,
-            use_sinks=config.use_sinks,
-            scale=config.scale,
-            sliding_window=window,
-            logits_soft_cap=config.logits_soft_cap,
-            dtype=dtype,
-            param_dtype=dtype,
-        )
-        self.self_attn = jaxpaged.nnx.PagedAttention(config.features, settings, rngs=rngs)
-        if config.use_qk_norm:  # RMSNorm of this file instead of nnx.RMSNorm
-            self.self_attn.q_norm = norm(config.head_dim)  # type: ignore[assignment]
-            self.self_attn.k_norm = norm(config.head_dim)  # type: ignore[assignment]
+        make_attention = _latent_attention if config.latent is not None else _attention
+        self.self_attn: Attention = make_attention(config, i, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = norm(config.features)
         if config.use_post_norms:
             self.pre_feedforward_layernorm = norm(config.features)
             self.post_feedforward_layernorm = norm(config.features)
         self.use_post_norms = config.use_post_norms
-        self.mlp = (
-            MixtureOfExperts(config, dtype=dtype, rngs=rngs)
-            if config.num_experts
-            else MLP(config, axis=axis, dtype=dtype, rngs=rngs)
-        )
+        self.mlp = _mlp(config, i, axis=axis, dtype=dtype, rngs=rngs)
         self.axis = axis
 
     def __call__(self, x: jax.Array, cache: jaxpaged.KVCache, attend: Attend) -> tuple[jaxpaged.KVCache, jax.Array]:
@@ -258,9 +311,7 @@ class Llama(nnx.Module):
             query_starts=query_starts, positions=positions, tree_mask=tree_mask, shared_prefix=shared_prefix
         )
 
-        def attend(
-            attention: jaxpaged.nnx.PagedAttention, x: jax.Array, cache: jaxpaged.KVCache
-        ) -> tuple[jaxpaged.KVCache, jax.Array]:
+        def attend(attention: Attention, x: jax.Array, cache: jaxpaged.KVCache) -> tuple[jaxpaged.KVCache, jax.Array]:
             return attention(x, cache, allocator, slots, **which)
 
         new_caches, x = self.through_layers(tokens, caches, attend)

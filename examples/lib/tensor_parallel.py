@@ -21,10 +21,14 @@ import jaxpaged
 from lib.llama import Llama, LlamaConfig, fused_parts
 
 AXIS = "devices"
-CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]
-BY_OUTPUTS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
+CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]; a latent, which all heads read, is on every device
+BY_OUTPUTS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj")
 BY_INPUTS = ("o_proj", "down_proj")
 STATIC = ("graph", "eos_ids", "sampling")  # arguments of `prefill` and `decode` in generation.py that are not arrays
+
+
+SHARDED = ("num_heads", "num_kv_heads", "hidden_features", "vocab_size")
+SHARDED_OF_EXPERTS = ("hidden_features", "shared_features")
 
 
 class DevicesError(ValueError):
@@ -41,29 +45,30 @@ def make_mesh(num_devices: int) -> Mesh:
 
 def repeated_kv_heads(config: LlamaConfig, num_devices: int) -> LlamaConfig:
     """The config of the same model with at least one KV head for each device. Raises `DevicesError`."""
-    if num_devices % config.num_kv_heads == 0:
+    if num_devices % config.num_kv_heads == 0:  # of a latent model never read
         config = dataclasses.replace(config, num_kv_heads=num_devices)
     if config.num_experts:
-        raise DevicesError("The model is a mixture of experts, which does not go over several devices here.")
-    for name in ("num_heads", "num_kv_heads", "hidden_features", "vocab_size"):
-        if getattr(config, name) % num_devices:
-            raise DevicesError(
-                f"The model's {name}={getattr(config, name)} do not go evenly over {num_devices} devices."
-            )
+        raise DevicesError("The model is a gpt-oss, whose experts do not go over several devices here.")
+    sizes = {name: getattr(config, name) for name in SHARDED}
+    if config.routing is not None:
+        sizes |= {f"{name} of experts": getattr(config.routing, name) for name in SHARDED_OF_EXPERTS}
+    for name, size in sizes.items():
+        if size % num_devices:
+            raise DevicesError(f"The model's {name}={size} do not go evenly over {num_devices} devices.")
     return config
+
+
+def _sharded(config: Any, names: tuple[str, ...], num_devices: int) -> Any:
+    return dataclasses.replace(config, **{name: getattr(config, name) // num_devices for name in names})
 
 
 def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
     """The model as one device sees it, with the weights sharded over all. The given model may be on a CPU."""
     num_devices = mesh.size
     repeated = repeated_kv_heads(config, num_devices)
-    own = dataclasses.replace(
-        repeated,
-        **{
-            name: getattr(repeated, name) // num_devices
-            for name in ("num_heads", "num_kv_heads", "hidden_features", "vocab_size")
-        },
-    )
+    own = _sharded(repeated, SHARDED, num_devices)
+    if own.routing is not None:
+        own = dataclasses.replace(own, routing=_sharded(own.routing, SHARDED_OF_EXPERTS, num_devices))
     dtype = model.embed_tokens.embedding.dtype
     graph, _ = nnx.split(nnx.eval_shape(lambda: Llama(own, axis=AXIS, dtype=dtype, rngs=nnx.Rngs(0))))
     cut = functools.partial(_cut, config=config, repeats=repeated.num_kv_heads // config.num_kv_heads, mesh=mesh)
@@ -88,14 +93,18 @@ def _cut(path: tuple, weight: jax.Array, *, config: LlamaConfig, repeats: int, m
     *_, module, kind = map(str, path)
     array = np.asarray(weight)
     outputs = 1 if kind == "kernel" else 0  # the axis: an nnx.Linear holds [in, out], all others [out, in]
+    if module == "experts":  # [experts, out, in]
+        module, outputs = kind, 1
     axis = None
     if module in BY_OUTPUTS or kind == "sinks":
         axis = outputs
     elif module in BY_INPUTS and kind != "bias":
-        axis = 1 - outputs
+        axis = 2 if array.ndim == 3 else 1 - outputs
     elif module in BY_INPUTS:
         array = (array / mesh.size).astype(array.dtype)  # each device adds its own
     parts = fused_parts(config).get(module)
+    if module == "gate_up_proj":  # of any width
+        parts = dict.fromkeys(("gate_proj", "up_proj"), array.shape[outputs] // 2)
     if parts is not None:
         array = _interleave(array, outputs, parts, config.head_dim, repeats, mesh.size)
     return jax.device_put(array, NamedSharding(mesh, P() if axis is None else P(*[None] * axis, AXIS)))
@@ -116,7 +125,8 @@ def _interleave(
 
 def create_on(mesh: Mesh, create: Callable[[], jaxpaged.KVCache]) -> jaxpaged.KVCache:
     """A cache that no device ever holds as a whole."""
-    return jax.jit(create, out_shardings=NamedSharding(mesh, CACHE))()
+    is_latent = jax.eval_shape(create).latent_values is not None
+    return jax.jit(create, out_shardings=NamedSharding(mesh, P() if is_latent else CACHE))()
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:

@@ -11,22 +11,25 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
+import generate
 import jaxpaged
 from lib.checkpoint import CheckpointError, load_model, read_checkpoint
+from lib.command_line import exit_code
 from lib.engine_llama import create_engine
 from lib.families import read_config
 from lib.fields import Fields
-from tests.examples.tiny_families import FAMILIES, GEMMA, HEAD_DIM, KV_HEADS, PROMPT, SIZES, write_family
+from tests.examples.tiny_families import FAMILIES, GEMMA, PROMPT, SIZES, write_family
 
 EXPECTED = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())
 NUM_BLOCKS, BLOCK_SIZE, CHUNK = 6, 4, 10
 
 
-def paged_values(model, num_tokens):
+def paged_values(checkpoint, num_tokens):
     """The most likely tokens, and the logits of each. One program: the prompt in a step, then a token a step."""
+    model = load_model(checkpoint, "float32")
     graph, weights = nnx.split(model)
     sizes = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    cache = jaxpaged.KVCache.create(**sizes, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32")
+    cache = jaxpaged.KVCache.create(**sizes, **checkpoint.config.cache_sizes, dtype="float32")
     allocator = jaxpaged.BlockAllocator.create(**sizes, num_seqs=1, max_blocks_per_seq=NUM_BLOCKS - 1)
 
     @jax.jit
@@ -52,7 +55,7 @@ def paged_values(model, num_tokens):
 def test_logits_and_tokens_are_those_of_transformers(family, tmp_path):
     write_family(tmp_path, family)
     expected = EXPECTED[family]
-    tokens, logits = paged_values(load_model(read_checkpoint(tmp_path), "float32"), len(expected["tokens"]))
+    tokens, logits = paged_values(read_checkpoint(tmp_path), len(expected["tokens"]))
     assert tokens == expected["tokens"]
     np.testing.assert_allclose(logits[:, expected["ids"]], expected["logits"], atol=3e-5)
 
@@ -61,13 +64,14 @@ def test_without_its_window_a_model_gives_others(tmp_path):
     write_family(tmp_path, "mistral")
     checkpoint = read_checkpoint(tmp_path)
     wrong = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, windows=None))
-    _, logits = paged_values(load_model(wrong, "float32"), 1)
+    _, logits = paged_values(wrong, 1)
     assert not np.allclose(logits[:, EXPECTED["mistral"]["ids"]], EXPECTED["mistral"]["logits"][:1], atol=0.1)
 
 
 @pytest.mark.slow
-def test_behind_an_engine(tmp_path):
-    write_family(tmp_path, "gpt_oss")
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
+def test_behind_an_engine(family, tmp_path):
+    write_family(tmp_path, family)
     checkpoint = read_checkpoint(tmp_path)
     model = load_model(checkpoint, "float32")
     for layer in model.layers:
@@ -75,9 +79,38 @@ def test_behind_an_engine(tmp_path):
         layer.self_attn.settings = dataclasses.replace(layer.self_attn.settings, num_partitions=1)
     sizes = dict(num_seats=1, max_length=20, block_size=BLOCK_SIZE, chunk_tokens=8)
     engine = create_engine(model, checkpoint.config, **sizes, dtype="float32", exact=True)
-    expected = EXPECTED["gpt_oss"]["tokens"]
+    expected = EXPECTED[family]["tokens"]
     params = jaxpaged.SamplingParams(max_tokens=len(expected), temperature=0.0)
     assert engine.generate([PROMPT], params)[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.slow
+def test_a_latent_of_8_bits(tmp_path, capsys):
+    write_family(tmp_path, "deepseek_v3")
+    options = "--cache-dtype", "int8", "--cache-scale", "tensor", "--max-new-tokens", "2", "--json"
+    assert exit_code(generate.main, ["--model", str(tmp_path), "--prompt", "ab", *options]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 2
+
+
+def test_layers_that_draft_are_left_out(tmp_path):
+    write_family(tmp_path, "deepseek_v3")
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.2.enorm.weight"] = np.ones(32, np.float32)
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    assert not [name for name in read_checkpoint(tmp_path).tensors if name.startswith("layers.2.")]
+    write_family(tmp_path, "deepseek_v3", num_nextn_predict_layers=0)
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="it holds 3 layers; its config says 2"):
+        read_checkpoint(tmp_path)
+
+
+def test_an_expert_that_is_missing(tmp_path):
+    write_family(tmp_path, "deepseek_v2")
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"cannot be read: 'layers.1.mlp.experts.3.up_proj.weight'"):
+        load_model(read_checkpoint(tmp_path), "float32")
 
 
 def make_config(family, **changes):
@@ -150,6 +183,13 @@ def test_the_rotary_fields_of_two_generations():
         ("gpt_oss", dict(num_local_experts=None), "num_local_experts"),
         ("gpt_oss", dict(sliding_window=None), "sliding_window"),
         ("gpt_oss", dict(sliding_window=0), "sliding_window must be a whole number from 1"),
+        ("deepseek_v2", dict(norm_topk_prob=True), "its norm_topk_prob is True, which is not known here"),
+        ("deepseek_v2", dict(topk_method="noaux_tc"), "its topk_method is 'noaux_tc'; known here are greedy, group"),
+        ("deepseek_v3", dict(scoring_func="softmax"), "its scoring_func is softmax, which is not known here"),
+        ("deepseek_v3", dict(n_group=3), "its 8 experts do not go evenly into 3 groups"),
+        ("deepseek_v3", dict(kv_lora_rank=None), "kv_lora_rank"),
+        ("deepseek_v3", dict(quantization_config={"quant_method": "fp8"}), "is of the method 'fp8'"),
+        ("deepseek_v3", dict(first_k_dense_replace=2), None),
         ("gemma2", dict(hidden_activation="gelu"), "it has the activation 'gelu'"),
         ("gemma2", dict(attn_logit_softcapping=0), "attn_logit_softcapping must be a number from 0.001"),
         ("gemma2", dict(query_pre_attn_scalar="8"), "query_pre_attn_scalar must be a number from 0.001"),

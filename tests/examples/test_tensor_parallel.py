@@ -12,7 +12,8 @@ import generate as command
 import jaxpaged
 from lib.command_line import exit_code
 from lib.generation import generated, run_generation, start
-from lib.llama import Llama, LlamaConfig
+from lib.llama import LatentConfig, Llama, LlamaConfig
+from lib.routed_experts import Routing
 from lib.sampling import Sampling
 from lib.tensor_parallel import make_mesh, repeated_kv_heads, shard_model
 
@@ -20,6 +21,20 @@ pytestmark = pytest.mark.slow
 
 RELATIVES = dict(
     windows=(4,), final_soft_cap=9.0, embedding_scale=2.0, use_sinks=True, use_qk_norm=True, use_post_norms=True
+)
+LATENT = LatentConfig(latent_dim=16, rotary_dim=16, value_dim=12, query_rank=12, rotary_factor=1.0, interleaved=True)
+ROUTING = Routing(
+    num_experts=4,
+    experts_per_token=2,
+    hidden_features=24,
+    shared_features=16,
+    first_layer=0,
+    scoring="sigmoid",
+    has_bias=True,
+    num_groups=2,
+    groups_per_token=1,
+    normalise=True,
+    scaling=2.0,
 )
 PROMPTS = [[5, 7, 11], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [42]]
 
@@ -45,6 +60,7 @@ def make_model(**changes) -> tuple[Llama, LlamaConfig]:
                 num_layers=2, num_kv_heads=2, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True
             ),
         ),
+        (2, dict(num_layers=1, num_kv_heads=1, latent=LATENT, routing=ROUTING)),
     ],
 )
 def test_tokens_are_those_of_one_device(num_devices, changes):

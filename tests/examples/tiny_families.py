@@ -35,6 +35,25 @@ LLAMA3 = dict(
 )
 YARN = dict(rope_type="yarn", factor=4.0, truncate=False, beta_fast=8.0, original_max_position_embeddings=16)
 GEMMA = dict(hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=12, sliding_window=WINDOW)
+LATENT, PLAIN, ROTARY, VALUE, ROUTED = 16, 8, 4, 6, 8
+DEEPSEEK = dict(
+    head_dim=ROTARY,  # as transformers saves it
+    num_key_value_heads=HEADS,
+    q_lora_rank=None,
+    kv_lora_rank=LATENT,
+    qk_nope_head_dim=PLAIN,
+    qk_rope_head_dim=ROTARY,
+    v_head_dim=VALUE,
+    first_k_dense_replace=1,
+    moe_intermediate_size=20,
+    n_routed_experts=ROUTED,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=1,
+    routed_scaling_factor=1.5,
+    rope_theta=500.0,
+)
+DEEPSEEK_YARN = dict(type="yarn", factor=4.0, beta_fast=8.0, original_max_position_embeddings=16)
 FAMILIES = {
     "llama": dict(rope_theta=500.0, rope_scaling=LLAMA3, tie_word_embeddings=True),
     "mistral": dict(sliding_window=WINDOW, rope_theta=500.0),
@@ -56,6 +75,20 @@ FAMILIES = {
         num_experts_per_tok=2,
         swiglu_limit=1.0,
     ),
+    # A dense layer and one with experts. YaRN with factors of what is rotated and of all logits.
+    "deepseek_v2": DEEPSEEK
+    | dict(
+        topk_method="group_limited_greedy",
+        n_shared_experts=2,
+        rope_scaling=DEEPSEEK_YARN | dict(mscale=0.9, mscale_all_dim=0.5),
+    ),
+    "deepseek_v3": DEEPSEEK
+    | dict(
+        q_lora_rank=12,
+        n_shared_experts=1,
+        num_nextn_predict_layers=1,
+        rope_scaling=DEEPSEEK_YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+    ),
 }
 
 
@@ -67,19 +100,51 @@ def write_family(folder: Path, family: str, **changes) -> None:
     rng = np.random.default_rng(2)
     tensors = {
         name: (rng.normal(size=shape) * (0.25 if len(shape) > 1 else 1)).astype(np.float32)
-        for name, shape in _shapes(family, config.get("tie_word_embeddings", family.startswith("gemma"))).items()
+        for name, shape in _shapes(family, config).items()
     }
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder)
 
 
-def _shapes(family: str, is_tied: bool) -> dict[str, tuple[int, ...]]:
+def _shapes(family: str, config: dict) -> dict[str, tuple[int, ...]]:
     shapes = {"model.embed_tokens.weight": (VOCAB, FEATURES), "model.norm.weight": (FEATURES,)}
-    if not is_tied:
+    if not config.get("tie_word_embeddings", family.startswith("gemma")):
         shapes["lm_head.weight"] = (VOCAB, FEATURES)
     for i in range(LAYERS):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _layer_shapes(family).items()}
+        of_layer = _deepseek_shapes(family, config, i) if family.startswith("deepseek") else _layer_shapes(family)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
     return shapes
+
+
+def _deepseek_shapes(family: str, config: dict, i: int) -> dict[str, tuple[int, ...]]:
+    queries, rank, hidden = HEADS * (PLAIN + ROTARY), config["q_lora_rank"], config["moe_intermediate_size"]
+
+    def mlp(name: str, width: int) -> dict[str, tuple[int, ...]]:
+        up = {f"{name}.{part}_proj.weight": (width, FEATURES) for part in ("gate", "up")}
+        return up | {f"{name}.down_proj.weight": (FEATURES, width)}
+
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (FEATURES,),
+        "post_attention_layernorm.weight": (FEATURES,),
+        "self_attn.kv_a_proj_with_mqa.weight": (LATENT + ROTARY, FEATURES),
+        "self_attn.kv_a_layernorm.weight": (LATENT,),
+        "self_attn.kv_b_proj.weight": (HEADS * (PLAIN + VALUE), LATENT),
+        "self_attn.o_proj.weight": (FEATURES, HEADS * VALUE),
+    }
+    if rank is None:
+        shapes["self_attn.q_proj.weight"] = (queries, FEATURES)
+    else:
+        shapes["self_attn.q_a_proj.weight"] = (rank, FEATURES)
+        shapes["self_attn.q_a_layernorm.weight"] = (rank,)
+        shapes["self_attn.q_b_proj.weight"] = (queries, rank)
+    if i < config["first_k_dense_replace"]:
+        return shapes | mlp("mlp", HIDDEN)
+    shapes["mlp.gate.weight"] = (ROUTED, FEATURES)
+    if family == "deepseek_v3":
+        shapes["mlp.gate.e_score_correction_bias"] = (ROUTED,)
+    for expert in range(ROUTED):
+        shapes |= mlp(f"mlp.experts.{expert}", hidden)
+    return shapes | mlp("mlp.shared_experts", hidden * config["n_shared_experts"])
 
 
 def _layer_shapes(family: str) -> dict[str, tuple[int, ...]]:

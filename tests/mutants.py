@@ -47,6 +47,7 @@ OF_ENGINE = "tests/attention/test_attention_prefix.py::of_an_engine"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/scheduler/test_scheduler_machine.py::mixture"
 SEATS = "jaxpaged/_scheduler/seats.py"
 SAMPLING = "jaxpaged/_engine/sampling.py"
+HOST_TIER = "jaxpaged/_engine/host_tier.py"
 SCORING = "jaxpaged/_engine/scoring.py"
 FORGOTTEN = "tests/engine/test_engine.py::weights_change"
 XLA, TREE, RUNS = (f"jaxpaged/_attention/{name}.py" for name in ("xla", "tree", "runs"))
@@ -505,9 +506,58 @@ MUTANTS = (
     Mutant(
         "engine: a failed slice puts its rows behind the others",
         "jaxpaged/_engine/books.py",
-        "self.queue.extendleft(reversed(",
-        "self.queue.extend(list(",
+        "self.queue.extendleft(reversed([",
+        "self.queue.extend(list([",
         "tests/engine/test_books.py::sent_again",
+    ),
+    Mutant(
+        "engine: rows that are held lose their turn",
+        "jaxpaged/_engine/books.py",
+        "self.queue.extendleft(reversed(held))",
+        "self.queue.extend(held)",
+        "tests/engine/test_books.py::held",
+    ),
+    Mutant(
+        "host tier: blocks of other weights are kept",
+        HOST_TIER,
+        "if salt != self._salt:",
+        "if salt < 0:",
+        "tests/engine/test_host_tier.py::another_salt",
+    ),
+    Mutant(
+        "host tier: what was lost within the slice is taken to be there",
+        HOST_TIER,
+        "if serial > 0 and self._serials[place] == serial:",
+        "if serial > 0:",
+        "tests/engine/test_host_tier.py::could_not_be_listed",
+    ),
+    Mutant(
+        "host tier: a long prompt stops after its first pieces",
+        HOST_TIER,
+        "if fetch.pieces or fetch.next < fetch.end]",
+        "if fetch.pieces]",
+        "tests/engine/test_host_tier.py::on_their_way",
+    ),
+    Mutant(
+        "host tier: the head leaves before the tail",
+        HOST_TIER,
+        "for key in reversed(new):",
+        "for key in ():",
+        "tests/engine/test_host_tier.py::tail_leaves",
+    ),
+    Mutant(
+        "host tier: the least tokens are too few",
+        HOST_TIER,
+        "if end - num_there < self._least:",
+        "if end - num_there <= self._least:",
+        "tests/engine/test_host_tier.py::few_tokens_are",
+    ),
+    Mutant(
+        "host tier: blocks are listed behind a gap",
+        "jaxpaged/_engine/host_copies.py",
+        "jnp.where(num_found >= first, num_full - num_found, 0)",
+        "num_full - num_found",
+        "tests/engine/test_host_tier.py::behind_a_gap",
     ),
     Mutant(
         "engine: more rows than the device has places",

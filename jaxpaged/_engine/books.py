@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+from jaxpaged._engine.host_copies import Moved, Piece
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.records import RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, make_output, make_rows, new_scores, new_tokens
@@ -25,6 +26,8 @@ class Sent:
     forgets: bool
     version: int  # of the weights
     report: Future[Report] | None = None
+    pieces: list[Piece] = dataclasses.field(default_factory=list)  # of prompts, that the slice can find
+    moved: Moved | None = None  # once there is a report
 
     def result(self) -> Report:
         assert self.report is not None
@@ -49,11 +52,17 @@ class Books:
         self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
         self._aborts: list[int] = []  # places, for the next slice
         self._num_sent = 0
+        self._num_held = 0  # rows that `send` left in the queue
 
     @property
     def num_open(self) -> int:
         """Rows that have not ended."""
         return self._num_sent + len(self.queue)
+
+    @property
+    def num_sent(self) -> int:
+        """Rows on the device, or on their way."""
+        return self._num_sent
 
     @property
     def num_unfinished(self) -> int:
@@ -62,7 +71,7 @@ class Books:
     @property
     def has_more(self) -> bool:
         """Whether another slice can take rows out of the queue."""
-        return bool(self.queue) and self._num_sent < self._max_requests
+        return len(self.queue) > self._num_held and self._num_sent < self._max_requests
 
     @property
     def is_device_empty(self) -> bool:
@@ -126,11 +135,18 @@ class Books:
                 del self.requests[output.request_id]
         return [output for output in outputs if output.finished] if finished_only else outputs
 
-    def send(self, most: int) -> Sent:
-        """What goes out with the next slice, with at most so many rows."""
+    def send(self, most: int, is_held: Callable[[Row], bool] | None = None) -> Sent:
+        """What goes out with the next slice, with at most so many rows. Rows that are held stay in the queue."""
         room = min(most, self._max_requests - self._num_sent)
-        rows = [self.queue.popleft() for _ in range(min(room, len(self.queue)))]
-        self._num_sent += len(rows)
+        rows: list[Row] = []
+        held: list[Row] = []
+        while self.queue and len(rows) < room and len(held) < most:
+            row = self.queue.popleft()
+            is_sent = is_held is None or not is_held(row)
+            (rows if is_sent else held).append(row)
+            self._num_sent += is_sent
+        self.queue.extendleft(reversed(held))
+        self._num_held = len(held)
         # Each abort is sent once, and before anybody else can have got the place.
         sent = Sent(rows, self._aborts, self.forgets, self.version)
         self._aborts, self.forgets = [], False

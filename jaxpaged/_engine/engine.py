@@ -20,9 +20,11 @@ from jaxpaged import _device
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._attention.decide import check_new_gpu
-from jaxpaged._engine.books import Books
+from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import counted
 from jaxpaged._engine.defaults import chosen_compiler_options, chosen_least_spared, chosen_sizes, chosen_steps
+from jaxpaged._engine.host_copies import AT_ONCE, HostCopies, Moved, block_bytes, host_capacity, read_moved
+from jaxpaged._engine.host_tier import HostTier
 from jaxpaged._engine.inputs import own, pool_sizes, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.kinds import make_kinds
@@ -32,6 +34,7 @@ from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.pytrees import difference
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.requests import (
+    Row,
     checked_prompt,
     checked_request,
     make_inbox,
@@ -44,6 +47,7 @@ from jaxpaged._integers import checked_size
 from jaxpaged._scheduler.scheduler import Scheduler
 
 MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
+STAGED_BYTES = 512 * 1024 * 1024  # of blocks on their way to or from host memory, beside the pool
 AHEAD = 1  # slices that run while the host reads the one before
 
 
@@ -81,6 +85,8 @@ class Engine:
             several groups there is a cache for each layer of a group, which its counterparts in the other groups share,
             and `attend` gets the `group` of each layer (`layer_groups`).
         prefix_cache: whether requests that begin alike share blocks, instead of each computing its own.
+        host_cache_bytes: host memory for blocks of the prefix cache, which come back from there once the pool has lost
+            them. None: none.
         exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
             `num_seats + chunk_tokens` rows, and attention one partition; `docs/engine.md` says what that costs.
         seed: at least 0; seeds the requests that bring none.
@@ -108,6 +114,7 @@ class Engine:
         num_stop_ids: int = 4,
         windows: Sequence[int | None] = (None,),
         prefix_cache: bool = False,
+        host_cache_bytes: int | None = None,
         exact: bool = False,
         seed: int = 0,
         compiler_options: dict[str, Any] | None = None,
@@ -177,7 +184,8 @@ class Engine:
             num_stop_ids=num_stop_ids,
         )
         no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0)
-        function: Any = functools.partial(run_slice, apply, kinds=self._kinds)
+        capacity = None if host_cache_bytes is None else host_capacity(host_cache_bytes, self._state_of_slice, windows)
+        function: Any = functools.partial(run_slice, apply, kinds=self._kinds, has_host_tier=capacity is not None)
         self._mesh = find_mesh(caches)
         if self._mesh is not None:
             self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))
@@ -186,6 +194,21 @@ class Engine:
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
         self._run_slice = jitted.lower(self._weights, self._state_of_slice, no_news).compile()
+        self._copies, self._tier = None, None
+        if capacity is not None:
+            most_staged = max(STAGED_BYTES // block_bytes(caches), AT_ONCE)
+            self._copies = HostCopies(
+                self._state_of_slice, self._mesh, most_staged=most_staged, compiler_options=compiler_options
+            )
+            self._tier = HostTier(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                capacity=capacity,
+                least_tokens=sizes.chunk_tokens // 2,
+                at_once=self._copies.at_once,
+                most_staged=most_staged,
+                bring=self._copies.bring,
+            )
         # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
@@ -382,6 +405,8 @@ class Engine:
             )
         while not self._books.is_device_empty:  # requests that were dropped
             self._advance()
+        if self._tier is not None:
+            self._tier.clear()
         self._asleep = [(x, jax.typeof(x), x.sharding) for x in pools_of(self._state.caches)]
         for pool, *_ in self._asleep:
             pool.delete()
@@ -398,7 +423,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """The sizes, and the counts as of the last slice that the host has read."""
         num_waiting = len(self._books.on_device) - self._stats.num_running
-        return dataclasses.replace(self._stats, num_queued=len(self._books.queue), num_waiting=max(num_waiting, 0))
+        stats = dataclasses.replace(self._stats, num_queued=len(self._books.queue), num_waiting=max(num_waiting, 0))
+        if self._tier is None:
+            return stats
+        host_bytes = self._tier.num_kept * block_bytes(self._state_of_slice.caches)
+        return dataclasses.replace(stats, num_brought=self._tier.num_brought, host_bytes=host_bytes)
 
     @property
     def _state(self) -> State:
@@ -450,8 +479,11 @@ class Engine:
         self._check_usable()
         if self._asleep:
             raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
+        if self._tier is not None and self._books.is_device_empty:
+            self._tier.wait()  # for nothing else can run
         if len(self._books.under_way) <= AHEAD:  # an interrupt may have left more
             is_light = is_watched and self._books.num_open < self._stats.num_seats
+            is_light |= self._tier is not None and self._tier.is_fetching
             self._send(self._steps.few if is_light else self._steps.most)
         while len(self._books.under_way) > AHEAD:
             self._receive()
@@ -460,8 +492,10 @@ class Engine:
     def _send(self, num_steps: int) -> None:
         """Starts a slice of at most so many steps. If more requests wait than it takes, slices of none before it take
         the others."""
+        pieces = [] if self._tier is None else self._tier.take_arrived()
         while True:
-            sent = self._books.send(MOST_ARRIVALS)
+            sent = self._books.send(MOST_ARRIVALS, self._is_held if self._tier is not None else None)
+            sent.pieces, pieces = pieces, []
             has_more = self._books.has_more
             inbox = self._inbox_of(
                 sent.rows,
@@ -470,14 +504,26 @@ class Engine:
                 num_steps=0 if has_more else num_steps,
                 forgets=sent.forgets,
             )
-            sent.report = self._thread.submit(self._run, self._weights, inbox)
+            sent.report = self._thread.submit(self._run, self._weights, inbox, sent)
             if not has_more:
                 return
 
-    def _run(self, weights: Any, inbox: Inbox) -> Report:
+    def _is_held(self, row: Row) -> bool:
+        assert self._tier is not None
+        num_seats = self._stats.num_seats
+        return self._tier.holds(row, is_seat_free=self._books.num_sent < num_seats + max(num_seats // 4, 1))
+
+    def _run(self, weights: Any, inbox: Inbox, sent: Sent | None = None) -> Report:
         """On the engine's own thread, one slice after the other."""
         try:
+            put = []
+            for piece in sent.pieces if sent else ():
+                assert self._copies is not None
+                self._state_of_slice, where = self._copies.put(self._state_of_slice, piece)
+                put.append(where)
             self._state_of_slice, report = self._run_slice(weights, self._state_of_slice, inbox)
+            if self._copies is not None and sent:
+                sent.moved = self._copies.take(self._state_of_slice, report, put)
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state_of_slice)):
                 raise StateLostError from failure
@@ -488,20 +534,26 @@ class Engine:
 
     def _receive(self) -> None:
         """Waits for the slice that was sent first, and takes what came of it. An interrupted wait changes nothing."""
+        sent = self._books.under_way[0]
         try:
-            report = read(self._books.under_way[0].result())
+            report = read(sent.result())
+            moved = None if sent.moved is None else read_moved(sent.moved)
         except StateLostError as lost:
             self._failure = lost.__cause__
             self._check_usable()
         except Exception:
             self._books.take_back()
+            if self._tier is not None:
+                self._tier.lose(sent.pieces)
             raise
         else:
-            self._take(report)
+            self._take(report, moved)
 
     @without_interrupts()
-    def _take(self, report: Report) -> None:
+    def _take(self, report: Report, moved: Moved | None) -> None:
         sent = self._books.take_places(report)
+        if self._tier is not None and moved is not None:
+            self._tier.take(moved)
         if self._collector is not None:
             places = np.asarray(report.outbox.request_ids)
             self._collector.take(sent.result(), places, self._books.on_device, sent.version)

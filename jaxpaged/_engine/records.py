@@ -150,6 +150,8 @@ class EngineStats:
         num_computed: tokens computed, including prompts and recomputed tokens.
         num_spared: tokens of shared blocks whose keys and values a step did not read again, summed over the steps.
         num_found: tokens found in the prefix cache, and so not computed.
+        num_brought: tokens whose keys and values came back from host memory, to be found.
+        host_bytes: bytes of cached blocks in host memory now.
         num_recomputed: computed tokens that preemptions dropped.
         num_preempted: preemptions.
     """
@@ -173,6 +175,8 @@ class EngineStats:
     num_computed: int = 0
     num_spared: int = 0
     num_found: int = 0
+    num_brought: int = 0
+    host_bytes: int = 0
     num_recomputed: int = 0
     num_preempted: int = 0
 

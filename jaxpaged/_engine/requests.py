@@ -1,5 +1,6 @@
 """Requests on the host: what an inbox is made of, and what a report says of them."""
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,7 @@ class Row:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
+    keys: tuple[int, list[bytes]] | None = None  # of the host tier, with the salt for which they are
 
     def __post_init__(self) -> None:
         self.scores = np.full(self.span[1] - self.span[0], np.nan, np.float32)
@@ -113,9 +115,14 @@ def checked_request(
         )
     num_needed = most_blocks(windows, -(-(limit - 1) // block_size), block_size)  # the last token is never computed
     if num_needed > num_blocks - 1:
+        most = bisect.bisect_right(
+            range(num_blocks), num_blocks - 1, key=lambda columns: most_blocks(windows, columns, block_size)
+        )
         raise ValueError(
             f"{limit} tokens need {num_needed} blocks of {block_size}, and the caches have {num_blocks - 1} beside the "
-            "null block. Make the engine with larger caches."
+            f"null block: {(most - 1) * block_size + 1} tokens fit, prompt and new ones together. Make the engine with "
+            "caches of more blocks: an 8-bit dtype halves their bytes, `layer_groups` saves what windows have passed, "
+            "and several GPUs hold more."
         )
     if len(params.stop_token_ids) > num_stop_ids:
         raise ValueError(f"a request has at most {num_stop_ids=} stop tokens; got {params.stop_token_ids}.")

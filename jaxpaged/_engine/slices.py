@@ -79,10 +79,13 @@ class Report:
     num_found: jax.Array
     num_recomputed: jax.Array
     num_preempted: jax.Array
+    # For the host tier. None: there is none.
+    serials: jax.Array | None = None  # int32 [blocks], of the blocks that the prefix cache lists; 0: it does not
+    salt: jax.Array | None = None  # int32 [], under which prompts are looked up
 
 
 def run_slice(
-    apply: Apply, weights: Any, state: State, inbox: Inbox, *, kinds: tuple[Kind, ...]
+    apply: Apply, weights: Any, state: State, inbox: Inbox, *, kinds: tuple[Kind, ...], has_host_tier: bool = False
 ) -> tuple[State, Report]:
     scheduler, allocator = state.scheduler.abort(state.allocator, inbox.aborts)
     prefixes = scheduler.prefixes
@@ -145,6 +148,11 @@ def run_slice(
         num_recomputed=scheduler.num_recomputed,
         num_preempted=scheduler.num_preempted,
     )
+    if has_host_tier:
+        assert scheduler.prefixes is not None
+        is_listed = state.allocator.pool.is_cached(jnp.arange(state.allocator.num_blocks, dtype=jnp.int32))
+        serials = jnp.where(is_listed, scheduler.prefixes.cache.serials, 0)
+        report = dataclasses.replace(report, serials=serials, salt=jnp.array(scheduler.prefixes.salt))
     nothing = no_scores(*state.scores.positions.shape, num_requests=scheduler.max_requests)
     logprobs = jnp.zeros_like(state.logprobs)
     return dataclasses.replace(state, scheduler=scheduler, logprobs=logprobs, scores=nothing), report

@@ -139,3 +139,14 @@ def test_logprobs_are_wanted_by_who_is_out(books):
     books.send(1)
     take(books, finished=[0])
     assert not books.wants_logprobs
+
+
+def test_rows_that_are_held_keep_their_turn(books):
+    first, second, third = add(books, 3)
+    sent = books.send(10, lambda row: row.request_id != second)
+    assert [row.request_id for row in sent.rows] == [second]
+    assert [row.request_id for row in books.queue] == [first, third]
+    assert not books.has_more
+    assert [row.request_id for row in books.send(10).rows] == [first, third]
+    add(books, 2)
+    assert len(books.send(1, lambda row: True).rows) == 0  # one is looked at

@@ -8,6 +8,9 @@ tests/cases.py: twice the error of plain jnp at the same precision, plus half a 
 largest number and 3e-6; and if every lse is within 0.2%.
 
 Each family also gets cases with a mistake in them, keys instead of values, which must be found.
+
+With `--as-gpu A100` the kernels of another GPU compute, in the configurations that they have there, without plans:
+long queries go to the portable prefill kernel.
 """
 
 import argparse
@@ -24,7 +27,11 @@ from jax import lax
 
 from benchmarks.harness import add_output, compile_all, open_store
 from benchmarks.kernels.partitioned import Partitions, partitioned
-from jaxpaged import paged_attention_reference
+from jaxpaged import _device, paged_attention_reference
+from jaxpaged._attention.call import check_call
+from jaxpaged._attention.choose import Choice, Known, choose
+from jaxpaged._attention.launch import Results
+from jaxpaged._attention.run import run
 from tests.cases import GARBAGE_IDS, plain_jnp
 
 SEQS = 8
@@ -86,6 +93,8 @@ FAMILIES = (
     Family("16 queries", 4, 1, 64, 16, 24, q_len=16),
     Family("16 queries, partitions", 4, 1, 128, 16, 40, q_len=16, num_partitions=3),
     Family("13 queries, all options", 6, 2, 256, 16, 24, q_len=13, options=ALL),
+    Family("70 queries", 8, 2, 128, 16, 24, q_len=70),
+    Family("70 queries, all options", 6, 2, 64, 16, 24, q_len=70, options=ALL),
     Family("window", 8, 2, 128, 16, 40, options=("sliding_window",)),
     Family("window, partitions", 8, 2, 128, 16, 40, options=("sliding_window",), num_partitions=4),
     Family("window, 4 queries", 8, 2, 64, 16, 40, options=("sliding_window",), q_len=4),
@@ -164,13 +173,13 @@ def try_case(family: Family, implementation: Any, args: tuple[jax.Array, jax.Arr
     q = jax.random.normal(values, (SEQS, *q_len, family.heads, family.head_dim), jnp.float32)
     q = (q * jax.random.choice(size, jnp.asarray((0.1, 1.0, 3.0), jnp.float32))).astype(dtype)  # flat to peaked
 
-    out, lse = partitioned(
-        family.num_partitions,
-        *(q, k_cache, jnp.where(is_twin, k_cache, v_cache), tables, lengths),
-        return_lse=True,
-        implementation=implementation,
-        **options,
-    )
+    arrays = q, k_cache, jnp.where(is_twin, k_cache, v_cache), tables, lengths
+    if isinstance(implementation, _device.Gpu):
+        out, lse = as_on(implementation, arrays, family.num_partitions, options)
+    else:
+        out, lse = partitioned(
+            family.num_partitions, *arrays, return_lse=True, implementation=implementation, **options
+        )
     expected, expected_lse = paged_attention_reference(q, k_cache, v_cache, tables, lengths, return_lse=True, **options)
     plain = plain_jnp(q, k_cache, v_cache, tables, lengths, dtype, options).astype(jnp.float32)
     worst = jnp.abs(out.astype(jnp.float32) - expected).max(axis=-1)
@@ -182,6 +191,16 @@ def try_case(family: Family, implementation: Any, args: tuple[jax.Array, jax.Arr
         "bad_lse": (~lse_good).sum(dtype=jnp.int32),
         "worst": jnp.nan_to_num(worst / budget, nan=jnp.inf).max(),
     }
+
+
+def as_on(gpu: _device.Gpu, arrays: Any, partitions: Partitions, options: dict[str, Any]) -> Results:
+    """Out and lse by the kernels that another GPU would take."""
+    known = Known(partitions if isinstance(partitions, int) else None, implementation="mosaic_gpu")
+    call = check_call(*arrays, **options)
+    choice = choose(call, gpu, known)
+    assert isinstance(choice, Choice)
+    out, lse = run(choice, call)
+    return (out, lse) if arrays[0].ndim == 4 else (out[:, 0], lse[:, 0])
 
 
 def loop(family: Family, implementation: Any, keys: jax.Array, is_twin: jax.Array) -> dict[str, jax.Array]:
@@ -209,6 +228,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000, help="in all, spread evenly over the families")
     parser.add_argument("--families", nargs="+", choices=[family.name for family in FAMILIES], metavar="NAME")
     parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), default="mosaic_gpu")
+    parser.add_argument("--as-gpu", choices=tuple(_device.GPUS), help="by the kernels that this GPU has")
     parser.add_argument("--seed", type=int, default=0)
     add_output(parser)
     options = parser.parse_args()
@@ -216,6 +236,10 @@ def main() -> None:
     families = [family for family in FAMILIES if options.families is None or family.name in options.families]
     each = -(-options.cases // len(FAMILIES))  # of all, so that a run may be cut into pieces
     what = {"seed": options.seed, "implementation": options.implementation, "cases_a_family": each}
+    implementation = options.implementation
+    if options.as_gpu:
+        implementation = dataclasses.replace(_device.named(options.as_gpu), num_sms=_device.gpu().num_sms)
+        what["as_gpu"] = options.as_gpu
     store = open_store("random_cases", options, **what)
     families = [family for family in families if family.name not in store.points]
     is_twin = jnp.arange(each + TWINS) < TWINS
@@ -227,7 +251,7 @@ def main() -> None:
         return jax.random.split(jax.random.fold_in(jax.random.key(options.seed), FAMILIES.index(family)), each + TWINS)
 
     def job(family: Family) -> Any:
-        program = jax.jit(functools.partial(loop, family, options.implementation))
+        program = jax.jit(functools.partial(loop, family, implementation))
         # What is drawn is rounded to `dtype` for the kernel. Unless told so, XLA hands the oracle the unrounded numbers
         # and leaves p of plain jnp unrounded.
         return program.lower(make_keys(family), is_twin).compile({"xla_allow_excess_precision": False})

@@ -122,7 +122,7 @@ def create_engine(*, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 
         cache = KVCache.create(
             num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32"
         )
-        weights, cache = jax.device_put((random_weights(), cache), device)
+        weights, cache = jax.device_put((random_weights() if weights is None else weights, cache), device)
     # With a prefix cache, shared blocks are read once as soon as there are any, as for larger ones on a GPU.
     with mock.patch.object(engine, "chosen_least_spared", return_value=1):
         return Engine(model, weights, cache, **sizes | options)

@@ -28,6 +28,8 @@ def counted(
         num_narrow_steps=total(before.num_narrow_steps, report.num_of_kind[is_narrow].sum()),
         num_mixed_steps=total(before.num_mixed_steps, report.num_of_kind[is_mixed].sum()),
         num_spared=total(before.num_spared, report.num_spared),
+        num_drafted=total(before.num_drafted, report.num_drafted),
+        num_accepted=total(before.num_accepted, report.num_accepted),
         num_generated=before.num_generated + num_generated,
         num_scored=before.num_scored + num_scored,
         num_computed=total(before.num_computed, report.num_computed),

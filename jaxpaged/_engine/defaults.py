@@ -22,6 +22,9 @@ MOST_LENGTH = 8192
 # Up to 64 rows a step costs what reading the weights costs; from 256 on, what its products cost. Each width takes a
 # GPU's compiler 10 s if the 32 layers of an 8B model are unrolled.
 WIDTHS = (64, 128, 256)
+# Reading the weights takes as long as these rows, and fewer than FREE_ROWS take as long as so many. [h200/engine.json]
+WEIGHT_ROWS, FREE_ROWS = 384, 64
+WEIGHT_ROWS_ON_CPU, FREE_ROWS_ON_CPU = 16, 0
 FEW_STEPS, MOST_STEPS = 2, 32
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}  # products by cuBLAS
 
@@ -48,6 +51,8 @@ def chosen_sizes(
     chunk_tokens: int | None,
     widths: Sequence[int] | None,
     is_gpu: bool,
+    drafts: int = 0,
+    exact: bool = False,
 ) -> Sizes:
     """The sizes that were given, checked, and the others chosen."""
     pool_tokens = max(num_blocks - 1, 1) * block_size
@@ -61,8 +66,11 @@ def chosen_sizes(
         rows = most_rows if num_seats > FEW_SEATS else most_rows // 2
         chunk_tokens = min(max(rows - num_seats, rows // 2), pool_tokens)
     chunk_tokens = checked_size("chunk_tokens", chunk_tokens)
+    widest = num_seats + chunk_tokens
     if widths is None:
         chosen = [width for width in WIDTHS if width <= num_seats]
+        if drafts:
+            chosen = draft_widths(num_seats, drafts, widest, is_gpu=is_gpu)
     else:
         chosen = sorted({checked_size("widths", width) for width in widths})
         if chosen and chosen[-1] >= num_seats + chunk_tokens:
@@ -70,13 +78,31 @@ def chosen_sizes(
                 "widths are rows of steps narrower than the widest, which has num_seats + chunk_tokens = "
                 f"{num_seats + chunk_tokens}; got widths={tuple(widths)}."
             )
-        few = last_few(chosen, num_seats + chunk_tokens)
+        few = chosen if drafts else last_few(chosen, num_seats + chunk_tokens)
         if unused := [width for width in chosen if width > num_seats and width not in few]:
             raise ValueError(
                 f"of the widths above {num_seats=}, only the last that is at most a third of the widest "
                 f"step, which has {num_seats + chunk_tokens} rows, is used; leave out {unused}."
             )
+    if drafts and not exact and not chosen:
+        raise ValueError(
+            "drafts are computed in steps of widths, and there is none below the widest step, which has "
+            f"num_seats + chunk_tokens = {widest} rows; pass widths, or more chunk_tokens."
+        )
     return Sizes(num_seats, max_length, chunk_tokens, tuple(chosen))
+
+
+def draft_widths(num_seats: int, drafts: int, widest: int, *, is_gpu: bool) -> list[int]:
+    """The widths of steps with drafts: those below the first that has room for all drafts of all seats, and it."""
+    most = num_seats * (drafts + 1)
+    steps = WIDTHS if is_gpu else (drafts + 1, most)
+    return [width for i, width in enumerate(steps) if width < widest and (i == 0 or steps[i - 1] < most)]
+
+
+def step_cost(num_rows: int, *, is_gpu: bool) -> float:
+    """How long a step of so many rows takes, if a row takes 1."""
+    weights, free = (WEIGHT_ROWS, FREE_ROWS) if is_gpu else (WEIGHT_ROWS_ON_CPU, FREE_ROWS_ON_CPU)
+    return float(weights + max(num_rows, free))
 
 
 @dataclasses.dataclass(frozen=True)

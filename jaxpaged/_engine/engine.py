@@ -22,7 +22,14 @@ from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._attention.decide import check_new_gpu
 from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import counted
-from jaxpaged._engine.defaults import chosen_compiler_options, chosen_least_spared, chosen_sizes, chosen_steps
+from jaxpaged._engine.defaults import (
+    chosen_compiler_options,
+    chosen_least_spared,
+    chosen_sizes,
+    chosen_steps,
+    step_cost,
+)
+from jaxpaged._engine.drafting import Draft, Drafting
 from jaxpaged._engine.host_copies import AT_ONCE, HostCopies, Moved, block_bytes, host_capacity, read_moved
 from jaxpaged._engine.host_tier import HostTier
 from jaxpaged._engine.inputs import own, pool_sizes, pools_of
@@ -87,6 +94,12 @@ class Engine:
         prefix_cache: whether requests that begin alike share blocks, instead of each computing its own.
         host_cache_bytes: host memory for blocks of the prefix cache, which come back from there once the pool has lost
             them. None: none.
+        drafts: the most tokens of a request that a step computes beside the newest, as guesses; 0: none. The tokens
+            are the same without. `apply` is then traced with a step in which `attend.newest(x)` returns all of x.
+        draft: where they come from, `drafts = draft(weights, tokens, lengths)`, traced into the program: `tokens` are
+            int32 `[num_seats, max_length]`, of which each seat's request knows the first `lengths`, int32
+            `[num_seats]`. Returns int32 `[num_seats, drafts]`; the first -1 ends a seat's drafts. None: what followed
+            when the newest tokens of a request occurred in it before.
         exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
             `num_seats + chunk_tokens` rows, and attention one partition; `docs/engine.md` says what that costs.
         seed: at least 0; seeds the requests that bring none.
@@ -115,6 +128,8 @@ class Engine:
         windows: Sequence[int | None] = (None,),
         prefix_cache: bool = False,
         host_cache_bytes: int | None = None,
+        drafts: int = 0,
+        draft: Draft | None = None,
         exact: bool = False,
         seed: int = 0,
         compiler_options: dict[str, Any] | None = None,
@@ -129,8 +144,12 @@ class Engine:
             max_length=max_length,
             chunk_tokens=chunk_tokens,
             widths=widths,
-            is_gpu=_device.is_gpu(),
+            is_gpu=(is_gpu := _device.is_gpu()),
+            drafts=checked_size("drafts", drafts, 0),
+            exact=exact,
         )
+        if draft is not None and not (callable(draft) and drafts):
+            raise ValueError(f"draft must be a function, and goes with drafts of at least 1; got {draft=}, {drafts=}.")
         num_seats, max_length = sizes.num_seats, sizes.max_length
         max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
         self._weights, self._num_blocks = own(weights), num_blocks
@@ -146,7 +165,15 @@ class Engine:
         )
         shares = prefix_cache and not exact and windows == (None,)
         least_spared = chosen_least_spared(caches) if shares else None
-        self._kinds = make_kinds(num_seats, sizes.chunk_tokens, sizes.widths, exact=exact, least_spared=least_spared)
+        cost = functools.partial(step_cost, is_gpu=is_gpu)
+        self._kinds = make_kinds(
+            num_seats,
+            sizes.chunk_tokens,
+            sizes.widths,
+            exact=exact,
+            least_spared=least_spared,
+            cost=cost if drafts else None,
+        )
         self._state_of_slice = State(
             scheduler=Scheduler.create(
                 max_requests=max_requests,
@@ -154,6 +181,7 @@ class Engine:
                 max_length=max_length,
                 max_steps=self._steps.most,
                 num_stop_ids=num_stop_ids,
+                num_drafts=drafts,
                 prefix_cache=PrefixCache.create(
                     num_blocks=num_blocks, block_size=block_size, secret=secrets.randbits(128), num_groups=len(windows)
                 )
@@ -168,13 +196,14 @@ class Engine:
                 windows=windows,
             ),
             caches=caches,
-            logprobs=jnp.zeros((self._steps.most, num_seats), jnp.float32),
+            logprobs=jnp.zeros((self._steps.most, num_seats * (drafts + 1)), jnp.float32),
             spans=jnp.zeros((max_requests, 2), jnp.int32),
             scores=no_scores(self._steps.most, most_scored(self._kinds), num_requests=max_requests),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(self._kinds), jnp.int32),
             seat_groups=None if least_spared is None else SeatGroups.create(num_seats),
             num_spared=jnp.zeros((), jnp.int32),
+            drafting=Drafting.create(num_seats, drafts, max_requests) if drafts else None,
         )
         self._inbox_of = functools.partial(
             make_inbox,
@@ -185,7 +214,14 @@ class Engine:
         )
         no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0)
         capacity = None if host_cache_bytes is None else host_capacity(host_cache_bytes, self._state_of_slice, windows)
-        function: Any = functools.partial(run_slice, apply, kinds=self._kinds, has_host_tier=capacity is not None)
+        function: Any = functools.partial(
+            run_slice,
+            apply,
+            kinds=self._kinds,
+            has_host_tier=capacity is not None,
+            draft=draft,
+            row_cost=cost(0),
+        )
         self._mesh = find_mesh(caches)
         if self._mesh is not None:
             self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))

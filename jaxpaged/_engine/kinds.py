@@ -1,7 +1,7 @@
 """The ladder: the kinds of steps that an engine compiles, and which of them the next step is."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxpaged._scheduler.scheduler import Scheduler
 BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
 SHARING_ROWS = 16  # to read shared blocks once takes about as long as this many rows of a wide step
 FEW_PARTS = 3  # a narrow step with chunks has at most this part of the rows of the widest
+PACKED = 1.02  # the time of a step with drafts in that of one without of as many rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Kind:
         num_partitions: the default of each call of attention.
         least_spared: the tokens that such a step must be spared for blocks that requests share to be read once, while
             the rows of those that share stand together; None: each request reads its own.
+        draws_all: whether a token is drawn at each row, so that seats may have drafts.
+        cost: how long a step takes, if a row takes 1.
     """
 
     width: int
@@ -36,6 +39,8 @@ class Kind:
     is_mixed: bool = False
     num_partitions: int | None = None
     least_spared: int | None = None
+    draws_all: bool = False
+    cost: float = 1.0
 
     @property
     def is_narrow(self) -> bool:
@@ -45,7 +50,7 @@ class Kind:
     @property
     def is_by_row(self) -> bool:
         """Single tokens whose rows are not the seats in their order."""
-        return self.is_narrow or (self.least_spared is not None and not self.is_mixed)
+        return self.is_narrow or self.draws_all or (self.least_spared is not None and not self.is_mixed)
 
 
 def make_kinds(
@@ -55,19 +60,24 @@ def make_kinds(
     *,
     exact: bool = False,
     least_spared: int | None = None,
+    cost: Callable[[int], float] | None = None,
 ) -> tuple[Kind, ...]:
     """The kinds, from few rows to many. The two that read shared blocks once come before the others.
 
-    `widths` are the rows of those beside `num_seats` and the widest, in ascending order. One of them takes chunks too.
-    Each is compiled once; that one twice if it is `num_seats`. An exact engine has only the widest kind.
+    `widths` are the rows of those beside `num_seats` and the widest, in ascending order. One of them takes chunks too,
+    with drafts all of them. Each is compiled once; such a one twice if it is `num_seats`. An exact engine has only the
+    widest kind. `cost`: of so many rows, if there are drafts.
     """
     widest = num_seats + chunk_tokens
     if exact:
-        return (Kind(widest, num_seats, is_mixed=True, num_partitions=1),)
-    few = last_few(widths, widest)
+        return (Kind(widest, num_seats, is_mixed=True, num_partitions=1, draws_all=cost is not None),)
+    few = last_few(widths, widest) if cost is None else widths
     single = [*(width for width in widths if width < num_seats and width not in few), num_seats]
     kinds = [Kind(width, num_seats) for width in single]
-    kinds += [Kind(width, num_seats, is_mixed=True) for width in (*few, widest)]
+    kinds += [Kind(width, num_seats, is_mixed=True, draws_all=cost is not None) for width in few]
+    if cost is not None:
+        kinds = [dataclasses.replace(kind, cost=cost(kind.width) * (PACKED if kind.is_mixed else 1)) for kind in kinds]
+    kinds.append(Kind(widest, num_seats, is_mixed=True))
     kinds = sorted(kinds, key=lambda kind: (kind.width, kind.is_mixed))
     if least_spared is None:
         return tuple(kinds)
@@ -86,16 +96,18 @@ def next_kind(
     num_waited: jax.Array,
     kinds: tuple[Kind, ...],
     num_spared: ArrayLike = 0,
+    gains: jax.Array | None = None,
 ) -> jax.Array:
     """Which of the kinds the next step is, int32 `[]`.
 
     `num_waited`: steps since prompts wait for a chunk. `num_spared`: tokens that need not be read again, if shared
-    blocks are read once.
+    blocks are read once. `gains`: tokens that each draft is expected to bring, float32 `[seats, drafts]`.
     """
     if len(kinds) == 1:
         return jnp.zeros((), jnp.int32)
     num_sharing = sum(kind.least_spared is not None for kind in kinds)
-    narrow = next(i for i, kind in enumerate(kinds) if kind.is_mixed and i >= num_sharing)  # with chunks
+    is_few = [kind.is_mixed and FEW_PARTS * kind.width <= kinds[-1].width for kind in kinds]
+    narrow = max((i for i in range(num_sharing, len(kinds)) if is_few[i]), default=len(kinds) - 1)  # with chunks
     few, widest = kinds[narrow].width, kinds[-1].width
     needed = planning.per_seat(scheduler, scheduler.num_known) - allocator.lengths
     num_needing, num_decoding = ((needed >= 1).sum(dtype=jnp.int32), (needed == 1).sum(dtype=jnp.int32))
@@ -104,6 +116,8 @@ def next_kind(
     # 1. If prompts wait on: the fewest rows for a token of each seat that needs any.
     widths = jnp.asarray([kind.width for kind in kinds], jnp.int32)
     without = num_sharing + (num_needing > widths[num_sharing:]).sum(dtype=jnp.int32)
+    if gains is not None:
+        without = num_sharing + quickest(kinds[num_sharing:-1], num_needing, num_pending, gains)
 
     # 2. Else the widest step if they fill it, or if narrow steps for all of them had more rows together.
     is_full = num_needing + num_pending >= widest
@@ -121,7 +135,20 @@ def next_kind(
     return kind
 
 
-def count_wait(num_waited: jax.Array, num_pending: jax.Array, query_starts: jax.Array) -> jax.Array:
-    """`num_waited` after a step whose queries begin there, if `num_pending` tokens still wait."""
-    took_chunk = (jnp.diff(query_starts) > 1).any()
+def quickest(kinds: Sequence[Kind], num_needing: jax.Array, num_pending: jax.Array, gains: jax.Array) -> jax.Array:
+    """The kind that brings most tokens in its time, of those with a row for each seat that needs one."""
+    widths = jnp.asarray([kind.width for kind in kinds], jnp.int32)
+    # Drafts are granted the rows that are left in this order: see `planning.granted_drafts`.
+    in_order = gains.T.reshape(-1)
+    turn = jnp.cumsum(in_order > 0, dtype=jnp.int32)
+    has_row = turn[None] <= (widths - num_needing - num_pending)[:, None]
+    of_drafts = jnp.where(has_row, in_order[None], 0.0).sum(axis=1)
+    of_drafts = jnp.where(jnp.asarray([kind.draws_all for kind in kinds]), of_drafts, 0.0)
+    pace = (num_needing.astype(jnp.float32) + of_drafts) / jnp.asarray([kind.cost for kind in kinds], jnp.float32)
+    return jnp.argmax(jnp.where(widths >= num_needing, pace, -1.0)).astype(jnp.int32)
+
+
+def count_wait(num_waited: jax.Array, num_pending: jax.Array, num_known: jax.Array) -> jax.Array:
+    """`num_waited` after a step with so many known tokens of each seat, if `num_pending` tokens still wait."""
+    took_chunk = (num_known > 1).any()
     return jnp.where((num_pending > 0) & ~took_chunk, num_waited + 1, 0)

@@ -146,6 +146,8 @@ class EngineStats:
         num_narrow_steps: steps of single tokens that had no row for each seat.
         num_mixed_steps: steps that had rows for chunks of prompts.
         num_generated: new tokens.
+        num_drafted: drafts that were computed.
+        num_accepted: of these, drafts that became tokens.
         num_scored: tokens scored, by `score` or as `prompt_logprobs`; again after a preemption.
         num_computed: tokens computed, including prompts and recomputed tokens.
         num_spared: tokens of shared blocks whose keys and values a step did not read again, summed over the steps.
@@ -171,6 +173,8 @@ class EngineStats:
     num_narrow_steps: int = 0
     num_mixed_steps: int = 0
     num_generated: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     num_scored: int = 0
     num_computed: int = 0
     num_spared: int = 0

@@ -84,7 +84,7 @@ def with_head(model: Callable[[StepAttention], tuple[Any, jax.Array]], attend: S
     """
     recorder = Recorder(**vars(attend))
     caches, logits = model(recorder)
-    if attend.query_starts is None:
+    if attend.query_starts is None or attend.last is None:
         return caches, lambda rows: logits
     if not recorder.recorded:
         raise ValueError("apply never called attend.newest(x); apply the head to what it returns.")
@@ -105,7 +105,8 @@ def score_and_sample(
 ) -> tuple[jax.Array, jax.Array, Scores]:
     """The next token of each seat, int32 `[seats]`, its logprob, float32 `[seats]`, and the scores of the step's rows.
 
-    If a seat's next token is scored, it is not sampled but given.
+    If a seat's next token is scored, it is not sampled but given. If seats may have drafts, tokens and logprobs are
+    those at each seat's last known token and at its drafts, `[seats, drafts + 1]`.
     """
     request_ids = planning.rows_of(step.request_ids, step.seats)
     request_ids = jnp.where(step.seats < kind.num_seats, request_ids, scheduler.max_requests)
@@ -116,12 +117,15 @@ def score_and_sample(
     given = jnp.where(is_scored, known, -1)
     request_ids = jnp.where(is_scored, request_ids, scheduler.max_requests)
 
-    if not kind.is_mixed:
+    if not kind.is_mixed or kind.draws_all:
         sampling = planning.rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
         drawn, logprobs = sample(head(step.last), sampling, positions, wants_logprobs, given)
         scores = Scores(request_ids, positions, logprobs, drawn == given)
         tokens = jnp.where(is_scored, given, drawn)
-        if kind.is_by_row:
+        if kind.draws_all:
+            rows = (step.last - step.num_drafts)[:, None] + jnp.arange(scheduler.num_drafts + 1, dtype=jnp.int32)[None]
+            tokens, logprobs = (values.at[rows].get(mode="clip") for values in (tokens, logprobs))
+        elif kind.is_by_row:
             tokens, logprobs = (
                 jnp.zeros(kind.num_seats, values.dtype).at[step.seats].set(values, mode="drop")
                 for values in (tokens, logprobs)

@@ -14,6 +14,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.plan import plan_step
 from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._engine.drafting import Draft, Drafting, drafted
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
 from jaxpaged._engine.prefix_groups import SeatGroups, find_groups, sort_by_group
 from jaxpaged._engine.pytrees import difference, in_same_containers
@@ -34,13 +35,14 @@ class State:
     scheduler: Scheduler
     allocator: BlockAllocator
     caches: Any
-    logprobs: jax.Array  # float32 [steps, seats], beside the tokens of the scheduler's outbox
+    logprobs: jax.Array  # float32, beside the tokens of the scheduler's outbox and like them
     spans: jax.Array  # int32 [requests, 2], where the scored tokens of each request begin and end
     scores: Scores  # [steps, rows]
     num_waited: jax.Array  # int32 [], steps since prompts wait for a step with a chunk
     num_of_kind: jax.Array  # int32 [kinds], steps of each kind so far, modulo 2^32
     seat_groups: SeatGroups | None  # None: no kind reads shared blocks once
     num_spared: jax.Array  # int32 [], tokens that were not read again so far, modulo 2^32
+    drafting: Drafting | None  # None: no drafts
 
 
 @jax.tree_util.register_dataclass
@@ -69,12 +71,14 @@ class Report:
     request_ids: jax.Array  # int32 [rows], of the inbox
     refusals: jax.Array  # int32 [rows]
     outbox: Outbox
-    logprobs: jax.Array  # float32 [steps, seats]
+    logprobs: jax.Array  # float32, like the tokens of the outbox
     scores: Scores  # [steps, rows]
     num_running: jax.Array  # int32 []
     num_free: jax.Array  # int32 [], blocks
-    num_of_kind: jax.Array  # int32 [kinds], steps so far, as the next five
+    num_of_kind: jax.Array  # int32 [kinds], steps so far, as the next seven
     num_spared: jax.Array
+    num_drafted: jax.Array
+    num_accepted: jax.Array
     num_computed: jax.Array
     num_found: jax.Array
     num_recomputed: jax.Array
@@ -85,7 +89,15 @@ class Report:
 
 
 def run_slice(
-    apply: Apply, weights: Any, state: State, inbox: Inbox, *, kinds: tuple[Kind, ...], has_host_tier: bool = False
+    apply: Apply,
+    weights: Any,
+    state: State,
+    inbox: Inbox,
+    *,
+    kinds: tuple[Kind, ...],
+    has_host_tier: bool = False,
+    draft: Draft | None = None,
+    row_cost: float = 0.0,
 ) -> tuple[State, Report]:
     scheduler, allocator = state.scheduler.abort(state.allocator, inbox.aborts)
     prefixes = scheduler.prefixes
@@ -102,7 +114,8 @@ def run_slice(
         **{field.name: getattr(inbox.sampling, field.name) for field in dataclasses.fields(Sampling)},
     )
     spans = state.spans.at[request_ids].set(inbox.spans, mode="drop")
-    state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator, spans=spans)
+    drafting = None if state.drafting is None else state.drafting.begun(request_ids)
+    state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator, spans=spans, drafting=drafting)
 
     def goes_on(state: State) -> jax.Array:
         return state.scheduler.has_work & (state.scheduler.num_steps < inbox.num_steps)
@@ -113,13 +126,16 @@ def run_slice(
     def settle(state: State) -> tuple[State, jax.Array]:
         """Gives out free seats, and says which kind the next step is; the number of kinds if none is to follow."""
         state = dataclasses.replace(state, scheduler=planning.admit_waiting(state.scheduler, state.allocator))
-        num_spared = 0 if state.seat_groups is None else state.seat_groups.num_spared
-        kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds, num_spared)
+        num_spared, gains = 0 if state.seat_groups is None else state.seat_groups.num_spared, None
+        if state.drafting is not None:
+            drafting = state.drafting.guessed(state.scheduler, state.allocator, draft, row_cost)
+            state, gains = dataclasses.replace(state, drafting=drafting), drafting.gains(state.scheduler)
+        kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds, num_spared, gains)
         return state, jnp.where(goes_on(state) & ~is_change_due(state), kind, len(kinds))
 
     def loop(carry: tuple[State, jax.Array], index: int) -> tuple[State, jax.Array]:
         def body(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-            return settle(one_step(apply, weights, carry[0], inbox.wants_logprobs, kinds, index))
+            return settle(one_step(apply, weights, carry[0], inbox.wants_logprobs, kinds, index, draft))
 
         return lax.while_loop(lambda carry: carry[1] == index, body, carry)
 
@@ -143,6 +159,8 @@ def run_slice(
         num_free=state.allocator.num_free,
         num_of_kind=state.num_of_kind,
         num_spared=state.num_spared,
+        num_drafted=jnp.zeros((), jnp.int32) if state.drafting is None else state.drafting.num_drafted,
+        num_accepted=jnp.zeros((), jnp.int32) if state.drafting is None else state.drafting.num_accepted,
         num_computed=scheduler.num_computed,
         num_found=num_found(scheduler, state.allocator),
         num_recomputed=scheduler.num_recomputed,
@@ -172,10 +190,25 @@ def num_found(scheduler: Scheduler, allocator: BlockAllocator) -> jax.Array:
 
 
 def one_step(
-    apply: Apply, weights: Any, state: State, wants_logprobs: jax.Array, kinds: tuple[Kind, ...], index: int
+    apply: Apply,
+    weights: Any,
+    state: State,
+    wants_logprobs: jax.Array,
+    kinds: tuple[Kind, ...],
+    index: int,
+    draft: Draft | None = None,
 ) -> State:
-    kind = kinds[index]
-    scheduler, allocator, step = planning.plan(state.scheduler, state.allocator, kind.width, is_mixed=kind.is_mixed)
+    kind, drafting = kinds[index], state.drafting
+    drafts, is_silent = None, jnp.zeros((), jnp.bool_)
+    if kind.draws_all:
+        assert drafting is not None
+        drafts = drafting.guesses
+        if draft is not None:
+            drafts = drafted(draft, weights, state.scheduler, drafts)
+            is_silent = (drafting.guesses[:, 0] >= 0) & (drafts[:, 0] < 0)
+    scheduler, allocator, step = planning.plan(
+        state.scheduler, state.allocator, kind.width, is_mixed=kind.is_mixed, drafts=drafts
+    )
     seats, groups, num_spared = step.seats if kind.is_narrow else None, None, jnp.zeros((), jnp.int32)
     if kind.least_spared is not None:
         assert state.seat_groups is not None
@@ -186,6 +219,12 @@ def one_step(
     tokens, logprobs, scores = score_and_sample(head, scheduler, state.spans, step, kind, wants_logprobs)
     index_of_step = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
+    if drafting is not None:
+        before, after = (planning.rows_of(s.num_known, step.request_ids) for s in (state.scheduler, scheduler))
+        drafting = drafting.learnt(step, after - before, is_silent)
+    logprobs = logprobs.reshape(scheduler.num_seats, -1)
+    logprobs = jnp.pad(logprobs, ((0, 0), (0, scheduler.num_drafts + 1 - logprobs.shape[1]))).reshape(-1)
+    num_given = jnp.diff(step.query_starts) - step.num_drafts
     return dataclasses.replace(
         state,
         scheduler=scheduler,
@@ -195,9 +234,10 @@ def one_step(
         scores=jax.tree.map(
             lambda so_far, new: so_far.at[index_of_step, : len(new)].set(new, mode="drop"), state.scores, scores
         ),
-        num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), step.query_starts),
+        num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), num_given),
         num_of_kind=state.num_of_kind.at[index].add(1),
         num_spared=state.num_spared + num_spared * allocator.block_size,
+        drafting=drafting,
     )
 
 
@@ -221,12 +261,12 @@ def step_attention(
         if groups is not None:
             lengths -= groups.num_blocks * allocator.block_size
         plan = plan_step(lengths, num_kv_heads=kv_heads.pop(), capacity=capacity)
-    own = step.positions, step.slots, query_starts, step.last
+    own = step.positions, step.slots, query_starts, None if kind.draws_all else step.last
     return StepAttention(allocator, *own, kind.num_partitions, plan, groups)
 
 
 def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: StepAttention) -> tuple[Any, jax.Array]:
-    """The model over a step's tokens: the new caches, and logits `[seqs, vocab]`."""
+    """The model over a step's tokens: the new caches, and logits `[seqs, vocab]`, or `[tokens, vocab]` with drafts."""
     returned = apply(weights, step.tokens, step.positions, caches, attend)
     num_returned = len(returned) if isinstance(returned, tuple | list) else 1
     if num_returned != 2:
@@ -234,9 +274,10 @@ def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: Ste
     new_caches, logits = returned
     if not isinstance(logits, jax.Array):
         raise ValueError(f"apply must return (caches, logits); got {type(logits).__name__} for the logits.")
-    if logits.ndim != 2 or logits.shape[0] != attend.num_seqs:
+    if logits.ndim != 2 or logits.shape[0] != attend.num_newest:
+        of_what = "sequence" if attend.num_newest == attend.num_seqs else "token of a step with drafts"
         raise ValueError(
-            f"apply must return logits [{attend.num_seqs}, vocab], one row for each sequence; got "
+            f"apply must return logits [{attend.num_newest}, vocab], one row for each {of_what}; got "
             f"{list(logits.shape)}. Take attend.newest(x) before the head."
         )
     new_caches = in_same_containers(caches, new_caches)

@@ -36,7 +36,7 @@ class StepAttention:
         slots: int32 `[tokens]`, or with several groups of layers `[groups, tokens]`: the slot of each token; outside
             the pool for padding.
         query_starts: int32 `[seqs + 1]`, where each sequence's tokens begin. None: token i belongs to row i.
-        last: int32, the index of each seat's newest token, what `newest` picks.
+        last: int32, the index of each seat's newest token, what `newest` picks; None: each token.
         num_partitions: the default of attention's `num_partitions`; None: enough to fill the GPU.
         plan: the one that all layers without a window follow; None: each layer makes its own if that pays.
         prefix_groups: what begins with the same blocks, which these layers read once; None: each row reads its own.
@@ -46,7 +46,7 @@ class StepAttention:
     positions: jax.Array
     slots: jax.Array
     query_starts: jax.Array | None
-    last: jax.Array
+    last: jax.Array | None
     num_partitions: int | None = None
     plan: PartitionPlan | None = None
     prefix_groups: PrefixGroups | None = None
@@ -56,6 +56,11 @@ class StepAttention:
     @property
     def num_seqs(self) -> int:
         return self.allocator.lengths.shape[0]
+
+    @property
+    def num_newest(self) -> int:
+        """The rows that `newest` returns."""
+        return self.num_seqs if self.last is not None else self.positions.shape[0]
 
     def __call__[C: (KVCache, CacheLayer)](
         self,
@@ -147,5 +152,8 @@ class StepAttention:
         return self.allocator.group(group), self.slots[group]
 
     def newest(self, x: jax.Array) -> jax.Array:
-        """The newest token of each sequence, `[seqs, ...]` from `[tokens, ...]`: apply the model's head to these."""
-        return x if self.query_starts is None else x[self.last]
+        """The newest token of each sequence, `[seqs, ...]` from `[tokens, ...]`: apply the model's head to these.
+
+        In a step with drafts it returns all of x: each draft of a sequence needs logits too.
+        """
+        return x if self.query_starts is None or self.last is None else x[self.last]

@@ -113,7 +113,7 @@ def test_shared_blocks_are_read_once_where_that_pays(needed, num_spared, expecte
 )
 def test_a_wait_ends_with_a_chunk(num_pending, counts, expected):
     starts = np.cumsum([0, *counts], dtype=np.int32)
-    assert int(count_wait(jnp.int32(3), jnp.int32(num_pending), starts)) == expected
+    assert int(count_wait(jnp.int32(3), jnp.int32(num_pending), jnp.diff(starts))) == expected
 
 
 OPEN = dict(num_seats=None, max_length=None, chunk_tokens=None, widths=None, is_gpu=True)

@@ -1,0 +1,220 @@
+"""Drafts: the tokens are those of an engine without, whatever is drafted; what is drafted, and where it pays."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import SamplingParams
+from jaxpaged._engine.drafting import repeated
+from tests.toy_model import (
+    BLOCKS,
+    MAX_TOKENS,
+    SEATS,
+    TIGHT,
+    VOCAB,
+    create_engine,
+    fewer_blocks,
+    finish,
+    random_weights,
+    requests,
+    shared_engine,
+)
+
+ANSWERS, DRAFTS = 64, 3
+ENGINES = {}
+
+
+def knowing(weights, tokens, lengths, num_drafts=DRAFTS):
+    """Drafts of one who knows the answers, and errs in `errors` of 10 cases; -1 where it knows no answer."""
+    index = jnp.arange(MAX_TOKENS, dtype=jnp.int32)[None]
+    is_same = (weights["answers"][None] == tokens[:, None]) | (index >= lengths[:, None])[:, None]
+    is_answer = is_same.all(axis=2)
+    answers = weights["answers"][jnp.argmax(is_answer, axis=1)]
+    places = lengths[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None]
+    drafts = jnp.take_along_axis(answers, jnp.minimum(places, MAX_TOKENS - 1), axis=1)
+    drafts = jnp.where((places * 7 + drafts) % 10 < weights["errors"], (drafts + 1) % VOCAB, drafts)
+    return jnp.where(is_answer.any(axis=1)[:, None] & (lengths[:, None] % 8 > 0), drafts, -1)
+
+
+def knowing_weights(texts=(), errors=0, seed=0):
+    answers = np.full((ANSWERS, MAX_TOKENS), -1, np.int32)
+    for row, text in zip(answers, texts, strict=False):
+        row[: len(text)] = text
+    return random_weights(seed) | {"answers": jnp.asarray(answers), "errors": jnp.int32(errors)}
+
+
+def drafting_engine(num_drafts=DRAFTS, **options):
+    """An engine whose drafts come from its weights' answers."""
+    key = num_drafts, *options.items()
+    if key not in ENGINES:
+        options |= dict(widths=(SEATS, 2 * SEATS), drafts=num_drafts, prefix_cache=True)
+        draft = functools.partial(knowing, num_drafts=num_drafts)
+        ENGINES[key] = create_engine(weights=knowing_weights(), draft=draft, **options)
+    return ENGINES[key]
+
+
+@pytest.fixture(autouse=True)
+def idle_engines():
+    """After each test nothing is left of its requests."""
+    yield
+    for engine in ENGINES.values():
+        assert not engine.has_unfinished_requests
+        state = jax.tree.map(np.asarray, engine._state)
+        assert state.scheduler.broken_invariants(state.allocator) == ()
+        assert state.allocator.broken_invariants() == ()
+        assert state.allocator.num_free == BLOCKS
+
+
+def texts_of(prompts, outputs):
+    return [
+        [*prompt, *one.token_ids] for prompt, of_one in zip(prompts, outputs, strict=True) for one in of_one.outputs
+    ]
+
+
+def assert_same(completion, expected, *, is_whole=True):
+    count = len(completion.token_ids)
+    assert completion.token_ids == expected.token_ids[:count]
+    np.testing.assert_allclose(completion.logprobs, expected.logprobs[:count], atol=1e-5)
+    if is_whole:
+        assert (count, completion.finish_reason) == (len(expected.token_ids), expected.finish_reason)
+
+
+def play(engine, seed):
+    """Random requests, in a pool tight or not, some of them aborted, with drafts good or bad, against an engine without
+    drafts."""
+    rng = np.random.default_rng(seed)
+    prompts, params = requests(int(rng.integers(3, 25)), seed)
+    if rng.random() < 0.5:  # that begin alike
+        prompts = [[*prompts[0][:9], *prompt[: 30 - len(prompts[0][:9])]][:30] for prompt in prompts]
+        params = [dataclasses.replace(one, max_tokens=min(one.max_tokens, MAX_TOKENS - 30)) for one in params]
+    params = [dataclasses.replace(one, logprobs=True) for one in params]
+    without = shared_engine(16, prefix_cache=True)
+    without.update_weights(random_weights(seed % 3))
+    expected = without.generate(prompts, params)
+    texts = texts_of(prompts, expected)[: ANSWERS - 1]
+    engine.update_weights(knowing_weights(texts, int(rng.choice([0, 3, 10])), seed % 3))
+    with fewer_blocks(engine, BLOCKS if rng.random() < 0.4 else TIGHT):
+        ids = [engine.add_request(*request) for request in zip(prompts, params, strict=True)]
+        aborted, outputs = set(), {}
+        while engine.has_unfinished_requests:
+            if rng.random() < 0.1:
+                aborted.add(ids[int(rng.integers(len(ids)))])
+                engine.abort(max(aborted))
+                aborted.add(max(aborted))
+            outputs |= {output.request_id: output for output in engine.step()}
+    for request_id, of_one in zip(ids, expected, strict=True):
+        for completion, one in zip(outputs[request_id].outputs, of_one.outputs, strict=True):
+            assert_same(completion, one, is_whole=completion.finish_reason != "abort")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_are_those_of_an_engine_without_drafts(seed):
+    play(drafting_engine(), seed)
+
+
+def test_right_drafts_are_accepted_and_wrong_ones_cost_no_token():
+    engine, without = drafting_engine(), shared_engine(16, prefix_cache=True)
+    params = SamplingParams(max_tokens=40, seed=1, logprobs=True)
+    prompts = [[i, i + 1, i + 2] for i in range(SEATS)]
+    without.update_weights(random_weights())
+    expected = without.generate(prompts, params)
+    num_steps = []
+    for errors in (0, 10):
+        engine.update_weights(knowing_weights(texts_of(prompts, expected), errors))
+        before = engine.stats()
+        outputs = engine.generate(prompts, params)
+        after = engine.stats()
+        for output, of_one in zip(outputs, expected, strict=True):
+            assert_same(output.outputs[0], of_one.outputs[0])
+        num_steps.append(after.num_steps - before.num_steps)
+        num_accepted, num_drafted = (after.num_accepted - before.num_accepted, after.num_drafted - before.num_drafted)
+        assert num_accepted == 0 if errors else num_accepted >= 100
+        assert 0 < num_drafted < 100 if errors else num_drafted >= num_accepted
+        assert (after.num_generated - before.num_generated) == 40 * SEATS
+    assert num_steps[0] <= 25
+    assert 40 <= num_steps[1] <= 45
+
+
+def test_a_stop_ends_an_accepted_run():
+    engine, without = drafting_engine(), shared_engine(16, prefix_cache=True)
+    without.update_weights(random_weights())
+    params = SamplingParams(max_tokens=40, temperature=0)
+    expected = without.generate([[5, 6]], params)
+    engine.update_weights(knowing_weights(texts_of([[5, 6]], expected)))
+    (tokens,) = [one.token_ids for one in expected[0].outputs]
+    for stop in range(8, 16):
+        (output,) = engine.generate([[5, 6]], dataclasses.replace(params, stop_token_ids=(tokens[stop],)))
+        assert output.outputs[0].token_ids == tokens[: tokens.index(tokens[stop]) + 1]
+        assert output.outputs[0].finish_reason == "stop"
+
+
+def test_scores_and_rollouts_are_those_without_drafts():
+    engine, without = drafting_engine(), shared_engine(16, prefix_cache=True)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1]]
+    params = SamplingParams(max_tokens=30, seed=3, n=2, prompt_logprobs=True)
+    without.update_weights(random_weights())
+    expected = without.generate(prompts, dataclasses.replace(params, logprobs=True))
+    engine.update_weights(knowing_weights(texts_of(prompts, expected)))
+    outputs = engine.generate(prompts, params)
+    for output, of_one in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(output.prompt_logprobs[1:], of_one.prompt_logprobs[1:], atol=1e-5)
+    completions = [one for of_one in expected for one in of_one.outputs]
+    rollout = engine.rollout(prompts, dataclasses.replace(params, prompt_logprobs=False))
+    assert rollout.tokens.tolist() == [one.token_ids for one in completions]
+    np.testing.assert_allclose(rollout.logprobs, [one.logprobs for one in completions], atol=1e-5)
+    given = [one.outputs[0].token_ids for one in expected]
+    engine.add_request(prompts[0], params)
+    scores = engine.score(prompts, given)
+    finish(engine)
+    for score, one in zip(scores, expected, strict=True):
+        np.testing.assert_allclose(score.logprobs, one.outputs[0].logprobs, atol=1e-5)
+
+
+def test_an_exact_engine_gives_equal_bits_with_drafts():
+    prompts, params = requests(12, 5)
+    prompts = [(prompt[:3] * 10)[:20] for prompt in prompts]  # what occurred before
+    params = [dataclasses.replace(one, logprobs=True, n=1, max_tokens=24) for one in params]
+    engine = create_engine(drafts=2, exact=True, prefix_cache=True)
+    alone = [engine.generate([prompt], of_one)[0] for prompt, of_one in zip(prompts, params, strict=True)]
+    before = engine.stats()
+    for left in (BLOCKS, TIGHT):
+        with fewer_blocks(engine, left):
+            together = engine.generate(prompts[::-1], params[::-1])[::-1]
+        assert [output.outputs for output in together] == [output.outputs for output in alone]
+    after = engine.stats()
+    assert before.num_accepted > 0
+    assert after.num_preempted > before.num_preempted
+    scores = engine.score(prompts, [output.outputs[0].token_ids for output in alone])
+    assert [score.logprobs for score in scores] == [output.outputs[0].logprobs for output in alone]
+
+
+def naive(text, num_drafts):
+    for count in range(8, 1, -1):
+        places = [i for i in range(count - 1, len(text) - 1) if text[i - count + 1 : i + 1] == text[-count:]]
+        if places:
+            follows = text[places[-1] + 1 :]
+            return (follows * num_drafts)[:num_drafts]
+    return [-1] * num_drafts
+
+
+def test_what_followed_the_newest_tokens_before_is_drafted():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 33, 200)
+    tokens = rng.integers(0, 3, (200, 32), np.int32)
+    drafts = jax.jit(repeated, static_argnums=2)(tokens, lengths.astype(np.int32), 5)
+    assert drafts.tolist() == [naive(text[:n].tolist(), 5) for text, n in zip(tokens, lengths, strict=True)]
+
+
+def test_what_drafts_cannot_be():
+    with pytest.raises(ValueError, match=r"drafts are computed in steps of widths.*pass widths"):
+        create_engine(drafts=2, widths=())
+    with pytest.raises(ValueError, match=r"draft must be a function, and goes with drafts of at least 1; got draft=3"):
+        create_engine(draft=3, drafts=1)
+    with pytest.raises(ValueError, match=r"goes with drafts of at least 1; got draft=<function.*drafts=0"):
+        create_engine(draft=knowing)
+    with pytest.raises(ValueError, match=r"draft must return int32 \[6, 2\], the drafts of each seat; got int32 \[6\]"):
+        create_engine(draft=lambda weights, tokens, lengths: lengths, drafts=2, widths=(6,))

@@ -13,6 +13,7 @@ from flax import nnx
 
 import generate
 import jaxpaged
+import serve
 from lib.checkpoint import CheckpointError, load_model, read_checkpoint
 from lib.command_line import exit_code
 from lib.engine_llama import create_engine
@@ -90,6 +91,15 @@ def test_a_latent_of_8_bits(tmp_path, capsys):
     options = "--cache-dtype", "int8", "--cache-scale", "tensor", "--max-new-tokens", "2", "--json"
     assert exit_code(generate.main, ["--model", str(tmp_path), "--prompt", "ab", *options]) == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 2
+
+
+def test_a_latent_in_the_memory_of_a_server(tmp_path):
+    write_family(tmp_path, "deepseek_v3")
+    config = read_checkpoint(tmp_path).config
+    options = ["--dtype=float32", "--cache-mb=1"]
+    for devices in (1, 2):
+        arguments = serve.parse_arguments([*options, f"--tensor-parallel={devices}"])
+        assert serve.find_capacity(config, arguments).bytes_per_token == 2 * (16 + 4) * 4
 
 
 def test_layers_that_draft_are_left_out(tmp_path):

@@ -72,6 +72,25 @@ def test_8_bits(dtype, scale):
     check(latent_case(lengths=(0, 70), cache_dtype=dtype, scale_shape=scale, options=OPTIONS["window"]))
 
 
+def test_queries_of_a_history():
+    """Packed, in runs whose tokens are heads: each sees all of its sequence."""
+    case = latent_case(lengths=(70, 3), q_len=5, heads=24)
+    packed, starts = case.q.reshape(10, *case.q.shape[2:])[2:], jnp.asarray([0, 3, 8], jnp.int32)
+    call = dataclasses.replace(make_call(case), q=packed, query_starts=starts, causal=False)
+    choice = by_decode(call, H100)
+    assert choice.run == 2
+    config = dataclasses.replace(choice.config, copies="tma")
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out, lse = run(dataclasses.replace(choice, config=config, interpret=interpret, mapped=None), call)
+    jax.block_until_ready(out)
+    assert not races_found()
+    out, lse = (jnp.concatenate([x[:2], x]).reshape(2, 5, *x.shape[1:]) for x in (out, lse))
+    for i in range(2, 5):
+        token = case.replace(q=case.q[:, i])
+        assert_within_budget(token, out[:, i])
+        assert_lse(token, lse[:, i])
+
+
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (64, 128)])
 def test_values_of_another_width(head_dim, value_dim):
     case = make_case(lengths=(0, 70), kv_heads=2, head_dim=head_dim, value_dim=value_dim, dtype=BF16)

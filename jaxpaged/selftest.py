@@ -1,8 +1,9 @@
 """Checks attention on this machine against the reference: `python -m jaxpaged.selftest`.
 
-On an NVIDIA GPU since Ampere it checks the kernels, and times them if all are right: about half a minute. Elsewhere it
-checks what XLA computes. It prints the versions, a table or two, and a line to report. Exit codes: 0, every result is
-right; 1, a result is wrong or a kernel failed.
+On an NVIDIA GPU since Ampere it checks the kernels, and if all are right times them beside XLA, the rate of the GPU's
+memory and that of its matrix products. Elsewhere it checks what XLA computes. It prints the versions,
+tables in Markdown, and a line to report: docs/gpus.md says where. Exit codes: 0, every result is right; 1, a result is
+wrong or a kernel failed.
 """
 
 import argparse
@@ -27,7 +28,15 @@ from jaxpaged._attention.decide import keep_fault
 from jaxpaged._attention.public import paged_attention
 from pallas_kernels.decode import config as decode_config
 
-POINTS = {"64 x 2048": (64, 2048), "8 x 8192": (8, 8192)}  # sequences, tokens of each: 32/8 heads of 128, bfloat16
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of the calls that are timed, in bfloat16
+SIDE = 4096  # of the matrix product
+# Sequences, tokens of each, and new ones among these.
+POINTS = {
+    "64 x 2048, one token": (64, 2048, 1),
+    "8 x 8192, one token": (8, 8192, 1),
+    "8 x 1024, prompts": (8, 1024, 1024),
+    "1 x 8192, a prompt": (1, 8192, 8192),
+}
 
 
 def case_names(compute_capability: float) -> list[str]:
@@ -39,7 +48,7 @@ def case_names(compute_capability: float) -> list[str]:
     ]
 
 
-def microseconds(run: Callable[[], Any], repetitions: int = 10) -> float:
+def microseconds(run: Callable[[], Any]) -> float:
     """Device time of a call, from the slope between few calls and many: fixed costs cancel."""
 
     def seconds(count: int) -> float:
@@ -49,52 +58,73 @@ def microseconds(run: Callable[[], Any], repetitions: int = 10) -> float:
         jax.block_until_ready(result)
         return time.perf_counter() - start
 
-    seconds(2)
-    slopes = [(seconds(4 * repetitions) - seconds(repetitions)) / (3 * repetitions) for _ in range(5)]
-    return statistics.median(slopes) * 1e6
+    seconds(1)
+    few = max(1, min(10, int(0.03 / seconds(1))))
+    return statistics.median((seconds(4 * few) - seconds(few)) / (3 * few) for _ in range(5)) * 1e6
 
 
-def time_point(seqs: int, length: int, implementations: tuple[Implementation, ...]) -> dict[str, float]:
-    """Microseconds of each implementation, and of XLA summing the same keys and values, under "read"."""
-    shape = seqs * length // 16 + 1, 16, 8, 128
+def time_point(seqs: int, length: int, q_len: int, implementations: tuple[Implementation, ...]) -> dict[str, float]:
+    """Microseconds of each implementation, and under "limit" of what this GPU can do: for single tokens of XLA summing
+    the same keys and values, for prompts of a matrix product with as many operations."""
+    shape = seqs * length // 16 + 1, 16, KV_HEADS, HEAD_DIM
     k_key, v_key, q_key = jax.random.split(jax.random.key(0), 3)
     k_cache, v_cache = (jax.random.normal(key, shape, jnp.bfloat16) for key in (k_key, v_key))
-    q = jax.random.normal(q_key, (seqs, 32, 128), jnp.bfloat16)
+    q = jax.random.normal(q_key, (seqs, q_len, HEADS, HEAD_DIM), jnp.bfloat16)
     ids = np.random.default_rng(0).permutation(shape[0] - 1) + 1
     tables, lengths = jnp.asarray(ids.reshape(seqs, -1), jnp.int32), jnp.full(seqs, length, jnp.int32)
-    read = jax.jit(lambda *caches: [cache.sum(dtype=jnp.float32) for cache in caches])
-    times = {"read": microseconds(lambda: read(k_cache, v_cache))}
+    if q_len == 1:
+        read = jax.jit(lambda *caches: [cache.sum(dtype=jnp.float32) for cache in caches])
+        times = {"limit": microseconds(lambda: read(k_cache, v_cache))}
+    else:
+        x = jax.random.normal(q_key, (SIDE, SIDE), jnp.bfloat16)
+        product = jax.jit(jnp.matmul)
+        times = {"limit": microseconds(lambda: product(x, x)) * num_operations(seqs, length) / (2 * SIDE**3)}
     for implementation in implementations:
-        attend = jax.jit(lambda *arrays, name=implementation: paged_attention(*arrays, implementation=name))
-        times[implementation] = microseconds(lambda: attend(q, k_cache, v_cache, tables, lengths))  # noqa: B023
+        attend = jax.jit(functools.partial(paged_attention, implementation=implementation))
+        times[implementation] = microseconds(functools.partial(attend, q, k_cache, v_cache, tables, lengths))
     return times
+
+
+def num_operations(seqs: int, length: int) -> int:
+    """Of both products of whole prompts."""
+    return 4 * HEADS * HEAD_DIM * seqs * length * (length + 1) // 2
+
+
+def print_times(points: dict[str, tuple[int, int, int]], implementation: Implementation) -> list[str]:
+    """Prints a table; returns what to report of it."""
+    print("\n| call | by | us | rate | of the limit |\n|---|---|---|---|---|")
+    found = []
+    for name, (seqs, length, q_len) in points.items():
+        times = time_point(seqs, length, q_len, tuple(dict.fromkeys((implementation, "xla"))))
+        for way, us in times.items():
+            rate = f"{4 * seqs * length * KV_HEADS * HEAD_DIM / us / 1e3:.0f} GB/s"
+            if q_len > 1:
+                rate = f"{num_operations(seqs, length) / us / 1e6:.1f} TFLOP/s"
+            by = way if way != "limit" else "limit: reading" if q_len == 1 else "limit: a matrix product"
+            print(f"| {name} | {by} | {us:.1f} | {rate} | {times['limit'] / us:.2f} |")
+        us = times[implementation]
+        found.append(f"{name} {us:.0f} us, {times['limit'] / us:.2f} of the limit, {times['xla'] / us:.1f} x XLA")
+    return found
 
 
 def report(
     device: str,
     implementation: Implementation,
     names: Iterable[str],
-    points: dict[str, tuple[int, int]] = POINTS,
+    points: dict[str, tuple[int, int, int]] = POINTS,
 ) -> bool:
     """Prints the tables and the line to report; returns whether every result is right."""
     names = list(names)
     attend: Any = functools.partial(paged_attention, implementation=implementation, return_lse=True)
     with ThreadPoolExecutor() as threads:  # nearly all of the time is compilation
         results = dict(zip(names, threads.map(lambda name: kernel_cases.check(name, attend), names), strict=True))
-    print(f"{'case':<40} worst error of a row over its largest number, at most {kernel_cases.TOLERANCE}")
+    print(f"| case | worst error of a row over its largest number, at most {kernel_cases.TOLERANCE} |\n|---|---|")
     for name, (text, is_right) in results.items():
-        print(f"{name:<40} {text} {'' if is_right else 'WRONG'}".rstrip())
+        print(f"| {name} | {text}{'' if is_right else ' WRONG'} |")
     num_right = sum(is_right for _, is_right in results.values())
     summary = [f"{num_right} of {len(names)} cases right"]
     if points and num_right == len(names):
-        print(f"\n{'sequences x length':<20} {'implementation':<16} {'us':>8} {'GB/s':>6} {'of reading':>10}")
-        for point, (seqs, length) in points.items():
-            times = time_point(seqs, length, tuple(dict.fromkeys((implementation, "xla"))))
-            num_bytes = 2 * seqs * length * 8 * 128 * 2
-            for way, us in times.items():
-                print(f"{point:<20} {way:<16} {us:8.1f} {num_bytes / us / 1e3:6.0f} {times['read'] / us:10.2f}")
-            us = times[implementation]
-            summary.append(f"{point} {us:.0f} us, {times['read'] / us:.2f} of reading")
+        summary += print_times(points, implementation)
     print(f"\nPlease report this line: {versions()}, {device}, {implementation}: {'; '.join(summary)}")
     return num_right == len(names)
 
@@ -127,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     except NotImplementedError as reason:
         print(f"XLA is checked, not the kernels: {reason}\n")
         return 0 if report(_device.kind(), "xla", kernel_cases.CASES, {}) else 1
-    device = f"{gpu.name} {gpu.compute_capability}"
+    device = f"{gpu.name} {gpu.compute_capability}, driver {_device.driver() or 'unknown'}"
     is_right = report(device, "mosaic_gpu", case_names(gpu.compute_capability))
     keep_fault(gpu, "" if is_right else "not every case is right")  # calls that name no implementation go by it
     return 0 if is_right else 1

@@ -52,10 +52,13 @@ def test_cases():
     assert selftest.case_names(8.9) == list(kernel_cases.CASES)
 
 
-def test_report(few, capsys):
-    assert selftest.report("an L4 8.9", "xla", kernel_cases.CASES, {"1 x 32": (1, 32)})
+def test_report(few, capsys, monkeypatch):
+    monkeypatch.setattr(selftest, "SIDE", 64)
+    points = {"one token": (1, 32, 1), "a prompt": (1, 32, 32)}
+    assert selftest.report("an L4 8.9", "xla", kernel_cases.CASES, points)
     text = capsys.readouterr().out
-    assert "an L4 8.9, xla: 5 of 5 cases right; 1 x 32" in text
+    assert "an L4 8.9, xla: 5 of 5 cases right; one token" in text
+    assert "| a prompt | limit: a matrix product |" in text
     assert "WRONG" not in text
 
 

@@ -13,7 +13,7 @@ from jaxpaged._attention.tree import tree_mask
 
 TOLERANCE = 2e-2  # bfloat16 rounds weights and output, each by 2^-9 or less; a wrong token is worse by far
 LENGTHS = (0, 1, 15, 16, 700, 1024)
-PROMPTS = dict(q_len=130, is_packed=True)  # at most so many tokens of each sequence
+PROMPTS: dict[str, Any] = dict(q_len=130, is_packed=True)  # at most so many tokens of each sequence
 
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16": dict(),
@@ -29,9 +29,14 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": dict(cache_dtype=jnp.int8),
     "int8, a scale a token and head": dict(cache_dtype=jnp.int8, with_token_scales=True),
     "float8_e4m3fn": dict(cache_dtype=jnp.float8_e4m3fn),
-    "prompts": dict(PROMPTS),
+    "float8_e5m2": dict(cache_dtype=jnp.float8_e5m2),
+    "prompts": PROMPTS,
+    "prompts: float16, head_dim 64, blocks of 32": PROMPTS | dict(dtype=jnp.float16, head_dim=64, block_size=32),
+    "prompts: head_dim 80, one head a KV head": PROMPTS | dict(head_dim=80, heads=2),
+    "prompts: head_dim 256, 7 heads a KV head": PROMPTS | dict(head_dim=256, heads=14),
     "prompts: window, soft cap, ALiBi, sinks": PROMPTS | dict(with_options=True),
     "prompts: int8, a scale a token and head": PROMPTS | dict(cache_dtype=jnp.int8, with_token_scales=True),
+    "prompts: float8_e4m3fn": PROMPTS | dict(cache_dtype=jnp.float8_e4m3fn),
 }
 
 

@@ -64,9 +64,7 @@ SHAPES = {
     "all options": dict(group=5, head_dim=96, options=OPTION_NAMES),
     "parts": dict(group=16, num_parts=3, causal=False),
     "int8": dict(cache_dtype=jnp.int8, scales=("head", "token_head"), head_dim=80),
-    "float8_e5m2": dict(
-        cache_dtype=jnp.float8_e5m2, scales=("token_head", "token_head"), block_size=8, dtype=jnp.float16
-    ),
+    "float8_e5m2": dict(cache_dtype=jnp.float8_e5m2, scales=("token_head", "token_head"), block_size=8, head_dim=256),
 }
 
 

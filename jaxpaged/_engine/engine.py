@@ -245,6 +245,7 @@ class Engine:
                 most_staged=most_staged,
                 bring=self._copies.bring,
             )
+        self._most_taken = num_seats + max(num_seats // 4, 1)  # with a host tier: more wait on the host
         # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
@@ -519,7 +520,7 @@ class Engine:
             self._tier.wait()  # for nothing else can run
         if len(self._books.under_way) <= AHEAD:  # an interrupt may have left more
             is_light = is_watched and self._books.num_open < self._stats.num_seats
-            is_light |= self._tier is not None and self._tier.is_fetching
+            is_light |= self._tier is not None and self._tier.num_fetches > 0
             self._send(self._steps.few if is_light else self._steps.most)
         while len(self._books.under_way) > AHEAD:
             self._receive()
@@ -546,8 +547,8 @@ class Engine:
 
     def _is_held(self, row: Row) -> bool:
         assert self._tier is not None
-        num_seats = self._stats.num_seats
-        return self._tier.holds(row, is_seat_free=self._books.num_sent < num_seats + max(num_seats // 4, 1))
+        num_taken = self._books.num_sent + self._tier.num_fetches
+        return num_taken >= self._most_taken or self._tier.holds(row)
 
     def _run(self, weights: Any, inbox: Inbox, sent: Sent | None = None) -> Report:
         """On the engine's own thread, one slice after the other."""

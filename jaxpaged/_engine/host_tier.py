@@ -73,11 +73,12 @@ class HostTier:
         return len(self._kept)
 
     @property
-    def is_fetching(self) -> bool:
-        return bool(self._fetches)
+    def num_fetches(self) -> int:
+        """Prompts whose blocks are on their way."""
+        return len(self._fetches)
 
-    def holds(self, row: Row, *, is_seat_free: bool) -> bool:
-        """Whether a request waits, because blocks of its prompt are on their way, or will be once a seat is free."""
+    def holds(self, row: Row) -> bool:
+        """Whether a request waits for blocks of its prompt, which are on their way, or are sent on it now."""
         keys = self._keys_of(row)
         num_there = _num_leading(keys, self._listed)
         if num_there < len(keys) and keys[num_there] in self._coming:
@@ -88,11 +89,10 @@ class HostTier:
                 self._kept.move_to_end(key)
         if end - num_there < self._least:
             return False
-        if is_seat_free:
-            tokens = np.asarray(row.prompt[: end * self._block_size], np.int32).reshape(end, self._block_size)
-            self._fetches.append(Fetch(tokens, self._salt, keys, num_there, end))
-            self._coming.update(keys[num_there:end])
-            self._start()
+        tokens = row.prompt[: end * self._block_size].reshape(end, self._block_size)
+        self._fetches.append(Fetch(tokens, self._salt, keys, num_there, end))
+        self._coming.update(keys[num_there:end])
+        self._start()
         return True
 
     def take_arrived(self) -> list[Piece]:

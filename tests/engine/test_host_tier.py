@@ -260,51 +260,49 @@ PROMPT = 1, 2, 3, 4, 5, 6, 7
 def test_what_the_device_has_lost_is_brought_from_the_first_loss_on():
     tier = make_tier()
     moved(tier, CHAIN)
-    assert not tier.holds(row(*PROMPT), is_seat_free=True)  # all is there
+    assert not tier.holds(row(*PROMPT))  # all is there
     moved(tier, {5: (1, 0, None, None)})
     waiting = row(*PROMPT)
-    assert tier.holds(waiting, is_seat_free=True)
-    assert tier.holds(row(*PROMPT), is_seat_free=True)  # for the same copy
-    assert tier.is_fetching
+    assert tier.holds(waiting)
+    assert tier.holds(row(*PROMPT))  # for the same copy
+    assert tier.num_fetches == 1
     (piece,) = tier.take_arrived()
     assert (piece.first, piece.salt, [block.of for (block,) in piece.blocks]) == (1, 0, ["b", "c"])
     assert piece.tokens.tolist() == [[1, 2], [3, 4], [5, 6]]
-    assert not tier.is_fetching
-    assert not tier.holds(waiting, is_seat_free=True)  # it goes out with them
+    assert tier.num_fetches == 0
+    assert not tier.holds(waiting)  # it goes out with them
     put = piece, np.array([8, 9]), np.array([4, 5])
     moved(tier, {5: (1, 0, None, None), 8: (4, 0, None, None), 9: (5, 0, None, None)}, put=[put])
     assert (tier.num_brought, tier._num_staged) == (4, 0)
-    assert not tier.holds(waiting, is_seat_free=True)
+    assert not tier.holds(waiting)
 
 
 def test_what_could_not_be_listed_is_not_taken_to_be_there():
     tier = make_tier()
     moved(tier, CHAIN)
     moved(tier, {})
-    assert tier.holds(row(*PROMPT), is_seat_free=True)
+    assert tier.holds(row(*PROMPT))
     pieces = tier.take_arrived()
     assert [len(piece.keys) for piece in pieces] == [2, 1]
     moved(tier, {}, put=[(pieces[0], np.array([8, 9]), np.array([4, 5]))])  # gone again within the slice
     tier.lose(pieces[1:])
     assert (tier._listed, tier._num_staged, tier.num_brought) == ({}, 0, 0)
-    assert tier.holds(row(*PROMPT), is_seat_free=True)
+    assert tier.holds(row(*PROMPT))
 
 
-def test_few_tokens_or_no_seat_start_no_copy():
+def test_few_tokens_are_not_worth_a_copy():
     tier = make_tier()
     moved(tier, CHAIN)
     moved(tier, {5: (1, 0, None, None), 6: (2, 1, None, None)})
-    assert not tier.holds(row(*PROMPT), is_seat_free=True)  # two tokens of the least three
-    moved(tier, {5: (1, 0, None, None)})
-    assert tier.holds(row(*PROMPT), is_seat_free=False)
-    assert not tier.is_fetching
+    assert not tier.holds(row(*PROMPT))  # two tokens of the least three
+    assert tier.num_fetches == 0
 
 
 def test_pieces_on_their_way_are_few_and_may_take_long():
     tier = make_tier(at_once=1, most_staged=2)
     moved(tier, CHAIN | {7: (3, 2, (5, 6), "slow")})
     moved(tier, {})
-    assert tier.holds(row(*PROMPT), is_seat_free=True)
+    assert tier.holds(row(*PROMPT))
     assert tier._num_staged == 2
     first = tier.take_arrived()
     assert [piece.first for piece in first] == [0, 1]
@@ -312,9 +310,9 @@ def test_pieces_on_their_way_are_few_and_may_take_long():
     tier.lose(first)
     assert tier.take_arrived() == []
     assert tier._num_staged == 1  # the slow one
-    assert tier.is_fetching
+    assert tier.num_fetches == 1
     tier.clear()
-    assert (tier._num_staged, tier.is_fetching, tier.num_kept) == (0, False, 0)
+    assert (tier._num_staged, tier.num_fetches, tier.num_kept) == (0, 0, 0)
 
 
 def test_the_tail_leaves_host_memory_before_the_head():
@@ -326,7 +324,7 @@ def test_the_tail_leaves_host_memory_before_the_head():
     tier = make_tier(capacity=3)
     moved(tier, CHAIN)
     moved(tier, {})
-    tier.holds(row(1, 2, 3, 4, 5), is_seat_free=False)  # now two are newer than the third
+    tier.holds(row(1, 2, 3, 4, 5))  # now two are newer than the third
     moved(tier, {8: (9, 0, (9, 9), "x")})
     assert [block for *_, (block,) in tier._kept.values()] == ["b", "a", "x"]
 

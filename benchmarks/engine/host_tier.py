@@ -1,0 +1,193 @@
+"""What host memory behind the prefix cache gains, and what it costs where nothing is found in it.
+
+    python -m benchmarks.engine.host_tier --model toy            # on a CPU
+    python -m benchmarks.engine.host_tier --model 8b --layers 16
+
+- conversations: each turn of 64 conversations adds a few tokens, and together they are four times as long as the
+  pool: the tokens found over those that an endless pool would find, and the new tokens a second over those without
+  host memory.
+- evicted: the time to the first token of a long prompt that the pool has lost, over that of one never seen. The same
+  prompt is then asked for once more, from the pool: its logprob must have the same bits.
+- nothing to find: prompts that have nothing in common, with host memory and without.
+
+An engine without host memory is the same program with the copies left out.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.checks import require
+from benchmarks.engine.model import CONFIGS, packed_model, random_weights
+from benchmarks.engine.workload import BLOCK_SIZE, create_caches
+from benchmarks.harness import add_output, open_store
+from jaxpaged import Engine, SamplingParams
+from jaxpaged._engine import engine as engine_module
+
+CONVERSATIONS, TURNS, POOLS = 64, 4, 4
+ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    seats: int
+    chunk: int
+    first: int  # tokens of a conversation's first turn
+    added: int  # of each turn after it
+    new: int  # generated in each
+    long: int  # tokens of the prompt that is evicted
+    requests: int  # that have nothing in common
+
+    @property
+    def talk(self) -> int:
+        """Tokens of a conversation at its end."""
+        return self.first + (TURNS - 1) * self.added + TURNS * self.new
+
+    @property
+    def num_blocks(self) -> int:
+        return 1 + CONVERSATIONS * self.talk // POOLS // BLOCK_SIZE
+
+
+SIZES = {name: Sizes(64, 1024, 512, 128, 64, 8192, 256) for name in CONFIGS} | {
+    "toy": Sizes(8, 64, 128, 32, 16, 512, 32)
+}
+
+
+def create(model: str, layers: int | None, sizes: Sizes) -> Engine:
+    config = CONFIGS[model]
+    config = dataclasses.replace(config, num_layers=layers or config.num_layers)
+    weights = random_weights(config)
+    caches = create_caches(config, sizes.num_blocks)
+    total = 4 * sum(x.nbytes for x in jax.tree.leaves(caches))  # all conversations
+    engine_module.chosen_least_spared = lambda caches: None  # fewer kinds of steps to compile
+    return Engine(
+        packed_model(config),
+        weights,
+        caches,
+        num_seats=sizes.seats,
+        chunk_tokens=sizes.chunk,
+        max_length=sizes.long + BLOCK_SIZE,
+        widths=(),
+        prefix_cache=True,
+        host_cache_bytes=2 * total,
+    )
+
+
+@contextlib.contextmanager
+def without_tier(engine: Engine) -> Iterator[None]:
+    parts, (engine._copies, engine._tier) = (engine._copies, engine._tier), (None, None)
+    yield
+    engine._copies, engine._tier = parts
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 1000, count).tolist()
+
+
+def forget(engine: Engine) -> None:
+    engine.update_weights(engine._weights)
+    engine.generate([[1]], SamplingParams(max_tokens=1, temperature=0))
+
+
+def conversations(engine: Engine, sizes: Sizes) -> dict[str, float]:
+    forget(engine)
+    talks = [tokens(seed, sizes.first) for seed in range(CONVERSATIONS)]
+    endless, before, begin = 0, engine.stats(), time.perf_counter()
+    params = SamplingParams(max_tokens=sizes.new, temperature=0)
+    for turn in range(TURNS):
+        for i, output in enumerate(engine.generate(talks, params)):
+            talks[i] = talks[i] + output.outputs[0].token_ids
+            if turn < TURNS - 1:  # what is computed by then is found in the next turn
+                endless += (len(talks[i]) - 1) // BLOCK_SIZE * BLOCK_SIZE
+                talks[i] += tokens(1000 * turn + i, sizes.added)
+    after, seconds = engine.stats(), time.perf_counter() - begin
+    return {
+        "found_of_endless": (after.num_found - before.num_found) / endless,
+        "brought_of_found": (after.num_brought - before.num_brought) / max(after.num_found - before.num_found, 1),
+        "computed": after.num_computed - before.num_computed,
+        "preempted": after.num_preempted - before.num_preempted,
+        "seconds": seconds,
+        "new_tokens_per_s": CONVERSATIONS * TURNS * sizes.new / seconds,
+    }
+
+
+def evicted(engine: Engine, sizes: Sizes) -> dict[str, float]:
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=True)
+
+    def ask(prompt: list[int]) -> tuple[float, int, float]:
+        before, begin = engine.stats(), time.perf_counter()
+        (output,) = engine.generate([prompt], params)
+        seconds, (logprob,) = time.perf_counter() - begin, output.outputs[0].logprobs or [0.0]
+        return 1e3 * seconds, engine.stats().num_found - before.num_found, logprob
+
+    forget(engine)
+    times: dict[str, list[float]] = {"computed_ms": [], "host_ms": [], "pool_ms": []}
+    of_pool = sizes.num_blocks * BLOCK_SIZE // sizes.long + 2  # prompts that push all others out
+    for turn in range(ROUNDS):
+        prompt = tokens(turn, sizes.long - 1)
+        computed, *_ = ask(prompt)
+        for other in range(of_pool):
+            ask(tokens(1000 + of_pool * turn + other, sizes.long - 1))
+        from_host, num_found, logprob = ask([*prompt, 7])
+        require(num_found == (sizes.long - 1) // BLOCK_SIZE * BLOCK_SIZE, f"{num_found} tokens came back")
+        from_pool, _, expected = ask([*prompt, 7])
+        require(logprob == expected, f"a logprob of {logprob}, from the pool {expected}")
+        for name, value in zip(times, (computed, from_host, from_pool), strict=True):
+            times[name].append(value)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return medians | {"host_of_computed": medians["host_ms"] / medians["computed_ms"]}
+
+
+def nothing_to_find(engine: Engine, sizes: Sizes) -> float:
+    """New tokens a second."""
+    forget(engine)
+    prompts = [tokens(10_000 + i, sizes.first // 2) for i in range(sizes.requests)]
+    params = SamplingParams(max_tokens=sizes.new, temperature=0)
+    begin = time.perf_counter()
+    engine.generate(prompts, params)
+    return sizes.requests * sizes.new / (time.perf_counter() - begin)
+
+
+def both(engine: Engine, function: Callable[[], Any]) -> tuple[Any, Any]:
+    """With host memory and without."""
+    found = function()
+    with without_tier(engine):
+        return found, function()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
+    parser.add_argument("--layers", type=int, help="instead of the model's")
+    add_output(parser)
+    options = parser.parse_args()
+    sizes = SIZES[options.model]
+    store = open_store("host_tier", options, model=options.model, layers=options.layers, **dataclasses.asdict(sizes))
+    begin = time.perf_counter()
+
+    def say(name: str, point: dict[str, float]) -> None:
+        text = ", ".join(f"{key} {value:.4g}" for key, value in point.items())
+        print(f"[{time.perf_counter() - begin:5.1f} s] {name}: {text}", flush=True)
+        store.add(name, point)
+
+    engine = create(options.model, options.layers, sizes)
+    print(f"[{time.perf_counter() - begin:5.1f} s] {jax.devices()[0].device_kind}, made", flush=True)
+    say("evicted", evicted(engine, sizes))
+    rates = [both(engine, functools.partial(nothing_to_find, engine, sizes)) for _ in range(ROUNDS)]
+    with_tier, without = (statistics.median(column) for column in zip(*rates, strict=True))
+    say("nothing to find", {"with": with_tier, "without": without, "part": with_tier / without})
+    found, lost = both(engine, functools.partial(conversations, engine, sizes))
+    say("conversations without host memory", lost)
+    say("conversations", found | {"gain": found["new_tokens_per_s"] / lost["new_tokens_per_s"]})
+
+
+if __name__ == "__main__":
+    main()

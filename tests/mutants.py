@@ -931,6 +931,13 @@ MUTANTS = (
         "tests/attention/test_tree.py::which_kernel",
     ),
     Mutant(
+        "latents: new tokens count twice",
+        "jaxpaged/_latent_modules.py",
+        "history = allocator.lengths - counts",
+        "history = allocator.lengths",
+        "tests/test_latent_modules.py::by_keys_of_each_head",
+    ),
+    Mutant(
         "kernels: tiles of a plan overflow",
         "pallas_kernels/decode/partition_plan.py",
         "2**30 // seqs",

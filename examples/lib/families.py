@@ -135,9 +135,9 @@ def _only(fields: Fields, name: str, known: Any) -> None:
 
 
 def _check_weights(fields: Fields, family: str) -> None:
-    """Raises `ValueError` for weights that checkpoint.py cannot widen: it knows the experts of gpt-oss in MXFP4."""
+    """Raises `ValueError` for weights that checkpoint.py cannot widen: it knows gpt-oss in MXFP4, and DeepSeek V3."""
     method = Fields(fields.get("quantization_config", {})).get("quant_method", None)
-    if method is not None and (family, method) != ("gpt_oss", "mxfp4"):
+    if method is not None and (family, method) not in (("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8")):
         raise ValueError(f"its quantization_config is of the method {str(method)[:60]!r}, which is not known here")
 
 

@@ -1,6 +1,7 @@
 """Reads a folder in Hugging Face form, of any family in families.py."""
 
 import functools
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -28,6 +29,10 @@ def read_folder(folder: Path) -> Checkpoint:
     for name in [name for name in tensors if name.endswith("_blocks")]:
         name = name.removesuffix("_blocks")
         tensors[name] = functools.partial(_unpacked, tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+    for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+        block = Fields(config.get("quantization_config", {})).get("weight_block_size", [128, 128])
+        name = name.removesuffix("_scale_inv")
+        tensors[name] = functools.partial(_widened, tensors[name], tensors[f"{name}_scale_inv"], block)
     _stack_experts(tensors)
     checked = read_config(config)
     # Layers behind the last, which draft tokens.
@@ -56,14 +61,25 @@ def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]
         except safetensors.SafetensorError as error:
             raise ValueError(f"{file.name}: {error}") from error
         for name in tensors.keys():  # noqa: SIM118 (not a dict)
-            yield name, functools.partial(_get_tensor, tensors, name)
+            yield name, functools.partial(_get_tensor, file, tensors, name)
 
 
-def _get_tensor(tensors: safetensors.safe_open, name: str) -> np.ndarray:
+def _get_tensor(file: Path, tensors: safetensors.safe_open, name: str) -> np.ndarray:
     try:
+        if tensors.get_slice(name).get_dtype() == "F8_E4M3":
+            return _read_float8(file, name)
         return np.asarray(tensors.get_tensor(name))
     except safetensors.SafetensorError as error:
         raise ValueError(str(error)) from error
+
+
+def _read_float8(file: Path, name: str) -> np.ndarray:
+    """For which safetensors has no array: a header in JSON, its length before it, then the numbers."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        start, end = header[name]["data_offsets"]
+        stream.seek(start, io.SEEK_CUR)
+        return np.frombuffer(stream.read(end - start), jnp.float8_e4m3fn).reshape(header[name]["shape"])
 
 
 def _unpacked(read_blocks: Callable[[], np.ndarray], read_scales: Callable[[], np.ndarray]) -> np.ndarray:
@@ -76,6 +92,15 @@ def _unpacked(read_blocks: Callable[[], np.ndarray], read_scales: Callable[[], n
     numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).view(jnp.float4_e2m1fn).astype(np.float32)
     numbers = numbers.reshape(*scales.shape, 32) * scales[..., None]
     return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+def _widened(
+    read_weight: Callable[[], np.ndarray], read_factors: Callable[[], np.ndarray], block: list[int]
+) -> np.ndarray:
+    """A weight [out, in] in float32, of float8 with a factor for each block; the last blocks may be cut off."""
+    weight, factors = read_weight().astype(np.float32), read_factors().astype(np.float32)
+    rows, columns = (np.arange(size) // of_block for size, of_block in zip(weight.shape, block, strict=True))
+    return weight * factors[rows[:, None], columns]
 
 
 def _stack_experts(tensors: dict[str, Callable[[], np.ndarray]]) -> None:

@@ -102,6 +102,18 @@ def test_a_latent_in_the_memory_of_a_server(tmp_path):
         assert serve.find_capacity(config, arguments).bytes_per_token == 2 * (16 + 4) * 4
 
 
+def test_weights_of_8_bits_with_a_factor_a_block(tmp_path):
+    write_family(tmp_path, "deepseek_v3", quantization_config=dict(quant_method="fp8", weight_block_size=[16, 12]))
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    weight = tensors[name].astype(jnp.float8_e4m3fn)  # [56, 16]
+    factors = np.asarray([[1, 3], [2, 5], [0.5, 7], [4, 9]], np.float32)
+    safetensors.numpy.save_file(tensors | {name: weight, f"{name}_scale_inv": factors}, tmp_path / "model.safetensors")
+    found = load_model(read_checkpoint(tmp_path), "float32").layers[1].self_attn.kv_b_proj.kernel[...]
+    expected = weight.astype(np.float32) * factors.repeat(16, 0).repeat(12, 1)[:56, :16]
+    np.testing.assert_array_equal(found.T, expected)
+
+
 def test_layers_that_draft_are_left_out(tmp_path):
     write_family(tmp_path, "deepseek_v3")
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
@@ -198,7 +210,7 @@ def test_the_rotary_fields_of_two_generations():
         ("deepseek_v3", dict(scoring_func="softmax"), "its scoring_func is softmax, which is not known here"),
         ("deepseek_v3", dict(n_group=3), "its 8 experts do not go evenly into 3 groups"),
         ("deepseek_v3", dict(kv_lora_rank=None), "kv_lora_rank"),
-        ("deepseek_v3", dict(quantization_config={"quant_method": "fp8"}), "is of the method 'fp8'"),
+        ("deepseek_v2", dict(quantization_config={"quant_method": "fp8"}), "is of the method 'fp8'"),
         ("deepseek_v3", dict(first_k_dense_replace=2), None),
         ("gemma2", dict(hidden_activation="gelu"), "it has the activation 'gelu'"),
         ("gemma2", dict(attn_logit_softcapping=0), "attn_logit_softcapping must be a number from 0.001"),

@@ -20,7 +20,18 @@ from benchmarks.allocator.host_allocator import HostAllocator
 from benchmarks.engine import profile_slice
 from benchmarks.figures.memory import seat_lengths
 from benchmarks.harness import by_kernel
-from benchmarks.kernels import cache_copies, cache_ops, cache_sizes, decode, forms, partitions, points, prefill, ways
+from benchmarks.kernels import (
+    cache_copies,
+    cache_ops,
+    cache_sizes,
+    decode,
+    forms,
+    latents,
+    partitions,
+    points,
+    prefill,
+    ways,
+)
 from benchmarks.kernels.points import make_tables, parse, point_tables
 from benchmarks.models import decode_step, llama_step
 from jaxpaged import _device, copy_blocks, paged_attention, paged_attention_reference
@@ -224,6 +235,17 @@ def test_prompts_by_every_method_that_a_cpu_has(tmp_path):
     kept = output.stat().st_mtime_ns
     prefill.main(command)  # all is there
     assert output.stat().st_mtime_ns == kept
+
+
+def test_latents_of_8_and_16_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(latents, "LEAST_BYTES", 10**5)
+    monkeypatch.setattr(latents, "read_bandwidth", lambda seconds: 1e12)
+    names = ["1 2x64 xla", "1 2x64 float8_e4m3fn xla"]
+    monkeypatch.setattr("sys.argv", ["latents", "--output", str(tmp_path / "latents.json"), "--points", *names])
+    latents.main()
+    points = json.loads((tmp_path / "latents.json").read_text())["points"]
+    assert [points[name]["bytes"] for name in names] == [2 * 64 * 576 * 2, 2 * 64 * 576]
+    assert points[names[0]]["floor"] == 2 * 64 * 576 * 2 / 1e6
 
 
 def test_the_flops_of_what_is_visible():

@@ -30,7 +30,7 @@ from jaxpaged._engine.defaults import (
     step_cost,
 )
 from jaxpaged._engine.drafting import Draft, Drafting
-from jaxpaged._engine.host_copies import AT_ONCE, HostCopies, Moved, block_bytes, host_capacity, read_moved
+from jaxpaged._engine.host_copies import AT_ONCE, HostCopies, Moved, block_bytes, host_capacity
 from jaxpaged._engine.host_tier import HostTier
 from jaxpaged._engine.inputs import own, pool_sizes, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
@@ -574,7 +574,7 @@ class Engine:
         sent = self._books.under_way[0]
         try:
             report = read(sent.result())
-            moved = None if sent.moved is None else read_moved(sent.moved)
+            moved = None if self._copies is None or sent.moved is None else self._copies.read(sent.moved)
         except StateLostError as lost:
             self._failure = lost.__cause__
             self._check_usable()

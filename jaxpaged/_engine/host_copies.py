@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections import deque
 from typing import Any
 
 import jax
@@ -11,14 +10,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpaged._allocator.prefix_cache import begin_with
+from jaxpaged._allocator.prefix_cache import PrefixCache, begin_with
 from jaxpaged._cache.kv_cache import KVCache, map_blocks
 from jaxpaged._cache.transfer import put_blocks, take_blocks
 from jaxpaged._engine.slices import Report, State
 from jaxpaged._integers import checked_size
 
 Block = tuple[jax.Array, ...]  # its numbers in all caches, an array for each dtype
-AT_ONCE = 32  # blocks that a program moves
+AT_ONCE = 64  # blocks that a program moves
 
 
 @jax.tree_util.register_dataclass
@@ -83,23 +82,25 @@ class HostCopies:
         self._on_device: Any = SingleDeviceSharding(device)
         if mesh is not None:
             self._on_device = NamedSharding(mesh, P(mesh.axis_names))
-            of_state, of_blocks = jax.tree.map(lambda x: x.sharding.spec, state), P(mesh.axis_names)
+            of_state, of_caches = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (state, state.caches))
+            of_blocks = P(mesh.axis_names)
             on_mesh: dict[str, Any] = dict(mesh=mesh, check_vma=False)
-            take = jax.shard_map(take, in_specs=(of_state, P()), out_specs=(P(), of_blocks), **on_mesh)
+            take = jax.shard_map(take, in_specs=(P(), of_caches, P()), out_specs=(P(), of_blocks), **on_mesh)
             in_specs = (of_state, P(), P(), P(), P(), of_blocks)
             put = jax.shard_map(put, in_specs=in_specs, out_specs=(of_state, P()), **on_mesh)
         self._on_host = self._on_device.with_memory_kind("pinned_host")
 
         ids, number = np.zeros(self.at_once, np.int32), np.zeros((), np.int32)
         self._tokens = np.zeros((max_length // block_size, block_size), np.int32)
-        self._take_out = jax.jit(take, compiler_options=compiler_options).lower(state, ids).compile()
-        _, blocks = jax.eval_shape(take, state, ids)
+        assert state.scheduler.prefixes is not None
+        taken_from = state.scheduler.prefixes.cache, state.caches
+        self._take_out = jax.jit(take, compiler_options=compiler_options).lower(*taken_from, ids).compile()
+        _, blocks = jax.eval_shape(take, *taken_from, ids)
         self._nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), blocks[0])
         put = jax.jit(put, donate_argnums=0, compiler_options=compiler_options)
         blocks = [self._nothing] * self.at_once
         self._put_in = put.lower(state, self._tokens, number, number, number, blocks).compile()
         self._known = np.zeros(state.allocator.num_blocks, np.int32)  # serials whose blocks are on the host
-        self._leaving: deque[list[Block]] = deque()
 
     def bring(self, blocks: list[Block]) -> list[Block]:
         """Begins to copy blocks to the device."""
@@ -116,7 +117,8 @@ class HostCopies:
         return state, (piece, ids, serials)
 
     def take(self, state: State, report: Report, put: list[tuple[Piece, Any, Any]]) -> Moved:
-        """Begins to copy what a slice has listed to host memory."""
+        """Takes copies of what a slice has listed out of the pool."""
+        assert state.scheduler.prefixes is not None
         put = [(piece, np.asarray(ids), np.asarray(serials)) for piece, ids, serials in put]
         moved = Moved(put, serials=np.asarray(report.serials), salt=int(np.asarray(report.salt)))
         for _, ids, serials in put:
@@ -124,32 +126,29 @@ class HostCopies:
         (new,) = np.nonzero((moved.serials > 0) & (moved.serials != self._known))
         for begin in range(0, len(new), self.at_once):
             ids = new[begin : begin + self.at_once].astype(np.int32)
-            listed, blocks = self._take_out(state, np.pad(ids, (0, self.at_once - len(ids))))
-            blocks = jax.device_put(blocks[: len(ids)], self._on_host)
-            moved.taken.append((listed, blocks))
-            self._leaving.append(blocks)
-            while sum(map(len, self._leaving)) > self._most_staged:
-                jax.block_until_ready(self._leaving.popleft())
+            padded = np.pad(ids, (0, self.at_once - len(ids)))
+            listed, blocks = self._take_out(state.scheduler.prefixes.cache, state.caches, padded)
+            moved.taken.append((listed, blocks[: len(ids)]))
+            if begin >= self._most_staged:  # not more at once: these are gone before the next slice
+                moved.taken[-1] = listed, jax.block_until_ready(self.send(blocks[: len(ids)]))
         self._known = moved.serials.copy()
         return moved
 
+    def send(self, blocks: list[Block]) -> list[Block]:
+        """Begins to copy blocks to host memory."""
+        return jax.device_put(blocks, self._on_host)
 
-def read_moved(moved: Moved) -> Moved:
-    """In NumPy's arrays, a tuple for each block."""
-    taken: list[Any] = []
-    for listed, blocks in moved.taken:
-        rows = (
-            np.asarray(listed.tokens),
-            *(np.asarray(x).tolist() for x in (listed.serials, listed.parents, listed.salts)),
-        )
-        taken += zip(*rows, blocks, strict=False)
-    return dataclasses.replace(moved, taken=taken)
+    def read(self, moved: Moved) -> Moved:
+        """The same in NumPy's arrays, with a tuple for each block that was taken, on its way to host memory."""
+        taken: list[Any] = []
+        for listed, blocks in moved.taken:
+            numbers = (np.asarray(x).tolist() for x in (listed.serials, listed.parents, listed.salts))
+            taken += zip(np.asarray(listed.tokens), *numbers, self.send(blocks), strict=False)
+        return dataclasses.replace(moved, taken=taken)
 
 
-def take_out(state: State, ids: jax.Array) -> tuple[Listed, list[Block]]:
+def take_out(cache: PrefixCache, caches: Any, ids: jax.Array) -> tuple[Listed, list[Block]]:
     """Copies of blocks, int32 `[ids]`, of one array or few each, so that each can leave and come back alone."""
-    assert state.scheduler.prefixes is not None
-    cache = state.scheduler.prefixes.cache
     listed = Listed(cache.tokens[ids], cache.serials[ids], cache.parents[ids], cache.salts[ids])
     by_dtype: dict[Any, list[jax.Array]] = {}
 
@@ -159,7 +158,7 @@ def take_out(state: State, ids: jax.Array) -> tuple[Listed, list[Block]]:
         by_dtype.setdefault(pool.dtype, []).append(taken)
         return pool
 
-    for each in caches_in(state.caches):
+    for each in caches_in(caches):
         map_blocks(functools.partial(take, each), each)
     flat = [jnp.concatenate(parts, axis=1) for parts in by_dtype.values()]
     return listed, [tuple(numbers[i] for numbers in flat) for i in range(len(ids))]

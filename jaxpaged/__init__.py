@@ -30,6 +30,7 @@ from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, Sam
 from jaxpaged._engine.rollouts import Rollout
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._latent_modules import LatentSettings
+from jaxpaged._lora import lora
 from jaxpaged._modules import AttentionSettings
 from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
 from jaxpaged._scheduler.records import Refusal, RequestStatus
@@ -71,6 +72,7 @@ __all__ = [
     "generate",
     "kv_scale",
     "layer_groups",
+    "lora",
     "merge_attention",
     "paged_attention",
     "paged_attention_reference",

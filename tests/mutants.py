@@ -362,8 +362,8 @@ MUTANTS = (
     Mutant(
         "prefixes: old blocks are listed as new",
         SEATS,
-        "jnp.where(has_entered, prefixes.salt, prefixes.salts)",
-        "jnp.broadcast_to(prefixes.salt, entered.shape)",
+        "jnp.where(has_entered, salts, prefixes.salts)",
+        "salts",
         MIXTURE,
     ),
     Mutant("prefixes: chunks are not listed", SEATS, " | (num_full > prefixes.num_listed).any()", "", MIXTURE),
@@ -398,15 +398,15 @@ MUTANTS = (
     Mutant(
         "prefixes: forgets nothing",
         "jaxpaged/_scheduler/scheduler.py",
-        "self.prefixes.salt + jnp",
-        "self.prefixes.salt + 0 * jnp",
+        "salt + len(salt), salt)",
+        "salt, salt)",
         MIXTURE,
     ),
     Mutant(
         "engine: new weights are not told",
         "jaxpaged/_engine/engine.py",
-        "self._books.forgets, self._weights = True, weights",
-        "self._books.forgets, self._weights = False, weights",
+        "        self._books.version += 1\n        self._books.forget(adapters)\n",
+        "        self._books.version += 1\n",
         FORGOTTEN,
     ),
     Mutant(
@@ -730,8 +730,8 @@ MUTANTS = (
     Mutant(
         "engine: sleep forgets to forget",
         "jaxpaged/_engine/engine.py",
-        "self._asleep, self._books.forgets = [], True",
-        "self._asleep = []",
+        "            self._asleep = []\n            self._books.forget()\n",
+        "            self._asleep = []\n",
         "tests/engine/test_rollout.py::sleeps",
     ),
     Mutant(

@@ -96,7 +96,8 @@ def parameters(case: str, seats: int) -> Sampling:
     even_odd = np.asarray(CASES[case], np.float32)[np.arange(seats) % 2]
     temperature, top_k, top_p = (jnp.asarray(column) for column in even_odd.T)
     seed = jnp.arange(seats, dtype=jnp.int32).astype(jnp.uint32)
-    return Sampling(temperature=temperature, top_k=top_k.astype(jnp.int32), top_p=top_p, seed=seed)
+    adapter = jnp.full(seats, -1, jnp.int32)
+    return Sampling(temperature=temperature, top_k=top_k.astype(jnp.int32), top_p=top_p, seed=seed, adapter=adapter)
 
 
 @functools.cache

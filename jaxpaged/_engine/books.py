@@ -23,7 +23,7 @@ class Sent:
 
     rows: list[Row]
     aborts: list[int]
-    forgets: bool
+    forgets: np.ndarray
     version: int  # of the weights
     report: Future[Report] | None = None
     pieces: list[Piece] = dataclasses.field(default_factory=list)  # of prompts, that the slice can find
@@ -40,7 +40,7 @@ class Books:
     A request stays in `requests` until its end was told or it was dropped; its rows may be on the device longer.
     """
 
-    def __init__(self, *, max_requests: int, seed: int):
+    def __init__(self, *, max_requests: int, seed: int, num_adapters: int = 0):
         self._max_requests, self._seed = max_requests, seed
         self.queue: deque[Row] = deque()
         self.under_way: deque[Sent] = deque()
@@ -48,7 +48,8 @@ class Books:
         self.requests: dict[int, list[Row]] = {}  # unfinished, or with news
         self.next_id = 0
         self.version = 0  # of the weights: updates so far
-        self.forgets = False  # whether the next slice is to forget the prefix cache
+        # Whether the next slice is to forget cached prefixes: without an adapter, and of each.
+        self.forgets = np.zeros(1 + num_adapters, np.bool_)
         self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
         self._aborts: list[int] = []  # places, for the next slice
         self._num_sent = 0
@@ -93,6 +94,10 @@ class Books:
         self.requests[request_id] = make_rows(request_id, prompt, params, seed, given)
         self.queue.extend(self.requests[request_id])
         return request_id
+
+    def forget(self, adapters: Iterable[int] | None = None) -> None:
+        """The next slice is to forget the prefixes of these adapters; None: all prefixes."""
+        self.forgets[slice(None) if adapters is None else [1 + adapter for adapter in adapters]] = True
 
     def named(self, request_id: int | None, completion: int | None) -> list[Row]:
         """The rows of a request, or of all; or only the one of this completion."""
@@ -149,7 +154,7 @@ class Books:
         self._num_held = len(held)
         # Each abort is sent once, and before anybody else can have got the place.
         sent = Sent(rows, self._aborts, self.forgets, self.version)
-        self._aborts, self.forgets = [], False
+        self._aborts, self.forgets = [], np.zeros_like(self.forgets)
         self.under_way.append(sent)
         return sent
 

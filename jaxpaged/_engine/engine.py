@@ -88,6 +88,8 @@ class Engine:
         steps_per_slice: the steps between two looks of the host. New requests and aborts wait for the end of a slice.
             None: 2 in `step` and `stream` while a seat is free for what arrives, else 32.
         num_stop_ids: the most stop tokens of a request.
+        num_adapters: the adapters of the model, which requests name from 0 on. `apply` finds each token's in
+            `attend.adapters` (`docs/engine.md`).
         windows: for each group of layers the window that they attend with, or None, as in `BlockAllocator.create`. With
             several groups there is a cache for each layer of a group, which its counterparts in the other groups share,
             and `attend` gets the `group` of each layer (`layer_groups`).
@@ -125,6 +127,7 @@ class Engine:
         max_requests: int | None = None,
         steps_per_slice: int | None = None,
         num_stop_ids: int = 4,
+        num_adapters: int = 0,
         windows: Sequence[int | None] = (None,),
         prefix_cache: bool = False,
         host_cache_bytes: int | None = None,
@@ -155,6 +158,9 @@ class Engine:
         self._weights, self._num_blocks = own(weights), num_blocks
         self._steps = chosen_steps(steps_per_slice)
         self._max_requests, num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
+        self._num_adapters = checked_size("num_adapters", num_adapters, 0)
+        seed = checked_size("seed", seed, 0)
+        self._books = Books(max_requests=max_requests, seed=seed, num_adapters=num_adapters)
         self._check = functools.partial(
             checked_request,
             max_length=max_length,
@@ -162,6 +168,7 @@ class Engine:
             block_size=block_size,
             windows=windows,
             num_stop_ids=num_stop_ids,
+            num_adapters=num_adapters,
         )
         shares = prefix_cache and not exact and windows == (None,)
         least_spared = chosen_least_spared(caches) if shares else None
@@ -182,6 +189,7 @@ class Engine:
                 max_steps=self._steps.most,
                 num_stop_ids=num_stop_ids,
                 num_drafts=drafts,
+                num_adapters=num_adapters,
                 prefix_cache=PrefixCache.create(
                     num_blocks=num_blocks, block_size=block_size, secret=secrets.randbits(128), num_groups=len(windows)
                 )
@@ -212,7 +220,7 @@ class Engine:
             max_requests=max_requests,
             num_stop_ids=num_stop_ids,
         )
-        no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0)
+        no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=self._books.forgets)
         capacity = None if host_cache_bytes is None else host_capacity(host_cache_bytes, self._state_of_slice, windows)
         function: Any = functools.partial(
             run_slice,
@@ -243,6 +251,7 @@ class Engine:
                 least_tokens=sizes.chunk_tokens // 2,
                 at_once=self._copies.at_once,
                 most_staged=most_staged,
+                num_adapters=num_adapters,
                 bring=self._copies.bring,
             )
         self._most_taken = num_seats + max(num_seats // 4, 1)  # with a host tier: more wait on the host
@@ -251,7 +260,6 @@ class Engine:
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
         self._failure: BaseException | None = None  # of the slice that took the state with it
 
-        self._books = Books(max_requests=max_requests, seed=checked_size("seed", seed, 0))
         self._collector: Collector | None = None  # of the rollout under way
         self._since = time.perf_counter()  # when the stats were last counted, or the first request came
         self._stats = EngineStats(
@@ -330,7 +338,9 @@ class Engine:
                 self._collector = None
         return collector.result()
 
-    def score(self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> list[Score]:
+    def score(
+        self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], *, adapter: int | None = None
+    ) -> list[Score]:
         """The log probabilities of given tokens after prompts, in order, under the model.
 
         They are computed in the steps that generate for other requests. If it raises, nothing is left of it, as with
@@ -339,6 +349,7 @@ class Engine:
         Args:
             prompts: the token ids of each prompt.
             tokens: at least one token id for each prompt, those that follow it.
+            adapter: the adapter with which they are scored, as in `SamplingParams`.
 
         Raises:
             ValueError: another number of prompts than of tokens, or one that can never be served. Nothing is started
@@ -353,7 +364,7 @@ class Engine:
             raise ValueError(f"pass tokens for each prompt; got {len(prompts)=}, {len(tokens)=}.")
         given = [checked_prompt(of_one, "tokens to score") for of_one in tokens]
         known = [np.append(checked_prompt(prompt), more) for prompt, more in zip(prompts, given, strict=True)]
-        params = SamplingParams(max_tokens=1, temperature=0)
+        params = SamplingParams(max_tokens=1, temperature=0, adapter=adapter)
         with self._serving([of_one[:-1].tolist() for of_one in known], params, given=given) as request_ids:
             rows = [self._books.requests[request_id][0] for request_id in request_ids]
             while any(row.finish_reason is None for row in rows):
@@ -405,23 +416,31 @@ class Engine:
         self._advance()
         return self._books.take_news(self._books.requests)
 
-    def update_weights(self, weights: Any) -> None:
+    def update_weights(self, weights: Any, *, adapters: Sequence[int] | None = None) -> None:
         """Uses other weights of the same shapes from the next slice on. Nothing is compiled.
 
         Running requests keep the keys and values that the old weights made; to avoid that, finish or abort them first.
         `Completion.versions` says which weights made each token.
         The prefix cache finds nothing that was computed with the old weights, nor by a request that began with them.
 
+        Args:
+            weights: all weights.
+            adapters: what differs is only these adapters: the prefix cache keeps what was computed without an adapter
+                and with others. None: anything may differ.
+
         Raises:
-            ValueError: weights of another structure, shape or dtype.
+            ValueError: weights of another structure, shape or dtype, or an adapter that the engine does not have.
             RuntimeError: the engine is lost, as in `step`.
         """
         self._check_usable()
         weights = own(weights)
         if found := difference(self._weights, weights):
             raise ValueError(f"weights must be like those before; {found}.")
+        for adapter in adapters or ():
+            checked_size("adapters", adapter, 0, self._num_adapters - 1)
         self._books.version += 1
-        self._books.forgets, self._weights = True, weights if self._mesh is None else replicate(self._mesh, weights)
+        self._books.forget(adapters)
+        self._weights = weights if self._mesh is None else replicate(self._mesh, weights)
 
     def sleep(self) -> None:
         """Gives the caches' keys and values back to the device, for instance while a learner runs. Does nothing twice.
@@ -455,7 +474,8 @@ class Engine:
             fresh = {id(x): jnp.zeros(kind.shape, kind.dtype, device=where) for x, kind, where in self._asleep}
             caches = jax.tree.map(lambda x: fresh.get(id(x), x), self._state_of_slice.caches)
             self._state_of_slice = dataclasses.replace(self._state_of_slice, caches=caches)
-            self._asleep, self._books.forgets = [], True
+            self._asleep = []
+            self._books.forget()
 
     def stats(self) -> EngineStats:
         """The sizes, and the counts as of the last slice that the host has read."""

@@ -54,13 +54,13 @@ class Moved:
         put: pieces, and for each block where it is now, and its serial there; 0: nowhere.
         taken: of each block its tokens, its serial and its parent's, its salt, and its numbers in host memory.
         serials: int32 `[blocks]`, of the blocks that are cached behind the slice; 0: it is not.
-        salt: under which prompts are looked up behind the slice.
+        salts: under which prompts are looked up behind the slice, without an adapter and with each.
     """
 
     put: list[tuple[Piece, Any, Any]] = dataclasses.field(default_factory=list)
     taken: list[Any] = dataclasses.field(default_factory=list)
     serials: Any = None
-    salt: Any = None
+    salts: Any = None
 
 
 class HostCopies:
@@ -120,7 +120,7 @@ class HostCopies:
         """Takes copies of what a slice has listed out of the pool."""
         assert state.scheduler.prefixes is not None
         put = [(piece, np.asarray(ids), np.asarray(serials)) for piece, ids, serials in put]
-        moved = Moved(put, serials=np.asarray(report.serials), salt=int(np.asarray(report.salt)))
+        moved = Moved(put, serials=np.asarray(report.serials), salts=np.asarray(report.salts).tolist())
         for _, ids, serials in put:
             self._known[ids] = serials
         (new,) = np.nonzero((moved.serials > 0) & (moved.serials != self._known))

@@ -41,6 +41,7 @@ class HostTier:
         least_tokens: fewer are computed again instead of copied.
         at_once: the most blocks of a piece.
         most_staged: the most blocks on their way to the device.
+        num_adapters: of the engine.
         bring: begins to copy blocks to the device.
     """
 
@@ -53,11 +54,12 @@ class HostTier:
         least_tokens: int,
         at_once: int,
         most_staged: int,
+        num_adapters: int = 0,
         bring: Callable[[list[Block]], list[Block]],
     ):
         self._block_size, self._capacity, self._least = block_size, capacity, -(-least_tokens // block_size)
         self._at_once, self._most_staged, self._bring = at_once, most_staged, bring
-        self._salt = 0
+        self._salts = list(range(1 + num_adapters))  # as `Prefixes.salt`
         self._serials = np.zeros(num_blocks, np.int32)  # of each block of the pool, as of the slice that was read
         self._key_of: dict[int, bytes] = {}  # by serial
         self._listed: dict[bytes, int] = {}  # serials of what is on the device; 0: it was sent there
@@ -90,7 +92,7 @@ class HostTier:
         if end - num_there < self._least:
             return False
         tokens = row.prompt[: end * self._block_size].reshape(end, self._block_size)
-        self._fetches.append(Fetch(tokens, self._salt, keys, num_there, end))
+        self._fetches.append(Fetch(tokens, self._salt_of(row), keys, num_there, end))
         self._coming.update(keys[num_there:end])
         self._start()
         return True
@@ -119,9 +121,9 @@ class HostTier:
             if (key := self._key_of.pop(serial, None)) is not None and self._listed.get(key) == serial:
                 del self._listed[key]
         self._serials = moved.serials
-        if moved.salt != self._salt:
-            self._salt = moved.salt
-            self._kept = OrderedDict((k, entry) for k, entry in self._kept.items() if entry[0] == self._salt)
+        if moved.salts != self._salts:
+            self._salts = moved.salts
+            self._kept = OrderedDict((k, entry) for k, entry in self._kept.items() if entry[0] in self._salts)
         for piece, ids, serials in moved.put:
             self._settle(piece.keys, ids, serials)
         self._keep(moved)
@@ -152,7 +154,7 @@ class HostTier:
     def _keep(self, moved: Moved) -> None:
         new: list[bytes] = []
         for tokens, serial, parent, salt, block in sorted(moved.taken, key=lambda taken: taken[1]):  # parents first
-            if salt != self._salt:
+            if salt not in self._salts:
                 continue
             before = self._key_of.get(parent) if parent else _root(salt)
             if before is None:  # it was lost within the slice that listed it
@@ -186,13 +188,18 @@ class HostTier:
                 self._num_staged += len(keys)
 
     def _keys_of(self, row: Row) -> Keys:
-        if row.keys is None or row.keys[0] != self._salt:
+        salt = self._salt_of(row)
+        if row.keys is None or row.keys[0] != salt:
             most = row.span[0] - 1 if row.span[1] else len(row.prompt)
             num_full = max(min(len(row.prompt) - 1, most), 0) // self._block_size
             blocks = row.prompt[: num_full * self._block_size].reshape(num_full, self._block_size)
-            _, *keys = itertools.accumulate(blocks, _next_key, initial=_root(self._salt))
-            row.keys = self._salt, keys
+            _, *keys = itertools.accumulate(blocks, _next_key, initial=_root(salt))
+            row.keys = salt, keys
         return row.keys[1]
+
+    def _salt_of(self, row: Row) -> int:
+        """Under which the prompt is looked up."""
+        return self._salts[0 if row.params.adapter is None else 1 + row.params.adapter]
 
 
 def _root(salt: int) -> bytes:

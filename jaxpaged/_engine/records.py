@@ -32,6 +32,7 @@ class SamplingParams:
             and top_p. A bool: unlike vLLM, the engine returns no other tokens' logprobs.
         prompt_logprobs: whether to return those of the prompt's tokens too. It then takes nothing from the prefix
             cache; of `n` completions, only the first does not.
+        adapter: the model's adapter that the request takes, from 0 on, below the engine's `num_adapters`; None: none.
         priority: how many earlier requests on the device it may overtake; if negative, how many later ones may
             overtake it.
     """
@@ -45,6 +46,7 @@ class SamplingParams:
     n: int = 1
     logprobs: bool = False
     prompt_logprobs: bool = False
+    adapter: int | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -52,6 +54,8 @@ class SamplingParams:
             checked_size(name, getattr(self, name), least, 2**31 - 1)
         if self.seed is not None:
             checked_size("seed", self.seed, 0, 2**32 - 1)
+        if self.adapter is not None:
+            checked_size("adapter", self.adapter, 0, 2**31 - 1)
         if np.ndim(self.stop_token_ids) != 1:
             raise ValueError(
                 f"stop_token_ids must be a tuple of token ids; got stop_token_ids={self.stop_token_ids!r}."

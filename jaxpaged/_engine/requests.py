@@ -103,6 +103,7 @@ def checked_request(
     block_size: int,
     windows: tuple[Window, ...],
     num_stop_ids: int,
+    num_adapters: int,
 ) -> tuple[np.ndarray, SamplingParams]:
     """The prompt as int32, and the parameters, if an engine of these sizes can ever serve them."""
     tokens = checked_prompt(prompt)
@@ -126,6 +127,8 @@ def checked_request(
         )
     if len(params.stop_token_ids) > num_stop_ids:
         raise ValueError(f"a request has at most {num_stop_ids=} stop tokens; got {params.stop_token_ids}.")
+    if params.adapter is not None and params.adapter >= num_adapters:
+        raise ValueError(f"adapter must be below the engine's {num_adapters=}; got adapter={params.adapter}.")
     return tokens, params
 
 
@@ -159,7 +162,7 @@ def make_inbox(
     num_stop_ids: int,
     wants_logprobs: bool,
     num_steps: int,
-    forgets: bool = False,
+    forgets: np.ndarray,
 ) -> Inbox:
     """An inbox whose shapes and dtypes are the same whatever is in it."""
     params = [row.params for row in rows]
@@ -178,10 +181,11 @@ def make_inbox(
             top_k=column([p.top_k for p in params], np.int32),
             top_p=column([p.top_p for p in params], np.float32),
             seed=column([row.seed for row in rows], np.uint32),
+            adapter=column([-1 if p.adapter is None else p.adapter for p in params], np.int32),
         ),
         spans=np.zeros((num_rows, 2), np.int32),
         aborts=np.zeros(max_requests, np.bool_),
-        forgets=np.asarray(forgets),
+        forgets=forgets,
         wants_logprobs=np.asarray(wants_logprobs),
         num_steps=np.asarray(num_steps, np.int32),
     )

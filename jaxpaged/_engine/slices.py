@@ -58,7 +58,7 @@ class Inbox:
     sampling: Sampling  # of each row
     spans: Any  # int32 [rows, 2], of the tokens to score; a prompt row then holds them too, behind the prompt
     aborts: Any  # bool [requests]
-    forgets: Any  # bool [], whether the weights have changed since the slice before
+    forgets: Any  # bool [1 + adapters], whether the weights have changed since the slice before, or each adapter's
     wants_logprobs: Any  # bool []
     num_steps: Any  # int32 [], the most steps of this slice
 
@@ -85,7 +85,7 @@ class Report:
     num_preempted: jax.Array
     # For the host tier. None: there is none.
     serials: jax.Array | None = None  # int32 [blocks], of the blocks that the prefix cache lists; 0: it does not
-    salt: jax.Array | None = None  # int32 [], under which prompts are looked up
+    salts: jax.Array | None = None  # int32 [1 + adapters], under which prompts are looked up
 
 
 def run_slice(
@@ -170,7 +170,7 @@ def run_slice(
         assert scheduler.prefixes is not None
         is_listed = state.allocator.pool.is_cached(jnp.arange(state.allocator.num_blocks, dtype=jnp.int32))
         serials = jnp.where(is_listed, scheduler.prefixes.cache.serials, 0)
-        report = dataclasses.replace(report, serials=serials, salt=jnp.array(scheduler.prefixes.salt))
+        report = dataclasses.replace(report, serials=serials, salts=jnp.array(scheduler.prefixes.salt))
     nothing = no_scores(*state.scores.positions.shape, num_requests=scheduler.max_requests)
     logprobs = jnp.zeros_like(state.logprobs)
     return dataclasses.replace(state, scheduler=scheduler, logprobs=logprobs, scores=nothing), report
@@ -261,7 +261,9 @@ def step_attention(
         if groups is not None:
             lengths -= groups.num_blocks * allocator.block_size
         plan = plan_step(lengths, num_kv_heads=kv_heads.pop(), capacity=capacity)
-    own = step.positions, step.slots, query_starts, None if kind.draws_all else step.last
+    adapters = step.sampling.adapter.at[step.seats].get(mode="fill", fill_value=-1)
+    last = None if kind.draws_all else step.last
+    own = step.positions, step.slots, query_starts, last, adapters
     return StepAttention(allocator, *own, kind.num_partitions, plan, groups)
 
 

@@ -39,7 +39,7 @@ class Refusal(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to sample the tokens of each request or seat. The scheduler carries it and does not read it.
+    """How to compute and sample the tokens of each request or seat. Of this the scheduler reads only `adapter`.
 
     Attributes:
         temperature: float32; 0: greedy.
@@ -47,12 +47,14 @@ class Sampling:
         top_p: float32, a part of the probability that top_k keeps; 1: all of it.
         seed: uint32. Sample with `jax.random.fold_in(jax.random.key(seed), length)`, where length is the request's.
             Its tokens then depend neither on its seat, nor on other requests, nor on preemption.
+        adapter: int32, which adapter of the model it takes; -1: none. Requests with different ones share no blocks.
     """
 
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
     seed: jax.Array
+    adapter: jax.Array
 
 
 @public_state

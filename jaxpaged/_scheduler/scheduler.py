@@ -67,6 +67,7 @@ class Scheduler(SchedulerState):
         num_stop_ids: int = 4,
         num_drafts: int = 0,
         prefix_cache: PrefixCache | None = None,
+        num_adapters: int = 0,
     ) -> Scheduler:
         """A scheduler without requests.
 
@@ -79,10 +80,11 @@ class Scheduler(SchedulerState):
             num_drafts: the most drafts of a seat in a step: tokens that are computed before they are known.
             prefix_cache: an empty one of the allocator's sizes. Requests then begin with blocks in which others
                 computed the same tokens, and only `change_seats` gives out seats. None: each request computes its own.
+            num_adapters: the adapters that requests can name; each has prefixes of its own.
 
         Raises:
-            ValueError: a size that is no int or below 1 (`num_stop_ids`, `num_drafts`: below 0), or `max_length`
-                smaller than a block of the prefix cache.
+            ValueError: a size that is no int or below 1 (`num_stop_ids`, `num_drafts`, `num_adapters`: below 0), or
+                `max_length` smaller than a block of the prefix cache.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxpaged
@@ -107,9 +109,10 @@ class Scheduler(SchedulerState):
         """
         max_requests, num_seats = checked_size("max_requests", max_requests), checked_size("num_seats", num_seats)
         max_length, max_steps = checked_size("max_length", max_length), checked_size("max_steps", max_steps)
-        num_stop_ids, num_drafts = (
+        num_stop_ids, num_drafts, num_adapters = (
             checked_size("num_stop_ids", num_stop_ids, 0),
             checked_size("num_drafts", num_drafts, 0),
+            checked_size("num_adapters", num_adapters, 0),
         )
 
         # One array each: two leaves that are one buffer cannot both be donated.
@@ -122,7 +125,7 @@ class Scheduler(SchedulerState):
                 raise ValueError(f"nothing would ever be cached: {max_length=} is less than a block of {block_size}.")
             prefixes = Prefixes(
                 cache=prefix_cache,
-                salt=full(),
+                salt=jnp.arange(1 + num_adapters, dtype=jnp.int32),
                 salts=full(num_seats),
                 num_listed=full(num_seats),
                 left=full(num_seats, value=max_requests),
@@ -139,6 +142,7 @@ class Scheduler(SchedulerState):
                 top_k=full(max_requests),
                 top_p=jnp.ones(max_requests, jnp.float32),
                 seed=jnp.zeros(max_requests, jnp.uint32),
+                adapter=full(max_requests, value=-1),
             ),
             statuses=full(max_requests, value=int(RequestStatus.FREE)),
             arrivals=full(max_requests),
@@ -175,6 +179,7 @@ class Scheduler(SchedulerState):
         top_k: ArrayLike | None = None,
         top_p: ArrayLike | None = None,
         seed: ArrayLike | None = None,
+        adapter: ArrayLike | None = None,
         findable: ArrayLike | None = None,
     ) -> tuple[Scheduler, jax.Array, jax.Array]:
         """Adds requests, in the order of the rows. Refuses only what can never be served.
@@ -191,6 +196,7 @@ class Scheduler(SchedulerState):
             top_k: int32 `[rows]`. None: 0.
             top_p: float32 `[rows]`. None: 1.
             seed: uint32 `[rows]`. None: 0.
+            adapter: int32 `[rows]`, below `num_adapters`; -1: none. None: -1.
             findable: int32 `[rows]`, how many of a request's first tokens may come from the prefix cache; the others
                 are computed, for instance because their logits are wanted. None: `max_length`.
 
@@ -215,6 +221,7 @@ class Scheduler(SchedulerState):
             top_k,
             top_p,
             seed,
+            adapter,
             findable,
         )
         return submission.submit(self, allocator, requests)
@@ -377,14 +384,16 @@ class Scheduler(SchedulerState):
         Requests that begin later find only each other's blocks.
 
         Args:
-            forgets: bool `[]`; False changes nothing.
+            forgets: bool `[]`; False changes nothing. Or bool `[1 + num_adapters]`: whether to forget what was computed
+                without an adapter, and with each.
 
         Raises:
             ValueError: the scheduler has no prefix cache.
         """
         if self.prefixes is None:
             raise ValueError("there is nothing to forget: create the scheduler with a prefix_cache to call this.")
-        salt = self.prefixes.salt + jnp.asarray(forgets).astype(jnp.int32)
+        salt = self.prefixes.salt
+        salt = jnp.where(jnp.asarray(forgets), salt + len(salt), salt)  # which nothing has had
         return dataclasses.replace(self, prefixes=dataclasses.replace(self.prefixes, salt=salt))
 
     def drain(self) -> tuple[Scheduler, Outbox]:

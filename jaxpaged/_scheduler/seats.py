@@ -44,7 +44,8 @@ def change_seats[S: SchedulerState](
     candidates, beginnings = ready(scheduler, prefixes, allocator, tags)
     num_woken = woken_by_each(allocator, beginnings)
     scheduler, entered = planning.admit(scheduler, allocator, candidates, beginnings.num_blocks, num_woken)
-    prefixes, allocator = begin(prefixes, allocator, entered, planning.rows_of(beginnings, entered))
+    salts = prefixes.salts_of(planning.per_seat(scheduler, scheduler.sampling.adapter))
+    prefixes, allocator = begin(prefixes, allocator, entered, salts, planning.rows_of(beginnings, entered))
     prefixes = dataclasses.replace(prefixes, is_due=jnp.zeros_like(prefixes.is_due))
     return dataclasses.replace(scheduler, prefixes=prefixes), allocator
 
@@ -70,11 +71,11 @@ def ready(
     The requests are int32 `[seats]`, with `max_requests` behind the last.
     """
     candidates = planning.first_waiting(scheduler)
-    num_known, findable = planning.rows_of((scheduler.num_known, prefixes.findable), candidates)
+    of_each = scheduler.num_known, prefixes.findable, scheduler.sampling.adapter
+    num_known, findable, adapters = planning.rows_of(of_each, candidates)
     num_asked = jnp.maximum(jnp.minimum(num_known - 1, findable), 0) // allocator.block_size
-    salts = jnp.broadcast_to(prefixes.salt, candidates.shape)
     blocks = tokens_in_blocks(scheduler, allocator, candidates)
-    beginnings, new_tags = prefixes.cache.find(allocator, blocks, num_asked, salts)
+    beginnings, new_tags = prefixes.cache.find(allocator, blocks, num_asked, prefixes.salts_of(adapters))
     waits = is_being_computed(scheduler, prefixes, allocator, candidates, beginnings, tags, new_tags)
     is_ready = (candidates < scheduler.max_requests) & ~waits
 
@@ -86,15 +87,18 @@ def ready(
 
 
 def begin(
-    prefixes: Prefixes, allocator: BlockAllocator, entered: jax.Array, beginnings: Beginnings
+    prefixes: Prefixes, allocator: BlockAllocator, entered: jax.Array, salts: jax.Array, beginnings: Beginnings
 ) -> tuple[Prefixes, BlockAllocator]:
-    """Gives requests that entered the blocks found for them: `beginnings` of each seat, empty if nobody entered."""
+    """Gives requests that entered the blocks found for them.
+
+    `salts` are those of a request that begins in each seat; `beginnings` are of each seat, empty if nobody entered.
+    """
     allocator, _ = begin_with(allocator, beginnings)
     has_entered = entered < entered.shape[0]
     prefixes = dataclasses.replace(
         prefixes,
         cache=prefixes.cache.counted(beginnings),
-        salts=jnp.where(has_entered, prefixes.salt, prefixes.salts),
+        salts=jnp.where(has_entered, salts, prefixes.salts),
         num_listed=jnp.where(has_entered, beginnings.num_found, prefixes.num_listed),
     )
     return prefixes, allocator

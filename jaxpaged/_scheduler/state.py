@@ -18,8 +18,9 @@ class Prefixes:
 
     Attributes:
         cache: the prefix cache.
-        salt: int32 `[]`, under which requests that begin now look for blocks; `forget_prefixes` changes it.
-        salts: int32 `[seats]`, the same when the request in each seat began.
+        salt: int32 `[1 + adapters]`, under which requests that begin now look for blocks: those without an adapter, and
+            those of each; `forget_prefixes` changes it.
+        salts: int32 `[seats]`, that of the request in each seat when it began.
         num_listed: int32 `[seats]`, full blocks of a known part that is being computed which are cached already; where
             nothing is to be listed before the request leaves, more than there can be.
         left: int32 `[seats]`, the request that left the seat, whose blocks the row still holds; `max_requests`: none.
@@ -34,6 +35,10 @@ class Prefixes:
     left: jax.Array
     findable: jax.Array
     is_due: jax.Array
+
+    def salts_of(self, adapters: jax.Array) -> jax.Array:
+        """For requests that begin now with these adapters, int32."""
+        return self.salt.at[adapters + 1].get(mode="clip")
 
 
 @dataclasses.dataclass(frozen=True)

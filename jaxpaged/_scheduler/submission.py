@@ -39,6 +39,7 @@ def validate(
     top_k: Any,
     top_p: Any,
     seed: Any,
+    adapter: Any,
     findable: Any,
 ) -> Requests:
     prompts = as_int32(prompts)
@@ -69,6 +70,7 @@ def validate(
             top_k=rows("top_k", top_k, jnp.int32),
             top_p=rows("top_p", top_p, jnp.float32, 1),
             seed=rows("seed", seed, jnp.uint32),
+            adapter=rows("adapter", adapter, jnp.int32, -1),
         ),
         findable=rows("findable", findable, jnp.int32, scheduler.tokens.shape[1]),
     )

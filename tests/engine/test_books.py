@@ -77,13 +77,13 @@ def test_no_more_go_out_than_the_device_has_places(books):
 
 def test_what_a_failed_slice_took_is_sent_again_in_order(books):
     ids = add(books, 3)
-    books.forgets = True
+    books.forget()
     sent = books.send(2)
-    assert sent.forgets
-    assert not books.forgets
+    assert sent.forgets.all()
+    assert not books.forgets.any()
     books.end(books.named(ids[0], None))
     books.take_back()
-    assert books.forgets
+    assert books.forgets.all()
     assert [row.request_id for row in books.queue] == [ids[1], ids[2]]
     assert [(output.request_id, output.finished) for output in books.take_news(books.requests)] == [(ids[0], True)]
     assert books.num_open == 2

@@ -137,7 +137,7 @@ def test_an_exact_engine_gives_equal_bits_whatever_the_load():
     assert exact.stats().num_found > before.num_found
     assert differing(shared_engine(16), BLOCKS)
     module = SimpleNamespace(settings=SimpleNamespace(num_partitions=None))
-    attend = StepAttention(*[None] * 5, num_partitions=1)
+    attend = StepAttention(*[None] * 6, num_partitions=1)
     with pytest.raises(ValueError, match="modules with a fixed num_partitions"):
         attend.call(module, None, None)
 
@@ -151,7 +151,7 @@ def test_a_model_that_leaves_partitions_open_gets_those_of_an_exact_engine(monke
     )
     zero = jnp.zeros(1, jnp.int32)
     allocator = BlockAllocator.create(num_blocks=3, block_size=4, num_seqs=1, max_blocks_per_seq=2)
-    attend = StepAttention(allocator, zero, zero + 4, None, zero, num_partitions=1)
+    attend = StepAttention(allocator, zero, zero + 4, None, zero, zero, num_partitions=1)
     attend(x, x, x, cache)
     attend(x, x, x, cache, num_partitions=None)
     attend(x, x, x, cache, num_partitions=2)
@@ -637,7 +637,8 @@ def test_attend_turns_neighbours():
     )
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1, toy_model.HEAD_DIM))
     positions, slots = allocator.positions(1)[:, 0], slots[:, -1]
-    step = StepAttention(allocator, positions, slots, None, jnp.arange(2, dtype=jnp.int32))
+    indices = jnp.arange(2, dtype=jnp.int32)
+    step = StepAttention(allocator, positions, slots, None, indices, indices)
     found, _ = step(q, k, v, cache, rotary_frequencies=toy_model.FREQUENCIES, interleaved=True)
     expected, _ = rotate_and_write_kv(cache, q, k, v, slots, positions, toy_model.FREQUENCIES, interleaved=True)
     assert (found.k == expected.k).all()

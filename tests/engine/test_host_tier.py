@@ -197,7 +197,7 @@ def test_blocks_behind_a_gap_are_not_listed(engine):
     keys = [bytes([i]) for i in range(2)]
     blocks = [engine._copies._nothing] * 2
     for first, is_listed in ((1, False), (0, True), (1, True)):
-        salt = int(engine._state.scheduler.prefixes.salt)
+        salt = int(engine._state.scheduler.prefixes.salt[0])
         engine._state_of_slice, (_, ids, serials) = engine._copies.put(
             engine._state, Piece(prompt[: first + 2], salt, first, keys, blocks)
         )
@@ -250,7 +250,7 @@ def moved(tier, listed, salt=0, put=()):
         serials[place] = serial
         if tokens is not None:
             taken.append((np.array(tokens, np.int32), serial, parent, salt, (copy,)))
-    tier.take(Moved(list(put), taken, serials, salt))
+    tier.take(Moved(list(put), taken, serials, [salt]))
 
 
 CHAIN = {5: (1, 0, (1, 2), "a"), 6: (2, 1, (3, 4), "b"), 7: (3, 2, (5, 6), "c")}

@@ -171,7 +171,7 @@ def test_layers_read_shared_blocks_once_unless_they_have_a_way_of_their_own(by_m
 
     def attended(groups):
         starts = jnp.arange(4, dtype=jnp.int32) if is_packed else None
-        attend = StepAttention(allocator, positions, slots, starts, indices, prefix_groups=groups)
+        attend = StepAttention(allocator, positions, slots, starts, indices, indices, prefix_groups=groups)
         if by_module:
             return attend.call(module, x, cache)[1]
         heads = x.reshape(3, 2, 16)

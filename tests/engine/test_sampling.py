@@ -24,6 +24,7 @@ def parameters(temperature, top_k, top_p, seed):
         top_k=top_k.astype(np.int32),
         top_p=top_p.astype(np.float32),
         seed=seed.astype(np.uint32),
+        adapter=np.full(len(seed), -1, np.int32) if seed.ndim else np.int32(-1),
     )
 
 

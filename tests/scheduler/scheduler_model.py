@@ -13,6 +13,7 @@ class Request:
     stop_ids: list[int]
     key: int
     arrival: int
+    adapter: int
     status: RequestStatus = RequestStatus.WAITING
 
     @property
@@ -51,7 +52,7 @@ class SchedulerModel:
     # Requests come and go.
 
     def submit(
-        self, prompt: list[int], width: int, max_new_tokens: int, priority: int, stop_ids: list[int]
+        self, prompt: list[int], width: int, max_new_tokens: int, priority: int, stop_ids: list[int], adapter: int = -1
     ) -> tuple[int, Refusal]:
         limit = len(prompt) + max_new_tokens
         free = [i for i in range(self.max_requests) if i not in self.requests]
@@ -66,7 +67,7 @@ class SchedulerModel:
         if not free:
             return self.max_requests, Refusal.QUEUE_FULL
         key = self.key(self.next_arrival, priority)
-        self.requests[free[0]] = Request(list(prompt), limit, stop_ids, key, self.next_arrival)
+        self.requests[free[0]] = Request(list(prompt), limit, stop_ids, key, self.next_arrival, adapter)
         self.next_arrival += 1
         return free[0], Refusal.ACCEPTED
 
@@ -292,7 +293,7 @@ class PrefixSchedulerModel(SchedulerModel):
 
     def __init__(self, max_requests: int, num_seats: int, max_length: int, max_steps: int, pool: Model):
         super().__init__(max_requests, num_seats, max_length, max_steps, pool)
-        self.salt, self.is_due = 0, False
+        self.rounds, self.is_due = [0, 0, 0], False  # how often each adapter was forgotten; the last is none
         self.num_listed = [0.0] * num_seats  # full blocks; without end where there is nothing to list before the end
         self.left: list[int | None] = [None] * num_seats  # requests whose blocks stay until `change_seats`
         self.num_hits = self.num_lookups = 0
@@ -350,6 +351,10 @@ class PrefixSchedulerModel(SchedulerModel):
     def list_blocks(self) -> None:
         self.pool.insert(self.max_length)
 
+    def salt(self, i: int) -> tuple[int, int]:
+        adapter = self.requests[i].adapter
+        return adapter, self.rounds[adapter]
+
     def enter(self, i: int) -> bool:
         request, hits = self.requests[i], self.found(i)
         needed = self.pool.num_blocks_for(min(len(request.tokens) + 1, request.limit - 1)) - self.saved(hits)
@@ -361,8 +366,8 @@ class PrefixSchedulerModel(SchedulerModel):
         self.seats[seat] = i
         request.status = RequestStatus.RUNNING
         prompts = [request.tokens if s == seat else [] for s in range(len(self.seats))]
-        self.pool.match_prefix(prompts, [self.salt] * len(self.seats))
-        self.pool.salts[seat] = self.salt
+        self.pool.match_prefix(prompts, [self.salt(i)] * len(self.seats))
+        self.pool.salts[seat] = self.salt(i)
         self.num_listed[seat] = len(hits)
         self.num_hits += len(hits)
         self.num_lookups += self.full(len(request.tokens) - 1)
@@ -373,7 +378,7 @@ class PrefixSchedulerModel(SchedulerModel):
         cached, hits = {key: block for block, key in self.pool.cached.items()}, []
         tokens = self.requests[i].tokens
         for column in range(self.full(len(tokens) - 1)):
-            key = self.pool.key(self.salt, tokens, column)
+            key = self.pool.key(self.salt(i), tokens, column)
             if key not in cached:
                 break
             hits.append(cached[key])
@@ -391,8 +396,8 @@ class PrefixSchedulerModel(SchedulerModel):
         tokens, column = self.requests[i].tokens, len(self.found(i))
         if column == self.full(len(tokens) - 1):
             return False
-        key = self.pool.key(self.salt, tokens, column)
-        computing = [(self.salt, j) for j in candidates]
+        key = self.pool.key(self.salt(i), tokens, column)
+        computing = [(self.salt(j), j) for j in candidates]
         computing += [(self.pool.salts[s], self.seats[s]) for s in self.seated() if self.num_listed[s] <= column]
         others = [(salt, self.requests[j].tokens) for salt, j in computing if self.comes_before(j, i)]
         return any(
@@ -402,5 +407,6 @@ class PrefixSchedulerModel(SchedulerModel):
     def comes_before(self, j: int, i: int) -> bool:
         return self.requests[j].rank < self.requests[i].rank
 
-    def forget(self) -> None:
-        self.salt += 1
+    def forget(self, adapters: list[int]) -> None:
+        for adapter in adapters:
+            self.rounds[adapter] += 1

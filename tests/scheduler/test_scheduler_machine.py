@@ -28,6 +28,7 @@ from tests.scheduler.scheduler_model import PrefixSchedulerModel, SchedulerModel
 
 LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1
 ROWS, WIDTH, NUM_STOP_IDS = 3, 9, 2  # of a batch of submissions
+NUM_ADAPTERS = 2
 CHUNK = 1  # tokens beside one a seat: few, so that they are scarce
 # Kinds of steps: tokens of prompts, and rows if they are fewer than those tokens and one for each seat.
 KINDS = SINGLE, MIXED, NARROW, NARROW_MIXED = (0, None), (CHUNK, None), (0, 1), (CHUNK, 3)
@@ -37,8 +38,8 @@ SHAPES = (((7, 4, 14, 6), (10, 2, 4, 6), 3), ((3, 2, 12, 3), (5, 4, 2, 3), 0))
 
 
 def submit(scheduler, allocator, *args):
-    *args, priorities, stop_ids = args
-    scheduler, *results = scheduler.submit(allocator, *args, priorities=priorities, stop_ids=stop_ids)
+    *args, priorities, stop_ids, adapter = args
+    scheduler, *results = scheduler.submit(allocator, *args, priorities=priorities, stop_ids=stop_ids, adapter=adapter)
     return scheduler, allocator, *results
 
 
@@ -62,7 +63,7 @@ OPERATIONS = {
     "commit": jit(Scheduler.commit),
     "drain": jit(drain),
     "change_seats": jit(Scheduler.change_seats),
-    "forget": jit(lambda scheduler, allocator: (scheduler.forget_prefixes(), allocator)),
+    "forget": jit(lambda scheduler, allocator, which: (scheduler.forget_prefixes(which), allocator)),
 }
 
 
@@ -75,6 +76,7 @@ def create(shape, has_cache=False):
         max_steps=steps,
         num_stop_ids=NUM_STOP_IDS,
         num_drafts=num_drafts,
+        num_adapters=NUM_ADAPTERS,
         prefix_cache=PrefixCache.create(num_blocks=num_blocks, block_size=block_size) if has_cache else None,
     )
     allocator = BlockAllocator.create(
@@ -108,13 +110,14 @@ class Twins:
             new_tokens += rng.integers(-4, 4, ROWS, np.int32) * (2**29 if rng.random() < 0.3 else 1)
         priorities = rng.integers(-2, 6, ROWS, np.int32) * (rng.random(ROWS) < 0.4)
         stop_ids = np.where(rng.random((ROWS, NUM_STOP_IDS)) < 0.3, rng.integers(0, 5), -1).astype(np.int32)
-        args = prompts, lengths, new_tokens, priorities.astype(np.int32), stop_ids
+        adapters = np.where(rng.random(ROWS) < 0.3, rng.integers(0, NUM_ADAPTERS, ROWS), -1).astype(np.int32)
+        args = prompts, lengths, new_tokens, priorities.astype(np.int32), stop_ids, adapters
         ids, refusals = self.run("submit", *args)
-        for row, (prompt, length, new, priority, stops) in enumerate(zip(*args, strict=True)):
+        for row, (prompt, length, new, priority, stops, adapter) in enumerate(zip(*args, strict=True)):
             # A length beyond the row is refused before anything else can be seen of the prompt.
             tokens = prompt.tolist() + [0] * 9 if length > WIDTH else prompt.tolist()
             stops = [stop for stop in stops.tolist() if stop >= 0]
-            expected = self.model.submit(tokens[: max(length, 0)], WIDTH, int(new), int(priority), stops)
+            expected = self.model.submit(tokens[: max(length, 0)], WIDTH, int(new), int(priority), stops, int(adapter))
             assert (ids[row], refusals[row]) == expected
         self.change_seats()
 
@@ -124,9 +127,9 @@ class Twins:
             self.model.change_seats()
             self.run("change_seats")
 
-    def forget(self):
-        self.model.forget()
-        self.run("forget")
+    def forget(self, adapters):
+        self.model.forget(adapters)
+        self.run("forget", np.isin(np.arange(-1, NUM_ADAPTERS), adapters))
 
     def abort(self, rng, is_planned=False):
         marked = rng.random(self.model.max_requests) < 0.25
@@ -260,9 +263,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.twins.drain()
 
     @precondition(lambda self: self.twins.model.has_cache)
-    @rule()
-    def forget(self):
-        self.twins.forget()
+    @rule(adapters=st.sets(st.integers(-1, NUM_ADAPTERS - 1)).map(sorted))
+    def forget(self, adapters):
+        self.twins.forget(adapters)
 
     @invariant()
     def agrees(self):
@@ -284,8 +287,8 @@ def test_the_first_in_rank_is_never_a_victim():
     # It meets too few blocks only where others take some meanwhile, which nobody may do. It waits then.
     scheduler, allocator = create(SHAPES[0])
     prompts, nothing = np.ones((ROWS, WIDTH), np.int32), np.full((ROWS, NUM_STOP_IDS), -1, np.int32)
-    no_drafts = np.full((4, 3), -1, np.int32)
-    args = prompts, np.int32([9, 0, 0]), np.int32([3, 0, 0]), np.zeros(ROWS, np.int32), nothing
+    no_drafts, no_adapter = np.full((4, 3), -1, np.int32), np.full(ROWS, -1, np.int32)
+    args = prompts, np.int32([9, 0, 0]), np.int32([3, 0, 0]), np.zeros(ROWS, np.int32), nothing, no_adapter
     scheduler, allocator, *_ = OPERATIONS["submit"](scheduler, allocator, *args)
     seen = []
     for _ in range(3):
@@ -335,7 +338,7 @@ def random_steps(model, num_steps):
         kind = NARROW if i % 7 == 5 else NARROW_MIXED if i % 7 == 2 else MIXED if i % 3 else SINGLE
         twins.step(rng, kind, aborting=i % 20 == 10, draining=draining)
         if model.has_cache and i % 50 == 49:
-            twins.forget()
+            twins.forget([[-1, 0], [1]][i // 50 % 2])
         twins.compare()
     return twins.model
 
@@ -497,14 +500,24 @@ class ListsOnlyWhatLeaves(PrefixSchedulerModel):
 
 
 class ForgetsNothing(PrefixSchedulerModel):
-    def forget(self):
+    def forget(self, adapters):
         pass
 
 
+class ForgetsEverything(PrefixSchedulerModel):
+    def forget(self, adapters):
+        super().forget([-1, 0, 1])
+
+
+class FindsWhatOtherAdaptersMade(PrefixSchedulerModel):
+    def salt(self, i):
+        return self.rounds[self.requests[i].adapter]
+
+
 class ListsOldBlocksAsNew(PrefixSchedulerModel):
-    def forget(self):
-        super().forget()
-        self.pool.salts = [self.salt] * len(self.seats)
+    def forget(self, adapters):
+        super().forget(adapters)
+        self.pool.salts = [None if i is None else self.salt(i) for i in self.seats]
 
 
 class AdmitsOnlyAfterAnEnd(PrefixSchedulerModel):

@@ -34,7 +34,8 @@ class Steps:
             Row(0, np.asarray(prompt, np.int32), SamplingParams(max_tokens=new, temperature=0), 0)
             for prompt, new in requests
         ]
-        inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps)
+        forgets = engine._books.forgets
+        inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps, forgets=forgets)
         return jax.tree.map(np.asarray, engine._thread.submit(engine._run, engine._weights, inbox).result())
 
     def submit_random(self, count: int, length: int, new: int) -> None:

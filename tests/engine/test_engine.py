@@ -513,7 +513,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
 
 
 def test_a_request_beyond_the_pool_is_refused():
-    sizes = dict(max_length=MAX_TOKENS, num_blocks=6, block_size=4, windows=(None,), num_stop_ids=0)
+    sizes = dict(max_length=MAX_TOKENS, num_blocks=6, block_size=4, windows=(None,), num_stop_ids=0, num_adapters=0)
     assert checked_request([1] * 10, SamplingParams(max_tokens=11), **sizes)  # 20 tokens are computed, in 5 blocks
     message = "22 tokens need 6 blocks of 4, and the caches have 5 beside the null block: 21 tokens fit"
     with pytest.raises(ValueError, match=message):

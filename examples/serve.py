@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpaged import CacheCapacity, cache_capacity, layer_groups
+from lib.adapters import adapt, read_adapter
 from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.command_line import (
     RequestError,
@@ -78,6 +79,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="steps between two pieces of a stream; default: %(default)s",
     )
     add_tensor_parallel(parser)
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        type=named_folder,
+        metavar="NAME=FOLDER",
+        help="an adapter (LoRA) in PEFT's form, which requests name as their model; may be given several times",
+    )
     parser.add_argument("--prefix-cache", action="store_true", help="let requests share the blocks of equal beginnings")
     parser.add_argument(
         "--max-queue",
@@ -105,6 +114,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def named_folder(text: str) -> tuple[str, Path]:
+    name, separator, folder = text.partition("=")
+    if not (name and separator and folder):
+        raise argparse.ArgumentTypeError(f"must be NAME=FOLDER; got {text}")
+    return name, Path(folder)
+
+
+def model_name(path: Path) -> str:
+    return path.stem if path.is_file() else path.resolve().name
+
+
 def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacity:
     """What fits into --cache-mb. Raises `RequestError`."""
     # Fewer than devices are repeated. The latent counts once: each device holds all of it.
@@ -129,6 +149,11 @@ def create_service(args: argparse.Namespace) -> "Service":
 
     path = args.model or default_path()
     checkpoint = read_checkpoint(path)
+    names = model_name(path), *(name for name, _ in args.adapter)
+    if len(set(names)) < len(names):
+        raise RequestError(f"--adapter needs a name of its own for each; got {', '.join(names)}.")
+    if args.adapter and args.tensor_parallel > 1:
+        raise RequestError("--adapter is for one device; leave --tensor-parallel out.")
     max_length, num_blocks = min(args.max_length, checkpoint.config.context), args.num_blocks
     if args.cache_mb is not None:
         capacity = find_capacity(checkpoint.config, args)
@@ -145,6 +170,8 @@ def create_service(args: argparse.Namespace) -> "Service":
         raise RequestError("A request must have room for two tokens; pass a larger --max-length or --num-blocks.")
     load = functools.partial(load_model, checkpoint, args.dtype)
     model, config, mesh = spread(load, checkpoint.config, args.tensor_parallel)
+    if args.adapter:
+        adapt(model, config, [read_adapter(folder) for _, folder in args.adapter], args.dtype)
     with matmul_precision(args):
         engine = create_engine(
             model,
@@ -158,13 +185,15 @@ def create_service(args: argparse.Namespace) -> "Service":
             chunk_tokens=args.chunk_tokens,
             steps_per_slice=args.steps_per_slice,
             prefix_cache=args.prefix_cache,
+            num_adapters=len(args.adapter),
             num_stop_ids=len(checkpoint.tokenizer.eos_ids),
             seed=secrets.randbits(32),
         )
     return Service(
         EngineThread(engine, most_completions=args.num_seats + args.max_queue),
         checkpoint,
-        model=Path(path).stem if Path(path).is_file() else Path(path).resolve().name,
+        model=names[0],
+        adapters=names[1:],
         max_length=max_length,
         api_key=args.api_key,
         max_body_bytes=args.max_body_bytes,

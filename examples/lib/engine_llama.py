@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxpaged
+from lib.adapters import set_adapters
 from lib.llama import Attention, Llama, LlamaConfig
 from lib.tensor_parallel import create_on
 
@@ -47,6 +48,7 @@ def create_engine(
         attend: jaxpaged.StepAttention,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
         model, new_caches = nnx.merge(graph, weights), list(caches)
+        set_adapters(model, attend.adapters)
 
         # The modules of llama.py take [seqs, q_len, features]; outside of attention each token is a sequence.
         def attend_to_tokens(

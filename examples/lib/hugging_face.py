@@ -24,8 +24,8 @@ def read_folder(folder: Path) -> Checkpoint:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no {name}.")
-    config = _read_json(folder / "config.json")
-    tensors = {re.sub(PREFIX, "", name): read for name, read in _safetensors(folder)}
+    config = read_json(folder / "config.json")
+    tensors = {re.sub(PREFIX, "", name): read for name, read in read_safetensors(folder)}
     for name in [name for name in tensors if name.endswith("_blocks")]:
         name = name.removesuffix("_blocks")
         tensors[name] = functools.partial(_unpacked, tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
@@ -42,14 +42,14 @@ def read_folder(folder: Path) -> Checkpoint:
     return Checkpoint(checked, _folder_tokenizer(folder, config), tensors)
 
 
-def _read_json(file: Path) -> Fields:
+def read_json(file: Path) -> Fields:
     try:
         return Fields(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file.name}: {error}") from error
 
 
-def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+def read_safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors.")
@@ -125,7 +125,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _folder_tokenizer(folder: Path, config: Fields) -> Tokenizer:
     def read(name: str) -> Fields:
-        return _read_json(folder / name) if (folder / name).is_file() else Fields({})
+        return read_json(folder / name) if (folder / name).is_file() else Fields({})
 
     settings = read("tokenizer_config.json")
     eos = read("generation_config.json").get("eos_token_id", config.get("eos_token_id", []))

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from jaxpaged import SamplingParams
@@ -66,6 +66,7 @@ class Ask:
         messages: of a chat; empty in a completion.
         max_tokens: None: not said.
         params: without `max_tokens` and the stop ids.
+        model: the model's name, or the adapter's.
     """
 
     prompts: list[str | list[int]]
@@ -75,22 +76,28 @@ class Ask:
     params: SamplingParams
     is_streamed: bool
     includes_usage: bool
+    model: str
 
     @property
     def is_chat(self) -> bool:
         return bool(self.messages)
 
 
-def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int) -> Ask:
-    """Raises `ApiError` for a body that is not a valid request, or asks for something unsupported."""
+def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int, adapters: Sequence[str] = ()) -> Ask:
+    """The request, which may name the model or one of its adapters.
+
+    Raises `ApiError` for a body that is not a valid request, or asks for something unsupported.
+    """
     try:
         fields = Fields(json.loads(body))
     except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and numbers of too many digits
         raise ApiError(400, "The body must be a JSON object.") from error
     try:
         named = fields.text("model", model)
-        if named != model:
-            message = f"The model {named[:100]!r} does not exist here; there is {model!r}."
+        if named not in (model, *adapters):
+            message = (
+                f"The model {named[:100]!r} does not exist here; there is {', '.join(map(repr, (model, *adapters)))}."
+            )
             raise ApiError(404, message, param="model", code="model_not_found")
         _refuse_others(fields, KNOWN_OF_CHAT if is_chat else KNOWN_OF_TEXT)
         is_streamed = fields.flag("stream", False)
@@ -109,9 +116,11 @@ def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int) -> Ask:
                 top_k=max(fields.whole("top_k", -1, vocab_size, 0), 0),  # -1: all, as 0 is
                 seed=_seed(fields),
                 logprobs=_wants_logprobs(fields, is_chat),
+                adapter=None if named == model else adapters.index(named),
             ),
             is_streamed=is_streamed,
             includes_usage=options.flag("include_usage", False),
+            model=named,
         )
     except KeyError as error:
         raise ApiError(400, f"The field {error} is missing.", param=error.args[0]) from error
@@ -248,11 +257,12 @@ class Piece:
 class Answer:
     """Makes the answer to one request: whole, or as the chunks of a stream. `usage` is read after the last piece."""
 
-    def __init__(self, ask: Ask, model: str, num_completions: int, usage: dict[str, int]):
+    def __init__(self, ask: Ask, num_completions: int, usage: dict[str, int]):
         self._ask, self._num_completions, self._usage = ask, num_completions, usage
         prefix, kind = ("chatcmpl", "chat.completion") if ask.is_chat else ("cmpl", "text_completion")
         kind += ".chunk" if ask.is_chat and ask.is_streamed else ""
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
+        self._head["model"] = ask.model
 
     async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
         completions = [Piece(index) for index in range(self._num_completions)]

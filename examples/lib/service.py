@@ -33,6 +33,7 @@ class Service:
 
     Attributes:
         model: the model's name.
+        adapters: the names of its adapters, by which a request takes one.
         max_length: the most tokens of a request, prompt and answer together.
     """
 
@@ -40,6 +41,7 @@ class Service:
     checkpoint: Checkpoint
     model: str
     max_length: int
+    adapters: tuple[str, ...] = ()
     api_key: str | None = None
     max_body_bytes: int = 2**20
     allow_control_tokens: bool = False
@@ -79,13 +81,17 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "jaxpaged"}
+        every = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "jaxpaged"}
+            for name in (self.model, *self.adapters)
+        ]
         named = request.path_params.get("model")
         if named is None:
-            return JSONResponse({"object": "list", "data": [model]})
-        if named != self.model:
+            return JSONResponse({"object": "list", "data": every})
+        models = [model for model in every if model["id"] == named]
+        if not models:
             raise ApiError(404, f"The model {named[:100]!r} does not exist here.", code="model_not_found")
-        return JSONResponse(model)
+        return JSONResponse(models[0])
 
     async def health(self, request: Request) -> Response:
         is_draining = self.engine.is_draining
@@ -100,7 +106,13 @@ class Service:
     async def _answer(self, request: Request, *, is_chat: bool) -> Response:
         self._check_key(request)
         body = await self._body(request)
-        ask = read_ask(body, model=self.model, is_chat=is_chat, vocab_size=self.checkpoint.config.vocab_size)
+        ask = read_ask(
+            body,
+            model=self.model,
+            adapters=self.adapters,
+            is_chat=is_chat,
+            vocab_size=self.checkpoint.config.vocab_size,
+        )
         num_completions = max(1, len(ask.prompts)) * ask.params.n
         if num_completions > self.engine.most_completions:
             most = self.engine.most_completions
@@ -113,7 +125,7 @@ class Service:
             requests = [(p, dataclasses.replace(params, max_tokens=self._num_new(ask, p))) for p in prompts]
             self.engine.start(generation, requests)
             usage = make_usage(sum(map(len, prompts)))
-            answer = Answer(ask, self.model, num_completions, usage)
+            answer = Answer(ask, num_completions, usage)
             pieces = self._pieces(ask, generation, usage)
             if not ask.is_streamed:
                 return JSONResponse(await unless_gone(request, answer.whole(pieces)))

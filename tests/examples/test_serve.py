@@ -22,17 +22,19 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 import openai
+import safetensors.numpy
 
 import serve
 from benchmarks.engine.stand_in import StandIn
 from jaxpaged import Completion, RequestOutput, SamplingParams
 from lib import http_server
+from lib.checkpoint import CheckpointError
 from lib.command_line import RequestError
 from lib.engine_thread import EngineThread, Generation
 from lib.http_server import Server, bind
 from lib.openai_forms import read_ask
 from lib.service import PAGE_POLICY, Service
-from tests.examples.tiny_checkpoint import EOS, greedy, next_logits
+from tests.examples.tiny_checkpoint import EOS, greedy, next_logits, write_adapter
 
 KEY, PROMPT = "secret", "The quick brown fox"
 INTERRUPTIBLE = """
@@ -52,8 +54,23 @@ SIZES = [
 
 
 @pytest.fixture(scope="module")
-def service(tiny):
+def adapters(tmp_path_factory):
+    """Two adapters: their folders, and what they add to the tensors."""
+    folder = tmp_path_factory.mktemp("adapters")
+    layers = {
+        "small": (1, ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj")),
+        "large": (3, ("self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")),
+    }
+    return {
+        name: (folder / name, write_adapter(folder / name, seed=rank, rank=rank, layers=of_one))
+        for name, (rank, of_one) in layers.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def service(tiny, adapters):
     options = ["--model", str(tiny.path), "--dtype=float32", f"--api-key={KEY}", "--max-body-bytes=5000", *SIZES]
+    options += [f"--adapter={name}={folder}" for name, (folder, _) in adapters.items()]
     return serve.create_service(serve.parse_arguments(options))
 
 
@@ -139,6 +156,50 @@ def test_completions_are_those_of_the_model(server, tiny):
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+def test_a_request_names_an_adapter_as_its_model(server, tiny, adapters):
+    prompt = tiny.tokenizer.encode(PROMPT * 2)
+    seen = {tuple(greedy(tiny.tensors, prompt, 10))}
+    for _ in range(2):  # the second time the prefix cache knows the prompt
+        for name, (_, added) in adapters.items():
+            answer = complete(server, model=name, prompt=prompt, max_tokens=10)
+            merged = tiny.tensors | {layer: tiny.tensors[layer] + more for layer, more in added.items()}
+            expected = greedy(merged, prompt, 10)
+            assert (answer.model, answer.choices[0].text) == (name, tiny.tokenizer.decode(expected))
+            seen.add(tuple(expected))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(use_dora=True), "its use_dora is True, which is not known here"),
+        (dict(modules_to_save=["lm_head"]), "its modules_to_save is"),
+        (dict(r=0), "r must be a whole number from 1"),
+        (dict(lora_alpha=None), "lacks 'lora_alpha'"),
+        (dict(layers=("mlp.other_proj",)), "layers.0.mlp.other_proj, which this model does not have"),
+    ],
+)
+def test_an_adapter_that_cannot_be_used_is_refused(tiny, tmp_path, change, message):
+    layers = change.pop("layers", ("mlp.up_proj",))
+    write_adapter(tmp_path, seed=0, rank=1, layers=("mlp.up_proj",), **change)
+    if layers != ("mlp.up_proj",):
+        file = tmp_path / "adapter_model.safetensors"
+        tensors = safetensors.numpy.load_file(file)
+        safetensors.numpy.save_file({k.replace("mlp.up_proj", layers[0]): v for k, v in tensors.items()}, file)
+    options = ["--model", str(tiny.path), f"--adapter=one={tmp_path}", *SIZES]
+    with pytest.raises(CheckpointError, match=message):
+        serve.create_service(serve.parse_arguments(options))
+
+
+def test_adapters_have_names_of_their_own(tiny):
+    for name in ("model", "one"):
+        options = ["--model", str(tiny.path), *[f"--adapter={name}={tiny.path}"] * (1 if name == "model" else 2)]
+        with pytest.raises(RequestError, match="a name of its own"):
+            serve.create_service(serve.parse_arguments(options))
+    with pytest.raises(SystemExit):
+        serve.parse_arguments(["--adapter=one"])
+
+
 @pytest.mark.parametrize("call", [complete, chat])
 def test_a_stream_says_the_same_piece_by_piece(server, call):
     # Hot: most bytes that come are no text, and many are parts of characters.
@@ -174,7 +235,9 @@ def test_logprobs_are_those_of_the_tokens(server, tiny):
     content = chat(server, max_tokens=6, logprobs=True).choices[0].logprobs.content
     streamed = chat(server, max_tokens=6, logprobs=True, stream=True)
     pieces = [chunk.choices[0].logprobs.content for chunk in streamed]
-    assert [entry for piece in pieces for entry in piece] == content
+    entries = [entry for piece in pieces for entry in piece]
+    assert [entry.logprob for entry in entries] == pytest.approx([entry.logprob for entry in content], abs=1e-4)
+    assert [(entry.token, entry.bytes) for entry in entries] == [(entry.token, entry.bytes) for entry in content]
     assert len(content) == 6
 
 
@@ -328,7 +391,7 @@ def test_a_key_is_asked_for_where_there_is_one(server):
             assert status == 401
             assert json.loads(answer)["error"]["code"] == "invalid_api_key"
     assert ask(server.port, "/health", Authorization="")[0] == 200
-    assert [model.id for model in server.client.models.list()] == ["model"]
+    assert [model.id for model in server.client.models.list()] == ["model", "small", "large"]
     assert server.client.models.retrieve("model").id == "model"
     with pytest.raises(openai.NotFoundError):
         server.client.models.retrieve("other")

@@ -61,6 +61,27 @@ def write_checkpoint(
     return tensors
 
 
+def write_adapter(folder: Path, *, seed: int, rank: int, layers: tuple[str, ...], **changes) -> dict[str, np.ndarray]:
+    """Writes a LoRA in PEFT's form for these layers; returns the tensors of the checkpoint that differ once merged."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(exist_ok=True)
+    widths = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "o": FEATURES}
+    widths |= {"gate": HIDDEN, "up": HIDDEN, "down": FEATURES}
+    factors, merged = {}, {}
+    for layer in layers:
+        outputs = widths[layer.rpartition(".")[2].removesuffix("_proj")]
+        features = HIDDEN if layer == "mlp.down_proj" else FEATURES
+        a, b = (rng.normal(size=shape).astype(np.float32) * 0.4 for shape in ((rank, features), (outputs, rank)))
+        factors |= {
+            f"base_model.model.model.layers.0.{layer}.lora_{name}.weight": x for name, x in (("A", a), ("B", b))
+        }
+        merged[f"model.layers.0.{layer}.weight"] = b @ a * (3 / rank)
+    safetensors.numpy.save_file(factors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 3, "bias": "none", "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    return merged
+
+
 def write_tokenizer(folder: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(alphabet)} | {"<eos>": EOS}

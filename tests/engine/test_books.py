@@ -75,6 +75,18 @@ def test_no_more_go_out_than_the_device_has_places(books):
     assert not books.is_device_empty
 
 
+def test_adapters_are_forgotten_one_by_one():
+    books = Books(max_requests=MAX_REQUESTS, seed=0, num_adapters=2)
+    books.forget([1])
+    assert books.send(1).forgets.tolist() == [False, False, True]  # the first: without an adapter
+    books.forget([0])
+    books.take_back()
+    assert books.send(1).forgets.tolist() == [False, True, True]
+    assert not books.forgets.any()
+    books.forget()
+    assert books.forgets.all()
+
+
 def test_what_a_failed_slice_took_is_sent_again_in_order(books):
     ids = add(books, 3)
     books.forget()

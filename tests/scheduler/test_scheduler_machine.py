@@ -110,7 +110,9 @@ class Twins:
             new_tokens += rng.integers(-4, 4, ROWS, np.int32) * (2**29 if rng.random() < 0.3 else 1)
         priorities = rng.integers(-2, 6, ROWS, np.int32) * (rng.random(ROWS) < 0.4)
         stop_ids = np.where(rng.random((ROWS, NUM_STOP_IDS)) < 0.3, rng.integers(0, 5), -1).astype(np.int32)
-        adapters = np.where(rng.random(ROWS) < 0.3, rng.integers(0, NUM_ADAPTERS, ROWS), -1).astype(np.int32)
+        # Of other draws, so that the mixture is the same as without them.
+        has_adapter = new_tokens % 4 == 3
+        adapters = np.where(has_adapter, prompts[:, -1] % NUM_ADAPTERS, -1).astype(np.int32)
         args = prompts, lengths, new_tokens, priorities.astype(np.int32), stop_ids, adapters
         ids, refusals = self.run("submit", *args)
         for row, (prompt, length, new, priority, stops, adapter) in enumerate(zip(*args, strict=True)):

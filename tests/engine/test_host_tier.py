@@ -1,5 +1,7 @@
 """The host tier: cached blocks that the pool loses come back from host memory, and tokens stay the same."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -338,7 +340,26 @@ def test_blocks_of_another_salt_leave():
     tier = make_tier()
     moved(tier, CHAIN)
     late = np.array((7, 8), np.int32), 4, 0, 0, ("late",)
-    tier.take(Moved([], [late], np.zeros(POOL, np.int32), 1))
+    tier.take(Moved([], [late], np.zeros(POOL, np.int32), [1]))
+    assert tier.num_kept == 0
+
+
+def test_a_block_comes_back_for_its_own_adapter():
+    tier = make_tier(num_adapters=2)
+
+    def of(adapter):
+        return dataclasses.replace(row(*PROMPT), params=SamplingParams(adapter=adapter))
+
+    serials = np.zeros(POOL, np.int32)
+    serials[[5, 6, 7]] = 1, 2, 3
+    taken = [(np.array(t, np.int32), serial, parent, 2, (copy,)) for serial, parent, t, copy in CHAIN.values()]
+    tier.take(Moved([], taken, serials, [0, 1, 2]))
+    tier.take(Moved([], [], serials * 0, [0, 1, 2]))
+    assert [tier.holds(of(adapter)) for adapter in (None, 0, 1)] == [False, False, True]
+    assert {piece.salt for piece in tier.take_arrived()} == {2}
+    tier.take(Moved([], [], serials * 0, [3, 1, 2]))
+    assert tier.num_kept == 3
+    tier.take(Moved([], [], serials * 0, [3, 1, 5]))
     assert tier.num_kept == 0
 
 

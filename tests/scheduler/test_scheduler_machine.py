@@ -352,7 +352,7 @@ def test_the_mixture_meets_preemption_and_accepts_drafts():
 
 
 def test_the_mixture_meets_preemption_and_finds_prefixes():
-    model = random_steps(PrefixSchedulerModel, 200)
+    model = random_steps(PrefixSchedulerModel, 300)
     assert model.num_preempted >= 5
     assert model.num_hits >= 20
 

@@ -555,7 +555,7 @@ MUTANTS = (
     Mutant(
         "host tier: blocks of other weights are kept",
         HOST_TIER,
-        "if salt != self._salt:",
+        "if salt not in self._salts:",
         "if salt < 0:",
         "tests/engine/test_host_tier.py::another_salt",
     ),

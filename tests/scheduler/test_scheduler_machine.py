@@ -538,4 +538,4 @@ MUTANTS += PrefixSchedulerModel.__subclasses__()
 def test_a_model_with_one_rule_changed_is_found(mutant):
     # The twin: whoever tells the two apart when the model is wrong does so when the scheduler is.
     with pytest.raises(AssertionError):
-        random_steps(mutant, 200)
+        random_steps(mutant, 300)

@@ -1,6 +1,6 @@
 """What host memory behind the prefix cache gains, and what it costs where nothing is found in it.
 
-    python -m benchmarks.engine.host_tier --model toy            # on a CPU
+    python -m benchmarks.engine.host_tier --model toy --parts conversations  # on a CPU
     python -m benchmarks.engine.host_tier --model 8b --layers 16
 
 - conversations: each turn of 64 conversations adds a few tokens, and together they are four times as long as the
@@ -34,6 +34,7 @@ from jaxpaged._engine import engine as engine_module
 
 CONVERSATIONS, TURNS, POOLS = 64, 4, 4
 ROUNDS = 3
+PARTS = "evicted", "nothing", "conversations"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
     parser.add_argument("--layers", type=int, help="instead of the model's")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     add_output(parser)
     options = parser.parse_args()
     sizes = SIZES[options.model]
@@ -180,13 +182,16 @@ def main() -> None:
 
     engine = create(options.model, options.layers, sizes)
     print(f"[{time.perf_counter() - begin:5.1f} s] {jax.devices()[0].device_kind}, made", flush=True)
-    say("evicted", evicted(engine, sizes))
-    rates = [both(engine, functools.partial(nothing_to_find, engine, sizes)) for _ in range(ROUNDS)]
-    with_tier, without = (statistics.median(column) for column in zip(*rates, strict=True))
-    say("nothing to find", {"with": with_tier, "without": without, "part": with_tier / without})
-    found, lost = both(engine, functools.partial(conversations, engine, sizes))
-    say("conversations without host memory", lost)
-    say("conversations", found | {"gain": found["new_tokens_per_s"] / lost["new_tokens_per_s"]})
+    if "evicted" in options.parts:
+        say("evicted", evicted(engine, sizes))
+    if "nothing" in options.parts:
+        rates = [both(engine, functools.partial(nothing_to_find, engine, sizes)) for _ in range(ROUNDS)]
+        with_tier, without = (statistics.median(column) for column in zip(*rates, strict=True))
+        say("nothing to find", {"with": with_tier, "without": without, "part": with_tier / without})
+    if "conversations" in options.parts:
+        found, lost = both(engine, functools.partial(conversations, engine, sizes))
+        say("conversations without host memory", lost)
+        say("conversations", found | {"gain": found["new_tokens_per_s"] / lost["new_tokens_per_s"]})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ MEASURED = {  # by how a file's name begins, without its folder; the first that 
     "generate": ("jaxpaged", "examples"),
     "gpu_tests": ALL,
     "groups": ("jaxpaged/_allocator",),
+    "host_tier": ALL,
     "perplexity": ("jaxpaged/_cache", "jaxpaged/_attention"),
     "read_order": ("benchmarks/harness.py",),
     "serve_soak": (*ALL, "examples"),

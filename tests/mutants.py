@@ -47,6 +47,7 @@ OF_ENGINE = "tests/attention/test_attention_prefix.py::of_an_engine"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/scheduler/test_scheduler_machine.py::mixture"
 SEATS = "jaxpaged/_scheduler/seats.py"
 SAMPLING = "jaxpaged/_engine/sampling.py"
+DRAFTING, DRAFTS = "jaxpaged/_engine/drafting.py", "tests/engine/test_drafts.py"
 HOST_TIER = "jaxpaged/_engine/host_tier.py"
 SCORING = "jaxpaged/_engine/scoring.py"
 FORGOTTEN = "tests/engine/test_engine.py::weights_change"
@@ -164,6 +165,91 @@ MUTANTS = (
     ),
     Mutant(
         "kinds: waits for nothing", KINDS, "(num_pending > 0) & ~took", "~took", "tests/engine/test_kinds.py::wait_ends"
+    ),
+    Mutant(
+        "kinds: drafts take the rows of prompts",
+        KINDS,
+        "(widths - num_needing - num_pending)",
+        "(widths - num_needing)",
+        f"{DRAFTS}::pays",
+    ),
+    Mutant(
+        "kinds: drafts where there is no row",
+        KINDS,
+        "jnp.where(widths >= num_needing, pace, -1.0)",
+        "pace",
+        f"{DRAFTS}::pays",
+    ),
+    Mutant(
+        "kinds: drafts seat by seat",
+        KINDS,
+        "in_order = gains.T.reshape(-1)",
+        "in_order = gains.reshape(-1)",
+        f"{DRAFTS}::pays",
+    ),
+    Mutant(
+        "kinds: drafts in single tokens",
+        KINDS,
+        "jnp.asarray([kind.draws_all for kind in kinds])",
+        "True",
+        f"{DRAFTS}::pays",
+    ),
+    Mutant(
+        "drafts: the logits of another row",
+        SCORING,
+        "(step.last - step.num_drafts)[:, None]",
+        "step.last[:, None]",
+        f"{DRAFTS}::without_drafts",
+    ),
+    Mutant(
+        "drafts: only the newest row",
+        "jaxpaged/_engine/slices.py",
+        "None if kind.draws_all else step.last",
+        "step.last",
+        f"{DRAFTS}::right_drafts",
+    ),
+    Mutant(
+        "drafts: what is known of others",
+        "jaxpaged/_engine/slices.py",
+        "state.drafting.begun(request_ids)",
+        "state.drafting",
+        f"{DRAFTS}::right_drafts",
+    ),
+    Mutant(
+        "drafts: nothing is learnt",
+        "jaxpaged/_engine/slices.py",
+        "drafting.learnt(step, after - before, is_silent)",
+        "drafting",
+        f"{DRAFTS}::right_drafts",
+    ),
+    Mutant("drafts: never again", DRAFTING, "KEPT = 0.95", "KEPT = 1.0", f"{DRAFTS}::right_again"),
+    Mutant(
+        "drafts: worth any row",
+        DRAFTING,
+        "(self.chances(scheduler) * (num_needing + row_cost) >= num_needing)",
+        "True",
+        f"{DRAFTS}::right_again",
+    ),
+    Mutant(
+        "drafts: behind the newest token",
+        DRAFTING,
+        "index < num_known[:, None] - 1",
+        "index < num_known[:, None]",
+        f"{DRAFTS}::followed",
+    ),
+    Mutant(
+        "drafts: the first place",
+        DRAFTING,
+        "num_equal * tokens.shape[1] + index",
+        "num_equal * tokens.shape[1]",
+        f"{DRAFTS}::followed",
+    ),
+    Mutant(
+        "drafts: of any length",
+        DRAFTING,
+        "LEAST_SUFFIX, MOST_SUFFIX = 2, 8",
+        "LEAST_SUFFIX, MOST_SUFFIX = 2, 7",
+        f"{DRAFTS}::followed",
     ),
     Mutant("kinds: waits for ever", KINDS, "(is_idle | (num_waited >= LONGEST_WAIT))", "is_idle", NEXT_KIND),
     Mutant("kinds: a narrow chunk without room", KINDS, "is_full | (room <= 0) |", "is_full |", NEXT_KIND),

@@ -42,7 +42,7 @@ def apply(windows, groups: LayerGroups, weights, tokens, positions, caches, atte
 
 
 @functools.cache
-def engine(family, *, grouped, num_blocks=400, widths=None, prefix_cache=False):
+def engine(family, *, grouped, num_blocks=400, widths=None, prefix_cache=False, drafts=0):
     """`widths` None: one kind of steps, which compiles sooner."""
     windows = FAMILIES[family]
     one = LayerGroups((None,), len(windows), tuple((i, 0) for i in range(len(windows))))
@@ -62,6 +62,7 @@ def engine(family, *, grouped, num_blocks=400, widths=None, prefix_cache=False):
         exact=widths is None,
         steps_per_slice=8,
         prefix_cache=prefix_cache,
+        drafts=drafts,
         compiler_options={"xla_backend_optimization_level": 0},
     )
 
@@ -98,13 +99,16 @@ def least_blocks(family):
 
 @pytest.mark.parametrize(("family", "widths"), [("gemma 3", None), ("gpt-oss", (3,)), ("mistral", None)])
 def test_tokens_are_those_of_one_table(family, widths):
-    prefix_cache = family != "gpt-oss"
+    prefix_cache, drafts = family != "gpt-oss", 3 if family == "gemma 3" else 0
     num_blocks = least_blocks(family) + 3
-    grouped = engine(family, grouped=True, num_blocks=num_blocks, widths=widths, prefix_cache=prefix_cache)
+    grouped = engine(
+        family, grouped=True, num_blocks=num_blocks, widths=widths, prefix_cache=prefix_cache, drafts=drafts
+    )
     prompts, params = requests(seed=1)
     assert tokens(grouped, prompts, params) == tokens(engine(family, grouped=False), prompts, params)
     assert grouped.stats().num_preempted > 0 or family == "mistral"  # whose pool is never short
     assert (grouped.stats().num_found > 0) == prefix_cache
+    assert (0 < grouped.stats().num_accepted < grouped.stats().num_drafted) == (drafts > 0)
     scheduler, allocator = grouped._state.scheduler, grouped._state.allocator
     assert allocator.broken_invariants() == scheduler.broken_invariants(allocator) == ()
     assert int(allocator.num_held) == 0

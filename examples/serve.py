@@ -87,6 +87,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="NAME=FOLDER",
         help="an adapter (LoRA) in PEFT's form, which requests name as their model; may be given several times",
     )
+    parser.add_argument(
+        "--drafts",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="most tokens of a completion to guess in a step, from what it repeats; default: none",
+    )
     parser.add_argument("--prefix-cache", action="store_true", help="let requests share the blocks of equal beginnings")
     parser.add_argument(
         "--max-queue",
@@ -186,6 +193,7 @@ def create_service(args: argparse.Namespace) -> "Service":
             steps_per_slice=args.steps_per_slice,
             prefix_cache=args.prefix_cache,
             num_adapters=len(args.adapter),
+            drafts=args.drafts,
             num_stop_ids=len(checkpoint.tokenizer.eos_ids),
             seed=secrets.randbits(32),
         )

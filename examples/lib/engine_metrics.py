@@ -15,6 +15,8 @@ def metrics_text(engine: EngineThread) -> str:
         ("free_blocks", "gauge", "Blocks of the cache that are free.", stats.num_free_blocks),
         ("blocks", "gauge", "Blocks of the cache, without the null block.", stats.num_blocks),
         ("generated_tokens_total", "counter", "New tokens.", stats.num_generated),
+        ("drafted_tokens_total", "counter", "Tokens guessed.", stats.num_drafted),
+        ("accepted_tokens_total", "counter", "Guesses that became tokens.", stats.num_accepted),
         ("computed_tokens_total", "counter", "Tokens computed, prompts included.", stats.num_computed),
         ("found_tokens_total", "counter", "Tokens found in the prefix cache.", stats.num_found),
         ("recomputed_tokens_total", "counter", "Tokens given up by preemption.", stats.num_recomputed),

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -295,3 +297,20 @@ def test_what_drafts_cannot_be():
         create_engine(draft=knowing)
     with pytest.raises(ValueError, match=r"draft must return int32 \[6, 2\], the drafts of each seat; got int32 \[6\]"):
         create_engine(draft=lambda weights, tokens, lengths: lengths, drafts=2, widths=(6,))
+
+
+def main(count):
+    """Plays so many scenarios, with one to eight drafts: `python -m tests.engine.test_drafts 500`."""
+    totals = Counter()
+    for seed in range(count):
+        num_drafts = (1, 3, 8)[seed % 3]
+        play(drafting_engine(num_drafts), seed)
+    for num_drafts in (1, 3, 8):
+        stats = drafting_engine(num_drafts).stats()
+        totals.update({name: getattr(stats, name) for name in ("num_generated", "num_drafted", "num_accepted")})
+        totals.update({name: getattr(stats, name) for name in ("num_steps", "num_preempted", "num_found")})
+    print(f"{count} scenarios: {dict(totals)}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -15,7 +15,6 @@ A point is `heads sequences x tokens`, and may name a cache's dtype and an imple
 import argparse
 import dataclasses
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from benchmarks.checks import poisoned, worst_error
 from benchmarks.harness import (
     add_output,
     by_kernel,
+    compile_all,
     kernel_times,
     open_store,
     random,
@@ -120,7 +120,7 @@ def measure(point: Point, compiled: Any, bandwidth: float) -> dict[str, Any]:
         q[rows], cache, None, tables[0][rows], lengths[rows], **options_of(point, scales)
     )
     floor = point.num_bytes / bandwidth * 1e6
-    us = slope_microseconds(lambda _: compiled(*inputs), point.num_calls, 0.1)
+    us = slope_microseconds(lambda _: compiled(*inputs), point.num_calls)
     result: dict[str, Any] = {
         "bytes": point.num_bytes,
         "calls": point.num_calls,
@@ -148,20 +148,19 @@ def main() -> None:
         shapes = jax.eval_shape(functools.partial(make_inputs, point))
         return jax.jit(functools.partial(chain, point)).lower(*shapes).compile()
 
-    with ThreadPoolExecutor(8) as threads:
-        jobs = [threads.submit(compile_point, point) for point in points]
-        bandwidth = read_bandwidth(0.1)
-        print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, reads {bandwidth / 1e12:.3f} TB/s", flush=True)
-        print(f"{'':<26} {'us':>8} {'floor':>8} {'ratio':>6} {'TFLOP/s':>8} {'error':>8}")
-        for point, job in zip(points, jobs, strict=True):
-            result = measure(point, job.result(), bandwidth)
-            store.add(point.name, result)
-            kernels = "  ".join(f"{name} {us:.1f}" for name, us in result.get("by_kernel", {}).items())
-            print(
-                f"{point.name:<26} {result['us']:8.1f} {result['floor']:8.1f} {result['over_floor']:6.3f} "
-                f"{result['teraflops']:8.1f} {result['error']:8.1e}  {kernels}",
-                flush=True,
-            )
+    programs = compile_all({point: functools.partial(compile_point, point) for point in points})
+    bandwidth = read_bandwidth()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, reads {bandwidth / 1e12:.3f} TB/s", flush=True)
+    print(f"{'':<26} {'us':>8} {'floor':>8} {'ratio':>6} {'TFLOP/s':>8} {'error':>8}")
+    for point in points:
+        result = measure(point, programs[point], bandwidth)
+        store.add(point.name, result)
+        kernels = "  ".join(f"{name} {us:.1f}" for name, us in result.get("by_kernel", {}).items())
+        print(
+            f"{point.name:<26} {result['us']:8.1f} {result['floor']:8.1f} {result['over_floor']:6.3f} "
+            f"{result['teraflops']:8.1f} {result['error']:8.1e}  {kernels}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -70,12 +70,6 @@ def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
     choice = _choose(call, gpu, known)
     if isinstance(choice, str):
         return Refusal(choice, is_told=gpu.has_kernels)
-    if known.implementation is None and (call.v_cache is None or call.value_dim != call.head_dim):
-        return Refusal(
-            "the decode kernel has not been timed on latents, nor on values of another width than keys: it must be "
-            'named, implementation="mosaic_gpu".',
-            is_told=False,
-        )
     if known.implementation is None and gpu.fault:
         return Refusal(
             f"the self-test found the kernels wrong on this kind of GPU, {gpu.name}: {gpu.fault}. "

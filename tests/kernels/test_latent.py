@@ -135,11 +135,11 @@ def test_lowers(name, compute_capability):
     assert text.count("@mosaic_gpu_v2") == 1
 
 
-def test_it_must_be_named():
-    case = latent_case(lengths=(3,))
-    assert "it must be named" in explain(*case.arrays, **case.options, gpu="H100").reason
-    named = dict(case.options, gpu="H100", implementation="mosaic_gpu")
-    assert explain(*case.arrays, **named).kernel == "paged_decode"
+def test_which_kernel():
+    """On Hopper and where it is named, of any number of query tokens."""
+    for case in (latent_case(lengths=(3,)), make_case(lengths=(3,), head_dim=192, value_dim=128, dtype=BF16)):
+        assert explain(*case.arrays, **case.options, gpu="H100").kernel == "paged_decode"
     packed = latent_case(lengths=(3,), q_len=2)
     starts = jnp.asarray([0, 2], jnp.int32)
-    assert explain(packed.q[0], *packed.arrays[1:], **named, query_starts=starts).kernel == "paged_decode"
+    options = dict(packed.options, gpu="H100")
+    assert explain(packed.q[0], *packed.arrays[1:], **options, query_starts=starts).kernel == "paged_decode"

@@ -211,7 +211,7 @@ MUTANTS = (
     Mutant(
         "drafts: what is known of others",
         "jaxpaged/_engine/slices.py",
-        "state.drafting.begun(request_ids)",
+        "state.drafting.begun(request_ids, jnp.asarray(inbox.families))",
         "state.drafting",
         f"{DRAFTS}::right_drafts",
     ),
@@ -233,15 +233,30 @@ MUTANTS = (
     Mutant(
         "drafts: behind the newest token",
         DRAFTING,
-        "index < num_known[:, None] - 1",
-        "index < num_known[:, None]",
+        "index < num_in_text[:, None] - 1",
+        "index < num_in_text[:, None]",
         f"{DRAFTS}::followed",
+    ),
+    Mutant(
+        "drafts: the text of any request",
+        DRAFTING,
+        "(self.families[None] == of_seats) & ",
+        "",
+        f"{DRAFTS}::each_others_texts",
+    ),
+    Mutant("drafts: its own text twice", DRAFTING, " & (every != seated[:, None])", "", f"{DRAFTS}::each_others_texts"),
+    Mutant(
+        "drafts: of the text that has fewer",
+        DRAFTING,
+        "(more_equal > num_equal)",
+        "(more_equal < num_equal)",
+        f"{DRAFTS}::exact_engine",
     ),
     Mutant(
         "drafts: the first place",
         DRAFTING,
-        "num_equal * tokens.shape[1] + index",
-        "num_equal * tokens.shape[1]",
+        "num_equal * text.shape[1] + index",
+        "num_equal * text.shape[1]",
         f"{DRAFTS}::followed",
     ),
     Mutant(

@@ -38,6 +38,7 @@ class Drafting:
     Attributes:
         guesses: int32 `[seats, drafts]`, for the next step; the first -1 ends them. Of a caller's, which come with the
             step itself, only whether there will be any.
+        families: int32 `[requests]`, the same for completions of one request; -1: none.
         hits: float32 `[requests]`, drafts that were right, those long ago for less.
         tries: float32 `[requests]`, with those that were wrong.
         num_drafted: int32 `[]`, so far, modulo 2^32.
@@ -45,6 +46,7 @@ class Drafting:
     """
 
     guesses: jax.Array
+    families: jax.Array
     hits: jax.Array
     tries: jax.Array
     num_drafted: jax.Array
@@ -54,16 +56,21 @@ class Drafting:
     def create(cls, num_seats: int, num_drafts: int, max_requests: int) -> Drafting:
         return cls(
             guesses=jnp.full((num_seats, num_drafts), -1, jnp.int32),
+            families=jnp.full(max_requests, -1, jnp.int32),
             hits=jnp.zeros(max_requests, jnp.float32),
             tries=jnp.zeros(max_requests, jnp.float32),
             num_drafted=jnp.zeros((), jnp.int32),
             num_accepted=jnp.zeros((), jnp.int32),
         )
 
-    def begun(self, request_ids: jax.Array) -> Drafting:
-        """Nothing is known of these requests."""
-        forget = [of_each.at[request_ids].set(0.0, mode="drop") for of_each in (self.hits, self.tries)]
-        return dataclasses.replace(self, hits=forget[0], tries=forget[1])
+    def begun(self, request_ids: jax.Array, families: jax.Array) -> Drafting:
+        """New requests of these families, int32 `[n]` both, of whose drafts nothing is known."""
+        return dataclasses.replace(
+            self,
+            families=self.families.at[request_ids].set(families, mode="drop"),
+            hits=self.hits.at[request_ids].set(0.0, mode="drop"),
+            tries=self.tries.at[request_ids].set(0.0, mode="drop"),
+        )
 
     def guessed(
         self, scheduler: Scheduler, allocator: BlockAllocator, draft: Draft | None, row_cost: float
@@ -71,13 +78,31 @@ class Drafting:
         """With guesses for seats that decode, as far as they are worth a row. `row_cost`: of a step of no rows."""
         num_known = planning.per_seat(scheduler, scheduler.num_known)
         needed = num_known - allocator.lengths
-        if draft is None:
-            guesses = repeated(known_tokens(scheduler), num_known, self.guesses.shape[1])
-        else:
-            guesses = jnp.zeros_like(self.guesses)
+        guesses = self.found(scheduler, num_known) if draft is None else jnp.zeros_like(self.guesses)
         num_needing = (needed >= 1).sum(dtype=jnp.float32)
         is_worth = (needed == 1)[:, None] & (self.chances(scheduler) * (num_needing + row_cost) >= num_needing)
         return dataclasses.replace(self, guesses=jnp.where(is_worth, guesses, -1))
+
+    def found(self, scheduler: Scheduler, num_known: jax.Array) -> jax.Array:
+        """What followed each seat's newest tokens in its own, or in another completion of its request."""
+        tokens, num_drafts = known_tokens(scheduler), self.guesses.shape[1]
+        guesses, num_equal = repeated(tokens, num_known, tokens, num_known, num_drafts)
+        others = self.companions(scheduler.seated, num_known)
+        of_others = planning.rows_of((scheduler.tokens, scheduler.num_known), others)
+        guesses_of_others, more_equal = repeated(tokens, num_known, *of_others, num_drafts)
+        return jnp.where((more_equal > num_equal)[:, None], guesses_of_others, guesses)
+
+    def companions(self, seated: jax.Array, num_known: jax.Array) -> jax.Array:
+        """Another request of each seat's family, each in its turn, int32 `[seats]`; `max_requests`: there is none.
+
+        It may have ended: its tokens stay until another request takes its place.
+        """
+        num_requests = len(self.families)
+        every = jnp.arange(num_requests, dtype=jnp.int32)[None]
+        of_seats = self.families.at[seated].get(mode="fill", fill_value=-2)[:, None]
+        is_other = (self.families[None] == of_seats) & (every != seated[:, None])
+        turn = jnp.where(is_other, (every + num_known[:, None]) % num_requests, -1)
+        return jnp.where(is_other.any(axis=1), jnp.argmax(turn, axis=1).astype(jnp.int32), num_requests)
 
     def chances(self, scheduler: Scheduler) -> jax.Array:
         """How likely it is that each draft counts, float32 `[seats, drafts]`."""
@@ -113,24 +138,34 @@ def known_tokens(scheduler: Scheduler) -> jax.Array:
     return planning.per_seat(scheduler, scheduler.tokens)
 
 
-def repeated(tokens: jax.Array, num_known: jax.Array, num_drafts: int) -> jax.Array:
-    """What followed when the newest tokens occurred before, int32 `[seats, num_drafts]`; -1 if they did not.
+def repeated(
+    tokens: jax.Array, num_known: jax.Array, text: jax.Array, num_in_text: jax.Array, num_drafts: int
+) -> tuple[jax.Array, jax.Array]:
+    """What follows in a text where the newest tokens occur before its last token: int32 `[seats, num_drafts]`, or -1.
 
     The place with most equal tokens before it counts, of several the last. If less than `num_drafts` tokens follow it,
-    they are repeated.
+    they are repeated. Also returns how many tokens are equal, int32 `[seats]`; 0 if they are too few.
+
+    Args:
+        tokens: int32 `[seats, max_length]`.
+        num_known: int32 `[seats]`, how many they are.
+        text: int32 `[seats, max_length]`, of each seat.
+        num_in_text: int32 `[seats]`.
+        num_drafts: to return.
     """
-    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    num_equal, is_equal = jnp.zeros_like(tokens), index < num_known[:, None] - 1
+    index = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
+    num_equal, is_equal = jnp.zeros_like(text), index < num_in_text[:, None] - 1
     for i in range(MOST_SUFFIX):
         newest = jnp.take_along_axis(tokens, jnp.maximum(num_known - 1 - i, 0)[:, None], axis=1)
-        is_equal &= (jnp.roll(tokens, i, axis=1) == newest) & (index >= i)
+        is_equal &= (jnp.roll(text, i, axis=1) == newest) & (index >= i) & (i < num_known[:, None])
         num_equal += is_equal.astype(jnp.int32)
-    worth = jnp.where(num_equal >= LEAST_SUFFIX, num_equal * tokens.shape[1] + index, -1)
-    place = jnp.argmax(worth, axis=1).astype(jnp.int32)[:, None]
-    period = jnp.maximum(num_known[:, None] - 1 - place, 1)
-    follows = place + 1 + jnp.arange(num_drafts, dtype=jnp.int32)[None] % period
-    is_found = jnp.take_along_axis(worth, place, axis=1) >= 0
-    return jnp.where(is_found, jnp.take_along_axis(tokens, follows, axis=1), -1)
+    num_equal = jnp.where(num_equal >= LEAST_SUFFIX, num_equal, 0)
+    place = jnp.argmax(num_equal * text.shape[1] + index, axis=1).astype(jnp.int32)[:, None]
+    num_equal = jnp.take_along_axis(num_equal, place, axis=1)
+    num_behind = jnp.maximum(num_in_text[:, None] - 1 - place, 1)
+    follows = place + 1 + jnp.arange(num_drafts, dtype=jnp.int32)[None] % num_behind
+    drafts = jnp.take_along_axis(text, follows, axis=1, mode="clip")
+    return jnp.where(num_equal > 0, drafts, -1), num_equal[:, 0]
 
 
 def drafted(draft: Draft, weights: Any, scheduler: Scheduler, guesses: jax.Array) -> jax.Array:

@@ -101,7 +101,7 @@ class Engine:
         draft: where they come from, `drafts = draft(weights, tokens, lengths)`, traced into the program: `tokens` are
             int32 `[num_seats, max_length]`, of which each seat's request knows the first `lengths`, int32
             `[num_seats]`. Returns int32 `[num_seats, drafts]`; the first -1 ends a seat's drafts. None: what followed
-            when the newest tokens of a request occurred in it before.
+            when the newest tokens of a request occurred before, in it or in another of its completions.
         exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
             `num_seats + chunk_tokens` rows, and attention one partition; `docs/engine.md` says what that costs.
         seed: at least 0; seeds the requests that bring none.

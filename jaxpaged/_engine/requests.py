@@ -183,6 +183,7 @@ def make_inbox(
             seed=column([row.seed for row in rows], np.uint32),
             adapter=column([-1 if p.adapter is None else p.adapter for p in params], np.int32),
         ),
+        families=column([row.request_id % 2**31 for row in rows], np.int32),
         spans=np.zeros((num_rows, 2), np.int32),
         aborts=np.zeros(max_requests, np.bool_),
         forgets=forgets,

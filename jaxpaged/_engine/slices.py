@@ -56,6 +56,7 @@ class Inbox:
     priorities: Any  # int32 [rows]
     stop_ids: Any  # int32 [rows, stop_ids]
     sampling: Sampling  # of each row
+    families: Any  # int32 [rows], the same for completions of one request
     spans: Any  # int32 [rows, 2], of the tokens to score; a prompt row then holds them too, behind the prompt
     aborts: Any  # bool [requests]
     forgets: Any  # bool [1 + adapters], whether the weights have changed since the slice before, or each adapter's
@@ -114,7 +115,7 @@ def run_slice(
         **{field.name: getattr(inbox.sampling, field.name) for field in dataclasses.fields(Sampling)},
     )
     spans = state.spans.at[request_ids].set(inbox.spans, mode="drop")
-    drafting = None if state.drafting is None else state.drafting.begun(request_ids)
+    drafting = None if state.drafting is None else state.drafting.begun(request_ids, jnp.asarray(inbox.families))
     state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator, spans=spans, drafting=drafting)
 
     def goes_on(state: State) -> jax.Array:

@@ -193,6 +193,10 @@ def test_an_exact_engine_gives_equal_bits_with_drafts():
     after = engine.stats()
     assert before.num_accepted > 0
     assert after.num_preempted > before.num_preempted
+    # Twice as many completions as seats: those that begin last find their text in the others'.
+    (output,) = engine.generate([[9, 8, 7]], SamplingParams(max_tokens=30, temperature=0, n=2 * SEATS))
+    assert {tuple(one.token_ids) for one in output.outputs} == {tuple(output.outputs[0].token_ids)}
+    assert engine.stats().num_accepted - after.num_accepted >= 15 * SEATS
     scores = engine.score(prompts, [output.outputs[0].token_ids for output in alone])
     assert [score.logprobs for score in scores] == [output.outputs[0].logprobs for output in alone]
 
@@ -210,8 +214,30 @@ def test_what_followed_the_newest_tokens_before_is_drafted():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 33, 200)
     tokens = rng.integers(0, 3, (200, 32), np.int32)
-    drafts = jax.jit(repeated, static_argnums=2)(tokens, lengths.astype(np.int32), 5)
-    assert drafts.tolist() == [naive(text[:n].tolist(), 5) for text, n in zip(tokens, lengths, strict=True)]
+    lengths = lengths.astype(np.int32)
+    own = tokens, lengths, tokens, lengths
+    drafts, num_equal = jax.jit(repeated, static_argnums=4)(*own, 5)
+    expected = [naive(text[:n].tolist(), 5) for text, n in zip(tokens, lengths, strict=True)]
+    assert drafts.tolist() == expected
+    assert ((num_equal >= 2) == (drafts[:, 0] >= 0)).all()
+    assert num_equal.max() > 4
+
+
+def test_what_followed_in_another_text_is_drafted():
+    tokens, text = jnp.int32([[0, 1, 2, 3, 9]] * 4), jnp.int32([[2, 3, 4, 5, 2, 3, 6, 7]] * 4)
+    drafts, num_equal = repeated(tokens, jnp.int32([4, 4, 3, 1]), text, jnp.int32([8, 6, 8, 8]), 3)
+    assert drafts.tolist() == [[6, 7, 6], [4, 5, 2], [-1] * 3, [-1] * 3]
+    assert num_equal.tolist() == [2, 2, 0, 0]
+
+
+def test_completions_look_into_each_others_texts_in_turn():
+    drafting = Drafting.create(num_seats=4, num_drafts=2, max_requests=6)
+    drafting = drafting.begun(jnp.int32([0, 2, 3, 5, 6]), jnp.int32([7, 7, 7, 8, 7]))
+    seated = jnp.int32([2, 5, 0, 6])
+    seen = [drafting.companions(seated, jnp.full(4, n, jnp.int32)).tolist() for n in range(6)]
+    assert {of_each[0] for of_each in seen} == {0, 3}
+    assert {of_each[2] for of_each in seen} == {2, 3}
+    assert {(of_each[1], of_each[3]) for of_each in seen} == {(6, 6)}
 
 
 def test_a_request_is_known_by_its_own_drafts():
@@ -229,7 +255,7 @@ def test_a_request_is_known_by_its_own_drafts():
     chance = (1 + 2 * KEPT + PRIOR) / (3 + 2 * KEPT)
     expected = [[chance, chance**2], [PRIOR, PRIOR**2], [PRIOR, PRIOR**2]]
     np.testing.assert_allclose(drafting.chances(scheduler), expected, rtol=1e-6)
-    drafting = drafting.begun(jnp.int32([4, 5]))
+    drafting = drafting.begun(jnp.int32([4, 5]), jnp.int32([1, 1]))
     np.testing.assert_allclose(drafting.chances(scheduler)[0], expected[1], rtol=1e-6)
 
 

@@ -36,6 +36,7 @@ from jaxpaged._engine.inputs import own, pool_sizes, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.kinds import make_kinds
 from jaxpaged._engine.on_mesh import find_mesh, on_each_device, replicate
+from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.prefix_groups import SeatGroups
 from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.pytrees import difference
@@ -49,7 +50,7 @@ from jaxpaged._engine.requests import (
 )
 from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.scoring import most_scored, no_scores
-from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_slice
+from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_packed, run_slice
 from jaxpaged._integers import checked_size
 from jaxpaged._scheduler.scheduler import Scheduler
 
@@ -230,6 +231,7 @@ class Engine:
             draft=draft,
             row_cost=cost(0),
         )
+        function = functools.partial(run_packed, function, no_news)
         self._mesh = find_mesh(caches)
         if self._mesh is not None:
             self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))
@@ -237,7 +239,9 @@ class Engine:
         compiler_options = chosen_compiler_options(compiler_options)
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
-        self._run_slice = jitted.lower(self._weights, self._state_of_slice, no_news).compile()
+        lowered = jitted.lower(self._weights, self._state_of_slice, pack(no_news))
+        self._run_slice = lowered.compile()
+        self._report_types = dataclasses.replace(lowered.out_info[1], words=None)
         self._copies, self._tier = None, None
         if capacity is not None:
             most_staged = max(STAGED_BYTES // block_bytes(caches), AT_ONCE)
@@ -578,22 +582,21 @@ class Engine:
                 assert self._copies is not None
                 self._state_of_slice, where = self._copies.put(self._state_of_slice, piece)
                 put.append(where)
-            self._state_of_slice, report = self._run_slice(weights, self._state_of_slice, inbox)
+            self._state_of_slice, report = self._run_slice(weights, self._state_of_slice, pack(inbox))
             if self._copies is not None and sent:
                 sent.moved = self._copies.take(self._state_of_slice, report, put)
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state_of_slice)):
                 raise StateLostError from failure
             raise
-        for leaf in jax.tree.leaves(report):
-            leaf.copy_to_host_async()
+        report.words.copy_to_host_async()
         return report
 
     def _receive(self) -> None:
         """Waits for the slice that was sent first, and takes what came of it. An interrupted wait changes nothing."""
         sent = self._books.under_way[0]
         try:
-            report = read(sent.result())
+            report = self._read(sent.result())
             moved = None if self._copies is None or sent.moved is None else self._copies.read(sent.moved)
         except StateLostError as lost:
             self._failure = lost.__cause__
@@ -605,6 +608,13 @@ class Engine:
             raise
         else:
             self._take(report, moved)
+
+    def _read(self, report: Report) -> Report:
+        """The report in NumPy's arrays."""
+        try:
+            return unpack(np.asarray(report.words), self._report_types)
+        except Exception as failure:  # the call had returned by then, and the new state is as broken as the report
+            raise StateLostError from failure
 
     @without_interrupts()
     def _take(self, report: Report, moved: Moved | None) -> None:
@@ -621,11 +631,3 @@ class Engine:
 
 class StateLostError(Exception):
     """A slice failed after its state was donated to it."""
-
-
-def read(report: Report) -> Report:
-    """The report in NumPy's arrays."""
-    try:
-        return jax.tree.map(np.asarray, report)
-    except Exception as failure:  # the call had returned by then, and the new state is as broken as the report
-        raise StateLostError from failure

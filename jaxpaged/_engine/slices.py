@@ -16,6 +16,7 @@ from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.drafting import Draft, Drafting, drafted
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
+from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.prefix_groups import SeatGroups, find_groups, sort_by_group
 from jaxpaged._engine.pytrees import difference, in_same_containers
 from jaxpaged._engine.scoring import Scores, no_scores, score_and_sample, with_head
@@ -87,6 +88,12 @@ class Report:
     # For the host tier. None: there is none.
     serials: jax.Array | None = None  # int32 [blocks], of the blocks that the prefix cache lists; 0: it does not
     salts: jax.Array | None = None  # int32 [1 + adapters], under which prompts are looked up
+    words: jax.Array | None = None  # int32, the others packed, which is what the host reads
+
+
+def run_packed(function: Callable[..., Any], no_news: Inbox, weights: Any, state: State, words: Any) -> Any:
+    """`function(weights, state, inbox)` of an inbox that was packed and has the shapes of `no_news`."""
+    return function(weights, state, unpack(words, no_news))
 
 
 def run_slice(
@@ -174,6 +181,7 @@ def run_slice(
         report = dataclasses.replace(report, serials=serials, salts=jnp.array(scheduler.prefixes.salt))
     nothing = no_scores(*state.scores.positions.shape, num_requests=scheduler.max_requests)
     logprobs = jnp.zeros_like(state.logprobs)
+    report = dataclasses.replace(report, words=pack(report, jnp))
     return dataclasses.replace(state, scheduler=scheduler, logprobs=logprobs, scores=nothing), report
 
 

@@ -504,6 +504,20 @@ MUTANTS = (
         MIXTURE,
     ),
     Mutant(
+        "logprobs: what top_p cuts counts",
+        SAMPLING,
+        "jnp.where(sampling.top_p < 1, enough, jnp.inf)",
+        "enough * jnp.inf",
+        "tests/engine/test_sampling.py::processed",
+    ),
+    Mutant(
+        "logprobs: given ones are processed",
+        SAMPLING,
+        "is_drawn if given is None else is_drawn & (given < 0)",
+        "is_drawn",
+        "tests/engine/test_sampling.py::processed",
+    ),
+    Mutant(
         "adapters: prefixes are everybody's",
         "jaxpaged/_scheduler/state.py",
         "self.salt.at[adapters + 1]",

@@ -105,6 +105,9 @@ class Engine:
             when the newest tokens of a request occurred before, in it or in another of its completions.
         exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
             `num_seats + chunk_tokens` rows, and attention one partition; `docs/engine.md` says what that costs.
+        processed_logprobs: whether the logprobs of new tokens are those of the distribution that they are drawn from,
+            after temperature, `top_k` and `top_p`; vLLM's `logprobs_mode="processed_logprobs"`. Those of greedy tokens,
+            of prompts and of `score` stay the model's.
         seed: at least 0; seeds the requests that bring none.
         compiler_options: passed to `jax.jit`. None: on a GPU, those with which cuBLAS computes matrix products.
 
@@ -135,6 +138,7 @@ class Engine:
         drafts: int = 0,
         draft: Draft | None = None,
         exact: bool = False,
+        processed_logprobs: bool = False,
         seed: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
@@ -230,6 +234,7 @@ class Engine:
             has_host_tier=capacity is not None,
             draft=draft,
             row_cost=cost(0),
+            is_processed=bool(processed_logprobs),
         )
         function = functools.partial(run_packed, function, no_news)
         self._mesh = find_mesh(caches)

@@ -29,7 +29,8 @@ class SamplingParams:
         n: the number of completions. The scheduler sees each as a request. The first has `seed`, the i-th a seed made
             of `seed` and i.
         logprobs: whether to return the log probability of each new token under the model, before temperature, top_k
-            and top_p. A bool: unlike vLLM, the engine returns no other tokens' logprobs.
+            and top_p unless the engine has `processed_logprobs`. A bool: unlike vLLM, the engine returns no other
+            tokens' logprobs.
         prompt_logprobs: whether to return those of the prompt's tokens too. It then takes nothing from the prefix
             cache; of `n` completions, only the first does not.
         adapter: the model's adapter that the request takes, from 0 on, below the engine's `num_adapters`; None: none.

@@ -37,10 +37,13 @@ def sample(
     positions: jax.Array,
     wants_logprobs: jax.Array,
     given: jax.Array | None = None,
+    *,
+    is_processed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The next token of each seat, int32 `[seats]`, and the logarithm of its probability, float32 `[seats]`.
 
-    The probability is the model's, before temperature, top-k and top-p. If nobody wants logprobs, they are 0.
+    The probability is the model's, before temperature, top-k and top-p, unless `is_processed`. If nobody wants
+    logprobs, they are 0.
 
     Args:
         logits: `[seats, vocab]`.
@@ -48,6 +51,8 @@ def sample(
         positions: int32 `[seats]`, the new token's position in its request; with the seed, it makes the random key.
         wants_logprobs: bool `[]`.
         given: int32 `[seats]`, the tokens whose probability is wanted instead; -1: the next token.
+        is_processed: whether the probability of a token that is drawn, not of a greedy or a given one, is that with
+            which it is drawn.
     """
     is_drawn = sampling.temperature > 0
     is_cut = is_drawn & (((sampling.top_k > 0) & (sampling.top_k < logits.shape[1])) | (sampling.top_p < 1))
@@ -64,7 +69,15 @@ def sample(
         chosen = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0].astype(jnp.float32)
         wide = logits.astype(jnp.float32)
         best = wide.max(axis=-1)
-        return chosen - best - jnp.log(jnp.exp(wide - best[:, None]).sum(axis=-1))
+        if not is_processed:
+            return chosen - best - jnp.log(jnp.exp(wide - best[:, None]).sum(axis=-1))
+        is_own = is_drawn if given is None else is_drawn & (given < 0)
+        temperature = jnp.where(is_own, jnp.maximum(sampling.temperature, COLDEST), 1)
+        everything = jnp.full_like(best, -jnp.inf)
+        least = lax.cond(is_cut.any(), lambda x: least_kept(x, best, sampling), lambda _: everything, logits)
+        least = jnp.where(is_own, jnp.minimum(least, chosen), everything)  # what is drawn is kept
+        weights = jnp.where(wide >= least[:, None], jnp.exp((wide - best[:, None]) / temperature[:, None]), 0)
+        return (chosen - best) / temperature - jnp.log(weights.sum(axis=-1))
 
     def unwanted(logits: jax.Array) -> jax.Array:
         return jnp.zeros(logits.shape[0], jnp.float32)
@@ -84,11 +97,7 @@ def draw_from_all(logits: jax.Array, best: jax.Array, sampling: Sampling, positi
 def draw_from_kept(logits: jax.Array, best: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
     """A token of each seat that top_k and top_p keep, int32 `[seats]`."""
     draw = Draw(logits, best, sampling, positions)
-    is_drawn = sampling.temperature > 0
-    is_cut_by_k = is_drawn & (sampling.top_k > 0) & (sampling.top_k < logits.shape[1])
-    everything = jnp.full(logits.shape[0], -jnp.inf, jnp.float32)
-    kth = lax.cond(is_cut_by_k.any(), lambda x: kth_largest(x, sampling.top_k), lambda _: everything, logits)
-    least = jnp.where(is_cut_by_k, kth, everything)
+    is_drawn, least = sampling.temperature > 0, least_of_top_k(logits, sampling)
     tokens, chosen, mass = draw.propose(0, DRAWS, lambda x: x >= least[:, None, None])
     # If a token's betters have this mass, top_p cuts it. Never 0: the best has no betters and is kept.
     enough = jnp.maximum(sampling.top_p * mass, jnp.finfo(jnp.float32).tiny)
@@ -103,6 +112,25 @@ def draw_from_kept(logits: jax.Array, best: jax.Array, sampling: Sampling, posit
 
     first: tuple[jax.Array, ...] = (jnp.int32(1), *draw.judge(tokens, chosen, enough))
     return lax.while_loop(lambda state: state[2].any(), again, first)[1]
+
+
+def least_of_top_k(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """The smallest logit that top_k keeps, float32 `[seats]`."""
+    is_cut = (sampling.temperature > 0) & (sampling.top_k > 0) & (sampling.top_k < logits.shape[1])
+    everything = jnp.full(logits.shape[0], -jnp.inf, jnp.float32)
+    kth = lax.cond(is_cut.any(), lambda x: kth_largest(x, sampling.top_k), lambda _: everything, logits)
+    return jnp.where(is_cut, kth, everything)
+
+
+def least_kept(logits: jax.Array, best: jax.Array, sampling: Sampling) -> jax.Array:
+    """The smallest logit that top_k and top_p keep, float32 `[seats]`."""
+    least = least_of_top_k(logits, sampling)
+    wide, temperature = logits.astype(jnp.float32), jnp.maximum(sampling.temperature, COLDEST)
+    weights = jnp.exp((wide - best[:, None]) / temperature[:, None])
+    weights = jnp.where(wide >= least[:, None], weights, 0)
+    enough = jnp.maximum(sampling.top_p * weights.sum(axis=-1), jnp.finfo(jnp.float32).tiny)
+    found = largest_reaching(logits, weights, jnp.where(sampling.top_p < 1, enough, jnp.inf))
+    return jnp.fmax(found, least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +187,16 @@ class Draw:
 
 
 def kth_largest(x: jax.Array, k: jax.Array) -> jax.Array:
-    """The k-th largest of each row of x `[rows, n]`, float32 `[rows]`: BITS bits of it in each pass."""
+    """The k-th largest of each row of x `[rows, n]`, float32 `[rows]`."""
+    return largest_reaching(x, jnp.int32(1), k)
+
+
+def largest_reaching(x: jax.Array, weights: jax.Array, amount: jax.Array) -> jax.Array:
+    """The largest number of each row of x `[rows, n]` that has, with all above it, weights of this amount.
+
+    float32 `[rows]`, NaN where the whole row has less; BITS bits of it in each pass.
+    """
+    zero = jnp.zeros((), weights.dtype)
     x = x if x.dtype.itemsize == 2 else x.astype(jnp.float32)
     width, integer = (16, jnp.int16) if x.dtype.itemsize == 2 else (32, jnp.int32)
 
@@ -169,9 +206,9 @@ def kth_largest(x: jax.Array, k: jax.Array) -> jax.Array:
     def more_bits(i: jax.Array, found: jax.Array) -> jax.Array:
         ordered = turned(lax.bitcast_convert_type(x, integer)).astype(jnp.int32)
         unit = jnp.int32(1) << (width - BITS * (i + 1))
-        reaching = [(ordered >= (found + unit * j)[:, None]).astype(jnp.int32) for j in range(1, 2**BITS)]
-        counts = lax.reduce(reaching, [jnp.int32(0)] * len(reaching), lambda a, b: tuple(map(operator.add, a, b)), (1,))
-        return found + unit * sum((count >= k).astype(jnp.int32) for count in counts)
+        reaching = [jnp.where(ordered >= (found + unit * j)[:, None], weights, zero) for j in range(1, 2**BITS)]
+        sums = lax.reduce(reaching, [zero] * len(reaching), lambda a, b: tuple(map(operator.add, a, b)), (1,))
+        return found + unit * sum((of_one >= amount).astype(jnp.int32) for of_one in sums)
 
     found = lax.fori_loop(0, width // BITS, more_bits, jnp.full(x.shape[0], jnp.iinfo(integer).min, jnp.int32))
     return lax.bitcast_convert_type(turned(found.astype(integer)), x.dtype).astype(jnp.float32)

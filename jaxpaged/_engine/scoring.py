@@ -7,6 +7,7 @@ is sampled go through the same operations on the same shapes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,6 +103,8 @@ def score_and_sample(
     step: Step,
     kind: Kind,
     wants_logprobs: jax.Array,
+    *,
+    is_processed: bool = False,
 ) -> tuple[jax.Array, jax.Array, Scores]:
     """The next token of each seat, int32 `[seats]`, its logprob, float32 `[seats]`, and the scores of the step's rows.
 
@@ -113,13 +116,14 @@ def score_and_sample(
     positions = step.positions + 1
     begin, end = planning.rows_of(spans, request_ids).T
     is_scored = (begin <= positions) & (positions < end)
+    draw = functools.partial(sample, is_processed=is_processed)
     known = scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0)
     given = jnp.where(is_scored, known, -1)
     request_ids = jnp.where(is_scored, request_ids, scheduler.max_requests)
 
     if not kind.is_mixed or kind.draws_all:
         sampling = planning.rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
-        drawn, logprobs = sample(head(step.last), sampling, positions, wants_logprobs, given)
+        drawn, logprobs = draw(head(step.last), sampling, positions, wants_logprobs, given)
         scores = Scores(request_ids, positions, logprobs, drawn == given)
         tokens = jnp.where(is_scored, given, drawn)
         if kind.draws_all:
@@ -142,7 +146,7 @@ def score_and_sample(
         i, tokens, logprobs = carry
         rows = groups[i]
         sampling = dataclasses.replace(step.sampling, temperature=jnp.where(i == 0, step.sampling.temperature, 0))
-        drawn, of_rows = sample(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
+        drawn, of_rows = draw(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
         return i + 1, tokens.at[i].set(drawn), logprobs.at[i].set(of_rows)
 
     is_drawn = (step.is_sampled & ~is_scored[step.last]).any()

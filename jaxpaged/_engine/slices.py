@@ -106,6 +106,7 @@ def run_slice(
     has_host_tier: bool = False,
     draft: Draft | None = None,
     row_cost: float = 0.0,
+    is_processed: bool = False,
 ) -> tuple[State, Report]:
     scheduler, allocator = state.scheduler.abort(state.allocator, inbox.aborts)
     prefixes = scheduler.prefixes
@@ -143,7 +144,7 @@ def run_slice(
 
     def loop(carry: tuple[State, jax.Array], index: int) -> tuple[State, jax.Array]:
         def body(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-            return settle(one_step(apply, weights, carry[0], inbox.wants_logprobs, kinds, index, draft))
+            return settle(one_step(apply, weights, carry[0], inbox.wants_logprobs, kinds, index, draft, is_processed))
 
         return lax.while_loop(lambda carry: carry[1] == index, body, carry)
 
@@ -206,6 +207,7 @@ def one_step(
     kinds: tuple[Kind, ...],
     index: int,
     draft: Draft | None = None,
+    is_processed: bool = False,  # as in `sample`
 ) -> State:
     kind, drafting = kinds[index], state.drafting
     drafts, is_silent = None, jnp.zeros((), jnp.bool_)
@@ -225,7 +227,9 @@ def one_step(
     attend = step_attention(allocator, step, kind, state.caches, seats, groups)
     model = functools.partial(apply_model, apply, weights, state.caches, step)
     caches, head = with_head(model, attend)
-    tokens, logprobs, scores = score_and_sample(head, scheduler, state.spans, step, kind, wants_logprobs)
+    tokens, logprobs, scores = score_and_sample(
+        head, scheduler, state.spans, step, kind, wants_logprobs, is_processed=is_processed
+    )
     index_of_step = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
     if drafting is not None:

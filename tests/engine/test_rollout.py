@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams
-from tests.toy_model import BLOCKS, MAX_TOKENS, TIGHT, fewer_blocks, finish, random_weights, requests, shared_engine
+from tests.toy_model import (
+    BLOCKS,
+    MAX_TOKENS,
+    TIGHT,
+    create_engine,
+    fewer_blocks,
+    finish,
+    logits_after,
+    random_weights,
+    requests,
+    shared_engine,
+)
 
 
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
@@ -94,3 +105,17 @@ def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same():
     assert engine.generate(prompts[:1], params)[0].outputs == before[0].outputs
     assert engine.stats().num_found == found
     assert request != queued
+
+
+def test_processed_logprobs_are_those_of_the_distribution_that_is_drawn_from():
+    engine = create_engine(exact=True, processed_logprobs=True)
+    prompt, params = [3, 1, 4], SamplingParams(max_tokens=6, temperature=0.5, top_k=4, seed=2, n=3)
+    rollout = engine.rollout([prompt], params)
+    scores = engine.score([prompt] * 3, rollout.tokens.tolist())
+    for tokens, logprobs, score in zip(rollout.tokens.tolist(), rollout.logprobs, scores, strict=True):
+        padded = np.array([*prompt, *tokens] + [0] * (MAX_TOKENS - 9), np.int32)
+        for i, token in enumerate(tokens):
+            logits = np.asarray(logits_after(random_weights(), padded, np.int32(3 + i)), np.float64)
+            drawn = np.where(logits >= np.sort(logits)[-4], logits / 0.5, -np.inf)
+            assert logprobs[i] == pytest.approx(drawn[token] - np.logaddexp.reduce(drawn), abs=1e-4)
+            assert score.logprobs[i] == pytest.approx(logits[token] - np.logaddexp.reduce(logits), abs=1e-4)

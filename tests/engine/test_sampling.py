@@ -163,6 +163,33 @@ def test_the_kth_largest_is_that_of_a_sort(dtype):
         assert (jax.jit(kth_largest)(jnp.asarray(x, dtype), np.full(4, k, np.int32)) == ordered[:, k - 1]).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_processed_logprobs_are_those_with_which_tokens_are_drawn(dtype):
+    logits = np.asarray(jnp.asarray(logits_with_ties(300), dtype).astype(jnp.float32))
+    mixes = [(0, 5, 0.5), (1, 0, 1 - 2**-24), *MIXES.values()]
+    seats = 8 * len(mixes)
+    params = parameters(*np.array([mixes[i % len(mixes)] for i in range(seats)]).T, np.arange(seats))
+    given = np.where(np.arange(seats) < 2 * len(mixes), 3, -1).astype(np.int32)
+    processed = jax.jit(functools.partial(product.sample, is_processed=True))
+    arguments = (
+        jnp.asarray(np.tile(logits, (seats, 1)), dtype),
+        params,
+        np.zeros(seats, np.int32),
+        np.bool_(True),
+        given,
+    )
+    tokens, logprobs = processed(*arguments)
+    assert (tokens == jitted(*arguments)[0]).all()
+    for i in range(seats):
+        temperature, top_k, top_p = mixes[i % len(mixes)]
+        is_own = given[i] < 0 and temperature > 0
+        weights = np.exp((logits.astype(np.float64) - logits.max()) / (temperature if is_own else 1))
+        weights *= kept(weights, top_k, top_p) if is_own else 1
+        wanted = tokens[i] if given[i] < 0 else given[i]
+        assert logprobs[i] == pytest.approx(np.log(weights[wanted] / weights.sum()), abs=1e-5)
+    assert (processed(*arguments[:3], np.bool_(False))[1] == 0).all()
+
+
 def test_logprobs_are_the_models():
     logits = logits_with_ties(300)
     wide = logits.astype(np.float64)

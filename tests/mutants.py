@@ -803,8 +803,8 @@ MUTANTS = (
     Mutant(
         "sampling: a rank too far",
         SAMPLING,
-        "(count >= k)",
-        "(count > k)",
+        "(of_one >= amount)",
+        "(of_one > amount)",
         "tests/engine/test_sampling.py::of_a_sort",
     ),
     Mutant(
@@ -817,7 +817,7 @@ MUTANTS = (
     Mutant(
         "sampling: every seat has a top_k",
         SAMPLING,
-        "jnp.where(is_cut_by_k, kth, everything)",
+        "jnp.where(is_cut, kth, everything)",
         "kth",
         "tests/engine/test_sampling.py::seats_own",
     ),

@@ -689,6 +689,13 @@ MUTANTS = (
         "tests/engine/test_host_tier.py::on_their_way",
     ),
     Mutant(
+        "host tier: requests wait for blocks that left",
+        HOST_TIER,
+        "self._coming.difference_update(fetch.keys[fetch.next : fetch.end])",
+        "pass",
+        "tests/engine/test_host_tier.py::left_host_memory",
+    ),
+    Mutant(
         "host tier: the head leaves before the tail",
         HOST_TIER,
         "for key in reversed(new):",

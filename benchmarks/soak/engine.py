@@ -27,6 +27,7 @@ SEATS = 64
 KINDS, NEVER_FITS, BURST = 300, 0.01, 200
 ABORTED = 0.004  # of those under way, in each slice
 MOST_RECOMPUTED = 0.02
+HOST_BYTES = 1_000_000
 Check = Callable[[Engine], None]
 
 
@@ -69,7 +70,10 @@ def soak(
     require(after.num_generated - before.num_generated == num_tokens, "tokens of no request")
     require(not engine._state.allocator.lengths.any(), "somebody still has a seat")
     require(after.num_free_blocks == before.num_free_blocks, "blocks did not come back")
-    names = "computed", "found", "recomputed", "preempted"
+    engine.sleep()
+    require(engine.stats().host_bytes == 0, "host memory did not come back")
+    engine.wake_up()
+    names = "computed", "found", "brought", "recomputed", "preempted"
     counts = {name: getattr(after, f"num_{name}") - getattr(before, f"num_{name}") for name in names}
     return dict(ends) | dict(tokens=num_tokens) | counts
 
@@ -118,6 +122,7 @@ def check_invariants(engine: Engine) -> None:
     scheduler, allocator = jax.tree.map(np.asarray, (engine._state.scheduler, engine._state.allocator))
     broken = scheduler.broken_invariants(allocator) + allocator.broken_invariants()
     require(not broken, f"{broken}")
+    require(engine.stats().host_bytes <= HOST_BYTES, "more host memory than it may have")
 
 
 @contextlib.contextmanager
@@ -147,12 +152,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prefix-cache", action="store_true", help="requests share the blocks of equal beginnings")
+    parser.add_argument("--host-tier", action="store_true", help="with a prefix cache, behind which is host memory")
     add_output(parser)
     options = parser.parse_args()
     store = open_store("engine_soak", options)
     num_blocks = SEATS * MAX_TOKENS // BLOCK_SIZE // 4 + 1
     sizes = dict(num_seats=SEATS, num_blocks=num_blocks, max_requests=4 * SEATS, widths=(8, 24))
-    engine = create_engine(**sizes, prefix_cache=options.prefix_cache, compiler_options=None)
+    options.prefix_cache |= options.host_tier
+    tier = dict(host_cache_bytes=HOST_BYTES) if options.host_tier else {}
+    engine = create_engine(**sizes, **tier, prefix_cache=options.prefix_cache, compiler_options=None)
     begin = time.perf_counter()
     totals: collections.Counter[str] = collections.Counter()
     while totals["requests"] < options.requests:  # in parts, so that a run that is cut off has said something
@@ -163,6 +171,7 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         print(f"[{seconds:5.0f} s] {dict(totals)}, recomputed {share:.2%}", flush=True)
         name = "with a prefix cache" if options.prefix_cache else "without a prefix cache"
+        name = "with host memory" if options.host_tier else name
         store.add(name, dict(totals) | {"recomputed_share": share, "seconds": seconds})
 
 

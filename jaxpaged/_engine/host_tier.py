@@ -179,7 +179,8 @@ class HostTier:
             while fetch.next < fetch.end and self._num_staged + self._at_once <= self._most_staged:
                 keys = fetch.keys[fetch.next : min(fetch.next + self._at_once, fetch.end)]
                 keys = keys[: _num_leading(keys, self._kept)]
-                if not keys:  # it left meanwhile
+                if not keys:  # they left meanwhile
+                    self._coming.difference_update(fetch.keys[fetch.next : fetch.end])
                     fetch.end = fetch.next
                     break
                 blocks = self._bring([self._kept[key][2] for key in keys])

@@ -317,6 +317,21 @@ def test_pieces_on_their_way_are_few_and_may_take_long():
     assert (tier._num_staged, tier.num_fetches, tier.num_kept) == (0, 0, 0)
 
 
+def test_nothing_waits_for_blocks_that_left_host_memory_meanwhile():
+    tier = make_tier(at_once=1, most_staged=1, capacity=3)
+    moved(tier, CHAIN)
+    moved(tier, {})
+    assert tier.holds(row(*PROMPT))
+    moved(tier, {8: (9, 0, (9, 9), "x")})  # in the place of the tail
+    arrived = []
+    while tier.num_fetches:
+        pieces = tier.take_arrived()
+        arrived += [block.of for piece in pieces for (block,) in piece.blocks]
+        tier.lose(pieces)
+    assert arrived == ["a", "b"]
+    assert (tier._coming, tier._num_staged) == (set(), 0)
+
+
 def test_the_tail_leaves_host_memory_before_the_head():
     tier = make_tier(capacity=3)
     moved(tier, {5: CHAIN[5], 6: CHAIN[6]})

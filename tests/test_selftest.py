@@ -7,7 +7,7 @@ import pytest
 
 import jaxpaged
 from jaxpaged import _device, selftest
-from jaxpaged._attention import kernel_cases
+from jaxpaged._attention import decide, kernel_cases
 
 
 @pytest.fixture
@@ -39,6 +39,18 @@ def test_on_a_gpu_that_is_too_old_xla_is_checked(few, monkeypatch, capsys):
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(68, 7.5, name="a T4"))
     assert selftest.main([]) == 0
     assert "8.0 or higher; a T4 has 7.5" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU compiles kernels")
+def test_calls_that_name_no_implementation_go_by_its_result(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(decide, "_kept", {})
+    monkeypatch.setattr(_device, "gpu", lambda: _device.GPUS["A100"])
+    monkeypatch.setattr(kernel_cases, "CASES", {"bfloat16": {}})
+    assert decide.kept_fault(_device.gpu()) is None
+    assert selftest.main([]) == 1
+    assert "A100 8.0, driver" in capsys.readouterr().out
+    assert decide.kept_fault(_device.gpu()) == "not every case is right"
 
 
 def test_help(capsys):

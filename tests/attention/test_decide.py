@@ -1,6 +1,7 @@
 """On a kind of GPU that nobody has confirmed a self-test decides whether the kernels compute."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,14 @@ def test_inside_a_trace_it_does_not_run():
 )
 def test_gpus_that_need_none(gpu):
     assert find_fault(gpu, in_trace=False, test=Test("wrong")) == ""
+
+
+def test_the_driver(monkeypatch):
+    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build"
+    monkeypatch.setattr(Path, "read_text", lambda _: line)
+    assert _device.driver() == "580.65.06"
+    monkeypatch.setattr(Path, "read_text", lambda _: Path("/none/such").read_bytes())
+    assert _device.driver() == ""
 
 
 def test_it_can_be_turned_off(monkeypatch):

@@ -116,7 +116,7 @@ def continuation(weights, prompt, params):
 
 def create_engine(*, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 1, device=None, **options):
     sizes = dict(num_seats=SEATS, max_length=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
-    # Not optimised: compiling takes longer than running.
+    # Not optimised: compiling takes longer than running. `exact`: one kind of steps, which compiles sooner.
     sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
     if cache is None:
         cache = KVCache.create(

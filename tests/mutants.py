@@ -1076,15 +1076,15 @@ MUTANTS = (
     Mutant(
         "attention: a tree in runs",
         "jaxpaged/_attention/choose.py",
-        " and run != call.tokens_per_seq:",
-        " and call.v_cache is None:",
+        " and run != call.tokens_per_seq,",
+        " and call.v_cache is None,",
         "tests/attention/test_tree.py::which_kernel",
     ),
     Mutant(
         "attention: a tree of many rows by prefill",
         "jaxpaged/_attention/choose.py",
-        " or call.tree_mask is not None:\n        return False",
-        ":\n        return False",
+        "has_two_pools and call.tree_mask is None and",
+        "has_two_pools and",
         "tests/attention/test_tree.py::which_kernel",
     ),
     Mutant(

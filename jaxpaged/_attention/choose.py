@@ -6,6 +6,7 @@ kernel takes the other calls, with up to 64 rows, and longer queries in runs; tr
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from jaxpaged._attention.call import Call
@@ -67,36 +68,22 @@ class Refusal:
 
 def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
     """Reads no array: shapes, dtypes, and which options there are."""
-    choice = _choose(call, gpu, known)
-    if isinstance(choice, str):
-        return Refusal(choice, is_told=gpu.has_kernels)
-    if known.implementation is None and gpu.fault:
-        return Refusal(
-            f"the self-test found the kernels wrong on this kind of GPU, {gpu.name}: {gpu.fault}. "
-            "`python -m jaxpaged.selftest` tests again."
-        )
-    if gpu.broken_ptxas is not None:
-        return Refusal(
-            f"the Mosaic GPU kernels do not run with the ptxas of nvidia-cuda-nvcc-cu12 {gpu.broken_ptxas}, which "
-            'miscompiles causal masks. Install a later one: pip install "nvidia-cuda-nvcc-cu12>=12.9.86".'
-        )
-    return dataclasses.replace(choice, falls_back=known.implementation is None)
-
-
-def _choose(call: Call, gpu: Gpu, known: Known) -> Choice | str:
-    """If no kernel takes the call, the limit and what was received."""
-    if limit := _option_limit(call):
-        return limit
-    total = known.total_partitions
+    total, by_name = known.total_partitions, known.implementation is not None
     planned = total is not None and follows(call, total)
-    if not planned and _prefill_is_faster(call, gpu, known):
-        return by_prefill(call, gpu, known)
-    if limit := _decode_limit(call, gpu):
-        return limit
-    seqs, seen = call.lengths.shape[0], visible(call, known.window)
-    if total is None and known.num_partitions is None and plan_pays(gpu, pairs=seqs * call.kv_heads, seen=seen):
-        planned = follows(call, partition_plan.default_total(seqs, programs_at_once(gpu, call.kv_heads)))
-    return by_decode(call, gpu, known, planned=planned)
+    limits, by_prefill_kernel = list(_option_limits(call)), not planned and _prefill_is_faster(call, gpu, known)
+    if not by_prefill_kernel:
+        limits += _decode_limits(call, gpu)
+    limits += _faults(gpu, by_name=by_name)
+    if texts := [text for text, is_beyond in limits if is_beyond]:
+        return Refusal(texts[0], is_told=gpu.has_kernels)
+    if by_prefill_kernel:
+        choice = by_prefill(call, gpu, known)
+    else:
+        seqs, seen = call.lengths.shape[0], visible(call, known.window)
+        if total is None and known.num_partitions is None and plan_pays(gpu, pairs=seqs * call.kv_heads, seen=seen):
+            planned = follows(call, partition_plan.default_total(seqs, programs_at_once(gpu, call.kv_heads)))
+        choice = by_decode(call, gpu, known, planned=planned)
+    return dataclasses.replace(choice, falls_back=not by_name)
 
 
 def _prefill_is_faster(call: Call, gpu: Gpu, known: Known) -> bool:
@@ -104,17 +91,19 @@ def _prefill_is_faster(call: Call, gpu: Gpu, known: Known) -> bool:
     q_len = call.tokens_per_seq
     # The decode kernel keeps single tokens, of all the heads that it takes.
     many_rows = q_len is None or q_len * call.group > (decode_config.MAX_ROWS if q_len == 1 else FEW_ROWS)
-    if not many_rows or known.num_partitions not in (None, 1) or call.tree_mask is not None:
-        return False
-    if call.v_cache is None or call.value_dim != call.head_dim:
-        return False
+    has_two_pools = call.v_cache is not None and call.value_dim == call.head_dim
+    is_plain = has_two_pools and call.tree_mask is None and known.num_partitions in (None, 1)
     takes = prefill_config.takes if gpu.is_hopper else portable_config.takes
-    return takes(
-        head_dim=call.head_dim,
-        block_size=call.block_size,
-        q_dtype=call.q.dtype,
-        cache_dtype=call.k_cache.dtype,
-        compute_capability=gpu.compute_capability,
+    return (
+        many_rows
+        and is_plain
+        and takes(
+            head_dim=call.head_dim,
+            block_size=call.block_size,
+            q_dtype=call.q.dtype,
+            cache_dtype=call.k_cache.dtype,
+            compute_capability=gpu.compute_capability,
+        )
     )
 
 
@@ -187,23 +176,23 @@ def _num_runs(call: Call, run: int) -> int:
     return call.q.shape[0] * -(-call.tokens_per_seq // run)
 
 
-def _option_limit(call: Call) -> str | None:
+def _option_limits(call: Call) -> Iterator[tuple[str, bool]]:
+    """What no kernel takes with these options, with what was received, and whether the call is beyond it."""
     options = call.options
-    if call.itemsize > 1 and (options.k_scale is not None or options.v_scale is not None):
-        return (
-            "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
-            f'got k_cache.dtype={call.k_cache.dtype!s}. Pass implementation="xla".'
-        )
-    # Both count from a token's depth; the kernels know its ordinal only.
-    if call.tree_mask is not None and (options.sliding_window is not None or options.alibi_slopes is not None):
-        return (
-            "the Mosaic GPU kernels take a tree_mask without sliding_window and alibi_slopes. "
-            'Pass implementation="xla".'
-        )
-    return None
+    yield (
+        "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
+        f'got k_cache.dtype={call.k_cache.dtype!s}. Pass implementation="xla".',
+        call.itemsize > 1 and (options.k_scale is not None or options.v_scale is not None),
+    )
+    yield (
+        'the Mosaic GPU kernels take a tree_mask without sliding_window and alibi_slopes. Pass implementation="xla".',
+        # Both count from a token's depth; the kernels know its ordinal only.
+        call.tree_mask is not None and (options.sliding_window is not None or options.alibi_slopes is not None),
+    )
 
 
-def _decode_limit(call: Call, gpu: Gpu) -> str | None:
+def _decode_limits(call: Call, gpu: Gpu) -> Iterator[tuple[str, bool]]:
+    """As `_option_limits`, of the decode kernel."""
     num_runs, run = _runs(call, gpu)
     limit = decode_config.limit(
         **call.widths,
@@ -214,18 +203,29 @@ def _decode_limit(call: Call, gpu: Gpu) -> str | None:
         cache_dtype=call.k_cache.dtype,
         compute_capability=gpu.compute_capability,
     )
-    if limit is None and call.tree_mask is not None and run != call.tokens_per_seq:
-        return (
-            f"the decode kernel takes a tree_mask of up to {decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), "
-            "on a latent fewer; "
-            f"got q={list(call.q.shape)}, kv_heads={call.kv_heads}. "
-            'Pass implementation="xla".'
-        )
-    if limit is None and num_runs > decode_config.MAX_SEQS:
-        seqs, tokens, group = call.lengths.shape[0], call.q.shape[-3], call.group
-        name = "tokens" if call.tokens_per_seq is None else "q_len"
-        return (
-            f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
-            f"{name}={tokens}, {group=}: {num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."
-        )
-    return limit
+    yield limit or "", limit is not None
+    yield (
+        f"the decode kernel takes a tree_mask of up to {decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), on a "
+        f'latent fewer; got q={list(call.q.shape)}, kv_heads={call.kv_heads}. Pass implementation="xla".',
+        call.tree_mask is not None and run != call.tokens_per_seq,
+    )
+    seqs, q_len, group = call.lengths.shape[0], call.tokens_per_seq, call.group
+    yield (
+        f"the decode kernel takes up to {decode_config.MAX_SEQS} runs of query tokens in a call; got {seqs=}, "
+        f"{q_len=}, {group=}: {num_runs} runs of {run}. Pass fewer sequences or query tokens at a time.",
+        num_runs > decode_config.MAX_SEQS,
+    )
+
+
+def _faults(gpu: Gpu, *, by_name: bool) -> Iterator[tuple[str, bool]]:
+    """Why kernels that take a call do not compute it, and whether that is so here."""
+    yield (
+        f"the self-test found the kernels wrong on this kind of GPU, {gpu.name}: {gpu.fault}. "
+        "`python -m jaxpaged.selftest` tests again.",
+        bool(gpu.fault) and not by_name,
+    )
+    yield (
+        f"the Mosaic GPU kernels do not run with the ptxas of nvidia-cuda-nvcc-cu12 {gpu.broken_ptxas}, which "
+        'miscompiles causal masks. Install a later one: pip install "nvidia-cuda-nvcc-cu12>=12.9.86".',
+        gpu.broken_ptxas is not None,
+    )

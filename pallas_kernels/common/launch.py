@@ -16,22 +16,23 @@ def launch(
     name: str,
     body: Callable[[Any], None],  # gets the `refs`
     refs: Callable[..., Any],  # makes the `refs`
-    inputs: dict[str, jax.Array],
+    inputs: dict[str, jax.Array | None],  # None: not of this call
     out_types: dict[str, Any],
     *,
     reduction_bytes: int = 2048,  # of SMEM, for reductions across warps
     **how: Any,  # of `plgpu.kernel`
 ) -> Any:
     """The outputs. If `arrivals` is the last of them, it is zeros at first."""
-    names = (*inputs, *out_types)
+    operands = tuple(array for array in inputs.values() if array is not None)
+    names = (*(name for name, array in inputs.items() if array is not None), *out_types)
 
-    def kernel(*operands: Any, **scratch_refs: Any) -> None:
-        body(refs(**dict(zip(names, operands, strict=True)), **scratch_refs))
+    def kernel(*arrays: Any, **scratch_refs: Any) -> None:
+        body(refs(**dict(zip(names, arrays, strict=True)), **scratch_refs))
 
     kernel.__name__ = name
     params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=reduction_bytes)
     make = functools.partial(interpret.kernel, kernel, compiler_params=params, **how)
-    operands, types = tuple(inputs.values()), tuple(out_types.values())
+    types = tuple(out_types.values())
     if "arrivals" not in out_types:
         return make(out_type=types)(*operands)
     written = make()

@@ -34,13 +34,14 @@ def name_operands(
     *,
     with_sinks: bool = True,
     tree_bits: jax.Array | None = None,
-) -> dict[str, jax.Array]:
-    """As a kernel reads them, by its names: numbers as [1], numbers of heads by row. Without what is left out."""
+) -> dict[str, jax.Array | None]:
+    """As a kernel reads them, by its names: numbers as [1], numbers of heads by row. None: left out."""
 
     def number(x: jax.Array) -> jax.Array:
         return x.reshape(1)
 
-    named = {
+    return {
+        "scale": number(options.scale),
         "sliding_window": given(options.sliding_window, number),
         "logits_soft_cap": given(options.logits_soft_cap, number),
         "alibi_slopes": given(options.alibi_slopes, per_row),
@@ -49,7 +50,6 @@ def name_operands(
         "k_scale": given(options.k_scale, jnp.atleast_1d),
         "v_scale": given(options.v_scale, jnp.atleast_1d),
     }
-    return {"scale": number(options.scale)} | {name: value for name, value in named.items() if value is not None}
 
 
 def bits_by_row(bits: jax.Array, *, group: int, rows: int) -> jax.Array:

@@ -39,6 +39,11 @@ def of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:
     return scales[kv_head if scales.shape[0] > 1 else 0]
 
 
+def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """x times a factor, if there is one."""
+    return x if factor is None else x * factor
+
+
 def over_tokens(vector: jax.Array, shape: tuple[int, ...], orientation: Orientation) -> jax.Array:
     """[tile] as a matrix of that shape: each number for all rows."""
     return lax.broadcast_in_dim(vector, shape, [1 - orientation.axis])

@@ -11,9 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
-from pallas_kernels.common.options import AttentionOptions, bits_by_row, by_row, name_operands
+from pallas_kernels.common.options import AttentionOptions, bits_by_row, by_row, given, name_operands
 from pallas_kernels.common.rows import LOWEST, ROWS_LAST, normalise, zeros
-from pallas_kernels.common.scales import of_head, over_tokens
+from pallas_kernels.common.scales import of_head, over_tokens, scaled
 from pallas_kernels.common.sizes import filled_rows, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
 from pallas_kernels.decode.copies import Ids, copies_of
@@ -43,7 +43,7 @@ def _kernel(refs: Refs, *, config: Config) -> None:
     # 1. Which tiles are ours, from the true length.
     walk = Walk.of(
         Partition.of(refs, num_partitions=config.num_partitions),
-        window=None if refs.sliding_window is None else refs.sliding_window[0],
+        window=given(refs.sliding_window, lambda window: window[0]),
         q_len=refs.q.shape[1],
         block_size=refs.block_size,
         tile_tokens=TILE,
@@ -122,10 +122,9 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
 
     # 5. The rows; of a sequence with several partitions in the program that merges them.
     def finish(sums: Sums) -> None:
-        sinks = None if refs.sinks is None else ROWS_LAST.load(refs.sinks.at[partition.kv_head])
+        sinks = given(refs.sinks, lambda sinks: ROWS_LAST.load(sinks.at[partition.kv_head]))
         factor, lse = normalise(sums.m, sums.l, sinks)
-        if (v_scale := of_head(refs.v_scale, refs.cache_head(partition.kv_head))) is not None:
-            factor = factor * v_scale
+        factor = scaled(factor, of_head(refs.v_scale, refs.cache_head(partition.kv_head)))
         parts = [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in sums.acc]
         store(parts, lse, refs.out, refs.lse, row, partition.kv_head, refs.group)
 
@@ -163,14 +162,15 @@ def launch(
     by_xla = config.merged_by == "xla"
 
     per_row = functools.partial(by_row, kv_heads=kv_heads, q_len=q_len, rows=rows)
-    tree_bits = None if options.tree_bits is None else bits_by_row(options.tree_bits, group=group, rows=rows)
+    tree_bits = given(options.tree_bits, functools.partial(bits_by_row, group=group, rows=rows))
     inputs = {
         "q": q,
         "k_cache": k_cache,
-        **({} if v_cache is None else {"v_cache": v_cache}),
+        "v_cache": v_cache,
         "block_tables": block_tables,
         "lengths": lengths,
-        **({} if plan is None else vars(plan)),
+        "partitions": given(plan, lambda plan: plan.partitions),
+        "partition_starts": given(plan, lambda plan: plan.partition_starts),
         **name_operands(options, per_row, with_sinks=not by_xla, tree_bits=tree_bits),
     }
     # XLA gets the first partition of each sequence, then the second of each: [partitions * seqs, ...].
@@ -194,7 +194,7 @@ def launch(
             q_len=q_len,
             group=group,
             head_dim=head_dim,
-            value_dim=None if v_cache is None else out_dim,
+            value_dim=given(v_cache, lambda _: out_dim),
             block_size=k_cache.shape[1],
             dtype=q.dtype,
             cache_dtype=k_cache.dtype,

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.logits import soft_capped
 from pallas_kernels.common.options import given
 from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS, ROWS_LAST
-from pallas_kernels.common.scales import of_head
+from pallas_kernels.common.scales import of_head, scaled
 from pallas_kernels.decode.walk import Walk
 
 
@@ -34,9 +34,7 @@ class Logits:
         scale = refs.scale[0]
         cap = given(refs.logits_soft_cap, lambda cap: cap[0])
         slopes = given(refs.alibi_slopes, lambda slopes: ROWS_LAST.load(slopes.at[kv_head]))
-        k_scale = of_head(refs.k_scale, refs.cache_head(kv_head))
-        if k_scale is not None:
-            scale = scale * k_scale
+        scale = scaled(scale, of_head(refs.k_scale, refs.cache_head(kv_head)))
 
         def load_bits(bits: Any) -> list[jax.Array]:
             return [ROWS_LAST.load(bits.at[walk.seq, word]) for word in range(bits.shape[1])]

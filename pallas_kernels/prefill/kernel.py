@@ -15,7 +15,7 @@ from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.options import AttentionOptions, given, name_operands
 from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, normalise
-from pallas_kernels.common.scales import of_head
+from pallas_kernels.common.scales import of_head, scaled
 from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
@@ -120,7 +120,7 @@ def compute(
         scales = scales_of(item.kv_head)
         k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (refs.k_scale, refs.v_scale))
         rows.finish_load()
-        scale = softmax_scale if k_scale is None else softmax_scale * k_scale
+        scale = scaled(softmax_scale, k_scale)
         pl.when(scale < 0)(lambda: rows.negate(q_smem))
         scale = jnp.abs(scale)
         if q_float16.dtype != q_smem.dtype:
@@ -148,9 +148,7 @@ def compute(
         if config.output_columns:
             start_load(next_numbers)
         factor, lse = normalise(m, l, sinks)
-        if v_scale is not None:
-            factor = factor * v_scale
-        o = acc * ROWS_FIRST.over(factor, acc.shape)
+        o = acc * ROWS_FIRST.over(scaled(factor, v_scale), acc.shape)
         if config.num_parts > 1:
             rows.store_float32(o, refs.out, item, o_smem)
         else:

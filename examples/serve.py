@@ -96,6 +96,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--prefix-cache", action="store_true", help="let requests share the blocks of equal beginnings")
     parser.add_argument(
+        "--host-cache-mb",
+        type=positive,
+        metavar="N",
+        help="with --prefix-cache: host memory for what the pool has no room for, in 10^6 bytes; default: none",
+    )
+    parser.add_argument(
         "--max-queue",
         type=positive,
         default=128,
@@ -161,6 +167,10 @@ def create_service(args: argparse.Namespace) -> "Service":
         raise RequestError(f"--adapter needs a name of its own for each; got {', '.join(names)}.")
     if args.adapter and args.tensor_parallel > 1:
         raise RequestError("--adapter is for one device; leave --tensor-parallel out.")
+    if args.host_cache_mb and not args.prefix_cache:
+        raise RequestError("--host-cache-mb keeps cached beginnings: pass --prefix-cache too.")
+    if args.host_cache_mb and set(layer_windows(checkpoint.config)) != {None}:
+        raise RequestError("--host-cache-mb is not for models with windows; leave it out.")
     max_length, num_blocks = min(args.max_length, checkpoint.config.context), args.num_blocks
     if args.cache_mb is not None:
         capacity = find_capacity(checkpoint.config, args)
@@ -192,6 +202,7 @@ def create_service(args: argparse.Namespace) -> "Service":
             chunk_tokens=args.chunk_tokens,
             steps_per_slice=args.steps_per_slice,
             prefix_cache=args.prefix_cache,
+            host_cache_bytes=args.host_cache_mb and args.host_cache_mb * 10**6,
             num_adapters=len(args.adapter),
             drafts=args.drafts,
             num_stop_ids=len(checkpoint.tokenizer.eos_ids),

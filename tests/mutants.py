@@ -668,6 +668,13 @@ MUTANTS = (
         "tests/engine/test_books.py::held",
     ),
     Mutant(
+        "engine: slices are sent for rows that are held",
+        "jaxpaged/_engine/books.py",
+        "bool(self.queue) and not self._num_held and",
+        "len(self.queue) > self._num_held and",
+        "tests/engine/test_books.py::held",
+    ),
+    Mutant(
         "host tier: blocks of other weights are kept",
         HOST_TIER,
         "if salt not in self._salts:",

@@ -71,8 +71,8 @@ class Books:
 
     @property
     def has_more(self) -> bool:
-        """Whether another slice can take rows out of the queue."""
-        return len(self.queue) > self._num_held and self._num_sent < self._max_requests
+        """Whether another slice can take rows out of the queue at once: nothing is held that comes before them."""
+        return bool(self.queue) and not self._num_held and self._num_sent < self._max_requests
 
     @property
     def is_device_empty(self) -> bool:

@@ -163,3 +163,4 @@ def test_rows_that_are_held_keep_their_turn(books):
     more = add(books, 3)
     assert books.send(1, lambda row: True).rows == []  # one is looked at
     assert [row.request_id for row in books.queue] == more
+    assert not books.has_more  # it would be held again, and again

@@ -660,6 +660,15 @@ def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):
     bytes_per_token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
     assert made["num_blocks"] == 10**6 // (8 * bytes_per_token)
     assert f"{made['num_blocks']:,} blocks" in capsys.readouterr().err
+    assert made["host_cache_bytes"] is None
+    serve.create_service(serve.parse_arguments([*options, "--prefix-cache", "--host-cache-mb=3"]))
+    assert (made["prefix_cache"], made["host_cache_bytes"]) == (True, 3 * 10**6)
+    with pytest.raises(RequestError, match="pass --prefix-cache too"):
+        serve.create_service(serve.parse_arguments([*options, "--host-cache-mb=3"]))
+    monkeypatch.setattr(serve, "layer_windows", lambda config: [None, 8])
+    with pytest.raises(RequestError, match="not for models with windows"):
+        serve.create_service(serve.parse_arguments([*options, "--prefix-cache", "--host-cache-mb=3"]))
+    monkeypatch.undo()
 
     devices = 4 * config.num_kv_heads  # they hold a KV head each
     capacity = serve.find_capacity(config, serve.parse_arguments([*options, f"--tensor-parallel={devices}"]))

@@ -263,7 +263,7 @@ MUTANTS = (
         "drafts: of any length",
         DRAFTING,
         "LEAST_SUFFIX, MOST_SUFFIX = 2, 8",
-        "LEAST_SUFFIX, MOST_SUFFIX = 2, 7",
+        "LEAST_SUFFIX, MOST_SUFFIX = 3, 8",
         f"{DRAFTS}::followed",
     ),
     Mutant("kinds: waits for ever", KINDS, "(is_idle | (num_waited >= LONGEST_WAIT))", "is_idle", NEXT_KIND),

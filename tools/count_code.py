@@ -1,7 +1,8 @@
 """Counts code: `python tools/count_code.py [folder or file ...]`, by default the two packages and their parts.
 
 Code is tokens, without comments, docstrings, imports and line ends: lines can be squeezed, tokens cannot. The share is
-of words in comments and docstrings for each token of code. The last two columns are in lines.
+of words in comments and docstrings for each token of code. Branches are `if` statements and expressions. The last two
+columns are in lines.
 """
 
 import ast
@@ -40,6 +41,10 @@ def count(source: str) -> tuple[int, int]:
     return tokens, words
 
 
+def count_branches(source: str) -> int:
+    return sum(isinstance(node, ast.If | ast.IfExp) for node in ast.walk(ast.parse(source)))
+
+
 def largest_function(source: str) -> tuple[int, str]:
     """Its lines without its docstring, and its name."""
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, Function)]
@@ -55,14 +60,16 @@ def report(folder: Path) -> str:
     sources = {file.relative_to(folder) if folder.is_dir() else file: file.read_text() for file in files}
     counts = [count(source) for source in sources.values()]
     tokens, words = (sum(column) for column in zip(*counts, strict=True))
+    branches = sum(map(count_branches, sources.values()))
     lines, file = max((len(source.splitlines()), str(file)) for file, source in sources.items())
     size, name = max(largest_function(source) for source in sources.values())
-    return f"{folder!s:<24} {len(files):5} {tokens:8} {words / tokens:7.2f}   {file} {lines:<20} {name} {size}"
+    numbers = f"{len(files):5} {tokens:8} {words / max(tokens, 1):7.2f} {branches:10}"
+    return f"{folder!s:<24} {numbers}   {file} {lines:<20} {name} {size}"
 
 
 def main() -> None:
     folders = sys.argv[1:] or FOLDERS
-    print(f"{'':<24} files   tokens   share   largest file, function")
+    print(f"{'':<24} files   tokens   share   branches   largest file, function")
     for folder in map(Path, folders):
         print(report(folder))
 

@@ -41,6 +41,11 @@ def test_squeezed_lines_count_the_same():
     assert TOOL["count"](squeezed)[0] == TOOL["count"](SOURCE)[0] + 1  # the semicolon
 
 
+def test_branches():
+    source = "if a:\n    b\nelif c:\n    d\nelse:\n    e = f if g else [h for h in i if h or j]"
+    assert TOOL["count_branches"](source) == 3
+
+
 @pytest.mark.parametrize(("source", "largest"), [(SOURCE, (3, "longer")), ("x = 1", (0, ""))])
 def test_the_largest_function(source, largest):
     assert TOOL["largest_function"](source) == largest

@@ -12,6 +12,7 @@ from lib import checkpoint
 
 pytestmark = pytest.mark.slow
 
+NEW_TOKENS = 24  # of the 48 in the file: blocks have 16
 NEAR_TIE = 0.005  # two orders of magnitude above the spread of its own attention implementations, 5e-5
 DATA = Path(__file__).with_name("data") / "smollm2_greedy.jsonl"
 CASES = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
@@ -37,12 +38,12 @@ def test_greedy_tokens(tokenizer, optimised, capsys):
         tokenizer.tokenizer.decode(c["prompt_tokens"], skip_special_tokens=False) if c["chat"] else c["prompt"]
         for c in CASES
     ]
-    assert generate.main(["--json", "--max-new-tokens=48", *(f"--prompt={text}" for text in texts)]) == 0
+    assert generate.main(["--json", f"--max-new-tokens={NEW_TOKENS}", *(f"--prompt={text}" for text in texts)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     for case, line in zip(CASES, lines, strict=True):
         assert line["prompt_tokens"] == case["prompt_tokens"], case["name"]
         tie = next((i for i, gap in enumerate(case["gaps"]) if gap < NEAR_TIE), len(case["tokens"]))
-        assert line["tokens"][:tie] == case["tokens"][:tie], case["name"]
+        assert line["tokens"][:tie] == case["tokens"][: min(tie, NEW_TOKENS)], case["name"]
 
 
 def test_conversations(tokenizer):

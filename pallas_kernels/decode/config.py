@@ -6,6 +6,7 @@ Pure functions of ints: nothing here is traced, and all of it is tested on a CPU
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -31,7 +32,12 @@ class Config:
     merged_by: Literal["last", "xla"] = "last"  # partitions of a sequence: by the program that is last, or by XLA
 
 
-def limit(
+def limit(**shape: Any) -> str | None:
+    """What this kernel cannot take, with the limit and the value; None: it takes the call. `shape`: of `_limits`."""
+    return next((text for text, is_beyond in _limits(**shape) if is_beyond), None)
+
+
+def _limits(
     *,
     head_dim: int,
     value_dim: int | None = None,  # None: head_dim
@@ -42,51 +48,50 @@ def limit(
     q_dtype: Any,
     cache_dtype: Any,
     compute_capability: float,
-) -> str | None:
-    """What this kernel cannot take, with the limit and the value; None: it takes the call."""
-    if compute_capability < LEAST_COMPUTE_CAPABILITY:
-        return f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}."
-    if q_dtype not in DTYPES:
-        return f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}."
-    eight_bit = is_8bit(cache_dtype)
-    if cache_dtype != q_dtype and not eight_bit:
-        return (
-            "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
-            f"got {cache_dtype=!s}, {q_dtype=!s}."
-        )
-    if cache_dtype == jnp.float8_e4m3fn and compute_capability < 8.9:
-        return (
-            "the decode kernel takes float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
-            f"from 8.0; got {compute_capability=}."
-        )
-    multiple = 16 if eight_bit else 8  # 16 bytes, one asynchronous copy
+) -> Iterator[tuple[str, bool]]:
+    """Each limit, and whether the call is beyond it. One is looked at if the call is within those before."""
+    yield (
+        f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}.",
+        compute_capability < LEAST_COMPUTE_CAPABILITY,
+    )
+    yield f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.", q_dtype not in DTYPES
+    eight_bit, itemsize = is_8bit(cache_dtype), jnp.dtype(cache_dtype).itemsize
+    yield (
+        "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
+        f"got {cache_dtype=!s}, {q_dtype=!s}.",
+        cache_dtype != q_dtype and not eight_bit,
+    )
+    yield (
+        "the decode kernel takes float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
+        f"from 8.0; got {compute_capability=}.",
+        cache_dtype == jnp.float8_e4m3fn and compute_capability < 8.9,
+    )
+    multiple = 16 // itemsize  # 16 bytes, one asynchronous copy
     most = MAX_LATENT if is_latent else MAX_HEAD_DIM
-    widths = [head_dim] if is_latent or value_dim is None else [head_dim, value_dim]
-    if max(widths) > most or any(width % multiple for width in widths):
-        return (
-            f"the decode kernel takes a head_dim that is a multiple of 8 up to {most}, of an 8-bit cache of 16; "
-            f"got {head_dim=}, {value_dim=}, {cache_dtype=!s}."
-        )
-    if block_size not in (8, 16, 32) and block_size % TILE:
-        return f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}."
+    widths = (head_dim,) if is_latent else (head_dim, value_dim or head_dim)
+    yield (
+        f"the decode kernel takes a head_dim that is a multiple of 8 up to {most}, of an 8-bit cache of 16; "
+        f"got {head_dim=}, {value_dim=}, {cache_dtype=!s}.",
+        max(widths) > most or any(width % multiple for width in widths),
+    )
+    yield (
+        f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}.",
+        block_size not in (8, 16, 32) and block_size % TILE != 0,
+    )
+    sizes: Any = dict(head_dim=head_dim, value_dim=value_dim, itemsize=itemsize)
     if is_latent:
-        group //= head_parts(
-            group=group,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            itemsize=jnp.dtype(cache_dtype).itemsize,
-            compute_capability=compute_capability,
-        )
-    if q_len * group > MAX_ROWS:
-        return f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
-    sizes: Any = dict(head_dim=head_dim, value_dim=value_dim, is_latent=is_latent)
-    needed = smem_bytes(1, q_len=q_len, group=group, itemsize=jnp.dtype(cache_dtype).itemsize, **sizes)
-    if needed > (room := program_smem(compute_capability)):
-        return (
-            f"the decode kernel has {room} bytes of shared memory on this GPU, and needs {needed} for "
-            f"{head_dim=}, {q_len=}, {group=}. Pass fewer query tokens at a time."
-        )
-    return None
+        group //= head_parts(group=group, compute_capability=compute_capability, **sizes)
+    yield (
+        f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}.",
+        q_len * group > MAX_ROWS,
+    )
+    needed = smem_bytes(1, q_len=q_len, group=group, is_latent=is_latent, **sizes)
+    room = program_smem(compute_capability)
+    yield (
+        f"the decode kernel has {room} bytes of shared memory on this GPU, and needs {needed} for "
+        f"{head_dim=}, {q_len=}, {group=}. Pass fewer query tokens at a time.",
+        needed > room,
+    )
 
 
 def default_config(

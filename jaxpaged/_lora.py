@@ -1,5 +1,7 @@
 """Low-rank adapters (LoRA) of a linear layer, another one for each token."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike

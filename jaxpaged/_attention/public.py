@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._attention.call import Call, check_call
+from jaxpaged._attention.call import Call, CallKeywords, check_call
 from jaxpaged._attention.choose import Implementation, Known
-from jaxpaged._attention.options import Options, known_int
+from jaxpaged._attention.options import known_int
 from jaxpaged._attention.plan import check_partitions, check_plan
 from jaxpaged._attention.run import attend
 from jaxpaged._attention.shared_prefix import PrefixGroups
@@ -31,13 +31,10 @@ class ContextKeywords(TypedDict, total=False):
     implementation: Implementation | None
 
 
-class AttentionKeywords(Options, total=False):
+class AttentionKeywords(CallKeywords, total=False):
     """The options that every caller of `paged_attention` passes on."""
 
-    query_starts: ArrayLike | None
-    tree_mask: ArrayLike | None
     shared_prefix: ArrayLike | PrefixGroups | None
-    latent_values: int | None
     num_partitions: int | None
     plan: PartitionPlan | None
     implementation: Implementation | None
@@ -237,19 +234,16 @@ def whole_attention(
 def check(
     arrays: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike, ArrayLike],
     *,
-    query_starts: ArrayLike | None = None,
-    tree_mask: ArrayLike | None = None,
-    latent_values: int | None = None,
     num_partitions: int | None = None,
     plan: PartitionPlan | None = None,
     implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[CallKeywords],
 ) -> tuple[Call, Known]:
     """The checked arguments, and what is known of them before they become arrays."""
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     num_partitions = check_partitions(num_partitions)
-    call = check_call(*arrays, query_starts=query_starts, tree_mask=tree_mask, latent_values=latent_values, **options)
+    call = check_call(*arrays, **options)
     if plan is not None:
         check_plan(plan, call, num_partitions)
     known = Known(

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._attention.call import Call, check_call
-from jaxpaged._attention.options import Options
+from jaxpaged._attention.call import Call, CallKeywords, check_call
 from jaxpaged._attention.runs import cut_packed, join_packed, place_runs
 from jaxpaged._attention.tree import from_rows
 from jaxpaged._one_program import one_program
@@ -24,11 +23,8 @@ def paged_attention_reference(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
-    query_starts: ArrayLike | None = ...,
-    tree_mask: ArrayLike | None = ...,
-    latent_values: int | None = ...,
     return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
+    **options: Unpack[CallKeywords],
 ) -> jax.Array: ...
 
 
@@ -40,11 +36,8 @@ def paged_attention_reference(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
-    query_starts: ArrayLike | None = ...,
-    tree_mask: ArrayLike | None = ...,
-    latent_values: int | None = ...,
     return_lse: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[CallKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -55,11 +48,8 @@ def paged_attention_reference(
     block_tables: ArrayLike,
     lengths: ArrayLike,
     *,
-    query_starts: ArrayLike | None = None,
-    tree_mask: ArrayLike | None = None,
-    latent_values: int | None = None,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[CallKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What `paged_attention` must compute, in float32 at the highest precision.
 
@@ -73,10 +63,9 @@ def paged_attention_reference(
     Raises:
         ValueError: as `jaxpaged.paged_attention`.
     """
-    arrays = q, k_cache, v_cache, block_tables, lengths
-    call = check_call(*arrays, query_starts=query_starts, tree_mask=tree_mask, latent_values=latent_values, **options)
-    out, lse = _attend_packed(call) if query_starts is not None else _attend(call)
-    if query_starts is None and jnp.ndim(q) == 3:
+    call = check_call(q, k_cache, v_cache, block_tables, lengths, **options)
+    out, lse = _attend(call) if call.query_starts is None else _attend_packed(call)
+    if call.query_starts is None and jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
 

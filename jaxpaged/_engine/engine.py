@@ -588,13 +588,16 @@ class Engine:
                 self._state_of_slice, where = self._copies.put(self._state_of_slice, piece)
                 put.append(where)
             self._state_of_slice, report = self._run_slice(weights, self._state_of_slice, pack(inbox))
-            if self._copies is not None and sent:
-                sent.moved = self._copies.take(self._state_of_slice, report, put)
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state_of_slice)):
                 raise StateLostError from failure
             raise
         report.words.copy_to_host_async()
+        if self._copies is not None and sent:
+            try:
+                sent.moved = self._copies.take(self._state_of_slice, report, put)
+            except Exception as failure:  # the slice came to pass, or the new state is broken
+                raise StateLostError from failure
         return report
 
     def _receive(self) -> None:

@@ -209,6 +209,18 @@ def test_blocks_behind_a_gap_are_not_listed(engine):
     engine.update_weights(random_weights())  # they hold nothing
 
 
+def test_a_copy_that_fails_behind_a_slice_takes_the_engine_down(engine, monkeypatch):
+    def fail(*args):
+        raise MemoryError("no room for a copy")
+
+    MADE.clear()
+    monkeypatch.setattr(engine._copies, "take", fail)
+    request = engine.add_request([1, 2, 3], GREEDY)
+    with pytest.raises(RuntimeError, match=r"engine is lost: .* MemoryError: no room for a copy"):
+        finish(engine)
+    assert request in engine._books.requests
+
+
 def test_what_a_host_tier_needs():
     options = dict(num_blocks=9, host_cache_bytes=10**6)
     for more, message in (

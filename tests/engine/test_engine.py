@@ -671,7 +671,8 @@ def test_the_layers_of_a_step_follow_one_plan(max_blocks, options, before, insid
     sizes, indices = dict(num_blocks=40, block_size=256), jnp.arange(8, dtype=jnp.int32)
     stack = KVCache.create(**sizes, num_kv_heads=2, head_dim=64, num_layers=3)
     allocator = BlockAllocator.create(**sizes, num_seqs=8, max_blocks_per_seq=max_blocks)
-    step = SimpleNamespace(positions=indices, slots=indices, last=indices, query_starts=None)
+    step = SimpleNamespace(positions=indices, slots=indices, seats=indices, last=indices, query_starts=None)
+    step.sampling = SimpleNamespace(adapter=jnp.full(8, -1, jnp.int32))
     settings = AttentionSettings(
         num_heads=2, num_kv_heads=2, head_dim=64, rotary_frequencies=None, dtype="bfloat16", **options
     )

@@ -163,6 +163,21 @@ def perplexity(points: Points) -> str:
     return table((*heads, "prompts equal", "tokens before"), rows)
 
 
+def trainer_logprobs(points: Points) -> str:
+    found: dict[str, dict[str, Any]] = {}
+    for point in points("cpu/trainer_logprobs").values():
+        found.setdefault(point["what"], {})[point["dtype"]] = point
+    dtypes = "float32", "bfloat16"
+    rows = [
+        [
+            what,
+            *(f"{of[dtype][key]:.1e}" if dtype in of else "" for dtype in dtypes for key in ("mean_nats", "most_nats")),
+        ]
+        for what, of in found.items()
+    ]
+    return table(("", *(f"{dtype}, {word}" for dtype in dtypes for word in ("mean", "largest"))), rows)
+
+
 def groups(points: Points) -> str:
     parts: dict[str, dict[str, str]] = {}
     for name, point in points("cpu/groups").items():

@@ -113,7 +113,7 @@ def greedy_tokens(model: Llama, config: LlamaConfig, prompts: list[list[int]], c
 
 def short_prompts() -> tuple[list[list[int]], list[list[int]]]:
     """Prompts, and their greedy tokens by another implementation, in float32."""
-    lines = (ROOT / "tests" / "data" / "smollm2_greedy.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "tests" / "examples" / "data" / "smollm2_greedy.jsonl").read_text(encoding="utf-8").splitlines()
     cases = [case for case in map(json.loads, lines) if len(case["prompt_tokens"]) <= 100]
     return [case["prompt_tokens"] for case in cases], [case["tokens"][:NEW_TOKENS] for case in cases]
 

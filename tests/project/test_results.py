@@ -77,7 +77,8 @@ def test_the_index_of_decisions_has_every_file_and_the_rules_that_there_are():
     missing = rules - {name for pair in defined for name in pair}
     assert not missing, f"{INDEX} names rules that the code has no more: rename them there, or write `gone`"
     ruled = {f"decisions/{file}.json" for rule, _, file in DECISIONS if rule != "gone"}
-    assert set().union(*map(named, code.values())) == ruled, f"the comments beside rules, and {INDEX}, name other files"
+    beside = {file for file in set().union(*map(named, code.values())) if file.startswith("decisions/")}
+    assert beside == ruled, f"the comments beside rules, and {INDEX}, name other files"
 
 
 @pytest.mark.parametrize(("rule", "text", "file"), DECISIONS, ids=[f"{rule}-{file}" for rule, _, file in DECISIONS])

@@ -239,7 +239,7 @@ def test_prompts_by_every_method_that_a_cpu_has(tmp_path):
 
 def test_latents_of_8_and_16_bits(tmp_path, monkeypatch):
     monkeypatch.setattr(latents, "LEAST_BYTES", 10**5)
-    monkeypatch.setattr(latents, "read_bandwidth", lambda seconds: 1e12)
+    monkeypatch.setattr(latents, "read_bandwidth", lambda *_: 1e12)
     names = ["1 2x64 xla", "1 2x64 float8_e4m3fn xla"]
     monkeypatch.setattr("sys.argv", ["latents", "--output", str(tmp_path / "latents.json"), "--points", *names])
     latents.main()

@@ -10,6 +10,7 @@ from jaxpaged import SamplingParams
 from jaxpaged._engine.host_copies import Moved, Piece
 from jaxpaged._engine.host_tier import HostTier
 from jaxpaged._engine.requests import Row
+from tests.compiled import instructions
 from tests.toy_model import (
     BLOCK_SIZE,
     HEAD_DIM,
@@ -191,6 +192,18 @@ def test_random_requests_in_a_tight_pool_get_their_own_tokens(engine):
     engine.generate([[0]], GREEDY)
     assert (tier._fetches, tier._coming, tier._num_staged) == ([], set(), 0)
     assert all(serial > 0 for serial in tier._listed.values())
+
+
+def test_the_programs_copy_no_cache(engine):
+    cache, copies = engine._state.caches, engine._copies
+    shape = f"f32[{','.join(map(str, cache.k.shape))}]"
+    for program in (copies._put_in, copies._take_out):
+        found = [
+            (name, line) for name, _, line in instructions(program.as_text()) if shape in line.split(name + "(")[0]
+        ]
+        assert found  # the search sees the cache
+        assert [name for name, _ in found if name.startswith("copy")] == []
+    assert copies._put_in.memory_analysis().alias_size_in_bytes >= cache.k.nbytes + cache.v.nbytes
 
 
 def test_blocks_behind_a_gap_are_not_listed(engine):

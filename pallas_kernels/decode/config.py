@@ -142,6 +142,7 @@ def default_config(
         copies="tma" if compute_capability >= 9.0 and is_whole else "cp_async",
         head_parts=parts,
         # The sums of a latent are as large as half a tile. One program would take too long to read many of them.
+        # [latents_h100 of benchmarks/results/decisions/]
         merged_by="xla" if is_latent and num_partitions > 1 and not planned else "last",
     )
 

@@ -37,7 +37,7 @@ class StepAttention:
             the pool for padding.
         query_starts: int32 `[seqs + 1]`, where each sequence's tokens begin. None: token i belongs to row i.
         last: int32, the index of each seat's newest token, what `newest` picks; None: each token.
-        adapters: int32 `[tokens]`, the adapter of each token's request; -1: none. For `jaxpaged.lora`.
+        adapters: int32 `[tokens]`, the adapter of each token's request, for `jaxpaged.lora`; -1: none. Engines give it.
         num_partitions: the default of attention's `num_partitions`; None: enough to fill the GPU.
         plan: the one that all layers without a window follow; None: each layer makes its own if that pays.
         prefix_groups: what begins with the same blocks, which these layers read once; None: each row reads its own.
@@ -48,7 +48,7 @@ class StepAttention:
     slots: jax.Array
     query_starts: jax.Array | None
     last: jax.Array | None
-    adapters: jax.Array
+    adapters: Any = None
     num_partitions: int | None = None
     plan: PartitionPlan | None = None
     prefix_groups: PrefixGroups | None = None

@@ -16,7 +16,7 @@ from jaxpaged._scheduler.scheduler import Scheduler
 BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
 SHARING_ROWS = 16  # to read shared blocks once takes about as long as this many rows of a wide step
 FEW_PARTS = 3  # a narrow step with chunks has at most this part of the rows of the widest
-PACKED = 1.02  # the time of a step with drafts in that of one without of as many rows
+PACKED = 1.06  # a step with drafts takes this times one of single tokens with as many rows [h100/engine_drafts.json]
 
 
 @dataclasses.dataclass(frozen=True)

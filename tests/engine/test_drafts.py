@@ -292,10 +292,11 @@ EIGHT, ALL, DRAFTS_FOR_ALL, TWICE, _ = range(5)
         (16, 0, [0, 0], ALL),
         (16, 0, [0.1, 0], ALL),  # twice the rows would cost more
         (16, 0, [0.9, 0.8], TWICE),
-        (12, 0, [0.2, 0], DRAFTS_FOR_ALL),  # for four of them
-        (12, 4, [0.2, 0], TWICE),  # else prompts would take their rows
-        (12, 0, [0.08, 0], DRAFTS_FOR_ALL),
-        (12, 0, [0.05, 0.1], ALL),  # the second drafts get no row
+        (12, 0, [0.22, 0], DRAFTS_FOR_ALL),  # for four of them
+        (12, 4, [0.22, 0], TWICE),  # else prompts would take their rows
+        (12, 0, [0.19, 0], DRAFTS_FOR_ALL),
+        (12, 0, [0.1, 0], ALL),  # packed rows take longer
+        (16, 0, [0.1, 0.5], ALL),  # the second drafts get no row
     ],
 )
 def test_drafts_take_a_step_that_pays(num_needing, num_pending, gains, expected):

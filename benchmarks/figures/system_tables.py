@@ -175,7 +175,7 @@ def trainer_logprobs(points: Points) -> str:
         ]
         for what, of in found.items()
     ]
-    return table(("", *(f"{dtype}, {word}" for dtype in dtypes for word in ("mean", "largest"))), rows)
+    return table(("compared", *(f"{dtype}, {word}" for dtype in dtypes for word in ("mean", "largest"))), rows)
 
 
 def groups(points: Points) -> str:

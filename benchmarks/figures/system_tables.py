@@ -167,15 +167,14 @@ def trainer_logprobs(points: Points) -> str:
     found: dict[str, dict[str, Any]] = {}
     for point in points("cpu/trainer_logprobs").values():
         found.setdefault(point["what"], {})[point["dtype"]] = point
-    dtypes = "float32", "bfloat16"
+    units = {"float32": 1e-6, "bfloat16": 1e-3}
+    keys = [(dtype, key) for dtype in units for key in ("mean", "most")]
     rows = [
-        [
-            what,
-            *(f"{of[dtype][key]:.1e}" if dtype in of else "" for dtype in dtypes for key in ("mean_nats", "most_nats")),
-        ]
+        [what, *(f"{of[dtype][f'{key}_nats'] / units[dtype]:.1f}" if dtype in of else "" for dtype, key in keys)]
         for what, of in found.items()
     ]
-    return table(("compared", *(f"{dtype}, {word}" for dtype in dtypes for word in ("mean", "largest"))), rows)
+    heads = (f"{dtype}, {key}, {units[dtype]:.0e} nats".replace("e-0", "e-") for dtype, key in keys)
+    return table(("compared", *heads), rows)
 
 
 def groups(points: Points) -> str:

@@ -1,6 +1,6 @@
 """Which kernel computes a call on this machine: what `choose` says, if the kernels are right here.
 
-The kernels are known to be right on Hopper. On another kind of GPU a self-test of some seconds compares them with the
+The kernels are known to be right on Hopper. On another kind of GPU a self-test compares them with the
 reference before they compute a call by default: at the first call outside of a trace, or when an `Engine` is made. Its
 result is kept in the user's cache folder, for a GPU, its driver, and the versions of JAX and jaxpaged. A call that is
 traced before computes with the kernels, and a warning names the self-test. With JAXPAGED_SELFTEST=0 in the environment

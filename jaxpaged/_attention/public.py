@@ -156,7 +156,7 @@ def paged_attention(
         implementation: "mosaic_gpu", kernels for NVIDIA GPUs, with q in bfloat16 or float16 and a cache in q's dtype or
             of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is an NVIDIA GPU since
             Ampere, the call is lowered for it and the kernels take these arguments, otherwise "xla": `explain` says
-            which, and why. On other GPUs than Hopper a self-test of some seconds comes first, once, and if it fails
+            which, and why. On other GPUs than Hopper a self-test comes first, once, and if it fails
             "xla" computes, with a warning: see the guide. A named implementation never falls back.
 
     Returns:

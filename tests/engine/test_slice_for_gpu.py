@@ -26,7 +26,7 @@ def main():
     """Prints the compiled module."""
     mesh = resources.make_mesh(resources.H100)
     engine = toy_model.shared_engine(16)
-    news = engine._inbox_of([], [], wants_logprobs=False, num_steps=0)
+    news = engine._inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
     types = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype, sharding=NamedSharding(mesh, PartitionSpec())),
         (engine._weights, engine._state_of_slice, news),

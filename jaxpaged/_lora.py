@@ -8,8 +8,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._integers import as_int32
 
-# To gather an adapter is to read it, to write it and to read it again; a masked product reads each adapter once.
-GATHERED = 3
+GATHERED = 4  # tokens for each adapter: up to so many, their adapters are gathered. [adapters_h100]
 
 
 def lora(x: ArrayLike, a: ArrayLike, b: ArrayLike, ids: ArrayLike) -> jax.Array:
@@ -20,9 +19,10 @@ def lora(x: ArrayLike, a: ArrayLike, b: ArrayLike, ids: ArrayLike) -> jax.Array:
     The factor that PEFT calls scaling, `lora_alpha / r`, is part of `b`. Adapters of smaller ranks are filled up with
     zeros.
 
-    Many tokens are multiplied with all adapters, in two products, between which the others' are masked. That reads each
-    adapter once and takes `adapters * rank` times `features + outputs` multiplications a token. An adapter that is not
-    finite spoils the outputs of all. If adapters outnumber the tokens, those of the tokens are gathered instead.
+    Up to four tokens for each adapter are multiplied with their own adapters, which are gathered. More are multiplied
+    with all adapters, in two products, between which the others' are masked. That reads each adapter once and takes
+    `adapters * rank` times `features + outputs` multiplications a token. An adapter that is not finite then spoils the
+    outputs of all.
 
     Args:
         x: `[tokens, features]`, the layer's input.
@@ -51,7 +51,7 @@ def lora(x: ArrayLike, a: ArrayLike, b: ArrayLike, ids: ArrayLike) -> jax.Array:
             f"got {list(x.shape)}, {list(a.shape)}, {list(b.shape)} and {list(ids.shape)}."
         )
     num_adapters = len(a)
-    if GATHERED * len(x) <= num_adapters:
+    if len(x) <= GATHERED * num_adapters:
         rows = jnp.einsum("tf,trf->tr", x, a[ids])
         rows = jnp.where(ids[:, None] >= 0, rows, 0)
         return jnp.einsum("tr,tro->to", rows, b[ids])

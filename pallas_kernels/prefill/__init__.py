@@ -38,7 +38,8 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 |---|---|
 | `config` | what the kernel takes, and how a call is cut up |
 | `refs` | every array with its shape, and the shared memory |
-| `kernel` | a program from its start to its end, and the launch |
+| `kernel` | a program from its start to its end |
+| `launch` | how both forms of the kernel are called; `common.merge_parts`: the parts of an item, put together |
 | `work_list`, `item` | the items, and an item inside the kernel |
 | `fetch` | how K and V are fetched |
 | `widener`, `scales` | how an 8-bit cache is widened, and its scales fetched; `common.scales`: where they are used |
@@ -46,7 +47,6 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 | `products` | the work of the tensor cores |
 | `logits`, `softmax` | from the products of Q and K to the weights |
 | `rows_of_item` | how Q is read and O and lse are written |
-| `common.merge_parts` | the parts of an item, put together |
 
 Source: Shah et al., FlashAttention-3, 2024 (https://arxiv.org/abs/2407.08608).
 """

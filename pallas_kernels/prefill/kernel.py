@@ -10,16 +10,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import merge_parts
 from pallas_kernels.common.fetch import Ring
-from pallas_kernels.common.launch import launch as launch_kernel
-from pallas_kernels.common.options import AttentionOptions, given, name_operands
+from pallas_kernels.common.options import AttentionOptions, given
 from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, normalise
 from pallas_kernels.common.scales import of_head, scaled
 from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
 from pallas_kernels.prefill.item import Items
+from pallas_kernels.prefill.launch import launch as launch_form
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.products import products_of
 from pallas_kernels.prefill.refs import Refs, scratch
@@ -199,53 +198,27 @@ def launch(
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
-    tokens, heads, head_dim = q.shape
-    parts, in_parts = config.num_parts, config.num_parts > 1
+    _, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    group = heads // kv_heads
-    width = round_up(head_dim, 64)
     eight_bit = is_8bit(k_cache.dtype)
     matrix = matrix_transforms(head_dim, eight_bit)
-
-    def per_row(by_head: jax.Array) -> jax.Array:
-        by_item = jnp.repeat(by_head.reshape(-1, config.heads), config.item_tokens, axis=1)
-        return jnp.pad(by_item, ((0, 0), (0, ROWS - by_item.shape[1])))
-
-    inputs = {
-        "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "block_tables": block_tables,
-        "entries": work.entries,
-        "num_entries": work.num_entries,
-        **name_operands(options, per_row, with_sinks=not in_parts),
-    }
-    out_types = {
-        "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),
-        "lse": jax.ShapeDtypeStruct((parts * tokens, heads), jnp.float32),
-    }
-    scratch_types = scratch(
-        config,
-        width=width,
-        block_size=block_size,
-        dtype=q.dtype,
-        cache_dtype=k_cache.dtype,
-        scales=(options.k_scale, options.v_scale),
-        matrix=matrix,
-    )
-    out, lse = launch_kernel(
+    return launch_form(
         "paged_prefill",
-        functools.partial(_kernel, config=config, group=group, transforms=matrix),
+        functools.partial(_kernel, config=config, group=heads // kv_heads, transforms=matrix),
         Refs,
-        inputs,
-        out_types,
-        grid=(config.num_programs,),
-        grid_names=("program",),
+        *(q, k_cache, v_cache, block_tables, work, options),
+        config=config,
+        rows=ROWS,
+        num_programs=config.num_programs,
         num_threads=4 if eight_bit else 3,
         thread_name="warpgroup",
-        scratch_types=scratch_types,
+        scratch_types=scratch(
+            config,
+            width=round_up(head_dim, 64),
+            block_size=block_size,
+            dtype=q.dtype,
+            cache_dtype=k_cache.dtype,
+            scales=(options.k_scale, options.v_scale),
+            matrix=matrix,
+        ),
     )
-    if not in_parts:
-        return out, lse
-    out, lse = merge_parts.merge(out.reshape(parts, *q.shape), lse.reshape(parts, tokens, heads), options.sinks)
-    return out.astype(q.dtype), lse

@@ -10,15 +10,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import merge_parts
 from pallas_kernels.common.cp_async import barrier
 from pallas_kernels.common.interpret import interpreted, two_views
-from pallas_kernels.common.launch import launch as launch_kernel
-from pallas_kernels.common.options import AttentionOptions, name_operands
+from pallas_kernels.common.options import AttentionOptions
 from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, normalise, zeros
 from pallas_kernels.common.scales import of_head, of_tokens
 from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill.item import Items
+from pallas_kernels.prefill.launch import launch as launch_form
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.portable import products
 from pallas_kernels.prefill.portable.config import COLUMNS, Config
@@ -226,48 +225,20 @@ def launch(
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
-    tokens, heads, head_dim = q.shape
-    parts, in_parts = config.num_parts, config.num_parts > 1
-    width = round_up(head_dim, COLUMNS)
-    num_programs = work.entries.shape[0] * (heads // config.heads) * parts
+    _, heads, head_dim = q.shape
+    num_programs = work.entries.shape[0] * (heads // config.heads) * config.num_parts
     config = dataclasses.replace(config, num_programs=num_programs)
-
-    def per_row(by_head: jax.Array) -> jax.Array:
-        by_item = jnp.repeat(by_head.reshape(-1, config.heads), config.item_tokens, axis=1)
-        return jnp.pad(by_item, ((0, 0), (0, config.rows - by_item.shape[1])))
-
-    inputs = {
-        "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "block_tables": block_tables,
-        "entries": work.entries,
-        "num_entries": work.num_entries,
-        **name_operands(options, per_row, with_sinks=not in_parts),
-    }
-    out_types = {
-        "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),
-        "lse": jax.ShapeDtypeStruct((parts * tokens, heads), jnp.float32),
-    }
-    scratch_types = scratch(
-        config,
-        width=width,
-        dtype=q.dtype,
-        cache_dtype=k_cache.dtype,
-        scales=(options.k_scale, options.v_scale),
-    )
-    out, lse = launch_kernel(
+    scales = options.k_scale, options.v_scale
+    return launch_form(
         "portable_prefill",
         functools.partial(_kernel, config=config, group=heads // k_cache.shape[2], transforms=matrix(q.dtype)),
         Refs,
-        inputs,
-        out_types,
-        grid=(num_programs,),
-        grid_names=("program",),
-        scratch_types=scratch_types,
+        *(q, k_cache, v_cache, block_tables, work, options),
+        config=config,
+        rows=config.rows,
+        num_programs=num_programs,
+        scratch_types=scratch(
+            config, width=round_up(head_dim, COLUMNS), dtype=q.dtype, cache_dtype=k_cache.dtype, scales=scales
+        ),
         reduction_bytes=0,
     )
-    if not in_parts:
-        return out, lse
-    out, lse = merge_parts.merge(out.reshape(parts, *q.shape), lse.reshape(parts, tokens, heads), options.sinks)
-    return out.astype(q.dtype), lse

@@ -228,7 +228,7 @@ MUTANTS = (
         DRAFTING,
         "(self.chances(scheduler) * (num_needing + row_cost) >= num_needing)",
         "True",
-        f"{DRAFTS}::right_again",
+        f"{DRAFTS}::worth_their_rows",
     ),
     Mutant(
         "drafts: behind the newest token",

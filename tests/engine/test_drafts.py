@@ -259,6 +259,23 @@ def test_a_request_is_known_by_its_own_drafts():
     np.testing.assert_allclose(drafting.chances(scheduler)[0], expected[1], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("row_cost", "expected"),
+    [  # a step of the two rows that are needed costs 2 + row_cost, one more 1
+        (0, [[-1, -1, -1], [-1, -1, -1]]),
+        (0.2, [[-1, -1, -1], [0, -1, -1]]),
+        (1, [[-1, -1, -1], [0, 0, 0]]),
+        (40, [[0, -1, -1], [0, 0, 0]]),
+    ],
+)
+def test_guesses_are_worth_their_rows(row_cost, expected):
+    seats = jnp.arange(2, dtype=jnp.int32)
+    scheduler = SimpleNamespace(seated=seats, num_known=seats + 5)
+    drafting = dataclasses.replace(Drafting.create(2, 3, 2), hits=jnp.float32([0, 9]), tries=jnp.float32([9, 9]))
+    drafting = drafting.guessed(scheduler, SimpleNamespace(lengths=seats + 4), knowing, row_cost)
+    assert drafting.guesses.tolist() == expected  # chances of 5 % and of 95 % for each draft in a row
+
+
 def test_drafts_become_right_again():
     engine, without = drafting_engine(), shared_engine(16, prefix_cache=True)
     without.update_weights(random_weights())

@@ -605,7 +605,6 @@ class Engine:
         sent = self._books.under_way[0]
         try:
             report = self._read(sent.result())
-            moved = None if self._copies is None or sent.moved is None else self._copies.read(sent.moved)
         except StateLostError as lost:
             self._failure = lost.__cause__
             self._check_usable()
@@ -614,8 +613,8 @@ class Engine:
             if self._tier is not None:
                 self._tier.lose(sent.pieces)
             raise
-        else:
-            self._take(report, moved)
+        else:  # the slice came to pass: if this fails, the next call does it again
+            self._take(report, None if self._copies is None or sent.moved is None else self._copies.read(sent.moved))
 
     def _read(self, report: Report) -> Report:
         """The report in NumPy's arrays."""

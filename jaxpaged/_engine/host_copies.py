@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpaged._allocator.prefix_cache import PrefixCache, begin_with
 from jaxpaged._cache.kv_cache import KVCache, map_blocks
 from jaxpaged._cache.transfer import put_blocks, take_blocks
+from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.slices import Report, State
 from jaxpaged._integers import checked_size
 
@@ -134,6 +135,7 @@ class HostCopies:
         self._known = moved.serials.copy()
         return moved
 
+    @without_interrupts()  # of which JAX makes other errors in here
     def send(self, blocks: list[Block]) -> list[Block]:
         """Begins to copy blocks to host memory."""
         return jax.device_put(blocks, self._on_host)

@@ -1,6 +1,7 @@
 """The host tier: cached blocks that the pool loses come back from host memory, and tokens stay the same."""
 
 import dataclasses
+import signal
 
 import jax
 import numpy as np
@@ -220,6 +221,33 @@ def test_blocks_behind_a_gap_are_not_listed(engine):
         assert (np.asarray(ids[:2]) > 0).all() == is_listed
         check(engine)
     engine.update_weights(random_weights())  # they hold nothing
+
+
+@pytest.mark.parametrize("is_interrupt", [False, True])
+def test_a_copy_to_host_memory_that_fails_loses_no_token(engine, monkeypatch, is_interrupt):
+    device_put, failures = jax.device_put, [MemoryError("no room for a copy")]
+
+    def failing(blocks, where):
+        if failures and where == engine._copies._on_host:
+            failure = failures.pop()
+            if not is_interrupt:
+                raise failure
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt as interrupt:
+                raise ValueError("as JAX makes of it") from interrupt
+        return device_put(blocks, where)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(jax, "device_put", failing)
+    prompt, params = prompt_of(8, 9), dataclasses.replace(GREEDY, max_tokens=30)
+    engine.add_request(prompt, params)
+    with pytest.raises(KeyboardInterrupt if is_interrupt else MemoryError):
+        finish(engine)
+    signal.signal(signal.SIGINT, before)
+    (output,) = finish(engine).values()
+    assert output.outputs[0].token_ids == continuation(random_weights(), prompt, params)[0]
+    check(engine)
 
 
 def test_a_copy_that_fails_behind_a_slice_takes_the_engine_down(engine, monkeypatch):

@@ -45,8 +45,8 @@ class LatentSettings:
         scale: of the logits; None: `(head_dim + rotary_dim) ** -0.5`. YaRN's models multiply it.
         use_bias: whether the projections of x and of the heads' output have a bias.
         sliding_window: in tokens, as in `jaxpaged.paged_attention`, like the next two.
-        num_partitions: of each sequence. With a number no keys and values are made of each head: see the next.
-        expanded_from: new tokens a sequence, on average, from which keys and values are made of each head. The default
+        num_partitions: of each sequence. With a number no keys and values are made for each head: see the next.
+        expanded_from: new tokens a sequence, on average, from which keys and values are made for each head. The default
             is an estimate from the number of products: it has not been timed.
         implementation: of the attention.
         dtype: of the computation; None: the one that input and parameters promote to.

@@ -168,10 +168,10 @@ class LatentAttention(nnx.Module):
     - `kv_b_proj.kernel` `[latent_dim, num_heads * (head_dim + value_dim)]`: W_K and W_V of one head after the other.
     - `o_proj.kernel` `[num_heads * value_dim, in_features]`.
 
-    New tokens see each other by keys and values made of each head where a sequence has many, at least
-    `settings.expanded_from`: fewer products, and memory for `2 * tokens * num_heads` of them in each layer. What came
-    before them, and single tokens, are attended to as above. With a window, a tree, a plan, a shared prefix or a
-    number of partitions everything is.
+    If a call has on average at least `settings.expanded_from` new tokens a sequence, these see each other through keys
+    and values made for each head: fewer products, and memory for `2 * tokens * num_heads` of them in each layer. Older
+    tokens are attended to as above. So are all tokens in other calls, and with a window, a tree, a plan, a shared
+    prefix or a number of partitions.
 
     Args:
         in_features: width of the input and the output.

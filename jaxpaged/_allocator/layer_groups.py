@@ -37,9 +37,9 @@ class LayerGroups:
 def layer_groups(windows: Sequence[int | None]) -> LayerGroups:
     """Divides the layers of a model into groups of one window each, so that windows give their blocks back.
 
-    A block belongs to one group, and holds its tokens' keys and values for all layers of the group, so the groups have
-    equally many layers: as many as the window, or None, that the fewest layers have. The last group of a window may
-    have fewer. Layers of several groups share a cache, in which they use different blocks.
+    A block belongs to one group, and holds its tokens' keys and values for all layers of the group, so all groups
+    have the same number of layers, that of the rarest window (or None). The last group of a window may have fewer.
+    Layers of several groups share a cache, in which they use different blocks.
 
     Args:
         windows: for each layer its `sliding_window`, or None.

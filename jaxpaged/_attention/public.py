@@ -136,7 +136,7 @@ def paged_attention(
             sees see themselves. A token's position n is the number of tokens that it sees before itself: in a tree its
             position in its branch, so that windows and ALiBi work as they would on the branch alone. Give the same
             positions to the rotary embedding. "mosaic_gpu" takes a tree of up to 64 rows, `q_len * heads / kv_heads`,
-            without a window and ALiBi.
+            of a latent cache fewer, without a window and ALiBi.
         shared_prefix: int or int32 `[]`, in tokens: all sequences begin with the same blocks, which these tokens fill.
             They are then read once for all sequences. Or `[groups]`, for each run of seqs / groups sequences. It
             only decides what is computed together: a sequence that has other blocks or new tokens there is computed by

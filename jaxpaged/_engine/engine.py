@@ -96,10 +96,11 @@ class Engine:
             and `attend` gets the `group` of each layer (`layer_groups`).
         prefix_cache: whether requests that begin alike share blocks, instead of each computing its own.
         host_cache_bytes: host memory for blocks of the prefix cache, which come back from there once the pool has lost
-            them. None: none.
-        drafts: the most tokens of a request that a step computes beside the newest, as guesses; 0: none. The tokens
-            are the same without. `apply` is then traced with a step in which `attend.newest(x)` returns all of x.
-        draft: where they come from, `drafts = draft(weights, tokens, lengths)`, traced into the program: `tokens` are
+            them. Needs `prefix_cache` and one group of layers. None: none.
+        drafts: the most guesses of a request's next tokens that a step computes beside its newest token; 0: none. The
+            tokens are the same as without. `apply` is then traced with a step in which `attend.newest(x)` returns all
+            of x.
+        draft: what guesses, `drafts = draft(weights, tokens, lengths)`, traced into the program: `tokens` are
             int32 `[num_seats, max_length]`, of which each seat's request knows the first `lengths`, int32
             `[num_seats]`. Returns int32 `[num_seats, drafts]`; the first -1 ends a seat's drafts. None: what followed
             when the newest tokens of a request occurred before, in it or in another of its completions.
@@ -112,8 +113,8 @@ class Engine:
         compiler_options: passed to `jax.jit`. None: on a GPU, those with which cuBLAS computes matrix products.
 
     Raises:
-        ValueError: a size that is no int or below 1, weights that are not arrays, caches that do not fit together, or
-            an `apply` that does not return what it should.
+        ValueError: a size that is no int or too small, arguments that do not go together, weights that are not arrays,
+            caches that do not fit together, or an `apply` that does not return what it should.
 
     Example: see `docs/engine.md`.
     """
@@ -452,10 +453,11 @@ class Engine:
         self._weights = weights if self._mesh is None else replicate(self._mesh, weights)
 
     def sleep(self) -> None:
-        """Gives the caches' keys and values back to the device, for instance while a learner runs. Does nothing twice.
+        """Frees the memory of the caches' keys and values, for instance for a learner. Does nothing if asleep already.
 
-        What the prefix cache knew is lost. Until `wake_up`, requests are taken but not served, and weights may change;
-        the engine keeps its references to the weights. Scales that a cache has beside its keys and values stay.
+        What the prefix cache knew is lost, and its host memory is given back. Until `wake_up`, requests are taken but
+        not served, and weights may change; the engine keeps its references to the weights. Scales that a cache has
+        beside its keys and values stay.
 
         Raises:
             RuntimeError: requests are not finished: finish or abort them first; or the engine is lost, as in `step`.

@@ -33,6 +33,10 @@ class Sent:
         assert self.report is not None
         return self.report.result()
 
+    def has_failed_with(self, failure: Exception) -> bool:
+        assert self.report is not None
+        return self.report.done() and self.report.exception() is failure
+
 
 class Books:
     """Rows wait in `queue`, go out with a slice of `under_way`, and are `on_device` by place until they end.

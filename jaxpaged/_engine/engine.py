@@ -610,10 +610,11 @@ class Engine:
         except StateLostError as lost:
             self._failure = lost.__cause__
             self._check_usable()
-        except Exception:
-            self._books.take_back()
-            if self._tier is not None:
-                self._tier.lose(sent.pieces)
+        except Exception as failure:
+            if sent.has_failed_with(failure):  # else only the wait has: Ctrl-C in its locks may raise other errors
+                self._books.take_back()
+                if self._tier is not None:
+                    self._tier.lose(sent.pieces)
             raise
         else:  # the slice came to pass: if this fails, the next call does it again
             self._take(report, None if self._copies is None or sent.moved is None else self._copies.read(sent.moved))

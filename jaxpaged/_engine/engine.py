@@ -484,9 +484,9 @@ class Engine:
         if self._asleep:
             fresh = {id(x): jnp.zeros(kind.shape, kind.dtype, device=where) for x, kind, where in self._asleep}
             caches = jax.tree.map(lambda x: fresh.get(id(x), x), self._state_of_slice.caches)
+            self._books.forget()  # first: Ctrl-C may come anywhere
             self._state_of_slice = dataclasses.replace(self._state_of_slice, caches=caches)
             self._asleep = []
-            self._books.forget()
 
     def stats(self) -> EngineStats:
         """The sizes, and the counts as of the last slice that the host has read."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from unittest import mock
 
 import jax
 import numpy as np
@@ -75,7 +76,7 @@ def test_each_token_says_which_weights_made_it():
     assert rollout.versions.tolist() == [[before + 2] * first]
 
 
-def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same():
+def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same(monkeypatch):
     engine = shared_engine(16, prefix_cache=True)
     engine.update_weights(random_weights())
     prompts, params = [[*range(20)]] * 2, SamplingParams(max_tokens=6, temperature=0)
@@ -101,6 +102,10 @@ def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same():
     assert finish(engine)[queued].outputs == before[0].outputs
     assert engine.stats().num_found == found  # what was cached is gone
     engine.sleep()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._books, "forget", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.wake_up()
     engine.wake_up()  # with the same weights
     assert engine.generate(prompts[:1], params)[0].outputs == before[0].outputs
     assert engine.stats().num_found == found

@@ -160,6 +160,7 @@ class Engine:
         if draft is not None and not (callable(draft) and drafts):
             raise ValueError(f"draft must be a function, and goes with drafts of at least 1; got {draft=}, {drafts=}.")
         num_seats, max_length = sizes.num_seats, sizes.max_length
+        drafts = checked_size("drafts", drafts, 0, max_length)
         max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
         self._weights, self._num_blocks = own(weights), num_blocks
         self._steps = chosen_steps(steps_per_slice)
@@ -447,7 +448,8 @@ class Engine:
         if found := difference(self._weights, weights):
             raise ValueError(f"weights must be like those before; {found}.")
         for adapter in adapters or ():
-            checked_size("adapters", adapter, 0, self._num_adapters - 1)
+            if checked_size("adapters", adapter, 0) >= (num_adapters := self._num_adapters):
+                raise ValueError(f"adapters must be below the engine's {num_adapters=}; got adapters={adapter}.")
         self._books.version += 1
         self._books.forget(adapters)
         self._weights = weights if self._mesh is None else replicate(self._mesh, weights)

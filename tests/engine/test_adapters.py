@@ -193,5 +193,5 @@ def test_what_no_adapter_is_is_refused():
     for wrong in (-1, True, 1.0):
         with pytest.raises(ValueError, match="adapter must be"):
             SamplingParams(adapter=wrong)
-    with pytest.raises(ValueError, match="adapters must be at most 2; got adapters=3"):
+    with pytest.raises(ValueError, match="adapters must be below the engine's num_adapters=3; got adapters=3"):
         engine.update_weights(random_weights() | {"adapters": random_adapters()}, adapters=[3])

@@ -21,6 +21,7 @@ from tests.toy_model import (
     SEATS,
     TIGHT,
     VOCAB,
+    WIDTHS,
     create_engine,
     fewer_blocks,
     finish,
@@ -333,6 +334,13 @@ def test_widths_have_room_for_drafts():
 
 
 def test_what_drafts_cannot_be():
+    for wrong, message in {
+        -1: "at least 0",
+        True: "an int",
+        10**6: f"at most {MAX_TOKENS}; got drafts=1000000",
+    }.items():
+        with pytest.raises(ValueError, match=f"drafts must be {message}"):
+            create_engine(drafts=wrong, widths=WIDTHS)
     with pytest.raises(ValueError, match=r"drafts are computed in steps of widths.*pass widths"):
         create_engine(drafts=2, widths=())
     with pytest.raises(ValueError, match=r"draft must be a function, and goes with drafts of at least 1; got draft=3"):

@@ -14,6 +14,8 @@ from jaxpaged._debug import check_attention
 from jaxpaged._integers import as_int32
 from pallas_kernels.common.options import AttentionOptions
 
+QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
 
 class CallKeywords(Options, total=False):
     """The options that `Call` is made of."""
@@ -21,9 +23,6 @@ class CallKeywords(Options, total=False):
     query_starts: ArrayLike | None
     tree_mask: ArrayLike | None
     latent_values: int | None
-
-
-QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @jax.tree_util.register_dataclass

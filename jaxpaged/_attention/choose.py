@@ -6,6 +6,7 @@ kernel takes the other calls, with up to 64 rows, and longer queries in runs; tr
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -70,12 +71,11 @@ def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
     """Reads no array: shapes, dtypes, and which options there are."""
     total, by_name = known.total_partitions, known.implementation is not None
     planned = total is not None and follows(call, total)
-    limits, by_prefill_kernel = list(_option_limits(call)), not planned and _prefill_is_faster(call, gpu, known)
-    if not by_prefill_kernel:
-        limits += _decode_limits(call, gpu)
-    limits += _faults(gpu, by_name=by_name)
-    if texts := [text for text, is_beyond in limits if is_beyond]:
-        return Refusal(texts[0], is_told=gpu.has_kernels)
+    by_prefill_kernel = not planned and _prefill_is_faster(call, gpu, known)
+    decode_limits = () if by_prefill_kernel else _decode_limits(call, gpu)
+    for text, is_beyond in itertools.chain(_option_limits(call), decode_limits, _faults(gpu, by_name=by_name)):
+        if is_beyond:
+            return Refusal(text, is_told=gpu.has_kernels)
     if by_prefill_kernel:
         choice = by_prefill(call, gpu, known)
     else:
@@ -194,7 +194,7 @@ def _option_limits(call: Call) -> Iterator[tuple[str, bool]]:
 def _decode_limits(call: Call, gpu: Gpu) -> Iterator[tuple[str, bool]]:
     """As `_option_limits`, of the decode kernel."""
     num_runs, run = _runs(call, gpu)
-    limit = decode_config.limit(
+    yield from decode_config.limits(
         **call.widths,
         block_size=call.block_size,
         group=call.group,
@@ -203,7 +203,6 @@ def _decode_limits(call: Call, gpu: Gpu) -> Iterator[tuple[str, bool]]:
         cache_dtype=call.k_cache.dtype,
         compute_capability=gpu.compute_capability,
     )
-    yield limit or "", limit is not None
     yield (
         f"the decode kernel takes a tree_mask of up to {decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), on a "
         f'latent fewer; got q={list(call.q.shape)}, kv_heads={call.kv_heads}. Pass implementation="xla".',

@@ -32,12 +32,7 @@ class Config:
     merged_by: Literal["last", "xla"] = "last"  # partitions of a sequence: by the program that is last, or by XLA
 
 
-def limit(**shape: Any) -> str | None:
-    """What this kernel cannot take, with the limit and the value; None: it takes the call. `shape`: of `_limits`."""
-    return next((text for text, is_beyond in _limits(**shape) if is_beyond), None)
-
-
-def _limits(
+def limits(
     *,
     head_dim: int,
     value_dim: int | None = None,  # None: head_dim
@@ -49,7 +44,8 @@ def _limits(
     cache_dtype: Any,
     compute_capability: float,
 ) -> Iterator[tuple[str, bool]]:
-    """Each limit, and whether the call is beyond it. One is looked at if the call is within those before."""
+    """What this kernel cannot take, with the limit and the value, and whether the call is beyond it. A limit may be
+    looked at only if the call is within those before."""
     yield (
         f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}.",
         compute_capability < LEAST_COMPUTE_CAPABILITY,

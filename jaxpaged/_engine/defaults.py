@@ -5,10 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jaxpaged import _device
-from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import last_few
 from jaxpaged._integers import checked_size
 
@@ -123,7 +121,7 @@ def chosen_least_spared(caches: Any) -> int | None:
     """The tokens of shared blocks of which a step must be spared reading so many that it pays; None: it never does."""
     if not _device.is_gpu() or not _device.gpu().is_hopper:
         return None
-    cache, *_ = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
+    cache, *_ = caches_in(caches)
     if cache.v is None:  # not measured
         return None
     return SHARING_BYTES // (2 * math.prod(cache.k.shape[-2:]) * cache.k.dtype.itemsize)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpaged._allocator.prefix_cache import PrefixCache, begin_with
 from jaxpaged._cache.kv_cache import KVCache, map_blocks
 from jaxpaged._cache.transfer import put_blocks, take_blocks
+from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.slices import Report, State
 from jaxpaged._integers import checked_size
@@ -235,10 +236,6 @@ def write_blocks(caches: Any, blocks: list[Block], ids: jax.Array) -> Any:
     return jax.tree.map(
         lambda each: map_blocks(functools.partial(put, each), each), caches, is_leaf=lambda x: isinstance(x, KVCache)
     )
-
-
-def caches_in(caches: Any) -> list[KVCache]:
-    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
 
 
 def block_bytes(caches: Any) -> int:

@@ -20,9 +20,14 @@ def own(weights: Any) -> Any:
     return jax.tree.map(lambda x: x, weights)
 
 
+def caches_in(caches: Any) -> list[KVCache]:
+    """The caches of a model, out of the containers in which they are."""
+    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
+
+
 def pool_sizes(caches: Any) -> tuple[int, int]:
     """Blocks and block size of the caches of a model."""
-    found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
+    found = caches_in(caches)
     if not found or not all(isinstance(cache, KVCache) for cache in found):
         raise ValueError(f"caches must be a pytree of KVCaches; got {jax.tree.structure(caches)}.")
     paths: dict[int, str] = {}
@@ -46,5 +51,4 @@ def pool_sizes(caches: Any) -> tuple[int, int]:
 
 def pools_of(caches: Any) -> list[jax.Array]:
     """The arrays that hold keys and values, without their scales."""
-    found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
-    return [pool for cache in found for pool in (cache.k, cache.v) if pool is not None]
+    return [pool for cache in caches_in(caches) for pool in (cache.k, cache.v) if pool is not None]

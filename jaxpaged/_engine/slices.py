@@ -13,8 +13,8 @@ from jax import lax
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.plan import plan_step
 from jaxpaged._attention.shared_prefix import PrefixGroups
-from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.drafting import Draft, Drafting, drafted
+from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
 from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.prefix_groups import SeatGroups, find_groups, sort_by_group
@@ -266,7 +266,7 @@ def step_attention(
     if seats is not None:
         allocator = allocator.of_seqs(seats)
     # Made here once: in a scan over layers each would make its own.
-    kv_heads = {cache.k.shape[-2] for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))}
+    kv_heads = {cache.k.shape[-2] for cache in caches_in(caches)}
     plan = None
     if query_starts is None and kind.num_partitions is None and len(kv_heads) == 1:
         capacity = allocator.block_tables.shape[-1] * allocator.block_size

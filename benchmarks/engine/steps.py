@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.engine.workload import Request, Sizes
 from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
+from jaxpaged._engine.books import Sent
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import Row
 
@@ -34,9 +35,9 @@ class Steps:
             Row(0, np.asarray(prompt, np.int32), SamplingParams(max_tokens=new, temperature=0), 0)
             for prompt, new in requests
         ]
-        forgets = engine._books.forgets
-        inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps, forgets=forgets)
-        return jax.tree.map(np.asarray, engine._thread.submit(engine._run, engine._weights, inbox).result())
+        sent = Sent(rows, list(aborts), engine._books.forgets, version=0)
+        inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps, forgets=sent.forgets)
+        return jax.tree.map(np.asarray, engine._thread.submit(engine._run, engine._weights, inbox, sent).result())
 
     def submit_random(self, count: int, length: int, new: int) -> None:
         """Requests with random tokens: equal ones take less power, so that the GPU's clock is higher."""

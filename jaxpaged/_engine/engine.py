@@ -251,7 +251,8 @@ class Engine:
         self._report_types = dataclasses.replace(lowered.out_info[1], words=None)
         self._copies, self._tier = None, None
         if capacity is not None:
-            most_staged = max(STAGED_BYTES // block_bytes(caches), AT_ONCE)
+            self._block_bytes = block_bytes(caches)
+            most_staged = max(STAGED_BYTES // self._block_bytes, AT_ONCE)
             self._copies = HostCopies(
                 self._state_of_slice, self._mesh, most_staged=most_staged, compiler_options=compiler_options
             )
@@ -496,7 +497,7 @@ class Engine:
         stats = dataclasses.replace(self._stats, num_queued=len(self._books.queue), num_waiting=max(num_waiting, 0))
         if self._tier is None:
             return stats
-        host_bytes = self._tier.num_kept * block_bytes(self._state_of_slice.caches)
+        host_bytes = self._tier.num_kept * self._block_bytes
         return dataclasses.replace(stats, num_brought=self._tier.num_brought, host_bytes=host_bytes)
 
     @property
@@ -583,11 +584,11 @@ class Engine:
         num_taken = self._books.num_sent + self._tier.num_fetches
         return num_taken >= self._most_taken or self._tier.holds(row)
 
-    def _run(self, weights: Any, inbox: Inbox, sent: Sent | None = None) -> Report:
+    def _run(self, weights: Any, inbox: Inbox, sent: Sent) -> Report:
         """On the engine's own thread, one slice after the other."""
         try:
             put = []
-            for piece in sent.pieces if sent else ():
+            for piece in sent.pieces:
                 assert self._copies is not None
                 self._state_of_slice, where = self._copies.put(self._state_of_slice, piece)
                 put.append(where)
@@ -597,9 +598,10 @@ class Engine:
                 raise StateLostError from failure
             raise
         report.words.copy_to_host_async()
-        if self._copies is not None and sent:
+        if self._copies is not None:
             try:
-                sent.moved = self._copies.take(self._state_of_slice, report, put)
+                told = unpack(np.asarray(report.words), self._report_types)
+                sent.moved = self._copies.take(self._state_of_slice, told, put)
             except Exception as failure:  # the slice came to pass, or the new state is broken
                 raise StateLostError from failure
         return report

@@ -119,7 +119,7 @@ class HostCopies:
         return state, (piece, ids, serials)
 
     def take(self, state: State, report: Report, put: list[tuple[Piece, Any, Any]]) -> Moved:
-        """Takes copies of what a slice has listed out of the pool."""
+        """Takes copies of what a slice has listed out of the pool. `report`: in NumPy's arrays."""
         assert state.scheduler.prefixes is not None
         put = [(piece, np.asarray(ids), np.asarray(serials)) for piece, ids, serials in put]
         moved = Moved(put, serials=np.asarray(report.serials), salts=np.asarray(report.salts).tolist())

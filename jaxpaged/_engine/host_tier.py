@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -212,5 +212,5 @@ def _next_key(before: bytes, tokens: np.ndarray) -> bytes:
     return hashlib.blake2b(before + tokens.tobytes(), digest_size=16).digest()
 
 
-def _num_leading(keys: Sequence[bytes], known: object) -> int:
-    return next((i for i, key in enumerate(keys) if key not in known), len(keys))  # type: ignore[operator]
+def _num_leading(keys: Sequence[bytes], known: Container[bytes]) -> int:
+    return next((i for i, key in enumerate(keys) if key not in known), len(keys))

@@ -56,6 +56,7 @@ def chosen_sizes(
     pool_tokens = max(num_blocks - 1, 1) * block_size
     most_seats, most_rows = (MOST_SEATS, MOST_ROWS) if is_gpu else (MOST_SEATS_ON_CPU, MOST_ROWS_ON_CPU)
     max_length = checked_size("max_length", min(pool_tokens, MOST_LENGTH) if max_length is None else max_length)
+    drafts = checked_size("drafts", drafts, 0, max_length)
     if num_seats is None:
         num_seats = min(most_seats, max(LEAST_SEATS, pool_tokens // min(max_length, USUAL_LENGTH)))
         num_seats -= num_seats % 64 if num_seats > 64 else 0  # products of 64 rows
@@ -71,16 +72,16 @@ def chosen_sizes(
             chosen = draft_widths(num_seats, drafts, widest, is_gpu=is_gpu)
     else:
         chosen = sorted({checked_size("widths", width) for width in widths})
-        if chosen and chosen[-1] >= num_seats + chunk_tokens:
+        if chosen and chosen[-1] >= widest:
             raise ValueError(
                 "widths are rows of steps narrower than the widest, which has num_seats + chunk_tokens = "
-                f"{num_seats + chunk_tokens}; got widths={tuple(widths)}."
+                f"{widest}; got widths={tuple(widths)}."
             )
-        few = chosen if drafts else last_few(chosen, num_seats + chunk_tokens)
+        few = chosen if drafts else last_few(chosen, widest)
         if unused := [width for width in chosen if width > num_seats and width not in few]:
             raise ValueError(
                 f"of the widths above {num_seats=}, only the last that is at most a third of the widest "
-                f"step, which has {num_seats + chunk_tokens} rows, is used; leave out {unused}."
+                f"step, which has {widest} rows, is used; leave out {unused}."
             )
     if drafts and not exact and not chosen:
         raise ValueError(

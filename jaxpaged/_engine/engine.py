@@ -145,7 +145,7 @@ class Engine:
     ):
         num_blocks, block_size = pool_sizes(caches)
         check_new_gpu()
-        windows = tuple(windows)
+        windows, is_gpu = tuple(windows), _device.is_gpu()
         sizes = chosen_sizes(
             (num_blocks - 1) // max(len(windows), 1) + 1,
             block_size,
@@ -153,14 +153,14 @@ class Engine:
             max_length=max_length,
             chunk_tokens=chunk_tokens,
             widths=widths,
-            is_gpu=(is_gpu := _device.is_gpu()),
-            drafts=checked_size("drafts", drafts, 0),
+            is_gpu=is_gpu,
+            drafts=drafts,
             exact=exact,
         )
         if draft is not None and not (callable(draft) and drafts):
             raise ValueError(f"draft must be a function, and goes with drafts of at least 1; got {draft=}, {drafts=}.")
         num_seats, max_length = sizes.num_seats, sizes.max_length
-        drafts = checked_size("drafts", drafts, 0, max_length)
+        drafts = int(drafts)  # checked with the sizes
         max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
         self._weights, self._num_blocks = own(weights), num_blocks
         self._steps = chosen_steps(steps_per_slice)

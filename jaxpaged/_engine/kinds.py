@@ -87,7 +87,12 @@ def make_kinds(
 
 def last_few(widths: Sequence[int], widest: int) -> list[int]:
     """The width of narrow steps with chunks, if there is one."""
-    return [width for width in widths if FEW_PARTS * width <= widest][-1:]
+    return [width for width in widths if is_few(width, widest)][-1:]
+
+
+def is_few(width: int, widest: int) -> bool:
+    """Whether a step of this width is narrow enough to take chunks beside the widest."""
+    return FEW_PARTS * width <= widest
 
 
 def next_kind(
@@ -106,9 +111,10 @@ def next_kind(
     if len(kinds) == 1:
         return jnp.zeros((), jnp.int32)
     num_sharing = sum(kind.least_spared is not None for kind in kinds)
-    is_few = [kind.is_mixed and FEW_PARTS * kind.width <= kinds[-1].width for kind in kinds]
-    narrow = max((i for i in range(num_sharing, len(kinds)) if is_few[i]), default=len(kinds) - 1)  # with chunks
-    few, widest = kinds[narrow].width, kinds[-1].width
+    widest = kinds[-1].width
+    with_chunks = (i for i, kind in enumerate(kinds) if kind.is_mixed and is_few(kind.width, widest))
+    narrow = max(with_chunks, default=len(kinds) - 1)
+    few = kinds[narrow].width
     needed = planning.per_seat(scheduler, scheduler.num_known) - allocator.lengths
     num_needing, num_decoding = ((needed >= 1).sum(dtype=jnp.int32), (needed == 1).sum(dtype=jnp.int32))
     num_pending = scheduler.num_pending(allocator)

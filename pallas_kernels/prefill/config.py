@@ -65,9 +65,7 @@ def takes_shapes(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: A
     )
 
 
-def default_config(
-    *, group: int, head_dim: int, num_sms: int, num_parts: int = 1, causal: bool = True, itemsize: int = 2
-) -> Config:
+def default_config(*, group: int, head_dim: int, num_sms: int, causal: bool = True, itemsize: int = 2) -> Config:
     """`itemsize`: of the cache's numbers, in bytes."""
     heads, item_tokens = heads_and_tokens(group)
     width = round_up(head_dim, 64)
@@ -92,7 +90,6 @@ def default_config(
         tile_tokens=tile_tokens,
         num_stages=num_stages,
         output_columns=output_columns,
-        num_parts=num_parts,
         registers=registers,
         causal=causal,
         num_8bit_stages=num_8bit_stages,

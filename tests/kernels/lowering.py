@@ -46,7 +46,6 @@ def traced_prefill(
     block_size=16,
     group=4,
     dtype=jnp.bfloat16,
-    num_parts=1,
     causal=True,
     options=(),
     cache_dtype=None,
@@ -58,7 +57,7 @@ def traced_prefill(
     """The traced call of the prefill kernel on 300 tokens of 3 sequences; of the portable one for a GPU of the compute
     capability `portable_for`, if it is given."""
     itemsize = jnp.dtype(cache_dtype or dtype).itemsize
-    shape = dict(group=group, head_dim=head_dim, num_parts=num_parts, causal=causal, itemsize=itemsize)
+    shape = dict(group=group, head_dim=head_dim, causal=causal, itemsize=itemsize)
     if portable_for is None:
         config = prefill_config.default_config(**shape, num_sms=132)
     else:

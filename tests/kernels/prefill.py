@@ -30,7 +30,6 @@ def attend(
     *,
     num_sms: int,
     interpret: Any,
-    num_parts: int = 1,
     causal: bool = True,
     portable_for: float | None = None,
     **changes: Any,
@@ -38,9 +37,7 @@ def attend(
     """Out [tokens + padding, heads, head_dim] and the lse. `portable_for`: by the portable kernel, as on a GPU of
     that compute capability. `changes`: of the default configuration."""
     a = make_call(case)
-    shape = dict(
-        group=a.group, head_dim=a.head_dim, num_parts=num_parts, causal=causal, itemsize=a.k_cache.dtype.itemsize
-    )
+    shape = dict(group=a.group, head_dim=a.head_dim, causal=causal, itemsize=a.k_cache.dtype.itemsize)
     config: Any
     if portable_for is None:
         config = default_config(**shape, num_sms=num_sms)

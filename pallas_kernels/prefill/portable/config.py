@@ -34,7 +34,6 @@ def default_config(
     group: int,
     head_dim: int,
     compute_capability: float,
-    num_parts: int = 1,
     causal: bool = True,
     itemsize: int = 2,  # of the cache's numbers, in bytes
 ) -> Config:
@@ -58,7 +57,6 @@ def default_config(
         item_tokens=item_tokens,
         tile_tokens=tile_tokens,
         num_stages=num_stages,
-        num_parts=num_parts,
         causal=causal,
     )
 

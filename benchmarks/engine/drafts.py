@@ -32,6 +32,7 @@ from jaxpaged._engine.slices import Apply
 DRAFTS, LETTERS, PROMPT = 4, 16, 32
 NEW = {8: 384, 64: 256, 256: 128}  # tokens of each request, by the seats
 WIDTHS = {8: (64,), 64: (128, 256), 256: (256,)}
+CHUNK_TOKENS = {8: 64, 64: 256, 256: 256}
 
 
 def rule(token: Any, position: Any) -> Any:
@@ -109,9 +110,7 @@ def main() -> None:
         ways["own tokens"] = dict(widths=widths, drafts=DRAFTS)
         for way, arguments in ways.items():
             caches = create_caches(config, 1 + seats * -(-length // BLOCK_SIZE))
-            engine = create(
-                caches, chunk_tokens=max(64, seats) if seats != 64 else 256, steps_per_slice=32, **arguments
-            )
+            engine = create(caches, chunk_tokens=CHUNK_TOKENS[seats], steps_per_slice=32, **arguments)
             for name, errors in {"70% right": 30, "useless": 100}.items() if way == "draft" else [(way, 0)]:
                 engine.update_weights(weights | {"errors": jnp.uint32(errors)})
                 point = serve(engine, prompts, new)

@@ -30,7 +30,7 @@ from benchmarks.harness import add_output, add_xla, compile_all, open_store
 from jaxpaged import Engine
 from jaxpaged._engine.defaults import chosen_compiler_options
 from jaxpaged._engine.kinds import next_kind
-from jaxpaged._engine.slices import State, one_step
+from jaxpaged._engine.slices import Setup, State, one_step
 from jaxpaged._scheduler import planning
 
 REPEATS = 3
@@ -38,10 +38,10 @@ REPEATS = 3
 
 def compile_host_step(name: str, engine: Engine, compiler_options: dict[str, Any], index: int) -> Any:
     """A step in a call of its own; whether there is work left, and the kind of the next step."""
-    apply = packed_model(CONFIGS[name])
+    setup = Setup(packed_model(CONFIGS[name]), engine._kinds)
 
     def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
-        state = one_step(apply, weights, state, jnp.zeros((), bool), engine._kinds, index)
+        state = one_step(setup, weights, state, jnp.zeros((), bool), index)
         scheduler = planning.admit_waiting(state.scheduler, state.allocator)
         kind = next_kind(scheduler, state.allocator, state.num_waited, engine._kinds)
         return dataclasses.replace(state, scheduler=scheduler), (scheduler.has_work, kind)

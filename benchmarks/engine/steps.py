@@ -29,7 +29,7 @@ class Steps:
         self.engine, self.sizes, self.rng = engine, sizes.of(engine), np.random.default_rng(0)
 
     def run(self, requests: Sequence[Request] = (), *, num_steps: int = 0, aborts: Sequence[int] = ()) -> Any:
-        """A slice; what it reports, once it is over."""
+        """A slice; its report, once it is over."""
         engine = self.engine
         rows = [
             Row(0, np.asarray(prompt, np.int32), SamplingParams(max_tokens=new, temperature=0), 0)
@@ -37,7 +37,7 @@ class Steps:
         ]
         sent = Sent(rows, list(aborts), engine._books.forgets, version=0)
         inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps, forgets=sent.forgets)
-        return jax.tree.map(np.asarray, engine._thread.submit(engine._run, engine._weights, inbox, sent).result())
+        return engine._read(engine._thread.submit(engine._run, engine._weights, inbox, sent).result())
 
     def submit_random(self, count: int, length: int, new: int) -> None:
         """Requests with random tokens: equal ones take less power, so that the GPU's clock is higher."""

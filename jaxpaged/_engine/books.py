@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxpaged._engine.host_copies import Moved, Piece
@@ -25,17 +26,17 @@ class Sent:
     aborts: list[int]
     forgets: np.ndarray
     version: int  # of the weights
-    report: Future[Report] | None = None
+    words: Future[jax.Array] | None = None  # of its report
     pieces: list[Piece] = dataclasses.field(default_factory=list)  # of prompts, that the slice can find
     moved: Moved | None = None  # once there is a report
 
-    def result(self) -> Report:
-        assert self.report is not None
-        return self.report.result()
+    def result(self) -> jax.Array:
+        assert self.words is not None
+        return self.words.result()
 
     def has_failed_with(self, failure: Exception) -> bool:
-        assert self.report is not None
-        return self.report.done() and self.report.exception() is failure
+        assert self.words is not None
+        return self.words.done() and self.words.exception() is failure
 
 
 class Books:

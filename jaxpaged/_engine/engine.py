@@ -50,7 +50,7 @@ from jaxpaged._engine.requests import (
 )
 from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.scoring import most_scored, no_scores
-from jaxpaged._engine.slices import Apply, Inbox, Report, State, run_packed, run_slice
+from jaxpaged._engine.slices import Apply, Inbox, Report, Setup, State, run_packed, tell
 from jaxpaged._integers import checked_size
 from jaxpaged._scheduler.scheduler import Scheduler
 
@@ -229,8 +229,7 @@ class Engine:
         )
         no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=self._books.forgets)
         capacity = None if host_cache_bytes is None else host_capacity(host_cache_bytes, self._state_of_slice, windows)
-        function: Any = functools.partial(
-            run_slice,
+        setup = Setup(
             apply,
             kinds=self._kinds,
             has_host_tier=capacity is not None,
@@ -238,7 +237,7 @@ class Engine:
             row_cost=cost(0),
             is_processed=bool(processed_logprobs),
         )
-        function = functools.partial(run_packed, function, no_news)
+        function: Any = functools.partial(run_packed, setup, no_news)
         self._mesh = find_mesh(caches)
         if self._mesh is not None:
             self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))
@@ -246,9 +245,9 @@ class Engine:
         compiler_options = chosen_compiler_options(compiler_options)
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
-        lowered = jitted.lower(self._weights, self._state_of_slice, pack(no_news))
-        self._run_slice = lowered.compile()
-        self._report_types = dataclasses.replace(lowered.out_info[1], words=None)
+        self._run_slice = jitted.lower(self._weights, self._state_of_slice, pack(no_news)).compile()
+        rows = no_news.prompt_lengths
+        _, self._report_types = jax.eval_shape(functools.partial(tell, setup), self._state_of_slice, rows, rows)
         self._copies, self._tier = None, None
         if capacity is not None:
             self._block_bytes = block_bytes(caches)
@@ -342,7 +341,7 @@ class Engine:
             raise ValueError("pass at least one prompt; got none.")
         with self._serving(prompts, each) as request_ids:
             rows = [row for request_id in request_ids for row in self._books.requests[request_id]]
-            self._collector = collector = Collector(rows)
+            self._collector = collector = Collector(rows, self._report_types)
             try:
                 while any(row.finish_reason is None for row in rows):
                     self._advance(is_watched=False)
@@ -575,7 +574,7 @@ class Engine:
                 num_steps=0 if has_more else num_steps,
                 forgets=sent.forgets,
             )
-            sent.report = self._thread.submit(self._run, self._weights, inbox, sent)
+            sent.words = self._thread.submit(self._run, self._weights, inbox, sent)
             if not has_more:
                 return
 
@@ -584,27 +583,27 @@ class Engine:
         num_taken = self._books.num_sent + self._tier.num_fetches
         return num_taken >= self._most_taken or self._tier.holds(row)
 
-    def _run(self, weights: Any, inbox: Inbox, sent: Sent) -> Report:
-        """On the engine's own thread, one slice after the other."""
+    def _run(self, weights: Any, inbox: Inbox, sent: Sent) -> jax.Array:
+        """The packed report. On the engine's own thread, one slice after the other."""
         try:
             put = []
             for piece in sent.pieces:
                 assert self._copies is not None
                 self._state_of_slice, where = self._copies.put(self._state_of_slice, piece)
                 put.append(where)
-            self._state_of_slice, report = self._run_slice(weights, self._state_of_slice, pack(inbox))
+            self._state_of_slice, words = self._run_slice(weights, self._state_of_slice, pack(inbox))
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state_of_slice)):
                 raise StateLostError from failure
             raise
-        report.words.copy_to_host_async()
+        words.copy_to_host_async()
         if self._copies is not None:
             try:
-                told = unpack(np.asarray(report.words), self._report_types)
-                sent.moved = self._copies.take(self._state_of_slice, told, put)
+                report = unpack(np.asarray(words), self._report_types)
+                sent.moved = self._copies.take(self._state_of_slice, report, put)
             except Exception as failure:  # the slice came to pass, or the new state is broken
                 raise StateLostError from failure
-        return report
+        return words
 
     def _receive(self) -> None:
         """Waits for the slice that was sent first, and takes what came of it. An interrupted wait changes nothing."""
@@ -623,10 +622,10 @@ class Engine:
         else:  # the slice came to pass: if this fails, the next call does it again
             self._take(report, None if self._copies is None or sent.moved is None else self._copies.read(sent.moved))
 
-    def _read(self, report: Report) -> Report:
+    def _read(self, words: jax.Array) -> Report:
         """The report in NumPy's arrays."""
         try:
-            return unpack(np.asarray(report.words), self._report_types)
+            return unpack(np.asarray(words), self._report_types)
         except Exception as failure:  # the call had returned by then, and the new state is as broken as the report
             raise StateLostError from failure
 
@@ -636,8 +635,7 @@ class Engine:
         if self._tier is not None and moved is not None:
             self._tier.take(moved)
         if self._collector is not None:
-            places = np.asarray(report.outbox.request_ids)
-            self._collector.take(sent.result(), places, self._books.on_device, sent.version)
+            self._collector.take(sent.result(), report, self._books.on_device, sent.version)
         counts = self._books.take_tokens(report, sent.version)
         since, self._since = self._since, time.perf_counter()
         self._stats = counted(self._stats, report, self._kinds, seconds=self._since - since, **counts)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged._engine.packing import unpack
 from jaxpaged._engine.requests import Row
 from jaxpaged._engine.slices import Report
 
@@ -35,15 +36,22 @@ class Rollout:
 
 
 class Collector:
-    """Puts the tokens of rows into a `Rollout`, slice by slice. The host only says where."""
+    """Puts the tokens of rows into a `Rollout`, slice by slice. The host only says where.
 
-    def __init__(self, rows: Sequence[Row]):
+    Args:
+        rows: those whose tokens are wanted.
+        types: shapes and dtypes of a report.
+    """
+
+    def __init__(self, rows: Sequence[Row], types: Report):
+        self._types = types
         self._index = {id(row): i for i, row in enumerate(rows)}
         self._shape = len(rows), max(row.params.max_tokens for row in rows)
         self._rollout: Rollout | None = None
 
-    def take(self, report: Report, request_ids: np.ndarray, on_device: Mapping[int, Row], version: int) -> None:
-        """The tokens of one slice. `report` is on the device, `request_ids` are those of its outbox."""
+    def take(self, words: jax.Array, report: Report, on_device: Mapping[int, Row], version: int) -> None:
+        """The tokens of one slice: of its report, packed on the device and in NumPy's arrays."""
+        request_ids = report.outbox.request_ids
         begins = np.full(request_ids.max(initial=0) + 1, -1)  # of each place, where its next token goes
         for place, row in on_device.items():
             if id(row) in self._index and place < len(begins):
@@ -56,29 +64,32 @@ class Collector:
         begin = begins[ordered]
         targets[order] = np.where(begin >= 0, begin + turn, targets[0])
         if self._rollout is None:
-            self._rollout = _empty(self._shape, report)
-        self._rollout = _put(self._rollout, report.outbox.tokens, report.logprobs, targets, np.int32(version))
+            self._rollout = _empty(self._shape, words)
+        self._rollout = _put(self._rollout, words, targets, np.int32(version), types=self._types)
 
     def result(self) -> Rollout:
         assert self._rollout is not None  # each request has a token at least, or was aborted in a slice
         return jax.tree.map(lambda x: x.reshape(self._shape), self._rollout)
 
 
-def _empty(shape: tuple[int, int], report: Report) -> Rollout:
-    size, where = shape[0] * shape[1], report.logprobs.sharding
+def _empty(shape: tuple[int, int], words: jax.Array) -> Rollout:
+    size, where = shape[0] * shape[1], words.sharding
     dtypes = jnp.int32, jnp.float32, jnp.bool_, jnp.int32
     return Rollout(*(jnp.zeros(size, dtype, device=where) for dtype in dtypes))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(rollout: Rollout, tokens: jax.Array, logprobs: jax.Array, targets: jax.Array, version: jax.Array) -> Rollout:
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="types")
+def _put(rollout: Rollout, words: jax.Array, targets: jax.Array, version: jax.Array, *, types: Report) -> Rollout:
+    report = unpack(words, types)
+    tokens = report.outbox.tokens
+
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         new = jnp.broadcast_to(new, tokens.shape).reshape(-1)
         return old.at[targets].set(new, mode="drop")
 
     return Rollout(
         put(rollout.tokens, tokens),
-        put(rollout.logprobs, logprobs),
+        put(rollout.logprobs, report.logprobs),
         put(rollout.mask, jnp.ones((), jnp.bool_)),
         put(rollout.versions, version),
     )

@@ -68,7 +68,7 @@ class Inbox:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the host gets back. It shares no buffer with the state, so that it can be read during the next slice."""
+    """What the host gets back, packed: an array that can be read during the next slice."""
 
     request_ids: jax.Array  # int32 [rows], of the inbox
     refusals: jax.Array  # int32 [rows]
@@ -88,26 +88,28 @@ class Report:
     # For the host tier. None: there is none.
     serials: jax.Array | None = None  # int32 [blocks], of the blocks that the prefix cache lists; 0: it does not
     salts: jax.Array | None = None  # int32 [1 + adapters], under which prompts are looked up
-    words: jax.Array | None = None  # int32, the others packed, which is what the host reads
 
 
-def run_packed(function: Callable[..., Any], no_news: Inbox, weights: Any, state: State, words: Any) -> Any:
-    """`function(weights, state, inbox)` of an inbox that was packed and has the shapes of `no_news`."""
-    return function(weights, state, unpack(words, no_news))
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What is the same in all slices of an engine, besides weights and shapes."""
+
+    apply: Apply
+    kinds: tuple[Kind, ...]
+    has_host_tier: bool = False
+    draft: Draft | None = None
+    row_cost: float = 0.0  # of a step without rows, as in `Kind.cost`
+    is_processed: bool = False  # as in `sample`
 
 
-def run_slice(
-    apply: Apply,
-    weights: Any,
-    state: State,
-    inbox: Inbox,
-    *,
-    kinds: tuple[Kind, ...],
-    has_host_tier: bool = False,
-    draft: Draft | None = None,
-    row_cost: float = 0.0,
-    is_processed: bool = False,
-) -> tuple[State, Report]:
+def run_packed(setup: Setup, no_news: Inbox, weights: Any, state: State, words: Any) -> tuple[State, jax.Array]:
+    """`run_slice` between a packed inbox with the shapes of `no_news` and a packed report."""
+    state, report = run_slice(setup, weights, state, unpack(words, no_news))
+    return state, pack(report, jnp)
+
+
+def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[State, Report]:
+    kinds = setup.kinds
     scheduler, allocator = state.scheduler.abort(state.allocator, inbox.aborts)
     prefixes = scheduler.prefixes
     if prefixes is not None:
@@ -137,14 +139,14 @@ def run_slice(
         state = dataclasses.replace(state, scheduler=planning.admit_waiting(state.scheduler, state.allocator))
         num_spared, gains = 0 if state.seat_groups is None else state.seat_groups.num_spared, None
         if state.drafting is not None:
-            drafting = state.drafting.guessed(state.scheduler, state.allocator, draft, row_cost)
+            drafting = state.drafting.guessed(state.scheduler, state.allocator, setup.draft, setup.row_cost)
             state, gains = dataclasses.replace(state, drafting=drafting), drafting.gains(state.scheduler)
         kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds, num_spared, gains)
         return state, jnp.where(goes_on(state) & ~is_change_due(state), kind, len(kinds))
 
     def loop(carry: tuple[State, jax.Array], index: int) -> tuple[State, jax.Array]:
         def body(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-            return settle(one_step(apply, weights, carry[0], inbox.wants_logprobs, kinds, index, draft, is_processed))
+            return settle(one_step(setup, weights, carry[0], inbox.wants_logprobs, index))
 
         return lax.while_loop(lambda carry: carry[1] == index, body, carry)
 
@@ -156,7 +158,11 @@ def run_slice(
 
     # A change that is due after the last step is made too: what ended is to be drained, and its blocks free.
     state = lax.while_loop(lambda state: goes_on(state) | is_change_due(state), one_event, state)
+    return tell(setup, state, request_ids, refusals)
 
+
+def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array) -> tuple[State, Report]:
+    """Behind the last step: the state for the next slice, and the report of this one."""
     scheduler, outbox = state.scheduler.drain()
     report = Report(
         request_ids=request_ids,
@@ -175,14 +181,13 @@ def run_slice(
         num_recomputed=scheduler.num_recomputed,
         num_preempted=scheduler.num_preempted,
     )
-    if has_host_tier:
+    if setup.has_host_tier:
         assert scheduler.prefixes is not None
         is_listed = state.allocator.pool.is_cached(jnp.arange(state.allocator.num_blocks, dtype=jnp.int32))
         serials = jnp.where(is_listed, scheduler.prefixes.cache.serials, 0)
         report = dataclasses.replace(report, serials=serials, salts=jnp.array(scheduler.prefixes.salt))
     nothing = no_scores(*state.scores.positions.shape, num_requests=scheduler.max_requests)
     logprobs = jnp.zeros_like(state.logprobs)
-    report = dataclasses.replace(report, words=pack(report, jnp))
     return dataclasses.replace(state, scheduler=scheduler, logprobs=logprobs, scores=nothing), report
 
 
@@ -199,23 +204,15 @@ def num_found(scheduler: Scheduler, allocator: BlockAllocator) -> jax.Array:
     return scheduler.prefixes.cache.num_hits * allocator.block_size
 
 
-def one_step(
-    apply: Apply,
-    weights: Any,
-    state: State,
-    wants_logprobs: jax.Array,
-    kinds: tuple[Kind, ...],
-    index: int,
-    draft: Draft | None = None,
-    is_processed: bool = False,  # as in `sample`
-) -> State:
-    kind, drafting = kinds[index], state.drafting
+def one_step(setup: Setup, weights: Any, state: State, wants_logprobs: jax.Array, index: int) -> State:
+    """A step of the kind `setup.kinds[index]`."""
+    kind, drafting = setup.kinds[index], state.drafting
     drafts, is_silent = None, jnp.zeros((), jnp.bool_)
     if kind.draws_all:
         assert drafting is not None
         drafts = drafting.guesses
-        if draft is not None:
-            drafts = drafted(draft, weights, state.scheduler, drafts)
+        if setup.draft is not None:
+            drafts = drafted(setup.draft, weights, state.scheduler, drafts)
             is_silent = (drafting.guesses[:, 0] >= 0) & (drafts[:, 0] < 0)
     scheduler, allocator, step = planning.plan(
         state.scheduler, state.allocator, kind.width, is_mixed=kind.is_mixed, drafts=drafts
@@ -225,10 +222,10 @@ def one_step(
         assert state.seat_groups is not None
         step, seats, groups, num_spared = sort_by_group(step, state.seat_groups)
     attend = step_attention(allocator, step, kind, state.caches, seats, groups)
-    model = functools.partial(apply_model, apply, weights, state.caches, step)
+    model = functools.partial(apply_model, setup.apply, weights, state.caches, step)
     caches, head = with_head(model, attend)
     tokens, logprobs, scores = score_and_sample(
-        head, scheduler, state.spans, step, kind, wants_logprobs, is_processed=is_processed
+        head, scheduler, state.spans, step, kind, wants_logprobs, is_processed=setup.is_processed
     )
     index_of_step = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)

@@ -219,8 +219,6 @@ def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
         def __array__(self, dtype=None, copy=None):
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-        words = property(lambda self: self)
-
     engine = create_engine(exact=True)
     engine.add_request(PROMPTS[0], LONG)
     engine._run_slice = lambda weights, state, inbox: (state, Broken())

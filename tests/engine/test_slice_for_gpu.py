@@ -13,7 +13,7 @@ import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpaged._engine.slices import run_slice
+from jaxpaged._engine.slices import Setup, run_slice
 from tests import toy_model
 from tests.compiled import instructions
 from tests.kernels import resources
@@ -32,7 +32,7 @@ def main():
         (engine._weights, engine._state_of_slice, news),
     )
     jitted = jax.jit(
-        functools.partial(run_slice, toy_model.apply, kinds=engine._kinds),
+        functools.partial(run_slice, Setup(toy_model.apply, engine._kinds)),
         donate_argnums=1,
         compiler_options={"xla_gpu_autotune_level": 0},
     )

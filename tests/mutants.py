@@ -992,9 +992,16 @@ MUTANTS = (
     Mutant(
         "attention: earlier tiles keep their weights",
         XLA,
-        "acc * alpha[..., None] + pv, m_new",
-        "acc + pv, m_new",
+        "acc * alpha[..., None] + _weighted(p, v), m_new",
+        "acc + _weighted(p, v), m_new",
         "tests/attention/test_attention.py::no_divisibility_rule and None-40",
+    ),
+    Mutant(
+        "attention: the sum of the weights has no gradient",
+        XLA,
+        "values - total[..., None] * out.astype(jnp.float32)",
+        "values",
+        "tests/attention/test_composition.py::gradients and 3-all",
     ),
     Mutant(
         "attention: unseen slots are read",

@@ -79,19 +79,23 @@ def place_runs(call: Call, run: int) -> Runs:
     return Runs(run, starts, ends - num_runs, seq_ids, offsets, counts)
 
 
-def cut_packed(call: Call, runs: Runs) -> Call:
-    """The same call on runs, a uniform one. The rows before a short run's tokens are zeros, and their results are not
-    read."""
+def cut_rows(x: jax.Array, runs: Runs) -> jax.Array:
+    """Rows of packed q, or of what is like it, `[tokens, ...]`, as `[runs, run, ...]`; zeros before a short run's."""
     column = jnp.arange(runs.run, dtype=jnp.int32)[None] - runs.run + runs.counts[:, None]  # in the run; below 0: none
     rows = (runs.starts[runs.seqs] + runs.offsets)[:, None] + column
-    q = call.q.at[rows].get(mode="clip")
+    x = x.at[rows].get(mode="clip")
+    return jnp.where(jnp.expand_dims(column >= 0, range(2, x.ndim)), x, jnp.zeros_like(x))
+
+
+def cut_packed(call: Call, runs: Runs) -> Call:
+    """The same call on runs, a uniform one. The results of the rows before a short run's tokens are not read."""
     lengths = call.lengths[runs.seqs]
     if call.causal:
         first = call.lengths - jnp.diff(runs.starts)  # the position of each sequence's first new token
         lengths = first[runs.seqs] + runs.offsets + runs.counts
     return dataclasses.replace(
         call,
-        q=jnp.where((column >= 0)[..., None, None], q, jnp.zeros_like(q)),
+        q=cut_rows(call.q, runs),
         block_tables=call.block_tables[runs.seqs],
         lengths=jnp.where(runs.counts > 0, jnp.maximum(lengths, 0), 0),
         query_starts=None,

@@ -8,9 +8,13 @@ one tile of keys and one of values of every sequence and partition:
 has scales or another dtype than q), and the logits of that tile, `seqs * num_partitions * heads * q_len * 128` float32.
 Nothing is ever as large as the gathered cache. (XLA itself widens a bfloat16 tile to float32 on a CPU.)
 
+The backward pass goes over the tiles again, with the weights exp(logit_t - lse) from the lse of the forward pass, by
+whichever implementation: so differentiating changes no bit of the results.
+
 The tile is a constant, whatever the block size, so that the block size does not change the arithmetic.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -19,7 +23,7 @@ from jax import lax
 
 from jaxpaged import _device
 from jaxpaged._attention.call import Call
-from jaxpaged._attention.runs import cut_packed, join_packed, place_runs
+from jaxpaged._attention.runs import cut_packed, cut_rows, join_packed, place_runs
 from jaxpaged._attention.tree import Tree, from_rows
 from jaxpaged._cache.pool_rows import take_rows
 
@@ -66,15 +70,58 @@ def _is_widened(a: Call) -> bool:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(num_partitions: int, a: Call) -> tuple[jax.Array, jax.Array]:
-    return _online_softmax(num_partitions, None, a)
+    return _online_softmax(num_partitions, a)
 
 
 @_attend.defjvp
 def _attend_jvp(num_partitions: int, primals: tuple, tangents: tuple) -> tuple:
-    # A loop whose trip count is known only at run time has no transpose: differentiate the one over the whole table.
-    (a,) = primals
-    num_steps = -(-a.capacity // (_tile_size(a.block_size) * num_partitions))
-    return jax.jvp(functools.partial(_online_softmax, num_partitions, num_steps), primals, tangents)
+    (call,), (moved,) = primals, tangents
+    results = _attend(num_partitions, call)
+    return results, tangents_of(call, moved, results, num_partitions=num_partitions)
+
+
+def tangents_of(
+    call: Call, moved: Call, results: tuple[jax.Array, jax.Array], *, num_partitions: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The tangents of out and lse, the `results` of the call, along `moved`. Linear in it, so that it has a transpose.
+
+    d lse = sum_t p_t d logit_t,    d out = sum_t p_t d v_t + sum_t d p_t v_t,    d p_t = p_t (d logit_t - d lse)
+    """
+    out, lse = results
+    sums = functools.partial(_weighted_sums, lse, num_partitions)
+    values, total = jax.jvp(sums, (call,), (moved,))[1]
+    return (values - total[..., None] * out.astype(jnp.float32)).astype(out.dtype), total
+
+
+def _weighted_sums(lse: jax.Array, num_partitions: int | None, call: Call) -> tuple[jax.Array, jax.Array]:
+    """sum_t p_t v_t, f32 of `call.out_shape`, and sum_t p_t, with p_t = exp(logit_t - lse) for a given lse.
+
+    Only to be differentiated: the sums themselves are out and 1.
+    """
+    if call.query_starts is not None:
+        runs = place_runs(call, RUN)
+        sums = _weighted_sums(cut_rows(lse, runs), num_partitions, cut_packed(call, runs))
+        return join_packed(*sums, call, runs)
+    num_partitions = num_partitions or default_partitions(call, on_gpu=_device.is_gpu())
+    walk = _Walk.of(call, num_partitions)
+    lse = walk.by_row(jnp.where(lse == -jnp.inf, 0.0, lse))
+
+    # What one tile adds. A loop whose trip count is known only at run time has no transpose: this one goes over the
+    # whole table.
+    @jax.checkpoint
+    def of_tile(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits, v = walk.tile(i)
+        p = jnp.exp(logits - lse[:, None, ..., None])
+        return _weighted(p, v).sum(axis=1), p.sum(axis=(1, 4))
+
+    def step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return jax.tree.map(jnp.add, sums, of_tile(i))
+
+    num_steps = -(-call.capacity // (_tile_size(call.block_size) * num_partitions))
+    values, total = lax.fori_loop(0, num_steps, step, tuple(x.sum(axis=1) for x in walk.zeros()))
+    if call.options.sinks is not None:
+        total += jnp.where(walk.sees_any, jnp.exp(_by_row(call, call.options.sinks)[None] - lse), 0.0)
+    return walk.by_token(values), walk.by_token(total)
 
 
 def _tile_size(block_size: int) -> int:
@@ -82,56 +129,102 @@ def _tile_size(block_size: int) -> int:
     return TILE if block_size % TILE == 0 else max(1, TILE // block_size) * block_size
 
 
-def _online_softmax(num_partitions: int, num_steps: int | None, a: Call) -> tuple[jax.Array, jax.Array]:
-    """Computes `num_steps` tiles of each partition; None: all tiles of the longest partition."""
-    seqs, q_len, heads, head_dim = a.q.shape
-    kv_heads, rows = a.k_cache.shape[2], q_len * a.group
-    tile = _tile_size(a.block_size)
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """The tiles of a uniform call that each partition goes over, and the rows that see them."""
 
-    # The run of tiles that each partition owns. It follows from true lengths: neither the table's width nor the
-    # other sequences of the batch change a sequence's partitions.
-    tree = from_rows(a.tree_mask, a.lengths)
-    query_positions = a.positions(tree)  # [seqs, q_len]
-    first_visible = jnp.zeros_like(a.lengths)  # by any query of the sequence
-    if a.options.sliding_window is not None:
-        first_visible = jnp.maximum(query_positions.min(axis=1) - a.options.sliding_window + 1, 0)
-    first = first_visible // tile  # [seqs]
-    end = -(-a.lengths // tile)
-    run = -(-(end - first) // num_partitions)
-    starts = first[:, None] + run[:, None] * jnp.arange(num_partitions, dtype=jnp.int32)[None]  # [seqs, partitions]
-    ends = jnp.minimum(starts + run[:, None], end[:, None])
+    call: Call
+    tree: Tree | None
+    q: jax.Array  # [seqs, kv_heads, rows, head_dim]
+    positions: jax.Array  # int32 [seqs, rows], in the sequence; negative before its start
+    first_visible: jax.Array  # int32 [seqs], the first token that any query of the sequence sees
+    run: jax.Array  # int32 [seqs], tiles of a partition
+    starts: jax.Array  # int32 [seqs, partitions], the first of them
+    ends: jax.Array
 
-    # A row before its sequence's start may hold NaN, which would reach the gradient of k.
-    q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
-    q = q.reshape(seqs, q_len, kv_heads, a.group, head_dim)
-    q = q.swapaxes(1, 2).reshape(seqs, kv_heads, rows, head_dim)
-    positions = jnp.repeat(query_positions, a.group, axis=1)  # [seqs, rows]
+    @classmethod
+    def of(cls, a: Call, num_partitions: int) -> "_Walk":
+        seqs, q_len, _, head_dim = a.q.shape
+        tile = _tile_size(a.block_size)
+        # The run of tiles that each partition owns. It follows from true lengths: neither the table's width nor the
+        # other sequences of the batch change a sequence's partitions.
+        tree = from_rows(a.tree_mask, a.lengths)
+        query_positions = a.positions(tree)  # [seqs, q_len]
+        first_visible = jnp.zeros_like(a.lengths)
+        if a.options.sliding_window is not None:
+            first_visible = jnp.maximum(query_positions.min(axis=1) - a.options.sliding_window + 1, 0)
+        first = first_visible // tile  # [seqs]
+        end = -(-a.lengths // tile)
+        run = -(-(end - first) // num_partitions)
+        starts = first[:, None] + run[:, None] * jnp.arange(num_partitions, dtype=jnp.int32)[None]
+        ends = jnp.minimum(starts + run[:, None], end[:, None])
+
+        # A row before its sequence's start may hold NaN, which would reach the gradient of k.
+        q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
+        q = q.reshape(seqs, q_len, a.kv_heads, a.group, head_dim)
+        q = q.swapaxes(1, 2).reshape(seqs, a.kv_heads, q_len * a.group, head_dim)
+        positions = jnp.repeat(query_positions, a.group, axis=1)
+        return cls(a, tree, q, positions, first_visible, run, starts, ends)
+
+    def tile(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The logits of the i-th tile of each partition, f32 [seqs, partitions, kv_heads, rows, tile], and its values,
+        [seqs, partitions, tile, kv_heads, value_dim]."""
+        tiles = self.starts + i
+        k, v, distance = _load_tile(self.call, self.tree, self.first_visible, tiles, tiles < self.ends, self.positions)
+        return _logits(self.call, self.q, k, distance), v
+
+    def zeros(self) -> tuple[jax.Array, jax.Array]:
+        """f32 [seqs, partitions, kv_heads, rows, value_dim], and without its last axis.
+
+        Made from q so that inside shard_map the state of a loop varies over the same mesh axes as the results.
+        """
+        row = jnp.zeros_like(self.q[:, None, ..., 0], jnp.float32)
+        row = jnp.broadcast_to(row, (row.shape[0], self.starts.shape[1], *row.shape[2:]))
+        return jnp.broadcast_to(row[..., None], (*row.shape, self.call.value_dim)), row
+
+    @property
+    def sees_any(self) -> jax.Array:
+        """Whether a row sees a token, bool [seqs, 1, rows]."""
+        return (self.positions >= 0)[:, None, :]
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """[seqs, q_len, heads] -> [seqs, kv_heads, rows]."""
+        seqs, q_len, heads = x.shape
+        return x.reshape(seqs, q_len, -1, self.call.group).swapaxes(1, 2).reshape(seqs, heads // self.call.group, -1)
+
+    def by_token(self, rows: jax.Array) -> jax.Array:
+        """[seqs, kv_heads, rows, ...] -> [seqs, q_len, heads, ...]."""
+        seqs, q_len, heads, _ = self.call.q.shape
+        by_head = rows.reshape(seqs, -1, q_len, self.call.group, *rows.shape[3:])
+        return by_head.swapaxes(1, 2).reshape(seqs, q_len, heads, *rows.shape[3:])
+
+
+def _online_softmax(num_partitions: int, a: Call) -> tuple[jax.Array, jax.Array]:
+    walk = _Walk.of(a, num_partitions)
 
     def step(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         acc, m, l = state
-        k, v, distance = _load_tile(a, tree, first_visible, starts + i, starts + i < ends, positions)
-        logits = _logits(a, q, k, distance)  # f32 [seqs, partitions, kv_heads, rows, tile]
-        m_new = lax.stop_gradient(jnp.maximum(m, logits.max(axis=-1)))
+        logits, v = walk.tile(i)
+        m_new = jnp.maximum(m, logits.max(axis=-1))
         m_finite = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         p = jnp.exp(logits - m_finite[..., None])
         alpha = jnp.exp(m - m_finite)
-        pv = jnp.einsum(
-            "spkrt,sptkd->spkrd",
-            p.astype(v.dtype),
-            v,
-            preferred_element_type=jnp.float32,
-            precision=lax.Precision.HIGHEST,
-        )
-        return acc * alpha[..., None] + pv, m_new, l * alpha + p.sum(axis=-1)
+        return acc * alpha[..., None] + _weighted(p, v), m_new, l * alpha + p.sum(axis=-1)
 
-    # Made from q so that inside shard_map the state varies over the same mesh axes as the results.
-    zeros = jnp.broadcast_to(jnp.zeros_like(q[:, None, ..., 0], jnp.float32), (seqs, num_partitions, kv_heads, rows))
-    state = jnp.broadcast_to(zeros[..., None], (*zeros.shape, a.value_dim)), zeros - jnp.inf, zeros
-    if num_steps is None:
-        acc, m, l = lax.fori_loop(0, run.max(initial=0), step, state)
-    else:
-        acc, m, l = lax.fori_loop(0, num_steps, jax.checkpoint(step), state)
-    return _reduce(a, acc, m, l, positions)
+    acc, l = walk.zeros()
+    acc, m, l = lax.fori_loop(0, walk.run.max(initial=0), step, (acc, l - jnp.inf, l))
+    return _reduce(walk, acc, m, l)
+
+
+def _weighted(p: jax.Array, v: jax.Array) -> jax.Array:
+    """The sum of a tile's values by their weights, f32 [seqs, partitions, kv_heads, rows, value_dim]."""
+    return jnp.einsum(
+        "spkrt,sptkd->spkrd",
+        p.astype(v.dtype),
+        v,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST,
+    )
 
 
 def _load_tile(
@@ -198,34 +291,22 @@ def _logits(a: Call, q: jax.Array, k: jax.Array, distance: jax.Array) -> jax.Arr
     return jnp.where(visible, logits, -jnp.inf)
 
 
-def _reduce(
-    a: Call,
-    acc: jax.Array,
-    m: jax.Array,
-    l: jax.Array,
-    positions: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def _reduce(walk: _Walk, acc: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Merges the partitions, adds the sinks, and normalises."""
-    seqs, q_len, heads, _ = a.q.shape
+    a = walk.call
     m_all = m.max(axis=1)  # [seqs, kv_heads, rows]
     if a.options.sinks is not None:
         sinks = _by_row(a, a.options.sinks)[None]
-        m_all = jnp.maximum(m_all, lax.stop_gradient(sinks))
+        m_all = jnp.maximum(m_all, sinks)
     m_all = jnp.where(m_all == -jnp.inf, 0.0, m_all)
     weights = jnp.exp(m - m_all[:, None])
     denominator = (l * weights).sum(axis=1)
     if a.options.sinks is not None:
         denominator += jnp.exp(sinks - m_all)
-    sees_any = (positions >= 0)[:, None, :]  # [seqs, 1, rows]
-    denominator = jnp.where(sees_any, denominator, 1.0)
+    denominator = jnp.where(walk.sees_any, denominator, 1.0)
     out = (acc * weights[..., None]).sum(axis=1) / denominator[..., None]
-    lse = jnp.where(sees_any, m_all + jnp.log(denominator), -jnp.inf)
-
-    def unfold(rows: jax.Array) -> jax.Array:  # [seqs, kv_heads, q_len * group, ...] -> [seqs, q_len, heads, ...]
-        by_head = rows.reshape(seqs, -1, q_len, a.group, *rows.shape[3:])
-        return by_head.swapaxes(1, 2).reshape(seqs, q_len, heads, *rows.shape[3:])
-
-    return unfold(jnp.where(sees_any[..., None], out, 0.0)).astype(a.q.dtype), unfold(lse)
+    lse = jnp.where(walk.sees_any, m_all + jnp.log(denominator), -jnp.inf)
+    return walk.by_token(jnp.where(walk.sees_any[..., None], out, 0.0)).astype(a.q.dtype), walk.by_token(lse)
 
 
 def _by_row(a: Call, by_head: jax.Array) -> jax.Array:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from jaxpaged import BlockAllocator, KVCache, attend, explain, paged_attention, write_kv
+from jaxpaged._attention import xla
 from jaxpaged._attention.call import check_call
 from jaxpaged._attention.choose import choose
 from jaxpaged._device import GPUS
 from tests.attention.conformance import OptionsAlone
-from tests.cases import jitted_attention, jitted_reference, make_case, oracle
+from tests.cases import OPTIONS, jitted_attention, jitted_reference, make_case, oracle
 from tests.kernels.prefill import packed, unpacked
 
 H100 = GPUS["H100"]
@@ -113,6 +114,27 @@ def test_gradients_are_those_of_padded_rows():
     got, wanted = jax.grad(of_packed)(case.k_cache), jax.grad(of_padded)(case.k_cache)
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+def test_tangents_of_given_results():
+    # As after a kernel, which takes packed calls whole.
+    counts = (3, 0, 17)
+    case = make_case(lengths=(20, 9, 33), q_len=17, options=OPTIONS["all"])
+    q, starts = packed_call(case, counts)
+    call = check_call(q, *case.arrays[1:], query_starts=starts, **case.options)
+
+    def moved(x):
+        return np.sin(x) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0)
+
+    along = jax.tree.map(moved, call)
+    by_xla = functools.partial(xla.attend, num_partitions=1)
+    results, expected = jax.jvp(by_xla, (call,), (along,))
+    for got, wanted in zip(results, by_xla(call), strict=True):
+        assert (got == wanted).all()
+    tokens = slice(BEFORE, -BEHIND)
+    for got, wanted in zip(xla.tangents_of(call, along, results), expected, strict=True):
+        assert np.abs(wanted[tokens]).max() > 0.1
+        np.testing.assert_allclose(got[tokens], wanted[tokens], atol=1e-5)
 
 
 @pytest.mark.parametrize(("head_dim", "by_prefill"), [(128, True), (120, False)])

@@ -19,11 +19,10 @@ of its bytes (weights, keys and values) and products at the measured rates, over
 
 import argparse
 import ast
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -95,30 +94,12 @@ def check_exact(engine: Engine, work: Sequence[Request]) -> int:
     return len(alone) * CHECKED_TOKENS
 
 
-@contextlib.contextmanager
-def seconds_in_slices(engine: Engine) -> Iterator[list[float]]:
-    """Of each slice, in the call that runs it. On a GPU a call with a loop in it returns when the loop ends."""
-    seconds: list[float] = []
-    run_slice = engine._run_slice
-
-    def timed(*args: Any) -> Any:
-        begin = time.perf_counter()
-        result = run_slice(*args)
-        seconds.append(time.perf_counter() - begin)
-        return result
-
-    engine._run_slice = timed  # type: ignore[assignment]
-    yield seconds
-    engine._run_slice = run_slice
-
-
 def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Request], costs: Costs) -> dict[str, Any]:
     wanted = sum(new for _, new in work)
     before, kinds_before = engine.stats(), np.asarray(engine._state.num_of_kind)
-    with seconds_in_slices(engine) as in_slices:
-        begin = time.perf_counter()
-        num_tokens = function()
-        seconds = time.perf_counter() - begin
+    begin = time.perf_counter()
+    num_tokens = function()
+    seconds = time.perf_counter() - begin
     if num_tokens != wanted:
         raise AssertionError(f"{num_tokens} tokens instead of {wanted}")
     after = engine.stats()
@@ -132,7 +113,7 @@ def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Reques
             of_steps=costs.of_steps(num_of_kind, work) / seconds,
             of_floor=costs.floor(num_of_kind, work) / seconds,
             preempted=after.num_preempted - before.num_preempted,
-            between_slices=1 - sum(in_slices) / seconds,
+            slices=after.num_slices - before.num_slices,
         )
     return result
 
@@ -143,7 +124,7 @@ def line(name: str, point: dict[str, Any]) -> str:
     if "of_steps" in point:
         text += (
             f", {point['of_steps']:.0%} of steps, {point['of_floor']:.0%} of floor, {point['preempted']} preempted, "
-            f"{point['between_slices']:.1%} between slices"
+            f"{point['slices']} slices"
         )
     return text
 

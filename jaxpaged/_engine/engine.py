@@ -110,7 +110,8 @@ class Engine:
             after temperature, `top_k` and `top_p`; vLLM's `logprobs_mode="processed_logprobs"`. Those of greedy tokens,
             of prompts and of `score` stay the model's.
         seed: at least 0; seeds the requests that bring none.
-        compiler_options: passed to `jax.jit`. None: on a GPU, those with which cuBLAS computes matrix products.
+        compiler_options: passed to `jax.jit`. None: on a GPU, those with which cuBLAS computes matrix products, and a
+            slice is one CUDA graph (`docs/engine.md`).
 
     Raises:
         ValueError: a size that is no int or too small, arguments that do not go together, weights that are not arrays,
@@ -242,7 +243,7 @@ class Engine:
         if self._mesh is not None:
             self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))
             function = on_each_device(self._mesh, function, self._weights, self._state_of_slice)
-        compiler_options = chosen_compiler_options(compiler_options)
+        compiler_options = chosen_compiler_options(compiler_options, on_mesh=self._mesh is not None)
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
         self._run_slice = jitted.lower(self._weights, self._state_of_slice, pack(no_news)).compile()
@@ -266,7 +267,7 @@ class Engine:
                 bring=self._copies.bring,
             )
         self._most_taken = num_seats + max(num_seats // 4, 1)  # with a host tier: more wait on the host
-        # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
+        # Unless its loops are in a CUDA graph, a call returns when they end; meanwhile the caller's thread works.
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
         self._failure: BaseException | None = None  # of the slice that took the state with it

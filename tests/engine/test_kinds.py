@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler
-from jaxpaged._engine.defaults import chosen_sizes
+from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler, _device
+from jaxpaged._engine.defaults import chosen_compiler_options, chosen_sizes
 from jaxpaged._engine.inputs import pool_sizes
 from jaxpaged._engine.kinds import LONGEST_WAIT, count_wait, make_kinds, next_kind
 from tests import toy_model
@@ -114,6 +114,21 @@ def test_shared_blocks_are_read_once_where_that_pays(needed, num_spared, expecte
 def test_a_wait_ends_with_a_chunk(num_pending, counts, expected):
     starts = np.cumsum([0, *counts], dtype=np.int32)
     assert int(count_wait(jnp.int32(3), jnp.int32(num_pending), jnp.diff(starts))) == expected
+
+
+@pytest.mark.parametrize(
+    ("driver", "on_mesh", "has_loops"),
+    [("570.26", False, True), ("565.57.01", False, False), ("", False, False), ("580.159.04", True, False)],
+)
+def test_a_slice_is_one_graph_where_the_driver_and_the_devices_allow_it(driver, on_mesh, has_loops, monkeypatch):
+    monkeypatch.setattr(_device, "is_gpu", lambda: True)
+    monkeypatch.setattr(_device, "driver", lambda: driver)
+    options = chosen_compiler_options(None, on_mesh=on_mesh)
+    assert options["xla_gpu_enable_triton_gemm"] == "False"
+    assert ("WHILE" in options.get("xla_gpu_enable_command_buffer", "")) == has_loops
+    jitted = jax.jit(lambda x: x + 1, compiler_options=options)
+    assert jitted(1) == 2  # XLA knows them
+    assert chosen_compiler_options({"xla_gpu_autotune_level": 0}) == {"xla_gpu_autotune_level": 0}
 
 
 OPEN = dict(num_seats=None, max_length=None, chunk_tokens=None, widths=None, is_gpu=True)

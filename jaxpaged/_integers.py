@@ -1,6 +1,7 @@
 """Integers that a caller passes: sizes, and arrays of ids, slots, lengths and counts."""
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -56,3 +57,10 @@ def checked_size(name: str, size: Any, least: int = 1, most: int | None = None) 
     if most is not None and number > most:
         raise ValueError(f"{name} must be at most {most}; got {name}={size}.")
     return number
+
+
+def checked_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    """What a caller passes for one or more sizes, as a tuple."""
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a sequence; got {name}={values!r}.")
+    return tuple(values)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jaxpaged._allocator import inspection, sharing, swapping
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.sharing import Copies
-from jaxpaged._allocator.state import AllocatorState, Window
+from jaxpaged._allocator.state import AllocatorState, Window, checked_windows
 from jaxpaged._integers import as_int32, checked_size, known_values
 from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
@@ -87,7 +87,7 @@ class BlockAllocator(AllocatorState):
         num_blocks, block_size = checked_size("num_blocks", num_blocks, 2), checked_size("block_size", block_size)
         num_seqs = checked_size("num_seqs", num_seqs)
         max_blocks_per_seq = checked_size("max_blocks_per_seq", max_blocks_per_seq)
-        windows = tuple(None if window is None else checked_size("a window", window) for window in windows)
+        windows = checked_windows(windows)
         if not windows or None in windows[windows.count(None) :]:
             raise ValueError(f"windows must have one group or more, those without a window first; got {windows}.")
         if num_blocks * block_size >= 2**31:

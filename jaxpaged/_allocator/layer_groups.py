@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jaxpaged._allocator.state import most_blocks
-from jaxpaged._integers import checked_size
+from jaxpaged._allocator.state import checked_windows, most_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ def layer_groups(windows: Sequence[int | None]) -> LayerGroups:
         >>> gemma_3_27b.layers[4:7]  # the fifth and the sixth of the windows, and the first without one before it
         ((4, 1), (0, 0), (5, 1))
     """
-    windows = [None if window is None else checked_size("a window", window) for window in windows]
+    windows = checked_windows(windows)
     if not windows:
         raise ValueError("windows must have one entry for each layer; got none.")
     kinds = sorted(set(windows), key=lambda window: (window is not None, window or 0))

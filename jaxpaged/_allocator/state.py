@@ -2,15 +2,22 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_pool import BlockPool
+from jaxpaged._integers import checked_size, checked_tuple
 from jaxpaged._one_program import one_program
 
 Window = int | None
+
+
+def checked_windows(windows: Any) -> tuple[Window, ...]:
+    """Windows of groups or of layers, as a caller passes them."""
+    windows = checked_tuple("windows", windows)
+    return tuple(None if window is None else checked_size("a window", window) for window in windows)
 
 
 def num_passed_blocks(window: Window, lengths: jax.Array, block_size: int) -> jax.Array:

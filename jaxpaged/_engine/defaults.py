@@ -8,7 +8,7 @@ from typing import Any
 from jaxpaged import _device
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import last_few
-from jaxpaged._integers import checked_size
+from jaxpaged._integers import checked_size, checked_tuple
 
 # Simulated with the step times of an 8B model on an H200: more seats, or wider steps, gain less than 1%.
 MOST_SEATS, MOST_ROWS = 384, 1024
@@ -74,7 +74,7 @@ def chosen_sizes(
         if drafts:
             chosen = draft_widths(num_seats, drafts, widest, is_gpu=is_gpu)
     else:
-        chosen = sorted({checked_size("widths", width) for width in widths})
+        chosen = sorted({checked_size("widths", width) for width in checked_tuple("widths", widths)})
         if chosen and chosen[-1] >= widest:
             raise ValueError(
                 "widths are rows of steps narrower than the widest, which has num_seats + chunk_tokens = "

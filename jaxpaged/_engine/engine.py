@@ -19,6 +19,7 @@ import numpy as np
 from jaxpaged import _device
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
+from jaxpaged._allocator.state import checked_windows
 from jaxpaged._attention.decide import check_new_gpu
 from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import counted
@@ -51,7 +52,8 @@ from jaxpaged._engine.requests import (
 from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.scoring import most_scored, no_scores
 from jaxpaged._engine.slices import Apply, Inbox, Report, Setup, State, run_packed, tell
-from jaxpaged._integers import checked_size
+from jaxpaged._integers import checked_size, checked_tuple
+from jaxpaged._scheduler.records import MOST_ADAPTERS
 from jaxpaged._scheduler.scheduler import Scheduler
 
 MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
@@ -146,7 +148,7 @@ class Engine:
     ):
         num_blocks, block_size = pool_sizes(caches)
         check_new_gpu()
-        windows, is_gpu = tuple(windows), _device.is_gpu()
+        windows, is_gpu = checked_windows(windows), _device.is_gpu()
         sizes = chosen_sizes(
             (num_blocks - 1) // max(len(windows), 1) + 1,
             block_size,
@@ -166,7 +168,7 @@ class Engine:
         self._weights, self._num_blocks = own(weights), num_blocks
         self._steps = chosen_steps(steps_per_slice)
         self._max_requests, num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
-        self._num_adapters = checked_size("num_adapters", num_adapters, 0)
+        self._num_adapters = checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS)
         seed = checked_size("seed", seed, 0)
         self._books = Books(max_requests=max_requests, seed=seed, num_adapters=num_adapters)
         self._check = functools.partial(
@@ -448,6 +450,7 @@ class Engine:
         weights = own(weights)
         if found := difference(self._weights, weights):
             raise ValueError(f"weights must be like those before; {found}.")
+        adapters = None if adapters is None else checked_tuple("adapters", adapters)
         for adapter in adapters or ():
             if checked_size("adapters", adapter, 0) >= (num_adapters := self._num_adapters):
                 raise ValueError(f"adapters must be below the engine's {num_adapters=}; got adapters={adapter}.")

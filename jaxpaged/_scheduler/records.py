@@ -9,6 +9,8 @@ import jax
 
 from jaxpaged._public_state import public_state
 
+MOST_ADAPTERS = 65_536  # the host sends a flag for each with every slice
+
 
 class RequestStatus(enum.IntEnum):
     """The state of a request. The last three say why it is finished.

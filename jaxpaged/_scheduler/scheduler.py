@@ -13,7 +13,7 @@ from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._integers import as_int32, checked_size
 from jaxpaged._public_state import public_state
 from jaxpaged._scheduler import inspection, planning, progress, seats, submission
-from jaxpaged._scheduler.records import Outbox, RequestStatus, Sampling, Step
+from jaxpaged._scheduler.records import MOST_ADAPTERS, Outbox, RequestStatus, Sampling, Step
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
 
 
@@ -83,8 +83,8 @@ class Scheduler(SchedulerState):
             num_adapters: the adapters that requests can name; each has prefixes of its own.
 
         Raises:
-            ValueError: a size that is no int or below 1 (`num_stop_ids`, `num_drafts`, `num_adapters`: below 0), or
-                `max_length` smaller than a block of the prefix cache.
+            ValueError: a size that is no int or below 1 (`num_stop_ids`, `num_drafts`, `num_adapters`: below 0), more
+                than 65,536 adapters, or `max_length` smaller than a block of the prefix cache.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxpaged
@@ -112,7 +112,7 @@ class Scheduler(SchedulerState):
         num_stop_ids, num_drafts, num_adapters = (
             checked_size("num_stop_ids", num_stop_ids, 0),
             checked_size("num_drafts", num_drafts, 0),
-            checked_size("num_adapters", num_adapters, 0),
+            checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS),
         )
 
         # One array each: two leaves that are one buffer cannot both be donated.

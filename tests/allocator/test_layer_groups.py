@@ -35,7 +35,7 @@ def test_a_sequence_holds_the_blocks_of_a_window_and_of_its_chunk():
     assert groups.num_blocks(40, block_size=4, chunk_tokens=9) == 10 + 2 * 5
 
 
-@pytest.mark.parametrize("windows", [[], [0], [None, 1.5]])
+@pytest.mark.parametrize("windows", [[], [0], [None, 1.5], 8])
 def test_impossible_windows_are_refused(windows):
     with pytest.raises(ValueError, match="window"):
         layer_groups(windows)

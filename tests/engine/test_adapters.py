@@ -195,3 +195,5 @@ def test_what_no_adapter_is_is_refused():
             SamplingParams(adapter=wrong)
     with pytest.raises(ValueError, match="adapters must be below the engine's num_adapters=3; got adapters=3"):
         engine.update_weights(random_weights() | {"adapters": random_adapters()}, adapters=[3])
+    with pytest.raises(ValueError, match="adapters must be a sequence; got adapters=0"):
+        engine.update_weights(random_weights() | {"adapters": random_adapters()}, adapters=0)

@@ -573,6 +573,9 @@ def test_what_an_engine_is_made_from_is_checked():
             weights=module
         ),
         "got 'bfloat16' at its root": dict(weights="bfloat16"),
+        "windows must be a sequence; got windows=8": dict(windows=8),
+        "widths must be a sequence; got widths=8": dict(widths=8),
+        "num_adapters must be at most 65536": dict(num_adapters=2**31),
     }
     for message, options in calls.items():
         with pytest.raises(ValueError, match=message):

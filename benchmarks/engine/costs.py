@@ -11,6 +11,7 @@ from benchmarks.engine.workload import Request, kv_tokens
 from benchmarks.harness import random, slope_microseconds
 from benchmarks.models.llama_step import LlamaConfig
 from jaxpaged import Engine
+from jaxpaged._engine.inputs import pools_of
 from jaxpaged._engine.kinds import Kind
 
 
@@ -44,7 +45,7 @@ class Costs:
             times=times,
             kinds=engine._kinds,
             weight_bytes=2 * (layer_params + head_params),
-            kv_bytes=2 * config.num_layers * config.num_kv_heads * config.head_dim * 2,
+            kv_bytes=sum(pool.nbytes // (pool.shape[0] * pool.shape[1]) for pool in pools_of(engine._state.caches)),
             layer_params=layer_params,
             head_params=head_params,
             **rates,

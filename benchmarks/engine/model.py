@@ -1,14 +1,18 @@
-"""A plain model of Llama's shape over packed tokens, with random weights, for benchmarks/engine/throughput.py."""
+"""A plain model of Llama's shape over packed tokens, with random weights, for benchmarks/engine/throughput.py; with
+latent attention of DeepSeek-V2-Lite's shape too."""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+import jaxpaged.nnx
 from benchmarks.models.llama_step import LlamaConfig, fill, llama_3_8b, toy
-from jaxpaged import StepAttention, rotary_frequencies
+from jaxpaged import LatentSettings, StepAttention, rotary_frequencies
 from jaxpaged._engine.slices import Apply
+from lib.llama import LatentConfig
 
 CONFIGS = {
     "8b": llama_3_8b(32),
@@ -31,8 +35,29 @@ CONFIGS = {
         rotary_frequencies=rotary_frequencies(64, 10_000.0),
         tie_embeddings=True,
     ),
+    # Its experts' place is taken by the MLP of its first layer, which is as wide as the experts of a token together.
+    "v2lite": dataclasses.replace(
+        llama_3_8b(27),
+        vocab_size=102_400,
+        features=2048,
+        hidden_features=10_944,
+        num_heads=16,
+        rotary_frequencies=rotary_frequencies(64),
+        latent=LatentConfig(
+            latent_dim=512, rotary_dim=64, value_dim=128, query_rank=None, rotary_factor=1.0, interleaved=True
+        ),
+    ),
     "toy": toy(2),
+    "toy_latent": dataclasses.replace(
+        toy(2),
+        rotary_frequencies=rotary_frequencies(8),
+        latent=LatentConfig(
+            latent_dim=32, rotary_dim=8, value_dim=32, query_rank=None, rotary_factor=1.0, interleaved=True
+        ),
+    ),
 }
+# Of models whose keys and values are of each head.
+PLAIN = tuple(name for name, config in CONFIGS.items() if config.latent is None)
 
 
 def random_weights(config: LlamaConfig) -> Any:
@@ -42,10 +67,14 @@ def random_weights(config: LlamaConfig) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     attended, kv_features = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = {
-        "attention_norm": matrix(config.features),
+    attention: Any = {
         "qkv": matrix(config.features, attended + 2 * kv_features),
         "out": matrix(attended, config.features),
+    }
+    if config.latent is not None:
+        attention = {"attention": _latent_attention(config)[1]}
+    layer = attention | {
+        "attention_norm": matrix(config.features),
         "mlp_norm": matrix(config.features),
         "gate_up": matrix(config.features, 2 * config.hidden_features),
         "down": matrix(config.hidden_features, config.features),
@@ -58,7 +87,28 @@ def random_weights(config: LlamaConfig) -> Any:
     return fill(weights if config.tie_embeddings else weights | {"head": matrix(config.features, config.vocab_size)})
 
 
+def _latent_attention(config: LlamaConfig, **options: Any) -> Any:
+    """The module without its parameters, and their shapes."""
+    assert config.latent is not None
+    settings = LatentSettings(
+        **dataclasses.asdict(config.latent),
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        rotary_frequencies=config.rotary_frequencies,
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.bfloat16,
+        **options,
+    )
+
+    def make() -> jaxpaged.nnx.LatentAttention:
+        return jaxpaged.nnx.LatentAttention(config.features, settings, rngs=nnx.Rngs(0))
+
+    return nnx.split(nnx.eval_shape(make))
+
+
 def packed_model(config: LlamaConfig, **attention_options: Any) -> Apply:
+    latent = None if config.latent is None else _latent_attention(config, **attention_options)[0]
+
     def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + config.norm_epsilon)
@@ -69,12 +119,17 @@ def packed_model(config: LlamaConfig, **attention_options: Any) -> Apply:
         heads, kv_heads = config.num_heads, config.num_kv_heads
         new_caches = []
         for layer, cache in zip(weights["layers"], caches, strict=True):
-            qkv = (normalise(x, layer["attention_norm"]) @ layer["qkv"]).reshape(len(tokens), -1, config.head_dim)
-            q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
-            frequencies = config.rotary_frequencies
-            cache, out = attend(q, k, v, cache, rotary_frequencies=frequencies, **attention_options)
+            normalised = normalise(x, layer["attention_norm"])
+            if latent is not None:
+                cache, out = attend.call(nnx.merge(latent, layer["attention"]), normalised, cache)
+                x += out
+            else:
+                qkv = (normalised @ layer["qkv"]).reshape(len(tokens), -1, config.head_dim)
+                q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
+                frequencies = config.rotary_frequencies
+                cache, out = attend(q, k, v, cache, rotary_frequencies=frequencies, **attention_options)
+                x += out.reshape(len(tokens), -1) @ layer["out"]
             new_caches.append(cache)
-            x += out.reshape(len(tokens), -1) @ layer["out"]
             gate, up = jnp.split(normalise(x, layer["mlp_norm"]) @ layer["gate_up"], 2, axis=-1)
             x += (jax.nn.silu(gate) * up) @ layer["down"]
         newest = normalise(attend.newest(x), weights["norm"])

@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine.throughput               # Llama-3-8B's shape; about 4 minutes on an H100
     python -m benchmarks.engine.throughput --model 135m
+    python -m benchmarks.engine.throughput --model v2lite        # DeepSeek-V2-Lite's latents, an MLP for its experts
     python -m benchmarks.engine.throughput --model toy   # on a CPU, to try the script out
 
 Random bfloat16 weights, greedy, no stop tokens. First the logits of two layers are compared with those of
@@ -170,7 +171,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only-engine", action="store_true", help="no batches")
     add_output(parser)
     options = parser.parse_args()
-    options.toy = options.model == "toy"
+    options.toy = options.model.startswith("toy")
     options.sampled = {name: ast.literal_eval(value) for name, value in (text.split("=") for text in options.sampled)}
     return options
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from benchmarks.checks import require
-from benchmarks.engine.model import CONFIGS
+from benchmarks.engine.model import CONFIGS, PLAIN
 from benchmarks.engine.online import add_arrivals, measure
 from benchmarks.engine.workload import SIZES, Request, workload
 from benchmarks.harness import add_output, open_store
@@ -117,7 +117,7 @@ def timed_run(engine: VllmEngine, work: Sequence[Request]) -> dict[str, Any]:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
+    parser.add_argument("--model", default="8b", choices=PLAIN)
     parser.add_argument("--requests", nargs="*", type=int, default=[1024, 512], help="all at once")
     add_arrivals(parser)
     add_output(parser)

@@ -31,7 +31,9 @@ class Sizes:
         return dataclasses.replace(self, seats=stats.num_seats, chunk=stats.chunk_tokens)
 
 
-SIZES = {name: Sizes(0, 0, 1024, 16_384, 16, 512) for name in CONFIGS} | {"toy": Sizes(8, 16, 64, 128, 4, 32)}
+SIZES = {name: Sizes(0, 0, 1024, 16_384, 16, 512) for name in CONFIGS} | {
+    name: Sizes(8, 16, 64, 128, 4, 32) for name in CONFIGS if name.startswith("toy")
+}
 
 
 def workload(count: int, longest: int) -> list[Request]:
@@ -47,8 +49,7 @@ def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
         KVCache.create,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        **config.cache_sizes,
         dtype=jnp.bfloat16,
     )
     return tuple(create() for _ in range(config.num_layers))

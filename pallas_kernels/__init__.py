@@ -3,6 +3,7 @@
 | folder | kernel | computes | GPUs |
 |---|---|---|---|
 | `decode` | `paged_decode` | attention of one or a few query tokens a sequence, over a paged cache | sm_80 and newer |
+| `latent` | `paged_latent` | the same on latents, of 64 heads or more | sm_90a, Hopper |
 | `prefill` | `paged_prefill` | attention of prompts, packed, from a paged cache | sm_90a, Hopper |
 | `prefill.portable` | `portable_prefill` | the same | sm_80 and newer |
 | `copy_blocks` | `copy_blocks` | copies of blocks within a cache | sm_90a, Hopper |

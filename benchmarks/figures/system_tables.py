@@ -13,7 +13,7 @@ PREFIXES = {
 }
 KERNELS = {  # of a step of the engine, by their names
     "matrix products": "^nvjet|splitK",
-    "attention of steps of single tokens": "^paged_decode",
+    "attention of steps of single tokens": "^paged_(decode|latent)",
     "attention of steps with chunks": "^paged_prefill",
     "gate times up": "^loop_multiply",
     "writes to the cache": "^input_scatter",

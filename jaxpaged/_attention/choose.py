@@ -1,8 +1,9 @@
 """Which kernel computes a call, and how: decided by shapes and the GPU, before anything runs.
 
-Two kernels share the calls. The prefill kernel, of which Hopper has its own form, takes packed query tokens, several of
-a sequence with more than 32 rows (query tokens times heads of a KV head), and single ones with more than 64. The decode
-kernel takes the other calls, with up to 64 rows, and longer queries in runs; trees are of one run.
+Three kernels share the calls. The prefill kernel, of which Hopper has its own form, takes packed query tokens, several
+of a sequence with more than 32 rows (query tokens times heads of a KV head), and single ones with more than 64. The
+kernel for latents takes those of 64 heads, 128 and so on, without options, on Hopper. The decode kernel takes the other
+calls, with up to 64 rows, and longer queries in runs; trees are of one run.
 """
 
 import dataclasses
@@ -16,12 +17,13 @@ from jaxpaged._attention.runs import fewest_runs
 from jaxpaged._device import Gpu
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import partition_plan
+from pallas_kernels.latent import config as latent_config
 from pallas_kernels.prefill import config as prefill_config
 from pallas_kernels.prefill.portable import config as portable_config
 
 Implementation = Literal["mosaic_gpu", "xla"]
-Kernel = Literal["paged_decode", "paged_prefill", "portable_prefill"]  # as a profile names it
-Config = decode_config.Config | prefill_config.Config | portable_config.Config
+Kernel = Literal["paged_decode", "paged_latent", "paged_prefill", "portable_prefill"]  # as a profile names it
+Config = decode_config.Config | latent_config.Config | prefill_config.Config | portable_config.Config
 
 # Rows of a KV head up to which the decode kernel is faster. [one_kernel_h200 of benchmarks/results/decisions/]
 FEW_ROWS = 32
@@ -78,6 +80,8 @@ def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
             return Refusal(text, is_told=gpu.has_kernels)
     if by_prefill_kernel:
         choice = by_prefill(call, gpu, known)
+    elif (run := _latent_run(call, gpu)) is not None:
+        choice = by_latent(call, gpu, known, run)
     else:
         seqs, seen = call.lengths.shape[0], visible(call, known.window)
         if total is None and known.num_partitions is None and plan_pays(gpu, pairs=seqs * call.kv_heads, seen=seen):
@@ -130,6 +134,40 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
         # Mapped calls whose partitions merge in memory run one after the other: see `pallas_kernels.common.launch`.
         mapped = by_decode(call, gpu, dataclasses.replace(known, num_partitions=1))
     return Choice("paged_decode", config, run, programs_at_once(gpu, call.kv_heads) if planned else None, mapped)
+
+
+def _latent_run(call: Call, gpu: Gpu) -> int | None:
+    """Query tokens of a run, if the kernel for latents takes the call."""
+    run = 1
+    if not call.causal:  # its tokens become heads
+        run = max(1, latent_config.ROWS // call.group)
+        if call.tokens_per_seq is not None:
+            _, run = fewest_runs(call.tokens_per_seq, call.group, latent_config.ROWS)
+    others = (getattr(call.options, field.name) for field in dataclasses.fields(call.options) if field.name != "scale")
+    is_plain = call.tree_mask is None and all(option is None for option in others)
+    takes = (
+        call.v_cache is None
+        and is_plain
+        and latent_config.takes(
+            head_dim=call.head_dim,
+            value_dim=call.value_dim,
+            group=run * call.group,
+            block_size=call.block_size,
+            q_dtype=call.q.dtype,
+            cache_dtype=call.k_cache.dtype,
+            compute_capability=gpu.compute_capability,
+        )
+    )
+    return run if takes else None
+
+
+def by_latent(call: Call, gpu: Gpu, known: Known, run: int) -> Choice:
+    """The kernel for latents, with its default configuration."""
+    num_rows = _num_runs(call, run) * run * call.group
+    config = latent_config.default_config(
+        num_rows=num_rows, capacity=call.capacity, num_sms=gpu.num_sms, num_partitions=known.num_partitions
+    )
+    return Choice("paged_latent", config, run)
 
 
 def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:

@@ -17,6 +17,7 @@ from jaxpaged._attention.shared_prefix import split
 
 NAMES = {
     "paged_decode": "the decode kernel",
+    "paged_latent": "the kernel for latents of many heads",
     "paged_prefill": "the prefill kernel",
     "portable_prefill": "the prefill kernel for every GPU",
 }
@@ -117,5 +118,5 @@ def _explanation(call: Call, known: Known, gpu: _device.Gpu | None) -> Explanati
     if not isinstance(choice, Choice):
         return Explanation("xla", choice.message, None, None, None)
     config: Any = choice.config
-    num_partitions = config.num_partitions if choice.kernel == "paged_decode" else config.num_parts
+    num_partitions = config.num_parts if choice.kernel.endswith("prefill") else config.num_partitions
     return Explanation("mosaic_gpu", "", choice.kernel, config, num_partitions if choice.at_once is None else "plan")

@@ -19,22 +19,26 @@ def launch(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
     from pallas_kernels.common.interpret import interpret_mode  # here, so that only its callers import Mosaic
 
     with interpret_mode(choice.interpret):
-        if choice.kernel == "paged_decode":
+        if choice.kernel in ("paged_decode", "paged_latent"):
             return _launch_decode(choice, call, plan)
         return _launch_prefill(choice, call)
 
 
 def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
     from pallas_kernels.decode import kernel
+    from pallas_kernels.latent import kernel as latent
 
     if call.query_starts is not None:
         runs = place_runs(call, choice.run)
         return join_packed(*_launch_decode(choice, cut_packed(call, runs), plan), call, runs)
     a, tree = cut_uniform(call, choice.run), from_rows(call.tree_mask, call.lengths)
-    options = dataclasses.replace(a.options, tree_bits=None if tree is None else tree.bits)
-    arrays = a.q, a.k_cache, a.v_cache, a.block_tables, a.lengths
     config: Any = choice.config
-    results = kernel.launch(*arrays, options, value_dim=call.latent_values, plan=plan, config=config)
+    how: Any = dict(value_dim=call.latent_values, config=config)
+    if choice.kernel == "paged_latent":
+        results = latent.launch(a.q, a.k_cache, a.block_tables, a.lengths, a.options.scale, **how)
+    else:
+        options = dataclasses.replace(a.options, tree_bits=None if tree is None else tree.bits)
+        results = kernel.launch(a.q, a.k_cache, a.v_cache, a.block_tables, a.lengths, options, plan=plan, **how)
     out, lse = (join_uniform(x, call) for x in results)
     return out, lse
 

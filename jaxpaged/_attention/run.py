@@ -67,7 +67,7 @@ def _run(choice: Choice, call: Call, plan: PartitionPlan | None) -> Results:
     if plan is not None or choice.mapped is not None:
         compute = jax.custom_batching.custom_vmap(compute)
         compute.def_vmap(functools.partial(_mapped, choice))
-    elif choice.kernel != "paged_decode" and choice.interpret is None:
+    elif choice.kernel.endswith("prefill") and choice.interpret is None:
         # One program is on each SM already, so that mapped calls follow one another.
         compute = jax.custom_batching.sequential_vmap(compute)
     return compute(call, plan)

@@ -21,13 +21,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import Ring
+from pallas_kernels.common.rescale import rescale
 from pallas_kernels.common.rows import COLUMNS, LOWEST, ROWS, ROWS_FIRST, zeros
 from pallas_kernels.prefill import products
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.scales import Scales
-from pallas_kernels.prefill.softmax import rescale, softmax
+from pallas_kernels.prefill.softmax import softmax
 
 Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # O, m, l, and P of the last tile
 

@@ -96,6 +96,26 @@ class TestLatent(OnGpu):
         return super().attend(case, num_partitions)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(heads=64, block_size=64, max_blocks=11),
+        dict(heads=128, q_len=2),
+        dict(heads=192, block_size=8, max_blocks=88, dtype=jnp.float16, options=dict(scale=-0.05)),
+        dict(heads=64, head_dim=192, latent_values=128, block_size=128, max_blocks=6),
+    ],
+)
+@pytest.mark.parametrize("num_partitions", [1, 3, None])
+def test_latents_of_many_heads(num_partitions, shape):
+    case = real(**DEEPSEEK | shape)
+    choice = choose(make_call(case), _device.gpu())
+    assert isinstance(choice, Choice)
+    assert choice.kernel == "paged_latent"
+    check(case, num_partitions)
+    shorter = case.replace(lengths=jnp.maximum(case.lengths - 8, 0))
+    assert not within_budget(shorter, attend(case, num_partitions)[0]).reshape(8, -1).all(axis=1)[3:].any()
+
+
 class TestManyRows(OnGpu):
     """39, as 3 heads of 13 tokens, of 64."""
 

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.cp_async import barrier
 from pallas_kernels.common.interpret import interpreted, two_views
 from pallas_kernels.common.options import AttentionOptions
+from pallas_kernels.common.rescale import rescale
 from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, normalise, zeros
 from pallas_kernels.common.scales import of_head, of_tokens
 from pallas_kernels.common.sizes import is_8bit, round_up
@@ -23,7 +24,7 @@ from pallas_kernels.prefill.portable import products
 from pallas_kernels.prefill.portable.config import COLUMNS, Config
 from pallas_kernels.prefill.portable.tiles import Ids, Tiles, matrix
 from pallas_kernels.prefill.rows_of_item import RowsOfItem
-from pallas_kernels.prefill.softmax import rescale, softmax
+from pallas_kernels.prefill.softmax import softmax
 from pallas_kernels.prefill.widener import q_as_float16
 from pallas_kernels.prefill.work_list import WorkList
 

@@ -1,0 +1,312 @@
+"""The kernel for latents, and its launch. To be read after `__init__`."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common.fetch import WARPS, block_at, copy_rows
+from pallas_kernels.common.interpret import interpreted_by
+from pallas_kernels.common.launch import launch as launch_kernel
+from pallas_kernels.common.merge_parts import merge
+from pallas_kernels.common.rescale import HEADROOM, rescale
+from pallas_kernels.common.rows import COLUMNS, LOG2E, LOWEST, ROWS_FIRST, normalise, store, zeros
+from pallas_kernels.common.rows import ROWS as MATRIX
+from pallas_kernels.common.sizes import ceil_div, count_tiles
+from pallas_kernels.latent.config import REST, ROWS, TILE, Config
+
+Ids = tuple[jax.Array, ...]  # of the blocks of a tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """`chunks` of 64 rows: those of the first query token, then those of the next. `half` is value_dim / 2."""
+
+    # Inputs, GMEM
+    q: Any  # [seqs, chunks, 64, head_dim]
+    cache: Any  # [blocks, block_size, 1, head_dim]
+    block_tables: Any  # int32 [seqs, max_blocks]
+    lengths: Any  # int32 [seqs]
+    scale: Any  # f32 [1]
+    # Outputs, GMEM: of the first partition of each sequence, then of the second of each
+    out: Any  # [partitions * seqs, chunks, 64, value_dim]
+    lse: Any  # f32 [partitions * seqs, chunks, 64]
+    # SMEM
+    q_smem: Any  # [64, head_dim]
+    values_smem: Any  # [2, 2, 64, half], by stage and half
+    rest_smem: Any  # [2, 64, 64], by stage: the last columns of the keys; then P
+    m_smem: Any  # f32 [2, 64], by stage: the highest logit of a row up to this tile
+    l_smem: Any  # f32 [2, 64], by warpgroup
+    # Barriers
+    q_full: Any  # []
+    values_full: Any  # [4], the two halves of the first stage, and those of the second
+    rest_full: Any  # [2]
+    weights_full: Any  # [2], P and m
+    done: Any  # []
+
+
+class State(NamedTuple):
+    """What a warpgroup hands on from tile to tile."""
+
+    acc: jax.Array  # f32 [64, half], of O
+    m: jax.Array  # f32 [64], the highest logit so far, or a little less, in units of log2
+    l: jax.Array  # f32 [64], the sum of the weights of its own tiles
+    next_ids: Ids  # of the next tile
+
+
+def _plus_product_of_zero(acc: jax.Array, left: Any, right: Any) -> jax.Array:
+    def multiply(ref: Any) -> jax.Array:
+        plgpu.wgmma(ref, left, right)
+        return ref[...]
+
+    return acc + pl.run_scoped(multiply, plgpu.ACC((acc.shape[0], acc.shape[1]), jnp.float32))
+
+
+@interpreted_by(_plus_product_of_zero)
+def _plus_product(acc: jax.Array, left: Any, right: Any) -> jax.Array:
+    """acc + left @ right, of SMEM, once it is there."""
+
+    def multiply(ref: Any) -> None:
+        plgpu.wgmma(ref, left, right)
+
+    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+@dataclasses.dataclass(frozen=True)
+class Warpgroup:
+    """What one of the two does. Its index is also the stage of the tiles that belong to it."""
+
+    refs: Refs
+    index: jax.Array
+    seq: jax.Array
+    partition: jax.Array
+    num_partitions: int
+    chunk: jax.Array
+    length: jax.Array  # tokens that the rows of this program see
+    num_tiles: jax.Array  # of this program
+
+    @classmethod
+    def of(cls, refs: Refs, *, tokens_per_seq: int, num_partitions: int) -> "Warpgroup":
+        seq, partition, chunk = (lax.axis_index(name) for name in ("seq", "partition", "chunk"))
+        after = tokens_per_seq - 1 - lax.div(chunk, jnp.int32(refs.q.shape[1] // tokens_per_seq))
+        length = jnp.maximum(refs.lengths[seq] - after, 0)
+        num_tiles = count_tiles(jnp.int32(0), ceil_div(length, TILE), num_partitions, partition)
+        return cls(refs, lax.axis_index("warpgroup"), seq, partition, num_partitions, chunk, length, num_tiles)
+
+    def run(self) -> None:
+        refs, half = self.refs, self.refs.values_smem.shape[-1]
+
+        # 1. Q and two tiles are on their way; the last columns of the second follow in its warpgroup's first step.
+        @pl.when(self.index == 0)
+        def _start_query() -> None:
+            plgpu.copy_gmem_to_smem(refs.q.at[self.seq, self.chunk], refs.q_smem, refs.q_full)
+
+        first_ids, next_ids = self._read_ids(jnp.int32(0)), self._read_ids(jnp.int32(1))
+        self._start_half(jnp.int32(0), first_ids)
+        pl.when(self.index == 0)(lambda: self._start_rest(jnp.int32(0), first_ids))
+        self._start_half(jnp.int32(1), next_ids)
+        plgpu.barrier_wait(refs.q_full)
+
+        # 2. Tile by tile.
+        def step(i: jax.Array, state: State) -> State:
+            ids = self._read_ids(i + 2)
+            is_own = lax.rem(i, jnp.int32(2)) == self.index
+            acc, m, l = lax.cond(is_own, self._own_tile, self._other_tile, i, state)
+            self._start_half(i + 2, ids)
+            return State(acc, m, l, ids)
+
+        nothing = State(zeros((ROWS, half)), ROWS_FIRST.full(ROWS, LOWEST), ROWS_FIRST.full(ROWS, 0.0), next_ids)
+        acc, m, l, _ = lax.fori_loop(0, self.num_tiles, step, nothing)
+
+        # 3. The sums of both.
+        store(refs.l_smem.at[self.index], l)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.done)
+        plgpu.barrier_wait(refs.done)
+        l = ROWS_FIRST.load(refs.l_smem.at[0]) + ROWS_FIRST.load(refs.l_smem.at[1])
+        factor, lse = normalise(m, l, None)
+        row = self.seq + self.partition * refs.lengths.shape[0]
+        o = (acc * ROWS_FIRST.over(factor, acc.shape)).astype(refs.out.dtype)
+        store(refs.out.at[row, self.chunk, :, pl.ds(self.index * half, half)], o)
+        pl.when(self.index == 0)(lambda: store(refs.lse.at[row, self.chunk], lse))
+
+    def _own_tile(self, i: jax.Array, state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Computes the weights of a tile, hands them to the other warpgroup, and adds its values."""
+        refs, own = self.refs, self.index
+        acc, m, l, _ = state
+        logits = self._scores() * (refs.scale[0] * LOG2E)
+        logits = lax.cond(self._is_partial(i), functools.partial(self._masked, i), lambda x: x, logits)
+        highest = logits.max(axis=1)
+        m_new = jnp.where(highest > m + HEADROOM, highest, m)
+        alpha = jnp.exp2(m - m_new)
+        p = jnp.exp2(logits - ROWS_FIRST.over(m_new, logits.shape))
+        refs.rest_smem[own] = p.astype(refs.rest_smem.dtype)  # with a barrier: all warps have multiplied the keys
+        store(refs.m_smem.at[own], m_new)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.weights_full.at[own])
+        return self._add(i, acc, alpha, own), m_new, l * alpha + p.sum(axis=1)
+
+    def _other_tile(self, i: jax.Array, state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Adds the values of a tile of the other warpgroup, with its weights."""
+        refs, other = self.refs, 1 - self.index
+        acc, m, l, next_ids = state
+        plgpu.barrier_wait(refs.weights_full.at[other])
+        # It has used the weights of the tile before: the last columns of the next take their place.
+        self._start_rest(i + 1, next_ids)
+        m_new = ROWS_FIRST.load(refs.m_smem.at[other])
+        alpha = jnp.exp2(m - m_new)
+        return self._add(i, acc, alpha, other), m_new, l * alpha
+
+    def _scores(self) -> jax.Array:
+        """S f32 [64, 64] of the tile in the warpgroup's own stage."""
+        refs, own = self.refs, self.index
+        half = refs.values_smem.shape[-1]
+
+        def multiply(acc: Any) -> jax.Array:
+            for i in range(2):
+                plgpu.barrier_wait(refs.values_full.at[2 * own + i])
+                plgpu.wgmma(acc, refs.q_smem.at[:, pl.ds(i * half, half)], refs.values_smem.at[own, i].T)
+            plgpu.barrier_wait(refs.rest_full.at[own])
+            plgpu.wgmma(acc, refs.q_smem.at[:, pl.ds(2 * half, REST)], refs.rest_smem.at[own].T)
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((ROWS, TILE), jnp.float32))
+
+    def _add(self, i: jax.Array, acc: jax.Array, alpha: jax.Array, stage: jax.Array) -> jax.Array:
+        """O = alpha O + P V, once the products are there."""
+        values = self.refs.values_smem.at[stage, self.index]
+        pl.when(self._is_partial(i))(lambda: self._zero_unseen(i, values))
+        return _plus_product(rescale(acc, alpha), self.refs.rest_smem.at[stage], values)
+
+    def _is_partial(self, i: jax.Array) -> jax.Array:
+        """Whether a tile has tokens past the end, which no row sees."""
+        return self._tile_at(i) * TILE + TILE > self.length
+
+    def _seen(self, i: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+        """bool `shape`, of the tokens of a tile on `axis`."""
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX) < self.length - self._tile_at(i) * TILE
+
+    def _masked(self, i: jax.Array, logits: jax.Array) -> jax.Array:
+        return jnp.where(self._seen(i, logits.shape, 1), logits, jnp.full_like(logits, -jnp.inf))
+
+    def _zero_unseen(self, i: jax.Array, values: Any) -> None:
+        """Zero times NaN is NaN: what no row may see must be zero itself."""
+        for c in range(values.shape[1] // COLUMNS):
+            part = values.at[:, pl.ds(c * COLUMNS, COLUMNS)]
+            v = plgpu.load(part, layout=MATRIX)
+            part[...] = jnp.where(self._seen(i, v.shape, 0), v, jnp.zeros_like(v))
+        plgpu.commit_smem()
+
+    def _tile_at(self, i: jax.Array) -> jax.Array:
+        """The i-th of the program's tiles, as a tile of the sequence."""
+        return self.partition + i * self.num_partitions
+
+    def _read_ids(self, i: jax.Array) -> Ids:
+        """The blocks of the i-th tile; the null block where nothing may be read."""
+        num_blocks, block_size = self.refs.cache.shape[:2]
+        entries = jnp.int32(0), ceil_div(self.length, block_size)
+        first = lax.div(self._tile_at(i) * TILE, jnp.int32(block_size))
+        numbers = (first + j for j in range(max(1, TILE // block_size)))
+        return tuple(block_at(self.refs.block_tables, self.seq, entry, entries, num_blocks) for entry in numbers)
+
+    def _start_half(self, i: jax.Array, ids: Ids) -> None:
+        """The warpgroup's half of a tile's values, over those of two tiles before, which it has multiplied."""
+        stage, half = lax.rem(i, jnp.int32(2)), self.refs.values_smem.shape[-1]
+        target, full = self.refs.values_smem.at[stage, self.index], self.refs.values_full.at[2 * stage + self.index]
+        self._start(i, ids, pl.ds(self.index * half, half), target, full)
+
+    def _start_rest(self, i: jax.Array, ids: Ids) -> None:
+        """The last columns of the warpgroup's own tile."""
+        refs = self.refs
+        columns = pl.ds(refs.cache.shape[-1] - REST, REST)
+        self._start(i, ids, columns, refs.rest_smem.at[self.index], refs.rest_full.at[self.index])
+
+    def _start(self, i: jax.Array, ids: Ids, columns: Any, target: Any, full: Any) -> None:
+        block_size = self.refs.cache.shape[1]
+        count = copy_rows(block_size, TILE)
+        copies_of_id = TILE // len(ids) // count
+        offset = lax.rem(self._tile_at(i) * TILE, jnp.int32(block_size))
+
+        @pl.when(i < self.num_tiles)
+        def _start() -> None:
+            plgpu.commit_smem()  # all warps' products with what is there come before the copy engine's writes
+
+            @plgpu.warp_map
+            def _copy(warp: jax.Array) -> None:
+                for first in range(0, TILE // count, WARPS):  # every fourth copy is this warp's
+                    block_id = ids[first // copies_of_id]
+                    for j in range(1, WARPS):
+                        block_id = jnp.where(warp >= j, ids[(first + j) // copies_of_id], block_id)
+                    row = (first + warp) * count
+                    start = offset + lax.rem(row, jnp.int32(min(block_size, TILE)))
+                    plgpu.copy_gmem_to_smem(
+                        self.refs.cache.at[block_id, pl.ds(start, count), 0, columns],
+                        target.at[pl.ds(row, count)],
+                        full,
+                    )
+
+
+def _kernel(refs: Refs, *, tokens_per_seq: int, config: Config) -> None:
+    Warpgroup.of(refs, tokens_per_seq=tokens_per_seq, num_partitions=config.num_partitions).run()
+
+
+def launch(
+    q: jax.Array,  # [seqs, q_len, heads, head_dim]
+    cache: jax.Array,  # [blocks, block_size, 1, head_dim]
+    block_tables: jax.Array,  # int32 [seqs, max_blocks]
+    lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
+    scale: jax.Array,  # f32 []
+    *,
+    value_dim: int,
+    config: Config,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [seqs, q_len, heads, value_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
+    seqs, q_len, heads, head_dim = q.shape
+    chunks, partitions = q_len * heads // ROWS, config.num_partitions
+    matrix = plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(2 * COLUMNS)  # type: ignore[abstract]
+    smem = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=matrix)
+    copies = TILE // copy_rows(cache.shape[1], TILE)
+    out, lse = launch_kernel(
+        "paged_latent",
+        functools.partial(_kernel, tokens_per_seq=q_len, config=config),
+        Refs,
+        {
+            "q": q.reshape(seqs, chunks, ROWS, head_dim),
+            "cache": cache,
+            "block_tables": block_tables,
+            "lengths": lengths,
+            "scale": scale.reshape(1),
+        },
+        {
+            "out": jax.ShapeDtypeStruct(
+                (partitions * seqs, chunks, ROWS, value_dim), q.dtype if partitions == 1 else jnp.float32
+            ),
+            "lse": jax.ShapeDtypeStruct((partitions * seqs, chunks, ROWS), jnp.float32),
+        },
+        grid=(seqs, partitions, chunks),
+        grid_names=("seq", "partition", "chunk"),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            q_smem=smem((ROWS, head_dim)),
+            values_smem=smem((2, 2, TILE, value_dim // 2)),
+            rest_smem=smem((2, TILE, REST)),
+            m_smem=plgpu.SMEM((2, ROWS), jnp.float32),
+            l_smem=plgpu.SMEM((2, ROWS), jnp.float32),
+            q_full=plgpu.Barrier(),
+            values_full=plgpu.Barrier(num_arrivals=copies, num_barriers=4),
+            rest_full=plgpu.Barrier(num_arrivals=copies, num_barriers=2),
+            weights_full=plgpu.Barrier(num_barriers=2),
+            done=plgpu.Barrier(num_arrivals=2),
+        ),
+    )
+    if partitions == 1:
+        return out.reshape(*q.shape[:3], value_dim), lse.reshape(q.shape[:3])
+    outs = out.reshape(partitions, seqs * q_len, heads, value_dim)
+    merged, lse = merge(outs, lse.reshape(outs.shape[:3]), None)
+    return merged.astype(q.dtype).reshape(*q.shape[:3], value_dim), lse.reshape(q.shape[:3])

@@ -1,0 +1,129 @@
+"""The kernel for latents of many heads: in interpret mode at toy sizes, without races, and lowered for Hopper."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged import explain
+from jaxpaged._attention.choose import Known, choose
+from jaxpaged._attention.run import run
+from pallas_kernels.latent import config, kernel
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
+from tests.kernels.interpret import H100, make_call, races_found
+from tests.kernels.lowering import mosaic_for
+
+pytestmark = pytest.mark.slow
+
+BF16 = jnp.bfloat16
+latent_case = functools.partial(make_case, kv_heads=1, heads=64, head_dim=192, latent_values=128, dtype=BF16)
+
+
+def compute(call, num_partitions=1):
+    choice = choose(call, H100, Known(num_partitions=num_partitions))
+    assert choice.kernel == "paged_latent"
+    out, lse = run(dataclasses.replace(choice, interpret=plgpu.InterpretGPUParams(detect_races=True)), call)
+    jax.block_until_ready(out)
+    assert not races_found()
+    return out, lse
+
+
+def attend(case, **how):
+    out, lse = compute(make_call(case), **how)
+    return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
+
+
+def check(case, **how):
+    out, lse = attend(case, **how)
+    assert_within_budget(case, out)
+    assert_lse(case, lse)
+    return np.asarray(out, np.float32)
+
+
+def test_tiles():
+    """None, one, and the last one of either warpgroup, whole or not; the same bits twice."""
+    case = latent_case(lengths=(0, 1, 64, 65, 128, 200), max_blocks=13)
+    assert (check(case) == check(case)).all()
+
+
+@pytest.mark.parametrize("num_partitions", [2, 7])
+def test_partitions(num_partitions):
+    """More than there are tiles too: those write that they saw nothing."""
+    check(latent_case(lengths=(0, 1, 250), max_blocks=28), num_partitions=num_partitions)
+
+
+def test_query_tokens():
+    """Each has its own end, and 128 heads two programs."""
+    check(latent_case(lengths=(2, 66, 129), max_blocks=9, q_len=3, heads=128))
+
+
+@pytest.mark.parametrize(("block_size", "max_blocks"), [(8, 17), (64, 3), (128, 2)])
+def test_blocks(block_size, max_blocks):
+    blocks = dict(block_size=block_size, max_blocks=max_blocks, dtype=jnp.float16)
+    check(latent_case(lengths=(3, 130), **blocks, options=dict(scale=-0.3)))  # the highest logits: the lowest products
+
+
+def test_logits_that_grow():
+    """So that what a warpgroup has summed up is scaled when the other one finds a higher logit."""
+    case = latent_case(lengths=(255,), max_blocks=16, options=dict(scale=1.0))
+    grows = (jnp.arange(case.k_cache.shape[0] * 16) % 7).reshape(-1, 16, 1, 1).astype(BF16)
+    check(case.replace(k_cache=case.k_cache * grows, v_cache=case.v_cache * grows))
+
+
+def test_queries_of_a_history():
+    """Packed, in runs whose tokens are heads: each sees all of its sequence."""
+    case = latent_case(lengths=(70, 3), q_len=5, heads=16)
+    packed, starts = case.q.reshape(10, *case.q.shape[2:])[2:], jnp.asarray([0, 3, 8], jnp.int32)
+    call = dataclasses.replace(make_call(case), q=packed, query_starts=starts, causal=False)
+    out, lse = (jnp.concatenate([x[:2], x]).reshape(2, 5, *x.shape[1:]) for x in compute(call))
+    for i in range(2, 5):
+        token = case.replace(q=case.q[:, i])
+        assert_within_budget(token, out[:, i])
+        assert_lse(token, lse[:, i])
+
+
+def test_mistakes_are_noticed():
+    case = latent_case(lengths=(27, 100), max_blocks=7)
+    out, _ = attend(case)
+    assert within_budget(case, out).all()
+    for wrong in (
+        case.replace(v_cache=case.k_cache[..., 64:]),  # the last columns
+        case.replace(options=case.options | dict(scale=0.2)),
+        case.replace(lengths=case.lengths - 8),
+    ):
+        assert not within_budget(wrong, out).reshape(2, -1).all(axis=1).any()
+    outs = attend(case.replace(lengths=case.lengths + 1))[0]  # one slot past the end, which is poisoned
+    assert np.isnan(np.asarray(outs, np.float32)).any(axis=-1).reshape(2, -1).any(axis=1).all()
+
+
+@pytest.mark.parametrize(("block_size", "num_partitions"), [(64, 1), (16, 3)])
+def test_lowers(block_size, num_partitions):
+    shape = jax.ShapeDtypeStruct
+    arrays = (
+        shape((2, 1, 128, 576), BF16),
+        shape((64, block_size, 1, 576), BF16),
+        shape((2, 1024 // block_size), jnp.int32),
+        shape((2,), jnp.int32),
+        shape((), jnp.float32),
+    )
+    how = dict(value_dim=512, config=config.Config(num_partitions))
+    trace = jax.jit(functools.partial(kernel.launch, **how)).trace(*arrays)
+    with mosaic_for(9.0):
+        text = trace.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+def kernel_of(gpu="H100", **case):
+    case = latent_case(lengths=(3,), **case)
+    return explain(*case.arrays, **case.options, gpu=gpu).kernel
+
+
+def test_which_kernel():
+    assert kernel_of() == kernel_of(heads=128, q_len=2) == "paged_latent"
+    assert kernel_of(heads=96) == kernel_of(head_dim=256) == kernel_of(gpu="A100") == "paged_decode"
+    assert kernel_of(options=OPTIONS["window"]) == kernel_of(options=OPTIONS["soft cap"]) == "paged_decode"
+    assert kernel_of(cache_dtype=jnp.float8_e4m3fn, scale_shape="head") == "paged_decode"

@@ -677,8 +677,8 @@ MUTANTS = (
     Mutant(
         "host tier: blocks of other weights are kept",
         HOST_TIER,
-        "if salt not in self._salts:",
-        "if salt < 0:",
+        "if before is None or salt not in self._salts:",
+        "if before is None:",
         "tests/engine/test_host_tier.py::another_salt",
     ),
     Mutant(
@@ -691,8 +691,8 @@ MUTANTS = (
     Mutant(
         "host tier: a long prompt stops after its first pieces",
         HOST_TIER,
-        "if fetch.pieces or fetch.next < fetch.end]",
-        "if fetch.pieces]",
+        "if fetch.pieces or fetch.next < fetch.end:",
+        "if fetch.pieces:",
         "tests/engine/test_host_tier.py::on_their_way",
     ),
     Mutant(
@@ -705,8 +705,8 @@ MUTANTS = (
     Mutant(
         "host tier: the head leaves before the tail",
         HOST_TIER,
-        "for key in reversed(new):",
-        "for key in ():",
+        "self._touch(reversed(ends))",
+        "pass",
         "tests/engine/test_host_tier.py::tail_leaves",
     ),
     Mutant(
@@ -715,6 +715,34 @@ MUTANTS = (
         "if end - num_there < self._least:",
         "if end - num_there <= self._least:",
         "tests/engine/test_host_tier.py::few_tokens_are",
+    ),
+    Mutant(
+        "host tier: what comes back goes out without room for it",
+        HOST_TIER,
+        "num_others == 0 or len(keys) + num_others + num_new < self._num_blocks",
+        "True",
+        "tests/engine/test_host_tier.py::once_there_is_room",
+    ),
+    Mutant(
+        "host tier: a shared prefix needs room for each of its requests",
+        HOST_TIER,
+        "sum(key not in keys for key in self._keys_of(row))",
+        "len(self._keys_of(row))",
+        "tests/engine/test_host_tier.py::needs_room_once",
+    ),
+    Mutant(
+        "host tier: a request that ended keeps what it waited for",
+        HOST_TIER,
+        "if fetch.row.is_aborted or",
+        "if",
+        "tests/engine/test_host_tier.py::ended_waits",
+    ),
+    Mutant(
+        "host tier: pages hold blocks that do not follow each other",
+        "jaxpaged/_engine/host_copies.py",
+        "is_first[1:] = parents[ids[1:]] != serials[ids[:-1]]",
+        "is_first[1:] = False",
+        "tests/engine/test_host_tier.py::follow_each_other",
     ),
     Mutant(
         "host tier: blocks are listed behind a gap",

@@ -9,6 +9,7 @@
 - evicted: the time to the first token of a long prompt that the pool has lost, over that of one never seen. The same
   prompt is then asked for once more, from the pool: its logprob must have the same bits.
 - nothing to find: prompts that have nothing in common, with host memory and without.
+- stages: what the calls and the copies of as many blocks as may be on their way take, each alone.
 
 An engine without host memory is the same program with the copies left out.
 """
@@ -31,10 +32,12 @@ from benchmarks.engine.workload import BLOCK_SIZE, create_caches
 from benchmarks.harness import add_output, open_store
 from jaxpaged import Engine, SamplingParams
 from jaxpaged._engine import engine as engine_module
+from jaxpaged._engine.host_copies import HostCopies, Piece
+from jaxpaged._engine.host_tier import HostTier, NoHostTier
 
 CONVERSATIONS, TURNS, POOLS = 64, 4, 4
 ROUNDS = 3
-PARTS = "evicted", "nothing", "conversations"
+PARTS = "stages", "evicted", "nothing", "conversations"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +87,18 @@ def create(model: str, layers: int | None, sizes: Sizes) -> Engine:
 
 @contextlib.contextmanager
 def without_tier(engine: Engine) -> Iterator[None]:
-    parts, (engine._copies, engine._tier) = (engine._copies, engine._tier), (None, None)
+    tier = engine._tier
+    settle(engine)
+    engine._tier = NoHostTier()
     yield
-    engine._copies, engine._tier = parts
+    settle(engine)
+    engine._tier = tier
+
+
+def settle(engine: Engine) -> None:
+    """Reads the slices that are under way."""
+    while engine._books.under_way:
+        engine._receive()
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -157,6 +169,49 @@ def nothing_to_find(engine: Engine, sizes: Sizes) -> float:
     return sizes.requests * sizes.new / (time.perf_counter() - begin)
 
 
+def stages(engine: Engine, sizes: Sizes) -> dict[str, float]:
+    """Milliseconds until the calls return, and until all is done, for as many pages as may be on their way."""
+    forget(engine)
+    settle(engine)
+    assert isinstance(engine._tier, HostTier)
+    copies: HostCopies = engine._tier._copies
+    state, found = engine._state_of_slice, {}
+    assert state.scheduler.prefixes is not None
+    salt = int(state.scheduler.prefixes.salt[0])
+    in_piece = copies.num_pages * copies.in_page
+    num_pieces = max(min(copies.most_staged * copies.in_page, sizes.long // BLOCK_SIZE) // in_piece, 1)
+    ids = np.arange(in_piece, dtype=np.int32).reshape(copies.num_pages, copies.in_page)
+    columns = np.arange(sizes.long // BLOCK_SIZE, dtype=np.int32)
+
+    def timed(name: str, function: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        done = function()
+        found[f"{name}_calls"] = 1e3 * (time.perf_counter() - begin)
+        jax.block_until_ready(done)
+        found[name] = 1e3 * (time.perf_counter() - begin)
+        return done
+
+    def put(pieces: list[list[Any]], prompt: np.ndarray) -> Any:
+        nonlocal state
+        for i, pages in enumerate(pieces):
+            at = columns[i * in_piece : (i + 1) * in_piece]
+            of_pages = np.full((len(pages), copies.in_page), -1, np.int32)
+            of_pages.ravel()[: len(at)] = at
+            piece = Piece(prompt, salt, i * in_piece, [b""] * len(at), of_pages, pages)
+            state, _ = copies.put(state, piece)
+        return state.allocator
+
+    for turn in range(ROUNDS):  # the last one counts
+        prompt = np.array(tokens(30_000 + turn, sizes.long), np.int32).reshape(-1, BLOCK_SIZE)
+        run, cache = copies._take_out[copies.num_pages], state.scheduler.prefixes.cache
+        taken = timed("gather", lambda: [run(cache, state.caches, ids)[1] for _ in range(num_pieces)])  # noqa: B023
+        on_host = timed("to_host", lambda: [copies.send(pages) for pages in taken])  # noqa: B023
+        back = timed("to_device", lambda: [copies.bring(pages) for pages in on_host])  # noqa: B023
+        timed("put", lambda: put(back, prompt))  # noqa: B023
+        engine._state_of_slice = state
+    return found | {"megabytes": num_pieces * copies.num_pages * copies.page_bytes / 1e6}
+
+
 def both(engine: Engine, function: Callable[[], Any]) -> tuple[Any, Any]:
     """With host memory and without."""
     found = function()
@@ -182,6 +237,8 @@ def main() -> None:
 
     engine = create(options.model, options.layers, sizes)
     print(f"[{time.perf_counter() - begin:5.1f} s] {jax.devices()[0].device_kind}, made", flush=True)
+    if "stages" in options.parts:
+        say("stages", stages(engine, sizes))
     if "evicted" in options.parts:
         say("evicted", evicted(engine, sizes))
     if "nothing" in options.parts:

@@ -66,9 +66,9 @@ class Books:
         return self._num_sent + len(self.queue)
 
     @property
-    def num_sent(self) -> int:
-        """Rows on the device, or on their way."""
-        return self._num_sent
+    def rows_sent(self) -> list[Row]:
+        """On the device, or on their way."""
+        return [*self.on_device.values(), *itertools.chain.from_iterable(sent.rows for sent in self.under_way)]
 
     @property
     def num_unfinished(self) -> int:
@@ -145,17 +145,29 @@ class Books:
                 del self.requests[output.request_id]
         return [output for output in outputs if output.finished] if finished_only else outputs
 
-    def send(self, most: int, is_held: Callable[[Row], bool] | None = None) -> Sent:
-        """What goes out with the next slice, with at most so many rows. Rows that are held stay in the queue."""
+    def send(self, most: int, is_held: Callable[[Row, list[Row]], bool] = lambda row, before: False) -> Sent:
+        """What goes out with the next slice, with at most so many rows. Rows that are held stay in the queue.
+
+        Args:
+            most: rows.
+            is_held: of a row and the rows that are sent before it.
+        """
         room = min(most, self._max_requests - self._num_sent)
         rows: list[Row] = []
         held: list[Row] = []
-        while self.queue and len(rows) < room and len(held) < most:
-            row = self.queue.popleft()
-            is_sent = is_held is None or not is_held(row)
-            (rows if is_sent else held).append(row)
-            self._num_sent += is_sent
+        before = self.rows_sent
+        for row in itertools.islice(self.queue, room + most):
+            if len(rows) == room or len(held) == most:
+                break
+            if is_held(row, before):
+                held.append(row)
+            else:
+                rows.append(row)
+                before.append(row)
+        for _ in range(len(rows) + len(held)):
+            self.queue.popleft()
         self.queue.extendleft(reversed(held))
+        self._num_sent += len(rows)
         self._num_held = len(held)
         # Each abort is sent once, and before anybody else can have got the place.
         sent = Sent(rows, self._aborts, self.forgets, self.version)

@@ -31,8 +31,8 @@ from jaxpaged._engine.defaults import (
     step_cost,
 )
 from jaxpaged._engine.drafting import Draft, Drafting
-from jaxpaged._engine.host_copies import AT_ONCE, HostCopies, Moved, block_bytes, host_capacity
-from jaxpaged._engine.host_tier import HostTier
+from jaxpaged._engine.host_copies import Moved
+from jaxpaged._engine.host_tier import HostTier, NoHostTier
 from jaxpaged._engine.inputs import own, pool_sizes, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.kinds import make_kinds
@@ -43,7 +43,6 @@ from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.pytrees import difference
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.requests import (
-    Row,
     checked_prompt,
     checked_request,
     make_inbox,
@@ -57,7 +56,6 @@ from jaxpaged._scheduler.records import MOST_ADAPTERS
 from jaxpaged._scheduler.scheduler import Scheduler
 
 MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
-STAGED_BYTES = 512 * 1024 * 1024  # of blocks on their way to or from host memory, beside the pool
 AHEAD = 1  # slices that run while the host reads the one before
 
 
@@ -231,11 +229,10 @@ class Engine:
             num_stop_ids=num_stop_ids,
         )
         no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=self._books.forgets)
-        capacity = None if host_cache_bytes is None else host_capacity(host_cache_bytes, self._state_of_slice, windows)
         setup = Setup(
             apply,
             kinds=self._kinds,
-            has_host_tier=capacity is not None,
+            has_host_tier=host_cache_bytes is not None,
             draft=draft,
             row_cost=cost(0),
             is_processed=bool(processed_logprobs),
@@ -246,29 +243,20 @@ class Engine:
             self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))
             function = on_each_device(self._mesh, function, self._weights, self._state_of_slice)
         compiler_options = chosen_compiler_options(compiler_options, on_mesh=self._mesh is not None)
+        self._tier = NoHostTier()
+        if host_cache_bytes is not None:
+            self._tier = HostTier.create(
+                host_cache_bytes,
+                self._state_of_slice,
+                self._mesh,
+                least_tokens=sizes.chunk_tokens // 2,
+                compiler_options=compiler_options,
+            )
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
         # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
         self._run_slice = jitted.lower(self._weights, self._state_of_slice, pack(no_news)).compile()
         rows = no_news.prompt_lengths
         _, self._report_types = jax.eval_shape(functools.partial(tell, setup), self._state_of_slice, rows, rows)
-        self._copies, self._tier = None, None
-        if capacity is not None:
-            self._block_bytes = block_bytes(caches)
-            most_staged = max(STAGED_BYTES // self._block_bytes, AT_ONCE)
-            self._copies = HostCopies(
-                self._state_of_slice, self._mesh, most_staged=most_staged, compiler_options=compiler_options
-            )
-            self._tier = HostTier(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                capacity=capacity,
-                least_tokens=sizes.chunk_tokens // 2,
-                at_once=self._copies.at_once,
-                most_staged=most_staged,
-                num_adapters=num_adapters,
-                bring=self._copies.bring,
-            )
-        self._most_taken = num_seats + max(num_seats // 4, 1)  # with a host tier: more wait on the host
         # Unless its loops are in a CUDA graph, a call returns when they end; meanwhile the caller's thread works.
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
@@ -478,11 +466,12 @@ class Engine:
             )
         while not self._books.is_device_empty:  # requests that were dropped
             self._advance()
-        if self._tier is not None:
+        pools = [(x, jax.typeof(x), x.sharding) for x in pools_of(self._state.caches)]
+        with without_interrupts():
             self._tier.clear()
-        self._asleep = [(x, jax.typeof(x), x.sharding) for x in pools_of(self._state.caches)]
-        for pool, *_ in self._asleep:
-            pool.delete()
+            self._asleep = pools
+            for pool, *_ in pools:
+                pool.delete()
 
     def wake_up(self) -> None:
         """Takes memory for the caches again, after `sleep`. The engine's program is not compiled again."""
@@ -497,11 +486,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """The sizes, and the counts as of the last slice that the host has read."""
         num_waiting = len(self._books.on_device) - self._stats.num_running
-        stats = dataclasses.replace(self._stats, num_queued=len(self._books.queue), num_waiting=max(num_waiting, 0))
-        if self._tier is None:
-            return stats
-        host_bytes = self._tier.num_kept * self._block_bytes
-        return dataclasses.replace(stats, num_brought=self._tier.num_brought, host_bytes=host_bytes)
+        return dataclasses.replace(
+            self._stats,
+            num_queued=len(self._books.queue),
+            num_waiting=max(num_waiting, 0),
+            num_brought=self._tier.num_brought,
+            host_bytes=self._tier.host_bytes,
+        )
 
     @property
     def _state(self) -> State:
@@ -553,12 +544,14 @@ class Engine:
         self._check_usable()
         if self._asleep:
             raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
-        if self._tier is not None and self._books.is_device_empty:
-            self._tier.wait()  # for nothing else can run
+        if self._books.is_device_empty:
+            self._tier.wait(self._books.queue)
         if len(self._books.under_way) <= AHEAD:  # an interrupt may have left more
             is_light = is_watched and self._books.num_open < self._stats.num_seats
-            is_light |= self._tier is not None and self._tier.num_fetches > 0
-            self._send(self._steps.few if is_light else self._steps.most)
+            num_steps = self._steps.few if is_light else self._steps.most
+            if self._tier.is_held_back:  # a request, which may go out with the next slice
+                num_steps = max(self._steps.few, num_steps // 4)
+            self._send(num_steps)
         while len(self._books.under_way) > AHEAD:
             self._receive()
 
@@ -566,10 +559,10 @@ class Engine:
     def _send(self, num_steps: int) -> None:
         """Starts a slice of at most so many steps. If more requests wait than it takes, slices of none before it take
         the others."""
-        pieces = [] if self._tier is None else self._tier.take_arrived()
+        self._tier.look_again()
         while True:
-            sent = self._books.send(MOST_ARRIVALS, self._is_held if self._tier is not None else None)
-            sent.pieces, pieces = pieces, []
+            sent = self._books.send(MOST_ARRIVALS, self._tier.holds)
+            sent.pieces = self._tier.take_going()
             has_more = self._books.has_more
             inbox = self._inbox_of(
                 sent.rows,
@@ -582,18 +575,12 @@ class Engine:
             if not has_more:
                 return
 
-    def _is_held(self, row: Row) -> bool:
-        assert self._tier is not None
-        num_taken = self._books.num_sent + self._tier.num_fetches
-        return num_taken >= self._most_taken or self._tier.holds(row)
-
     def _run(self, weights: Any, inbox: Inbox, sent: Sent) -> jax.Array:
         """The packed report. On the engine's own thread, one slice after the other."""
         try:
             put = []
             for piece in sent.pieces:
-                assert self._copies is not None
-                self._state_of_slice, where = self._copies.put(self._state_of_slice, piece)
+                self._state_of_slice, where = self._tier.put(self._state_of_slice, piece)
                 put.append(where)
             self._state_of_slice, words = self._run_slice(weights, self._state_of_slice, pack(inbox))
         except Exception as failure:
@@ -601,12 +588,12 @@ class Engine:
                 raise StateLostError from failure
             raise
         words.copy_to_host_async()
-        if self._copies is not None:
-            try:
-                report = unpack(np.asarray(words), self._report_types)
-                sent.moved = self._copies.take(self._state_of_slice, report, put)
-            except Exception as failure:  # the slice came to pass, or the new state is broken
-                raise StateLostError from failure
+        try:
+            sent.moved = self._tier.take_out(self._state_of_slice, functools.partial(self._read, words), put)
+        except StateLostError:
+            raise
+        except Exception as failure:  # the slice came to pass, or the new state is broken
+            raise StateLostError from failure
         return words
 
     def _receive(self) -> None:
@@ -620,11 +607,10 @@ class Engine:
         except Exception as failure:
             if sent.has_failed_with(failure):  # else only the wait has: Ctrl-C in its locks may raise other errors
                 self._books.take_back()
-                if self._tier is not None:
-                    self._tier.lose(sent.pieces)
+                self._tier.lose(sent.pieces)
             raise
         else:  # the slice came to pass: if this fails, the next call does it again
-            self._take(report, None if self._copies is None or sent.moved is None else self._copies.read(sent.moved))
+            self._take(report, self._tier.send(sent.moved))
 
     def _read(self, words: jax.Array) -> Report:
         """The report in NumPy's arrays."""
@@ -636,8 +622,7 @@ class Engine:
     @without_interrupts()
     def _take(self, report: Report, moved: Moved | None) -> None:
         sent = self._books.take_places(report)
-        if self._tier is not None and moved is not None:
-            self._tier.take(moved)
+        self._tier.take(moved)
         if self._collector is not None:
             self._collector.take(sent.result(), report, self._books.on_device, sent.version)
         counts = self._books.take_tokens(report, sent.version)

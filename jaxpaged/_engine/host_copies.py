@@ -1,7 +1,9 @@
-"""Cached blocks on their way to host memory and back: a program each way, between slices."""
+"""Pages of cached blocks on their way to host memory and back: a program each way, between slices."""
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,21 +18,13 @@ from jaxpaged._cache.transfer import put_blocks, take_blocks
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.slices import Report, State
-from jaxpaged._integers import checked_size
 
-Block = tuple[jax.Array, ...]  # its numbers in all caches, an array for each dtype
-AT_ONCE = 64  # blocks that a program moves
+Page = tuple[jax.Array, ...]  # the numbers of a few blocks in all caches, [blocks, numbers] of each dtype
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Listed:
-    """What the prefix cache knows of blocks, a row for each; see `PrefixCache`."""
-
-    tokens: jax.Array  # int32 [ids, block_size]
-    serials: jax.Array  # int32 [ids]
-    parents: jax.Array  # int32 [ids]
-    salts: jax.Array  # int32 [ids]
+PAGE_BYTES = 4 * 1024 * 1024  # a copy of less is not at the rate of the link
+MOST_IN_PAGE = 4  # blocks: what is listed at once may end anywhere in a page
+PIECE_BYTES = 128 * 1024 * 1024  # that a program moves at most
+PIECES = 4  # on their way in each direction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +34,23 @@ class Piece:
     tokens: np.ndarray  # int32 [columns, block_size], of the prompt
     salt: int
     first: int  # column
-    keys: list[bytes]
-    blocks: list[Block]
+    keys: list[bytes]  # from there on
+    columns: np.ndarray  # int32 [pages, blocks], where in the prompt the blocks of each page are; -1: nowhere
+    pages: list[Page]
 
     @property
     def is_there(self) -> bool:
-        return all(numbers.is_ready() for block in self.blocks for numbers in block)  # type: ignore[attr-defined]
+        return all(numbers.is_ready() for page in self.pages for numbers in page)  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """Pages with what the prefix cache knows of their blocks."""
+
+    serials: np.ndarray  # int32 [pages, blocks]; 0: no block
+    parents: np.ndarray  # int32 [pages], serials of the blocks before the first ones
+    words: Any  # int32 [pages, blocks, block_size + 1], the tokens of each block and its salt
+    pages: list[Page]  # on the device, or on their way from there
 
 
 @dataclasses.dataclass
@@ -53,123 +58,155 @@ class Moved:
     """What was moved before and behind a slice.
 
     Attributes:
-        put: pieces, and for each block where it is now, and its serial there; 0: nowhere.
-        taken: of each block its tokens, its serial and its parent's, its salt, and its numbers in host memory.
+        put: pieces, and int32 `[2, blocks]`: where each of their blocks is now, and its serial there; 0: nowhere.
+        taken: pages of blocks that were listed.
         serials: int32 `[blocks]`, of the blocks that are cached behind the slice; 0: it is not.
         salts: under which prompts are looked up behind the slice, without an adapter and with each.
     """
 
-    put: list[tuple[Piece, Any, Any]] = dataclasses.field(default_factory=list)
-    taken: list[Any] = dataclasses.field(default_factory=list)
-    serials: Any = None
-    salts: Any = None
+    put: list[tuple[Piece, Any]]
+    taken: list[Taken]
+    serials: np.ndarray
+    salts: list[int]
 
 
 class HostCopies:
-    """The programs, and what they moved, on the engine's own thread.
+    """The programs. All but `bring` and `send` are for the engine's own thread.
 
     Args:
         state: the engine's.
         mesh: of the caches, if they lie on several devices.
-        most_staged: the most blocks on their way to host memory.
         compiler_options: for `jax.jit`.
     """
 
-    def __init__(self, state: State, mesh: Mesh | None, *, most_staged: int, compiler_options: dict[str, Any]):
+    def __init__(self, state: State, mesh: Mesh | None, *, compiler_options: dict[str, Any]):
         block_size, max_length = state.allocator.block_size, state.scheduler.tokens.shape[1]
-        self.at_once = min(AT_ONCE, state.allocator.num_blocks - 1)
-        self._most_staged = most_staged
+        num_blocks = state.allocator.num_blocks
+        self.in_page, self.page_bytes = blocks_in_page(state.caches), page_bytes(state.caches)
+        self.num_pages = max(min(PIECE_BYTES // self.page_bytes, -(-(num_blocks - 1) // self.in_page)), 1)  # at once
+        self.most_staged = PIECES * self.num_pages
         take, put = take_out, put_in
         (device, *_) = caches_in(state.caches)[0].k.sharding.device_set
         self._on_device: Any = SingleDeviceSharding(device)
         if mesh is not None:
-            self._on_device = NamedSharding(mesh, P(mesh.axis_names))
+            self._on_device = NamedSharding(mesh, P(None, mesh.axis_names))
             of_state, of_caches = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (state, state.caches))
-            of_blocks = P(mesh.axis_names)
+            of_pages = P(None, mesh.axis_names)
             on_mesh: dict[str, Any] = dict(mesh=mesh, check_vma=False)
-            take = jax.shard_map(take, in_specs=(P(), of_caches, P()), out_specs=(P(), of_blocks), **on_mesh)
-            in_specs = (of_state, P(), P(), P(), P(), of_blocks)
+            take = jax.shard_map(take, in_specs=(P(), of_caches, P()), out_specs=(P(), of_pages), **on_mesh)
+            in_specs = (of_state, P(), P(), P(), of_pages)
             put = jax.shard_map(put, in_specs=in_specs, out_specs=(of_state, P()), **on_mesh)
         self._on_host = self._on_device.with_memory_kind("pinned_host")
 
-        ids, number = np.zeros(self.at_once, np.int32), np.zeros((), np.int32)
-        self._tokens = np.zeros((max_length // block_size, block_size), np.int32)
         assert state.scheduler.prefixes is not None
         taken_from = state.scheduler.prefixes.cache, state.caches
-        self._take_out = jax.jit(take, compiler_options=compiler_options).lower(*taken_from, ids).compile()
-        _, blocks = jax.eval_shape(take, *taken_from, ids)
-        self._nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), blocks[0])
+        self._take_out: dict[int, Callable[..., Any]] = {}  # by how many pages
+        for count in sorted({max(self.num_pages // 8, 1), self.num_pages}):
+            ids = np.zeros((count, self.in_page), np.int32)
+            lowered = jax.jit(take, compiler_options=compiler_options).lower(*taken_from, ids)
+            self._take_out[count] = lowered.compile()
+        _, pages = lowered.out_info
+        self._nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), pages[0])
+        self._tokens = np.zeros((max_length // block_size, block_size), np.int32)
+        numbers, columns = np.zeros(3, np.int32), np.zeros((self.num_pages, self.in_page), np.int32)
         put = jax.jit(put, donate_argnums=0, compiler_options=compiler_options)
-        blocks = [self._nothing] * self.at_once
-        self._put_in = put.lower(state, self._tokens, number, number, number, blocks).compile()
-        self._known = np.zeros(state.allocator.num_blocks, np.int32)  # serials whose blocks are on the host
+        pages = [self._nothing] * self.num_pages
+        self._put_in = put.lower(state, self._tokens, numbers, columns, pages).compile()
+        self._known = np.zeros(num_blocks, np.int32)  # serials whose blocks are on the host
 
-    def bring(self, blocks: list[Block]) -> list[Block]:
-        """Begins to copy blocks to the device."""
-        return jax.device_put(blocks, self._on_device)
+    def reserve(self, capacity: int) -> None:
+        """Has JAX take host memory for so many pages, and those that leave meanwhile: on a GPU that takes half a second
+        a GiB, because it is pinned. JAX keeps what is given back to it."""
+        jax.block_until_ready([self.send([self._nothing]) for _ in range(capacity + self.most_staged)])
 
-    def put(self, state: State, piece: Piece) -> tuple[State, tuple[Piece, Any, Any]]:
+    def bring(self, pages: list[Page]) -> list[Page]:
+        """Begins to copy pages to the device."""
+        return jax.device_put(pages, self._on_device)
+
+    @without_interrupts()  # of which JAX makes other errors in here
+    def send(self, pages: list[Page]) -> list[Page]:
+        """Begins to copy pages to host memory."""
+        return jax.device_put(pages, self._on_host)
+
+    def put(self, state: State, piece: Piece) -> tuple[State, tuple[Piece, Any]]:
         """The state with the blocks of a piece, and for `Moved` where they are. The state is donated."""
         tokens = self._tokens.copy()
         tokens[: len(piece.tokens)] = piece.tokens
-        num_blocks = len(piece.blocks)
-        blocks = piece.blocks + [self._nothing] * (self.at_once - num_blocks)
-        numbers = (np.int32(number) for number in (piece.salt, piece.first, piece.first + num_blocks))
-        state, (ids, serials) = self._put_in(state, tokens, *numbers, blocks)
-        return state, (piece, ids, serials)
+        columns = np.pad(piece.columns, ((0, self.num_pages - len(piece.pages)), (0, 0)), constant_values=-1)
+        pages = piece.pages + [self._nothing] * (self.num_pages - len(piece.pages))
+        numbers = np.array([piece.salt, piece.first, piece.first + len(piece.keys)], np.int32)
+        state, where = self._put_in(state, tokens, numbers, columns, pages)
+        return state, (piece, where)
 
-    def take(self, state: State, report: Report, put: list[tuple[Piece, Any, Any]]) -> Moved:
-        """Takes copies of what a slice has listed out of the pool. `report`: in NumPy's arrays."""
+    def take(self, state: State, report: Report, put: list[tuple[Piece, Any]]) -> Moved:
+        """Takes copies of what a slice has listed out of the pool. `report`: in NumPy's arrays.
+
+        No more than may be on its way at once: the rest, the newest, is taken behind the next slice if it is there
+        still.
+        """
         assert state.scheduler.prefixes is not None
-        put = [(piece, np.asarray(ids), np.asarray(serials)) for piece, ids, serials in put]
-        moved = Moved(put, serials=np.asarray(report.serials), salts=np.asarray(report.salts).tolist())
-        for _, ids, serials in put:
-            self._known[ids] = serials
-        (new,) = np.nonzero((moved.serials > 0) & (moved.serials != self._known))
-        for begin in range(0, len(new), self.at_once):
-            ids = new[begin : begin + self.at_once].astype(np.int32)
-            padded = np.pad(ids, (0, self.at_once - len(ids)))
-            listed, blocks = self._take_out(state.scheduler.prefixes.cache, state.caches, padded)
-            moved.taken.append((listed, blocks[: len(ids)]))
-            if begin >= self._most_staged:  # not more at once: these are gone before the next slice
-                moved.taken[-1] = listed, jax.block_until_ready(self.send(blocks[: len(ids)]))
-        self._known = moved.serials.copy()
-        return moved
-
-    @without_interrupts()  # of which JAX makes other errors in here
-    def send(self, blocks: list[Block]) -> list[Block]:
-        """Begins to copy blocks to host memory."""
-        return jax.device_put(blocks, self._on_host)
-
-    def read(self, moved: Moved) -> Moved:
-        """The same in NumPy's arrays, with a tuple for each block that was taken, on its way to host memory."""
-        taken: list[Any] = []
-        for listed, blocks in moved.taken:
-            numbers = (np.asarray(x).tolist() for x in (listed.serials, listed.parents, listed.salts))
-            taken += zip(np.asarray(listed.tokens), *numbers, self.send(blocks), strict=False)
-        return dataclasses.replace(moved, taken=taken)
+        serials, parents = np.asarray(report.serials), np.asarray(report.parents)
+        put = [(piece, np.asarray(where)) for piece, where in put]
+        for _, (ids, of_ids) in put:
+            self._known[ids] = of_ids
+        self._known[self._known != serials] = 0
+        pages = in_pages(np.flatnonzero(serials != self._known), serials, parents, self.in_page)[: self.most_staged]
+        taken = []
+        for begin in range(0, len(pages), self.num_pages):
+            ids = pages[begin : begin + self.num_pages]
+            count = min(count for count in self._take_out if count >= len(ids))
+            padded = np.pad(ids, ((0, count - len(ids)), (0, 0)))
+            words, copies = self._take_out[count](state.scheduler.prefixes.cache, state.caches, padded)
+            words.copy_to_host_async()
+            taken.append(Taken(serials[ids], parents[ids[:, 0]], words, copies[: len(ids)]))
+        self._known[pages] = serials[pages]
+        return Moved(put, taken, serials, np.asarray(report.salts).tolist())
 
 
-def take_out(cache: PrefixCache, caches: Any, ids: jax.Array) -> tuple[Listed, list[Block]]:
-    """Copies of blocks, int32 `[ids]`, of one array or few each, so that each can leave and come back alone."""
-    listed = Listed(cache.tokens[ids], cache.serials[ids], cache.parents[ids], cache.salts[ids])
+def in_pages(ids: np.ndarray, serials: np.ndarray, parents: np.ndarray, in_page: int) -> np.ndarray:
+    """Blocks in pages, int32 `[pages, in_page]`, those listed first first. In a page each is the parent of the next.
+
+    0 stands behind the last block of a page that is not full.
+
+    Args:
+        ids: int `[ids]`, of listed blocks.
+        serials: int32 `[blocks]`.
+        parents: int32 `[blocks]`, their serials.
+        in_page: blocks in a page.
+    """
+    ids = ids[np.argsort(serials[ids])]
+    order = np.arange(len(ids))
+    is_first = np.ones(len(ids), np.bool_)
+    is_first[1:] = parents[ids[1:]] != serials[ids[:-1]]
+    nth = order - np.maximum.accumulate(np.where(is_first, order, 0))  # in its row of parents and children
+    page = np.cumsum(nth % in_page == 0) - 1
+    pages = np.zeros((page[-1] + 1 if len(ids) else 0, in_page), np.int32)
+    pages[page, nth % in_page] = ids
+    return pages
+
+
+def take_out(cache: PrefixCache, caches: Any, ids: jax.Array) -> tuple[jax.Array, list[Page]]:
+    """Copies of blocks, int32 `[pages, blocks]`, each page in arrays of its own, so that it can leave and come back
+    alone; and for `Taken` their words."""
+    num_pages, in_page = ids.shape
+    words = jnp.concatenate([cache.tokens[ids], cache.salts[ids][..., None]], axis=2)
     by_dtype: dict[Any, list[jax.Array]] = {}
 
     def take(of: KVCache, pool: jax.Array) -> jax.Array:
         axes = of.k.ndim - 4
-        taken = jnp.moveaxis(take_blocks(pool, ids, of), axes, 0).reshape(len(ids), -1)
+        taken = jnp.moveaxis(take_blocks(pool, ids.ravel(), of), axes, 0).reshape(num_pages, in_page, -1)
         by_dtype.setdefault(pool.dtype, []).append(taken)
         return pool
 
     for each in caches_in(caches):
         map_blocks(functools.partial(take, each), each)
-    flat = [jnp.concatenate(parts, axis=1) for parts in by_dtype.values()]
-    return listed, [tuple(numbers[i] for numbers in flat) for i in range(len(ids))]
+    flat = [jnp.concatenate(parts, axis=2) for parts in by_dtype.values()]
+    return words, [tuple(numbers[i] for numbers in flat) for i in range(num_pages)]
 
 
 def put_in(
-    state: State, tokens: jax.Array, salt: jax.Array, first: jax.Array, num_full: jax.Array, blocks: list[Block]
-) -> tuple[State, tuple[jax.Array, jax.Array]]:
+    state: State, tokens: jax.Array, numbers: jax.Array, columns: jax.Array, pages: list[Page]
+) -> tuple[State, jax.Array]:
     """Lists blocks of one prompt in the prefix cache again. They are free then, as those of a request that has ended.
 
     Nothing happens if the blocks before them are not cached, or if fewer blocks are free.
@@ -177,17 +214,18 @@ def put_in(
     Args:
         state: donated.
         tokens: int32 `[columns, block_size]`, the prompt in blocks.
-        salt: int32 `[]`, under which they were found.
-        first: int32 `[]`, the column of `blocks[0]`.
-        num_full: int32 `[]`, the column behind the last one that counts.
-        blocks: from `take_out`; behind the last one that counts, any.
+        numbers: int32 `[3]`: the salt under which they were found, the column of the first one that counts, and the
+            column behind the last.
+        columns: int32 `[pages, blocks]`, of each block of each page; -1: it does not count.
+        pages: from `take_out`.
 
     Returns:
         state: the new one.
-        (ids, serials): int32 `[len(blocks)]`, where each block is now and its serial; 0: it is not cached.
+        where: int32 `[2, pages * blocks]`: for each column from the first on the block that has it now, and its serial;
+            0: none has.
     """
     scheduler, allocator = state.scheduler, state.allocator
-    prefixes = scheduler.prefixes
+    prefixes, (salt, first, num_full) = scheduler.prefixes, numbers
     assert prefixes is not None
     row = allocator.of_seqs(jnp.full(1, scheduler.num_seats, jnp.int32))  # an empty one
     in_row, salts = tokens[None], salt[None]
@@ -197,15 +235,16 @@ def put_in(
     row, _ = begin_with(row, beginnings)
     (num_found,) = beginnings.num_found
     num_missing = jnp.where(num_found >= first, num_full - num_found, 0)
-    row, _, (ok,) = row.append(num_missing[None] * row.block_size, q_len=len(blocks) * row.block_size)
+    row, _, (ok,) = row.append(num_missing[None] * row.block_size, q_len=columns.size * row.block_size)
     num_there = num_found + jnp.where(ok, num_missing, 0)
 
     # 2. Those are written, listed, and given back.
-    columns = first + jnp.arange(len(blocks), dtype=jnp.int32)
+    columns = columns.ravel()
     is_new = (columns >= num_found) & (columns < num_there)
     ids = row.rows[0].at[columns].get(mode="fill", fill_value=0)
-    caches = write_blocks(state.caches, blocks, jnp.where(is_new, ids, -1 - jnp.arange(len(blocks), dtype=jnp.int32)))
+    caches = write_pages(state.caches, pages, jnp.where(is_new, ids, -1 - jnp.arange(columns.size, dtype=jnp.int32)))
     cache, row, _ = prefixes.cache.insert_blocks(row, in_row, num_there[None], salts)
+    columns = first + jnp.arange(columns.size, dtype=jnp.int32)
     ids = jnp.where(columns < num_there, row.rows[0].at[columns].get(mode="fill", fill_value=0), 0)
     row = row.free(jnp.ones(1, jnp.bool_))
     serials = jnp.where((ids > 0) & row.pool.is_cached(ids), cache.serials[ids], 0)
@@ -216,12 +255,12 @@ def put_in(
         allocator=dataclasses.replace(allocator, pool=row.pool),
         caches=caches,
     )
-    return state, (ids, serials)
+    return state, jnp.stack([ids, serials])
 
 
-def write_blocks(caches: Any, blocks: list[Block], ids: jax.Array) -> Any:
+def write_pages(caches: Any, pages: list[Page], ids: jax.Array) -> Any:
     """The inverse of `take_out`; ids below zero, distinct, drop a block."""
-    flat = {numbers[0].dtype: jnp.stack(numbers) for numbers in zip(*blocks, strict=True)}
+    flat = {numbers[0].dtype: jnp.concatenate(numbers) for numbers in zip(*pages, strict=True)}
     used = dict.fromkeys(flat, 0)
 
     def put(of: KVCache, pool: jax.Array) -> jax.Array:
@@ -238,6 +277,15 @@ def write_blocks(caches: Any, blocks: list[Block], ids: jax.Array) -> Any:
     )
 
 
+def blocks_in_page(caches: Any) -> int:
+    """As many as make a large copy, a power of two, but few."""
+    return min(1 << max(math.ceil(math.log2(PAGE_BYTES / block_bytes(caches))), 0), MOST_IN_PAGE)
+
+
+def page_bytes(caches: Any) -> int:
+    return blocks_in_page(caches) * block_bytes(caches)
+
+
 def block_bytes(caches: Any) -> int:
     """Bytes of a block in all caches, on all devices together."""
     size = 0
@@ -250,15 +298,3 @@ def block_bytes(caches: Any) -> int:
     for each in caches_in(caches):
         map_blocks(functools.partial(count, each), each)
     return size
-
-
-def host_capacity(host_cache_bytes: int, state: State, windows: tuple[int | None, ...]) -> int:
-    """The blocks that host memory of so many bytes holds."""
-    if state.scheduler.prefixes is None:
-        raise ValueError("host memory keeps blocks of the prefix cache: pass prefix_cache=True with host_cache_bytes.")
-    if windows != (None,):
-        raise ValueError(f"host_cache_bytes takes one group of layers; got {windows=}. Leave one of them out.")
-    size = block_bytes(state.caches)
-    if (capacity := checked_size("host_cache_bytes", host_cache_bytes) // size) < 1:
-        raise ValueError(f"host_cache_bytes must hold a block, of {size} bytes; got {host_cache_bytes=}.")
-    return capacity

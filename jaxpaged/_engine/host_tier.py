@@ -5,117 +5,258 @@ import hashlib
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxpaged._engine.host_copies import Block, Moved, Piece
+from jaxpaged._engine.host_copies import HostCopies, Moved, Page, Piece, page_bytes
+from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.requests import Row
+from jaxpaged._engine.slices import Report, State
+from jaxpaged._integers import checked_size
 
 Keys = list[bytes]  # of a prompt's full blocks: each names the block's tokens and all before them
 
 
-@dataclasses.dataclass
+class NoHostTier:
+    """What the engine asks of a host tier, if there is none."""
+
+    host_bytes = num_brought = 0
+    is_held_back = False  # whether a request has to wait for what comes back, or for room
+
+    def wait(self, queue: Sequence[Row]) -> None:
+        """Until what the first request waits for is on the device: nothing else can run."""
+
+    def look_again(self) -> None:
+        """Before requests are asked for, in their order: who waited for room may have it now."""
+
+    def holds(self, row: Row, sent: Sequence[Row]) -> bool:
+        """Whether a request stays on the host for now. `sent`: those on the device, or on their way."""
+        return False
+
+    def take_going(self) -> list[Piece]:
+        """The pieces that go out with the next slice, and are listed before it."""
+        return []
+
+    def lose(self, pieces: Iterable[Piece]) -> None:
+        """Pieces that no slice has listed."""
+
+    def put(self, state: State, piece: Piece) -> tuple[State, Any]:
+        """Lists a piece before a slice, on the engine's own thread. The state is donated."""
+        raise NotImplementedError
+
+    def take_out(self, state: State, read: Callable[[], Report], put: list[Any]) -> Moved | None:
+        """Copies what a slice has listed, on the engine's own thread. `read` gives its report, `put` are the pieces."""
+        return None
+
+    def send(self, moved: Moved | None) -> Moved | None:
+        """Begins to copy that to host memory. If it fails, it can be called again."""
+        return moved
+
+    def take(self, moved: Moved | None) -> None:
+        """Notes what was moved before and behind a slice."""
+
+    def clear(self) -> None:
+        """Gives the host memory back."""
+
+
+@dataclasses.dataclass(eq=False)
 class Fetch:
     """The blocks of a prompt that come back: those from `next` to `end` have not left host memory yet."""
 
-    tokens: np.ndarray  # int32 [columns, block_size]
+    row: Row
     salt: int
     keys: Keys
     next: int
     end: int
     pieces: deque[Piece] = dataclasses.field(default_factory=deque)
+    has_room: bool = False
 
 
-class HostTier:
+@dataclasses.dataclass
+class Kept:
+    """A page in host memory."""
+
+    keys: Keys  # of its blocks
+    before: bytes  # the key of the block before them
+    salt: int
+    page: Page
+
+
+class HostTier(NoHostTier):
     """A block that the prefix cache lists is copied to host memory after the slice that listed it. So nothing has to be
     moved when the prefix cache loses it. It comes back before a request whose prompt begins with it goes out.
 
+    What comes back is free in the pool until its request takes it, as is what the pool still has of a prompt. So a
+    request with such blocks goes out once the pool has room for it beside those before it, and those behind it wait
+    meanwhile.
+
     The host knows what is on the device from the slices that it has read. What it takes to be there may be gone: then
-    `put_in` lists nothing, and the request computes its prompt.
+    `HostCopies.put` lists nothing, and the request computes its prompt.
 
     Args:
+        copies: move the pages.
         num_blocks: of the pool.
         block_size: tokens in a block.
-        capacity: the most blocks in host memory.
+        capacity: the most pages in host memory.
         least_tokens: fewer are computed again instead of copied.
-        at_once: the most blocks of a piece.
-        most_staged: the most blocks on their way to the device.
         num_adapters: of the engine.
-        bring: begins to copy blocks to the device.
     """
 
     def __init__(
         self,
+        copies: HostCopies,
         *,
         num_blocks: int,
         block_size: int,
         capacity: int,
         least_tokens: int,
-        at_once: int,
-        most_staged: int,
         num_adapters: int = 0,
-        bring: Callable[[list[Block]], list[Block]],
     ):
-        self._block_size, self._capacity, self._least = block_size, capacity, -(-least_tokens // block_size)
-        self._at_once, self._most_staged, self._bring = at_once, most_staged, bring
+        self._copies, self._num_blocks, self._block_size, self._capacity = copies, num_blocks, block_size, capacity
+        self._least = -(-least_tokens // block_size)
         self._salts = list(range(1 + num_adapters))  # as `Prefixes.salt`
         self._serials = np.zeros(num_blocks, np.int32)  # of each block of the pool, as of the slice that was read
         self._key_of: dict[int, bytes] = {}  # by serial
         self._listed: dict[bytes, int] = {}  # serials of what is on the device; 0: it was sent there
-        self._kept: OrderedDict[bytes, tuple[int, bytes, Block]] = OrderedDict()  # salt and parent; the oldest first
+        self._pages: OrderedDict[int, Kept] = OrderedDict()  # by number, the oldest first
+        self._places: dict[bytes, tuple[int, int]] = {}  # the page of each block, and its index there
+        self._numbers = itertools.count()
         self._fetches: list[Fetch] = []
         self._coming: set[bytes] = set()  # of the fetches
-        self._num_staged = 0
+        self._going: list[Piece] = []
+        # Of the requests that were asked for since `look_again`:
+        self._lacks_room = False  # one has to wait for room
+        self._needed: tuple[set[bytes], int] | None = None  # the full blocks of those on the device, and other blocks
+        self._num_staged = 0  # pages
         self.num_brought = 0  # tokens, so far
 
-    @property
-    def num_kept(self) -> int:
-        """Blocks in host memory."""
-        return len(self._kept)
+    @classmethod
+    def create(
+        cls,
+        host_cache_bytes: int,
+        state: State,
+        mesh: Mesh | None,
+        *,
+        least_tokens: int,
+        compiler_options: dict[str, Any],
+    ) -> "HostTier":
+        """For an engine with this state."""
+        scheduler, allocator = state.scheduler, state.allocator
+        if scheduler.tokens.shape[1] < allocator.block_size:
+            raise ValueError(
+                f"host memory keeps full blocks, of {allocator.block_size} tokens, and no request fills one; got "
+                f"max_length={scheduler.tokens.shape[1]}. Leave host_cache_bytes out."
+            )
+        if scheduler.prefixes is None:
+            raise ValueError(
+                "host memory keeps blocks of the prefix cache: pass prefix_cache=True with host_cache_bytes."
+            )
+        if allocator.windows != (None,):
+            raise ValueError(
+                f"host_cache_bytes takes one group of layers, without a window; got windows={allocator.windows}. Leave "
+                "one of them out."
+            )
+        size = page_bytes(state.caches)
+        if (capacity := checked_size("host_cache_bytes", host_cache_bytes) // size) < 1:
+            raise ValueError(
+                f"host_cache_bytes must hold the {size} bytes that are moved at once; got {host_cache_bytes=}."
+            )
+        copies = HostCopies(state, mesh, compiler_options=compiler_options)
+        copies.reserve(capacity)
+        return cls(
+            copies,
+            num_blocks=allocator.num_blocks,
+            block_size=allocator.block_size,
+            capacity=capacity,
+            least_tokens=least_tokens,
+            num_adapters=len(scheduler.prefixes.salt) - 1,
+        )
 
     @property
-    def num_fetches(self) -> int:
-        """Prompts whose blocks are on their way."""
-        return len(self._fetches)
+    def host_bytes(self) -> int:  # type: ignore[override]
+        return len(self._pages) * self._copies.page_bytes
 
-    def holds(self, row: Row) -> bool:
-        """Whether a request waits for blocks of its prompt, which are on their way, or are sent on it now."""
-        keys = self._keys_of(row)
-        num_there = _num_leading(keys, self._listed)
-        if num_there < len(keys) and keys[num_there] in self._coming:
-            return True
-        end = num_there + _num_leading(keys[num_there:], self._kept)
-        for key in reversed(keys[:end]):  # so that the tail leaves before the head
-            if key in self._kept:
-                self._kept.move_to_end(key)
-        if end - num_there < self._least:
-            return False
-        tokens = row.prompt[: end * self._block_size].reshape(end, self._block_size)
-        self._fetches.append(Fetch(tokens, self._salt_of(row), keys, num_there, end))
-        self._coming.update(keys[num_there:end])
-        self._start()
-        return True
+    @property
+    def is_held_back(self) -> bool:  # type: ignore[override]
+        return self._lacks_room or bool(self._fetches)
 
-    def take_arrived(self) -> list[Piece]:
-        """The pieces that are on the device, to be listed before the next slice."""
-        arrived: list[Piece] = []
+    def wait(self, queue: Sequence[Row]) -> None:
+        with without_interrupts():
+            self.look_again()
+            for row in itertools.islice(queue, 1):
+                self.holds(row, [])
+        jax.block_until_ready([piece.pages for fetch in self._fetches[:1] for piece in fetch.pieces])
+
+    def look_again(self) -> None:
+        self._lacks_room, self._needed = False, None
         for fetch in self._fetches:
-            while fetch.pieces and fetch.pieces[0].is_there:
-                arrived.append(fetch.pieces.popleft())
-        for piece in arrived:
+            if fetch.row.is_aborted or fetch.salt != self._salt_of(fetch.row):
+                self._num_staged -= sum(len(piece.pages) for piece in fetch.pieces)
+                self._coming.difference_update(fetch.keys)
+                fetch.pieces.clear()
+                fetch.end = fetch.next
+        self._fetches = [fetch for fetch in self._fetches if fetch.pieces or fetch.next < fetch.end]
+
+    def holds(self, row: Row, sent: Sequence[Row]) -> bool:
+        fetch = next((fetch for fetch in self._fetches if fetch.row is row), None)
+        if fetch is None:
+            keys = self._keys_of(row)
+            num_there = _num_leading(keys, self._listed)
+            if num_there < len(keys) and keys[num_there] in self._coming:
+                return True
+            end = num_there + _num_leading(keys[num_there:], self._places)
+            self._touch(reversed(keys[:end]))
+            if end - num_there < self._least:
+                if end >= self._least:
+                    self._lacks_room = self._lacks_room or not self._has_room(row, sent)
+                elif not self._lacks_room and self._needed is not None:
+                    self._needed = self._with(row, *self._needed)
+                return self._lacks_room
+            fetch = Fetch(row, self._salt_of(row), keys, num_there, end)
+            self._fetches.append(fetch)
+            self._coming.update(keys[num_there:end])
+            self._start()
+        if not fetch.has_room:
+            fetch.has_room = not self._lacks_room and self._has_room(row, sent)
+            self._lacks_room |= not fetch.has_room
+        while fetch.has_room and fetch.pieces and fetch.pieces[0].is_there:
+            piece = fetch.pieces.popleft()
             self._coming.difference_update(piece.keys)
             self._listed |= {key: self._listed.get(key, 0) for key in piece.keys}
+            self._going.append(piece)
         self._start()
-        self._fetches = [fetch for fetch in self._fetches if fetch.pieces or fetch.next < fetch.end]
-        return arrived
+        if fetch.pieces or fetch.next < fetch.end:
+            return True
+        self._fetches.remove(fetch)
+        return not fetch.has_room
 
-    def wait(self) -> None:
-        """Until the first piece is there."""
-        jax.block_until_ready([fetch.pieces[0].blocks for fetch in self._fetches[:1] if fetch.pieces])
+    def take_going(self) -> list[Piece]:
+        going, self._going = self._going, []
+        return going
 
-    def take(self, moved: Moved) -> None:
-        """What was moved before and after a slice."""
+    def lose(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._settle(piece, np.zeros((2, len(piece.keys)), np.int32))
+
+    def put(self, state: State, piece: Piece) -> tuple[State, Any]:
+        return self._copies.put(state, piece)
+
+    def take_out(self, state: State, read: Callable[[], Report], put: list[Any]) -> Moved:
+        return self._copies.take(state, read(), put)
+
+    def send(self, moved: Moved | None) -> Moved:
+        assert moved is not None
+        taken = [
+            dataclasses.replace(each, words=np.asarray(each.words), pages=self._copies.send(each.pages))
+            for each in moved.taken
+        ]
+        return dataclasses.replace(moved, taken=taken)
+
+    def take(self, moved: Moved | None) -> None:
+        assert moved is not None
         gone = self._serials[(self._serials > 0) & (self._serials != moved.serials)]
         for serial in gone.tolist():
             if (key := self._key_of.pop(serial, None)) is not None and self._listed.get(key) == serial:
@@ -123,27 +264,22 @@ class HostTier:
         self._serials = moved.serials
         if moved.salts != self._salts:
             self._salts = moved.salts
-            self._kept = OrderedDict((k, entry) for k, entry in self._kept.items() if entry[0] in self._salts)
-        for piece, ids, serials in moved.put:
-            self._settle(piece.keys, ids, serials)
+            for number in [number for number, kept in self._pages.items() if kept.salt not in self._salts]:
+                self._drop(number)
+        for piece, where in moved.put:
+            self._settle(piece, where)
         self._keep(moved)
 
-    def lose(self, pieces: Iterable[Piece]) -> None:
-        """Pieces that no slice has listed."""
-        for piece in pieces:
-            nothing = np.zeros(len(piece.keys), np.int32)
-            self._settle(piece.keys, nothing, nothing)
-
     def clear(self) -> None:
-        """Gives the host memory back."""
-        self._kept.clear()
-        self._num_staged -= sum(len(piece.keys) for fetch in self._fetches for piece in fetch.pieces)
+        self._pages.clear()
+        self._places.clear()
+        self._num_staged -= sum(len(piece.pages) for fetch in self._fetches for piece in fetch.pieces)
         self._fetches, self._coming = [], set()
 
-    def _settle(self, keys: Keys, ids: np.ndarray, serials: np.ndarray) -> None:
+    def _settle(self, piece: Piece, where: np.ndarray) -> None:
         """Where the blocks of a piece are now."""
-        self._num_staged -= len(keys)
-        for key, place, serial in zip(keys, ids.tolist(), serials.tolist(), strict=False):
+        self._num_staged -= len(piece.pages)
+        for key, place, serial in zip(piece.keys, *where.tolist(), strict=False):
             if serial > 0 and self._serials[place] == serial:
                 self._key_of[serial] = key
                 self._listed[key] = serial
@@ -152,41 +288,96 @@ class HostTier:
                 del self._listed[key]
 
     def _keep(self, moved: Moved) -> None:
-        new: list[bytes] = []
-        for tokens, serial, parent, salt, block in sorted(moved.taken, key=lambda taken: taken[1]):  # parents first
-            if salt not in self._salts:
-                continue
-            before = self._key_of.get(parent) if parent else _root(salt)
-            if before is None:  # it was lost within the slice that listed it
-                continue
-            key = _next_key(before, tokens)
-            self._key_of[serial] = key
-            self._listed[key] = serial
-            if key not in self._kept:
-                self._kept[key] = salt, before, block
-            new.append(key)
-        touched: set[bytes] = set()
-        for key in reversed(new):  # and then all before it, so that the tail leaves before the head
-            while key in self._kept and key not in touched:
-                touched.add(key)
-                self._kept.move_to_end(key)
-                key = self._kept[key][1]
-        while len(self._kept) > self._capacity:
-            self._kept.popitem(last=False)
+        ends: Keys = []
+        for taken in moved.taken:
+            for *of_page, words, page in zip(
+                taken.serials.tolist(), taken.parents.tolist(), taken.words, taken.pages, strict=False
+            ):
+                serials, parent = of_page
+                salt = int(words[0, -1])
+                before = self._key_of.get(parent) if parent else _root(salt)
+                if before is None or salt not in self._salts:  # it was lost within the slice that listed it
+                    continue
+                serials = [serial for serial in serials if serial > 0]
+                _, *keys = itertools.accumulate(words[: len(serials), :-1], _next_key, initial=before)
+                self._key_of |= zip(serials, keys, strict=True)
+                self._listed |= zip(keys, serials, strict=True)
+                ends.append(keys[-1])
+                if all(key in self._places for key in keys):
+                    continue
+                number = next(self._numbers)
+                self._pages[number] = Kept(keys, before, salt, page)
+                for index, key in enumerate(keys):
+                    self._places.setdefault(key, (number, index))
+        self._touch(reversed(ends))
+        while len(self._pages) > self._capacity:
+            self._drop(next(iter(self._pages)))
+
+    def _touch(self, keys: Iterable[bytes]) -> None:
+        """The pages of these blocks, and of all before them, are the newest; the tail leaves before the head."""
+        touched: set[int] = set()
+        for key in keys:
+            while (place := self._places.get(key)) is not None and place[0] not in touched:
+                touched.add(place[0])
+                self._pages.move_to_end(place[0])
+                key = self._pages[place[0]].before
+
+    def _drop(self, number: int) -> None:
+        for index, key in enumerate(self._pages.pop(number).keys):
+            if self._places.get(key) == (number, index):
+                del self._places[key]
 
     def _start(self) -> None:
+        """Begins to copy what is still to come, as far as there is room for what is on its way."""
         for fetch in self._fetches:
-            while fetch.next < fetch.end and self._num_staged + self._at_once <= self._most_staged:
-                keys = fetch.keys[fetch.next : min(fetch.next + self._at_once, fetch.end)]
-                keys = keys[: _num_leading(keys, self._kept)]
-                if not keys:  # they left meanwhile
+            while fetch.next < fetch.end and self._num_staged + self._copies.num_pages <= self._copies.most_staged:
+                columns, pages = self._pages_of(fetch)
+                if not pages:  # they left meanwhile
                     self._coming.difference_update(fetch.keys[fetch.next : fetch.end])
                     fetch.end = fetch.next
                     break
-                blocks = self._bring([self._kept[key][2] for key in keys])
-                fetch.pieces.append(Piece(fetch.tokens, fetch.salt, fetch.next, keys, blocks))
-                fetch.next += len(keys)
-                self._num_staged += len(keys)
+                first, fetch.next = fetch.next, int(columns.max()) + 1
+                tokens = fetch.row.prompt[: fetch.end * self._block_size].reshape(fetch.end, self._block_size)
+                keys = fetch.keys[first : fetch.next]
+                fetch.pieces.append(Piece(tokens, fetch.salt, first, keys, columns, self._copies.bring(pages)))
+                self._num_staged += len(pages)
+
+    def _pages_of(self, fetch: Fetch) -> tuple[np.ndarray, list[Page]]:
+        """The next piece: the columns of its blocks, and their pages in host memory."""
+        columns: list[list[int]] = []
+        pages: list[Page] = []
+        at = -1, -1
+        for column in range(fetch.next, fetch.end):
+            place = self._places.get(fetch.keys[column])
+            if place is None:
+                break
+            if place != (at[0], at[1] + 1) or not pages:
+                if len(pages) == self._copies.num_pages:
+                    break
+                columns.append([-1] * self._copies.in_page)
+                pages.append(self._pages[place[0]].page)
+            columns[-1][place[1]] = column
+            at = place
+        return np.array(columns, np.int32), pages
+
+    def _has_room(self, row: Row, sent: Sequence[Row]) -> bool:
+        """Whether the pool has room for a request beside the others; then it is one of them."""
+        if self._needed is None:
+            self._needed = set(), 0
+            for other in (*sent, *(fetch.row for fetch in self._fetches if fetch.has_room)):
+                self._needed = self._with(other, *self._needed)
+        keys, num_others = self._needed
+        num_new = sum(key not in keys for key in self._keys_of(row)) + self._with(row, set(), 0)[1]
+        has_room = num_others == 0 or len(keys) + num_others + num_new < self._num_blocks
+        if has_room:
+            self._needed = self._with(row, keys, num_others)
+        return has_room
+
+    def _with(self, row: Row, keys: set[bytes], num_others: int) -> tuple[set[bytes], int]:
+        """The full blocks of prompts, and how many others, with those of another request: one more than it fills."""
+        of_row = self._keys_of(row)
+        keys.update(of_row)
+        return keys, num_others + (len(row.prompt) + len(row.token_ids)) // self._block_size - len(of_row) + 2
 
     def _keys_of(self, row: Row) -> Keys:
         salt = self._salt_of(row)

@@ -87,6 +87,7 @@ class Report:
     num_preempted: jax.Array
     # For the host tier. None: there is none.
     serials: jax.Array | None = None  # int32 [blocks], of the blocks that the prefix cache lists; 0: it does not
+    parents: jax.Array | None = None  # int32 [blocks], serials of the blocks before them
     salts: jax.Array | None = None  # int32 [1 + adapters], under which prompts are looked up
 
 
@@ -184,8 +185,13 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
     if setup.has_host_tier:
         assert scheduler.prefixes is not None
         is_listed = state.allocator.pool.is_cached(jnp.arange(state.allocator.num_blocks, dtype=jnp.int32))
-        serials = jnp.where(is_listed, scheduler.prefixes.cache.serials, 0)
-        report = dataclasses.replace(report, serials=serials, salts=jnp.array(scheduler.prefixes.salt))
+        cache = scheduler.prefixes.cache
+        report = dataclasses.replace(
+            report,
+            serials=jnp.where(is_listed, cache.serials, 0),
+            parents=jnp.where(is_listed, cache.parents, 0),
+            salts=jnp.array(scheduler.prefixes.salt),
+        )
     nothing = no_scores(*state.scores.positions.shape, num_requests=scheduler.max_requests)
     logprobs = jnp.zeros_like(state.logprobs)
     return dataclasses.replace(state, scheduler=scheduler, logprobs=logprobs, scores=nothing), report

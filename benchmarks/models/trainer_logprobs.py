@@ -5,7 +5,7 @@
 SmolLM2-135M continues short prompts at temperature 1. The same tokens then go through the program that a trainer runs:
 `jax.value_and_grad` of their mean logprob, all sequences packed into one row, attention through XLA. The numbers are
 the mean and the largest difference of a token's logprob, in nats. Other ways to compute the same are compared with
-that program too, to tell what makes them differ.
+that program too, to tell what makes them differ. One row is of a training program with the engine's attention.
 """
 
 import argparse
@@ -97,14 +97,14 @@ def paged(model: Llama, packed: Packed) -> tuple[list[KVCache], Any]:
     return [create(layer.self_attn) for layer in model.layers], attend
 
 
-def trained(model: Llama, packed: Packed) -> np.ndarray:
+def trained(model: Llama, packed: Packed, *, is_paged: bool = False) -> np.ndarray:
     """The logprobs that the training program computes on the way to its gradient."""
     graph, weights = nnx.split(model)
 
     @jax.jit
     def step(weights: nnx.State) -> tuple[jax.Array, nnx.State]:
         def loss(weights: nnx.State) -> tuple[jax.Array, jax.Array]:
-            found = logprobs(graph, weights, packed)
+            found = logprobs(graph, weights, packed, is_paged=is_paged)
             return -jnp.where(packed.is_new[1:], found, 0).sum() / packed.is_new.sum(dtype=np.float32), found
 
         (_, found), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
@@ -150,6 +150,8 @@ def measure(
         expected = trained(model, packed)
         differences[name] = summary(of_engine, expected)
     differences["the engine's attention"] = summary(scored(model, packed, is_paged=True), expected)
+    # The same attention on both sides: what is left comes from the widths of products.
+    differences["exact engine, both with its attention"] = summary(of_engine, trained(model, packed, is_paged=True))
     differences["without the gradient"] = summary(scored(model, packed), expected)
     alone = [scored(model, Packed.of([prompt], [text])) for prompt, text in zip(prompts, texts, strict=True)]
     differences["one sequence at a time"] = summary(np.concatenate(alone), expected)

@@ -525,6 +525,13 @@ MUTANTS = (
         MIXTURE,
     ),
     Mutant(
+        "alternatives: those of the row before",
+        "jaxpaged/_engine/requests.py",
+        "operator.itemgetter(slice(start, end))",
+        "operator.itemgetter(slice(start - 1, end - 1))",
+        "tests/engine/test_top_logprobs.py::models and plenty",
+    ),
+    Mutant(
         "adapters: all are forgotten with one",
         "jaxpaged/_engine/books.py",
         "slice(None) if adapters is None else [1 + adapter for adapter in adapters]",
@@ -915,8 +922,8 @@ MUTANTS = (
     Mutant(
         "engine: the version of the weights now, not of the slice",
         "jaxpaged/_engine/books.py",
-        "[version] * len(tokens)",
-        "[self.version] * len(tokens)",
+        "row.take_tokens(tokens, logprobs, likely, version)",
+        "row.take_tokens(tokens, logprobs, likely, self.version)",
         "tests/engine/test_rollout.py::which_weights",
     ),
     Mutant(

@@ -202,17 +202,14 @@ class Books:
     def take_tokens(self, report: Report, version: int) -> dict[str, Any]:
         """What the slice generated and scored, and which rows ended. Returns how many tokens, by the stats' names."""
         num_generated = num_scored = 0
-        for place, tokens, logprobs in new_tokens(report):
+        for place, tokens, logprobs, likely in new_tokens(report):
             row = self.on_device[place]
             if row.given is not None:
                 continue
-            row.token_ids += tokens
-            row.versions += [version] * len(tokens)
-            if row.params.logprobs:
-                row.logprobs += logprobs
+            row.take_tokens(tokens, logprobs, likely, version)
             self._tell(row)
             num_generated += len(tokens)
-        for place, *scores in new_scores(report):
+        for place, scores in new_scores(report):
             num_scored += self.on_device[place].take_scores(*scores)
         for place in np.flatnonzero(report.outbox.finished).tolist():
             self._num_sent -= 1

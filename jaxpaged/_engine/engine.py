@@ -49,6 +49,7 @@ from jaxpaged._engine.requests import (
     params_for_each,
 )
 from jaxpaged._engine.rollouts import Collector, Rollout
+from jaxpaged._engine.sampling import Likely
 from jaxpaged._engine.scoring import most_scored, no_scores
 from jaxpaged._engine.slices import Apply, Inbox, Report, Setup, State, run_packed, tell
 from jaxpaged._integers import checked_size, checked_tuple
@@ -109,6 +110,8 @@ class Engine:
         processed_logprobs: whether the logprobs of new tokens are those of the distribution that they are drawn from,
             after temperature, `top_k` and `top_p`; vLLM's `logprobs_mode="processed_logprobs"`. Those of greedy tokens,
             of prompts and of `score` stay the model's.
+        max_logprobs: the most `top_logprobs` of a request. If it is not 0, a step in which a request wants logprobs
+            looks for so many of the most likely tokens of each row.
         seed: at least 0; seeds the requests that bring none.
         compiler_options: passed to `jax.jit`. None: on a GPU, those with which cuBLAS computes matrix products, and a
             slice is one CUDA graph (`docs/engine.md`).
@@ -141,6 +144,7 @@ class Engine:
         draft: Draft | None = None,
         exact: bool = False,
         processed_logprobs: bool = False,
+        max_logprobs: int = 0,
         seed: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
@@ -167,7 +171,7 @@ class Engine:
         self._steps = chosen_steps(steps_per_slice)
         self._max_requests, num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
         self._num_adapters = checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS)
-        seed = checked_size("seed", seed, 0)
+        seed, max_logprobs = checked_size("seed", seed, 0), checked_size("max_logprobs", max_logprobs, 0)
         self._books = Books(max_requests=max_requests, seed=seed, num_adapters=num_adapters)
         self._check = functools.partial(
             checked_request,
@@ -177,6 +181,7 @@ class Engine:
             windows=windows,
             num_stop_ids=num_stop_ids,
             num_adapters=num_adapters,
+            max_logprobs=max_logprobs,
         )
         shares = prefix_cache and not exact and windows == (None,)
         least_spared = chosen_least_spared(caches) if shares else None
@@ -213,8 +218,11 @@ class Engine:
             ),
             caches=caches,
             logprobs=jnp.zeros((self._steps.most, num_seats * (drafts + 1)), jnp.float32),
+            likely=Likely.create(self._steps.most, num_seats * (drafts + 1), num=max_logprobs),
             spans=jnp.zeros((max_requests, 2), jnp.int32),
-            scores=no_scores(self._steps.most, most_scored(self._kinds), num_requests=max_requests),
+            scores=no_scores(
+                self._steps.most, most_scored(self._kinds), num_requests=max_requests, num_likely=max_logprobs
+            ),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(self._kinds), jnp.int32),
             seat_groups=None if least_spared is None else SeatGroups.create(num_seats),
@@ -236,6 +244,7 @@ class Engine:
             draft=draft,
             row_cost=cost(0),
             is_processed=bool(processed_logprobs),
+            num_likely=max_logprobs,
         )
         function: Any = functools.partial(run_packed, setup, no_news)
         self._mesh = find_mesh(caches)
@@ -341,7 +350,12 @@ class Engine:
         return collector.result()
 
     def score(
-        self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], *, adapter: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        *,
+        top_logprobs: int = 0,
+        adapter: int | None = None,
     ) -> list[Score]:
         """The log probabilities of given tokens after prompts, in order, under the model.
 
@@ -351,6 +365,7 @@ class Engine:
         Args:
             prompts: the token ids of each prompt.
             tokens: at least one token id for each prompt, those that follow it.
+            top_logprobs: how many of the most likely tokens to return beside each, at most the engine's `max_logprobs`.
             adapter: the adapter with which they are scored, as in `SamplingParams`.
 
         Raises:
@@ -366,12 +381,12 @@ class Engine:
             raise ValueError(f"pass tokens for each prompt; got {len(prompts)=}, {len(tokens)=}.")
         given = [checked_prompt(of_one, "tokens to score") for of_one in tokens]
         known = [np.append(checked_prompt(prompt), more) for prompt, more in zip(prompts, given, strict=True)]
-        params = SamplingParams(max_tokens=1, temperature=0, adapter=adapter)
+        params = SamplingParams(max_tokens=1, temperature=0, top_logprobs=top_logprobs, adapter=adapter)
         with self._serving([of_one[:-1].tolist() for of_one in known], params, given=given) as request_ids:
             rows = [self._books.requests[request_id][0] for request_id in request_ids]
             while any(row.finish_reason is None for row in rows):
                 self._advance(is_watched=False)
-        return [Score(row.scores.tolist(), row.is_best.tolist()) for row in rows]
+        return [row.score() for row in rows]
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Adds a request and returns its id. It starts with the next slice that has room.

@@ -29,10 +29,13 @@ class SamplingParams:
         n: the number of completions. The scheduler sees each as a request. The first has `seed`, the i-th a seed made
             of `seed` and i.
         logprobs: whether to return the log probability of each new token under the model, before temperature, top_k
-            and top_p unless the engine has `processed_logprobs`. A bool: unlike vLLM, the engine returns no other
-            tokens' logprobs.
+            and top_p unless the engine has `processed_logprobs`. A bool, where vLLM takes a number: that is
+            `top_logprobs`.
         prompt_logprobs: whether to return those of the prompt's tokens too. It then takes nothing from the prefix
             cache; of `n` completions, only the first does not.
+        top_logprobs: how many of the most likely tokens to return with their log probabilities, beside each new token
+            and, with `prompt_logprobs`, beside each token of the prompt; at most the engine's `max_logprobs`. They are
+            always the model's.
         adapter: the model's adapter that the request takes, from 0 on, below the engine's `num_adapters`; None: none.
         priority: how many earlier requests on the device it may overtake; if negative, how many later ones may
             overtake it.
@@ -47,11 +50,12 @@ class SamplingParams:
     n: int = 1
     logprobs: bool = False
     prompt_logprobs: bool = False
+    top_logprobs: int = 0
     adapter: int | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"max_tokens": 1, "top_k": -1, "n": 1, "priority": -(2**31)}.items():
+        for name, least in {"max_tokens": 1, "top_k": -1, "n": 1, "top_logprobs": 0, "priority": -(2**31)}.items():
             checked_size(name, getattr(self, name), least, 2**31 - 1)
         if self.seed is not None:
             checked_size("seed", self.seed, 0, 2**32 - 1)
@@ -66,8 +70,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if not isinstance(value := getattr(self, name), bool | np.bool_):
                 raise ValueError(
-                    f"{name} must be True or False; got {name}={value!r}. The engine returns the logprobs of the "
-                    "request's own tokens, not those of other likely tokens."
+                    f"{name} must be True or False; got {name}={value!r}. They are of the request's own tokens; "
+                    "top_logprobs says how many other likely tokens to return."
                 )
         wrong = {
             "temperature must be a number of at least 0": not _is_within(self.temperature, 0, MOST),
@@ -92,12 +96,15 @@ class Completion:
         logprobs: the log probability of each; None if the request did not ask for them.
         finish_reason: "stop" after a stop token, "length" after `max_tokens`, "abort"; None: not finished.
         versions: how often `Engine.update_weights` had been called when each token was made.
+        top_logprobs: beside each, the log probabilities of the most likely tokens by token, the most likely first;
+            None if the request did not ask for them.
     """
 
     token_ids: list[int]
     logprobs: list[float] | None
     finish_reason: str | None
     versions: list[int] = dataclasses.field(default_factory=list, compare=False)  # equal tokens are equal completions
+    top_logprobs: list[dict[int, float]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +117,15 @@ class RequestOutput:
         finished: whether all completions are finished.
         prompt_logprobs: the log probability of each token of the prompt after those before it, None for the first;
             NaN while it is not computed. None if the request did not ask for them.
+        prompt_top_logprobs: beside each of these, the most likely tokens, as in `Completion`; None for the first; empty
+            while they are not computed.
     """
 
     request_id: int
     outputs: list[Completion]
     finished: bool
     prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +135,12 @@ class Score:
     Attributes:
         logprobs: the log probability of each, after the prompt and the tokens before it.
         is_greedy: whether each is the most likely token there, which a temperature of 0 would take.
+        top_logprobs: beside each, the most likely tokens, as in `Completion`; None if they were not asked for.
     """
 
     logprobs: list[float]
     is_greedy: list[bool]
+    top_logprobs: list[dict[int, float]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

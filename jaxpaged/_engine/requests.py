@@ -3,13 +3,16 @@
 import bisect
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxpaged._allocator.state import Window, most_blocks
-from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams
+from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams, Score
+from jaxpaged._engine.sampling import Likely
 from jaxpaged._engine.slices import Inbox, Report
 from jaxpaged._scheduler.records import RequestStatus, Sampling
 
@@ -38,6 +41,7 @@ class Row:
     is_aborted: bool = False
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     keys: tuple[int, list[bytes]] | None = None  # of the host tier, with the salt for which they are
@@ -45,16 +49,40 @@ class Row:
     def __post_init__(self) -> None:
         self.scores = np.full(self.span[1] - self.span[0], np.nan, np.float32)
         self.is_best = np.zeros(len(self.scores), np.bool_)
+        self.top_scores: list[dict[int, float]] = [{} for _ in self.scores]
 
     @property
     def wants_logprobs(self) -> bool:
-        return self.params.logprobs or len(self.scores) > 0
+        return self.params.logprobs or self.params.top_logprobs > 0 or len(self.scores) > 0
 
-    def take_scores(self, positions: np.ndarray, logprobs: np.ndarray, is_best: np.ndarray) -> int:
+    def take_tokens(self, tokens: list[int], logprobs: list[float], likely: Likely | None, version: int) -> None:
+        self.token_ids += tokens
+        self.versions += [version] * len(tokens)
+        if self.params.logprobs:
+            self.logprobs += logprobs
+        if likely is not None and self.params.top_logprobs:
+            self.top_logprobs += by_token(likely, self.params.top_logprobs)
+
+    def take_scores(
+        self, positions: np.ndarray, logprobs: np.ndarray, is_best: np.ndarray, likely: Likely | None
+    ) -> int:
         """How many there are. After a preemption they come again."""
         index = positions - self.span[0]
         self.scores[index], self.is_best[index] = logprobs, is_best
+        if likely is not None and self.params.top_logprobs:
+            for i, of_token in zip(index.tolist(), by_token(likely, self.params.top_logprobs), strict=True):
+                self.top_scores[i] = of_token
         return len(index)
+
+    def score(self) -> Score:
+        top = list(self.top_scores) if self.params.top_logprobs else None
+        return Score(self.scores.tolist(), self.is_best.tolist(), top)
+
+
+def by_token(likely: Likely, num: int) -> list[dict[int, float]]:
+    """Of each row the first `num` tokens and their logprobs."""
+    tokens, logprobs = (np.asarray(x)[:, :num].tolist() for x in (likely.tokens, likely.logprobs))
+    return [dict(zip(*of_row, strict=True)) for of_row in zip(tokens, logprobs, strict=True)]
 
 
 def make_rows(
@@ -104,6 +132,7 @@ def checked_request(
     windows: tuple[Window, ...],
     num_stop_ids: int,
     num_adapters: int,
+    max_logprobs: int,
 ) -> tuple[np.ndarray, SamplingParams]:
     """The prompt as int32, and the parameters, if an engine of these sizes can ever serve them."""
     tokens = checked_prompt(prompt)
@@ -129,6 +158,11 @@ def checked_request(
         raise ValueError(f"a request has at most {num_stop_ids=} stop tokens; got {params.stop_token_ids}.")
     if params.adapter is not None and params.adapter >= num_adapters:
         raise ValueError(f"adapter must be below the engine's {num_adapters=}; got adapter={params.adapter}.")
+    if params.top_logprobs > max_logprobs:
+        raise ValueError(
+            f"top_logprobs must be at most the engine's {max_logprobs=}; got top_logprobs={params.top_logprobs}. Make "
+            "the engine with a larger max_logprobs."
+        )
     return tokens, params
 
 
@@ -139,12 +173,16 @@ def make_output(request_id: int, rows: Sequence[Row]) -> RequestOutput:
             list(row.logprobs) if row.params.logprobs else None,
             row.finish_reason,
             list(row.versions),
+            list(row.top_logprobs) if row.params.top_logprobs else None,
         )
         for row in rows
     ]
-    prompt_logprobs = [None, *rows[0].scores.tolist()] if rows[0].params.prompt_logprobs else None
+    first, prompt_logprobs, prompt_top_logprobs = rows[0], None, None
+    if first.params.prompt_logprobs:
+        prompt_logprobs = [None, *first.scores.tolist()]
+        prompt_top_logprobs = [None, *first.top_scores] if first.params.top_logprobs else None
     finished = all(row.finish_reason is not None for row in rows)
-    return RequestOutput(request_id, completions, finished, prompt_logprobs)
+    return RequestOutput(request_id, completions, finished, prompt_logprobs, prompt_top_logprobs)
 
 
 def completion_seed(seed: int, index: int) -> int:
@@ -200,24 +238,27 @@ def make_inbox(
     return inbox
 
 
-def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float]]]:
-    """The new tokens of each request that has any, and their logprobs, by the scheduler's number."""
+def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float], Likely | None]]:
+    """The new tokens of each request that has any, their logprobs and the likely ones, by the scheduler's number."""
     outbox = report.outbox
     places = np.asarray(outbox.request_ids)
     is_new = places < len(outbox.finished)
     places, tokens, logprobs = places[is_new], np.asarray(outbox.tokens)[is_new], np.asarray(report.logprobs)[is_new]
     order = np.argsort(places, kind="stable")  # a request's tokens stay in the order of the steps
     places, tokens, logprobs = places[order], tokens[order].tolist(), logprobs[order].tolist()
+    likely = jax.tree.map(lambda x: np.asarray(x)[is_new][order], report.likely)
     starts = np.flatnonzero(np.diff(places, prepend=-1)).tolist()
     for start, end in itertools.pairwise([*starts, len(tokens)]):
-        yield int(places[start]), tokens[start:end], logprobs[start:end]
+        of_place = jax.tree.map(operator.itemgetter(slice(start, end)), likely)
+        yield int(places[start]), tokens[start:end], logprobs[start:end], of_place
 
 
-def new_scores(report: Report) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """The new scores of each request that has any, by the scheduler's number: positions, logprobs and `is_best`."""
+def new_scores(report: Report) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray, Likely | None]]]:
+    """The new scores of each request that has any, by the scheduler's number, as `Row.take_scores` takes them."""
     scores = report.scores
     places = np.asarray(scores.request_ids)
     positions, logprobs, is_best = map(np.asarray, (scores.positions, scores.logprobs, scores.is_best))
     for place in np.unique(places[places < len(report.outbox.finished)]).tolist():
         of_place = places == place
-        yield place, positions[of_place], logprobs[of_place], is_best[of_place]
+        likely = jax.tree.map(operator.itemgetter(of_place), scores.likely)
+        yield place, (positions[of_place], logprobs[of_place], is_best[of_place], likely)

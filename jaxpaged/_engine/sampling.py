@@ -31,6 +31,29 @@ CHUNK = 128  # tokens
 DRAWS = 4  # of which all are cut for top_p = 0.95 in 6 of a million
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Likely:
+    """The most likely tokens, and the logarithms of their probabilities: the model's."""
+
+    tokens: jax.Array  # int32 [..., num], the most likely first
+    logprobs: jax.Array  # float32 [..., num]
+
+    @classmethod
+    def create(cls, *shape: int, num: int) -> "Likely | None":
+        """Zeros; None for a `num` of 0."""
+        return cls(jnp.zeros((*shape, num), jnp.int32), jnp.zeros((*shape, num), jnp.float32)) if num else None
+
+    @classmethod
+    def of(cls, logits: jax.Array, num: int) -> "Likely | None":
+        if not num:
+            return None
+        found, tokens = lax.top_k(logits, num)
+        found, best = found.astype(jnp.float32), found[:, :1].astype(jnp.float32)
+        mass = jnp.exp(logits.astype(jnp.float32) - best).sum(axis=-1, keepdims=True)
+        return cls(tokens, found - best - jnp.log(mass))
+
+
 def sample(
     logits: jax.Array,
     sampling: Sampling,
@@ -39,11 +62,13 @@ def sample(
     given: jax.Array | None = None,
     *,
     is_processed: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """The next token of each seat, int32 `[seats]`, and the logarithm of its probability, float32 `[seats]`.
+    num_likely: int = 0,
+) -> tuple[jax.Array, jax.Array, Likely | None]:
+    """The next token of each seat, int32 `[seats]`, the logarithm of its probability, float32 `[seats]`, and the
+    `num_likely` most likely tokens.
 
     The probability is the model's, before temperature, top-k and top-p, unless `is_processed`. If nobody wants
-    logprobs, they are 0.
+    logprobs, they are 0, and so are the likely tokens.
 
     Args:
         logits: `[seats, vocab]`.
@@ -65,8 +90,8 @@ def sample(
         return jnp.where(is_drawn, draw(logits, best, sampling, positions), greedy(logits))
 
     def logprobs(logits: jax.Array) -> jax.Array:
-        wanted = tokens if given is None else jnp.where(given >= 0, given, tokens)
-        chosen = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0].astype(jnp.float32)
+        own = tokens if given is None else jnp.where(given >= 0, given, tokens)
+        chosen = jnp.take_along_axis(logits, own[:, None], axis=-1)[:, 0].astype(jnp.float32)
         wide = logits.astype(jnp.float32)
         best = wide.max(axis=-1)
         if not is_processed:
@@ -79,14 +104,17 @@ def sample(
         weights = jnp.where(wide >= least[:, None], jnp.exp((wide - best[:, None]) / temperature[:, None]), 0)
         return (chosen - best) / temperature - jnp.log(weights.sum(axis=-1))
 
-    def unwanted(logits: jax.Array) -> jax.Array:
-        return jnp.zeros(logits.shape[0], jnp.float32)
+    def wanted(logits: jax.Array) -> tuple[jax.Array, Likely | None]:
+        return logprobs(logits), Likely.of(logits, num_likely)
+
+    def unwanted(logits: jax.Array) -> tuple[jax.Array, Likely | None]:
+        return jnp.zeros(logits.shape[0], jnp.float32), Likely.create(logits.shape[0], num=num_likely)
 
     # A branch over logits copies no cache, and a greedy step costs one pass over them.
     way = jnp.where(is_cut.any(), 2, is_drawn.any().astype(jnp.int32))
     ways = greedy, functools.partial(drawn, draw_from_all), functools.partial(drawn, draw_from_kept)
     tokens = lax.switch(way, ways, logits)
-    return tokens, lax.cond(wants_logprobs, logprobs, unwanted, logits)
+    return tokens, *lax.cond(wants_logprobs, wanted, unwanted, logits)
 
 
 def draw_from_all(logits: jax.Array, best: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:

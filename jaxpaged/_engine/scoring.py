@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged._engine.kinds import Kind
-from jaxpaged._engine.sampling import sample
+from jaxpaged._engine.sampling import Likely, sample
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Step
@@ -34,14 +34,16 @@ class Scores:
     positions: jax.Array  # int32, of the scored token in its request
     logprobs: jax.Array  # float32
     is_best: jax.Array  # bool, whether no other token has a larger logit
+    likely: Likely | None  # instead of the scored token; None: nobody can ask for them
 
 
-def no_scores(*shape: int, num_requests: int) -> Scores:
+def no_scores(*shape: int, num_requests: int, num_likely: int = 0) -> Scores:
     return Scores(
         request_ids=jnp.full(shape, num_requests, jnp.int32),
         positions=jnp.zeros(shape, jnp.int32),
         logprobs=jnp.zeros(shape, jnp.float32),
         is_best=jnp.zeros(shape, jnp.bool_),
+        likely=Likely.create(*shape, num=num_likely),
     )
 
 
@@ -105,36 +107,40 @@ def score_and_sample(
     wants_logprobs: jax.Array,
     *,
     is_processed: bool = False,
-) -> tuple[jax.Array, jax.Array, Scores]:
-    """The next token of each seat, int32 `[seats]`, its logprob, float32 `[seats]`, and the scores of the step's rows.
+    num_likely: int = 0,
+) -> tuple[jax.Array, jax.Array, Likely | None, Scores]:
+    """The next token of each seat, int32 `[seats]`, its logprob, float32 `[seats]`, the most likely tokens there, and
+    the scores of the step's rows.
 
-    If a seat's next token is scored, it is not sampled but given. If seats may have drafts, tokens and logprobs are
-    those at each seat's last known token and at its drafts, `[seats, drafts + 1]`.
+    If a seat's next token is scored, it is not sampled but given. If seats may have drafts, what is of a seat's next
+    token is of its last known token and of its drafts, `[seats, drafts + 1]`.
     """
     request_ids = planning.rows_of(step.request_ids, step.seats)
     request_ids = jnp.where(step.seats < kind.num_seats, request_ids, scheduler.max_requests)
     positions = step.positions + 1
     begin, end = planning.rows_of(spans, request_ids).T
     is_scored = (begin <= positions) & (positions < end)
-    draw = functools.partial(sample, is_processed=is_processed)
+    draw = functools.partial(sample, is_processed=is_processed, num_likely=num_likely)
     known = scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0)
     given = jnp.where(is_scored, known, -1)
     request_ids = jnp.where(is_scored, request_ids, scheduler.max_requests)
 
     if not kind.is_mixed or kind.draws_all:
         sampling = planning.rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
-        drawn, logprobs = draw(head(step.last), sampling, positions, wants_logprobs, given)
-        scores = Scores(request_ids, positions, logprobs, drawn == given)
-        tokens = jnp.where(is_scored, given, drawn)
+        drawn, logprobs, likely = draw(head(step.last), sampling, positions, wants_logprobs, given)
+        scores = Scores(request_ids, positions, logprobs, drawn == given, likely)
+        of_rows = jnp.where(is_scored, given, drawn), logprobs, likely
         if kind.draws_all:
             rows = (step.last - step.num_drafts)[:, None] + jnp.arange(scheduler.num_drafts + 1, dtype=jnp.int32)[None]
-            tokens, logprobs = (values.at[rows].get(mode="clip") for values in (tokens, logprobs))
+            of_rows = jax.tree.map(lambda values: values.at[rows].get(mode="clip"), of_rows)
         elif kind.is_by_row:
-            tokens, logprobs = (
-                jnp.zeros(kind.num_seats, values.dtype).at[step.seats].set(values, mode="drop")
-                for values in (tokens, logprobs)
+            of_rows = jax.tree.map(
+                lambda values: (
+                    jnp.zeros((kind.num_seats, *values.shape[1:]), values.dtype).at[step.seats].set(values, mode="drop")
+                ),
+                of_rows,
             )
-        return tokens, logprobs, scores
+        return *of_rows, scores
 
     size = kind.num_seats
     every = jnp.arange(kind.width, dtype=jnp.int32)
@@ -142,25 +148,29 @@ def score_and_sample(
     groups = jnp.concatenate([step.last[None], scored.reshape(-1, size)])
     num_used = 1 + -(-is_scored.sum(dtype=jnp.int32) // size)
 
-    def one_group(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        i, tokens, logprobs = carry
+    def one_group(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        i, of_groups = carry
         rows = groups[i]
         sampling = dataclasses.replace(step.sampling, temperature=jnp.where(i == 0, step.sampling.temperature, 0))
-        drawn, of_rows = draw(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
-        return i + 1, tokens.at[i].set(drawn), logprobs.at[i].set(of_rows)
+        of_rows = draw(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
+        return i + 1, jax.tree.map(lambda so_far, new: so_far.at[i].set(new), of_groups, of_rows)
 
     is_drawn = (step.is_sampled & ~is_scored[step.last]).any()
     first = 1 - is_drawn.astype(jnp.int32)  # without the group of the seats, if none of them needs it
-    start = (first, jnp.zeros_like(groups), jnp.zeros(groups.shape, jnp.float32))
-    _, drawn, logprobs = lax.while_loop(lambda carry: carry[0] < num_used, one_group, start)
+    nothing = jnp.zeros_like(groups), jnp.zeros(groups.shape, jnp.float32), Likely.create(*groups.shape, num=num_likely)
+    _, of_groups = lax.while_loop(lambda carry: carry[0] < num_used, one_group, (first, nothing))
+    tokens, logprobs, likely = jax.tree.map(lambda x: x[0], of_groups)
+    drawn, *of_rows = jax.tree.map(lambda x: x[1:].reshape(-1, *x.shape[2:]), of_groups)
     of_scored = planning.rows_of((request_ids, positions, given), scored)
     return (
-        jnp.where(is_scored[step.last], given[step.last], drawn[0]),
-        logprobs[0],
+        jnp.where(is_scored[step.last], given[step.last], tokens),
+        logprobs,
+        likely,
         Scores(
             jnp.where(scored < kind.width, of_scored[0], scheduler.max_requests),
             of_scored[1],
-            logprobs[1:].reshape(-1),
-            drawn[1:].reshape(-1) == of_scored[2],
+            of_rows[0],
+            drawn == of_scored[2],
+            of_rows[1],
         ),
     )

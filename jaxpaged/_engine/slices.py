@@ -19,7 +19,8 @@ from jaxpaged._engine.kinds import Kind, count_wait, next_kind
 from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.prefix_groups import SeatGroups, find_groups, sort_by_group
 from jaxpaged._engine.pytrees import difference, in_same_containers
-from jaxpaged._engine.scoring import Scores, no_scores, score_and_sample, with_head
+from jaxpaged._engine.sampling import Likely
+from jaxpaged._engine.scoring import Scores, score_and_sample, with_head
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Outbox, Sampling, Step
@@ -37,6 +38,7 @@ class State:
     allocator: BlockAllocator
     caches: Any
     logprobs: jax.Array  # float32, beside the tokens of the scheduler's outbox and like them
+    likely: Likely | None  # beside them; None: nobody can ask for the most likely tokens
     spans: jax.Array  # int32 [requests, 2], where the scored tokens of each request begin and end
     scores: Scores  # [steps, rows]
     num_waited: jax.Array  # int32 [], steps since prompts wait for a step with a chunk
@@ -74,6 +76,7 @@ class Report:
     refusals: jax.Array  # int32 [rows]
     outbox: Outbox
     logprobs: jax.Array  # float32, like the tokens of the outbox
+    likely: Likely | None
     scores: Scores  # [steps, rows]
     num_running: jax.Array  # int32 []
     num_free: jax.Array  # int32 [], blocks
@@ -101,6 +104,7 @@ class Setup:
     draft: Draft | None = None
     row_cost: float = 0.0  # of a step without rows, as in `Kind.cost`
     is_processed: bool = False  # as in `sample`
+    num_likely: int = 0  # as in `sample`
 
 
 def run_packed(setup: Setup, no_news: Inbox, weights: Any, state: State, words: Any) -> tuple[State, jax.Array]:
@@ -170,6 +174,7 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
         refusals=refusals,
         outbox=outbox,
         logprobs=state.logprobs,
+        likely=state.likely,
         scores=state.scores,
         num_running=(scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32),
         num_free=state.allocator.num_free,
@@ -192,9 +197,9 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
             parents=jnp.where(is_listed, cache.parents, 0),
             salts=jnp.array(scheduler.prefixes.salt),
         )
-    nothing = no_scores(*state.scores.positions.shape, num_requests=scheduler.max_requests)
-    logprobs = jnp.zeros_like(state.logprobs)
-    return dataclasses.replace(state, scheduler=scheduler, logprobs=logprobs, scores=nothing), report
+    logprobs, likely, scores = jax.tree.map(jnp.zeros_like, (state.logprobs, state.likely, state.scores))
+    scores = dataclasses.replace(scores, request_ids=jnp.full_like(scores.request_ids, scheduler.max_requests))
+    return dataclasses.replace(state, scheduler=scheduler, logprobs=logprobs, likely=likely, scores=scores), report
 
 
 def change_seats(state: State) -> State:
@@ -230,23 +235,37 @@ def one_step(setup: Setup, weights: Any, state: State, wants_logprobs: jax.Array
     attend = step_attention(allocator, step, kind, state.caches, seats, groups)
     model = functools.partial(apply_model, setup.apply, weights, state.caches, step)
     caches, head = with_head(model, attend)
-    tokens, logprobs, scores = score_and_sample(
-        head, scheduler, state.spans, step, kind, wants_logprobs, is_processed=setup.is_processed
+    tokens, logprobs, likely, scores = score_and_sample(
+        head,
+        scheduler,
+        state.spans,
+        step,
+        kind,
+        wants_logprobs,
+        is_processed=setup.is_processed,
+        num_likely=setup.num_likely,
     )
     index_of_step = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
     if drafting is not None:
         before, after = (planning.rows_of(s.num_known, step.request_ids) for s in (state.scheduler, scheduler))
         drafting = drafting.learnt(step, after - before, is_silent)
-    logprobs = logprobs.reshape(scheduler.num_seats, -1)
-    logprobs = jnp.pad(logprobs, ((0, 0), (0, scheduler.num_drafts + 1 - logprobs.shape[1]))).reshape(-1)
+
+    def with_step(so_far: jax.Array, new: jax.Array) -> jax.Array:
+        new = new if kind.draws_all else new[:, None]
+        missing = scheduler.num_drafts + 1 - new.shape[1]
+        new = jnp.pad(new, ((0, 0), (0, missing), *[(0, 0)] * (new.ndim - 2)))
+        return so_far.at[index_of_step].set(new.reshape(-1, *new.shape[2:]), mode="drop")
+
+    logprobs, likely = jax.tree.map(with_step, (state.logprobs, state.likely), (logprobs, likely))
     num_given = jnp.diff(step.query_starts) - step.num_drafts
     return dataclasses.replace(
         state,
         scheduler=scheduler,
         allocator=allocator,
         caches=caches,
-        logprobs=state.logprobs.at[index_of_step].set(logprobs, mode="drop"),
+        logprobs=logprobs,
+        likely=likely,
         scores=jax.tree.map(
             lambda so_far, new: so_far.at[index_of_step, : len(new)].set(new, mode="drop"), state.scores, scores
         ),

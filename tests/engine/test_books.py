@@ -24,7 +24,8 @@ def report(places=(), tokens=(), finished=()):
         refusals=np.full(len(places), Refusal.ACCEPTED),
         outbox=SimpleNamespace(request_ids=of, tokens=what, finished=ends),
         logprobs=np.zeros(len(of), np.float32),
-        scores=SimpleNamespace(request_ids=nothing, positions=nothing, logprobs=nothing, is_best=nothing),
+        likely=None,
+        scores=SimpleNamespace(request_ids=nothing, positions=nothing, logprobs=nothing, is_best=nothing, likely=None),
     )
 
 

@@ -503,7 +503,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         "top_p must be a number .*; got top_p=None": lambda: SamplingParams(top_p=None),
         "max_tokens must be an int; got max_tokens=True": lambda: SamplingParams(max_tokens=True),
         "top_k must be at least -1; got top_k=-2": lambda: SamplingParams(top_k=-2),
-        r"logprobs must be True or False; got logprobs=5\. The engine returns": lambda: SamplingParams(logprobs=5),
+        r"logprobs must be True or False; got logprobs=5\. They are of the": lambda: SamplingParams(logprobs=5),
         "got stop_token_ids='ab'": lambda: SamplingParams(stop_token_ids="ab"),
     }
     for message, call in calls.items():
@@ -513,7 +513,8 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
 
 
 def test_a_request_beyond_the_pool_is_refused():
-    sizes = dict(max_length=MAX_TOKENS, num_blocks=6, block_size=4, windows=(None,), num_stop_ids=0, num_adapters=0)
+    sizes = dict(max_length=MAX_TOKENS, num_blocks=6, block_size=4, windows=(None,), num_stop_ids=0)
+    sizes |= dict(num_adapters=0, max_logprobs=0)
     assert checked_request([1] * 10, SamplingParams(max_tokens=11), **sizes)  # 20 tokens are computed, in 5 blocks
     message = "22 tokens need 6 blocks of 4, and the caches have 5 beside the null block: 21 tokens fit"
     with pytest.raises(ValueError, match=message):

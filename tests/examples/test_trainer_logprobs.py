@@ -16,7 +16,9 @@ def test_packed_sequences_have_the_models_logprobs(tiny):
         for i, token in enumerate(more):
             logits = next_logits(tiny.tensors, prompt + more[:i])
             expected.append(logits[token] - np.logaddexp.reduce(logits))
-    for found in (way(tiny.model, packed, is_paged=is_paged) for way in (scored, trained) for is_paged in (False, True)):
+    for found in (
+        way(tiny.model, packed, is_paged=is_paged) for way in (scored, trained) for is_paged in (False, True)
+    ):
         assert summary(found, np.array(expected))["most_nats"] < 1e-3
         with pytest.raises(AssertionError, match="no logprobs of the same tokens"):
             summary(found, np.array(expected) - 3)

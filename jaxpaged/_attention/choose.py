@@ -210,7 +210,7 @@ def _runs(call: Call, gpu: Gpu) -> tuple[int, int]:
 def _num_runs(call: Call, run: int) -> int:
     """Runs of `run` query tokens, at most: none has tokens of two sequences."""
     if call.tokens_per_seq is None:
-        return -(-call.q.shape[0] // run) + call.lengths.shape[0]
+        return -(-call.q.shape[0] // run) + (call.lengths.shape[0] if run > 1 else 0)
     return call.q.shape[0] * -(-call.tokens_per_seq // run)
 
 

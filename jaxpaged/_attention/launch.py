@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxpaged._attention.call import Call
 from jaxpaged._attention.choose import Choice
-from jaxpaged._attention.runs import cut_packed, cut_uniform, join_packed, join_uniform, place_runs
+from jaxpaged._attention.runs import by_token, cut_packed, cut_uniform, join_packed, join_uniform, place_runs
 from jaxpaged._attention.tree import from_rows
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
@@ -28,6 +28,9 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
     from pallas_kernels.decode import kernel
     from pallas_kernels.latent import kernel as latent
 
+    if call.query_starts is not None and choice.run == 1:
+        out, lse = _launch_decode(choice, by_token(call), plan)
+        return out[:, 0], lse[:, 0]
     if call.query_starts is not None:
         runs = place_runs(call, choice.run)
         return join_packed(*_launch_decode(choice, cut_packed(call, runs), plan), call, runs)

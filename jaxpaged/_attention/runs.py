@@ -116,6 +116,19 @@ def join_packed(out: jax.Array, lse: jax.Array, call: Call, runs: Runs) -> tuple
     return out, jnp.where(is_padding[:, None], -jnp.inf, lse.at[ids, columns].get(mode="clip"))
 
 
+def by_token(call: Call) -> Call:
+    """A packed call on runs of one token, as a uniform one: nothing is copied but the rows of the tables. Padding has
+    length 0."""
+    starts, tokens, last = call.seq_starts(), call.q.shape[0], call.lengths.shape[0] - 1
+    seqs = owners(starts, tokens=tokens)
+    is_padding = (seqs > last) | (jnp.arange(tokens, dtype=jnp.int32) < starts[0])
+    seqs = jnp.minimum(seqs, last)
+    lengths = packed_positions(starts, call.lengths, tokens=tokens) + 1 if call.causal else call.lengths[seqs]
+    lengths = jnp.where(is_padding, 0, jnp.maximum(lengths, 0))
+    tables = call.block_tables[seqs]
+    return dataclasses.replace(call, q=call.q[:, None], block_tables=tables, lengths=lengths, query_starts=None)
+
+
 def owners(starts: jax.Array, *, tokens: int) -> jax.Array:
     """The sequence of each row of packed q, int32 `[tokens]`; 0 for padding in front, seqs for padding at the end."""
     rows = jnp.arange(tokens, dtype=jnp.int32)

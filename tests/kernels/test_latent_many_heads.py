@@ -74,6 +74,21 @@ def test_logits_that_grow():
     check(case.replace(k_cache=case.k_cache * grows, v_cache=case.v_cache * grows))
 
 
+def test_packed_tokens():
+    """Each reads its sequence by itself; before and behind them is padding."""
+    case = latent_case(lengths=(70, 3), q_len=3)
+    rows = jnp.concatenate([case.q[:1, 0], case.q[0], case.q[1, 2:], case.q[:1, 0]])
+    call = dataclasses.replace(make_call(case), q=rows, query_starts=jnp.asarray([1, 4, 5], jnp.int32))
+    out, lse = compute(call)
+    assert (out[jnp.asarray([0, 5])] == 0).all()
+    assert (lse[jnp.asarray([0, 5])] == -jnp.inf).all()
+    out, lse = (jnp.stack([x[1:4], jnp.broadcast_to(x[4], x[1:4].shape)]) for x in (out, lse))
+    for i in range(3):
+        token = case.replace(q=jnp.stack([case.q[0, i], case.q[1, 2]]), lengths=jnp.asarray([68 + i, 3], jnp.int32))
+        assert_within_budget(token, out[:, i])
+        assert_lse(token, lse[:, i])
+
+
 def test_queries_of_a_history():
     """Packed, in runs whose tokens are heads: each sees all of its sequence."""
     case = latent_case(lengths=(70, 3), q_len=5, heads=16)

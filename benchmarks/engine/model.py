@@ -10,7 +10,7 @@ from flax import nnx
 
 import jaxpaged.nnx
 from benchmarks.models.llama_step import LlamaConfig, fill, llama_3_8b, toy
-from jaxpaged import LatentSettings, StepAttention, rotary_frequencies
+from jaxpaged import LatentSettings, LayerGroups, StepAttention, rotary_frequencies
 from jaxpaged._engine.slices import Apply
 from lib.llama import LatentConfig
 
@@ -106,7 +106,10 @@ def _latent_attention(config: LlamaConfig, **options: Any) -> Any:
     return nnx.split(nnx.eval_shape(make))
 
 
-def packed_model(config: LlamaConfig, **attention_options: Any) -> Apply:
+def packed_model(config: LlamaConfig, groups: LayerGroups | None = None, **attention_options: Any) -> Apply:
+    """`groups`: of its layers, which then share caches."""
+    windows = config.windows or (None,) * config.num_layers
+    places = [(i, None) for i in range(config.num_layers)] if groups is None else groups.layers
     latent = None if config.latent is None else _latent_attention(config, **attention_options)[0]
 
     def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -117,8 +120,9 @@ def packed_model(config: LlamaConfig, **attention_options: Any) -> Apply:
     def apply(weights: Any, tokens: jax.Array, positions: jax.Array, caches: Any, attend: StepAttention) -> Any:
         x = weights["embedding"][tokens]
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        new_caches = []
-        for layer, cache in zip(weights["layers"], caches, strict=True):
+        new_caches = list(caches)
+        for layer, window, (index, group) in zip(weights["layers"], windows, places, strict=True):
+            cache = new_caches[index]
             normalised = normalise(x, layer["attention_norm"])
             if latent is not None:
                 cache, out = attend.call(nnx.merge(latent, layer["attention"]), normalised, cache)
@@ -126,10 +130,10 @@ def packed_model(config: LlamaConfig, **attention_options: Any) -> Apply:
             else:
                 qkv = (normalised @ layer["qkv"]).reshape(len(tokens), -1, config.head_dim)
                 q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
-                frequencies = config.rotary_frequencies
-                cache, out = attend(q, k, v, cache, rotary_frequencies=frequencies, **attention_options)
+                options = dict(rotary_frequencies=config.rotary_frequencies, group=group, sliding_window=window)
+                cache, out = attend(q, k, v, cache, **options | attention_options)
                 x += out.reshape(len(tokens), -1) @ layer["out"]
-            new_caches.append(cache)
+            new_caches[index] = cache
             gate, up = jnp.split(normalise(x, layer["mlp_norm"]) @ layer["gate_up"], 2, axis=-1)
             x += (jax.nn.silu(gate) * up) @ layer["down"]
         newest = normalise(attend.newest(x), weights["norm"])

@@ -12,6 +12,8 @@ from pallas_kernels.common.options import AttentionOptions
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import kernel as decode_kernel
 from pallas_kernels.decode import partition_plan
+from pallas_kernels.latent import config as latent_config
+from pallas_kernels.latent import kernel as latent_kernel
 from pallas_kernels.prefill import config as prefill_config
 from pallas_kernels.prefill import kernel as prefill_kernel
 from pallas_kernels.prefill.portable import config as portable_config
@@ -133,6 +135,20 @@ def traced_decode(
     arrays = q, cache, values, shape((seqs, capacity // block_size), jnp.int32), shape((seqs,), jnp.int32)
     named = {name: types[name] for name in ("scale", *options)} | scale_types(shape, cache, scales)
     return launch.trace(*arrays, **named), config
+
+
+def traced_latent(*, heads=128, block_size=64, num_partitions=1, dtype=jnp.bfloat16, sharding=None):
+    """The traced call of the kernel for latents."""
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    arrays = (
+        shape((2, 1, heads, 576), dtype),
+        shape((64, block_size, 1, 576), dtype),
+        shape((2, 1024 // block_size), jnp.int32),
+        shape((2,), jnp.int32),
+        shape((), jnp.float32),
+    )
+    config = latent_config.Config(num_partitions)
+    return jax.jit(functools.partial(latent_kernel.launch, value_dim=512, config=config)).trace(*arrays)
 
 
 def mosaic_for(compute_capability):

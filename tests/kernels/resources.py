@@ -112,7 +112,7 @@ def compile_one(
     import jax
     import jax.numpy as jnp
 
-    from tests.kernels.lowering import mosaic_for, traced_decode, traced_prefill
+    from tests.kernels.lowering import mosaic_for, traced_decode, traced_latent, traced_prefill
 
     mesh = make_mesh(gpu)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -122,6 +122,8 @@ def compile_one(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), mosaic_for(compute_capability(gpu)):
         if kernel == "prefill":
             trace = traced_prefill(**how)
+        elif kernel == "latent":
+            trace = traced_latent(**how)
         elif kernel == "portable_prefill":
             trace = traced_prefill(**how, portable_for=compute_capability(gpu))
         else:

@@ -12,10 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxpaged import explain
 from jaxpaged._attention.choose import Known, choose
 from jaxpaged._attention.run import run
-from pallas_kernels.latent import config, kernel
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import H100, make_call, races_found
-from tests.kernels.lowering import mosaic_for
+from tests.kernels.lowering import mosaic_for, traced_latent
 
 pytestmark = pytest.mark.slow
 
@@ -117,16 +116,7 @@ def test_mistakes_are_noticed():
 
 @pytest.mark.parametrize(("block_size", "num_partitions"), [(64, 1), (16, 3)])
 def test_lowers(block_size, num_partitions):
-    shape = jax.ShapeDtypeStruct
-    arrays = (
-        shape((2, 1, 128, 576), BF16),
-        shape((64, block_size, 1, 576), BF16),
-        shape((2, 1024 // block_size), jnp.int32),
-        shape((2,), jnp.int32),
-        shape((), jnp.float32),
-    )
-    how = dict(value_dim=512, config=config.Config(num_partitions))
-    trace = jax.jit(functools.partial(kernel.launch, **how)).trace(*arrays)
+    trace = traced_latent(block_size=block_size, num_partitions=num_partitions)
     with mosaic_for(9.0):
         text = trace.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 1

@@ -105,3 +105,19 @@ def test_portable_prefill_fits(portable_prefill, name):
     its = compiled[name]["portable_prefill"]
     assert its["spill_bytes"] <= PORTABLE_PREFILL[name][1]
     assert its["smem_bytes"] <= resources.program_smem(gpu)
+
+
+LATENT = {"128 heads": dict(), "64 heads, 3 partitions, blocks of 16": dict(heads=64, num_partitions=3, block_size=16)}
+
+
+@pytest.fixture(scope="module")
+def latent():
+    return resources.compiled(resources.H100, {name: shape | dict(kernel="latent") for name, shape in LATENT.items()})
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_fits(latent, name):
+    """Its 256 threads may take all registers there are."""
+    its = latent[name]["paged_latent"]
+    assert its["spill_bytes"] == 0
+    assert its["smem_bytes"] <= SMEM_OF_ONE

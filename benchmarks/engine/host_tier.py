@@ -49,6 +49,7 @@ class Sizes:
     new: int  # generated in each
     long: int  # tokens of the prompt that is evicted
     requests: int  # that have nothing in common
+    short: int  # tokens of the prompts of those
 
     @property
     def talk(self) -> int:
@@ -60,8 +61,8 @@ class Sizes:
         return 1 + CONVERSATIONS * self.talk // POOLS // BLOCK_SIZE
 
 
-SIZES = {name: Sizes(64, 1024, 512, 128, 64, 8192, 256) for name in CONFIGS} | {
-    "toy": Sizes(8, 64, 128, 32, 16, 512, 32)
+SIZES = {name: Sizes(64, 1024, 2048, 128, 64, 8192, 256, 256) for name in CONFIGS} | {
+    "toy": Sizes(8, 64, 128, 32, 16, 512, 32, 64)
 }
 
 
@@ -127,6 +128,9 @@ def conversations(engine: Engine, sizes: Sizes) -> dict[str, float]:
         "brought_of_found": (after.num_brought - before.num_brought) / max(after.num_found - before.num_found, 1),
         "computed": after.num_computed - before.num_computed,
         "preempted": after.num_preempted - before.num_preempted,
+        "steps": after.num_steps - before.num_steps,
+        "mixed_steps": after.num_mixed_steps - before.num_mixed_steps,
+        "slices": after.num_slices - before.num_slices,
         "seconds": seconds,
         "new_tokens_per_s": CONVERSATIONS * TURNS * sizes.new / seconds,
     }
@@ -162,7 +166,7 @@ def evicted(engine: Engine, sizes: Sizes) -> dict[str, float]:
 def nothing_to_find(engine: Engine, sizes: Sizes) -> float:
     """New tokens a second."""
     forget(engine)
-    prompts = [tokens(10_000 + i, sizes.first // 2) for i in range(sizes.requests)]
+    prompts = [tokens(10_000 + i, sizes.short) for i in range(sizes.requests)]
     params = SamplingParams(max_tokens=sizes.new, temperature=0)
     begin = time.perf_counter()
     engine.generate(prompts, params)

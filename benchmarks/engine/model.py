@@ -35,12 +35,12 @@ CONFIGS = {
         rotary_frequencies=rotary_frequencies(64, 10_000.0),
         tie_embeddings=True,
     ),
-    # Its experts' place is taken by the MLP of its first layer, which is as wide as the experts of a token together.
+    # The place of its experts is taken by an MLP as wide as the eight that a token meets.
     "v2lite": dataclasses.replace(
         llama_3_8b(27),
         vocab_size=102_400,
         features=2048,
-        hidden_features=10_944,
+        hidden_features=8 * 1408,
         num_heads=16,
         rotary_frequencies=rotary_frequencies(64),
         latent=LatentConfig(

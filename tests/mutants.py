@@ -810,22 +810,29 @@ MUTANTS = (
     Mutant(
         "sampling: decided seats draw again",
         SAMPLING,
-        "jnp.where(is_cut, new, token)",
+        "jnp.where(is_open, new, token)",
         "new",
+        "tests/engine/test_sampling.py::tokens_come and top_p",
+    ),
+    Mutant(
+        "sampling: a part of what is left",
+        SAMPLING,
+        "enough = jnp.where(turn == 0, jnp.where(is_judged, of_all, jnp.inf), enough)",
+        "enough = jnp.where(is_judged, of_all, jnp.inf)",
         "tests/engine/test_sampling.py::tokens_come and top_p",
     ),
     Mutant(
         "sampling: greedy seats draw",
         SAMPLING,
-        "jnp.where(is_drawn, draw(logits, best, sampling, positions), greedy(logits))",
-        "draw(logits, best, sampling, positions)",
+        "jnp.where(is_drawn, draw_tokens(logits, best, sampling, positions), greedy(logits))",
+        "draw_tokens(logits, best, sampling, positions)",
         "tests/engine/test_sampling.py::seats_own",
     ),
     Mutant(
         "sampling: top_k parts equal logits",
         SAMPLING,
-        "lambda x: x >= least[:, None, None]",
-        "lambda x: x > least[:, None, None]",
+        "jnp.where(turn == 0, x >= least",
+        "jnp.where(turn == 0, x > least",
         "tests/engine/test_sampling.py::kept_together",
     ),
     Mutant(
@@ -859,8 +866,8 @@ MUTANTS = (
     Mutant(
         "sampling: cut seats draw from all beside others",
         SAMPLING,
-        "is_cut.any(), 2",
-        "is_cut.all(), 2",
+        "is_judged.any(), draw.judge",
+        "is_judged.all(), draw.judge",
         "tests/engine/test_sampling.py::seats_own",
     ),
     Mutant(

@@ -14,7 +14,6 @@ a seat draws depends only on its own logits, parameters, seed and position.
 """
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable
 
@@ -85,9 +84,9 @@ def sample(
     def greedy(logits: jax.Array) -> jax.Array:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def drawn(draw: Callable[..., jax.Array], logits: jax.Array) -> jax.Array:
+    def drawn(logits: jax.Array) -> jax.Array:
         best = logits.max(axis=-1).astype(jnp.float32)
-        return jnp.where(is_drawn, draw(logits, best, sampling, positions), greedy(logits))
+        return jnp.where(is_drawn, draw_tokens(logits, best, sampling, positions), greedy(logits))
 
     def logprobs(logits: jax.Array) -> jax.Array:
         own = tokens if given is None else jnp.where(given >= 0, given, tokens)
@@ -111,35 +110,36 @@ def sample(
         return jnp.zeros(logits.shape[0], jnp.float32), Likely.create(logits.shape[0], num=num_likely)
 
     # A branch over logits copies no cache, and a greedy step costs one pass over them.
-    way = jnp.where(is_cut.any(), 2, is_drawn.any().astype(jnp.int32))
-    ways = greedy, functools.partial(drawn, draw_from_all), functools.partial(drawn, draw_from_kept)
-    tokens = lax.switch(way, ways, logits)
+    tokens = lax.cond(is_drawn.any(), drawn, greedy, logits)
     return tokens, *lax.cond(wants_logprobs, wanted, unwanted, logits)
 
 
-def draw_from_all(logits: jax.Array, best: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """A token of each seat, int32 `[seats]`. `best` is each seat's largest logit."""
-    return Draw(logits, best, sampling, positions).propose(0, 1, lambda x: x >= -jnp.inf)[0][:, 0]
+def draw_tokens(logits: jax.Array, best: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """A token of each seat that top_k and top_p keep, int32 `[seats]`. `best` is each seat's largest logit."""
+    draw, least = Draw(logits, best, sampling, positions), least_of_top_k(logits, sampling)
+    is_judged = (sampling.temperature > 0) & (sampling.top_p < 1)
 
+    def take_first(tokens: jax.Array, chosen: jax.Array, enough: jax.Array) -> tuple[jax.Array, ...]:
+        return tokens[:, 0], jnp.zeros_like(is_judged), chosen[:, 0]
 
-def draw_from_kept(logits: jax.Array, best: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """A token of each seat that top_k and top_p keep, int32 `[seats]`."""
-    draw = Draw(logits, best, sampling, positions)
-    is_drawn, least = sampling.temperature > 0, least_of_top_k(logits, sampling)
-    tokens, chosen, mass = draw.propose(0, DRAWS, lambda x: x >= least[:, None, None])
-    # If a token's betters have this mass, top_p cuts it. Never 0: the best has no betters and is kept.
-    enough = jnp.maximum(sampling.top_p * mass, jnp.finfo(jnp.float32).tiny)
-    enough = jnp.where(is_drawn & (sampling.top_p < 1), enough, jnp.inf)
+    # One body for the first turn and the others: the compiler takes long over each copy, for each width of a step.
+    def one_turn(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Draws for the seats without a token: at first among all that top_k keeps, then among the tokens better than
+        all those that were cut."""
+        turn, token, is_open, cut, enough = state
+        tokens, chosen, mass = draw.propose(
+            turn * DRAWS, DRAWS, lambda x: jnp.where(turn == 0, x >= least[:, None, None], x > cut[:, None, None])
+        )
+        # If a token's betters have this mass, top_p cuts it. Never 0: the best has no betters and is kept.
+        of_all = jnp.maximum(sampling.top_p * mass, jnp.finfo(jnp.float32).tiny)
+        enough = jnp.where(turn == 0, jnp.where(is_judged, of_all, jnp.inf), enough)
+        new, are_cut, best_cut = lax.cond(is_judged.any(), draw.judge, take_first, tokens, chosen, enough)
+        token, cut = jnp.where(is_open, new, token), jnp.where(is_open, best_cut, cut)
+        return turn + 1, token, is_open & are_cut, cut, enough
 
-    def again(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Draws for the seats without a token, among the tokens better than all those that were cut."""
-        turn, token, is_cut, cut = state
-        tokens, chosen, _ = draw.propose(turn * DRAWS, DRAWS, lambda x: x > cut[:, None, None])
-        new, are_cut, best_cut = draw.judge(tokens, chosen, enough)
-        return turn + 1, jnp.where(is_cut, new, token), is_cut & are_cut, jnp.where(is_cut, best_cut, cut)
-
-    first: tuple[jax.Array, ...] = (jnp.int32(1), *draw.judge(tokens, chosen, enough))
-    return lax.while_loop(lambda state: state[2].any(), again, first)[1]
+    nothing = jnp.zeros_like(best)
+    start: tuple[jax.Array, ...] = jnp.int32(0), nothing.astype(jnp.int32), jnp.ones_like(is_judged), nothing, nothing
+    return lax.while_loop(lambda state: state[2].any(), one_turn, start)[1]
 
 
 def least_of_top_k(logits: jax.Array, sampling: Sampling) -> jax.Array:

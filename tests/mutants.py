@@ -569,8 +569,8 @@ MUTANTS = (
     Mutant(
         "sampling: without the position",
         SAMPLING,
-        "jax.random.fold_in(jax.random.key(seed), position)",
-        "jax.random.fold_in(jax.random.key(seed), position * 0)",
+        "threefry_2x32((seed, position), counter)",
+        "threefry_2x32((seed, position * 0), counter)",
         LOADS,
     ),
     Mutant(

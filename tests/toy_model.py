@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry_2x32
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged import Engine, KVCache, SamplingParams, rotary_frequencies, rotate_and_write_kv
@@ -71,8 +72,12 @@ def logits_after(weights, tokens, length):
 
 @jax.jit
 def noise_of(seed, position, draw):
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), draw)
-    return jax.random.gumbel(key, (1 + CHUNK,), jnp.float32)[1 : 1 + VOCAB]  # of one chunk
+    """Gumbel noise of the only chunk's tokens, behind that of the chunk."""
+    index = jnp.arange(-(-(1 + CHUNK) // 2), dtype=jnp.uint32)
+    counter = jnp.concatenate([jnp.full_like(index, draw.astype(jnp.uint32)), index])
+    words = threefry_2x32((seed, position.astype(jnp.uint32)), counter)[1 : 1 + VOCAB]
+    uniform = (words >> 9).astype(jnp.float32) / 2**23
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 
 
 def kept(weights, top_k, top_p):

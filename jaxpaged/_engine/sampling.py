@@ -20,6 +20,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.random import threefry_2x32
 
 from jaxpaged._scheduler.records import Sampling
 
@@ -243,11 +244,17 @@ def largest_reaching(x: jax.Array, weights: jax.Array, amount: jax.Array) -> jax
 
 
 def noise_of(seeds: jax.Array, positions: jax.Array, draws: jax.Array, size: int) -> jax.Array:
-    """Gumbel noise, float32 `[seats, draws, size]`. The largest sum of it and a logarithm is a draw by exponentials."""
+    """Gumbel noise, float32 `[seats, draws, size]`. The largest sum of it and a logarithm is a draw by exponentials.
 
-    def of_draw(seed: jax.Array, position: jax.Array, draw: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(jax.random.fold_in(key, draw), (size,), jnp.float32)
+    It is Threefry with the key (seed, position) and the counter (draw, index), which gives two words.
+    """
+    index = jnp.arange(-(-size // 2), dtype=jnp.uint32)
+    counter = jnp.stack(jnp.broadcast_arrays(draws.astype(jnp.uint32)[:, None], index[None]))
 
-    of_seat = jax.vmap(of_draw, (None, None, 0))
-    return jax.vmap(of_seat, (0, 0, None))(seeds, positions, draws)
+    def words_of(seed: jax.Array, position: jax.Array) -> jax.Array:
+        return jnp.concatenate(threefry_2x32((seed, position), counter), axis=-1)[:, :size]
+
+    words = jax.vmap(words_of)(seeds.astype(jnp.uint32), positions.astype(jnp.uint32))
+    # 23 bits make a number from 1 to 2; 0 is no logarithm's.
+    uniform = lax.bitcast_convert_type(words >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))

@@ -178,7 +178,7 @@ def test_processed_logprobs_are_those_with_which_tokens_are_drawn(dtype):
         np.bool_(True),
         given,
     )
-    tokens, logprobs = processed(*arguments)
+    tokens, logprobs, _ = processed(*arguments)
     assert (tokens == jitted(*arguments)[0]).all()
     for i in range(seats):
         temperature, top_k, top_p = mixes[i % len(mixes)]
@@ -196,6 +196,6 @@ def test_logprobs_are_the_models():
     expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
     params = parameters([0, 1, 2.0, 0.5], [0, 5, 0, 3], [1, 0.5, 0.9, 1], np.arange(4))
     arguments = np.tile(logits, (4, 1)), params, np.zeros(4, np.int32)
-    tokens, logprobs = jitted(*arguments, np.bool_(True))
+    tokens, logprobs, _ = jitted(*arguments, np.bool_(True))
     np.testing.assert_allclose(logprobs, expected[np.asarray(tokens)], rtol=1e-5)
     assert (jitted(*arguments, np.bool_(False))[1] == 0).all()

@@ -1,9 +1,13 @@
 """vLLM's engine on the requests of the engine's benchmarks, with its own defaults, where vllm is installed.
 
     python -m benchmarks.engine.vllm_peer --requests 2048 1024 512 --rates 5 10 20    # about six minutes on a GPU
+    python -m benchmarks.engine.vllm_peer --requests --rates --rollout                # two minutes
 
 A model of Llama-3-8B's shape, random bfloat16 weights, greedy, no stop tokens, no texts. Rows as in
 `benchmarks.engine.throughput` and `benchmarks.engine.online`. JAX stays on the CPU, so that vLLM has the GPU.
+
+With --rollout, the rounds of `benchmarks.engine.rollout`: at temperature 1, with logprobs of the drawn tokens. Between
+them its prefix cache is emptied, as after an update, which itself is neither done nor timed.
 """
 
 import argparse
@@ -20,7 +24,8 @@ import jax
 from benchmarks.checks import require
 from benchmarks.engine.model import CONFIGS, PLAIN
 from benchmarks.engine.online import add_arrivals, measure
-from benchmarks.engine.workload import SIZES, Request, workload
+from benchmarks.engine.rollout import COMPLETIONS, PROMPTS
+from benchmarks.engine.workload import SIZES, Request, rollout_work, workload
 from benchmarks.harness import add_output, open_store
 from benchmarks.models.llama_step import LlamaConfig
 from jaxpaged import RequestOutput, SamplingParams
@@ -80,14 +85,15 @@ class VllmEngine:
     def has_unfinished_requests(self) -> bool:
         return self._engine.has_unfinished_requests()
 
-    def _params(self, new: int) -> Any:
-        return self._vllm.SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False)
+    def _params(self, new: int, **more: Any) -> Any:
+        given = dict(max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False) | more
+        return self._vllm.SamplingParams(**given)
 
-    def generate(self, work: Sequence[Request]) -> int:
-        """The number of tokens of all completions."""
+    def generate(self, work: Sequence[Request], **more: Any) -> int:
+        """The number of tokens of all completions. `more`: parameters of each request."""
         prompts = [dict(prompt_token_ids=prompt) for prompt, _ in work]
-        outputs = self._llm.generate(prompts, [self._params(new) for _, new in work], use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        outputs = self._llm.generate(prompts, [self._params(new, **more) for _, new in work], use_tqdm=False)
+        return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
         self._next_id += 1
@@ -106,10 +112,10 @@ class VllmEngine:
         ]
 
 
-def timed_run(engine: VllmEngine, work: Sequence[Request]) -> dict[str, Any]:
-    wanted = sum(new for _, new in work)
+def timed_run(engine: VllmEngine, work: Sequence[Request], *, n: int = 1, **more: Any) -> dict[str, Any]:
+    wanted = n * sum(new for _, new in work)
     begin = time.perf_counter()
-    num_tokens = engine.generate(work)
+    num_tokens = engine.generate(work, n=n, **more)
     seconds = time.perf_counter() - begin
     require(num_tokens == wanted, f"{num_tokens} tokens instead of {wanted}")
     return dict(requests=len(work), tokens=num_tokens, seconds=seconds, tokens_per_s=num_tokens / seconds)
@@ -119,6 +125,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=PLAIN)
     parser.add_argument("--requests", nargs="*", type=int, default=[1024, 512], help="all at once")
+    parser.add_argument("--rollout", action="store_true", help="64 prompts with 8 completions each, in two rounds")
     add_arrivals(parser)
     add_output(parser)
     options = parser.parse_args(arguments)
@@ -143,12 +150,18 @@ def measure_all(engine: VllmEngine, options: argparse.Namespace) -> None:
     store = open_store(f"engine_vllm_{options.model}", options, device=engine.device, **settings)
     longest = SIZES[options.model].longest
     work = workload(max(options.requests, default=0), longest)
-    engine.generate(work[:64])
+    engine.generate(work[:64] or rollout_work(64, longest, seed=2))
     for count in options.requests:
         engine.forget_prompts()
         point = timed_run(engine, work[:count])
         store.add(f"engine {count}", point)
         print(f"engine {count:<13} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s", flush=True)
+    for version in range(2) if options.rollout else ():
+        engine.forget_prompts()
+        work = rollout_work(PROMPTS, longest, seed=version)
+        point = timed_run(engine, work, n=COMPLETIONS, temperature=1.0, logprobs=0)
+        store.add(f"round {version + 1}", point)
+        print(f"round {version + 1}  {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s", flush=True)
     engine.forget_prompts()
     measure(engine, store, options.rates, seconds=options.seconds, longest=longest)
 

@@ -44,6 +44,13 @@ def workload(count: int, longest: int) -> list[Request]:
     return [(rng.integers(10, 1000, length).tolist(), int(wanted)) for length, wanted in zip(prompts, new, strict=True)]
 
 
+def rollout_work(count: int, longest: int, *, seed: int) -> list[Request]:
+    """Prompts, and the new tokens of each of their completions: uniform lengths up to half of `longest`."""
+    rng = np.random.default_rng(seed)
+    prompts, new = rng.integers(longest // 8, longest // 2 + 1, (2, count)).tolist()
+    return [(rng.integers(10, 1000, length).tolist(), wanted) for length, wanted in zip(prompts, new, strict=True)]
+
+
 def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
     create = functools.partial(
         KVCache.create,

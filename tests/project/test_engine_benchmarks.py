@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.engine import online, server, stream_clients, vllm_peer
 from benchmarks.engine.stand_in import StandIn, made_up
-from benchmarks.engine.workload import create_engine, workload
+from benchmarks.engine.workload import create_engine, rollout_work, workload
 from jaxpaged import SamplingParams
 
 STREAMED = (
@@ -104,17 +104,17 @@ class FakeVllm:
 
     def add_request(self, request_id, prompt, params):
         assert prompt["prompt_token_ids"]
-        self.open[request_id] = [params.max_tokens, []]
+        self.open[request_id] = [params.max_tokens, [], getattr(params, "n", 1)]
 
     def step(self):
         outputs = []
-        for request_id, (wanted, tokens) in list(self.open.items()):
+        for request_id, (wanted, tokens, n) in list(self.open.items()):
             tokens.append(7)
             reason = "length" if len(tokens) == wanted else None
             if reason:
                 del self.open[request_id]
             completion = SimpleNamespace(token_ids=tokens, finish_reason=reason)
-            outputs.append(SimpleNamespace(request_id=request_id, outputs=[completion], finished=bool(reason)))
+            outputs.append(SimpleNamespace(request_id=request_id, outputs=[completion] * n, finished=bool(reason)))
         return outputs
 
 
@@ -157,11 +157,13 @@ def test_requests_that_come_one_by_one(tmp_path, monkeypatch):
 def test_vllm_gets_the_same_requests(tmp_path, fake_vllm):
     path = tmp_path / "vllm.json"
     arguments = ["--model=toy", "--requests", "70", "3", "--rates", "50", "100", "--seconds=0.2", f"--output={path}"]
-    vllm_peer.main(arguments)
+    vllm_peer.main([*arguments, "--rollout"])
     results = json.loads(path.read_text())
     points = results["points"]
     for count in (70, 3):
         assert points.pop(f"engine {count}")["tokens"] == sum(new for _, new in workload(70, 64)[:count])
+    for i in range(2):
+        assert points.pop(f"round {i + 1}")["tokens"] == 8 * sum(new for _, new in rollout_work(64, 64, seed=i))
     check_points(points)
     assert results["device"] == "NVIDIA H200"
     assert results["settings"] == dict(engine="vllm 1.2", num_seats=4, step_tokens=8, seconds=0.2)

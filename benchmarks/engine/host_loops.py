@@ -30,7 +30,8 @@ from benchmarks.harness import add_output, add_xla, compile_all, open_store
 from jaxpaged import Engine
 from jaxpaged._engine.defaults import chosen_compiler_options
 from jaxpaged._engine.kinds import next_kind
-from jaxpaged._engine.slices import Setup, State, one_step
+from jaxpaged._engine.slices import Setup, one_step
+from jaxpaged._engine.state import State
 from jaxpaged._scheduler import planning
 
 REPEATS = 3

@@ -14,7 +14,7 @@ from jaxpaged._engine.host_copies import Moved, Piece
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.records import RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, make_output, make_rows, new_scores, new_tokens
-from jaxpaged._engine.slices import Report
+from jaxpaged._engine.state import Report
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 
 

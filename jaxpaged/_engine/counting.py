@@ -6,7 +6,7 @@ import jax
 
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.records import EngineStats
-from jaxpaged._engine.slices import Report
+from jaxpaged._engine.state import Report
 
 
 def counted(

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged import _device
-from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._allocator.state import checked_windows
 from jaxpaged._attention.decide import check_new_gpu
 from jaxpaged._engine.books import Books, Sent
@@ -30,7 +27,7 @@ from jaxpaged._engine.defaults import (
     chosen_steps,
     step_cost,
 )
-from jaxpaged._engine.drafting import Draft, Drafting
+from jaxpaged._engine.drafting import Draft
 from jaxpaged._engine.host_copies import Moved
 from jaxpaged._engine.host_tier import HostTier, NoHostTier
 from jaxpaged._engine.inputs import own, pool_sizes, pools_of
@@ -38,7 +35,6 @@ from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.kinds import make_kinds
 from jaxpaged._engine.on_mesh import find_mesh, on_each_device, replicate
 from jaxpaged._engine.packing import pack, unpack
-from jaxpaged._engine.prefix_groups import SeatGroups
 from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.pytrees import difference
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
@@ -49,12 +45,10 @@ from jaxpaged._engine.requests import (
     params_for_each,
 )
 from jaxpaged._engine.rollouts import Collector, Rollout
-from jaxpaged._engine.sampling import Likely
-from jaxpaged._engine.scoring import most_scored, no_scores
-from jaxpaged._engine.slices import Apply, Inbox, Report, Setup, State, run_packed, tell
+from jaxpaged._engine.slices import Apply, Setup, run_packed, tell
+from jaxpaged._engine.state import Inbox, Report, State
 from jaxpaged._integers import checked_size, checked_tuple
 from jaxpaged._scheduler.records import MOST_ADAPTERS
-from jaxpaged._scheduler.scheduler import Scheduler
 
 MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
 AHEAD = 1  # slices that run while the host reads the one before
@@ -194,40 +188,18 @@ class Engine:
             least_spared=least_spared,
             cost=cost if drafts else None,
         )
-        self._state_of_slice = State(
-            scheduler=Scheduler.create(
-                max_requests=max_requests,
-                num_seats=num_seats,
-                max_length=max_length,
-                max_steps=self._steps.most,
-                num_stop_ids=num_stop_ids,
-                num_drafts=drafts,
-                num_adapters=num_adapters,
-                prefix_cache=PrefixCache.create(
-                    num_blocks=num_blocks, block_size=block_size, secret=secrets.randbits(128), num_groups=len(windows)
-                )
-                if prefix_cache and max_length >= block_size  # else it could never find a block
-                else None,
-            ),
-            allocator=BlockAllocator.create(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                num_seqs=num_seats,
-                max_blocks_per_seq=-(-max_length // block_size),
-                windows=windows,
-            ),
-            caches=caches,
-            logprobs=jnp.zeros((self._steps.most, num_seats * (drafts + 1)), jnp.float32),
-            likely=Likely.create(self._steps.most, num_seats * (drafts + 1), num=max_logprobs),
-            spans=jnp.zeros((max_requests, 2), jnp.int32),
-            scores=no_scores(
-                self._steps.most, most_scored(self._kinds), num_requests=max_requests, num_likely=max_logprobs
-            ),
-            num_waited=jnp.zeros((), jnp.int32),
-            num_of_kind=jnp.zeros(len(self._kinds), jnp.int32),
-            seat_groups=None if least_spared is None else SeatGroups.create(num_seats),
-            num_spared=jnp.zeros((), jnp.int32),
-            drafting=Drafting.create(num_seats, drafts, max_requests) if drafts else None,
+        self._state_of_slice = State.create(
+            caches,
+            self._kinds,
+            sizes,
+            max_requests=max_requests,
+            max_steps=self._steps.most,
+            num_stop_ids=num_stop_ids,
+            num_adapters=num_adapters,
+            windows=windows,
+            prefix_cache=prefix_cache,
+            drafts=drafts,
+            max_logprobs=max_logprobs,
         )
         self._inbox_of = functools.partial(
             make_inbox,

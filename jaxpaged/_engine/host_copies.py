@@ -17,7 +17,7 @@ from jaxpaged._cache.kv_cache import KVCache, map_blocks
 from jaxpaged._cache.transfer import put_blocks, take_blocks
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.interrupts import without_interrupts
-from jaxpaged._engine.slices import Report, State
+from jaxpaged._engine.state import Report, State
 
 Page = tuple[jax.Array, ...]  # the numbers of a few blocks in all caches, [blocks, numbers] of each dtype
 

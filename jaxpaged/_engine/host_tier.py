@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxpaged._engine.host_copies import HostCopies, Moved, Page, Piece, page_bytes
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.requests import Row
-from jaxpaged._engine.slices import Report, State
+from jaxpaged._engine.state import Report, State
 from jaxpaged._integers import checked_size
 
 Keys = list[bytes]  # of a prompt's full blocks: each names the block's tokens and all before them

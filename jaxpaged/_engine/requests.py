@@ -13,7 +13,7 @@ import numpy as np
 from jaxpaged._allocator.state import Window, most_blocks
 from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.sampling import Likely
-from jaxpaged._engine.slices import Inbox, Report
+from jaxpaged._engine.state import Inbox, Report
 from jaxpaged._scheduler.records import RequestStatus, Sampling
 
 FINISH_REASONS = {RequestStatus.STOPPED: "stop", RequestStatus.EXHAUSTED: "length", RequestStatus.ABORTED: "abort"}

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpaged._engine.packing import unpack
 from jaxpaged._engine.requests import Row
-from jaxpaged._engine.slices import Report
+from jaxpaged._engine.state import Report
 
 
 @jax.tree_util.register_dataclass

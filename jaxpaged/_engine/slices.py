@@ -13,85 +13,20 @@ from jax import lax
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.plan import plan_step
 from jaxpaged._attention.shared_prefix import PrefixGroups
-from jaxpaged._engine.drafting import Draft, Drafting, drafted
+from jaxpaged._engine.drafting import Draft, drafted
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
 from jaxpaged._engine.packing import pack, unpack
-from jaxpaged._engine.prefix_groups import SeatGroups, find_groups, sort_by_group
+from jaxpaged._engine.prefix_groups import find_groups, sort_by_group
 from jaxpaged._engine.pytrees import difference, in_same_containers
-from jaxpaged._engine.sampling import Likely
-from jaxpaged._engine.scoring import Scores, score_and_sample, with_head
+from jaxpaged._engine.scoring import score_and_sample, with_head
+from jaxpaged._engine.state import Inbox, Report, State
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler import planning
-from jaxpaged._scheduler.records import Outbox, Sampling, Step
+from jaxpaged._scheduler.records import Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
 Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, jax.Array]]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """What stays on the device from slice to slice; donated to each."""
-
-    scheduler: Scheduler
-    allocator: BlockAllocator
-    caches: Any
-    logprobs: jax.Array  # float32, beside the tokens of the scheduler's outbox and like them
-    likely: Likely | None  # beside them; None: nobody can ask for the most likely tokens
-    spans: jax.Array  # int32 [requests, 2], where the scored tokens of each request begin and end
-    scores: Scores  # [steps, rows]
-    num_waited: jax.Array  # int32 [], steps since prompts wait for a step with a chunk
-    num_of_kind: jax.Array  # int32 [kinds], steps of each kind so far, modulo 2^32
-    seat_groups: SeatGroups | None  # None: no kind reads shared blocks once
-    num_spared: jax.Array  # int32 [], tokens that were not read again so far, modulo 2^32
-    drafting: Drafting | None  # None: no drafts
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Inbox:
-    """What the host sends in with a slice. A row without a request has a prompt length of 0."""
-
-    prompts: Any  # int32 [rows, max_length]
-    prompt_lengths: Any  # int32 [rows]
-    max_new_tokens: Any  # int32 [rows]
-    priorities: Any  # int32 [rows]
-    stop_ids: Any  # int32 [rows, stop_ids]
-    sampling: Sampling  # of each row
-    families: Any  # int32 [rows], the same for completions of one request
-    spans: Any  # int32 [rows, 2], of the tokens to score; a prompt row then holds them too, behind the prompt
-    aborts: Any  # bool [requests]
-    forgets: Any  # bool [1 + adapters], whether the weights have changed since the slice before, or each adapter's
-    wants_logprobs: Any  # bool []
-    num_steps: Any  # int32 [], the most steps of this slice
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What the host gets back, packed: an array that can be read during the next slice."""
-
-    request_ids: jax.Array  # int32 [rows], of the inbox
-    refusals: jax.Array  # int32 [rows]
-    outbox: Outbox
-    logprobs: jax.Array  # float32, like the tokens of the outbox
-    likely: Likely | None
-    scores: Scores  # [steps, rows]
-    num_running: jax.Array  # int32 []
-    num_free: jax.Array  # int32 [], blocks
-    num_of_kind: jax.Array  # int32 [kinds], steps so far, as the next seven
-    num_spared: jax.Array
-    num_drafted: jax.Array
-    num_accepted: jax.Array
-    num_computed: jax.Array
-    num_found: jax.Array
-    num_recomputed: jax.Array
-    num_preempted: jax.Array
-    # For the host tier. None: there is none.
-    serials: jax.Array | None = None  # int32 [blocks], of the blocks that the prefix cache lists; 0: it does not
-    parents: jax.Array | None = None  # int32 [blocks], serials of the blocks before them
-    salts: jax.Array | None = None  # int32 [1 + adapters], under which prompts are looked up
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ Everything here is MLIR, inlined into the kernels, for the 128 threads of a warp
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,37 +22,55 @@ CHUNK = 16  # bytes
 class Chunk:
     """16 bytes that a thread copies."""
 
-    row: Any  # i32, of the matrix in SMEM
-    rows: range  # in which the row is, whatever the thread
+    thread_row: Any  # i32, of the matrix in SMEM, `rows_after` rows before the chunk's
+    rows_after: int
+    rows: range  # in which the chunk's row is, whatever the thread
     byte: Any  # i32, of the row
     width: int  # bytes of a row
     smem: Any  # address, i32
 
+    @property
+    def row(self) -> Any:
+        return arith.addi(self.thread_row, i32(self.rows_after))
+
 
 def chunks(smem: Any) -> Iterator[Chunk]:
-    """Those that a thread of a warpgroup copies; smem: [row tiles, column tiles, 8, columns of a tile]."""
+    """Those that a thread of a warpgroup copies; smem: [row tiles, column tiles, 8, columns of a tile].
+
+    A thread's chunks repeat their place in a row and in a tile, whole tiles further on: what depends on the thread is
+    computed once, and is in few registers.
+    """
     smem_type = ir.MemRefType(smem.type)
     row_tiles, column_tiles, tile_rows, tile_columns = smem_type.shape
     row_bytes = tile_columns * utils.bitwidth(smem_type.element_type) // 8  # of a tile
     width = column_tiles * row_bytes
     in_row = width // CHUNK
     num_chunks = row_tiles * tile_rows * in_row
+    period = math.lcm(THREADS, tile_rows * in_row)
+    places: dict[int, tuple[Any, Any, Any]] = {}
     for first in range(0, num_chunks, THREADS):
-        number = arith.addi(thread(), i32(first))
-        if first + THREADS > num_chunks:  # few rows: some threads copy what others copy too
-            number = arith.remui(number, i32(num_chunks))
-        row, byte = arith.divui(number, i32(in_row)), product(arith.remui(number, i32(in_row)), CHUNK)
-        tile = total(product(arith.divui(row, i32(tile_rows)), column_tiles), arith.divui(byte, i32(row_bytes)))
-        offset = total(
-            product(tile, tile_rows * row_bytes),
-            product(arith.remui(row, i32(tile_rows)), row_bytes),
-            arith.remui(byte, i32(row_bytes)),
-        )
-        # The swizzle: bits 4 to 6 of an address, or fewer for narrower tiles, turned by bits 7 to 9.
-        turn = arith.andi(arith.shrui(offset, i32(7)), i32(row_bytes // CHUNK - 1))
-        offset = arith.xori(offset, arith.shli(turn, i32(4)))
+        is_whole = first + THREADS <= num_chunks
+        again, in_period = divmod(first, period)
+        if not again or not is_whole:
+            again, in_period = 0, first
+            number = arith.addi(thread(), i32(first))
+            if not is_whole:  # few rows: some threads copy what others copy too
+                number = arith.remui(number, i32(num_chunks))
+            row, byte = arith.divui(number, i32(in_row)), product(arith.remui(number, i32(in_row)), CHUNK)
+            tile = total(product(arith.divui(row, i32(tile_rows)), column_tiles), arith.divui(byte, i32(row_bytes)))
+            offset = total(
+                product(tile, tile_rows * row_bytes),
+                product(arith.remui(row, i32(tile_rows)), row_bytes),
+                arith.remui(byte, i32(row_bytes)),
+            )
+            # The swizzle: bits 4 to 6 of an address, or fewer for narrower tiles, turned by bits 7 to 9.
+            turn = arith.andi(arith.shrui(offset, i32(7)), i32(row_bytes // CHUNK - 1))
+            offset = arith.xori(offset, arith.shli(turn, i32(4)))
+            places[first] = row, byte, arith.addi(pointer(smem), offset)
+        row, byte, address = places[in_period]
+        rows_after = again * (period // in_row)
         rows = range(first // in_row, min((first + THREADS - 1) // in_row + 1, row_tiles * tile_rows))
-        yield Chunk(row, rows, byte, width, arith.addi(pointer(smem), offset))
+        yield Chunk(row, rows_after, rows, byte, width, arith.addi(address, i32(rows_after * width)))
 
 
 def pointer(smem: Any) -> Any:

@@ -101,18 +101,22 @@ def copy_tile(
         _, block_size, kv_heads, head_dim = ir.MemRefType(source.type).shape
         row_bytes = head_dim * utils.bitwidth(ir.MemRefType(source.type).element_type) // 8
         for chunk in chunks(target):
-            block_id, its_slot = _locate(chunk.row, chunk.rows, block_ids, slot, tile)
-            row = total(product(its_slot, kv_heads), kv_head)
-            number = arith.addi(product(wide(block_id), block_size * kv_heads), wide(row))
             is_there = None if row_bytes == chunk.width else below(chunk.byte, row_bytes)
             byte = chunk.byte if is_there is None else arith.select(is_there, chunk.byte, i32(0))
+            block_id, of_thread, after = _locate(chunk.thread_row, chunk.rows_after, chunk.rows, block_ids, tile)
+            # What depends on the thread, then what does not: the former stays in a register from tile to tile.
+            place = total(product(of_thread, kv_heads * row_bytes), byte)
+            of_tile = product(total(product(arith.addi(slot, i32(after)), kv_heads), kv_head), row_bytes)
+            block = product(wide(block_id), block_size * kv_heads * row_bytes)
+            address = arith.addi(arith.addi(_start(source), wide(place)), arith.addi(block, wide(of_tile)))
             if seen:
+                first_seen, end_seen = (arith.subi(bound, i32(chunk.rows_after)) for bound in (first, end))
                 is_seen = arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.sge, chunk.row, first),
-                    arith.cmpi(arith.CmpIPredicate.slt, chunk.row, end),
+                    arith.cmpi(arith.CmpIPredicate.sge, chunk.thread_row, first_seen),
+                    arith.cmpi(arith.CmpIPredicate.slt, chunk.thread_row, end_seen),
                 )
                 is_there = is_seen if is_there is None else arith.andi(is_there, is_seen)
-            _copy(_address(source, number, row_bytes, byte), chunk.smem, is_there)
+            _copy(address, chunk.smem, is_there)
 
     start(source, target, slot, kv_head, *seen, *ids)
 
@@ -127,10 +131,9 @@ def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Ar
         _, block_size, kv_heads = ir.MemRefType(source.type).shape
         (tile,) = ir.MemRefType(target.type).shape
         token = arith.remui(thread(), i32(tile))
-        block_id, its_slot = _locate(token, range(tile), block_ids, slot, tile)
-        number = arith.addi(
-            product(wide(block_id), block_size * kv_heads), wide(total(product(its_slot, kv_heads), kv_head))
-        )
+        block_id, of_thread, _ = _locate(token, 0, range(tile), block_ids, tile)
+        row = total(product(arith.addi(slot, of_thread), kv_heads), kv_head)
+        number = arith.addi(product(wide(block_id), block_size * kv_heads), wide(row))
         address = arith.addi(pointer(target), product(token, 4))
         utils.inline_ptx(
             "cp.async.ca.shared.global [$0], [$1], 4;",
@@ -177,14 +180,17 @@ def wait(pending: int) -> None:
     wait_group()
 
 
-def _locate(row: Any, rows: range, ids: Sequence[Any], slot: Any, tile: int) -> tuple[Any, Any]:
-    """The block, and the slot in it, of a row of a tile that is in `rows`; the first block begins at `slot`."""
+def _locate(thread_row: Any, rows_after: int, rows: range, ids: Sequence[Any], tile: int) -> tuple[Any, Any, int]:
+    """The block of row `thread_row + rows_after` of a tile, which is in `rows`; and the row in the tile's part of the
+    block, as one of the thread and rows after it."""
     run = tile // len(ids)
     first = rows[0] // run
-    block_id = ids[first]
+    if rows[-1] // run == first and rows_after >= first * run:
+        return ids[first], thread_row, rows_after - first * run
+    row, block_id = arith.addi(thread_row, i32(rows_after)), ids[first]
     for i in range(first + 1, rows[-1] // run + 1):
         block_id = arith.select(below(row, i * run), block_id, ids[i])
-    return block_id, arith.addi(slot, arith.remui(row, i32(run)))
+    return block_id, arith.remui(row, i32(run)), 0
 
 
 def _copy(gmem: Any, smem: Any, is_there: Any | None) -> None:
@@ -197,8 +203,11 @@ def _copy(gmem: Any, smem: Any, is_there: Any | None) -> None:
 
 def _address(array: Any, row: Any, row_bytes: int, byte: Any) -> Any:
     """i64, of a byte of a row of an array in GMEM."""
-    start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(array))
-    return arith.addi(start, arith.addi(product(row, row_bytes), wide(byte)))
+    return arith.addi(_start(array), arith.addi(product(row, row_bytes), wide(byte)))
+
+
+def _start(array: Any) -> Any:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(array))
 
 
 def _scalar(x: Any) -> Any:

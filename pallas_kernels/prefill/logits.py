@@ -38,14 +38,15 @@ class Logits:
         if not masked and self.slopes is None:
             return logits, to_log2
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
-        position = self.item.position - tile * self.item.tile_tokens
-        tokens = row_tokens(shape, self.first_row, self.item_tokens)
-        distance = tokens - columns + position if self.item.causal else position - columns
+        last = self.item.position - tile * self.item.tile_tokens  # the column of the last token that a row sees
+        if self.item.causal:
+            tokens = row_tokens(shape[:1], self.first_row, self.item_tokens, ROWS_FIRST.vector)
+            last = ROWS_FIRST.over(tokens + last, shape)
         if self.slopes is not None:
-            logits -= ROWS_FIRST.over(self.slopes * LOG2E, shape) * distance.astype(jnp.float32)
+            logits -= ROWS_FIRST.over(self.slopes * LOG2E, shape) * (last - columns).astype(jnp.float32)
         if not masked:
             return logits, to_log2
-        visible = distance >= 0
+        visible = columns <= last
         if self.item.window is not None:
-            visible = jnp.logical_and(visible, distance < self.item.window)
+            visible = jnp.logical_and(visible, columns > last - self.item.window)
         return jnp.where(visible, logits, jnp.full(shape, -jnp.inf, jnp.float32)), to_log2

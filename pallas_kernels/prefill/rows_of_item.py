@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref, vector
 
-from pallas_kernels.common.chunks import chunks
+from pallas_kernels.common.chunks import below, chunks, i32, product, total, wide
 from pallas_kernels.common.interpret import interpreted_by, nothing
 from pallas_kernels.common.mlir import arith, constant, scf
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
@@ -152,16 +152,15 @@ class RowsOfItem:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
             where = _ItemRows.of(self.config, *scalars)
-            _, heads, head_dim = ir.MemRefType(out.type).shape
-            start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(out))
-            for (row, column), pair in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
-                in_head = arith.cmpi(arith.CmpIPredicate.ult, column, _index(head_dim))
+            head_dim, int32 = ir.MemRefType(out.type).shape[-1], ir.IntegerType.get_signless(32)
+            for at, pair in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
+                row, column = (arith.index_cast(int32, i) for i in at)
                 _asm(
                     "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2}; }",
                     "l,f,f,r",
-                    where.address(start, row, column, heads, head_dim, num_bytes=4),
+                    where.address(out, row, column, num_bytes=4),
                     *(vector.extract(pair, dynamic_position=[], static_position=[i]) for i in range(2)),
-                    arith.extui(ir.IntegerType.get_signless(32), arith.andi(where.has(row), in_head)),
+                    arith.extui(int32, arith.andi(where.has(row), below(column, head_dim))),
                 )
 
         store(out, x, *self._scalars(item, item.out_row))
@@ -175,8 +174,9 @@ class RowsOfItem:
             where = _ItemRows.of(self.config, *scalars)
 
             def put(value: Any, at: tuple) -> None:
-                with ir.InsertionPoint(scf.IfOp(where.has(at[0])).then_block):
-                    memref.store(value, out, where.of_row(at[0]))
+                row = arith.index_cast(ir.IntegerType.get_signless(32), at[0])
+                with ir.InsertionPoint(scf.IfOp(where.has(row)).then_block):
+                    memref.store(value, out, where.of_row(row))
                     scf.yield_([])
 
             x.foreach(put)
@@ -193,7 +193,7 @@ def _row(smem: Any, i: jax.Array, gmem: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _ItemRows:
-    """Where the item's rows are in an array of [tokens, heads, ...], in MLIR, of type index."""
+    """Where the item's rows are in an array of [tokens, heads, ...]; i32 in MLIR."""
 
     config: Cut
     first_row: Any
@@ -203,27 +203,31 @@ class _ItemRows:
 
     @classmethod
     def of(cls, config: Cut, *scalars: Any) -> "_ItemRows":
-        return cls(config, *(arith.index_cast(ir.IndexType.get(), x.registers[()]) for x in scalars))
+        return cls(config, *(x.registers[()] for x in scalars))
 
     def _split(self, row: Any) -> tuple[Any, Any]:
-        row, tokens = arith.addi(row, self.first_row), _index(self.config.item_tokens)
+        row, tokens = arith.addi(row, self.first_row), i32(self.config.item_tokens)
         return arith.divui(row, tokens), arith.remui(row, tokens)
 
     def has(self, row: Any) -> Any:
         head, token = self._split(row)
-        below = arith.CmpIPredicate.ult
-        return arith.andi(arith.cmpi(below, token, self.num_tokens), arith.cmpi(below, head, _index(self.config.heads)))
+        is_token = arith.cmpi(arith.CmpIPredicate.ult, token, self.num_tokens)
+        return arith.andi(is_token, below(head, self.config.heads))
 
     def of_row(self, row: Any) -> list[Any]:
+        """Indices."""
         head, token = self._split(row)
-        return [arith.addi(token, self.array_row), arith.addi(head, self.head)]
+        sums = arith.addi(token, self.array_row), arith.addi(head, self.head)
+        return [arith.index_cast(ir.IndexType.get(), x) for x in sums]
 
-    def address(self, start: Any, row: Any, column: Any, heads: int, head_dim: int, *, num_bytes: int) -> Any:
-        """i64, of a number of an array of [tokens, heads, head_dim] that begins at `start`."""
-        token, head = self.of_row(row)
-        row_start = arith.muli(arith.addi(arith.muli(token, _index(heads)), head), _index(head_dim))
-        offset = arith.muli(arith.addi(row_start, column), _index(num_bytes))
-        return arith.addi(start, arith.index_cast(ir.IntegerType.get_signless(64), offset))
+    def address(self, array: Any, row: Any, column: Any, *, num_bytes: int) -> Any:
+        """i64, of a number of an array of [tokens, heads, head_dim]."""
+        _, heads, head_dim = ir.MemRefType(array.type).shape
+        start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(array))
+        head, token = self._split(row)
+        first_row = arith.addi(product(wide(self.array_row), heads), wide(self.head))
+        number = arith.addi(product(arith.addi(product(token, heads), head), head_dim), column)  # of the item's
+        return total(start, product(first_row, head_dim * num_bytes), wide(product(number, num_bytes)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,24 +241,13 @@ class _Chunk:
 
 def _chunks(array: Any, smem: Any, where: _ItemRows, start: int = 0) -> Iterator[_Chunk]:
     """The chunks of rows, in SMEM and in an array [tokens, heads, head_dim], its columns from `start` on."""
-    index = ir.IndexType.get()
-    _, heads, head_dim = ir.MemRefType(array.type).shape
-    array_start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(array))
+    head_dim = ir.MemRefType(array.type).shape[-1]
     for chunk in chunks(smem):
-        row, byte = (arith.index_cast(index, x) for x in (chunk.row, chunk.byte))
-        column = arith.addi(arith.divui(byte, _index(2)), _index(start))
-        in_head = arith.cmpi(arith.CmpIPredicate.ult, column, _index(head_dim))
-        yield _Chunk(
-            smem=chunk.smem,
-            gmem=where.address(array_start, row, column, heads, head_dim, num_bytes=2),
-            is_there=arith.andi(where.has(row), in_head),
-        )
+        column = arith.addi(arith.divui(chunk.byte, i32(2)), i32(start))
+        is_there = arith.andi(where.has(chunk.row), below(column, head_dim))
+        yield _Chunk(chunk.smem, where.address(array, chunk.row, column, num_bytes=2), is_there)
 
 
 def _asm(text: str, constraints: str, *operands: Any) -> None:
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, list(operands), text, constraints, has_side_effects=True)
-
-
-def _index(x: int) -> Any:
-    return constant("index", x)

@@ -51,6 +51,7 @@ def milliseconds(form: str, *, toy: bool, layers: int, length: int, rounds: int)
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--length", type=int, help="tokens of the sequences that decode")
     parser.add_argument("--rounds", type=int, default=2)
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     store = open_store("engine_forms", options)
     how = dict(toy=options.toy, layers=2 if options.toy else options.layers, length=length, rounds=options.rounds)
     found = {}
-    for form in FORMS if _device.is_gpu() else FORMS[:1]:
+    for form in options.forms if _device.is_gpu() else FORMS[:1]:
         is_portable = form == "portable"
         gpu = (
             mock.patch.object(_device, "gpu", return_value=portable_gpu()) if is_portable else contextlib.nullcontext()

@@ -47,7 +47,7 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
 
 
 def _launch_prefill(choice: Choice, call: Call) -> Results:
-    from pallas_kernels.prefill import kernel
+    from pallas_kernels.prefill import kernel, launch
     from pallas_kernels.prefill.portable import kernel as portable
     from pallas_kernels.prefill.work_list import make_work_list
 
@@ -57,8 +57,8 @@ def _launch_prefill(choice: Choice, call: Call) -> Results:
     assert p.v_cache is not None
     token_bytes = 2 * p.kv_heads * p.head_dim * p.itemsize
     work = make_work_list(p.query_starts, p.lengths, tokens=p.q.shape[0], token_bytes=token_bytes, config=config)
-    launch = kernel.launch if choice.kernel == "paged_prefill" else portable.launch
-    out, lse = launch(p.q, p.k_cache, p.v_cache, p.block_tables, work, p.options, config=config)
+    form = kernel.form if choice.kernel == "paged_prefill" else portable.form
+    out, lse = launch.launch(form, p.q, p.k_cache, p.v_cache, p.block_tables, work, p.options, config=config)
     return out.reshape(call.out_shape), lse.reshape(call.q.shape[:-1])
 
 

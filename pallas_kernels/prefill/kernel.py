@@ -18,7 +18,7 @@ from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
 from pallas_kernels.prefill.item import Items
-from pallas_kernels.prefill.launch import launch as launch_form
+from pallas_kernels.prefill.launch import Form
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.products import products_of
 from pallas_kernels.prefill.refs import Refs, scratch
@@ -187,38 +187,26 @@ def matrix_transforms(head_dim: int, eight_bit: bool) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)  # type: ignore[abstract]
 
 
-def launch(
-    q: jax.Array,  # [tokens, heads, head_dim]
-    k_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
-    v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
-    block_tables: jax.Array,  # int32 [seqs, max_blocks]
-    work: WorkList,
-    options: AttentionOptions,
-    *,
-    config: Config,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
+def form(q: jax.Array, k_cache: jax.Array, _: WorkList, options: AttentionOptions, config: Config) -> Form:
+    """As it computes a call, see `prefill.launch`."""
     _, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     eight_bit = is_8bit(k_cache.dtype)
     matrix = matrix_transforms(head_dim, eight_bit)
-    return launch_form(
-        "paged_prefill",
-        functools.partial(_kernel, config=config, group=heads // kv_heads, transforms=matrix),
-        Refs,
-        *(q, k_cache, v_cache, block_tables, work, options),
-        config=config,
+    scratch_types = scratch(
+        config,
+        width=round_up(head_dim, 64),
+        block_size=block_size,
+        dtype=q.dtype,
+        cache_dtype=k_cache.dtype,
+        scales=(options.k_scale, options.v_scale),
+        matrix=matrix,
+    )
+    return Form(
+        name="paged_prefill",
+        body=functools.partial(_kernel, config=config, group=heads // kv_heads, transforms=matrix),
+        refs=Refs,
         rows=ROWS,
         num_programs=config.num_programs,
-        num_threads=4 if eight_bit else 3,
-        thread_name="warpgroup",
-        scratch_types=scratch(
-            config,
-            width=round_up(head_dim, 64),
-            block_size=block_size,
-            dtype=q.dtype,
-            cache_dtype=k_cache.dtype,
-            scales=(options.k_scale, options.v_scale),
-            matrix=matrix,
-        ),
+        how=dict(num_threads=4 if eight_bit else 3, thread_name="warpgroup", scratch_types=scratch_types),
     )

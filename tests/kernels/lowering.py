@@ -16,6 +16,7 @@ from pallas_kernels.latent import config as latent_config
 from pallas_kernels.latent import kernel as latent_kernel
 from pallas_kernels.prefill import config as prefill_config
 from pallas_kernels.prefill import kernel as prefill_kernel
+from pallas_kernels.prefill.launch import launch as launch_prefill
 from pallas_kernels.prefill.portable import config as portable_config
 from pallas_kernels.prefill.portable import kernel as portable_kernel
 from pallas_kernels.prefill.work_list import make_work_list
@@ -65,7 +66,7 @@ def traced_prefill(
     else:
         config = portable_config.default_config(**shape, compute_capability=portable_for)
     config = dataclasses.replace(config, **changes)
-    kernel = prefill_kernel if portable_for is None else portable_kernel
+    form = prefill_kernel.form if portable_for is None else portable_kernel.form
     shape, heads, tokens = functools.partial(jax.ShapeDtypeStruct, sharding=sharding), kv_heads * group, 300
     cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
     types = option_types(shape, heads)
@@ -73,7 +74,7 @@ def traced_prefill(
     @jax.jit
     def launch(q, k_cache, v_cache, tables, lengths, starts, **named):
         work = make_work_list(starts, lengths, tokens=tokens, token_bytes=4 * kv_heads * head_dim, config=config)
-        return kernel.launch(q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
+        return launch_prefill(form, q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
 
     arrays = shape((tokens, heads, head_dim), dtype), cache, cache, shape((3, 32), jnp.int32)
     sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)

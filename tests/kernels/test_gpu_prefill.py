@@ -140,8 +140,8 @@ def test_equal_bits_twice(shape):
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_prompts_through_the_public_function(name, shape, monkeypatch):
     launched = []
-    launch = kernel.launch
-    monkeypatch.setattr(kernel, "launch", lambda *args, **named: launched.append(0) or launch(*args, **named))
+    form = kernel.form
+    monkeypatch.setattr(kernel, "form", lambda *args: launched.append(0) or form(*args))
     jax.clear_caches()
     case = make_case(
         lengths=(5, 1040, 700),

@@ -28,7 +28,7 @@ Keys and values that no query of an item may see are not copied: they are zero i
 | file | has |
 |---|---|
 | `config` | what the kernel takes, and how a call is cut up |
-| `kernel` | every array with its shape, a program from its start to its end, and the launch |
+| `kernel` | every array with its shape, a program from its start to its end, and what a launch needs |
 | `tiles` | how K and V are fetched |
 | `products` | the products, and how their operands are read |
 | `work_list`, `item`, `rows_of_item` of `prefill` | the items, and how their rows are read and written |

@@ -51,7 +51,7 @@ def default_config(
     num_stages = 2 if fits(resident, rows, tile_tokens, 2) else 1
     heads, item_tokens = heads_and_tokens(group, rows)
     return Config(
-        num_programs=1,  # see `launch`
+        num_programs=1,  # see `kernel.form`
         rows=rows,
         heads=heads,
         item_tokens=item_tokens,

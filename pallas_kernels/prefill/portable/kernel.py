@@ -18,7 +18,7 @@ from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, normalise, zeros
 from pallas_kernels.common.scales import of_head, of_tokens
 from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill.item import Items
-from pallas_kernels.prefill.launch import launch as launch_form
+from pallas_kernels.prefill.launch import Form
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.portable import products
 from pallas_kernels.prefill.portable.config import COLUMNS, Config
@@ -215,31 +215,18 @@ def _q_views(refs: Refs) -> tuple[Any, Any]:
     return q, q_float16
 
 
-def launch(
-    q: jax.Array,  # [tokens, heads, head_dim]
-    k_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
-    v_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
-    block_tables: jax.Array,  # int32 [seqs, max_blocks]
-    work: WorkList,
-    options: AttentionOptions,
-    *,
-    config: Config,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
+def form(q: jax.Array, k_cache: jax.Array, work: WorkList, options: AttentionOptions, config: Config) -> Form:
+    """As it computes a call, see `prefill.launch`."""
     _, heads, head_dim = q.shape
     num_programs = work.entries.shape[0] * (heads // config.heads) * config.num_parts
     config = dataclasses.replace(config, num_programs=num_programs)
-    scales = options.k_scale, options.v_scale
-    return launch_form(
-        "portable_prefill",
-        functools.partial(_kernel, config=config, group=heads // k_cache.shape[2], transforms=matrix(q.dtype)),
-        Refs,
-        *(q, k_cache, v_cache, block_tables, work, options),
-        config=config,
+    width, scales = round_up(head_dim, COLUMNS), (options.k_scale, options.v_scale)
+    scratch_types = scratch(config, width=width, dtype=q.dtype, cache_dtype=k_cache.dtype, scales=scales)
+    return Form(
+        name="portable_prefill",
+        body=functools.partial(_kernel, config=config, group=heads // k_cache.shape[2], transforms=matrix(q.dtype)),
+        refs=Refs,
         rows=config.rows,
         num_programs=num_programs,
-        scratch_types=scratch(
-            config, width=round_up(head_dim, COLUMNS), dtype=q.dtype, cache_dtype=k_cache.dtype, scales=scales
-        ),
-        reduction_bytes=0,
+        how=dict(scratch_types=scratch_types, reduction_bytes=0),
     )

@@ -75,14 +75,16 @@ def _by_sequence(
 ) -> jax.Array:
     """The order in which what is read is read soon again: a sequence after the other, the longest first.
 
-    One sequence's longest entries come first and the next one's last, so that programs get as much of both.
+    One sequence's longest entries come first and the next one's last, so that programs get as much of both. Those of
+    the last sequence come first: its short ones fill the gaps at the end.
     """
     counts = jnp.diff(ends, prepend=jnp.int32(0))
     ranked = jnp.argsort(-lengths, stable=True)
     rank = jnp.argsort(ranked, stable=True)
     starts = (jnp.cumsum(counts[ranked], dtype=jnp.int32) - counts[ranked])[rank]
     in_sequence = order - (ends - counts)[owner]
-    turned = jnp.where(rank[owner] % 2 == 0, counts[owner] - 1 - in_sequence, in_sequence)
+    is_turned = (lengths.shape[0] - 1 - rank[owner]) % 2 == 0  # the padding is two sequences, without a token
+    turned = jnp.where(is_turned, counts[owner] - 1 - in_sequence, in_sequence)
     target = jnp.where(exists, starts[owner] + turned, order)
     return jnp.zeros_like(order).at[target].set(order, unique_indices=True)
 

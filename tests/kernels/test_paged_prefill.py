@@ -202,3 +202,5 @@ def test_beyond_the_l2_cache_a_sequence_follows_the_other():
     entries = make_entries((96, 96, 64), (1024, 4096, 2048), tokens=256, token_bytes=10**6)
     assert entries[:, 0].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
     assert entries[:, 2].tolist() == [4064, 4032, 4000, 1984, 2016, 992, 960, 928]
+    entries = make_entries((96, 96), (1024, 4096), tokens=192, token_bytes=10**6)
+    assert entries[:, 2].tolist() == [4000, 4032, 4064, 992, 960, 928]

@@ -41,6 +41,7 @@ def milliseconds(form: str, *, toy: bool, layers: int, length: int, rounds: int)
         num_seats=sizes.seats,
         max_length=2 * sizes.longest,
         chunk_tokens=sizes.chunk,
+        widths=(),  # the widest kind is what is timed
     )
     steps, kind = Steps(engine, sizes), engine._kinds[-1]
     few, many = (1, 2) if toy else (FEW_STEPS, MANY_STEPS)

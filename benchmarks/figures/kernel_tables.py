@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.figures.cells import Points, label, table, us
-from benchmarks.kernels.prefill import FORMS
 
 SHAPES = (  # of the peers' table
     *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
@@ -177,16 +176,6 @@ def packed(points: Points) -> str:
         p = found[f"{name} mosaic_gpu"]
         rows.append([text, us(p["us"]), f"{p['teraflops_per_second']:.0f}"])
     return table(("batch", "us", "TFLOP/s"), rows)
-
-
-def portable_prefill(points: Points) -> str:
-    found, rows = points("h100/portable_prefill"), []
-    for name in FORMS:
-        portable, *others = (found.get(f"{name} {method}") for method in ("portable", "mosaic_gpu", "xla"))
-        text = PACKED.get(name) or label(name.replace(" q_len=all", ""))
-        row = [text, us(portable["us"]), f"{portable['teraflops_per_second']:.0f}"]
-        rows.append(row + [us(p["us"]) if p else "" for p in others])
-    return table(("sequences x length", "portable, us", "TFLOP/s", "Hopper's, us", "XLA, us"), rows)
 
 
 def quantised(points: Points) -> str:

@@ -189,8 +189,8 @@ def matrix_transforms(head_dim: int, eight_bit: bool) -> tuple[Any, ...]:
 
 def form(q: jax.Array, k_cache: jax.Array, _: WorkList, options: AttentionOptions, config: Config) -> Form:
     """As it computes a call, see `prefill.launch`."""
-    _, heads, head_dim = q.shape
-    _, block_size, kv_heads, _ = k_cache.shape
+    heads, head_dim = q.shape[1:]
+    block_size, kv_heads = k_cache.shape[1:3]
     eight_bit = is_8bit(k_cache.dtype)
     matrix = matrix_transforms(head_dim, eight_bit)
     scratch_types = scratch(

@@ -599,37 +599,38 @@ def test_parameters_are_vllms():
     assert tokens[0] == tokens[1] != tokens[2]
 
 
-def test_apply_may_return_caches_in_lists_and_weights_may_be_numbers():
-    caches = tuple(
-        KVCache.create(num_blocks=BLOCKS + 1, block_size=4, num_kv_heads=4, head_dim=8, dtype="float32")
-        for _ in range(2)
-    )
+@functools.cache
+def scaled_engine():
+    """Of caches in a tuple that `apply` returns in a list, of weights with a number among them, and of a prefix cache
+    whose blocks are longer than any request."""
 
     def apply(weights, tokens, positions, caches, attend):
         cache, logits = toy_model.apply(weights["model"], tokens, positions, caches[0], attend)
         return [cache, caches[1]], logits * weights["scale"]
 
-    engine = create_engine(model=apply, weights={"model": random_weights(), "scale": 1.0}, cache=caches, exact=True)
-    greedy = SamplingParams(max_tokens=12, temperature=0)
+    sizes = dict(num_blocks=4, block_size=16, num_kv_heads=4, head_dim=8, dtype="float32")
+    return create_engine(
+        model=apply,
+        weights={"model": random_weights(), "scale": 1.0},
+        cache=tuple(KVCache.create(**sizes) for _ in range(2)),
+        max_length=12,
+        prefix_cache=True,
+        exact=True,
+    )
 
-    def tokens():
-        return [output.outputs[0].token_ids for output in engine.generate([[1, 2, 3]], greedy)]
 
-    assert tokens() == [continuation(random_weights(), [1, 2, 3], greedy)[0]]
-    engine.update_weights({"model": random_weights(1), "scale": 2.0})
-    assert tokens() == [continuation(random_weights(1), [1, 2, 3], greedy)[0]]
+@pytest.mark.parametrize(("seed", "scale"), [(0, 1.0), (1, 2.0)])
+def test_apply_may_return_caches_in_lists_and_weights_may_be_numbers(seed, scale):
+    engine, greedy = scaled_engine(), SamplingParams(max_tokens=8, temperature=0)
+    engine.update_weights({"model": random_weights(seed), "scale": scale})
+    (output,) = engine.generate([[1, 2, 3]], greedy)
+    assert output.outputs[0].token_ids == continuation(random_weights(seed), [1, 2, 3], greedy)[0]
     assert isinstance(engine._state.caches, tuple)
 
 
 def test_a_prefix_cache_that_can_find_nothing_is_harmless():
-    cache = KVCache.create(num_blocks=4, block_size=16, num_kv_heads=4, head_dim=8, dtype="float32")
-    engine = create_engine(weights=random_weights(), cache=cache, max_length=12, prefix_cache=True, exact=True)
-    greedy = SamplingParams(max_tokens=8, temperature=0)
-    (output,) = engine.generate([[1, 2, 3]], greedy)
-    assert output.outputs[0].token_ids == continuation(random_weights(), [1, 2, 3], greedy)[0]
-    engine.update_weights(random_weights(1))
-    (output,) = engine.generate([[1, 2, 3]], greedy)
-    assert output.outputs[0].token_ids == continuation(random_weights(1), [1, 2, 3], greedy)[0]
+    engine, greedy = scaled_engine(), SamplingParams(max_tokens=8, temperature=0)
+    assert engine.generate([[1, 2, 3]], greedy)[0].outputs == engine.generate([[1, 2, 3]], greedy)[0].outputs
     assert engine.stats().num_found == 0
 
 

@@ -15,7 +15,16 @@ import pytest
 from jaxpaged import SamplingParams
 from jaxpaged._engine.interrupts import without_interrupts
 from tests import toy_model
-from tests.toy_model import BLOCKS, MAX_TOKENS, STEPS, create_engine, finish, random_weights, shared_engine
+from tests.toy_model import (
+    BLOCKS,
+    MAX_TOKENS,
+    STEPS,
+    create_engine,
+    finish,
+    not_compiled,
+    random_weights,
+    shared_engine,
+)
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 LONG = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
@@ -219,7 +228,8 @@ def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
         def __array__(self, dtype=None, copy=None):
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    engine = create_engine(exact=True)
+    with not_compiled():
+        engine = create_engine(exact=True)
     engine.add_request(PROMPTS[0], LONG)
     engine._run_slice = lambda weights, state, inbox: (state, Broken())
     engine.step()

@@ -24,7 +24,8 @@ if jax.default_backend() == "gpu":  # float32 is float32 in the models that test
 else:  # most programs run once or twice; without LLVM's passes, a third less time. XLA's own are the same
     jax.config.update("jax_disable_most_optimizations", True)
     # A program is compiled once, whichever worker, module or run needs it. `make clean` forgets.
-    jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / "build" / "compiled"))
+    if not jax.config.jax_compilation_cache_dir:  # JAX_COMPILATION_CACHE_DIR: one for several checkouts
+        jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / "build" / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 

@@ -13,7 +13,6 @@ from jax.experimental.pallas import triton
 
 ROWS = 16  # of a block
 FEATURES = 128  # that a step of the loop multiplies
-SPLITS = 4  # of the features, if they divide them
 MOST_COLUMNS, FEWEST_COLUMNS = 1024, 64  # of out in a program, for a rank of 16
 
 
@@ -32,7 +31,8 @@ class Config:
         columns = math.gcd(MOST_COLUMNS * 16 // rank, *parts)
         if columns < FEWEST_COLUMNS:
             return None
-        return cls(parts, 1 if features % (SPLITS * FEATURES) else SPLITS, columns)
+        splits = 4 if len(parts) == 1 else 2  # [adapters_h100]
+        return cls(parts, 1 if features % (splits * FEATURES) else splits, columns)
 
 
 def place_blocks(ids: jax.Array, num_adapters: int) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,7 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.quantise import kv_scale, widen_kv
 from jaxpaged._cache.rotate import rotate_and_write_kv
-from jaxpaged._cache.transfer import blocks_from_host, blocks_to_host, gather_kv, scatter_kv
+from jaxpaged._cache.transfer import gather_kv, scatter_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._cache.zeroing import zero_blocks
 from jaxpaged._debug import debug_checks
@@ -60,8 +60,6 @@ __all__ = [
     "Score",
     "StepAttention",
     "attend",
-    "blocks_from_host",
-    "blocks_to_host",
     "cache_capacity",
     "context_parallel_attention",
     "context_parallel_slots",

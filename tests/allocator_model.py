@@ -24,7 +24,6 @@ class Model:
         self.passed = [0] * len(self.blocks)
         self.tokens: list[list[int]] = [[] for _ in range(num_seqs)]  # what was written, for the prefix cache
         self.salts = [0] * num_seqs
-        self.swapped: list[list[int]] = [[] for _ in range(num_seqs)]  # tokens of those that are swapped out
 
     @property
     def lengths(self) -> list[int]:
@@ -103,7 +102,6 @@ class Model:
         for i, count in enumerate(counts):
             length = self.lengths[i] + count
             legal = 0 <= count <= q_len and length <= self.max_blocks * self.block_size
-            legal &= not (self.swapped[i] and count)
             needs.append(self.num_blocks_for(length) - self.num_blocks_for(self.lengths[i]) if legal else None)
         most = -(-q_len // self.block_size) + MORE_PASSED
         self.let_go_passed([i for i, need in enumerate(needs) if need is not None and counts[i]], most)
@@ -126,7 +124,7 @@ class Model:
         self.let_go([self.held(row) if marked[row % self.num_seqs] else [] for row in rows])
         for i, mark in enumerate(marked):
             if mark:
-                self.tokens[i], self.swapped[i] = [], []
+                self.tokens[i] = []
                 for row in self.rows_of(i):
                     self.blocks[row], self.passed[row] = [], 0
 
@@ -135,12 +133,7 @@ class Model:
 
         def legal(i: int) -> bool:
             parent = parents[i]
-            return (
-                parent not in (-1, i)
-                and parent in rows
-                and (replace or not self.tokens[i])
-                and not (self.swapped[i] or self.swapped[parent])
-            )
+            return parent not in (-1, i) and parent in rows and (replace or not self.tokens[i])
 
         def partial(i: int) -> bool:
             return self.lengths[parents[i]] % self.block_size > 0
@@ -198,7 +191,7 @@ class Model:
         for i in (i for i in seqs if oks[i]):
             kept = self.num_blocks_for(lengths[i])
             for row in self.rows_of(i):
-                self.passed[row] = self.passed[row] if kept or self.swapped[i] else 0
+                self.passed[row] = self.passed[row] if kept else 0
                 gone[row] = [block for block in self.blocks[row][kept:] if block]
                 self.blocks[row] = self.blocks[row][:kept]
                 if row in copies[i]:
@@ -213,30 +206,6 @@ class Model:
         self.tokens = [tokens[: lengths[i]] if oks[i] else tokens for i, tokens in enumerate(self.tokens)]
         return [pairs[row] for row in sorted(pairs)], oks
 
-    def swap_out(self, marked: list[bool]) -> list[list[int]]:
-        marked = [mark and bool(tokens) for mark, tokens in zip(marked, self.tokens, strict=True)]
-        ids = [self.held(row) if marked[row % self.num_seqs] else [] for row in range(len(self.blocks))]
-        tokens = [self.tokens[i] if mark else self.swapped[i] for i, mark in enumerate(marked)]
-        passed = self.passed
-        self.passed = list(passed)
-        self.free_rows(marked)
-        self.swapped, self.passed = tokens, passed
-        return ids
-
-    def swap_in(self, marked: list[bool]) -> tuple[list[list[int]], list[bool]]:
-        seqs = range(len(marked))
-        legal = [marked[i] and bool(self.swapped[i]) for i in seqs]
-        lengths = [len(tokens) for tokens in self.swapped] * len(self.windows)
-        counts = [self.num_blocks_for(n) - passed for n, passed in zip(lengths, self.passed, strict=True)]
-        oks = self.grant([sum(counts[row] for row in self.rows_of(i)) if legal[i] else None for i in seqs])
-        ids: list[list[int]] = [[] for _ in self.blocks]
-        for i in (i for i in seqs if oks[i]):
-            for row in self.rows_of(i):
-                ids[row] = [self.take() for _ in range(counts[row])]
-                self.blocks[row] = [0] * self.passed[row] + ids[row]
-            self.tokens[i], self.swapped[i] = self.swapped[i], []
-        return ids, [ok or not mark for ok, mark in zip(oks, marked, strict=True)]
-
     # The prefix cache.
 
     def key(self, salt: int, tokens: list[int], column: int) -> tuple:
@@ -246,7 +215,7 @@ class Model:
         found, num_cached = {key: block for block, key in self.cached.items()}, []
         for i, prompt in enumerate(prompts):
             hits: list[int] = []
-            if prompt and not self.tokens[i] and not self.swapped[i]:
+            if prompt and not self.tokens[i]:
                 for column in range(min((len(prompt) - 1) // self.block_size, self.max_blocks)):
                     key = self.key(salts[i], prompt, column)
                     if key not in found:

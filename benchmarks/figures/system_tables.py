@@ -33,8 +33,6 @@ CACHE_OPERATIONS = {
     "copy_blocks, a stack of 32 | 512 blocks": "`copy_blocks`, a stack",
     "by XLA, a stack of 32 | 512 blocks": "the same by XLA",
     "gather_kv | 64 x 1024 tokens": "`gather_kv`",
-    "swap_out | 256 blocks": "`blocks_to_host`",
-    "swap_in | 256 blocks": "`blocks_from_host`",
 }
 ALLOCATOR_OPERATIONS = {
     "append": "`append`, with its slots",
@@ -120,7 +118,7 @@ def cache_operations(points: Points) -> str:
     found, rows = points("h100/cache_ops"), []
     for name, text in CACHE_OPERATIONS.items():
         p = found[name]
-        of = f"{p['of_link']:.0%} of the link" if "of_link" in p else f"{p['of_copy']:.0%}"
+        of = f"{p['of_copy']:.0%}"
         rows.append([text, p["size"], f"{p['microseconds']:.{1 if p['microseconds'] < 100 else 0}f}", of])
     return table(("operation", "size", "us", "of a plain copy"), rows)
 

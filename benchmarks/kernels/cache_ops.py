@@ -1,9 +1,8 @@
 """The cache's operations against what the machine can copy: `python -m benchmarks.kernels.cache_ops`.
 
 Every operation is checked before it is timed. `bytes` are the bytes that it must move: each is read once and written
-once, or crosses the host link once. `% copy` divides their rate by that of a plain copy of 512 MB, `% link` by that of
-a plain copy of the same size over the host link; both are measured in the same run. Times are device time a call, of
-calls in one jit whose cache is donated; over the host link they are wall time a call.
+once. `% copy` divides their rate by that of a plain copy of 512 MB in the same run. Times are device time a call, of
+calls in one jit whose cache is donated.
 
 `--operations copy gather` measures only these, `--copy-configs` adds other configurations of the copy kernel, `--toy`
 takes toy sizes, to see on any machine that it runs.
@@ -32,45 +31,11 @@ from benchmarks.kernels.cache_sizes import (
     copy_rate,
     create_stack,
     show,
-    wall_microseconds,
 )
 from benchmarks.kernels.cache_writes import measure_writes
-from jaxpaged import KVCache, blocks_from_host, blocks_to_host, gather_kv
+from jaxpaged import KVCache, gather_kv
 
-OPERATIONS = ("write", "copy", "swap", "gather")
-
-
-def measure_swaps(sizes: Sizes, stack: KVCache) -> list[dict[str, Any]]:
-    ids = 1 + np.random.default_rng(2).permutation(sizes.stack_blocks - 1)[: 2 * sizes.swapped_blocks]
-    sources, destinations = (jnp.asarray(half, jnp.int32) for half in np.split(ids, 2))
-    out, back = jax.jit(blocks_to_host), jax.jit(blocks_from_host, donate_argnums=0)
-    blocks = jax.block_until_ready(poisoned(out, stack, sources))
-    cache = back(jax.tree.map(jnp.copy, stack), blocks, destinations)
-    assert bool((cache.k[:, destinations] == stack.k[:, sources]).all()), "a swap lost bits of k"
-    assert bool((cache.v[:, destinations] == stack.v[:, sources]).all()), "a swap lost bits of v"
-    moved = sizes.swapped_blocks * block_bytes(stack)
-    device, host = jax.memory.Space.Device, jax.memory.Space.Host
-    plain = jnp.zeros(moved // 4, jnp.int32)
-    plain_host = jax.block_until_ready(jax.device_put(plain, host))
-
-    def bring() -> KVCache:
-        nonlocal cache
-        cache = back(cache, blocks, destinations)
-        return cache
-
-    times = {
-        "host link out, a plain copy": wall_microseconds(lambda: jax.device_put(plain, host)),
-        "swap_out": wall_microseconds(lambda: out(stack, sources)),
-        "host link in, a plain copy": wall_microseconds(lambda: jax.device_put(plain_host, device)),
-        "swap_in": wall_microseconds(bring),
-    }
-    size, rows = f"{sizes.swapped_blocks} blocks", []
-    for name, microseconds in times.items():
-        link = times["host link out, a plain copy" if "out" in name else "host link in, a plain copy"]
-        rows.append({"operation": name, "size": size, "microseconds": microseconds, "bytes": moved})
-        rows[-1] |= {"of_link": link / microseconds, "memory_kind": str(blocks.k.sharding.memory_kind)}
-        show(rows[-1])
-    return rows
+OPERATIONS = ("write", "copy", "gather")
 
 
 def measure_gather(sizes: Sizes) -> list[dict[str, Any]]:
@@ -125,21 +90,18 @@ def main(arguments: list[str] | None = None) -> None:
     rows = measure_writes(sizes) if "write" in args.operations else []
     if "copy" in args.operations:
         rows += measure_copies(sizes, create_stack(sizes), args.copy_configs)
-    if "swap" in args.operations:
-        rows += measure_swaps(sizes, create_stack(sizes))
     if "gather" in args.operations:
         rows += measure_gather(sizes)
     print(
         f"\n{device.device_kind}, jax {jax.__version__}, {KV_HEADS} KV heads, head_dim {HEAD_DIM}, block {BLOCK_SIZE}"
     )
     print("copy, read and written: " + ", ".join(f"{form} {value / 1e3:.0f} GB/s" for form, value in copy.items()))
-    print(f"{'operation':>38} {'size':>16} {'us':>9} {'MB':>8} {'GB/s':>7} {'% copy':>7} {'% link':>7}")
+    print(f"{'operation':>38} {'size':>16} {'us':>9} {'MB':>8} {'GB/s':>7} {'% copy':>7}")
     for row in rows:
-        row["of_copy"] = None if "of_link" in row else row["bytes"] / row["microseconds"] / rate
-        percents = [f"{100 * row[key]:6.1f}%" if row.get(key) else "" for key in ("of_copy", "of_link")]
+        row["of_copy"] = row["bytes"] / row["microseconds"] / rate
         print(
             f"{row['operation']:>38} {row['size']:>16} {row['microseconds']:9.1f} {row['bytes'] / 1e6:8.1f} "
-            f"{row['bytes'] / row['microseconds'] / 1e3:7.1f} {percents[0]:>7} {percents[1]:>7}"
+            f"{row['bytes'] / row['microseconds'] / 1e3:7.1f} {100 * row['of_copy']:6.1f}%"
         )
     print(f"{time.perf_counter() - begin:.0f} s in all")
     store.add("plain copy", {"bytes_per_microsecond": copy})

@@ -1,8 +1,6 @@
 """Sizes of the benchmark of the cache's operations, and how they are timed."""
 
 import dataclasses
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,6 @@ class Sizes:
     layers: int = 32
     stack_blocks: int = 1040
     copied_blocks: int = 512
-    swapped_blocks: int = 256
     gathered: tuple[int, int] = (64, 1024)  # sequences, tokens of each
     copied_bytes: int = 512_000_000
     seconds: float = 0.05  # of timing a measurement
@@ -37,7 +34,6 @@ TOY = Sizes(
     layers=2,
     stack_blocks=20,
     copied_blocks=8,
-    swapped_blocks=4,
     gathered=(2, 64),
     copied_bytes=1_000_000,
     seconds=0.002,
@@ -55,18 +51,6 @@ def carried_microseconds(chain: Callable[..., Any], state: Any, args: tuple, num
         return state
 
     return slope_microseconds(dispatch, num_calls, seconds)
-
-
-def wall_microseconds(call: Callable[[], Any], repetitions: int = 7) -> float:
-    """The median of the time until a call's result is there; the one before it is gone by then."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        result = jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-        del result
-    return statistics.median(times) * 1e6
 
 
 def copy_rate(form: str, sizes: Sizes) -> float:

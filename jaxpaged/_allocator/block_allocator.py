@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._allocator import inspection, sharing, swapping
+from jaxpaged._allocator import inspection, sharing
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState, Window, checked_windows
@@ -30,8 +30,7 @@ class BlockAllocator(AllocatorState):
     Attributes:
         block_tables: int32 `[seqs, max_blocks]`, or with several groups of layers `[groups, seqs, max_blocks]`; row
             i's first `ceil(lengths[i] / block_size)` entries are its blocks, in order; the others are 0.
-        lengths: int32 `[seqs]`, in tokens. A row of length 0 is free, unless it is swapped out.
-        swapped_lengths: int32 `[seqs]`, in tokens, of sequences that are swapped out; 0 for the others.
+        lengths: int32 `[seqs]`, in tokens. A row of length 0 is free.
         pool: the free blocks, and how many hold each of the others.
         block_size: tokens in a block (static).
         windows: the window of each group of layers, in tokens, or None (static). All layers of a group have one
@@ -107,7 +106,6 @@ class BlockAllocator(AllocatorState):
         return BlockAllocator(
             block_tables=jnp.zeros((*groups, num_seqs, max_blocks_per_seq), jnp.int32),
             lengths=jnp.zeros(num_seqs, jnp.int32),
-            swapped_lengths=jnp.zeros(num_seqs, jnp.int32),
             pool=BlockPool.create(num_blocks),
             block_size=block_size,
             windows=windows,
@@ -184,8 +182,8 @@ class BlockAllocator(AllocatorState):
 
         A sequence gets all of its tokens or none; a refused one keeps its tokens. Blocks are granted in row
         order. After the first row that finds too few, every row that needs a new block is refused; rows whose last
-        block has room are not. A row is also refused if its table is too narrow, its count is negative or above
-        `q_len`, or it is swapped out and its count is not 0.
+        block has room are not. A row is also refused if its table is too narrow, or its count is negative or above
+        `q_len`.
 
         Args:
             num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is. Or bool: which sequences get one token.
@@ -223,7 +221,7 @@ class BlockAllocator(AllocatorState):
         self, num_tokens: jax.Array, order: jax.Array | None, q_len: int
     ) -> tuple[BlockAllocator, jax.Array, jax.Array]:
         num_rows, max_blocks = self.rows.shape
-        legal = (num_tokens >= 0) & (num_tokens <= jnp.where(self.swapped_lengths == 0, q_len, 0))
+        legal = (num_tokens >= 0) & (num_tokens <= q_len)
         lengths = self.lengths + jnp.where(legal, num_tokens, 0)
         legal &= lengths <= max_blocks * self.block_size
 
@@ -256,8 +254,8 @@ class BlockAllocator(AllocatorState):
     def free(self, seqs: ArrayLike) -> BlockAllocator:
         """Gives back all blocks of the marked sequences, which become empty. Freeing an empty one changes nothing.
 
-        A swapped out sequence becomes empty too. A block that another sequence also holds stays held. Blocks
-        go back last first, so that with one group a `free` right after an `append` restores the free list.
+        A block that another sequence also holds stays held. Blocks go back last first, so that with one group a `free`
+        right after an `append` restores the free list.
 
         Args:
             seqs: bool `[seqs]`.
@@ -287,8 +285,8 @@ class BlockAllocator(AllocatorState):
         Returns:
             allocator: the new one.
             copies: (source_ids, destination_ids), int32 `[groups * seqs]` each, for `copy_blocks`; 0, 0: no copy.
-            ok: bool `[seqs]`; false for a parent that does not exist, an occupied row, a parent or row that is
-                swapped out, or too few free blocks.
+            ok: bool `[seqs]`; false for a parent that does not exist, an occupied row, or too few free
+                blocks.
 
         Raises:
             ValueError: `parents` is not int32 `[seqs]`.
@@ -331,52 +329,6 @@ class BlockAllocator(AllocatorState):
             ValueError: `lengths` is not int32 `[seqs]`.
         """
         return sharing.rollback(self, self._rows("lengths", lengths, jnp.int32))
-
-    def swap_out(self, seqs: ArrayLike) -> tuple[BlockAllocator, jax.Array]:
-        """Gives back the blocks of sequences whose tokens move to the host, and keeps their rows.
-
-        The caller moves the tokens, in the same jit and before anything else is written: out of the returned blocks,
-        and at `swap_in` into the blocks that it returns, in the same order. A shared block stays with the
-        other sequences; at `swap_in` the sequence gets a block of its own for it.
-
-        Args:
-            seqs: bool `[seqs]`; an empty or already swapped out sequence does not change.
-
-        Returns:
-            allocator: the new one. A swapped out sequence has length 0, and its length in `swapped_lengths`. `append`
-                and `fork` refuse it, `free` drops it.
-            block_ids: int32, as `block_tables`: the blocks that it had, in order; 0 elsewhere.
-
-        Raises:
-            ValueError: `seqs` is not bool `[seqs]`.
-        """
-        return swapping.swap_out(self, self._rows("seqs", seqs, jnp.bool_))
-
-    def swap_in(self, seqs: ArrayLike) -> tuple[BlockAllocator, jax.Array, jax.Array]:
-        """Gives new blocks to swapped out sequences: all that one needs or none, in row order as in `append`.
-
-        Args:
-            seqs: bool `[seqs]`.
-
-        Returns:
-            allocator: the new one.
-            block_ids: int32, as `block_tables`: the new blocks, in order; 0 elsewhere.
-            ok: bool `[seqs]`; false for a marked row that is not swapped out, or for too few free blocks.
-
-        Raises:
-            ValueError: `seqs` is not bool `[seqs]`.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxpaged
-            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks_per_seq=3)
-            >>> allocator, _, _ = allocator.append(jnp.array([6, 0]), q_len=6)
-            >>> allocator, old_ids = allocator.swap_out(jnp.array([True, False]))
-            >>> allocator, _, _ = allocator.append(jnp.array([0, 3]), q_len=3)
-            >>> allocator, new_ids, ok = allocator.swap_in(jnp.array([True, False]))
-            >>> old_ids[0].tolist(), new_ids[0].tolist()
-            ([1, 2, 0], [2, 3, 0])
-        """
-        return swapping.swap_in(self, self._rows("seqs", seqs, jnp.bool_))
 
     def freed_since(self, before: BlockAllocator) -> jax.Array:
         """Blocks that sequences held in `before` and that are free now, for `zero_blocks`.

@@ -37,14 +37,12 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
     is_free = np.bincount(free, minlength=num_blocks) > 0
     held = np.setdiff1d(np.arange(1, num_blocks), free)
     waiting_at = cached_at[free[:num_waiting]]  # -1: a prefix that was forgotten
-    swapped = np.asarray(allocator.swapped_lengths)
     has_partial = lengths % block_size > 0
     partial = tables[has_partial, num_held[has_partial] - 1]
     rows = [row[entries] for row, entries in zip(tables, is_entry, strict=True)]
     return _broken(
         {
             "entries_beyond_a_sequence_are_null": (tables[~is_entry & ~is_passed] == 0).all(),
-            "who_is_swapped_out_holds_nothing": not ((of_seqs > 0) & (swapped > 0)).any() and (swapped >= 0).all(),
             "null_block_is_never_handed_out": named[0] == 0 and not is_free[0],
             "no_sequence_names_a_block_twice": all(len(set(row)) == len(row) for row in rows),
             "no_block_is_free_twice": len(set(free)) == len(free),
@@ -61,9 +59,8 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
 
 def _are_in_view(allocator: AllocatorState, lengths: np.ndarray, passed: np.ndarray) -> bool:
     """Whether no row has given back a token that a query from the end of its sequence on sees."""
-    swapped = np.tile(np.asarray(allocator.swapped_lengths), allocator.num_groups)
     windows = np.repeat([w or 0 for w in allocator.windows], len(allocator.lengths))  # 0: all tokens
-    first_seen = np.where(windows > 0, np.maximum(lengths + swapped - windows + 1, 0), 0)
+    first_seen = np.where(windows > 0, np.maximum(lengths - windows + 1, 0), 0)
     return bool(((passed >= 0) & (passed <= first_seen // allocator.block_size)).all())
 
 
@@ -88,7 +85,6 @@ def describe(allocator: AllocatorState) -> str:
             ids = tables[row][is_entry[row]].tolist()
             texts.append(" ".join(map(str, ids if len(ids) <= 12 else [*ids[:6], "...", *ids[-5:]])))
         lines.append(f"  seq {i}: {lengths[i]} tokens in blocks {' | '.join(texts)}")
-    lines += [f"  seq {i}: {n} tokens swapped out" for i, n in enumerate(allocator.swapped_lengths.tolist()) if n]
     num_held = int((lengths > 0).sum())
     if num_held > SHOWN_SEQS:
         lines.append(f"  and {num_held - SHOWN_SEQS} more sequences")

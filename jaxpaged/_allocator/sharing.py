@@ -18,8 +18,6 @@ def fork[S: AllocatorState](allocator: S, parents: jax.Array, replace: bool) -> 
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
     unchanged = (parents == -1) | (parents == rows)
     legal = ~unchanged & (parents >= 0) & (parents < num_seqs) & (replace | (allocator.lengths == 0))
-    legal &= allocator.swapped_lengths == 0
-    legal &= allocator.swapped_lengths.at[parents].get(mode="clip") == 0
     parents = jnp.where(legal, parents, rows)
     lengths = allocator.lengths[parents]
     tables = jnp.take(allocator.block_tables, parents, axis=-2).reshape(allocator.rows.shape)
@@ -79,7 +77,7 @@ def rollback[S: AllocatorState](allocator: S, lengths: jax.Array) -> tuple[S, Co
     ids, copied = _read_once(allocator.pool.peek(starts), allocator.per_row(ok) & (needed > 0))
     lengths = jnp.where(ok, lengths, allocator.lengths)
     if num_passed is not None:
-        num_passed = jnp.where((lengths == 0) & (allocator.swapped_lengths == 0), 0, num_passed)
+        num_passed = jnp.where(lengths == 0, 0, num_passed)
 
     is_copy = copied[:, None] & (jnp.arange(tables.shape[1], dtype=jnp.int32)[None] == entry[:, None])
     stays = allocator.is_entry(lengths) & ~is_copy

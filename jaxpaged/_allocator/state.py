@@ -41,7 +41,6 @@ class AllocatorState:
 
     block_tables: jax.Array
     lengths: jax.Array
-    swapped_lengths: jax.Array
     pool: BlockPool
     block_size: int = dataclasses.field(metadata=dict(static=True))
     windows: tuple[Window, ...] = dataclasses.field(default=(None,), metadata=dict(static=True))
@@ -91,8 +90,8 @@ class AllocatorState:
 
     @property
     def is_seat_free(self) -> jax.Array:
-        """Rows that hold nothing, here or swapped out, bool `[seqs]`."""
-        return (self.lengths == 0) & (self.swapped_lengths == 0)
+        """Rows that hold nothing, bool `[seqs]`."""
+        return self.lengths == 0
 
     @property
     def utilization(self) -> jax.Array:
@@ -136,7 +135,6 @@ class AllocatorState:
             self,
             block_tables=rows(self.block_tables, -2),
             lengths=rows(self.lengths, 0),
-            swapped_lengths=rows(self.swapped_lengths, 0),
             num_passed=None if self.num_passed is None else rows(self.num_passed, 1),
         )
 
@@ -177,14 +175,11 @@ class AllocatorState:
         """The marked sequences empty, their blocks given back."""
         are_marked = self.per_row(seqs)[:, None]
         pool = self.pool.let_go(self.rows, are_marked & self.is_entry(self.lengths))
-        return dataclasses.replace(
-            self.with_rows(
-                jnp.where(are_marked, 0, self.rows),
-                jnp.where(seqs, 0, self.lengths),
-                pool,
-                None if self.num_passed is None else jnp.where(seqs[None], 0, self.num_passed),
-            ),
-            swapped_lengths=jnp.where(seqs, 0, self.swapped_lengths),
+        return self.with_rows(
+            jnp.where(are_marked, 0, self.rows),
+            jnp.where(seqs, 0, self.lengths),
+            pool,
+            None if self.num_passed is None else jnp.where(seqs[None], 0, self.num_passed),
         )
 
     def let_go_passed(self, seqs: jax.Array, most: int) -> Self:

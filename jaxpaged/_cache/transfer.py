@@ -1,4 +1,4 @@
-"""Moving what a cache holds: to contiguous arrays, to host memory, and back."""
+"""Moving what a cache holds to contiguous arrays, and back."""
 
 from __future__ import annotations
 
@@ -13,83 +13,6 @@ from jaxpaged._cache.write import scatter_slots
 from jaxpaged._integers import as_int32
 from jaxpaged._on_shards import on_shards
 from jaxpaged._one_program import one_program
-
-
-@on_shards
-def blocks_to_host(cache: KVCache, block_ids: ArrayLike) -> KVCache:
-    """Copies blocks to host memory. `blocks_from_host` copies them back, to the same ids or others.
-
-    The copies lie in JAX's `pinned_host` memory space, which is ordinary memory on a machine without a GPU. Inside
-    `jax.jit` XLA may overlap the transfer with other work of the step. Outside it the call returns at once. The cache
-    does not change: free the blocks in the allocator. They may be handed out and written right after this call, because
-    JAX keeps the order of what it runs.
-
-    Args:
-        cache: one layer's cache, or a stack of layers.
-        block_ids: int32 `[ids]`. The null block 0, or an id outside the pool, is padding.
-
-    Returns:
-        A cache of these blocks only: `[ids, block_size, kv_heads, head_dim]`, with a leading layer axis if `cache` has
-        one. Its block i is block `block_ids[i]`, zeros for padding. Scales of a tensor or a head do not change.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
-
-    Bytes moved: `ids * block_bytes` read, gathered side by side on the device, and sent over the host link once.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxpaged
-        >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
-        >>> cache = jaxpaged.write_kv(cache, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), jnp.array([3]))
-        >>> blocks = jaxpaged.blocks_to_host(cache, jnp.array([1]))
-        >>> blocks.k.sharding.memory_kind
-        'pinned_host'
-        >>> cache = jaxpaged.blocks_from_host(cache, blocks, jnp.array([2]))
-        >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
-        [0, 0, 0, 1, 0, 1, 0, 0]
-    """
-    check_cache(cache)
-    block_ids = checked_ids("block_ids", block_ids)
-    legal = holds_tokens(block_ids, cache.k.shape[-4])
-    sources = jnp.where(legal, block_ids, 0)
-
-    def out(pool: jax.Array) -> jax.Array:
-        taken = _only_where(legal, take_blocks(pool, sources, cache), cache)
-        return jax.device_put(taken, jax.memory.Space.Host)
-
-    return map_blocks(out, cache)
-
-
-@on_shards
-def blocks_from_host(cache: KVCache, blocks: KVCache, block_ids: ArrayLike) -> KVCache:
-    """Writes what `blocks_to_host` returned into blocks of a cache, bit for bit; in place if the cache is donated.
-
-    Args:
-        cache: like the cache that the blocks came from; the number of blocks may differ.
-        blocks: from `blocks_to_host`.
-        block_ids: int32 `[ids]`, the destination of each block. The null block 0, or an id outside the pool, is
-            padding: that block is dropped. Of equal ids the last one counts.
-
-    Returns:
-        The new cache. Scales of a tensor or a head are those it had.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
-
-    Bytes moved: `ids * block_bytes` over the host link, once, then read and written on the device.
-
-    Example: see `blocks_to_host`.
-    """
-    check_cache(cache)
-    check_cache(blocks)
-    block_ids = checked_ids("block_ids", block_ids)
-    _check_blocks("blocks", blocks, cache, block_ids.size, cache.k.shape[-3])
-    destinations = distinct(block_ids, cache.k.shape[-4])
-
-    def bring(pool: jax.Array, block: jax.Array) -> jax.Array:
-        return put_blocks(pool, jax.device_put(block, jax.memory.Space.Device), destinations, cache)
-
-    return map_blocks(bring, cache, blocks)
 
 
 @on_shards

@@ -61,16 +61,6 @@ def rollback(state, lengths):
     return dataclasses.replace(state, allocator=allocator), copies, ok
 
 
-def swap_out(state, seqs):
-    allocator, ids = state.allocator.swap_out(seqs)
-    return dataclasses.replace(state, allocator=allocator), ids
-
-
-def swap_in(state, seqs):
-    allocator, ids, ok = state.allocator.swap_in(seqs)
-    return dataclasses.replace(state, allocator=allocator), ids, ok
-
-
 def match_prefix(state, tokens, lengths, salts):
     prefix_cache, allocator, num_cached = state.prefix_cache.match_prefix(state.allocator, tokens, lengths, salts=salts)
     return State(allocator, prefix_cache), num_cached
@@ -99,8 +89,6 @@ OPERATIONS = (
     free,
     fork,
     rollback,
-    swap_out,
-    swap_in,
     match_prefix,
     insert,
     clear,
@@ -236,33 +224,6 @@ class AllocatorMachine(RuleBasedStateMachine):
             view[destinations] = view[sources]
 
     @rule(seed=st.integers(0, 2**31))
-    def swap_out(self, seed: int) -> None:
-        marks = self.marks(seed)
-        expected = [model.swap_out(mark.tolist()) for model, mark in zip(self.models, marks, strict=True)]
-        for ids, (got,) in zip(expected, self.run("swap_out", marks), strict=True):
-            assert self.ids_in(got) == ids
-
-    def ids_in(self, tables: np.ndarray) -> list[list[int]]:
-        return [[block for block in row if block] for row in tables.reshape(-1, tables.shape[-1]).tolist()]
-
-    @rule(seed=st.integers(0, 2**31))
-    def swap_in(self, seed: int) -> None:
-        marks = self.marks(seed)
-        expected = [model.swap_in(mark.tolist()) for model, mark in zip(self.models, marks, strict=True)]
-        for i, (got, ok) in enumerate(self.run("swap_in", marks)):
-            ids, expected_ok = expected[i]
-            assert ok.tolist() == expected_ok
-            assert self.ids_in(got) == ids
-            for row, blocks in enumerate(ids):  # what the host kept comes back
-                for token, value in self.kept_tokens(self.models[i], row):
-                    if blocks:
-                        self.contents[i][self.models[i].slot(row, token)] = value
-
-    def kept_tokens(self, model: Model, row: int) -> list[tuple[int, int]]:
-        """The tokens that the row's window has not passed, with their positions."""
-        return list(enumerate(model.tokens[row % model.num_seqs]))[model.passed[row] * model.block_size :]
-
-    @rule(seed=st.integers(0, 2**31))
     def match_prefix(self, seed: int) -> None:
         if not self.has_cache:
             return
@@ -293,8 +254,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         tokens, salts = [], []
         for _, model, rng in self.rngs(seed):
             model.salts = [
-                salt if tokens or swapped else int(rng.integers(2))
-                for salt, tokens, swapped in zip(model.salts, model.tokens, model.swapped, strict=True)
+                salt if tokens else int(rng.integers(2)) for salt, tokens in zip(model.salts, model.tokens, strict=True)
             ]
             tokens.append(self.padded(rng, model.tokens))
             salts.append(np.asarray(model.salts, np.int32))
@@ -350,7 +310,6 @@ class AllocatorMachine(RuleBasedStateMachine):
     ) -> None:
         assert allocator.broken_invariants() == ()
         assert allocator.lengths.tolist() == model.lengths
-        assert allocator.swapped_lengths.tolist() == [len(tokens) for tokens in model.swapped]
         pool, num_free = allocator.pool, len(model.free)
         indices = (int(pool.bottom) + np.arange(num_free)) % allocator.num_blocks
         assert pool.free_list[indices].tolist() == model.free

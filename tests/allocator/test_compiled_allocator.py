@@ -51,8 +51,6 @@ OPERATIONS = {
     "fork, replace": (on_allocator("fork", replace=True), (COUNTS,), 120),
     "rollback": (on_allocator("rollback"), (COUNTS,), 90),
     "freed_since": (on_allocator("freed_since"), (EARLIER,), 15),
-    "swap_out": (on_allocator("swap_out"), (MARKS,), 60),
-    "swap_in": (on_allocator("swap_in"), (MARKS,), 20),
     "match_prefix": (match_prefix, (TOKENS, COUNTS), 80),
     "insert": (insert, (TOKENS,), 260),
 }
@@ -175,7 +173,7 @@ def test_without_donation_the_state_is_copied(name):
     assert pool_sized_copies(compiled(name, 1, donate=False).as_text())
 
 
-@pytest.mark.parametrize("name", ["append", "append, in order", "append 256", "swap_in"])
+@pytest.mark.parametrize("name", ["append", "append, in order", "append 256"])
 def test_nothing_as_large_as_the_pool_is_computed_in_a_decode_step(name):
     # Besides what is handed through, no instruction has a result as large as the pool: the cost follows the batch.
     handed = "parameter", "tuple", "get-tuple-element", "bitcast"

@@ -13,14 +13,12 @@ from jaxpaged import (
     BlockAllocator,
     KVCache,
     PrefixCache,
-    blocks_from_host,
-    blocks_to_host,
     plot_blocks,
     zero_blocks,
 )
 from jaxpaged._allocator import inspection
 from jaxpaged._allocator.plot import FREE, NULL, WAITING, block_owners
-from tests.allocator.allocators import assert_same, attend, counts, make, marks, write
+from tests.allocator.allocators import attend, counts, make, marks, write
 
 
 def caches():
@@ -91,51 +89,6 @@ def test_a_waiting_prefix_is_not_zeroed():
     assert sorted(filter(None, after.freed_since(cached).tolist())) == [3]
 
 
-@pytest.mark.parametrize("moving", [True, False])
-def test_a_sequence_comes_back_from_the_host_under_new_ids(moving):
-    cache = KVCache.create(num_blocks=6, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
-    allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=3, max_blocks_per_seq=4)
-    cache, allocator = write(cache, allocator, [[1, 2, 3, 4, 5, 6], [], []], 6)
-    allocator, old_ids = allocator.swap_out(marks(1, 1, 0))
-    assert old_ids.tolist() == [[1, 2, 0, 0], [0] * 4, [0] * 4]
-    assert allocator.swapped_lengths.tolist() == [6, 0, 0]
-    assert int(allocator.num_held) == 0
-    blocks = blocks_to_host(cache, old_ids.ravel())
-    # Its blocks go to another; the seat stays taken.
-    cache, allocator = write(cache, allocator, [[], [], [9] * 5], 5)
-    for refused in (
-        allocator.append(counts(1, 0, 0)),
-        allocator.fork(counts(2, -1, -1), replace=True),
-        allocator.fork(counts(-1, 0, -1)),
-    ):
-        assert refused[-1].tolist().count(False) == 1
-        assert_same(refused[0], allocator)
-    assert allocator.append(counts(0, 0, 1))[2].all()
-    allocator, new_ids, ok = allocator.swap_in(marks(1, 1, 0))
-    assert ok.tolist() == [True, False, True]  # row 1 is not swapped out
-    assert new_ids.tolist() == [[3, 4, 0, 0], [0] * 4, [0] * 4]
-    assert allocator.broken_invariants() == ()
-    if moving:
-        cache = blocks_from_host(cache, blocks, new_ids.ravel())
-    cache, allocator = write(cache, allocator, [[7], [], []], 1)
-    assert np.allclose(attend(cache, allocator), [4, 0, 9]) is moving
-
-
-def test_swapping_in_waits_for_blocks_and_freeing_gives_up():
-    allocator = make(6, 6, 6, num_blocks=7)
-    allocator, _ = allocator.swap_out(marks(0, 1, 1))
-    allocator, _, ok = allocator.append(counts(6, 0, 0), q_len=6)
-    assert ok.all()
-    after, ids, ok = allocator.swap_in(marks(0, 1, 1))
-    assert ok.tolist() == [True, True, False]
-    assert ids.tolist()[2] == [0] * 4
-    assert after.swapped_lengths.tolist() == [0, 0, 6]
-    assert after.broken_invariants() == ()
-    given_up = after.free(marks(0, 0, 1))
-    assert given_up.swapped_lengths.tolist() == [0, 0, 0]
-    assert given_up.is_seat_free.tolist() == [False, False, True]
-
-
 @pytest.mark.parametrize("clearing", [True, False])
 def test_going_back_clears_the_prefix_cache(clearing):
     prefix_cache = PrefixCache.create(num_blocks=8, block_size=2)
@@ -155,15 +108,14 @@ def test_going_back_clears_the_prefix_cache(clearing):
 def test_an_allocator_as_text():
     allocator = make(6, 0, 3, num_blocks=12)
     allocator, _, _ = allocator.fork(counts(-1, 0, -1))
-    allocator, _ = allocator.swap_out(marks(0, 0, 1))
     assert str(allocator) == (
-        "BlockAllocator: 3 of 11 blocks of 4 tokens held (1 shared), 8 free (0 with a cached prefix)\n"
+        "BlockAllocator: 4 of 11 blocks of 4 tokens held (1 shared), 7 free (0 with a cached prefix)\n"
         "  seq 0: 6 tokens in blocks 1 2\n"
         "  seq 1: 6 tokens in blocks 1 4\n"
-        "  seq 2: 3 tokens swapped out"
+        "  seq 2: 3 tokens in blocks 3"
     )
-    assert float(allocator.utilization) == pytest.approx(3 / 11)
-    assert float(allocator.fragmentation) == pytest.approx(4 / 12)
+    assert float(allocator.utilization) == pytest.approx(4 / 11)
+    assert float(allocator.fragmentation) == pytest.approx(5 / 16)
     assert int(allocator.num_shared) == 1
     many = str(make(*[1] * 20, num_blocks=30))
     assert many.endswith("and 4 more sequences")
@@ -180,7 +132,6 @@ def test_an_allocator_as_text():
         (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(9)), "free_and_held_and_null_are_all"),
         (lambda a: dict(block_tables=a.block_tables.at[0, 0].set(99)), "table_entries_are_blocks"),
         (lambda a: dict(windows=(4,), num_passed=counts(1, 0)[None]), "windows_have_not_passed_what_they_show"),
-        (lambda a: dict(swapped_lengths=counts(1, 0)), "who_is_swapped_out_holds_nothing"),
         (lambda a: pool(a, extra_holders=a.pool.extra_holders.at[1].add(1)), "holders_are_the_entries"),
         (lambda a: pool(a, extra_holders=a.pool.extra_holders.at[9].add(1)), "free_blocks_have_no_holders"),
         (lambda a: pool(a, free_list=a.pool.free_list.at[0].set(10)), "no_block_is_free_twice"),
@@ -214,7 +165,7 @@ def test_every_invariant_has_a_state_that_breaks_it():
     names = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(inspection.broken_invariants), re.MULTILINE))
     (table,) = (mark for mark in test_broken_invariants_names_what_is_broken.pytestmark if mark.name == "parametrize")
     assert {name for _, name in table.args[1]} == names
-    assert len(names) == 19
+    assert len(names) == 18
 
 
 def test_a_drawing_has_a_colour_for_each_owner_and_a_dot_for_each_shared_block():

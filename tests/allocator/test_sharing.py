@@ -163,8 +163,8 @@ def test_freed_since_names_what_may_be_zeroed():
     [
         (lambda a: a.fork(jnp.zeros(2)), r"parents must be int32 \[2\].*got float32 \[2\]"),
         (lambda a: a.fork(counts(0)), r"parents must be int32 \[2\].*got int32 \[1\]"),
-        (lambda a: a.swap_out(counts(0, 1)), r"seqs must be bool \[2\].*got int32 \[2\]"),
-        (lambda a: a.swap_in(marks(0)), r"seqs must be bool \[2\].*got bool \[1\]"),
+        (lambda a: a.free(counts(0, 1)), r"seqs must be bool \[2\].*got int32 \[2\]"),
+        (lambda a: a.free(marks(0)), r"seqs must be bool \[2\].*got bool \[1\]"),
         (lambda a: a.rollback(jnp.zeros(2)), r"lengths must be int32 \[2\].*got float32 \[2\]"),
         (lambda a: a.rollback(counts(0)), r"lengths must be int32 \[2\].*got int32 \[1\]"),
         *(

@@ -115,18 +115,6 @@ def test_a_fork_copies_the_last_block_of_each_group_behind_a_window():
     assert held(later)[3] == child
 
 
-def test_what_windows_show_comes_back_from_the_host():
-    allocator = grown(make(None, 6), 14)
-    out, old_ids = allocator.swap_out(marks(1))
-    back, new_ids, ok = out.swap_in(marks(1))
-    assert ok.all()
-    assert old_ids.shape == new_ids.shape == (2, 1, 8)
-    assert ((old_ids > 0) == (new_ids > 0)).all()
-    assert (old_ids > 0).sum(axis=(1, 2)).tolist() == [4, 2]
-    assert back.broken_invariants() == out.broken_invariants() == ()
-    assert (back.num_passed == allocator.num_passed).all()
-
-
 def test_a_group_is_what_its_layers_attend_with():
     allocator = grown(make(None, 6, num_seqs=2), 14, 3)
     cache = KVCache.create(num_blocks=24, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")

@@ -9,8 +9,6 @@ import pytest
 
 from jaxpaged import (
     KVCache,
-    blocks_from_host,
-    blocks_to_host,
     copy_blocks,
     gather_kv,
     scatter_kv,
@@ -53,31 +51,6 @@ def test_nothing_to_copy(dtype):
     after = copy_blocks(before, ids(), ids())
     for old, new in zip(block_leaves(before), block_leaves(after), strict=True):
         assert (new == old).all()
-
-
-@EVERY_CACHE
-@STACKED
-def test_blocks_come_back_from_host_memory_under_new_ids(dtype, scale, num_layers):
-    wrap = (lambda function: function) if scale == "head" else jax.jit  # some not jitted
-    before = filled(dtype, scale, num_layers)
-    blocks = wrap(blocks_to_host)(before, ids(4, 0, 1, 5, 6, -1))
-    assert blocks.k.sharding.memory_kind == "pinned_host"
-    poisoned = jax.tree.map(
-        lambda leaf: jax.device_put(np.full(leaf.shape, 99, leaf.dtype)) if leaf.ndim >= before.k.ndim - 1 else leaf,
-        before,
-    )
-    after = wrap(blocks_from_host)(poisoned, blocks, ids(2, 3, 5, 1, 0, 7))
-    assert after.k.sharding.memory_kind == poisoned.k.sharding.memory_kind
-    for old, poison, new in zip(*map(block_leaves, (before, poisoned, after)), strict=True):
-        assert (new[:, [2, 5, 1]] == old[:, [4, 1, 5]]).all()
-        assert (new[:, [0, 4]] == poison[:, [0, 4]]).all()
-        assert (new[:, 3] == 0).all()  # what stood for padding when it was swapped out
-    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
-
-
-def test_swapping_in_keeps_the_last_of_one_id():
-    blocks = blocks_to_host(numbered(), ids(1, 2, 3))
-    assert shown(blocks_from_host(numbered(), blocks, ids(5, 4, 5)).k) == [0, 1, 2, 3, 2, 3]
 
 
 @EVERY_CACHE
@@ -153,12 +126,10 @@ def test_no_operation_holds_a_second_cache(dtype, num_layers):
     sizes = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     cache = jax.eval_shape(functools.partial(KVCache.create, **sizes, dtype=dtype, num_layers=num_layers))
     some, tables, lengths = ids(*range(1, 9)), np.arange(1, 9, dtype=np.int32).reshape(2, 4), ids(33, 64)
-    blocks, contiguous = jax.eval_shape(blocks_to_host, cache, some), jax.eval_shape(gather_kv, cache, tables, lengths)
+    contiguous = jax.eval_shape(gather_kv, cache, tables, lengths)
     calls = (
         (copy_blocks, (cache, some, some), True),
-        (blocks_from_host, (cache, blocks, some), True),
         (scatter_kv, (cache, contiguous, tables, lengths), True),
-        (blocks_to_host, (cache, some), False),
         (gather_kv, (cache, tables, lengths), False),
     )
     size = 2 * cache.k.size * cache.k.dtype.itemsize
@@ -196,25 +167,28 @@ def test_what_is_no_cache():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "message"),
+    ("contiguous", "message"),
     [
-        (numbered(num_blocks=3), r"blocks must be \[2, 2, 1, 8\] in float32, .* got blocks.k.shape=\(3, 2, 1, 8\)"),
-        (numbered(num_blocks=2, dtype=jnp.bfloat16), r"blocks must be .* in float32, .* in bfloat16"),
-        (numbered(3, num_blocks=2), r"got blocks.k.shape=\(3, 2, 2, 1, 8\)"),
+        (
+            numbered(num_blocks=3),
+            r"contiguous must be \[2, 2, 1, 8\] in float32, .* got contiguous.k.shape=\(3, 2, 1, 8\)",
+        ),
+        (numbered(num_blocks=2, dtype=jnp.bfloat16), r"contiguous must be .* in float32, .* in bfloat16"),
+        (numbered(3, num_blocks=2), r"got contiguous.k.shape=\(3, 2, 2, 1, 8\)"),
     ],
 )
-def test_swap_errors(blocks, message):
+def test_scattering_errors(contiguous, message):
     with pytest.raises(ValueError, match=message):
-        blocks_from_host(numbered(), blocks, ids(1, 2))
+        scatter_kv(numbered(), contiguous, ids(1, 2)[:, None], ids(2, 2))
 
 
-def test_blocks_with_other_scales():
+def test_scattering_other_scales():
     cache, other = (
         KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, dtype="float8_e5m2", scale_per=scale)
         for scale in ("token_head", "head")
     )
-    with pytest.raises(ValueError, match="blocks must have scales of the kind that the cache has"):
-        blocks_from_host(cache, blocks_to_host(other, ids(1)), ids(1))
+    with pytest.raises(ValueError, match="contiguous must have scales of the kind that the cache has"):
+        scatter_kv(cache, gather_kv(other, ids(1)[None], ids(2)), ids(1)[None], ids(2))
 
 
 @pytest.mark.parametrize(

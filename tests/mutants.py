@@ -691,8 +691,8 @@ MUTANTS = (
     Mutant(
         "host tier: blocks of other weights are kept",
         HOST_TIER,
-        "if before is None or salt not in self._salts:",
-        "if before is None:",
+        "if count == 0 or before is None or salt not in self._salts:",
+        "if count == 0 or before is None:",
         "tests/engine/test_host_tier.py::another_salt",
     ),
     Mutant(
@@ -750,6 +750,27 @@ MUTANTS = (
         "if fetch.row.is_aborted or",
         "if",
         "tests/engine/test_host_tier.py::ended_waits",
+    ),
+    Mutant(
+        "host tier: what was overwritten before its copy is kept",
+        HOST_TIER,
+        "(words[..., -1] == wanted.serials) & (wanted.serials > 0)",
+        "wanted.serials > 0",
+        "tests/engine/test_host_tier.py::overwritten_before",
+    ),
+    Mutant(
+        "host tier: what a failed slice was to copy is never asked for again",
+        HOST_TIER,
+        "self._known[going.wanted.ids] = 0",
+        "pass",
+        "tests/engine/test_host_tier.py::wanted_once",
+    ),
+    Mutant(
+        "host tier: pieces of one prompt go out together",
+        HOST_TIER,
+        "if fits and all(piece.tokens is not other.tokens for other in last):",
+        "if fits:",
+        "tests/engine/test_host_tier.py::go_out_together",
     ),
     Mutant(
         "host tier: pages hold blocks that do not follow each other",

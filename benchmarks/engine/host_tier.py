@@ -202,14 +202,15 @@ def stages(engine: Engine, sizes: Sizes) -> dict[str, float]:
             of_pages = np.full((len(pages), copies.in_page), -1, np.int32)
             of_pages.ravel()[: len(at)] = at
             piece = Piece(prompt, salt, i * in_piece, [b""] * len(at), of_pages, pages)
-            state, _ = copies.put(state, piece)
+            state, _ = copies.put(state, [piece])
         return state.allocator
 
     for turn in range(ROUNDS):  # the last one counts
         prompt = np.array(tokens(30_000 + turn, sizes.long), np.int32).reshape(-1, BLOCK_SIZE)
         run, cache = copies._take_out[copies.num_pages], state.scheduler.prefixes.cache
-        taken = timed("gather", lambda: [run(cache, state.caches, ids)[1] for _ in range(num_pieces)])  # noqa: B023
-        on_host = timed("to_host", lambda: [copies.send(pages) for pages in taken])  # noqa: B023
+        pool = state.allocator.pool
+        taken = timed("gather", lambda: [run(cache, pool, state.caches, ids)[1] for _ in range(num_pieces)])  # noqa: B023
+        on_host = timed("to_host", lambda: [jax.device_put(pages, copies._on_host) for pages in taken])  # noqa: B023
         back = timed("to_device", lambda: [copies.bring(pages) for pages in on_host])  # noqa: B023
         timed("put", lambda: put(back, prompt))  # noqa: B023
         engine._state_of_slice = state

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpaged._engine.host_copies import Moved, Piece
+from jaxpaged._engine.host_copies import Moved
+from jaxpaged._engine.host_tier import Going
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.records import RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, make_output, make_rows, new_scores, new_tokens
@@ -27,8 +28,8 @@ class Sent:
     forgets: np.ndarray
     version: int  # of the weights
     words: Future[jax.Array] | None = None  # of its report
-    pieces: list[Piece] = dataclasses.field(default_factory=list)  # of prompts, that the slice can find
-    moved: Moved | None = None  # once there is a report
+    going: Going = dataclasses.field(default_factory=Going)  # to be moved before it
+    moved: Moved = dataclasses.field(default_factory=Moved)
 
     def result(self) -> jax.Array:
         assert self.words is not None

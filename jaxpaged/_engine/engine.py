@@ -28,7 +28,6 @@ from jaxpaged._engine.defaults import (
     step_cost,
 )
 from jaxpaged._engine.drafting import Draft
-from jaxpaged._engine.host_copies import Moved
 from jaxpaged._engine.host_tier import HostTier, NoHostTier
 from jaxpaged._engine.inputs import own, pool_sizes, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
@@ -549,7 +548,7 @@ class Engine:
         self._tier.look_again()
         while True:
             sent = self._books.send(MOST_ARRIVALS, self._tier.holds)
-            sent.pieces = self._tier.take_going()
+            sent.going = self._tier.take_going()
             has_more = self._books.has_more
             inbox = self._inbox_of(
                 sent.rows,
@@ -565,22 +564,14 @@ class Engine:
     def _run(self, weights: Any, inbox: Inbox, sent: Sent) -> jax.Array:
         """The packed report. On the engine's own thread, one slice after the other."""
         try:
-            put = []
-            for piece in sent.pieces:
-                self._state_of_slice, where = self._tier.put(self._state_of_slice, piece)
-                put.append(where)
+            for state in self._tier.move(self._state_of_slice, sent.going, sent.moved):
+                self._state_of_slice = state
             self._state_of_slice, words = self._run_slice(weights, self._state_of_slice, pack(inbox))
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state_of_slice)):
                 raise StateLostError from failure
             raise
         words.copy_to_host_async()
-        try:
-            sent.moved = self._tier.take_out(self._state_of_slice, functools.partial(self._read, words), put)
-        except StateLostError:
-            raise
-        except Exception as failure:  # the slice came to pass, or the new state is broken
-            raise StateLostError from failure
         return words
 
     def _receive(self) -> None:
@@ -594,10 +585,10 @@ class Engine:
         except Exception as failure:
             if sent.has_failed_with(failure):  # else only the wait has: Ctrl-C in its locks may raise other errors
                 self._books.take_back()
-                self._tier.lose(sent.pieces)
+                self._tier.lose(sent.going)
             raise
         else:  # the slice came to pass: if this fails, the next call does it again
-            self._take(report, self._tier.send(sent.moved))
+            self._take(report)
 
     def _read(self, words: jax.Array) -> Report:
         """The report in NumPy's arrays."""
@@ -607,9 +598,9 @@ class Engine:
             raise StateLostError from failure
 
     @without_interrupts()
-    def _take(self, report: Report, moved: Moved | None) -> None:
+    def _take(self, report: Report) -> None:
         sent = self._books.take_places(report)
-        self._tier.take(moved)
+        self._tier.take(report, sent.moved)
         if self._collector is not None:
             self._collector.take(sent.result(), report, self._books.on_device, sent.version)
         counts = self._books.take_tokens(report, sent.version)

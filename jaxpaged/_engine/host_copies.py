@@ -12,19 +12,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.prefix_cache import PrefixCache, begin_with
 from jaxpaged._cache.kv_cache import KVCache, map_blocks
 from jaxpaged._cache.transfer import put_blocks, take_blocks
 from jaxpaged._engine.inputs import caches_in
-from jaxpaged._engine.interrupts import without_interrupts
-from jaxpaged._engine.state import Report, State
+from jaxpaged._engine.state import State
 
 Page = tuple[jax.Array, ...]  # the numbers of a few blocks in all caches, [blocks, numbers] of each dtype
 
 PAGE_BYTES = 4 * 1024 * 1024  # a copy of less is not at the rate of the link
 MOST_IN_PAGE = 4  # blocks: what is listed at once may end anywhere in a page
-PIECE_BYTES = 128 * 1024 * 1024  # that a program moves at most
-PIECES = 4  # on their way in each direction
+MOVED_BYTES = 256 * 1024 * 1024  # by a program at most
+MOST_STAGED = 2  # times that, on their way in each direction
+MOST_PROMPTS = 8  # whose blocks a program puts in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,34 +45,46 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
-    """Pages with what the prefix cache knows of their blocks."""
+class Wanted:
+    """Blocks that are to be copied, in pages: see `in_pages`."""
 
-    serials: np.ndarray  # int32 [pages, blocks]; 0: no block
+    ids: np.ndarray  # int32 [pages, blocks]; 0: no block
+    serials: np.ndarray  # int32 [pages, blocks]
     parents: np.ndarray  # int32 [pages], serials of the blocks before the first ones
-    words: Any  # int32 [pages, blocks, block_size + 1], the tokens of each block and its salt
-    pages: list[Page]  # on the device, or on their way from there
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """Pages of blocks that were wanted.
+
+    Attributes:
+        wanted: these.
+        words: int32 `[pages, blocks, block_size + 2]`: of each block its tokens, its salt and its serial; 0: it was
+            overwritten before.
+        pages: on their way to host memory.
+    """
+
+    wanted: Wanted
+    words: Any
+    pages: list[Page]
 
 
 @dataclasses.dataclass
 class Moved:
-    """What was moved before and behind a slice.
+    """What was moved before a slice.
 
     Attributes:
-        put: pieces, and int32 `[2, blocks]`: where each of their blocks is now, and its serial there; 0: nowhere.
-        taken: pages of blocks that were listed.
-        serials: int32 `[blocks]`, of the blocks that are cached behind the slice; 0: it is not.
-        salts: under which prompts are looked up behind the slice, without an adapter and with each.
+        taken: pages.
+        put: pieces that one program has put in, and int32 `[2, pages, blocks]`: where each block of their pages is now,
+            and its serial there; 0: nowhere.
     """
 
-    put: list[tuple[Piece, Any]]
-    taken: list[Taken]
-    serials: np.ndarray
-    salts: list[int]
+    taken: list[Taken] = dataclasses.field(default_factory=list)
+    put: list[tuple[list[Piece], Any]] = dataclasses.field(default_factory=list)
 
 
 class HostCopies:
-    """The programs. All but `bring` and `send` are for the engine's own thread.
+    """The programs. All but `bring` are for the engine's own thread. None waits.
 
     Args:
         state: the engine's.
@@ -83,8 +96,8 @@ class HostCopies:
         block_size, max_length = state.allocator.block_size, state.scheduler.tokens.shape[1]
         num_blocks = state.allocator.num_blocks
         self.in_page, self.page_bytes = blocks_in_page(state.caches), page_bytes(state.caches)
-        self.num_pages = max(min(PIECE_BYTES // self.page_bytes, -(-(num_blocks - 1) // self.in_page)), 1)  # at once
-        self.most_staged = PIECES * self.num_pages
+        self.num_pages = max(min(MOVED_BYTES // self.page_bytes, -(-(num_blocks - 1) // self.in_page)), 1)  # at once
+        self.most_staged = MOST_STAGED * self.num_pages
         take, put = take_out, put_in
         (device, *_) = caches_in(state.caches)[0].k.sharding.device_set
         self._on_device: Any = SingleDeviceSharding(device)
@@ -93,13 +106,13 @@ class HostCopies:
             of_state, of_caches = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (state, state.caches))
             of_pages = P(None, mesh.axis_names)
             on_mesh: dict[str, Any] = dict(mesh=mesh, check_vma=False)
-            take = jax.shard_map(take, in_specs=(P(), of_caches, P()), out_specs=(P(), of_pages), **on_mesh)
-            in_specs = (of_state, P(), P(), P(), of_pages)
+            take = jax.shard_map(take, in_specs=(P(), P(), of_caches, P()), out_specs=(P(), of_pages), **on_mesh)
+            in_specs = (of_state, P(), P(), P(), P(), of_pages)
             put = jax.shard_map(put, in_specs=in_specs, out_specs=(of_state, P()), **on_mesh)
         self._on_host = self._on_device.with_memory_kind("pinned_host")
 
         assert state.scheduler.prefixes is not None
-        taken_from = state.scheduler.prefixes.cache, state.caches
+        taken_from = state.scheduler.prefixes.cache, state.allocator.pool, state.caches
         self._take_out: dict[int, Callable[..., Any]] = {}  # by how many pages
         for count in sorted({max(self.num_pages // 8, 1), self.num_pages}):
             ids = np.zeros((count, self.in_page), np.int32)
@@ -107,60 +120,60 @@ class HostCopies:
             self._take_out[count] = lowered.compile()
         _, pages = lowered.out_info
         self._nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), pages[0])
-        self._tokens = np.zeros((max_length // block_size, block_size), np.int32)
-        numbers, columns = np.zeros(3, np.int32), np.zeros((self.num_pages, self.in_page), np.int32)
+        self._tokens = np.zeros((MOST_PROMPTS, max_length // block_size, block_size), np.int32)
+        numbers = np.zeros((MOST_PROMPTS, 3), np.int32)
+        columns, rows = np.zeros((self.num_pages, self.in_page), np.int32), np.zeros(self.num_pages, np.int32)
         put = jax.jit(put, donate_argnums=0, compiler_options=compiler_options)
         pages = [self._nothing] * self.num_pages
-        self._put_in = put.lower(state, self._tokens, numbers, columns, pages).compile()
-        self._known = np.zeros(num_blocks, np.int32)  # serials whose blocks are on the host
+        self._put_in = put.lower(state, self._tokens, numbers, columns, rows, pages).compile()
 
     def reserve(self, capacity: int) -> None:
         """Has JAX take host memory for so many pages, and those that leave meanwhile: on a GPU that takes half a second
         a GiB, because it is pinned. JAX keeps what is given back to it."""
-        jax.block_until_ready([self.send([self._nothing]) for _ in range(capacity + self.most_staged)])
+        jax.block_until_ready(
+            [jax.device_put([self._nothing], self._on_host) for _ in range(capacity + self.most_staged)]
+        )
 
     def bring(self, pages: list[Page]) -> list[Page]:
         """Begins to copy pages to the device."""
         return jax.device_put(pages, self._on_device)
 
-    @without_interrupts()  # of which JAX makes other errors in here
-    def send(self, pages: list[Page]) -> list[Page]:
-        """Begins to copy pages to host memory."""
-        return jax.device_put(pages, self._on_host)
+    def put(self, state: State, pieces: list[Piece]) -> tuple[State, tuple[list[Piece], Any]]:
+        """The state with the blocks of pieces, and for `Moved` where they are. The state is donated.
 
-    def put(self, state: State, piece: Piece) -> tuple[State, tuple[Piece, Any]]:
-        """The state with the blocks of a piece, and for `Moved` where they are. The state is donated."""
-        tokens = self._tokens.copy()
-        tokens[: len(piece.tokens)] = piece.tokens
-        columns = np.pad(piece.columns, ((0, self.num_pages - len(piece.pages)), (0, 0)), constant_values=-1)
-        pages = piece.pages + [self._nothing] * (self.num_pages - len(piece.pages))
-        numbers = np.array([piece.salt, piece.first, piece.first + len(piece.keys)], np.int32)
-        state, where = self._put_in(state, tokens, numbers, columns, pages)
-        return state, (piece, where)
-
-    def take(self, state: State, report: Report, put: list[tuple[Piece, Any]]) -> Moved:
-        """Takes copies of what a slice has listed out of the pool. `report`: in NumPy's arrays.
-
-        No more than may be on its way at once: the rest, the newest, is taken behind the next slice if it is there
-        still.
+        Args:
+            state: the engine's.
+            pieces: of `MOST_PROMPTS` prompts at most, one of each, with `num_pages` pages at most.
         """
+        tokens, numbers = self._tokens.copy(), np.zeros((MOST_PROMPTS, 3), np.int32)
+        for i, piece in enumerate(pieces):
+            tokens[i, : len(piece.tokens)] = piece.tokens
+            numbers[i] = piece.salt, piece.first, piece.first + len(piece.keys)
+        pages = [page for piece in pieces for page in piece.pages]
+        rows = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(piece.pages) for piece in pieces])
+        missing = self.num_pages - len(pages)
+        columns = np.concatenate([piece.columns for piece in pieces])
+        columns = np.pad(columns, ((0, missing), (0, 0)), constant_values=-1)
+        rows = np.pad(rows, (0, missing))
+        state, where = self._put_in(state, tokens, numbers, columns, rows, pages + [self._nothing] * missing)
+        where.copy_to_host_async()
+        return state, (pieces, where)
+
+    def take(self, state: State, wanted: Wanted) -> list[Taken]:
+        """Begins to copy blocks to host memory."""
         assert state.scheduler.prefixes is not None
-        serials, parents = np.asarray(report.serials), np.asarray(report.parents)
-        put = [(piece, np.asarray(where)) for piece, where in put]
-        for _, (ids, of_ids) in put:
-            self._known[ids] = of_ids
-        self._known[self._known != serials] = 0
-        pages = in_pages(np.flatnonzero(serials != self._known), serials, parents, self.in_page)[: self.most_staged]
         taken = []
-        for begin in range(0, len(pages), self.num_pages):
-            ids = pages[begin : begin + self.num_pages]
+        for begin in range(0, len(wanted.ids), self.num_pages):
+            end = begin + self.num_pages
+            these = Wanted(wanted.ids[begin:end], wanted.serials[begin:end], wanted.parents[begin:end])
+            ids = these.ids
             count = min(count for count in self._take_out if count >= len(ids))
             padded = np.pad(ids, ((0, count - len(ids)), (0, 0)))
-            words, copies = self._take_out[count](state.scheduler.prefixes.cache, state.caches, padded)
+            taken_from = state.scheduler.prefixes.cache, state.allocator.pool, state.caches
+            words, pages = self._take_out[count](*taken_from, padded)
             words.copy_to_host_async()
-            taken.append(Taken(serials[ids], parents[ids[:, 0]], words, copies[: len(ids)]))
-        self._known[pages] = serials[pages]
-        return Moved(put, taken, serials, np.asarray(report.salts).tolist())
+            taken.append(Taken(these, words, jax.device_put(pages[: len(ids)], self._on_host)))
+        return taken
 
 
 def in_pages(ids: np.ndarray, serials: np.ndarray, parents: np.ndarray, in_page: int) -> np.ndarray:
@@ -185,11 +198,12 @@ def in_pages(ids: np.ndarray, serials: np.ndarray, parents: np.ndarray, in_page:
     return pages
 
 
-def take_out(cache: PrefixCache, caches: Any, ids: jax.Array) -> tuple[jax.Array, list[Page]]:
+def take_out(cache: PrefixCache, pool: BlockPool, caches: Any, ids: jax.Array) -> tuple[jax.Array, list[Page]]:
     """Copies of blocks, int32 `[pages, blocks]`, each page in arrays of its own, so that it can leave and come back
     alone; and for `Taken` their words."""
     num_pages, in_page = ids.shape
-    words = jnp.concatenate([cache.tokens[ids], cache.salts[ids][..., None]], axis=2)
+    serials = jnp.where(pool.is_cached(ids), cache.serials[ids], 0)
+    words = jnp.concatenate([cache.tokens[ids], cache.salts[ids][..., None], serials[..., None]], axis=2)
     by_dtype: dict[Any, list[jax.Array]] = {}
 
     def take(of: KVCache, pool: jax.Array) -> jax.Array:
@@ -205,54 +219,54 @@ def take_out(cache: PrefixCache, caches: Any, ids: jax.Array) -> tuple[jax.Array
 
 
 def put_in(
-    state: State, tokens: jax.Array, numbers: jax.Array, columns: jax.Array, pages: list[Page]
+    state: State, tokens: jax.Array, numbers: jax.Array, columns: jax.Array, rows: jax.Array, pages: list[Page]
 ) -> tuple[State, jax.Array]:
-    """Lists blocks of one prompt in the prefix cache again. They are free then, as those of a request that has ended.
+    """Lists blocks of prompts in the prefix cache again. They are free then, as those of a request that has ended.
 
-    Nothing happens if the blocks before them are not cached, or if fewer blocks are free.
+    Nothing happens to a prompt if the blocks before them are not cached, or if fewer blocks are free.
 
     Args:
         state: donated.
-        tokens: int32 `[columns, block_size]`, the prompt in blocks.
-        numbers: int32 `[3]`: the salt under which they were found, the column of the first one that counts, and the
-            column behind the last.
+        tokens: int32 `[prompts, columns, block_size]`, in blocks.
+        numbers: int32 `[prompts, 3]`: the salt under which they were found, the column of the first one that counts,
+            and the column behind the last; three times 0: no prompt.
         columns: int32 `[pages, blocks]`, of each block of each page; -1: it does not count.
+        rows: int32 `[pages]`, the prompt of each page.
         pages: from `take_out`.
 
     Returns:
         state: the new one.
-        where: int32 `[2, pages * blocks]`: for each column from the first on the block that has it now, and its serial;
-            0: none has.
+        where: int32 `[2, pages, blocks]`: the block that has each column now, and its serial; 0: none has.
     """
     scheduler, allocator = state.scheduler, state.allocator
-    prefixes, (salt, first, num_full) = scheduler.prefixes, numbers
+    prefixes, (salts, first, num_full) = scheduler.prefixes, numbers.T
     assert prefixes is not None
-    row = allocator.of_seqs(jnp.full(1, scheduler.num_seats, jnp.int32))  # an empty one
-    in_row, salts = tokens[None], salt[None]
+    seqs = allocator.of_seqs(jnp.full(len(tokens), scheduler.num_seats, jnp.int32))  # empty ones
 
-    # 1. The row begins with what is cached, which is so kept from being overwritten, and gets blocks for the rest.
-    beginnings, _ = prefixes.cache.find(row, in_row, num_full[None], salts)
-    row, _ = begin_with(row, beginnings)
-    (num_found,) = beginnings.num_found
+    # 1. They begin with what is cached, which is so kept from being overwritten, and get blocks for the rest.
+    beginnings, _ = prefixes.cache.find(seqs, tokens, num_full, salts)
+    seqs, _ = begin_with(seqs, beginnings)
+    num_found = beginnings.num_found
     num_missing = jnp.where(num_found >= first, num_full - num_found, 0)
-    row, _, (ok,) = row.append(num_missing[None] * row.block_size, q_len=columns.size * row.block_size)
+    seqs, _, ok = seqs.append(num_missing * seqs.block_size, q_len=columns.size * seqs.block_size)
     num_there = num_found + jnp.where(ok, num_missing, 0)
 
     # 2. Those are written, listed, and given back.
-    columns = columns.ravel()
-    is_new = (columns >= num_found) & (columns < num_there)
-    ids = row.rows[0].at[columns].get(mode="fill", fill_value=0)
-    caches = write_pages(state.caches, pages, jnp.where(is_new, ids, -1 - jnp.arange(columns.size, dtype=jnp.int32)))
-    cache, row, _ = prefixes.cache.insert_blocks(row, in_row, num_there[None], salts)
-    columns = first + jnp.arange(columns.size, dtype=jnp.int32)
-    ids = jnp.where(columns < num_there, row.rows[0].at[columns].get(mode="fill", fill_value=0), 0)
-    row = row.free(jnp.ones(1, jnp.bool_))
-    serials = jnp.where((ids > 0) & row.pool.is_cached(ids), cache.serials[ids], 0)
+    rows = rows[:, None]
+    counts = (columns >= 0) & (columns < num_there[rows])
+    is_new = counts & (columns >= num_found[rows])
+    dropped = -1 - jnp.arange(columns.size, dtype=jnp.int32)
+    ids = jnp.where(is_new, seqs.rows[rows, columns], dropped.reshape(columns.shape))
+    caches = write_pages(state.caches, pages, ids.ravel())
+    cache, seqs, _ = prefixes.cache.insert_blocks(seqs, tokens, num_there, salts)
+    ids = jnp.where(counts, seqs.rows[rows, columns], 0)
+    seqs = seqs.free(jnp.ones(len(tokens), jnp.bool_))
+    serials = jnp.where((ids > 0) & seqs.pool.is_cached(ids), cache.serials[ids], 0)
     prefixes = dataclasses.replace(prefixes, cache=cache)
     state = dataclasses.replace(
         state,
         scheduler=dataclasses.replace(scheduler, prefixes=prefixes),
-        allocator=dataclasses.replace(allocator, pool=row.pool),
+        allocator=dataclasses.replace(allocator, pool=seqs.pool),
         caches=caches,
     )
     return state, jnp.stack([ids, serials])

@@ -4,20 +4,38 @@ import dataclasses
 import hashlib
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpaged._engine.host_copies import HostCopies, Moved, Page, Piece, page_bytes
+from jaxpaged._engine.host_copies import (
+    MOST_PROMPTS,
+    HostCopies,
+    Moved,
+    Page,
+    Piece,
+    Taken,
+    Wanted,
+    in_pages,
+    page_bytes,
+)
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.requests import Row
 from jaxpaged._engine.state import Report, State
 from jaxpaged._integers import checked_size
 
 Keys = list[bytes]  # of a prompt's full blocks: each names the block's tokens and all before them
+
+
+@dataclasses.dataclass(frozen=True)
+class Going:
+    """What is moved before a slice, first out and then in."""
+
+    wanted: Wanted | None = None
+    batches: list[list[Piece]] = dataclasses.field(default_factory=list)  # each for one program
 
 
 class NoHostTier:
@@ -36,27 +54,19 @@ class NoHostTier:
         """Whether a request stays on the host for now. `sent`: those on the device, or on their way."""
         return False
 
-    def take_going(self) -> list[Piece]:
-        """The pieces that go out with the next slice, and are listed before it."""
-        return []
+    def take_going(self) -> Going:
+        """What is moved before the next slice."""
+        return Going()
 
-    def lose(self, pieces: Iterable[Piece]) -> None:
-        """Pieces that no slice has listed."""
+    def lose(self, going: Going) -> None:
+        """No slice has come of it."""
 
-    def put(self, state: State, piece: Piece) -> tuple[State, Any]:
-        """Lists a piece before a slice, on the engine's own thread. The state is donated."""
-        raise NotImplementedError
+    def move(self, state: State, going: Going, moved: Moved) -> Iterator[State]:
+        """Moves it, on the engine's own thread, into `moved`. Each state is the next one's, to which it is donated."""
+        yield state
 
-    def take_out(self, state: State, read: Callable[[], Report], put: list[Any]) -> Moved | None:
-        """Copies what a slice has listed, on the engine's own thread. `read` gives its report, `put` are the pieces."""
-        return None
-
-    def send(self, moved: Moved | None) -> Moved | None:
-        """Begins to copy that to host memory. If it fails, it can be called again."""
-        return moved
-
-    def take(self, moved: Moved | None) -> None:
-        """Notes what was moved before and behind a slice."""
+    def take(self, report: Report, moved: Moved) -> None:
+        """Notes what was moved before a slice, and what the slice has listed."""
 
     def clear(self) -> None:
         """Gives the host memory back."""
@@ -67,6 +77,7 @@ class Fetch:
     """The blocks of a prompt that come back: those from `next` to `end` have not left host memory yet."""
 
     row: Row
+    tokens: np.ndarray  # int32 [columns, block_size]
     salt: int
     keys: Keys
     next: int
@@ -86,8 +97,9 @@ class Kept:
 
 
 class HostTier(NoHostTier):
-    """A block that the prefix cache lists is copied to host memory after the slice that listed it. So nothing has to be
-    moved when the prefix cache loses it. It comes back before a request whose prompt begins with it goes out.
+    """A block that the prefix cache lists is copied to host memory behind the slice after the one that listed it: once
+    the host has read of it, and without a wait of the device. So nothing has to be moved when the prefix cache loses
+    it. It comes back before a request whose prompt begins with it goes out.
 
     What comes back is free in the pool until its request takes it, as is what the pool still has of a prompt. So a
     request with such blocks goes out once the pool has room for it beside those before it, and those behind it wait
@@ -127,6 +139,9 @@ class HostTier(NoHostTier):
         self._fetches: list[Fetch] = []
         self._coming: set[bytes] = set()  # of the fetches
         self._going: list[Piece] = []
+        self._known = np.zeros(num_blocks, np.int32)  # serials of blocks that are in host memory, or wanted there
+        self._wanted: Wanted | None = None
+        self._leaving: list[Page] = []  # that were sent last
         # Of the requests that were asked for since `look_again`:
         self._lacks_room = False  # one has to wait for room
         self._needed: tuple[set[bytes], int] | None = None  # the full blocks of those on the device, and other blocks
@@ -215,7 +230,8 @@ class HostTier(NoHostTier):
                 elif not self._lacks_room and self._needed is not None:
                     self._needed = self._with(row, *self._needed)
                 return self._lacks_room
-            fetch = Fetch(row, self._salt_of(row), keys, num_there, end)
+            tokens = row.prompt[: end * self._block_size].reshape(end, self._block_size)
+            fetch = Fetch(row, tokens, self._salt_of(row), keys, num_there, end)
             self._fetches.append(fetch)
             self._coming.update(keys[num_there:end])
             self._start()
@@ -233,85 +249,117 @@ class HostTier(NoHostTier):
         self._fetches.remove(fetch)
         return not fetch.has_room
 
-    def take_going(self) -> list[Piece]:
-        going, self._going = self._going, []
+    def take_going(self) -> Going:
+        batches: list[list[Piece]] = []
+        for piece in self._going:
+            last = batches[-1] if batches else []
+            num_pages = sum(len(other.pages) for other in last) + len(piece.pages)
+            fits = 0 < len(last) < MOST_PROMPTS and num_pages <= self._copies.num_pages
+            if fits and all(piece.tokens is not other.tokens for other in last):
+                last.append(piece)
+            else:
+                batches.append([piece])
+        going = Going(self._wanted, batches)
+        self._wanted, self._going = None, []
         return going
 
-    def lose(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            self._settle(piece, np.zeros((2, len(piece.keys)), np.int32))
+    def lose(self, going: Going) -> None:
+        if going.wanted is not None:
+            self._known[going.wanted.ids] = 0
+        for piece in itertools.chain.from_iterable(going.batches):
+            self._settle(piece, np.zeros((2, *piece.columns.shape), np.int32))
 
-    def put(self, state: State, piece: Piece) -> tuple[State, Any]:
-        return self._copies.put(state, piece)
+    def move(self, state: State, going: Going, moved: Moved) -> Iterator[State]:
+        if going.wanted is not None:
+            moved.taken = self._copies.take(state, going.wanted)
+        for batch in going.batches:
+            state, put = self._copies.put(state, batch)
+            moved.put.append(put)
+            yield state
+        yield state
 
-    def take_out(self, state: State, read: Callable[[], Report], put: list[Any]) -> Moved:
-        return self._copies.take(state, read(), put)
-
-    def send(self, moved: Moved | None) -> Moved:
-        assert moved is not None
-        taken = [
-            dataclasses.replace(each, words=np.asarray(each.words), pages=self._copies.send(each.pages))
-            for each in moved.taken
-        ]
-        return dataclasses.replace(moved, taken=taken)
-
-    def take(self, moved: Moved | None) -> None:
-        assert moved is not None
-        gone = self._serials[(self._serials > 0) & (self._serials != moved.serials)]
+    def take(self, report: Report, moved: Moved) -> None:
+        assert report.serials is not None
+        serials, salts = np.asarray(report.serials), np.asarray(report.salts).tolist()
+        gone = self._serials[(self._serials > 0) & (self._serials != serials)]
         for serial in gone.tolist():
             if (key := self._key_of.pop(serial, None)) is not None and self._listed.get(key) == serial:
                 del self._listed[key]
-        self._serials = moved.serials
-        if moved.salts != self._salts:
-            self._salts = moved.salts
+        self._serials = serials
+        self._known[self._known != serials] = 0
+        if salts != self._salts:
+            self._salts = salts
             for number in [number for number, kept in self._pages.items() if kept.salt not in self._salts]:
                 self._drop(number)
-        for piece, where in moved.put:
-            self._settle(piece, where)
-        self._keep(moved)
+        for batch, where in moved.put:
+            end = 0
+            for piece in batch:
+                begin, end = end, end + len(piece.pages)
+                self._settle(piece, np.asarray(where)[:, begin:end])
+        for taken in moved.taken:
+            self._keep(taken)
+        while len(self._pages) > self._capacity:
+            self._drop(next(iter(self._pages)))
+        self._want(np.asarray(report.parents))
 
     def clear(self) -> None:
         self._pages.clear()
         self._places.clear()
         self._num_staged -= sum(len(piece.pages) for fetch in self._fetches for piece in fetch.pieces)
-        self._fetches, self._coming = [], set()
+        self._fetches, self._coming, self._wanted, self._leaving = [], set(), None, []
 
     def _settle(self, piece: Piece, where: np.ndarray) -> None:
-        """Where the blocks of a piece are now."""
+        """Where the blocks of a piece are now, int32 `[2, pages, blocks]`."""
         self._num_staged -= len(piece.pages)
-        for key, place, serial in zip(piece.keys, *where.tolist(), strict=False):
+        for column, place, serial in zip(*(x.ravel().tolist() for x in (piece.columns, *where)), strict=True):
+            if column < 0:
+                continue
+            key = piece.keys[column - piece.first]
             if serial > 0 and self._serials[place] == serial:
                 self._key_of[serial] = key
                 self._listed[key] = serial
+                self._known[place] = serial
                 self.num_brought += self._block_size
             elif self._listed.get(key) == 0:
                 del self._listed[key]
 
-    def _keep(self, moved: Moved) -> None:
-        ends: Keys = []
-        for taken in moved.taken:
-            for *of_page, words, page in zip(
-                taken.serials.tolist(), taken.parents.tolist(), taken.words, taken.pages, strict=False
-            ):
-                serials, parent = of_page
-                salt = int(words[0, -1])
-                before = self._key_of.get(parent) if parent else _root(salt)
-                if before is None or salt not in self._salts:  # it was lost within the slice that listed it
-                    continue
-                serials = [serial for serial in serials if serial > 0]
-                _, *keys = itertools.accumulate(words[: len(serials), :-1], _next_key, initial=before)
-                self._key_of |= zip(serials, keys, strict=True)
-                self._listed |= zip(keys, serials, strict=True)
-                ends.append(keys[-1])
-                if all(key in self._places for key in keys):
-                    continue
-                number = next(self._numbers)
-                self._pages[number] = Kept(keys, before, salt, page)
-                for index, key in enumerate(keys):
-                    self._places.setdefault(key, (number, index))
+    def _want(self, parents: np.ndarray) -> None:
+        """Asks for what was listed and is not in host memory, but for no more than may be on its way: the rest, the
+        newest, is asked for again if it is there still."""
+        if not all(numbers.is_ready() for page in self._leaving for numbers in page):  # type: ignore[attr-defined]
+            return
+        ids = np.flatnonzero(self._serials != self._known)
+        pages = in_pages(ids, self._serials, parents, self._copies.in_page)[: self._copies.most_staged]
+        if len(pages):
+            self._wanted = Wanted(pages, self._serials[pages], parents[pages[:, 0]])
+            self._known[pages] = self._serials[pages]
+
+    def _keep(self, taken: Taken) -> None:
+        """Pages are in host memory, as far as their blocks were not overwritten before."""
+        words, wanted, ends = np.asarray(taken.words)[: len(taken.pages)], taken.wanted, []
+        is_there = (words[..., -1] == wanted.serials) & (wanted.serials > 0)
+        counts = np.logical_and.accumulate(is_there, axis=1).sum(axis=1)
+        key_of = dict[int, bytes]()  # by serial, of these pages
+        for i, count in enumerate(counts.tolist()):
+            salt, parent = int(words[i, 0, -2]), int(wanted.parents[i])
+            before = key_of.get(parent, self._key_of.get(parent)) if parent else _root(salt)
+            if count == 0 or before is None or salt not in self._salts:
+                continue
+            _, *keys = itertools.accumulate(words[i, :count, :-2], _next_key, initial=before)
+            for key, place, serial in zip(keys, wanted.ids[i].tolist(), wanted.serials[i].tolist(), strict=False):
+                key_of[serial] = key
+                if self._serials[place] == serial:
+                    self._key_of[serial] = key
+                    self._listed[key] = serial
+            ends.append(keys[-1])
+            if all(key in self._places for key in keys):
+                continue
+            number = next(self._numbers)
+            self._pages[number] = Kept(keys, before, salt, taken.pages[i])
+            for index, key in enumerate(keys):
+                self._places.setdefault(key, (number, index))
+        self._leaving = taken.pages
         self._touch(reversed(ends))
-        while len(self._pages) > self._capacity:
-            self._drop(next(iter(self._pages)))
 
     def _touch(self, keys: Iterable[bytes]) -> None:
         """The pages of these blocks, and of all before them, are the newest; the tail leaves before the head."""
@@ -337,9 +385,8 @@ class HostTier(NoHostTier):
                     fetch.end = fetch.next
                     break
                 first, fetch.next = fetch.next, int(columns.max()) + 1
-                tokens = fetch.row.prompt[: fetch.end * self._block_size].reshape(fetch.end, self._block_size)
                 keys = fetch.keys[first : fetch.next]
-                fetch.pieces.append(Piece(tokens, fetch.salt, first, keys, columns, self._copies.bring(pages)))
+                fetch.pieces.append(Piece(fetch.tokens, fetch.salt, first, keys, columns, self._copies.bring(pages)))
                 self._num_staged += len(pages)
 
     def _pages_of(self, fetch: Fetch) -> tuple[np.ndarray, list[Page]]:

@@ -114,8 +114,8 @@ def test_errors():
             v_scale=1.0,
             **SIZES,
         )
+    tables, lengths = jnp.asarray([[1]]), jnp.asarray([2])
     with pytest.raises(ValueError, match="values of 8 of the key's numbers"):
-        tables, lengths = jnp.asarray([[1]]), jnp.asarray([2])
         jaxpaged.scatter_kv(latent, jaxpaged.gather_kv(cache, tables, lengths), tables, lengths)
     with pytest.raises(ValueError, match="latent_values at most the width"):
         jaxpaged.copy_blocks(KVCache(k=latent.k, v=None), jnp.asarray([1]), jnp.asarray([2]))

@@ -1,15 +1,15 @@
 """The host tier: cached blocks that the pool loses come back from host memory, and tokens stay the same."""
 
 import dataclasses
-import signal
+import itertools
 
 import jax
 import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams
-from jaxpaged._engine.host_copies import Moved, Piece, Taken, in_pages
-from jaxpaged._engine.host_tier import HostTier
+from jaxpaged._engine.host_copies import Moved, Piece, Taken, Wanted, in_pages
+from jaxpaged._engine.host_tier import Going, HostTier
 from jaxpaged._engine.requests import Row
 from tests.compiled import instructions
 from tests.toy_model import (
@@ -36,13 +36,19 @@ MADE = []  # the engine, which is made once
 def engine():
     """In a pool for two requests at their limit."""
     if not MADE:
-        options = dict(prefix_cache=True, host_cache_bytes=HOST_BYTES, exact=True, chunk_tokens=CHUNK)
+        options = dict(prefix_cache=True, host_cache_bytes=HOST_BYTES, exact=True, chunk_tokens=CHUNK, steps_per_slice=2)
         MADE.append(create_engine(num_blocks=TIGHT + 1, **options))
     engine = MADE[0]
     assert not engine.has_unfinished_requests
     engine.update_weights(random_weights())
-    engine.generate([[0]], GREEDY)  # the slices before the next ones are read: nothing of older weights is left
+    settle(engine)  # nothing of older weights is left
     return engine
+
+
+def settle(engine):
+    """What slices have listed is in host memory."""
+    for seed in range(2):
+        engine.generate([[seed]], GREEDY)
 
 
 def counts(engine, before=None):
@@ -70,6 +76,7 @@ def prompt_of(seed, length):
 
 def push_out(engine, weights=0):
     """Other prompts, until the pool has lost all that it had cached."""
+    settle(engine)
     for seed in range(3):
         serve(engine, prompt_of(100 + seed, 40), seed=weights)
 
@@ -96,8 +103,8 @@ def test_a_few_tokens_are_computed_instead(engine):
         assert counts(engine, before) == [found, found, length + 1 - found]
 
 
-# Twelve do not fit into the pool: what ends within a slice may be overwritten there, before it is copied.
-@pytest.mark.parametrize(("at_once", "part"), [(2, 0.95), (12, 0.85)])
+# Twelve do not fit into the pool: what is listed may be overwritten in the next slice, before it is copied.
+@pytest.mark.parametrize(("at_once", "part"), [(2, 0.95), (12, 0.7)])
 def test_conversations_in_turn_find_what_an_endless_pool_would_find(engine, at_once, part):
     talks, endless, before = [prompt_of(seed, 12) for seed in range(12)], 0, counts(engine)
     for turn in range(3):
@@ -221,52 +228,39 @@ def test_blocks_behind_a_gap_are_not_listed(engine):
     for first, is_listed in ((1, False), (0, True), (1, True)):
         salt = int(engine._state.scheduler.prefixes.salt[0])
         columns = np.array([[first, -1, -1, -1], [-1, -1, first + 1, -1]], np.int32)
-        engine._state_of_slice, (_, (ids, serials)) = copies.put(
-            engine._state, Piece(prompt[: first + 2], salt, first, keys, columns, [copies._nothing] * 2)
+        engine._state_of_slice, (_, where) = copies.put(
+            engine._state, [Piece(prompt[: first + 2], salt, first, keys, columns, [copies._nothing] * 2)]
         )
-        assert (np.asarray(serials[:2]) > 0).tolist() == [is_listed] * 2
-        assert (np.asarray(ids[:2]) > 0).all() == is_listed
+        ids, serials = np.asarray(where)[:, [0, 1], [0, 2]]
+        assert (serials > 0).tolist() == [is_listed] * 2
+        assert (ids > 0).all() == is_listed
         check(engine)
     engine.update_weights(random_weights())  # they hold nothing
 
 
-@pytest.mark.parametrize("is_interrupt", [False, True])
-def test_a_copy_to_host_memory_that_fails_loses_no_token(engine, monkeypatch, is_interrupt):
-    device_put, failures = jax.device_put, [MemoryError("no room for a copy")]
+@pytest.mark.parametrize("name", ["take", "put"])
+def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
+    talk = serve(engine, prompt_of(8, 20))
+    push_out(engine)
+    copies, failures = engine._tier._copies, [MemoryError("no room for a copy")]
+    function = getattr(copies, name)
 
-    def failing(blocks, where):
-        if failures and where == engine._tier._copies._on_host:
-            failure = failures.pop()
-            if not is_interrupt:
-                raise failure
-            try:
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt as interrupt:
-                raise ValueError("as JAX makes of it") from interrupt
-        return device_put(blocks, where)
+    def failing(*args):
+        if failures:
+            raise failures.pop()
+        return function(*args)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(jax, "device_put", failing)
-    prompt, params = prompt_of(8, 9), dataclasses.replace(GREEDY, max_tokens=30)
-    engine.add_request(prompt, params)
-    with pytest.raises(KeyboardInterrupt if is_interrupt else MemoryError):
+    monkeypatch.setattr(copies, name, failing)
+    before, params = counts(engine), dataclasses.replace(GREEDY, max_tokens=15)
+    engine.add_request([*talk, 7], params)
+    with pytest.raises(MemoryError, match="no room for a copy"):
         finish(engine)
-    signal.signal(signal.SIGINT, before)
     (output,) = finish(engine).values()
-    assert output.outputs[0].token_ids == continuation(random_weights(), prompt, params)[0]
-    check(engine)
-
-
-def test_a_copy_that_fails_behind_a_slice_takes_the_engine_down(engine, monkeypatch):
-    def fail(*args):
-        raise MemoryError("no room for a copy")
-
-    MADE.clear()
-    monkeypatch.setattr(engine._tier._copies, "take", fail)
-    request = engine.add_request([1, 2, 3], GREEDY)
-    with pytest.raises(RuntimeError, match=r"engine is lost: .* MemoryError: no room for a copy"):
-        finish(engine)
-    assert request in engine._books.requests
+    assert output.outputs[0].token_ids == continuation(random_weights(), [*talk, 7], params)[0]
+    assert counts(engine, before)[:2] == [24, 24]
+    settle(engine)
+    assert (engine._tier._fetches, engine._tier._num_staged) == ([], 0)
+    assert (engine._tier._known == engine._tier._serials).all()
 
 
 def test_what_a_host_tier_needs():
@@ -315,17 +309,29 @@ def row(*tokens):
     return Row(0, np.array(tokens, np.int32), SamplingParams(), 0)
 
 
-def taken(serial, parent, tokens, copy, salt=0):
-    words = np.array([*tokens, salt], np.int32)
-    return Taken(np.array([[serial]]), np.array([parent]), words[None, None], [(FakeCopy(copy),)])
+def taken(place, serial, parent, tokens, copy, salt=0):
+    """A page of one block."""
+    words = np.array([*tokens, salt, serial], np.int32)
+    return Taken(Wanted(np.array([[place]]), np.array([[serial]]), np.array([parent])), words[None, None], [(FakeCopy(copy),)])
+
+
+@dataclasses.dataclass
+class Told:
+    serials: np.ndarray
+    parents: np.ndarray
+    salts: list
+
+
+def told(tier, serials, salts=(0,), *, put=(), pages=()):
+    tier.take(Told(serials, serials * 0, np.array(salts)), Moved(list(pages), list(put)))
 
 
 def moved(tier, listed, salt=0, put=()):
     """Behind a slice: `listed` of each place its serial, its parent's, its tokens and its copy; None: known already."""
     serials = np.zeros(POOL, np.int32)
     serials[list(listed)] = [serial for serial, *_ in listed.values()]
-    pages = [taken(*block, salt) for block in listed.values() if block[2] is not None]
-    tier.take(Moved(list(put), pages, serials, [salt]))
+    pages = [taken(place, *block, salt) for place, block in listed.items() if block[2] is not None]
+    told(tier, serials, [salt], put=put, pages=pages)
 
 
 def going(tier, *rows, sent=()):
@@ -333,7 +339,11 @@ def going(tier, *rows, sent=()):
     tier.look_again()
     for each in rows:
         tier.holds(each, sent)
-    return tier.take_going()
+    return pieces_of(tier)
+
+
+def pieces_of(tier):
+    return list(itertools.chain.from_iterable(tier.take_going().batches))
 
 
 def copies_of(pieces):
@@ -355,12 +365,12 @@ def test_what_the_device_has_lost_is_brought_from_the_first_loss_on():
     moved(tier, {5: (1, 0, None, None)})
     waiting, other = row(*PROMPT), row(*PROMPT)
     assert not tier.holds(waiting, [])  # it goes out with them
-    (piece,) = tier.take_going()
+    (piece,) = pieces_of(tier)
     assert (piece.first, piece.salt, copies_of([piece])) == (1, 0, ["b", "c"])
     assert (piece.tokens.tolist(), piece.columns.tolist()) == ([[1, 2], [3, 4], [5, 6]], [[1], [2]])
     assert len(tier._fetches) == 0
     assert not tier.holds(other, [])
-    put = piece, np.array([[8, 9], [4, 5]])
+    put = [piece], np.array([[[8], [9]], [[4], [5]]])
     moved(tier, {5: (1, 0, None, None), 8: (4, 0, None, None), 9: (5, 0, None, None)}, put=[put])
     assert (tier.num_brought, tier._num_staged) == (4, 0)
     assert not tier.holds(waiting, [])
@@ -372,8 +382,8 @@ def test_what_could_not_be_listed_is_not_taken_to_be_there():
     moved(tier, {})
     pieces = going(tier, row(*PROMPT))
     assert [len(piece.keys) for piece in pieces] == [2, 1]
-    moved(tier, {}, put=[(pieces[0], np.array([[8, 9], [4, 5]]))])  # gone again within the slice
-    tier.lose(pieces[1:])
+    moved(tier, {}, put=[(pieces[:1], np.array([[[8], [9]], [[4], [5]]]))])  # gone again within the slice
+    tier.lose(Going(None, [pieces[1:]]))
     assert (tier._listed, tier._num_staged, tier.num_brought) == ({}, 0, 0)
     assert copies_of(going(tier, row(*PROMPT))) == ["a", "b", "c"]
 
@@ -393,10 +403,10 @@ def test_pieces_on_their_way_are_few_and_may_take_long():
     waiting, other = row(*PROMPT), row(*PROMPT, 8)
     assert tier.holds(waiting, [])
     assert tier.holds(other, [])  # for the same copies
-    first = tier.take_going()
+    first = pieces_of(tier)
     assert copies_of(first) == ["a", "b"]
     assert (tier._num_staged, len(tier._fetches)) == (2, 1)  # until the slice that lists them is read
-    tier.lose(first)
+    tier.lose(Going(None, [first]))
     assert going(tier, waiting) == []
     assert tier._num_staged == 1  # the slow one
     assert len(tier._fetches) == 1
@@ -416,8 +426,8 @@ def test_a_request_that_ended_waits_for_nothing():
 
 
 def test_a_request_goes_out_with_what_comes_back_once_there_is_room_for_it():
-    tier = make_tier(num_blocks=12)
-    tier._serials = np.zeros(POOL, np.int32)
+    tier = make_tier()
+    tier._num_blocks = 12
     moved(tier, CHAIN)
     moved(tier, {})
     waiting, small, running = row(*PROMPT), row(9, 9), row(*range(10, 17))
@@ -426,16 +436,16 @@ def test_a_request_goes_out_with_what_comes_back_once_there_is_room_for_it():
         tier.look_again()
         assert tier.holds(waiting, [running]) == is_held
         assert tier.holds(small, [running]) == is_held  # behind the other
-    assert copies_of(tier.take_going()) == ["a", "b", "c"]
+    assert copies_of(pieces_of(tier)) == ["a", "b", "c"]
 
 
 def test_a_prefix_that_others_hold_needs_room_once():
-    tier = make_tier(num_blocks=12)
-    tier._serials = np.zeros(POOL, np.int32)
+    tier = make_tier()
+    tier._num_blocks = 12
     moved(tier, CHAIN)
     moved(tier, {})
     assert not tier.holds(row(*PROMPT), [row(*PROMPT), row(*PROMPT)])
-    assert copies_of(tier.take_going()) == ["a", "b", "c"]
+    assert copies_of(pieces_of(tier)) == ["a", "b", "c"]
 
 
 def test_nothing_waits_for_blocks_that_left_host_memory_meanwhile():
@@ -448,7 +458,7 @@ def test_nothing_waits_for_blocks_that_left_host_memory_meanwhile():
     while tier._fetches:
         pieces = going(tier, waiting)
         arrived += copies_of(pieces)
-        tier.lose(pieces)
+        tier.lose(Going(None, [pieces]))
     assert arrived == ["a", "b"]
     assert (tier._coming, tier._num_staged) == (set(), 0)
 
@@ -476,7 +486,7 @@ def test_blocks_of_another_salt_leave():
     assert tier.host_bytes == 1
     tier = make_tier()
     moved(tier, CHAIN)
-    tier.take(Moved([], [taken(4, 0, (7, 8), "late")], np.zeros(POOL, np.int32), [1]))
+    told(tier, np.zeros(POOL, np.int32), [1], pages=[taken(5, 4, 0, (7, 8), "late")])
     assert tier.host_bytes == 0
 
 
@@ -488,12 +498,13 @@ def test_a_block_comes_back_for_its_own_adapter():
 
     serials = np.zeros(POOL, np.int32)
     serials[[5, 6, 7]] = 1, 2, 3
-    tier.take(Moved([], [taken(*block, salt=2) for block in CHAIN.values()], serials, [0, 1, 2]))
-    tier.take(Moved([], [], serials * 0, [0, 1, 2]))
+    pages = [taken(place, *block, salt=2) for place, block in CHAIN.items()]
+    told(tier, serials, [0, 1, 2], pages=pages)
+    told(tier, serials * 0, [0, 1, 2])
     assert [len(going(tier, of(adapter))) for adapter in (None, 0, 1)] == [0, 0, 2]
-    tier.take(Moved([], [], serials * 0, [3, 1, 2]))
+    told(tier, serials * 0, [3, 1, 2])
     assert tier.host_bytes == 3
-    tier.take(Moved([], [], serials * 0, [3, 1, 5]))
+    told(tier, serials * 0, [3, 1, 5])
     assert tier.host_bytes == 0
 
 
@@ -514,13 +525,55 @@ def test_a_page_holds_blocks_that_follow_each_other():
 
 def test_blocks_in_the_middle_of_pages_come_back():
     tier = make_tier(in_page=2)
-    words = np.array([[[1, 2, 0], [3, 4, 0]], [[5, 6, 0], [7, 8, 0]]], np.int32)
+    words = np.array([[[1, 2, 0, 1], [3, 4, 0, 2]], [[5, 6, 0, 3], [7, 8, 0, 4]]], np.int32)
     pages = [(FakeCopy("ab"),), (FakeCopy("cd"),)]
     serials = np.zeros(POOL, np.int32)
     serials[[5, 6, 7, 8]] = 1, 2, 3, 4
-    tier.take(Moved([], [Taken(np.array([[1, 2], [3, 4]]), np.array([0, 2]), words, pages)], serials, [0]))
-    serials = serials * (serials == 1)
-    tier.take(Moved([], [], serials, [0]))
+    wanted = Wanted(np.array([[5, 6], [7, 8]]), np.array([[1, 2], [3, 4]]), np.array([0, 2]))
+    told(tier, serials, pages=[Taken(wanted, words, pages)])
+    told(tier, serials * (serials == 1))
     (piece,) = going(tier, row(1, 2, 3, 4, 5, 6, 9))
     assert (piece.first, copies_of([piece])) == (1, ["ab", "cd"])
     assert piece.columns.tolist() == [[-1, 1], [2, -1]]
+
+
+def test_what_was_overwritten_before_its_copy_is_not_kept():
+    tier = make_tier(in_page=2)
+    words = np.array([[[1, 2, 0, 1], [3, 4, 0, 0]], [[5, 6, 0, 3], [7, 8, 0, 4]]], np.int32)
+    wanted = Wanted(np.array([[5, 6], [7, 8]]), np.array([[1, 2], [3, 4]]), np.array([0, 2]))
+    serials = np.zeros(POOL, np.int32)
+    serials[[7, 8]] = 3, 4  # 5 was overwritten behind its copy
+    told(tier, serials, pages=[Taken(wanted, words, [(FakeCopy("a"),), (FakeCopy("b"),)])])
+    assert kept(tier) == ["a"]
+    assert (tier._listed, tier._key_of) == ({}, {})
+
+
+def test_what_a_slice_lists_is_wanted_once_and_no_more_than_may_be_on_its_way():
+    tier = make_tier(in_page=2, most_staged=2)
+    serials, parents = np.zeros(POOL, np.int32), np.zeros(POOL, np.int32)
+    serials[[3, 4, 5, 6, 7]] = 1, 2, 3, 4, 5
+    parents[[4, 5, 6, 7]] = 1, 2, 3, 4
+    for expected in ([[3, 4], [5, 6]], [[7, 0]], None):
+        tier.take(Told(serials, parents, np.array([0])), Moved())
+        wanted = tier.take_going().wanted
+        assert (wanted if wanted is None else wanted.ids.tolist()) == expected
+    tier.lose(Going(Wanted(np.array([[7, 0]]), np.array([[5, 0]]), np.array([4]))))
+    tier.take(Told(serials, parents, np.array([0])), Moved())
+    assert tier.take_going().wanted.ids.tolist() == [[7, 0]]
+
+
+def test_pieces_of_several_prompts_go_out_together():
+    tier = make_tier(num_pages=2, most_staged=8)
+    others = {8: (4, 0, (1, 9), "x"), 9: (5, 4, (3, 9), "y"), 10: (6, 0, (2, 9), "z"), 11: (7, 6, (4, 9), "w")}
+    moved(tier, CHAIN | others)
+    moved(tier, {})
+    tier.look_again()
+    for tokens in (PROMPT, (1, 9, 3, 9, 0), (2, 9, 4, 9, 0)):
+        assert not tier.holds(row(*tokens), [])
+    assert [[len(piece.pages) for piece in batch] for batch in tier.take_going().batches] == [[2], [1], [2], [2]]
+    tier = make_tier(num_pages=3, most_staged=12)
+    moved(tier, CHAIN | others)
+    moved(tier, {})
+    for tokens in ((1, 9, 3, 9, 0), (2, 9, 4, 9, 0), PROMPT):
+        assert not tier.holds(row(*tokens), [])
+    assert [[len(piece.pages) for piece in batch] for batch in tier.take_going().batches] == [[2], [2], [3]]

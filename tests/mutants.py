@@ -766,10 +766,10 @@ MUTANTS = (
         "tests/engine/test_host_tier.py::wanted_once",
     ),
     Mutant(
-        "host tier: pieces of one prompt go out together",
+        "host tier: a program gets more pages than it has room for",
         HOST_TIER,
-        "if fits and all(piece.tokens is not other.tokens for other in last):",
-        "if fits:",
+        "0 < len(last) < MOST_PROMPTS and num_pages <= self._copies.num_pages",
+        "0 < len(last) < MOST_PROMPTS",
         "tests/engine/test_host_tier.py::go_out_together",
     ),
     Mutant(

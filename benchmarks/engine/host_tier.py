@@ -43,7 +43,7 @@ PARTS = "stages", "evicted", "nothing", "conversations"
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     seats: int
-    chunk: int
+    chunk: int  # that of 64 seats, if the engine chooses
     first: int  # tokens of a conversation's first turn
     added: int  # of each turn after it
     new: int  # generated in each
@@ -61,7 +61,7 @@ class Sizes:
         return 1 + CONVERSATIONS * self.talk // POOLS // BLOCK_SIZE
 
 
-SIZES = {name: Sizes(64, 1024, 2048, 128, 64, 8192, 256, 256) for name in CONFIGS} | {
+SIZES = {name: Sizes(64, 448, 2048, 128, 64, 8192, 256, 256) for name in CONFIGS} | {
     "toy": Sizes(8, 64, 128, 32, 16, 512, 32, 64)
 }
 

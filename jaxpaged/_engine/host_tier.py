@@ -254,9 +254,8 @@ class HostTier(NoHostTier):
         for piece in self._going:
             last = batches[-1] if batches else []
             num_pages = sum(len(other.pages) for other in last) + len(piece.pages)
-            fits = 0 < len(last) < MOST_PROMPTS and num_pages <= self._copies.num_pages
-            if fits and all(piece.tokens is not other.tokens for other in last):
-                last.append(piece)
+            if 0 < len(last) < MOST_PROMPTS and num_pages <= self._copies.num_pages:
+                last.append(piece)  # of another prompt: only the last piece of one leaves room
             else:
                 batches.append([piece])
         going = Going(self._wanted, batches)

@@ -36,7 +36,9 @@ MADE = []  # the engine, which is made once
 def engine():
     """In a pool for two requests at their limit."""
     if not MADE:
-        options = dict(prefix_cache=True, host_cache_bytes=HOST_BYTES, exact=True, chunk_tokens=CHUNK, steps_per_slice=2)
+        options = dict(
+            prefix_cache=True, host_cache_bytes=HOST_BYTES, exact=True, chunk_tokens=CHUNK, steps_per_slice=2
+        )
         MADE.append(create_engine(num_blocks=TIGHT + 1, **options))
     engine = MADE[0]
     assert not engine.has_unfinished_requests
@@ -312,7 +314,9 @@ def row(*tokens):
 def taken(place, serial, parent, tokens, copy, salt=0):
     """A page of one block."""
     words = np.array([*tokens, salt, serial], np.int32)
-    return Taken(Wanted(np.array([[place]]), np.array([[serial]]), np.array([parent])), words[None, None], [(FakeCopy(copy),)])
+    return Taken(
+        Wanted(np.array([[place]]), np.array([[serial]]), np.array([parent])), words[None, None], [(FakeCopy(copy),)]
+    )
 
 
 @dataclasses.dataclass

@@ -51,6 +51,7 @@ DRAFTING, DRAFTS = "jaxpaged/_engine/drafting.py", "tests/engine/test_drafts.py"
 HOST_TIER = "jaxpaged/_engine/host_tier.py"
 SCORING = "jaxpaged/_engine/scoring.py"
 FORGOTTEN = "tests/engine/test_engine.py::weights_change"
+LATENT = "pallas_kernels/latent/kernel.py"
 XLA, TREE, RUNS = (f"jaxpaged/_attention/{name}.py" for name in ("xla", "tree", "runs"))
 SHARED_PREFIX, PACKED_OPTIONS = (
     "jaxpaged/_attention/shared_prefix.py",
@@ -1177,6 +1178,34 @@ MUTANTS = (
         "history = allocator.lengths - counts",
         "history = allocator.lengths",
         "tests/test_latent_modules.py::by_keys_of_each_head",
+    ),
+    Mutant(
+        "latents: a higher logit of the other warpgroup",
+        LATENT,
+        "return self._add(i, acc, alpha, other), m_new, l * alpha",
+        "return self._add(i, acc, alpha, other), m_new, l",
+        "tests/kernels/test_latent_many_heads.py::that_grow",
+    ),
+    Mutant(
+        "latents: unseen values are not zeroed",
+        LATENT,
+        "pl.when(self._is_partial(i))(lambda: self._zero_unseen(i, values))",
+        "",
+        "tests/kernels/test_latent_many_heads.py::test_blocks",
+    ),
+    Mutant(
+        "latents: weights of the other warpgroup are not waited for",
+        LATENT,
+        "plgpu.barrier_wait(refs.weights_full.at[other])",
+        "pass",
+        "tests/kernels/test_latent_many_heads.py::query_tokens",
+    ),
+    Mutant(
+        "attention: packed tokens one too far",
+        RUNS,
+        "packed_positions(starts, call.lengths, tokens=tokens) + 1 if",
+        "packed_positions(starts, call.lengths, tokens=tokens) + 2 if",
+        "tests/kernels/test_latent_many_heads.py::test_packed_tokens",
     ),
     Mutant(
         "kernels: tiles of a plan overflow",

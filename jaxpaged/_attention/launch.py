@@ -38,7 +38,8 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
     config: Any = choice.config
     how: Any = dict(value_dim=call.latent_values, config=config)
     if choice.kernel == "paged_latent":
-        results = latent.launch(a.q, a.k_cache, a.block_tables, a.lengths, a.options.scale, **how)
+        results = latent.launch(a.q[:, 0], a.k_cache, a.block_tables, a.lengths, a.options.scale, **how)
+        results = results[0][:, None], results[1][:, None]
     else:
         options = dataclasses.replace(a.options, tree_bits=None if tree is None else tree.bits)
         results = kernel.launch(a.q, a.k_cache, a.v_cache, a.block_tables, a.lengths, options, plan=plan, **how)

@@ -25,7 +25,7 @@ Ids = tuple[jax.Array, ...]  # of the blocks of a tile
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """`chunks` of 64 rows: those of the first query token, then those of the next. `half` is value_dim / 2."""
+    """`chunks` of 64 heads. `half` is value_dim / 2."""
 
     # Inputs, GMEM
     q: Any  # [seqs, chunks, 64, head_dim]
@@ -87,14 +87,13 @@ class Warpgroup:
     partition: jax.Array
     num_partitions: int
     chunk: jax.Array
-    length: jax.Array  # tokens that the rows of this program see
+    length: jax.Array  # of the sequence
     num_tiles: jax.Array  # of this program
 
     @classmethod
-    def of(cls, refs: Refs, *, tokens_per_seq: int, num_partitions: int) -> "Warpgroup":
+    def of(cls, refs: Refs, *, num_partitions: int) -> "Warpgroup":
         seq, partition, chunk = (lax.axis_index(name) for name in ("seq", "partition", "chunk"))
-        after = tokens_per_seq - 1 - lax.div(chunk, jnp.int32(refs.q.shape[1] // tokens_per_seq))
-        length = jnp.maximum(refs.lengths[seq] - after, 0)
+        length = refs.lengths[seq]
         num_tiles = count_tiles(jnp.int32(0), ceil_div(length, TILE), num_partitions, partition)
         return cls(refs, lax.axis_index("warpgroup"), seq, partition, num_partitions, chunk, length, num_tiles)
 
@@ -251,12 +250,12 @@ class Warpgroup:
                     )
 
 
-def _kernel(refs: Refs, *, tokens_per_seq: int, config: Config) -> None:
-    Warpgroup.of(refs, tokens_per_seq=tokens_per_seq, num_partitions=config.num_partitions).run()
+def _kernel(refs: Refs, *, config: Config) -> None:
+    Warpgroup.of(refs, num_partitions=config.num_partitions).run()
 
 
 def launch(
-    q: jax.Array,  # [seqs, q_len, heads, head_dim]
+    q: jax.Array,  # [seqs, heads, head_dim]
     cache: jax.Array,  # [blocks, block_size, 1, head_dim]
     block_tables: jax.Array,  # int32 [seqs, max_blocks]
     lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
@@ -265,15 +264,15 @@ def launch(
     value_dim: int,
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns out [seqs, q_len, heads, value_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
-    seqs, q_len, heads, head_dim = q.shape
-    chunks, partitions = q_len * heads // ROWS, config.num_partitions
+    """Returns out [seqs, heads, value_dim] in q's dtype, and lse f32 [seqs, heads]."""
+    seqs, heads, head_dim = q.shape
+    chunks, partitions = heads // ROWS, config.num_partitions
     matrix = plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(2 * COLUMNS)  # type: ignore[abstract]
     smem = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=matrix)
     copies = TILE // copy_rows(cache.shape[1], TILE)
     out, lse = launch_kernel(
         "paged_latent",
-        functools.partial(_kernel, tokens_per_seq=q_len, config=config),
+        functools.partial(_kernel, config=config),
         Refs,
         {
             "q": q.reshape(seqs, chunks, ROWS, head_dim),
@@ -305,8 +304,8 @@ def launch(
             done=plgpu.Barrier(num_arrivals=2),
         ),
     )
+    outs, lses = out.reshape(partitions, seqs, heads, value_dim), lse.reshape(partitions, seqs, heads)
     if partitions == 1:
-        return out.reshape(*q.shape[:3], value_dim), lse.reshape(q.shape[:3])
-    outs = out.reshape(partitions, seqs * q_len, heads, value_dim)
-    merged, lse = merge(outs, lse.reshape(outs.shape[:3]), None)
-    return merged.astype(q.dtype).reshape(*q.shape[:3], value_dim), lse.reshape(q.shape[:3])
+        return outs[0], lses[0]
+    merged, lse = merge(outs, lses, None)
+    return merged.astype(q.dtype), lse

@@ -142,7 +142,7 @@ def traced_latent(*, heads=128, block_size=64, num_partitions=1, dtype=jnp.bfloa
     """The traced call of the kernel for latents."""
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     arrays = (
-        shape((2, 1, heads, 576), dtype),
+        shape((2, heads, 576), dtype),
         shape((64, block_size, 1, 576), dtype),
         shape((2, 1024 // block_size), jnp.int32),
         shape((2,), jnp.int32),

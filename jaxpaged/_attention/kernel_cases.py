@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float8_e4m3fn": dict(cache_dtype=jnp.float8_e4m3fn),
     "float8_e5m2": dict(cache_dtype=jnp.float8_e5m2),
     "a latent, 16 heads": dict(heads=16, kv_heads=1, head_dim=576, latent_values=512),
+    "a latent, 128 heads": dict(heads=128, kv_heads=1, head_dim=576, latent_values=512),
     "prompts": PROMPTS,
     "prompts: float16, head_dim 64, blocks of 32": PROMPTS | dict(dtype=jnp.float16, head_dim=64, block_size=32),
     "prompts: head_dim 80, one head a KV head": PROMPTS | dict(head_dim=80, heads=2),

@@ -577,8 +577,8 @@ MUTANTS = (
     Mutant(
         "sampling: without the position",
         SAMPLING,
-        "threefry_2x32((seed, position), counter)",
-        "threefry_2x32((seed, position * 0), counter)",
+        "positions.astype(jnp.uint32)[:, None, None]",
+        "positions.astype(jnp.uint32)[:, None, None] * 0",
         LOADS,
     ),
     Mutant(

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged import Engine, KVCache, SamplingParams, rotary_frequencies, rotate_and_write_kv
 from jaxpaged._engine import engine
-from jaxpaged._engine.sampling import CHUNK, DRAWS
+from jaxpaged._engine.sampling import DRAWS
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
 BLOCK_SIZE, SEATS, MAX_TOKENS, MAX_REQUESTS, STEPS = 4, 6, 48, 16, 8
@@ -73,9 +73,9 @@ def logits_after(weights, tokens, length):
 @jax.jit
 def noise_of(seed, position, draw):
     """Gumbel noise of the only chunk's tokens, behind that of the chunk."""
-    index = jnp.arange(-(-(1 + CHUNK) // 2), dtype=jnp.uint32)
+    index = jnp.arange(1, 1 + VOCAB, dtype=jnp.uint32)
     counter = jnp.concatenate([jnp.full_like(index, draw.astype(jnp.uint32)), index])
-    words = threefry_2x32((seed, position.astype(jnp.uint32)), counter)[1 : 1 + VOCAB]
+    words = threefry_2x32((seed, position.astype(jnp.uint32)), counter)[:VOCAB]
     uniform = (words >> 9).astype(jnp.float32) / 2**23
     return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 

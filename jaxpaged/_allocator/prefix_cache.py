@@ -15,8 +15,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._integers import checked_size
 from jaxpaged._public_state import public_state
-
-Words = tuple[jax.Array, jax.Array]  # uint32, each half of 64 bits
+from jaxpaged._threefry import threefry
 
 PROBES = 6  # buckets of the table in which a block may be listed
 # If all blocks are cached, a probe meets one of them 1 time in 8.
@@ -478,7 +477,6 @@ def chain_hashes(blocks: jax.Array, salts: jax.Array, secret: jax.Array) -> tupl
     and so do different salts, which have different keys. Two tags of 32 bits are equal with probability 2^-32.
 
     References:
-        Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011), for Threefry.
         Bellare, Guerin, Rogaway, XOR MACs (1995), for the sum of a function of position and word.
     """
     num_seqs, num_columns, block_size = blocks.shape
@@ -490,18 +488,6 @@ def chain_hashes(blocks: jax.Array, salts: jax.Array, secret: jax.Array) -> tupl
     words = threefry(inner_key, (position, blocks.reshape(num_seqs, -1).astype(jnp.uint32)))
     x, y = (half.reshape(blocks.shape).sum(axis=2, dtype=jnp.uint32).cumsum(axis=1, dtype=jnp.uint32) for half in words)
     return threefry(outer_key, (x, y))
-
-
-def threefry(key: Words, block: Words) -> Words:
-    """Threefry-2x32 with 20 rounds. JAX's own is a loop on a CPU, and on a GPU a kernel that fuses with nothing."""
-    keys = *key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
-    x, y = block[0] + keys[0], block[1] + keys[1]
-    for i in range(5):
-        for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-            x = x + y
-            y = x ^ (y << np.uint32(distance) | y >> np.uint32(32 - distance))
-        x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + np.uint32(i + 1)
-    return x, y
 
 
 def _find_buckets(

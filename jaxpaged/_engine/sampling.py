@@ -20,9 +20,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.random import threefry_2x32
 
 from jaxpaged._scheduler.records import Sampling
+from jaxpaged._threefry import threefry
 
 COLDEST = 1e-6  # lower temperatures, except 0, are raised to this, which overflows nothing
 BITS = 4  # of the k-th largest that a pass over the logits finds
@@ -246,15 +246,11 @@ def largest_reaching(x: jax.Array, weights: jax.Array, amount: jax.Array) -> jax
 def noise_of(seeds: jax.Array, positions: jax.Array, draws: jax.Array, size: int) -> jax.Array:
     """Gumbel noise, float32 `[seats, draws, size]`. The largest sum of it and a logarithm is a draw by exponentials.
 
-    It is Threefry with the key (seed, position) and the counter (draw, index), which gives two words.
+    It is made of the first word of Threefry with the key (seed, position) and the counter (draw, index).
     """
-    index = jnp.arange(-(-size // 2), dtype=jnp.uint32)
-    counter = jnp.stack(jnp.broadcast_arrays(draws.astype(jnp.uint32)[:, None], index[None]))
-
-    def words_of(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jnp.concatenate(threefry_2x32((seed, position), counter), axis=-1)[:, :size]
-
-    words = jax.vmap(words_of)(seeds.astype(jnp.uint32), positions.astype(jnp.uint32))
+    index = jnp.arange(size, dtype=jnp.uint32)
+    key = seeds[:, None, None], positions.astype(jnp.uint32)[:, None, None]
+    words, _ = threefry(key, (draws.astype(jnp.uint32)[None, :, None], index[None, None]))
     # 23 bits make a number from 1 to 2; 0 is no logarithm's.
     uniform = lax.bitcast_convert_type(words >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1
     return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))

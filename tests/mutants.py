@@ -558,7 +558,7 @@ MUTANTS = (
         "pallas_kernels/lora/kernel.py",
         "places < ends[own][:, None]",
         "places < tokens",
-        "tests/kernels/test_lora.py::own_adapter",
+        "tests/kernels/test_lora.py::in_one_block",
     ),
     Mutant(
         "adapters: a row takes its seat's neighbour's",

@@ -9,7 +9,7 @@ import pytest
 
 import jaxpaged
 from jaxpaged import _lora
-from pallas_kernels.lora.kernel import Config, launch
+from pallas_kernels.lora.kernel import Config, launch, place_blocks
 
 FEATURES, RANK, ADAPTERS = 512, 16, 4
 
@@ -63,6 +63,16 @@ def test_each_row_by_its_own_adapter(tokens, parts, shape):
     wrong = launch(config, *arrays[:3], jnp.roll(arrays[3], 1), interpret=True)
     with pytest.raises(AssertionError):
         check(wrong, *arrays, parts=parts)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 100])
+def test_each_row_is_in_one_block_of_its_own_adapter(tokens):
+    ids = make(tokens, parts=(64,))[3]
+    rows, adapters = (np.asarray(x) for x in place_blocks(ids, ADAPTERS))
+    is_row = rows < tokens
+    assert sorted(rows[is_row].tolist()) == [*range(tokens)]
+    own = np.where((ids >= 0) & (ids < ADAPTERS), ids, ADAPTERS)
+    assert (own[rows[is_row]] == np.broadcast_to(adapters[:, None], rows.shape)[is_row]).all()
 
 
 def test_what_the_kernels_do_not_take():

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._integers import checked_size
+from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
 from jaxpaged._threefry import threefry
 
@@ -180,9 +181,15 @@ class PrefixCache:
         """
         tokens, salts = self._check(allocator, tokens, salts)
         lengths = allocator._rows("lengths", lengths, jnp.int32)
-        num_columns = self._num_columns(allocator, tokens)
-        if num_columns == 0:
+        if self._num_columns(allocator, tokens) == 0:
             return self, allocator, jnp.zeros_like(lengths)
+        return self._match_prefix(allocator, tokens, lengths, salts)
+
+    @one_program()
+    def _match_prefix(
+        self, allocator: BlockAllocator, tokens: jax.Array, lengths: jax.Array, salts: jax.Array
+    ) -> tuple[PrefixCache, BlockAllocator, jax.Array]:
+        num_columns = self._num_columns(allocator, tokens)
         legal = (lengths > 0) & (lengths <= tokens.shape[1]) & allocator.is_seat_free
         num_full = jnp.where(legal, (lengths - 1) // allocator.block_size, 0)
         blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
@@ -217,10 +224,15 @@ class PrefixCache:
         Example: see `create`.
         """
         tokens, salts = self._check(allocator, tokens, salts)
-        num_columns = self._num_columns(allocator, tokens)
-        if num_columns == 0:
+        if self._num_columns(allocator, tokens) == 0:
             return self, allocator
-        lengths = allocator.lengths
+        return self._insert(allocator, tokens, salts)
+
+    @one_program()
+    def _insert(
+        self, allocator: BlockAllocator, tokens: jax.Array, salts: jax.Array
+    ) -> tuple[PrefixCache, BlockAllocator]:
+        num_columns, lengths = self._num_columns(allocator, tokens), allocator.lengths
         num_full = jnp.where(lengths <= tokens.shape[1], lengths // allocator.block_size, 0)
         blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
         return self.insert_blocks(allocator, blocks, num_full, salts)[:2]

@@ -201,11 +201,25 @@ def of_own_tokens(blocks, salts, secret):
     return tuple(half.reshape(blocks.shape[:2]) for half in alone)
 
 
+@pytest.fixture
+def patched(monkeypatch):
+    """`monkeypatch` for what `match_prefix` and `insert` trace: they are traced again, with it and after it."""
+
+    def trace_again():
+        PrefixCache._match_prefix.clear_cache()
+        PrefixCache._insert.clear_cache()
+
+    trace_again()
+    yield monkeypatch
+    monkeypatch.undo()
+    trace_again()
+
+
 @pytest.mark.parametrize("confirming", [True, False])
-def test_a_collision_of_hashes_is_no_match(monkeypatch, confirming):
-    monkeypatch.setattr(prefix_cache_module, "chain_hashes", all_equal)
+def test_a_collision_of_hashes_is_no_match(patched, confirming):
+    patched.setattr(prefix_cache_module, "chain_hashes", all_equal)
     if not confirming:  # the twin: hashes alone
-        monkeypatch.setattr(PrefixCache, "_confirm", lambda self, ids, listed, blocks: listed)
+        patched.setattr(PrefixCache, "_confirm", lambda self, ids, listed, blocks: listed)
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, 7], [])
     other = rows([], [], [*B, *C, 7])
     _, _, num_cached = prefix_cache.match_prefix(allocator, other, counts(0, 0, 5))
@@ -217,9 +231,9 @@ def test_a_collision_of_hashes_is_no_match(monkeypatch, confirming):
         assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [0, 0, 0, 0]]
 
 
-def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(monkeypatch):
+def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(patched):
     # What a tenant does who knows the hashes: salt 1 holds blocks with the tags and the buckets of salt 0's blocks.
-    monkeypatch.setattr(prefix_cache_module, "chain_hashes", of_tokens)
+    patched.setattr(prefix_cache_module, "chain_hashes", of_tokens)
     prompt = [*A, *B, *C, 7]
     prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, [], [], salts=[1, 0, 0])
     assert begin(prefix_cache, allocator, [], prompt, [], salts=[0, 0, 0])[2] == [0, 0, 0]
@@ -231,8 +245,8 @@ def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(mon
     assert together.block_tables[:2, :3].tolist() == allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [5, 6, 7]]
 
 
-def test_salts_that_collide_in_one_call_keep_their_blocks(monkeypatch):
-    monkeypatch.setattr(prefix_cache_module, "chain_hashes", of_tokens)
+def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
+    patched.setattr(prefix_cache_module, "chain_hashes", of_tokens)
     prompt = [*A, *B, 7]
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), prompt, prompt, prompt, salts=[0, 1, 1])
     assert allocator.block_tables[:, :3].tolist() == [[1, 2, 3], [4, 5, 6], [4, 5, 9]]
@@ -240,8 +254,8 @@ def test_salts_that_collide_in_one_call_keep_their_blocks(monkeypatch):
     assert hits == [4, 4, 0]
 
 
-def test_blocks_behind_others_that_collide_are_not_shared(monkeypatch):
-    monkeypatch.setattr(prefix_cache_module, "chain_hashes", of_own_tokens)
+def test_blocks_behind_others_that_collide_are_not_shared(patched):
+    patched.setattr(prefix_cache_module, "chain_hashes", of_own_tokens)
     # In one call: B behind C is not the B behind A.
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7], [])
     assert allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
@@ -276,12 +290,12 @@ def test_a_secret_changes_nothing_that_is_found():
     assert begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])[2] == [0, 4, 2]
 
 
-def test_where_the_table_has_no_place_the_block_is_not_cached(monkeypatch):
+def test_where_the_table_has_no_place_the_block_is_not_cached(patched):
     def one_start(blocks, salts, secret):
         return hashes(blocks, salts, secret)[0], jnp.zeros(blocks.shape[:2], jnp.uint32)
 
-    monkeypatch.setattr(prefix_cache_module, "chain_hashes", one_start)
-    monkeypatch.setattr(prefix_cache_module, "PROBES", 1)
+    patched.setattr(prefix_cache_module, "chain_hashes", one_start)
+    patched.setattr(prefix_cache_module, "PROBES", 1)
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7], [])
     assert int(prefix_cache.next_serial) == 2
     assert begin(prefix_cache, allocator, [], [], [*A, *B, 7])[2] == [0, 0, 2]

@@ -4,18 +4,25 @@
 
     python examples/generate.py --chat --prompt "What is a page table?" --prompt "Name three rivers."
     python examples/generate.py --shared-prefix LICENSE --prompt "In short, this license" --prompt "A user of it must"
+    python examples/generate.py --chat --drafts 8 --prompt "Count from one to twenty, twice."
+
+With --drafts a `jaxpaged.Engine` generates instead, and guesses tokens from what a text repeats.
 """
 
 import argparse
 import functools
 import json
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxpaged import SamplingParams
 from lib.checkpoint import Tokenizer, load_model
 from lib.command_line import (
     Request,
@@ -31,7 +38,10 @@ from lib.command_line import (
     sampling_arguments,
     say,
 )
+from lib.engine_llama import create_engine
 from lib.generation import Generation, Granularity, Timing, calibrate, generated, num_bytes, run_generation, start
+from lib.llama import Llama, LlamaConfig
+from lib.sampling import Sampling
 from lib.shared_prefix import common_prefix, num_spared_blocks
 from lib.tensor_parallel import spread
 
@@ -79,6 +89,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--num-blocks", type=positive, help="blocks in the pool, the null block included; default: what is needed"
     )
+    parser.add_argument(
+        "--drafts",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="most tokens of a text to guess in a step, from what it repeats; default: none",
+    )
     add_tensor_parallel(parser)
     parser.add_argument("--stream", action="store_true", help="print the text as it grows")
     parser.add_argument(
@@ -98,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     sampling = read_sampling(args)
     if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
         raise RequestError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")
+    if args.drafts and (args.shared_prefix or args.num_blocks or args.stream or args.cache_dtype != args.dtype):
+        raise RequestError("--drafts: leave out --shared-prefix, --num-blocks, --stream and --cache-dtype.")
     shared_text = read_text(args.shared_prefix, "shared prefix") if args.shared_prefix else ""
     if args.cache_scale in ("tensor", "head") and args.tensor_parallel > 1:
         raise RequestError(
@@ -108,6 +127,10 @@ def main(arguments: list[str] | None = None) -> int:
     prefix = common_prefix(prompts, args.block_size) if shared_text else None
     load = functools.partial(load_model, request.checkpoint, args.dtype)
     model, config, mesh = spread(load, config, args.tensor_parallel)
+    if args.drafts:
+        with matmul_precision(args):
+            generate_with_drafts(model, config, request, sampling, args, mesh)
+        return 0
     state = start(
         config,
         prompts,
@@ -150,13 +173,54 @@ def main(arguments: list[str] | None = None) -> int:
     return 3 if np.asarray(state.starved).any() else 0
 
 
-def report(
-    state: Generation, timing: Timing, request: Request, prefix: list[int] | None, args: argparse.Namespace
+def generate_with_drafts(
+    model: Llama, config: LlamaConfig, request: Request, sampling: Sampling, args: argparse.Namespace, mesh: Mesh | None
 ) -> None:
-    """Prints results on stdout, and measurements on stdout or, with --json, on stderr."""
+    """Prints what `report` does, with an engine's measurements."""
     prompts, tokenizer = request.prompts, request.checkpoint.tokenizer
-    tokens, starved = generated(state), np.asarray(state.starved)
-    for i, (text, prompt, ids) in enumerate(zip(request.texts, prompts, tokens, strict=True)):
+    stop_ids = () if args.ignore_eos else tuple(tokenizer.eos_ids)
+    # The last token is never computed, so that it may stand behind the context.
+    limits = [min(args.max_new_tokens, config.context + 1 - len(prompt)) for prompt in prompts]
+    params = [
+        SamplingParams(
+            max_tokens=limit,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k or 0,
+            top_p=sampling.top_p,
+            seed=(args.seed + i) % 2**32,
+            stop_token_ids=stop_ids,
+        )
+        for i, limit in enumerate(limits)
+    ]
+    max_length = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    begin = time.perf_counter()
+    engine = create_engine(
+        model,
+        config,
+        num_seats=len(prompts),
+        max_length=max_length,
+        block_size=args.block_size,
+        dtype=args.dtype,
+        mesh=mesh,
+        drafts=min(args.drafts, max_length),
+        num_stop_ids=len(stop_ids),
+    )
+    compiled, begin = time.perf_counter() - begin, time.perf_counter()
+    tokens = [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
+    seconds, stats = time.perf_counter() - begin, engine.stats()
+    show(request, tokens, [False] * len(tokens), args)
+    print(
+        f"engine:  {rate(sum(map(len, tokens)), seconds)}, {stats.num_steps} steps, compiled in {compiled:.1f} s",
+        f"drafts:  {stats.num_accepted} of {stats.num_drafted} were right",
+        sep="\n",
+        file=sys.stderr if args.json else sys.stdout,
+    )
+
+
+def show(request: Request, tokens: list[list[int]], starved: Sequence[bool], args: argparse.Namespace) -> None:
+    """Prints the text of each prompt."""
+    tokenizer = request.checkpoint.tokenizer
+    for i, (text, prompt, ids) in enumerate(zip(request.texts, request.prompts, tokens, strict=True)):
         result: dict[str, Any] = {"prompt": text, "prompt_tokens": prompt, "tokens": ids, "text": tokenizer.decode(ids)}
         if args.json:
             print(json.dumps(result | ({"out_of_blocks": True} if starved[i] else {})))
@@ -164,6 +228,14 @@ def report(
             print(f"[{i}] {text}\n--> {result['text'].strip()}\n")
         if starved[i]:
             say(f"[{i}] stopped after {len(ids)} tokens: the pool ran out of blocks; pass a larger --num-blocks.")
+
+
+def report(
+    state: Generation, timing: Timing, request: Request, prefix: list[int] | None, args: argparse.Namespace
+) -> None:
+    """Prints results on stdout, and measurements on stdout or, with --json, on stderr."""
+    prompts, tokens = request.prompts, generated(state)
+    show(request, tokens, np.asarray(state.starved).tolist(), args)
     if args.stream and not args.json:
         print()
 

@@ -2,12 +2,14 @@
 
     python examples/rollout.py
     python examples/rollout.py --rounds 20 --seed 1
+    python examples/rollout.py --drafts 2
 
 A prompt says one letter eight times, and asks for more. The reward is the share of that letter in a completion. A round
 samples n completions of each prompt, whose prompt is computed once; a completion's advantage is its reward minus the
 mean of its prompt's, over their standard deviation, as in GRPO (Shao et al., 2024, https://arxiv.org/abs/2402.03300).
 The learner takes one step of Adam along the gradient, and the engine gets its weights. `model` is the model of both:
-the engine gives it paged attention, and the learner dense attention.
+the engine gives it paged attention, and the learner dense attention. With --drafts, a step guesses tokens of a
+completion from its own text or another completion's of its prompt; the tokens stay the same.
 """
 
 import argparse
@@ -94,7 +96,7 @@ def learn(learner: Any, prompts: jax.Array, rollout: Rollout) -> tuple[Any, jax.
     return (weights, mean, square, count), rewards.mean()
 
 
-def create_engine(weights: Any) -> Engine:
+def create_engine(weights: Any, drafts: int = 0) -> Engine:
     seats, block_size = PROMPTS * COMPLETIONS, 4
     cache = KVCache.create(
         num_blocks=1 + seats * -(-(PROMPT + NEW) // block_size),
@@ -103,17 +105,18 @@ def create_engine(weights: Any) -> Engine:
         head_dim=HEAD_DIM,
         dtype=jnp.float32,
     )
-    sizes: dict[str, Any] = dict(num_seats=seats, max_length=PROMPT + NEW, chunk_tokens=PROMPTS * PROMPT, widths=())
+    sizes: dict[str, Any] = dict(num_seats=seats, max_length=PROMPT + NEW, chunk_tokens=PROMPTS * PROMPT)
+    sizes |= dict(drafts=drafts, widths=(2 * seats,) if drafts else ())
     return Engine(model, weights, cache, prefix_cache=True, steps_per_slice=NEW + 2, **sizes)
 
 
-def train(num_rounds: int, seed: int) -> Iterator[tuple[float, Rollout]]:
+def train(num_rounds: int, seed: int, drafts: int = 0) -> Iterator[tuple[float, Rollout]]:
     """Yields the mean reward of each round, and its rollout."""
     rng = np.random.default_rng(seed)
     weights = first_weights(seed)
     zeros = jax.tree.map(jnp.zeros_like, weights)
     learner = (weights, zeros, zeros, jnp.zeros(()))
-    engine = create_engine(weights)
+    engine = create_engine(weights, drafts)
     for _ in range(num_rounds):
         said = rng.integers(0, LETTERS - 1, (PROMPTS, 1))
         prompts = np.concatenate([said.repeat(PROMPT - 1, axis=1), np.full_like(said, LETTERS - 1)], axis=1)
@@ -128,9 +131,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drafts", type=int, default=0, help="most tokens of a completion to guess in a step")
     args = parser.parse_args(arguments)
     begin = time.perf_counter()
-    for i, (reward, _) in enumerate(train(args.rounds, args.seed)):
+    for i, (reward, _) in enumerate(train(args.rounds, args.seed, args.drafts)):
         if i % 10 == 0 or i == args.rounds - 1:
             print(f"round {i}: mean reward {reward:.3f}")
     print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr)

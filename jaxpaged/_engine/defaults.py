@@ -22,7 +22,9 @@ MOST_LENGTH = 8192
 WIDTHS = (64, 128, 256)
 # Reading the weights takes as long as these rows, and fewer than FREE_ROWS take as long as so many. [h200/engine.json]
 WEIGHT_ROWS, FREE_ROWS = 384, 64
-WEIGHT_ROWS_ON_CPU, FREE_ROWS_ON_CPU = 16, 0
+# On a CPU, too, but not of one row, which takes half: from two rows on, XLA copies the weights for its products.
+# [cpu/text_drafts.json]
+WEIGHT_ROWS_ON_CPU = 26
 FEW_STEPS, MOST_STEPS = 2, 32
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}  # products by cuBLAS
 # XLA's own list and loops: a slice is one CUDA graph, whose loops wait for no host. [slices_h100]
@@ -97,14 +99,15 @@ def chosen_sizes(
 def draft_widths(num_seats: int, drafts: int, widest: int, *, is_gpu: bool) -> list[int]:
     """The widths of steps with drafts: those below the first that has room for all drafts of all seats, and it."""
     most = num_seats * (drafts + 1)
-    steps = WIDTHS if is_gpu else (drafts + 1, most)
+    steps = list(WIDTHS) if is_gpu else sorted({drafts + 1, max(drafts + 1, 2 * num_seats), most})
     return [width for i, width in enumerate(steps) if width < widest and (i == 0 or steps[i - 1] < most)]
 
 
 def step_cost(num_rows: int, *, is_gpu: bool) -> float:
     """How long a step of so many rows takes, if a row takes 1."""
-    weights, free = (WEIGHT_ROWS, FREE_ROWS) if is_gpu else (WEIGHT_ROWS_ON_CPU, FREE_ROWS_ON_CPU)
-    return float(weights + max(num_rows, free))
+    if is_gpu:
+        return float(WEIGHT_ROWS + max(num_rows, FREE_ROWS))
+    return WEIGHT_ROWS_ON_CPU / 2 if num_rows == 1 else float(WEIGHT_ROWS_ON_CPU + num_rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ Draft = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 LEAST_SUFFIX, MOST_SUFFIX = 2, 8  # tokens that must occur again, and those that are compared
 KEPT = 0.95  # of what is known of a request's drafts, in each of its steps
-PRIOR = 0.5  # how often drafts are right, before anything is known
+PRIOR = 0.75  # how often a caller's drafts are right, before anything is known
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +39,7 @@ class Drafting:
         guesses: int32 `[seats, drafts]`, for the next step; the first -1 ends them. Of a caller's, which come with the
             step itself, only whether there will be any.
         families: int32 `[requests]`, the same for completions of one request; -1: none.
+        priors: float32 `[seats]`, how likely a guess is to be right if nothing else is known.
         hits: float32 `[requests]`, drafts that were right, those long ago for less.
         tries: float32 `[requests]`, with those that were wrong.
         num_drafted: int32 `[]`, so far, modulo 2^32.
@@ -47,6 +48,7 @@ class Drafting:
 
     guesses: jax.Array
     families: jax.Array
+    priors: jax.Array
     hits: jax.Array
     tries: jax.Array
     num_drafted: jax.Array
@@ -57,6 +59,7 @@ class Drafting:
         return cls(
             guesses=jnp.full((num_seats, num_drafts), -1, jnp.int32),
             families=jnp.full(max_requests, -1, jnp.int32),
+            priors=jnp.full(num_seats, PRIOR, jnp.float32),
             hits=jnp.zeros(max_requests, jnp.float32),
             tries=jnp.zeros(max_requests, jnp.float32),
             num_drafted=jnp.zeros((), jnp.int32),
@@ -78,19 +81,24 @@ class Drafting:
         """With guesses for seats that decode, as far as they are worth a row. `row_cost`: of a step of no rows."""
         num_known = planning.per_seat(scheduler, scheduler.num_known)
         needed = num_known - allocator.lengths
-        guesses = self.found(scheduler, num_known) if draft is None else jnp.zeros_like(self.guesses)
+        drafting = dataclasses.replace(self, guesses=jnp.zeros_like(self.guesses))
+        if draft is None:
+            drafting = self.found(scheduler, num_known)
         num_needing = (needed >= 1).sum(dtype=jnp.float32)
-        is_worth = (needed == 1)[:, None] & (self.chances(scheduler) * (num_needing + row_cost) >= num_needing)
-        return dataclasses.replace(self, guesses=jnp.where(is_worth, guesses, -1))
+        is_worth = (needed == 1)[:, None] & (drafting.chances(scheduler) * (num_needing + row_cost) >= num_needing)
+        return dataclasses.replace(drafting, guesses=jnp.where(is_worth, drafting.guesses, -1))
 
-    def found(self, scheduler: Scheduler, num_known: jax.Array) -> jax.Array:
-        """What followed each seat's newest tokens in its own, or in another completion of its request."""
+    def found(self, scheduler: Scheduler, num_known: jax.Array) -> Drafting:
+        """Guesses what followed each seat's newest tokens in its own, or in another completion of its request."""
         tokens, num_drafts = known_tokens(scheduler), self.guesses.shape[1]
         guesses, num_equal = repeated(tokens, num_known, tokens, num_known, num_drafts)
         others = self.companions(scheduler.seated, num_known)
         of_others = planning.rows_of((scheduler.tokens, scheduler.num_known), others)
         guesses_of_others, more_equal = repeated(tokens, num_known, *of_others, num_drafts)
-        return jnp.where((more_equal > num_equal)[:, None], guesses_of_others, guesses)
+        guesses = jnp.where((more_equal > num_equal)[:, None], guesses_of_others, guesses)
+        # What followed 2, 3, 4 and 8 equal tokens is right in 54, 62, 83 and 96% of cases. [cpu/text_drafts.json]
+        priors = 1 - 0.5 ** (jnp.maximum(num_equal, more_equal).astype(jnp.float32) / 2)
+        return dataclasses.replace(self, guesses=guesses, priors=priors)
 
     def companions(self, seated: jax.Array, num_known: jax.Array) -> jax.Array:
         """Another request of each seat's family, each in its turn, int32 `[seats]`; `max_requests`: there is none.
@@ -107,7 +115,7 @@ class Drafting:
     def chances(self, scheduler: Scheduler) -> jax.Array:
         """How likely it is that each draft counts, float32 `[seats, drafts]`."""
         hits, tries = planning.rows_of((self.hits, self.tries), scheduler.seated)
-        chance = (hits + PRIOR) / (tries + 1)
+        chance = (hits + self.priors) / (tries + 1)
         return jnp.cumprod(jnp.broadcast_to(chance[:, None], self.guesses.shape), axis=1)
 
     def gains(self, scheduler: Scheduler) -> jax.Array:

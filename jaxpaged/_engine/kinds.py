@@ -144,11 +144,9 @@ def next_kind(
 def quickest(kinds: Sequence[Kind], num_needing: jax.Array, num_pending: jax.Array, gains: jax.Array) -> jax.Array:
     """The kind that brings most tokens in its time, of those with a row for each seat that needs one."""
     widths = jnp.asarray([kind.width for kind in kinds], jnp.int32)
-    # Drafts are granted the rows that are left in this order: see `planning.granted_drafts`.
-    in_order = gains.T.reshape(-1)
-    turn = jnp.cumsum(in_order > 0, dtype=jnp.int32)
-    has_row = turn[None] <= (widths - num_needing - num_pending)[:, None]
-    of_drafts = jnp.where(has_row, in_order[None], 0.0).sum(axis=1)
+    num_left = widths - num_needing - num_pending
+    has_row = planning.draft_order(gains > 0)[None] <= num_left[:, None, None]
+    of_drafts = jnp.where(has_row, gains[None], 0.0).sum(axis=(1, 2))
     of_drafts = jnp.where(jnp.asarray([kind.draws_all for kind in kinds]), of_drafts, 0.0)
     pace = (num_needing.astype(jnp.float32) + of_drafts) / jnp.asarray([kind.cost for kind in kinds], jnp.float32)
     return jnp.argmax(jnp.where(widths >= num_needing, pace, -1.0)).astype(jnp.int32)

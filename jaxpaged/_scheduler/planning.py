@@ -176,13 +176,17 @@ def granted_drafts(
     # The token sampled behind the last draft is within the limit.
     room = per_seat(scheduler, scheduler.limits) - per_seat(scheduler, scheduler.num_known) - 1
     is_wanted = is_sampled[:, None] & (turn <= room[:, None]) & (jnp.cumsum(drafts < 0, axis=1) == 0)
-    order = jnp.cumsum(is_wanted.T.reshape(-1), dtype=jnp.int32).reshape(is_wanted.shape[::-1]).T
-    num_drafts = (is_wanted & (order <= num_rows)).sum(axis=1, dtype=jnp.int32)
+    num_drafts = (is_wanted & (draft_order(is_wanted) <= num_rows)).sum(axis=1, dtype=jnp.int32)
 
     known = allocator.lengths + given
     held, needed, in_all = (allocator.num_blocks_for(n) for n in (allocator.lengths, known, known + num_drafts))
     fits = allocator.num_groups * (in_all - held).sum(dtype=jnp.int32) <= allocator.num_free
     return jnp.where(fits, num_drafts, jnp.minimum(num_drafts, needed * allocator.block_size - known))
+
+
+def draft_order(is_wanted: jax.Array) -> jax.Array:
+    """The free row that each wanted draft takes, from 1, int32 `[seats, drafts]`: the first of all seats come first."""
+    return jnp.cumsum(is_wanted.T.reshape(-1), dtype=jnp.int32).reshape(is_wanted.shape[::-1]).T
 
 
 def with_drafts[S: SchedulerState](scheduler: S, drafts: jax.Array, num_drafts: jax.Array) -> S:

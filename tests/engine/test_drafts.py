@@ -264,7 +264,7 @@ def test_a_request_is_known_by_its_own_drafts():
     ("row_cost", "expected"),
     [  # a step of the two rows that are needed costs 2 + row_cost, one more 1
         (0, [[-1, -1, -1], [-1, -1, -1]]),
-        (0.2, [[-1, -1, -1], [0, -1, -1]]),
+        (0.08, [[-1, -1, -1], [0, -1, -1]]),
         (1, [[-1, -1, -1], [0, 0, 0]]),
         (40, [[0, -1, -1], [0, 0, 0]]),
     ],
@@ -274,7 +274,7 @@ def test_guesses_are_worth_their_rows(row_cost, expected):
     scheduler = SimpleNamespace(seated=seats, num_known=seats + 5)
     drafting = dataclasses.replace(Drafting.create(2, 3, 2), hits=jnp.float32([0, 9]), tries=jnp.float32([9, 9]))
     drafting = drafting.guessed(scheduler, SimpleNamespace(lengths=seats + 4), knowing, row_cost)
-    assert drafting.guesses.tolist() == expected  # chances of 5 % and of 95 % for each draft in a row
+    assert drafting.guesses.tolist() == expected  # chances of 7.5% and of 97.5% for each draft in a row
 
 
 def test_drafts_become_right_again():
@@ -330,7 +330,7 @@ def test_widths_have_room_for_drafts():
     ] * 2
     assert draft_widths(64, 4, 200, is_gpu=True) == [64, 128]
     cpu = functools.partial(draft_widths, widest=1000, is_gpu=False)
-    assert [cpu(1, 4), cpu(8, 4)] == [[5], [5, 40]]
+    assert [cpu(1, 4), cpu(8, 4), cpu(8, 1), cpu(2, 8)] == [[5], [5, 16, 40], [2, 16], [9, 18]]
 
 
 def test_what_drafts_cannot_be():

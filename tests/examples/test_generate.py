@@ -78,6 +78,17 @@ def test_the_result_depends_on_the_prompt_alone(run, expected, arguments, prompt
         assert line["tokens"] == expected(line, 12)
 
 
+def test_drafts_change_no_token(run, expected):
+    code, lines, err = run("--drafts", 3, tokens=40)
+    assert code == 0
+    for line in lines:
+        assert line["tokens"] == expected(line, 40)
+    num_right, num_drafted = map(int, re.search(r"drafts:  (\d+) of (\d+) were right", err).groups())
+    assert 0 < num_right <= num_drafted
+    code, out, _ = run("--drafts", 3, "--num-blocks", 9, as_json=False)
+    assert (code, out) == (2, "")
+
+
 def test_long_prompts_are_prefilled_in_chunks(run, expected, monkeypatch):
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
     _, lines, _ = run(prompts=["x" * 100, "hello", "y" * 33])

@@ -1,0 +1,100 @@
+"""What drafts from its own text bring SmolLM2-135M on a CPU: texts that repeat much, and the prompts of `make demo`.
+
+    python -m benchmarks.models.text_drafts
+
+`repetition.txt` asks for code edits, JSON in another shape, and quotations. The chat model answers greedily, in
+float32. Tokens must be those without drafts. Rates are tokens a second of the process's CPU time, which what else runs
+on the machine hardly changes: XLA computes most of a step on one core. The second of two runs counts.
+
+`after` says how often the token that followed equal ones before was right, by how many were equal.
+"""
+
+import argparse
+import collections
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.engine.steps import name_kind
+from benchmarks.harness import ROOT, add_output, open_store
+from jaxpaged import Engine, SamplingParams
+from jaxpaged._engine.drafting import repeated
+from lib.checkpoint import default_path, load_model, read_checkpoint
+from lib.engine_llama import create_engine
+
+SEATS, DRAFTS, MAX_TOKENS, MAX_LENGTH, CHUNK_TOKENS = (1, 8), 8, 160, 512, 120
+SEPARATOR = "====\n"
+
+
+def read_texts() -> dict[str, list[str]]:
+    repetition = (ROOT / "benchmarks" / "models" / "repetition.txt").read_text(encoding="utf-8")
+    demo = (ROOT / "examples" / "prompts.txt").read_text(encoding="utf-8")
+    return {"repetition": [text.strip() for text in repetition.split(SEPARATOR)], "demo": demo.splitlines()}
+
+
+def serve(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], dict]:
+    """The tokens, and what they took in the second of two runs."""
+    for _ in range(2):
+        before, kinds = engine.stats(), np.asarray(engine._state.num_of_kind)
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        outputs = engine.generate(prompts, params)
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
+    tokens, after = [output.outputs[0].token_ids for output in outputs], engine.stats()
+    count = sum(map(len, tokens))
+    point: dict[str, Any] = dict(tokens=count, tokens_per_s=count / cpu_seconds, wall_tokens_per_s=count / seconds)
+    for name in ("num_steps", "num_drafted", "num_accepted"):
+        point[name] = getattr(after, name) - getattr(before, name)
+    used = (np.asarray(engine._state.num_of_kind) - kinds).tolist()
+    return tokens, point | {"kinds": dict(zip(map(name_kind, engine._kinds), used, strict=True))}
+
+
+def right_after(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> dict[str, list[float]]:
+    """By the number of equal tokens: how often what followed them before came again, and of how many cases."""
+    counts: dict[int, list[int]] = collections.defaultdict(lambda: [0, 0])
+    find = jax.jit(repeated, static_argnums=4)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = np.zeros(MAX_LENGTH, np.int32)
+        text[: len(prompt) + len(answer)] = [*prompt, *answer]
+        lengths = jnp.arange(len(prompt), len(prompt) + len(answer), dtype=jnp.int32)
+        texts = jnp.broadcast_to(jnp.asarray(text)[None], (len(answer), MAX_LENGTH))
+        drafts, num_equal = find(texts, lengths, texts, lengths, 1)
+        for draft, equal, token in zip(drafts[:, 0].tolist(), num_equal.tolist(), answer, strict=True):
+            if equal:
+                counts[equal][0] += draft == token
+                counts[equal][1] += 1
+    return {str(equal): [right / tried, tried] for equal, (right, tried) in sorted(counts.items())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add_output(parser)
+    store = open_store("text_drafts", parser.parse_args())
+    checkpoint = read_checkpoint(default_path())
+    model, tokenizer = load_model(checkpoint, "float32"), checkpoint.tokenizer
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=tokenizer.eos_ids)
+    prompts = {name: tokenizer.encode_chat(texts) for name, texts in read_texts().items()}
+    sizes: dict[str, Any] = dict(max_length=MAX_LENGTH, block_size=16, dtype="float32", chunk_tokens=CHUNK_TOKENS)
+    for seats in SEATS:
+        expected: dict[str, tuple[list[list[int]], float]] = {}
+        for drafts in (0, DRAFTS):
+            engine = create_engine(model, checkpoint.config, num_seats=seats, drafts=drafts, **sizes)
+            for name, of_text in prompts.items():
+                tokens, point = serve(engine, of_text, params)
+                same, rate = expected.setdefault(name, (tokens, point["tokens_per_s"]))
+                if tokens != same:
+                    raise AssertionError("other tokens than without drafts")
+                point |= {"over_none": point["tokens_per_s"] / rate} if drafts else {}
+                store.add(f"{name}, {seats} seats, {drafts} drafts", point)
+                print(f"{name}, {seats} seats, {drafts} drafts: {point}", flush=True)
+    for name, of_text in prompts.items():
+        after = right_after(of_text, expected[name][0])
+        store.add(f"{name}, after", after)
+        print(f"{name}, after: {after}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.scipy.stats import chi2
 
-from jaxpaged import SamplingParams
+from jaxpaged import KVCache, SamplingParams
 from jaxpaged._engine.defaults import draft_widths
 from jaxpaged._engine.drafting import KEPT, PRIOR, Drafting, repeated
 from jaxpaged._engine.kinds import make_kinds, quickest
@@ -295,6 +296,67 @@ def test_drafts_become_right_again():
     (output,) = finish(engine).values()
     assert output.outputs == expected.outputs
     assert engine.stats().num_accepted > after.num_accepted
+
+
+CHAIN = np.random.default_rng(3).normal(size=(5, 5)).astype(np.float32)  # logits after each of five tokens
+
+
+def in_a_chain(weights, tokens, positions, cache, attend):
+    """A model whose logits follow from the last token alone."""
+    nothing = jnp.zeros((len(tokens), 1, 8), jnp.float32)
+    cache, _ = attend(nothing, nothing, nothing, cache)
+    return cache, attend.newest(weights["chain"][tokens])
+
+
+def likely_or_not(weights, tokens, lengths):
+    """Drafts of the likeliest tokens for half of the seats, of the least likely ones for the others."""
+    last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1, mode="clip")[:, 0]
+    drafts = []
+    for _ in range(DRAFTS):
+        logits = weights["chain"][last % 5]
+        last = jnp.where(jnp.arange(len(lengths)) % 2 == 0, logits.argmax(axis=1), logits.argmin(axis=1))
+        drafts.append(last.astype(jnp.int32))
+    return jnp.stack(drafts, axis=1)
+
+
+def test_drafts_leave_the_distribution_as_it_is():
+    # 100,000 draws at temperature 1.
+    num_seats, new = 64, 50
+    cache = KVCache.create(num_blocks=1 + num_seats * 13, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+    engine = create_engine(
+        model=in_a_chain,
+        weights={"chain": jnp.asarray(CHAIN)},
+        cache=cache,
+        num_seats=num_seats,
+        max_length=52,
+        max_requests=4 * num_seats,
+        steps_per_slice=64,
+        chunk_tokens=4 * num_seats,
+        widths=(4 * num_seats,),
+        drafts=DRAFTS,
+        draft=likely_or_not,
+    )
+    outputs = engine.generate(
+        [[i % 5] for i in range(2000)], [SamplingParams(max_tokens=new, seed=i) for i in range(2000)]
+    )
+    stats = engine.stats()
+    assert stats.num_accepted > 10_000
+    assert stats.num_drafted > stats.num_accepted + 10_000
+    counts = np.zeros((5, 5), np.int64)
+    for i, output in enumerate(outputs):
+        tokens = [i % 5, *output.outputs[0].token_ids]
+        np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
+    assert counts.sum() == 100_000
+
+    def p_value(logits):
+        expected = counts.sum(axis=1, keepdims=True) * np.asarray(
+            jax.nn.softmax(jnp.asarray(logits), axis=1), np.float64
+        )
+        return float(chi2.sf(((counts - expected) ** 2 / expected).sum(), 5 * 4))
+
+    assert p_value(CHAIN) > 1e-3
+    more_of_the_likely = 0.05 * np.eye(5, dtype=np.float32)[CHAIN.argmax(axis=1)]
+    assert p_value(CHAIN + more_of_the_likely) < 1e-3
 
 
 KINDS = make_kinds(16, 80, (8, 16, 32), cost=lambda rows: 100.0 + rows)

@@ -21,9 +21,9 @@ from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
-# Weights, the known tokens int32 [seats, max_length] of each seat, and how many they are, int32 [seats]: drafts, int32
-# [seats, drafts]; -1: none.
-Draft = Callable[[Any, jax.Array, jax.Array], jax.Array]
+# Weights, the known tokens int32 [seats, max_length] of each seat, how many they are, int32 [seats], and, if the engine
+# keeps them, hidden states [seats, ...]: drafts, int32 [seats, drafts]; -1: none.
+Draft = Callable[..., jax.Array]
 
 LEAST_SUFFIX, MOST_SUFFIX = 2, 8  # tokens that must occur again, and those that are compared
 KEPT = 0.95  # of what is known of a request's drafts, in each of its steps
@@ -42,6 +42,7 @@ class Drafting:
         priors: float32 `[seats]`, how likely a guess is to be right if nothing else is known.
         hits: float32 `[requests]`, drafts that were right, those long ago for less.
         tries: float32 `[requests]`, with those that were wrong.
+        hidden: `[seats, ...]`, what the model returned for the token before each seat's newest. None: it is not kept.
         num_drafted: int32 `[]`, so far, modulo 2^32.
         num_accepted: int32 `[]`, of these.
     """
@@ -51,17 +52,22 @@ class Drafting:
     priors: jax.Array
     hits: jax.Array
     tries: jax.Array
+    hidden: jax.Array | None
     num_drafted: jax.Array
     num_accepted: jax.Array
 
     @classmethod
-    def create(cls, num_seats: int, num_drafts: int, max_requests: int) -> Drafting:
+    def create(
+        cls, num_seats: int, num_drafts: int, max_requests: int, hidden: jax.ShapeDtypeStruct | None = None
+    ) -> Drafting:
+        """`hidden`: a token's, to be kept."""
         return cls(
             guesses=jnp.full((num_seats, num_drafts), -1, jnp.int32),
             families=jnp.full(max_requests, -1, jnp.int32),
             priors=jnp.full(num_seats, PRIOR, jnp.float32),
             hits=jnp.zeros(max_requests, jnp.float32),
             tries=jnp.zeros(max_requests, jnp.float32),
+            hidden=None if hidden is None else jnp.zeros((num_seats, *hidden.shape), hidden.dtype),
             num_drafted=jnp.zeros((), jnp.int32),
             num_accepted=jnp.zeros((), jnp.int32),
         )
@@ -140,6 +146,16 @@ class Drafting:
             num_accepted=self.num_accepted + num_accepted.sum(dtype=jnp.int32),
         )
 
+    def with_hidden(self, hidden: jax.Array | None, step: Step, num_new: jax.Array, *, is_mixed: bool) -> Drafting:
+        """After a step whose tokens have these hidden states, `[tokens, ...]`; None: they are not kept."""
+        if self.hidden is None or hidden is None:
+            return self
+        if not is_mixed:
+            return dataclasses.replace(self, hidden=self.hidden.at[step.seats].set(hidden, mode="drop"))
+        rows = step.last - step.num_drafts + jnp.maximum(num_new - 1, 0)  # which the newest token was drawn from
+        is_new = (num_new > 0).reshape(-1, *[1] * (hidden.ndim - 1))
+        return dataclasses.replace(self, hidden=jnp.where(is_new, hidden[rows], self.hidden))
+
 
 def known_tokens(scheduler: Scheduler) -> jax.Array:
     """int32 `[seats, max_length]`, of the request in each seat; behind those that are known, any."""
@@ -176,9 +192,16 @@ def repeated(
     return jnp.where(num_equal > 0, drafts, -1), num_equal[:, 0]
 
 
-def drafted(draft: Draft, weights: Any, scheduler: Scheduler, guesses: jax.Array) -> jax.Array:
+def drafted(
+    draft: Draft, weights: Any, scheduler: Scheduler, allocator: BlockAllocator, drafting: Drafting
+) -> jax.Array:
     """A caller's drafts, where there are guesses."""
-    drafts = draft(weights, known_tokens(scheduler), planning.per_seat(scheduler, scheduler.num_known))
+    guesses = drafting.guesses
+    known: list[jax.Array] = [known_tokens(scheduler), planning.per_seat(scheduler, scheduler.num_known)]
+    if drafting.hidden is not None:
+        is_own = (allocator.lengths > 0).reshape(-1, *[1] * (drafting.hidden.ndim - 1))  # not the request's before
+        known.append(jnp.where(is_own, drafting.hidden, jnp.zeros_like(drafting.hidden)))
+    drafts = draft(weights, *known)
     if not isinstance(drafts, jax.Array) or drafts.shape != guesses.shape or drafts.dtype != jnp.int32:
         received = f"{drafts.dtype} {list(drafts.shape)}" if isinstance(drafts, jax.Array) else type(drafts).__name__
         raise ValueError(f"draft must return int32 {list(guesses.shape)}, the drafts of each seat; got {received}.")

@@ -98,6 +98,10 @@ class Engine:
             int32 `[num_seats, max_length]`, of which each seat's request knows the first `lengths`, int32
             `[num_seats]`. Returns int32 `[num_seats, drafts]`; the first -1 ends a seat's drafts. None: what followed
             when the newest tokens of a request occurred before, in it or in another of its completions.
+        hidden: the shape and dtype of a token's hidden state, for a `draft` that is a head on the model. `apply` then
+            returns `(caches, logits, hidden)`, the last `[tokens, *hidden.shape]`, and the engine calls `draft(weights,
+            tokens, lengths, hidden)` with that of the token before each seat's newest one, from which the newest was
+            drawn, `[num_seats, *hidden.shape]`. None: there is none.
         exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
             `num_seats + chunk_tokens` rows, and attention one partition; `docs/engine.md` says what that costs.
         processed_logprobs: whether the logprobs of new tokens are those of the distribution that they are drawn from,
@@ -135,6 +139,7 @@ class Engine:
         host_cache_bytes: int | None = None,
         drafts: int = 0,
         draft: Draft | None = None,
+        hidden: jax.ShapeDtypeStruct | None = None,
         exact: bool = False,
         processed_logprobs: bool = False,
         max_logprobs: int = 0,
@@ -157,6 +162,8 @@ class Engine:
         )
         if draft is not None and not (callable(draft) and drafts):
             raise ValueError(f"draft must be a function, and goes with drafts of at least 1; got {draft=}, {drafts=}.")
+        if hidden is not None and not (isinstance(hidden, jax.ShapeDtypeStruct) and draft is not None):
+            raise ValueError(f"hidden must be a jax.ShapeDtypeStruct, and goes with draft; got {hidden=}, {draft=}.")
         num_seats, max_length = sizes.num_seats, sizes.max_length
         drafts = int(drafts)  # checked with the sizes
         max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
@@ -199,6 +206,7 @@ class Engine:
             prefix_cache=prefix_cache,
             drafts=drafts,
             max_logprobs=max_logprobs,
+            hidden=hidden,
         )
         self._inbox_of = functools.partial(
             make_inbox,
@@ -216,6 +224,7 @@ class Engine:
             row_cost=cost(0),
             is_processed=bool(processed_logprobs),
             num_likely=max_logprobs,
+            hidden=hidden,
         )
         function: Any = functools.partial(run_packed, setup, no_news)
         self._mesh = find_mesh(caches)

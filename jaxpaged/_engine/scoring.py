@@ -80,22 +80,25 @@ class Replay(StepAttention):
         return self.rows.pop(0)
 
 
-def with_head(model: Callable[[StepAttention], tuple[Any, jax.Array]], attend: StepAttention) -> tuple[Any, Head]:
-    """The new caches of a step, and the head, which can be applied to any of its rows.
+def with_head(
+    model: Callable[[StepAttention], tuple[Any, ...]], attend: StepAttention
+) -> tuple[Any, Head, jax.Array | None]:
+    """The new caches of a step, the head, which can be applied to any of its rows, and what else the model returns.
 
     The model is traced twice. Of the second time all but the head is dead code.
     """
     recorder = Recorder(**vars(attend))
-    caches, logits = model(recorder)
+    caches, logits, *rest = model(recorder)
+    hidden = rest[0] if rest else None
     if attend.query_starts is None or attend.last is None:
-        return caches, lambda rows: logits
+        return caches, lambda rows: logits, hidden
     if not recorder.recorded:
         raise ValueError("apply never called attend.newest(x); apply the head to what it returns.")
 
     def head(rows: jax.Array) -> jax.Array:
         return model(Replay(**vars(attend), rows=[x[rows] for x in recorder.recorded]))[1]
 
-    return caches, head
+    return caches, head, hidden
 
 
 def score_and_sample(

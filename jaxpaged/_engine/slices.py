@@ -26,7 +26,7 @@ from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Refusal, Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
-Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, jax.Array]]
+Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Setup:
     row_cost: float = 0.0  # of a step without rows, as in `Kind.cost`
     is_processed: bool = False  # as in `sample`
     num_likely: int = 0  # as in `sample`
+    hidden: jax.ShapeDtypeStruct | None = None  # of a token, what `apply` returns third
 
 
 def run_packed(setup: Setup, no_news: Inbox, weights: Any, state: State, words: Any) -> tuple[State, jax.Array]:
@@ -172,7 +173,7 @@ def one_step(setup: Setup, weights: Any, state: State, wants_logprobs: jax.Array
         assert drafting is not None
         drafts = drafting.guesses
         if setup.draft is not None:
-            drafts = drafted(setup.draft, weights, state.scheduler, drafts)
+            drafts = drafted(setup.draft, weights, state.scheduler, state.allocator, drafting)
             is_silent = (drafting.guesses[:, 0] >= 0) & (drafts[:, 0] < 0)
     scheduler, allocator, step = planning.plan(
         state.scheduler, state.allocator, kind.width, is_mixed=kind.is_mixed, drafts=drafts
@@ -182,8 +183,8 @@ def one_step(setup: Setup, weights: Any, state: State, wants_logprobs: jax.Array
         assert state.seat_groups is not None
         step, seats, groups, num_spared = sort_by_group(step, state.seat_groups)
     attend = step_attention(allocator, step, kind, state.caches, seats, groups)
-    model = functools.partial(apply_model, setup.apply, weights, state.caches, step)
-    caches, head = with_head(model, attend)
+    model = functools.partial(apply_model, setup.apply, weights, state.caches, step, hidden=setup.hidden)
+    caches, head, hidden = with_head(model, attend)
     tokens, logprobs, likely, scores = score_and_sample(
         head,
         scheduler,
@@ -199,6 +200,7 @@ def one_step(setup: Setup, weights: Any, state: State, wants_logprobs: jax.Array
     if drafting is not None:
         before, after = (planning.rows_of(s.num_known, step.request_ids) for s in (state.scheduler, scheduler))
         drafting = drafting.learnt(step, after - before, is_silent)
+        drafting = drafting.with_hidden(hidden, step, after - before, is_mixed=kind.is_mixed)
 
     def with_step(so_far: jax.Array, new: jax.Array) -> jax.Array:
         new = new if kind.draws_all else new[:, None]
@@ -251,13 +253,30 @@ def step_attention(
     return StepAttention(allocator, *own, kind.num_partitions, plan, groups)
 
 
-def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: StepAttention) -> tuple[Any, jax.Array]:
-    """The model over a step's tokens: the new caches, and logits `[seqs, vocab]`, or `[tokens, vocab]` with drafts."""
+def apply_model(
+    apply: Apply,
+    weights: Any,
+    caches: Any,
+    step: Step,
+    attend: StepAttention,
+    *,
+    hidden: jax.ShapeDtypeStruct | None = None,
+) -> tuple[Any, ...]:
+    """The model over a step's tokens: the new caches, and logits `[seqs, vocab]`, or `[tokens, vocab]` with drafts.
+
+    `hidden`: that of a token; the third value is then `[tokens, ...]`, that of each.
+    """
     returned = apply(weights, step.tokens, step.positions, caches, attend)
     num_returned = len(returned) if isinstance(returned, tuple | list) else 1
-    if num_returned != 2:
+    if hidden is None and num_returned != 2:
         raise ValueError(f"apply must return two values, (caches, logits); got {num_returned}.")
-    new_caches, logits = returned
+    if hidden is not None and num_returned != 3:
+        raise ValueError(f"apply must return (caches, logits, hidden), as the engine has hidden; got {num_returned}.")
+    new_caches, logits, *rest = returned
+    if hidden is not None:
+        wanted = jax.ShapeDtypeStruct((len(step.tokens), *hidden.shape), hidden.dtype)
+        if found := difference(wanted, rest[0]):
+            raise ValueError(f"the third value that apply returns must be the hidden state of each token; {found}.")
     if not isinstance(logits, jax.Array):
         raise ValueError(f"apply must return (caches, logits); got {type(logits).__name__} for the logits.")
     if logits.ndim != 2 or logits.shape[0] != attend.num_newest:
@@ -271,4 +290,4 @@ def apply_model(apply: Apply, weights: Any, caches: Any, step: Step, attend: Ste
         raise ValueError(f"apply must return caches like those it was given; {found}.")
     if all(map(operator.is_, jax.tree.leaves(caches), jax.tree.leaves(new_caches))):
         raise ValueError("apply must return the new caches, which `cache, out = attend(q, k, v, cache)` gives it.")
-    return new_caches, logits
+    return new_caches, logits, *rest

@@ -56,6 +56,7 @@ class State:
         prefix_cache: bool,
         drafts: int,
         max_logprobs: int,
+        hidden: jax.ShapeDtypeStruct | None = None,
     ) -> State:
         """An engine's without requests. `max_steps`: of a slice; the others as `Engine` has them."""
         num_blocks, block_size = pool_sizes(caches)
@@ -93,7 +94,7 @@ class State:
             num_of_kind=jnp.zeros(len(kinds), jnp.int32),
             seat_groups=SeatGroups.create(num_seats) if kinds[0].least_spared is not None else None,
             num_spared=jnp.zeros((), jnp.int32),
-            drafting=Drafting.create(num_seats, drafts, max_requests) if drafts else None,
+            drafting=Drafting.create(num_seats, drafts, max_requests, hidden) if drafts else None,
         )
 
 

@@ -5,6 +5,7 @@ import functools
 import sys
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from jax.scipy.stats import chi2
 
 from jaxpaged import KVCache, SamplingParams
+from jaxpaged._engine import engine as engine_module
 from jaxpaged._engine.defaults import draft_widths
 from jaxpaged._engine.drafting import KEPT, PRIOR, Drafting, repeated
 from jaxpaged._engine.kinds import make_kinds, quickest
@@ -323,19 +325,17 @@ def test_drafts_leave_the_distribution_as_it_is():
     # 100,000 draws at temperature 1.
     num_seats, new = 64, 50
     cache = KVCache.create(num_blocks=1 + num_seats * 13, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
-    engine = create_engine(
-        model=in_a_chain,
-        weights={"chain": jnp.asarray(CHAIN)},
-        cache=cache,
-        num_seats=num_seats,
-        max_length=52,
-        max_requests=4 * num_seats,
-        steps_per_slice=64,
-        chunk_tokens=4 * num_seats,
-        widths=(4 * num_seats,),
-        drafts=DRAFTS,
-        draft=likely_or_not,
-    )
+    sizes = dict(num_seats=num_seats, max_length=52, max_requests=4 * num_seats, steps_per_slice=64)
+    sizes |= dict(chunk_tokens=3 * num_seats, drafts=DRAFTS)
+    with mock.patch.object(engine_module, "step_cost", return_value=1000.0):  # rows cost nothing
+        engine = create_engine(
+            model=in_a_chain,
+            weights={"chain": jnp.asarray(CHAIN)},
+            cache=cache,
+            draft=likely_or_not,
+            exact=True,
+            **sizes,
+        )
     outputs = engine.generate(
         [[i % 5] for i in range(2000)], [SamplingParams(max_tokens=new, seed=i) for i in range(2000)]
     )
@@ -357,6 +357,46 @@ def test_drafts_leave_the_distribution_as_it_is():
     assert p_value(CHAIN) > 1e-3
     more_of_the_likely = 0.05 * np.eye(5, dtype=np.float32)[CHAIN.argmax(axis=1)]
     assert p_value(CHAIN + more_of_the_likely) < 1e-3
+
+
+def with_hidden(weights, tokens, positions, cache, attend):
+    """A model that knows by rule what follows, and returns of each token itself and its position."""
+    nothing = jnp.zeros((len(tokens), 1, 8), jnp.float32)
+    cache, _ = attend(nothing, nothing, nothing, cache)
+    following = attend.newest(((tokens * 7 + positions * 3 + 1) % VOCAB)[:, None])
+    logits = jnp.where(jnp.arange(VOCAB)[None] == following, 9.0, 0.0).astype(jnp.float32)
+    return cache, logits, jnp.stack([tokens, positions], axis=1).astype(jnp.float32)
+
+
+def head(weights, tokens, lengths, hidden):
+    """Two drafts by the rule, from hidden states alone; without one, none."""
+    token, position = hidden.astype(jnp.int32).T
+    drafts = []
+    for i in range(3):
+        token = (token * 7 + (position + i) * 3 + 1) % VOCAB  # first the newest token, which is known
+        drafts.append(token)
+    is_there = hidden.any(axis=1)[:, None]
+    return jnp.where(is_there, jnp.stack(drafts[1:], axis=1), -1)
+
+
+def test_a_head_drafts_from_hidden_states():
+    # Prompts of one token, chunks, preemption, narrow steps: were a state another token's, drafts would be wrong.
+    cache = KVCache.create(num_blocks=BLOCKS + 1, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+    hidden = jax.ShapeDtypeStruct((2,), jnp.float32)
+    options = dict(widths=(3, 2 * SEATS), drafts=2, draft=head, prefix_cache=True)
+    engine = create_engine(model=with_hidden, weights={}, cache=cache, hidden=hidden, **options)
+    prompts = [[3 + i] * (1 + 5 * i % 23) for i in range(3 * SEATS)]
+    before = engine.stats()
+    with fewer_blocks(engine, TIGHT):
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=0))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        text = list(prompt)
+        for position in range(len(prompt) - 1, len(prompt) + 19):
+            text.append((text[-1] * 7 + position * 3 + 1) % VOCAB)
+        assert output.outputs[0].token_ids == text[len(prompt) :]
+    after = engine.stats()
+    assert after.num_preempted > before.num_preempted
+    assert after.num_accepted == after.num_drafted > 100
 
 
 KINDS = make_kinds(16, 80, (8, 16, 32), cost=lambda rows: 100.0 + rows)
@@ -411,6 +451,18 @@ def test_what_drafts_cannot_be():
         create_engine(draft=knowing)
     with pytest.raises(ValueError, match=r"draft must return int32 \[6, 2\], the drafts of each seat; got int32 \[6\]"):
         create_engine(draft=lambda weights, tokens, lengths: lengths, drafts=2, widths=(6,))
+    hidden = jax.ShapeDtypeStruct((2,), jnp.float32)
+    with pytest.raises(ValueError, match=r"hidden must be a jax.ShapeDtypeStruct, and goes with draft; got hidden=3"):
+        create_engine(hidden=3, draft=head, drafts=2, widths=(6,))
+    with pytest.raises(ValueError, match=r"hidden must be.* got .*draft=None"):
+        create_engine(hidden=hidden, drafts=2, widths=(6,))
+    with pytest.raises(
+        ValueError, match=r"apply must return \(caches, logits, hidden\), as the engine has hidden; got 2"
+    ):
+        create_engine(hidden=hidden, draft=head, drafts=2, widths=(6,))
+    wrong = jax.ShapeDtypeStruct((3,), jnp.float32)
+    with pytest.raises(ValueError, match=r"the third value.*it was float32\[6, 3\] and is float32\[6, 2\]"):
+        create_engine(model=with_hidden, weights={}, hidden=wrong, draft=head, drafts=2, widths=(6,))
 
 
 def main(count):

@@ -31,6 +31,7 @@ MEASURED = {  # by how a file's name begins, without its folder; the first that 
     "read_order": ("benchmarks/harness.py",),
     "serve_soak": (*ALL, "examples"),
     "several_gpus": ALL,
+    "text_drafts": (*ALL, "examples"),
     "trainer_logprobs": (*ALL, "examples"),
     "": KERNELS,
 }

@@ -6,7 +6,8 @@
 float32. Tokens must be those without drafts. Rates are tokens a second of the process's CPU time, which what else runs
 on the machine hardly changes: XLA computes most of a step on one core. The second of two runs counts.
 
-`after` says how often the token that followed equal ones before was right, by how many were equal.
+`after` says how often the token that followed equal ones before was right, by how many were equal. `branches` counts
+the steps of one seat if each step drafts a chain, or a tree of branches that differ in their first token.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import numpy as np
 from benchmarks.engine.steps import name_kind
 from benchmarks.harness import ROOT, add_output, open_store
 from jaxpaged import Engine, SamplingParams
-from jaxpaged._engine.drafting import repeated
+from jaxpaged._engine.drafting import LEAST_SUFFIX, MOST_SUFFIX, repeated
 from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.engine_llama import create_engine
 
@@ -69,6 +70,36 @@ def right_after(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> d
     return {str(equal): [right / tried, tried] for equal, (right, tried) in sorted(counts.items())}
 
 
+def steps_with(branches: int, num_drafts: int, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> int:
+    """Steps until all answers are there, one after the other, with so many branches of drafts each."""
+    steps = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text, done = [*prompt, *answer], len(prompt)
+        while done < len(text):
+            best = 0
+            for branch in found(text[:done], branches, num_drafts):
+                rest = text[done : len(text) - 1]
+                pairs = list(zip(branch, rest, strict=False))
+                best = max(best, next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)))
+            steps, done = steps + 1, done + best + 1
+    return steps
+
+
+def found(text: list[int], branches: int, num_drafts: int) -> list[list[int]]:
+    """What followed the newest tokens before: first where most tokens were equal, then where it was last."""
+    places = []
+    for i in range(len(text) - 1):
+        pairs = zip(reversed(text[: i + 1]), reversed(text[-MOST_SUFFIX:]), strict=False)
+        num_equal = next((n for n, (a, b) in enumerate(pairs) if a != b), min(i + 1, MOST_SUFFIX))
+        if num_equal >= LEAST_SUFFIX:
+            places.append((num_equal, i))
+    result: dict[int, list[int]] = {}
+    for _, i in sorted(places, reverse=True):
+        follows = text[i + 1 :]
+        result.setdefault(follows[0], [follows[n % len(follows)] for n in range(num_drafts)])
+    return list(result.values())[:branches]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add_output(parser)
@@ -92,8 +123,12 @@ def main() -> None:
                 print(f"{name}, {seats} seats, {drafts} drafts: {point}", flush=True)
     for name, of_text in prompts.items():
         after = right_after(of_text, expected[name][0])
-        store.add(f"{name}, after", after)
-        print(f"{name}, after: {after}", flush=True)
+        counts = {
+            f"{n} of {k}": steps_with(n, k, of_text, expected[name][0]) for n, k in ((1, 4), (2, 4), (1, 8), (2, 8))
+        }
+        for what, point in (("after", after), ("branches", counts)):
+            store.add(f"{name}, {what}", point)
+            print(f"{name}, {what}: {point}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ MOST_LENGTH = 8192
 WIDTHS = (64, 128, 256)
 # Reading the weights takes as long as these rows, and fewer than FREE_ROWS take as long as so many. [h200/engine.json]
 WEIGHT_ROWS, FREE_ROWS = 384, 64
-# On a CPU, too, but not of one row, which takes half: from two rows on, XLA copies the weights for its products.
-# [cpu/text_drafts.json]
-WEIGHT_ROWS_ON_CPU = 26
+# On a CPU a step of a single row takes less: from two rows on, XLA copies the weights for its products.
+WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]
 FEW_STEPS, MOST_STEPS = 2, 32
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}  # products by cuBLAS
 # XLA's own list and loops: a slice is one CUDA graph, whose loops wait for no host. [slices_h100]
@@ -107,7 +106,7 @@ def step_cost(num_rows: int, *, is_gpu: bool) -> float:
     """How long a step of so many rows takes, if a row takes 1."""
     if is_gpu:
         return float(WEIGHT_ROWS + max(num_rows, FREE_ROWS))
-    return WEIGHT_ROWS_ON_CPU / 2 if num_rows == 1 else float(WEIGHT_ROWS_ON_CPU + num_rows)
+    return float(SINGLE_ROW_ON_CPU if num_rows == 1 else WEIGHT_ROWS_ON_CPU + num_rows)
 
 
 @dataclasses.dataclass(frozen=True)

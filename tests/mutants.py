@@ -170,8 +170,8 @@ MUTANTS = (
     Mutant(
         "kinds: drafts take the rows of prompts",
         KINDS,
-        "(widths - num_needing - num_pending)",
-        "(widths - num_needing)",
+        "widths - num_needing - num_pending",
+        "widths - num_needing",
         f"{DRAFTS}::pays",
     ),
     Mutant(
@@ -179,13 +179,6 @@ MUTANTS = (
         KINDS,
         "jnp.where(widths >= num_needing, pace, -1.0)",
         "pace",
-        f"{DRAFTS}::pays",
-    ),
-    Mutant(
-        "kinds: drafts seat by seat",
-        KINDS,
-        "in_order = gains.T.reshape(-1)",
-        "in_order = gains.reshape(-1)",
         f"{DRAFTS}::pays",
     ),
     Mutant(
@@ -223,11 +216,25 @@ MUTANTS = (
         "drafting",
         f"{DRAFTS}::right_drafts",
     ),
+    Mutant(
+        "drafts: the hidden state of the last draft",
+        DRAFTING,
+        " - step.num_drafts + jnp.maximum(num_new - 1, 0)",
+        "",
+        f"{DRAFTS}::hidden_states",
+    ),
+    Mutant(
+        "drafts: the hidden state of the request before",
+        DRAFTING,
+        "(allocator.lengths > 0)",
+        "(allocator.lengths >= 0)",
+        f"{DRAFTS}::hidden_states",
+    ),
     Mutant("drafts: never again", DRAFTING, "KEPT = 0.95", "KEPT = 1.0", f"{DRAFTS}::right_again"),
     Mutant(
         "drafts: worth any row",
         DRAFTING,
-        "(self.chances(scheduler) * (num_needing + row_cost) >= num_needing)",
+        "(drafting.chances(scheduler) * (num_needing + row_cost) >= num_needing)",
         "True",
         f"{DRAFTS}::worth_their_rows",
     ),
@@ -339,7 +346,9 @@ MUTANTS = (
     Mutant(
         "scheduler: drafts behind a gap", PLANNING, "(jnp.cumsum(drafts < 0, axis=1) == 0)", "(drafts >= 0)", MIXTURE
     ),
-    Mutant("scheduler: drafts without rows", PLANNING, "(order <= num_rows)", "(order <= num_rows + 1)", MIXTURE),
+    Mutant(
+        "scheduler: drafts without rows", PLANNING, "is_wanted) <= num_rows)", "is_wanted) <= num_rows + 1)", MIXTURE
+    ),
     Mutant(
         "scheduler: drafts seat by seat",
         PLANNING,

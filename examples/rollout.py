@@ -106,7 +106,8 @@ def create_engine(weights: Any, drafts: int = 0) -> Engine:
         dtype=jnp.float32,
     )
     sizes: dict[str, Any] = dict(num_seats=seats, max_length=PROMPT + NEW, chunk_tokens=PROMPTS * PROMPT)
-    sizes |= dict(drafts=drafts, widths=(2 * seats,) if drafts else ())
+    # All steps of an exact engine have the rows of the widest: beside a token of each seat there is room for drafts.
+    sizes |= dict(drafts=drafts, exact=drafts > 0, widths=())
     return Engine(model, weights, cache, prefix_cache=True, steps_per_slice=NEW + 2, **sizes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -221,7 +222,7 @@ class Engine:
             kinds=self._kinds,
             has_host_tier=host_cache_bytes is not None,
             draft=draft,
-            row_cost=cost(0),
+            row_cost=math.inf if exact else cost(0),  # an exact engine has the rows anyway
             is_processed=bool(processed_logprobs),
             num_likely=max_logprobs,
             hidden=hidden,

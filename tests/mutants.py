@@ -226,8 +226,8 @@ MUTANTS = (
     Mutant(
         "drafts: the hidden state of the request before",
         DRAFTING,
-        "(allocator.lengths > 0)",
-        "(allocator.lengths >= 0)",
+        "(drafting.owners == scheduler.seated)",
+        "(scheduler.seated >= 0)",
         f"{DRAFTS}::hidden_states",
     ),
     Mutant("drafts: never again", DRAFTING, "KEPT = 0.95", "KEPT = 1.0", f"{DRAFTS}::right_again"),

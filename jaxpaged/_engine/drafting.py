@@ -43,6 +43,7 @@ class Drafting:
         hits: float32 `[requests]`, drafts that were right, those long ago for less.
         tries: float32 `[requests]`, with those that were wrong.
         hidden: `[seats, ...]`, what the model returned for the token before each seat's newest. None: it is not kept.
+        owners: int32 `[seats]`, the request that each hidden state is of; -1: none.
         num_drafted: int32 `[]`, so far, modulo 2^32.
         num_accepted: int32 `[]`, of these.
     """
@@ -53,6 +54,7 @@ class Drafting:
     hits: jax.Array
     tries: jax.Array
     hidden: jax.Array | None
+    owners: jax.Array
     num_drafted: jax.Array
     num_accepted: jax.Array
 
@@ -68,14 +70,17 @@ class Drafting:
             hits=jnp.zeros(max_requests, jnp.float32),
             tries=jnp.zeros(max_requests, jnp.float32),
             hidden=None if hidden is None else jnp.zeros((num_seats, *hidden.shape), hidden.dtype),
+            owners=jnp.full(num_seats, -1, jnp.int32),
             num_drafted=jnp.zeros((), jnp.int32),
             num_accepted=jnp.zeros((), jnp.int32),
         )
 
     def begun(self, request_ids: jax.Array, families: jax.Array) -> Drafting:
         """New requests of these families, int32 `[n]` both, of whose drafts nothing is known."""
+        is_gone = (self.owners[:, None] == request_ids[None]).any(axis=1)
         return dataclasses.replace(
             self,
+            owners=jnp.where(is_gone, -1, self.owners),
             families=self.families.at[request_ids].set(families, mode="drop"),
             hits=self.hits.at[request_ids].set(0.0, mode="drop"),
             tries=self.tries.at[request_ids].set(0.0, mode="drop"),
@@ -150,11 +155,13 @@ class Drafting:
         """After a step whose tokens have these hidden states, `[tokens, ...]`; None: they are not kept."""
         if self.hidden is None or hidden is None:
             return self
+        owners = jnp.where(num_new > 0, step.request_ids, self.owners)
         if not is_mixed:
-            return dataclasses.replace(self, hidden=self.hidden.at[step.seats].set(hidden, mode="drop"))
+            kept = self.hidden.at[step.seats].set(hidden, mode="drop")
+            return dataclasses.replace(self, hidden=kept, owners=owners)
         rows = step.last - step.num_drafts + jnp.maximum(num_new - 1, 0)  # which the newest token was drawn from
         is_new = (num_new > 0).reshape(-1, *[1] * (hidden.ndim - 1))
-        return dataclasses.replace(self, hidden=jnp.where(is_new, hidden[rows], self.hidden))
+        return dataclasses.replace(self, hidden=jnp.where(is_new, hidden[rows], self.hidden), owners=owners)
 
 
 def known_tokens(scheduler: Scheduler) -> jax.Array:
@@ -192,14 +199,12 @@ def repeated(
     return jnp.where(num_equal > 0, drafts, -1), num_equal[:, 0]
 
 
-def drafted(
-    draft: Draft, weights: Any, scheduler: Scheduler, allocator: BlockAllocator, drafting: Drafting
-) -> jax.Array:
+def drafted(draft: Draft, weights: Any, scheduler: Scheduler, drafting: Drafting) -> jax.Array:
     """A caller's drafts, where there are guesses."""
     guesses = drafting.guesses
     known: list[jax.Array] = [known_tokens(scheduler), planning.per_seat(scheduler, scheduler.num_known)]
     if drafting.hidden is not None:
-        is_own = (allocator.lengths > 0).reshape(-1, *[1] * (drafting.hidden.ndim - 1))  # not the request's before
+        is_own = (drafting.owners == scheduler.seated).reshape(-1, *[1] * (drafting.hidden.ndim - 1))
         known.append(jnp.where(is_own, drafting.hidden, jnp.zeros_like(drafting.hidden)))
     drafts = draft(weights, *known)
     if not isinstance(drafts, jax.Array) or drafts.shape != guesses.shape or drafts.dtype != jnp.int32:

@@ -173,7 +173,7 @@ def one_step(setup: Setup, weights: Any, state: State, wants_logprobs: jax.Array
         assert drafting is not None
         drafts = drafting.guesses
         if setup.draft is not None:
-            drafts = drafted(setup.draft, weights, state.scheduler, state.allocator, drafting)
+            drafts = drafted(setup.draft, weights, state.scheduler, drafting)
             is_silent = (drafting.guesses[:, 0] >= 0) & (drafts[:, 0] < 0)
     scheduler, allocator, step = planning.plan(
         state.scheduler, state.allocator, kind.width, is_mixed=kind.is_mixed, drafts=drafts

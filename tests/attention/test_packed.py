@@ -77,6 +77,11 @@ def test_any_counts_in_one_program(counts):
     check(case, out[: BEFORE + len(flat) + BEHIND], lse[: BEFORE + len(flat) + BEHIND], counts)
 
 
+def test_runs_on_xla_have_about_as_many_tokens_as_sequences():
+    cases = {(3, 8): 1, (8, 8): 1, (16, 8): 2, (24, 8): 4, (5, 1): 8, (40, 8): 8, (128, 8): 16, (121, 1): 16}
+    assert {case: xla.run_tokens(*case) for case in cases} == cases
+
+
 @pytest.mark.parametrize("num_partitions", [1, 3])
 @pytest.mark.parametrize(
     "cache", [dict(cache_dtype=jnp.int8, scale_shape="token_head"), dict(block_size=8, max_blocks=10)]

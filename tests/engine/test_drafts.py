@@ -303,6 +303,10 @@ def test_drafts_become_right_again():
 CHAIN = np.random.default_rng(3).normal(size=(5, 5)).astype(np.float32)  # logits after each of five tokens
 
 
+def small_cache(num_blocks=BLOCKS + 1):
+    return KVCache.create(num_blocks=num_blocks, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+
+
 def in_a_chain(weights, tokens, positions, cache, attend):
     """A model whose logits follow from the last token alone."""
     nothing = jnp.zeros((len(tokens), 1, 8), jnp.float32)
@@ -324,14 +328,13 @@ def likely_or_not(weights, tokens, lengths):
 def test_drafts_leave_the_distribution_as_it_is():
     # 100,000 draws at temperature 1.
     num_seats, new = 64, 50
-    cache = KVCache.create(num_blocks=1 + num_seats * 13, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
     sizes = dict(num_seats=num_seats, max_length=52, max_requests=4 * num_seats, steps_per_slice=64)
     sizes |= dict(chunk_tokens=3 * num_seats, drafts=DRAFTS)
     with mock.patch.object(engine_module, "step_cost", return_value=1000.0):  # rows cost nothing
         engine = create_engine(
             model=in_a_chain,
             weights={"chain": jnp.asarray(CHAIN)},
-            cache=cache,
+            cache=small_cache(1 + num_seats * 13),
             draft=likely_or_not,
             exact=True,
             **sizes,
@@ -381,10 +384,9 @@ def head(weights, tokens, lengths, hidden):
 
 def test_a_head_drafts_from_hidden_states():
     # Prompts of one token, chunks, preemption, narrow steps: were a state another token's, drafts would be wrong.
-    cache = KVCache.create(num_blocks=BLOCKS + 1, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
     hidden = jax.ShapeDtypeStruct((2,), jnp.float32)
     options = dict(widths=(3, 2 * SEATS), drafts=2, draft=head, prefix_cache=True)
-    engine = create_engine(model=with_hidden, weights={}, cache=cache, hidden=hidden, **options)
+    engine = create_engine(model=with_hidden, weights={}, cache=small_cache(), hidden=hidden, **options)
     prompts = [[3 + i] * (1 + 5 * i % 23) for i in range(3 * SEATS)]
     before = engine.stats()
     with fewer_blocks(engine, TIGHT):
@@ -462,7 +464,9 @@ def test_what_drafts_cannot_be():
         create_engine(hidden=hidden, draft=head, drafts=2, widths=(6,))
     wrong = jax.ShapeDtypeStruct((3,), jnp.float32)
     with pytest.raises(ValueError, match=r"the third value.*it was float32\[6, 3\] and is float32\[6, 2\]"):
-        create_engine(model=with_hidden, weights={}, hidden=wrong, draft=head, drafts=2, widths=(6,))
+        create_engine(
+            model=with_hidden, weights={}, cache=small_cache(), hidden=wrong, draft=head, drafts=2, widths=(6,)
+        )
 
 
 def main(count):

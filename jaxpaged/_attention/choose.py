@@ -137,7 +137,8 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
 
 
 def _latent_run(call: Call, gpu: Gpu) -> int | None:
-    """Query tokens of a run, if the kernel for latents takes the call."""
+    """Query tokens of a run, if the kernel for latents takes the call, which it computes in about half of the decode
+    kernel's time. [latent_heads_h100 of benchmarks/results/decisions/]"""
     run = 1
     if not call.causal:  # its tokens become heads
         run = max(1, latent_config.ROWS // call.group)

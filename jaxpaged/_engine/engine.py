@@ -545,7 +545,7 @@ class Engine:
         if len(self._books.under_way) <= AHEAD:  # an interrupt may have left more
             is_light = is_watched and self._books.num_open < self._stats.num_seats
             num_steps = self._steps.few if is_light else self._steps.most
-            if self._tier.is_held_back:  # a request, which may go out with the next slice
+            if self._tier.needs_looks:
                 num_steps = max(self._steps.few, num_steps // 4)
             self._send(num_steps)
         while len(self._books.under_way) > AHEAD:

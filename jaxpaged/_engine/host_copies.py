@@ -24,7 +24,7 @@ Page = tuple[jax.Array, ...]  # the numbers of a few blocks in all caches, [bloc
 PAGE_BYTES = 4 * 1024 * 1024  # a copy of less is not at the rate of the link
 MOST_IN_PAGE = 4  # blocks: what is listed at once may end anywhere in a page
 MOVED_BYTES = 256 * 1024 * 1024  # by a program at most
-MOST_STAGED = 2  # times that, on their way in each direction
+MOST_STAGED, MOST_LEAVING = 2, 4  # times that, on their way to the device, and from there
 MOST_PROMPTS = 8  # whose blocks a program puts in
 
 
@@ -97,7 +97,7 @@ class HostCopies:
         num_blocks = state.allocator.num_blocks
         self.in_page, self.page_bytes = blocks_in_page(state.caches), page_bytes(state.caches)
         self.num_pages = max(min(MOVED_BYTES // self.page_bytes, -(-(num_blocks - 1) // self.in_page)), 1)  # at once
-        self.most_staged = MOST_STAGED * self.num_pages
+        self.most_staged, self.most_leaving = MOST_STAGED * self.num_pages, MOST_LEAVING * self.num_pages
         take, put = take_out, put_in
         (device, *_) = caches_in(state.caches)[0].k.sharding.device_set
         self._on_device: Any = SingleDeviceSharding(device)
@@ -131,7 +131,7 @@ class HostCopies:
         """Has JAX take host memory for so many pages, and those that leave meanwhile: on a GPU that takes half a second
         a GiB, because it is pinned. JAX keeps what is given back to it."""
         jax.block_until_ready(
-            [jax.device_put([self._nothing], self._on_host) for _ in range(capacity + self.most_staged)]
+            [jax.device_put([self._nothing], self._on_host) for _ in range(capacity + self.most_leaving)]
         )
 
     def bring(self, pages: list[Page]) -> list[Page]:

@@ -42,7 +42,7 @@ class NoHostTier:
     """What the engine asks of a host tier, if there is none."""
 
     host_bytes = num_brought = 0
-    is_held_back = False  # whether a request has to wait for what comes back, or for room
+    needs_looks = False  # whether slices are to be short: a request waits, or much is to be copied
 
     def wait(self, queue: Sequence[Row]) -> None:
         """Until what the first request waits for is on the device: nothing else can run."""
@@ -142,6 +142,7 @@ class HostTier(NoHostTier):
         self._known = np.zeros(num_blocks, np.int32)  # serials of blocks that are in host memory, or wanted there
         self._wanted: Wanted | None = None
         self._leaving: list[Page] = []  # that were sent last
+        self._is_behind = False  # more was listed than may be on its way
         # Of the requests that were asked for since `look_again`:
         self._lacks_room = False  # one has to wait for room
         self._needed: tuple[set[bytes], int] | None = None  # the full blocks of those on the device, and other blocks
@@ -195,8 +196,8 @@ class HostTier(NoHostTier):
         return len(self._pages) * self._copies.page_bytes
 
     @property
-    def is_held_back(self) -> bool:  # type: ignore[override]
-        return self._lacks_room or bool(self._fetches)
+    def needs_looks(self) -> bool:  # type: ignore[override]
+        return self._lacks_room or self._is_behind or bool(self._fetches)
 
     def wait(self, queue: Sequence[Row]) -> None:
         with without_interrupts():
@@ -328,7 +329,9 @@ class HostTier(NoHostTier):
         if not all(numbers.is_ready() for page in self._leaving for numbers in page):  # type: ignore[attr-defined]
             return
         ids = np.flatnonzero(self._serials != self._known)
-        pages = in_pages(ids, self._serials, parents, self._copies.in_page)[: self._copies.most_staged]
+        pages = in_pages(ids, self._serials, parents, self._copies.in_page)
+        self._is_behind = len(pages) > self._copies.most_leaving
+        pages = pages[: self._copies.most_leaving]
         if len(pages):
             self._wanted = Wanted(pages, self._serials[pages], parents[pages[:, 0]])
             self._known[pages] = self._serials[pages]

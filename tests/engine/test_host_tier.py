@@ -286,7 +286,7 @@ class FakeCopies:
     page_bytes = 1
 
     def __init__(self, in_page=1, num_pages=2, most_staged=4):
-        self.in_page, self.num_pages, self.most_staged = in_page, num_pages, most_staged
+        self.in_page, self.num_pages, self.most_staged, self.most_leaving = in_page, num_pages, most_staged, 2
 
     def bring(self, pages):
         return pages
@@ -553,12 +553,13 @@ def test_what_was_overwritten_before_its_copy_is_not_kept():
 
 
 def test_what_a_slice_lists_is_wanted_once_and_no_more_than_may_be_on_its_way():
-    tier = make_tier(in_page=2, most_staged=2)
+    tier = make_tier(in_page=2)
     serials, parents = np.zeros(POOL, np.int32), np.zeros(POOL, np.int32)
     serials[[3, 4, 5, 6, 7]] = 1, 2, 3, 4, 5
     parents[[4, 5, 6, 7]] = 1, 2, 3, 4
     for expected in ([[3, 4], [5, 6]], [[7, 0]], None):
         tier.take(Told(serials, parents, np.array([0])), Moved())
+        assert tier.needs_looks == (expected == [[3, 4], [5, 6]])
         wanted = tier.take_going().wanted
         assert (wanted if wanted is None else wanted.ids.tolist()) == expected
     tier.lose(Going(Wanted(np.array([[7, 0]]), np.array([[5, 0]]), np.array([4]))))

@@ -24,7 +24,7 @@ Page = tuple[jax.Array, ...]  # the numbers of a few blocks in all caches, [bloc
 PAGE_BYTES = 4 * 1024 * 1024  # a copy of less is not at the rate of the link
 MOST_IN_PAGE = 4  # blocks: what is listed at once may end anywhere in a page
 MOVED_BYTES = 256 * 1024 * 1024  # by a program at most
-MOST_STAGED, MOST_LEAVING = 2, 4  # times that, on their way to the device, and from there
+MOST_STAGED, MOST_LEAVING = 2, 4  # times that, waiting on the device, and on their way from there
 MOST_PROMPTS = 8  # whose blocks a program puts in
 
 
@@ -84,7 +84,7 @@ class Moved:
 
 
 class HostCopies:
-    """The programs. All but `bring` are for the engine's own thread. None waits.
+    """The programs. All but `bring` are for the engine's own thread.
 
     Args:
         state: the engine's.
@@ -125,6 +125,7 @@ class HostCopies:
         columns, rows = np.zeros((self.num_pages, self.in_page), np.int32), np.zeros(self.num_pages, np.int32)
         put = jax.jit(put, donate_argnums=0, compiler_options=compiler_options)
         pages = [self._nothing] * self.num_pages
+        self._leaving: list[list[Page]] = []  # that were sent last
         self._put_in = put.lower(state, self._tokens, numbers, columns, rows, pages).compile()
 
     def reserve(self, capacity: int) -> None:
@@ -157,11 +158,14 @@ class HostCopies:
         rows = np.pad(rows, (0, missing))
         state, where = self._put_in(state, tokens, numbers, columns, rows, pages + [self._nothing] * missing)
         where.copy_to_host_async()
+        for piece in pieces:
+            piece.pages.clear()  # their memory is free once they are put in
         return state, (pieces, where)
 
     def take(self, state: State, wanted: Wanted) -> list[Taken]:
-        """Begins to copy blocks to host memory."""
+        """Begins to copy blocks to host memory, once those before are there: the others wait on the device."""
         assert state.scheduler.prefixes is not None
+        jax.block_until_ready(self._leaving)
         taken = []
         for begin in range(0, len(wanted.ids), self.num_pages):
             end = begin + self.num_pages
@@ -173,6 +177,7 @@ class HostCopies:
             words, pages = self._take_out[count](*taken_from, padded)
             words.copy_to_host_async()
             taken.append(Taken(these, words, jax.device_put(pages[: len(ids)], self._on_host)))
+        self._leaving = [these.pages for these in taken]
         return taken
 
 

@@ -141,12 +141,11 @@ class HostTier(NoHostTier):
         self._going: list[Piece] = []
         self._known = np.zeros(num_blocks, np.int32)  # serials of blocks that are in host memory, or wanted there
         self._wanted: Wanted | None = None
-        self._leaving: list[Page] = []  # that were sent last
         self._is_behind = False  # more was listed than may be on its way
         # Of the requests that were asked for since `look_again`:
         self._lacks_room = False  # one has to wait for room
         self._needed: tuple[set[bytes], int] | None = None  # the full blocks of those on the device, and other blocks
-        self._num_staged = 0  # pages
+        self._num_staged = 0  # pages on the device that no slice has been given
         self.num_brought = 0  # tokens, so far
 
     @classmethod
@@ -259,6 +258,7 @@ class HostTier(NoHostTier):
                 last.append(piece)  # of another prompt: only the last piece of one leaves room
             else:
                 batches.append([piece])
+        self._num_staged -= sum(len(piece.pages) for piece in self._going)
         going = Going(self._wanted, batches)
         self._wanted, self._going = None, []
         return going
@@ -294,7 +294,7 @@ class HostTier(NoHostTier):
         for batch, where in moved.put:
             end = 0
             for piece in batch:
-                begin, end = end, end + len(piece.pages)
+                begin, end = end, end + len(piece.columns)
                 self._settle(piece, np.asarray(where)[:, begin:end])
         for taken in moved.taken:
             self._keep(taken)
@@ -306,11 +306,10 @@ class HostTier(NoHostTier):
         self._pages.clear()
         self._places.clear()
         self._num_staged -= sum(len(piece.pages) for fetch in self._fetches for piece in fetch.pieces)
-        self._fetches, self._coming, self._wanted, self._leaving = [], set(), None, []
+        self._fetches, self._coming, self._wanted = [], set(), None
 
     def _settle(self, piece: Piece, where: np.ndarray) -> None:
         """Where the blocks of a piece are now, int32 `[2, pages, blocks]`."""
-        self._num_staged -= len(piece.pages)
         for column, place, serial in zip(*(x.ravel().tolist() for x in (piece.columns, *where)), strict=True):
             if column < 0:
                 continue
@@ -326,8 +325,6 @@ class HostTier(NoHostTier):
     def _want(self, parents: np.ndarray) -> None:
         """Asks for what was listed and is not in host memory, but for no more than may be on its way: the rest, the
         newest, is asked for again if it is there still."""
-        if not all(numbers.is_ready() for page in self._leaving for numbers in page):  # type: ignore[attr-defined]
-            return
         ids = np.flatnonzero(self._serials != self._known)
         pages = in_pages(ids, self._serials, parents, self._copies.in_page)
         self._is_behind = len(pages) > self._copies.most_leaving
@@ -360,7 +357,6 @@ class HostTier(NoHostTier):
             self._pages[number] = Kept(keys, before, salt, taken.pages[i])
             for index, key in enumerate(keys):
                 self._places.setdefault(key, (number, index))
-        self._leaving = taken.pages
         self._touch(reversed(ends))
 
     def _touch(self, keys: Iterable[bytes]) -> None:

@@ -106,7 +106,7 @@ def test_a_few_tokens_are_computed_instead(engine):
 
 
 # Twelve do not fit into the pool: what is listed may be overwritten in the next slice, before it is copied.
-@pytest.mark.parametrize(("at_once", "part"), [(2, 0.95), (12, 0.7)])
+@pytest.mark.parametrize(("at_once", "part"), [(2, 0.95), (12, 0.4)])
 def test_conversations_in_turn_find_what_an_endless_pool_would_find(engine, at_once, part):
     talks, endless, before = [prompt_of(seed, 12) for seed in range(12)], 0, counts(engine)
     for turn in range(3):
@@ -409,7 +409,6 @@ def test_pieces_on_their_way_are_few_and_may_take_long():
     assert tier.holds(other, [])  # for the same copies
     first = pieces_of(tier)
     assert copies_of(first) == ["a", "b"]
-    assert (tier._num_staged, len(tier._fetches)) == (2, 1)  # until the slice that lists them is read
     tier.lose(Going(None, [first]))
     assert going(tier, waiting) == []
     assert tier._num_staged == 1  # the slow one

@@ -240,6 +240,7 @@ class Engine:
                 self._state_of_slice,
                 self._mesh,
                 least_tokens=sizes.chunk_tokens // 2,
+                growth=(AHEAD + 1) * self._steps.most,
                 compiler_options=compiler_options,
             )
         jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)

@@ -114,6 +114,7 @@ class HostTier(NoHostTier):
         block_size: tokens in a block.
         capacity: the most pages in host memory.
         least_tokens: fewer are computed again instead of copied.
+        growth: the tokens that a request may have beyond those that the host has read.
         num_adapters: of the engine.
     """
 
@@ -125,10 +126,11 @@ class HostTier(NoHostTier):
         block_size: int,
         capacity: int,
         least_tokens: int,
+        growth: int,
         num_adapters: int = 0,
     ):
         self._copies, self._num_blocks, self._block_size, self._capacity = copies, num_blocks, block_size, capacity
-        self._least = -(-least_tokens // block_size)
+        self._least, self._growth = -(-least_tokens // block_size), growth
         self._salts = list(range(1 + num_adapters))  # as `Prefixes.salt`
         self._serials = np.zeros(num_blocks, np.int32)  # of each block of the pool, as of the slice that was read
         self._key_of: dict[int, bytes] = {}  # by serial
@@ -156,6 +158,7 @@ class HostTier(NoHostTier):
         mesh: Mesh | None,
         *,
         least_tokens: int,
+        growth: int,
         compiler_options: dict[str, Any],
     ) -> "HostTier":
         """For an engine with this state."""
@@ -187,6 +190,7 @@ class HostTier(NoHostTier):
             block_size=allocator.block_size,
             capacity=capacity,
             least_tokens=least_tokens,
+            growth=growth,
             num_adapters=len(scheduler.prefixes.salt) - 1,
         )
 
@@ -419,10 +423,12 @@ class HostTier(NoHostTier):
         return has_room
 
     def _with(self, row: Row, keys: set[bytes], num_others: int) -> tuple[set[bytes], int]:
-        """The full blocks of prompts, and how many others, with those of another request: one more than it fills."""
+        """The full blocks of prompts, and how many others, with those of another request: one more than it fills by the
+        end of the slices that the host has not read."""
         of_row = self._keys_of(row)
         keys.update(of_row)
-        return keys, num_others + (len(row.prompt) + len(row.token_ids)) // self._block_size - len(of_row) + 2
+        num_known = len(row.prompt) + min(len(row.token_ids) + self._growth, row.params.max_tokens)
+        return keys, num_others + num_known // self._block_size - len(of_row) + 2
 
     def _keys_of(self, row: Row) -> Keys:
         salt = self._salt_of(row)

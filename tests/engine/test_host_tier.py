@@ -303,7 +303,7 @@ class FakeCopy:
 
 
 def make_tier(*, in_page=1, num_pages=2, most_staged=4, **options):
-    sizes = dict(num_blocks=POOL, block_size=SIZE, capacity=8, least_tokens=3)
+    sizes = dict(num_blocks=POOL, block_size=SIZE, capacity=8, least_tokens=3, growth=0)
     return HostTier(FakeCopies(in_page, num_pages, most_staged), **sizes | options)
 
 
@@ -440,6 +440,10 @@ def test_a_request_goes_out_with_what_comes_back_once_there_is_room_for_it():
         assert tier.holds(waiting, [running]) == is_held
         assert tier.holds(small, [running]) == is_held  # behind the other
     assert copies_of(pieces_of(tier)) == ["a", "b", "c"]
+    tier._growth, running.token_ids = 2, [0]
+    tier.look_again()
+    moved(tier, {})
+    assert tier.holds(row(*PROMPT), [running])  # as with three
 
 
 def test_a_prefix_that_others_hold_needs_room_once():

@@ -36,7 +36,7 @@ from jaxpaged._engine.host_copies import HostCopies, Piece
 from jaxpaged._engine.host_tier import HostTier, NoHostTier
 
 CONVERSATIONS, TURNS, POOLS = 64, 4, 4
-ROUNDS = 3
+ROUNDS = 2
 PARTS = "stages", "evicted", "nothing", "conversations"
 
 
@@ -61,7 +61,7 @@ class Sizes:
         return 1 + CONVERSATIONS * self.talk // POOLS // BLOCK_SIZE
 
 
-SIZES = {name: Sizes(64, 448, 2048, 128, 64, 8192, 256, 256) for name in CONFIGS} | {
+SIZES = {name: Sizes(64, 448, 1024, 128, 64, 8192, 256, 256) for name in CONFIGS} | {
     "toy": Sizes(8, 64, 128, 32, 16, 512, 32, 64)
 }
 
@@ -82,7 +82,7 @@ def create(model: str, layers: int | None, sizes: Sizes) -> Engine:
         max_length=sizes.long + BLOCK_SIZE,
         widths=(),
         prefix_cache=True,
-        host_cache_bytes=2 * total,
+        host_cache_bytes=5 * total // 4,
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -113,12 +113,10 @@ class HostCopies:
 
         assert state.scheduler.prefixes is not None
         taken_from = state.scheduler.prefixes.cache, state.allocator.pool, state.caches
-        self._take_out: dict[int, Callable[..., Any]] = {}  # by how many pages
-        for count in sorted({max(self.num_pages // 8, 1), self.num_pages}):
-            ids = np.zeros((count, self.in_page), np.int32)
-            lowered = jax.jit(take, compiler_options=compiler_options).lower(*taken_from, ids)
-            self._take_out[count] = lowered.compile()
-        _, pages = lowered.out_info
+        take = jax.jit(take, compiler_options=compiler_options)
+        counts = sorted({max(self.num_pages // 8, 1), self.num_pages})
+        lowered = [take.lower(*taken_from, np.zeros((count, self.in_page), np.int32)) for count in counts]
+        _, pages = lowered[0].out_info
         self._nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), pages[0])
         self._tokens = np.zeros((MOST_PROMPTS, max_length // block_size, block_size), np.int32)
         numbers = np.zeros((MOST_PROMPTS, 3), np.int32)
@@ -126,7 +124,10 @@ class HostCopies:
         put = jax.jit(put, donate_argnums=0, compiler_options=compiler_options)
         pages = [self._nothing] * self.num_pages
         self._leaving: list[list[Page]] = []  # that were sent last
-        self._put_in = put.lower(state, self._tokens, numbers, columns, rows, pages).compile()
+        lowered.append(put.lower(state, self._tokens, numbers, columns, rows, pages))
+        with ThreadPoolExecutor(len(lowered)) as threads:
+            *take_out, self._put_in = threads.map(lambda program: program.compile(), lowered)
+        self._take_out = dict(zip(counts, take_out, strict=True))  # by how many pages
 
     def reserve(self, capacity: int) -> None:
         """Has JAX take host memory for so many pages, and those that leave meanwhile: on a GPU that takes half a second

@@ -238,10 +238,10 @@ class HostTier(NoHostTier):
             fetch = Fetch(row, tokens, self._salt_of(row), keys, num_there, end)
             self._fetches.append(fetch)
             self._coming.update(keys[num_there:end])
-            self._start()
         if not fetch.has_room:
             fetch.has_room = not self._lacks_room and self._has_room(row, sent)
             self._lacks_room |= not fetch.has_room
+        self._start()
         while fetch.has_room and fetch.pieces and fetch.pieces[0].is_there:
             piece = fetch.pieces.popleft()
             self._coming.difference_update(piece.keys)
@@ -380,8 +380,12 @@ class HostTier(NoHostTier):
     def _start(self) -> None:
         """Begins to copy what is still to come, as far as there is room for what is on its way."""
         for fetch in self._fetches:
-            while fetch.next < fetch.end and self._num_staged + self._copies.num_pages <= self._copies.most_staged:
+            # What waits for room leaves place for a piece of those that have it, which they may wait for.
+            most = self._copies.most_staged - (0 if fetch.has_room else self._copies.num_pages)
+            while fetch.next < fetch.end:
                 columns, pages = self._pages_of(fetch)
+                if self._num_staged + len(pages) > most:
+                    break
                 if not pages:  # they left meanwhile
                     self._coming.difference_update(fetch.keys[fetch.next : fetch.end])
                     fetch.end = fetch.next

@@ -126,8 +126,8 @@ class HostCopies:
         self._leaving: list[list[Page]] = []  # that were sent last
         lowered.append(put.lower(state, self._tokens, numbers, columns, rows, pages))
         with ThreadPoolExecutor(len(lowered)) as threads:
-            *take_out, self._put_in = threads.map(lambda program: program.compile(), lowered)
-        self._take_out = dict(zip(counts, take_out, strict=True))  # by how many pages
+            *compiled, self._put_in = threads.map(lambda program: program.compile(), lowered)
+        self._take_out = dict(zip(counts, compiled, strict=True))  # by how many pages
 
     def reserve(self, capacity: int) -> None:
         """Has JAX take host memory for so many pages, and those that leave meanwhile: on a GPU that takes half a second

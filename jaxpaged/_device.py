@@ -28,8 +28,6 @@ class Gpu:
         return self.compute_capability == 9.0
 
 
-LEAST_DRIVER_OF_LOOPS = 570  # of CUDA 12.8
-
 # For questions about a GPU that is not there.
 GPUS = {
     "A100": Gpu(108, 8.0, name="A100"),
@@ -83,12 +81,6 @@ def driver() -> str:
         return ""
     found = re.search(r"\d+\.\d+(\.\d+)?", text)
     return found[0] if found else ""
-
-
-def has_loops_in_graphs() -> bool:
-    """Whether CUDA graphs can hold loops and branches: before CUDA 12.8, empty ones hang."""
-    version = driver()
-    return bool(version) and int(version.split(".")[0]) >= LEAST_DRIVER_OF_LOOPS
 
 
 @functools.cache  # each call of attention asks

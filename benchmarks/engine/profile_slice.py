@@ -3,7 +3,6 @@
     python -m benchmarks.engine.profile_slice                           # Llama-3-8B's shape; about 5 minutes on an H100
     python -m benchmarks.engine.profile_slice --model toy --slices 2    # on a CPU: without the device's events
 
-Loops are run by the host here, and not in CUDA graphs as by default, so that the profiler sees what is in them.
 Random bfloat16 weights, greedy. Each kind of step runs by itself, in a slice of nothing else; then an engine serves the
 requests of throughput.py for `--slices` slices. Both run twice, without the profiler and with it. Columns, in
 milliseconds a step (of the kinds) or in all (of the run):
@@ -33,7 +32,6 @@ from benchmarks.engine.steps import Steps, name_kind
 from benchmarks.engine.workload import SIZES, create_engine, workload
 from benchmarks.harness import Event, add_output, add_xla, by_kernel, open_store, traced
 from jaxpaged import Engine, SamplingParams
-from jaxpaged._engine.defaults import chosen_compiler_options
 
 SMALL_US, LONG_US = 5, 500
 LENGTH = 256  # tokens of the sequences that decode in the steps by themselves
@@ -146,9 +144,7 @@ def main() -> None:
     sizes = SIZES[options.model]
     store = open_store(f"engine_profile_{options.model}", options)
     begin = time.perf_counter()
-    compiler_options = chosen_compiler_options(options.xla)
-    compiler_options.pop("xla_gpu_enable_command_buffer", None)
-    engine = create_engine(options.model, compiler_options=compiler_options)
+    engine = create_engine(options.model, compiler_options=options.xla)
     print(f"{jax.devices()[0].device_kind}, made in {time.perf_counter() - begin:.0f} s: {engine.stats()}", flush=True)
     of_kinds, kernels_of = profile_kinds(Steps(engine, sizes))
     show(of_kinds)

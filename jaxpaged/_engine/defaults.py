@@ -26,9 +26,6 @@ WEIGHT_ROWS, FREE_ROWS = 384, 64
 WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]
 FEW_STEPS, MOST_STEPS = 2, 32
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}  # products by cuBLAS
-# XLA's own list and loops: a slice is one CUDA graph, whose loops wait for no host. [slices_h100]
-IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-LOOPS_IN_GRAPHS = {"xla_gpu_enable_command_buffer": IN_GRAPHS}
 
 
 SHARING_BYTES = 64 * 1024 * 1024  # of a layer: to read shared blocks once takes about as long as to read as much
@@ -133,10 +130,7 @@ def chosen_least_spared(caches: Any) -> int | None:
     return SHARING_BYTES // (2 * math.prod(cache.k.shape[-2:]) * cache.k.dtype.itemsize)
 
 
-def chosen_compiler_options(given: dict[str, Any] | None, *, on_mesh: bool = False) -> dict[str, Any]:
-    if given is not None:
-        return given
-    if not _device.is_gpu():
-        return {}
-    # A graph with loops cannot hold the sums over several devices.
-    return COMPILER_OPTIONS | (LOOPS_IN_GRAPHS if _device.has_loops_in_graphs() and not on_mesh else {})
+def chosen_compiler_options(given: dict[str, Any] | None) -> dict[str, Any]:
+    if given is None:
+        return dict(COMPILER_OPTIONS) if _device.is_gpu() else {}
+    return given

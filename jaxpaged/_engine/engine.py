@@ -111,8 +111,7 @@ class Engine:
         max_logprobs: the most `top_logprobs` of a request. If it is not 0, a step in which a request wants logprobs
             looks for so many of the most likely tokens of each row.
         seed: at least 0; seeds the requests that bring none.
-        compiler_options: passed to `jax.jit`. None: on a GPU, those with which cuBLAS computes matrix products, and a
-            slice is one CUDA graph (`docs/engine.md`).
+        compiler_options: passed to `jax.jit`. None: on a GPU, those with which cuBLAS computes matrix products.
 
     Raises:
         ValueError: a size that is no int or too small, arguments that do not go together, weights that are not arrays,
@@ -232,7 +231,7 @@ class Engine:
         if self._mesh is not None:
             self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))
             function = on_each_device(self._mesh, function, self._weights, self._state_of_slice)
-        compiler_options = chosen_compiler_options(compiler_options, on_mesh=self._mesh is not None)
+        compiler_options = chosen_compiler_options(compiler_options)
         self._tier = NoHostTier()
         if host_cache_bytes is not None:
             self._tier = HostTier.create(
@@ -248,7 +247,7 @@ class Engine:
         self._run_slice = jitted.lower(self._weights, self._state_of_slice, pack(no_news)).compile()
         rows = no_news.prompt_lengths
         _, self._report_types = jax.eval_shape(functools.partial(tell, setup), self._state_of_slice, rows, rows)
-        # Unless its loops are in a CUDA graph, a call returns when they end; meanwhile the caller's thread works.
+        # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
         self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
         self._failure: BaseException | None = None  # of the slice that took the state with it

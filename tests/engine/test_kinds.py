@@ -116,18 +116,11 @@ def test_a_wait_ends_with_a_chunk(num_pending, counts, expected):
     assert int(count_wait(jnp.int32(3), jnp.int32(num_pending), jnp.diff(starts))) == expected
 
 
-@pytest.mark.parametrize(
-    ("driver", "on_mesh", "has_loops"),
-    [("570.26", False, True), ("565.57.01", False, False), ("", False, False), ("580.159.04", True, False)],
-)
-def test_a_slice_is_one_graph_where_the_driver_and_the_devices_allow_it(driver, on_mesh, has_loops, monkeypatch):
+def test_on_a_gpu_xla_gets_options_that_it_knows(monkeypatch):
     monkeypatch.setattr(_device, "is_gpu", lambda: True)
-    monkeypatch.setattr(_device, "driver", lambda: driver)
-    options = chosen_compiler_options(None, on_mesh=on_mesh)
+    options = chosen_compiler_options(None)
     assert options["xla_gpu_enable_triton_gemm"] == "False"
-    assert ("WHILE" in options.get("xla_gpu_enable_command_buffer", "")) == has_loops
-    jitted = jax.jit(lambda x: x + 1, compiler_options=options)
-    assert jitted(1) == 2  # XLA knows them
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
     assert chosen_compiler_options({"xla_gpu_autotune_level": 0}) == {"xla_gpu_autotune_level": 0}
 
 

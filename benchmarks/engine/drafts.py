@@ -150,7 +150,9 @@ def main() -> None:
     for seats in options.seats or ([] if options.requests else list(NEW)):
         engines += full_seats(config, weights, seats, is_toy=options.toy)
     jobs = {i: job for i, (job, _) in enumerate(engines)}
+    begin = time.perf_counter()
     compiled = compile_all(jobs)
+    print(f"{len(jobs)} engines after {time.perf_counter() - begin:.0f} s", flush=True)
     for i, (_, readings) in enumerate(engines):
         for name, errors, work, runs in readings:
             compiled[i].update_weights(weights | {"errors": jnp.uint32(errors)})

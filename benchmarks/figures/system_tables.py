@@ -175,6 +175,15 @@ def trainer_logprobs(points: Points) -> str:
     return table(("compared", *heads), rows)
 
 
+def text_drafts(points: Points) -> str:
+    found, texts = points("cpu/text_drafts"), {"repetition": "that repeat", "demo": "of `make demo`"}
+    rows = []
+    for name, text in texts.items():
+        over = (f"{found[f'{name}, {seats} seats, 8 drafts']['over_none']:.2f}" for seats in (1, 8))
+        rows.append([text, *over])
+    return table(("texts", "1 seat", "8 seats"), rows)
+
+
 def groups(points: Points) -> str:
     parts: dict[str, dict[str, str]] = {}
     for name, point in points("cpu/groups").items():

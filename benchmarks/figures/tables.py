@@ -44,6 +44,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "allocator in a step": system_tables.allocator_in_a_step,
     "perplexity": system_tables.perplexity,
     "several gpus": system_tables.several_gpus,
+    "text drafts": system_tables.text_drafts,
     "trainer logprobs": system_tables.trainer_logprobs,
 }
 

@@ -14,6 +14,7 @@ from benchmarks.engine.workload import Request, Sizes
 from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
 from jaxpaged._engine.books import Sent
 from jaxpaged._engine.kinds import Kind
+from jaxpaged._engine.packing import pack
 from jaxpaged._engine.requests import Row
 
 
@@ -37,7 +38,7 @@ class Steps:
         ]
         sent = Sent(rows, list(aborts), engine._books.forgets, version=0)
         inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps, forgets=sent.forgets)
-        return engine._read(engine._thread.submit(engine._run, engine._weights, inbox, sent).result())
+        return engine._read(engine._thread.submit(engine._run, engine._weights, pack(inbox), sent).result())
 
     def submit_random(self, count: int, length: int, new: int) -> None:
         """Requests with random tokens: equal ones take less power, so that the GPU's clock is higher."""

@@ -46,7 +46,7 @@ from jaxpaged._engine.requests import (
 )
 from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.slices import Apply, Setup, run_packed, tell
-from jaxpaged._engine.state import Inbox, Report, State
+from jaxpaged._engine.state import Report, State
 from jaxpaged._integers import checked_size, checked_tuple
 from jaxpaged._scheduler.records import MOST_ADAPTERS
 
@@ -567,21 +567,21 @@ class Engine:
                 num_steps=0 if has_more else num_steps,
                 forgets=sent.forgets,
             )
-            sent.words = self._thread.submit(self._run, self._weights, inbox, sent)
+            sent.words = self._thread.submit(self._run, self._weights, pack(inbox), sent)
             if not has_more:
                 return
 
-    def _run(self, weights: Any, inbox: Inbox, sent: Sent) -> jax.Array:
-        """The packed report. On the engine's own thread, one slice after the other."""
+    def _run(self, weights: Any, inbox: np.ndarray, sent: Sent) -> jax.Array:
+        """From a packed inbox to a packed report. On the engine's own thread, one slice after the other: what else this
+        thread does, the GPU waits for."""
         try:
             for state in self._tier.move(self._state_of_slice, sent.going, sent.moved):
                 self._state_of_slice = state
-            self._state_of_slice, words = self._run_slice(weights, self._state_of_slice, pack(inbox))
+            self._state_of_slice, words = self._run_slice(weights, self._state_of_slice, inbox)
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state_of_slice)):
                 raise StateLostError from failure
             raise
-        words.copy_to_host_async()
         return words
 
     def _receive(self) -> None:

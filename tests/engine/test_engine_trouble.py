@@ -222,9 +222,6 @@ def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
     """As on a GPU, where a call may return before what it started has failed."""
 
     class Broken:
-        def copy_to_host_async(self):
-            pass
-
         def __array__(self, dtype=None, copy=None):
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 

@@ -748,6 +748,13 @@ MUTANTS = (
         "tests/engine/test_host_tier.py::once_there_is_room",
     ),
     Mutant(
+        "host tier: what the pool is losing is taken to stay",
+        HOST_TIER,
+        "first = min(num_there, _num_leading(keys, self._others(sent)[0]))",
+        "first = num_there",
+        "tests/engine/test_host_tier.py::may_be_losing",
+    ),
+    Mutant(
         "host tier: a shared prefix needs room for each of its requests",
         HOST_TIER,
         "sum(key not in keys for key in self._keys_of(row))",

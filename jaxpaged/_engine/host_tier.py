@@ -234,8 +234,12 @@ class HostTier(NoHostTier):
                 elif not self._lacks_room and self._needed is not None:
                     self._needed = self._with(row, *self._needed)
                 return self._lacks_room
+            # The pool is losing this prompt: what no request on the device holds may be lost by then, too.
+            first = min(num_there, _num_leading(keys, self._others(sent)[0]))
+            if not all(key in self._places for key in keys[first:end]):
+                first = num_there
             tokens = row.prompt[: end * self._block_size].reshape(end, self._block_size)
-            fetch = Fetch(row, tokens, self._salt_of(row), keys, num_there, end)
+            fetch = Fetch(row, tokens, self._salt_of(row), keys, first, end)
             self._fetches.append(fetch)
             self._coming.update(keys[num_there:end])
         if not fetch.has_room:
@@ -319,10 +323,10 @@ class HostTier(NoHostTier):
                 continue
             key = piece.keys[column - piece.first]
             if serial > 0 and self._serials[place] == serial:
+                self.num_brought += self._block_size * (not self._listed.get(key))
                 self._key_of[serial] = key
                 self._listed[key] = serial
                 self._known[place] = serial
-                self.num_brought += self._block_size
             elif self._listed.get(key) == 0:
                 del self._listed[key]
 
@@ -415,20 +419,24 @@ class HostTier(NoHostTier):
 
     def _has_room(self, row: Row, sent: Sequence[Row]) -> bool:
         """Whether the pool has room for a request beside the others; then it is one of them."""
-        if self._needed is None:
-            self._needed = set(), 0
-            for other in (*sent, *(fetch.row for fetch in self._fetches if fetch.has_room)):
-                self._needed = self._with(other, *self._needed)
-        keys, num_others = self._needed
+        keys, num_others = self._others(sent)
         num_new = sum(key not in keys for key in self._keys_of(row)) + self._with(row, set(), 0)[1]
         has_room = num_others == 0 or len(keys) + num_others + num_new < self._num_blocks
         if has_room:
             self._needed = self._with(row, keys, num_others)
         return has_room
 
+    def _others(self, sent: Sequence[Row]) -> tuple[set[bytes], int]:
+        """What the requests need that are on the device or go there: full blocks of prompts, and how many others."""
+        if self._needed is None:
+            self._needed = set(), 0
+            for other in (*sent, *(fetch.row for fetch in self._fetches if fetch.has_room)):
+                self._needed = self._with(other, *self._needed)
+        return self._needed
+
     def _with(self, row: Row, keys: set[bytes], num_others: int) -> tuple[set[bytes], int]:
-        """The full blocks of prompts, and how many others, with those of another request: one more than it fills by the
-        end of the slices that the host has not read."""
+        """The same with those of another request: one more than it fills by the end of the slices that the host has not
+        read."""
         of_row = self._keys_of(row)
         keys.update(of_row)
         num_known = len(row.prompt) + min(len(row.token_ids) + self._growth, row.params.max_tokens)

@@ -368,7 +368,8 @@ def test_what_the_device_has_lost_is_brought_from_the_first_loss_on():
     assert not tier.holds(row(*PROMPT), [])  # all is there
     moved(tier, {5: (1, 0, None, None)})
     waiting, other = row(*PROMPT), row(*PROMPT)
-    assert not tier.holds(waiting, [])  # it goes out with them
+    tier.look_again()
+    assert not tier.holds(waiting, [row(1, 2, 9)])  # which holds the first; it goes out with the others
     (piece,) = pieces_of(tier)
     assert (piece.first, piece.salt, copies_of([piece])) == (1, 0, ["b", "c"])
     assert (piece.tokens.tolist(), piece.columns.tolist()) == ([[1, 2], [3, 4], [5, 6]], [[1], [2]])
@@ -378,6 +379,19 @@ def test_what_the_device_has_lost_is_brought_from_the_first_loss_on():
     moved(tier, {5: (1, 0, None, None), 8: (4, 0, None, None), 9: (5, 0, None, None)}, put=[put])
     assert (tier.num_brought, tier._num_staged) == (4, 0)
     assert not tier.holds(waiting, [])
+
+
+def test_what_the_device_may_be_losing_is_brought_too():
+    tier = make_tier()
+    moved(tier, CHAIN)
+    moved(tier, {5: (1, 0, None, None)})
+    assert copies_of(going(tier, row(*PROMPT))) == ["a", "b", "c"]
+    tier = make_tier()
+    moved(tier, CHAIN)
+    moved(tier, {5: (1, 0, None, None)})
+    tier._drop(0)
+    assert kept(tier) == ["c", "b"]  # the first is on the device only
+    assert copies_of(going(tier, row(*PROMPT))) == ["b", "c"]
 
 
 def test_what_could_not_be_listed_is_not_taken_to_be_there():
@@ -539,7 +553,7 @@ def test_blocks_in_the_middle_of_pages_come_back():
     wanted = Wanted(np.array([[5, 6], [7, 8]]), np.array([[1, 2], [3, 4]]), np.array([0, 2]))
     told(tier, serials, pages=[Taken(wanted, words, pages)])
     told(tier, serials * (serials == 1))
-    (piece,) = going(tier, row(1, 2, 3, 4, 5, 6, 9))
+    (piece,) = going(tier, row(1, 2, 3, 4, 5, 6, 9), sent=[row(1, 2, 9)])
     assert (piece.first, copies_of([piece])) == (1, ["ab", "cd"])
     assert piece.columns.tolist() == [[-1, 1], [2, -1]]
 

@@ -23,7 +23,7 @@ from jaxpaged._engine.scoring import score_and_sample, with_head
 from jaxpaged._engine.state import Inbox, Report, State
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler import planning
-from jaxpaged._scheduler.records import Refusal, Sampling, Step
+from jaxpaged._scheduler.records import Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
 Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, ...]]
@@ -51,16 +51,23 @@ def run_packed(setup: Setup, no_news: Inbox, weights: Any, state: State, words: 
 
 def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[State, Report]:
     kinds = setup.kinds
-
-    def take(carry: tuple[jax.Array, State, jax.Array, jax.Array]) -> tuple[jax.Array, State, jax.Array, jax.Array]:
-        return jnp.zeros((), jnp.bool_), *take_news(carry[1], inbox)
-
-    # A loop that runs once or never, because a branch would copy the caches. Most slices bring nothing.
-    has_news = (jnp.asarray(inbox.prompt_lengths) > 0).any() | inbox.aborts.any() | inbox.forgets.any()
-    request_ids = jnp.full(inbox.prompt_lengths.shape, state.scheduler.max_requests, jnp.int32)
-    refusals = jnp.full(inbox.prompt_lengths.shape, int(Refusal.NO_PROMPT), jnp.int32)
-    news = has_news, state, request_ids, refusals
-    _, state, request_ids, refusals = lax.while_loop(lambda carry: carry[0], take, news)
+    scheduler, allocator = state.scheduler.abort(state.allocator, inbox.aborts)
+    prefixes = scheduler.prefixes
+    if prefixes is not None:
+        scheduler = scheduler.forget_prefixes(inbox.forgets)
+    scheduler, request_ids, refusals = scheduler.submit(
+        allocator,
+        inbox.prompts,
+        inbox.prompt_lengths,
+        inbox.max_new_tokens,
+        priorities=inbox.priorities,
+        stop_ids=inbox.stop_ids,
+        findable=jnp.where(inbox.spans[:, 1] > 0, inbox.spans[:, 0] - 1, inbox.prompts.shape[1]),
+        **{field.name: getattr(inbox.sampling, field.name) for field in dataclasses.fields(Sampling)},
+    )
+    spans = state.spans.at[request_ids].set(inbox.spans, mode="drop")
+    drafting = None if state.drafting is None else state.drafting.begun(request_ids, jnp.asarray(inbox.families))
+    state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator, spans=spans, drafting=drafting)
 
     def goes_on(state: State) -> jax.Array:
         return state.scheduler.has_work & (state.scheduler.num_steps < inbox.num_steps)
@@ -86,34 +93,13 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
 
     # A loop for each kind, which may run no step, instead of a branch: on a GPU a branch copies the caches.
     def one_event(state: State) -> State:
-        if state.scheduler.prefixes is not None:
+        if prefixes is not None:
             state = lax.while_loop(is_change_due, change_seats, state)
         return functools.reduce(loop, range(len(kinds)), settle(state))[0]
 
     # A change that is due after the last step is made too: what ended is to be drained, and its blocks free.
     state = lax.while_loop(lambda state: goes_on(state) | is_change_due(state), one_event, state)
     return tell(setup, state, request_ids, refusals)
-
-
-def take_news(state: State, inbox: Inbox) -> tuple[State, jax.Array, jax.Array]:
-    """Ends and adds requests. The new state, and of each row of the inbox its request's id and refusal."""
-    scheduler, allocator = state.scheduler.abort(state.allocator, inbox.aborts)
-    if scheduler.prefixes is not None:
-        scheduler = scheduler.forget_prefixes(inbox.forgets)
-    scheduler, request_ids, refusals = scheduler.submit(
-        allocator,
-        inbox.prompts,
-        inbox.prompt_lengths,
-        inbox.max_new_tokens,
-        priorities=inbox.priorities,
-        stop_ids=inbox.stop_ids,
-        findable=jnp.where(inbox.spans[:, 1] > 0, inbox.spans[:, 0] - 1, inbox.prompts.shape[1]),
-        **{field.name: getattr(inbox.sampling, field.name) for field in dataclasses.fields(Sampling)},
-    )
-    spans = state.spans.at[request_ids].set(inbox.spans, mode="drop")
-    drafting = None if state.drafting is None else state.drafting.begun(request_ids, jnp.asarray(inbox.families))
-    state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator, spans=spans, drafting=drafting)
-    return state, request_ids, refusals
 
 
 def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array) -> tuple[State, Report]:

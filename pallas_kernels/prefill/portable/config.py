@@ -44,7 +44,7 @@ def default_config(
         return needed <= program_smem(compute_capability, resident)
 
     # More rows would leave no registers for a wider O; fewer are slower, with wider tiles too.
-    # [portable_prefill_h100 of benchmarks/results/decisions/]
+    # [portable_tiles_h100 of benchmarks/results/decisions/]
     rows = 128 if width <= 128 else 64
     resident = 2 if fits(2, rows, 32) else 1
     tile_tokens = 64 if fits(resident, rows, 64) else 32

@@ -162,7 +162,8 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
         slopes=of_rows(refs.alibi_slopes),
     )
 
-    # 3. The tiles, one after the other.
+    # 3. The tiles, one after the other. Those that need a mask are masked in loops of their own: a branch in one loop
+    # takes longer. [portable_tiles_h100 of benchmarks/results/decisions/]
     def step(tile: jax.Array, state: State, *, masked: bool) -> State:
         acc, m, l, values_ids, keys_ids = state
 
@@ -218,6 +219,7 @@ def _q_views(refs: Refs) -> tuple[Any, Any]:
 def form(q: jax.Array, k_cache: jax.Array, work: WorkList, options: AttentionOptions, config: Config) -> Form:
     """As it computes a call, see `prefill.launch`."""
     _, heads, head_dim = q.shape
+    # A program an item: programs that stay are slower. [portable_prefill_h100 of benchmarks/results/decisions/]
     num_programs = work.entries.shape[0] * (heads // config.heads) * config.num_parts
     config = dataclasses.replace(config, num_programs=num_programs)
     width, scales = round_up(head_dim, COLUMNS), (options.k_scale, options.v_scale)

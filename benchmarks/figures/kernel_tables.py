@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.figures.cells import Points, label, table, us
+from benchmarks.kernels.prefill import FORMS
 
 SHAPES = (  # of the peers' table
     *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
@@ -176,6 +177,16 @@ def packed(points: Points) -> str:
         p = found[f"{name} mosaic_gpu"]
         rows.append([text, us(p["us"]), f"{p['teraflops_per_second']:.0f}"])
     return table(("batch", "us", "TFLOP/s"), rows)
+
+
+def portable_prefill(points: Points) -> str:
+    found, rows = points("h100/portable_prefill"), []
+    for name in FORMS:
+        p, hopper = found[f"{name} portable"], found.get(f"{name} mosaic_gpu")
+        text = PACKED.get(name) or label(name.replace(" q_len=all", ""))
+        row = [text, us(p["us"]), f"{p['teraflops_per_second']:.0f}", us(p["kernels"])]
+        rows.append([*row, us(hopper["kernels"]) if hopper else ""])
+    return table(("sequences x length", "us", "TFLOP/s", "its kernels, us", "kernels of Hopper's form, us"), rows)
 
 
 def quantised(points: Points) -> str:

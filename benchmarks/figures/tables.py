@@ -14,7 +14,7 @@ from benchmarks.figures import kernel_tables, system_tables
 from benchmarks.figures.cells import Points, machine
 from benchmarks.harness import RESULTS, ROOT
 
-NAMES = "performance", "allocator", "cache", "engine", "several_gpus", "kernel", "reinforcement_learning"
+NAMES = "performance", "allocator", "cache", "engine", "several_gpus", "kernel", "reinforcement_learning", "gpus"
 
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 
@@ -27,6 +27,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "outliers": kernel_tables.outliers,
     "prefill": kernel_tables.prefill,
     "packed": kernel_tables.packed,
+    "portable prefill": kernel_tables.portable_prefill,
     "engine": system_tables.engine,
     "engine profile": system_tables.engine_profile,
     "engine loops": system_tables.engine_loops,

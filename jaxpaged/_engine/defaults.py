@@ -25,7 +25,7 @@ WEIGHT_ROWS, FREE_ROWS = 384, 64
 # On a CPU a step of a single row takes less: from two rows on, XLA copies the weights for its products.
 WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]
 FEW_STEPS, MOST_STEPS = 2, 32
-COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}  # products by cuBLAS
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}  # products by cuBLAS [slices_h100]
 
 
 SHARING_BYTES = 64 * 1024 * 1024  # of a layer: to read shared blocks once takes about as long as to read as much

@@ -6,7 +6,8 @@ the keys and values that they share come from the L2 cache.
 
 In a uniform call run r of sequence s is row `s * num_runs + r` of a larger batch. If its queries are not causal, all
 tokens of a run see the same, as the heads of a KV head do. Then a run becomes a single token, with more heads: options
-must not differ between heads. In a packed call runs do not cross sequences, so there are at most `tokens / run + seqs`.
+must not differ between heads. In a packed call runs do not cross sequences, so there are at most `tokens / run + seqs`;
+of one token each there are as many as tokens, and q stays where it is.
 
 Each run has its own row of the block tables: 4 bytes for each run and block of a row's capacity. For 2048 new tokens of
 a table for 128k, in blocks of 16 and with 4 heads for each KV head, that is 4 MB; for 128k at once 268 MB.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import signal
 
 import jax
 import numpy as np
@@ -170,6 +171,26 @@ def test_sleep_gives_the_host_memory_back(engine):
     before = counts(engine)
     serve(engine, [*talk, 7])
     assert counts(engine, before)[:2] == [0, 0]
+    check(engine)
+
+
+def test_sleep_is_whole_after_an_interrupt(engine, monkeypatch):
+    serve(engine, prompt_of(9, 20))
+    before, clear = signal.signal(signal.SIGINT, signal.default_int_handler), engine._tier.clear
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        clear()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._tier, "clear", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.sleep()
+    signal.signal(signal.SIGINT, before)
+    assert engine.stats().host_bytes == 0
+    assert all(pool.is_deleted() for pool in (engine._state.caches.k, engine._state.caches.v))
+    engine.wake_up()
+    serve(engine, prompt_of(9, 20))
     check(engine)
 
 

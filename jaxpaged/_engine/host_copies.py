@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpaged import _device
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.prefix_cache import PrefixCache, begin_with
 from jaxpaged._cache.kv_cache import KVCache, map_blocks
@@ -99,6 +100,8 @@ class HostCopies:
         self.num_pages = max(min(MOVED_BYTES // self.page_bytes, -(-(num_blocks - 1) // self.in_page)), 1)  # at once
         self.most_staged, self.most_leaving = MOST_STAGED * self.num_pages, MOST_LEAVING * self.num_pages
         take, put = take_out, put_in
+        if _device.is_gpu():  # other arrays come with each call: a CUDA graph would have to be changed for each
+            compiler_options = compiler_options | {"xla_gpu_enable_command_buffer": ""}
         (device, *_) = caches_in(state.caches)[0].k.sharding.device_set
         self._on_device: Any = SingleDeviceSharding(device)
         if mesh is not None:

@@ -383,9 +383,9 @@ def head(weights, tokens, lengths, hidden):
 
 
 def test_a_head_drafts_from_hidden_states():
-    # Prompts of one token, chunks, preemption, narrow steps: were a state another token's, drafts would be wrong.
+    # Prompts of one token, chunks, preemption, found prefixes: were a state another token's, drafts would be wrong.
     hidden = jax.ShapeDtypeStruct((2,), jnp.float32)
-    options = dict(widths=(3, 2 * SEATS), drafts=2, draft=head, prefix_cache=True)
+    options = dict(widths=(2 * SEATS,), drafts=2, draft=head, prefix_cache=True)
     engine = create_engine(model=with_hidden, weights={}, cache=small_cache(), hidden=hidden, **options)
     prompts = [[3 + i] * (1 + 5 * i % 23) for i in range(3 * SEATS)]
     before = engine.stats()

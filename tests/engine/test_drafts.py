@@ -372,33 +372,38 @@ def with_hidden(weights, tokens, positions, cache, attend):
 
 
 def head(weights, tokens, lengths, hidden):
-    """Two drafts by the rule, from hidden states alone; without one, none."""
+    """Two drafts by the rule, from hidden states alone, the second of them perhaps wrong; without a state, none."""
     token, position = hidden.astype(jnp.int32).T
     drafts = []
     for i in range(3):
         token = (token * 7 + (position + i) * 3 + 1) % VOCAB  # first the newest token, which is known
         drafts.append(token)
+    drafts[2] += weights["error"]
     is_there = hidden.any(axis=1)[:, None]
     return jnp.where(is_there, jnp.stack(drafts[1:], axis=1), -1)
 
 
 def test_a_head_drafts_from_hidden_states():
     # Prompts of one token, chunks, preemption, found prefixes: were a state another token's, drafts would be wrong.
-    hidden = jax.ShapeDtypeStruct((2,), jnp.float32)
+    hidden, weights = jax.ShapeDtypeStruct((2,), jnp.float32), {"error": jnp.int32(0)}
     options = dict(widths=(2 * SEATS,), drafts=2, draft=head, prefix_cache=True)
-    engine = create_engine(model=with_hidden, weights={}, cache=small_cache(), hidden=hidden, **options)
+    engine = create_engine(model=with_hidden, weights=weights, cache=small_cache(), hidden=hidden, **options)
     prompts = [[3 + i] * (1 + 5 * i % 23) for i in range(3 * SEATS)]
-    before = engine.stats()
-    with fewer_blocks(engine, TIGHT):
-        outputs = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=0))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        text = list(prompt)
-        for position in range(len(prompt) - 1, len(prompt) + 19):
-            text.append((text[-1] * 7 + position * 3 + 1) % VOCAB)
-        assert output.outputs[0].token_ids == text[len(prompt) :]
-    after = engine.stats()
-    assert after.num_preempted > before.num_preempted
-    assert after.num_accepted == after.num_drafted > 100
+    for error in (0, 1):
+        engine.update_weights({"error": jnp.int32(error)})
+        before = engine.stats()
+        with fewer_blocks(engine, TIGHT):
+            outputs = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=0))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            text = list(prompt)
+            for position in range(len(prompt) - 1, len(prompt) + 19):
+                text.append((text[-1] * 7 + position * 3 + 1) % VOCAB)
+            assert output.outputs[0].token_ids == text[len(prompt) :]
+        after = engine.stats()
+        num_drafted, num_accepted = after.num_drafted - before.num_drafted, after.num_accepted - before.num_accepted
+        assert after.num_preempted > before.num_preempted
+        assert num_drafted > 100
+        assert 2 * num_accepted >= num_drafted if error else num_accepted == num_drafted
 
 
 KINDS = make_kinds(16, 80, (8, 16, 32), cost=lambda rows: 100.0 + rows)

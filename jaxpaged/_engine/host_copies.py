@@ -22,7 +22,7 @@ from jaxpaged._engine.state import State
 
 Page = tuple[jax.Array, ...]  # the numbers of a few blocks in all caches, [blocks, numbers] of each dtype
 
-PAGE_BYTES = 4 * 1024 * 1024  # a copy of less is not at the rate of the link
+PAGE_BYTES = 4 * 1024 * 1024  # a copy of less is not at the rate of the link [host_pages_h100]
 MOST_IN_PAGE = 4  # blocks: what is listed at once may end anywhere in a page
 MOVED_BYTES = 256 * 1024 * 1024  # by a program at most
 MOST_STAGED, MOST_LEAVING = 2, 4  # times that, waiting on the device, and on their way from there
@@ -133,7 +133,7 @@ class HostCopies:
         self._take_out = dict(zip(counts, compiled, strict=True))  # by how many pages
 
     def reserve(self, capacity: int) -> None:
-        """Has JAX take host memory for so many pages, and those that leave meanwhile: on a GPU that takes half a second
+        """Has JAX take host memory for so many pages, and those that leave meanwhile: on a GPU that takes up to a second
         a GiB, because it is pinned. JAX keeps what is given back to it."""
         jax.block_until_ready(
             [jax.device_put([self._nothing], self._on_host) for _ in range(capacity + self.most_leaving)]

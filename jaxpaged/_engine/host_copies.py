@@ -133,8 +133,8 @@ class HostCopies:
         self._take_out = dict(zip(counts, compiled, strict=True))  # by how many pages
 
     def reserve(self, capacity: int) -> None:
-        """Has JAX take host memory for so many pages, and those that leave meanwhile: on a GPU that takes up to a second
-        a GiB, because it is pinned. JAX keeps what is given back to it."""
+        """Has JAX take host memory for so many pages, and those that leave meanwhile: on a GPU that takes up to a
+        second a GiB, because it is pinned. JAX keeps what is given back to it."""
         jax.block_until_ready(
             [jax.device_put([self._nothing], self._on_host) for _ in range(capacity + self.most_leaving)]
         )

@@ -223,6 +223,10 @@ class AllocatorMachine(RuleBasedStateMachine):
             view = contents.reshape(-1, block_size)
             view[destinations] = view[sources]
 
+    def kept_tokens(self, model: Model, row: int) -> list[tuple[int, int]]:
+        """The tokens that the row's window has not passed, with their positions."""
+        return list(enumerate(model.tokens[row % model.num_seqs]))[model.passed[row] * model.block_size :]
+
     @rule(seed=st.integers(0, 2**31))
     def match_prefix(self, seed: int) -> None:
         if not self.has_cache:

@@ -563,13 +563,6 @@ MUTANTS = (
         "tests/engine/test_adapters.py::equal_to_merged",
     ),
     Mutant(
-        "adapters: a block runs on into the next adapter's rows",
-        "pallas_kernels/lora/kernel.py",
-        "places < ends[own][:, None]",
-        "places < tokens",
-        "tests/kernels/test_lora.py::in_one_block",
-    ),
-    Mutant(
         "adapters: a row takes its seat's neighbour's",
         "jaxpaged/_engine/slices.py",
         "step.sampling.adapter.at[step.seats]",

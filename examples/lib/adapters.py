@@ -67,16 +67,15 @@ class AdaptedLinear(nnx.Module):
 
     def __init__(self, linear: Any, factors: list[tuple[jax.Array, jax.Array]]):
         self.linear = linear
-        self.a = nnx.Param(jnp.concatenate([a for a, _ in factors], axis=1))  # of all parts, as `jaxpaged.lora` has it
-        self.b = nnx.Param(jnp.concatenate([b for _, b in factors], axis=2))
-        self.parts = tuple(b.shape[2] for _, b in factors)
+        self.a = nnx.List([nnx.Param(a) for a, _ in factors])  # of each part, as `jaxpaged.lora` takes them
+        self.b = nnx.List([nnx.Param(b) for _, b in factors])
         self.ids: jax.Array = nnx.data(jnp.full(0, -1, jnp.int32))
 
     def __call__(self, x: jax.Array, **options: Any) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])
-        more = jaxpaged.lora(tokens, self.a[...], self.b[...], self.ids, parts=self.parts)
+        parts = [jaxpaged.lora(tokens, a[...], b[...], self.ids) for a, b in zip(self.a, self.b, strict=True)]
         out = self.linear(x, **options)
-        return out + more.reshape(out.shape)
+        return out + jnp.concatenate(parts, axis=-1).reshape(out.shape)
 
 
 def adapt(model: Llama, config: LlamaConfig, adapters: Sequence[Factors], dtype: DTypeLike) -> None:

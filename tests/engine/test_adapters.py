@@ -101,22 +101,8 @@ def test_shapes_that_do_not_fit_are_refused():
     for wrong in ((x[0], a, b, ids), (x, a[0], b, ids), (x, a[:1], b, ids), (x, a[:, :2], b, ids), (x, b, b, ids)):
         with pytest.raises(ValueError, match=r"pass x \[tokens, features\], a \[adapters, rank, features\]"):
             jaxpaged.lora(*wrong)
-    with pytest.raises(ValueError, match=r"got \[5, 4\], \[2, 3, 4\], \[2, 3, 7\], \[4\] and parts=None"):
+    with pytest.raises(ValueError, match=r"got \[5, 4\], \[2, 3, 4\], \[2, 3, 7\] and \[4\]"):
         jaxpaged.lora(x, a, b, ids[:4])
-
-
-@pytest.mark.parametrize("tokens", [2, 24, 25])
-def test_parts_are_layers_of_their_own(tokens):
-    rng = np.random.default_rng(tokens)
-    x, a, b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((tokens, 8), (6, 9, 8), (6, 3, 20)))
-    ids = jnp.asarray(rng.integers(-1, 6, tokens), jnp.int32)
-    out = jaxpaged.lora(x, a, b, ids, parts=(12, 4, 4))
-    for i, (start, end) in enumerate(((0, 12), (12, 16), (16, 20))):
-        own = jaxpaged.lora(x, a[:, 3 * i : 3 * i + 3], b[..., start:end], ids)
-        np.testing.assert_allclose(out[:, start:end], own, atol=1e-5)
-    for wrong in ((12, 8), (12, 4, 5), ()):
-        with pytest.raises(ValueError, match=r"and with parts, the outputs of each"):
-            jaxpaged.lora(x, a, b, ids, parts=wrong)
 
 
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])

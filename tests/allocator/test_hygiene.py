@@ -1,4 +1,4 @@
-"""Zeroing freed blocks, swapping out and in, invariants, drawings; with poison in every slot that nobody holds."""
+"""Zeroing freed blocks, invariants, drawings; with poison in every slot that nobody holds."""
 
 import dataclasses
 import inspect

@@ -445,7 +445,7 @@ class Engine:
     def sleep(self) -> None:
         """Frees the memory of the caches' keys and values, for instance for a learner. Does nothing if asleep already.
 
-        What the prefix cache knew is lost, and its host memory is given back. Until `wake_up`, requests are taken but
+        What the prefix cache knew is lost, in host memory too. Until `wake_up`, requests are taken but
         not served, and weights may change; the engine keeps its references to the weights. Scales that a cache has
         beside its keys and values stay.
 

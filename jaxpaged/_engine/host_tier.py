@@ -69,7 +69,7 @@ class NoHostTier:
         """Notes what was moved before a slice, and what the slice has listed."""
 
     def clear(self) -> None:
-        """Gives the host memory back."""
+        """Forgets what is in host memory. JAX keeps the memory for other pages."""
 
 
 @dataclasses.dataclass(eq=False)

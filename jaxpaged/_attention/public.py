@@ -150,8 +150,8 @@ def paged_attention(
             a number, a sequence's output does not depend on its batch neighbours. None: 1 on a CPU; on a GPU enough to
             fill it, or a plan if some sequences may be much longer than others.
         plan: from `plan_partitions`, instead of a number: partitions by the true lengths, for batches in which a few
-            sequences are much longer than the others. "xla" ignores it, and so do calls under `vmap`, calls of a single
-            sequence, and calls whose partials would take more than 128 MiB.
+            sequences are much longer than the others. "xla" ignores it, and so do calls under `vmap`, of a single
+            sequence, of a latent cache, and calls whose partials would take more than 128 MiB.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for NVIDIA GPUs, with q in bfloat16 or float16 and a cache in q's dtype or
             of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is an NVIDIA GPU since

@@ -34,7 +34,7 @@ Keys and values that no query of an item may see are not copied: they are zero i
 | `work_list`, `item`, `rows_of_item` of `prefill` | the items, and how their rows are read and written |
 | `logits`, `softmax` of `prefill` | from the products of Q and K to the weights |
 
-It is compiled for GPUs from sm_80 to sm_120. It has run, with a cache of 16 bits, on a Hopper GPU only.
+It is compiled for GPUs from sm_80 to sm_120. It has run on a Hopper GPU only.
 
 Source: Dao, FlashAttention-2, 2023 (https://arxiv.org/abs/2307.08691).
 """

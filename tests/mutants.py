@@ -708,14 +708,21 @@ MUTANTS = (
     Mutant(
         "host tier: a long prompt stops after its first pieces",
         HOST_TIER,
-        "if fetch.pieces or fetch.next < fetch.end:",
-        "if fetch.pieces:",
+        "return not self.pieces and self.next == self.end",
+        "return not self.pieces",
+        "tests/engine/test_host_tier.py::on_their_way",
+    ),
+    Mutant(
+        "host tier: what is coming is fetched again",
+        HOST_TIER,
+        "begin <= column < self.end and self.keys[column] == key",
+        "False",
         "tests/engine/test_host_tier.py::on_their_way",
     ),
     Mutant(
         "host tier: requests wait for blocks that left",
         HOST_TIER,
-        "self._coming.difference_update(fetch.keys[fetch.next : fetch.end])",
+        "fetch.end = fetch.next",
         "pass",
         "tests/engine/test_host_tier.py::left_host_memory",
     ),
@@ -757,7 +764,7 @@ MUTANTS = (
     Mutant(
         "host tier: a request that ended keeps what it waited for",
         HOST_TIER,
-        "if fetch.row.is_aborted or",
+        "if not fetch.row.is_aborted and",
         "if",
         "tests/engine/test_host_tier.py::ended_waits",
     ),

@@ -85,6 +85,15 @@ class Fetch:
     pieces: deque[Piece] = dataclasses.field(default_factory=deque)
     has_room: bool = False
 
+    @property
+    def is_over(self) -> bool:
+        return not self.pieces and self.next == self.end
+
+    def brings(self, column: int, key: bytes) -> bool:
+        """Whether this block of a prompt is still to come."""
+        begin = self.pieces[0].first if self.pieces else self.next
+        return begin <= column < self.end and self.keys[column] == key
+
 
 @dataclasses.dataclass
 class Kept:
@@ -139,7 +148,6 @@ class HostTier(NoHostTier):
         self._places: dict[bytes, tuple[int, int]] = {}  # the page of each block, and its index there
         self._numbers = itertools.count()
         self._fetches: list[Fetch] = []
-        self._coming: set[bytes] = set()  # of the fetches
         self._going: list[Piece] = []
         self._known = np.zeros(num_blocks, np.int32)  # serials of blocks that are in host memory, or wanted there
         self._wanted: Wanted | None = None
@@ -147,7 +155,6 @@ class HostTier(NoHostTier):
         # Of the requests that were asked for since `look_again`:
         self._lacks_room = False  # one has to wait for room
         self._needed: tuple[set[bytes], int] | None = None  # the full blocks of those on the device, and other blocks
-        self._num_staged = 0  # pages on the device that no slice has been given
         self.num_brought = 0  # tokens, so far
 
     @classmethod
@@ -202,29 +209,33 @@ class HostTier(NoHostTier):
     def needs_looks(self) -> bool:  # type: ignore[override]
         return self._lacks_room or self._is_behind or bool(self._fetches)
 
+    @property
+    def _num_staged(self) -> int:
+        """Pages on the device that no slice has been given."""
+        pieces = itertools.chain(self._going, *(fetch.pieces for fetch in self._fetches))
+        return sum(len(piece.pages) for piece in pieces)
+
     def wait(self, queue: Sequence[Row]) -> None:
         with without_interrupts():
             self.look_again()
-            for row in itertools.islice(queue, 1):
-                self.holds(row, [])
+            if queue:
+                self.holds(queue[0], [])
         jax.block_until_ready([piece.pages for fetch in self._fetches[:1] for piece in fetch.pieces])
 
     def look_again(self) -> None:
         self._lacks_room, self._needed = False, None
-        for fetch in self._fetches:
-            if fetch.row.is_aborted or fetch.salt != self._salt_of(fetch.row):
-                self._num_staged -= sum(len(piece.pages) for piece in fetch.pieces)
-                self._coming.difference_update(fetch.keys)
-                fetch.pieces.clear()
-                fetch.end = fetch.next
-        self._fetches = [fetch for fetch in self._fetches if fetch.pieces or fetch.next < fetch.end]
+        self._fetches = [
+            fetch
+            for fetch in self._fetches
+            if not fetch.row.is_aborted and fetch.salt == self._salt_of(fetch.row) and not fetch.is_over
+        ]
 
     def holds(self, row: Row, sent: Sequence[Row]) -> bool:
         fetch = next((fetch for fetch in self._fetches if fetch.row is row), None)
         if fetch is None:
             keys = self._keys_of(row)
             num_there = _num_leading(keys, self._listed)
-            if num_there < len(keys) and keys[num_there] in self._coming:
+            if num_there < len(keys) and any(each.brings(num_there, keys[num_there]) for each in self._fetches):
                 return True
             end = num_there + _num_leading(keys[num_there:], self._places)
             self._touch(reversed(keys[:end]))
@@ -241,18 +252,16 @@ class HostTier(NoHostTier):
             tokens = row.prompt[: end * self._block_size].reshape(end, self._block_size)
             fetch = Fetch(row, tokens, self._salt_of(row), keys, first, end)
             self._fetches.append(fetch)
-            self._coming.update(keys[num_there:end])
         if not fetch.has_room:
             fetch.has_room = not self._lacks_room and self._has_room(row, sent)
             self._lacks_room |= not fetch.has_room
         self._start()
         while fetch.has_room and fetch.pieces and fetch.pieces[0].is_there:
             piece = fetch.pieces.popleft()
-            self._coming.difference_update(piece.keys)
-            self._listed |= {key: self._listed.get(key, 0) for key in piece.keys}
+            for key in piece.keys:
+                self._listed.setdefault(key, 0)
             self._going.append(piece)
-        self._start()
-        if fetch.pieces or fetch.next < fetch.end:
+        if not fetch.is_over:
             return True
         self._fetches.remove(fetch)
         return not fetch.has_room
@@ -266,7 +275,6 @@ class HostTier(NoHostTier):
                 last.append(piece)  # of another prompt: only the last piece of one leaves room
             else:
                 batches.append([piece])
-        self._num_staged -= sum(len(piece.pages) for piece in self._going)
         going = Going(self._wanted, batches)
         self._wanted, self._going = None, []
         return going
@@ -313,8 +321,7 @@ class HostTier(NoHostTier):
     def clear(self) -> None:
         self._pages.clear()
         self._places.clear()
-        self._num_staged -= sum(len(piece.pages) for fetch in self._fetches for piece in fetch.pieces)
-        self._fetches, self._coming, self._wanted = [], set(), None
+        self._fetches, self._wanted = [], None
 
     def _settle(self, piece: Piece, where: np.ndarray) -> None:
         """Where the blocks of a piece are now, int32 `[2, pages, blocks]`."""
@@ -391,13 +398,11 @@ class HostTier(NoHostTier):
                 if self._num_staged + len(pages) > most:
                     break
                 if not pages:  # they left meanwhile
-                    self._coming.difference_update(fetch.keys[fetch.next : fetch.end])
                     fetch.end = fetch.next
                     break
                 first, fetch.next = fetch.next, int(columns.max()) + 1
                 keys = fetch.keys[first : fetch.next]
                 fetch.pieces.append(Piece(fetch.tokens, fetch.salt, first, keys, columns, self._copies.bring(pages)))
-                self._num_staged += len(pages)
 
     def _pages_of(self, fetch: Fetch) -> tuple[np.ndarray, list[Page]]:
         """The next piece: the columns of its blocks, and their pages in host memory."""

@@ -91,7 +91,7 @@ class Engine:
             and `attend` gets the `group` of each layer (`layer_groups`).
         prefix_cache: whether requests that begin alike share blocks, instead of each computing its own.
         host_cache_bytes: host memory for blocks of the prefix cache, which come back from there once the pool has lost
-            them. Needs `prefix_cache` and one group of layers. None: none.
+            them. Needs `prefix_cache`, and one group of layers without a window. None: none.
         drafts: the most guesses of a request's next tokens that a step computes beside its newest token; 0: none. The
             tokens are the same as without. `apply` is then traced with a step in which `attend.newest(x)` returns all
             of x.

@@ -778,7 +778,7 @@ MUTANTS = (
     Mutant(
         "host tier: what a failed slice was to copy is never asked for again",
         HOST_TIER,
-        "self._known[going.wanted.ids] = 0",
+        "self._known[moves.wanted.ids] = 0",
         "pass",
         "tests/engine/test_host_tier.py::wanted_once",
     ),

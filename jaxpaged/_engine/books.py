@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpaged._engine.host_copies import Moved
-from jaxpaged._engine.host_tier import Going
+from jaxpaged._engine.host_tier import Moves
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.records import RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, make_output, make_rows, new_scores, new_tokens
@@ -28,8 +27,7 @@ class Sent:
     forgets: np.ndarray
     version: int  # of the weights
     words: Future[jax.Array] | None = None  # of its report
-    going: Going = dataclasses.field(default_factory=Going)  # to be moved before it
-    moved: Moved = dataclasses.field(default_factory=Moved)
+    moves: Moves = dataclasses.field(default_factory=Moves)  # before it
 
     def result(self) -> jax.Array:
         assert self.words is not None

@@ -558,7 +558,7 @@ class Engine:
         self._tier.look_again()
         while True:
             sent = self._books.send(MOST_ARRIVALS, self._tier.holds)
-            sent.going = self._tier.take_going()
+            sent.moves = self._tier.next_moves()
             has_more = self._books.has_more
             inbox = self._inbox_of(
                 sent.rows,
@@ -575,7 +575,7 @@ class Engine:
         """From a packed inbox to a packed report. On the engine's own thread, one slice after the other: what else this
         thread does, the GPU waits for."""
         try:
-            for state in self._tier.move(self._state_of_slice, sent.going, sent.moved):
+            for state in self._tier.move(self._state_of_slice, sent.moves):
                 self._state_of_slice = state
             self._state_of_slice, words = self._run_slice(weights, self._state_of_slice, inbox)
         except Exception as failure:
@@ -595,7 +595,7 @@ class Engine:
         except Exception as failure:
             if sent.has_failed_with(failure):  # else only the wait has: Ctrl-C in its locks may raise other errors
                 self._books.take_back()
-                self._tier.lose(sent.going)
+                self._tier.lose(sent.moves)
             raise
         else:  # the slice came to pass: if this fails, the next call does it again
             self._take(report)
@@ -610,7 +610,7 @@ class Engine:
     @without_interrupts()
     def _take(self, report: Report) -> None:
         sent = self._books.take_places(report)
-        self._tier.take(report, sent.moved)
+        self._tier.take(report, sent.moves)
         if self._collector is not None:
             self._collector.take(sent.result(), report, self._books.on_device, sent.version)
         counts = self._books.take_tokens(report, sent.version)

@@ -70,20 +70,6 @@ class Taken:
     pages: list[Page]
 
 
-@dataclasses.dataclass
-class Moved:
-    """What was moved before a slice.
-
-    Attributes:
-        taken: pages.
-        put: pieces that one program has put in, and int32 `[2, pages, blocks]`: where each block of their pages is now,
-            and its serial there; 0: nowhere.
-    """
-
-    taken: list[Taken] = dataclasses.field(default_factory=list)
-    put: list[tuple[list[Piece], Any]] = dataclasses.field(default_factory=list)
-
-
 class HostCopies:
     """The programs. All but `bring` are for the engine's own thread.
 
@@ -94,8 +80,9 @@ class HostCopies:
     """
 
     def __init__(self, state: State, mesh: Mesh | None, *, compiler_options: dict[str, Any]):
-        block_size, max_length = state.allocator.block_size, state.scheduler.tokens.shape[1]
-        num_blocks = state.allocator.num_blocks
+        block_size, num_blocks = state.allocator.block_size, state.allocator.num_blocks
+        self._prompts = MOST_PROMPTS, state.scheduler.tokens.shape[1] // block_size, block_size
+        self._leaving: list[list[Page]] = []  # that were sent last
         self.in_page, self.page_bytes = blocks_in_page(state.caches), page_bytes(state.caches)
         self.num_pages = max(min(MOVED_BYTES // self.page_bytes, -(-(num_blocks - 1) // self.in_page)), 1)  # at once
         self.most_staged, self.most_leaving = MOST_STAGED * self.num_pages, MOST_LEAVING * self.num_pages
@@ -121,13 +108,8 @@ class HostCopies:
         lowered = [take.lower(*taken_from, np.zeros((count, self.in_page), np.int32)) for count in counts]
         _, pages = lowered[0].out_info
         self._nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), pages[0])
-        self._tokens = np.zeros((MOST_PROMPTS, max_length // block_size, block_size), np.int32)
-        numbers = np.zeros((MOST_PROMPTS, 3), np.int32)
-        columns, rows = np.zeros((self.num_pages, self.in_page), np.int32), np.zeros(self.num_pages, np.int32)
         put = jax.jit(put, donate_argnums=0, compiler_options=compiler_options)
-        pages = [self._nothing] * self.num_pages
-        self._leaving: list[list[Page]] = []  # that were sent last
-        lowered.append(put.lower(state, self._tokens, numbers, columns, rows, pages))
+        lowered.append(put.lower(state, *self._inputs([])))
         with ThreadPoolExecutor(len(lowered)) as threads:
             *compiled, self._put_in = threads.map(lambda program: program.compile(), lowered)
         self._take_out = dict(zip(counts, compiled, strict=True))  # by how many pages
@@ -144,27 +126,30 @@ class HostCopies:
         return jax.device_put(pages, self._on_device)
 
     def put(self, state: State, pieces: list[Piece]) -> tuple[State, tuple[list[Piece], Any]]:
-        """The state with the blocks of pieces, and for `Moved` where they are. The state is donated.
+        """The state with the blocks of pieces, and for `Moves` where they are. The state is donated.
 
         Args:
             state: the engine's.
             pieces: of `MOST_PROMPTS` prompts at most, one of each, with `num_pages` pages at most.
         """
-        tokens, numbers = self._tokens.copy(), np.zeros((MOST_PROMPTS, 3), np.int32)
-        for i, piece in enumerate(pieces):
-            tokens[i, : len(piece.tokens)] = piece.tokens
-            numbers[i] = piece.salt, piece.first, piece.first + len(piece.keys)
-        pages = [page for piece in pieces for page in piece.pages]
-        rows = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(piece.pages) for piece in pieces])
-        missing = self.num_pages - len(pages)
-        columns = np.concatenate([piece.columns for piece in pieces])
-        columns = np.pad(columns, ((0, missing), (0, 0)), constant_values=-1)
-        rows = np.pad(rows, (0, missing))
-        state, where = self._put_in(state, tokens, numbers, columns, rows, pages + [self._nothing] * missing)
+        state, where = self._put_in(state, *self._inputs(pieces))
         where.copy_to_host_async()
         for piece in pieces:
             piece.pages.clear()  # their memory is free once they are put in
         return state, (pieces, where)
+
+    def _inputs(self, pieces: list[Piece]) -> tuple[Any, ...]:
+        """Of `put_in`, behind the state."""
+        tokens, numbers = np.zeros(self._prompts, np.int32), np.zeros((MOST_PROMPTS, 3), np.int32)
+        columns, rows = np.full((self.num_pages, self.in_page), -1, np.int32), np.zeros(self.num_pages, np.int32)
+        pages = list[Page]()
+        for i, piece in enumerate(pieces):
+            tokens[i, : len(piece.tokens)] = piece.tokens
+            numbers[i] = piece.salt, piece.first, piece.first + len(piece.keys)
+            of_piece = slice(len(pages), len(pages) + len(piece.pages))
+            columns[of_piece], rows[of_piece] = piece.columns, i
+            pages += piece.pages
+        return tokens, numbers, columns, rows, pages + [self._nothing] * (self.num_pages - len(pages))
 
     def take(self, state: State, wanted: Wanted) -> list[Taken]:
         """Begins to copy blocks to host memory, once those before are there: the others wait on the device."""
@@ -174,13 +159,12 @@ class HostCopies:
         for begin in range(0, len(wanted.ids), self.num_pages):
             end = begin + self.num_pages
             these = Wanted(wanted.ids[begin:end], wanted.serials[begin:end], wanted.parents[begin:end])
-            ids = these.ids
-            count = min(count for count in self._take_out if count >= len(ids))
-            padded = np.pad(ids, ((0, count - len(ids)), (0, 0)))
+            count = min(count for count in self._take_out if count >= len(these.ids))
+            padded = np.pad(these.ids, ((0, count - len(these.ids)), (0, 0)))
             taken_from = state.scheduler.prefixes.cache, state.allocator.pool, state.caches
             words, pages = self._take_out[count](*taken_from, padded)
             words.copy_to_host_async()
-            taken.append(Taken(these, words, jax.device_put(pages[: len(ids)], self._on_host)))
+            taken.append(Taken(these, words, jax.device_put(pages[: len(these.ids)], self._on_host)))
         self._leaving = [these.pages for these in taken]
         return taken
 

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jaxpaged._engine.host_copies import (
     MOST_PROMPTS,
     HostCopies,
-    Moved,
     Page,
     Piece,
     Taken,
@@ -30,12 +29,22 @@ from jaxpaged._integers import checked_size
 Keys = list[bytes]  # of a prompt's full blocks: each names the block's tokens and all before them
 
 
-@dataclasses.dataclass(frozen=True)
-class Going:
-    """What is moved before a slice, first out and then in."""
+@dataclasses.dataclass
+class Moves:
+    """What is moved before a slice, first out and then in, and what came of it.
+
+    Attributes:
+        wanted: blocks that go out.
+        batches: pieces that come in, each batch by one program.
+        taken: pages of what was wanted.
+        put: batches that are in, and int32 `[2, pages, blocks]`: where each block of their pages is now, and its serial
+            there; 0: nowhere.
+    """
 
     wanted: Wanted | None = None
-    batches: list[list[Piece]] = dataclasses.field(default_factory=list)  # each for one program
+    batches: list[list[Piece]] = dataclasses.field(default_factory=list)
+    taken: list[Taken] = dataclasses.field(default_factory=list)
+    put: list[tuple[list[Piece], Any]] = dataclasses.field(default_factory=list)
 
 
 class NoHostTier:
@@ -54,18 +63,18 @@ class NoHostTier:
         """Whether a request stays on the host for now. `sent`: those on the device, or on their way."""
         return False
 
-    def take_going(self) -> Going:
+    def next_moves(self) -> Moves:
         """What is moved before the next slice."""
-        return Going()
+        return Moves()
 
-    def lose(self, going: Going) -> None:
+    def lose(self, moves: Moves) -> None:
         """No slice has come of it."""
 
-    def move(self, state: State, going: Going, moved: Moved) -> Iterator[State]:
-        """Moves it, on the engine's own thread, into `moved`. Each state is the next one's, to which it is donated."""
+    def move(self, state: State, moves: Moves) -> Iterator[State]:
+        """Moves it, on the engine's own thread. Each state is the next one's, to which it is donated."""
         yield state
 
-    def take(self, report: Report, moved: Moved) -> None:
+    def take(self, report: Report, moves: Moves) -> None:
         """Notes what was moved before a slice, and what the slice has listed."""
 
     def clear(self) -> None:
@@ -95,7 +104,7 @@ class Fetch:
         return begin <= column < self.end and self.keys[column] == key
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Kept:
     """A page in host memory."""
 
@@ -144,9 +153,8 @@ class HostTier(NoHostTier):
         self._serials = np.zeros(num_blocks, np.int32)  # of each block of the pool, as of the slice that was read
         self._key_of: dict[int, bytes] = {}  # by serial
         self._listed: dict[bytes, int] = {}  # serials of what is on the device; 0: it was sent there
-        self._pages: OrderedDict[int, Kept] = OrderedDict()  # by number, the oldest first
-        self._places: dict[bytes, tuple[int, int]] = {}  # the page of each block, and its index there
-        self._numbers = itertools.count()
+        self._pages: OrderedDict[Kept, None] = OrderedDict()  # the oldest first
+        self._places: dict[bytes, tuple[Kept, int]] = {}  # the page of each block, and its index there
         self._fetches: list[Fetch] = []
         self._going: list[Piece] = []
         self._known = np.zeros(num_blocks, np.int32)  # serials of blocks that are in host memory, or wanted there
@@ -266,7 +274,7 @@ class HostTier(NoHostTier):
         self._fetches.remove(fetch)
         return not fetch.has_room
 
-    def take_going(self) -> Going:
+    def next_moves(self) -> Moves:
         batches: list[list[Piece]] = []
         for piece in self._going:
             last = batches[-1] if batches else []
@@ -275,26 +283,25 @@ class HostTier(NoHostTier):
                 last.append(piece)  # of another prompt: only the last piece of one leaves room
             else:
                 batches.append([piece])
-        going = Going(self._wanted, batches)
+        moves = Moves(self._wanted, batches)
         self._wanted, self._going = None, []
-        return going
+        return moves
 
-    def lose(self, going: Going) -> None:
-        if going.wanted is not None:
-            self._known[going.wanted.ids] = 0
-        for piece in itertools.chain.from_iterable(going.batches):
+    def lose(self, moves: Moves) -> None:
+        if moves.wanted is not None:
+            self._known[moves.wanted.ids] = 0
+        for piece in itertools.chain.from_iterable(moves.batches):
             self._settle(piece, np.zeros((2, *piece.columns.shape), np.int32))
 
-    def move(self, state: State, going: Going, moved: Moved) -> Iterator[State]:
-        if going.wanted is not None:
-            moved.taken = self._copies.take(state, going.wanted)
-        for batch in going.batches:
+    def move(self, state: State, moves: Moves) -> Iterator[State]:
+        if moves.wanted is not None:
+            moves.taken = self._copies.take(state, moves.wanted)
+        for batch in moves.batches:
             state, put = self._copies.put(state, batch)
-            moved.put.append(put)
+            moves.put.append(put)
             yield state
-        yield state
 
-    def take(self, report: Report, moved: Moved) -> None:
+    def take(self, report: Report, moves: Moves) -> None:
         assert report.serials is not None
         serials, salts = np.asarray(report.serials), np.asarray(report.salts).tolist()
         gone = self._serials[(self._serials > 0) & (self._serials != serials)]
@@ -305,14 +312,14 @@ class HostTier(NoHostTier):
         self._known[self._known != serials] = 0
         if salts != self._salts:
             self._salts = salts
-            for number in [number for number, kept in self._pages.items() if kept.salt not in self._salts]:
-                self._drop(number)
-        for batch, where in moved.put:
+            for kept in [kept for kept in self._pages if kept.salt not in salts]:
+                self._drop(kept)
+        for batch, where in moves.put:
             end = 0
             for piece in batch:
                 begin, end = end, end + len(piece.columns)
                 self._settle(piece, np.asarray(where)[:, begin:end])
-        for taken in moved.taken:
+        for taken in moves.taken:
             self._keep(taken)
         while len(self._pages) > self._capacity:
             self._drop(next(iter(self._pages)))
@@ -368,24 +375,26 @@ class HostTier(NoHostTier):
             ends.append(keys[-1])
             if all(key in self._places for key in keys):
                 continue
-            number = next(self._numbers)
-            self._pages[number] = Kept(keys, before, salt, taken.pages[i])
+            kept = Kept(keys, before, salt, taken.pages[i])
+            self._pages[kept] = None
             for index, key in enumerate(keys):
-                self._places.setdefault(key, (number, index))
+                self._places.setdefault(key, (kept, index))
         self._touch(reversed(ends))
 
     def _touch(self, keys: Iterable[bytes]) -> None:
         """The pages of these blocks, and of all before them, are the newest; the tail leaves before the head."""
-        touched: set[int] = set()
+        touched = set[Kept]()
         for key in keys:
             while (place := self._places.get(key)) is not None and place[0] not in touched:
-                touched.add(place[0])
-                self._pages.move_to_end(place[0])
-                key = self._pages[place[0]].before
+                kept, _ = place
+                touched.add(kept)
+                self._pages.move_to_end(kept)
+                key = kept.before
 
-    def _drop(self, number: int) -> None:
-        for index, key in enumerate(self._pages.pop(number).keys):
-            if self._places.get(key) == (number, index):
+    def _drop(self, kept: Kept) -> None:
+        del self._pages[kept]
+        for key in kept.keys:
+            if key in self._places and self._places[key][0] is kept:
                 del self._places[key]
 
     def _start(self) -> None:
@@ -408,16 +417,16 @@ class HostTier(NoHostTier):
         """The next piece: the columns of its blocks, and their pages in host memory."""
         columns: list[list[int]] = []
         pages: list[Page] = []
-        at = -1, -1
+        at: tuple[Kept, int] | None = None
         for column in range(fetch.next, fetch.end):
             place = self._places.get(fetch.keys[column])
             if place is None:
                 break
-            if place != (at[0], at[1] + 1) or not pages:
+            if at is None or place != (at[0], at[1] + 1):
                 if len(pages) == self._copies.num_pages:
                     break
                 columns.append([-1] * self._copies.in_page)
-                pages.append(self._pages[place[0]].page)
+                pages.append(place[0].page)
             columns[-1][place[1]] = column
             at = place
         return np.array(columns, np.int32), pages

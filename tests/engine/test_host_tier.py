@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams
-from jaxpaged._engine.host_copies import Moved, Piece, Taken, Wanted, in_pages
-from jaxpaged._engine.host_tier import Going, HostTier
+from jaxpaged._engine.host_copies import Piece, Taken, Wanted, in_pages
+from jaxpaged._engine.host_tier import HostTier, Moves
 from jaxpaged._engine.requests import Row
 from tests.compiled import instructions
 from tests.toy_model import (
@@ -348,7 +348,7 @@ class Told:
 
 
 def told(tier, serials, salts=(0,), *, put=(), pages=()):
-    tier.take(Told(serials, serials * 0, np.array(salts)), Moved(list(pages), list(put)))
+    tier.take(Told(serials, serials * 0, np.array(salts)), Moves(taken=list(pages), put=list(put)))
 
 
 def moved(tier, listed, salt=0, put=()):
@@ -368,7 +368,7 @@ def going(tier, *rows, sent=()):
 
 
 def pieces_of(tier):
-    return list(itertools.chain.from_iterable(tier.take_going().batches))
+    return list(itertools.chain.from_iterable(tier.next_moves().batches))
 
 
 def copies_of(pieces):
@@ -376,7 +376,7 @@ def copies_of(pieces):
 
 
 def kept(tier):
-    return [copy.of for of_page in tier._pages.values() for copy in of_page.page]
+    return [copy.of for of_page in tier._pages for copy in of_page.page]
 
 
 CHAIN = {5: (1, 0, (1, 2), "a"), 6: (2, 1, (3, 4), "b"), 7: (3, 2, (5, 6), "c")}
@@ -410,7 +410,7 @@ def test_what_the_device_may_be_losing_is_brought_too():
     tier = make_tier()
     moved(tier, CHAIN)
     moved(tier, {5: (1, 0, None, None)})
-    tier._drop(0)
+    tier._drop(tier._places[tier._keys_of(row(*PROMPT))[0]][0])
     assert kept(tier) == ["c", "b"]  # the first is on the device only
     assert copies_of(going(tier, row(*PROMPT))) == ["b", "c"]
 
@@ -422,7 +422,7 @@ def test_what_could_not_be_listed_is_not_taken_to_be_there():
     pieces = going(tier, row(*PROMPT))
     assert [len(piece.keys) for piece in pieces] == [2, 1]
     moved(tier, {}, put=[(pieces[:1], np.array([[[8], [9]], [[4], [5]]]))])  # gone again within the slice
-    tier.lose(Going(None, [pieces[1:]]))
+    tier.lose(Moves(None, [pieces[1:]]))
     assert (tier._listed, tier._num_staged, tier.num_brought) == ({}, 0, 0)
     assert copies_of(going(tier, row(*PROMPT))) == ["a", "b", "c"]
 
@@ -444,7 +444,7 @@ def test_pieces_on_their_way_are_few_and_may_take_long():
     assert tier.holds(other, [])  # for the same copies
     first = pieces_of(tier)
     assert copies_of(first) == ["a", "b"]
-    tier.lose(Going(None, [first]))
+    tier.lose(Moves(None, [first]))
     assert going(tier, waiting) == []
     assert tier._num_staged == 1  # the slow one
     assert len(tier._fetches) == 1
@@ -500,7 +500,7 @@ def test_nothing_waits_for_blocks_that_left_host_memory_meanwhile():
     for _ in range(2):
         pieces = going(tier, waiting)
         arrived += copies_of(pieces)
-        tier.lose(Going(None, [pieces]))
+        tier.lose(Moves(None, [pieces]))
     assert arrived == ["a", "b"]
     assert (tier._fetches, tier._num_staged) == ([], 0)
 
@@ -596,13 +596,13 @@ def test_what_a_slice_lists_is_wanted_once_and_no_more_than_may_be_on_its_way():
     serials[[3, 4, 5, 6, 7]] = 1, 2, 3, 4, 5
     parents[[4, 5, 6, 7]] = 1, 2, 3, 4
     for expected in ([[3, 4], [5, 6]], [[7, 0]], None):
-        tier.take(Told(serials, parents, np.array([0])), Moved())
+        tier.take(Told(serials, parents, np.array([0])), Moves())
         assert tier.needs_looks == (expected == [[3, 4], [5, 6]])
-        wanted = tier.take_going().wanted
+        wanted = tier.next_moves().wanted
         assert (wanted if wanted is None else wanted.ids.tolist()) == expected
-    tier.lose(Going(Wanted(np.array([[7, 0]]), np.array([[5, 0]]), np.array([4]))))
-    tier.take(Told(serials, parents, np.array([0])), Moved())
-    assert tier.take_going().wanted.ids.tolist() == [[7, 0]]
+    tier.lose(Moves(Wanted(np.array([[7, 0]]), np.array([[5, 0]]), np.array([4]))))
+    tier.take(Told(serials, parents, np.array([0])), Moves())
+    assert tier.next_moves().wanted.ids.tolist() == [[7, 0]]
 
 
 def test_pieces_of_several_prompts_go_out_together():
@@ -613,10 +613,10 @@ def test_pieces_of_several_prompts_go_out_together():
     tier.look_again()
     for tokens in (PROMPT, (1, 9, 3, 9, 0), (2, 9, 4, 9, 0)):
         assert not tier.holds(row(*tokens), [])
-    assert [[len(piece.pages) for piece in batch] for batch in tier.take_going().batches] == [[2], [1], [2], [2]]
+    assert [[len(piece.pages) for piece in batch] for batch in tier.next_moves().batches] == [[2], [1], [2], [2]]
     tier = make_tier(num_pages=3, most_staged=12)
     moved(tier, CHAIN | others)
     moved(tier, {})
     for tokens in ((1, 9, 3, 9, 0), (2, 9, 4, 9, 0), PROMPT):
         assert not tier.holds(row(*tokens), [])
-    assert [[len(piece.pages) for piece in batch] for batch in tier.take_going().batches] == [[2], [2], [3]]
+    assert [[len(piece.pages) for piece in batch] for batch in tier.next_moves().batches] == [[2], [2], [3]]

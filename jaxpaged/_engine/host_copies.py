@@ -83,7 +83,7 @@ class HostCopies:
         block_size, num_blocks = state.allocator.block_size, state.allocator.num_blocks
         self._prompts = MOST_PROMPTS, state.scheduler.tokens.shape[1] // block_size, block_size
         self._leaving: list[list[Page]] = []  # that were sent last
-        self.in_page, self.page_bytes = blocks_in_page(state.caches), page_bytes(state.caches)
+        self.in_page, self.page_bytes = page_size(state.caches)
         self.num_pages = max(min(MOVED_BYTES // self.page_bytes, -(-(num_blocks - 1) // self.in_page)), 1)  # at once
         self.most_staged, self.most_leaving = MOST_STAGED * self.num_pages, MOST_LEAVING * self.num_pages
         take, put = take_out, put_in
@@ -284,24 +284,17 @@ def write_pages(caches: Any, pages: list[Page], ids: jax.Array) -> Any:
     )
 
 
-def blocks_in_page(caches: Any) -> int:
-    """As many as make a large copy, a power of two, but few."""
-    return min(1 << max(math.ceil(math.log2(PAGE_BYTES / block_bytes(caches))), 0), MOST_IN_PAGE)
-
-
-def page_bytes(caches: Any) -> int:
-    return blocks_in_page(caches) * block_bytes(caches)
-
-
-def block_bytes(caches: Any) -> int:
-    """Bytes of a block in all caches, on all devices together."""
-    size = 0
+def page_size(caches: Any) -> tuple[int, int]:
+    """Blocks in a page, a power of two: as many as make a large copy, but few. And its bytes, in all caches and on all
+    devices together."""
+    of_block = 0
 
     def count(of: KVCache, pool: jax.Array) -> jax.Array:
-        nonlocal size
-        size += pool.nbytes // of.k.shape[-4]
+        nonlocal of_block
+        of_block += pool.nbytes // of.k.shape[-4]
         return pool
 
     for each in caches_in(caches):
         map_blocks(functools.partial(count, each), each)
-    return size
+    in_page = min(1 << max(math.ceil(math.log2(PAGE_BYTES / of_block)), 0), MOST_IN_PAGE)
+    return in_page, in_page * of_block

@@ -19,7 +19,7 @@ from jaxpaged._engine.host_copies import (
     Taken,
     Wanted,
     in_pages,
-    page_bytes,
+    page_size,
 )
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.requests import Row
@@ -192,7 +192,7 @@ class HostTier(NoHostTier):
                 f"host_cache_bytes takes one group of layers, without a window; got windows={allocator.windows}. Leave "
                 "one of them out."
             )
-        size = page_bytes(state.caches)
+        _, size = page_size(state.caches)
         if (capacity := checked_size("host_cache_bytes", host_cache_bytes) // size) < 1:
             raise ValueError(
                 f"host_cache_bytes must hold the {size} bytes that are moved at once; got {host_cache_bytes=}."

@@ -409,9 +409,10 @@ class HostTier(NoHostTier):
                 if not pages:  # they left meanwhile
                     fetch.end = fetch.next
                     break
+                brought = self._copies.bring(pages)  # first: it may fail, and is asked for again then
                 first, fetch.next = fetch.next, int(columns.max()) + 1
                 keys = fetch.keys[first : fetch.next]
-                fetch.pieces.append(Piece(fetch.tokens, fetch.salt, first, keys, columns, self._copies.bring(pages)))
+                fetch.pieces.append(Piece(fetch.tokens, fetch.salt, first, keys, columns, brought))
 
     def _pages_of(self, fetch: Fetch) -> tuple[np.ndarray, list[Page]]:
         """The next piece: the columns of its blocks, and their pages in host memory."""

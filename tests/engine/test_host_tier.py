@@ -261,7 +261,7 @@ def test_blocks_behind_a_gap_are_not_listed(engine):
     engine.update_weights(random_weights())  # they hold nothing
 
 
-@pytest.mark.parametrize("name", ["take", "put"])
+@pytest.mark.parametrize("name", ["take", "put", "bring"])
 def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
     talk = serve(engine, prompt_of(8, 20))
     push_out(engine)

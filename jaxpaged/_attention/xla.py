@@ -113,7 +113,7 @@ def _weighted_sums(lse: jax.Array, num_partitions: int | None, call: Call) -> tu
         return join_packed(*sums, call, runs)
     num_partitions = num_partitions or default_partitions(call, on_gpu=_device.is_gpu())
     walk = _Walk.of(call, num_partitions)
-    lse = walk.by_row(jnp.where(lse == -jnp.inf, 0.0, lse))
+    lse = _in_rows(call, jnp.where(lse == -jnp.inf, 0.0, lse))
 
     # What one tile adds. A loop whose trip count is known only at run time has no transpose: this one goes over the
     # whole table.
@@ -153,7 +153,6 @@ class _Walk:
 
     @classmethod
     def of(cls, a: Call, num_partitions: int) -> "_Walk":
-        seqs, q_len, _, head_dim = a.q.shape
         tile = _tile_size(a.block_size)
         # The run of tiles that each partition owns. It follows from true lengths: neither the table's width nor the
         # other sequences of the batch change a sequence's partitions.
@@ -170,10 +169,8 @@ class _Walk:
 
         # A row before its sequence's start may hold NaN, which would reach the gradient of k.
         q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
-        q = q.reshape(seqs, q_len, a.kv_heads, a.group, head_dim)
-        q = q.swapaxes(1, 2).reshape(seqs, a.kv_heads, q_len * a.group, head_dim)
         positions = jnp.repeat(query_positions, a.group, axis=1)
-        return cls(a, tree, q, positions, first_visible, run, starts, ends)
+        return cls(a, tree, _in_rows(a, q), positions, first_visible, run, starts, ends)
 
     def tile(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The logits of the i-th tile of each partition, f32 [seqs, partitions, kv_heads, rows, tile], and its values,
@@ -195,11 +192,6 @@ class _Walk:
     def sees_any(self) -> jax.Array:
         """Whether a row sees a token, bool [seqs, 1, rows]."""
         return (self.positions >= 0)[:, None, :]
-
-    def by_row(self, x: jax.Array) -> jax.Array:
-        """[seqs, q_len, heads] -> [seqs, kv_heads, rows]."""
-        seqs, q_len, heads = x.shape
-        return x.reshape(seqs, q_len, -1, self.call.group).swapaxes(1, 2).reshape(seqs, heads // self.call.group, -1)
 
     def by_token(self, rows: jax.Array) -> jax.Array:
         """[seqs, kv_heads, rows, ...] -> [seqs, q_len, heads, ...]."""
@@ -316,6 +308,13 @@ def _reduce(walk: _Walk, acc: jax.Array, m: jax.Array, l: jax.Array) -> tuple[ja
     out = (acc * weights[..., None]).sum(axis=1) / denominator[..., None]
     lse = jnp.where(walk.sees_any, m_all + jnp.log(denominator), -jnp.inf)
     return walk.by_token(jnp.where(walk.sees_any[..., None], out, 0.0)).astype(a.q.dtype), walk.by_token(lse)
+
+
+def _in_rows(a: Call, x: jax.Array) -> jax.Array:
+    """[seqs, q_len, heads, ...] -> [seqs, kv_heads, rows, ...]."""
+    seqs, q_len, heads, *rest = x.shape
+    by_group = x.reshape(seqs, q_len, heads // a.group, a.group, *rest)
+    return by_group.swapaxes(1, 2).reshape(seqs, heads // a.group, q_len * a.group, *rest)
 
 
 def _by_row(a: Call, by_head: jax.Array) -> jax.Array:

@@ -1,10 +1,14 @@
 """Blocks of K and V, and the rings of tiles in SMEM that they are copied into."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPS = 4  # that copy, of a warpgroup
 
@@ -35,3 +39,26 @@ def block_at(
     block_id = tables[seq, jnp.minimum(entry, tables.shape[1] - 1)]
     follow = jnp.logical_and(entry >= entries[0], entry < entries[1])
     return jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0)
+
+
+def copy_tile(
+    copy: Callable[[jax.Array, Any, Any], None],  # asks the copy engine for tokens of a block, for rows of the tile
+    ids: tuple[jax.Array, ...],  # of the tile's blocks
+    offset: jax.Array,  # of its first token in the first of them
+    block_size: int,
+    tile_tokens: int,
+) -> None:
+    """Calls `copy` for the pieces of a tile of the computing warpgroup: each warp for every fourth."""
+    count = copy_rows(block_size, tile_tokens)
+    copies_of_id = tile_tokens // len(ids) // count
+    plgpu.commit_smem()  # all warps' reads of this place come before the copy engine's writes
+
+    @plgpu.warp_map
+    def _copy(warp: jax.Array) -> None:
+        for first in range(0, tile_tokens // count, WARPS):
+            block_id = ids[first // copies_of_id]
+            for i in range(1, WARPS):
+                block_id = jnp.where(warp >= i, ids[(first + i) // copies_of_id], block_id)
+            row = (first + warp) * count
+            start = offset + lax.rem(row, jnp.int32(min(block_size, tile_tokens)))
+            copy(block_id, pl.ds(start, count), pl.ds(row, count))

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import cp_async
-from pallas_kernels.common.fetch import WARPS, Ring, block_at, copy_rows
+from pallas_kernels.common.fetch import Ring, block_at, copy_tile
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.decode.config import COLUMNS, TILE
 from pallas_kernels.decode.refs import Refs, matrix
@@ -123,24 +123,11 @@ class Tma(CpAsync):
             plgpu.barrier_wait(self.rings[1].full.at[stage])
 
     def start_tile(self, ring: Ring, stage: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
-        block_size = self.walk.block_size
-        count = copy_rows(block_size, TILE)
-        copies_of_id = TILE // len(ids) // count
-        plgpu.commit_smem()  # all warps' reads of this stage come before the copy engine's writes
+        def copy(block_id: jax.Array, tokens: Any, rows: Any) -> None:
+            source = ring.source.at[block_id, tokens, kv_head, self.columns]
+            plgpu.copy_gmem_to_smem(source, ring.target.at[stage, rows], ring.full.at[stage])
 
-        @plgpu.warp_map
-        def _copy(warp: jax.Array) -> None:
-            for first in range(0, TILE // count, WARPS):  # every fourth copy is this warp's
-                block_id = ids[first // copies_of_id]
-                for i in range(1, WARPS):
-                    block_id = jnp.where(warp >= i, ids[(first + i) // copies_of_id], block_id)
-                row = (first + warp) * count
-                start = offset + lax.rem(row, jnp.int32(min(block_size, TILE)))
-                plgpu.copy_gmem_to_smem(
-                    ring.source.at[block_id, pl.ds(start, count), kv_head, self.columns],
-                    ring.target.at[stage, pl.ds(row, count)],
-                    ring.full.at[stage],
-                )
+        copy_tile(copy, ids, offset, self.walk.block_size, TILE)
 
 
 def copies_of(name: Literal["tma", "cp_async"]) -> type[CpAsync]:

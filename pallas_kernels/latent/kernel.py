@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.fetch import WARPS, block_at, copy_rows
+from pallas_kernels.common.fetch import block_at, copy_rows, copy_tile
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
@@ -227,27 +227,12 @@ class Warpgroup:
 
     def _start(self, i: jax.Array, ids: Ids, columns: Any, target: Any, full: Any) -> None:
         block_size = self.refs.cache.shape[1]
-        count = copy_rows(block_size, TILE)
-        copies_of_id = TILE // len(ids) // count
         offset = lax.rem(self._tile_at(i) * TILE, jnp.int32(block_size))
 
-        @pl.when(i < self.num_tiles)
-        def _start() -> None:
-            plgpu.commit_smem()  # all warps' products with what is there come before the copy engine's writes
+        def copy(block_id: jax.Array, tokens: Any, rows: Any) -> None:
+            plgpu.copy_gmem_to_smem(self.refs.cache.at[block_id, tokens, 0, columns], target.at[rows], full)
 
-            @plgpu.warp_map
-            def _copy(warp: jax.Array) -> None:
-                for first in range(0, TILE // count, WARPS):  # every fourth copy is this warp's
-                    block_id = ids[first // copies_of_id]
-                    for j in range(1, WARPS):
-                        block_id = jnp.where(warp >= j, ids[(first + j) // copies_of_id], block_id)
-                    row = (first + warp) * count
-                    start = offset + lax.rem(row, jnp.int32(min(block_size, TILE)))
-                    plgpu.copy_gmem_to_smem(
-                        self.refs.cache.at[block_id, pl.ds(start, count), 0, columns],
-                        target.at[pl.ds(row, count)],
-                        full,
-                    )
+        pl.when(i < self.num_tiles)(lambda: copy_tile(copy, ids, offset, block_size, TILE))
 
 
 def _kernel(refs: Refs, *, config: Config) -> None:

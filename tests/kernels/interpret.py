@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxpaged._attention.choose import Choice, Known, by_decode
 from jaxpaged._attention.run import run
 from jaxpaged._device import GPUS, Gpu
 from pallas_kernels.decode.partition_plan import PartitionPlan
-from tests.cases import Case, assert_lse, assert_within_budget
+from tests.cases import Case, assert_lse, assert_within_budget, within_budget
 from tests.kernels.evaluate import evaluate
 
 H100, A100 = GPUS["H100"], GPUS["A100"]
@@ -56,6 +57,28 @@ def races_found() -> bool:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # there is no public way to ask
 
     return gpu_callbacks.get_races().races_found
+
+
+def run_without_races(choice: Choice, call: Any) -> tuple[jax.Array, jax.Array]:
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out, lse = run(dataclasses.replace(choice, interpret=interpret), call)
+    jax.block_until_ready(out)
+    assert not races_found()
+    return out, lse
+
+
+def check_mistakes_of_latents(case: Case, attend: Callable[[Case], tuple[jax.Array, jax.Array]]) -> None:
+    """Of two sequences: an answer is right for no other question, and what is past the end would be seen."""
+    out, _ = attend(case)
+    assert within_budget(case, out).all()
+    for wrong in (
+        case.replace(v_cache=case.k_cache[..., 64:]),  # the last columns
+        case.replace(options=case.options | dict(scale=0.2)),
+        case.replace(lengths=case.lengths - 8),
+    ):
+        assert not within_budget(wrong, out).reshape(2, -1).all(axis=1).any()
+    outs = attend(case.replace(lengths=case.lengths + 1))[0]  # one slot past the end, which is poisoned
+    assert np.isnan(np.asarray(outs, np.float32)).any(axis=-1).reshape(2, -1).any(axis=1).all()
 
 
 def attend(

@@ -4,17 +4,14 @@ interpret mode at toy sizes, without races, and lowered for five GPUs."""
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import explain
 from jaxpaged._attention.choose import Known, by_decode
-from jaxpaged._attention.run import run
-from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import H100, make_call, races_found
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
+from tests.kernels.interpret import H100, changed, check_mistakes_of_latents, make_call, run_without_races
 from tests.kernels.lowering import mosaic_for, traced_decode
 
 pytestmark = pytest.mark.slow
@@ -26,11 +23,7 @@ latent_case = functools.partial(make_case, kv_heads=1, head_dim=192, latent_valu
 def attend(case, *, num_partitions=1, **changes):
     call = make_call(case)
     choice = by_decode(call, H100, Known(num_partitions=num_partitions))
-    config = dataclasses.replace(choice.config, **(dict(copies="tma") | changes))
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out, lse = run(dataclasses.replace(choice, config=config, interpret=interpret), call)
-    jax.block_until_ready(out)
-    assert not races_found()
+    out, lse = run_without_races(changed(choice, **(dict(copies="tma") | changes)), call)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 
 
@@ -79,11 +72,7 @@ def test_queries_of_a_history():
     call = dataclasses.replace(make_call(case), q=packed, query_starts=starts, causal=False)
     choice = by_decode(call, H100)
     assert choice.run == 2
-    config = dataclasses.replace(choice.config, copies="tma")
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out, lse = run(dataclasses.replace(choice, config=config, interpret=interpret, mapped=None), call)
-    jax.block_until_ready(out)
-    assert not races_found()
+    out, lse = run_without_races(dataclasses.replace(changed(choice, copies="tma"), mapped=None), call)
     out, lse = (jnp.concatenate([x[:2], x]).reshape(2, 5, *x.shape[1:]) for x in (out, lse))
     for i in range(2, 5):
         token = case.replace(q=case.q[:, i])
@@ -98,17 +87,7 @@ def test_values_of_another_width(head_dim, value_dim):
 
 
 def test_mistakes_are_noticed():
-    case = latent_case(lengths=(27, 100), max_blocks=7)
-    out, _ = attend(case)
-    assert within_budget(case, out).all()
-    for wrong in (
-        case.replace(v_cache=case.k_cache[..., 64:]),  # the last columns
-        case.replace(options=case.options | dict(scale=0.2)),
-        case.replace(lengths=case.lengths - 8),
-    ):
-        assert not within_budget(wrong, out).reshape(2, -1).all(axis=1).any()
-    outs = attend(case.replace(lengths=case.lengths + 1))[0]  # one slot past the end, which is poisoned
-    assert np.isnan(np.asarray(outs, np.float32)).any(axis=-1).reshape(2, -1).any(axis=1).all()
+    check_mistakes_of_latents(latent_case(lengths=(27, 100), max_blocks=7), attend)
 
 
 DEEPSEEK = dict(kv_heads=1, head_dim=576, value_dim=512, is_latent=True, block_size=64)

@@ -3,17 +3,14 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import explain
 from jaxpaged._attention.choose import Known, choose
-from jaxpaged._attention.run import run
-from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import H100, make_call, races_found
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
+from tests.kernels.interpret import H100, check_mistakes_of_latents, make_call, run_without_races
 from tests.kernels.lowering import mosaic_for, traced_latent
 
 pytestmark = pytest.mark.slow
@@ -25,10 +22,7 @@ latent_case = functools.partial(make_case, kv_heads=1, heads=64, head_dim=192, l
 def compute(call, num_partitions=1):
     choice = choose(call, H100, Known(num_partitions=num_partitions))
     assert choice.kernel == "paged_latent"
-    out, lse = run(dataclasses.replace(choice, interpret=plgpu.InterpretGPUParams(detect_races=True)), call)
-    jax.block_until_ready(out)
-    assert not races_found()
-    return out, lse
+    return run_without_races(choice, call)
 
 
 def attend(case, **how):
@@ -101,17 +95,7 @@ def test_queries_of_a_history():
 
 
 def test_mistakes_are_noticed():
-    case = latent_case(lengths=(27, 100), max_blocks=7)
-    out, _ = attend(case)
-    assert within_budget(case, out).all()
-    for wrong in (
-        case.replace(v_cache=case.k_cache[..., 64:]),  # the last columns
-        case.replace(options=case.options | dict(scale=0.2)),
-        case.replace(lengths=case.lengths - 8),
-    ):
-        assert not within_budget(wrong, out).reshape(2, -1).all(axis=1).any()
-    outs = attend(case.replace(lengths=case.lengths + 1))[0]  # one slot past the end, which is poisoned
-    assert np.isnan(np.asarray(outs, np.float32)).any(axis=-1).reshape(2, -1).any(axis=1).all()
+    check_mistakes_of_latents(latent_case(lengths=(27, 100), max_blocks=7), attend)
 
 
 @pytest.mark.parametrize(("block_size", "num_partitions"), [(64, 1), (16, 3)])

@@ -54,7 +54,7 @@ def has_history() -> bool:
 def find_commit(path: Path, content: dict[str, Any]) -> tuple[str, str]:
     """Which commit the file was measured at, and how the table says so."""
     recorded = (content["commit"] or "").removesuffix(" and changes")
-    if recorded and git("cat-file", "-e", f"{recorded}^{{commit}}") is not None:
+    if recorded and git("merge-base", "--is-ancestor", recorded, "HEAD") is not None:
         return recorded, f"`{content['commit']}`"
     brought = git("log", "--diff-filter=A", "-1", "--format=%h", "--abbrev=7", "--", str(path.relative_to(ROOT)))
     if not brought:

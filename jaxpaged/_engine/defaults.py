@@ -25,7 +25,11 @@ WEIGHT_ROWS, FREE_ROWS = 384, 64
 # On a CPU a step of a single row takes less: from two rows on, XLA copies the weights for its products.
 WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]
 FEW_STEPS, MOST_STEPS = 2, 32
-COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}  # products by cuBLAS [slices_h100]
+COMPILER_OPTIONS = {
+    "xla_gpu_enable_triton_gemm": "False",  # products by cuBLAS [slices_h100]
+    # Else products of the same rows, as for q, k and v, become one of weights that each step copies together.
+    "xla_gpu_dot_merger_threshold_mb": "0",
+}
 
 
 SHARING_BYTES = 64 * 1024 * 1024  # of a layer: to read shared blocks once takes about as long as to read as much

@@ -571,9 +571,9 @@ MUTANTS = (
     ),
     Mutant(
         "engine: new weights are not told",
-        "jaxpaged/_engine/engine.py",
-        "        self._books.version += 1\n        self._books.forget(adapters)\n",
-        "        self._books.version += 1\n",
+        "jaxpaged/_engine/runner.py",
+        "        self.books.version += 1\n        self.books.forget(adapters)\n",
+        "        self.books.version += 1\n",
         FORGOTTEN,
     ),
     Mutant(
@@ -658,16 +658,16 @@ MUTANTS = (
     ),
     Mutant(
         "engine: short slices though nobody can come",
-        "jaxpaged/_engine/engine.py",
+        "jaxpaged/_engine/runner.py",
         "is_light = is_watched and ",
         "is_light = ",
         "tests/engine/test_engine.py::slices_are_short",
     ),
     Mutant(
         "engine: short slices though a seat is not free",
-        "jaxpaged/_engine/engine.py",
-        "num_open < self._stats.num_seats",
-        "num_open <= self._stats.num_seats",
+        "jaxpaged/_engine/runner.py",
+        "num_open < self.counts.num_seats",
+        "num_open <= self.counts.num_seats",
         "tests/engine/test_engine.py::slices_are_short",
     ),
     Mutant(
@@ -980,14 +980,14 @@ MUTANTS = (
     ),
     Mutant(
         "engine: sleep forgets to forget",
-        "jaxpaged/_engine/engine.py",
-        "            self._books.forget()  # first",
+        "jaxpaged/_engine/runner.py",
+        "            self.books.forget()  # first",
         "            # first",
         "tests/engine/test_rollout.py::sleeps",
     ),
     Mutant(
         "engine: Ctrl-C in the middle of the books",
-        "jaxpaged/_engine/engine.py",
+        "jaxpaged/_engine/runner.py",
         "    @without_interrupts()\n    def _take(",
         "    def _take(",
         "tests/engine/test_engine_trouble.py::any_line",
@@ -1001,7 +1001,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine: a lost one goes on",
-        "jaxpaged/_engine/engine.py",
+        "jaxpaged/_engine/runner.py",
         "raise StateLostError from failure\n            raise",
         "pass\n            raise",
         "tests/engine/test_engine_trouble.py::says_so",

@@ -12,7 +12,7 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged import Engine, KVCache, SamplingParams, rotary_frequencies, rotate_and_write_kv
-from jaxpaged._engine import engine
+from jaxpaged._engine import program
 from jaxpaged._engine.sampling import DRAWS
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
@@ -129,7 +129,7 @@ def create_engine(*, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 
         )
         weights, cache = jax.device_put((random_weights() if weights is None else weights, cache), device)
     # With a prefix cache, shared blocks are read once as soon as there are any, as for larger ones on a GPU.
-    with mock.patch.object(engine, "chosen_least_spared", return_value=1):
+    with mock.patch.object(program, "chosen_least_spared", return_value=1):
         return Engine(model, weights, cache, **sizes | options)
 
 
@@ -177,12 +177,12 @@ def fewer_blocks(engine, left):
     if left == BLOCKS:
         yield None
         return
-    allocator, hidden = without_blocks(engine._state.allocator, BLOCKS - left)
-    engine._state_of_slice = dataclasses.replace(engine._state, allocator=allocator)
+    allocator, hidden = without_blocks(engine._runner.state.allocator, BLOCKS - left)
+    engine._runner.state_of_slice = dataclasses.replace(engine._runner.state, allocator=allocator)
     assert int(allocator.num_free) == left
     yield hidden
-    allocator = with_blocks_back(engine._state.allocator, hidden)
-    engine._state_of_slice = dataclasses.replace(engine._state, allocator=allocator)
+    allocator = with_blocks_back(engine._runner.state.allocator, hidden)
+    engine._runner.state_of_slice = dataclasses.replace(engine._runner.state, allocator=allocator)
 
 
 def requests(count, seed=0):

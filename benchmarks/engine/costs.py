@@ -43,9 +43,11 @@ class Costs:
         head_params = config.vocab_size * config.features
         return cls(
             times=times,
-            kinds=engine._kinds,
+            kinds=engine._runner.kinds,
             weight_bytes=2 * (layer_params + head_params),
-            kv_bytes=sum(pool.nbytes // (pool.shape[0] * pool.shape[1]) for pool in pools_of(engine._state.caches)),
+            kv_bytes=sum(
+                pool.nbytes // (pool.shape[0] * pool.shape[1]) for pool in pools_of(engine._runner.state.caches)
+            ),
             layer_params=layer_params,
             head_params=head_params,
             **rates,

@@ -71,7 +71,7 @@ def serve(engine: Engine, work: Sequence[Request], runs: int = 2) -> dict[str, A
     """The last of some runs: tokens a second, steps and drafts."""
     params = [SamplingParams(max_tokens=new, temperature=0) for _, new in work]
     for _ in range(runs):
-        before, kinds = engine.stats(), np.asarray(engine._state.num_of_kind)
+        before, kinds = engine.stats(), np.asarray(engine._runner.state.num_of_kind)
         begin = time.perf_counter()
         outputs = engine.generate([prompt for prompt, _ in work], params)
         seconds = time.perf_counter() - begin
@@ -84,11 +84,11 @@ def serve(engine: Engine, work: Sequence[Request], runs: int = 2) -> dict[str, A
     after = engine.stats()
     names = "num_steps", "num_drafted", "num_accepted"
     counts = {name: getattr(after, name) - getattr(before, name) for name in names}
-    used = (np.asarray(engine._state.num_of_kind) - kinds).tolist()
+    used = (np.asarray(engine._runner.state.num_of_kind) - kinds).tolist()
     return dict(
         tokens_per_s=sum(new for _, new in work) / seconds,
         **counts,
-        kinds=dict(zip(map(name_kind, engine._kinds), used, strict=True)),
+        kinds=dict(zip(map(name_kind, engine._runner.kinds), used, strict=True)),
     )
 
 

@@ -43,7 +43,7 @@ def milliseconds(form: str, *, toy: bool, layers: int, length: int, rounds: int)
         chunk_tokens=sizes.chunk,
         widths=(),  # the widest kind is what is timed
     )
-    steps, kind = Steps(engine, sizes), engine._kinds[-1]
+    steps, kind = Steps(engine, sizes), engine._runner.kinds[-1]
     few, many = (1, 2) if toy else (FEW_STEPS, MANY_STEPS)
     for _ in range(rounds):
         steps.prepare(kind, length)

@@ -39,27 +39,27 @@ REPEATS = 3
 
 def compile_host_step(name: str, engine: Engine, compiler_options: dict[str, Any], index: int) -> Any:
     """A step in a call of its own; whether there is work left, and the kind of the next step."""
-    setup = Setup(packed_model(CONFIGS[name]), engine._kinds)
+    setup = Setup(packed_model(CONFIGS[name]), engine._runner.kinds)
 
     def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
         state = one_step(setup, weights, state, jnp.zeros((), bool), index)
         scheduler = planning.admit_waiting(state.scheduler, state.allocator)
-        kind = next_kind(scheduler, state.allocator, state.num_waited, engine._kinds)
+        kind = next_kind(scheduler, state.allocator, state.num_waited, engine._runner.kinds)
         return dataclasses.replace(state, scheduler=scheduler), (scheduler.has_work, kind)
 
     jitted = jax.jit(step, donate_argnums=1, compiler_options=compiler_options)
-    return jitted.lower(engine._weights, engine._state).compile()
+    return jitted.lower(engine._runner.weights, engine._runner.state).compile()
 
 
 def host_loop(steps: Steps, programs: Sequence[Callable], work: Sequence[Request], lag: int) -> int:
     """The tokens generated. The host reads the flags of the step `lag` before the last one."""
     engine, waiting = steps.engine, deque(work)
     # The kind that is taken before the host has read which is wanted: a token of each seat.
-    wide = next(i for i, kind in enumerate(engine._kinds) if kind.width == kind.num_seats)
+    wide = next(i for i, kind in enumerate(engine._runner.kinds) if kind.width == kind.num_seats)
     num_sent = num_tokens = 0
     while waiting or num_sent:
         while True:  # what was sampled is drained, and others are submitted
-            room = min(64, engine._max_requests - num_sent)
+            room = min(64, engine._options.max_requests - num_sent)
             arrivals = [waiting.popleft() for _ in range(min(room, len(waiting)))]
             report = steps.run(arrivals)
             num_tokens += int((report.outbox.tokens >= 0).sum())
@@ -68,12 +68,12 @@ def host_loop(steps: Steps, programs: Sequence[Callable], work: Sequence[Request
                 break
         flags: deque[tuple[jax.Array, jax.Array]] = deque()
         has_work, kind = num_sent > 0, wide
-        for _ in range(engine._steps.most):
+        for _ in range(engine._runner.steps.most):
             if len(flags) > lag:
                 has_work, kind = (flag.item() for flag in flags.popleft())
             if not has_work:
                 break
-            engine._state_of_slice, flag = programs[kind](engine._weights, engine._state_of_slice)
+            engine._runner.state_of_slice, flag = programs[kind](engine._runner.weights, engine._runner.state_of_slice)
             for array in flag:
                 array.copy_to_host_async()
             flags.append(flag)
@@ -97,12 +97,12 @@ def main() -> None:
     jobs = {
         (name, i): functools.partial(compile_host_step, name, engine, compiler_options, i)
         for name, engine in engines.items()
-        for i in range(len(engine._kinds))
+        for i in range(len(engine._runner.kinds))
     }
     host_steps = compile_all(jobs)
     for name, engine in engines.items():
         work = workload(options.requests, SIZES[name].longest)
-        programs = [host_steps[name, i] for i in range(len(engine._kinds))]
+        programs = [host_steps[name, i] for i in range(len(engine._runner.kinds))]
         host = functools.partial(host_loop, Steps(engine, SIZES[name]), programs, work)
         runs = {"engine": lambda engine=engine, work=work: run_work(engine, work)}
         runs |= {"host loop sync": functools.partial(host, 0), "host loop async": functools.partial(host, 1)}

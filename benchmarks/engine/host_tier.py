@@ -31,7 +31,7 @@ from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.workload import BLOCK_SIZE, create_caches
 from benchmarks.harness import add_output, open_store
 from jaxpaged import Engine, SamplingParams
-from jaxpaged._engine import engine as engine_module
+from jaxpaged._engine import program
 from jaxpaged._engine.host_copies import HostCopies, Piece
 from jaxpaged._engine.host_tier import HostTier, NoHostTier
 
@@ -72,7 +72,7 @@ def create(model: str, layers: int | None, sizes: Sizes) -> Engine:
     weights = random_weights(config)
     caches = create_caches(config, sizes.num_blocks)
     total = 4 * sum(x.nbytes for x in jax.tree.leaves(caches))  # all conversations
-    engine_module.chosen_least_spared = lambda caches: None  # fewer kinds of steps to compile
+    program.chosen_least_spared = lambda caches: None  # fewer kinds of steps to compile
     return Engine(
         packed_model(config),
         weights,
@@ -88,18 +88,18 @@ def create(model: str, layers: int | None, sizes: Sizes) -> Engine:
 
 @contextlib.contextmanager
 def without_tier(engine: Engine) -> Iterator[None]:
-    tier = engine._tier
+    tier = engine._runner.tier
     settle(engine)
-    engine._tier = NoHostTier()
+    engine._runner.tier = NoHostTier()
     yield
     settle(engine)
-    engine._tier = tier
+    engine._runner.tier = tier
 
 
 def settle(engine: Engine) -> None:
     """Reads the slices that are under way."""
     while engine._books.under_way:
-        engine._receive()
+        engine._runner.receive()
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -107,7 +107,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def forget(engine: Engine) -> None:
-    engine.update_weights(engine._weights)
+    engine.update_weights(engine._runner.weights)
     engine.generate([[1]], SamplingParams(max_tokens=1, temperature=0))
 
 
@@ -177,9 +177,9 @@ def stages(engine: Engine, sizes: Sizes) -> dict[str, float]:
     """Milliseconds until the calls return, and until all is done, for as many pages as may be on their way."""
     forget(engine)
     settle(engine)
-    assert isinstance(engine._tier, HostTier)
-    copies: HostCopies = engine._tier._copies
-    state, found = engine._state_of_slice, {}
+    assert isinstance(engine._runner.tier, HostTier)
+    copies: HostCopies = engine._runner.tier._copies
+    state, found = engine._runner.state_of_slice, {}
     assert state.scheduler.prefixes is not None
     salt = int(state.scheduler.prefixes.salt[0])
     in_piece = copies.num_pages * copies.in_page
@@ -213,7 +213,7 @@ def stages(engine: Engine, sizes: Sizes) -> dict[str, float]:
         on_host = timed("to_host", lambda: [jax.device_put(pages, copies._on_host) for pages in taken])  # noqa: B023
         back = timed("to_device", lambda: [copies.bring(pages) for pages in on_host])  # noqa: B023
         timed("put", lambda: put(back, prompt))  # noqa: B023
-        engine._state_of_slice = state
+        engine._runner.state_of_slice = state
     return found | {"megabytes": num_pieces * copies.num_pages * copies.page_bytes / 1e6}
 
 

@@ -30,16 +30,16 @@ def step_milliseconds(steps: Steps, length: int, count: int) -> list[float]:
     steps.clear()
     steps.submit_random(num_decoding, sizes.many, sizes.longest)
     steps.run(num_steps=2)
-    while engine._state.scheduler.num_pending(engine._state.allocator) > 0:
+    while engine._runner.state.scheduler.num_pending(engine._runner.state.allocator) > 0:
         steps.run(num_steps=1)
     steps.submit_random(count, length, 8)
     milliseconds = []
     for _ in range((length - 1) * count // (sizes.chunk + sizes.seats - num_decoding)):
-        before = np.asarray(engine._state.num_of_kind)
+        before = np.asarray(engine._runner.state.num_of_kind)
         begin = time.perf_counter()
         steps.run(num_steps=1)
         milliseconds.append((time.perf_counter() - begin) * 1e3)
-        if (np.asarray(engine._state.num_of_kind) - before)[-1] != 1:
+        if (np.asarray(engine._runner.state.num_of_kind) - before)[-1] != 1:
             raise AssertionError("a step without a chunk")
     steps.clear()
     return milliseconds

@@ -57,7 +57,7 @@ def change_microseconds(engine: Engine, sizes: Sizes) -> float:
         engine.add_request(request[0], SamplingParams(max_tokens=sizes.longest, temperature=0))
     for _ in range(2):
         engine.step()
-    state = engine._state
+    state = engine._runner.state
 
     @jax.jit
     def change(scheduler: Scheduler, allocator: BlockAllocator, count: Any) -> Any:
@@ -97,7 +97,7 @@ def main() -> None:
             packed_model(config), weights, create_caches(config, sizes.num_blocks), prefix_cache=prefix_cache
         )
         point: dict[str, Any] = dict(compile_s=time.perf_counter() - begin)
-        point["cache_copies"] = cache_copies(engine._run_slice.as_text() or "", engine._state.caches[0])
+        point["cache_copies"] = cache_copies(engine._runner.program.run.as_text() or "", engine._runner.state.caches[0])
         if prefix_cache:
             point["change_us"] = change_microseconds(engine, sizes.of(engine))
         store.add(name, point)

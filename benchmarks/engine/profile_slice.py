@@ -72,7 +72,7 @@ def profile_kinds(steps: Steps) -> tuple[dict[str, dict[str, float]], dict[str, 
     """Of each kind: its figures, and its kernels; a step."""
     figures, by_name = {}, {}
     length = min(LENGTH, steps.sizes.longest // 2)
-    for kind in steps.engine._kinds:
+    for kind in steps.engine._runner.kinds:
         num_steps = 2 if kind.is_mixed else 8
         events: list[Event] = []
         for context in (contextlib.nullcontext(), traced(events)):
@@ -103,16 +103,16 @@ def profile_run(
             engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0))
         for _ in range(num_warm):
             engine.step()
-        jax.block_until_ready(engine._state)
-        before = np.asarray(engine._state.num_of_kind)
+        jax.block_until_ready(engine._runner.state)
+        before = np.asarray(engine._runner.state.num_of_kind)
         with context:
             begin = time.perf_counter()
             for _ in range(num_slices):
                 engine.step()
-            jax.block_until_ready(engine._state)  # the slices that `step` has sent are over
+            jax.block_until_ready(engine._runner.state)  # the slices that `step` has sent are over
             wall = (time.perf_counter() - begin) * 1e3
-        num_of_kind = (np.asarray(engine._state.num_of_kind) - before).tolist()
-        names = dict(zip(map(name_kind, engine._kinds), num_of_kind, strict=True))
+        num_of_kind = (np.asarray(engine._runner.state.num_of_kind) - before).tolist()
+        names = dict(zip(map(name_kind, engine._runner.kinds), num_of_kind, strict=True))
         if isinstance(context, contextlib.nullcontext):
             figures["wall"] = wall
             print(f"without the profiler {names}")

@@ -31,14 +31,14 @@ class Steps:
 
     def run(self, requests: Sequence[Request] = (), *, num_steps: int = 0, aborts: Sequence[int] = ()) -> Any:
         """A slice; its report, once it is over."""
-        engine = self.engine
+        engine, runner = self.engine, self.engine._runner
         rows = [
             Row(0, np.asarray(prompt, np.int32), SamplingParams(max_tokens=new, temperature=0), 0)
             for prompt, new in requests
         ]
         sent = Sent(rows, list(aborts), engine._books.forgets, version=0)
-        inbox = engine._inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps, forgets=sent.forgets)
-        return engine._read(engine._thread.submit(engine._run, engine._weights, pack(inbox), sent).result())
+        inbox = runner.program.inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps, forgets=sent.forgets)
+        return runner.read(runner.thread.submit(runner.run, runner.weights, pack(inbox), sent).result())
 
     def submit_random(self, count: int, length: int, new: int) -> None:
         """Requests with random tokens: equal ones take less power, so that the GPU's clock is higher."""
@@ -51,7 +51,7 @@ class Steps:
                 raise AssertionError(f"refused: {refusals}")
 
     def clear(self) -> None:
-        self.run(aborts=range(self.engine._max_requests))
+        self.run(aborts=range(self.engine._options.max_requests))
 
     def milliseconds(self, kind: Kind, few: int, many: int) -> float:
         """A step of this kind, by the slope between a slice of few steps and one of many."""
@@ -65,14 +65,14 @@ class Steps:
         return (times[1] - times[0]) / (many - few) * 1e3
 
     def count_steps(self, kind: Kind) -> int:
-        return int(self.engine._state.num_of_kind[self.engine._kinds.index(kind)])
+        return int(self.engine._runner.state.num_of_kind[self.engine._runner.kinds.index(kind)])
 
     def decode(self, count: int, length: int) -> None:
         """Starts `count` sequences of `length` tokens, until each has one token to compute."""
         self.clear()
         self.submit_random(count, length, self.sizes.longest)
         self.run(num_steps=2)
-        while self.engine._state.scheduler.num_pending(self.engine._state.allocator) > 0:
+        while self.engine._runner.state.scheduler.num_pending(self.engine._runner.state.allocator) > 0:
             self.run(num_steps=1)
 
     @property
@@ -85,7 +85,7 @@ class Steps:
         sizes = self.sizes
         if not kind.is_mixed:
             self.decode(kind.width, length)
-        elif kind == self.engine._kinds[-1]:  # prompts for the seats left, that fill the chunk of each step
+        elif kind == self.engine._runner.kinds[-1]:  # prompts for the seats left, that fill the chunk of each step
             self.decode(self.num_decoding, length)
             num_left = sizes.seats - self.num_decoding
             self.submit_random(num_left, min(15 * sizes.chunk // num_left, sizes.longest), 8)
@@ -99,12 +99,12 @@ class Steps:
         and `many` K/V tokens too, for the time of a token. An exact engine has the last kind only."""
         sizes, result = self.sizes, {}
         times = (2, 12) if sizes.longest > 64 else (2, 4)
-        *narrow, widest = self.engine._kinds
+        *narrow, widest = self.engine._runner.kinds
         decoding = next((kind for kind in narrow if kind.width >= self.num_decoding), widest)
 
         def add(name: str, kind: Kind, repeats: int, times: tuple[int, int]) -> None:
             result[f"{name}_ms"] = statistics.median(self.milliseconds(kind, *times) for _ in range(repeats))
-            result[f"{name}_kv"] = float(self.engine._state.allocator.lengths.sum())
+            result[f"{name}_kv"] = float(self.engine._runner.state.allocator.lengths.sum())
 
         for kind in narrow:
             self.prepare(kind, sizes.few)
@@ -133,7 +133,7 @@ def scheduling_microseconds(engine: Engine, steps: Steps, chunk: int) -> float:
 
         return jax.lax.fori_loop(0, num_steps, body, (scheduler, allocator))
 
-    state = engine._state
+    state = engine._runner.state
     compiled = schedule.lower(state.scheduler, state.allocator, jnp.int32(1)).compile()
 
     def seconds(num_steps: int) -> float:

@@ -97,7 +97,7 @@ def check_exact(engine: Engine, work: Sequence[Request]) -> int:
 
 def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Request], costs: Costs) -> dict[str, Any]:
     wanted = sum(new for _, new in work)
-    before, kinds_before = engine.stats(), np.asarray(engine._state.num_of_kind)
+    before, kinds_before = engine.stats(), np.asarray(engine._runner.state.num_of_kind)
     begin = time.perf_counter()
     num_tokens = function()
     seconds = time.perf_counter() - begin
@@ -105,8 +105,8 @@ def timed_run(engine: Engine, function: Callable[[], int], work: Sequence[Reques
         raise AssertionError(f"{num_tokens} tokens instead of {wanted}")
     after = engine.stats()
     num_steps = after.num_steps - before.num_steps
-    num_of_kind = (np.asarray(engine._state.num_of_kind) - kinds_before).tolist()
-    names = map(name_kind, engine._kinds)
+    num_of_kind = (np.asarray(engine._runner.state.num_of_kind) - kinds_before).tolist()
+    names = map(name_kind, engine._runner.kinds)
     result: dict[str, Any] = dict(requests=len(work), tokens=num_tokens, seconds=seconds, tokens_per_s=wanted / seconds)
     result["steps"] = dict(zip(names, num_of_kind, strict=True))
     if num_steps:
@@ -132,9 +132,9 @@ def line(name: str, point: dict[str, Any]) -> str:
 
 def of_program(engine: Engine) -> dict[str, Any]:
     """What the compiled slice copies, and how much memory it takes besides the caches."""
-    memory = engine._run_slice.memory_analysis()
+    memory = engine._runner.program.run.memory_analysis()
     return {
-        "cache_copies": cache_copies(engine._run_slice.as_text() or "", engine._state.caches[0]),
+        "cache_copies": cache_copies(engine._runner.program.run.as_text() or "", engine._runner.state.caches[0]),
         "temporary_bytes": memory.temp_size_in_bytes if memory else None,
     }
 

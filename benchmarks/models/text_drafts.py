@@ -40,7 +40,7 @@ def read_texts() -> dict[str, list[str]]:
 def serve(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], dict]:
     """The tokens, and what they took in the second of two runs."""
     for _ in range(2):
-        before, kinds = engine.stats(), np.asarray(engine._state.num_of_kind)
+        before, kinds = engine.stats(), np.asarray(engine._runner.state.num_of_kind)
         begin, begin_cpu = time.perf_counter(), time.process_time()
         outputs = engine.generate(prompts, params)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
@@ -49,8 +49,8 @@ def serve(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) 
     point: dict[str, Any] = dict(tokens=count, tokens_per_s=count / cpu_seconds, wall_tokens_per_s=count / seconds)
     for name in ("num_steps", "num_drafted", "num_accepted"):
         point[name] = getattr(after, name) - getattr(before, name)
-    used = (np.asarray(engine._state.num_of_kind) - kinds).tolist()
-    return tokens, point | {"kinds": dict(zip(map(name_kind, engine._kinds), used, strict=True))}
+    used = (np.asarray(engine._runner.state.num_of_kind) - kinds).tolist()
+    return tokens, point | {"kinds": dict(zip(map(name_kind, engine._runner.kinds), used, strict=True))}
 
 
 def right_after(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> dict[str, list[float]]:

@@ -68,7 +68,7 @@ def soak(
     require(sum(ends.values()) == num_requests, "a request ended twice or never")
     after = engine.stats()
     require(after.num_generated - before.num_generated == num_tokens, "tokens of no request")
-    require(not engine._state.allocator.lengths.any(), "somebody still has a seat")
+    require(not engine._runner.state.allocator.lengths.any(), "somebody still has a seat")
     require(after.num_free_blocks == before.num_free_blocks, "blocks did not come back")
     engine.sleep()
     require(engine.stats().host_bytes == 0, "host memory did not come back")
@@ -119,7 +119,7 @@ def serve(
 
 
 def check_invariants(engine: Engine) -> None:
-    scheduler, allocator = jax.tree.map(np.asarray, (engine._state.scheduler, engine._state.allocator))
+    scheduler, allocator = jax.tree.map(np.asarray, (engine._runner.state.scheduler, engine._runner.state.allocator))
     broken = scheduler.broken_invariants(allocator) + allocator.broken_invariants()
     require(not broken, f"{broken}")
     require(engine.stats().host_bytes <= HOST_BYTES, "more host memory than it may have")

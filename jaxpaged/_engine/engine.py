@@ -4,54 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import math
-import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged import _device
-from jaxpaged._allocator.state import checked_windows
 from jaxpaged._attention.decide import check_new_gpu
-from jaxpaged._engine.books import Books, Sent
-from jaxpaged._engine.counting import counted
-from jaxpaged._engine.defaults import (
-    chosen_compiler_options,
-    chosen_least_spared,
-    chosen_sizes,
-    chosen_steps,
-    step_cost,
-)
+from jaxpaged._engine.books import Books
 from jaxpaged._engine.drafting import Draft
-from jaxpaged._engine.host_tier import HostTier, NoHostTier
-from jaxpaged._engine.inputs import own, pool_sizes, pools_of
-from jaxpaged._engine.interrupts import without_interrupts
-from jaxpaged._engine.kinds import make_kinds
-from jaxpaged._engine.on_mesh import find_mesh, on_each_device, replicate
-from jaxpaged._engine.packing import pack, unpack
+from jaxpaged._engine.inputs import own
+from jaxpaged._engine.options import checked_options
 from jaxpaged._engine.progress_bar import ProgressBar
-from jaxpaged._engine.pytrees import difference
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
-from jaxpaged._engine.requests import (
-    checked_prompt,
-    checked_request,
-    make_inbox,
-    params_for_each,
-)
+from jaxpaged._engine.requests import checked_prompt, checked_request, params_for_each
 from jaxpaged._engine.rollouts import Collector, Rollout
-from jaxpaged._engine.slices import Apply, Setup, run_packed, tell
-from jaxpaged._engine.state import Report, State
-from jaxpaged._integers import checked_size, checked_tuple
-from jaxpaged._scheduler.records import MOST_ADAPTERS
-
-MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
-AHEAD = 1  # slices that run while the host reads the one before
+from jaxpaged._engine.runner import Runner
+from jaxpaged._engine.slices import Apply
 
 
 class Engine:
@@ -146,117 +116,32 @@ class Engine:
         seed: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
-        num_blocks, block_size = pool_sizes(caches)
-        check_new_gpu()
-        windows, is_gpu = checked_windows(windows), _device.is_gpu()
-        sizes = chosen_sizes(
-            (num_blocks - 1) // max(len(windows), 1) + 1,
-            block_size,
+        options = checked_options(
+            caches,
             num_seats=num_seats,
             max_length=max_length,
             chunk_tokens=chunk_tokens,
             widths=widths,
-            is_gpu=is_gpu,
-            drafts=drafts,
-            exact=exact,
-        )
-        if draft is not None and not (callable(draft) and drafts):
-            raise ValueError(f"draft must be a function, and goes with drafts of at least 1; got {draft=}, {drafts=}.")
-        if hidden is not None and not (isinstance(hidden, jax.ShapeDtypeStruct) and draft is not None):
-            raise ValueError(f"hidden must be a jax.ShapeDtypeStruct, and goes with draft; got {hidden=}, {draft=}.")
-        num_seats, max_length = sizes.num_seats, sizes.max_length
-        drafts = int(drafts)  # checked with the sizes
-        max_requests = 4 * num_seats if max_requests is None else checked_size("max_requests", max_requests)
-        self._weights, self._num_blocks = own(weights), num_blocks
-        self._steps = chosen_steps(steps_per_slice)
-        self._max_requests, num_stop_ids = max_requests, checked_size("num_stop_ids", num_stop_ids, 0)
-        self._num_adapters = checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS)
-        seed, max_logprobs = checked_size("seed", seed, 0), checked_size("max_logprobs", max_logprobs, 0)
-        self._books = Books(max_requests=max_requests, seed=seed, num_adapters=num_adapters)
-        self._check = functools.partial(
-            checked_request,
-            max_length=max_length,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            windows=windows,
-            num_stop_ids=num_stop_ids,
-            num_adapters=num_adapters,
-            max_logprobs=max_logprobs,
-        )
-        shares = prefix_cache and not exact and windows == (None,)
-        least_spared = chosen_least_spared(caches) if shares else None
-        cost = functools.partial(step_cost, is_gpu=is_gpu)
-        self._kinds = make_kinds(
-            num_seats,
-            sizes.chunk_tokens,
-            sizes.widths,
-            exact=exact,
-            least_spared=least_spared,
-            cost=cost if drafts else None,
-        )
-        self._state_of_slice = State.create(
-            caches,
-            self._kinds,
-            sizes,
             max_requests=max_requests,
-            max_steps=self._steps.most,
+            steps_per_slice=steps_per_slice,
             num_stop_ids=num_stop_ids,
             num_adapters=num_adapters,
             windows=windows,
             prefix_cache=prefix_cache,
+            host_cache_bytes=host_cache_bytes,
             drafts=drafts,
-            max_logprobs=max_logprobs,
-            hidden=hidden,
-        )
-        self._inbox_of = functools.partial(
-            make_inbox,
-            num_rows=min(MOST_ARRIVALS, max_requests),
-            max_length=max_length,
-            max_requests=max_requests,
-            num_stop_ids=num_stop_ids,
-        )
-        no_news = self._inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=self._books.forgets)
-        setup = Setup(
-            apply,
-            kinds=self._kinds,
-            has_host_tier=host_cache_bytes is not None,
             draft=draft,
-            row_cost=math.inf if exact else cost(0),  # an exact engine has the rows anyway
-            is_processed=bool(processed_logprobs),
-            num_likely=max_logprobs,
             hidden=hidden,
+            exact=exact,
+            processed_logprobs=processed_logprobs,
+            max_logprobs=max_logprobs,
+            seed=seed,
+            compiler_options=compiler_options,
         )
-        function: Any = functools.partial(run_packed, setup, no_news)
-        self._mesh = find_mesh(caches)
-        if self._mesh is not None:
-            self._weights, self._state_of_slice = replicate(self._mesh, (self._weights, self._state_of_slice))
-            function = on_each_device(self._mesh, function, self._weights, self._state_of_slice)
-        compiler_options = chosen_compiler_options(compiler_options)
-        self._tier = NoHostTier()
-        if host_cache_bytes is not None:
-            self._tier = HostTier.create(
-                host_cache_bytes,
-                self._state_of_slice,
-                self._mesh,
-                least_tokens=sizes.chunk_tokens // 2,
-                growth=(AHEAD + 1) * self._steps.most,
-                compiler_options=compiler_options,
-            )
-        jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options)
-        # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
-        self._run_slice = jitted.lower(self._weights, self._state_of_slice, pack(no_news)).compile()
-        rows = no_news.prompt_lengths
-        _, self._report_types = jax.eval_shape(functools.partial(tell, setup), self._state_of_slice, rows, rows)
-        # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
-        self._thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
-        self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
-        self._failure: BaseException | None = None  # of the slice that took the state with it
-
-        self._collector: Collector | None = None  # of the rollout under way
-        self._since = time.perf_counter()  # when the stats were last counted, or the first request came
-        self._stats = EngineStats(
-            num_blocks=num_blocks - 1, num_free_blocks=num_blocks - 1, **dataclasses.asdict(sizes)
-        )
+        check_new_gpu()
+        self._options = options
+        self._books = Books(max_requests=options.max_requests, seed=options.seed, num_adapters=options.num_adapters)
+        self._runner = Runner(apply, own(weights), caches, options, self._books)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -286,14 +171,14 @@ class Engine:
         """
         outputs: dict[int, RequestOutput] = {}
         with self._serving(prompts, params) as request_ids:
-            bar, num_generated = ProgressBar(len(prompts)) if progress else None, self._stats.num_generated
+            bar, num_generated = ProgressBar(len(prompts)) if progress else None, self._runner.counts.num_generated
             while len(outputs) < len(request_ids):
-                self._advance(is_watched=False)
+                self._runner.advance(is_watched=False)
                 outputs |= {
                     output.request_id: output for output in self._books.take_news(request_ids, finished_only=True)
                 }
                 if bar is not None:
-                    bar.show(len(outputs), self._stats.num_generated - num_generated)
+                    bar.show(len(outputs), self._runner.counts.num_generated - num_generated)
         return [outputs[request_id] for request_id in request_ids]
 
     def stream(
@@ -305,7 +190,7 @@ class Engine:
         """
         with self._serving(prompts, params) as request_ids:
             while not self._books.requests.keys().isdisjoint(request_ids):
-                self._advance()
+                self._runner.advance()
                 yield from self._books.take_news(request_ids)
 
     def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> Rollout:
@@ -322,12 +207,12 @@ class Engine:
             raise ValueError("pass at least one prompt; got none.")
         with self._serving(prompts, each) as request_ids:
             rows = [row for request_id in request_ids for row in self._books.requests[request_id]]
-            self._collector = collector = Collector(rows, self._report_types)
+            self._runner.collector = collector = Collector(rows, self._runner.program.report_types)
             try:
                 while any(row.finish_reason is None for row in rows):
-                    self._advance(is_watched=False)
+                    self._runner.advance(is_watched=False)
             finally:
-                self._collector = None
+                self._runner.collector = None
         return collector.result()
 
     def score(
@@ -366,7 +251,7 @@ class Engine:
         with self._serving([of_one[:-1].tolist() for of_one in known], params, given=given) as request_ids:
             rows = [self._books.requests[request_id][0] for request_id in request_ids]
             while any(row.finish_reason is None for row in rows):
-                self._advance(is_watched=False)
+                self._runner.advance(is_watched=False)
         return [row.score() for row in rows]
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
@@ -378,8 +263,8 @@ class Engine:
             ValueError: the request can never be served; the message says why.
             RuntimeError: the engine is lost, as in `step`.
         """
-        self._check_usable()
-        return self._add(*self._check(prompt, params))
+        self._runner.check_usable()
+        return self._add(*checked_request(prompt, params, self._options))
 
     def abort(self, request_id: int | None = None, completion: int | None = None) -> bool:
         """Ends a request, or all of them. The blocks are free within a slice, and `step` returns the end.
@@ -394,7 +279,7 @@ class Engine:
         Raises:
             RuntimeError: the engine is lost, as in `step`.
         """
-        self._check_usable()
+        self._runner.check_usable()
         if request_id is None and completion is not None:
             raise ValueError(f"pass the request_id of the completion; got {completion=} alone.")
         named = self._books.named(request_id, completion)
@@ -411,7 +296,7 @@ class Engine:
                 call and every later one except `stats` raise this error, with the failure as its cause. Make another
                 engine, and add the unfinished requests again.
         """
-        self._advance()
+        self._runner.advance()
         return self._books.take_news(self._books.requests)
 
     def update_weights(self, weights: Any, *, adapters: Sequence[int] | None = None) -> None:
@@ -430,17 +315,7 @@ class Engine:
             ValueError: weights of another structure, shape or dtype, or an adapter that the engine does not have.
             RuntimeError: the engine is lost, as in `step`.
         """
-        self._check_usable()
-        weights = own(weights)
-        if found := difference(self._weights, weights):
-            raise ValueError(f"weights must be like those before; {found}.")
-        adapters = None if adapters is None else checked_tuple("adapters", adapters)
-        for adapter in adapters or ():
-            if checked_size("adapters", adapter, 0) >= (num_adapters := self._num_adapters):
-                raise ValueError(f"adapters must be below the engine's {num_adapters=}; got adapters={adapter}.")
-        self._books.version += 1
-        self._books.forget(adapters)
-        self._weights = weights if self._mesh is None else replicate(self._mesh, weights)
+        self._runner.update_weights(weights, adapters)
 
     def sleep(self) -> None:
         """Frees the memory of the caches' keys and values, for instance for a learner. Does nothing if asleep already.
@@ -452,50 +327,15 @@ class Engine:
         Raises:
             RuntimeError: requests are not finished: finish or abort them first; or the engine is lost, as in `step`.
         """
-        self._check_usable()
-        if self._asleep:
-            return
-        if self._books.requests:
-            raise RuntimeError(
-                f"{len(self._books.requests)} requests are not finished. Call step until has_unfinished_requests is "
-                "False, or abort() before, and then sleep."
-            )
-        while not self._books.is_device_empty:  # requests that were dropped
-            self._advance()
-        pools = [(x, jax.typeof(x), x.sharding) for x in pools_of(self._state.caches)]
-        with without_interrupts():
-            self._tier.clear()
-            self._asleep = pools
-            for pool, *_ in pools:
-                pool.delete()
+        self._runner.sleep()
 
     def wake_up(self) -> None:
         """Takes memory for the caches again, after `sleep`. The engine's program is not compiled again."""
-        self._check_usable()
-        if self._asleep:
-            fresh = {id(x): jnp.zeros(kind.shape, kind.dtype, device=where) for x, kind, where in self._asleep}
-            caches = jax.tree.map(lambda x: fresh.get(id(x), x), self._state_of_slice.caches)
-            self._books.forget()  # first: Ctrl-C may come anywhere
-            self._state_of_slice = dataclasses.replace(self._state_of_slice, caches=caches)
-            self._asleep = []
+        self._runner.wake_up()
 
     def stats(self) -> EngineStats:
         """The sizes, and the counts as of the last slice that the host has read."""
-        num_waiting = len(self._books.on_device) - self._stats.num_running
-        return dataclasses.replace(
-            self._stats,
-            num_queued=len(self._books.queue),
-            num_waiting=max(num_waiting, 0),
-            num_brought=self._tier.num_brought,
-            host_bytes=self._tier.host_bytes,
-        )
-
-    @property
-    def _state(self) -> State:
-        """The state, once the slices under way are over."""
-        for sent in self._books.under_way:
-            sent.result()
-        return self._state_of_slice
+        return self._runner.stats()
 
     @contextlib.contextmanager
     def _serving(
@@ -506,9 +346,9 @@ class Engine:
         given: Sequence[np.ndarray] | None = None,
     ) -> Iterator[range]:
         """Takes requests, and gives their ids. However the block ends, nothing is left of them."""
-        self._check_usable()
+        self._runner.check_usable()
         each = params_for_each(prompts, params)
-        requests = [self._check(*request) for request in zip(prompts, each, strict=True)]
+        requests = [checked_request(*request, self._options) for request in zip(prompts, each, strict=True)]
         request_ids = range(self._books.next_id, self._books.next_id + len(requests))
         try:
             for i, request in enumerate(requests):
@@ -517,106 +357,7 @@ class Engine:
         finally:
             self._books.drop(request_ids)
 
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(
-                "this engine is lost: a slice failed, and took the caches with it, which were donated. Make another "
-                f"engine, and add the {self._books.num_unfinished} unfinished requests again. The failure was "
-                f"{type(self._failure).__name__}: {self._failure}"
-            ) from self._failure
-        if self._process != os.getpid():
-            raise RuntimeError(
-                "this engine was made before os.fork(), and its thread and its device stayed with the parent process. "
-                "Make engines in the process that uses them; start processes with multiprocessing's 'spawn'."
-            )
-
     def _add(self, prompt: np.ndarray, params: SamplingParams, given: np.ndarray | None = None) -> int:
         if not self._books.num_open:
-            self._since = time.perf_counter()
+            self._runner.since = time.perf_counter()
         return self._books.add(prompt, params, given)
-
-    def _advance(self, *, is_watched: bool = True) -> None:
-        """`is_watched`: whether the caller can add requests, or show tokens, before the last one ends."""
-        self._check_usable()
-        if self._asleep:
-            raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
-        if self._books.is_device_empty:
-            self._tier.wait(self._books.queue)
-        if len(self._books.under_way) <= AHEAD:  # an interrupt may have left more
-            is_light = is_watched and self._books.num_open < self._stats.num_seats
-            num_steps = self._steps.few if is_light else self._steps.most
-            if self._tier.needs_looks:
-                num_steps = max(self._steps.few, num_steps // 4)
-            self._send(num_steps)
-        while len(self._books.under_way) > AHEAD:
-            self._receive()
-
-    @without_interrupts()
-    def _send(self, num_steps: int) -> None:
-        """Starts a slice of at most so many steps. If more requests wait than it takes, slices of none before it take
-        the others."""
-        self._tier.look_again()
-        while True:
-            sent = self._books.send(MOST_ARRIVALS, self._tier.holds)
-            sent.moves = self._tier.next_moves()
-            has_more = self._books.has_more
-            inbox = self._inbox_of(
-                sent.rows,
-                sent.aborts,
-                wants_logprobs=self._books.wants_logprobs,
-                num_steps=0 if has_more else num_steps,
-                forgets=sent.forgets,
-            )
-            sent.words = self._thread.submit(self._run, self._weights, pack(inbox), sent)
-            if not has_more:
-                return
-
-    def _run(self, weights: Any, inbox: np.ndarray, sent: Sent) -> jax.Array:
-        """From a packed inbox to a packed report. On the engine's own thread, one slice after the other: what else this
-        thread does, the GPU waits for."""
-        try:
-            for state in self._tier.move(self._state_of_slice, sent.moves):
-                self._state_of_slice = state
-            self._state_of_slice, words = self._run_slice(weights, self._state_of_slice, inbox)
-        except Exception as failure:
-            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state_of_slice)):
-                raise StateLostError from failure
-            raise
-        return words
-
-    def _receive(self) -> None:
-        """Waits for the slice that was sent first, and takes what came of it. An interrupted wait changes nothing."""
-        sent = self._books.under_way[0]
-        try:
-            report = self._read(sent.result())
-        except StateLostError as lost:
-            self._failure = lost.__cause__
-            self._check_usable()
-        except Exception as failure:
-            if sent.has_failed_with(failure):  # else only the wait has: Ctrl-C in its locks may raise other errors
-                self._books.take_back()
-                self._tier.lose(sent.moves)
-            raise
-        else:  # the slice came to pass: if this fails, the next call does it again
-            self._take(report)
-
-    def _read(self, words: jax.Array) -> Report:
-        """The report in NumPy's arrays."""
-        try:
-            return unpack(np.asarray(words), self._report_types)
-        except Exception as failure:  # the call had returned by then, and the new state is as broken as the report
-            raise StateLostError from failure
-
-    @without_interrupts()
-    def _take(self, report: Report) -> None:
-        sent = self._books.take_places(report)
-        self._tier.take(report, sent.moves)
-        if self._collector is not None:
-            self._collector.take(sent.result(), report, self._books.on_device, sent.version)
-        counts = self._books.take_tokens(report, sent.version)
-        since, self._since = self._since, time.perf_counter()
-        self._stats = counted(self._stats, report, self._kinds, seconds=self._since - since, **counts)
-
-
-class StateLostError(Exception):
-    """A slice failed after its state was donated to it."""

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpaged._allocator.state import Window, most_blocks
+from jaxpaged._allocator.state import most_blocks
+from jaxpaged._engine.options import Options
 from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.sampling import Likely
 from jaxpaged._engine.state import Inbox, Report
@@ -123,26 +124,18 @@ def checked_prompt(prompt: Sequence[int], name: str = "a prompt") -> np.ndarray:
 
 
 def checked_request(
-    prompt: Sequence[int],
-    params: SamplingParams,
-    *,
-    max_length: int,
-    num_blocks: int,
-    block_size: int,
-    windows: tuple[Window, ...],
-    num_stop_ids: int,
-    num_adapters: int,
-    max_logprobs: int,
+    prompt: Sequence[int], params: SamplingParams, options: Options
 ) -> tuple[np.ndarray, SamplingParams]:
-    """The prompt as int32, and the parameters, if an engine of these sizes can ever serve them."""
+    """The prompt as int32, and the parameters, if an engine with these options can ever serve them."""
     tokens = checked_prompt(prompt)
     check_params(params)
     limit = len(tokens) + params.max_tokens
-    if limit > max_length:
+    if limit > (max_length := options.sizes.max_length):
         raise ValueError(
             f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones are more than the engine's "
             f"{max_length=}. Shorten one of them, or make an engine with a larger max_length."
         )
+    windows, num_blocks, block_size = options.windows, options.num_blocks, options.block_size
     num_needed = most_blocks(windows, -(-(limit - 1) // block_size), block_size)  # the last token is never computed
     if num_needed > num_blocks - 1:
         most = bisect.bisect_right(
@@ -154,11 +147,11 @@ def checked_request(
             "caches of more blocks: an 8-bit dtype halves their bytes, `layer_groups` saves what windows have passed, "
             "and several GPUs hold more."
         )
-    if len(params.stop_token_ids) > num_stop_ids:
+    if len(params.stop_token_ids) > (num_stop_ids := options.num_stop_ids):
         raise ValueError(f"a request has at most {num_stop_ids=} stop tokens; got {params.stop_token_ids}.")
-    if params.adapter is not None and params.adapter >= num_adapters:
+    if params.adapter is not None and params.adapter >= (num_adapters := options.num_adapters):
         raise ValueError(f"adapter must be below the engine's {num_adapters=}; got adapter={params.adapter}.")
-    if params.top_logprobs > max_logprobs:
+    if params.top_logprobs > (max_logprobs := options.max_logprobs):
         raise ValueError(
             f"top_logprobs must be at most the engine's {max_logprobs=}; got top_logprobs={params.top_logprobs}. Make "
             "the engine with a larger max_logprobs."

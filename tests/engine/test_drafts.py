@@ -14,7 +14,7 @@ import pytest
 from jax.scipy.stats import chi2
 
 from jaxpaged import KVCache, SamplingParams
-from jaxpaged._engine import engine as engine_module
+from jaxpaged._engine import program
 from jaxpaged._engine.defaults import draft_widths
 from jaxpaged._engine.drafting import KEPT, PRIOR, Drafting, repeated
 from jaxpaged._engine.kinds import make_kinds, quickest
@@ -72,7 +72,7 @@ def idle_engines():
     yield
     for engine in ENGINES.values():
         assert not engine.has_unfinished_requests
-        state = jax.tree.map(np.asarray, engine._state)
+        state = jax.tree.map(np.asarray, engine._runner.state)
         assert state.scheduler.broken_invariants(state.allocator) == ()
         assert state.allocator.broken_invariants() == ()
         assert state.allocator.num_free == BLOCKS
@@ -330,7 +330,7 @@ def test_drafts_leave_the_distribution_as_it_is():
     num_seats, new = 64, 50
     sizes = dict(num_seats=num_seats, max_length=52, max_requests=4 * num_seats, steps_per_slice=64)
     sizes |= dict(chunk_tokens=3 * num_seats, drafts=DRAFTS)
-    with mock.patch.object(engine_module, "step_cost", return_value=1000.0):  # rows cost nothing
+    with mock.patch.object(program, "step_cost", return_value=1000.0):  # rows cost nothing
         engine = create_engine(
             model=in_a_chain,
             weights={"chain": jnp.asarray(CHAIN)},

@@ -63,12 +63,12 @@ def idle_engines():
     for engine in ENGINES.values():
         assert not engine.has_unfinished_requests
         assert_whole(engine)
-        assert int(engine._state.allocator.num_free) == BLOCKS
+        assert int(engine._runner.state.allocator.num_free) == BLOCKS
 
 
 def assert_whole(engine, hidden=None):
     """All invariants hold. `hidden`: the blocks that `fewer_blocks` took."""
-    state = engine._state
+    state = engine._runner.state
     allocator = state.allocator if hidden is None else with_blocks_back(state.allocator, hidden)
     scheduler, allocator = jax.tree.map(np.asarray, (state.scheduler, allocator))
     assert scheduler.broken_invariants(allocator) == ()
@@ -115,7 +115,7 @@ def test_tokens_do_not_depend_on_the_load(load, left, chunk_tokens, prefix_cache
     assert (engine.stats().num_preempted > preempted_before) == (left == TIGHT)
     assert (engine.stats().num_found > found_before) == prefix_cache  # in the second and third order
     if left == TIGHT:  # few seats are taken, so that steps are of every kind
-        sharing, others = np.split(np.asarray(engine._state.num_of_kind), [-4])
+        sharing, others = np.split(np.asarray(engine._runner.state.num_of_kind), [-4])
         assert (others > 0).all()
         assert (sharing.sum() > 0) == prefix_cache
 
@@ -290,7 +290,7 @@ def test_completions_hold_the_blocks_of_their_prompt_together():
     request = engine.add_request([*range(7, 29)], SamplingParams(max_tokens=STEPS * 3, temperature=1.0, n=4))
     engine.step()
     engine.step()
-    tables = np.asarray(engine._state.allocator.block_tables)
+    tables = np.asarray(engine._runner.state.allocator.block_tables)
     assert len({tuple(row) for row in tables[:, :5] if row[0]}) == 1
     assert (tables[:, 5] > 0).sum() == 4
     engine.abort(request)  # all of them
@@ -311,7 +311,7 @@ def test_nothing_is_compiled_after_the_engine_is_made(load, caplog):
         with caplog.at_level(logging.DEBUG, logger="jax"):
             engine.generate(prompts, params)
             assert compilations() == []
-            engine._thread.submit(lambda: jnp.ones((3, 1, 4, 1, 5)).sum()).result()
+            engine._runner.thread.submit(lambda: jnp.ones((3, 1, 4, 1, 5)).sum()).result()
             assert compilations()  # one would be seen
     finally:
         jax.config.update("jax_log_compiles", False)
@@ -320,7 +320,7 @@ def test_nothing_is_compiled_after_the_engine_is_made(load, caplog):
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_the_compiled_slice_copies_no_cache_and_never_calls_the_host(prefix_cache):
     engine = shared_engine(16, prefix_cache=prefix_cache)
-    program, cache = engine._run_slice, engine._state.caches
+    program, cache = engine._runner.program.run, engine._runner.state.caches
     found = instructions(program.as_text())
     shape = f"f32[{','.join(map(str, cache.k.shape))}]"
     of_cache = [name for name, _, line in found if shape in line.split(name + "(")[0]]
@@ -345,9 +345,9 @@ def test_an_abort_frees_the_blocks_within_one_slice():
     engine.abort(first)  # twice is no mistake
     engine.abort(99_999)
     engine.step()  # sends it, and reads the slice before
-    lengths = np.asarray(engine._state.allocator.lengths)
+    lengths = np.asarray(engine._runner.state.allocator.lengths)
     assert (lengths > 0).sum() == 2
-    assert int(engine._state.allocator.num_free) == BLOCKS - (-(-lengths // BLOCK_SIZE)).sum()
+    assert int(engine._runner.state.allocator.num_free) == BLOCKS - (-(-lengths // BLOCK_SIZE)).sum()
     outputs = {output.request_id: output for output in engine.step()}
     assert engine.stats().num_running == 2
     assert outputs[first].finished
@@ -388,19 +388,20 @@ def test_a_request_begins_with_the_slice_after_the_one_under_way():
     num_slices = engine.stats().num_slices
     engine.step()  # sends the next slice, and reads the one under way
     assert engine.stats().num_slices == num_slices + 1
-    assert (np.asarray(engine._state.allocator.lengths) > 20).sum() == 1  # by now its prompt is computed
+    assert (np.asarray(engine._runner.state.allocator.lengths) > 20).sum() == 1  # by now its prompt is computed
     finish(engine)
 
 
 def test_slices_are_short_while_a_seat_is_free(monkeypatch):
-    engine, inbox_of, sent = shared_engine(16), shared_engine(16)._inbox_of, []
+    runner, sent = shared_engine(16)._runner, []
+    engine, program = shared_engine(16), runner.program
 
     def counted(*args, num_steps, **options):
         sent.append(num_steps)
-        return inbox_of(*args, num_steps=num_steps, **options)
+        return program.inbox_of(*args, num_steps=num_steps, **options)
 
-    monkeypatch.setattr(engine, "_inbox_of", counted)
-    monkeypatch.setattr(engine, "_steps", Steps(few=2, most=STEPS))
+    monkeypatch.setattr(runner, "program", dataclasses.replace(program, inbox_of=counted))
+    monkeypatch.setattr(runner, "steps", Steps(few=2, most=STEPS))
     params = SamplingParams(max_tokens=STEPS, temperature=0)
     for count, num_steps in ((1, 2), (toy_model.SEATS - 1, 2), (toy_model.SEATS, STEPS), (toy_model.SEATS + 2, STEPS)):
         for _ in range(count):
@@ -414,7 +415,7 @@ def test_slices_are_short_while_a_seat_is_free(monkeypatch):
     sent.clear()
     engine.generate([[1, 2]], params)  # nobody can add a request meanwhile
     assert set(sent) == {STEPS}
-    monkeypatch.setattr(engine, "_steps", chosen_steps(3))
+    monkeypatch.setattr(runner, "steps", chosen_steps(3))
     engine.generate([[1, 2]], params)
     assert sent[-1] == 3
     sent.clear()
@@ -514,16 +515,15 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
 
 
 def test_a_request_beyond_the_pool_is_refused():
-    sizes = dict(max_length=MAX_TOKENS, num_blocks=6, block_size=4, windows=(None,), num_stop_ids=0)
-    sizes |= dict(num_adapters=0, max_logprobs=0)
-    assert checked_request([1] * 10, SamplingParams(max_tokens=11), **sizes)  # 20 tokens are computed, in 5 blocks
+    options = dataclasses.replace(shared_engine(16)._options, num_blocks=6)
+    assert checked_request([1] * 10, SamplingParams(max_tokens=11), options)  # 20 tokens are computed, in 5 blocks
     message = "22 tokens need 6 blocks of 4, and the caches have 5 beside the null block: 21 tokens fit"
     with pytest.raises(ValueError, match=message):
-        checked_request([1] * 10, SamplingParams(max_tokens=12), **sizes)
-    sizes |= dict(windows=(None, 8))
-    assert checked_request([1], SamplingParams(max_tokens=8), **sizes)
+        checked_request([1] * 10, SamplingParams(max_tokens=12), options)
+    options = dataclasses.replace(options, windows=(None, 8))
+    assert checked_request([1], SamplingParams(max_tokens=8), options)
     with pytest.raises(ValueError, match=r"10 tokens need 6 blocks of 4, .*: 9 tokens fit"):
-        checked_request([1], SamplingParams(max_tokens=9), **sizes)
+        checked_request([1], SamplingParams(max_tokens=9), options)
 
 
 def test_a_model_that_cannot_be_served_is_refused():
@@ -626,7 +626,7 @@ def test_apply_may_return_caches_in_lists_and_weights_may_be_numbers(seed, scale
     engine.update_weights({"model": random_weights(seed), "scale": scale})
     (output,) = engine.generate([[1, 2, 3]], greedy)
     assert output.outputs[0].token_ids == continuation(random_weights(seed), [1, 2, 3], greedy)[0]
-    assert isinstance(engine._state.caches, tuple)
+    assert isinstance(engine._runner.state.caches, tuple)
 
 
 def test_a_prefix_cache_that_can_find_nothing_is_harmless():
@@ -740,12 +740,12 @@ def test_an_engine_on_four_devices_gives_the_tokens_of_one(load):
     tokens()
     assert tokens() == [[tokens for tokens, _ in completions] for completions in expected]
     assert engine.stats().num_found > engine.stats().num_brought > 0  # each device has its part of what is on the host
-    for leaf in jax.tree.leaves(engine._state.allocator):
+    for leaf in jax.tree.leaves(engine._runner.state.allocator):
         first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
         assert len(others) == 3
         assert all((other == first).all() for other in others)
     shape = f"f32[{TIGHT + 1},{BLOCK_SIZE},"
-    gathers = [line for name, _, line in instructions(engine._run_slice.as_text()) if name == "all-gather"]
+    gathers = [line for name, _, line in instructions(engine._runner.program.run.as_text()) if name == "all-gather"]
     assert gathers
     assert not any(shape in line for line in gathers)
 
@@ -761,4 +761,4 @@ def test_engines_on_two_devices_share_the_prompts_out():
         )
     for outputs, alone in zip(shares, (expected[::2], expected[1::2]), strict=True):
         assert [x.outputs[0].token_ids for x in outputs] == [x.outputs[0].token_ids for x in alone]
-    assert all(leaf.devices() == {other} for leaf in jax.tree.leaves(engines[1]._state))
+    assert all(leaf.devices() == {other} for leaf in jax.tree.leaves(engines[1]._runner.state))

@@ -51,7 +51,7 @@ def assert_ready(engine, expected):
     """Nothing of earlier requests is left that could change the tokens of others or hold blocks."""
     assert not engine.has_unfinished_requests
     assert read_tokens(engine.generate(PROMPTS, LONG)) == expected
-    assert int(engine._state.allocator.num_free) == BLOCKS
+    assert int(engine._runner.state.allocator.num_free) == BLOCKS
 
 
 def interrupt_waits(monkeypatch, number, raised=KeyboardInterrupt):
@@ -115,7 +115,7 @@ def interrupted_at_line(number, functions):
     lines = iter(range(1_000_000))
 
     def trace(frame, event, arg):
-        in_file = frame.f_code.co_filename.endswith(("_engine/engine.py", "_engine/books.py"))
+        in_file = frame.f_code.co_filename.endswith(("_engine/runner.py", "_engine/books.py"))
         is_ours = in_file and frame.f_code.co_name in functions
         if event == "line" and is_ours and next(lines) == number:
             signal.raise_signal(signal.SIGINT)
@@ -134,7 +134,7 @@ def interrupted_at_line(number, functions):
 )
 def test_ctrl_c_before_any_line_of_the_books_loses_nothing(expected):
     engine = shared_engine(16)
-    functions = {"_advance", "_send", "send", "_receive", "_take", "take_places", "take_tokens", "_finish", "_tell"}
+    functions = {"advance", "_send", "send", "receive", "_take", "take_places", "take_tokens", "_finish", "_tell"}
     functions |= {"num_open", "has_more", "wants_logprobs"}
 
     def serve(number):
@@ -190,13 +190,13 @@ class Failing:
 
 def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
     model = Failing()
-    cache = jax.tree.map(jnp.zeros_like, shared_engine(16)._state.caches)
+    cache = jax.tree.map(jnp.zeros_like, shared_engine(16)._runner.state.caches)
     engine = create_engine(model=model.apply, weights=random_weights(), cache=cache, exact=True)
     assert read_tokens(engine.generate(PROMPTS, LONG)) == expected
     request = engine.add_request(PROMPTS[0], LONG)
     engine.step()
     engine.add_request(PROMPTS[1], LONG)
-    assert engine._state  # the slice is over
+    assert engine._runner.state  # the slice is over
     model.fails = True
     assert [output.request_id for output in engine.step()] == [request]  # of the slice before
     for call in (
@@ -228,7 +228,8 @@ def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
     with not_compiled():
         engine = create_engine(exact=True)
     engine.add_request(PROMPTS[0], LONG)
-    engine._run_slice = lambda weights, state, inbox: (state, Broken())
+    runner = engine._runner
+    runner.program = dataclasses.replace(runner.program, run=lambda weights, state, inbox: (state, Broken()))
     engine.step()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"this engine is lost.* RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"):

@@ -110,7 +110,7 @@ def test_tokens_are_those_of_one_table(family, widths):
     assert grouped.stats().num_preempted > 0 or family == "mistral"  # whose pool is never short
     assert (grouped.stats().num_found > 0) == prefix_cache
     assert (0 < grouped.stats().num_accepted < grouped.stats().num_drafted) == (drafts > 0)
-    scheduler, allocator = grouped._state.scheduler, grouped._state.allocator
+    scheduler, allocator = grouped._runner.state.scheduler, grouped._runner.state.allocator
     assert allocator.broken_invariants() == scheduler.broken_invariants(allocator) == ()
     assert int(allocator.num_held) == 0
 

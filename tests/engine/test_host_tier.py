@@ -62,7 +62,7 @@ def counts(engine, before=None):
 
 
 def check(engine):
-    scheduler, allocator = jax.tree.map(np.asarray, (engine._state.scheduler, engine._state.allocator))
+    scheduler, allocator = jax.tree.map(np.asarray, (engine._runner.state.scheduler, engine._runner.state.allocator))
     assert allocator.broken_invariants() == scheduler.broken_invariants(allocator) == ()
     assert engine.stats().host_bytes <= HOST_BYTES
 
@@ -176,19 +176,19 @@ def test_sleep_gives_the_host_memory_back(engine):
 
 def test_sleep_is_whole_after_an_interrupt(engine, monkeypatch):
     serve(engine, prompt_of(9, 20))
-    before, clear = signal.signal(signal.SIGINT, signal.default_int_handler), engine._tier.clear
+    before, clear = signal.signal(signal.SIGINT, signal.default_int_handler), engine._runner.tier.clear
 
     def interrupted():
         signal.raise_signal(signal.SIGINT)
         clear()
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._tier, "clear", interrupted)
+        patch.setattr(engine._runner.tier, "clear", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.sleep()
     signal.signal(signal.SIGINT, before)
     assert engine.stats().host_bytes == 0
-    assert all(pool.is_deleted() for pool in (engine._state.caches.k, engine._state.caches.v))
+    assert all(pool.is_deleted() for pool in (engine._runner.state.caches.k, engine._runner.state.caches.v))
     engine.wake_up()
     serve(engine, prompt_of(9, 20))
     check(engine)
@@ -225,14 +225,14 @@ def test_random_requests_in_a_tight_pool_get_their_own_tokens(engine):
     assert engine.stats().num_preempted > 0
     assert counts(engine, before)[1] > 100
     assert engine.stats().num_free_blocks == TIGHT
-    tier = engine._tier
+    tier = engine._runner.tier
     engine.generate([[0]], GREEDY)
     assert (tier._fetches, tier._num_staged) == ([], 0)
     assert all(serial > 0 for serial in tier._listed.values())
 
 
 def test_the_programs_copy_no_cache(engine):
-    cache, copies = engine._state.caches, engine._tier._copies
+    cache, copies = engine._runner.state.caches, engine._runner.tier._copies
     shape = f"f32[{','.join(map(str, cache.k.shape))}]"
     for program in (copies._put_in, *copies._take_out.values()):
         found = [
@@ -247,12 +247,12 @@ def test_blocks_behind_a_gap_are_not_listed(engine):
     prompt = np.array(serve(engine, prompt_of(7, 20)), np.int32)[:24].reshape(6, BLOCK_SIZE)
     push_out(engine)
     keys = [bytes([i]) for i in range(2)]
-    copies = engine._tier._copies
+    copies = engine._runner.tier._copies
     for first, is_listed in ((1, False), (0, True), (1, True)):
-        salt = int(engine._state.scheduler.prefixes.salt[0])
+        salt = int(engine._runner.state.scheduler.prefixes.salt[0])
         columns = np.array([[first, -1, -1, -1], [-1, -1, first + 1, -1]], np.int32)
-        engine._state_of_slice, (_, where) = copies.put(
-            engine._state, [Piece(prompt[: first + 2], salt, first, keys, columns, [copies._nothing] * 2)]
+        engine._runner.state_of_slice, (_, where) = copies.put(
+            engine._runner.state, [Piece(prompt[: first + 2], salt, first, keys, columns, [copies._nothing] * 2)]
         )
         ids, serials = np.asarray(where)[:, [0, 1], [0, 2]]
         assert (serials > 0).tolist() == [is_listed] * 2
@@ -265,7 +265,7 @@ def test_blocks_behind_a_gap_are_not_listed(engine):
 def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
     talk = serve(engine, prompt_of(8, 20))
     push_out(engine)
-    copies, failures = engine._tier._copies, [MemoryError("no room for a copy")]
+    copies, failures = engine._runner.tier._copies, [MemoryError("no room for a copy")]
     function = getattr(copies, name)
 
     def failing(*args):
@@ -282,8 +282,8 @@ def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
     assert output.outputs[0].token_ids == continuation(random_weights(), [*talk, 7], params)[0]
     assert counts(engine, before)[:2] == [24, 24]
     settle(engine)
-    assert (engine._tier._fetches, engine._tier._num_staged) == ([], 0)
-    assert (engine._tier._known == engine._tier._serials).all()
+    assert (engine._runner.tier._fetches, engine._runner.tier._num_staged) == ([], 0)
+    assert (engine._runner.tier._known == engine._runner.tier._serials).all()
 
 
 def test_what_a_host_tier_needs():

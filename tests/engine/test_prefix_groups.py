@@ -139,16 +139,16 @@ def test_a_group_goes_on_without_a_request_that_ends():
     request = engine.add_request([*range(7, 29)], SamplingParams(max_tokens=26, temperature=1.0, n=4))
     engine.step()
     engine.step()
-    assert engine._state.seat_groups.num_blocks.tolist().count(20 // BLOCK_SIZE) == 4
+    assert engine._runner.state.seat_groups.num_blocks.tolist().count(20 // BLOCK_SIZE) == 4
     engine.abort(request, 0)  # the leader
     engine.step()
-    groups = engine._state.seat_groups
+    groups = engine._runner.state.seat_groups
     members = np.flatnonzero(groups.num_blocks)
     assert len(members) == 3
     assert set(groups.leaders[members].tolist()) == {members[0]}
     engine.abort(request)
     finish(engine)
-    assert not engine._state.seat_groups.num_blocks.any()
+    assert not engine._runner.state.seat_groups.num_blocks.any()
 
 
 @pytest.mark.parametrize("own", [None, "sliding_window", "num_partitions"])

@@ -87,10 +87,10 @@ def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same(monkeypatch)
     finish(engine)
     with contextlib.closing(engine.stream([[3] * 20], dataclasses.replace(params, max_tokens=28))) as stream:
         next(stream)  # and is left: the device does not know yet
-    pools = [engine._state.caches.k, engine._state.caches.v]
+    pools = [engine._runner.state.caches.k, engine._runner.state.caches.v]
     engine.sleep()
     engine.sleep()
-    assert all(pool.is_deleted() for pool in [*pools, engine._state.caches.k, engine._state.caches.v])
+    assert all(pool.is_deleted() for pool in [*pools, engine._runner.state.caches.k, engine._runner.state.caches.v])
     engine.update_weights(random_weights(1))
     queued = engine.add_request(prompts[0], params)
     with pytest.raises(RuntimeError, match="asleep, and its caches are gone; call wake_up"):

@@ -142,7 +142,7 @@ def test_prompt_logprobs_come_with_the_first_completion():
 
 
 def test_logits_exist_for_one_group_of_rows_at_a_time():
-    program = shared_engine(16)._run_slice.as_text()
+    program = shared_engine(16)._runner.program.run.as_text()
     assert f"f32[{SEATS},{VOCAB}]" in program
     assert f"f32[{SEATS + 16},{VOCAB}]" not in program
 

@@ -35,14 +35,15 @@ def main():
     """Prints the compiled module."""
     mesh = resources.make_mesh(resources.H100)
     engine = toy_model.shared_engine(16)
-    news = engine._inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
-    weights = engine._weights | {"qkv": jax.numpy.split(engine._weights["qkv"], 3, axis=1)}
+    runner = engine._runner
+    news = runner.program.inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
+    weights = runner.weights | {"qkv": jax.numpy.split(runner.weights["qkv"], 3, axis=1)}
     types = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype, sharding=NamedSharding(mesh, PartitionSpec())),
-        (weights, engine._state_of_slice, news),
+        (weights, runner.state_of_slice, news),
     )
     jitted = jax.jit(
-        functools.partial(run_slice, Setup(apply_to_parts, engine._kinds)),
+        functools.partial(run_slice, Setup(apply_to_parts, runner.kinds)),
         donate_argnums=1,
         compiler_options=COMPILER_OPTIONS | {"xla_gpu_autotune_level": 0},
     )

@@ -98,7 +98,7 @@ def running(service, drain_seconds=30.0):
     if service.engine.failure is None:
         assert not engine.has_unfinished_requests
         assert service.engine.num_open == 0
-        assert int(engine._state.allocator.num_free) == engine._num_blocks - 1
+        assert int(engine._runner.state.allocator.num_free) == engine._options.num_blocks - 1
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ def test_a_stop_string_ends_one_completion_and_the_others_go_on(server, ended):
     assert answer.choices[1 - ended].text == other
     wait_for(lambda: engine.num_open == 0)
     assert engine.finished - before == {"abort": 1, answer.choices[1 - ended].finish_reason: 1}
-    assert engine.stats.num_free_blocks == engine._engine._num_blocks - 1
+    assert engine.stats.num_free_blocks == engine._engine._options.num_blocks - 1
 
 
 def test_choices_are_in_the_order_of_the_prompts(server):
@@ -415,7 +415,7 @@ def test_a_client_that_leaves_gives_its_blocks_back(server, gate, monkeypatch):
     gate.set()
     wait_for(lambda: engine.num_open == 0)
     assert engine.finished["abort"] == before + 4
-    assert engine.stats.num_free_blocks == engine._engine._num_blocks - 1
+    assert engine.stats.num_free_blocks == engine._engine._options.num_blocks - 1
 
 
 def leave(port, content):

@@ -1,0 +1,99 @@
+"""The program of an engine: a slice, compiled once for the sizes of the engine, and the state with which it begins."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpaged._engine.defaults import chosen_least_spared, step_cost
+from jaxpaged._engine.kinds import Kind, make_kinds
+from jaxpaged._engine.on_mesh import on_each_device
+from jaxpaged._engine.options import Options
+from jaxpaged._engine.packing import pack
+from jaxpaged._engine.requests import make_inbox
+from jaxpaged._engine.slices import Apply, Setup, run_packed, tell
+from jaxpaged._engine.state import Inbox, Report, State
+
+MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled slice, and what crosses to it and back.
+
+    Attributes:
+        run: `state, words = run(weights, state, words)`: from a packed inbox to a packed report. The state is donated.
+        inbox_of: `make_inbox` with the sizes of the engine.
+        report_types: shapes and dtypes of a report.
+    """
+
+    run: jax.stages.Compiled
+    inbox_of: Callable[..., Inbox]
+    report_types: Report
+
+
+def first_state(caches: Any, options: Options) -> tuple[tuple[Kind, ...], State]:
+    """The kinds of steps, and a state without requests."""
+    shares = options.prefix_cache and not options.exact and options.windows == (None,)
+    kinds = make_kinds(
+        options.sizes.num_seats,
+        options.sizes.chunk_tokens,
+        options.sizes.widths,
+        exact=options.exact,
+        least_spared=chosen_least_spared(caches) if shares else None,
+        cost=functools.partial(step_cost, is_gpu=options.is_gpu) if options.drafts else None,
+    )
+    state = State.create(
+        caches,
+        kinds,
+        options.sizes,
+        max_requests=options.max_requests,
+        max_steps=options.steps.most,
+        num_stop_ids=options.num_stop_ids,
+        num_adapters=options.num_adapters,
+        windows=options.windows,
+        prefix_cache=options.prefix_cache,
+        drafts=options.drafts,
+        max_logprobs=options.max_logprobs,
+        hidden=options.hidden,
+    )
+    return kinds, state
+
+
+def compile_program(
+    apply: Apply, weights: Any, state: State, kinds: tuple[Kind, ...], mesh: Mesh | None, options: Options
+) -> Program:
+    """For weights and a state that lie as these do."""
+    inbox_of = functools.partial(
+        make_inbox,
+        num_rows=min(MOST_ARRIVALS, options.max_requests),
+        max_length=options.sizes.max_length,
+        max_requests=options.max_requests,
+        num_stop_ids=options.num_stop_ids,
+    )
+    forgets = np.zeros(1 + options.num_adapters, np.bool_)
+    no_news = inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=forgets)
+    setup = Setup(
+        apply,
+        kinds=kinds,
+        has_host_tier=options.host_cache_bytes is not None,
+        draft=options.draft,
+        # An exact engine has the rows anyway.
+        row_cost=math.inf if options.exact else step_cost(0, is_gpu=options.is_gpu),
+        is_processed=bool(options.processed_logprobs),
+        num_likely=options.max_logprobs,
+        hidden=options.hidden,
+    )
+    function: Any = functools.partial(run_packed, setup, no_news)
+    if mesh is not None:
+        function = on_each_device(mesh, function, weights, state)
+    jitted = jax.jit(function, donate_argnums=1, compiler_options=options.compiler_options)
+    rows = no_news.prompt_lengths
+    _, report_types = jax.eval_shape(functools.partial(tell, setup), state, rows, rows)
+    # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
+    return Program(jitted.lower(weights, state, pack(no_news)).compile(), inbox_of, report_types)

@@ -1,0 +1,231 @@
+"""The host's side of slices: it sends them, a thread of their own runs them one after the other, and it reads them."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged._engine.books import Books, Sent
+from jaxpaged._engine.counting import counted
+from jaxpaged._engine.host_tier import HostTier, NoHostTier
+from jaxpaged._engine.inputs import own, pools_of
+from jaxpaged._engine.interrupts import without_interrupts
+from jaxpaged._engine.on_mesh import find_mesh, replicate
+from jaxpaged._engine.options import Options
+from jaxpaged._engine.packing import pack, unpack
+from jaxpaged._engine.program import MOST_ARRIVALS, compile_program, first_state
+from jaxpaged._engine.pytrees import difference
+from jaxpaged._engine.records import EngineStats
+from jaxpaged._engine.rollouts import Collector
+from jaxpaged._engine.slices import Apply
+from jaxpaged._engine.state import Report, State
+from jaxpaged._integers import checked_size, checked_tuple
+
+AHEAD = 1  # slices that run while the host reads the one before
+
+
+class Runner:
+    """Runs slices for an engine, whose books say what to send with them. It holds the weights and the state.
+
+    Attributes:
+        books: the engine's.
+        weights: of the next slice.
+        state_of_slice: of the slice that the thread has begun last.
+        collector: of the rollout under way.
+        since: when the stats were last counted, or the first request came.
+        counts: the stats as of the last slice that was read.
+    """
+
+    def __init__(self, apply: Apply, weights: Any, caches: Any, options: Options, books: Books):
+        self.books, self.options, self.steps = books, options, options.steps
+        self.kinds, state = first_state(caches, options)
+        self.mesh = find_mesh(caches)
+        if self.mesh is not None:
+            weights, state = replicate(self.mesh, (weights, state))
+        self.weights, self.state_of_slice = weights, state
+        self.tier = NoHostTier()
+        if options.host_cache_bytes is not None:
+            self.tier = HostTier.create(
+                options.host_cache_bytes,
+                state,
+                self.mesh,
+                least_tokens=options.sizes.chunk_tokens // 2,
+                growth=(AHEAD + 1) * options.steps.most,
+                compiler_options=options.compiler_options,
+            )
+        self.program = compile_program(apply, weights, state, self.kinds, self.mesh, options)
+        # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
+        self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
+        self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
+        self._failure: BaseException | None = None  # of the slice that took the state with it
+        self.collector: Collector | None = None
+        self.since = time.perf_counter()
+        num_blocks = options.num_blocks - 1
+        self.counts = EngineStats(
+            num_blocks=num_blocks, num_free_blocks=num_blocks, **dataclasses.asdict(options.sizes)
+        )
+
+    @property
+    def state(self) -> State:
+        """The state, once the slices under way are over."""
+        for sent in self.books.under_way:
+            sent.result()
+        return self.state_of_slice
+
+    def stats(self) -> EngineStats:
+        num_waiting = len(self.books.on_device) - self.counts.num_running
+        return dataclasses.replace(
+            self.counts,
+            num_queued=len(self.books.queue),
+            num_waiting=max(num_waiting, 0),
+            num_brought=self.tier.num_brought,
+            host_bytes=self.tier.host_bytes,
+        )
+
+    def check_usable(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                "this engine is lost: a slice failed, and took the caches with it, which were donated. Make another "
+                f"engine, and add the {self.books.num_unfinished} unfinished requests again. The failure was "
+                f"{type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "this engine was made before os.fork(), and its thread and its device stayed with the parent process. "
+                "Make engines in the process that uses them; start processes with multiprocessing's 'spawn'."
+            )
+
+    def advance(self, *, is_watched: bool = True) -> None:
+        """Sends a slice, and reads those before it.
+
+        `is_watched`: whether the caller can add requests, or show tokens, before the last one ends.
+        """
+        self.check_usable()
+        if self._asleep:
+            raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
+        if self.books.is_device_empty:
+            self.tier.wait(self.books.queue)
+        if len(self.books.under_way) <= AHEAD:  # an interrupt may have left more
+            is_light = is_watched and self.books.num_open < self.counts.num_seats
+            num_steps = self.steps.few if is_light else self.steps.most
+            if self.tier.needs_looks:
+                num_steps = max(self.steps.few, num_steps // 4)
+            self._send(num_steps)
+        while len(self.books.under_way) > AHEAD:
+            self.receive()
+
+    @without_interrupts()
+    def _send(self, num_steps: int) -> None:
+        """Starts a slice of at most so many steps. If more requests wait than it takes, slices of none before it take
+        the others."""
+        self.tier.look_again()
+        while True:
+            sent = self.books.send(MOST_ARRIVALS, self.tier.holds)
+            sent.moves = self.tier.next_moves()
+            has_more = self.books.has_more
+            inbox = self.program.inbox_of(
+                sent.rows,
+                sent.aborts,
+                wants_logprobs=self.books.wants_logprobs,
+                num_steps=0 if has_more else num_steps,
+                forgets=sent.forgets,
+            )
+            sent.words = self.thread.submit(self.run, self.weights, pack(inbox), sent)
+            if not has_more:
+                return
+
+    def run(self, weights: Any, inbox: np.ndarray, sent: Sent) -> jax.Array:
+        """From a packed inbox to a packed report. On the engine's own thread, one slice after the other: what else this
+        thread does, the GPU waits for."""
+        try:
+            for state in self.tier.move(self.state_of_slice, sent.moves):
+                self.state_of_slice = state
+            self.state_of_slice, words = self.program.run(weights, self.state_of_slice, inbox)
+        except Exception as failure:
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state_of_slice)):
+                raise StateLostError from failure
+            raise
+        return words
+
+    def receive(self) -> None:
+        """Waits for the slice that was sent first, and takes what came of it. An interrupted wait changes nothing."""
+        sent = self.books.under_way[0]
+        try:
+            report = self.read(sent.result())
+        except StateLostError as lost:
+            self._failure = lost.__cause__
+            self.check_usable()
+        except Exception as failure:
+            if sent.has_failed_with(failure):  # else only the wait has: Ctrl-C in its locks may raise other errors
+                self.books.take_back()
+                self.tier.lose(sent.moves)
+            raise
+        else:  # the slice came to pass: if this fails, the next call does it again
+            self._take(report)
+
+    def read(self, words: jax.Array) -> Report:
+        """The report in NumPy's arrays."""
+        try:
+            return unpack(np.asarray(words), self.program.report_types)
+        except Exception as failure:  # the call had returned by then, and the new state is as broken as the report
+            raise StateLostError from failure
+
+    @without_interrupts()
+    def _take(self, report: Report) -> None:
+        sent = self.books.take_places(report)
+        self.tier.take(report, sent.moves)
+        if self.collector is not None:
+            self.collector.take(sent.result(), report, self.books.on_device, sent.version)
+        counts = self.books.take_tokens(report, sent.version)
+        since, self.since = self.since, time.perf_counter()
+        self.counts = counted(self.counts, report, self.kinds, seconds=self.since - since, **counts)
+
+    def update_weights(self, weights: Any, adapters: Sequence[int] | None) -> None:
+        self.check_usable()
+        weights = own(weights)
+        if found := difference(self.weights, weights):
+            raise ValueError(f"weights must be like those before; {found}.")
+        adapters = None if adapters is None else checked_tuple("adapters", adapters)
+        for adapter in adapters or ():
+            if checked_size("adapters", adapter, 0) >= (num_adapters := self.options.num_adapters):
+                raise ValueError(f"adapters must be below the engine's {num_adapters=}; got adapters={adapter}.")
+        self.books.version += 1
+        self.books.forget(adapters)
+        self.weights = weights if self.mesh is None else replicate(self.mesh, weights)
+
+    def sleep(self) -> None:
+        self.check_usable()
+        if self._asleep:
+            return
+        if self.books.requests:
+            raise RuntimeError(
+                f"{len(self.books.requests)} requests are not finished. Call step until has_unfinished_requests is "
+                "False, or abort() before, and then sleep."
+            )
+        while not self.books.is_device_empty:  # requests that were dropped
+            self.advance()
+        pools = [(x, jax.typeof(x), x.sharding) for x in pools_of(self.state.caches)]
+        with without_interrupts():
+            self.tier.clear()
+            self._asleep = pools
+            for pool, *_ in pools:
+                pool.delete()
+
+    def wake_up(self) -> None:
+        self.check_usable()
+        if self._asleep:
+            fresh = {id(x): jnp.zeros(kind.shape, kind.dtype, device=where) for x, kind, where in self._asleep}
+            caches = jax.tree.map(lambda x: fresh.get(id(x), x), self.state_of_slice.caches)
+            self.books.forget()  # first: Ctrl-C may come anywhere
+            self.state_of_slice = dataclasses.replace(self.state_of_slice, caches=caches)
+            self._asleep = []
+
+
+class StateLostError(Exception):
+    """A slice failed after its state was donated to it."""

@@ -75,7 +75,7 @@ def copy_rows(
             is_there = arith.andi(below(chunk.row, num_rows), below(chunk.byte, 2 * head_dim))
             # What is not there is not read either: it must not be past the end of q.
             row = arith.select(is_there, row, i32(0))
-            _copy(_address(source, wide(row), 2 * head_dim, chunk.byte), chunk.smem, is_there)
+            copy(_address(source, wide(row), 2 * head_dim, chunk.byte), chunk.smem, is_there)
 
     start(source, target, *first)
 
@@ -116,7 +116,7 @@ def copy_tile(
                     arith.cmpi(arith.CmpIPredicate.slt, chunk.thread_row, end_seen),
                 )
                 is_there = is_seen if is_there is None else arith.andi(is_there, is_seen)
-            _copy(address, chunk.smem, is_there)
+            copy(address, chunk.smem, is_there)
 
     start(source, target, slot, kv_head, *seen, *ids)
 
@@ -193,7 +193,7 @@ def _locate(thread_row: Any, rows_after: int, rows: range, ids: Sequence[Any], t
     return block_id, arith.remui(row, i32(run)), 0
 
 
-def _copy(gmem: Any, smem: Any, is_there: Any | None) -> None:
+def copy(gmem: Any, smem: Any, is_there: Any | None) -> None:
     if is_there is None:
         utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16;", smem, gmem, has_side_effects=True)
         return

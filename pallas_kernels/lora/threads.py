@@ -1,0 +1,313 @@
+"""What a thread of the four warps copies for itself, multiplies and stores. All of it is traced inside the kernel.
+
+In a warp, thread 4 g + t has rows g and g + 8 of a product's left operand and sums, column g of each 8 of its right
+operand, and columns 2t and 2t + 1 of each 8 of its sums. Of the 16 numbers of a sum's terms it has those of places 2t,
+2t + 1, 2t + 8 and 2t + 9 (m16n8k16 in the PTX manual). Which term stands in which place is ours to say:
+
+    H:     numbers 8t to 8t + 7 of 32 features are two products, each of 4 terms of a thread
+    out:   ranks 2t, 2t + 1, 2t + 8 and 2t + 9 of 16; column g of product j is column 8g + j of 64
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.mma import mma
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, nvvm, vector
+
+from pallas_kernels.common.chunks import CHUNK, THREADS, below, i32, pointer, product, thread, total, wide
+from pallas_kernels.common.cp_async import copy
+from pallas_kernels.common.interpret import interpreted_by, nothing
+from pallas_kernels.common.mlir import arith, constant
+from pallas_kernels.common.rows import ROWS as SUMS
+from pallas_kernels.common.rows import ROWS_FIRST, SCALAR
+from pallas_kernels.lora.config import COLUMNS, FEATURES, ROWS, WARPS
+
+REF = plgpu.RefType()
+# The same for bfloat16 and float16.
+LEFT, RIGHT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4), plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)
+OF_WARP = FEATURES // WARPS, COLUMNS // WARPS  # features and columns of a step
+PAIR = 8  # bytes of two float32 numbers
+
+
+def _copy_features_at_once(x: Any, a: Any, stage: Any, rows: jax.Array, first_rank: jax.Array, step: jax.Array) -> None:
+    columns = pl.ds(step * FEATURES, FEATURES)
+    for i in range(ROWS):
+        is_there = rows[i] < x.shape[0]
+        row = x[jnp.where(is_there, rows[i], 0), columns]
+        stage[i] = jnp.where(is_there, row, jnp.zeros_like(row))
+    rank = stage.shape[0] // 2
+    stage[pl.ds(ROWS, rank)] = a[pl.ds(first_rank, rank), columns]
+
+
+def _multiply_features_at_once(sums: jax.Array, stage: Any) -> jax.Array:
+    step = stage[...]
+    x, a = step[:ROWS], step[ROWS : ROWS + sums.shape[1]]
+    quarters = (slice(i, i + OF_WARP[0]) for i in range(0, FEATURES, OF_WARP[0]))
+    return sums + jnp.concatenate([jnp.dot(x[:, q], a[:, q].T, preferred_element_type=jnp.float32) for q in quarters])
+
+
+def _add_warps_at_once(sums: jax.Array, _: Any, dtype: Any) -> jax.Array:
+    h = sums[:ROWS]
+    for i in range(ROWS, WARPS * ROWS, ROWS):
+        h = h + sums[i : i + ROWS]
+    return jnp.concatenate([h.astype(dtype)] * WARPS)
+
+
+def _copy_columns_at_once(b: Any, stage: Any, first_rank: jax.Array, first: jax.Array, end: jax.Array) -> None:
+    rank = stage.shape[0] // 2
+    for i in range(WARPS):
+        start, columns = first + i * OF_WARP[1], pl.ds(i % 2 * OF_WARP[1], OF_WARP[1])
+
+        @pl.when(start < end)
+        def _copy(i: int = i, start: jax.Array = start, columns: Any = columns) -> None:
+            stage[pl.ds(i // 2 * rank, rank), columns] = b[pl.ds(first_rank, rank), pl.ds(start, OF_WARP[1])]
+
+
+def _store_columns_at_once(
+    h: jax.Array, stage: Any, out: Any, rows: jax.Array, first: jax.Array, end: jax.Array
+) -> None:
+    step, rank = stage[...], h.shape[1]
+    b = jnp.concatenate([step[:rank], step[rank:]], axis=1)
+    sums = jnp.dot(h[:ROWS], b, preferred_element_type=jnp.float32).astype(out.dtype)
+    for i in range(ROWS):
+        for start in range(0, COLUMNS, OF_WARP[1]):
+
+            @pl.when(jnp.logical_and(rows[i] < out.shape[0], first + start < end))
+            def _store(i: int = i, start: int = start) -> None:
+                out[rows[i], pl.ds(first + start, OF_WARP[1])] = sums[i, start : start + OF_WARP[1]]
+
+
+@interpreted_by(_copy_features_at_once)
+def copy_features(
+    x: Any,  # GMEM [tokens, features]
+    a: Any,  # GMEM [ranks of all adapters and parts, features]
+    stage: Any,  # SMEM [2 * rank, 128]
+    rows: jax.Array,  # int32 [64], 16 rows of x for each warp; the number of tokens: zeros
+    first_rank: jax.Array,
+    step: jax.Array,
+) -> None:
+    """Starts to copy X and A of the `step`-th 128 features."""
+
+    @plgpu.inline_mgpu(arg_types=(REF, REF, REF, ROWS_FIRST.vector, SCALAR, SCALAR))
+    def start(_: Any, x: Any, a: Any, stage: Any, rows: Any, *scalars: Any) -> None:
+        first_rank, step = map(_scalar, scalars)
+        warp, g, t = _place()
+        column = total(product(step, FEATURES), product(warp, OF_WARP[0]), product(t, 8))
+        for i, row in enumerate(_rows(rows)):
+            is_there = below(row, ir.MemRefType(x.type).shape[0])
+            row = arith.select(is_there, row, i32(0))  # what is not there is not read either
+            copy(_address(x, row, column), _slot(stage, i), is_there)
+        for i in range(_rank(stage) // 8):
+            copy(_address(a, total(first_rank, g, i32(8 * i)), column), _slot(stage, 2 + i), None)
+
+    start(x, a, stage, rows, first_rank, step)
+
+
+@interpreted_by(_multiply_features_at_once)
+def multiply_features(sums: jax.Array, stage: Any) -> jax.Array:
+    """sums + X A^T of a step, f32 [64, rank]: 16 rows for each warp, of its own features."""
+
+    @plgpu.inline_mgpu(arg_types=(SUMS, REF), return_type=plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, SUMS))
+    def multiply(_: Any, sums: Any, stage: Any) -> fa.FragmentedArray:
+        upper, lower, *a = (_words(stage, i) for i in range(2 + _rank(stage) // 8))
+        for i in (0, 2):
+            left = [upper[i], lower[i], upper[i + 1], lower[i + 1]]
+            sums = _plus_product(sums, left, [word for eight in a for word in eight[i : i + 2]], stage)
+        return sums
+
+    return multiply(sums, stage)
+
+
+@interpreted_by(_add_warps_at_once)
+def add_warps(sums: jax.Array, sums_smem: Any, dtype: Any) -> jax.Array:
+    """H, what all warps have, in `dtype` [64, rank]: the same 16 rows for each warp. sums_smem: f32 [64, rank]."""
+
+    @plgpu.inline_mgpu(arg_types=(SUMS, REF), return_type=plgpu.ShapeDtypeStruct(sums.shape, dtype, SUMS))
+    def add(_: Any, sums: Any, sums_smem: Any) -> fa.FragmentedArray:
+        of_thread = total(pointer(sums_smem), product(thread(), PAIR))
+        of_lane = total(pointer(sums_smem), product(arith.remui(thread(), i32(32)), PAIR))
+        for i, pair in enumerate(sums.registers.flat):
+            address = total(of_thread, i32(i * PAIR * THREADS))
+            utils.inline_ptx("st.shared.v2.f32 [$0], {$1, $2};", address, *_numbers(pair), has_side_effects=True)
+        utils.warpgroup_barrier()
+        h = []
+        for i in range(sums.registers.size):
+            places = (i * THREADS + warp * 32 for warp in range(WARPS))
+            pairs = [_load("v2.f32", ir.F32Type.get(), total(of_lane, i32(PAIR * place))) for place in places]
+            h.append(_narrow([functools.reduce(arith.addf, numbers) for numbers in zip(*pairs, strict=True)], dtype))
+        return _array(h, SUMS, sums.shape)
+
+    return add(sums, sums_smem)
+
+
+@interpreted_by(_copy_columns_at_once)
+def copy_columns(
+    b: Any,  # GMEM [ranks of all adapters, outputs]
+    stage: Any,  # SMEM [2 * rank, 128]
+    first_rank: jax.Array,
+    first: jax.Array,  # of the outputs
+    end: jax.Array,  # of the part
+) -> None:
+    """Starts to copy B of 256 outputs, or of fewer at the end of a part."""
+
+    @plgpu.inline_mgpu(arg_types=(REF, REF, SCALAR, SCALAR, SCALAR))
+    def start(_: Any, b: Any, stage: Any, *scalars: Any) -> None:
+        first_rank, first, end = map(_scalar, scalars)
+        warp, g, t = _place()
+        column = total(first, product(warp, OF_WARP[1]), product(g, 8))
+        is_there = _is_less(column, end)
+        column = arith.select(is_there, column, i32(0))
+        for i, (rank, near) in enumerate(itertools.product(range(0, _rank(stage), 8), (0, 1))):
+            row = total(first_rank, product(t, 2), i32(rank + near))
+            copy(_address(b, row, column), _slot(stage, i), is_there)
+
+    start(b, stage, first_rank, first, end)
+
+
+@interpreted_by(_store_columns_at_once)
+def store_columns(
+    h: jax.Array,  # [64, rank]
+    stage: Any,  # SMEM [2 * rank, 128]
+    out: Any,  # GMEM [tokens, outputs]
+    rows: jax.Array,  # int32 [64], as in `copy_features`
+    first: jax.Array,
+    end: jax.Array,
+) -> None:
+    """out = H B of a step."""
+
+    @plgpu.inline_mgpu(arg_types=(SUMS, REF, REF, ROWS_FIRST.vector, SCALAR, SCALAR))
+    def store(_: Any, h: Any, stage: Any, out: Any, rows: Any, *scalars: Any) -> None:
+        first, end = map(_scalar, scalars)
+        warp, _, t = _place()
+        sums = fa.FragmentedArray.splat(constant("f32", 0.0), (WARPS * ROWS, OF_WARP[1]), SUMS.to_mgpu())
+        for rank in range(0, _rank(stage), 16):
+            b = [_words(stage, rank // 4 + i) for i in range(4)]
+            right = [_column(b[i], b[i + 1], column) for column in range(8) for i in (0, 2)]
+            sums = _plus_product(sums, list(h[:, rank : rank + 16].registers.flat), right, stage)
+        column = total(first, product(warp, OF_WARP[1]), product(t, 16))
+        for row, pairs in zip(_rows(rows), sums.registers.reshape(8, 2).T, strict=True):
+            is_there = arith.andi(below(row, ir.MemRefType(out.type).shape[0]), _is_less(column, end))
+            for i, eight in enumerate(zip(*map(_numbers, pairs), strict=True)):
+                narrow = (_narrow(eight[j : j + 2], dtype) for j in range(0, 8, 2))
+                utils.inline_ptx(
+                    "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
+                    _address(out, row, total(column, i32(8 * i))),
+                    *(utils.bitcast(pair, _word()) for pair in narrow),
+                    predicate=is_there,
+                    has_side_effects=True,
+                )
+
+    dtype = h.dtype
+    store(h, stage, out, rows, first, end)
+
+
+@interpreted_by(nothing)
+def wait(pending: int) -> None:
+    """All of a thread's own groups of copies but the last `pending` have arrived, for this thread."""
+
+    @plgpu.inline_mgpu()
+    def wait_group(_: Any) -> None:
+        nvvm.cp_async_wait_group(pending)
+
+    wait_group()
+
+
+def _place() -> tuple[Any, Any, Any]:
+    """The thread's warp, g and t."""
+    lane = arith.remui(thread(), i32(32))
+    return arith.divui(thread(), i32(32)), arith.divui(lane, i32(4)), arith.remui(lane, i32(4))
+
+
+def _rank(stage: Any) -> int:
+    return ir.MemRefType(stage.type).shape[0] // 2
+
+
+def _slot(stage: Any, i: int) -> Any:
+    """The address of the thread's i-th 16 bytes of a stage."""
+    return total(pointer(stage), product(thread(), CHUNK), i32(i * CHUNK * THREADS))
+
+
+def _address(matrix: Any, row: Any, column: Any) -> Any:
+    """i64, of a 16-bit number of a matrix in GMEM."""
+    start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(matrix))
+    number = arith.addi(product(wide(row), ir.MemRefType(matrix.type).shape[1]), wide(column))
+    return arith.addi(start, product(number, 2))
+
+
+def _words(stage: Any, i: int) -> list[Any]:
+    """The thread's i-th 16 bytes of a stage: eight numbers in four words."""
+    return _load("v4.b32", _word(), _slot(stage, i))
+
+
+def _load(kind: str, its_type: ir.Type, address: Any) -> list[Any]:
+    """From SMEM, after the wait before it."""
+    count = int(kind[1])
+    targets, constraint = ", ".join(f"${i}" for i in range(count)), "f" if kind.endswith("f32") else "r"
+    loaded = llvm.inline_asm(
+        llvm.StructType.get_literal([its_type] * count),
+        [address],
+        f"ld.shared.{kind} {{{targets}}}, [${count}];",
+        ",".join([f"={constraint}"] * count + ["r"]),
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(its_type, loaded, [i]) for i in range(count)]
+
+
+def _column(first: list[Any], second: list[Any], column: int) -> Any:
+    """A word with the numbers of one of eight columns in two rows."""
+    i, is_upper = divmod(column, 2)
+    if is_upper:
+        return arith.ori(arith.shrui(first[i], i32(16)), arith.andi(second[i], i32(-(1 << 16))))
+    return arith.ori(arith.andi(first[i], i32((1 << 16) - 1)), arith.shli(second[i], i32(16)))
+
+
+def _plus_product(sums: Any, left: list[Any], right: list[Any], like: Any) -> Any:
+    """sums + left @ right, each thread with its words of 16 terms; `like`: a memref of their dtype."""
+    pair = ir.VectorType.get((2,), ir.MemRefType(like.type).element_type)
+    left, right = ([utils.bitcast(word, pair) for word in words] for words in (left, right))
+    return mma(sums, _array(left, LEFT, (WARPS * ROWS, 16)), _array(right, RIGHT, (16, sums.shape[1])))
+
+
+def _array(registers: Sequence[Any], layout: Any, shape: tuple[int, int]) -> fa.FragmentedArray:
+    its = layout.to_mgpu()
+    flat = np.array(registers, dtype=object).reshape(its.registers_shape(shape))
+    return fa.FragmentedArray(_registers=flat, _layout=its, _is_signed=None)
+
+
+def _rows(rows: Any) -> list[Any]:
+    """Those of the thread, g and g + 8."""
+    return [number for one in rows.registers.flat for number in _numbers(one)]
+
+
+def _numbers(of: Any) -> list[Any]:
+    """Those of a vector."""
+    (count,) = ir.VectorType(of.type).shape
+    return [vector.extract(of, dynamic_position=[], static_position=[i]) for i in range(count)]
+
+
+def _narrow(pair: Sequence[Any], dtype: Any) -> Any:
+    """Two float32 numbers as a vector of 16-bit ones."""
+    wide_pair = vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), list(pair))
+    return arith.truncf(ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype)), wide_pair)
+
+
+def _is_less(x: Any, y: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.ult, x, y)
+
+
+def _word() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _scalar(x: Any) -> Any:
+    return x.registers.item()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jaxpaged._attention.call import Call
 from jaxpaged._attention.plan import follows, plan_pays, programs_at_once, visible
-from jaxpaged._attention.runs import fewest_runs
+from jaxpaged._attention.runs import fewest_runs, most_runs
 from jaxpaged._device import Gpu
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import partition_plan
@@ -211,7 +211,7 @@ def _runs(call: Call, gpu: Gpu) -> tuple[int, int]:
 def _num_runs(call: Call, run: int) -> int:
     """Runs of `run` query tokens, at most: none has tokens of two sequences."""
     if call.tokens_per_seq is None:
-        return -(-call.q.shape[0] // run) + (call.lengths.shape[0] if run > 1 else 0)
+        return most_runs(call.q.shape[0], call.lengths.shape[0], run)
     return call.q.shape[0] * -(-call.tokens_per_seq // run)
 
 

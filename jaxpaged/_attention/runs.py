@@ -6,8 +6,8 @@ the keys and values that they share come from the L2 cache.
 
 In a uniform call run r of sequence s is row `s * num_runs + r` of a larger batch. If its queries are not causal, all
 tokens of a run see the same, as the heads of a KV head do. Then a run becomes a single token, with more heads: options
-must not differ between heads. In a packed call runs do not cross sequences, so there are at most `tokens / run + seqs`;
-of one token each there are as many as tokens, and q stays where it is.
+must not differ between heads. In a packed call runs do not cross sequences; if they have one token each, q stays where
+it is.
 
 Each run has its own row of the block tables: 4 bytes for each run and block of a row's capacity. For 2048 new tokens of
 a table for 128k, in blocks of 16 and with 4 heads for each KV head, that is 4 MB; for 128k at once 268 MB.
@@ -26,6 +26,11 @@ def fewest_runs(q_len: int, group: int, most_rows: int = MAX_ROWS) -> tuple[int,
     """Number of runs, and tokens in each, for `q_len` tokens with `group` heads for each KV head."""
     num_runs = -(-q_len // max(1, most_rows // group))
     return num_runs, -(-q_len // num_runs)
+
+
+def most_runs(tokens: int, seqs: int, run: int) -> int:
+    """The most runs of packed tokens: of each sequence that has any, the last run may be of one token."""
+    return (tokens + (run - 1) * min(seqs, tokens)) // run
 
 
 def cut_uniform(call: Call, run: int) -> Call:
@@ -72,7 +77,7 @@ def place_runs(call: Call, run: int) -> Runs:
     num_new = jnp.diff(starts)
     num_runs = -(-num_new // run)
     ends = jnp.cumsum(num_runs, dtype=jnp.int32)
-    run_ids = jnp.arange(-(-tokens // run) + seqs, dtype=jnp.int32)
+    run_ids = jnp.arange(most_runs(tokens, seqs, run), dtype=jnp.int32)
     seq_ids = jnp.searchsorted(ends, run_ids, side="right", method="scan_unrolled").astype(jnp.int32)
     seq_ids = jnp.minimum(seq_ids, seqs - 1)
     offsets = (run_ids - (ends - num_runs)[seq_ids]) * run

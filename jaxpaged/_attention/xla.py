@@ -33,7 +33,7 @@ TILE = 128  # tokens; against 256, 3 times as fast at 80 tokens and equal at 100
 # 32/8 heads of 128, us: 1 x 8192 in 64 steps 2000, in one, of 35 MB, 175.
 STEP_BYTES = 40 * 1024 * 1024
 
-RUN = 16  # packed tokens, at most, that read a tile of keys together; `tokens / run + seqs` tiles are held
+RUN = 16  # packed tokens, at most, that read a tile of keys together; `most_runs` tiles are held
 
 
 def attend(call: Call, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,7 @@
 """Query tokens cut into runs: which, and what each of them attends to."""
 
 import functools
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import check_call
-from jaxpaged._attention.runs import cut_uniform, fewest_runs, join_uniform
+from jaxpaged._attention.runs import cut_uniform, fewest_runs, join_uniform, most_runs
 from tests.attention.conformance import OptionsAlone
 from tests.cases import OPTIONS, make_case, within_budget
 
@@ -41,6 +42,14 @@ def test_runs(q_len, group, runs):
     num_runs, run = runs
     assert q_len <= num_runs * run < q_len + run
     assert run * group <= 64 or run == 1
+
+
+@pytest.mark.parametrize("run", [1, 2, 7])
+@pytest.mark.parametrize(("tokens", "seqs"), [(1, 1), (5, 3), (3, 5), (9, 4), (4, 4)])
+def test_packed_runs_suffice_and_are_never_fewer(tokens, seqs, run):
+    shares = [counts for counts in itertools.product(range(tokens + 1), repeat=seqs) if sum(counts) <= tokens]
+    needed = max(sum(-(-count // run) for count in counts) for counts in shares)
+    assert most_runs(tokens, seqs, run) == needed
 
 
 def arguments(case):

@@ -137,11 +137,15 @@ def latent_attention[C: (KVCache, CacheLayer)](
     scale = (s.head_dim + s.rotary_dim) ** -0.5 if s.scale is None else s.scale
     how: Any = dict(scale=scale, implementation=s.implementation)
 
+    def by_head(products: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+        # With an axis of one in the batch XLA would transpose what it computes for each head.
+        return jnp.einsum(products, x.reshape(-1, *x.shape[-2:]), weights).reshape(*slots.shape, s.num_heads, -1)
+
     def absorbed() -> jax.Array:
-        return jnp.concatenate([jnp.einsum("...hd,chd->...hc", plain, to_keys), rotary], axis=-1)
+        return jnp.concatenate([by_head("thd,chd->thc", plain, to_keys), rotary], axis=-1)
 
     def values(out: jax.Array) -> jax.Array:
-        return jnp.einsum("...hc,chd->...hd", out, to_values)
+        return by_head("thc,chd->thd", out, to_values)
 
     per_seq = slots.size // allocator.lengths.shape[0]
     is_special = any(x is not None for x in (tree_mask, shared_prefix, plan, s.sliding_window, s.num_partitions))

@@ -20,6 +20,7 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.quantise import kv_scale, widen_kv
 from jaxpaged._cache.rotate import rotate_and_write_kv
+from jaxpaged._cache.split_rotary import split_rotary
 from jaxpaged._cache.transfer import gather_kv, scatter_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._cache.zeroing import zero_blocks
@@ -80,6 +81,7 @@ __all__ = [
     "rotary_frequencies",
     "rotate_and_write_kv",
     "scatter_kv",
+    "split_rotary",
     "tree_mask",
     "widen_kv",
     "write_kv",

@@ -16,9 +16,10 @@ from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.runs import owners
-from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.kv_cache import LARGEST, KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotate import cos_sin, rotate
+from jaxpaged._cache.split_rotary import split_key, split_query
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
 from jaxpaged._modules import check_tokens, find_positions, pools_of
@@ -133,7 +134,12 @@ def latent_attention[C: (KVCache, CacheLayer)](
     )
     if s.rotary_factor != 1.0:  # of q and of k: the cache holds keys without it
         rotary = rotary * jnp.asarray(s.rotary_factor**2, rotary.dtype)
-    cache = write_kv(cache, jnp.concatenate([latent[..., None, :], shared_key], axis=-1), None, slots)
+    pools = pools_of(cache)
+    is_split = pools.k.shape[-1] > s.latent_features
+    stored = jnp.concatenate([latent[..., None, :], shared_key], axis=-1)
+    if is_split:
+        stored = split_key(cache, stored)
+    cache = write_kv(cache, stored, None, slots)
     scale = (s.head_dim + s.rotary_dim) ** -0.5 if s.scale is None else s.scale
     how: Any = dict(scale=scale, implementation=s.implementation)
 
@@ -142,7 +148,8 @@ def latent_attention[C: (KVCache, CacheLayer)](
         return jnp.einsum(products, x.reshape(-1, *x.shape[-2:]), weights).reshape(*slots.shape, s.num_heads, -1)
 
     def absorbed() -> jax.Array:
-        return jnp.concatenate([by_head("thd,chd->thc", plain, to_keys), rotary], axis=-1)
+        whole = jnp.concatenate([by_head("thd,chd->thc", plain, to_keys), rotary], axis=-1)
+        return split_query(pools, whole) if is_split else whole
 
     def values(out: jax.Array) -> jax.Array:
         return by_head("thc,chd->thd", out, to_values)
@@ -221,7 +228,10 @@ def check_latent_call(
     """Raises `ValueError` if a module's inputs do not fit together."""
     check_tokens(x, cache, slots, query_starts)
     pools, s = pools_of(cache), settings
-    if pools.k.shape[-2:] != (1, s.latent_features) or pools.latent_values != s.latent_dim:
+    widths = [s.latent_features]
+    if pools.k.dtype in LARGEST:
+        widths.append(s.latent_features + s.rotary_dim)  # see `jaxpaged.split_rotary`
+    if pools.k.shape[-2] != 1 or pools.k.shape[-1] not in widths or pools.latent_values != s.latent_dim:
         raise ValueError(
             f"the cache must be a latent one of {s.latent_features} numbers and values of {s.latent_dim} for this "
             f"module; got {pools.k.shape=}, {pools.latent_values=}. Create it with KVCache.create(is_latent=True, "

@@ -173,6 +173,9 @@ class LatentAttention(nnx.Module):
     tokens are attended to as above. So are all tokens in other calls, and with a window, a tree, a plan, a shared
     prefix or a number of partitions.
 
+    The cache has `latent_dim + rotary_dim` numbers a token. One of 8 bits may have `latent_dim + 2 * rotary_dim`, and
+    is more precise: see `jaxpaged.split_rotary`.
+
     Args:
         in_features: width of the input and the output.
         settings: sizes, options, dtypes.

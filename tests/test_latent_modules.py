@@ -128,6 +128,27 @@ def test_which_prompts_have_keys_of_each_head(expanded_from):
     assert error < 0.1
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, dataclasses.replace(SETTINGS, expanded_from=2)])
+def test_a_cache_with_rotary_numbers_in_two(settings):
+    """The width of the cache asks for it; absorbed queries, and those of a history, fit it."""
+    module = jaxpaged.nnx.LatentAttention(FEATURES, settings, rngs=nnx.Rngs(0))
+    weights = module.kv_a_proj_with_mqa.kernel
+    weights[...] = weights[...] * jnp.asarray([1.0] * 16 + [4.0] * 4)[None]  # the rotary part has the most to say
+    x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
+    expected = expanded(module, x)[:, 5:]
+
+    def error(width):
+        cache = KVCache.create(**BLOCKS, is_latent=True, num_kv_heads=1, head_dim=width, value_dim=16, dtype="int8")
+        allocator, slots, _ = BlockAllocator.create(**BLOCKS, num_seqs=1, max_blocks_per_seq=4).append(
+            jnp.asarray([5]), q_len=5
+        )
+        cache, _ = module(x[:, :5], cache, allocator, slots)
+        allocator, slots, _ = allocator.append(jnp.asarray([2]), q_len=2)
+        return np.abs(module(x[:, 5:], cache, allocator, slots)[1] - expected).max()
+
+    assert error(24) < error(20) / 2
+
+
 def test_errors():
     module = jaxpaged.nnx.LatentAttention(FEATURES, SETTINGS, rngs=nnx.Rngs(0))
     _, allocator, slots = start(5)

@@ -27,6 +27,7 @@ MEASURED = {  # by how a file's name begins, without its folder; the first that 
     "gpu_tests": ALL,
     "groups": ("jaxpaged/_allocator",),
     "host_tier": ALL,
+    "latent_forms": ("jaxpaged/_cache",),
     "perplexity": ("jaxpaged/_cache", "jaxpaged/_attention"),
     "read_order": ("benchmarks/harness.py",),
     "serve_soak": (*ALL, "examples"),

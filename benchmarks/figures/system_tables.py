@@ -161,6 +161,16 @@ def perplexity(points: Points) -> str:
     return table((*heads, "prompts equal", "tokens before"), rows)
 
 
+def latent_forms(points: Points) -> str:
+    found = points("cpu/latent_forms")
+    outliers = [key for key in next(iter(found.values())) if key.startswith("outliers")]
+    rows = (
+        [name, str(p["bytes_per_token"]), *(f"{p[key]['output']:.1%}" for key in outliers), f"{p['mean_nats']:.4f}"]
+        for name, p in found.items()
+    )
+    return table(("stored", "bytes a token", *outliers, "SmolLM2, nats a token"), rows)
+
+
 def trainer_logprobs(points: Points) -> str:
     found: dict[str, dict[str, Any]] = {}
     for point in points("cpu/trainer_logprobs").values():

@@ -195,11 +195,14 @@ def start(
             f"{num_blocks - 1} beside the null block; pass at least --num-blocks {blocks_at_start + 1}."
         )
     placeholder = 1.0 if scale in ("tensor", "head") else None
+    sizes = config.cache_sizes
+    if config.latent is not None and scale == "token_head":
+        sizes["head_dim"] += config.latent.rotary_dim  # rotary numbers in two: `jaxpaged.split_rotary`
     create = functools.partial(
         jaxpaged.KVCache.create,
         num_blocks=num_blocks,
         block_size=block_size,
-        **config.cache_sizes,
+        **sizes,
         dtype=dtype,
         scale_per=scale,
         k_scale=placeholder,

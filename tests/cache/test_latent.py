@@ -93,6 +93,45 @@ def test_capacity_agrees_to_the_byte(is_latent, quantised):
     assert capacity.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale_per", "gain"),
+    [("int8", "token_head", 12), ("float8_e4m3fn", "tensor", 8), ("float8_e5m2", "head", 4)],
+)
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_rotary_numbers_in_two(dtype, scale_per, gain, is_layer):
+    """Products with queries have an error `gain` times smaller, and latent numbers no larger one."""
+    k, slots = tokens()[0] * jnp.asarray([1.0] * 8 + [9.0] * 4)[None, None], jnp.arange(2, 6)
+    q = jax.random.normal(jax.random.key(1), (4, 3, 12)).at[..., :8].set(0)
+    kind = dict(num_kv_heads=1, value_dim=8, is_latent=True, dtype=dtype, scale_per=scale_per)
+    if scale_per != "token_head":
+        kind["k_scale"] = 0.1
+
+    def errors(width):
+        """Of products of rotary numbers, and of latent numbers."""
+        cache = KVCache.create(num_blocks=4, block_size=2, head_dim=width, num_layers=2 if is_layer else None, **kind)
+        cache = jaxpaged.CacheLayer(cache, 1) if is_layer else cache
+        split = jaxpaged.split_rotary(cache, q, k) if width == 16 else (q, k)
+        cache = write_kv(cache, split[1], None, slots)
+        stored = jaxpaged.widen_kv(cache.pool if is_layer else cache).k.reshape(-1, 1, width)[-6:-2]
+        products = (jnp.einsum("thd,txd->th", each, keys) for each, keys in ((q, k), (split[0], stored)))
+        return jnp.abs(jnp.subtract(*products)).max(), jnp.abs(stored - split[1])[..., :8].max()
+
+    (of_one, latent), (of_two, latent_of_two) = errors(12), errors(16)
+    assert 0 < of_two < of_one / gain
+    assert 0 < latent_of_two <= latent
+
+
+def test_errors_of_rotary_numbers_in_two():
+    k, _ = tokens()
+    for cache, message in (
+        (filled(False, "int8"), "must be a latent one of 8 bits; got pool.latent_values=None"),
+        (filled(True), "pool.k.dtype=float32"),
+        (filled(True, "int8"), "the cache's 8 values and half as many rotary numbers as are stored behind them, 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jaxpaged.split_rotary(cache, k, k)
+
+
 def test_errors():
     k, v = tokens()
     latent, cache = filled(True), filled(False)

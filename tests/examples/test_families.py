@@ -86,9 +86,10 @@ def test_behind_an_engine(family, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_latent_of_8_bits(tmp_path, capsys):
+@pytest.mark.parametrize("scale", ["tensor", "token_head"])
+def test_a_latent_of_8_bits(scale, tmp_path, capsys):
     write_family(tmp_path, "deepseek_v3")
-    options = "--cache-dtype", "int8", "--cache-scale", "tensor", "--max-new-tokens", "2", "--json"
+    options = "--cache-dtype", "int8", "--cache-scale", scale, "--max-new-tokens", "2", "--json"
     assert exit_code(generate.main, ["--model", str(tmp_path), "--prompt", "ab", *options]) == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 2
 

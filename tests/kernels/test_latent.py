@@ -96,6 +96,9 @@ SHAPES = {
     "32 heads": dict(group=32),
     "128 heads, partitions": dict(group=128, num_partitions=3),
     "float8": dict(group=16, cache_dtype=jnp.float8_e5m2, scales=("token_head", "token_head")),
+    "int8, rotary numbers in two": dict(
+        group=16, head_dim=640, cache_dtype=jnp.int8, scales=("token_head", "token_head")
+    ),
     "other widths": dict(kv_heads=2, head_dim=192, value_dim=128, is_latent=False, group=4),
 }
 
@@ -104,7 +107,7 @@ SHAPES = {
     ("name", "compute_capability"),
     [("16 heads", gpu) for gpu in (8.0, 8.9, 9.0, 10.0, 12.0)]
     + [("128 heads, partitions", gpu) for gpu in (8.9, 9.0)]
-    + [("32 heads", 8.9), ("float8", 9.0), ("other widths", 8.9)],
+    + [("32 heads", 8.9), ("float8", 9.0), ("int8, rotary numbers in two", 8.0), ("other widths", 8.9)],
 )
 def test_lowers(name, compute_capability):
     trace, config = traced_decode(**DEEPSEEK | SHAPES[name], compute_capability=compute_capability)

@@ -1,6 +1,7 @@
 """Single steps of an engine: how long each kind takes, and its scheduling alone."""
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -32,9 +33,10 @@ class Steps:
     def run(self, requests: Sequence[Request] = (), *, num_steps: int = 0, aborts: Sequence[int] = ()) -> Any:
         """A slice; its report, once it is over."""
         engine, runner = self.engine, self.engine._runner
+        adapters = range(engine._options.num_adapters) or [None]  # the requests take turns
         rows = [
-            Row(0, np.asarray(prompt, np.int32), SamplingParams(max_tokens=new, temperature=0), 0)
-            for prompt, new in requests
+            Row(0, np.asarray(prompt, np.int32), SamplingParams(max_tokens=new, temperature=0, adapter=adapter), 0)
+            for (prompt, new), adapter in zip(requests, itertools.cycle(adapters), strict=False)
         ]
         sent = Sent(rows, list(aborts), engine._books.forgets, version=0)
         inbox = runner.program.inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps, forgets=sent.forgets)

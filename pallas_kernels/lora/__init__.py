@@ -28,4 +28,5 @@ same in both, and a thread takes the numbers that are next to each other in GMEM
 | `tiles` | how rows are sorted into tiles |
 | `kernel` | every array with its shape, a program from its start to its end, and the launch |
 | `threads` | what a thread copies, multiplies and stores |
+| `registers` | where it finds that, and how registers are operands of products |
 """

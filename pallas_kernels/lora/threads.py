@@ -10,31 +10,43 @@ operand, and columns 2t and 2t + 1 of each 8 of its sums. Of the 16 numbers of a
 
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.mosaic.gpu.mma import mma
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, nvvm, vector
+from jaxlib.mlir.dialects import nvvm
 
-from pallas_kernels.common.chunks import CHUNK, THREADS, below, i32, pointer, product, thread, total, wide
+from pallas_kernels.common.chunks import THREADS, below, i32, pointer, product, thread, total
 from pallas_kernels.common.cp_async import copy
 from pallas_kernels.common.interpret import interpreted_by, nothing
 from pallas_kernels.common.mlir import arith, constant
 from pallas_kernels.common.rows import ROWS as SUMS
 from pallas_kernels.common.rows import ROWS_FIRST, SCALAR
 from pallas_kernels.lora.config import COLUMNS, FEATURES, ROWS, WARPS
+from pallas_kernels.lora.registers import (
+    address_of,
+    column_of,
+    find_place,
+    is_less,
+    load,
+    load_words,
+    make_array,
+    narrowed,
+    numbers_of,
+    plus_product,
+    rank_of,
+    rows_of_thread,
+    scalar_of,
+    slot,
+    word_type,
+)
 
 REF = plgpu.RefType()
-# The same for bfloat16 and float16.
-LEFT, RIGHT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4), plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)
 OF_WARP = FEATURES // WARPS, COLUMNS // WARPS  # features and columns of a step
 PAIR = 8  # bytes of two float32 numbers
 
@@ -100,15 +112,15 @@ def copy_features(
 
     @plgpu.inline_mgpu(arg_types=(REF, REF, REF, ROWS_FIRST.vector, SCALAR, SCALAR))
     def start(_: Any, x: Any, a: Any, stage: Any, rows: Any, *scalars: Any) -> None:
-        first_rank, step = map(_scalar, scalars)
-        warp, g, t = _place()
+        first_rank, step = map(scalar_of, scalars)
+        warp, g, t = find_place()
         column = total(product(step, FEATURES), product(warp, OF_WARP[0]), product(t, 8))
-        for i, row in enumerate(_rows(rows)):
+        for i, row in enumerate(rows_of_thread(rows)):
             is_there = below(row, ir.MemRefType(x.type).shape[0])
             row = arith.select(is_there, row, i32(0))  # what is not there is not read either
-            copy(_address(x, row, column), _slot(stage, i), is_there)
-        for i in range(_rank(stage) // 8):
-            copy(_address(a, total(first_rank, g, i32(8 * i)), column), _slot(stage, 2 + i), None)
+            copy(address_of(x, row, column), slot(stage, i), is_there)
+        for i in range(rank_of(stage) // 8):
+            copy(address_of(a, total(first_rank, g, i32(8 * i)), column), slot(stage, 2 + i), None)
 
     start(x, a, stage, rows, first_rank, step)
 
@@ -119,10 +131,10 @@ def multiply_features(sums: jax.Array, stage: Any) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(SUMS, REF), return_type=plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, SUMS))
     def multiply(_: Any, sums: Any, stage: Any) -> fa.FragmentedArray:
-        upper, lower, *a = (_words(stage, i) for i in range(2 + _rank(stage) // 8))
+        upper, lower, *a = (load_words(stage, i) for i in range(2 + rank_of(stage) // 8))
         for i in (0, 2):
             left = [upper[i], lower[i], upper[i + 1], lower[i + 1]]
-            sums = _plus_product(sums, left, [word for eight in a for word in eight[i : i + 2]], stage)
+            sums = plus_product(sums, left, [word for eight in a for word in eight[i : i + 2]], stage)
         return sums
 
     return multiply(sums, stage)
@@ -138,14 +150,14 @@ def add_warps(sums: jax.Array, sums_smem: Any, dtype: Any) -> jax.Array:
         of_lane = total(pointer(sums_smem), product(arith.remui(thread(), i32(32)), PAIR))
         for i, pair in enumerate(sums.registers.flat):
             address = total(of_thread, i32(i * PAIR * THREADS))
-            utils.inline_ptx("st.shared.v2.f32 [$0], {$1, $2};", address, *_numbers(pair), has_side_effects=True)
+            utils.inline_ptx("st.shared.v2.f32 [$0], {$1, $2};", address, *numbers_of(pair), has_side_effects=True)
         utils.warpgroup_barrier()
         h = []
         for i in range(sums.registers.size):
             places = (i * THREADS + warp * 32 for warp in range(WARPS))
-            pairs = [_load("v2.f32", ir.F32Type.get(), total(of_lane, i32(PAIR * place))) for place in places]
-            h.append(_narrow([functools.reduce(arith.addf, numbers) for numbers in zip(*pairs, strict=True)], dtype))
-        return _array(h, SUMS, sums.shape)
+            pairs = [load("v2.f32", ir.F32Type.get(), total(of_lane, i32(PAIR * place))) for place in places]
+            h.append(narrowed([functools.reduce(arith.addf, numbers) for numbers in zip(*pairs, strict=True)], dtype))
+        return make_array(h, SUMS, sums.shape)
 
     return add(sums, sums_smem)
 
@@ -162,14 +174,14 @@ def copy_columns(
 
     @plgpu.inline_mgpu(arg_types=(REF, REF, SCALAR, SCALAR, SCALAR))
     def start(_: Any, b: Any, stage: Any, *scalars: Any) -> None:
-        first_rank, first, end = map(_scalar, scalars)
-        warp, g, t = _place()
+        first_rank, first, end = map(scalar_of, scalars)
+        warp, g, t = find_place()
         column = total(first, product(warp, OF_WARP[1]), product(g, 8))
-        is_there = _is_less(column, end)
+        is_there = is_less(column, end)
         column = arith.select(is_there, column, i32(0))
-        for i, (rank, near) in enumerate(itertools.product(range(0, _rank(stage), 8), (0, 1))):
+        for i, (rank, near) in enumerate(itertools.product(range(0, rank_of(stage), 8), (0, 1))):
             row = total(first_rank, product(t, 2), i32(rank + near))
-            copy(_address(b, row, column), _slot(stage, i), is_there)
+            copy(address_of(b, row, column), slot(stage, i), is_there)
 
     start(b, stage, first_rank, first, end)
 
@@ -184,30 +196,30 @@ def store_columns(
     end: jax.Array,
 ) -> None:
     """out = H B of a step."""
+    dtype = h.dtype
 
     @plgpu.inline_mgpu(arg_types=(SUMS, REF, REF, ROWS_FIRST.vector, SCALAR, SCALAR))
     def store(_: Any, h: Any, stage: Any, out: Any, rows: Any, *scalars: Any) -> None:
-        first, end = map(_scalar, scalars)
-        warp, _, t = _place()
+        first, end = map(scalar_of, scalars)
+        warp, _, t = find_place()
         sums = fa.FragmentedArray.splat(constant("f32", 0.0), (WARPS * ROWS, OF_WARP[1]), SUMS.to_mgpu())
-        for rank in range(0, _rank(stage), 16):
-            b = [_words(stage, rank // 4 + i) for i in range(4)]
-            right = [_column(b[i], b[i + 1], column) for column in range(8) for i in (0, 2)]
-            sums = _plus_product(sums, list(h[:, rank : rank + 16].registers.flat), right, stage)
+        for rank in range(0, rank_of(stage), 16):
+            b = [load_words(stage, rank // 4 + i) for i in range(4)]
+            right = [column_of(b[i], b[i + 1], column) for column in range(8) for i in (0, 2)]
+            sums = plus_product(sums, list(h[:, rank : rank + 16].registers.flat), right, stage)
         column = total(first, product(warp, OF_WARP[1]), product(t, 16))
-        for row, pairs in zip(_rows(rows), sums.registers.reshape(8, 2).T, strict=True):
-            is_there = arith.andi(below(row, ir.MemRefType(out.type).shape[0]), _is_less(column, end))
-            for i, eight in enumerate(zip(*map(_numbers, pairs), strict=True)):
-                narrow = (_narrow(eight[j : j + 2], dtype) for j in range(0, 8, 2))
+        for row, pairs in zip(rows_of_thread(rows), sums.registers.reshape(8, 2).T, strict=True):
+            is_there = arith.andi(below(row, ir.MemRefType(out.type).shape[0]), is_less(column, end))
+            for i, eight in enumerate(zip(*map(numbers_of, pairs), strict=True)):
+                narrow = (narrowed(eight[j : j + 2], dtype) for j in range(0, 8, 2))
                 utils.inline_ptx(
                     "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
-                    _address(out, row, total(column, i32(8 * i))),
-                    *(utils.bitcast(pair, _word()) for pair in narrow),
+                    address_of(out, row, total(column, i32(8 * i))),
+                    *(utils.bitcast(pair, word_type()) for pair in narrow),
                     predicate=is_there,
                     has_side_effects=True,
                 )
 
-    dtype = h.dtype
     store(h, stage, out, rows, first, end)
 
 
@@ -220,94 +232,3 @@ def wait(pending: int) -> None:
         nvvm.cp_async_wait_group(pending)
 
     wait_group()
-
-
-def _place() -> tuple[Any, Any, Any]:
-    """The thread's warp, g and t."""
-    lane = arith.remui(thread(), i32(32))
-    return arith.divui(thread(), i32(32)), arith.divui(lane, i32(4)), arith.remui(lane, i32(4))
-
-
-def _rank(stage: Any) -> int:
-    return ir.MemRefType(stage.type).shape[0] // 2
-
-
-def _slot(stage: Any, i: int) -> Any:
-    """The address of the thread's i-th 16 bytes of a stage."""
-    return total(pointer(stage), product(thread(), CHUNK), i32(i * CHUNK * THREADS))
-
-
-def _address(matrix: Any, row: Any, column: Any) -> Any:
-    """i64, of a 16-bit number of a matrix in GMEM."""
-    start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(matrix))
-    number = arith.addi(product(wide(row), ir.MemRefType(matrix.type).shape[1]), wide(column))
-    return arith.addi(start, product(number, 2))
-
-
-def _words(stage: Any, i: int) -> list[Any]:
-    """The thread's i-th 16 bytes of a stage: eight numbers in four words."""
-    return _load("v4.b32", _word(), _slot(stage, i))
-
-
-def _load(kind: str, its_type: ir.Type, address: Any) -> list[Any]:
-    """From SMEM, after the wait before it."""
-    count = int(kind[1])
-    targets, constraint = ", ".join(f"${i}" for i in range(count)), "f" if kind.endswith("f32") else "r"
-    loaded = llvm.inline_asm(
-        llvm.StructType.get_literal([its_type] * count),
-        [address],
-        f"ld.shared.{kind} {{{targets}}}, [${count}];",
-        ",".join([f"={constraint}"] * count + ["r"]),
-        has_side_effects=True,
-    )
-    return [llvm.extractvalue(its_type, loaded, [i]) for i in range(count)]
-
-
-def _column(first: list[Any], second: list[Any], column: int) -> Any:
-    """A word with the numbers of one of eight columns in two rows."""
-    i, is_upper = divmod(column, 2)
-    if is_upper:
-        return arith.ori(arith.shrui(first[i], i32(16)), arith.andi(second[i], i32(-(1 << 16))))
-    return arith.ori(arith.andi(first[i], i32((1 << 16) - 1)), arith.shli(second[i], i32(16)))
-
-
-def _plus_product(sums: Any, left: list[Any], right: list[Any], like: Any) -> Any:
-    """sums + left @ right, each thread with its words of 16 terms; `like`: a memref of their dtype."""
-    pair = ir.VectorType.get((2,), ir.MemRefType(like.type).element_type)
-    left, right = ([utils.bitcast(word, pair) for word in words] for words in (left, right))
-    return mma(sums, _array(left, LEFT, (WARPS * ROWS, 16)), _array(right, RIGHT, (16, sums.shape[1])))
-
-
-def _array(registers: Sequence[Any], layout: Any, shape: tuple[int, int]) -> fa.FragmentedArray:
-    its = layout.to_mgpu()
-    flat = np.array(registers, dtype=object).reshape(its.registers_shape(shape))
-    return fa.FragmentedArray(_registers=flat, _layout=its, _is_signed=None)
-
-
-def _rows(rows: Any) -> list[Any]:
-    """Those of the thread, g and g + 8."""
-    return [number for one in rows.registers.flat for number in _numbers(one)]
-
-
-def _numbers(of: Any) -> list[Any]:
-    """Those of a vector."""
-    (count,) = ir.VectorType(of.type).shape
-    return [vector.extract(of, dynamic_position=[], static_position=[i]) for i in range(count)]
-
-
-def _narrow(pair: Sequence[Any], dtype: Any) -> Any:
-    """Two float32 numbers as a vector of 16-bit ones."""
-    wide_pair = vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), list(pair))
-    return arith.truncf(ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype)), wide_pair)
-
-
-def _is_less(x: Any, y: Any) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.ult, x, y)
-
-
-def _word() -> ir.Type:
-    return ir.IntegerType.get_signless(32)
-
-
-def _scalar(x: Any) -> Any:
-    return x.registers.item()

@@ -5,7 +5,7 @@ taken by all threads or by none. It is stricter than a GPU:
 
 - A copy (cp.async) writes as late as it may, when it is waited for, or with `late=False` as early as it may.
 - 16 bytes that a thread copied may be read by that thread only, and what another thread stored only behind a barrier.
-- Nothing outside of an array is read or written, and no byte of an array is written twice.
+- SMEM is NaN at first. Nothing outside of an array is read or written, and no byte of an array is written twice.
 """
 
 import itertools
@@ -22,7 +22,7 @@ NOBODY = -1
 SMEM_BYTES = 1 << 18
 NUMBERS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 # Of Mosaic's prologue, and what threads in step need not do.
-IGNORED = r"elect\.sync|shfl\.sync|fence\.|\.|//|\)|\(|\{|\}|\$L.*:$"
+IGNORED = r"elect\.sync|shfl\.sync|fence\.|\.|//|\)|\(|\{|\}"
 
 
 class Grid:
@@ -54,7 +54,7 @@ class Program:
         self.grid, self.late = grid, late
         special = {"%tid.x": ME} | {f"%ctaid.{name}": i for name, i in zip("xyz", ids, strict=False)}
         self.registers = {name: np.broadcast_to(np.uint64(x), THREADS) for name, x in special.items()}
-        self.smem, self.copier = np.zeros(SMEM_BYTES, np.uint8), np.full(SMEM_BYTES, NOBODY)
+        self.smem, self.copier = np.full(SMEM_BYTES, 255, np.uint8), np.full(SMEM_BYTES, NOBODY)
         self.writer = np.full(SMEM_BYTES, NOBODY)  # since the last barrier
         self.groups: list[list[Callable[[], None]]] = [[]]  # of copies that have not arrived; the last is open
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,6 +36,8 @@ from lib.http_server import Server, bind
 from lib.openai_forms import read_ask
 from lib.service import PAGE_POLICY, Service
 from tests.examples.tiny_checkpoint import EOS, greedy, next_logits, write_adapter
+from tests.examples.tiny_families import PROMPT as PROMPT_OF_FAMILIES
+from tests.examples.tiny_families import write_family
 
 KEY, PROMPT = "secret", "The quick brown fox"
 INTERRUPTIBLE = """
@@ -648,6 +651,19 @@ def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
         server.thread.join(60)
         assert not server.thread.is_alive()
         assert str(server.service.engine.failure) == "out of memory"
+
+
+@pytest.mark.slow
+def test_latents_behind_the_server(tmp_path):
+    """A prompt, and again as the prefix cache knows it: the tokens of transformers."""
+    write_family(tmp_path, "deepseek_v3")
+    tokens = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())["deepseek_v3"]["tokens"]
+    options = [f"--model={tmp_path}", "--dtype=float32", f"--api-key={KEY}", *SIZES, "--max-length=32"]
+    service = serve.create_service(serve.parse_arguments(options))
+    with running(service) as server:
+        for _ in range(2):
+            answer = complete(server, model=tmp_path.name, prompt=[PROMPT_OF_FAMILIES] * 2, max_tokens=len(tokens))
+            assert [choice.text for choice in answer.choices] == [service.checkpoint.tokenizer.decode(tokens)] * 2
 
 
 def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):

@@ -5,33 +5,27 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxpaged import explain
 from jaxpaged._attention.choose import Known, by_decode
-from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
-from tests.kernels.interpret import H100, changed, check_mistakes_of_latents, make_call, run_without_races
+from tests.cases import OPTIONS, make_case
+from tests.kernels.interpret import (
+    H100,
+    attend,
+    changed,
+    check,
+    check_mistakes_of_latents,
+    check_queries_of_a_history,
+    make_call,
+    run_without_races,
+)
 from tests.kernels.lowering import mosaic_for, traced_decode
 
 pytestmark = pytest.mark.slow
 
 BF16 = jnp.bfloat16
 latent_case = functools.partial(make_case, kv_heads=1, head_dim=192, latent_values=128, dtype=BF16)
-
-
-def attend(case, *, num_partitions=1, **changes):
-    call = make_call(case)
-    choice = by_decode(call, H100, Known(num_partitions=num_partitions))
-    out, lse = run_without_races(changed(choice, **(dict(copies="tma") | changes)), call)
-    return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
-
-
-def check(case, **how):
-    out, lse = attend(case, **how)
-    assert_within_budget(case, out)
-    assert_lse(case, lse)
-    return np.asarray(out, np.float32)
 
 
 @pytest.mark.parametrize("name", ["scale", "all"])
@@ -66,18 +60,14 @@ def test_8_bits(dtype, scale):
 
 
 def test_queries_of_a_history():
-    """Packed, in runs whose tokens are heads: each sees all of its sequence."""
-    case = latent_case(lengths=(70, 3), q_len=5, heads=24)
-    packed, starts = case.q.reshape(10, *case.q.shape[2:])[2:], jnp.asarray([0, 3, 8], jnp.int32)
-    call = dataclasses.replace(make_call(case), q=packed, query_starts=starts, causal=False)
-    choice = by_decode(call, H100)
-    assert choice.run == 2
-    out, lse = run_without_races(dataclasses.replace(changed(choice, copies="tma"), mapped=None), call)
-    out, lse = (jnp.concatenate([x[:2], x]).reshape(2, 5, *x.shape[1:]) for x in (out, lse))
-    for i in range(2, 5):
-        token = case.replace(q=case.q[:, i])
-        assert_within_budget(token, out[:, i])
-        assert_lse(token, lse[:, i])
+    """In runs whose tokens are heads."""
+
+    def compute(call):
+        choice = by_decode(call, H100)
+        assert choice.run == 2
+        return run_without_races(dataclasses.replace(changed(choice, copies="tma"), mapped=None), call)
+
+    check_queries_of_a_history(latent_case(lengths=(70, 3), q_len=5, heads=24), compute)
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (64, 128)])

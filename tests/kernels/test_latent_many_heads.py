@@ -10,7 +10,13 @@ import pytest
 from jaxpaged import explain
 from jaxpaged._attention.choose import Known, choose
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
-from tests.kernels.interpret import H100, check_mistakes_of_latents, make_call, run_without_races
+from tests.kernels.interpret import (
+    H100,
+    check_mistakes_of_latents,
+    check_queries_of_a_history,
+    make_call,
+    run_without_races,
+)
 from tests.kernels.lowering import mosaic_for, traced_latent
 
 pytestmark = pytest.mark.slow
@@ -83,15 +89,8 @@ def test_packed_tokens():
 
 
 def test_queries_of_a_history():
-    """Packed, in runs whose tokens are heads: each sees all of its sequence."""
-    case = latent_case(lengths=(70, 3), q_len=5, heads=16)
-    packed, starts = case.q.reshape(10, *case.q.shape[2:])[2:], jnp.asarray([0, 3, 8], jnp.int32)
-    call = dataclasses.replace(make_call(case), q=packed, query_starts=starts, causal=False)
-    out, lse = (jnp.concatenate([x[:2], x]).reshape(2, 5, *x.shape[1:]) for x in compute(call))
-    for i in range(2, 5):
-        token = case.replace(q=case.q[:, i])
-        assert_within_budget(token, out[:, i])
-        assert_lse(token, lse[:, i])
+    """In runs whose tokens are heads."""
+    check_queries_of_a_history(latent_case(lengths=(70, 3), q_len=5, heads=16), compute)
 
 
 def test_mistakes_are_noticed():

@@ -44,6 +44,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "allocator": system_tables.allocator,
     "allocator in a step": system_tables.allocator_in_a_step,
     "perplexity": system_tables.perplexity,
+    "latent forms": system_tables.latent_forms,
     "several gpus": system_tables.several_gpus,
     "text drafts": system_tables.text_drafts,
     "trainer logprobs": system_tables.trainer_logprobs,

@@ -586,8 +586,8 @@ MUTANTS = (
     Mutant(
         "engine: new weights are not told",
         "jaxpaged/_engine/runner.py",
-        "        self.books.version += 1\n        self.books.forget(adapters)\n",
-        "        self.books.version += 1\n",
+        "            self.books.version += 1\n            self.books.forget(adapters)\n",
+        "            self.books.version += 1\n",
         FORGOTTEN,
     ),
     Mutant(

@@ -49,12 +49,12 @@ class Books:
         self.queue: deque[Row] = deque()
         self.under_way: deque[Sent] = deque()
         self.on_device: dict[int, Row] = {}
-        self.requests: dict[int, list[Row]] = {}  # unfinished, or with news
+        self.requests: dict[int, list[Row]] = {}  # unfinished, or their end was not told
         self.next_id = 0
         self.version = 0  # of the weights: updates so far
         # Whether the next slice is to forget cached prefixes: without an adapter, and of each.
         self.forgets = np.zeros(1 + num_adapters, np.bool_)
-        self._news: dict[int, None] = {}  # requests with news, in the order in which they have them
+        self._news: dict[int, list[Row]] = {}  # requests with news, in the order in which they have them
         self._aborts: list[int] = []  # places, for the next slice
         self._num_sent = 0
         self._num_held = 0  # rows that `send` left in the queue
@@ -68,6 +68,11 @@ class Books:
     def rows_sent(self) -> list[Row]:
         """On the device, or on their way."""
         return [*self.on_device.values(), *itertools.chain.from_iterable(sent.rows for sent in self.under_way)]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every request has ended, and its end was told."""
+        return not self.requests and not self._news
 
     @property
     def num_unfinished(self) -> int:
@@ -127,22 +132,31 @@ class Books:
     @without_interrupts()
     def drop(self, request_ids: Iterable[int]) -> None:
         """Ends requests, and never speaks of them again."""
+        request_ids = list(request_ids)
         left = [request_id for request_id in request_ids if request_id in self.requests]
         if left:
             self.end([row for request_id in left for row in self.requests[request_id]])
-        for request_id in left:
-            del self.requests[request_id]
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
             self._news.pop(request_id, None)
 
-    def take_news(self, request_ids: Container[int], *, finished_only: bool = False) -> list[RequestOutput]:
-        """What is new of these requests since they were last told."""
-        told = [request_id for request_id in self._news if request_id in request_ids]
-        outputs = [make_output(request_id, self.requests[request_id]) for request_id in told]
-        for output in outputs:
-            del self._news[output.request_id]
+    def take_news(
+        self, request_ids: Container[int] | None = None, *, finished_only: bool = False
+    ) -> list[RequestOutput]:
+        """What is new of these requests, or of all, since they were last told."""
+        left, outputs = {}, []
+        for request_id, rows in self._news.items():
+            if request_ids is not None and request_id not in request_ids:
+                left[request_id] = rows
+                continue
+            output = make_output(request_id, rows)
             if output.finished:
-                del self.requests[output.request_id]
-        return [output for output in outputs if output.finished] if finished_only else outputs
+                self.requests.pop(request_id, None)
+            if output.finished or not finished_only:
+                outputs.append(output)
+        # Until here an interrupt leaves all news to be told again; and none comes between these two lines.
+        self._news = left
+        return outputs
 
     def send(self, most: int, is_held: Callable[[Row, list[Row]], bool] = lambda row, before: False) -> Sent:
         """What goes out with the next slice, with at most so many rows. Rows that are held stay in the queue.
@@ -223,4 +237,4 @@ class Books:
 
     def _tell(self, row: Row) -> None:
         if row.request_id in self.requests:  # else it was dropped
-            self._news[row.request_id] = None
+            self._news[row.request_id] = self.requests[row.request_id]

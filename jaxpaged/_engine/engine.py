@@ -146,7 +146,7 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether to call `step` again: a request is not finished, or `step` has not returned its end."""
-        return bool(self._books.requests)
+        return not self._books.is_settled
 
     def generate(
         self,
@@ -289,7 +289,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Starts a slice, reads the one before it, and returns the requests that have news.
 
-        Ctrl-C loses nothing: call `step` again.
+        Ctrl-C in it loses nothing: call `step` again. What it has returned is yours, and is not told again.
 
         Raises:
             RuntimeError: a slice failed. If it had started, the donated caches are gone and the engine is lost: this
@@ -297,7 +297,7 @@ class Engine:
                 engine, and add the unfinished requests again.
         """
         self._runner.advance()
-        return self._books.take_news(self._books.requests)
+        return self._books.take_news()
 
     def update_weights(self, weights: Any, *, adapters: Sequence[int] | None = None) -> None:
         """Uses other weights of the same shapes from the next slice on. Nothing is compiled.
@@ -325,7 +325,8 @@ class Engine:
         beside its keys and values stay.
 
         Raises:
-            RuntimeError: requests are not finished: finish or abort them first; or the engine is lost, as in `step`.
+            RuntimeError: requests are not finished: finish or abort them first; or a slice failed, as in `step`: once
+                told, `sleep` does its work if called again.
         """
         self._runner.sleep()
 

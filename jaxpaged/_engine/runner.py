@@ -195,21 +195,25 @@ class Runner:
         for adapter in adapters or ():
             if checked_size("adapters", adapter, 0) >= (num_adapters := self.options.num_adapters):
                 raise ValueError(f"adapters must be below the engine's {num_adapters=}; got adapters={adapter}.")
-        self.books.version += 1
-        self.books.forget(adapters)
-        self.weights = weights if self.mesh is None else replicate(self.mesh, weights)
+        weights = weights if self.mesh is None else replicate(self.mesh, weights)
+        with without_interrupts():
+            self.books.version += 1
+            self.books.forget(adapters)
+            self.weights = weights
 
     def sleep(self) -> None:
         self.check_usable()
         if self._asleep:
             return
-        if self.books.requests:
+        if not self.books.is_settled:
             raise RuntimeError(
                 f"{len(self.books.requests)} requests are not finished. Call step until has_unfinished_requests is "
                 "False, or abort() before, and then sleep."
             )
         while not self.books.is_device_empty:  # requests that were dropped
             self.advance()
+        while self.books.under_way:  # what they hold is memory, and a failure of theirs is told once
+            self.receive()
         pools = [(x, jax.typeof(x), x.sharding) for x in pools_of(self.state.caches)]
         with without_interrupts():
             self.tier.clear()

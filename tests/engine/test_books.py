@@ -45,7 +45,7 @@ def add(books, count, **options):
 
 
 def news(books):
-    return [(output.request_id, output.outputs[0].token_ids) for output in books.take_news(books.requests)]
+    return [(output.request_id, output.outputs[0].token_ids) for output in books.take_news()]
 
 
 def test_a_row_waits_goes_out_and_ends(books):
@@ -98,7 +98,7 @@ def test_what_a_failed_slice_took_is_sent_again_in_order(books):
     books.take_back()
     assert books.forgets.all()
     assert [row.request_id for row in books.queue] == [ids[1], ids[2]]
-    assert [(output.request_id, output.finished) for output in books.take_news(books.requests)] == [(ids[0], True)]
+    assert [(output.request_id, output.finished) for output in books.take_news()] == [(ids[0], True)]
     assert books.num_open == 2
 
 

@@ -2,17 +2,20 @@
 
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
 import sys
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged import SamplingParams
+from jaxpaged import Engine, SamplingParams
+from jaxpaged._engine.books import Books
 from jaxpaged._engine.interrupts import without_interrupts
 from tests import toy_model
 from tests.toy_model import (
@@ -154,6 +157,62 @@ def test_ctrl_c_before_any_line_of_the_books_loses_nothing(expected):
     while serve(number):
         number += 7
     assert number > 200
+    assert_ready(engine, expected)
+
+
+@contextlib.contextmanager
+def interrupted_behind_line(number, functions):
+    """Ctrl-C before that line, counted from 0 over all in these functions. It is raised where Python looks for it."""
+    interrupt = ctypes.pythonapi.PyErr_SetInterrupt
+    interrupt.argtypes, interrupt.restype = [ctypes.py_object], None
+    lines, monitoring, tool = iter(range(10_000)), sys.monitoring, sys.monitoring.DEBUGGER_ID
+
+    def count(code, line):
+        if next(lines) == number:
+            monitoring.register_callback(tool, monitoring.events.LINE, None)
+            victim = set()
+            _reference = weakref.ref(victim, interrupt)
+            del victim  # calls it, and after a `del` Python does not look
+
+    monitoring.use_tool_id(tool, "ctrl-c")
+    monitoring.register_callback(tool, monitoring.events.LINE, count)
+    try:
+        for function in functions:
+            monitoring.set_local_events(tool, function.__code__, monitoring.events.LINE)
+        yield
+    finally:
+        for function in functions:
+            monitoring.set_local_events(tool, function.__code__, 0)
+        monitoring.free_tool_id(tool)
+
+
+@pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="only the main thread gets SIGINT"
+)
+def test_ctrl_c_while_step_returns_loses_nothing(expected):
+    engine, params = shared_engine(16), dataclasses.replace(LONG, max_tokens=STEPS + 1)
+
+    def serve(number):
+        """Whether the line was reached, in which case the engine was interrupted once."""
+        requests = [engine.add_request(prompt, params) for prompt in PROMPTS[:2]]
+        outputs, was_interrupted = {}, False
+        with interrupted_behind_line(number, (Engine.step, Books.take_news)):
+            while engine.has_unfinished_requests:
+                told = []
+                try:
+                    told = engine.step()
+                    str(told)  # where Python looks
+                except KeyboardInterrupt:
+                    was_interrupted = True
+                outputs |= {output.request_id: output for output in told}
+        assert read_tokens(outputs[request] for request in requests) == [x[: STEPS + 1] for x in expected[:2]], number
+        assert all(outputs[request].finished for request in requests)
+        return was_interrupted
+
+    number = 0
+    while serve(number):
+        number += 1
+    assert number > 20
     assert_ready(engine, expected)
 
 

@@ -90,6 +90,7 @@ def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same(monkeypatch)
     pools = [engine._runner.state.caches.k, engine._runner.state.caches.v]
     engine.sleep()
     engine.sleep()
+    assert not engine._books.under_way  # their reports are memory of the device too
     assert all(pool.is_deleted() for pool in [*pools, engine._runner.state.caches.k, engine._runner.state.caches.v])
     engine.update_weights(random_weights(1))
     queued = engine.add_request(prompts[0], params)
@@ -110,6 +111,20 @@ def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same(monkeypatch)
     assert engine.generate(prompts[:1], params)[0].outputs == before[0].outputs
     assert engine.stats().num_found == found
     assert request != queued
+
+
+def test_sleep_tells_of_a_slice_that_failed_once():
+    engine, weights = shared_engine(16), random_weights()
+    engine.update_weights(weights)
+    weights["head"].delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        engine.generate([[1, 2]], SamplingParams(max_tokens=6))
+    engine.update_weights(random_weights())
+    with pytest.raises(RuntimeError, match="deleted"):
+        engine.sleep()  # of the slice that was sent after the one that `generate` has read
+    engine.sleep()
+    engine.wake_up()
+    assert engine.generate([[1, 2]], SamplingParams(max_tokens=6))[0].finished
 
 
 def test_processed_logprobs_are_those_of_the_distribution_that_is_drawn_from():

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
-from pallas_kernels.common.chunks import CHUNK, below, chunks, i32, pointer, product, thread, total, wide
+from pallas_kernels.common.chunks import CHUNK, THREADS, below, chunks, i32, pointer, product, thread, total, wide
 from pallas_kernels.common.interpret import interpreted_by, nothing
 from pallas_kernels.common.mlir import arith
 from pallas_kernels.common.rows import SCALAR
@@ -51,7 +51,7 @@ def _copy_tile_at_once(
 
 
 def _copy_scales_at_once(
-    source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Array, kv_head: jax.Array
+    source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Array, kv_head: jax.Array, threads: int = THREADS
 ) -> None:
     count = target.shape[0] // len(ids)
     for j, block_id in enumerate(ids):
@@ -122,15 +122,19 @@ def copy_tile(
 
 
 @interpreted_by(_copy_scales_at_once)
-def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Array, kv_head: jax.Array) -> None:
-    """Starts to copy scales f32 [blocks, block_size, kv_heads] of the tokens of a tile to `target` [tile]."""
+def copy_scales(
+    source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Array, kv_head: jax.Array, threads: int = THREADS
+) -> None:
+    """Starts to copy scales f32 [blocks, block_size, kv_heads] of the tokens of a tile to `target` [tile], at most as
+    many as there are threads: of a warpgroup or a warp."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[SCALAR] * (2 + len(ids))))
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
         slot, kv_head, *block_ids = map(_scalar, scalars)
         _, block_size, kv_heads = ir.MemRefType(source.type).shape
         (tile,) = ir.MemRefType(target.type).shape
-        token = arith.remui(thread(), i32(tile))
+        own = arith.remui(thread(), i32(threads))
+        token = arith.remui(own, i32(tile))
         block_id, of_thread, _ = _locate(token, 0, range(tile), block_ids, tile)
         row = total(product(arith.addi(slot, of_thread), kv_heads), kv_head)
         number = arith.addi(product(wide(block_id), block_size * kv_heads), wide(row))
@@ -139,7 +143,7 @@ def copy_scales(source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Ar
             "cp.async.ca.shared.global [$0], [$1], 4;",
             address,
             _address(source, number, 4, i32(0)),
-            predicate=below(thread(), tile),
+            predicate=below(own, tile),
             has_side_effects=True,
         )
 
@@ -169,6 +173,17 @@ def barrier() -> None:
 
 
 @interpreted_by(nothing)
+def wait_own(pending: int) -> None:
+    """All groups but the last `pending` of this thread have arrived."""
+
+    @plgpu.inline_mgpu()
+    def wait_group(_: Any) -> None:
+        nvvm.cp_async_wait_group(pending)
+
+    wait_group()
+
+
+@interpreted_by(nothing)
 def wait(pending: int) -> None:
     """All groups but the last `pending` have arrived, for every thread."""
 
@@ -194,6 +209,7 @@ def _locate(thread_row: Any, rows_after: int, rows: range, ids: Sequence[Any], t
 
 
 def copy(gmem: Any, smem: Any, is_there: Any | None) -> None:
+    """Of addresses, by a thread; zeros if it is not there."""
     if is_there is None:
         utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16;", smem, gmem, has_side_effects=True)
         return

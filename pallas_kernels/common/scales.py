@@ -21,15 +21,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.rows import LOG2E, LOWEST, Orientation
+from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS, Orientation
 
 LEAST = 2.0**-100  # a scale of 0 has a logarithm too
 
 
-def of_tokens(*scales: Any | None) -> tuple[Any, ...]:
-    """Those that hold one a token and KV head."""
-    return tuple(each for each in scales if each is not None and len(each.shape) == 3)
+def ring_types(scales: dict[str, Any | None], *, stages: int, tile: int) -> dict[str, Any]:
+    """SMEM for the scales of tokens, by the names of the kernels' `Refs`; `scales`: of "k" and "v"."""
+    of_tokens = [name for name, scale in scales.items() if scale is not None and len(scale.shape) == 3]
+    return {f"{name}_scales_smem": plgpu.SMEM((stages, tile), jnp.float32) for name in of_tokens}
+
+
+def rings(refs: Any) -> list[tuple[Any, Any]]:
+    """Of K and of V the scales of tokens, GMEM f32 [blocks, block_size, kv_heads], and their ring, f32 [stages, tile];
+    without those that are not there."""
+    pairs = (refs.k_scale, refs.k_scales_smem), (refs.v_scale, refs.v_scales_smem)
+    return [pair for pair in pairs if pair[1] is not None]
+
+
+def load_of_tile(ring: Any | None, stage: jax.Array, orientation: Orientation) -> jax.Array | None:
+    """One a token, f32 [tile]; None: there are none."""
+    if ring is None:
+        return None
+    return plgpu.load(ring.at[stage], layout=ROWS.reduce(orientation.axis), optimized=False)
 
 
 def of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:

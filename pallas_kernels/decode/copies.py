@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import cp_async
+from pallas_kernels.common import cp_async, scales
 from pallas_kernels.common.fetch import Ring, block_at, copy_tile
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.decode.config import COLUMNS, TILE
@@ -57,7 +57,7 @@ class CpAsync:
 
     def start_values(self, i: jax.Array, ids: Ids) -> None:
         if len(self.rings) > 1:
-            self.start(i, ids, self.rings[1], ())
+            self.start(i, ids, self.rings[1], [])
 
     def start_latent(self, i: jax.Array, ids: Ids) -> None:  # in place of values that are still in use
         cp_async.barrier()
@@ -74,14 +74,11 @@ class CpAsync:
             cp_async.wait(2 * self.stages - 1)
 
     @property
-    def scales(self) -> tuple[tuple[Any, Any], ...]:
-        """The scales of tokens: GMEM f32 [blocks, block_size, kv_heads], and their ring, SMEM f32 [stages, 64]. They
-        come with the keys."""
-        refs = self.refs
-        pairs = (refs.k_scale, refs.k_scales_smem), (refs.v_scale, refs.v_scales_smem)
-        return tuple(pair for pair in pairs if pair[1] is not None)
+    def scales(self) -> list[tuple[Any, Any]]:
+        """The scales of tokens, which come with the keys, and their rings."""
+        return scales.rings(self.refs)
 
-    def start(self, i: jax.Array, ids: Ids, ring: Ring, scales: tuple[tuple[Any, Any], ...]) -> None:
+    def start(self, i: jax.Array, ids: Ids, ring: Ring, scales: list[tuple[Any, Any]]) -> None:
         @pl.when(i < self.walk.num_tiles)
         def _start() -> None:
             stage = lax.rem(i, jnp.int32(self.stages))

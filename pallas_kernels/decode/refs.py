@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import widen
 from pallas_kernels.common.fetch import copy_rows
-from pallas_kernels.common.scales import of_tokens
+from pallas_kernels.common.scales import ring_types
 from pallas_kernels.common.sizes import filled_rows, is_8bit, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
 
@@ -111,9 +111,7 @@ def scratch(
         arrays[f"{name}_smem"] = widen.scratch(shape, cache_dtype) if eight_bit else ring
     if eight_bit:
         arrays["wide_q_smem"] = plgpu.SMEM((width, rows), jnp.float16, transforms=matrix(of_rows, 2))
-        for name, scale in zip(widths, scales, strict=False):  # a latent has those of its keys
-            if of_tokens(scale):
-                arrays[f"{name}_scales_smem"] = plgpu.SMEM((stages, TILE), jnp.float32)
+        arrays |= ring_types(dict(zip(widths, scales, strict=False)), stages=stages, tile=TILE)  # a latent has one ring
     if config.copies == "tma":
         for name in widths:
             num_copies = TILE // copy_rows(block_size, TILE)

@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import widen
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted_by
-from pallas_kernels.common.rows import ROWS
+from pallas_kernels.common.rows import ROWS_LAST
+from pallas_kernels.common.scales import load_of_tile
 from pallas_kernels.common.sizes import is_8bit
 from pallas_kernels.decode.config import COLUMNS
 from pallas_kernels.decode.refs import Refs
@@ -91,11 +92,12 @@ class Tiles:
 
     def k_scales(self, stage: jax.Array) -> jax.Array | None:
         """One a token, f32 [64]; None: there are none."""
-        return _loaded(self.refs.k_scales_smem, stage)
+        return load_of_tile(self.refs.k_scales_smem, stage, ROWS_LAST)
 
     def v_scales(self, stage: jax.Array) -> jax.Array | None:
         """As `k_scales`."""
-        return _loaded(self.refs.k_scales_smem if self.is_latent else self.refs.v_scales_smem, stage)
+        refs = self.refs
+        return load_of_tile(refs.k_scales_smem if self.is_latent else refs.v_scales_smem, stage, ROWS_LAST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,3 @@ class Tiles8Bit(Tiles):
         narrow, words = ring
         words = words.at[:, :, pl.ds(c * COLUMNS // 2, COLUMNS // 2)]
         return widen.Tiles(narrow.at[:, :, column_slice(c)], words, LEFT)
-
-
-def _loaded(scales: Any | None, stage: jax.Array) -> jax.Array | None:
-    return None if scales is None else plgpu.load(scales.at[stage], layout=ROWS.reduce(1), optimized=False)

@@ -5,7 +5,6 @@ Everything here is traced inside the kernel.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from pallas_kernels.prefill.item import Item, Items
 from pallas_kernels.prefill.scales import Scales
 
 Ids = tuple[jax.Array, ...]  # of the blocks that a warp copies of a tile
-ScalesOf = Callable[[jax.Array], Scales]  # by KV head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Fetcher:
     keys: Ring
     values: Ring
     tables: Any  # GMEM, int32 [seqs, max_blocks]
-    scales_of: ScalesOf
+    scales: Scales
     config: Config
 
     def run(self) -> None:
@@ -48,7 +46,7 @@ class Fetcher:
             return lax.fori_loop(item.begin, item.end, fetch_tile, (turn, self._ids(item, item.begin, warp)))[0]
 
         turn = lax.fori_loop(0, self.items.count(), fetch_item, jnp.int32(0))
-        self.scales_of(jnp.int32(0)).announce_last(turn)
+        self.scales.announce_last(turn)
         # No warp may exit while a barrier that it waited on still completes a phase.
         for stage in range(self.config.num_fetched_stages):
 
@@ -92,8 +90,6 @@ class Fetcher:
                     ring.target.at[stage, pl.ds(row, count)],
                     ring.full.at[stage],
                 )
-        scales = self.scales_of(item.kv_head)
-        scale_stage = lax.rem(turn, jnp.int32(scales.stages))
         for block_id, start, row in zip(ids, starts, rows, strict=True):
-            scales.fetch(block_id, start, scale_stage, row, count)
-        scales.announce(turn)
+            self.scales.fetch(block_id, start, item.kv_head, turn, row, count)
+        self.scales.announce(turn)

@@ -1,7 +1,6 @@
 """The body of the prefill kernel, and its launch."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,19 +59,12 @@ def _kernel(
             Ring(refs.k_cache, refs.k_8bit_smem, refs.k_8bit_full, refs.k_8bit_free),
             Ring(refs.v_cache, refs.v_8bit_smem, refs.v_8bit_full, refs.v_8bit_free),
         )
-    scales_of = functools.partial(
-        Scales,
-        refs.k_scale,
-        refs.v_scale,
-        ring=refs.scales_smem,
-        full=refs.scales_full,
-        stages=config.num_scale_stages,
-    )
+    scales = Scales(refs, config.num_scale_stages)
 
     @pl.when(warpgroup == 2)
     def _fetch() -> None:
         plgpu.set_max_registers(config.registers[1], action="decrease")
-        Fetcher(items, *fetched, refs.block_tables, scales_of, config).run()
+        Fetcher(items, *fetched, refs.block_tables, scales, config).run()
 
     if config.num_8bit_stages:
 
@@ -84,7 +76,7 @@ def _kernel(
     @pl.when(warpgroup < 2)
     def _compute() -> None:
         plgpu.set_max_registers(config.registers[0], action="increase")
-        compute(refs, items, *multiplied, scales_of, warpgroup, config, transforms)
+        compute(refs, items, *multiplied, scales, warpgroup, config, transforms)
 
 
 def compute(
@@ -92,7 +84,7 @@ def compute(
     items: Items,
     keys: Ring,
     values: Ring,
-    scales_of: Callable[[jax.Array], Scales],  # by KV head
+    scales: Scales,
     warpgroup: jax.Array,
     config: Config,
     transforms: tuple[Any, ...],
@@ -101,14 +93,13 @@ def compute(
     first_row = warpgroup * WG_ROWS
     rows = RowsOfItem(config, first_row, transforms)
     q_smem, q_float16 = (ref.at[warpgroup] for ref in _q_views(refs, config))  # [64, width]
-    lse_smem = given(refs.lse_smem, lambda lse: lse.at[warpgroup])  # f32 [64]
     o_smem = refs.o_smem.at[warpgroup] if refs.o_smem is not None else q_smem
     softmax_scale = refs.scale[0]
     cap = given(refs.logits_soft_cap, lambda cap: cap[0])
     count = items.count()
 
     def start_load(numbers: Numbers) -> None:
-        rows.start_load(refs.q, items.item(numbers), q_smem, refs.q_full.at[warpgroup])
+        rows.start_load(refs.q, items.item(numbers), q_smem)
 
     def work(i: jax.Array, carry: tuple[jax.Array, Numbers]) -> tuple[jax.Array, Numbers]:
         turn, numbers = carry
@@ -116,7 +107,6 @@ def compute(
         next_numbers = items.read(jnp.minimum(i + 1, count - 1))
 
         # 1. Q is there.
-        scales = scales_of(item.kv_head)
         k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (refs.k_scale, refs.v_scale))
         rows.finish_load()
         scale = scaled(softmax_scale, k_scale)
@@ -139,7 +129,6 @@ def compute(
             warpgroup,
             config,
             scales,
-            refs.block_tables,
             products_of(transforms),
         ).run()
 
@@ -149,10 +138,10 @@ def compute(
         factor, lse = normalise(m, l, sinks)
         o = acc * ROWS_FIRST.over(scaled(factor, v_scale), acc.shape)
         if config.num_parts > 1:
-            rows.store_float32(o, refs.out, item, o_smem)
+            rows.store_float32(o, refs.out, item)
         else:
             rows.store(o.astype(o_smem.dtype), refs.out, item, o_smem)
-        rows.store_vector(lse, refs.lse, item, lse_smem)
+        rows.store_vector(lse, refs.lse, item)
         if not config.output_columns:
             plgpu.commit_smem()  # all threads have read their part of O
             start_load(next_numbers)

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import WARPS, copy_rows
-from pallas_kernels.common.interpret import interpreted, two_views
-from pallas_kernels.common.scales import of_tokens
+from pallas_kernels.common.interpret import two_views
+from pallas_kernels.common.scales import ring_types
 from pallas_kernels.common.sizes import is_8bit
-from pallas_kernels.prefill import scales as token_scales
 from pallas_kernels.prefill.config import WG_ROWS, Config
 
 
@@ -39,7 +38,6 @@ class Refs:
     k_free: Any  # [stages]
     v_full: Any  # [stages]
     v_free: Any  # [stages]
-    q_full: Any  # [2]
     zeroed: Any  # []
     # Options, GMEM
     sliding_window: Any = None  # int32 [1]
@@ -55,11 +53,11 @@ class Refs:
     k_8bit_free: Any = None  # [stages]
     v_8bit_full: Any = None  # [stages]
     v_8bit_free: Any = None  # [stages]
-    scales_smem: Any = None  # of scales of tokens, see `scales.scratch`
-    scales_full: Any = None
+    k_scales_smem: Any = None  # f32 [scale stages, tile], scales of tokens
+    v_scales_smem: Any = None  # as k_scales_smem
+    scales_full: Any = None  # [scale stages], if there are any
     # SMEM of some calls
-    o_smem: Any = None  # [2, 64, columns], where O does not leave through Q's; f32 of several parts, in interpret mode
-    lse_smem: Any = None  # in interpret mode: f32 [2, 64]
+    o_smem: Any = None  # [2, 64, columns], where O does not leave through Q's
 
 
 def scratch(
@@ -73,7 +71,7 @@ def scratch(
     matrix: tuple[Any, ...],  # transforms of a matrix in SMEM
 ) -> dict[str, Any]:
     """SMEM and barriers, by the names of `Refs`."""
-    eight_bit, in_parts = is_8bit(cache_dtype), config.num_parts > 1
+    eight_bit = is_8bit(cache_dtype)
     copies = config.tile_tokens // copy_rows(block_size, config.tile_tokens)
     multiplied = jnp.float16 if eight_bit else dtype
 
@@ -95,24 +93,19 @@ def scratch(
     fetched: dict[str, Any] = {}
     if eight_bit:
         stages = config.num_8bit_stages
-        fetched = rings("_8bit", stages, cache_dtype, (), (copies, 1)) | token_scales.scratch(
-            len(of_tokens(*scales)),
-            stages=config.num_scale_stages,
-            tile_tokens=config.tile_tokens,
-            warps=WARPS,
-        )
+        fetched = rings("_8bit", stages, cache_dtype, (), (copies, 1))
+        if scale_rings := ring_types(
+            dict(zip("kv", scales, strict=True)), stages=config.num_scale_stages, tile=config.tile_tokens
+        ):
+            barriers = plgpu.Barrier(num_arrivals=WARPS, num_barriers=config.num_scale_stages)
+            fetched |= scale_rings | {"scales_full": barriers}
     output: dict[str, Any] = {}
-    if in_parts and interpreted():
-        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, width), jnp.float32)
-    elif config.output_columns and not in_parts:
+    if config.output_columns and config.num_parts == 1:
         output["o_smem"] = plgpu.SMEM((2, WG_ROWS, config.output_columns), dtype, transforms=matrix)
-    if interpreted():
-        output["lse_smem"] = plgpu.SMEM((2, WG_ROWS), jnp.float32)
     return dict(
         q_smem=q_smem,
         **output,
         **fetched,
         **rings("", config.num_stages, multiplied, matrix, (1 if eight_bit else copies, 2)),
-        q_full=plgpu.Barrier(num_barriers=2),
         zeroed=plgpu.Barrier(num_arrivals=2),
     )

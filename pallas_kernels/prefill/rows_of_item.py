@@ -18,9 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref, vector
 
+from pallas_kernels.common import cp_async
 from pallas_kernels.common.chunks import below, chunks, i32, product, total, wide
-from pallas_kernels.common.interpret import interpreted_by, nothing
-from pallas_kernels.common.mlir import arith, constant, scf
+from pallas_kernels.common.interpret import interpreted_by
+from pallas_kernels.common.mlir import arith, scf
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
 from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.item import Item
@@ -38,73 +39,46 @@ class RowsOfItem:
     commit: Callable[[], None] = plgpu.commit_smem  # what has been written to SMEM is there for all threads
 
     # In interpret mode.
-    def _each_row(self, item: Item, row_of_array: jax.Array, num_rows: int, work: Any) -> None:
+    def _load_at_once(self, q: Any, item: Item, q_smem: Any) -> None:
+        head, token, is_there = self._locate(item, jnp.arange(q_smem.shape[0], dtype=jnp.int32))
+        rows = q[...][jnp.where(is_there, item.q_row + token, 0), jnp.where(is_there, item.head + head, 0)]
+        rows = jnp.where(is_there[:, None], rows, jnp.zeros_like(rows))
+        q_smem[...] = jnp.pad(rows, ((0, 0), (0, q_smem.shape[1] - rows.shape[1])))
+
+    def _store_one_by_one(self, x: jax.Array, out: Any, item: Item, _: Any = None, start: int = 0) -> None:
+        columns = [pl.ds(start, min(n, m - start)) for n, m in zip(x.shape[1:], out.shape[2:], strict=True)]
+
+        def store_row(i: jax.Array, _: None) -> None:
+            head, token, is_there = self._locate(item, i)
+
+            @pl.when(is_there)
+            def _store() -> None:
+                row = lax.dynamic_index_in_dim(x, i, keepdims=False)
+                of_array = row[tuple(slice(its.size) for its in columns)]
+                out[(item.out_row + token, item.head + head, *columns)] = of_array
+
+        lax.fori_loop(0, x.shape[0], store_row, None)
+
+    def _locate(self, item: Item, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         tokens = jnp.int32(self.config.item_tokens)
+        head, token = lax.div(self.first_row + row, tokens), lax.rem(self.first_row + row, tokens)
+        return head, token, jnp.logical_and(head < self.config.heads, token < item.num_tokens)
 
-        def row(i: jax.Array, _: None) -> None:
-            head, token = lax.div(self.first_row + i, tokens), lax.rem(self.first_row + i, tokens)
-            is_there = jnp.logical_and(head < self.config.heads, token < item.num_tokens)
-            pl.when(is_there)(lambda: work(i, row_of_array + token, item.head + head))
-
-        lax.fori_loop(0, num_rows, row, None)
-
-    def _load_one_by_one(self, q: Any, item: Item, q_smem: Any, arrived: Any) -> None:
-        q_smem[...] = jnp.zeros_like(q_smem)
-        self.commit()
-
-        def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
-            plgpu.copy_gmem_to_smem(q.at[token, head], _row(q_smem, i, q), arrived)
-            plgpu.barrier_wait(arrived)
-
-        self._each_row(item, item.q_row, q_smem.shape[0], copy)
-
-    def _store_one_by_one(self, x: jax.Array, out: Any, item: Item, smem: Any, start: int = 0) -> None:
-        smem[...] = x
-        self.commit()
-        columns = min(smem.shape[-1], out.shape[-1] - start)
-
-        def copy(i: jax.Array, *at: jax.Array) -> None:
-            plgpu.copy_smem_to_gmem(smem.at[i, pl.ds(0, columns)], out.at[(*at, pl.ds(start, columns))])
-
-        self._each_row(item, item.out_row, smem.shape[0], copy)
-        plgpu.wait_smem_to_gmem(0)
-
-    def _store_numbers_one_by_one(self, x: jax.Array, out: Any, item: Item, smem: Any) -> None:
-        smem[...] = x
-        self.commit()
-
-        def copy(i: jax.Array, token: jax.Array, head: jax.Array) -> None:
-            plgpu.copy_smem_to_gmem(smem.at[pl.ds(i, 1)], out.at[token, pl.ds(head, 1)])
-
-        self._each_row(item, item.out_row, smem.shape[0], copy)
-        plgpu.wait_smem_to_gmem(0)
-
-    @interpreted_by(_load_one_by_one)
-    def start_load(self, q: Any, item: Item, q_smem: Any, arrived: Any) -> None:
-        """Starts to bring Q [rows, width]: zero past the end of a narrower head, and in rows that the item has not.
-
-        q: GMEM [tokens, heads, head_dim]; the barrier is for interpret mode.
-        """
+    @interpreted_by(_load_at_once)
+    def start_load(self, q: Any, item: Item, q_smem: Any) -> None:
+        """Starts to bring Q [rows, width] from GMEM [tokens, heads, head_dim]: zero past the end of a narrower head,
+        and in rows that the item has not."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(self.transforms), *[SPLAT] * 4))
         def load(_: Any, q: Any, q_smem: Any, *scalars: Any) -> None:
-            where = _ItemRows.of(self.config, *scalars)
-            for chunk in _chunks(q, q_smem, where):
-                num_bytes = arith.select(
-                    chunk.is_there, constant("i32", 16), constant("i32", 0)
-                )  # what it does not read is zero
-                _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", chunk.smem, chunk.gmem, num_bytes)
-            _asm("cp.async.commit_group;", "")
+            for chunk in _chunks(q, q_smem, _ItemRows.of(self.config, *scalars)):
+                cp_async.copy(chunk.gmem, chunk.smem, chunk.is_there)
 
         load(q, q_smem, *self._scalars(item, item.q_row))
+        cp_async.commit()
 
-    @interpreted_by(nothing)
     def finish_load(self) -> None:
-        @plgpu.inline_mgpu()
-        def wait(_: Any) -> None:
-            _asm("cp.async.wait_group 0;", "")
-
-        wait()
+        cp_async.wait_own(0)
         self.commit()
 
     def negate(self, q_smem: Any) -> None:
@@ -146,8 +120,8 @@ class RowsOfItem:
         store(out, o_smem, *self._scalars(item, item.out_row))
 
     @interpreted_by(_store_one_by_one)
-    def store_float32(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
-        """x f32 [rows, width] into out, GMEM f32 [tokens, heads, head_dim], without SMEM but in interpret mode."""
+    def store_float32(self, x: jax.Array, out: Any, item: Item) -> None:
+        """x f32 [rows, width] into out, GMEM f32 [tokens, heads, head_dim], without SMEM."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
@@ -165,9 +139,9 @@ class RowsOfItem:
 
         store(out, x, *self._scalars(item, item.out_row))
 
-    @interpreted_by(_store_numbers_one_by_one)
-    def store_vector(self, x: jax.Array, out: Any, item: Item, x_smem: Any) -> None:
-        """x f32 [rows] into out, GMEM f32 [tokens, heads]; SMEM is for interpret mode."""
+    @interpreted_by(_store_one_by_one)
+    def store_vector(self, x: jax.Array, out: Any, item: Item) -> None:
+        """x f32 [rows] into out, GMEM f32 [tokens, heads]."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS_FIRST.vector, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
@@ -185,10 +159,6 @@ class RowsOfItem:
 
     def _scalars(self, item: Item, row: jax.Array) -> tuple[jax.Array, ...]:
         return self.first_row, row, item.head, item.num_tokens
-
-
-def _row(smem: Any, i: jax.Array, gmem: Any) -> Any:
-    return smem.at[i, pl.ds(0, gmem.shape[-1])]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,6 @@ class Steps:
     warpgroup: jax.Array
     config: Config
     scales: Scales
-    tables: Any  # GMEM, int32 [seqs, max_blocks]
     products: products.Products
 
     def run(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -116,8 +115,7 @@ class Steps:
         self, scores: jax.Array, tile: jax.Array, m: jax.Array, l: jax.Array, *, masked: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """As `softmax`, with the scales of the tile's tokens."""
-        stage = lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.scales.stages))
-        scales = self.scales.of_tile(self.item, self.tables, tile, stage)
+        scales = self.scales.of_tile(self.first_turn + tile - self.item.begin)
         return softmax(scores, self.logits, tile, scales, m, l, masked=masked)
 
     def _zero_unseen(self, tile: jax.Array, stage: jax.Array) -> None:

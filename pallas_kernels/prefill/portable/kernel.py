@@ -11,11 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.cp_async import barrier
-from pallas_kernels.common.interpret import interpreted, two_views
+from pallas_kernels.common.interpret import two_views
 from pallas_kernels.common.options import AttentionOptions
 from pallas_kernels.common.rescale import rescale
 from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, normalise, zeros
-from pallas_kernels.common.scales import of_head, of_tokens
+from pallas_kernels.common.scales import of_head, ring_types
 from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill.item import Items
 from pallas_kernels.prefill.launch import Form
@@ -60,10 +60,6 @@ class Refs:
     wide_smem: Any = None  # float16 [tile, width], the keys or the values of a tile
     k_scales_smem: Any = None  # f32 [stages, tile], scales of tokens
     v_scales_smem: Any = None  # as k_scales_smem
-    # In interpret mode
-    q_full: Any = None  # barrier
-    lse_smem: Any = None  # f32 [rows]
-    o_smem: Any = None  # of several parts, f32 [rows, width]
 
 
 def scratch(
@@ -87,15 +83,9 @@ def scratch(
     }
     if is_8bit(cache_dtype):
         arrays["wide_smem"] = smem((tile, width), jnp.float16)
-        for name, scale in zip(("k_scales_smem", "v_scales_smem"), scales, strict=True):
-            if of_tokens(scale):
-                arrays[name] = plgpu.SMEM((stages, tile), jnp.float32)
+        arrays |= ring_types(dict(zip("kv", scales, strict=True)), stages=stages, tile=tile)
         if dtype != jnp.float16:
             arrays["q_smem"] = two_views(arrays["q_smem"], smem((rows, width), jnp.float16))
-    if interpreted():
-        arrays |= {"q_full": plgpu.Barrier(), "lse_smem": plgpu.SMEM((rows,), jnp.float32)}
-        if config.num_parts > 1:
-            arrays["o_smem"] = plgpu.SMEM((rows, width), jnp.float32)
     return arrays
 
 
@@ -133,7 +123,7 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
     tiles = Tiles(refs, item, config)
 
     # 1. Q and the first tiles are on their way.
-    rows.start_load(refs.q, item, q_smem, refs.q_full)
+    rows.start_load(refs.q, item, q_smem)
     ids = [tiles.read_ids(item.begin + i) for i in range(stages + 1)]
     for i in range(stages):
         tiles.start_keys(item.begin + i, ids[i])
@@ -202,10 +192,10 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
         factor = factor * v_scale
     o = acc * ROWS_FIRST.over(factor, acc.shape)
     if config.num_parts > 1:
-        rows.store_float32(o, refs.out, item, refs.o_smem)
+        rows.store_float32(o, refs.out, item)
     else:
         rows.store(o.astype(q_smem.dtype), refs.out, item, q_smem)
-    rows.store_vector(lse, refs.lse, item, refs.lse_smem)
+    rows.store_vector(lse, refs.lse, item)
 
 
 def _q_views(refs: Refs) -> tuple[Any, Any]:

@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import cp_async
+from pallas_kernels.common import cp_async, scales
 from pallas_kernels.common.fetch import block_at
-from pallas_kernels.common.rows import ROWS
+from pallas_kernels.common.rows import ROWS_FIRST
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.portable.config import Config
 from pallas_kernels.prefill.portable.products import COLUMNS
@@ -47,9 +47,7 @@ class Tiles:
         return tuple(block_at(tables, self.item.seq, entry, entries, num_blocks) for entry in numbers)
 
     def start_keys(self, tile: jax.Array, ids: Ids) -> None:
-        refs = self.refs
-        pairs = (refs.k_scale, refs.k_scales_smem), (refs.v_scale, refs.v_scales_smem)
-        self._start(refs.k_cache, refs.k_smem, tile, ids, [pair for pair in pairs if pair[1] is not None])
+        self._start(self.refs.k_cache, self.refs.k_smem, tile, ids, scales.rings(self.refs))
 
     def start_values(self, tile: jax.Array, ids: Ids) -> None:
         self._start(self.refs.v_cache, self.refs.v_smem, tile, ids, [])
@@ -67,10 +65,8 @@ class Tiles:
 
     def scales(self, tile: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
         """Of the tokens of K and of V, f32 [tile]; None: there are none."""
-        k, v = (
-            None if ring is None else plgpu.load(ring.at[self._stage(tile)], layout=ROWS.reduce(0), optimized=False)
-            for ring in (self.refs.k_scales_smem, self.refs.v_scales_smem)
-        )
+        rings = self.refs.k_scales_smem, self.refs.v_scales_smem
+        k, v = (scales.load_of_tile(ring, self._stage(tile), ROWS_FIRST) for ring in rings)
         return k, v
 
     def _stage(self, tile: jax.Array) -> jax.Array:
@@ -85,14 +81,14 @@ class Tiles:
         cp_async.barrier()
         return wide
 
-    def _start(self, source: Any, ring: Any, tile: jax.Array, ids: Ids, scales: list[tuple[Any, Any]]) -> None:
+    def _start(self, source: Any, ring: Any, tile: jax.Array, ids: Ids, scale_rings: list[tuple[Any, Any]]) -> None:
         @pl.when(tile < self.item.end)
         def _copy() -> None:
             stage, first, kv_head = self._stage(tile), tile * self.config.tile_tokens, self.item.kv_head
             slot = lax.rem(first, jnp.int32(source.shape[1]))  # of the first block, where the tile begins
             seen = self.item.first_visible - first, self.item.length - first
             cp_async.copy_tile(source, ring.at[stage], matrix(source.dtype), ids, slot, kv_head, seen)
-            for of_tokens, target in scales:
+            for of_tokens, target in scale_rings:
                 cp_async.copy_scales(of_tokens, target.at[stage], ids, slot, kv_head)
 
         cp_async.commit()

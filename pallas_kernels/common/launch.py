@@ -16,18 +16,19 @@ def launch(
     name: str,
     body: Callable[[Any], None],  # gets the `refs`
     refs: Callable[..., Any],  # makes the `refs`
-    inputs: dict[str, jax.Array | None],  # None: not of this call
+    inputs: dict[str, Any],  # arrays and pytrees of them; None: not of this call
     out_types: dict[str, Any],
     *,
     reduction_bytes: int = 2048,  # of SMEM, for reductions across warps
     **how: Any,  # of `plgpu.kernel`
 ) -> Any:
     """The outputs. If `arrivals` is the last of them, it is zeros at first."""
-    operands = tuple(array for array in inputs.values() if array is not None)
-    names = (*(name for name, array in inputs.items() if array is not None), *out_types)
+    operands, structure = jax.tree.flatten(tuple(inputs.values()))
 
     def kernel(*arrays: Any, **scratch_refs: Any) -> None:
-        body(refs(**dict(zip(names, arrays, strict=True)), **scratch_refs))
+        its_inputs = jax.tree.unflatten(structure, arrays[: len(operands)])
+        named = dict(zip((*inputs, *out_types), (*its_inputs, *arrays[len(operands) :]), strict=True))
+        body(refs(**named, **scratch_refs))
 
     kernel.__name__ = name
     params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=reduction_bytes)
@@ -39,7 +40,7 @@ def launch(
 
     # A kernel that writes into its operands cannot be mapped (jax 0.11.2 and 0.12.0).
     @jax.custom_batching.sequential_vmap
-    def one_after_the_other(operands: tuple[jax.Array, ...]) -> Any:
+    def one_after_the_other(operands: list[jax.Array]) -> Any:
         first = *pl.empty_like(types[:-1]), jnp.zeros_like(types[-1])
         return pl.run_state(lambda results: written(*operands, *results))(first)
 

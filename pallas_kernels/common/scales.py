@@ -37,7 +37,7 @@ def ring_types(scales: dict[str, Any | None], *, stages: int, tile: int) -> dict
 def rings(refs: Any) -> list[tuple[Any, Any]]:
     """Of K and of V the scales of tokens, GMEM f32 [blocks, block_size, kv_heads], and their ring, f32 [stages, tile];
     without those that are not there."""
-    pairs = (refs.k_scale, refs.k_scales_smem), (refs.v_scale, refs.v_scales_smem)
+    pairs = (refs.options.k_scale, refs.k_scales_smem), (refs.options.v_scale, refs.v_scales_smem)
     return [pair for pair in pairs if pair[1] is not None]
 
 

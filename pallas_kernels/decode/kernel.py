@@ -11,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
-from pallas_kernels.common.options import AttentionOptions, bits_by_row, by_row, given, name_operands
+from pallas_kernels.common.option_refs import OptionRefs, bits_by_row, by_row
+from pallas_kernels.common.options import AttentionOptions, given
 from pallas_kernels.common.rows import LOWEST, ROWS_LAST, normalise, zeros
 from pallas_kernels.common.scales import of_head, over_tokens, scaled
 from pallas_kernels.common.sizes import filled_rows, round_up
@@ -43,7 +44,7 @@ def _kernel(refs: Refs, *, config: Config) -> None:
     # 1. Which tiles are ours, from the true length.
     walk = Walk.of(
         Partition.of(refs, num_partitions=config.num_partitions),
-        window=given(refs.sliding_window, lambda window: window[0]),
+        window=refs.options.window,
         q_len=refs.q.shape[1],
         block_size=refs.block_size,
         tile_tokens=TILE,
@@ -122,9 +123,9 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
 
     # 5. The rows; of a sequence with several partitions in the program that merges them.
     def finish(sums: Sums) -> None:
-        sinks = given(refs.sinks, lambda sinks: ROWS_LAST.load(sinks.at[partition.kv_head]))
+        sinks = given(refs.options.sinks, lambda sinks: ROWS_LAST.load(sinks.at[partition.kv_head]))
         factor, lse = normalise(sums.m, sums.l, sinks)
-        factor = scaled(factor, of_head(refs.v_scale, refs.cache_head(partition.kv_head)))
+        factor = scaled(factor, of_head(refs.options.v_scale, refs.cache_head(partition.kv_head)))
         parts = [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in sums.acc]
         store(parts, lse, refs.out, refs.lse, row, partition.kv_head, refs.group)
 
@@ -171,7 +172,7 @@ def launch(
         "lengths": lengths,
         "partitions": given(plan, lambda plan: plan.partitions),
         "partition_starts": given(plan, lambda plan: plan.partition_starts),
-        **name_operands(options, per_row, with_sinks=not by_xla, tree_bits=tree_bits),
+        "options": OptionRefs.of(options, per_row, with_sinks=not by_xla, tree_bits=tree_bits),
     }
     # XLA gets the first partition of each sequence, then the second of each: [partitions * seqs, ...].
     num_rows = seqs * (config.num_partitions if by_xla else 1)

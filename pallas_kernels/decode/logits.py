@@ -12,6 +12,7 @@ from pallas_kernels.common.logits import soft_capped
 from pallas_kernels.common.options import given
 from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS, ROWS_LAST
 from pallas_kernels.common.scales import of_head, scaled
+from pallas_kernels.decode.refs import Refs
 from pallas_kernels.decode.walk import Walk
 
 
@@ -28,19 +29,16 @@ class Logits:
     tree_bits: list[jax.Array] | None = None  # int32 [rows] each: the newest tokens that a row sees, 32 a word
 
     @classmethod
-    def of(cls, refs: Any, walk: Walk) -> "Logits":
-        """`refs`: with the options of the kernel."""
-        kv_head = walk.partition.kv_head
-        scale = refs.scale[0]
-        cap = given(refs.logits_soft_cap, lambda cap: cap[0])
-        slopes = given(refs.alibi_slopes, lambda slopes: ROWS_LAST.load(slopes.at[kv_head]))
-        scale = scaled(scale, of_head(refs.k_scale, refs.cache_head(kv_head)))
+    def of(cls, refs: Refs, walk: Walk) -> "Logits":
+        kv_head, options = walk.partition.kv_head, refs.options
+        scale, cap = options.scale[0], options.cap
+        slopes = given(options.alibi_slopes, lambda slopes: ROWS_LAST.load(slopes.at[kv_head]))
+        scale = scaled(scale, of_head(options.k_scale, refs.cache_head(kv_head)))
 
         def load_bits(bits: Any) -> list[jax.Array]:
             return [ROWS_LAST.load(bits.at[walk.seq, word]) for word in range(bits.shape[1])]
 
-        trees = given(refs.tree_bits, load_bits)
-        return cls(walk, walk.first_query, scale, cap, slopes, refs.group, trees)
+        return cls(walk, walk.first_query, scale, cap, slopes, refs.group, given(options.tree_bits, load_bits))
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
         """f32 [tile, rows] -> logits in units of log2, and which of them are visible; None: all."""

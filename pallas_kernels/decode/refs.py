@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import widen
 from pallas_kernels.common.fetch import copy_rows
+from pallas_kernels.common.option_refs import OptionRefs
 from pallas_kernels.common.scales import ring_types
 from pallas_kernels.common.sizes import filled_rows, is_8bit, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
@@ -25,7 +26,7 @@ class Refs:
     k_cache: Any  # [blocks, block_size, kv_heads, head_dim]
     block_tables: Any  # int32 [seqs, max_blocks]
     lengths: Any  # int32 [seqs]
-    scale: Any  # f32 [1]
+    options: OptionRefs  # by row: f32 [kv_heads, rows]
     # Outputs, GMEM
     out: Any  # [seqs, q_len, heads, value_dim], in q's dtype; see `kernel.launch` for what XLA merges
     lse: Any  # f32 [seqs, q_len, heads]
@@ -43,14 +44,6 @@ class Refs:
     partial_acc: Any = None  # f32 [partitions of all sequences, kv_heads, value_width, rows]
     partial_ml: Any = None  # f32 [partitions of all sequences, kv_heads, 1, 2, rows]
     arrivals: Any = None  # int32 [seqs, kv_heads, 1], how many partitions are stored
-    # Options, GMEM
-    sliding_window: Any = None  # int32 [1]
-    logits_soft_cap: Any = None  # f32 [1]
-    alibi_slopes: Any = None  # f32 [kv_heads, rows]
-    sinks: Any = None  # f32 [kv_heads, rows]
-    tree_bits: Any = None  # int32 [seqs, words, rows]
-    k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
-    v_scale: Any = None  # as k_scale
     # SMEM of 8-bit caches
     wide_q_smem: Any = None  # float16 [width, rows]
     k_scales_smem: Any = None  # f32 [stages, 64], scales of tokens

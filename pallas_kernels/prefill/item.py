@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.rows import ROWS
 from pallas_kernels.common.sizes import ceil_div
 from pallas_kernels.prefill.config import Cut
+from pallas_kernels.prefill.refs import Arrays
 from pallas_kernels.prefill.work_list import FIELDS, item_index
 
 
@@ -59,6 +60,22 @@ class Items:
     kv_heads: int
     group: int
     window: jax.Array | None
+
+    @classmethod
+    def of(cls, refs: Arrays, config: Cut) -> "Items":
+        tokens, heads, _ = refs.q.shape
+        _, block_size, kv_heads, _ = refs.k_cache.shape
+        return cls(
+            refs.entries,
+            refs.num_entries,
+            lax.axis_index("program"),
+            config,
+            tokens=tokens,
+            block_size=block_size,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            window=refs.options.window,
+        )
 
     def count(self) -> jax.Array:
         total, n = self.num_entries[0] * self._per_entry, self.config.num_programs

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import Ring
-from pallas_kernels.common.options import AttentionOptions, given
-from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, normalise
+from pallas_kernels.common.options import AttentionOptions
+from pallas_kernels.common.rows import COLUMNS
 from pallas_kernels.common.scales import of_head, scaled
 from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
@@ -24,7 +24,7 @@ from pallas_kernels.prefill.refs import Refs, scratch
 from pallas_kernels.prefill.rows_of_item import RowsOfItem
 from pallas_kernels.prefill.scales import Scales
 from pallas_kernels.prefill.steps import Steps
-from pallas_kernels.prefill.widener import Widener, q_as_float16
+from pallas_kernels.prefill.widener import Widener
 from pallas_kernels.prefill.work_list import WorkList
 
 Numbers = tuple[jax.Array, ...]  # of an item, see `Items.read`
@@ -34,22 +34,10 @@ def _kernel(
     refs: Refs,
     *,
     config: Config,
-    group: int,
     transforms: tuple[Any, ...],  # of a matrix in SMEM
 ) -> None:
     warpgroup = lax.axis_index("warpgroup")
-    window = given(refs.sliding_window, lambda window: window[0])
-    items = Items(
-        refs.entries,
-        refs.num_entries,
-        lax.axis_index("program"),
-        config,
-        tokens=refs.q.shape[0],
-        block_size=refs.k_cache.shape[1],
-        kv_heads=refs.k_cache.shape[2],
-        group=group,
-        window=window,
-    )
+    items = Items.of(refs, config)
     multiplied = fetched = (
         Ring(refs.k_cache, refs.k_smem, refs.k_full, refs.k_free),
         Ring(refs.v_cache, refs.v_smem, refs.v_full, refs.v_free),
@@ -91,11 +79,11 @@ def compute(
 ) -> None:
     """What a warpgroup that computes does: its 64 rows of all items of the program."""
     first_row = warpgroup * WG_ROWS
-    rows = RowsOfItem(config, first_row, transforms)
-    q_smem, q_float16 = (ref.at[warpgroup] for ref in _q_views(refs, config))  # [64, width]
+    rows = RowsOfItem(config, first_row, WG_ROWS, transforms)
+    q_smem, multiplied = (ref.at[warpgroup] for ref in refs.query_views)  # [64, width]
     o_smem = refs.o_smem.at[warpgroup] if refs.o_smem is not None else q_smem
-    softmax_scale = refs.scale[0]
-    cap = given(refs.logits_soft_cap, lambda cap: cap[0])
+    options = refs.options
+    softmax_scale, cap = options.scale[0], options.cap
     count = items.count()
 
     def start_load(numbers: Numbers) -> None:
@@ -107,24 +95,19 @@ def compute(
         next_numbers = items.read(jnp.minimum(i + 1, count - 1))
 
         # 1. Q is there.
-        k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (refs.k_scale, refs.v_scale))
+        k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (options.k_scale, options.v_scale))
         rows.finish_load()
-        scale = scaled(softmax_scale, k_scale)
-        pl.when(scale < 0)(lambda: rows.negate(q_smem))
-        scale = jnp.abs(scale)
-        if q_float16.dtype != q_smem.dtype:
-            scale = scale * q_as_float16(q_smem, q_float16)
+        scale = rows.prepare_query(q_smem, multiplied, scaled(softmax_scale, k_scale))
 
         # 2. All tiles.
-        of_item = functools.partial(_load_rows, lax.div(item.head, jnp.int32(config.heads)), first_row)
-        slopes, sinks = given(refs.alibi_slopes, of_item), given(refs.sinks, of_item)
+        slopes, sinks = (rows.load_vector(by_row, item) for by_row in (options.alibi_slopes, options.sinks))
         acc, m, l = Steps(
             item,
             Logits(item, config.item_tokens, first_row, scale, cap, slopes),
             keys,
             values,
             turn,
-            q_float16,
+            multiplied,
             refs.zeroed,
             warpgroup,
             config,
@@ -135,13 +118,7 @@ def compute(
         # 3. The next item's Q comes while O and lse of this one leave.
         if config.output_columns:
             start_load(next_numbers)
-        factor, lse = normalise(m, l, sinks)
-        o = acc * ROWS_FIRST.over(scaled(factor, v_scale), acc.shape)
-        if config.num_parts > 1:
-            rows.store_float32(o, refs.out, item)
-        else:
-            rows.store(o.astype(o_smem.dtype), refs.out, item, o_smem)
-        rows.store_vector(lse, refs.lse, item)
+        rows.store_results(refs, item, acc, m, l, sinks, v_scale, o_smem)
         if not config.output_columns:
             plgpu.commit_smem()  # all threads have read their part of O
             start_load(next_numbers)
@@ -155,20 +132,6 @@ def compute(
         rows.finish_load()
 
 
-def _q_views(refs: Refs, config: Config) -> tuple[Any, Any]:
-    """SMEM [2, 64, width]: as it is loaded, and as it is multiplied, which differ for bfloat16 and an 8-bit cache."""
-    q_smem = refs.q_smem
-    if config.num_8bit_stages and refs.q.dtype != jnp.float16:
-        q, q_float16 = q_smem
-        return q, q_float16
-    return q_smem, q_smem
-
-
-def _load_rows(index: jax.Array, first_row: jax.Array, by_row: Any) -> jax.Array:
-    """f32 [64], the rows of a warpgroup, from GMEM f32 [heads / heads of an item, 128]."""
-    return ROWS_FIRST.load(by_row.at[index, pl.ds(first_row, WG_ROWS)])
-
-
 def matrix_transforms(head_dim: int, eight_bit: bool) -> tuple[Any, ...]:
     """Of K, V and Q in SMEM."""
     # What is widened is not copied; the copy engine only takes tiles that divide the head, or hold all of it.
@@ -178,8 +141,7 @@ def matrix_transforms(head_dim: int, eight_bit: bool) -> tuple[Any, ...]:
 
 def form(q: jax.Array, k_cache: jax.Array, _: WorkList, options: AttentionOptions, config: Config) -> Form:
     """As it computes a call, see `prefill.launch`."""
-    heads, head_dim = q.shape[1:]
-    block_size, kv_heads = k_cache.shape[1:3]
+    head_dim, block_size = q.shape[2], k_cache.shape[1]
     eight_bit = is_8bit(k_cache.dtype)
     matrix = matrix_transforms(head_dim, eight_bit)
     scratch_types = scratch(
@@ -193,7 +155,7 @@ def form(q: jax.Array, k_cache: jax.Array, _: WorkList, options: AttentionOption
     )
     return Form(
         name="paged_prefill",
-        body=functools.partial(_kernel, config=config, group=heads // kv_heads, transforms=matrix),
+        body=functools.partial(_kernel, config=config, transforms=matrix),
         refs=Refs,
         rows=ROWS,
         num_programs=config.num_programs,

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import merge_parts
 from pallas_kernels.common.launch import launch as launch_kernel
-from pallas_kernels.common.options import AttentionOptions, name_operands
+from pallas_kernels.common.option_refs import OptionRefs
+from pallas_kernels.common.options import AttentionOptions
 from pallas_kernels.prefill.work_list import WorkList
 
 
@@ -52,7 +53,7 @@ def launch(
         "block_tables": block_tables,
         "entries": work.entries,
         "num_entries": work.num_entries,
-        **name_operands(options, per_row, with_sinks=not in_parts),
+        "options": OptionRefs.of(options, per_row, with_sinks=not in_parts),
     }
     out_types = {
         "out": jax.ShapeDtypeStruct((parts * tokens, heads, head_dim), jnp.float32 if in_parts else q.dtype),

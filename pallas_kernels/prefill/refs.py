@@ -8,44 +8,67 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import WARPS, copy_rows
 from pallas_kernels.common.interpret import two_views
+from pallas_kernels.common.option_refs import OptionRefs
 from pallas_kernels.common.scales import ring_types
 from pallas_kernels.common.sizes import is_8bit
 from pallas_kernels.prefill.config import WG_ROWS, Config
 
 
-@dataclasses.dataclass(frozen=True)
-class Refs:
-    """`width` is head_dim, rounded up to a multiple of 64; `items` are heads / heads of an item. None: not of this
-    call."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrays:
+    """Of both forms of the kernel, in GMEM; and in SMEM what comes from outside.
 
-    # Inputs, GMEM
+    `width` is head_dim, rounded up to a multiple of 64; `items` are heads / heads of an item. None: not of this call.
+    """
+
+    # Inputs
     q: Any  # [tokens, heads, head_dim]
     k_cache: Any  # [blocks, block_size, kv_heads, head_dim]
     v_cache: Any  # as k_cache
     block_tables: Any  # int32 [seqs, max_blocks]
     entries: Any  # int32 [max_entries, fields], see `work_list`
     num_entries: Any  # int32 [1]
-    scale: Any  # f32 [1]
-    # Outputs, GMEM
+    options: OptionRefs  # by row: f32 [items, rows], of the rows of an item
+    # Outputs
     out: Any  # [parts * tokens, heads, head_dim]; float32 of several parts
     lse: Any  # f32 [parts * tokens, heads]
     # SMEM
-    q_smem: Any  # [2, 64, width]; for an 8-bit cache also as float16, see `_q_views`
-    k_smem: Any  # [stages, tile, width], of 16 bits
+    q_smem: Any  # [rows, width], see `query_views`; of Hopper's form [2, 64, width]
+    k_smem: Any  # [stages, tile, width]; of Hopper's form of 16 bits
     v_smem: Any  # as k_smem
+    k_scales_smem: Any = None  # f32 [stages, tile], scales of tokens
+    v_scales_smem: Any = None  # as k_scales_smem
+
+    @property
+    def query_views(self) -> tuple[Any, Any]:
+        """Q in SMEM as it is loaded, and as it is multiplied."""
+        if multiplied_dtype(self.q.dtype, self.k_cache.dtype) == self.q.dtype:
+            return self.q_smem, self.q_smem
+        q, q_float16 = self.q_smem
+        return q, q_float16
+
+
+def multiplied_dtype(q_dtype: Any, cache_dtype: Any) -> Any:
+    """Of the products: an 8-bit cache is widened to float16."""
+    return jnp.float16 if is_8bit(cache_dtype) else q_dtype
+
+
+def query_smem(shape: tuple[int, ...], q_dtype: Any, cache_dtype: Any, transforms: tuple[Any, ...]) -> Any:
+    """What `Arrays.query_views` are views of."""
+    q, multiplied = plgpu.SMEM(shape, q_dtype, transforms=transforms), multiplied_dtype(q_dtype, cache_dtype)
+    if multiplied == q_dtype:
+        return q
+    return two_views(q, plgpu.SMEM(shape, multiplied, transforms=transforms))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs(Arrays):
     # Barriers
     k_full: Any  # [stages]
     k_free: Any  # [stages]
     v_full: Any  # [stages]
     v_free: Any  # [stages]
     zeroed: Any  # []
-    # Options, GMEM
-    sliding_window: Any = None  # int32 [1]
-    logits_soft_cap: Any = None  # f32 [1]
-    alibi_slopes: Any = None  # f32 [items, 128], of the rows of an item
-    sinks: Any = None  # as alibi_slopes; of several parts left to the merge
-    k_scale: Any = None  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
-    v_scale: Any = None  # as k_scale
     # SMEM and barriers of 8-bit caches: tiles as they are fetched
     k_8bit_smem: Any = None  # [stages, tile, width]
     v_8bit_smem: Any = None  # as k_8bit_smem
@@ -53,8 +76,6 @@ class Refs:
     k_8bit_free: Any = None  # [stages]
     v_8bit_full: Any = None  # [stages]
     v_8bit_free: Any = None  # [stages]
-    k_scales_smem: Any = None  # f32 [scale stages, tile], scales of tokens
-    v_scales_smem: Any = None  # as k_scales_smem
     scales_full: Any = None  # [scale stages], if there are any
     # SMEM of some calls
     o_smem: Any = None  # [2, 64, columns], where O does not leave through Q's
@@ -73,7 +94,6 @@ def scratch(
     """SMEM and barriers, by the names of `Refs`."""
     eight_bit = is_8bit(cache_dtype)
     copies = config.tile_tokens // copy_rows(block_size, config.tile_tokens)
-    multiplied = jnp.float16 if eight_bit else dtype
 
     def rings(kind: str, stages: int, numbers: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
         """Of K and V, with `arrivals` at their barriers: tiles that are full, and free."""
@@ -87,9 +107,6 @@ def scratch(
             )
         }
 
-    q_smem: Any = plgpu.SMEM((2, WG_ROWS, width), dtype, transforms=matrix)
-    if multiplied != dtype:
-        q_smem = two_views(q_smem, plgpu.SMEM((2, WG_ROWS, width), multiplied, transforms=matrix))
     fetched: dict[str, Any] = {}
     if eight_bit:
         stages = config.num_8bit_stages
@@ -103,9 +120,9 @@ def scratch(
     if config.output_columns and config.num_parts == 1:
         output["o_smem"] = plgpu.SMEM((2, WG_ROWS, config.output_columns), dtype, transforms=matrix)
     return dict(
-        q_smem=q_smem,
+        q_smem=query_smem((2, WG_ROWS, width), dtype, cache_dtype, matrix),
         **output,
         **fetched,
-        **rings("", config.num_stages, multiplied, matrix, (1 if eight_bit else copies, 2)),
+        **rings("", config.num_stages, multiplied_dtype(dtype, cache_dtype), matrix, (1 if eight_bit else copies, 2)),
         zeroed=plgpu.Barrier(num_arrivals=2),
     )

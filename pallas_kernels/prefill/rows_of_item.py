@@ -22,9 +22,13 @@ from pallas_kernels.common import cp_async
 from pallas_kernels.common.chunks import below, chunks, i32, product, total, wide
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, scf
-from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
+from pallas_kernels.common.options import given
+from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST, normalise
+from pallas_kernels.common.scales import scaled
 from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.item import Item
+from pallas_kernels.prefill.refs import Arrays
+from pallas_kernels.prefill.widener import q_as_float16
 
 SPLAT = plgpu.Layout.WG_SPLAT
 
@@ -34,7 +38,8 @@ class RowsOfItem:
     """The rows of one warpgroup."""
 
     config: Cut
-    first_row: jax.Array  # of the item's
+    first_row: jax.Array | int  # of the item's
+    count: int
     transforms: tuple[Any, ...]  # of a matrix in SMEM
     commit: Callable[[], None] = plgpu.commit_smem  # what has been written to SMEM is there for all threads
 
@@ -81,7 +86,39 @@ class RowsOfItem:
         cp_async.wait_own(0)
         self.commit()
 
-    def negate(self, q_smem: Any) -> None:
+    def load_vector(self, by_row: Any | None, item: Item) -> jax.Array | None:
+        """f32 [rows], from GMEM f32 [heads / heads of an item, rows]; None of None."""
+        index = lax.div(item.head, jnp.int32(self.config.heads))
+        return given(by_row, lambda ref: ROWS_FIRST.load(ref.at[index, pl.ds(self.first_row, self.count)]))
+
+    def prepare_query(self, q_smem: Any, multiplied: Any, scale: jax.Array) -> jax.Array:
+        """Makes `multiplied` of Q, which is there; returns what makes logits of its products, f32 [] or [rows]."""
+        pl.when(scale < 0)(lambda: self._negate(q_smem))
+        scale = jnp.abs(scale)
+        if multiplied.dtype == q_smem.dtype:
+            return scale
+        return scale * q_as_float16(q_smem, multiplied, self.commit)
+
+    def store_results(
+        self,
+        refs: Arrays,
+        item: Item,
+        acc: jax.Array,  # f32 [rows, width], O, not yet divided by l
+        m: jax.Array,  # f32 [rows], in units of log2
+        l: jax.Array,  # f32 [rows]
+        sinks: jax.Array | None,  # f32 [rows]
+        v_scale: jax.Array | None,  # f32 []
+        o_smem: Any,  # [rows, columns]
+    ) -> None:
+        factor, lse = normalise(m, l, sinks)
+        o = acc * ROWS_FIRST.over(scaled(factor, v_scale), acc.shape)
+        if self.config.num_parts > 1:
+            self.store_float32(o, refs.out, item)
+        else:
+            self.store(o.astype(o_smem.dtype), refs.out, item, o_smem)
+        self.store_vector(lse, refs.lse, item)
+
+    def _negate(self, q_smem: Any) -> None:
         """With a scale below zero: so that the highest product is that of the highest logit."""
         for c in range(q_smem.shape[1] // COLUMNS):
             part = q_smem.at[:, pl.ds(c * COLUMNS, COLUMNS)]
@@ -158,7 +195,7 @@ class RowsOfItem:
         store(out, x, *self._scalars(item, item.out_row))
 
     def _scalars(self, item: Item, row: jax.Array) -> tuple[jax.Array, ...]:
-        return self.first_row, row, item.head, item.num_tokens
+        return jnp.int32(self.first_row), row, item.head, item.num_tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,7 +120,7 @@ def _float16(narrow: Any) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(convert)(plgpu.load(narrow, layout=layout))
 
 
-def q_as_float16(q: Any, target: Any, commit: Callable[[], None] = plgpu.commit_smem) -> jax.Array:
+def q_as_float16(q: Any, target: Any, commit: Callable[[], None]) -> jax.Array:
     """Q, SMEM bfloat16 [rows, width], to `target`, float16, of which it may be another view; and the factor of the
     products with each row, f32 [rows]."""
     parts = [pl.ds(start, COLUMNS) for start in range(0, q.shape[1], COLUMNS)]

@@ -19,7 +19,7 @@ test-fast: setup ## the tests without the slow modules: no interpret mode, no ra
 test-oldest: ## the same with the oldest JAX that is supported
 	$(MAKE) test VENV=.venv-oldest JAX=0.11.2
 
-test-ptxas: ## kernels compiled for six GPUs without one: registers, spills, shared memory; and the engine's slice
+test-ptxas: ## kernels compiled for six GPUs without one: registers, spills, shared memory, what PTX computes; the engine's slice
 	$(MAKE) setup VENV="$(VENV)-ptxas"
 	"$(VENV)-ptxas/bin/python" -m pip install --quiet nvidia-cuda-nvcc \
 		"jax-cuda13-plugin==$$("$(VENV)-ptxas/bin/python" -c 'import jaxlib; print(jaxlib.__version__)')"

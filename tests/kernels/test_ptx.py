@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not resources.installed(), reason="no ptxas: run
 
 CASES = {
     "three parts": Case(tokens=40, parts=(320, 128, 64)),
+    "one step of each": Case(tokens=3, parts=(64,), features=128),
     "rank 32": Case(tokens=33, parts=(256,), rank=32, features=256),
     "rank 64, float16": Case(tokens=20, parts=(128, 64), rank=64, features=640, dtype=jnp.float16),
     "many steps": Case(tokens=5, parts=(1088,), features=2048),

@@ -108,11 +108,20 @@ def drawn(scores, params, position):
 
 def continuation(weights, prompt, params):
     """One request by itself: its new tokens and their logprobs."""
-    tokens, logprobs = list(prompt), []
-    while len(logprobs) < params.max_tokens and not (logprobs and tokens[-1] in params.stop_token_ids):
+
+    def logits_of(tokens):
         padded = np.zeros(MAX_TOKENS, np.int32)
         padded[: len(tokens)] = tokens
-        logits = np.asarray(logits_after(weights, padded, np.int32(len(tokens))), np.float64)
+        return logits_after(weights, padded, np.int32(len(tokens)))
+
+    return continuation_of(logits_of, prompt, params)
+
+
+def continuation_of(logits_of, prompt, params):
+    """The same of any model: `logits_of` tokens says what follows the last."""
+    tokens, logprobs = list(prompt), []
+    while len(logprobs) < params.max_tokens and not (logprobs and tokens[-1] in params.stop_token_ids):
+        logits = np.asarray(logits_of(tokens), np.float64)
         temperature = params.temperature
         tokens.append(int(drawn(logits / temperature, params, len(tokens)) if temperature else logits.argmax()))
         logprobs.append(logits[tokens[-1]] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))

@@ -1,5 +1,6 @@
-"""Groups of layers in the engine: the same tokens as with one table for all layers, from fewer blocks."""
+"""Groups of layers in the engine: the tokens of a model without a cache, from fewer blocks."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,13 +10,14 @@ import pytest
 
 from jaxpaged import Engine, KVCache, LayerGroups, SamplingParams, layer_groups, rotary_frequencies
 from jaxpaged._allocator import state
-from tests.toy_model import not_compiled
+from jaxpaged._engine.requests import completion_seed
+from tests.toy_model import VOCAB, continuation_of, not_compiled
 
-VOCAB, FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SEATS, MAX_LENGTH = 40, 24, 4, 2, 8, 4, 5, 72
+FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SEATS, MAX_LENGTH = 24, 4, 2, 8, 4, 5, 72
 FAMILIES = {  # the windows of their layers: no multiple of a block, and shorter than a chunk
     "gemma 3": (10, 10, None, 10, None),
     "gpt-oss": (6, None),
-    "mistral": (9, 9),
+    "mistral": (9,),
 }
 FREQUENCIES = rotary_frequencies(HEAD_DIM)
 
@@ -42,12 +44,44 @@ def apply(windows, groups: LayerGroups, weights, tokens, positions, caches, atte
     return caches, attend.newest(x) @ weights["head"]
 
 
+def logits_after(windows, weights, tokens):
+    """The same by NumPy, of all tokens at once and without a cache: logits `[vocab]` after the last."""
+    positions = np.arange(len(tokens))
+    distance = positions[:, None] - positions
+    turn = np.exp(1j * np.outer(positions, np.asarray(FREQUENCIES)))[:, None]
+    x = weights["embedding"][tokens]
+    for qkv, out, window in zip(weights["qkv"], weights["out"], windows, strict=True):
+        q, k, v = np.split((x @ qkv).reshape(len(tokens), -1, HEAD_DIM), (HEADS, HEADS + KV_HEADS), axis=1)
+        turned = [(y[..., : HEAD_DIM // 2] + 1j * y[..., HEAD_DIM // 2 :]) * turn for y in (q, k)]
+        q, k = (np.concatenate([y.real, y.imag], axis=-1) for y in turned)
+        k, v = (np.repeat(y, HEADS // KV_HEADS, axis=1) for y in (k, v))
+        scores = np.einsum("qhd,khd->hqk", q, k) / HEAD_DIM**0.5
+        scores = np.where((distance >= 0) & (distance < (window or MAX_LENGTH)), np.exp(scores), 0)
+        attended = np.einsum("hqk,khd->qhd", scores / scores.sum(axis=-1, keepdims=True), v)
+        x = x + np.tanh(attended.reshape(len(tokens), -1) @ out)
+    return x[-1] @ weights["head"]
+
+
+def expected_tokens(family, prompts, params):
+    """Of each completion of each prompt."""
+    windows = FAMILIES[family]
+    weights = jax.tree.map(lambda x: np.asarray(x, np.float64), random_weights(len(windows)))
+    logits_of = functools.partial(logits_after, windows, weights)
+
+    def of_one(prompt, params, index):
+        params = dataclasses.replace(params, seed=completion_seed(params.seed, index))
+        return continuation_of(logits_of, prompt, params)[0]
+
+    return [
+        [of_one(prompt, of_each, i) for i in range(of_each.n)] for prompt, of_each in zip(prompts, params, strict=True)
+    ]
+
+
 @functools.cache
-def engine(family, *, grouped, num_blocks=400, widths=None, prefix_cache=False, drafts=0):
+def engine(family, *, num_blocks, widths=None, prefix_cache=False, drafts=0):
     """`widths` None: one kind of steps, which compiles sooner."""
     windows = FAMILIES[family]
-    one = LayerGroups((None,), len(windows), tuple((i, 0) for i in range(len(windows))))
-    groups = layer_groups(windows) if grouped else one
+    groups = layer_groups(windows)
     cache = functools.partial(
         KVCache.create, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
     )
@@ -98,18 +132,26 @@ def least_blocks(family):
     return 1 + sum(columns if w is None else min(columns, -(-(w - 1) // BLOCK_SIZE) + 1) for w in groups)
 
 
-@pytest.mark.parametrize(("family", "widths"), [("gemma 3", None), ("gpt-oss", (3,)), ("mistral", None)])
-def test_tokens_are_those_of_one_table(family, widths):
-    prefix_cache, drafts = family != "gpt-oss", 3 if family == "gemma 3" else 0
-    num_blocks = least_blocks(family) + 3
-    grouped = engine(
-        family, grouped=True, num_blocks=num_blocks, widths=widths, prefix_cache=prefix_cache, drafts=drafts
-    )
+# In the smallest pool that serves every request.
+tight_gemma = functools.partial(engine, "gemma 3", num_blocks=least_blocks("gemma 3"), prefix_cache=True, drafts=3)
+
+
+@pytest.mark.parametrize(
+    ("family", "make_engine"),
+    [
+        ("gemma 3", tight_gemma),
+        ("gpt-oss", functools.partial(engine, "gpt-oss", num_blocks=least_blocks("gpt-oss") + 3, widths=(3,))),
+        ("mistral", functools.partial(engine, "mistral", num_blocks=least_blocks("mistral") + 3, prefix_cache=True)),
+    ],
+    ids=FAMILIES,
+)
+def test_tokens_are_those_of_a_model_without_a_cache(family, make_engine):
+    grouped = make_engine()
     prompts, params = requests(seed=1)
-    assert tokens(grouped, prompts, params) == tokens(engine(family, grouped=False), prompts, params)
+    assert tokens(grouped, prompts, params) == expected_tokens(family, prompts, params)
     assert grouped.stats().num_preempted > 0 or family == "mistral"  # whose pool is never short
-    assert (grouped.stats().num_found > 0) == prefix_cache
-    assert (0 < grouped.stats().num_accepted < grouped.stats().num_drafted) == (drafts > 0)
+    assert (grouped.stats().num_found > 0) == (family != "gpt-oss")
+    assert (0 < grouped.stats().num_accepted < grouped.stats().num_drafted) == (family == "gemma 3")
     scheduler, allocator = grouped._runner.state.scheduler, grouped._runner.state.allocator
     assert allocator.broken_invariants() == scheduler.broken_invariants(allocator) == ()
     assert int(allocator.num_held) == 0
@@ -120,21 +162,20 @@ def test_a_window_that_passes_a_block_too_many_makes_other_tokens(monkeypatch):
     right = state.num_passed_blocks
     monkeypatch.setattr(state, "num_passed_blocks", lambda window, lengths, size: right(window and 1, lengths, size))
     prompts, params = requests(seed=1)
-    wrong = engine("mistral", grouped=True, num_blocks=30)
-    assert tokens(wrong, prompts, params) != tokens(engine("mistral", grouped=False), prompts, params)
+    wrong = engine("mistral", num_blocks=30)
+    assert tokens(wrong, prompts, params) != expected_tokens("mistral", prompts, params)
 
 
 def test_a_request_that_fits_only_because_of_windows_is_served_alone():
     num_blocks = least_blocks("gemma 3")
     assert num_blocks - 1 < len(layer_groups(FAMILIES["gemma 3"]).windows) * MAX_LENGTH // BLOCK_SIZE
-    small, large = engine("gemma 3", grouped=True, num_blocks=num_blocks), engine("gemma 3", grouped=False)
-    prompts, params = [list(range(40)) + [1] * 20] * 2, SamplingParams(max_tokens=12, temperature=0)
-    assert tokens(small, prompts, params) == tokens(large, prompts, params)
+    prompts, params = [list(range(40)) + [1] * 20] * 2, [SamplingParams(max_tokens=12, temperature=0)] * 2
+    assert tokens(tight_gemma(), prompts, params) == expected_tokens("gemma 3", prompts, params)
 
 
 def test_a_request_that_never_fits_is_refused():
     with not_compiled():
-        tiny = engine("gemma 3", grouped=True, num_blocks=least_blocks("gemma 3") - 1)
+        tiny = engine("gemma 3", num_blocks=least_blocks("gemma 3") - 1)
     with pytest.raises(ValueError, match="72 tokens need 26 blocks"):
         tiny.add_request([1] * 70, SamplingParams(max_tokens=2))
 

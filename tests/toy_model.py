@@ -128,7 +128,11 @@ def continuation_of(logits_of, prompt, params):
     return tokens[len(prompt) :], logprobs
 
 
-def create_engine(*, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 1, device=None, **options):
+def create_engine(
+    *, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 1, device=None, shares=False, **options
+):
+    """`shares`: with a prefix cache, shared blocks are read once as soon as there are any, as for larger ones on a GPU:
+    two more kinds of steps to compile."""
     sizes = dict(num_seats=SEATS, max_length=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
     # Not optimised: compiling takes longer than running. `exact`: one kind of steps, which compiles sooner.
     sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
@@ -137,8 +141,7 @@ def create_engine(*, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 
             num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32"
         )
         weights, cache = jax.device_put((random_weights() if weights is None else weights, cache), device)
-    # With a prefix cache, shared blocks are read once as soon as there are any, as for larger ones on a GPU.
-    with mock.patch.object(program, "chosen_least_spared", return_value=1):
+    with mock.patch.object(program, "chosen_least_spared", return_value=1 if shares else None):
         return Engine(model, weights, cache, **sizes | options)
 
 
@@ -154,7 +157,11 @@ def shared_engine(chunk_tokens, *, prefix_cache=False, exact=False):
     options = chunk_tokens, prefix_cache, exact
     if options not in ENGINES:
         ENGINES[options] = create_engine(
-            chunk_tokens=chunk_tokens, prefix_cache=prefix_cache, exact=exact, widths=WIDTHS
+            chunk_tokens=chunk_tokens,
+            prefix_cache=prefix_cache,
+            shares=prefix_cache,
+            exact=exact,
+            widths=WIDTHS[prefix_cache:],  # the narrowest without a prefix cache
         )
     return ENGINES[options]
 

@@ -60,7 +60,7 @@ def drafting_engine(num_drafts=DRAFTS, **options):
     """An engine whose drafts come from its weights' answers."""
     key = num_drafts, *options.items()
     if key not in ENGINES:
-        options |= dict(widths=(SEATS, 2 * SEATS), drafts=num_drafts, prefix_cache=True)
+        options |= dict(widths=(2 * SEATS,), drafts=num_drafts, prefix_cache=True, shares=True)
         draft = functools.partial(knowing, num_drafts=num_drafts)
         ENGINES[key] = create_engine(weights=knowing_weights(), draft=draft, **options)
     return ENGINES[key]

@@ -14,7 +14,7 @@ from lib.families import scaled_frequencies
 from lib.fields import Fields
 from tests.examples.tiny_checkpoint import CONTEXT, EOS, greedy, write_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_kind")]
 
 PROMPTS = ["Hello there, paged world", "a", "The quick brown fox jumps over it"]
 

@@ -7,7 +7,7 @@ import pytest
 import rollout
 from jaxpaged import SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_kind")]
 
 
 @pytest.fixture(scope="module")

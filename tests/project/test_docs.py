@@ -12,6 +12,8 @@ import jaxpaged.linen
 import jaxpaged.nnx
 from tests.project.doc_code import mistakes
 
+pytestmark = pytest.mark.usefixtures("one_kind")
+
 ROOT = Path(__file__).parents[2]
 PAGES = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"))]
 PUBLIC = {

@@ -10,6 +10,12 @@ import numpy as np
 
 from jaxpaged import paged_attention, paged_attention_reference
 
+
+def paired(values, *others):
+    """Each of `values` with one of each of the others, in turn: sweeps whose product would compile too many kernels."""
+    return [(value, *(other[i % len(other)] for other in others)) for i, value in enumerate(values)]
+
+
 GARBAGE_IDS = (-7, -1, 2**31 - 1, 10**6)  # what may stand in a table behind a sequence's blocks
 
 # Every option of paged_attention, by the name that a test reports. `heads` is 6 in all cases.

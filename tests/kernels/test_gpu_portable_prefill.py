@@ -15,7 +15,7 @@ import pytest
 from jaxpaged import _device
 from jaxpaged._attention.decide import quick_test
 from tests.attention.conformance import Conformance
-from tests.cases import OPTIONS, make_case
+from tests.cases import OPTIONS, make_case, paired
 from tests.kernels import prefill
 from tests.kernels.lowering import mosaic_for
 
@@ -56,23 +56,24 @@ class TestPortablePrefill(Conformance):
         return prefill.unpacked(case, counts, *first)
 
 
-@pytest.mark.parametrize(("compute_capability", "form"), [(8.0, "native"), (8.0, "sm_80"), (10.0, "native")])
+SHAPES = {
+    "all": dict(options=OPTIONS["all"]),
+    "wide": dict(head_dim=256, options=OPTIONS["sinks"]),
+    "int8": dict(cache_dtype=jnp.int8, scale_shape="token_head"),
+    "float8 wide": dict(cache_dtype=jnp.float8_e5m2, scale_shape="token_head", head_dim=256),
+}
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [
-        dict(options=OPTIONS["all"]),
-        dict(head_dim=256, options=OPTIONS["sinks"]),
-        dict(cache_dtype=jnp.int8, scale_shape="token_head"),
-        dict(cache_dtype=jnp.float8_e5m2, scale_shape="token_head", head_dim=256),
-    ],
-    ids=["all", "wide", "int8", "float8 wide"],
+    ("name", "compute_capability", "form"),
+    [*paired(SHAPES, (8.0,), ("sm_80",)), *paired(SHAPES, (8.0, 10.0), ("native",))],
 )
-def test_other_shared_memory(shape, compute_capability, form, request):
+def test_other_shared_memory(name, compute_capability, form, request):
     if form == "sm_80":  # the jitted launch is the same
         jax.clear_caches()
         request.addfinalizer(jax.clear_caches)
     with mosaic_for(8.0) if form == "sm_80" else contextlib.nullcontext():
-        prefill.check(ragged_case(**shape), COUNTS, num_sms=132, portable_for=compute_capability)
+        prefill.check(ragged_case(**SHAPES[name]), COUNTS, num_sms=132, portable_for=compute_capability)
 
 
 @pytest.mark.parametrize("compute_capability", [8.0, 8.9])

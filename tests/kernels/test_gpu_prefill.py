@@ -11,7 +11,7 @@ from jaxpaged import paged_attention
 from jaxpaged._attention.shared_prefix import PrefixGroups
 from pallas_kernels.prefill import kernel
 from tests.attention.conformance import FAULTS
-from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, oracle
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, oracle, paired
 from tests.kernels import prefill
 
 pytestmark = pytest.mark.gpu
@@ -32,19 +32,17 @@ def test_options(name):
     prefill.check(ragged_case(options=OPTIONS[name], head_dim=128), COUNTS, num_sms=132)
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("block_size", "head_dim"), paired((8, 16, 32, 64, 128, 256), (128, 64)))
 def test_blocks(head_dim, block_size):
     prefill.check(ragged_case(head_dim=head_dim, block_size=block_size), COUNTS, num_sms=132)
 
 
-@pytest.mark.parametrize("head_dim", [32, 48, 80, 96, 112, 160, 192, 256])
-@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize(("head_dim", "name"), paired((32, 48, 80, 96, 112, 160, 192, 256), ("plain", "all", "all")))
 def test_heads(head_dim, name):
     prefill.check(ragged_case(head_dim=head_dim, options=OPTIONS[name]), COUNTS, num_sms=132)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (8, 2), (5, 1), (7, 1), (8, 1), (12, 1), (16, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (5, 1), (7, 1), (8, 1), (16, 1)])
 def test_groups(heads, kv_heads):
     prefill.check(ragged_case(heads=heads, kv_heads=kv_heads, head_dim=128, dtype=jnp.float16), COUNTS, num_sms=132)
 
@@ -54,44 +52,40 @@ def test_any_number_of_programs(num_sms):
     prefill.check(ragged_case(head_dim=128), COUNTS, num_sms=num_sms)
 
 
-@pytest.mark.parametrize("num_parts", [2, 7])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize(
+    ("head_dim", "num_parts", "name"), [(64, 2, "plain"), (128, 2, "plain"), (128, 7, "all"), (256, 2, "plain")]
+)
 def test_parts_of_keys(name, head_dim, num_parts):
     case = ragged_case(head_dim=head_dim, options=OPTIONS[name])
     prefill.check(case, COUNTS, num_sms=132, num_parts=num_parts)
 
 
 @pytest.mark.parametrize("scale_shape", [None, "tensor", "head", "token_head"])
-@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2, INT8])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("cache_dtype", "head_dim"), [(E4M3, 64), (E5M2, 128), (INT8, 128)])
 def test_8bit_caches(head_dim, cache_dtype, scale_shape):
     case = ragged_case(head_dim=head_dim, cache_dtype=cache_dtype, scale_shape=scale_shape)
     prefill.check(case, COUNTS, num_sms=132)
 
 
-@pytest.mark.parametrize("scale_shape", ["head", "token_head"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "scale_shape"), paired(OPTIONS, ("token_head", "head")))
 def test_options_of_an_8bit_cache(name, scale_shape):
     case = ragged_case(head_dim=128, cache_dtype=E4M3, scale_shape=scale_shape, options=OPTIONS[name])
     prefill.check(case, COUNTS, num_sms=132)
 
 
-@pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
+@pytest.mark.parametrize("block_size", [8, 32, 256])
 def test_blocks_of_an_8bit_cache(block_size):
     shape = dict(block_size=block_size, cache_dtype=E4M3, scale_shape="token_head", options=OPTIONS["window"])
     prefill.check(ragged_case(head_dim=128, **shape), COUNTS, num_sms=132)
 
 
-@pytest.mark.parametrize("head_dim", [32, 48, 80, 96, 112, 192])
-@pytest.mark.parametrize("cache_dtype", [E4M3, INT8])
+@pytest.mark.parametrize(("head_dim", "cache_dtype"), paired((32, 80, 112, 192), (E4M3, INT8)))
 def test_heads_of_an_8bit_cache(head_dim, cache_dtype):
     case = ragged_case(head_dim=head_dim, cache_dtype=cache_dtype, scale_shape="head", options=OPTIONS["all"])
     prefill.check(case, COUNTS, num_sms=132)
 
 
-@pytest.mark.parametrize("num_sms", [1, 7])
-@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+@pytest.mark.parametrize(("num_sms", "dtype"), [(1, BF16), (7, jnp.float16)])
 def test_any_number_of_programs_and_an_8bit_cache(dtype, num_sms):
     case = ragged_case(head_dim=128, dtype=dtype, cache_dtype=E4M3, scale_shape="token_head")
     prefill.check(case, COUNTS, num_sms=num_sms)
@@ -136,8 +130,9 @@ def test_equal_bits_twice(shape):
         assert (np.asarray(x[:-1]).view(np.uint8) == np.asarray(y[:-1]).view(np.uint8)).all()
 
 
-@pytest.mark.parametrize("shape", [{}, dict(cache_dtype=E4M3, scale_shape="token_head")], ids=str)
-@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("plain", dict(cache_dtype=E4M3, scale_shape="token_head")), ("all", {})], ids=str
+)
 def test_prompts_through_the_public_function(name, shape, monkeypatch):
     launched = []
     form = kernel.form
@@ -182,8 +177,7 @@ def test_packed_queries_through_the_public_function(head_dim, block_size):
     assert not np.asarray(out[-3:]).any()
 
 
-@pytest.mark.parametrize("num_parts", [1, 5])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("head_dim", "num_parts"), [(64, 5), (128, 1), (256, 5)])
 def test_queries_that_all_see_the_whole_sequence(head_dim, num_parts):
     case = make_case(lengths=(777,) * 70, max_blocks=49, head_dim=head_dim, dtype=BF16)
     case = case.replace(block_tables=jnp.repeat(case.block_tables[:1], 70, axis=0))
@@ -201,16 +195,15 @@ def prefix_case(groups, **shape):
     return case.replace(block_tables=jnp.asarray(tables))
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "known", "groups"),
     [
-        dict(options=OPTIONS["sinks"]),
-        dict(heads=16),
-        dict(q_len=4, head_dim=64),
-        dict(head_dim=120),
-        dict(cache_dtype=jnp.float8_e4m3fn, scale_shape="token_head"),
+        (dict(options=OPTIONS["sinks"]), True, 4),
+        (dict(heads=16), False, 4),
+        (dict(q_len=4, head_dim=64), True, 1),
+        (dict(head_dim=120), True, 4),
+        (dict(head_dim=120), False, 1),
+        (dict(cache_dtype=jnp.float8_e4m3fn, scale_shape="token_head"), False, 4),
     ],
     ids=str,
 )

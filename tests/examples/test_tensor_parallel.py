@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 RELATIVES = dict(
     windows=(4,), final_soft_cap=9.0, embedding_scale=2.0, use_sinks=True, use_qk_norm=True, use_post_norms=True
 )
+BIASES = dict(attention_bias=True, output_bias=True, mlp_bias=True)
 LATENT = LatentConfig(latent_dim=16, rotary_dim=16, value_dim=12, query_rank=12, rotary_factor=1.0, interleaved=True)
 ROUTING = Routing(
     num_experts=4,
@@ -53,13 +54,7 @@ def make_model(**changes) -> tuple[Llama, LlamaConfig]:
 @pytest.mark.parametrize(
     ("num_devices", "changes"),
     [
-        (2, dict(num_layers=1, num_kv_heads=4, **RELATIVES)),
-        (
-            4,
-            dict(
-                num_layers=2, num_kv_heads=2, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True
-            ),
-        ),
+        (4, dict(num_layers=1, num_kv_heads=2, tie_embeddings=False, **BIASES, **RELATIVES)),
         (2, dict(num_layers=1, num_kv_heads=1, latent=LATENT, routing=ROUTING)),
     ],
 )

@@ -6,6 +6,8 @@ first those that are sampled, then those that are scored. So `[tokens, vocab]` n
 is sampled go through the same operations on the same shapes.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -37,19 +39,44 @@ class Scores:
     likely: Likely | None  # instead of the scored token; None: nobody can ask for them
 
 
-def no_scores(*shape: int, num_requests: int, num_likely: int = 0) -> Scores:
-    return Scores(
-        request_ids=jnp.full(shape, num_requests, jnp.int32),
-        positions=jnp.zeros(shape, jnp.int32),
-        logprobs=jnp.zeros(shape, jnp.float32),
-        is_best=jnp.zeros(shape, jnp.bool_),
-        likely=Likely.create(*shape, num=num_likely),
-    )
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What a step tells the host beside the scheduler's outbox. A slice keeps it packed, `[steps, words]`."""
 
+    logprobs: jax.Array  # float32, like the tokens of a step in the outbox
+    likely: Likely | None  # like them; None: nobody can ask for them
+    scores: Scores  # [rows]
 
-def most_scored(kinds: Sequence[Kind]) -> int:
-    """The rows of `Scores` that a step of any kind needs."""
-    return max(num_groups(kind) * kind.num_seats for kind in kinds)
+    @classmethod
+    def create(cls, scheduler: Scheduler, kinds: Sequence[Kind], num_likely: int) -> Told:
+        """Of a step of any of the kinds that tells nothing."""
+        num_drawn = scheduler.outbox_tokens.shape[1]
+        num_scored = max(num_groups(kind) * kind.num_seats for kind in kinds)
+        return cls(
+            jnp.zeros(num_drawn, jnp.float32),
+            Likely.create(num_drawn, num=num_likely),
+            Scores(
+                request_ids=jnp.full(num_scored, scheduler.max_requests, jnp.int32),
+                positions=jnp.zeros(num_scored, jnp.int32),
+                logprobs=jnp.zeros(num_scored, jnp.float32),
+                is_best=jnp.zeros(num_scored, jnp.bool_),
+                likely=Likely.create(num_scored, num=num_likely),
+            ),
+        )
+
+    def with_step(self, kind: Kind, logprobs: jax.Array, likely: Likely | None, scores: Scores, *, drafts: int) -> Told:
+        """With what `score_and_sample` found in a step of this kind. `drafts`: the most of a seat."""
+
+        def of_each_draw(new: jax.Array) -> jax.Array:
+            new = new if kind.draws_all else new[:, None]
+            missing = drafts + 1 - new.shape[1]
+            new = jnp.pad(new, ((0, 0), (0, missing), *[(0, 0)] * (new.ndim - 2)))
+            return new.reshape(-1, *new.shape[2:])
+
+        logprobs, likely = jax.tree.map(of_each_draw, (logprobs, likely))
+        scores = jax.tree.map(lambda nothing, new: nothing.at[: len(new)].set(new), self.scores, scores)
+        return Told(logprobs, likely, scores)
 
 
 def num_groups(kind: Kind) -> int:

@@ -19,7 +19,7 @@ from jaxpaged._engine.kinds import Kind, count_wait, next_kind
 from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.prefix_groups import find_groups, sort_by_group
 from jaxpaged._engine.pytrees import difference, in_same_containers
-from jaxpaged._engine.scoring import score_and_sample, with_head
+from jaxpaged._engine.scoring import Told, score_and_sample, with_head
 from jaxpaged._engine.state import Inbox, Report, State
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler import planning
@@ -105,13 +105,17 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
 def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array) -> tuple[State, Report]:
     """Behind the last step: the state for the next slice, and the report of this one."""
     scheduler, outbox = state.scheduler.drain()
+    nothing = Told.create(scheduler, setup.kinds, setup.num_likely)
+    told = jax.vmap(lambda words: unpack(words, nothing))(state.told)
+    is_told = jnp.arange(len(state.told), dtype=jnp.int32) < outbox.num_steps
+    scored = jnp.where(is_told[:, None], told.scores.request_ids, scheduler.max_requests)
     report = Report(
         request_ids=request_ids,
         refusals=refusals,
         outbox=outbox,
-        logprobs=state.logprobs,
-        likely=state.likely,
-        scores=state.scores,
+        logprobs=told.logprobs,
+        likely=told.likely,
+        scores=dataclasses.replace(told.scores, request_ids=scored),
         num_running=(scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32),
         num_free=state.allocator.num_free,
         num_of_kind=state.num_of_kind,
@@ -133,9 +137,7 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
             parents=jnp.where(is_listed, cache.parents, 0),
             salts=jnp.array(scheduler.prefixes.salt),
         )
-    logprobs, likely, scores = jax.tree.map(jnp.zeros_like, (state.logprobs, state.likely, state.scores))
-    scores = dataclasses.replace(scores, request_ids=jnp.full_like(scores.request_ids, scheduler.max_requests))
-    return dataclasses.replace(state, scheduler=scheduler, logprobs=logprobs, likely=likely, scores=scores), report
+    return dataclasses.replace(state, scheduler=scheduler), report
 
 
 def change_seats(state: State) -> State:
@@ -188,24 +190,15 @@ def one_step(setup: Setup, weights: Any, state: State, wants_logprobs: jax.Array
         drafting = drafting.learnt(step, after - before, is_silent)
         drafting = drafting.with_hidden(hidden, step, after - before, is_mixed=kind.is_mixed)
 
-    def with_step(so_far: jax.Array, new: jax.Array) -> jax.Array:
-        new = new if kind.draws_all else new[:, None]
-        missing = scheduler.num_drafts + 1 - new.shape[1]
-        new = jnp.pad(new, ((0, 0), (0, missing), *[(0, 0)] * (new.ndim - 2)))
-        return so_far.at[index_of_step].set(new.reshape(-1, *new.shape[2:]), mode="drop")
-
-    logprobs, likely = jax.tree.map(with_step, (state.logprobs, state.likely), (logprobs, likely))
+    told = Told.create(scheduler, setup.kinds, setup.num_likely)
+    told = told.with_step(kind, logprobs, likely, scores, drafts=scheduler.num_drafts)
     num_given = jnp.diff(step.query_starts) - step.num_drafts
     return dataclasses.replace(
         state,
         scheduler=scheduler,
         allocator=allocator,
         caches=caches,
-        logprobs=logprobs,
-        likely=likely,
-        scores=jax.tree.map(
-            lambda so_far, new: so_far.at[index_of_step, : len(new)].set(new, mode="drop"), state.scores, scores
-        ),
+        told=state.told.at[index_of_step].set(pack(told, jnp), mode="drop"),
         num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), num_given),
         num_of_kind=state.num_of_kind.at[index].add(1),
         num_spared=state.num_spared + num_spared * allocator.block_size,

@@ -18,7 +18,7 @@ from jaxpaged._engine.inputs import pool_sizes
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.prefix_groups import SeatGroups
 from jaxpaged._engine.sampling import Likely
-from jaxpaged._engine.scoring import Scores, most_scored, no_scores
+from jaxpaged._engine.scoring import Scores, Told
 from jaxpaged._scheduler.records import Outbox, Sampling
 from jaxpaged._scheduler.scheduler import Scheduler
 
@@ -31,10 +31,8 @@ class State:
     scheduler: Scheduler
     allocator: BlockAllocator
     caches: Any
-    logprobs: jax.Array  # float32, beside the tokens of the scheduler's outbox and like them
-    likely: Likely | None  # beside them; None: nobody can ask for the most likely tokens
+    told: jax.Array  # int32 [steps, words], a packed `Told` of each step since the last report
     spans: jax.Array  # int32 [requests, 2], where the scored tokens of each request begin and end
-    scores: Scores  # [steps, rows]
     num_waited: jax.Array  # int32 [], steps since prompts wait for a step with a chunk
     num_of_kind: jax.Array  # int32 [kinds], steps of each kind so far, modulo 2^32
     seat_groups: SeatGroups | None  # None: no kind reads shared blocks once
@@ -61,23 +59,24 @@ class State:
         """An engine's without requests. `max_steps`: of a slice; the others as `Engine` has them."""
         num_blocks, block_size = pool_sizes(caches)
         num_seats, max_length = sizes.num_seats, sizes.max_length
-        num_drawn = num_seats * (drafts + 1)
         prefixes = None
         if prefix_cache and max_length >= block_size:  # else it could never find a block
             prefixes = PrefixCache.create(
                 num_blocks=num_blocks, block_size=block_size, secret=secrets.randbits(128), num_groups=len(windows)
             )
+        scheduler = Scheduler.create(
+            max_requests=max_requests,
+            num_seats=num_seats,
+            max_length=max_length,
+            max_steps=max_steps,
+            num_stop_ids=num_stop_ids,
+            num_drafts=drafts,
+            num_adapters=num_adapters,
+            prefix_cache=prefixes,
+        )
+        num_words = sum(leaf.size for leaf in jax.tree.leaves(Told.create(scheduler, kinds, max_logprobs)))
         return cls(
-            scheduler=Scheduler.create(
-                max_requests=max_requests,
-                num_seats=num_seats,
-                max_length=max_length,
-                max_steps=max_steps,
-                num_stop_ids=num_stop_ids,
-                num_drafts=drafts,
-                num_adapters=num_adapters,
-                prefix_cache=prefixes,
-            ),
+            scheduler=scheduler,
             allocator=BlockAllocator.create(
                 num_blocks=num_blocks,
                 block_size=block_size,
@@ -86,10 +85,8 @@ class State:
                 windows=windows,
             ),
             caches=caches,
-            logprobs=jnp.zeros((max_steps, num_drawn), jnp.float32),
-            likely=Likely.create(max_steps, num_drawn, num=max_logprobs),
+            told=jnp.zeros((max_steps, num_words), jnp.int32),
             spans=jnp.zeros((max_requests, 2), jnp.int32),
-            scores=no_scores(max_steps, most_scored(kinds), num_requests=max_requests, num_likely=max_logprobs),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(kinds), jnp.int32),
             seat_groups=SeatGroups.create(num_seats) if kinds[0].least_spared is not None else None,

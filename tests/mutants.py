@@ -149,7 +149,9 @@ MUTANTS = (
         "        legal &= lengths >= 0\n",
         WINDOWS,
     ),
-    Mutant("kinds: a token without a row", KINDS, "(num_needing > widths", "(num_needing - 1 > widths", NEXT_KIND),
+    Mutant(
+        "kinds: a token without a row", KINDS, "(num_needing > kind.width)", "(num_needing - 1 > kind.width)", NEXT_KIND
+    ),
     Mutant(
         "kinds: waits though the widest step is full", KINDS, "= is_full | ((num_pending", "= ((num_pending", NEXT_KIND
     ),
@@ -401,7 +403,13 @@ MUTANTS = (
         "is_seated, per_seat",
         MIXTURE,
     ),
-    Mutant("scheduler: last is the first row", PLANNING, "last=jnp.clip(ends - 1, 0)", "last=starts", MIXTURE),
+    Mutant(
+        "scheduler: last is the first row",
+        PLANNING,
+        "last=jnp.clip(ends - 1, 0)",
+        "last=jnp.pad(ends, (1, 0))[:-1]",
+        MIXTURE,
+    ),
     Mutant("scheduler: stop ids do nothing", PROGRESS, "(stop_ids >= 0)", "(stop_ids > 99)", MIXTURE),
     Mutant("scheduler: a token too many", PROGRESS, "num_known >= planning", "num_known > planning", MIXTURE),
     Mutant(

@@ -121,7 +121,7 @@ def next_kind(
 
     # 1. If prompts wait on: the fewest rows for a token of each seat that needs any.
     widths = jnp.asarray([kind.width for kind in kinds], jnp.int32)
-    without = num_sharing + (num_needing > widths[num_sharing:]).sum(dtype=jnp.int32)
+    without = num_sharing + sum((num_needing > kind.width).astype(jnp.int32) for kind in kinds[num_sharing:])
     if gains is not None:
         without = num_sharing + quickest(kinds[num_sharing:-1], num_needing, num_pending, gains)
 

@@ -40,7 +40,7 @@ def plan[S: SchedulerState](
     )
     is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
     # If there is one row for each seat, each has its own: attention needs neither packed queries nor other tables.
-    taken = given if is_mixed or width < scheduler.num_seats else jnp.ones_like(given)
+    taken = given if is_mixed or width < scheduler.num_seats else None
     return scheduler, allocator, pack(scheduler, allocator, given, taken, num_drafts, is_sampled, is_victim, width)
 
 
@@ -210,18 +210,20 @@ def pack(
     scheduler: SchedulerState,
     allocator: BlockAllocator,
     given: jax.Array,
-    taken: jax.Array,  # rows of the step, of each seat
+    taken: jax.Array | None,  # rows of the step, of each seat; None: one for each
     num_drafts: jax.Array,
     is_sampled: jax.Array,
     is_victim: jax.Array,
     width: int,
 ) -> Step:
     num_seats = scheduler.num_seats
-    ends = jnp.cumsum(taken, dtype=jnp.int32)
-    starts = ends - taken
     rows = jnp.arange(width, dtype=jnp.int32)
-    seats = jnp.searchsorted(ends, rows, side="right", method="compare_all").astype(jnp.int32)
-    offsets = rows - starts.at[seats].get(mode="fill", fill_value=0)
+    if taken is None:
+        ends, seats, offsets = rows + 1, rows, jnp.zeros_like(rows)
+    else:
+        ends = jnp.cumsum(taken, dtype=jnp.int32)
+        seats = jnp.searchsorted(ends, rows, side="right", method="compare_all").astype(jnp.int32)
+        offsets = rows - rows_of(ends - taken, seats)
     is_token = offsets < given.at[seats].get(mode="fill", fill_value=0)
     computed = (allocator.lengths - given).at[seats].get(mode="fill", fill_value=0)
     seats = jnp.where(is_token, seats, num_seats)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # of the extra "serve": imported where it is used, so that --
 
 API_KEY = "JAXPAGED_API_KEY"  # the environment variable
 MOST_TOKENS = 2048  # of a request by default
+MOST_LOGPROBS = 5  # by default: those that completions may ask for in OpenAI's API; chats may for 20
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -93,6 +94,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default=0,
         metavar="N",
         help="most tokens of a completion to guess in a step, from what it repeats; default: none",
+    )
+    parser.add_argument(
+        "--max-logprobs",
+        type=positive,
+        default=MOST_LOGPROBS,
+        metavar="N",
+        help="the most likely tokens that a request may ask for beside each of its tokens; default: %(default)s",
     )
     parser.add_argument("--prefix-cache", action="store_true", help="let requests share the blocks of equal beginnings")
     parser.add_argument(
@@ -205,6 +213,7 @@ def create_service(args: argparse.Namespace) -> "Service":
             host_cache_bytes=args.host_cache_mb and args.host_cache_mb * 10**6,
             num_adapters=len(args.adapter),
             drafts=args.drafts,
+            max_logprobs=args.max_logprobs,
             num_stop_ids=len(checkpoint.tokenizer.eos_ids),
             seed=secrets.randbits(32),
         )
@@ -214,6 +223,7 @@ def create_service(args: argparse.Namespace) -> "Service":
         model=names[0],
         adapters=names[1:],
         max_length=max_length,
+        max_logprobs=args.max_logprobs,
         api_key=args.api_key,
         max_body_bytes=args.max_body_bytes,
         allow_control_tokens=args.allow_control_tokens,

@@ -4,6 +4,7 @@ https://platform.openai.com/docs/api-reference
 """
 
 import dataclasses
+import itertools
 import json
 import time
 import uuid
@@ -16,11 +17,12 @@ from lib.text_stream import HALF
 
 MOST_N, MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARACTERS = 16, 64, 4, 200
 USUAL_TOKENS = 16  # of a completion that says no max_tokens
+MOST_TOP_LOGPROBS, MOST_TOP_LOGPROBS_OF_CHAT = 5, 20
 
 KNOWN = {"model", "n", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
 KNOWN |= {"logprobs"}
-KNOWN_OF_CHAT = KNOWN | {"messages", "max_completion_tokens"}
-KNOWN_OF_TEXT = KNOWN | {"prompt"}
+KNOWN_OF_CHAT = KNOWN | {"messages", "max_completion_tokens", "top_logprobs"}
+KNOWN_OF_TEXT = KNOWN | {"prompt", "echo"}
 # These change no answer.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # These would change it: only the values that change nothing are taken.
@@ -64,7 +66,8 @@ class Ask:
     Attributes:
         prompts: texts or token ids; empty in a chat.
         messages: of a chat; empty in a completion.
-        max_tokens: None: not said.
+        max_tokens: None: not said. 0: only the prompts are echoed.
+        is_echoed: whether an answer begins with its prompt.
         params: without `max_tokens` and the stop ids.
         model: the model's name, or the adapter's.
     """
@@ -76,6 +79,7 @@ class Ask:
     params: SamplingParams
     is_streamed: bool
     includes_usage: bool
+    is_echoed: bool
     model: str
 
     @property
@@ -83,8 +87,16 @@ class Ask:
         return bool(self.messages)
 
 
-def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int, adapters: Sequence[str] = ()) -> Ask:
-    """The request, which may name the model or one of its adapters.
+def read_ask(
+    body: bytes,
+    *,
+    model: str,
+    is_chat: bool,
+    vocab_size: int,
+    adapters: Sequence[str] = (),
+    max_logprobs: int = 0,
+) -> Ask:
+    """The request, which may name the model or one of its adapters. `max_logprobs`: the engine's.
 
     Raises `ApiError` for a body that is not a valid request, or asks for something unsupported.
     """
@@ -104,10 +116,12 @@ def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int, adapter
         options = Fields(fields.get("stream_options", {}))
         if options.values and not is_streamed:
             raise ValueError("stream_options goes with stream")
+        is_echoed = not is_chat and fields.flag("echo", False)
+        has_logprobs, top_logprobs = _logprobs(fields, is_chat, max_logprobs)
         return Ask(
             prompts=[] if is_chat else _prompts(fields, vocab_size),
             messages=_messages(fields) if is_chat else [],
-            max_tokens=_max_tokens(fields),
+            max_tokens=_max_tokens(fields, 0 if is_echoed else 1),
             stops=_stops(fields),
             params=SamplingParams(
                 n=fields.whole("n", 1, MOST_N, 1),
@@ -115,11 +129,14 @@ def read_ask(body: bytes, *, model: str, is_chat: bool, vocab_size: int, adapter
                 top_p=max(fields.real("top_p", 0, 1, 1), 1e-30),  # 0: the most likely token, as near as can be
                 top_k=max(fields.whole("top_k", -1, vocab_size, 0), 0),  # -1: all, as 0 is
                 seed=_seed(fields),
-                logprobs=_wants_logprobs(fields, is_chat),
+                logprobs=has_logprobs,
+                prompt_logprobs=has_logprobs and is_echoed,
+                top_logprobs=top_logprobs,
                 adapter=None if named == model else adapters.index(named),
             ),
             is_streamed=is_streamed,
             includes_usage=options.flag("include_usage", False),
+            is_echoed=is_echoed,
             model=named,
         )
     except KeyError as error:
@@ -140,24 +157,25 @@ def _seed(fields: Fields) -> int | None:
     return None if fields.get("seed", None) is None else fields.whole("seed", -(2**63), 2**63 - 1) % 2**32
 
 
-def _max_tokens(fields: Fields) -> int | None:
+def _max_tokens(fields: Fields, least: int) -> int | None:
     most = [
-        fields.whole(name, 1, 2**31 - 1)
+        fields.whole(name, least, 2**31 - 1)
         for name in ("max_completion_tokens", "max_tokens")
         if fields.get(name, None) is not None
     ]
     return min(most, default=None)
 
 
-def _wants_logprobs(fields: Fields, is_chat: bool) -> bool:
-    """The engine gives logprobs only for the tokens that it chose."""
-    if is_chat:
-        return fields.flag("logprobs", False)
-    if fields.get("logprobs", None) is None:
-        return False
-    if fields.whole("logprobs", 0, 5) > 0:
-        raise ValueError("logprobs must be 0: only the chosen tokens have logprobs here")
-    return True
+def _logprobs(fields: Fields, is_chat: bool, max_logprobs: int) -> tuple[bool, int]:
+    """Whether logprobs are asked for, and of how many of the most likely tokens beside."""
+    if not is_chat:
+        wants = fields.get("logprobs", None) is not None
+        return wants, fields.whole("logprobs", 0, min(MOST_TOP_LOGPROBS, max_logprobs), 0)
+    wants = fields.flag("logprobs", False)
+    num_top = fields.whole("top_logprobs", 0, min(MOST_TOP_LOGPROBS_OF_CHAT, max_logprobs), 0)
+    if num_top and not wants:
+        raise ValueError("top_logprobs goes with logprobs: true")
+    return wants, num_top
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
@@ -235,15 +253,17 @@ class Piece:
         index: of the completion in its answer.
         finish_reason: set in the last piece of a completion.
         tokens: the text of each new token, if logprobs were asked for.
-        logprobs: of these tokens.
-        offsets: where each token begins in the text of the completion.
+        logprobs: of these tokens; None: of a prompt's first token, which follows none.
+        top_logprobs: texts and logprobs of the likeliest tokens instead of each; empty if not asked for.
+        offsets: where each token begins in the text.
     """
 
     index: int
     text: str = ""
     finish_reason: str | None = None
     tokens: list[str] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
+    logprobs: list[float | None] = dataclasses.field(default_factory=list)
+    top_logprobs: list[list[tuple[str, float]]] = dataclasses.field(default_factory=list)
     offsets: list[int] = dataclasses.field(default_factory=list)
 
     def add(self, piece: "Piece") -> None:
@@ -251,6 +271,7 @@ class Piece:
         self.finish_reason = piece.finish_reason
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
+        self.top_logprobs += piece.top_logprobs
         self.offsets += piece.offsets
 
 
@@ -291,15 +312,30 @@ class Answer:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._ask.params.logprobs:
             return None
+        likely = piece.top_logprobs or [[] for _ in piece.tokens]
         if not self._ask.is_chat:
             names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-            return dict(zip(names, (piece.tokens, piece.logprobs, None, piece.offsets), strict=True))
-        entries = zip(piece.tokens, piece.logprobs, strict=True)
+            top = list(map(_by_text, piece.tokens, piece.logprobs, likely)) if self._ask.params.top_logprobs else None
+            return dict(zip(names, (piece.tokens, piece.logprobs, top, piece.offsets), strict=True))
         content = [
-            {"token": t, "logprob": p, "bytes": None if HALF in t else list(t.encode()), "top_logprobs": []}
-            for t, p in entries
+            _entry(token, logprob) | {"top_logprobs": list(itertools.starmap(_entry, others))}
+            for token, logprob, others in zip(piece.tokens, piece.logprobs, likely, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+
+def _entry(token: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": None if HALF in token else list(token.encode())}
+
+
+def _by_text(token: str, logprob: float | None, likely: list[tuple[str, float]]) -> dict[str, float] | None:
+    """The most likely tokens and the chosen one; of tokens with the same text the likeliest."""
+    if logprob is None:
+        return None
+    by_text: dict[str, float] = {}
+    for text, of_text in [*likely, (token, logprob)]:
+        by_text.setdefault(text, of_text)
+    return by_text
 
 
 def make_usage(num_prompt_tokens: int) -> dict[str, int]:

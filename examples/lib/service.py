@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxpaged import RequestOutput
 from lib.checkpoint import Checkpoint, CheckpointError
 from lib.engine_metrics import metrics_text
 from lib.engine_thread import DrainingError, EngineFailedError, EngineThread, Generation, QueueFullError
@@ -35,6 +38,7 @@ class Service:
         model: the model's name.
         adapters: the names of its adapters, by which a request takes one.
         max_length: the most tokens of a request, prompt and answer together.
+        max_logprobs: the engine's.
     """
 
     engine: EngineThread
@@ -43,6 +47,7 @@ class Service:
     max_length: int
     adapters: tuple[str, ...] = ()
     api_key: str | None = None
+    max_logprobs: int = 0
     max_body_bytes: int = 2**20
     allow_control_tokens: bool = False
 
@@ -112,6 +117,7 @@ class Service:
             adapters=self.adapters,
             is_chat=is_chat,
             vocab_size=self.checkpoint.config.vocab_size,
+            max_logprobs=self.max_logprobs,
         )
         num_completions = max(1, len(ask.prompts)) * ask.params.n
         if num_completions > self.engine.most_completions:
@@ -122,7 +128,7 @@ class Service:
             ending.callback(self.engine.close, generation)
             prompts = await unless_gone(request, asyncio.to_thread(self._encode, ask))
             params = dataclasses.replace(ask.params, stop_token_ids=self.checkpoint.tokenizer.eos_ids)
-            requests = [(p, dataclasses.replace(params, max_tokens=self._num_new(ask, p))) for p in prompts]
+            requests = [(p, dataclasses.replace(params, max_tokens=max(self._num_new(ask, p), 1))) for p in prompts]
             self.engine.start(generation, requests)
             usage = make_usage(sum(map(len, prompts)))
             answer = Answer(ask, num_completions, usage)
@@ -179,30 +185,75 @@ class Service:
         has_offsets = ask.params.logprobs and not ask.is_chat
         texts = [TextStream(decode, ask.stops, has_offsets=has_offsets) for _ in range(generation.num_completions)]
         open_ones = set(range(generation.num_completions))
+        echoes: dict[int, Piece] = {}  # what completions begin with
         async for i, output in generation.outputs():
+            if ask.params.prompt_logprobs and not (output.finished or is_scored(output)):
+                continue  # another output follows, which has what this one has
             for k, completion in enumerate(output.outputs):
                 index = i * ask.params.n + k
                 if index not in open_ones:
                     continue
+                piece = Piece(index)
+                if ask.is_echoed and index not in echoes:
+                    echoes[index] = self._echo(ask, generation.requests[i][0], output)
+                    piece.add(echoes[index])
                 text = texts[index]
                 start = text.num_tokens
-                new = text.extend(completion.token_ids, is_last=completion.finish_reason is not None)
-                reason = "stop" if text.is_stopped else completion.finish_reason
-                if reason is not None:
+                token_ids = completion.token_ids if ask.max_tokens != 0 else []  # the engine makes one
+                piece.text += text.extend(token_ids, is_last=completion.finish_reason is not None)
+                piece.finish_reason = "stop" if text.is_stopped else completion.finish_reason
+                if ask.max_tokens == 0 and piece.finish_reason == "stop":
+                    piece.finish_reason = "length"
+                if piece.finish_reason is not None:
                     open_ones.remove(index)
                 if completion.finish_reason is None and text.is_stopped:
                     self.engine.end(generation, i, k)
                 usage["completion_tokens"] += text.num_tokens - start
                 usage["total_tokens"] += text.num_tokens - start
-                piece = Piece(index, new, finish_reason=reason)
                 if completion.logprobs is not None:
-                    piece.tokens += [decode([token]) for token in completion.token_ids[start : text.num_tokens]]
-                    piece.logprobs += completion.logprobs[start : text.num_tokens]
-                    piece.offsets += text.offsets[start:]
-                if new or reason or piece.tokens:
+                    new = slice(start, text.num_tokens)
+                    before = len(echoes[index].text) if ask.is_echoed else 0
+                    top_logprobs = completion.top_logprobs and completion.top_logprobs[new]
+                    self._add_tokens(piece, token_ids[new], completion.logprobs[new], top_logprobs)
+                    piece.offsets += [before + offset for offset in text.offsets[start:]]
+                if piece.text or piece.finish_reason or piece.tokens:
                     yield piece
             if not open_ones:
                 return
+
+    def _echo(self, ask: Ask, prompt: list[int], output: RequestOutput) -> Piece:
+        """The prompt, as its tokens are decoded."""
+        text = TextStream(self.checkpoint.tokenizer.decode, has_offsets=ask.params.logprobs)
+        piece = Piece(0, text.extend(prompt, is_last=True))
+        if output.prompt_logprobs is not None:
+            logprobs = [None if p is None or math.isnan(p) else p for p in output.prompt_logprobs]
+            self._add_tokens(piece, prompt, logprobs, output.prompt_top_logprobs)
+            piece.offsets += text.offsets
+        return piece
+
+    def _add_tokens(
+        self,
+        piece: Piece,
+        token_ids: list[int],
+        logprobs: Sequence[float | None],
+        top_logprobs: Sequence[dict[int, float] | None] | None,
+    ) -> None:
+        piece.tokens += map(self._text_of, token_ids)
+        piece.logprobs += logprobs
+        for likely in top_logprobs or ():
+            piece.top_logprobs.append([(self._text_of(token), logprob) for token, logprob in (likely or {}).items()])
+
+    @functools.cached_property
+    def _text_of(self) -> Callable[[int], str]:
+        """The text of a token by itself."""
+        return functools.cache(lambda token: self.checkpoint.tokenizer.decode([token]))
+
+
+def is_scored(output: RequestOutput) -> bool:
+    """Whether the logprobs of all of the prompt's tokens are there: those of the last come last."""
+    assert output.prompt_logprobs is not None
+    last = output.prompt_logprobs[-1]
+    return last is None or not math.isnan(last)
 
 
 class EventStream(StreamingResponse):

@@ -35,7 +35,8 @@ from lib.engine_thread import EngineThread, Generation
 from lib.http_server import Server, bind
 from lib.openai_forms import read_ask
 from lib.service import PAGE_POLICY, Service
-from tests.examples.tiny_checkpoint import EOS, greedy, next_logits, write_adapter
+from lib.text_stream import HALF
+from tests.examples.tiny_checkpoint import EOS, VOCAB, greedy, next_logits, write_adapter
 from tests.examples.tiny_families import PROMPT as PROMPT_OF_FAMILIES
 from tests.examples.tiny_families import write_family
 
@@ -244,6 +245,81 @@ def test_logprobs_are_those_of_the_tokens(server, tiny):
     assert len(content) == 6
 
 
+def likely(tiny, tokens, count):
+    """By its text: the logprobs of the `count` most likely tokens after these, and of one more token."""
+    logits = next_logits(tiny.tensors, tokens[:-1])
+    logprobs = logits - np.logaddexp.reduce(logits)
+    order = [*np.argsort(-logits)[:count].tolist(), tokens[-1]]
+    return {tiny.tokenizer.decode([token]): pytest.approx(logprobs[token], abs=1e-3) for token in reversed(order)}
+
+
+def joined(pieces):
+    """The fields of logprobs of a completion's stream, each as one list."""
+    parts = [chunk.choices[0].logprobs.model_dump() for chunk in pieces]
+    return {
+        name: None if parts[0][name] is None else [entry for part in parts for entry in part[name]] for name in parts[0]
+    }
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_top_logprobs_are_those_of_the_model(server, tiny, count):
+    tokens = tiny.tokenizer.encode(PROMPT)
+    options = dict(temperature=1.5, seed=4, max_tokens=6, logprobs=count)  # so that others than the likeliest are drawn
+    found = complete(server, **options).choices[0].logprobs
+    for text, logprob, entries in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        with_text = [token for token in range(VOCAB) if tiny.tokenizer.decode([token]) == text]
+        logits = next_logits(tiny.tensors, tokens)
+        logprobs = logits - np.logaddexp.reduce(logits)
+        tokens.append(min(with_text, key=lambda token: abs(logprobs[token] - logprob)))
+        assert entries == likely(tiny, tokens, count)
+    assert any(len(entries) > count for entries in found.top_logprobs)
+    assert joined(complete(server, stream=True, **options)) == found.model_dump()
+    options = dict(max_tokens=6, logprobs=True, top_logprobs=count)
+    content = chat(server, **options).choices[0].logprobs.content
+    for entry in content:
+        assert entry.top_logprobs[0].model_dump() == entry.model_dump(exclude={"top_logprobs"})
+        assert len(entry.top_logprobs) == count
+        assert sorted(entry.top_logprobs, key=lambda other: -other.logprob) == entry.top_logprobs
+    assert joined(chat(server, stream=True, **options))["content"] == [entry.model_dump() for entry in content]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("is_text", [True, False])
+def test_an_echo_has_the_logprobs_of_the_prompt(server, tiny, max_tokens, is_text):
+    """What lm-eval's local-completions asks for, several prompts at once; the second time they are cached."""
+    prompts = [PROMPT, "a", "The quick brown"]
+    ids = [tiny.tokenizer.encode(prompt) for prompt in prompts]
+    options = dict(prompt=prompts if is_text else ids, max_tokens=max_tokens, echo=True)
+    for _ in range(2):
+        answer = complete(server, logprobs=1, **options)
+        assert answer.usage.completion_tokens == sum(max_tokens for _ in prompts)
+        for prompt, choice in zip(ids, answer.choices, strict=True):
+            tokens, found = prompt + greedy(tiny.tensors, prompt, max_tokens), choice.logprobs
+            assert choice.text == tiny.tokenizer.decode(tokens)
+            assert choice.finish_reason == "length"
+            assert found.tokens == [tiny.tokenizer.decode([token]) for token in tokens]
+            assert found.token_logprobs[0] is found.top_logprobs[0] is None
+            for i in range(1, len(tokens)):
+                assert found.top_logprobs[i] == likely(tiny, tokens[: i + 1], 1)
+                assert found.token_logprobs[i] == found.top_logprobs[i][found.tokens[i]]
+            for begin, token in zip(found.text_offset, found.tokens, strict=True):
+                assert choice.text[begin:].startswith(token) or HALF in token
+    assert [choice.text for choice in complete(server, **options).choices] == [choice.text for choice in answer.choices]
+
+
+def test_a_streamed_echo_says_the_same(server):
+    options = dict(max_tokens=5, echo=True, n=2, temperature=1.0, seed=5)
+    whole = complete(server, logprobs=2, **options).choices
+    chunks = list(complete(server, logprobs=2, stream=True, **options))
+    for choice in whole:
+        own = [chunk for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert "".join(chunk.choices[0].text for chunk in own) == choice.text
+        assert choice.text.startswith(PROMPT)
+        assert joined(own) == choice.logprobs.model_dump()
+    stopped = complete(server, max_tokens=30, echo=True, stop=[PROMPT[:3], whole[0].text[len(PROMPT) :][2:4]])
+    assert stopped.choices[0].text.startswith(PROMPT)  # a stop string in the prompt stops nothing
+
+
 def test_a_chat_is_rendered_and_its_control_tokens_are_text(server, tiny):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a<eos>b"}]
     (prompt,) = tiny.tokenizer.encode_conversations([messages])
@@ -305,6 +381,10 @@ def body(**fields):
     return json.dumps(dict(model="model", prompt="a") | fields)
 
 
+def chat_body(**fields):
+    return json.dumps({"model": "model", "messages": [{"role": "user", "content": "a"}]} | fields)
+
+
 REFUSED = [
     ("", 400, "must be a JSON object"),
     ("[1]", 400, "must be a JSON object"),
@@ -335,16 +415,23 @@ REFUSED = [
     (body(n=0), 400, "n must be a whole number from 1 to 16; got 0."),
     (body(stop=["a"] * 5), 400, "stop must be a text or at most 4 texts"),
     (body(stop=""), 400, "stop must be a text or at most 4 texts"),
-    (body(echo=True), 400, "echo is not supported here; leave it out."),
+    (body(best_of=2), 400, "best_of is not supported here; leave it out."),
+    (body(echo=1), 400, "echo must be true or false; got 1."),
     (body(logit_bias={"1": 5}), 400, "logit_bias is not supported here; leave it out."),
     (body(**{"a\n\ud800": 1}), 400, r"'a\n\ud800' is not supported here; leave it out."),
-    (body(logprobs=2), 400, "logprobs must be 0"),
+    (body(logprobs=6), 400, "logprobs must be a whole number from 0 to 5; got 6."),
+    (body(logprobs=True), 400, "logprobs must be a whole number from 0 to 5; got True."),
+    (body(top_logprobs=1), 400, "top_logprobs is not supported here; leave it out."),
     (body(stream_options={"include_usage": True}), 400, "stream_options goes with stream."),
     (body(stream="yes"), 400, "stream must be true or false; got 'yes'."),
     ("x" * 5001, 413, "The body must be at most 5000 bytes."),
 ]
 REFUSED_CHATS = [
     (body(), "prompt is not supported here; leave it out."),
+    (chat_body(logprobs=True, top_logprobs=6), "top_logprobs must be a whole number from 0 to 5; got 6."),
+    (chat_body(top_logprobs=1), "top_logprobs goes with logprobs: true."),
+    (chat_body(logprobs=1), "logprobs must be true or false; got 1."),
+    (chat_body(echo=True), "echo is not supported here; leave it out."),
     (json.dumps({"model": "model", "messages": []}), "messages must be a list of at least one message."),
     (json.dumps({"model": "model", "messages": ["hi"]}), "expected a JSON object; got 'hi'."),
     (json.dumps({"model": "model", "messages": [{"role": "user"}]}), "The field 'content' is missing."),
@@ -382,8 +469,8 @@ def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):
     assert ask(server.port, body=body(), **{"Content-Type": "text/plain"})[0] == 415
     assert "GET" in ask(server.port, "/health", "{}")[1]["Allow"]
     assert server.service.engine.num_open == 0
-    with pytest.raises(openai.BadRequestError, match="echo is not supported"):
-        complete(server, echo=True)
+    with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
+        complete(server, best_of=2)
     assert "Traceback" not in "".join(capfd.readouterr())
 
 

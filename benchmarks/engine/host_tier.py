@@ -32,8 +32,9 @@ from benchmarks.engine.workload import BLOCK_SIZE, create_caches
 from benchmarks.harness import add_output, open_store
 from jaxpaged import Engine, SamplingParams
 from jaxpaged._engine import program
-from jaxpaged._engine.host_copies import HostCopies, Piece
+from jaxpaged._engine.host_copies import HostCopies, Run
 from jaxpaged._engine.host_tier import HostTier, NoHostTier
+from jaxpaged._engine.requests import Row
 
 CONVERSATIONS, TURNS, POOLS = 64, 4, 4
 ROUNDS = 2
@@ -182,10 +183,8 @@ def stages(engine: Engine, sizes: Sizes) -> dict[str, float]:
     state, found = engine._runner.state_of_slice, {}
     assert state.scheduler.prefixes is not None
     salt = int(state.scheduler.prefixes.salt[0])
-    in_piece = copies.num_pages * copies.in_page
-    num_pieces = max(min(copies.most_staged * copies.in_page, sizes.long // BLOCK_SIZE) // in_piece, 1)
-    ids = np.arange(in_piece, dtype=np.int32).reshape(copies.num_pages, copies.in_page)
-    columns = np.arange(sizes.long // BLOCK_SIZE, dtype=np.int32)
+    in_run, num_columns = copies.num_pages * copies.in_page, sizes.long // BLOCK_SIZE
+    num_runs = max(min(copies.most_staged * copies.in_page, num_columns) // in_run, 1)
 
     def timed(name: str, function: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
@@ -195,26 +194,30 @@ def stages(engine: Engine, sizes: Sizes) -> dict[str, float]:
         found[name] = 1e3 * (time.perf_counter() - begin)
         return done
 
-    def put(pieces: list[list[Any]], prompt: np.ndarray) -> Any:
+    def run_of(prompt: np.ndarray, i: int, pages: list[Any]) -> Run:
+        end = min((i + 1) * in_run, num_columns)
+        keys = [bytes([i])] * end
+        return Run(Row(0, prompt, SamplingParams(), 0), salt, prompt[:end], keys, i * in_run, len(pages), pages)
+
+    def put(runs: list[Run]) -> Any:
         nonlocal state
-        for i, pages in enumerate(pieces):
-            at = columns[i * in_piece : (i + 1) * in_piece]
-            of_pages = np.full((len(pages), copies.in_page), -1, np.int32)
-            of_pages.ravel()[: len(at)] = at
-            piece = Piece(prompt, salt, i * in_piece, [b""] * len(at), of_pages, pages)
-            state, _ = copies.put(state, [piece])
+        for run in runs:
+            (state,) = copies.put(state, [run])
         return state.allocator
 
+    def gather(runs: list[Run]) -> Any:
+        return [copies._take_out(state, copies._inputs([run]))[1][: run.num_pages] for run in runs]
+
+    pages = [jax.device_put([copies._nothing] * copies.num_pages, copies._on_host) for _ in range(num_runs)]
     for turn in range(ROUNDS):  # the last one counts
         prompt = np.array(tokens(30_000 + turn, sizes.long), np.int32).reshape(-1, BLOCK_SIZE)
-        run, cache = copies._take_out[copies.num_pages], state.scheduler.prefixes.cache
-        pool = state.allocator.pool
-        taken = timed("gather", lambda: [run(cache, pool, state.caches, ids)[1] for _ in range(num_pieces)])  # noqa: B023
-        on_host = timed("to_host", lambda: [jax.device_put(pages, copies._on_host) for pages in taken])  # noqa: B023
-        back = timed("to_device", lambda: [copies.bring(pages) for pages in on_host])  # noqa: B023
-        timed("put", lambda: put(back, prompt))  # noqa: B023
+        back = timed("to_device", lambda: [copies.bring(of_run) for of_run in pages])  # noqa: B023
+        runs = [run_of(prompt, i, of_run) for i, of_run in enumerate(back)]
+        timed("put", lambda: put(runs))  # noqa: B023
+        taken = timed("gather", lambda: gather(runs))  # noqa: B023
+        pages = timed("to_host", lambda: [jax.device_put(of_run, copies._on_host) for of_run in taken])  # noqa: B023
         engine._runner.state_of_slice = state
-    return found | {"megabytes": num_pieces * copies.num_pages * copies.page_bytes / 1e6}
+    return found | {"megabytes": num_runs * copies.num_pages * copies.page_bytes / 1e6}
 
 
 def both(engine: Engine, function: Callable[[], Any]) -> tuple[Any, Any]:

@@ -158,25 +158,23 @@ class Books:
         self._news = left
         return outputs
 
-    def send(self, most: int, is_held: Callable[[Row, list[Row]], bool] = lambda row, before: False) -> Sent:
+    def send(self, most: int, is_held: Callable[[Row], bool] = lambda row: False) -> Sent:
         """What goes out with the next slice, with at most so many rows. Rows that are held stay in the queue.
 
         Args:
             most: rows.
-            is_held: of a row and the rows that are sent before it.
+            is_held: of each row, in their order.
         """
         room = min(most, self._max_requests - self._num_sent)
         rows: list[Row] = []
         held: list[Row] = []
-        before = self.rows_sent
         for row in itertools.islice(self.queue, room + most):
             if len(rows) == room or len(held) == most:
                 break
-            if is_held(row, before):
+            if is_held(row):
                 held.append(row)
             else:
                 rows.append(row)
-                before.append(row)
         for _ in range(len(rows) + len(held)):
             self.queue.popleft()
         self.queue.extendleft(reversed(held))

@@ -39,6 +39,12 @@ class Options:
     seed: int
     compiler_options: dict[str, Any]
 
+    @property
+    def growth(self) -> int:
+        """Tokens for which the host tier leaves room: the most of a request in the slice that runs and in the next, and
+        a block."""
+        return max(2 * self.steps.most, self.block_size)
+
 
 def checked_options(
     caches: Any,

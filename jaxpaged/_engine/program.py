@@ -81,7 +81,7 @@ def compile_program(
     setup = Setup(
         apply,
         kinds=kinds,
-        has_host_tier=options.host_cache_bytes is not None,
+        growth=None if options.host_cache_bytes is None else options.growth,
         draft=options.draft,
         # An exact engine has the rows anyway.
         row_cost=math.inf if options.exact else step_cost(0, is_gpu=options.is_gpu),

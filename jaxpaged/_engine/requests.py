@@ -45,7 +45,9 @@ class Row:
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
-    keys: tuple[int, list[bytes]] | None = None  # of the host tier, with the salt for which they are
+    # Of the host tier: the keys of its blocks, with the salt for which they are, and how many of these it asked for.
+    keys: tuple[int, list[bytes]] | None = None
+    num_wanted: int = 0
 
     def __post_init__(self) -> None:
         self.scores = np.full(self.span[1] - self.span[0], np.nan, np.float32)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import counted
+from jaxpaged._engine.host_copies import HostCopies
 from jaxpaged._engine.host_tier import HostTier, NoHostTier
 from jaxpaged._engine.inputs import own, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
@@ -51,14 +52,8 @@ class Runner:
         self.weights, self.state_of_slice = weights, state
         self.tier = NoHostTier()
         if options.host_cache_bytes is not None:
-            self.tier = HostTier.create(
-                options.host_cache_bytes,
-                state,
-                self.mesh,
-                least_tokens=options.sizes.chunk_tokens // 2,
-                growth=(AHEAD + 1) * options.steps.most,
-                compiler_options=options.compiler_options,
-            )
+            copies = HostCopies(options.host_cache_bytes, state, self.mesh, options.compiler_options)
+            self.tier = HostTier(copies, least_tokens=options.sizes.chunk_tokens // 2, growth=options.growth)
         self.program = compile_program(apply, weights, state, self.kinds, self.mesh, options)
         # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
@@ -110,7 +105,7 @@ class Runner:
         if self._asleep:
             raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
         if self.books.is_device_empty:
-            self.tier.wait(self.books.queue)
+            self.tier.wait()
         if len(self.books.under_way) <= AHEAD:  # an interrupt may have left more
             is_light = is_watched and self.books.num_open < self.counts.num_seats
             num_steps = self.steps.few if is_light else self.steps.most
@@ -124,7 +119,7 @@ class Runner:
     def _send(self, num_steps: int) -> None:
         """Starts a slice of at most so many steps. If more requests wait than it takes, slices of none before it take
         the others."""
-        self.tier.look_again()
+        self.tier.look(self.books.rows_sent)
         while True:
             sent = self.books.send(MOST_ARRIVALS, self.tier.holds)
             sent.moves = self.tier.next_moves()
@@ -179,10 +174,11 @@ class Runner:
     @without_interrupts()
     def _take(self, report: Report) -> None:
         sent = self.books.take_places(report)
-        self.tier.take(report, sent.moves)
+        rows = list(self.books.on_device.values())
         if self.collector is not None:
             self.collector.take(sent.result(), report, self.books.on_device, sent.version)
         counts = self.books.take_tokens(report, sent.version)
+        self.tier.take(report, sent.moves, rows)
         since, self.since = self.since, time.perf_counter()
         self.counts = counted(self.counts, report, self.kinds, seconds=self.since - since, **counts)
 

@@ -23,7 +23,7 @@ from jaxpaged._engine.scoring import Told, score_and_sample, with_head
 from jaxpaged._engine.state import Inbox, Report, State
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler import planning
-from jaxpaged._scheduler.records import Sampling, Step
+from jaxpaged._scheduler.records import RequestStatus, Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
 Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, ...]]
@@ -35,7 +35,7 @@ class Setup:
 
     apply: Apply
     kinds: tuple[Kind, ...]
-    has_host_tier: bool = False
+    growth: int | None = None  # tokens of a request until a host tier's next one begins; None: there is none
     draft: Draft | None = None
     row_cost: float = 0.0  # of a step without rows, as in `Kind.cost`
     is_processed: bool = False  # as in `sample`
@@ -127,15 +127,20 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
         num_recomputed=scheduler.num_recomputed,
         num_preempted=scheduler.num_preempted,
     )
-    if setup.has_host_tier:
+    if setup.growth is not None:
         assert scheduler.prefixes is not None
-        is_listed = state.allocator.pool.is_cached(jnp.arange(state.allocator.num_blocks, dtype=jnp.int32))
-        cache = scheduler.prefixes.cache
+        allocator, cache = state.allocator, scheduler.prefixes.cache
+        is_listed = allocator.pool.is_cached(jnp.arange(allocator.num_blocks, dtype=jnp.int32))
+        serials = jnp.where(allocator.pool.cached_at == allocator.num_blocks, cache.serials, -cache.serials)
+        most = jnp.minimum(scheduler.num_known + setup.growth, scheduler.limits - 1)
+        # A request that waits counts twice: until it begins, as much may come in behind it, in the place of its blocks.
+        num_times = jnp.where(scheduler.statuses == RequestStatus.WAITING, 2, jnp.where(scheduler.is_live, 1, 0))
+        num_needed = (num_times * allocator.num_blocks_for(most)).sum(dtype=jnp.int32)
         report = dataclasses.replace(
             report,
-            serials=jnp.where(is_listed, cache.serials, 0),
-            parents=jnp.where(is_listed, cache.parents, 0),
+            serials=jnp.where(is_listed, serials, 0),
             salts=jnp.array(scheduler.prefixes.salt),
+            room=allocator.num_free + allocator.num_held_by_each().sum(dtype=jnp.int32) - num_needed,
         )
     return dataclasses.replace(state, scheduler=scheduler), report
 

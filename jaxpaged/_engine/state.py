@@ -136,6 +136,7 @@ class Report:
     num_recomputed: jax.Array
     num_preempted: jax.Array
     # For the host tier. None: there is none.
-    serials: jax.Array | None = None  # int32 [blocks], of the blocks that the prefix cache lists; 0: it does not
-    parents: jax.Array | None = None  # int32 [blocks], serials of the blocks before them
+    serials: jax.Array | None = None  # int32 [blocks], of the blocks that the prefix cache lists, below zero if they
+    # are free; 0: it does not list it
     salts: jax.Array | None = None  # int32 [1 + adapters], under which prompts are looked up
+    room: jax.Array | None = None  # int32 [], blocks beyond what the requests may need for as many tokens as `growth`

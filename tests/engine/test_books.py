@@ -156,10 +156,10 @@ def test_logprobs_are_wanted_by_who_is_out(books):
 
 def test_rows_that_are_held_keep_their_turn(books):
     first, second, third = add(books, 3)
-    assert books.send(1, lambda row, before: True).rows == []  # one is looked at
+    assert books.send(1, lambda row: True).rows == []  # one is looked at
     assert [row.request_id for row in books.queue] == [first, second, third]
     assert not books.has_more  # it would be held again, and again
-    sent = books.send(10, lambda row, before: row.request_id != second)
+    sent = books.send(10, lambda row: row.request_id != second)
     assert [row.request_id for row in sent.rows] == [second]
     assert [row.request_id for row in books.queue] == [first, third]
     assert not books.has_more

@@ -1,7 +1,6 @@
 """The host tier: cached blocks that the pool loses come back from host memory, and tokens stay the same."""
 
 import dataclasses
-import itertools
 import signal
 
 import jax
@@ -9,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams
-from jaxpaged._engine.host_copies import Piece, Taken, Wanted, in_pages
+from jaxpaged._engine.host_copies import HostCopies, Run
 from jaxpaged._engine.host_tier import HostTier, Moves
 from jaxpaged._engine.requests import Row
+from jaxpaged._scheduler.records import RequestStatus
 from tests.compiled import instructions
 from tests.toy_model import (
     BLOCK_SIZE,
@@ -65,6 +65,11 @@ def check(engine):
     scheduler, allocator = jax.tree.map(np.asarray, (engine._runner.state.scheduler, engine._runner.state.allocator))
     assert allocator.broken_invariants() == scheduler.broken_invariants(allocator) == ()
     assert engine.stats().host_bytes <= HOST_BYTES
+
+
+def on_the_way(tier):
+    """What waits or moves in either direction."""
+    return [*tier._wanted, *tier._leaving, *tier._coming, *tier._arrived]
 
 
 def serve(engine, prompt, params=GREEDY, seed=0):
@@ -150,7 +155,7 @@ def test_other_weights_find_nothing_of_the_old_ones(engine, monkeypatch):
     before = counts(engine)
     engine.add_request([*talk, 7], GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(Piece, "is_there", False)
+        patch.setattr(Run, "is_there", False)
         engine.step()  # its blocks are on their way
     engine.update_weights(random_weights(1))
     (output,) = finish(engine).values()
@@ -227,14 +232,31 @@ def test_random_requests_in_a_tight_pool_get_their_own_tokens(engine):
     assert engine.stats().num_free_blocks == TIGHT
     tier = engine._runner.tier
     engine.generate([[0]], GREEDY)
-    assert (tier._fetches, tier._num_staged) == ([], 0)
-    assert all(serial > 0 for serial in tier._listed.values())
+    assert on_the_way(tier) == []
+
+
+def test_what_waits_needs_room_twice_as_others_may_come_in_the_place_of_its_blocks(engine):
+    params = dataclasses.replace(GREEDY, max_tokens=20)
+    for seed in range(6):
+        engine.add_request(prompt_of(seed, 20), params)
+    engine.step()
+    while engine._books.under_way:
+        engine._runner.receive()
+    scheduler, allocator = jax.tree.map(np.asarray, (engine._runner.state.scheduler, engine._runner.state.allocator))
+    num_running, num_held = engine.stats().num_running, int((-(-allocator.lengths // BLOCK_SIZE)).sum())
+    known = scheduler.num_known[scheduler.statuses == RequestStatus.RUNNING]
+    growth = 2 * 2  # two slices of two steps
+    needed = int((-(-(known + growth) // BLOCK_SIZE)).sum()) + 2 * (6 - num_running) * (20 + growth) // BLOCK_SIZE
+    assert 0 < num_running < 6
+    assert engine._runner.tier._room == allocator.num_free + num_held - needed
+    engine.abort()
+    finish(engine)
 
 
 def test_the_programs_copy_no_cache(engine):
     cache, copies = engine._runner.state.caches, engine._runner.tier._copies
     shape = f"f32[{','.join(map(str, cache.k.shape))}]"
-    for program in (copies._put_in, *copies._take_out.values()):
+    for program in (copies._put_in, copies._take_out):
         found = [
             (name, line) for name, _, line in instructions(program.as_text()) if shape in line.split(name + "(")[0]
         ]
@@ -246,17 +268,13 @@ def test_the_programs_copy_no_cache(engine):
 def test_blocks_behind_a_gap_are_not_listed(engine):
     prompt = np.array(serve(engine, prompt_of(7, 20)), np.int32)[:24].reshape(6, BLOCK_SIZE)
     push_out(engine)
-    keys = [bytes([i]) for i in range(2)]
-    copies = engine._runner.tier._copies
-    for first, is_listed in ((1, False), (0, True), (1, True)):
-        salt = int(engine._runner.state.scheduler.prefixes.salt[0])
-        columns = np.array([[first, -1, -1, -1], [-1, -1, first + 1, -1]], np.int32)
-        engine._runner.state_of_slice, (_, where) = copies.put(
-            engine._runner.state, [Piece(prompt[: first + 2], salt, first, keys, columns, [copies._nothing] * 2)]
-        )
-        ids, serials = np.asarray(where)[:, [0, 1], [0, 2]]
-        assert (serials > 0).tolist() == [is_listed] * 2
-        assert (ids > 0).all() == is_listed
+    copies, salt = engine._runner.tier._copies, int(engine._runner.state.scheduler.prefixes.salt[0])
+    for begin, end, is_listed in ((4, 6, False), (0, 4, True), (4, 6, True)):
+        keys = [bytes([i]) for i in range(end)]
+        run = Run(None, salt, prompt[:end], keys, begin, 1, [copies._nothing])
+        (engine._runner.state_of_slice,) = copies.put(engine._runner.state, [run])
+        ids, serials = np.asarray(run.where)[:, run.index, begin:end]
+        assert (ids > 0).tolist() == (serials > 0).tolist() == [is_listed] * (end - begin)
         check(engine)
     engine.update_weights(random_weights())  # they hold nothing
 
@@ -282,17 +300,17 @@ def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
     assert output.outputs[0].token_ids == continuation(random_weights(), [*talk, 7], params)[0]
     assert counts(engine, before)[:2] == [24, 24]
     settle(engine)
-    assert (engine._runner.tier._fetches, engine._runner.tier._num_staged) == ([], 0)
-    assert (engine._runner.tier._known == engine._runner.tier._serials).all()
+    assert on_the_way(engine._runner.tier) == []
 
 
 def test_what_a_host_tier_needs():
     options = dict(num_blocks=9, host_cache_bytes=10**6)
+    needs = "pass prefix_cache=True, a max_length of at least 4, and no windows; got max_length="
     for more, message in (
-        (dict(), "pass prefix_cache=True"),
+        (dict(), needs),
+        (dict(prefix_cache=True, max_length=BLOCK_SIZE - 1), needs + "3"),
+        (dict(prefix_cache=True, windows=(None, 8)), needs),
         (dict(prefix_cache=True, host_cache_bytes=BLOCK_BYTES), f"the {4 * BLOCK_BYTES} bytes that are moved at once"),
-        (dict(prefix_cache=True, max_length=BLOCK_SIZE - 1), "no request fills one; got max_length=3"),
-        (dict(prefix_cache=True, windows=(None, 8)), "one group of layers, without a window; got windows="),
     ):
         with pytest.raises(ValueError, match=message):
             create_engine(**options | more)
@@ -304,319 +322,381 @@ SIZE, POOL = 2, 32
 
 
 class FakeCopies:
-    page_bytes = 1
+    block_size, num_blocks, page_bytes, num_prompts = SIZE, POOL, 1, 2
+    batches = HostCopies._batches
 
-    def __init__(self, in_page=1, num_pages=2, most_staged=4):
-        self.in_page, self.num_pages, self.most_staged, self.most_leaving = in_page, num_pages, most_staged, 2
+    def __init__(self, in_page=1, num_pages=2, most_staged=4, capacity=8, num_adapters=0):
+        self.in_page, self.num_pages, self.most_staged, self.capacity = in_page, num_pages, most_staged, capacity
+        self.most_leaving, self.salts = 2 * num_pages, list(range(1 + num_adapters))
 
     def bring(self, pages):
         return pages
 
 
-class FakeCopy:
-    """Of a page, there at once."""
+class FakeNumbers:
+    """Of a page, on the device at once, or never."""
 
-    def __init__(self, of):
-        self.of = of
+    def __init__(self, name, *, is_slow=False):
+        self.name, self.is_slow = name, is_slow
 
     def is_ready(self):
-        return self.of != "slow"
+        return not self.is_slow
 
 
-def make_tier(*, in_page=1, num_pages=2, most_staged=4, **options):
-    sizes = dict(num_blocks=POOL, block_size=SIZE, capacity=8, least_tokens=3, growth=0)
-    return HostTier(FakeCopies(in_page, num_pages, most_staged), **sizes | options)
+class FakeDevice:
+    """Has blocks by key, in places with serials; what requests hold is `held`."""
 
+    def __init__(self, tier, salts=(0,)):
+        self.tier, self.salts, self.places, self.held, self.num_listed = tier, list(salts), {}, set(), 0
+        self.room = POOL
 
-def row(*tokens):
-    return Row(0, np.array(tokens, np.int32), SamplingParams(), 0)
+    def list(self, keys):
+        for key in keys:
+            if key not in self.places:
+                self.num_listed += 1
+                self.places[key] = self.num_listed % (POOL - 1) + 1, self.num_listed
 
+    def lose(self, keys):
+        for key in keys:
+            self.places.pop(key, None)
 
-def taken(place, serial, parent, tokens, copy, salt=0):
-    """A page of one block."""
-    words = np.array([*tokens, salt, serial], np.int32)
-    return Taken(
-        Wanted(np.array([[place]]), np.array([[serial]]), np.array([parent])), words[None, None], [(FakeCopy(copy),)]
-    )
+    def slice(self, *rows, moves=None, slow=(), lost=()):
+        """Moves, then loses blocks. `slow`: names of pages that never come back."""
+        moves = self.tier.next_moves() if moves is None else moves
+        for run in (*moves.out, *moves.back):
+            found = [key in self.places for key in run.keys]
+            if run in moves.back and all(found[: run.begin]):
+                self.list(run.keys)
+                found = [True] * len(found)
+            run.where = np.zeros((2, 1, len(run.keys) + 1), np.int32)
+            num_found = (*found, False).index(False)
+            for column, key in enumerate(run.keys[:num_found]):
+                run.where[:, 0, column] = self.places[key]
+            if run in moves.out:
+                firsts = range(run.begin, len(run.keys), self.tier._copies.in_page)
+                names = ["/".join(map(str, run.tokens[first].tolist())) for first in firsts]
+                run.pages = [(FakeNumbers(name, is_slow=name in slow),) for name in names]
+        self.lose(lost)
+        serials = np.zeros(POOL, np.int32)
+        for key, (place, serial) in self.places.items():
+            serials[place] = serial if key in self.held else -serial
+        self.tier.take(Told(serials, np.array(self.salts), np.array(self.room)), moves, rows)
 
 
 @dataclasses.dataclass
 class Told:
     serials: np.ndarray
-    parents: np.ndarray
-    salts: list
+    salts: np.ndarray
+    room: np.ndarray
 
 
-def told(tier, serials, salts=(0,), *, put=(), pages=()):
-    tier.take(Told(serials, serials * 0, np.array(salts)), Moves(taken=list(pages), put=list(put)))
+def make_tier(*, least_tokens=3, growth=0, **options):
+    tier = HostTier(FakeCopies(**options), least_tokens=least_tokens, growth=growth)
+    return tier, FakeDevice(tier, tier._copies.salts)
 
 
-def moved(tier, listed, salt=0, put=()):
-    """Behind a slice: `listed` of each place its serial, its parent's, its tokens and its copy; None: known already."""
-    serials = np.zeros(POOL, np.int32)
-    serials[list(listed)] = [serial for serial, *_ in listed.values()]
-    pages = [taken(place, *block, salt) for place, block in listed.items() if block[2] is not None]
-    told(tier, serials, [salt], put=put, pages=pages)
-
-
-def going(tier, *rows, sent=()):
-    """The pieces that go out when these rows are asked for."""
-    tier.look_again()
-    for each in rows:
-        tier.holds(each, sent)
-    return pieces_of(tier)
-
-
-def pieces_of(tier):
-    return list(itertools.chain.from_iterable(tier.next_moves().batches))
-
-
-def copies_of(pieces):
-    return [copy.of for piece in pieces for (copy,) in piece.pages]
+def row(*tokens, **params):
+    return Row(0, np.array(tokens, np.int32), SamplingParams(max_tokens=1, **params), 0)
 
 
 def kept(tier):
-    return [copy.of for of_page in tier._pages for copy in of_page.page]
+    return [page[0].name for page in (of_page.page for of_page in tier._pages)]
 
 
-CHAIN = {5: (1, 0, (1, 2), "a"), 6: (2, 1, (3, 4), "b"), 7: (3, 2, (5, 6), "c")}
+def keep(tier, device, *rows, slow=(), lost=True):
+    """These end, and what they computed is in host memory; then it is `lost` on the device."""
+    for each in rows:
+        each.finish_reason = "length"
+        device.list(tier._keys_of(each))
+    device.slice(*rows)
+    device.slice(slow=slow)
+    while tier._wanted:
+        device.slice(slow=slow)
+    if lost:
+        device.lose(list(device.places))
+        device.slice()
+
+
+def names(runs):
+    return [[page[0].name for page in run.pages] for run in runs]
+
+
+def arriving(tier, *rows, sent=()):
+    """The runs that the next slice is given when these rows are asked for."""
+    tier.look(sent)
+    for each in rows:
+        tier.holds(each)
+    return tier.next_moves().back
+
+
 PROMPT = 1, 2, 3, 4, 5, 6, 7
 
 
 def test_what_the_device_has_lost_is_brought_from_the_first_loss_on():
-    tier = make_tier()
-    moved(tier, CHAIN)
-    assert not tier.holds(row(*PROMPT), [])  # all is there
-    moved(tier, {5: (1, 0, None, None)})
+    tier, device = make_tier(num_pages=4)
+    keep(tier, device, row(*PROMPT), lost=False)
+    tier.look([])
+    assert not tier.holds(row(*PROMPT))  # all is there
+    keys = tier._keys_of(row(*PROMPT))
+    device.held = {keys[0]}
+    device.lose(keys[1:])
+    device.slice()
     waiting, other = row(*PROMPT), row(*PROMPT)
-    tier.look_again()
-    assert not tier.holds(waiting, [row(1, 2, 9)])  # which holds the first; it goes out with the others
-    (piece,) = pieces_of(tier)
-    assert (piece.first, piece.salt, copies_of([piece])) == (1, 0, ["b", "c"])
-    assert (piece.tokens.tolist(), piece.columns.tolist()) == ([[1, 2], [3, 4], [5, 6]], [[1], [2]])
-    assert len(tier._fetches) == 0
-    assert not tier.holds(other, [])
-    put = [piece], np.array([[[8], [9]], [[4], [5]]])
-    moved(tier, {5: (1, 0, None, None), 8: (4, 0, None, None), 9: (5, 0, None, None)}, put=[put])
-    assert (tier.num_brought, tier._num_staged) == (4, 0)
-    assert not tier.holds(waiting, [])
+    tier.look([])
+    assert not tier.holds(waiting)  # it goes out with the others
+    assert not tier.holds(other)
+    moves = tier.next_moves()
+    (run,) = moves.back
+    assert (run.begin, run.salt, names([run])) == (1, 0, [["3/4", "5/6"]])
+    assert run.tokens.tolist() == [[1, 2], [3, 4], [5, 6]]
+    device.slice(moves=moves)
+    assert (tier.num_brought, on_the_way(tier)) == (4, [])
+    assert not tier.holds(waiting)
+    assert on_the_way(tier) == []
 
 
 def test_what_the_device_may_be_losing_is_brought_too():
-    tier = make_tier()
-    moved(tier, CHAIN)
-    moved(tier, {5: (1, 0, None, None)})
-    assert copies_of(going(tier, row(*PROMPT))) == ["a", "b", "c"]
-    tier = make_tier()
-    moved(tier, CHAIN)
-    moved(tier, {5: (1, 0, None, None)})
-    tier._drop(tier._places[tier._keys_of(row(*PROMPT))[0]][0])
-    assert kept(tier) == ["c", "b"]  # the first is on the device only
-    assert copies_of(going(tier, row(*PROMPT))) == ["b", "c"]
+    tier, device = make_tier(num_pages=4)
+    keep(tier, device, row(*PROMPT), lost=False)
+    keys = tier._keys_of(row(*PROMPT))
+    device.lose(keys[1:])
+    device.slice()
+    assert names(arriving(tier, row(*PROMPT))) == [["1/2", "3/4", "5/6"]]
+    tier, device = make_tier(num_pages=4)
+    keep(tier, device, row(*PROMPT))
+    device.list(keys[:1])
+    device.slice()
+    assert names(arriving(tier, row(*PROMPT))) == [["1/2", "3/4", "5/6"]]  # it was not seen that this one is back
 
 
 def test_what_could_not_be_listed_is_not_taken_to_be_there():
-    tier = make_tier()
-    moved(tier, CHAIN)
-    moved(tier, {})
-    pieces = going(tier, row(*PROMPT))
-    assert [len(piece.keys) for piece in pieces] == [2, 1]
-    moved(tier, {}, put=[(pieces[:1], np.array([[[8], [9]], [[4], [5]]]))])  # gone again within the slice
-    tier.lose(Moves(None, [pieces[1:]]))
-    assert (tier._listed, tier._num_staged, tier.num_brought) == ({}, 0, 0)
-    assert copies_of(going(tier, row(*PROMPT))) == ["a", "b", "c"]
+    tier, device = make_tier(least_tokens=1)
+    keep(tier, device, row(*PROMPT))
+    first, second = arriving(tier, row(*PROMPT))
+    device.slice(moves=Moves(back=[first]), lost=tier._keys_of(row(*PROMPT)))  # gone again within the slice
+    tier.lose(Moves(back=[second]))
+    assert (tier.num_brought, on_the_way(tier)) == (0, [])
+    assert names(arriving(tier, row(*PROMPT))) == [["1/2", "3/4"], ["5/6"]]
 
 
 def test_few_tokens_are_not_worth_a_copy():
-    tier = make_tier()
-    moved(tier, CHAIN)
-    moved(tier, {5: (1, 0, None, None), 6: (2, 1, None, None)})
-    assert not tier.holds(row(*PROMPT), [])  # two tokens of the least three
-    assert going(tier) == []
+    tier, device = make_tier()
+    keep(tier, device, row(*PROMPT), lost=False)
+    device.lose(tier._keys_of(row(*PROMPT))[2:])
+    device.slice()
+    tier.look([])
+    assert not tier.holds(row(*PROMPT))  # two tokens of the least three
+    assert on_the_way(tier) == []
 
 
-def test_pieces_on_their_way_are_few_and_may_take_long():
-    tier = make_tier(num_pages=1, most_staged=2)
-    moved(tier, CHAIN | {7: (3, 2, (5, 6), "slow")})
-    moved(tier, {})
-    waiting, other = row(*PROMPT), row(*PROMPT, 8)
-    assert tier.holds(waiting, [])
-    assert tier.holds(other, [])  # for the same copies
-    first = pieces_of(tier)
-    assert copies_of(first) == ["a", "b"]
-    tier.lose(Moves(None, [first]))
-    assert going(tier, waiting) == []
-    assert tier._num_staged == 1  # the slow one
-    assert len(tier._fetches) == 1
+def test_what_is_on_its_way_is_little_and_may_take_long():
+    tier, device = make_tier(num_pages=2, most_staged=2)
+    prompt = (*PROMPT, 8, 9)
+    keep(tier, device, row(*prompt), slow=["5/6"])
+    waiting, other = row(*prompt), row(*prompt, 8)
+    tier.look([])
+    assert tier.holds(waiting)
+    assert tier.holds(other)  # for the same copies
+    assert tier.needs_looks
+    moves = tier.next_moves()
+    assert names(moves.back) == [["1/2", "3/4"]]
+    moves.back[0].pages = []  # put in
+    assert arriving(tier, waiting, other) == []
+    (run,) = {run for run in tier._coming.values() if not run.is_sent}
+    assert names([run]) == [["5/6", "7/8"]]  # the slow one, once
+    device.slice(moves=moves)
+    run.pages[0][0].is_slow = False
+    assert arriving(tier, waiting) == [run]
+    tier.look([])
+    assert not tier.holds(waiting)
     tier.clear()
-    assert (tier._num_staged, len(tier._fetches), tier.host_bytes) == (0, 0, 0)
+    assert (on_the_way(tier), tier.host_bytes) == ([], 0)
+
+
+def test_what_arrived_is_forgotten_with_the_rest():
+    tier, device = make_tier()
+    keep(tier, device, row(*PROMPT))
+    tier.look([])
+    assert not tier.holds(row(*PROMPT))
+    tier.clear()
+    assert (tier.next_moves(), on_the_way(tier), tier.host_bytes, tier._at) == (Moves(), [], 0, {})
 
 
 def test_a_request_that_ended_waits_for_nothing():
-    tier = make_tier(num_pages=1, most_staged=2)
-    moved(tier, CHAIN | {5: (1, 0, (1, 2), "slow")})
-    moved(tier, {})
+    tier, device = make_tier()
+    keep(tier, device, row(*PROMPT), slow=["1/2"])
     waiting = row(*PROMPT)
-    assert tier.holds(waiting, [])
+    assert arriving(tier, waiting) == []
+    assert len(on_the_way(tier)) == 2  # blocks
     waiting.is_aborted = True
-    tier.look_again()
-    assert (tier._num_staged, len(tier._fetches)) == (0, 0)
+    tier.look([])
+    assert on_the_way(tier) == []
 
 
 def test_a_request_goes_out_with_what_comes_back_once_there_is_room_for_it():
-    tier = make_tier()
-    tier._num_blocks = 12
-    moved(tier, CHAIN)
-    moved(tier, {})
-    waiting, small, running = row(*PROMPT), row(9, 9), row(*range(10, 17))
-    for length, is_held in ((3, True), (2, False)):  # it needs five of eleven blocks; ten tokens need seven, nine six
-        running.token_ids = [0] * length
-        tier.look_again()
-        assert tier.holds(waiting, [running]) == is_held
-        assert tier.holds(small, [running]) == is_held  # behind the other
-    assert copies_of(pieces_of(tier)) == ["a", "b", "c"]
-    tier._growth, running.token_ids = 2, [0]
-    tier.look_again()
-    moved(tier, {})
-    assert tier.holds(row(*PROMPT), [running])  # as with three
+    tier, device = make_tier(num_pages=4, growth=2)
+    keep(tier, device, row(*PROMPT))
+    waiting, small, under_way, read = row(*PROMPT), row(9, 9), row(8, 8, 8), row(8, 8, 8)
+    read.place = 0  # the room is told without what it may need
+    for room, is_held in ((5, True), (6, False)):  # it needs four blocks, the one under way two
+        device.room = room
+        device.slice()
+        tier.look([under_way, read])
+        assert tier.holds(waiting) == is_held
+        assert tier.needs_looks
+        assert tier.holds(small) == is_held  # behind the other
+    assert names(tier.next_moves().back) == [["1/2", "3/4", "5/6"]]
+    long = dataclasses.replace(row(*PROMPT), params=SamplingParams(max_tokens=9))
+    assert (tier._needed(waiting), tier._needed(long)) == (4, 5)
 
 
 def test_a_prefix_that_others_hold_needs_room_once():
-    tier = make_tier()
-    tier._num_blocks = 12
-    moved(tier, CHAIN)
-    moved(tier, {})
-    assert not tier.holds(row(*PROMPT), [row(*PROMPT), row(*PROMPT)])
-    assert copies_of(pieces_of(tier)) == ["a", "b", "c"]
+    tier, device = make_tier()
+    keep(tier, device, row(*PROMPT), lost=False)
+    device.room, device.held = 1, set(tier._keys_of(row(*PROMPT)))
+    device.slice()
+    tier.look([])
+    assert not tier.holds(row(*PROMPT))
+    assert tier.holds(row(*PROMPT))
+    assert not make_tier()[0].holds(row(*PROMPT))
+
+
+def test_a_request_without_anything_to_find_needs_no_room():
+    tier, device = make_tier()
+    device.room = -5
+    device.slice()
+    tier.look([])
+    assert not tier.holds(row(*PROMPT))
 
 
 def test_nothing_waits_for_blocks_that_left_host_memory_meanwhile():
-    tier = make_tier(num_pages=1, most_staged=1, capacity=3)
-    moved(tier, CHAIN)
-    moved(tier, {})
-    waiting, arrived = row(*PROMPT), []
-    assert tier.holds(waiting, [])
-    moved(tier, {8: (9, 0, (9, 9), "x")})  # in the place of the tail
-    for _ in range(2):
-        pieces = going(tier, waiting)
-        arrived += copies_of(pieces)
-        tier.lose(Moves(None, [pieces]))
-    assert arrived == ["a", "b"]
-    assert (tier._fetches, tier._num_staged) == ([], 0)
+    tier, device = make_tier(num_pages=2, most_staged=2, capacity=4)
+    waiting = row(*PROMPT, 8, 9)
+    keep(tier, device, row(*PROMPT, 8, 9), slow=["1/2"])
+    assert arriving(tier, waiting) == []
+    (run,) = set(tier._coming.values())
+    keep(tier, device, row(9, 9, 9, 9, 9))  # in the place of the tail
+    run.pages[0][0].is_slow = False
+    assert arriving(tier, waiting) == [run]
+    run.pages = []
+    tier.look([])
+    assert not tier.holds(waiting)
 
 
 def test_the_tail_leaves_host_memory_before_the_head():
-    tier = make_tier(capacity=3)
-    moved(tier, {5: CHAIN[5], 6: CHAIN[6]})
-    moved(tier, {5: (1, 0, None, None), 6: (2, 1, None, None), 7: CHAIN[7]})
-    moved(tier, {8: (9, 0, (9, 9), "x")})
-    assert kept(tier) == ["b", "a", "x"]
-    tier = make_tier(capacity=3)
-    moved(tier, CHAIN)
-    moved(tier, {})
-    tier.holds(row(1, 2, 3, 4, 5), [])  # now two are newer than the third
-    moved(tier, {8: (9, 0, (9, 9), "x")})
-    assert kept(tier) == ["b", "a", "x"]
+    tier, device = make_tier(capacity=3)
+    keep(tier, device, row(1, 2, 3, 4, 5))
+    keep(tier, device, row(*PROMPT))
+    keep(tier, device, row(9, 9, 9))
+    assert kept(tier) == ["3/4", "1/2", "9/9"]
+    tier, device = make_tier(capacity=3)
+    keep(tier, device, row(*PROMPT))
+    tier.look([])
+    tier.holds(row(1, 2, 3, 4, 5))  # now two are newer than the third
+    keep(tier, device, row(9, 9, 9))
+    assert kept(tier) == ["3/4", "1/2", "9/9"]
     assert len(tier._places) == 3
 
 
 def test_blocks_of_another_salt_leave():
-    tier = make_tier()
-    moved(tier, CHAIN)
-    moved(tier, {8: (9, 0, (1, 2), "new")}, salt=1)
-    moved(tier, {8: (9, 0, None, None), 9: (10, 0, (1, 2), "old")}, salt=0)
-    assert tier.host_bytes == 1
-    tier = make_tier()
-    moved(tier, CHAIN)
-    told(tier, np.zeros(POOL, np.int32), [1], pages=[taken(5, 4, 0, (7, 8), "late")])
+    tier, device = make_tier()
+    keep(tier, device, row(*PROMPT))
+    late = row(7, 8, 9)
+    late.finish_reason = "length"
+    device.list(tier._keys_of(late))
+    device.slice(late)
+    device.salts = [1]  # its copy is under way
+    device.slice()
     assert tier.host_bytes == 0
+    keep(tier, device, row(*PROMPT))
+    assert tier.host_bytes == 3
 
 
 def test_a_block_comes_back_for_its_own_adapter():
-    tier = make_tier(num_adapters=2)
-
-    def of(adapter):
-        return dataclasses.replace(row(*PROMPT), params=SamplingParams(adapter=adapter))
-
-    serials = np.zeros(POOL, np.int32)
-    serials[[5, 6, 7]] = 1, 2, 3
-    pages = [taken(place, *block, salt=2) for place, block in CHAIN.items()]
-    told(tier, serials, [0, 1, 2], pages=pages)
-    told(tier, serials * 0, [0, 1, 2])
-    assert [len(going(tier, of(adapter))) for adapter in (None, 0, 1)] == [0, 0, 2]
-    told(tier, serials * 0, [3, 1, 2])
+    tier, device = make_tier(num_adapters=2, num_pages=4)
+    keep(tier, device, row(*PROMPT, adapter=1))
+    assert [len(arriving(tier, row(*PROMPT, adapter=adapter))) for adapter in (None, 0, 1)] == [0, 0, 1]
+    device.salts = [3, 1, 2]
+    device.slice()
     assert tier.host_bytes == 3
-    told(tier, serials * 0, [3, 1, 5])
+    device.salts = [3, 1, 5]
+    device.slice()
     assert tier.host_bytes == 0
 
 
-def test_a_block_whose_parent_was_lost_is_not_kept():
-    tier = make_tier()
-    moved(tier, {6: (2, 1, (3, 4), "b")})
-    assert tier.host_bytes == 0
-
-
-def test_a_page_holds_blocks_that_follow_each_other():
-    serials, parents = np.zeros(POOL, np.int32), np.zeros(POOL, np.int32)
-    ids = [9, 4, 7, 5, 20, 21, 22]  # by serial; 20 follows 9, 21 and 22 follow 5
-    serials[ids] = [11, 12, 13, 14, 15, 16, 17]
-    parents[ids] = [3, 11, 12, 13, 11, 14, 16]
-    assert in_pages(np.sort(ids), serials, parents, 2).tolist() == [[9, 4], [7, 5], [20, 0], [21, 22]]
-    assert in_pages(np.array([], np.int64), serials, parents, 2).shape == (0, 2)
+def test_a_fuller_page_takes_the_place_of_the_page_that_it_begins_with():
+    tier, device = make_tier(in_page=4)
+    keep(tier, device, row(1, 2, 3, 4, 5))
+    assert kept(tier) == ["1/2"]
+    keep(tier, device, row(*PROMPT), row(1, 2, 3, 4, 9, 9, 9))
+    assert [len(page.keys) for page in tier._pages] == [3, 3]
+    assert len(tier._places) == 4
+    keep(tier, device, row(1, 2, 3, 4, 5))  # it has that
+    assert len(tier._pages) == 2
 
 
 def test_blocks_in_the_middle_of_pages_come_back():
-    tier = make_tier(in_page=2)
-    words = np.array([[[1, 2, 0, 1], [3, 4, 0, 2]], [[5, 6, 0, 3], [7, 8, 0, 4]]], np.int32)
-    pages = [(FakeCopy("ab"),), (FakeCopy("cd"),)]
-    serials = np.zeros(POOL, np.int32)
-    serials[[5, 6, 7, 8]] = 1, 2, 3, 4
-    wanted = Wanted(np.array([[5, 6], [7, 8]]), np.array([[1, 2], [3, 4]]), np.array([0, 2]))
-    told(tier, serials, pages=[Taken(wanted, words, pages)])
-    told(tier, serials * (serials == 1))
-    (piece,) = going(tier, row(1, 2, 3, 4, 5, 6, 9), sent=[row(1, 2, 9)])
-    assert (piece.first, copies_of([piece])) == (1, ["ab", "cd"])
-    assert piece.columns.tolist() == [[-1, 1], [2, -1]]
+    tier, device = make_tier(in_page=2)
+    keep(tier, device, row(1, 2, 3, 4, 5, 6, 7, 8, 9), lost=False)
+    keys = tier._keys_of(row(1, 2, 3, 4, 5, 6, 9))
+    device.held = {keys[0]}
+    device.lose(keys[1:])
+    device.slice()
+    (run,) = arriving(tier, row(1, 2, 3, 4, 5, 6, 9))
+    assert (run.begin, len(run.keys), names([run])) == (0, 3, [["1/2", "5/6"]])
 
 
 def test_what_was_overwritten_before_its_copy_is_not_kept():
-    tier = make_tier(in_page=2)
-    words = np.array([[[1, 2, 0, 1], [3, 4, 0, 0]], [[5, 6, 0, 3], [7, 8, 0, 4]]], np.int32)
-    wanted = Wanted(np.array([[5, 6], [7, 8]]), np.array([[1, 2], [3, 4]]), np.array([0, 2]))
-    serials = np.zeros(POOL, np.int32)
-    serials[[7, 8]] = 3, 4  # 5 was overwritten behind its copy
-    told(tier, serials, pages=[Taken(wanted, words, [(FakeCopy("a"),), (FakeCopy("b"),)])])
-    assert kept(tier) == ["a"]
-    assert (tier._listed, tier._key_of) == ({}, {})
+    tier, device = make_tier(in_page=2)
+    ended = row(1, 2, 3, 4, 5, 6, 7, 8, 9)
+    ended.finish_reason = "length"
+    keys = tier._keys_of(ended)
+    device.list(keys)
+    device.slice(ended)
+    device.lose(keys[1:2])
+    device.slice(lost=keys)
+    assert (kept(tier), list(tier._places), tier._leaving) == (["1/2"], keys[:1], set())
+    assert not tier._is_there(keys[0])
 
 
-def test_what_a_slice_lists_is_wanted_once_and_no_more_than_may_be_on_its_way():
-    tier = make_tier(in_page=2)
-    serials, parents = np.zeros(POOL, np.int32), np.zeros(POOL, np.int32)
-    serials[[3, 4, 5, 6, 7]] = 1, 2, 3, 4, 5
-    parents[[4, 5, 6, 7]] = 1, 2, 3, 4
-    for expected in ([[3, 4], [5, 6]], [[7, 0]], None):
-        tier.take(Told(serials, parents, np.array([0])), Moves())
-        assert tier.needs_looks == (expected == [[3, 4], [5, 6]])
-        wanted = tier.next_moves().wanted
-        assert (wanted if wanted is None else wanted.ids.tolist()) == expected
-    tier.lose(Moves(Wanted(np.array([[7, 0]]), np.array([[5, 0]]), np.array([4]))))
-    tier.take(Told(serials, parents, np.array([0])), Moves())
-    assert tier.next_moves().wanted.ids.tolist() == [[7, 0]]
+def test_what_a_request_has_filled_is_wanted_once_and_no_more_than_may_be_on_its_way():
+    tier, device = make_tier(in_page=2)
+    running, same = (
+        dataclasses.replace(row(*range(9)), params=SamplingParams(max_tokens=9), token_ids=[]) for _ in range(2)
+    )
+    device.list(tier._keys_of(running))
+    device.slice(running)
+    assert tier.next_moves() == Moves()  # its prompt is not computed
+    running.token_ids = [1]
+    device.slice(running, same)
+    assert not tier.needs_looks
+    moves = tier.next_moves()
+    assert [(run.begin, len(run.keys), run.num_pages) for run in moves.out] == [(0, 4, 2)]
+    tier.lose(moves)
+    again = tier.next_moves()
+    assert again.out == moves.out
+    same.token_ids = [1]
+    device.slice(running, same, moves=again)
+    assert tier.next_moves() == Moves()
+    running.token_ids = [1] * 5  # 14 tokens, 13 of them computed
+    running.finish_reason = "length"
+    device.list(tier._keys_of(running))
+    device.slice(running)
+    assert [(run.begin, len(run.keys)) for run in tier._wanted] == [(4, 6)]
+    others = [row(i, *range(12)) for i in range(20, 23)]
+    for each in others:
+        each.finish_reason = "length"
+    device.slice(*others)  # they are wanted behind it, of three pages each
+    assert tier.needs_looks
+    assert [run.num_pages for run in tier.next_moves().out] == [2, 1]
 
 
-def test_pieces_of_several_prompts_go_out_together():
-    tier = make_tier(num_pages=2, most_staged=8)
-    others = {8: (4, 0, (1, 9), "x"), 9: (5, 4, (3, 9), "y"), 10: (6, 0, (2, 9), "z"), 11: (7, 6, (4, 9), "w")}
-    moved(tier, CHAIN | others)
-    moved(tier, {})
-    tier.look_again()
-    for tokens in (PROMPT, (1, 9, 3, 9, 0), (2, 9, 4, 9, 0)):
-        assert not tier.holds(row(*tokens), [])
-    assert [[len(piece.pages) for piece in batch] for batch in tier.next_moves().batches] == [[2], [1], [2], [2]]
-    tier = make_tier(num_pages=3, most_staged=12)
-    moved(tier, CHAIN | others)
-    moved(tier, {})
-    for tokens in ((1, 9, 3, 9, 0), (2, 9, 4, 9, 0), PROMPT):
-        assert not tier.holds(row(*tokens), [])
-    assert [[len(piece.pages) for piece in batch] for batch in tier.next_moves().batches] == [[2], [2], [3]]
+def test_runs_of_several_prompts_go_through_one_program_but_for_the_block_before():
+    tier, device = make_tier(num_pages=2, most_staged=8, least_tokens=1)
+    prompts = PROMPT, (1, 9, 3, 9, 0), (2, 9, 4, 9, 0)
+    keep(tier, device, *(row(*tokens) for tokens in prompts))
+    runs = arriving(tier, *(row(*tokens) for tokens in prompts))
+    assert [run.num_pages for run in runs] == [2, 1, 2, 2]
+    assert [[run.num_pages for run in batch] for batch in tier._copies.batches(runs)] == [[2], [1], [2], [2]]
+    tier._copies.num_pages = 9
+    assert [[run.num_pages for run in batch] for batch in tier._copies.batches(runs)] == [[2], [1, 2], [2]]

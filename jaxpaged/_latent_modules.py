@@ -40,10 +40,11 @@ class LatentSettings:
         value_dim: numbers of a value (v_head_dim).
         query_rank: numbers to which q is compressed (q_lora_rank); None: it is not.
         rotary_frequencies: from `jaxpaged.rotary_frequencies(rotary_dim, ...)`.
-        rotary_factor: of the rotated part of q and of k: `jaxpaged.rotary_attention_factor`.
+        rotary_factor: of the rotated part of q and of k: `jaxpaged.rotary_attention_factor(rope_scaling)`.
         interleaved: whether neighbours are rotated as a pair, see `rotate_and_write_kv`.
         norm_epsilon: of the RMS norms of the latent vector and of the compressed q.
-        scale: of the logits; None: `(head_dim + rotary_dim) ** -0.5`. YaRN's models multiply it.
+        scale: of the logits; None: `(head_dim + rotary_dim) ** -0.5`. A model whose `rope_scaling` has `mscale_all_dim`
+            multiplies it by `(0.1 * mscale_all_dim * log(factor) + 1) ** 2`.
         use_bias: whether the projections of x and of the heads' output have a bias.
         sliding_window: in tokens, as in `jaxpaged.paged_attention`, like the next two.
         num_partitions: of each sequence. With a number no keys and values are made for each head: see the next.

@@ -105,7 +105,8 @@ def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
     """The factor of q and of k that goes with the frequencies of `rope_scaling`: 1 but for "yarn" and "longrope".
 
     If whole heads are rotated, pass `scale=head_dim**-0.5 * factor**2` to the attention; the cache then holds keys
-    without it. If only a part of each head is rotated, multiply the `tables` of `rotate_and_write_kv` with it.
+    without it. If only a part of each head is rotated, multiply the `tables` of `rotate_and_write_kv` with it. With
+    `mscale_all_dim`, as DeepSeek's models have it, this is not all: see `scale` of `LatentSettings`.
 
     Args:
         scaling: as `rotary_frequencies` takes it.

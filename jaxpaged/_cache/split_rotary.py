@@ -54,8 +54,8 @@ def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tup
     check_cache(pool)
     if pool.latent_values is None or pool.k.dtype not in LARGEST:
         raise ValueError(
-            f"the cache must be a latent one of 8 bits; got {pool.latent_values=}, {pool.k.dtype=!s}. Others store "
-            "rotary numbers with all their bits."
+            f"the cache must be a latent one of 8 bits; got latent_values={pool.latent_values}, dtype={pool.k.dtype}. "
+            "Others store rotary numbers with all their bits."
         )
     stored, values = pool.k.shape[-1], pool.latent_values
     if not q.shape[-1] == k.shape[-1] == (stored + values) / 2:

@@ -124,8 +124,8 @@ def test_rotary_numbers_in_two(dtype, scale_per, gain, is_layer):
 def test_errors_of_rotary_numbers_in_two():
     k, _ = tokens()
     for cache, message in (
-        (filled(False, "int8"), "must be a latent one of 8 bits; got pool.latent_values=None"),
-        (filled(True), "pool.k.dtype=float32"),
+        (filled(False, "int8"), "must be a latent one of 8 bits; got latent_values=None"),
+        (filled(True), "dtype=float32"),
         (filled(True, "int8"), "the cache's 8 values and half as many rotary numbers as are stored behind them, 4"),
     ):
         with pytest.raises(ValueError, match=message):

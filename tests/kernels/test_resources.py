@@ -37,6 +37,9 @@ PREFILL = {
 }
 
 
+LATENT_INT8 = dict(kv_heads=1, group=16, head_dim=640, value_dim=512, is_latent=True, block_size=64)
+LATENT_INT8 |= dict(cache_dtype="int8", scales=("token_head", "token_head"))
+
 # Of the decode kernel: the most registers on any GPU, and the most bytes that are spilled and read back. With
 # 128 threads a program, 255 registers let two programs share a SM.
 DECODE = {
@@ -49,6 +52,7 @@ DECODE = {
     "a plan": (dict(total_partitions=5), 160, 0),
     "64 heads, a plan": (dict(group=64, total_partitions=5), 255, 184),
     "float8_e5m2": (E4M3 | dict(cache_dtype="float8_e5m2"), 160, 0),
+    "int8, a latent with rotary numbers in two": (LATENT_INT8, 240, 0),
 }
 
 

@@ -6,7 +6,8 @@ Every point is checked against the reference before it is timed. Times are micro
   kernels  by CUPTI, of one call
   floor    the bytes of the latents at the rate of a kernel that only reads, in the same run
 
-A point is `heads sequences x tokens`, and may name a cache's dtype and an implementation.
+A point is `heads sequences x tokens`, and may name a cache's dtype and an implementation. With "two", rotary numbers
+are stored in two.
 
     python -m benchmarks.kernels.latents
     python -m benchmarks.kernels.latents --points '16 64x4096' '16 64x4096 xla' '16 64x8192 float8_e4m3fn'
@@ -34,7 +35,7 @@ from benchmarks.harness import (
 )
 from jaxpaged import paged_attention, paged_attention_reference
 
-LATENT, WIDTH, BLOCK_SIZE, SCALE = 512, 576, 64, 192**-0.5
+LATENT, ROTARY, BLOCK_SIZE, SCALE = 512, 64, 64, 192**-0.5
 LEAST_BYTES = 300_000_000  # of a pool: several times the L2 cache
 POINTS = (
     "16 64x4096",
@@ -45,6 +46,7 @@ POINTS = (
     "16 64x4096 xla",
     "16 64x8192",
     "16 64x8192 float8_e4m3fn",
+    "16 64x8192 int8 two",
 )
 
 
@@ -55,18 +57,20 @@ class Point:
     seqs: int
     length: int
     dtype: str
+    width: int
     implementation: Any
 
     @staticmethod
     def parse(name: str) -> "Point":
         heads, shape, *others = name.split()
         seqs, length = map(int, shape.split("x"))
-        dtype = next((other for other in others if other != "xla"), "bfloat16")
-        return Point(name, int(heads), seqs, length, dtype, "xla" if "xla" in others else "mosaic_gpu")
+        dtype = next((other for other in others if other not in ("xla", "two")), "bfloat16")
+        width = LATENT + ROTARY * (2 if "two" in others else 1)
+        return Point(name, int(heads), seqs, length, dtype, width, "xla" if "xla" in others else "mosaic_gpu")
 
     @property
     def num_bytes(self) -> int:
-        return self.seqs * self.length * WIDTH * jnp.dtype(self.dtype).itemsize
+        return self.seqs * self.length * self.width * jnp.dtype(self.dtype).itemsize
 
     @property
     def num_calls(self) -> int:
@@ -74,7 +78,7 @@ class Point:
 
     @property
     def operations(self) -> int:
-        return 2 * self.seqs * self.length * self.heads * (WIDTH + LATENT)
+        return 2 * self.seqs * self.length * self.heads * (self.width + LATENT)
 
     def tables(self) -> list[np.ndarray]:
         """Of each call, int32 [seqs, blocks], on a pool of `blocks` and the null block."""
@@ -85,7 +89,7 @@ class Point:
 
     @property
     def blocks(self) -> int:
-        block_bytes = BLOCK_SIZE * WIDTH * jnp.dtype(self.dtype).itemsize
+        block_bytes = BLOCK_SIZE * self.width * jnp.dtype(self.dtype).itemsize
         return max(self.seqs * self.length // BLOCK_SIZE, LEAST_BYTES // block_bytes)
 
 
@@ -105,9 +109,9 @@ def chain(point: Point, q: Any, cache: Any, scales: Any, tables: Any, lengths: A
 
 
 def make_inputs(point: Point) -> Any:
-    cache = random(0, shape=(point.blocks + 1, BLOCK_SIZE, 1, WIDTH), dtype="bfloat16").astype(point.dtype)
+    cache = random(0, shape=(point.blocks + 1, BLOCK_SIZE, 1, point.width), dtype="bfloat16").astype(point.dtype)
     scales = None if point.dtype == "bfloat16" else jnp.full(cache.shape[:3], 0.5, jnp.float32)
-    q = random(1, shape=(point.seqs, point.heads, WIDTH), dtype="bfloat16")
+    q = random(1, shape=(point.seqs, point.heads, point.width), dtype="bfloat16")
     return q, cache, scales, list(map(jnp.asarray, point.tables())), jnp.full(point.seqs, point.length, jnp.int32)
 
 

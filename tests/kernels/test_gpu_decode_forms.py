@@ -154,6 +154,7 @@ WIDTHS = (
     LATENT | dict(heads=128),
     LATENT | dict(heads=20, cache_dtype=jnp.float8_e5m2, scale_shape="token_head"),
     dict(heads=8, kv_heads=2, head_dim=192, value_dim=128),
+    LATENT | dict(heads=16, head_dim=640, cache_dtype=jnp.int8, scale_shape="token_head"),  # rotary numbers in two
 )
 
 

@@ -66,7 +66,7 @@ def make(
     counts = _counts(tiles, most)
 
     # The longest begin, and the short ones fill the gaps at the end. [plan_order_h200, plans_h100]
-    order = jnp.argsort(tiles // counts, descending=True).astype(jnp.int32)
+    order = jnp.argsort(-(tiles // counts)).astype(jnp.int32)
     ends = jnp.cumsum(counts[order], dtype=jnp.int32)
     entries = jnp.arange(total_partitions, dtype=jnp.int32)
     ranks = jnp.searchsorted(ends, entries, side="right", method="scan_unrolled").astype(jnp.int32)

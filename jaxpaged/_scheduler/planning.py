@@ -1,6 +1,7 @@
 """The policy: which requests get seats and tokens of a step, which is preempted, and the step as packed tokens."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +51,9 @@ def per_seat(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
 
 
 def rows_of[T](of_each: T, indices: jax.Array) -> T:
-    """Rows of arrays `[rows, ...]`, 0 where an index is past the end."""
-    return jax.tree.map(lambda values: values.at[indices].get(mode="fill", fill_value=0), of_each)
+    """Rows of arrays `[rows, ...]`, 0 where an index is past the end. None is negative."""
+    how: Any = dict(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return jax.tree.map(lambda values: values.at[indices].get(**how), of_each)
 
 
 def seat_ranks(scheduler: SchedulerState) -> jax.Array:
@@ -224,8 +226,8 @@ def pack(
         ends = jnp.cumsum(taken, dtype=jnp.int32)
         seats = jnp.searchsorted(ends, rows, side="right", method="compare_all").astype(jnp.int32)
         offsets = rows - rows_of(ends - taken, seats)
-    is_token = offsets < given.at[seats].get(mode="fill", fill_value=0)
-    computed = (allocator.lengths - given).at[seats].get(mode="fill", fill_value=0)
+    is_token = offsets < rows_of(given, seats)
+    computed = rows_of(allocator.lengths - given, seats)
     seats = jnp.where(is_token, seats, num_seats)
     positions = jnp.where(is_token, computed + offsets, 0)
     request_ids = scheduler.seated.at[seats].get(mode="fill", fill_value=scheduler.max_requests)

@@ -108,7 +108,7 @@ def _weighted_sums(lse: jax.Array, num_partitions: int | None, call: Call) -> tu
     Only to be differentiated: the sums themselves are out and 1.
     """
     if call.query_starts is not None:
-        runs = place_runs(call, RUN)
+        runs = place_runs(call, run_tokens(call.q.shape[0], call.lengths.shape[0]))
         sums = _weighted_sums(cut_rows(lse, runs), num_partitions, cut_packed(call, runs))
         return join_packed(*sums, call, runs)
     num_partitions = num_partitions or default_partitions(call, on_gpu=_device.is_gpu())

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,3 +101,18 @@ def test_runs_that_all_end_with_the_sequence_are_noticed(name):
     cut = cut.__class__(**(cut.__dict__ | {"lengths": jnp.repeat(a.lengths, 2)}))
     out = join_uniform(xla.attend(cut, num_partitions=1)[0], a)
     assert not within_budget(case, np.asarray(out))[:, :6].any()
+
+
+def test_derivatives_of_single_tokens_compute_no_padding():
+    case = make_case(lengths=(3, 70, 33, 9), q_len=1)
+    q, *others = case.arrays
+    options = dict.fromkeys(NONE) | case.options
+    calls = check_call(q, *others, **options), check_call(q[:, 0], *others, query_starts=np.arange(5), **options)
+
+    def flops(call):
+        results = xla.attend(call, num_partitions=1)
+        program = jax.jit(functools.partial(xla._weighted_sums, results[1], None)).lower(call).compile()
+        return program.cost_analysis()["flops"]
+
+    uniform, packed = map(flops, calls)
+    assert packed < 1.5 * uniform

@@ -62,3 +62,12 @@ def one_kind() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "make_kinds", make_kinds)
         yield
+
+
+@pytest.fixture
+def optimised() -> Iterator[None]:
+    """The work of a real model outweighs its compilation, unlike that of the other tests."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

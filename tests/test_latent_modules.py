@@ -1,6 +1,7 @@
 """Latent attention as modules, against keys and values made of each head."""
 
 import dataclasses
+import functools
 
 import flax.traverse_util
 import jax
@@ -36,8 +37,24 @@ def start(num_tokens):
     return cache, *allocator.append(jnp.asarray([num_tokens]), q_len=num_tokens)[:2]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def jitted(graph, weights, *args, **options):
+    return nnx.merge(graph, weights)(*args, **options)
+
+
+def call(module, *args, **options):
+    """The module's call in one program: one operation after the other would compile dozens."""
+    return jitted(*nnx.split(module), *args, **options)
+
+
 def expanded(module, x):
     """By ordinary attention on keys and values of each head: what the equations of the paper say."""
+    return expanded_of(*nnx.split(module), x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def expanded_of(graph, weights, x):
+    module = nnx.merge(graph, weights)
     s, tokens = module.settings, x.shape[1]
     q = module.q_proj(x) if s.query_rank is None else module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x)))
     q = q.reshape(1, tokens, s.num_heads, -1)
@@ -64,7 +81,7 @@ def test_both_modules_say_what_expanded_heads_say(changes):
     x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
     expected = expanded(module, x)
     cache, allocator, slots = start(7)
-    _, out = module(x, cache, allocator, slots)
+    _, out = call(module, x, cache, allocator, slots)
     np.testing.assert_allclose(out, expected, atol=2e-5)
 
     params = {path: value[...] for path, value in nnx.to_flat_state(nnx.state(module, nnx.Param))}
@@ -81,11 +98,11 @@ def test_a_token_continues_a_prompt_and_packed_tokens_do_too():
     x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
     expected = expanded(module, x)
     cache, allocator, slots = start(5)
-    cache, out = module(x[0, :5], cache, allocator, slots[0], query_starts=jnp.asarray([0, 5]))
+    cache, out = call(module, x[0, :5], cache, allocator, slots[0], query_starts=jnp.asarray([0, 5]))
     np.testing.assert_allclose(out, expected[0, :5], atol=2e-5)
     for i in (5, 6):
         allocator, slots, _ = allocator.append(jnp.asarray([1]))
-        cache, out = module(x[:, i : i + 1], cache, allocator, slots)
+        cache, out = call(module, x[:, i : i + 1], cache, allocator, slots)
         np.testing.assert_allclose(out[:, 0], expected[:, i], atol=2e-5)
 
 
@@ -100,7 +117,7 @@ def test_prompts_by_keys_of_each_head(changes):
     cache = KVCache.create(**BLOCKS, is_latent=True, num_kv_heads=1, head_dim=20, value_dim=16, dtype="float32")
     allocator, slots, _ = BlockAllocator.create(**blocks).append(jnp.asarray([4, 2]), q_len=4)
     # The second sequence has two tokens, at the end of its row.
-    cache, out = module(jnp.stack([x[0, :4], jnp.roll(x[1, :4], 2, axis=0)]), cache, allocator, slots)
+    cache, out = call(module, jnp.stack([x[0, :4], jnp.roll(x[1, :4], 2, axis=0)]), cache, allocator, slots)
     np.testing.assert_allclose(out[0], expected[0, :4], atol=2e-5)
     np.testing.assert_allclose(out[1, 2:], expected[1, :2], atol=2e-5)
 
@@ -109,7 +126,7 @@ def test_prompts_by_keys_of_each_head(changes):
     packed = jnp.concatenate([x[0, 4:5], x[1, 2:], padding])
     slots = jnp.concatenate([slots[0, -1:], slots[1], jnp.full(3, -1)])
     starts = jnp.asarray([0, 1, 6])
-    cache, out = module(packed, cache, allocator, slots, query_starts=starts)
+    cache, out = call(module, packed, cache, allocator, slots, query_starts=starts)
     np.testing.assert_allclose(out[0], expected[0, 4], atol=2e-5)
     np.testing.assert_allclose(out[1:6], expected[1, 2:], atol=2e-5)
 
@@ -122,7 +139,7 @@ def test_which_prompts_have_keys_of_each_head(expanded_from):
     x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
     _, allocator, slots = start(7)
     cache = KVCache.create(**BLOCKS, is_latent=True, num_kv_heads=1, head_dim=20, value_dim=16, dtype="int8")
-    _, out = module(x, cache, allocator, slots)
+    _, out = call(module, x, cache, allocator, slots)
     error = np.abs(out - expanded(module, x)).max()
     assert (error < 2e-5) == (expanded_from == 7), error
     assert error < 0.1
@@ -142,7 +159,7 @@ def test_a_cache_with_rotary_numbers_in_two(settings):
         allocator, slots, _ = BlockAllocator.create(**BLOCKS, num_seqs=1, max_blocks_per_seq=4).append(
             jnp.asarray([5]), q_len=5
         )
-        cache, _ = module(x[:, :5], cache, allocator, slots)
+        cache, _ = call(module, x[:, :5], cache, allocator, slots)
         allocator, slots, _ = allocator.append(jnp.asarray([2]), q_len=2)
         return np.abs(module(x[:, 5:], cache, allocator, slots)[1] - expected).max()
 

@@ -37,7 +37,7 @@ def test_the_attention_of_the_readme_runs():
 
 
 @pytest.mark.slow
-def test_the_text_of_the_readme_is_what_its_model_says(capsys):
+def test_the_text_of_the_readme_is_what_its_model_says(optimised, capsys):
     code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(code, {})
     said = re.search(r"# (The capital.*)", code)[1]

@@ -145,8 +145,7 @@ def serve(pool, chunk_tokens, queue, rng, *, abort_rate=0.0, slip=0):
     return tokens, [ends[i] for i in range(len(queue))], scheduler
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 64])
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(("pool", "chunk_tokens"), [("tight", 16), ("plenty", 64)])  # each compiles
 def test_tokens_do_not_depend_on_the_load(pool, chunk_tokens):
     rng = np.random.default_rng(0)
     queue = requests(60, rng)
@@ -165,7 +164,7 @@ def test_a_wrong_slot_changes_the_tokens():
     # The twin: the fifth token of each request stands one slot beside its own.
     rng = np.random.default_rng(0)
     queue = requests(20, rng)
-    right, wrong = (serve("plenty", 16, queue, rng, slip=slip)[0] for slip in (0, 1))
+    right, wrong = (serve("plenty", 64, queue, rng, slip=slip)[0] for slip in (0, 1))
     assert [tokens[:1] for tokens in right] != [tokens[:1] for tokens in wrong]
 
 

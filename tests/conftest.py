@@ -30,6 +30,12 @@ else:  # most programs run once or twice; without LLVM's passes, a third less ti
     if not jax.config.jax_compilation_cache_dir:  # JAX_COMPILATION_CACHE_DIR: one for several checkouts
         jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / "build" / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    for name in (  # of the programs that tests start
+        "jax_compilation_cache_dir",
+        "jax_disable_most_optimizations",
+        "jax_persistent_cache_min_compile_time_secs",
+    ):
+        os.environ[name.upper()] = str(jax.config.values[name])
 
 
 def pytest_configure(config: pytest.Config) -> None:

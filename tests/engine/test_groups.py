@@ -140,7 +140,7 @@ tight_gemma = functools.partial(engine, "gemma 3", num_blocks=least_blocks("gemm
     ("family", "make_engine"),
     [
         ("gemma 3", tight_gemma),
-        ("gpt-oss", functools.partial(engine, "gpt-oss", num_blocks=least_blocks("gpt-oss") + 3, widths=(3,))),
+        ("gpt-oss", functools.partial(engine, "gpt-oss", num_blocks=least_blocks("gpt-oss") + 3, widths=())),
         ("mistral", functools.partial(engine, "mistral", num_blocks=least_blocks("mistral") + 3, prefix_cache=True)),
     ],
     ids=FAMILIES,

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import http.client
 import json
-import os
 import re
 import signal
 import socket
@@ -680,9 +679,8 @@ def test_a_body_that_never_ends_does_not_delay_the_end(service, monkeypatch, cap
 
 
 def test_an_interrupt_as_soon_as_it_serves_is_not_lost(tiny):
-    command = [sys.executable, "-c", INTERRUPTIBLE, serve.__file__, f"--model={tiny.path}", "--port=0", *SIZES]
-    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=quick) as process:
+    command = [sys.executable, "-c", INTERRUPTIBLE, serve.__file__, f"--model={tiny.path}", "--port=0", *SIZES[:-1]]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = iter(process.stderr.readline, "")
             assert any(line.startswith("Serving model at http://127.0.0.1:") for line in lines)

@@ -22,7 +22,6 @@ public_state(PartitionPlan)
 
 
 LONG = 3072  # tokens of a KV head for each SM
-WIDE = 8192  # tokens; narrower tables hold no sequence that takes long by itself
 PARTIAL_BYTES = 128 * 1024 * 1024  # the most memory for the partials of a plan
 
 
@@ -76,10 +75,10 @@ def follows(call: Call, total_partitions: int) -> bool:
 
 
 def plan_pays(gpu: _device.Gpu, *, pairs: int, seen: int) -> bool:
-    """Whether some sequences may be much longer than the others, or the call takes so long that XLA makes the plan
-    while the layer before still runs. `pairs` of a sequence and a KV head may see `seen` tokens each."""
+    """Whether a call may take so long that some sequences can be much longer than the others, and that XLA makes the
+    plan while the layer before still runs. `pairs` of a sequence and a KV head may see `seen` tokens each."""
     # [one_kernel_h200, plan_kernels_h100, plans_h100 of benchmarks/results/decisions/]
-    return seen > WIDE or pairs * seen > LONG * gpu.num_sms
+    return pairs * seen > LONG * gpu.num_sms
 
 
 def visible(call: Call, window: int | None) -> int:

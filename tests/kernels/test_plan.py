@@ -239,7 +239,7 @@ def test_long_calls_get_a_plan():
 @pytest.mark.parametrize("q_len", [None, 2])
 def test_the_plan_of_a_call_is_the_public_one(monkeypatch, q_len):
     monkeypatch.setattr(_device, "gpu", lambda: H100)
-    case = make_case(lengths=(200, 180, 190), max_blocks=513, q_len=q_len, dtype=BF16)
+    case = make_case(lengths=(200, 180, 190), max_blocks=4225, q_len=q_len, dtype=BF16)
     public = plan_partitions(case.lengths, num_kv_heads=2, q_len=q_len or 1)
     at_once = choose(make_call(case), H100).at_once
     plan = partition_plan.default(case.lengths, None, q_len=q_len or 1, at_once=at_once)
@@ -247,14 +247,15 @@ def test_the_plan_of_a_call_is_the_public_one(monkeypatch, q_len):
 
 
 @pytest.mark.parametrize("kind", [{}, dict(cache_dtype=jnp.float8_e4m3fn), dict(q_len=8, heads=8)])
-def test_wide_tables_get_a_plan(kind):
+def test_calls_that_may_read_much_get_a_plan(kind):
     def gets_one(max_blocks):
         case = make_case(lengths=(200, 180, 190), max_blocks=max_blocks, dtype=BF16, **kind)
         shape = 2 * 3 * max_blocks, *case.k_cache.shape[1:]  # a pool that could fill them twice
         return is_planned(case, jax.ShapeDtypeStruct(shape, case.k_cache.dtype))
 
-    assert not gets_one(512)
-    assert gets_one(513)
+    # 6 pairs of a sequence and a KV head, and 3072 tokens for each of 132 SMs.
+    assert not gets_one(4224)
+    assert gets_one(4225)
 
 
 def test_what_follows_no_plan():

@@ -172,7 +172,7 @@ def test_which_kernel_takes_a_shared_prefix(max_blocks, prefix, num_parts):
     arrays = shapes(seqs=64, q_len=1, heads=32, kv_heads=8, max_blocks=max_blocks)
     num_tokens = jax.ShapeDtypeStruct((), jnp.int32) if prefix is None else prefix
     explanation = explain(*arrays, shared_prefix=num_tokens, gpu="H100")
-    assert explanation.num_partitions == "plan"  # in tables for more than 8192 tokens
+    assert explanation.num_partitions == "plan"
     assert explanation.shared.kernel == "paged_prefill"
     assert (explanation.shared.config.causal, explanation.shared.num_partitions) == (False, num_parts)
 

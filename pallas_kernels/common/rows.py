@@ -18,8 +18,20 @@ LN2 = math.log(2.0)
 # In place of -inf in the running maximum: the difference of two is 0, that of two infinities is NaN.
 LOWEST = -1e30
 ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps; or [rows, n]: see `Orientation`
+# Of a product with operands in registers (m16n8k16), the same for bfloat16 and float16. Its sums are in ROWS.
+LEFT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4)  # [64 or a multiple, k]
+RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)  # [k, n]
 SCALAR = plgpu.Layout.WG_SPLAT
 COLUMNS = 64  # of a head, that are handled together: the smallest M that this layout has
+
+
+def matrix(columns: int, itemsize: int) -> tuple[Any, ...]:
+    """Transforms of a matrix in SMEM whose rows are a multiple of `columns` numbers wide: tiles of 8 rows, in which
+    16 bytes of 8 rows stand in different banks."""
+    tiling = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
+    if columns * itemsize == 16:
+        return (tiling,)
+    return tiling, plgpu.SwizzleTransform(columns * itemsize)  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.common.interpret import interpreted_by, two_views
-from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_LAST
+from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_LAST, matrix
 
 HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
 # [32 words, tokens], 8 words to a warp: widened, the 16 rows that ROWS gives it.
@@ -52,13 +52,9 @@ V_ORDER = tuple(2 * i + h for h in range(2) for i in range(8))
 def scratch(shape: tuple[int, int, int], dtype: Any) -> Any:
     """SMEM for a ring of tiles, [stages, tile, width], as the copies write them and as words."""
     stages, tile, width = shape
-    ring = plgpu.SMEM(shape, dtype, transforms=_matrix(COLUMNS, COLUMNS))
-    words = plgpu.SMEM((stages, tile, width // 2), jnp.int16, transforms=_matrix(COLUMNS // 2, COLUMNS))
+    ring = plgpu.SMEM(shape, dtype, transforms=matrix(COLUMNS, 1))
+    words = plgpu.SMEM((stages, tile, width // 2), jnp.int16, transforms=matrix(COLUMNS // 2, 2))
     return two_views(ring, words)
-
-
-def _matrix(columns: int, row_bytes: int) -> tuple[Any, ...]:
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes)  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import cp_async, scales
 from pallas_kernels.common.fetch import Ring, block_at, copy_tile
 from pallas_kernels.common.interpret import interpreted
-from pallas_kernels.decode.config import COLUMNS, TILE
-from pallas_kernels.decode.refs import Refs, matrix
+from pallas_kernels.common.rows import COLUMNS, matrix
+from pallas_kernels.decode.config import TILE
+from pallas_kernels.decode.refs import Refs
 from pallas_kernels.decode.walk import Walk
 
 Ids = tuple[jax.Array, ...]  # of the blocks of a tile

@@ -13,7 +13,7 @@ from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
 from pallas_kernels.common.option_refs import OptionRefs, bits_by_row, by_row
 from pallas_kernels.common.options import AttentionOptions, given
-from pallas_kernels.common.rows import LOWEST, ROWS_LAST, normalise, zeros
+from pallas_kernels.common.rows import LOWEST, RIGHT, ROWS_LAST, normalise, zeros
 from pallas_kernels.common.scales import of_head, over_tokens, scaled
 from pallas_kernels.common.sizes import filled_rows, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
@@ -24,7 +24,7 @@ from pallas_kernels.decode.partition_plan import PartitionPlan
 from pallas_kernels.decode.refs import Refs, scratch
 from pallas_kernels.decode.results import store
 from pallas_kernels.decode.softmax import softmax
-from pallas_kernels.decode.tiles import RIGHT, Tiles, product
+from pallas_kernels.decode.tiles import Tiles, product
 from pallas_kernels.decode.walk import Partition, Walk, make_grid
 
 QUERY_REGISTERS = 32  # of a thread, in which Q may stay

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import widen
 from pallas_kernels.common.fetch import copy_rows
 from pallas_kernels.common.option_refs import OptionRefs
+from pallas_kernels.common.rows import matrix
 from pallas_kernels.common.scales import ring_types
 from pallas_kernels.common.sizes import filled_rows, is_8bit, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
@@ -68,15 +69,6 @@ class Refs:
     @property
     def value_ring(self) -> Any:
         return self.k_smem if self.v_smem is None else self.v_smem
-
-
-def matrix(columns: int, itemsize: int) -> tuple[Any, ...]:
-    """Transforms of a matrix in SMEM whose rows are a multiple of `columns` numbers wide: tiles of 8 rows, in which
-    16 bytes of 8 rows stand in different banks."""
-    tiling = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
-    if columns * itemsize == 16:
-        return (tiling,)
-    return tiling, plgpu.SwizzleTransform(columns * itemsize)  # type: ignore[abstract]
 
 
 def scratch(

@@ -18,17 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import widen
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted_by
-from pallas_kernels.common.rows import ROWS_LAST
+from pallas_kernels.common.rows import LEFT, RIGHT, ROWS_LAST
 from pallas_kernels.common.scales import load_of_tile
 from pallas_kernels.common.sizes import is_8bit
 from pallas_kernels.decode.config import COLUMNS
 from pallas_kernels.decode.refs import Refs
 
 Seen = Callable[..., jax.Array]  # as `Walk.seen`, of one tile
-
-# The same for bfloat16 and float16. Accumulators are in `rows.ROWS`.
-LEFT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4)  # [64 or a multiple, k]
-RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)  # [k, rows]
 
 
 def _dot(acc: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
 from pallas_kernels.common.rescale import HEADROOM, rescale
-from pallas_kernels.common.rows import COLUMNS, LOG2E, LOWEST, ROWS_FIRST, normalise, store, zeros
+from pallas_kernels.common.rows import COLUMNS, LOG2E, LOWEST, ROWS_FIRST, matrix, normalise, store, zeros
 from pallas_kernels.common.rows import ROWS as MATRIX
 from pallas_kernels.common.sizes import ceil_div, count_tiles
 from pallas_kernels.latent.config import REST, ROWS, TILE, Config
@@ -252,8 +252,7 @@ def launch(
     """Returns out [seqs, heads, value_dim] in q's dtype, and lse f32 [seqs, heads]."""
     seqs, heads, head_dim = q.shape
     chunks, partitions = heads // ROWS, config.num_partitions
-    matrix = plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(2 * COLUMNS)  # type: ignore[abstract]
-    smem = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=matrix)
+    smem = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=matrix(COLUMNS, 2))
     copies = TILE // copy_rows(cache.shape[1], TILE)
     out, lse = launch_kernel(
         "paged_latent",

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.options import AttentionOptions
-from pallas_kernels.common.rows import COLUMNS
+from pallas_kernels.common.rows import COLUMNS, matrix
 from pallas_kernels.common.scales import of_head, scaled
 from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
@@ -132,18 +132,16 @@ def compute(
         rows.finish_load()
 
 
-def matrix_transforms(head_dim: int, eight_bit: bool) -> tuple[Any, ...]:
-    """Of K, V and Q in SMEM."""
-    # What is widened is not copied; the copy engine only takes tiles that divide the head, or hold all of it.
-    columns = COLUMNS if eight_bit else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)  # type: ignore[abstract]
+def matrix_columns(head_dim: int, eight_bit: bool) -> int:
+    """Of the tiles of K, V and Q in SMEM: all of the head, or what divides it, as the copy engine only takes those."""
+    return COLUMNS if eight_bit else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
 
 
 def form(q: jax.Array, k_cache: jax.Array, _: WorkList, options: AttentionOptions, config: Config) -> Form:
     """As it computes a call, see `prefill.launch`."""
     head_dim, block_size = q.shape[2], k_cache.shape[1]
     eight_bit = is_8bit(k_cache.dtype)
-    matrix = matrix_transforms(head_dim, eight_bit)
+    transforms = matrix(matrix_columns(head_dim, eight_bit), 2)
     scratch_types = scratch(
         config,
         width=round_up(head_dim, 64),
@@ -151,11 +149,11 @@ def form(q: jax.Array, k_cache: jax.Array, _: WorkList, options: AttentionOption
         dtype=q.dtype,
         cache_dtype=k_cache.dtype,
         scales=(options.k_scale, options.v_scale),
-        matrix=matrix,
+        transforms=transforms,
     )
     return Form(
         name="paged_prefill",
-        body=functools.partial(_kernel, config=config, transforms=matrix),
+        body=functools.partial(_kernel, config=config, transforms=transforms),
         refs=Refs,
         rows=ROWS,
         num_programs=config.num_programs,

@@ -89,10 +89,10 @@ def scratch(
     dtype: Any,  # of q
     cache_dtype: Any,
     scales: tuple[Any, Any],  # k_scale and v_scale
-    matrix: tuple[Any, ...],  # transforms of a matrix in SMEM
+    transforms: tuple[Any, ...],  # of a matrix in SMEM
 ) -> dict[str, Any]:
     """SMEM and barriers, by the names of `Refs`."""
-    eight_bit = is_8bit(cache_dtype)
+    eight_bit, multiplied = is_8bit(cache_dtype), multiplied_dtype(dtype, cache_dtype)
     copies = config.tile_tokens // copy_rows(block_size, config.tile_tokens)
 
     def rings(kind: str, stages: int, numbers: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
@@ -118,11 +118,11 @@ def scratch(
             fetched |= scale_rings | {"scales_full": barriers}
     output: dict[str, Any] = {}
     if config.output_columns and config.num_parts == 1:
-        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, config.output_columns), dtype, transforms=matrix)
+        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, config.output_columns), dtype, transforms=transforms)
     return dict(
-        q_smem=query_smem((2, WG_ROWS, width), dtype, cache_dtype, matrix),
+        q_smem=query_smem((2, WG_ROWS, width), dtype, cache_dtype, transforms),
         **output,
         **fetched,
-        **rings("", config.num_stages, multiplied_dtype(dtype, cache_dtype), matrix, (1 if eight_bit else copies, 2)),
+        **rings("", config.num_stages, multiplied, transforms, (1 if eight_bit else copies, 2)),
         zeroed=plgpu.Barrier(num_arrivals=2),
     )

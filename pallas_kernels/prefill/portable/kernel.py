@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.cp_async import barrier
 from pallas_kernels.common.options import AttentionOptions
 from pallas_kernels.common.rescale import rescale
-from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, zeros
+from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, matrix, zeros
 from pallas_kernels.common.scales import of_head, ring_types, scaled
 from pallas_kernels.common.sizes import is_8bit, round_up
 from pallas_kernels.prefill.item import Items
@@ -21,7 +21,7 @@ from pallas_kernels.prefill.launch import Form
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.portable import products
 from pallas_kernels.prefill.portable.config import COLUMNS, Config
-from pallas_kernels.prefill.portable.tiles import Ids, Tiles, matrix
+from pallas_kernels.prefill.portable.tiles import Ids, Tiles
 from pallas_kernels.prefill.refs import Arrays, query_smem
 from pallas_kernels.prefill.rows_of_item import RowsOfItem
 from pallas_kernels.prefill.softmax import softmax
@@ -45,10 +45,10 @@ def scratch(
     rows, stages, tile = config.rows, config.num_stages, config.tile_tokens
 
     def smem(shape: tuple[int, ...], dtype: Any) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=matrix(dtype))
+        return plgpu.SMEM(shape, dtype, transforms=matrix(COLUMNS, jnp.dtype(dtype).itemsize))
 
     arrays: dict[str, Any] = {
-        "q_smem": query_smem((rows, width), dtype, cache_dtype, matrix(dtype)),
+        "q_smem": query_smem((rows, width), dtype, cache_dtype, products.MATRIX),
         "k_smem": smem((stages, tile, width), cache_dtype),
         "v_smem": smem((stages, tile, width), cache_dtype),
     }
@@ -68,17 +68,17 @@ class State(NamedTuple):
     keys_ids: Ids  # of the next tile whose keys are
 
 
-def _kernel(refs: Refs, *, config: Config, transforms: tuple[Any, ...]) -> None:
+def _kernel(refs: Refs, *, config: Config) -> None:
     items = Items.of(refs, config)
     # A program without an item is one that the work list has room for.
-    pl.when(items.count() > 0)(lambda: _attend(refs, items, config, transforms))
+    pl.when(items.count() > 0)(lambda: _attend(refs, items, config))
 
 
-def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...]) -> None:
+def _attend(refs: Refs, items: Items, config: Config) -> None:
     item = items.item(items.read(jnp.int32(0)))
     options, (q_smem, multiplied) = refs.options, refs.query_views
     (num_rows, width), stages, first_row = q_smem.shape, config.num_stages, 0
-    rows = RowsOfItem(config, first_row, num_rows, transforms, commit=barrier)
+    rows = RowsOfItem(config, first_row, num_rows, products.MATRIX, commit=barrier)
     tiles = Tiles(refs, item, config)
 
     # 1. Q and the first tiles are on their way.
@@ -105,7 +105,7 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
         # a. S = Q K^T
         k = tiles.keys(tile)
         tiles.start_values(tile + stages - 1, values_ids)
-        scores = products.scores(multiplied, k, transforms)
+        scores = products.scores(multiplied, k)
 
         # b. Online softmax.
         m, l, alpha, p = softmax(scores, logits_of, tile, tiles.scales(tile), m, l, masked=masked)
@@ -115,7 +115,7 @@ def _attend(refs: Refs, items: Items, config: Config, transforms: tuple[Any, ...
         v = tiles.values(tile)
         tiles.start_keys(tile + stages, keys_ids)
         next_ids = tiles.read_ids(tile + stages + 1)
-        acc = products.add(acc, p.astype(v.dtype), v, transforms)
+        acc = products.add(acc, p.astype(v.dtype), v)
         return State(acc, m, l, keys_ids, next_ids)
 
     state = State(
@@ -146,7 +146,7 @@ def form(q: jax.Array, k_cache: jax.Array, work: WorkList, options: AttentionOpt
     scratch_types = scratch(config, width=width, dtype=q.dtype, cache_dtype=k_cache.dtype, scales=scales)
     return Form(
         name="portable_prefill",
-        body=functools.partial(_kernel, config=config, transforms=matrix(q.dtype)),
+        body=functools.partial(_kernel, config=config),
         refs=Refs,
         rows=config.rows,
         num_programs=num_programs,

@@ -24,28 +24,25 @@ from jaxlib.mlir.dialects import llvm
 from pallas_kernels.common.chunks import i32, pointer, product, thread, total
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, constant
-from pallas_kernels.common.rows import ROWS
+from pallas_kernels.common.rows import COLUMNS, LEFT, RIGHT, ROWS, matrix
 
 DEPTH = 16  # of an operand
-COLUMNS = 64  # of a tile of a matrix in SMEM: 128 bytes, swizzled
-# The same for bfloat16 and float16.
-LEFT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4)  # [64 or a multiple, depth]
-RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)  # [depth, n]
+MATRIX = matrix(COLUMNS, 2)  # in SMEM
 
 
-def _dot_scores(q: Any, k: Any, _: tuple[Any, ...]) -> jax.Array:
+def _dot_scores(q: Any, k: Any) -> jax.Array:
     return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
 
 
-def _dot_add(acc: jax.Array, p: jax.Array, v: Any, _: tuple[Any, ...]) -> jax.Array:
+def _dot_add(acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
     return acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
 
 
 @interpreted_by(_dot_scores)
-def scores(q: Any, k: Any, transforms: tuple[Any, ...]) -> jax.Array:
+def scores(q: Any, k: Any) -> jax.Array:
     """Q K^T, f32 [rows, tile], of SMEM [rows, width] and [tile, width]."""
     (rows, width), tile = q.shape, k.shape[0]
-    ref, result = plgpu.RefType(transforms), plgpu.ShapeDtypeStruct((rows, tile), jnp.dtype(jnp.float32), ROWS)
+    ref, result = plgpu.RefType(MATRIX), plgpu.ShapeDtypeStruct((rows, tile), jnp.dtype(jnp.float32), ROWS)
 
     @plgpu.inline_mgpu(arg_types=(ref, ref), return_type=result)
     def multiply(_: Any, q: Any, k: Any) -> fa.FragmentedArray:
@@ -62,11 +59,11 @@ def scores(q: Any, k: Any, transforms: tuple[Any, ...]) -> jax.Array:
 
 
 @interpreted_by(_dot_add)
-def add(acc: jax.Array, p: jax.Array, v: Any, transforms: tuple[Any, ...]) -> jax.Array:
+def add(acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
     """acc + P V, f32 [rows, width], of [rows, tile] and SMEM [tile, width]."""
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.dtype(jnp.float32), ROWS)
 
-    @plgpu.inline_mgpu(arg_types=(ROWS, ROWS, plgpu.RefType(transforms)), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(ROWS, ROWS, plgpu.RefType(MATRIX)), return_type=result)
     def multiply(_: Any, acc: fa.FragmentedArray, p: fa.FragmentedArray, v: Any) -> fa.FragmentedArray:
         (rows, tile), width = p.shape, acc.shape[1]
         values = _Matrices.of(v, None, rows_first=True)

@@ -14,22 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import cp_async, scales
 from pallas_kernels.common.fetch import block_at
-from pallas_kernels.common.rows import ROWS_FIRST
+from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, matrix
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.portable.config import Config
-from pallas_kernels.prefill.portable.products import COLUMNS
 from pallas_kernels.prefill.widener import widen
 
 Ids = tuple[jax.Array, ...]  # of the blocks of a tile
-
-
-def matrix(dtype: Any) -> tuple[Any, ...]:
-    """Transforms of a matrix in SMEM: tiles of 8 rows, in which 16 bytes of each stand in different banks."""
-    return plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(COLUMNS * jnp.dtype(dtype).itemsize)  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +80,7 @@ class Tiles:
             stage, first, kv_head = self._stage(tile), tile * self.config.tile_tokens, self.item.kv_head
             slot = lax.rem(first, jnp.int32(source.shape[1]))  # of the first block, where the tile begins
             seen = self.item.first_visible - first, self.item.length - first
-            cp_async.copy_tile(source, ring.at[stage], matrix(source.dtype), ids, slot, kv_head, seen)
+            cp_async.copy_tile(source, ring.at[stage], matrix(COLUMNS, source.dtype.itemsize), ids, slot, kv_head, seen)
             for of_tokens, target in scale_rings:
                 cp_async.copy_scales(of_tokens, target.at[stage], ids, slot, kv_head)
 

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPS = 4  # that copy, of a warpgroup
+Ids = tuple[jax.Array, ...]  # of the blocks of a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +42,24 @@ def block_at(
     return jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0)
 
 
+def blocks_of_tile(
+    tables: Any,  # int32 [seqs, max_blocks]
+    seq: jax.Array,
+    start: jax.Array,  # of the tile, in tokens of the sequence
+    tile_tokens: int,
+    entries: tuple[jax.Array, jax.Array],  # as of `block_at`
+    cache: Any,  # [blocks, block_size, ...]
+) -> Ids:
+    """The null block where nothing may be read."""
+    num_blocks, block_size = cache.shape[:2]
+    first = lax.div(start, jnp.int32(block_size))
+    numbers = (first + j for j in range(max(1, tile_tokens // block_size)))
+    return tuple(block_at(tables, seq, entry, entries, num_blocks) for entry in numbers)
+
+
 def copy_tile(
     copy: Callable[[jax.Array, Any, Any], None],  # asks the copy engine for tokens of a block, for rows of the tile
-    ids: tuple[jax.Array, ...],  # of the tile's blocks
+    ids: Ids,
     offset: jax.Array,  # of its first token in the first of them
     block_size: int,
     tile_tokens: int,

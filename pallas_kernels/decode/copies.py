@@ -18,14 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import cp_async, scales
-from pallas_kernels.common.fetch import Ring, block_at, copy_tile
+from pallas_kernels.common.fetch import Ids, Ring, blocks_of_tile, copy_tile
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.rows import COLUMNS, matrix
 from pallas_kernels.decode.config import TILE
 from pallas_kernels.decode.refs import Refs
 from pallas_kernels.decode.walk import Walk
-
-Ids = tuple[jax.Array, ...]  # of the blocks of a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +37,10 @@ class CpAsync:
     stages: int
 
     def read_ids(self, i: jax.Array) -> Ids:
-        """The blocks of our i-th tile; the null block where nothing may be read."""
-        tables, num_blocks = self.refs.block_tables, self.refs.k_cache.shape[0]
-        entries = self.walk.entries_to_follow()
-        start = lax.div(self.walk.tile_at(i) * TILE, jnp.int32(self.walk.block_size))
-        numbers = (start + j for j in range(max(1, TILE // self.walk.block_size)))
-        return tuple(block_at(tables, self.walk.seq, entry, entries, num_blocks) for entry in numbers)
+        """Of our i-th tile."""
+        refs, walk = self.refs, self.walk
+        entries, start = walk.entries_to_follow(), walk.tile_at(i) * TILE
+        return blocks_of_tile(refs.block_tables, walk.seq, start, TILE, entries, refs.k_cache)
 
     def start_query(self) -> None:
         refs, partition = self.refs, self.walk.partition

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.fetch import Ids
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
 from pallas_kernels.common.option_refs import OptionRefs, bits_by_row, by_row
@@ -17,7 +18,7 @@ from pallas_kernels.common.rows import LOWEST, RIGHT, ROWS_LAST, normalise, zero
 from pallas_kernels.common.scales import of_head, over_tokens, scaled
 from pallas_kernels.common.sizes import filled_rows, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
-from pallas_kernels.decode.copies import Ids, copies_of
+from pallas_kernels.decode.copies import copies_of
 from pallas_kernels.decode.logits import Logits
 from pallas_kernels.decode.merge import Partials, Sums, partial_types
 from pallas_kernels.decode.partition_plan import PartitionPlan

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.fetch import block_at, copy_rows, copy_tile
+from pallas_kernels.common.fetch import Ids, blocks_of_tile, copy_rows, copy_tile
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
@@ -19,8 +19,6 @@ from pallas_kernels.common.rows import COLUMNS, LOG2E, LOWEST, ROWS_FIRST, matri
 from pallas_kernels.common.rows import ROWS as MATRIX
 from pallas_kernels.common.sizes import ceil_div, count_tiles
 from pallas_kernels.latent.config import REST, ROWS, TILE, Config
-
-Ids = tuple[jax.Array, ...]  # of the blocks of a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,12 +204,11 @@ class Warpgroup:
         return self.partition + i * self.num_partitions
 
     def _read_ids(self, i: jax.Array) -> Ids:
-        """The blocks of the i-th tile; the null block where nothing may be read."""
-        num_blocks, block_size = self.refs.cache.shape[:2]
-        entries = jnp.int32(0), ceil_div(self.length, block_size)
-        first = lax.div(self._tile_at(i) * TILE, jnp.int32(block_size))
-        numbers = (first + j for j in range(max(1, TILE // block_size)))
-        return tuple(block_at(self.refs.block_tables, self.seq, entry, entries, num_blocks) for entry in numbers)
+        """Of the i-th tile."""
+        refs = self.refs
+        entries = jnp.int32(0), ceil_div(self.length, refs.cache.shape[1])
+        start = self._tile_at(i) * TILE
+        return blocks_of_tile(refs.block_tables, self.seq, start, TILE, entries, refs.cache)
 
     def _start_half(self, i: jax.Array, ids: Ids) -> None:
         """The warpgroup's half of a tile's values, over those of two tiles before, which it has multiplied."""

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.cp_async import barrier
+from pallas_kernels.common.fetch import Ids
 from pallas_kernels.common.options import AttentionOptions
 from pallas_kernels.common.rescale import rescale
 from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, matrix, zeros
@@ -21,7 +22,7 @@ from pallas_kernels.prefill.launch import Form
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.portable import products
 from pallas_kernels.prefill.portable.config import COLUMNS, Config
-from pallas_kernels.prefill.portable.tiles import Ids, Tiles
+from pallas_kernels.prefill.portable.tiles import Tiles
 from pallas_kernels.prefill.refs import Arrays, query_smem
 from pallas_kernels.prefill.rows_of_item import RowsOfItem
 from pallas_kernels.prefill.softmax import softmax

@@ -16,13 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common import cp_async, scales
-from pallas_kernels.common.fetch import block_at
+from pallas_kernels.common.fetch import Ids, blocks_of_tile
 from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, matrix
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.portable.config import Config
 from pallas_kernels.prefill.widener import widen
-
-Ids = tuple[jax.Array, ...]  # of the blocks of a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +30,9 @@ class Tiles:
     config: Config
 
     def read_ids(self, tile: jax.Array) -> Ids:
-        """The blocks of a tile of the sequence; the null block where nothing may be read."""
-        tables, (num_blocks, block_size) = self.refs.block_tables, self.refs.k_cache.shape[:2]
-        start = lax.div(tile * self.config.tile_tokens, jnp.int32(block_size))
-        entries = self.item.entries_to_follow()
-        numbers = (start + j for j in range(max(1, self.config.tile_tokens // block_size)))
-        return tuple(block_at(tables, self.item.seq, entry, entries, num_blocks) for entry in numbers)
+        refs, item, size = self.refs, self.item, self.config.tile_tokens
+        start, entries = tile * size, item.entries_to_follow()
+        return blocks_of_tile(refs.block_tables, item.seq, start, size, entries, refs.k_cache)
 
     def start_keys(self, tile: jax.Array, ids: Ids) -> None:
         self._start(self.refs.k_cache, self.refs.k_smem, tile, ids, scales.rings(self.refs))

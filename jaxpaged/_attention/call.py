@@ -73,6 +73,11 @@ class Call:
         return dict(head_dim=self.head_dim, value_dim=self.value_dim, is_latent=self.v_cache is None)
 
     @property
+    def storage(self) -> dict[str, Any]:
+        """What a kernel must know of the arrays beside their widths, to say whether it takes them."""
+        return dict(block_size=self.block_size, q_dtype=self.q.dtype, cache_dtype=self.k_cache.dtype)
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
         return *self.q.shape[:-1], self.value_dim
 

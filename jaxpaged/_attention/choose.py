@@ -103,9 +103,7 @@ def _prefill_is_faster(call: Call, gpu: Gpu, known: Known) -> bool:
         and is_plain
         and takes(
             head_dim=call.head_dim,
-            block_size=call.block_size,
-            q_dtype=call.q.dtype,
-            cache_dtype=call.k_cache.dtype,
+            **call.storage,
             compute_capability=gpu.compute_capability,
         )
     )
@@ -153,9 +151,7 @@ def _latent_run(call: Call, gpu: Gpu) -> int | None:
             head_dim=call.head_dim,
             value_dim=call.value_dim,
             group=run * call.group,
-            block_size=call.block_size,
-            q_dtype=call.q.dtype,
-            cache_dtype=call.k_cache.dtype,
+            **call.storage,
             compute_capability=gpu.compute_capability,
         )
     )
@@ -235,11 +231,9 @@ def _decode_limits(call: Call, gpu: Gpu) -> Iterator[tuple[str, bool]]:
     num_runs, run = _runs(call, gpu)
     yield from decode_config.limits(
         **call.widths,
-        block_size=call.block_size,
+        **call.storage,
         group=call.group,
         q_len=run,
-        q_dtype=call.q.dtype,
-        cache_dtype=call.k_cache.dtype,
         compute_capability=gpu.compute_capability,
     )
     yield (

@@ -28,6 +28,7 @@ class Sent:
     version: int  # of the weights
     words: Future[jax.Array] | None = None  # of its report
     moves: Moves = dataclasses.field(default_factory=Moves)  # before it
+    failure: Exception | None = None  # of these: the slice ran without them
 
     def result(self) -> jax.Array:
         assert self.words is not None

@@ -14,7 +14,7 @@ import numpy as np
 from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import counted
 from jaxpaged._engine.host_copies import HostCopies
-from jaxpaged._engine.host_tier import HostTier, NoHostTier
+from jaxpaged._engine.host_tier import HostTier, Moves, NoHostTier
 from jaxpaged._engine.inputs import own, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.on_mesh import find_mesh, replicate
@@ -139,12 +139,15 @@ class Runner:
         """From a packed inbox to a packed report. On the engine's own thread, one slice after the other: what else this
         thread does, the GPU waits for."""
         try:
-            for state in self.tier.move(self.state_of_slice, sent.moves):
-                self.state_of_slice = state
+            try:
+                for state in self.tier.move(self.state_of_slice, sent.moves):
+                    self.state_of_slice = state
+            except Exception as failure:
+                sent.failure = failure  # the slice runs all the same: what its inbox says counts for those behind it
             self.state_of_slice, words = self.program.run(weights, self.state_of_slice, inbox)
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state_of_slice)):
-                raise StateLostError from failure
+                raise StateLostError from sent.failure or failure
             raise
         return words
 
@@ -163,6 +166,8 @@ class Runner:
             raise
         else:  # the slice came to pass: if this fails, the next call does it again
             self._take(report)
+            if sent.failure is not None:
+                raise sent.failure
 
     def read(self, words: jax.Array) -> Report:
         """The report in NumPy's arrays."""
@@ -178,7 +183,9 @@ class Runner:
         if self.collector is not None:
             self.collector.take(sent.result(), report, self.books.on_device, sent.version)
         counts = self.books.take_tokens(report, sent.version)
-        self.tier.take(report, sent.moves, rows)
+        if sent.failure is not None:
+            self.tier.lose(sent.moves)
+        self.tier.take(report, sent.moves if sent.failure is None else Moves(), rows)
         since, self.since = self.since, time.perf_counter()
         self.counts = counted(self.counts, report, self.kinds, seconds=self.since - since, **counts)
 

@@ -279,15 +279,45 @@ def test_blocks_behind_a_gap_are_not_listed(engine):
     engine.update_weights(random_weights())  # they hold nothing
 
 
+def test_other_weights_find_nothing_if_the_copies_before_their_first_slice_fail(engine, monkeypatch):
+    prompt = serve(engine, prompt_of(10, 20))
+    settle(engine)
+    engine.update_weights(random_weights(1))
+    tier, failures = engine._runner.tier, [MemoryError("no room for a copy")]
+    move = tier.move
+
+    def failing(state, moves):
+        if failures:
+            raise failures.pop()
+        yield from move(state, moves)
+
+    monkeypatch.setattr(tier, "move", failing)
+    engine.add_request([1], GREEDY)
+    outputs = {}
+    for add in (lambda: engine.add_request([*prompt, 7], GREEDY), lambda: None):
+        try:
+            outputs |= {output.request_id: output for output in engine.step()}
+        except MemoryError:
+            assert not failures
+        add()
+    try:
+        outputs |= finish(engine)
+    except MemoryError:
+        outputs |= finish(engine)
+    last = outputs[max(outputs)].outputs[0].token_ids
+    assert last == continuation(random_weights(1), [*prompt, 7], GREEDY)[0]
+
+
 @pytest.mark.parametrize("name", ["take", "put", "bring"])
 def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
     talk = serve(engine, prompt_of(8, 20))
     push_out(engine)
+    settle(engine)
     copies, failures = engine._runner.tier._copies, [MemoryError("no room for a copy")]
     function = getattr(copies, name)
 
     def failing(*args):
-        if failures:
+        if failures and args[-1]:
             raise failures.pop()
         return function(*args)
 
@@ -298,7 +328,7 @@ def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
         finish(engine)
     (output,) = finish(engine).values()
     assert output.outputs[0].token_ids == continuation(random_weights(), [*talk, 7], params)[0]
-    assert counts(engine, before)[:2] == [24, 24]
+    assert counts(engine, before)[:2] == ([0, 0] if name == "put" else [24, 24])  # the slice ran without
     settle(engine)
     assert on_the_way(engine._runner.tier) == []
 

@@ -1036,6 +1036,20 @@ MUTANTS = (
         "tests/engine/test_engine_trouble.py::any_line",
     ),
     Mutant(
+        "engine: news are off the list before they are told",
+        "jaxpaged/_engine/books.py",
+        "        for request_id, rows in self._news.items():",
+        "        news, self._news = self._news, {}\n        for request_id, rows in news.items():",
+        "tests/engine/test_engine_trouble.py::step_returns",
+    ),
+    Mutant(
+        "engine: sleep leaves slices unread",
+        "jaxpaged/_engine/runner.py",
+        "while self.books.under_way:  # what",
+        "while False:  # what",
+        "tests/engine/test_rollout.py::sleep",
+    ),
+    Mutant(
         "engine: an old abort hits who got the place",
         "jaxpaged/_engine/books.py",
         "self._aborts = [place for place in self._aborts if place in self.on_device]",

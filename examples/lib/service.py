@@ -21,7 +21,8 @@ from jaxpaged import RequestOutput
 from lib.checkpoint import Checkpoint, CheckpointError
 from lib.engine_metrics import metrics_text
 from lib.engine_thread import DrainingError, EngineFailedError, EngineThread, Generation, QueueFullError
-from lib.openai_forms import USUAL_TOKENS, Answer, ApiError, Ask, Piece, event, make_usage, read_ask
+from lib.openai_answers import Answer, Piece, event, make_usage
+from lib.openai_forms import USUAL_TOKENS, ApiError, Ask, read_ask
 from lib.text_stream import TextStream
 
 RETRY_SECONDS = 1

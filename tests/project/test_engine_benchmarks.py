@@ -221,8 +221,11 @@ def test_waits_are_counted_from_the_arrival():
             online.summary(work, arrivals, lost)
 
 
-def test_a_request_that_arrives_while_the_engine_is_idle_starts_then():
+def test_a_request_that_arrives_while_the_engine_is_idle_starts_then(monkeypatch):
+    seconds = [0.0]  # that have passed, for `serve`: only while it sleeps
+    clock = SimpleNamespace(perf_counter=lambda: seconds[-1], sleep=lambda s: seconds.append(seconds[-1] + s))
+    monkeypatch.setattr(online, "time", clock)
     engine = StandIn(num_seats=2, steps_per_slice=8, tokens_per_s=1e5, vocab_size=100)
     pieces = online.serve(engine, [([1], 20), ([1], 4)], [0.0, 0.2])
-    assert pieces[0][-1][0] < 0.2 <= pieces[1][0][0]
-    assert [count for _, count in pieces[0]] == [8, 16, 20]
+    assert pieces == [[(0.0, 8), (0.0, 16), (0.0, 20)], [(0.2, 4)]]
+    assert seconds == [0.0, 0.2]

@@ -735,13 +735,6 @@ MUTANTS = (
         "tests/engine/test_host_tier.py::on_its_way",
     ),
     Mutant(
-        "host tier: what is coming is fetched again",
-        HOST_TIER,
-        "key in self._coming or self._is_there(key) for key in keys",
-        "self._is_there(key) for key in keys",
-        "tests/engine/test_host_tier.py::on_its_way",
-    ),
-    Mutant(
         "host tier: the head leaves before the tail",
         HOST_TIER,
         "for key in reversed(keys):",

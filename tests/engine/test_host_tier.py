@@ -697,7 +697,7 @@ def test_what_a_request_has_filled_is_wanted_once_and_no_more_than_may_be_on_its
     device.list(tier._keys_of(running))
     device.slice(running)
     assert tier.next_moves() == Moves()  # its prompt is not computed
-    running.token_ids = [1]
+    running.token_ids, same.token_ids = [1], [1]
     device.slice(running, same)
     assert not tier.needs_looks
     moves = tier.next_moves()
@@ -705,7 +705,6 @@ def test_what_a_request_has_filled_is_wanted_once_and_no_more_than_may_be_on_its
     tier.lose(moves)
     again = tier.next_moves()
     assert again.out == moves.out
-    same.token_ids = [1]
     device.slice(running, same, moves=again)
     assert tier.next_moves() == Moves()
     running.token_ids = [1] * 5  # 14 tokens, 13 of them computed

@@ -657,9 +657,9 @@ def test_attend_turns_neighbours():
 @pytest.mark.parametrize(
     ("max_blocks", "options", "before", "inside"),
     [
-        (33, dict(), 1, 0),  # tables for more than 8192 tokens
-        (33, dict(sliding_window=8200), 1, 1),  # has its own
-        (33, dict(num_partitions=2), 1, 0),
+        (100, dict(), 1, 0),  # 16 pairs of a sequence and a KV head may read 25,600 tokens each
+        (100, dict(sliding_window=25_400), 1, 1),  # has its own
+        (100, dict(num_partitions=2), 1, 0),
         (2, dict(), 0, 0),
     ],
 )

@@ -79,7 +79,7 @@ def _compute(refs: Refs, adapter: jax.Array, config: Config) -> None:
 
     # 2. H = X A^T, of each warp's features.
     def add_features(step: jax.Array, sums: jax.Array) -> jax.Array:
-        threads.wait(stages - 2)
+        cp_async.wait_own(stages - 2)
         start(step + stages - 1)  # in the place of the step before
         return threads.multiply_features(sums, stage(step))
 
@@ -90,7 +90,7 @@ def _compute(refs: Refs, adapter: jax.Array, config: Config) -> None:
 
     # 4. out = H B.
     def store_columns(step: jax.Array, _: None) -> None:
-        threads.wait(stages - 2)
+        cp_async.wait_own(stages - 2)
         start(step + stages - 1)
         threads.store_columns(h, stage(step), refs.out, rows, column(step), end_column)
 

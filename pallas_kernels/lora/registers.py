@@ -3,20 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.mma import mma
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.common.chunks import CHUNK, THREADS, i32, pointer, product, thread, total, wide
 from pallas_kernels.common.mlir import arith
-
-# The same for bfloat16 and float16.
-LEFT, RIGHT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4), plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)
+from pallas_kernels.common.rows import LEFT, RIGHT
 
 
 def find_place() -> tuple[Any, Any, Any]:

@@ -19,11 +19,10 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.common.chunks import THREADS, below, i32, pointer, product, thread, total
 from pallas_kernels.common.cp_async import copy
-from pallas_kernels.common.interpret import interpreted_by, nothing
+from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, constant
 from pallas_kernels.common.rows import ROWS as SUMS
 from pallas_kernels.common.rows import ROWS_FIRST, SCALAR
@@ -221,14 +220,3 @@ def store_columns(
                 )
 
     store(h, stage, out, rows, first, end)
-
-
-@interpreted_by(nothing)
-def wait(pending: int) -> None:
-    """All of a thread's own groups of copies but the last `pending` have arrived, for this thread."""
-
-    @plgpu.inline_mgpu()
-    def wait_group(_: Any) -> None:
-        nvvm.cp_async_wait_group(pending)
-
-    wait_group()

@@ -17,12 +17,12 @@ from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.runs import owners
 from jaxpaged._cache.kv_cache import LARGEST, KVCache
-from jaxpaged._cache.layers import CacheLayer
+from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import cos_sin, rotate
 from jaxpaged._cache.split_rotary import split_key, split_query
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
-from jaxpaged._modules import check_tokens, find_positions, pools_of
+from jaxpaged._modules import check_tokens, find_positions
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
 

@@ -17,7 +17,7 @@ from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.runs import packed_positions
 from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache, check_cache
-from jaxpaged._cache.layers import CacheLayer
+from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32, check_heads
@@ -175,10 +175,6 @@ def find_positions(allocator: BlockAllocator, slots: jax.Array, query_starts: Ar
     if query_starts is None:
         return allocator.positions(slots.shape[1])
     return packed_positions(as_int32(query_starts), allocator.lengths, tokens=slots.shape[0])
-
-
-def pools_of(cache: KVCache | CacheLayer) -> KVCache:
-    return cache.stack if isinstance(cache, CacheLayer) else cache
 
 
 def check_call(

@@ -12,7 +12,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.options import known_int
 from jaxpaged._attention.public import AttentionKeywords, paged_attention, whole_attention
 from jaxpaged._cache.kv_cache import KVCache, check_cache
-from jaxpaged._cache.layers import CacheLayer
+from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._debug import check_tables
 
 
@@ -73,7 +73,7 @@ def attend(
         >>> jaxpaged.attend(jnp.ones((1, 4, 64), jnp.bfloat16), cache, allocator).shape
         (1, 4, 64)
     """
-    _check_blocks(cache.stack if isinstance(cache, CacheLayer) else cache, allocator)
+    _check_blocks(pools_of(cache), allocator)
     _check_group(allocator, options.get("sliding_window"))
     if isinstance(cache, CacheLayer):
         _check_layer(cache, q, allocator, options)

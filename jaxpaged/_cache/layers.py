@@ -88,3 +88,8 @@ class CacheLayer:
         slots, num_slots = as_int32(slots), jnp.int32(math.prod(self.stack.k.shape[1:3]))
         shifted = slots + jnp.asarray(self.index, jnp.int32) * num_slots
         return jnp.where((slots >= 0) & (slots < num_slots), shifted, -1)
+
+
+def pools_of(cache: KVCache | CacheLayer) -> KVCache:
+    """The cache itself, or the stack of a layer."""
+    return cache.stack if isinstance(cache, CacheLayer) else cache

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache
-from jaxpaged._cache.layers import CacheLayer
+from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
 from jaxpaged._on_shards import check_whole
@@ -86,7 +86,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         raise ValueError(
             f"positions must be int32 {list(k.shape[:-2])}, one a token; got {positions.dtype} {list(positions.shape)}."
         )
-    start = (cache.stack if isinstance(cache, CacheLayer) else cache).latent_values or 0
+    start = pools_of(cache).latent_values or 0
     head_dim = k.shape[-1] - start  # that can be rotated
     if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
         raise ValueError(f"frequencies must be up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}.")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import LARGEST, KVCache, check_cache
-from jaxpaged._cache.layers import CacheLayer
+from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.quantise import kv_scale, quantise
 from jaxpaged._one_program import one_program
 
@@ -50,7 +50,7 @@ def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tup
         ((1, 16, 640), (1, 1, 640))
     """
     q, k = jnp.asarray(q), jnp.asarray(k)
-    pool = cache.stack if isinstance(cache, CacheLayer) else cache
+    pool = pools_of(cache)
     check_cache(pool)
     if pool.latent_values is None or pool.k.dtype not in LARGEST:
         raise ValueError(

@@ -27,7 +27,7 @@ import safetensors.numpy
 import serve
 from benchmarks.engine.stand_in import StandIn
 from jaxpaged import Completion, RequestOutput, SamplingParams
-from lib import http_server
+from lib import engine_thread, http_server
 from lib.checkpoint import CheckpointError
 from lib.command_line import RequestError
 from lib.engine_thread import EngineThread, Generation
@@ -112,11 +112,11 @@ def server(service):
 
 @pytest.fixture
 def gate(service, monkeypatch):
-    """The engine waits before each step while the gate is shut."""
-    engine, gate = service.engine._engine, threading.Event()
+    """The engine waits before each step while the gate is shut; `is_reached` says that it has come there."""
+    engine, gate, is_reached = service.engine._engine, threading.Event(), threading.Event()
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: gate.wait(60) and step())
-    yield gate
+    monkeypatch.setattr(engine, "step", lambda: is_reached.set() or (gate.wait(60) and step()))
+    yield SimpleNamespace(set=gate.set, is_reached=is_reached.is_set)
     gate.set()
 
 
@@ -492,14 +492,10 @@ def test_a_client_that_leaves_gives_its_blocks_back(server, gate, monkeypatch):
     engine = server.service.engine
     before = engine.finished["abort"]
     streams = [complete(server, **LONG, stream=True) for _ in range(2)]
-    gone = [threading.Thread(target=leave, args=(server.port, content)) for content in (body(**LONG),) * 2]
-    for thread in gone:
-        thread.start()
-    wait_for(lambda: engine.num_open == 4)
-    for thread in gone:
-        thread.join()
-    for stream in streams:
-        stream.close()
+    gone = [ask_only(server.port, body(**LONG)) for _ in range(2)]
+    wait_for(lambda: sum(bool(generation.requests) for generation in list(engine._open)) == 4)  # they are sent
+    for client in (*streams, *gone):
+        client.close()
     wait_for(lambda: not server.server.server_state.tasks)  # while the engine stands still
     gate.set()
     wait_for(lambda: engine.num_open == 0)
@@ -507,13 +503,12 @@ def test_a_client_that_leaves_gives_its_blocks_back(server, gate, monkeypatch):
     assert engine.stats.num_free_blocks == engine._engine._options.num_blocks - 1
 
 
-def leave(port, content):
-    """A client that asks and leaves before the answer."""
+def ask_only(port, content):
+    """The connection of a client that has asked and reads no answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", content, headers)
-    time.sleep(0.2)
-    connection.close()
+    return connection
 
 
 def head(path="/v1/completions", *lines):
@@ -584,6 +579,7 @@ def test_a_finished_completion_of_an_open_request_is_not_under_way(service):
 def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch):
     engine = StandIn(num_seats=2, steps_per_slice=1, tokens_per_s=10, vocab_size=300)  # slices of 0.2 seconds
     thread, calls, step, add_request = EngineThread(engine, most_completions=4), [], engine.step, engine.add_request
+    monkeypatch.setattr(engine_thread, "WAIT_SHARE", 0.9)  # of a slice, so that a busy machine is in time
 
     def logged_step():
         calls.append("step")
@@ -694,6 +690,7 @@ def test_an_interrupt_as_soon_as_it_serves_is_not_lost(tiny):
 def test_draining_aborts_what_takes_too_long(service, gate):
     with running(service, drain_seconds=0.05) as server:
         stream = complete(server, **LONG, stream=True)
+        wait_for(gate.is_reached)  # so the request has left the inbox
         server.server.handle_exit(signal.SIGINT, None)
         wait_for(lambda: not server.service.engine._inbox.empty())  # the abort
         gate.set()

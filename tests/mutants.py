@@ -1057,6 +1057,13 @@ MUTANTS = (
         "tests/engine/test_engine_trouble.py::says_so",
     ),
     Mutant(
+        "engine: a slice runs behind a failed one",
+        "jaxpaged/_engine/runner.py",
+        "raise self._unread_failure",
+        "pass",
+        "tests/engine/test_engine_trouble.py::behind_a_failed",
+    ),
+    Mutant(
         "engine: a stream that is left goes on",
         "jaxpaged/_engine/engine.py",
         "            self._books.drop(request_ids)\n",

@@ -188,9 +188,9 @@ class Books:
         return sent
 
     @without_interrupts()
-    def take_back(self) -> None:
-        """Nothing of the slice that was sent first came to pass: what was sent is sent again."""
-        failed = self.under_way.popleft()
+    def take_back(self) -> Sent:
+        """Nothing of the slice that was sent last came to pass: what was sent is sent again."""
+        failed = self.under_way.pop()
         self.queue.extendleft(reversed([row for row in failed.rows if not row.is_aborted]))
         self._num_sent -= len(failed.rows)
         for row in failed.rows:
@@ -198,6 +198,7 @@ class Books:
                 self._finish(row, RequestStatus.ABORTED)
         self._aborts = failed.aborts + self._aborts
         self.forgets |= failed.forgets
+        return failed
 
     def take_places(self, report: Report) -> Sent:
         """The slice that was sent first is over, and this is its report: where its rows are."""

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -59,6 +59,7 @@ class Runner:
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
         self._failure: BaseException | None = None  # of the slice that took the state with it
+        self._unread_failure: Exception | None = None  # of a slice: those behind it do not run
         self.collector: Collector | None = None
         self.since = time.perf_counter()
         num_blocks = options.num_blocks - 1
@@ -138,6 +139,8 @@ class Runner:
     def run(self, weights: Any, inbox: np.ndarray, sent: Sent) -> jax.Array:
         """From a packed inbox to a packed report. On the engine's own thread, one slice after the other: what else this
         thread does, the GPU waits for."""
+        if self._unread_failure is not None:  # what it was to end or to forget is still there
+            raise self._unread_failure
         try:
             try:
                 for state in self.tier.move(self.state_of_slice, sent.moves):
@@ -148,6 +151,7 @@ class Runner:
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state_of_slice)):
                 raise StateLostError from sent.failure or failure
+            self._unread_failure = failure
             raise
         return words
 
@@ -161,13 +165,20 @@ class Runner:
             self.check_usable()
         except Exception as failure:
             if sent.has_failed_with(failure):  # else only the wait has: Ctrl-C in its locks may raise other errors
-                self.books.take_back()
-                self.tier.lose(sent.moves)
+                self._take_back()
             raise
         else:  # the slice came to pass: if this fails, the next call does it again
             self._take(report)
             if sent.failure is not None:
                 raise sent.failure
+
+    @without_interrupts()
+    def _take_back(self) -> None:
+        """A slice failed, and those behind it did not run: what went out with them goes out again."""
+        wait(sent.words for sent in self.books.under_way if sent.words is not None)
+        while self.books.under_way:
+            self.tier.lose(self.books.take_back().moves)
+        self._unread_failure = None
 
     def read(self, words: jax.Array) -> Report:
         """The report in NumPy's arrays."""

@@ -315,9 +315,42 @@ def test_a_failed_generate_leaves_nothing(expected):
     with pytest.raises(RuntimeError, match="deleted"):
         engine.generate(PROMPTS, LONG)
     engine.update_weights(random_weights())
-    with contextlib.suppress(RuntimeError):  # of a slice sent before
-        engine.generate(PROMPTS[:1], LONG)
     assert_ready(engine, expected)
+
+
+def test_a_slice_behind_a_failed_one_does_not_run(monkeypatch):
+    """With the first slice of other weights, cached prefixes are forgotten. If it fails, the next must not use them."""
+    engine = shared_engine(16, prefix_cache=True)
+    weights, prompts, params = random_weights(), [[*range(2, 30)]], dataclasses.replace(LONG, max_tokens=4)
+    other = random_weights(1)
+    expected = {}
+    for key, given in (("other", other), ("before", weights)):
+        engine.update_weights(given)
+        expected[key] = read_tokens(engine.generate(prompts, params))
+    assert expected["other"] != expected["before"]
+    assert engine._runner.state  # the slices are over
+    runner, failures = engine._runner, [RuntimeError("no room for the call")]
+    run = runner.program.run
+
+    def failing(*args):
+        if failures:
+            raise failures.pop()
+        return run(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "program", dataclasses.replace(runner.program, run=failing))
+        engine.update_weights(other)
+        num_found = engine.stats().num_found
+        requests = [engine.add_request(prompts[0], params)]
+        runner.advance()
+        requests.append(engine.add_request(prompts[0], params))
+        with pytest.raises(RuntimeError, match="no room for the call"):
+            engine.step()
+        outputs = finish(engine)
+    assert read_tokens(outputs[request] for request in requests) == expected["other"] * 2
+    assert engine.stats().num_found - num_found == 24  # by the second request, of the first one's prompt
+    engine.update_weights(weights)
+    assert read_tokens(engine.generate(prompts, params)) == expected["before"]
 
 
 def test_generate_spares_the_requests_of_others(expected):

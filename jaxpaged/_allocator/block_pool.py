@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
+from jaxpaged._put import put
 
 
 @public_state
@@ -86,7 +87,6 @@ class BlockPool:
         claim = rows - ids.shape[0] - 1
         holders = holders.at[self._where(unheld, ids)].min(claim, mode="drop")
         mine = unheld & (holders[ids] == claim)
-        mine_ids = self._distinct(mine, ids)
         cached = mine & (self.cached_at[ids] == self.num_blocks)
 
         # Indices in the ring: ranks among the blocks on top, and among those below.
@@ -99,12 +99,12 @@ class BlockPool:
         index = jnp.where(cached, index_below, self._ring(self.bottom + self.num_free + num_top - 1 - rank_top))
         return dataclasses.replace(
             self,
-            free_list=self.free_list.at[self._distinct(mine, index)].set(ids, mode="drop", unique_indices=True),
+            free_list=put(self.free_list, index, mine, ids),
             bottom=bottom,
             num_free=self.num_free + num_top + num_below,
             num_waiting=self.num_waiting + num_below,
-            extra_holders=holders.at[mine_ids].set(0, mode="drop", unique_indices=True),
-            cached_at=self.cached_at.at[self._distinct(cached, ids)].set(index_below, mode="drop", unique_indices=True),
+            extra_holders=put(holders, ids, mine, 0),
+            cached_at=put(self.cached_at, ids, cached, index_below),
         )
 
     @one_program()
@@ -117,9 +117,7 @@ class BlockPool:
 
     def mark_cached(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
         """Marks the wanted ids, distinct held blocks, as cached."""
-        targets = self._distinct(wanted, ids)
-        cached_at = self.cached_at.at[targets].set(self.num_blocks, mode="drop", unique_indices=True)
-        return dataclasses.replace(self, cached_at=cached_at)
+        return dataclasses.replace(self, cached_at=put(self.cached_at, ids, wanted, self.num_blocks))
 
     def forget(self) -> "BlockPool":
         """No block is cached any more. Waiting ones become free blocks like the others."""
@@ -151,20 +149,19 @@ class BlockPool:
         still_cached = stays & (cached_at[blocks] >= 0) & (self._ring(self.bottom + order) == cached_at[blocks])
         return dataclasses.replace(
             self,
-            free_list=self.free_list.at[self._distinct(stays, index)].set(blocks, mode="drop", unique_indices=True),
+            free_list=put(self.free_list, index, stays, blocks),
             bottom=bottom,
             num_free=self.num_free - num_taken,
             num_waiting=num_waiting,
             extra_holders=_add(holders, ids, wanted, 1),
-            cached_at=cached_at.at[self._distinct(still_cached, blocks)].set(index, mode="drop", unique_indices=True),
+            cached_at=put(cached_at, blocks, still_cached, index),
         )
 
     def is_free(self) -> jax.Array:
         """bool `[blocks]`, false for the null block. As large as the pool: for figures, not for a decode step."""
         order = jnp.arange(self.num_blocks, dtype=jnp.int32)
         blocks = self.free_list[self._ring(self.bottom + order)]
-        free = jnp.zeros(self.num_blocks, jnp.bool_)
-        return free.at[self._distinct(order < self.num_free, blocks)].set(True, mode="drop", unique_indices=True)
+        return put(jnp.zeros(self.num_blocks, jnp.bool_), blocks, order < self.num_free, True)
 
     @one_program()
     def num_holders(self) -> jax.Array:
@@ -176,14 +173,6 @@ class BlockPool:
 
     def _where(self, wanted: jax.Array, indices: jax.Array) -> jax.Array:
         return jnp.where(wanted, indices, self.num_blocks)
-
-    def _distinct(self, wanted: jax.Array, indices: jax.Array) -> jax.Array:
-        """The wanted indices, and for the others different ones past the end.
-
-        So XLA may be told that no two writes meet; without that promise it serialises a scatter on GPUs.
-        """
-        dropped = self.num_blocks + jnp.arange(indices.size, dtype=jnp.int32).reshape(indices.shape)
-        return jnp.where(wanted, indices, dropped)
 
 
 def _add(counts: jax.Array, ids: jax.Array, wanted: jax.Array, amount: int) -> jax.Array:

@@ -16,6 +16,7 @@ from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._integers import checked_size
 from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
+from jaxpaged._put import put
 from jaxpaged._threefry import threefry
 
 PROBES = 6  # buckets of the table in which a block may be listed
@@ -306,9 +307,7 @@ class PrefixCache:
         good = _all_before(is_full & same)
         new = good & is_given & ~listed & (firsts == entries)
         prefix_cache = self._list(new, own, before, blocks, salts, tags, homes)
-        winners = is_given & (firsts == entries)
-        targets = jnp.where(winners, homes, table.size + entries)
-        table = table.at[targets].set(jnp.where(new, own, 0), mode="drop", unique_indices=True)
+        table = put(table, homes, is_given & (firsts == entries), jnp.where(new, own, 0))
 
         # 3. Duplicates are given back.
         pool = allocator.pool.mark_cached(own, new)
@@ -406,21 +405,19 @@ class PrefixCache:
         homes: jax.Array,
     ) -> PrefixCache:
         rank = jnp.cumsum(new.ravel().astype(jnp.int32), dtype=jnp.int32).reshape(new.shape)
-        dropped = self.serials.shape[0] + jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
-        targets = jnp.where(new, own, dropped)
 
-        def put(old: jax.Array, values: jax.Array) -> jax.Array:
-            return old.at[targets].set(values, mode="drop", unique_indices=True)
+        def listed(old: jax.Array, values: jax.Array) -> jax.Array:
+            return put(old, own, new, values)
 
-        serials = put(self.serials, self.next_serial + rank - 1)
+        serials = listed(self.serials, self.next_serial + rank - 1)
         return dataclasses.replace(
             self,
-            tokens=put(self.tokens, blocks),
-            salts=put(self.salts, jnp.broadcast_to(salts[:, None], own.shape)),
+            tokens=listed(self.tokens, blocks),
+            salts=listed(self.salts, jnp.broadcast_to(salts[:, None], own.shape)),
             serials=serials,
-            parents=put(self.parents, jnp.where(before > 0, serials[before], 0)),
-            tags=put(self.tags, tags),
-            homes=put(self.homes, homes),
+            parents=listed(self.parents, jnp.where(before > 0, serials[before], 0)),
+            tags=listed(self.tags, tags),
+            homes=listed(self.homes, homes),
             next_serial=self.next_serial + rank[-1, -1],
         )
 

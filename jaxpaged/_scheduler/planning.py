@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._put import put
 from jaxpaged._scheduler.records import RequestStatus, Step
 from jaxpaged._scheduler.state import SchedulerState
 
@@ -84,10 +85,8 @@ def first_waiting(scheduler: SchedulerState) -> jax.Array:
 
 def first_marked(values: jax.Array, is_marked: jax.Array, *, size: int, fill_value: int) -> jax.Array:
     """The first `size` values that are marked, in their order, int32 `[size]`; `fill_value` behind the last of them."""
-    targets = jnp.cumsum(is_marked, dtype=jnp.int32) - 1
-    dropped = size + jnp.arange(len(values), dtype=jnp.int32)
-    targets = jnp.where(is_marked & (targets < size), targets, dropped)
-    return jnp.full(size, fill_value, jnp.int32).at[targets].set(values, mode="drop", unique_indices=True)
+    turn = jnp.cumsum(is_marked, dtype=jnp.int32) - 1
+    return put(jnp.full(size, fill_value, jnp.int32), turn, is_marked & (turn < size), values)
 
 
 def admit[S: SchedulerState](
@@ -127,8 +126,7 @@ def admit[S: SchedulerState](
     turn = jnp.cumsum(is_free, dtype=jnp.int32) - 1
     is_taken = is_free & (turn < fits.sum(dtype=jnp.int32))
     taken_by = jnp.where(is_taken, candidates.at[turn].get(mode="clip"), scheduler.seated)
-    targets = jnp.where(is_taken, taken_by, num_requests + seats)
-    statuses = scheduler.statuses.at[targets].set(RequestStatus.RUNNING, mode="drop", unique_indices=True)
+    statuses = put(scheduler.statuses, taken_by, is_taken, RequestStatus.RUNNING)
     entered = jnp.where(is_taken, turn, num_seats)
     return dataclasses.replace(scheduler, seated=taken_by, statuses=statuses), entered
 

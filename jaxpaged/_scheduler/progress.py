@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._put import put
 from jaxpaged._scheduler import planning, seats
 from jaxpaged._scheduler.records import Outbox, RequestStatus, Step
 from jaxpaged._scheduler.state import SchedulerState
@@ -15,7 +16,6 @@ def commit[S: SchedulerState](
     scheduler: S, allocator: BlockAllocator, step: Step, tokens: jax.Array
 ) -> tuple[S, BlockAllocator]:
     num_requests, most = scheduler.max_requests, scheduler.num_drafts + 1
-    dropped = num_requests + jnp.arange(scheduler.num_seats, dtype=jnp.int32)
     is_here = scheduler.seated < num_requests  # not aborted since the plan
     is_sampled = step.is_sampled & is_here
     tokens = tokens.reshape(scheduler.num_seats, -1)
@@ -35,13 +35,13 @@ def commit[S: SchedulerState](
 
     # 2. They become known.
     num_known += is_new.sum(axis=1, dtype=jnp.int32)
-    growing = jnp.where(is_sampled, scheduler.seated, dropped)
+    dropped = num_requests + jnp.arange(scheduler.num_seats, dtype=jnp.int32)
     rows = jnp.where(is_new, scheduler.seated[:, None], dropped[:, None])
     of_each = jnp.where(is_new, scheduler.seated[:, None], num_requests)
     scheduler = dataclasses.replace(
         scheduler,
         tokens=scheduler.tokens.at[rows, columns].set(tokens, mode="drop", unique_indices=True),
-        num_known=scheduler.num_known.at[growing].set(num_known, mode="drop", unique_indices=True),
+        num_known=put(scheduler.num_known, scheduler.seated, is_sampled, num_known),
         outbox_tokens=scheduler.outbox_tokens.at[scheduler.num_steps].set(
             jnp.where(is_new, tokens, -1).reshape(-1), mode="drop"
         ),
@@ -59,7 +59,6 @@ def commit[S: SchedulerState](
     leaves = is_stopped | is_exhausted | is_preempted
     becomes = jnp.where(is_exhausted, RequestStatus.EXHAUSTED, RequestStatus.WAITING).astype(jnp.int32)
     becomes = jnp.where(is_stopped, RequestStatus.STOPPED, becomes)
-    leaving = jnp.where(leaves, scheduler.seated, dropped)
     given_up = jnp.where(is_preempted, allocator.lengths, 0).sum(dtype=jnp.int32)
     prefixes = scheduler.prefixes
     if prefixes is None:
@@ -68,7 +67,7 @@ def commit[S: SchedulerState](
         prefixes = seats.after_commit(prefixes, allocator, scheduler.seated, leaves, is_sampled)
     scheduler = dataclasses.replace(
         scheduler,
-        statuses=scheduler.statuses.at[leaving].set(becomes, mode="drop", unique_indices=True),
+        statuses=put(scheduler.statuses, scheduler.seated, leaves, becomes),
         seated=jnp.where(leaves, num_requests, scheduler.seated),
         prefixes=prefixes,
         num_recomputed=scheduler.num_recomputed + given_up,

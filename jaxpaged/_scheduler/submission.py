@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._integers import as_int32
+from jaxpaged._put import put
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Refusal, RequestStatus, Sampling
 from jaxpaged._scheduler.state import SchedulerState
@@ -79,16 +80,12 @@ def validate(
 def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requests) -> tuple[S, jax.Array, jax.Array]:
     num_requests, max_length = scheduler.tokens.shape
     num_rows, width = new.prompts.shape
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    every = jnp.arange(num_requests, dtype=jnp.int32)
 
     # 1. The i-th that is accepted takes the i-th free place.
     refusals = refused(scheduler, allocator, new)
     is_free = scheduler.statuses == RequestStatus.FREE
-    turn = jnp.cumsum(is_free, dtype=jnp.int32) - 1
-    dropped = num_rows + jnp.arange(num_requests, dtype=jnp.int32)
-    targets = jnp.where(is_free & (turn < num_rows), turn, dropped)
-    free_ids = jnp.full(num_rows, num_requests, jnp.int32)
-    free_ids = free_ids.at[targets].set(jnp.arange(num_requests, dtype=jnp.int32), mode="drop", unique_indices=True)
+    free_ids = planning.first_marked(every, is_free, size=num_rows, fill_value=num_requests)
     is_wanted = refusals == Refusal.ACCEPTED
     arrival = jnp.cumsum(is_wanted, dtype=jnp.int32) - 1
     request_ids = jnp.where(is_wanted, free_ids.at[arrival].get(mode="clip"), num_requests)
@@ -96,35 +93,33 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     request_ids = jnp.where(is_wanted, request_ids, num_requests)
     refusals = jnp.where((refusals == Refusal.ACCEPTED) & ~is_wanted, Refusal.QUEUE_FULL, refusals)
 
-    targets = jnp.where(is_wanted, request_ids, num_requests + rows)
-
-    def put(old: jax.Array, values: jax.Array) -> jax.Array:
-        return old.at[targets].set(values, mode="drop", unique_indices=True)
+    def place(old: jax.Array, values: jax.Array) -> jax.Array:
+        return put(old, request_ids, is_wanted, values)
 
     # 2. Arrivals count from the oldest request that is still here, so that they never wrap round.
     oldest = jnp.where(scheduler.is_live, scheduler.arrivals, scheduler.next_arrival).min()
     arrivals, keys = scheduler.arrivals - oldest, scheduler.keys - oldest
     arrival += scheduler.next_arrival - oldest
-    arrivals = put(arrivals, arrival)
-    keys = put(keys, arrival - jnp.clip(new.priorities, -MAX_PRIORITY, MAX_PRIORITY))
+    arrivals = place(arrivals, arrival)
+    keys = place(keys, arrival - jnp.clip(new.priorities, -MAX_PRIORITY, MAX_PRIORITY))
     order = jnp.lexsort((arrivals, keys)).astype(jnp.int32)
 
     prompts = jnp.pad(new.prompts[:, :max_length], ((0, 0), (0, max(max_length - width, 0))))
     prefixes = scheduler.prefixes
     if prefixes is not None:
-        prefixes = dataclasses.replace(prefixes, findable=put(prefixes.findable, new.findable))
+        prefixes = dataclasses.replace(prefixes, findable=place(prefixes.findable, new.findable))
     scheduler = dataclasses.replace(
         planning.with_due(dataclasses.replace(scheduler, prefixes=prefixes), True),
-        tokens=put(scheduler.tokens, prompts),
-        num_known=put(scheduler.num_known, new.prompt_lengths),
-        limits=put(scheduler.limits, new.prompt_lengths + new.max_new_tokens),
-        stop_ids=put(scheduler.stop_ids, new.stop_ids),
-        sampling=jax.tree.map(put, scheduler.sampling, new.sampling),
-        statuses=put(scheduler.statuses, jnp.full(num_rows, int(RequestStatus.WAITING), jnp.int32)),
+        tokens=place(scheduler.tokens, prompts),
+        num_known=place(scheduler.num_known, new.prompt_lengths),
+        limits=place(scheduler.limits, new.prompt_lengths + new.max_new_tokens),
+        stop_ids=place(scheduler.stop_ids, new.stop_ids),
+        sampling=jax.tree.map(place, scheduler.sampling, new.sampling),
+        statuses=place(scheduler.statuses, jnp.full(num_rows, int(RequestStatus.WAITING), jnp.int32)),
         arrivals=arrivals,
         keys=keys,
         order=order,
-        ranks=jnp.zeros_like(order).at[order].set(jnp.arange(num_requests, dtype=jnp.int32), unique_indices=True),
+        ranks=jnp.zeros_like(order).at[order].set(every, unique_indices=True),
         next_arrival=scheduler.next_arrival - oldest + is_wanted.sum(dtype=jnp.int32),
     )
     return scheduler, request_ids, refusals

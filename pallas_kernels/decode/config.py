@@ -151,11 +151,12 @@ def most_rows(
     # The addresses of cp.async take registers too.
     most_sums = MAX_SUMS // 2 if is_latent and compute_capability < 9.0 else MAX_SUMS
     sizes: Any = dict(head_dim=head_dim, value_dim=value_dim, is_latent=is_latent, itemsize=itemsize)
-    return max(
+    fitting = (
         rows
         for rows in range(8, MAX_ROWS + 1, 8)
         if rows * width <= most_sums and smem_bytes(1, q_len=1, group=rows, **sizes) <= room
     )
+    return max(fitting, default=8)  # which is too much: see `limits`
 
 
 def head_parts(*, group: int, compute_capability: float, **sizes: Any) -> int:

@@ -1241,8 +1241,8 @@ MUTANTS = (
     Mutant(
         "attention: a tree of many rows by prefill",
         "jaxpaged/_attention/choose.py",
-        "has_two_pools and call.tree_mask is None and",
-        "has_two_pools and",
+        "call.tree_mask is None and known",
+        "known",
         "tests/attention/test_tree.py::which_kernel",
     ),
     Mutant(

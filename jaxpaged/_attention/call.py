@@ -13,6 +13,7 @@ from jaxpaged._cache.kv_cache import CACHE_DTYPES, checked_value_dim
 from jaxpaged._debug import check_attention
 from jaxpaged._integers import as_int32
 from pallas_kernels.common.options import AttentionOptions
+from pallas_kernels.common.shapes import Shapes
 
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -67,15 +68,9 @@ class Call:
         """Of v_cache and of the output."""
         return self.latent_values if self.v_cache is None else self.v_cache.shape[-1]
 
-    @property
-    def widths(self) -> dict[str, Any]:
-        """Of keys and values, as the decode kernel's configuration takes them."""
-        return dict(head_dim=self.head_dim, value_dim=self.value_dim, is_latent=self.v_cache is None)
-
-    @property
-    def storage(self) -> dict[str, Any]:
-        """What a kernel must know of the arrays beside their widths, to say whether it takes them."""
-        return dict(block_size=self.block_size, q_dtype=self.q.dtype, cache_dtype=self.k_cache.dtype)
+    def shapes(self, q_len: int = 1) -> Shapes:
+        """As kernels ask for them, on runs of `q_len` query tokens."""
+        return Shapes.of(self.q, self.k_cache, self.v_cache, self.latent_values, q_len=q_len)
 
     @property
     def out_shape(self) -> tuple[int, ...]:

@@ -95,37 +95,26 @@ def _prefill_is_faster(call: Call, gpu: Gpu, known: Known) -> bool:
     q_len = call.tokens_per_seq
     # The decode kernel keeps single tokens, of all the heads that it takes.
     many_rows = q_len is None or q_len * call.group > (decode_config.MAX_ROWS if q_len == 1 else FEW_ROWS)
-    has_two_pools = call.v_cache is not None and call.value_dim == call.head_dim
-    is_plain = has_two_pools and call.tree_mask is None and known.num_partitions in (None, 1)
+    is_plain = call.tree_mask is None and known.num_partitions in (None, 1)
     takes = prefill_config.takes if gpu.is_hopper else portable_config.takes
-    return (
-        many_rows
-        and is_plain
-        and takes(
-            head_dim=call.head_dim,
-            **call.storage,
-            compute_capability=gpu.compute_capability,
-        )
-    )
+    return many_rows and is_plain and takes(call.shapes(), gpu.compute_capability)
 
 
 def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = False) -> Choice:
     """The decode kernel, with its default configuration, whatever the rules say. `planned`: it follows a plan."""
     num_runs, run = _runs(call, gpu)
+    shapes = call.shapes(run)
+    if not call.causal:  # query tokens that see the same become heads: see `runs`
+        shapes = dataclasses.replace(shapes, q_len=1, group=run * call.group)
     config = decode_config.default_config(
-        seqs=num_runs,
-        kv_heads=call.kv_heads,
-        # Query tokens that see the same become heads: see `runs`.
-        group=call.group if call.causal else run * call.group,
-        q_len=run if call.causal else 1,
-        **call.widths,
+        shapes,
+        pairs=num_runs * call.kv_heads,
         capacity=call.capacity,
         num_sms=gpu.num_sms,
+        compute_capability=gpu.compute_capability,
         window=known.window,
         num_partitions=known.num_partitions,
         planned=planned,
-        itemsize=call.itemsize,
-        compute_capability=gpu.compute_capability,
     )
     mapped = None
     if planned or (known.num_partitions is None and config.num_partitions > 1):
@@ -144,18 +133,7 @@ def _latent_run(call: Call, gpu: Gpu) -> int | None:
             _, run = fewest_runs(call.tokens_per_seq, call.group, latent_config.ROWS)
     others = (getattr(call.options, field.name) for field in dataclasses.fields(call.options) if field.name != "scale")
     is_plain = call.tree_mask is None and all(option is None for option in others)
-    takes = (
-        call.v_cache is None
-        and is_plain
-        and latent_config.takes(
-            head_dim=call.head_dim,
-            value_dim=call.value_dim,
-            group=run * call.group,
-            **call.storage,
-            compute_capability=gpu.compute_capability,
-        )
-    )
-    return run if takes else None
+    return run if is_plain and latent_config.takes(call.shapes(run), gpu.compute_capability) else None
 
 
 def by_latent(call: Call, gpu: Gpu, known: Known, run: int) -> Choice:
@@ -169,12 +147,11 @@ def by_latent(call: Call, gpu: Gpu, known: Known, run: int) -> Choice:
 
 def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
     """The GPU's form of the prefill kernel, with its default configuration."""
-    shape: dict[str, Any] = dict(group=call.group, head_dim=call.head_dim, causal=call.causal, itemsize=call.itemsize)
     config: prefill_config.Config | portable_config.Config
     if gpu.is_hopper:
-        config = prefill_config.default_config(**shape, num_sms=gpu.num_sms)
+        config = prefill_config.default_config(call.shapes(), num_sms=gpu.num_sms)
     else:
-        config = portable_config.default_config(**shape, compute_capability=gpu.compute_capability)
+        config = portable_config.default_config(call.shapes(), compute_capability=gpu.compute_capability)
     num_runs = _num_runs(call, config.item_tokens)  # at most
     if call.tokens_per_seq is None and not call.causal:
         num_runs = -(-call.q.shape[0] // config.item_tokens)  # in groups that share a prefix there are few others
@@ -186,18 +163,14 @@ def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
             num_items=num_items, visible=seen, head_dim=call.head_dim, num_sms=gpu.num_sms
         )
     kernel: Kernel = "paged_prefill" if gpu.is_hopper else "portable_prefill"
-    return Choice(kernel, dataclasses.replace(config, num_parts=num_parts))
+    return Choice(kernel, dataclasses.replace(config, causal=call.causal, num_parts=num_parts))
 
 
 def _runs(call: Call, gpu: Gpu) -> tuple[int, int]:
     """Runs that the decode kernel takes, and query tokens in each."""
     most_rows = decode_config.MAX_ROWS
     if not call.causal or call.v_cache is None:
-        most_rows = decode_config.most_rows(
-            **call.widths,
-            itemsize=call.itemsize,
-            compute_capability=gpu.compute_capability,
-        )
+        most_rows = decode_config.most_rows(call.shapes(), gpu.compute_capability)
     run = max(1, most_rows // call.group)
     if call.tokens_per_seq is not None:
         _, run = fewest_runs(call.tokens_per_seq, call.group, most_rows)
@@ -229,13 +202,7 @@ def _option_limits(call: Call) -> Iterator[tuple[str, bool]]:
 def _decode_limits(call: Call, gpu: Gpu) -> Iterator[tuple[str, bool]]:
     """As `_option_limits`, of the decode kernel."""
     num_runs, run = _runs(call, gpu)
-    yield from decode_config.limits(
-        **call.widths,
-        **call.storage,
-        group=call.group,
-        q_len=run,
-        compute_capability=gpu.compute_capability,
-    )
+    yield from decode_config.limits(call.shapes(run), gpu.compute_capability)
     yield (
         f"the decode kernel takes a tree_mask of up to {decode_config.MAX_ROWS} rows (q_len * heads / kv_heads), on a "
         f'latent fewer; got q={list(call.q.shape)}, kv_heads={call.kv_heads}. Pass implementation="xla".',

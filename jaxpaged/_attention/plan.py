@@ -69,8 +69,7 @@ def follows(call: Call, total_partitions: int) -> bool:
         or fewest_runs(q_len, group)[0] > 1
     ):
         return False
-    numbers = decode_config.partial_size(q_len=q_len, group=group, head_dim=call.value_dim)
-    num_bytes = total_partitions * call.kv_heads * numbers * 4
+    num_bytes = total_partitions * call.kv_heads * decode_config.partial_size(call.shapes(q_len)) * 4
     return total_partitions <= decode_config.MAX_SEQS and num_bytes <= PARTIAL_BYTES
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 LEAST_COMPUTE_CAPABILITY = 8.0  # Ampere, the first with cp.async
+DTYPES_16BIT = (jnp.bfloat16, jnp.float16)
 DTYPES_8BIT = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 
 
@@ -31,9 +32,9 @@ def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def filled_rows(q_len: int, group: int) -> int:
-    """Rows of a KV head in the decode kernel, padded to the N dimension of its products."""
-    return round_up(q_len * group, 8)
+def divides_tiles(block_size: int) -> bool:
+    """Whether tiles of 64 tokens consist of whole parts of blocks."""
+    return block_size in (8, 16, 32) or block_size % 64 == 0
 
 
 def ceil_div(x: jax.Array, y: int | jax.Array) -> jax.Array:

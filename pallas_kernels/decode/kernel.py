@@ -1,7 +1,7 @@
 """The body of the decode kernel, and its launch."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from pallas_kernels.common.option_refs import OptionRefs, bits_by_row, by_row
 from pallas_kernels.common.options import AttentionOptions, given
 from pallas_kernels.common.rows import LOWEST, RIGHT, ROWS_LAST, normalise, zeros
 from pallas_kernels.common.scales import of_head, over_tokens, scaled
-from pallas_kernels.common.sizes import filled_rows, round_up
+from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.sizes import round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
 from pallas_kernels.decode.copies import copies_of
 from pallas_kernels.decode.logits import Logits
@@ -156,15 +157,13 @@ def launch(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, q_len, heads, value_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
     assert plan is None or config.num_partitions == 1
-    seqs, q_len, heads, head_dim = q.shape
-    out_dim: Any = value_dim if v_cache is None else v_cache.shape[3]
-    kv_heads = k_cache.shape[2] * config.head_parts
-    group = heads // kv_heads
-    rows = filled_rows(q_len, group)
+    seqs, q_len, heads, _ = q.shape
+    shapes = Shapes.of(q, k_cache, v_cache, value_dim, q_len=q_len, parts=config.head_parts)
+    kv_heads, out_dim, rows = heads // shapes.group, shapes.value_dim, shapes.rows
     by_xla = config.merged_by == "xla"
 
     per_row = functools.partial(by_row, kv_heads=kv_heads, q_len=q_len, rows=rows)
-    tree_bits = given(options.tree_bits, functools.partial(bits_by_row, group=group, rows=rows))
+    tree_bits = given(options.tree_bits, functools.partial(bits_by_row, group=shapes.group, rows=rows))
     inputs = {
         "q": q,
         "k_cache": k_cache,
@@ -191,17 +190,7 @@ def launch(
         inputs,
         out_types,
         **make_grid(plan, **programs),
-        scratch_types=scratch(
-            config,
-            q_len=q_len,
-            group=group,
-            head_dim=head_dim,
-            value_dim=given(v_cache, lambda _: out_dim),
-            block_size=k_cache.shape[1],
-            dtype=q.dtype,
-            cache_dtype=k_cache.dtype,
-            scales=(options.k_scale, options.v_scale),
-        ),
+        scratch_types=scratch(config, shapes, (options.k_scale, options.v_scale)),
     )
     if not by_xla:
         return out, lse

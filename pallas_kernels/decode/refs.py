@@ -13,7 +13,8 @@ from pallas_kernels.common.fetch import copy_rows
 from pallas_kernels.common.option_refs import OptionRefs
 from pallas_kernels.common.rows import matrix
 from pallas_kernels.common.scales import ring_types
-from pallas_kernels.common.sizes import filled_rows, is_8bit, round_up
+from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.sizes import round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
 
 
@@ -71,38 +72,26 @@ class Refs:
         return self.k_smem if self.v_smem is None else self.v_smem
 
 
-def scratch(
-    config: Config,
-    *,
-    q_len: int,
-    group: int,
-    head_dim: int,
-    value_dim: int | None,  # None: of a latent
-    block_size: int,
-    dtype: Any,  # of q
-    cache_dtype: Any,
-    scales: tuple[Any, Any],  # k_scale and v_scale
-) -> dict[str, Any]:
-    """SMEM and barriers, by the names of `Refs`."""
-    rows, width = filled_rows(q_len, group), round_up(head_dim, COLUMNS)
+def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any]) -> dict[str, Any]:
+    """SMEM and barriers, by the names of `Refs`. `scales`: k_scale and v_scale."""
+    rows, width = shapes.rows, round_up(shapes.head_dim, COLUMNS)
     of_rows = next(columns for columns in (64, 32, 16, 8) if rows % columns == 0)
     stages = config.num_stages
-    eight_bit = is_8bit(cache_dtype)
-    widths = {"k": width} if value_dim is None else {"k": width, "v": round_up(value_dim, COLUMNS)}
+    names = "kv"[: len(shapes.widths)]  # a latent has one ring
     arrays: dict[str, Any] = {}
-    for name, its_width in widths.items():
-        shape = (stages, TILE, its_width)
-        ring = plgpu.SMEM(shape, cache_dtype, transforms=matrix(COLUMNS, 2))
-        arrays[f"{name}_smem"] = widen.scratch(shape, cache_dtype) if eight_bit else ring
-    if eight_bit:
+    for name, its_width in zip(names, shapes.widths, strict=True):
+        shape = (stages, TILE, round_up(its_width, COLUMNS))
+        ring = plgpu.SMEM(shape, shapes.cache_dtype, transforms=matrix(COLUMNS, 2))
+        arrays[f"{name}_smem"] = widen.scratch(shape, shapes.cache_dtype) if shapes.is_8bit else ring
+    if shapes.is_8bit:
         arrays["wide_q_smem"] = plgpu.SMEM((width, rows), jnp.float16, transforms=matrix(of_rows, 2))
-        arrays |= ring_types(dict(zip(widths, scales, strict=False)), stages=stages, tile=TILE)  # a latent has one ring
+        arrays |= ring_types(dict(zip(names, scales, strict=False)), stages=stages, tile=TILE)
     if config.copies == "tma":
-        for name in widths:
-            num_copies = TILE // copy_rows(block_size, TILE)
+        for name in names:
+            num_copies = TILE // copy_rows(shapes.block_size, TILE)
             arrays[f"{name}_full"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages)
     return dict(
-        q_smem=plgpu.SMEM((rows, width), dtype, transforms=matrix(COLUMNS, 2)),
-        p_smem=plgpu.SMEM((TILE, rows), jnp.float16 if eight_bit else dtype, transforms=matrix(of_rows, 2)),
+        q_smem=plgpu.SMEM((rows, width), shapes.q_dtype, transforms=matrix(COLUMNS, 2)),
+        p_smem=plgpu.SMEM((TILE, rows), shapes.multiplied_dtype, transforms=matrix(of_rows, 2)),
         **arrays,
     )

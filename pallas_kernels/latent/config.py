@@ -1,9 +1,9 @@
 """What the kernel for latents takes, and in how many partitions."""
 
 import dataclasses
-from typing import Any
 
-import jax.numpy as jnp
+from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.sizes import DTYPES_16BIT, divides_tiles
 
 TILE = 64  # tokens
 ROWS = 64  # of a program: heads of one query token
@@ -15,25 +15,17 @@ class Config:
     num_partitions: int  # programs for each sequence and 64 rows
 
 
-def takes(
-    *,
-    head_dim: int,
-    value_dim: int,
-    group: int,
-    block_size: int,
-    q_dtype: Any,
-    cache_dtype: Any,
-    compute_capability: float,
-) -> bool:
-    """Whether this kernel takes a latent without other options than a scale, of `group` heads."""
+def takes(shapes: Shapes, compute_capability: float) -> bool:
+    """Whether this kernel takes the call, if it has no other option than a scale."""
     return (
         compute_capability == 9.0
-        and q_dtype in (jnp.bfloat16, jnp.float16)
-        and cache_dtype == q_dtype
-        and group % ROWS == 0
-        and value_dim in (128, 256, 384, 512)
-        and head_dim == value_dim + REST
-        and (block_size in (8, 16, 32) or block_size % TILE == 0)
+        and shapes.is_latent
+        and shapes.q_dtype in DTYPES_16BIT
+        and shapes.cache_dtype == shapes.q_dtype
+        and shapes.q_len * shapes.group % ROWS == 0
+        and shapes.value_dim in (128, 256, 384, 512)
+        and shapes.head_dim == shapes.value_dim + REST
+        and divides_tiles(shapes.block_size)
     )
 
 

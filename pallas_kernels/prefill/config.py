@@ -2,11 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any
 
-import jax.numpy as jnp
-
-from pallas_kernels.common.sizes import is_8bit, round_up
+from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.sizes import DTYPES_16BIT, round_up
 
 ROWS = 128  # of an item
 WG_ROWS = 64  # of them, for each of two warpgroups
@@ -45,30 +43,26 @@ class Config(Cut):
         return self.num_8bit_stages + self.num_stages
 
 
-def takes(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, compute_capability: float) -> bool:
+def takes(shapes: Shapes, compute_capability: float) -> bool:
     """Whether this kernel takes a call; what it does not take goes to the decode kernel, in runs."""
     heads_8bit = (*range(32, 129, 16), 192)
-    return (
-        compute_capability == 9.0
-        and takes_shapes(head_dim=head_dim, block_size=block_size, q_dtype=q_dtype, cache_dtype=cache_dtype)
-        and (not is_8bit(cache_dtype) or head_dim in heads_8bit)
-    )
+    return compute_capability == 9.0 and takes_shapes(shapes) and (not shapes.is_8bit or shapes.head_dim in heads_8bit)
 
 
-def takes_shapes(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any) -> bool:
+def takes_shapes(shapes: Shapes) -> bool:
     """Whether both prefill kernels take them."""
     return (
-        head_dim in range(32, 257, 16)
-        and block_size in (8, 16, 32, 64, 128, 256)
-        and q_dtype in (jnp.bfloat16, jnp.float16)
-        and (cache_dtype == q_dtype or is_8bit(cache_dtype))
+        shapes.head_dim in range(32, 257, 16)
+        and shapes.widths == (shapes.head_dim, shapes.head_dim)
+        and shapes.block_size in (8, 16, 32, 64, 128, 256)
+        and shapes.q_dtype in DTYPES_16BIT
+        and (shapes.cache_dtype == shapes.q_dtype or shapes.is_8bit)
     )
 
 
-def default_config(*, group: int, head_dim: int, num_sms: int, causal: bool = True, itemsize: int = 2) -> Config:
-    """`itemsize`: of the cache's numbers, in bytes."""
-    heads, item_tokens = heads_and_tokens(group)
-    width = round_up(head_dim, 64)
+def default_config(shapes: Shapes, *, num_sms: int) -> Config:
+    heads, item_tokens = heads_and_tokens(shapes.group)
+    width = round_up(shapes.head_dim, 64)
     # Of head_dim 128, O takes 64 registers of a thread: 128 tokens a step spill registers, and 64 are faster on an
     # H100. Of head_dim 64 none are spilled, and 128 are faster. Three warpgroups, for which it leaves registers too,
     # take 0.95 of the time of two at 8 x 1024, 1.12 with 32/32 heads and 1.28 for 64 tokens after 2048.
@@ -80,7 +74,7 @@ def default_config(*, group: int, head_dim: int, num_sms: int, causal: bool = Tr
     # [prefill_ahead_h100, prefill_variants_h100 of benchmarks/results/decisions/]
     output_columns = {64: 64, 128: 128, 192: 0, 256: 128}[width]
     registers, num_8bit_stages = (232, 40), 0
-    if itemsize == 1:
+    if shapes.itemsize == 1:
         num_stages, num_8bit_stages = {64: (3, 3), 128: (3, 3), 192: (2, 3)}[width]
         registers = (216, 40)  # of 512 threads, which have 65536 together
     return Config(
@@ -91,7 +85,6 @@ def default_config(*, group: int, head_dim: int, num_sms: int, causal: bool = Tr
         num_stages=num_stages,
         output_columns=output_columns,
         registers=registers,
-        causal=causal,
         num_8bit_stages=num_8bit_stages,
     )
 

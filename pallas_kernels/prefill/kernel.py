@@ -13,7 +13,7 @@ from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.options import AttentionOptions
 from pallas_kernels.common.rows import COLUMNS, matrix
 from pallas_kernels.common.scales import of_head, scaled
-from pallas_kernels.common.sizes import is_8bit, round_up
+from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
 from pallas_kernels.prefill.item import Items
@@ -139,23 +139,14 @@ def matrix_columns(head_dim: int, eight_bit: bool) -> int:
 
 def form(q: jax.Array, k_cache: jax.Array, _: WorkList, options: AttentionOptions, config: Config) -> Form:
     """As it computes a call, see `prefill.launch`."""
-    head_dim, block_size = q.shape[2], k_cache.shape[1]
-    eight_bit = is_8bit(k_cache.dtype)
-    transforms = matrix(matrix_columns(head_dim, eight_bit), 2)
-    scratch_types = scratch(
-        config,
-        width=round_up(head_dim, 64),
-        block_size=block_size,
-        dtype=q.dtype,
-        cache_dtype=k_cache.dtype,
-        scales=(options.k_scale, options.v_scale),
-        transforms=transforms,
-    )
+    shapes = Shapes.of(q, k_cache, k_cache)
+    transforms = matrix(matrix_columns(shapes.head_dim, shapes.is_8bit), 2)
+    scratch_types = scratch(config, shapes, (options.k_scale, options.v_scale), transforms)
     return Form(
         name="paged_prefill",
         body=functools.partial(_kernel, config=config, transforms=transforms),
         refs=Refs,
         rows=ROWS,
         num_programs=config.num_programs,
-        how=dict(num_threads=4 if eight_bit else 3, thread_name="warpgroup", scratch_types=scratch_types),
+        how=dict(num_threads=4 if shapes.is_8bit else 3, thread_name="warpgroup", scratch_types=scratch_types),
     )

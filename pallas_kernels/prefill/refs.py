@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import WARPS, copy_rows
 from pallas_kernels.common.interpret import two_views
 from pallas_kernels.common.option_refs import OptionRefs
 from pallas_kernels.common.scales import ring_types
-from pallas_kernels.common.sizes import is_8bit
+from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.sizes import round_up
 from pallas_kernels.prefill.config import WG_ROWS, Config
 
 
@@ -42,23 +42,16 @@ class Arrays:
     @property
     def query_views(self) -> tuple[Any, Any]:
         """Q in SMEM as it is loaded, and as it is multiplied."""
-        if multiplied_dtype(self.q.dtype, self.k_cache.dtype) == self.q.dtype:
+        if Shapes.of(self.q, self.k_cache, self.k_cache).multiplied_dtype == self.q.dtype:
             return self.q_smem, self.q_smem
         q, q_float16 = self.q_smem
         return q, q_float16
 
 
-def multiplied_dtype(q_dtype: Any, cache_dtype: Any) -> Any:
-    """Of the products: an 8-bit cache is widened to float16."""
-    return jnp.float16 if is_8bit(cache_dtype) else q_dtype
-
-
-def query_smem(shape: tuple[int, ...], q_dtype: Any, cache_dtype: Any, transforms: tuple[Any, ...]) -> Any:
+def query_smem(shape: tuple[int, ...], shapes: Shapes, transforms: tuple[Any, ...]) -> Any:
     """What `Arrays.query_views` are views of."""
-    q, multiplied = plgpu.SMEM(shape, q_dtype, transforms=transforms), multiplied_dtype(q_dtype, cache_dtype)
-    if multiplied == q_dtype:
-        return q
-    return two_views(q, plgpu.SMEM(shape, multiplied, transforms=transforms))
+    q, multiplied = (plgpu.SMEM(shape, x, transforms=transforms) for x in (shapes.q_dtype, shapes.multiplied_dtype))
+    return q if shapes.q_dtype == shapes.multiplied_dtype else two_views(q, multiplied)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,19 +74,10 @@ class Refs(Arrays):
     o_smem: Any = None  # [2, 64, columns], where O does not leave through Q's
 
 
-def scratch(
-    config: Config,
-    *,
-    width: int,
-    block_size: int,
-    dtype: Any,  # of q
-    cache_dtype: Any,
-    scales: tuple[Any, Any],  # k_scale and v_scale
-    transforms: tuple[Any, ...],  # of a matrix in SMEM
-) -> dict[str, Any]:
-    """SMEM and barriers, by the names of `Refs`."""
-    eight_bit, multiplied = is_8bit(cache_dtype), multiplied_dtype(dtype, cache_dtype)
-    copies = config.tile_tokens // copy_rows(block_size, config.tile_tokens)
+def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any], transforms: tuple[Any, ...]) -> dict[str, Any]:
+    """SMEM and barriers, by the names of `Refs`. `scales`: k_scale and v_scale; `transforms`: of a matrix in SMEM."""
+    width, eight_bit = round_up(shapes.head_dim, 64), shapes.is_8bit
+    copies = config.tile_tokens // copy_rows(shapes.block_size, config.tile_tokens)
 
     def rings(kind: str, stages: int, numbers: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
         """Of K and V, with `arrivals` at their barriers: tiles that are full, and free."""
@@ -110,7 +94,7 @@ def scratch(
     fetched: dict[str, Any] = {}
     if eight_bit:
         stages = config.num_8bit_stages
-        fetched = rings("_8bit", stages, cache_dtype, (), (copies, 1))
+        fetched = rings("_8bit", stages, shapes.cache_dtype, (), (copies, 1))
         if scale_rings := ring_types(
             dict(zip("kv", scales, strict=True)), stages=config.num_scale_stages, tile=config.tile_tokens
         ):
@@ -118,11 +102,11 @@ def scratch(
             fetched |= scale_rings | {"scales_full": barriers}
     output: dict[str, Any] = {}
     if config.output_columns and config.num_parts == 1:
-        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, config.output_columns), dtype, transforms=transforms)
+        output["o_smem"] = plgpu.SMEM((2, WG_ROWS, config.output_columns), shapes.q_dtype, transforms=transforms)
     return dict(
-        q_smem=query_smem((2, WG_ROWS, width), dtype, cache_dtype, transforms),
+        q_smem=query_smem((2, WG_ROWS, width), shapes, transforms),
         **output,
         **fetched,
-        **rings("", config.num_stages, multiplied, transforms, (1 if eight_bit else copies, 2)),
+        **rings("", config.num_stages, shapes.multiplied_dtype, transforms, (1 if eight_bit else copies, 2)),
         zeroed=plgpu.Barrier(num_arrivals=2),
     )

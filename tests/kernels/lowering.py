@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.common.options import AttentionOptions
+from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import kernel as decode_kernel
 from pallas_kernels.decode import partition_plan
@@ -61,16 +62,17 @@ def traced_prefill(
 ):
     """The traced call of the prefill kernel on 300 tokens of 3 sequences; of the portable one for a GPU of the compute
     capability `portable_for`, if it is given."""
-    itemsize = jnp.dtype(cache_dtype or dtype).itemsize
-    shape = dict(group=group, head_dim=head_dim, causal=causal, itemsize=itemsize)
-    if portable_for is None:
-        config = prefill_config.default_config(**shape, num_sms=132)
-    else:
-        config = portable_config.default_config(**shape, compute_capability=portable_for)
-    config = dataclasses.replace(config, **changes)
-    form = prefill_kernel.form if portable_for is None else portable_kernel.form
     shape, heads, tokens = functools.partial(jax.ShapeDtypeStruct, sharding=sharding), kv_heads * group, 300
-    cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
+    q, cache = (
+        shape((tokens, heads, head_dim), dtype),
+        shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype),
+    )
+    if portable_for is None:
+        config = prefill_config.default_config(Shapes.of(q, cache, cache), num_sms=132)
+    else:
+        config = portable_config.default_config(Shapes.of(q, cache, cache), compute_capability=portable_for)
+    config = dataclasses.replace(config, causal=causal, **changes)
+    form = prefill_kernel.form if portable_for is None else portable_kernel.form
     types = option_types(shape, heads)
 
     @jax.jit
@@ -78,7 +80,7 @@ def traced_prefill(
         work = make_work_list(starts, lengths, tokens=tokens, token_bytes=4 * kv_heads * head_dim, config=config)
         return launch_prefill(form, q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
 
-    arrays = shape((tokens, heads, head_dim), dtype), cache, cache, shape((3, 32), jnp.int32)
+    arrays = q, cache, cache, shape((3, 32), jnp.int32)
     sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)
     named = {name: types[name] for name in ("scale", *options)} | scale_types(shape, cache, scales)
     return launch.trace(*arrays, *sizes, **named)
@@ -109,20 +111,15 @@ def traced_decode(
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
     values = None if is_latent else shape((*cache.shape[:3], value_dim or head_dim), cache.dtype)
+    q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     config = decode_config.default_config(
-        seqs=seqs,
-        kv_heads=kv_heads,
-        group=group,
-        q_len=q_len,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        is_latent=is_latent,
+        Shapes.of(q, cache, values, value_dim, q_len=q_len),
+        pairs=seqs * kv_heads,
         capacity=capacity,
         num_sms=132,
         compute_capability=compute_capability,
         num_partitions=num_partitions,
         planned=total_partitions is not None,
-        itemsize=cache.dtype.itemsize,
     )
     config = dataclasses.replace(config, **changes)
     types = option_types(shape, kv_heads * group) | {"tree_bits": shape((seqs, q_len, -(-q_len // 32)), jnp.uint32)}
@@ -134,7 +131,6 @@ def traced_decode(
             plan = partition_plan.make(arrays[-1], None, q_len=q_len, total_partitions=total_partitions)
         return decode_kernel.launch(*arrays, AttentionOptions(**named), value_dim=value_dim, plan=plan, config=config)
 
-    q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     arrays = q, cache, values, shape((seqs, capacity // block_size), jnp.int32), shape((seqs,), jnp.int32)
     named = {name: types[name] for name in ("scale", *options)} | scale_types(shape, cache, scales)
     return launch.trace(*arrays, **named), config

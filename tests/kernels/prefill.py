@@ -37,13 +37,12 @@ def attend(
     """Out [tokens + padding, heads, head_dim] and the lse. `portable_for`: by the portable kernel, as on a GPU of
     that compute capability. `changes`: of the default configuration."""
     a = make_call(case)
-    shape = dict(group=a.group, head_dim=a.head_dim, causal=causal, itemsize=a.k_cache.dtype.itemsize)
     config: Any
     if portable_for is None:
-        config = default_config(**shape, num_sms=num_sms)
+        config = default_config(a.shapes(), num_sms=num_sms)
     else:
-        config = portable_config.default_config(**shape, compute_capability=portable_for)
-    config = dataclasses.replace(config, **changes)
+        config = portable_config.default_config(a.shapes(), compute_capability=portable_for)
+    config = dataclasses.replace(config, causal=causal, **changes)
     q = jnp.asarray(packed(case.q, counts))
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)

@@ -1,5 +1,6 @@
 """The rules that choose a configuration: pure functions of ints."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -8,19 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpaged._attention.plan import PARTIAL_BYTES
+from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode.refs import scratch
 from pallas_kernels.prefill import config as prefill_config
 
-SUPPORTED = dict(
-    head_dim=128,
-    block_size=16,
-    group=4,
-    q_len=16,
-    q_dtype=jnp.bfloat16,
-    cache_dtype=jnp.bfloat16,
-    compute_capability=9.0,
-)
+DTYPES = dict(q_dtype=jnp.bfloat16, cache_dtype=jnp.bfloat16)
+SHAPES = Shapes(group=4, head_dim=128, value_dim=128, block_size=16, **DTYPES)
+SCALES = (jnp.zeros((1, 16, 1)),) * 2  # a scale a token and head
+CALL = dict(pairs=64, capacity=8192, num_sms=108, compute_capability=8.0)
 
 
 def count_bytes(ref):
@@ -29,68 +26,46 @@ def count_bytes(ref):
     return -(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // 1024) * 1024
 
 
-SHAPE = dict(seqs=8, kv_heads=8, group=4, q_len=1, head_dim=128, capacity=8192, num_sms=108, compute_capability=8.0)
-
-
 @pytest.mark.parametrize(("compute_capability", "smem"), [(8.0, 163), (8.6, 99), (8.9, 99), (9.0, 227), (12.0, 99)])
 def test_the_decode_kernel_fits_every_gpu(compute_capability, smem):
-    for head_dim, (group, q_len), itemsize in itertools.product(
-        (32, 64, 120, 128, 192, 256), ((1, 1), (4, 1), (16, 4), (24, 1), (64, 1)), (1, 2)
+    for head_dim, (group, q_len), dtype in itertools.product(
+        (32, 64, 120, 128, 192, 256), ((1, 1), (4, 1), (16, 4), (24, 1), (64, 1)), (jnp.int8, jnp.bfloat16)
     ):
-        shape = dict(head_dim=head_dim, group=group, q_len=q_len)
+        changes = dict(head_dim=head_dim, value_dim=head_dim, group=group, q_len=q_len, cache_dtype=dtype)
+        shapes = dataclasses.replace(SHAPES, **changes)
         if smem == 99 and head_dim == 256 and q_len * group == 64:
             continue  # not taken
-        config = decode_config.default_config(
-            **(SHAPE | shape | dict(compute_capability=compute_capability, itemsize=itemsize))
-        )
-        arrays = scratch(
-            config,
-            **shape,
-            value_dim=head_dim,
-            block_size=16,
-            dtype=jnp.bfloat16,
-            cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
-            scales=(jnp.zeros((1, 16, 1)),) * 2,
-        )
-        num_bytes = sum(map(count_bytes, arrays.values()))
+        config = decode_config.default_config(shapes, **CALL | dict(compute_capability=compute_capability))
+        num_bytes = sum(map(count_bytes, scratch(config, shapes, SCALES).values()))
         assert num_bytes + 2048 <= smem * 1024  # and Mosaic's reductions
         barriers = 8 * 2 * config.num_stages if config.copies == "tma" else 0
-        assert num_bytes - barriers == decode_config.smem_bytes(config.num_stages, **shape, itemsize=itemsize)
+        assert num_bytes - barriers == decode_config.smem_bytes(shapes, config.num_stages)
 
 
 @pytest.mark.parametrize(("compute_capability", "smem"), [(8.0, 163), (8.9, 99), (9.0, 227), (12.0, 99)])
 def test_latents_fit_every_gpu(compute_capability, smem):
-    for width, group, itemsize in itertools.product((576, 320, 640), (16, 20, 32, 128), (1, 2)):
-        shape = dict(head_dim=width, value_dim=width - 64, is_latent=True)
-        how = dict(compute_capability=compute_capability, itemsize=itemsize, group=group, kv_heads=1)
-        config = decode_config.default_config(**SHAPE | shape | how)
-        arrays = scratch(
-            config,
-            group=group // config.head_parts,
-            q_len=1,
-            head_dim=width,
-            value_dim=None,
-            block_size=16,
-            dtype=jnp.bfloat16,
-            cache_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
-            scales=(jnp.zeros((1, 16, 1)),) * 2,
-        )
+    for width, group, dtype in itertools.product((576, 320, 640), (16, 20, 32, 128), (jnp.int8, jnp.bfloat16)):
+        changes = dict(head_dim=width, value_dim=width - 64, is_latent=True, group=group, cache_dtype=dtype)
+        shapes = dataclasses.replace(SHAPES, **changes)
+        how = dict(compute_capability=compute_capability, pairs=8)
+        config = decode_config.default_config(shapes, **CALL | how)
+        arrays = scratch(config, dataclasses.replace(shapes, group=group // config.head_parts), SCALES)
         assert sum(map(count_bytes, arrays.values())) + 2048 <= smem * 1024
         assert group % config.head_parts == 0
         assert group // config.head_parts * (width - 64) <= decode_config.MAX_SUMS
-        assert config.num_partitions * 8 * config.head_parts <= 2 * SHAPE["num_sms"]
+        assert config.num_partitions * 8 * config.head_parts <= 2 * CALL["num_sms"]
 
 
 def test_partitions_of_the_decode_kernel():
     """All its programs run at once, if one a sequence and KV head does; none is without a tile; who asks gets them."""
 
-    def count(**changes):
-        return decode_config.default_config(**SHAPE | changes).num_partitions
+    def count(seqs=8, **changes):
+        return decode_config.default_config(SHAPES, **CALL | dict(pairs=seqs * 8) | changes).num_partitions
 
     for seqs, capacity in itertools.product((1, 4, 8, 27, 64, 1000), (64, 300, 8192, 131072)):
         partitions = count(seqs=seqs, capacity=capacity)
         assert 1 <= partitions <= -(-capacity // decode_config.TILE)
-        assert partitions == 1 or seqs * SHAPE["kv_heads"] * partitions <= 4 * SHAPE["num_sms"]
+        assert partitions == 1 or seqs * 8 * partitions <= 4 * CALL["num_sms"]
         assert count(seqs=2 * seqs, capacity=capacity) <= partitions <= count(seqs=seqs, capacity=2 * capacity)
         assert count(seqs=seqs, capacity=capacity, window=128) <= partitions
     assert count(seqs=1) > count(seqs=64) == 1
@@ -101,41 +76,44 @@ def test_partitions_of_the_decode_kernel():
 
 @pytest.mark.parametrize(("compute_capability", "rows"), [(8.0, 64), (8.9, 48)])
 def test_rows_that_the_decode_kernel_has_room_for(compute_capability, rows):
-    sizes = dict(head_dim=256, itemsize=2, compute_capability=compute_capability)
-    assert decode_config.most_rows(**sizes) == rows
+    shapes = dataclasses.replace(SHAPES, head_dim=256, value_dim=256)
+    assert decode_config.most_rows(shapes, compute_capability) == rows
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("compute_capability", "changes", "message"),
     [
-        (dict(compute_capability=7.5), "compute_capability=7.5"),
-        (dict(q_dtype=jnp.float32), "float32"),
-        (dict(cache_dtype=jnp.float16), "cache_dtype=.*float16"),
-        (dict(cache_dtype=jnp.float8_e4m3fn, compute_capability=8.0), "from compute capability 8.9"),
-        (dict(head_dim=20), "head_dim=20"),
-        (dict(head_dim=72, cache_dtype=jnp.int8), "head_dim=72"),
-        (dict(block_size=48), "block_size=48"),
-        (dict(group=65, q_len=1), "group=65"),
-        (dict(group=64, q_len=1, head_dim=256, compute_capability=8.9), "needs 106496"),
+        (7.5, dict(), "compute_capability=7.5"),
+        (9.0, dict(q_dtype=jnp.float32), "float32"),
+        (9.0, dict(cache_dtype=jnp.float16), "cache_dtype=.*float16"),
+        (8.0, dict(cache_dtype=jnp.float8_e4m3fn), "from compute capability 8.9"),
+        (9.0, dict(head_dim=20), "head_dim=20"),
+        (9.0, dict(value_dim=20), "value_dim=20"),
+        (9.0, dict(head_dim=72, cache_dtype=jnp.int8), "head_dim=72"),
+        (9.0, dict(block_size=48), "block_size=48"),
+        (9.0, dict(group=65, q_len=1), "group=65"),
+        (8.9, dict(group=64, q_len=1, head_dim=256, value_dim=256), "needs 106496"),
     ],
 )
-def test_what_the_decode_kernel_does_not_take(changes, message):
-    assert not any(is_beyond for _, is_beyond in decode_config.limits(**SUPPORTED))
-    beyond = (text for text, is_beyond in decode_config.limits(**(SUPPORTED | changes)) if is_beyond)
+def test_what_the_decode_kernel_does_not_take(compute_capability, changes, message):
+    supported = dataclasses.replace(SHAPES, q_len=16)
+    assert not any(is_beyond for _, is_beyond in decode_config.limits(supported, 9.0))
+    limits = decode_config.limits(dataclasses.replace(supported, **changes), compute_capability)
+    beyond = (text for text, is_beyond in limits if is_beyond)
     assert re.search(message, next(beyond))
 
 
 @pytest.mark.parametrize("head_dim", [64, 120, 128, 192, 256])
 def test_partials_that_nobody_asked_for_take_little_memory(head_dim):
-    sizes = dict(head_dim=head_dim, num_sms=132, compute_capability=9.0)
     for (group, q_len), seqs, capacity in itertools.product(
         ((4, 1), (33, 1), (64, 1), (4, 16)), (1, 4, 9, 33, 132, 264, 1024), (512, 8192, 131072)
     ):
-        shape = SHAPE | sizes | dict(group=group, q_len=q_len, seqs=seqs, capacity=capacity)
-        num_partitions = decode_config.default_config(**shape).num_partitions
+        changes = dict(head_dim=head_dim, value_dim=head_dim, group=group, q_len=q_len)
+        shapes, pairs = dataclasses.replace(SHAPES, **changes), 8 * seqs
+        how = dict(pairs=pairs, capacity=capacity, num_sms=132, compute_capability=9.0)
+        num_partitions = decode_config.default_config(shapes, **how).num_partitions
         if num_partitions > 1:
-            numbers = decode_config.partial_size(group=group, q_len=q_len, head_dim=head_dim)
-            assert seqs * SHAPE["kv_heads"] * num_partitions * numbers * 4 <= PARTIAL_BYTES
+            assert pairs * num_partitions * decode_config.partial_size(shapes) * 4 <= PARTIAL_BYTES
 
 
 def test_parts_of_the_prefill_kernel():

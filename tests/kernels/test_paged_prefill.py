@@ -1,5 +1,6 @@
 """The prefill kernel: in interpret mode with race detection, lowered for Hopper, and how it is configured."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.prefill import config as prefill_config
 from pallas_kernels.prefill.portable import config as portable_config
 from pallas_kernels.prefill.work_list import make_work_list
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 BF16, E4M3, INT8 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8
 HEAD, TOKEN_HEAD = ("head", "head"), ("token_head", "token_head")
+SHAPES = Shapes(group=4, head_dim=128, value_dim=128, block_size=16, q_dtype=BF16, cache_dtype=BF16)
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 # None of a sequence, a prompt, and the last of a long one.
 LENGTHS, COUNTS = (20, 5, 150), (0, 5, 1)
@@ -144,32 +147,34 @@ def test_an_item_fills_its_rows(group, heads, tokens):
 
 
 @pytest.mark.parametrize(
-    ("changes", "by_hopper", "by_portable"),
+    ("compute_capability", "changes", "by_hopper", "by_portable"),
     [
-        (dict(), True, True),
-        (dict(cache_dtype=INT8), True, True),
-        (dict(head_dim=256), True, True),
-        (dict(head_dim=272), False, False),
-        (dict(head_dim=120), False, False),
-        (dict(block_size=24), False, False),
-        (dict(q_dtype=jnp.float32), False, False),
-        (dict(cache_dtype=jnp.float16), False, False),
-        (dict(cache_dtype=jnp.int4), False, False),
-        (dict(cache_dtype=INT8, head_dim=160), False, True),
-        (dict(compute_capability=8.6), False, True),
-        (dict(compute_capability=8.6, cache_dtype=E4M3), False, False),
-        (dict(compute_capability=7.5), False, False),
+        (9.0, dict(), True, True),
+        (9.0, dict(cache_dtype=INT8), True, True),
+        (9.0, dict(head_dim=256, value_dim=256), True, True),
+        (9.0, dict(value_dim=64), False, False),
+        (9.0, dict(is_latent=True), False, False),
+        (9.0, dict(head_dim=272, value_dim=272), False, False),
+        (9.0, dict(head_dim=120, value_dim=120), False, False),
+        (9.0, dict(block_size=24), False, False),
+        (9.0, dict(q_dtype=jnp.float32), False, False),
+        (9.0, dict(cache_dtype=jnp.float16), False, False),
+        (9.0, dict(cache_dtype=jnp.int4), False, False),
+        (9.0, dict(cache_dtype=INT8, head_dim=160, value_dim=160), False, True),
+        (8.6, dict(), False, True),
+        (8.6, dict(cache_dtype=E4M3), False, False),
+        (7.5, dict(), False, False),
     ],
 )
-def test_what_it_takes(changes, by_hopper, by_portable):
-    call = dict(head_dim=128, block_size=16, q_dtype=BF16, cache_dtype=BF16, compute_capability=9.0) | changes
-    assert prefill_config.takes(**call) == by_hopper
-    assert portable_config.takes(**call) == by_portable
+def test_what_it_takes(compute_capability, changes, by_hopper, by_portable):
+    shapes = dataclasses.replace(SHAPES, **changes)
+    assert prefill_config.takes(shapes, compute_capability) == by_hopper
+    assert portable_config.takes(shapes, compute_capability) == by_portable
 
 
 def make_entries(counts, lengths, *, tokens, token_bytes=4096):
     """Of a group of 4: 32 tokens an item."""
-    config = prefill_config.default_config(group=4, head_dim=128, num_sms=132)
+    config = prefill_config.default_config(SHAPES, num_sms=132)
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
     make = functools.partial(make_work_list, tokens=tokens, token_bytes=token_bytes, config=config)
     work = jax.jit(make)(starts, jnp.asarray(lengths, jnp.int32))

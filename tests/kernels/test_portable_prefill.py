@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.prefill.portable import config as portable_config
 from tests.attention.conformance import Conformance
 from tests.cases import assert_lse, assert_within_budget, make_case
@@ -80,8 +81,10 @@ def test_lowers(name, compute_capability):
 
 
 def test_two_programs_share_the_memory_of_an_sm_if_the_head_is_not_wide():
+    dtypes = dict(q_dtype=jnp.bfloat16, cache_dtype=jnp.bfloat16)
+    shapes = Shapes(group=4, head_dim=128, value_dim=128, block_size=16, **dtypes)
     for gpu, tile in GPUS.items():
-        config = portable_config.default_config(group=4, head_dim=128, compute_capability=gpu)
+        config = portable_config.default_config(shapes, compute_capability=gpu)
         assert (config.tile_tokens, config.num_stages) == tile
         smem = portable_config.smem_bytes(config.rows, *tile, width=128, itemsize=2)
         assert smem <= portable_config.program_smem(gpu, 2)

@@ -4,10 +4,10 @@ Pure functions of ints: nothing here is traced, and all of it is tested on a CPU
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY, round_up, smem_per_sm
 from pallas_kernels.prefill.config import Cut, heads_and_tokens, takes_shapes
 
@@ -21,26 +21,17 @@ class Config(Cut):
     num_stages: int  # tiles of K, and of V, in SMEM at a time
 
 
-def takes(*, head_dim: int, block_size: int, q_dtype: Any, cache_dtype: Any, compute_capability: float) -> bool:
+def takes(shapes: Shapes, compute_capability: float) -> bool:
     """Whether this kernel takes a call."""
-    least = 8.9 if cache_dtype == jnp.float8_e4m3fn else LEAST_COMPUTE_CAPABILITY
-    return compute_capability >= least and takes_shapes(
-        head_dim=head_dim, block_size=block_size, q_dtype=q_dtype, cache_dtype=cache_dtype
-    )
+    least = 8.9 if shapes.cache_dtype == jnp.float8_e4m3fn else LEAST_COMPUTE_CAPABILITY
+    return compute_capability >= least and takes_shapes(shapes)
 
 
-def default_config(
-    *,
-    group: int,
-    head_dim: int,
-    compute_capability: float,
-    causal: bool = True,
-    itemsize: int = 2,  # of the cache's numbers, in bytes
-) -> Config:
-    width = round_up(head_dim, COLUMNS)
+def default_config(shapes: Shapes, *, compute_capability: float) -> Config:
+    width = round_up(shapes.head_dim, COLUMNS)
 
     def fits(resident: int, rows: int, tile_tokens: int, num_stages: int = 1) -> bool:
-        needed = smem_bytes(rows, tile_tokens, num_stages, width=width, itemsize=itemsize)
+        needed = smem_bytes(rows, tile_tokens, num_stages, width=width, itemsize=shapes.itemsize)
         return needed <= program_smem(compute_capability, resident)
 
     # More rows would leave no registers for a wider O; fewer are slower, with wider tiles too.
@@ -49,7 +40,7 @@ def default_config(
     resident = 2 if fits(2, rows, 32) else 1
     tile_tokens = 64 if fits(resident, rows, 64) else 32
     num_stages = 2 if fits(resident, rows, tile_tokens, 2) else 1
-    heads, item_tokens = heads_and_tokens(group, rows)
+    heads, item_tokens = heads_and_tokens(shapes.group, rows)
     return Config(
         num_programs=1,  # see `kernel.form`
         rows=rows,
@@ -57,7 +48,6 @@ def default_config(
         item_tokens=item_tokens,
         tile_tokens=tile_tokens,
         num_stages=num_stages,
-        causal=causal,
     )
 
 

@@ -16,7 +16,8 @@ from pallas_kernels.common.options import AttentionOptions
 from pallas_kernels.common.rescale import rescale
 from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, matrix, zeros
 from pallas_kernels.common.scales import of_head, ring_types, scaled
-from pallas_kernels.common.sizes import is_8bit, round_up
+from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.sizes import round_up
 from pallas_kernels.prefill.item import Items
 from pallas_kernels.prefill.launch import Form
 from pallas_kernels.prefill.logits import Logits
@@ -34,26 +35,19 @@ class Refs(Arrays):
     wide_smem: Any = None  # of an 8-bit cache: float16 [tile, width], the keys or the values of a tile
 
 
-def scratch(
-    config: Config,
-    *,
-    width: int,
-    dtype: Any,  # of q
-    cache_dtype: Any,
-    scales: tuple[Any, Any],  # k_scale and v_scale
-) -> dict[str, Any]:
-    """SMEM, by the names of `Refs`."""
-    rows, stages, tile = config.rows, config.num_stages, config.tile_tokens
+def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any]) -> dict[str, Any]:
+    """SMEM, by the names of `Refs`. `scales`: k_scale and v_scale."""
+    width, stages, tile = round_up(shapes.head_dim, COLUMNS), config.num_stages, config.tile_tokens
 
     def smem(shape: tuple[int, ...], dtype: Any) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=matrix(COLUMNS, jnp.dtype(dtype).itemsize))
 
     arrays: dict[str, Any] = {
-        "q_smem": query_smem((rows, width), dtype, cache_dtype, products.MATRIX),
-        "k_smem": smem((stages, tile, width), cache_dtype),
-        "v_smem": smem((stages, tile, width), cache_dtype),
+        "q_smem": query_smem((config.rows, width), shapes, products.MATRIX),
+        "k_smem": smem((stages, tile, width), shapes.cache_dtype),
+        "v_smem": smem((stages, tile, width), shapes.cache_dtype),
     }
-    if is_8bit(cache_dtype):
+    if shapes.is_8bit:
         arrays["wide_smem"] = smem((tile, width), jnp.float16)
         arrays |= ring_types(dict(zip("kv", scales, strict=True)), stages=stages, tile=tile)
     return arrays
@@ -139,12 +133,10 @@ def _attend(refs: Refs, items: Items, config: Config) -> None:
 
 def form(q: jax.Array, k_cache: jax.Array, work: WorkList, options: AttentionOptions, config: Config) -> Form:
     """As it computes a call, see `prefill.launch`."""
-    _, heads, head_dim = q.shape
     # A program an item: programs that stay are slower. [portable_prefill_h100 of benchmarks/results/decisions/]
-    num_programs = work.entries.shape[0] * (heads // config.heads) * config.num_parts
+    num_programs = work.entries.shape[0] * (q.shape[1] // config.heads) * config.num_parts
     config = dataclasses.replace(config, num_programs=num_programs)
-    width, scales = round_up(head_dim, COLUMNS), (options.k_scale, options.v_scale)
-    scratch_types = scratch(config, width=width, dtype=q.dtype, cache_dtype=k_cache.dtype, scales=scales)
+    scratch_types = scratch(config, Shapes.of(q, k_cache, k_cache), (options.k_scale, options.v_scale))
     return Form(
         name="portable_prefill",
         body=functools.partial(_kernel, config=config),

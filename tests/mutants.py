@@ -1064,6 +1064,15 @@ MUTANTS = (
         "tests/engine/test_engine_trouble.py::behind_a_failed",
     ),
     Mutant(
+        "engine: a slice is lost with a rollout that finds no memory",
+        "jaxpaged/_engine/runner.py",
+        "            self.collector.take(sent.result(), report, self.books.on_device | places, sent.version)\n",
+        "            self.books.under_way.popleft()\n"
+        "            self.collector.take(sent.result(), report, self.books.on_device | places, sent.version)\n"
+        "            self.books.under_way.appendleft(sent)\n",
+        "tests/engine/test_rollout.py::no_memory",
+    ),
+    Mutant(
         "engine: a stream that is left goes on",
         "jaxpaged/_engine/engine.py",
         "            self._books.drop(request_ids)\n",

@@ -189,10 +189,12 @@ class Runner:
 
     @without_interrupts()
     def _take(self, report: Report) -> None:
+        if self.collector is not None:  # first: a rollout that finds no memory takes nothing from other requests
+            sent = self.books.under_way[0]
+            places = dict(zip(report.request_ids.tolist(), sent.rows, strict=False))
+            self.collector.take(sent.result(), report, self.books.on_device | places, sent.version)
         sent = self.books.take_places(report)
         rows = list(self.books.on_device.values())
-        if self.collector is not None:
-            self.collector.take(sent.result(), report, self.books.on_device, sent.version)
         counts = self.books.take_tokens(report, sent.version)
         if sent.failure is not None:
             self.tier.lose(sent.moves)

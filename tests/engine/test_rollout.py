@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams
+from jaxpaged._engine import rollouts
 from tests.toy_model import (
     BLOCKS,
     MAX_TOKENS,
@@ -50,6 +51,28 @@ def test_a_rollout_is_what_generate_returns_as_arrays(left):
     assert (np.asarray(rollout.versions)[np.asarray(rollout.mask)] == version).all()
     with pytest.raises(ValueError, match="at least one prompt"):
         engine.rollout([], SamplingParams())
+
+
+def test_a_rollout_that_finds_no_memory_takes_nothing_from_others(monkeypatch):
+    engine, params = shared_engine(16), SamplingParams(max_tokens=20, temperature=0)
+    expected = engine.generate([[1, 2], [3]], params)
+    other = engine.add_request([1, 2], params)
+    put = rollouts._put
+
+    def failing(rollout, *args, **options):
+        if np.asarray(rollout.mask).any():
+            raise MemoryError("no room for the arrays")
+        return put(rollout, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollouts, "_put", failing)
+        with pytest.raises(MemoryError, match="no room for the arrays"):
+            engine.rollout([[3]], params)
+    outputs = finish(engine)
+    assert outputs.keys() == {other}
+    assert outputs[other].outputs == expected[0].outputs
+    assert engine.rollout([[3]], params).tokens.tolist() == [expected[1].outputs[0].token_ids]
+    assert int(engine._runner.state.allocator.num_free) == BLOCKS
 
 
 def test_each_token_says_which_weights_made_it():

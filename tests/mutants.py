@@ -30,7 +30,7 @@ class Mutant:
 
 
 COLLISIONS = "tests/allocator/test_prefix_cache.py::collide or collision"
-PREFIX_CACHE = "jaxpaged/_allocator/prefix_cache.py"
+LISTING, BEGINNINGS = "jaxpaged/_allocator/listing.py", "jaxpaged/_allocator/beginnings.py"
 PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/progress.py"
 WINDOWS = "tests/allocator/test_windows.py::window"
 KINDS, NEXT_KIND = "jaxpaged/_engine/kinds.py", "tests/engine/test_kinds.py::next"
@@ -60,42 +60,42 @@ SHARED_PREFIX, PACKED_OPTIONS = (
 MUTANTS = (
     Mutant(
         "lookup: any salt",
-        PREFIX_CACHE,
+        LISTING,
         "(self.tags[ids] == tags[..., None]) & (self.salts[ids] == salts[:, None, None])",
         "(self.tags[ids] == tags[..., None])",
         COLLISIONS,
     ),
     Mutant(
         "lookup: any parent",
-        PREFIX_CACHE,
+        LISTING,
         ".all(axis=-1) & (self.parents[ids] == before)",
         ".all(axis=-1)",
         COLLISIONS,
     ),
     Mutant(
         "lookup: any tokens",
-        PREFIX_CACHE,
+        LISTING,
         "listed & (self.tokens[ids] == blocks).all(axis=-1)",
         "listed",
         COLLISIONS,
     ),
     Mutant(
         "insert: any salt",
-        PREFIX_CACHE,
+        LISTING,
         "        served &= salts[first // wanted.shape[1]] == salts[:, None]\n",
         "",
         COLLISIONS,
     ),
     Mutant(
         "insert: any parent",
-        PREFIX_CACHE,
+        LISTING,
         ".all(axis=-1) & (before.ravel()[firsts] == before)",
         ".all(axis=-1)",
         COLLISIONS,
     ),
     Mutant(
         "insert: any tokens",
-        PREFIX_CACHE,
+        LISTING,
         "(blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before",
         "(before",
         COLLISIONS,
@@ -130,14 +130,14 @@ MUTANTS = (
     ),
     Mutant(
         "prefixes: what windows lack is found",
-        PREFIX_CACHE,
-        "is_end = found & (last_missing < first).all(axis=0)",
-        "is_end = found",
+        BEGINNINGS,
+        "is_end = there[0] & (last_missing < first).all(axis=0)",
+        "is_end = there[0]",
         WINDOWS,
     ),
     Mutant(
         "prefixes: windows keep what they have passed",
-        PREFIX_CACHE,
+        BEGINNINGS,
         "(column[None, None] >= first) & (column[None",
         "(column[None",
         WINDOWS,

@@ -8,36 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
+from jaxpaged._allocator.beginnings import Beginnings, begin_with, longest_beginnings
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.block_pool import BlockPool
+from jaxpaged._allocator.listing import BUCKETS, Listing, all_before
 from jaxpaged._integers import checked_size
 from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
-from jaxpaged._put import put
-from jaxpaged._threefry import threefry
-
-PROBES = 6  # buckets of the table in which a block may be listed
-# If all blocks are cached, a probe meets one of them 1 time in 8.
-BUCKETS = 8  # of the table, for each block of the pool, at least
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Beginnings:
-    """The cached blocks with which sequences may begin, a row for each."""
-
-    num_asked: jax.Array  # int32 [seqs], full blocks that were looked up
-    num_found: jax.Array  # int32 [seqs], those that were found, in each group
-    ids: jax.Array  # int32 [seqs, groups, columns]
-    begin: jax.Array  # bool [seqs, groups, columns]: those that a row begins with, without what its window has passed
-
-    @property
-    def num_blocks(self) -> jax.Array:
-        """Blocks that each begins with, in all groups."""
-        return self.begin.sum(axis=(1, 2), dtype=jnp.int32)
 
 
 @public_state
@@ -50,21 +29,9 @@ class PrefixCache:
     allocator: use one prefix cache with that allocator and the allocators that follow from it.
 
     Attributes:
-        tokens: int32 `[blocks, block_size]`, the tokens of a cached block.
-        salts: int32 `[blocks]`, the tenant of a cached block.
-        serials: int32 `[blocks]`, a number unique to each cached block, from 1 on.
-        parents: int32 `[blocks]`, the serial of the block before it in its sequence; 0 for a first block.
-        tags: uint32 `[blocks]`, a hash of the salt, of the block's tokens and of all before them.
-        homes: int32 `[blocks]`, the block's bucket in `table`.
-        table: int32 `[buckets]`, a hash table of block ids. An id counts only if the block's home is there and the
-            pool still knows the block as cached; other buckets are free.
-        secret: uint32 `[4]`, the key of the hashes.
-        next_serial: int32 `[]`.
+        listing: which blocks are cached, with which tokens.
         num_lookups: int32 `[]`, full blocks that `match_prefix` looked up; modulo 2^32, as is `num_hits`.
         num_hits: int32 `[]`, full blocks that it found.
-        companions: int32 `[groups - 1, blocks]`, for a cached block of the first group the block of each other group
-            with the same tokens. It counts if the pool knows it as cached, `homes` has -1 minus its group, and its
-            serial is that of the block of the first group. None if there is one group.
 
     With several groups of layers the blocks of the first group are looked up, and the others go with them. A match
     ends where each group has all blocks that its window shows there.
@@ -82,18 +49,9 @@ class PrefixCache:
     writes the `KVCache`.
     """
 
-    tokens: jax.Array
-    salts: jax.Array
-    serials: jax.Array
-    parents: jax.Array
-    tags: jax.Array
-    homes: jax.Array
-    table: jax.Array
-    secret: jax.Array = dataclasses.field(repr=False)
-    next_serial: jax.Array
+    listing: Listing
     num_lookups: jax.Array
     num_hits: jax.Array
-    companions: jax.Array | None = None
 
     @classmethod
     def create(cls, *, num_blocks: int, block_size: int, secret: int = 0, num_groups: int = 1) -> PrefixCache:
@@ -134,18 +92,9 @@ class PrefixCache:
             raise ValueError("secret must be from 0 to 2^128 - 1, as secrets.randbits(128) is; got another number.")
         words = [operator.index(secret) >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)]
         return cls(
-            tokens=jnp.zeros((num_blocks, block_size), jnp.int32),
-            salts=jnp.zeros(num_blocks, jnp.int32),
-            serials=jnp.zeros(num_blocks, jnp.int32),
-            parents=jnp.zeros(num_blocks, jnp.int32),
-            tags=jnp.zeros(num_blocks, jnp.uint32),
-            homes=jnp.full(num_blocks, -1, jnp.int32),
-            table=jnp.zeros(1 << (BUCKETS * num_blocks - 1).bit_length(), jnp.int32),
-            secret=jnp.asarray(words, jnp.uint32),
-            next_serial=jnp.ones((), jnp.int32),
+            listing=Listing.create(num_blocks, block_size, num_groups, words),
             num_lookups=jnp.zeros((), jnp.int32),
             num_hits=jnp.zeros((), jnp.int32),
-            companions=None if num_groups == 1 else jnp.zeros((num_groups - 1, num_blocks), jnp.int32),
         )
 
     @property
@@ -253,25 +202,15 @@ class PrefixCache:
             beginnings: a row for each sequence.
             tags: uint32 `[seqs, columns]`: a hash of the block and of all blocks before it.
         """
-        asked = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None] < num_full[:, None]
-        tags, probes = self._hash(blocks, salts)
-        ids, listed, _ = self._look_up(allocator.pool, tags, probes, salts)
-        found = _all_before(asked & self._confirm(ids, listed, blocks))
+        found = self.listing.look_up(allocator.pool, blocks, salts)
+        there = all_before(_first_columns(num_full, blocks.shape[1]) & found.are_same)
         if allocator.windows == (None,):
-            num_found = found.sum(axis=1, dtype=jnp.int32)
-            return Beginnings(num_full, num_found, ids[:, None], found[:, None]), tags
-        others, there = self._companions(allocator.pool, ids)
-        ids, there = jnp.concatenate([ids[None], others]), jnp.concatenate([found[None], found[None] & there])
-
-        # The most blocks behind which no group lacks a block that its window shows there.
-        column = jnp.arange(blocks.shape[1], dtype=jnp.int32)
-        first = allocator.num_passed_at((column + 1) * allocator.block_size)[:, None]  # [groups, 1, columns]
-        last_missing = jax.lax.cummax(jnp.where(there, -1, column[None, None]), axis=2)
-        is_end = found & (last_missing < first).all(axis=0)
-        num_found = jnp.where(is_end, column[None] + 1, 0).max(axis=1, initial=0)
-        first = allocator.num_passed_at(num_found * allocator.block_size)[..., None]  # [groups, seqs, 1]
-        begin = (column[None, None] >= first) & (column[None, None] < num_found[None, :, None])
-        return Beginnings(num_full, num_found, ids.swapaxes(0, 1), begin.swapaxes(0, 1)), tags
+            num_found = there.sum(axis=1, dtype=jnp.int32)
+            return Beginnings(num_full, num_found, found.ids[:, None], there[:, None]), found.tags
+        others, are_there = self.listing.companions_of(allocator.pool, found.ids)
+        ids = jnp.concatenate([found.ids[None], others])
+        are_there = jnp.concatenate([there[None], there[None] & are_there])
+        return longest_beginnings(allocator, num_full, ids, are_there), found.tags
 
     def counted(self, beginnings: Beginnings) -> PrefixCache:
         """With what was looked up, and what of it was found, in the counts."""
@@ -286,81 +225,22 @@ class PrefixCache:
     ) -> tuple[PrefixCache, BlockAllocator, jax.Array]:
         """As `insert`, of the first `num_full` blocks of each row, given as to `find`; and their tags."""
         num_seqs, num_columns = blocks.shape[:2]
-        is_full = jnp.arange(num_columns, dtype=jnp.int32)[None] < num_full[:, None]
-        own, is_own = _entries(allocator, num_columns)
-        own, is_own = own[0], is_own[0]
-        tags, probes = self._hash(blocks, salts)
-        ids, listed, taken = self._look_up(allocator.pool, tags, probes, salts)
-
-        # 1. New blocks get buckets; of equal ones the first gets one for all.
-        wanted = is_full & is_own & ~listed & ~allocator.pool.is_cached(own)
-        table, firsts, homes = _find_buckets(self.table, wanted, taken, tags, probes, salts)
-        is_given = firsts >= 0
-        entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
-        canonical = jnp.where(listed, ids, own.ravel()[firsts])
-        before = jnp.pad(canonical[:, :-1], ((0, 0), (1, 0)))  # the null block before the first
-
-        # 2. The block found, or the first of equal ones, has exactly the same tokens, and the same block before it.
-        same = (blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before.ravel()[firsts] == before)
-        same &= firsts % num_columns == entries % num_columns
-        same = jnp.where(listed, self._confirm(ids, listed, blocks), is_given & same)
-        good = _all_before(is_full & same)
-        new = good & is_given & ~listed & (firsts == entries)
-        prefix_cache = self._list(new, own, before, blocks, salts, tags, homes)
-        table = put(table, homes, is_given & (firsts == entries), jnp.where(new, own, 0))
-
-        # 3. Duplicates are given back.
+        is_full = _first_columns(num_full, num_columns)
+        owns, are_own = _entries(allocator, num_columns)
+        own, is_own = owns[0], are_own[0]
+        found = self.listing.look_up(allocator.pool, blocks, salts)
+        wanted = is_full & is_own & ~found.are_listed & ~allocator.pool.is_cached(own)
+        listing, ids, are_listed, new = self.listing.add(found, own, wanted, is_full, blocks, salts)
         pool = allocator.pool.mark_cached(own, new)
-        are_cached = _all_before(good & pool.is_cached(canonical))
-        shared = are_cached & is_own & (canonical != own)
-        pool = pool.acquire_cached(canonical, shared).let_go(own, shared)
-        tables = allocator.rows.at[:num_seqs, :num_columns].set(jnp.where(shared, canonical, own))
-        prefix_cache = dataclasses.replace(prefix_cache, table=table)
-        allocator = allocator.with_rows(tables, allocator.lengths, pool)
-        return *prefix_cache._insert_companions(allocator, canonical, are_cached), tags
-
-    def _insert_companions(
-        self, allocator: BlockAllocator, firsts: jax.Array, are_cached: jax.Array
-    ) -> tuple[PrefixCache, BlockAllocator]:
-        """Lists the blocks of the other groups with those of the first, `[seqs, columns]`, that are cached."""
-        if self.companions is None:
-            return self, allocator
-        num_seqs, num_columns = firsts.shape
-        pool, num_blocks = allocator.pool, allocator.num_blocks
-        own, is_own = (values[1:] for values in _entries(allocator, num_columns))  # [groups - 1, seqs, columns]
-        ids, listed = self._companions(pool, firsts)
-        wanted = are_cached[None] & is_own
-
-        # Of equal ones that are new the first is listed.
-        entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
-        groups = jnp.arange(len(own), dtype=jnp.int32)[:, None, None]
-        targets = groups * num_blocks + firsts[None]
-        targets = jnp.where(wanted & ~listed, targets, self.companions.size)
-        winners = jnp.full(self.companions.size, own.size, jnp.int32).at[targets].min(entries, mode="drop")
-        winners = winners.at[targets].get(mode="fill", fill_value=own.size)
-        new = winners == entries
-        ids = jnp.where(listed, ids, own.ravel().at[winners].get(mode="clip"))
-        companions = self.companions.ravel().at[jnp.where(new, targets, self.companions.size)].set(own, mode="drop")
-        listing = dataclasses.replace(
-            self,
-            companions=companions.reshape(self.companions.shape),
-            serials=self.serials.at[jnp.where(new, own, num_blocks)].set(self.serials[firsts][None], mode="drop"),
-            homes=self.homes.at[jnp.where(new, own, num_blocks)].set(-2 - groups, mode="drop"),
-        )
-
-        own, ids, new, shared = (values.reshape(-1, num_columns) for values in (own, ids, new, wanted & (ids != own)))
-        pool = pool.mark_cached(own, new).acquire_cached(ids, shared).let_go(own, shared)
-        tables = allocator.rows.at[num_seqs:, :num_columns].set(jnp.where(shared, ids, own))
-        return listing, allocator.with_rows(tables, allocator.lengths, pool)
-
-    def _companions(self, pool: BlockPool, firsts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(the blocks of the other groups that go with those of the first, `[groups - 1, ...]`, whether they count)."""
-        if self.companions is None:
-            return firsts[None][:0], jnp.zeros_like(firsts[None], jnp.bool_)[:0]
-        ids = self.companions[:, firsts]
-        groups = jnp.arange(len(ids), dtype=jnp.int32).reshape(-1, *[1] * firsts.ndim)
-        are_listed = pool.is_cached(ids) & (self.homes[ids] == -2 - groups)
-        return ids, are_listed & (self.serials[ids] == self.serials[firsts][None])
+        are_cached = all_before(are_listed & pool.is_cached(ids))
+        allocator = _with_cached(allocator, pool, slice(num_seqs), own, ids, are_cached & is_own)
+        if allocator.num_groups > 1:
+            wanted = are_cached[None] & are_own[1:]
+            listing, companions, new = listing.add_companions(allocator.pool, owns[1:], ids, wanted)
+            own, ids, new, wanted = (x.reshape(-1, num_columns) for x in (owns[1:], companions, new, wanted))
+            pool = allocator.pool.mark_cached(own, new)
+            allocator = _with_cached(allocator, pool, slice(num_seqs, None), own, ids, wanted)
+        return dataclasses.replace(self, listing=listing), allocator, found.tags
 
     def clear(self, allocator: BlockAllocator) -> tuple[PrefixCache, BlockAllocator]:
         """Forgets every block, as when the weights change: no block computed with the old weights is found again.
@@ -392,68 +272,13 @@ class PrefixCache:
         """
         self.check_sizes(allocator)
         allocator = dataclasses.replace(allocator, pool=allocator.pool.forget())
-        return dataclasses.replace(self, table=jnp.zeros_like(self.table)), allocator
-
-    def _list(
-        self,
-        new: jax.Array,
-        own: jax.Array,
-        before: jax.Array,
-        blocks: jax.Array,
-        salts: jax.Array,
-        tags: jax.Array,
-        homes: jax.Array,
-    ) -> PrefixCache:
-        rank = jnp.cumsum(new.ravel().astype(jnp.int32), dtype=jnp.int32).reshape(new.shape)
-
-        def listed(old: jax.Array, values: jax.Array) -> jax.Array:
-            return put(old, own, new, values)
-
-        serials = listed(self.serials, self.next_serial + rank - 1)
-        return dataclasses.replace(
-            self,
-            tokens=listed(self.tokens, blocks),
-            salts=listed(self.salts, jnp.broadcast_to(salts[:, None], own.shape)),
-            serials=serials,
-            parents=listed(self.parents, jnp.where(before > 0, serials[before], 0)),
-            tags=listed(self.tags, tags),
-            homes=listed(self.homes, homes),
-            next_serial=self.next_serial + rank[-1, -1],
-        )
-
-    def _hash(self, blocks: jax.Array, salts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """tags `[seqs, columns]`, and the buckets in which each may be listed, `[seqs, columns, PROBES]`."""
-        # Without the barrier each probe computes them again, and the compilation takes minutes on a CPU.
-        tags, starts = jax.lax.optimization_barrier(chain_hashes(blocks, salts, self.secret))
-        steps = tags * np.uint32(2) + np.uint32(1)  # odd: the probes differ
-        probes = starts[..., None] + jnp.arange(PROBES, dtype=jnp.uint32)[None, None] * steps[..., None]
-        return tags, (probes & np.uint32(self.table.shape[0] - 1)).astype(jnp.int32)
-
-    def _look_up(
-        self, pool: BlockPool, tags: jax.Array, probes: jax.Array, salts: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(ids, listed: whether there is a block with that tag and salt, taken: whether each probed bucket is).
-
-        Blocks of other salts with the same tag are passed over: they hide nothing.
-        """
-        ids = self.table[probes]
-        taken = pool.is_cached(ids) & (self.homes[ids] == probes)
-        hits = taken & (self.tags[ids] == tags[..., None]) & (self.salts[ids] == salts[:, None, None])
-        first = hits & (jnp.cumsum(hits, axis=-1, dtype=jnp.int32) == 1)
-        return jnp.where(first, ids, 0).sum(axis=-1, dtype=jnp.int32), hits.any(axis=-1), taken
-
-    def _confirm(self, ids: jax.Array, listed: jax.Array, blocks: jax.Array) -> jax.Array:
-        """Whether the listed blocks hold these tokens, behind the one in the column before."""
-        before = jnp.pad(jnp.where(listed, self.serials[ids], -1)[:, :-1], ((0, 0), (1, 0)))  # 0 before the first
-        return listed & (self.tokens[ids] == blocks).all(axis=-1) & (self.parents[ids] == before)
+        return dataclasses.replace(self, listing=self.listing.cleared()), allocator
 
     def _num_columns(self, allocator: BlockAllocator, tokens: jax.Array) -> int:
         return min(tokens.shape[1] // allocator.block_size, allocator.block_tables.shape[-1])
 
     def check_sizes(self, allocator: BlockAllocator) -> None:
-        num_groups = 1 if self.companions is None else 1 + len(self.companions)
-        sizes = *self.tokens.shape, num_groups
-        wanted = allocator.num_blocks, allocator.block_size, allocator.num_groups
+        sizes, wanted = self.listing.sizes, (allocator.num_blocks, allocator.block_size, allocator.num_groups)
         if sizes != wanted:
             raise ValueError(
                 f"a prefix cache has its allocator's (num_blocks, block_size, num_groups), {wanted}; got {sizes}."
@@ -472,79 +297,6 @@ class PrefixCache:
         return tokens, allocator._rows("salts", salts, jnp.int32)
 
 
-def chain_hashes(blocks: jax.Array, salts: jax.Array, secret: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two hashes for each block, of its salt, of its tokens and of all before it, uint32 `[seqs, columns]` each.
-
-        hashes[i] = F(outer_key, sum over p < (i + 1) * block_size of F(inner_key, (p, tokens[p])))
-        inner_key, outer_key = F(secret[:2], (salt, 0)), F(secret[2:], (salt, 0))
-
-    F(key, block) is Threefry-2x32, taken for a pseudo-random function: a key of 64 bits, 64 bits in, 64 bits out. The
-    two hashes are the halves. The sum is modulo 2^32 in each half, so that one prefix sum makes all hashes.
-
-    Without the secret, tokens chosen beforehand collide by chance only. Two prefixes of one salt differ at some p, and
-    F is independent there: their sums are equal with probability 2^-64. F makes independent hashes of different sums,
-    and so do different salts, which have different keys. Two tags of 32 bits are equal with probability 2^-32.
-
-    References:
-        Bellare, Guerin, Rogaway, XOR MACs (1995), for the sum of a function of position and word.
-    """
-    num_seqs, num_columns, block_size = blocks.shape
-    salts = salts.astype(jnp.uint32)[:, None]
-    inner_key, outer_key = (
-        threefry((secret[i], secret[i + 1]), (salts, jnp.zeros_like(salts))) for i in (0, 2)
-    )  # [seqs, 1] each half
-    position = jnp.arange(num_columns * block_size, dtype=jnp.uint32)[None]
-    words = threefry(inner_key, (position, blocks.reshape(num_seqs, -1).astype(jnp.uint32)))
-    x, y = (half.reshape(blocks.shape).sum(axis=2, dtype=jnp.uint32).cumsum(axis=1, dtype=jnp.uint32) for half in words)
-    return threefry(outer_key, (x, y))
-
-
-def _find_buckets(
-    table: jax.Array, wanted: jax.Array, taken: jax.Array, tags: jax.Array, probes: jax.Array, salts: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lists new blocks, all at once: one round a probe, in each of which the first entry to ask for a bucket gets it.
-
-    Returns:
-        table: with a number below 0 in the buckets that were given out.
-        firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the bucket for this one and all
-            of the same tag and salt, itself among them; -1: there was none.
-        homes: int32, in the same shape: that bucket.
-    """
-    num_entries = wanted.size
-    entries = jnp.arange(num_entries, dtype=jnp.int32).reshape(wanted.shape)
-    claims = entries - num_entries - 1  # below 0, the first is the least
-    firsts, homes = jnp.full_like(entries, -1), jnp.full_like(entries, -1)
-    for probe in range(probes.shape[-1]):
-        bucket = probes[..., probe]
-        asks = wanted & (firsts < 0) & ~taken[..., probe] & (table[bucket] >= 0)
-        table = table.at[jnp.where(asks, bucket, table.size)].min(claims, mode="drop")
-        claim = table[bucket]
-        first = jnp.where(claim < 0, claim + num_entries + 1, 0)
-        served = wanted & (firsts < 0) & (claim < 0) & (tags.ravel()[first] == tags)
-        served &= salts[first // wanted.shape[1]] == salts[:, None]
-        firsts, homes = jnp.where(served, first, firsts), jnp.where(served, bucket, homes)
-    return table, firsts, homes
-
-
-def begin_with(allocator: BlockAllocator, beginnings: Beginnings) -> tuple[BlockAllocator, jax.Array]:
-    """Empty sequences begin with the cached blocks that were found for them; the others do not change.
-
-    Also returns how many tokens these hold, int32 `[seqs]`.
-    """
-    num_columns, tables, num_passed = beginnings.ids.shape[2], allocator.rows, allocator.num_passed
-    ids, begin = (x.swapaxes(0, 1).reshape(-1, num_columns) for x in (beginnings.ids, beginnings.begin))
-    num_cached = beginnings.num_found * allocator.block_size
-    if num_passed is not None:
-        num_passed = jnp.where(num_cached[None] > 0, allocator.num_passed_at(num_cached), num_passed)
-    allocator = allocator.with_rows(
-        tables.at[:, :num_columns].set(jnp.where(begin, ids, tables[:, :num_columns])),
-        jnp.where(num_cached > 0, num_cached, allocator.lengths),
-        allocator.pool.acquire_cached(ids, begin),
-        num_passed,
-    )
-    return allocator, num_cached
-
-
 def _entries(allocator: BlockAllocator, num_columns: int) -> tuple[jax.Array, jax.Array]:
     """The first columns of the tables, `[groups, seqs, columns]`, and which of them are blocks that the rows hold."""
     shape = allocator.num_groups, -1, num_columns
@@ -559,6 +311,25 @@ def _cut(tokens: jax.Array, lengths: jax.Array, num_columns: int, block_size: in
     return jnp.take_along_axis(tokens, column, axis=1).reshape(-1, num_columns, block_size)
 
 
-def _all_before(flags: jax.Array) -> jax.Array:
-    """Whether a row's flags are true up to here."""
-    return jnp.cumsum(~flags, axis=1, dtype=jnp.int32) == 0
+def _first_columns(counts: jax.Array, num_columns: int) -> jax.Array:
+    """The first columns of each row, bool `[rows, columns]`, so many of each."""
+    return jnp.arange(num_columns, dtype=jnp.int32)[None] < counts[:, None]
+
+
+def _with_cached(
+    allocator: BlockAllocator, pool: BlockPool, rows: slice, own: jax.Array, ids: jax.Array, wanted: jax.Array
+) -> BlockAllocator:
+    """Rows take cached blocks with the same tokens instead of the wanted blocks of their own, which they let go.
+
+    Args:
+        allocator: its tables change.
+        pool: its pool.
+        rows: of the tables.
+        own: int32 `[rows, columns]`, the first columns of the rows.
+        ids: int32, in that shape: the cached blocks.
+        wanted: bool, in that shape.
+    """
+    shared = wanted & (ids != own)
+    pool = pool.acquire_cached(ids, shared).let_go(own, shared)
+    tables = allocator.rows.at[rows, : own.shape[1]].set(jnp.where(shared, ids, own))
+    return allocator.with_rows(tables, allocator.lengths, pool)

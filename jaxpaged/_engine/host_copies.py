@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpaged import _device
-from jaxpaged._allocator.prefix_cache import PrefixCache, begin_with
+from jaxpaged._allocator.beginnings import begin_with
+from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._cache.kv_cache import KVCache, map_blocks
 from jaxpaged._cache.transfer import put_blocks, take_blocks
 from jaxpaged._engine.inputs import caches_in
@@ -266,7 +267,7 @@ def put_in(state: State, inputs: tuple[jax.Array, ...], pages: list[Page]) -> tu
 
 
 def with_serials(cache: PrefixCache, ids: jax.Array) -> jax.Array:
-    return jnp.stack([ids, jnp.where(ids > 0, cache.serials[ids], 0)])
+    return jnp.stack([ids, jnp.where(ids > 0, cache.listing.serials[ids], 0)])
 
 
 def write_pages(caches: Any, pages: list[Page], ids: jax.Array) -> Any:

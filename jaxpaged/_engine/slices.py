@@ -131,7 +131,8 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
         assert scheduler.prefixes is not None
         allocator, cache = state.allocator, scheduler.prefixes.cache
         is_listed = allocator.pool.is_cached(jnp.arange(allocator.num_blocks, dtype=jnp.int32))
-        serials = jnp.where(allocator.pool.cached_at == allocator.num_blocks, cache.serials, -cache.serials)
+        serials = cache.listing.serials
+        serials = jnp.where(allocator.pool.cached_at == allocator.num_blocks, serials, -serials)
         most = jnp.minimum(scheduler.num_known + setup.growth, scheduler.limits - 1)
         # A request that waits counts twice: until it begins, as much may come in behind it, in the place of its blocks.
         num_times = jnp.where(scheduler.statuses == RequestStatus.WAITING, 2, jnp.where(scheduler.is_live, 1, 0))

@@ -63,7 +63,7 @@ def prefix_figures(scheduler: SchedulerState, allocator: BlockAllocator) -> dict
         return {}
     seats, left = np.asarray(scheduler.seated), np.asarray(prefixes.left)
     holder, lengths = np.minimum(seats, left), np.asarray(allocator.lengths)
-    cached_at, cached = np.asarray(allocator.pool.cached_at), np.asarray(prefixes.cache.tokens)
+    cached_at, cached = np.asarray(allocator.pool.cached_at), np.asarray(prefixes.cache.listing.tokens)
     are_theirs = True
     for seat in np.flatnonzero(holder < scheduler.max_requests):
         full = np.asarray(allocator.rows)[seat, : lengths[seat] // allocator.block_size]

@@ -121,7 +121,7 @@ class Scheduler(SchedulerState):
 
         prefixes = None
         if prefix_cache is not None:
-            if max_length < (block_size := prefix_cache.tokens.shape[1]):
+            if max_length < (block_size := prefix_cache.listing.tokens.shape[1]):
                 raise ValueError(f"nothing would ever be cached: {max_length=} is less than a block of {block_size}.")
             prefixes = Prefixes(
                 cache=prefix_cache,

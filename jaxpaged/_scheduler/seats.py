@@ -8,8 +8,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxpaged._allocator.beginnings import Beginnings, begin_with
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._allocator.prefix_cache import Beginnings, begin_with
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
 

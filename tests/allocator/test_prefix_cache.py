@@ -7,7 +7,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 
 from jaxpaged import BlockAllocator, KVCache, PrefixCache, paged_attention, write_kv
-from jaxpaged._allocator import prefix_cache as prefix_cache_module
+from jaxpaged._allocator import block_hashes, listing
 from jaxpaged._threefry import threefry
 from tests.allocator.allocators import counts, free_ids, marks
 
@@ -119,7 +119,7 @@ def test_prompts_that_came_together_keep_one_copy():
     tokens = rows([*A, *B, 7], [*A, *B, 8], [*A, *C, 8])
     again, same = prefix_cache.insert(allocator, tokens)
     assert same.block_tables.tolist() == allocator.block_tables.tolist()
-    assert int(again.next_serial) == int(prefix_cache.next_serial) == 4
+    assert int(again.listing.next_serial) == int(prefix_cache.listing.next_serial) == 4
 
 
 def test_shortening_into_a_cached_block_takes_a_copy_and_the_cached_one_stays():
@@ -172,7 +172,7 @@ def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
     # A sequence longer than the tokens that are given is left out.
     short = PrefixCache.create(num_blocks=8, block_size=2)
     short, _ = short.insert(allocator, tokens[:, -4:])
-    assert int(short.next_serial) == 1
+    assert int(short.listing.next_serial) == 1
 
 
 def test_a_width_below_a_block_is_never_a_hit():
@@ -182,7 +182,7 @@ def test_a_width_below_a_block_is_never_a_hit():
     assert prefix_cache.insert(allocator, one)[0] is prefix_cache
 
 
-hashes = prefix_cache_module.chain_hashes
+hashes = block_hashes.chain_hashes
 
 
 def all_equal(blocks, salts, secret):
@@ -217,9 +217,9 @@ def patched(monkeypatch):
 
 @pytest.mark.parametrize("confirming", [True, False])
 def test_a_collision_of_hashes_is_no_match(patched, confirming):
-    patched.setattr(prefix_cache_module, "chain_hashes", all_equal)
+    patched.setattr(listing, "chain_hashes", all_equal)
     if not confirming:  # the twin: hashes alone
-        patched.setattr(PrefixCache, "_confirm", lambda self, ids, listed, blocks: listed)
+        patched.setattr(listing.Listing, "_confirm", lambda self, ids, listed, blocks: listed)
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, 7], [])
     other = rows([], [], [*B, *C, 7])
     _, _, num_cached = prefix_cache.match_prefix(allocator, other, counts(0, 0, 5))
@@ -227,13 +227,13 @@ def test_a_collision_of_hashes_is_no_match(patched, confirming):
     if confirming:
         assert begin(prefix_cache, allocator, [], [], [*A, 7])[2] == [0, 0, 2]
         # Of all that collide one is cached, and the sequences keep their own blocks.
-        assert int(prefix_cache.next_serial) == 2
+        assert int(prefix_cache.listing.next_serial) == 2
         assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [0, 0, 0, 0]]
 
 
 def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(patched):
     # What a tenant does who knows the hashes: salt 1 holds blocks with the tags and the buckets of salt 0's blocks.
-    patched.setattr(prefix_cache_module, "chain_hashes", of_tokens)
+    patched.setattr(listing, "chain_hashes", of_tokens)
     prompt = [*A, *B, *C, 7]
     prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, [], [], salts=[1, 0, 0])
     assert begin(prefix_cache, allocator, [], prompt, [], salts=[0, 0, 0])[2] == [0, 0, 0]
@@ -246,7 +246,7 @@ def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(pat
 
 
 def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
-    patched.setattr(prefix_cache_module, "chain_hashes", of_tokens)
+    patched.setattr(listing, "chain_hashes", of_tokens)
     prompt = [*A, *B, 7]
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), prompt, prompt, prompt, salts=[0, 1, 1])
     assert allocator.block_tables[:, :3].tolist() == [[1, 2, 3], [4, 5, 6], [4, 5, 9]]
@@ -255,11 +255,11 @@ def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
 
 
 def test_blocks_behind_others_that_collide_are_not_shared(patched):
-    patched.setattr(prefix_cache_module, "chain_hashes", of_own_tokens)
+    patched.setattr(listing, "chain_hashes", of_own_tokens)
     # In one call: B behind C is not the B behind A.
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7], [])
     assert allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert int(prefix_cache.next_serial) == 1 + 3
+    assert int(prefix_cache.listing.next_serial) == 1 + 3
     # In another: a lookup finds A and C, and B only behind A.
     allocator = allocator.free(marks(0, 1, 0))
     _, allocator, hits = begin(prefix_cache, allocator, [], [*C, *B, 8], [*A, *B, 8])
@@ -277,8 +277,8 @@ def test_threefry_is_that_of_jax():
 def test_other_secrets_and_salts_give_other_hashes(change):
     blocks, salts = jnp.asarray([[A, B]], jnp.int32), counts(3)
     other_salts, other = (counts(4), 0) if change == "salt" else (salts, change)
-    before = hashes(blocks, salts, PrefixCache.create(num_blocks=8, block_size=2).secret)
-    after = hashes(blocks, other_salts, PrefixCache.create(num_blocks=8, block_size=2, secret=other).secret)
+    before = hashes(blocks, salts, PrefixCache.create(num_blocks=8, block_size=2).listing.secret)
+    after = hashes(blocks, other_salts, PrefixCache.create(num_blocks=8, block_size=2, secret=other).listing.secret)
     assert (np.asarray(before) != np.asarray(after)).all()
 
 
@@ -294,17 +294,17 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(patched):
     def one_start(blocks, salts, secret):
         return hashes(blocks, salts, secret)[0], jnp.zeros(blocks.shape[:2], jnp.uint32)
 
-    patched.setattr(prefix_cache_module, "chain_hashes", one_start)
-    patched.setattr(prefix_cache_module, "PROBES", 1)
+    patched.setattr(listing, "chain_hashes", one_start)
+    patched.setattr(listing, "PROBES", 1)
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7], [])
-    assert int(prefix_cache.next_serial) == 2
+    assert int(prefix_cache.listing.next_serial) == 2
     assert begin(prefix_cache, allocator, [], [], [*A, *B, 7])[2] == [0, 0, 2]
     # Once its block is overwritten the bucket is free.
     allocator = allocator.free(marks(1, 1, 0))
     allocator, _, _ = allocator.append(counts(8, 6, 0), q_len=8)
     allocator = allocator.free(marks(1, 1, 0))
     prefix_cache, allocator, _ = begin(prefix_cache, allocator, [*C, 7], [], [])
-    assert int(prefix_cache.next_serial) == 3
+    assert int(prefix_cache.listing.next_serial) == 3
     assert begin(prefix_cache, allocator, [], [*C, 8], [])[2] == [0, 2, 0]
 
 
@@ -316,7 +316,7 @@ def test_many_random_prompts_all_find_their_places():
     allocator, _, ok = allocator.append(jnp.full(256, 32, jnp.int32), q_len=32)
     assert ok.all()
     prefix_cache, allocator = jax.jit(PrefixCache.insert)(prefix_cache, allocator, tokens[:, :32])
-    assert int(prefix_cache.next_serial) == 2049
+    assert int(prefix_cache.listing.next_serial) == 2049
     allocator = allocator.free(jnp.ones(256, jnp.bool_))
     _, _, num_cached = jax.jit(PrefixCache.match_prefix)(prefix_cache, allocator, tokens, jnp.full(256, 33, jnp.int32))
     assert (num_cached == 32).all()

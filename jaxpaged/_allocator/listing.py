@@ -1,0 +1,249 @@
+"""Which blocks are cached, and a hash table that finds a block by its tokens and all tokens before them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged._allocator.block_hashes import chain_hashes
+from jaxpaged._allocator.block_pool import BlockPool
+from jaxpaged._public_state import public_state
+from jaxpaged._put import put
+
+PROBES = 6  # buckets of the table in which a block may be listed
+# If all blocks are cached, a probe meets one of them 1 time in 8.
+BUCKETS = 8  # of the table, for each block of the pool, at least
+
+
+class Found(NamedTuple):
+    """What is listed for the full blocks of sequences, `[seqs, columns]`."""
+
+    tags: jax.Array  # uint32, hashes of each block and of all before it
+    probes: jax.Array  # int32 [seqs, columns, PROBES], the buckets in which each may be listed
+    are_taken: jax.Array  # bool, in that shape, by blocks that are cached
+    ids: jax.Array  # int32, the listed block with that tag and salt; 0: none
+    are_listed: jax.Array  # bool, whether there is one, and
+    are_same: jax.Array  # bool, whether it holds exactly these tokens, behind the one in the column before
+
+
+@public_state
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """The cached blocks of a pool, each under its salt, its tokens and the block before it. Immutable.
+
+    Attributes:
+        tokens: int32 `[blocks, block_size]`, the tokens of a cached block.
+        salts: int32 `[blocks]`, the tenant of a cached block.
+        serials: int32 `[blocks]`, a number unique to each cached block, from 1 on.
+        parents: int32 `[blocks]`, the serial of the block before it in its sequence; 0 for a first block.
+        tags: uint32 `[blocks]`, a hash of the salt, of the block's tokens and of all before them.
+        homes: int32 `[blocks]`, the block's bucket in `table`.
+        table: int32 `[buckets]`, a hash table of block ids. An id counts only if the block's home is there and the
+            pool still knows the block as cached; other buckets are free.
+        secret: uint32 `[4]`, the key of the hashes.
+        next_serial: int32 `[]`.
+        companions: int32 `[groups - 1, blocks]`, for a cached block of the first group the block of each other group
+            with the same tokens. It counts if the pool knows it as cached, `homes` has -1 minus its group, and its
+            serial is that of the block of the first group. None if there is one group.
+
+    The hashes only say where to look: `look_up` compares the tokens. Blocks of other salts are passed over, whatever
+    their hashes, so that they hide nothing.
+    """
+
+    tokens: jax.Array
+    salts: jax.Array
+    serials: jax.Array
+    parents: jax.Array
+    tags: jax.Array
+    homes: jax.Array
+    table: jax.Array
+    secret: jax.Array = dataclasses.field(repr=False)
+    next_serial: jax.Array
+    companions: jax.Array | None
+
+    @classmethod
+    def create(cls, num_blocks: int, block_size: int, num_groups: int, secret: Sequence[int]) -> Listing:
+        # One array each: two leaves that are one buffer cannot both be donated.
+        return cls(
+            tokens=jnp.zeros((num_blocks, block_size), jnp.int32),
+            salts=jnp.zeros(num_blocks, jnp.int32),
+            serials=jnp.zeros(num_blocks, jnp.int32),
+            parents=jnp.zeros(num_blocks, jnp.int32),
+            tags=jnp.zeros(num_blocks, jnp.uint32),
+            homes=jnp.full(num_blocks, -1, jnp.int32),
+            table=jnp.zeros(1 << (BUCKETS * num_blocks - 1).bit_length(), jnp.int32),
+            secret=jnp.asarray(secret, jnp.uint32),
+            next_serial=jnp.ones((), jnp.int32),
+            companions=None if num_groups == 1 else jnp.zeros((num_groups - 1, num_blocks), jnp.int32),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """`(num_blocks, block_size, num_groups)`."""
+        num_blocks, block_size = self.tokens.shape
+        return num_blocks, block_size, 1 if self.companions is None else 1 + len(self.companions)
+
+    def cleared(self) -> Listing:
+        return dataclasses.replace(self, table=jnp.zeros_like(self.table))
+
+    def look_up(self, pool: BlockPool, blocks: jax.Array, salts: jax.Array) -> Found:
+        """What is listed for `blocks`, int32 `[seqs, columns, block_size]`, under the `salts`, int32 `[seqs]`."""
+        tags, probes = self._hash(blocks, salts)
+        ids = self.table[probes]
+        are_taken = pool.is_cached(ids) & (self.homes[ids] == probes)
+        hits = are_taken & (self.tags[ids] == tags[..., None]) & (self.salts[ids] == salts[:, None, None])
+        first = hits & (jnp.cumsum(hits, axis=-1, dtype=jnp.int32) == 1)
+        ids, are_listed = jnp.where(first, ids, 0).sum(axis=-1, dtype=jnp.int32), hits.any(axis=-1)
+        return Found(tags, probes, are_taken, ids, are_listed, self._confirm(ids, are_listed, blocks))
+
+    def _hash(self, blocks: jax.Array, salts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """tags `[seqs, columns]`, and the buckets in which each may be listed, `[seqs, columns, PROBES]`."""
+        # Without the barrier each probe computes them again, and the compilation takes minutes on a CPU.
+        tags, starts = jax.lax.optimization_barrier(chain_hashes(blocks, salts, self.secret))
+        steps = tags * np.uint32(2) + np.uint32(1)  # odd: the probes differ
+        probes = starts[..., None] + jnp.arange(PROBES, dtype=jnp.uint32)[None, None] * steps[..., None]
+        return tags, (probes & np.uint32(self.table.shape[0] - 1)).astype(jnp.int32)
+
+    def _confirm(self, ids: jax.Array, listed: jax.Array, blocks: jax.Array) -> jax.Array:
+        """Whether the listed blocks hold these tokens, behind the one in the column before."""
+        before = _before(jnp.where(listed, self.serials[ids], -1))
+        return listed & (self.tokens[ids] == blocks).all(axis=-1) & (self.parents[ids] == before)
+
+    def add(
+        self, found: Found, own: jax.Array, wanted: jax.Array, is_full: jax.Array, blocks: jax.Array, salts: jax.Array
+    ) -> tuple[Listing, jax.Array, jax.Array, jax.Array]:
+        """Lists the wanted blocks, but of equal ones the first, and none whose bucket or block before it is missing.
+
+        Args:
+            found: what `look_up` found for `blocks` and `salts`.
+            own: int32 `[seqs, columns]`, the blocks of the sequences.
+            wanted: bool, in that shape: full ones that are neither found nor cached.
+            is_full: bool, in that shape.
+            blocks: their tokens, as `look_up` takes them.
+            salts: int32 `[seqs]`.
+
+        Returns:
+            listing: the new one.
+            ids: int32 `[seqs, columns]`, the block that is listed for each.
+            are_listed: bool, in that shape: whether there is one for each and for all before it.
+            new: bool, in that shape: own blocks that were listed.
+        """
+        # 1. New blocks get buckets; of equal ones the first gets one for all.
+        table, firsts, homes = _claim_buckets(self.table, wanted, found, salts)
+        is_given = firsts >= 0
+        entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
+        ids = jnp.where(found.are_listed, found.ids, own.ravel()[firsts])
+        before = _before(ids)
+
+        # 2. The block found, or the first of equal ones, has exactly the same tokens, and the same block before it.
+        same = (blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before.ravel()[firsts] == before)
+        same &= firsts % own.shape[1] == entries % own.shape[1]
+        same = jnp.where(found.are_listed, found.are_same, is_given & same)
+        are_listed = all_before(is_full & same)
+        new = are_listed & is_given & ~found.are_listed & (firsts == entries)
+
+        # 3. What is listed of each.
+        def listed(old: jax.Array, values: jax.Array) -> jax.Array:
+            return put(old, own, new, values)
+
+        rank = jnp.cumsum(new.ravel().astype(jnp.int32), dtype=jnp.int32).reshape(new.shape)
+        serials = listed(self.serials, self.next_serial + rank - 1)
+        listing = dataclasses.replace(
+            self,
+            tokens=listed(self.tokens, blocks),
+            salts=listed(self.salts, jnp.broadcast_to(salts[:, None], own.shape)),
+            serials=serials,
+            parents=listed(self.parents, jnp.where(before > 0, serials[before], 0)),
+            tags=listed(self.tags, found.tags),
+            homes=listed(self.homes, homes),
+            table=put(table, homes, is_given & (firsts == entries), jnp.where(new, own, 0)),
+            next_serial=self.next_serial + rank[-1, -1],
+        )
+        return listing, ids, are_listed, new
+
+    def companions_of(self, pool: BlockPool, firsts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(the blocks of the other groups that go with those of the first, `[groups - 1, ...]`, whether they count)."""
+        if self.companions is None:
+            return firsts[None][:0], jnp.zeros_like(firsts[None], jnp.bool_)[:0]
+        ids = self.companions[:, firsts]
+        groups = jnp.arange(len(ids), dtype=jnp.int32).reshape(-1, *[1] * firsts.ndim)
+        are_listed = pool.is_cached(ids) & (self.homes[ids] == -2 - groups)
+        return ids, are_listed & (self.serials[ids] == self.serials[firsts][None])
+
+    def add_companions(
+        self, pool: BlockPool, own: jax.Array, firsts: jax.Array, wanted: jax.Array
+    ) -> tuple[Listing, jax.Array, jax.Array]:
+        """Lists the wanted blocks of the other groups, but of equal ones the first.
+
+        Args:
+            pool: which knows what is cached.
+            own: int32 `[groups - 1, seqs, columns]`, the blocks of the sequences.
+            firsts: int32 `[seqs, columns]`, the listed blocks of the first group with the same tokens.
+            wanted: bool, in the shape of `own`.
+
+        Returns:
+            listing: the new one.
+            ids: int32, in the shape of `own`, the block that is listed for each wanted one.
+            new: bool, in that shape: own blocks that were listed.
+        """
+        assert self.companions is not None
+        ids, listed = self.companions_of(pool, firsts)
+        num_blocks, size = pool.num_blocks, self.companions.size
+        entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
+        groups = jnp.arange(len(own), dtype=jnp.int32)[:, None, None]
+        targets = jnp.where(wanted & ~listed, groups * num_blocks + firsts[None], size)
+        winners = jnp.full(size, own.size, jnp.int32).at[targets].min(entries, mode="drop")
+        winners = winners.at[targets].get(mode="fill", fill_value=own.size)
+        new = winners == entries
+        ids = jnp.where(listed, ids, own.ravel().at[winners].get(mode="clip"))
+        companions = self.companions.ravel().at[jnp.where(new, targets, size)].set(own, mode="drop")
+        listing = dataclasses.replace(
+            self,
+            companions=companions.reshape(self.companions.shape),
+            serials=self.serials.at[jnp.where(new, own, num_blocks)].set(self.serials[firsts][None], mode="drop"),
+            homes=self.homes.at[jnp.where(new, own, num_blocks)].set(-2 - groups, mode="drop"),
+        )
+        return listing, ids, new
+
+
+def _claim_buckets(
+    table: jax.Array, wanted: jax.Array, found: Found, salts: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lists new blocks, all at once: one round a probe, in each of which the first entry to ask for a bucket gets it.
+
+    Returns:
+        table: with a number below 0 in the buckets that were given out.
+        firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the bucket for this one and all
+            of the same tag and salt, itself among them; -1: there was none.
+        homes: int32, in the same shape: that bucket.
+    """
+    num_entries = wanted.size
+    entries = jnp.arange(num_entries, dtype=jnp.int32).reshape(wanted.shape)
+    claims = entries - num_entries - 1  # below 0, the first is the least
+    firsts, homes = jnp.full_like(entries, -1), jnp.full_like(entries, -1)
+    for probe in range(found.probes.shape[-1]):
+        bucket = found.probes[..., probe]
+        asks = wanted & (firsts < 0) & ~found.are_taken[..., probe] & (table[bucket] >= 0)
+        table = table.at[jnp.where(asks, bucket, table.size)].min(claims, mode="drop")
+        claim = table[bucket]
+        first = jnp.where(claim < 0, claim + num_entries + 1, 0)
+        served = wanted & (firsts < 0) & (claim < 0) & (found.tags.ravel()[first] == found.tags)
+        served &= salts[first // wanted.shape[1]] == salts[:, None]
+        firsts, homes = jnp.where(served, first, firsts), jnp.where(served, bucket, homes)
+    return table, firsts, homes
+
+
+def all_before(flags: jax.Array) -> jax.Array:
+    """Whether a row's flags are true up to here."""
+    return jnp.cumsum(~flags, axis=1, dtype=jnp.int32) == 0
+
+
+def _before(values: jax.Array) -> jax.Array:
+    """The value in the column before; 0 before the first."""
+    return jnp.pad(values[:, :-1], ((0, 0), (1, 0)))

@@ -52,7 +52,7 @@ HOST_TIER = "jaxpaged/_engine/host_tier.py"
 SCORING = "jaxpaged/_engine/scoring.py"
 FORGOTTEN = "tests/engine/test_engine.py::weights_change"
 LATENT = "pallas_kernels/latent/kernel.py"
-XLA, TREE, RUNS = (f"jaxpaged/_attention/{name}.py" for name in ("xla", "tree", "runs"))
+XLA, XLA_TILES, TREE, RUNS = (f"jaxpaged/_attention/{name}.py" for name in ("xla", "xla_tiles", "tree", "runs"))
 SHARED_PREFIX, PACKED_OPTIONS = (
     "jaxpaged/_attention/shared_prefix.py",
     "tests/attention/test_packed.py::test_options and plain",
@@ -1137,9 +1137,9 @@ MUTANTS = (
     ),
     Mutant(
         "attention: a window of one more, xla",
-        XLA,
-        "visible &= distance < a.options.sliding_window",
-        "visible &= distance <= a.options.sliding_window",
+        XLA_TILES,
+        "visible &= distance < options.sliding_window",
+        "visible &= distance <= options.sliding_window",
         "tests/attention/test_attention.py::TestXla and test_options and window",
     ),
     Mutant(
@@ -1158,14 +1158,14 @@ MUTANTS = (
     ),
     Mutant(
         "attention: unseen slots are read",
-        XLA,
+        XLA_TILES,
         "jnp.where(seen[..., None, None], x, jnp.zeros_like(x))",
         "x",
         "tests/attention/test_attention.py::TestXla and test_options and plain",
     ),
     Mutant(
         "attention: values with the scales of keys",
-        XLA,
+        XLA_TILES,
         "load(a.v_cache, a.options.v_scale)",
         "load(a.v_cache, a.options.k_scale)",
         "tests/attention/test_attention.py::TestXla and caches_with_scales and token_head and int8",

@@ -8,5 +8,6 @@
    `vmap` and `grad` make of a kernel. `_by_kernel` beside this folder decides when a call is lowered.
 4. `launch` makes the operands of the kernel. `runs` cuts the query tokens for it and joins the results.
 
-`xla` computes what no kernel does; `reference` is the definition. `explain` takes the first two steps only.
+`xla` computes what no kernel does, over `xla_tiles`; `reference` is the definition. `explain` takes the first two steps
+only.
 """

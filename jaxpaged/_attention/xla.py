@@ -10,11 +10,8 @@ Nothing is ever as large as the gathered cache. (XLA itself widens a bfloat16 ti
 
 The backward pass goes over the tiles again, with the weights exp(logit_t - lse) from the lse of the forward pass, by
 whichever implementation: so differentiating changes no bit of the results.
-
-The tile is a constant, whatever the block size, so that the block size does not change the arithmetic.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -24,10 +21,7 @@ from jax import lax
 from jaxpaged import _device
 from jaxpaged._attention.call import Call
 from jaxpaged._attention.runs import cut_packed, cut_rows, join_packed, place_runs
-from jaxpaged._attention.tree import Tree, from_rows
-from jaxpaged._cache.pool_rows import take_rows
-
-TILE = 128  # tokens; against 256, 3 times as fast at 80 tokens and equal at 1000 on 2 CPU cores (9/3 heads, batch 1)
+from jaxpaged._attention.xla_tiles import Walk, by_row, in_rows, tile_size
 
 # Bytes of tiles and their logits in a step of the loop on a GPU. A step of any size is about a dozen kernels. H100,
 # 32/8 heads of 128, us: 1 x 8192 in 64 steps 2000, in one, of 35 MB, 175.
@@ -64,7 +58,7 @@ def default_partitions(a: Call, *, on_gpu: bool) -> int:
     if not on_gpu:
         return 1
     seqs, q_len, heads, _ = a.q.shape
-    kv_heads, tile = a.k_cache.shape[2], _tile_size(a.block_size)
+    kv_heads, tile = a.k_cache.shape[2], tile_size(a.block_size)
     slot_bytes = kv_heads * (a.head_dim + a.value_dim) * (4 if _is_widened(a) else a.k_cache.dtype.itemsize)
     tile_bytes = tile * (slot_bytes + q_len * heads * 4)
     tiles = -(-a.capacity // tile)
@@ -112,8 +106,8 @@ def _weighted_sums(lse: jax.Array, num_partitions: int | None, call: Call) -> tu
         sums = _weighted_sums(cut_rows(lse, runs), num_partitions, cut_packed(call, runs))
         return join_packed(*sums, call, runs)
     num_partitions = num_partitions or default_partitions(call, on_gpu=_device.is_gpu())
-    walk = _Walk.of(call, num_partitions)
-    lse = _in_rows(call, jnp.where(lse == -jnp.inf, 0.0, lse))
+    walk = Walk.of(call, num_partitions)
+    lse = in_rows(call, jnp.where(lse == -jnp.inf, 0.0, lse))
 
     # What one tile adds. A loop whose trip count is known only at run time has no transpose: this one goes over the
     # whole table.
@@ -126,82 +120,15 @@ def _weighted_sums(lse: jax.Array, num_partitions: int | None, call: Call) -> tu
     def step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return jax.tree.map(jnp.add, sums, of_tile(i))
 
-    num_steps = -(-call.capacity // (_tile_size(call.block_size) * num_partitions))
+    num_steps = -(-call.capacity // (tile_size(call.block_size) * num_partitions))
     values, total = lax.fori_loop(0, num_steps, step, tuple(x.sum(axis=1) for x in walk.zeros()))
     if call.options.sinks is not None:
-        total += jnp.where(walk.sees_any, jnp.exp(_by_row(call, call.options.sinks)[None] - lse), 0.0)
+        total += jnp.where(walk.sees_any, jnp.exp(by_row(call, call.options.sinks)[None] - lse), 0.0)
     return walk.by_token(values), walk.by_token(total)
 
 
-def _tile_size(block_size: int) -> int:
-    """Tokens in a tile: TILE if one of it and the block size divides the other, otherwise whole blocks."""
-    return TILE if block_size % TILE == 0 else max(1, TILE // block_size) * block_size
-
-
-@dataclasses.dataclass(frozen=True)
-class _Walk:
-    """The tiles of a uniform call that each partition goes over, and the rows that see them."""
-
-    call: Call
-    tree: Tree | None
-    q: jax.Array  # [seqs, kv_heads, rows, head_dim]
-    positions: jax.Array  # int32 [seqs, rows], in the sequence; negative before its start
-    first_visible: jax.Array  # int32 [seqs], the first token that any query of the sequence sees
-    run: jax.Array  # int32 [seqs], tiles of a partition
-    starts: jax.Array  # int32 [seqs, partitions], the first of them
-    ends: jax.Array
-
-    @classmethod
-    def of(cls, a: Call, num_partitions: int) -> "_Walk":
-        tile = _tile_size(a.block_size)
-        # The run of tiles that each partition owns. It follows from true lengths: neither the table's width nor the
-        # other sequences of the batch change a sequence's partitions.
-        tree = from_rows(a.tree_mask, a.lengths)
-        query_positions = a.positions(tree)  # [seqs, q_len]
-        first_visible = jnp.zeros_like(a.lengths)
-        if a.options.sliding_window is not None:
-            first_visible = jnp.maximum(query_positions.min(axis=1) - a.options.sliding_window + 1, 0)
-        first = first_visible // tile  # [seqs]
-        end = -(-a.lengths // tile)
-        run = -(-(end - first) // num_partitions)
-        starts = first[:, None] + run[:, None] * jnp.arange(num_partitions, dtype=jnp.int32)[None]
-        ends = jnp.minimum(starts + run[:, None], end[:, None])
-
-        # A row before its sequence's start may hold NaN, which would reach the gradient of k.
-        q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
-        positions = jnp.repeat(query_positions, a.group, axis=1)
-        return cls(a, tree, _in_rows(a, q), positions, first_visible, run, starts, ends)
-
-    def tile(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The logits of the i-th tile of each partition, f32 [seqs, partitions, kv_heads, rows, tile], and its values,
-        [seqs, partitions, tile, kv_heads, value_dim]."""
-        tiles = self.starts + i
-        k, v, distance = _load_tile(self.call, self.tree, self.first_visible, tiles, tiles < self.ends, self.positions)
-        return _logits(self.call, self.q, k, distance), v
-
-    def zeros(self) -> tuple[jax.Array, jax.Array]:
-        """f32 [seqs, partitions, kv_heads, rows, value_dim], and without its last axis.
-
-        Made from q so that inside shard_map the state of a loop varies over the same mesh axes as the results.
-        """
-        row = jnp.zeros_like(self.q[:, None, ..., 0], jnp.float32)
-        row = jnp.broadcast_to(row, (row.shape[0], self.starts.shape[1], *row.shape[2:]))
-        return jnp.broadcast_to(row[..., None], (*row.shape, self.call.value_dim)), row
-
-    @property
-    def sees_any(self) -> jax.Array:
-        """Whether a row sees a token, bool [seqs, 1, rows]."""
-        return (self.positions >= 0)[:, None, :]
-
-    def by_token(self, rows: jax.Array) -> jax.Array:
-        """[seqs, kv_heads, rows, ...] -> [seqs, q_len, heads, ...]."""
-        seqs, q_len, heads, _ = self.call.q.shape
-        by_head = rows.reshape(seqs, -1, q_len, self.call.group, *rows.shape[3:])
-        return by_head.swapaxes(1, 2).reshape(seqs, q_len, heads, *rows.shape[3:])
-
-
 def _online_softmax(num_partitions: int, a: Call) -> tuple[jax.Array, jax.Array]:
-    walk = _Walk.of(a, num_partitions)
+    walk = Walk.of(a, num_partitions)
 
     def step(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         acc, m, l = state
@@ -228,76 +155,12 @@ def _weighted(p: jax.Array, v: jax.Array) -> jax.Array:
     )
 
 
-def _load_tile(
-    a: Call, tree: Tree | None, first_visible: jax.Array, tiles: jax.Array, active: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values of one tile of each partition, [seqs, partitions, tile, kv_heads, head_dim], zero if no query
-    sees them, and how far each row's query stands past each token, int32 [seqs, partitions, 1, rows, tile]."""
-    tile = _tile_size(a.block_size)
-    tokens = tiles[..., None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None]  # [seqs, partitions, tile]
-    seen = active[..., None] & (tokens < a.lengths[:, None, None]) & (tokens >= first_visible[:, None, None])
-
-    # A piece is a block, or the tile itself, one of `parts` of a block. The entry of a block that no query sees may be
-    # any garbage: it is not followed.
-    piece = min(a.block_size, tile)
-    pieces, parts = tile // piece, a.block_size // piece
-    numbers = tiles[..., None] * pieces + jnp.arange(pieces, dtype=jnp.int32)[None, None]
-    ids = a.block_tables.at[jnp.arange(numbers.shape[0])[:, None, None], numbers // parts].get(mode="clip")
-    ids = jnp.clip(ids, 0, a.k_cache.shape[0] - 1) * parts + numbers % parts
-    ids = jnp.where(seen.reshape(*numbers.shape, piece).any(axis=-1), ids, 0)
-
-    def only_seen(x: jax.Array) -> jax.Array:
-        # Zero times NaN is NaN: a weight of zero is not enough, what no query sees must itself be zero. It must be so
-        # before scales multiply it, because the gradient of a scale is the value times zero.
-        return jnp.where(seen[..., None, None], x, jnp.zeros_like(x))
-
-    def load(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:
-        values = take_rows(cache.reshape(-1, piece, *cache.shape[2:]), ids)
-        values = only_seen(values.reshape(*tokens.shape, *cache.shape[2:]))
-        if cache.dtype != a.q.dtype or cache_scale is not None:
-            values = values.astype(jnp.float32)
-        if cache_scale is None:
-            return values
-        if cache_scale.ndim < 3:
-            return values * jnp.broadcast_to(cache_scale, values.shape[:-1])[..., None]
-        scales = take_rows(cache_scale.reshape(-1, piece, cache_scale.shape[2]), ids).reshape(*tokens.shape, -1, 1)
-        return values * only_seen(scales)
-
-    if tree is None:
-        distance = positions[:, None, None, :, None] - tokens[:, :, None, None, :]
-    else:
-        distance = tree.distances(positions[:, :: a.group], tokens.reshape(tokens.shape[0], -1))
-        distance = jnp.repeat(distance, a.group, axis=1)  # [seqs, rows, partitions * tile]
-        distance = distance.reshape(*distance.shape[:2], *tokens.shape[1:]).swapaxes(1, 2)[:, :, None]
-    distance = jnp.where(active[..., None, None, None], distance, -1)
-    k = load(a.k_cache, a.options.k_scale)
-    return k, k[..., : a.value_dim] if a.v_cache is None else load(a.v_cache, a.options.v_scale), distance
-
-
-def _logits(a: Call, q: jax.Array, k: jax.Array, distance: jax.Array) -> jax.Array:
-    logits = a.options.scale * jnp.einsum(
-        "skrd,sptkd->spkrt",
-        q.astype(k.dtype),
-        k,
-        preferred_element_type=jnp.float32,
-        precision=lax.Precision.HIGHEST,
-    )
-    if a.options.logits_soft_cap is not None:
-        logits = a.options.logits_soft_cap * jnp.tanh(logits / a.options.logits_soft_cap)
-    if a.options.alibi_slopes is not None:
-        logits -= _by_row(a, a.options.alibi_slopes)[None, None, :, :, None] * distance.astype(jnp.float32)
-    visible = distance >= 0
-    if a.options.sliding_window is not None:
-        visible &= distance < a.options.sliding_window
-    return jnp.where(visible, logits, -jnp.inf)
-
-
-def _reduce(walk: _Walk, acc: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _reduce(walk: Walk, acc: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Merges the partitions, adds the sinks, and normalises."""
     a = walk.call
     m_all = m.max(axis=1)  # [seqs, kv_heads, rows]
     if a.options.sinks is not None:
-        sinks = _by_row(a, a.options.sinks)[None]
+        sinks = by_row(a, a.options.sinks)[None]
         m_all = jnp.maximum(m_all, sinks)
     m_all = jnp.where(m_all == -jnp.inf, 0.0, m_all)
     weights = jnp.exp(m - m_all[:, None])
@@ -308,16 +171,3 @@ def _reduce(walk: _Walk, acc: jax.Array, m: jax.Array, l: jax.Array) -> tuple[ja
     out = (acc * weights[..., None]).sum(axis=1) / denominator[..., None]
     lse = jnp.where(walk.sees_any, m_all + jnp.log(denominator), -jnp.inf)
     return walk.by_token(jnp.where(walk.sees_any[..., None], out, 0.0)).astype(a.q.dtype), walk.by_token(lse)
-
-
-def _in_rows(a: Call, x: jax.Array) -> jax.Array:
-    """[seqs, q_len, heads, ...] -> [seqs, kv_heads, rows, ...]."""
-    seqs, q_len, heads, *rest = x.shape
-    by_group = x.reshape(seqs, q_len, heads // a.group, a.group, *rest)
-    return by_group.swapaxes(1, 2).reshape(seqs, heads // a.group, q_len * a.group, *rest)
-
-
-def _by_row(a: Call, by_head: jax.Array) -> jax.Array:
-    """[heads] -> [kv_heads, rows]."""
-    by_head = by_head.reshape(-1, 1, a.group)
-    return jnp.broadcast_to(by_head, (by_head.shape[0], a.q.shape[1], a.group)).reshape(by_head.shape[0], -1)

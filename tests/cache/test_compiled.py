@@ -11,7 +11,7 @@ from jaxpaged import (
     paged_attention,
     write_kv,
 )
-from jaxpaged._attention import xla
+from jaxpaged._attention import xla_tiles
 from tests.compiled import (
     BLOCK_SIZE,
     CACHE_ELEMENTS,
@@ -94,7 +94,7 @@ def test_attention_holds_tiles_not_the_gathered_cache(num_partitions):
     )
     function = jax.jit(lambda *arrays: paged_attention(*arrays, num_partitions=num_partitions))
     temporary = function.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-    tile = num_partitions * seqs * xla.TILE * kv_heads * head_dim
+    tile = num_partitions * seqs * xla_tiles.TILE * kv_heads * head_dim
     # Keys and values in bfloat16, gathered and laid out for the product, and in float32 where XLA widens for a CPU.
     assert temporary < 2 * tile * (2 + 2 + 4) + 2**25
     assert temporary < 0.3 * num_partitions * 2**30

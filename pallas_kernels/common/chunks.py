@@ -12,7 +12,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.common.mlir import arith, constant
+from pallas_kernels.common.mlir import arith, constant, integer
 
 THREADS = 128
 CHUNK = 16  # bytes
@@ -55,13 +55,13 @@ def chunks(smem: Any) -> Iterator[Chunk]:
             again, in_period = 0, first
             number = arith.addi(thread(), i32(first))
             if not is_whole:  # few rows: some threads copy what others copy too
-                number = arith.remui(number, i32(num_chunks))
-            row, byte = arith.divui(number, i32(in_row)), product(arith.remui(number, i32(in_row)), CHUNK)
-            tile = total(product(arith.divui(row, i32(tile_rows)), column_tiles), arith.divui(byte, i32(row_bytes)))
+                number = remainder(number, num_chunks)
+            row, byte = quotient(number, in_row), product(remainder(number, in_row), CHUNK)
+            tile = total(product(quotient(row, tile_rows), column_tiles), quotient(byte, row_bytes))
             offset = total(
                 product(tile, tile_rows * row_bytes),
-                product(arith.remui(row, i32(tile_rows)), row_bytes),
-                arith.remui(byte, i32(row_bytes)),
+                product(remainder(row, tile_rows), row_bytes),
+                remainder(byte, row_bytes),
             )
             # The swizzle: bits 4 to 6 of an address, or fewer for narrower tiles, turned by bits 7 to 9.
             turn = arith.andi(arith.shrui(offset, i32(7)), i32(row_bytes // CHUNK - 1))
@@ -73,12 +73,13 @@ def chunks(smem: Any) -> Iterator[Chunk]:
         yield Chunk(row, rows_after, rows, byte, width, arith.addi(address, i32(rows_after * width)))
 
 
-def pointer(smem: Any) -> Any:
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(smem))
+def pointer(array: Any, bits: int = 32) -> Any:
+    """Of an array in SMEM; with 64 bits in GMEM."""
+    return llvm.ptrtoint(integer(bits), utils.memref_ptr(array))
 
 
 def thread() -> Any:
-    return arith.remui(utils.thread_idx(), i32(THREADS))
+    return remainder(utils.thread_idx(), THREADS)
 
 
 def i32(x: int) -> Any:
@@ -86,11 +87,19 @@ def i32(x: int) -> Any:
 
 
 def wide(x: Any) -> Any:
-    return arith.extui(ir.IntegerType.get_signless(64), x)
+    return arith.extui(integer(64), x)
 
 
 def product(x: Any, y: int) -> Any:
     return arith.muli(x, utils.c(y, x.type))
+
+
+def quotient(x: Any, y: int) -> Any:
+    return arith.divui(x, utils.c(y, x.type))
+
+
+def remainder(x: Any, y: int) -> Any:
+    return arith.remui(x, utils.c(y, x.type))
 
 
 def total(*terms: Any) -> Any:
@@ -101,4 +110,8 @@ def total(*terms: Any) -> Any:
 
 
 def below(x: Any, bound: int) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.ult, x, i32(bound))
+    return is_less(x, utils.c(bound, x.type))
+
+
+def is_less(x: Any, y: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.ult, x, y)

@@ -14,11 +14,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, nvvm
+from jaxlib.mlir.dialects import nvvm
 
-from pallas_kernels.common.chunks import CHUNK, THREADS, below, chunks, i32, pointer, product, thread, total, wide
+from pallas_kernels.common.chunks import (
+    CHUNK,
+    THREADS,
+    below,
+    chunks,
+    i32,
+    pointer,
+    product,
+    quotient,
+    remainder,
+    thread,
+    total,
+    wide,
+)
 from pallas_kernels.common.interpret import interpreted_by, nothing
 from pallas_kernels.common.mlir import arith
+from pallas_kernels.common.registers import scalar_of
 from pallas_kernels.common.rows import SCALAR
 
 
@@ -67,10 +81,10 @@ def copy_rows(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), SCALAR, SCALAR))
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
-        seq, head = map(_scalar, scalars)
+        seq, head = map(scalar_of, scalars)
         _, q_len, heads, head_dim = ir.MemRefType(source.type).shape
         for chunk in chunks(target):
-            token, of_group = arith.divui(chunk.row, i32(group)), arith.remui(chunk.row, i32(group))
+            token, of_group = quotient(chunk.row, group), remainder(chunk.row, group)
             row = total(product(seq, q_len * heads), product(token, heads), head, of_group)
             is_there = arith.andi(below(chunk.row, num_rows), below(chunk.byte, 2 * head_dim))
             # What is not there is not read either: it must not be past the end of q.
@@ -94,7 +108,7 @@ def copy_tile(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[SCALAR] * (2 + len(seen) + len(ids))))
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
-        slot, kv_head, *rest = map(_scalar, scalars)
+        slot, kv_head, *rest = map(scalar_of, scalars)
         (first, end), block_ids = (rest[:2], rest[2:]) if seen else ((None, None), rest)
         row_tiles, _, tile_rows, _ = ir.MemRefType(target.type).shape
         tile = row_tiles * tile_rows
@@ -108,7 +122,7 @@ def copy_tile(
             place = total(product(of_thread, kv_heads * row_bytes), byte)
             of_tile = product(total(product(arith.addi(slot, i32(after)), kv_heads), kv_head), row_bytes)
             block = product(wide(block_id), block_size * kv_heads * row_bytes)
-            address = arith.addi(arith.addi(_start(source), wide(place)), arith.addi(block, wide(of_tile)))
+            address = arith.addi(arith.addi(pointer(source, 64), wide(place)), arith.addi(block, wide(of_tile)))
             if seen:
                 first_seen, end_seen = (arith.subi(bound, i32(chunk.rows_after)) for bound in (first, end))
                 is_seen = arith.andi(
@@ -130,11 +144,11 @@ def copy_scales(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[SCALAR] * (2 + len(ids))))
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
-        slot, kv_head, *block_ids = map(_scalar, scalars)
+        slot, kv_head, *block_ids = map(scalar_of, scalars)
         _, block_size, kv_heads = ir.MemRefType(source.type).shape
         (tile,) = ir.MemRefType(target.type).shape
-        own = arith.remui(thread(), i32(threads))
-        token = arith.remui(own, i32(tile))
+        own = remainder(thread(), threads)
+        token = remainder(own, tile)
         block_id, of_thread, _ = _locate(token, 0, range(tile), block_ids, tile)
         row = total(product(arith.addi(slot, of_thread), kv_heads), kv_head)
         number = arith.addi(product(wide(block_id), block_size * kv_heads), wide(row))
@@ -205,7 +219,7 @@ def _locate(thread_row: Any, rows_after: int, rows: range, ids: Sequence[Any], t
     row, block_id = arith.addi(thread_row, i32(rows_after)), ids[first]
     for i in range(first + 1, rows[-1] // run + 1):
         block_id = arith.select(below(row, i * run), block_id, ids[i])
-    return block_id, arith.remui(row, i32(run)), 0
+    return block_id, remainder(row, run), 0
 
 
 def copy(gmem: Any, smem: Any, is_there: Any | None) -> None:
@@ -219,12 +233,4 @@ def copy(gmem: Any, smem: Any, is_there: Any | None) -> None:
 
 def _address(array: Any, row: Any, row_bytes: int, byte: Any) -> Any:
     """i64, of a byte of a row of an array in GMEM."""
-    return arith.addi(_start(array), arith.addi(product(row, row_bytes), wide(byte)))
-
-
-def _start(array: Any) -> Any:
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(array))
-
-
-def _scalar(x: Any) -> Any:
-    return x.registers.item()
+    return arith.addi(pointer(array, 64), arith.addi(product(row, row_bytes), wide(byte)))

@@ -13,3 +13,7 @@ scf: Any = _scf
 def constant(kind: str, x: float) -> Any:
     """Of a type by its name in MLIR."""
     return arith.constant(ir.Type.parse(kind), x)
+
+
+def integer(bits: int = 32) -> ir.Type:
+    return ir.IntegerType.get_signless(bits)

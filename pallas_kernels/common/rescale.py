@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.common.interpret import interpreted_by
-from pallas_kernels.common.mlir import arith, constant, scf
+from pallas_kernels.common.mlir import arith, constant, integer, scf
+from pallas_kernels.common.registers import make_array
 from pallas_kernels.common.rows import ROWS, ROWS_FIRST
 
 # In units of log2, by which a logit may exceed m before O is scaled to it: weights of 2^8 are far from overflow.
@@ -33,7 +32,7 @@ def rescale(acc: jax.Array, alpha: jax.Array) -> jax.Array:
         factors = list(alpha.registers.flat)
         first, *more = (f"${i + 1}, 0f3F800000" for i in range(len(factors)))  # 1.0
         is_needed = llvm.inline_asm(
-            ir.IntegerType.get_signless(32),
+            integer(),
             factors,
             f"{{ .reg .pred p, q; setp.neu.f32 p, {first}; {' '.join(f'setp.neu.or.f32 p, {x}, p;' for x in more)}"
             " vote.sync.any.pred q, p, 0xffffffff; selp.b32 $0, 1, 0, q; }",
@@ -47,7 +46,6 @@ def rescale(acc: jax.Array, alpha: jax.Array) -> jax.Array:
             scf.yield_(list(scaled.registers.flat))
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(list(acc.registers.flat))
-        registers = np.array(list(branch.results), dtype=object).reshape(acc.registers.shape)
-        return fa.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
+        return make_array(branch.results, acc.layout, acc.shape)
 
     return scale(acc, alpha)

@@ -38,6 +38,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.common.interpret import interpreted_by, two_views
+from pallas_kernels.common.mlir import integer
+from pallas_kernels.common.registers import make_array, numbers_of
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_LAST, matrix
 
 HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
@@ -147,9 +149,7 @@ def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.
                 # [rows / 64, columns / 8, -, -, which eight of the 16 rows of a warp, -, -, -, -]
                 target = (i, j, 0, 0, h) if transposed else (i, 2 * j + h, 0, 0, rest[2])
                 wide[(*target, 0, 0, 0, 0)] = half
-        layout = left.to_mgpu()
-        wide = wide.reshape(layout.registers_shape(shape))
-        return mgpu.FragmentedArray(_registers=wide, _layout=layout, _is_signed=None)
+        return make_array(wide.flat, left.to_mgpu(), shape)
 
     return plgpu.inline_mgpu(
         arg_types=(WORDS if transposed else ROWS,),
@@ -159,7 +159,7 @@ def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.
 
 def halves(register: ir.Value, dtype: Any, transposed: bool) -> list[ir.Value]:
     """The bytes 0 to 3 of a register as two of two float16 each: 0, 1 and 2, 3; where `transposed` 0, 2 and 1, 3."""
-    i32 = ir.IntegerType.get_signless(32)
+    i32 = integer()
     pairs = ((0, 2), (1, 3)) if transposed else ((0, 1), (2, 3))
     narrow = utils.bitcast(register, i32)
 
@@ -196,7 +196,7 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
     rows = [sum(row << 4 * i for i, row in enumerate(order[8 * h : 8 * h + 8])) for h in range(2)]
 
     def exchange(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        i32 = ir.IntegerType.get_signless(32)
+        i32 = integer()
         lane = utils.inline_ptx("mov.u32 $0, %laneid;", result_types=i32)
         sources = [
             utils.inline_ptx(
@@ -223,7 +223,7 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
                 for pair in zip(*eights, strict=True)
             ]
             taken[index] = from_words(words, dtype)
-        return mgpu.FragmentedArray(_registers=taken, _layout=x.layout, _is_signed=x.is_signed)
+        return make_array(taken.flat, x.layout, x.shape)
 
     return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=ROWS))(
         exchange
@@ -233,8 +233,7 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
 def split_words(register: ir.Value) -> list[ir.Value]:
     """A vector of registers of 32 bits."""
     bits = utils.bitwidth(register.type)
-    words = vector.bitcast(ir.VectorType.get((bits // 32,), ir.IntegerType.get_signless(32)), register)
-    return [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(bits // 32)]
+    return numbers_of(vector.bitcast(ir.VectorType.get((bits // 32,), integer()), register))
 
 
 def from_words(words: list[ir.Value], dtype: ir.Type) -> ir.Value:

@@ -20,10 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.common.interpret import interpreted_by
+from pallas_kernels.common.mlir import integer
+from pallas_kernels.common.registers import scalar_of
 from pallas_kernels.common.rows import LOWEST, ROWS, ROWS_LAST, SCALAR, full, store
 from pallas_kernels.common.sizes import ceil_div
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -110,9 +111,8 @@ class Partials:
             return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
         )
         def count(_: Any, ours: Any, last: Any) -> Any:
-            operands = utils.memref_ptr(ours), utils.thread_idx(), last.registers.item()
-            i32 = ir.IntegerType.get_signless(32)
-            is_last = llvm.inline_asm(i32, operands, COUNT, "=r,l,r,r,~{memory}", has_side_effects=True)
+            operands = utils.memref_ptr(ours), utils.thread_idx(), scalar_of(last)
+            is_last = llvm.inline_asm(integer(), operands, COUNT, "=r,l,r,r,~{memory}", has_side_effects=True)
             return fragmented_array.FragmentedArray.splat(is_last, (), is_signed=True)
 
         return count(self.refs.arrivals.at[seq, kv_head, 0], jnp.int32(last)) == 1

@@ -8,10 +8,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
+from pallas_kernels.common.chunks import below, pointer, product, quotient, remainder
 from pallas_kernels.common.interpret import interpreted_by
-from pallas_kernels.common.mlir import arith, constant
+from pallas_kernels.common.mlir import arith, constant, integer
+from pallas_kernels.common.registers import scalar_of
 from pallas_kernels.common.rows import ROWS, ROWS_LAST, SCALAR
 from pallas_kernels.decode.config import COLUMNS
 
@@ -42,30 +43,29 @@ def store(
     q_len = out_gmem.shape[1]
 
     def put(ref: Any, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
-        start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
+        start = pointer(ref, 64)
         ref_type = ir.MemRefType(ref.type)
         _, _, heads, *rest = ref_type.shape
         width = rest[0] if rest else 1
         bits = utils.bitwidth(ref_type.element_type)
-        number_type = ir.IntegerType.get_signless(bits)
-        seq, kv_head = (arith.index_cast(ir.IndexType.get(), scalar.registers.item()) for scalar in scalars)
-        head = arith.muli(kv_head, _index(group))
+        seq, kv_head = (arith.index_cast(ir.IndexType.get(), scalar_of(x)) for x in scalars)
+        head = product(kv_head, group)
         for c, array in enumerate(arrays):
 
             def put_one(value: Any, at: tuple[Any, ...], c: int = c) -> None:
                 *column, row = at
-                token = arith.addi(arith.muli(seq, _index(q_len)), arith.divui(row, _index(group)))
-                number = arith.addi(arith.muli(token, _index(heads)), arith.addi(head, arith.remui(row, _index(group))))
-                is_there = _below(row, q_len * group)
+                token = arith.addi(product(seq, q_len), quotient(row, group))
+                number = arith.addi(product(token, heads), arith.addi(head, remainder(row, group)))
+                is_there = below(row, q_len * group)
                 if column:
-                    its_column = arith.addi(column[0], _index(c * COLUMNS))
-                    number = arith.addi(arith.muli(number, _index(width)), its_column)
-                    is_there = arith.andi(is_there, _below(its_column, width))
-                byte = arith.index_cast(ir.IntegerType.get_signless(64), arith.muli(number, _index(bits // 8)))
+                    its_column = arith.addi(column[0], constant("index", c * COLUMNS))
+                    number = arith.addi(product(number, width), its_column)
+                    is_there = arith.andi(is_there, below(its_column, width))
+                byte = arith.index_cast(integer(64), product(number, bits // 8))
                 utils.inline_ptx(
                     f"st.global.b{bits} [$0], $1;",
                     arith.addi(start, byte),
-                    utils.bitcast(value, number_type),
+                    utils.bitcast(value, integer(bits)),
                     predicate=is_there,
                     has_side_effects=True,
                 )
@@ -80,11 +80,3 @@ def store(
         put(out, operands[:-2], operands[-2:])
 
     put_all(out_gmem, lse_gmem, lse, *parts, seq, kv_head)
-
-
-def _index(x: int) -> Any:
-    return constant("index", x)
-
-
-def _below(x: Any, bound: int) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.ult, x, _index(bound))

@@ -20,10 +20,11 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from pallas_kernels.common.chunks import THREADS, below, i32, pointer, product, thread, total
+from pallas_kernels.common.chunks import THREADS, below, i32, is_less, pointer, product, remainder, thread, total
 from pallas_kernels.common.cp_async import copy
 from pallas_kernels.common.interpret import interpreted_by
-from pallas_kernels.common.mlir import arith, constant
+from pallas_kernels.common.mlir import arith, constant, integer
+from pallas_kernels.common.registers import load, make_array, numbers_of, scalar_of
 from pallas_kernels.common.rows import ROWS as SUMS
 from pallas_kernels.common.rows import ROWS_FIRST, SCALAR
 from pallas_kernels.lora.config import COLUMNS, FEATURES, ROWS, WARPS
@@ -31,18 +32,12 @@ from pallas_kernels.lora.registers import (
     address_of,
     column_of,
     find_place,
-    is_less,
-    load,
     load_words,
-    make_array,
     narrowed,
-    numbers_of,
-    plus_product,
+    plus_product_of_words,
     rank_of,
     rows_of_thread,
-    scalar_of,
     slot,
-    word_type,
 )
 
 REF = plgpu.RefType()
@@ -133,7 +128,7 @@ def multiply_features(sums: jax.Array, stage: Any) -> jax.Array:
         upper, lower, *a = (load_words(stage, i) for i in range(2 + rank_of(stage) // 8))
         for i in (0, 2):
             left = [upper[i], lower[i], upper[i + 1], lower[i + 1]]
-            sums = plus_product(sums, left, [word for eight in a for word in eight[i : i + 2]], stage)
+            sums = plus_product_of_words(sums, left, [word for eight in a for word in eight[i : i + 2]], stage)
         return sums
 
     return multiply(sums, stage)
@@ -146,7 +141,7 @@ def add_warps(sums: jax.Array, sums_smem: Any, dtype: Any) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(SUMS, REF), return_type=plgpu.ShapeDtypeStruct(sums.shape, dtype, SUMS))
     def add(_: Any, sums: Any, sums_smem: Any) -> fa.FragmentedArray:
         of_thread = total(pointer(sums_smem), product(thread(), PAIR))
-        of_lane = total(pointer(sums_smem), product(arith.remui(thread(), i32(32)), PAIR))
+        of_lane = total(pointer(sums_smem), product(remainder(thread(), 32), PAIR))
         for i, pair in enumerate(sums.registers.flat):
             address = total(of_thread, i32(i * PAIR * THREADS))
             utils.inline_ptx("st.shared.v2.f32 [$0], {$1, $2};", address, *numbers_of(pair), has_side_effects=True)
@@ -154,9 +149,11 @@ def add_warps(sums: jax.Array, sums_smem: Any, dtype: Any) -> jax.Array:
         h = []
         for i in range(sums.registers.size):
             places = (i * THREADS + warp * 32 for warp in range(WARPS))
-            pairs = [load("v2.f32", ir.F32Type.get(), total(of_lane, i32(PAIR * place))) for place in places]
+            pairs = [
+                load("ld.shared.v2.f32", ir.F32Type.get(), total(of_lane, i32(PAIR * place)), 2) for place in places
+            ]
             h.append(narrowed([functools.reduce(arith.addf, numbers) for numbers in zip(*pairs, strict=True)], dtype))
-        return make_array(h, SUMS, sums.shape)
+        return make_array(h, SUMS.to_mgpu(), sums.shape)
 
     return add(sums, sums_smem)
 
@@ -205,7 +202,7 @@ def store_columns(
         for rank in range(0, rank_of(stage), 16):
             b = [load_words(stage, rank // 4 + i) for i in range(4)]
             right = [column_of(b[i], b[i + 1], column) for column in range(8) for i in (0, 2)]
-            sums = plus_product(sums, list(h[:, rank : rank + 16].registers.flat), right, stage)
+            sums = plus_product_of_words(sums, list(h[:, rank : rank + 16].registers.flat), right, stage)
         column = total(first, product(warp, OF_WARP[1]), product(t, 16))
         for row, pairs in zip(rows_of_thread(rows), sums.registers.reshape(8, 2).T, strict=True):
             is_there = arith.andi(below(row, ir.MemRefType(out.type).shape[0]), is_less(column, end))
@@ -214,7 +211,7 @@ def store_columns(
                 utils.inline_ptx(
                     "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
                     address_of(out, row, total(column, i32(8 * i))),
-                    *(utils.bitcast(pair, word_type()) for pair in narrow),
+                    *(utils.bitcast(pair, integer()) for pair in narrow),
                     predicate=is_there,
                     has_side_effects=True,
                 )

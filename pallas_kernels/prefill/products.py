@@ -14,16 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import mma_utils, utils
 from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma, wgmma_m64
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
 from pallas_kernels.common.interpret import interpreted
-from pallas_kernels.common.mlir import constant
+from pallas_kernels.common.mlir import constant, integer
+from pallas_kernels.common.registers import make_array
 from pallas_kernels.common.rows import ROWS
 
 F32 = jnp.dtype(jnp.float32)
@@ -116,9 +115,8 @@ def _add(acc: Any, p: Any, v: Any, swizzle: int) -> Any:
         v, swizzle=swizzle, large_tile=(columns, columns), group_size=(columns, width), logical_k_major=True
     )
     registers = acc.registers.copy()
-    i64 = ir.IntegerType.get_signless(64)
     for group in range(p.shape[1] // columns):
-        offset = utils.c(mma_utils.encode_addr(group * group_stride), i64)
+        offset = utils.c(mma_utils.encode_addr(group * group_stride), integer(64))
         registers = wgmma_m64(
             registers,
             p[:, group * columns : (group + 1) * columns],
@@ -132,4 +130,4 @@ def _add(acc: Any, p: Any, v: Any, swizzle: int) -> Any:
             a_element_type=p.mlir_dtype,
             b_element_type=p.mlir_dtype,
         )
-    return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
+    return make_array(registers.flat, acc.layout, acc.shape)

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, memref, vector
+from jaxlib.mlir.dialects import llvm, memref
 
 from pallas_kernels.common import cp_async
-from pallas_kernels.common.chunks import below, chunks, i32, product, total, wide
+from pallas_kernels.common.chunks import below, chunks, i32, is_less, pointer, product, quotient, total, wide
 from pallas_kernels.common.interpret import interpreted_by
-from pallas_kernels.common.mlir import arith, scf
+from pallas_kernels.common.mlir import arith, integer, scf
 from pallas_kernels.common.options import given
+from pallas_kernels.common.registers import numbers_of, scalar_of
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST, normalise
 from pallas_kernels.common.scales import scaled
 from pallas_kernels.prefill.config import Cut
@@ -145,7 +145,7 @@ class RowsOfItem:
             copy = "ld.shared.v4.b32 {a, b, c, d}, [$0]; @p st.global.v4.b32 [$1], {a, b, c, d};"
             where = _ItemRows.of(self.config, *scalars)
             for chunk in _chunks(out, o_smem, where, start):
-                is_there = arith.extui(ir.IntegerType.get_signless(32), chunk.is_there)
+                is_there = arith.extui(integer(), chunk.is_there)
                 _asm(
                     "{ .reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $2, 0; " + copy + " }",
                     "r,l,r",
@@ -163,14 +163,14 @@ class RowsOfItem:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
             where = _ItemRows.of(self.config, *scalars)
-            head_dim, int32 = ir.MemRefType(out.type).shape[-1], ir.IntegerType.get_signless(32)
+            head_dim, int32 = ir.MemRefType(out.type).shape[-1], integer()
             for at, pair in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
                 row, column = (arith.index_cast(int32, i) for i in at)
                 _asm(
                     "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2}; }",
                     "l,f,f,r",
                     where.address(out, row, column, num_bytes=4),
-                    *(vector.extract(pair, dynamic_position=[], static_position=[i]) for i in range(2)),
+                    *numbers_of(pair),
                     arith.extui(int32, arith.andi(where.has(row), below(column, head_dim))),
                 )
 
@@ -185,7 +185,7 @@ class RowsOfItem:
             where = _ItemRows.of(self.config, *scalars)
 
             def put(value: Any, at: tuple) -> None:
-                row = arith.index_cast(ir.IntegerType.get_signless(32), at[0])
+                row = arith.index_cast(integer(), at[0])
                 with ir.InsertionPoint(scf.IfOp(where.has(row)).then_block):
                     memref.store(value, out, where.of_row(row))
                     scf.yield_([])
@@ -210,7 +210,7 @@ class _ItemRows:
 
     @classmethod
     def of(cls, config: Cut, *scalars: Any) -> "_ItemRows":
-        return cls(config, *(x.registers[()] for x in scalars))
+        return cls(config, *map(scalar_of, scalars))
 
     def _split(self, row: Any) -> tuple[Any, Any]:
         row, tokens = arith.addi(row, self.first_row), i32(self.config.item_tokens)
@@ -218,8 +218,7 @@ class _ItemRows:
 
     def has(self, row: Any) -> Any:
         head, token = self._split(row)
-        is_token = arith.cmpi(arith.CmpIPredicate.ult, token, self.num_tokens)
-        return arith.andi(is_token, below(head, self.config.heads))
+        return arith.andi(is_less(token, self.num_tokens), below(head, self.config.heads))
 
     def of_row(self, row: Any) -> list[Any]:
         """Indices."""
@@ -230,7 +229,7 @@ class _ItemRows:
     def address(self, array: Any, row: Any, column: Any, *, num_bytes: int) -> Any:
         """i64, of a number of an array of [tokens, heads, head_dim]."""
         _, heads, head_dim = ir.MemRefType(array.type).shape
-        start = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(array))
+        start = pointer(array, 64)
         head, token = self._split(row)
         first_row = arith.addi(product(wide(self.array_row), heads), wide(self.head))
         number = arith.addi(product(arith.addi(product(token, heads), head), head_dim), column)  # of the item's
@@ -250,7 +249,7 @@ def _chunks(array: Any, smem: Any, where: _ItemRows, start: int = 0) -> Iterator
     """The chunks of rows, in SMEM and in an array [tokens, heads, head_dim], its columns from `start` on."""
     head_dim = ir.MemRefType(array.type).shape[-1]
     for chunk in chunks(smem):
-        column = arith.addi(arith.divui(chunk.byte, i32(2)), i32(start))
+        column = arith.addi(quotient(chunk.byte, 2), i32(start))
         is_there = arith.andi(where.has(chunk.row), below(column, head_dim))
         yield _Chunk(chunk.smem, where.address(array, chunk.row, column, num_bytes=2), is_there)
 

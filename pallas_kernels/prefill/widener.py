@@ -31,6 +31,7 @@ from jaxlib.mlir import ir
 
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted_by
+from pallas_kernels.common.registers import make_array
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
 from pallas_kernels.common.widen import from_words, halves, power_of_two, split_words
 from pallas_kernels.prefill.config import Config
@@ -113,7 +114,7 @@ def _float16(narrow: Any) -> jax.Array:
             pairs = [pair for word in words for pair in halves(word, narrow.dtype, transposed=False)]
             words = [word for pair in pairs for word in split_words(pair)]
             wide[index] = from_words(words, ir.VectorType.get((8,), ir.F16Type.get()))
-        return mgpu.FragmentedArray(_registers=wide, _layout=x.layout, _is_signed=None)
+        return make_array(wide.flat, x.layout, x.shape)
 
     layout = _eights(narrow.shape[1])
     result = plgpu.ShapeDtypeStruct(narrow.shape, jnp.dtype(jnp.float16), layout=layout)

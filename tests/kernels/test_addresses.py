@@ -4,6 +4,7 @@ Interpret mode copies at once, and does not run it.
 """
 
 import dataclasses
+import itertools
 import operator
 import types
 
@@ -69,21 +70,23 @@ def copied(monkeypatch):
         thread_idx=lambda: now.thread,
         bitwidth=lambda bits: bits,
         memref_ptr=lambda ref: ref.start,
-        c=lambda x, _: x,
         inline_ptx=lambda text, *operands, predicate=True, **_: found.append((text, operands)) if predicate else None,
     )
-    ir = types.SimpleNamespace(
-        MemRefType=lambda its: its, IntegerType=types.SimpleNamespace(get_signless=lambda bits: bits)
+    mlir = dict(
+        arith=ARITH,
+        utils=utils,
+        ir=types.SimpleNamespace(MemRefType=lambda its: its),
+        llvm=types.SimpleNamespace(ptrtoint=lambda _, x: x),
+        constant=lambda _, x: x,
+        integer=lambda bits=32: bits,
+        product=operator.mul,
+        quotient=operator.floordiv,
+        remainder=operator.mod,
+        below=COMPARISONS["ult"],
     )
-    for module in (chunks, cp_async, rows_of_item):
-        monkeypatch.setattr(module, "arith", ARITH)
-        monkeypatch.setattr(module, "utils", utils)
-        monkeypatch.setattr(module, "ir", ir)
-        monkeypatch.setattr(module, "llvm", types.SimpleNamespace(ptrtoint=lambda _, x: x))
-        if hasattr(module, "constant"):
-            monkeypatch.setattr(module, "constant", lambda _, x: x)
-        if hasattr(module, "product"):
-            monkeypatch.setattr(module, "product", operator.mul)
+    for module, (name, standing_in) in itertools.product((chunks, cp_async, rows_of_item), mlir.items()):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, standing_in)
     mosaic = types.SimpleNamespace(inline_mgpu=inline_mgpu, RefType=lambda *_: None)
     monkeypatch.setattr(cp_async, "plgpu", mosaic)
     return found, now

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
 
 from pallas_kernels.common import sizes, widen
 
@@ -109,14 +110,13 @@ def on_lanes(monkeypatch):
     monkeypatch.setattr(widen.plgpu, "inline_mgpu", inline)
     monkeypatch.setattr(widen.utils, "inline_ptx", run)
     monkeypatch.setattr(widen.utils, "bitcast", lambda x, _: x)
-    kinds = types.SimpleNamespace(get=lambda *_: None, get_signless=lambda _: None)
-    monkeypatch.setattr(
-        widen, "ir", types.SimpleNamespace(IntegerType=kinds, VectorType=kinds, F16Type=kinds, Value=None)
-    )
+    kinds = types.SimpleNamespace(get=lambda *_: None)
+    monkeypatch.setattr(widen, "ir", types.SimpleNamespace(VectorType=kinds, F16Type=kinds, Value=None))
+    monkeypatch.setattr(widen, "integer", lambda: None)
     monkeypatch.setattr(widen, "split_words", lambda x: [x])
     monkeypatch.setattr(widen, "from_words", lambda words, _: words[0])
     monkeypatch.setattr(
-        widen.mgpu,
+        fragmented_array,
         "FragmentedArray",
         lambda _registers, _layout, _is_signed: types.SimpleNamespace(registers=_registers, layout=_layout),
     )

@@ -12,19 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.mosaic.gpu.mma import mma
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.common.chunks import i32, pointer, product, thread, total
+from pallas_kernels.common.chunks import i32, pointer, product, quotient, remainder, thread, total
 from pallas_kernels.common.interpret import interpreted_by
-from pallas_kernels.common.mlir import arith, constant
-from pallas_kernels.common.rows import COLUMNS, LEFT, RIGHT, ROWS, matrix
+from pallas_kernels.common.mlir import arith, constant, integer
+from pallas_kernels.common.registers import load, plus_product
+from pallas_kernels.common.rows import COLUMNS, ROWS, matrix
 
 DEPTH = 16  # of an operand
 MATRIX = matrix(COLUMNS, 2)  # in SMEM
@@ -47,12 +44,12 @@ def scores(q: Any, k: Any) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(ref, ref), return_type=result)
     def multiply(_: Any, q: Any, k: Any) -> fa.FragmentedArray:
         acc = fa.FragmentedArray.splat(constant("f32", 0.0), result.shape, ROWS.to_mgpu())
-        queries = _Matrices.of(q, product(arith.divui(thread(), i32(32)), 16), rows_first=True)
+        queries = _Matrices.of(q, product(quotient(thread(), 32), 16), rows_first=True)
         keys = _Matrices.of(k, None, rows_first=False)
         for start in range(0, width, DEPTH):
-            left = [queries.load(row, start) for row in range(0, rows, 64)]
-            right = [keys.load(row, start) for row in range(0, tile, 16)]
-            acc = mma(acc, _operand(left, LEFT, (rows, DEPTH)), _operand(right, RIGHT, (DEPTH, tile)))
+            left = [x for row in range(0, rows, 64) for x in queries.load(row, start)]
+            right = [x for row in range(0, tile, 16) for x in keys.load(row, start)]
+            acc = plus_product(acc, left, right)
         return acc
 
     return multiply(q, k)
@@ -65,13 +62,13 @@ def add(acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(ROWS, ROWS, plgpu.RefType(MATRIX)), return_type=result)
     def multiply(_: Any, acc: fa.FragmentedArray, p: fa.FragmentedArray, v: Any) -> fa.FragmentedArray:
-        (rows, tile), width = p.shape, acc.shape[1]
+        tile, width = p.shape[1], acc.shape[1]
         values = _Matrices.of(v, None, rows_first=True)
         for start in range(0, tile, DEPTH):
             # Every thread has the numbers of its left operands already.
-            left = list(p[:, start : start + DEPTH].registers.flat)
-            right = [values.load(start, column, transposed=True) for column in range(0, width, 16)]
-            acc = mma(acc, _operand([left], LEFT, (rows, DEPTH)), _operand(right, RIGHT, (DEPTH, width)))
+            left = p[:, start : start + DEPTH].registers.flat
+            right = [x for column in range(0, width, 16) for x in values.load(start, column, transposed=True)]
+            acc = plus_product(acc, left, right)
         return acc
 
     return multiply(acc, p, v)
@@ -90,13 +87,13 @@ class _Matrices:
     def of(cls, smem: Any, first_row: Any | None, *, rows_first: bool) -> "_Matrices":
         smem_type = ir.MemRefType(smem.type)
         row_bytes = smem_type.shape[1] * 8 * 2 * COLUMNS
-        lane = arith.remui(thread(), i32(32))
-        in_eight, quarter = arith.remui(lane, i32(8)), arith.divui(lane, i32(8))
-        first, second = arith.remui(quarter, i32(2)), arith.divui(quarter, i32(2))
+        lane = remainder(thread(), 32)
+        in_eight, quarter = remainder(lane, 8), quotient(lane, 8)
+        first, second = remainder(quarter, 2), quotient(quarter, 2)
         lower, right = (first, second) if rows_first else (second, first)
         start = total(pointer(smem), product(lower, row_bytes), product(in_eight, 2 * COLUMNS))
         if first_row is not None:
-            start = arith.addi(start, product(arith.divui(first_row, i32(8)), row_bytes))
+            start = arith.addi(start, product(quotient(first_row, 8), row_bytes))
         # The swizzle: 16 bytes stand in the order of their number xor the row.
         return cls(arith.addi(start, product(arith.xori(right, in_eight), 16)), row_bytes, smem_type.element_type)
 
@@ -105,19 +102,6 @@ class _Matrices:
         tile, in_tile = divmod(column, COLUMNS)
         address = arith.xori(self.lane, i32(2 * in_tile)) if in_tile else self.lane
         address = arith.addi(address, i32(row // 8 * self.row_bytes + tile * 8 * 2 * COLUMNS))
-        word = ir.IntegerType.get_signless(32)
-        loaded = llvm.inline_asm(
-            llvm.StructType.get_literal([word] * 4),
-            [address],
-            f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
-            "=r,=r,=r,=r,r",
-            has_side_effects=True,
-        )
+        words = load(f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16", integer(), address)
         pair = ir.VectorType.get((2,), self.number)
-        return [utils.bitcast(llvm.extractvalue(word, loaded, [i]), pair) for i in range(4)]
-
-
-def _operand(registers: list[list[Any]], layout: Any, shape: tuple[int, int]) -> fa.FragmentedArray:
-    its = layout.to_mgpu()
-    flat = np.array([x for part in registers for x in part], dtype=object)
-    return mgpu.FragmentedArray(_registers=flat.reshape(its.registers_shape(shape)), _layout=its, _is_signed=None)
+        return [utils.bitcast(word, pair) for word in words]

@@ -136,17 +136,17 @@ class Listing:
         """
         # 1. New blocks get buckets; of equal ones the first gets one for all.
         table, firsts, homes = _claim_buckets(self.table, wanted, found, salts)
-        is_given = firsts >= 0
         entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
+        are_first = firsts == entries
         ids = jnp.where(found.are_listed, found.ids, own.ravel()[firsts])
         before = _before(ids)
 
         # 2. The block found, or the first of equal ones, has exactly the same tokens, and the same block before it.
         same = (blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before.ravel()[firsts] == before)
         same &= firsts % own.shape[1] == entries % own.shape[1]
-        same = jnp.where(found.are_listed, found.are_same, is_given & same)
+        same = jnp.where(found.are_listed, found.are_same, (firsts >= 0) & same)
         are_listed = all_before(is_full & same)
-        new = are_listed & is_given & ~found.are_listed & (firsts == entries)
+        new = are_listed & are_first
 
         # 3. What is listed of each.
         def listed(old: jax.Array, values: jax.Array) -> jax.Array:
@@ -162,7 +162,7 @@ class Listing:
             parents=listed(self.parents, jnp.where(before > 0, serials[before], 0)),
             tags=listed(self.tags, found.tags),
             homes=listed(self.homes, homes),
-            table=put(table, homes, is_given & (firsts == entries), jnp.where(new, own, 0)),
+            table=put(table, homes, are_first, jnp.where(new, own, 0)),
             next_serial=self.next_serial + rank[-1, -1],
         )
         return listing, ids, are_listed, new

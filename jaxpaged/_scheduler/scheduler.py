@@ -109,29 +109,23 @@ class Scheduler(SchedulerState):
         """
         max_requests, num_seats = checked_size("max_requests", max_requests), checked_size("num_seats", num_seats)
         max_length, max_steps = checked_size("max_length", max_length), checked_size("max_steps", max_steps)
-        num_stop_ids, num_drafts, num_adapters = (
+        num_stop_ids, num_drafts = (
             checked_size("num_stop_ids", num_stop_ids, 0),
             checked_size("num_drafts", num_drafts, 0),
-            checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS),
         )
+        num_adapters = checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS)
+        prefixes = None
+        if prefix_cache is not None:
+            if max_length < (block_size := prefix_cache.listing.tokens.shape[1]):
+                raise ValueError(f"nothing would ever be cached: {max_length=} is less than a block of {block_size}.")
+            prefixes = Prefixes.create(
+                prefix_cache, max_requests=max_requests, num_seats=num_seats, num_adapters=num_adapters
+            )
 
         # One array each: two leaves that are one buffer cannot both be donated.
         def full(*shape: int, value: int = 0) -> jax.Array:
             return jnp.full(shape, value, jnp.int32)
 
-        prefixes = None
-        if prefix_cache is not None:
-            if max_length < (block_size := prefix_cache.listing.tokens.shape[1]):
-                raise ValueError(f"nothing would ever be cached: {max_length=} is less than a block of {block_size}.")
-            prefixes = Prefixes(
-                cache=prefix_cache,
-                salt=jnp.arange(1 + num_adapters, dtype=jnp.int32),
-                salts=full(num_seats),
-                num_listed=full(num_seats),
-                left=full(num_seats, value=max_requests),
-                findable=full(max_requests),
-                is_due=jnp.zeros((), jnp.bool_),
-            )
         return cls(
             tokens=full(max_requests, max_length),
             num_known=full(max_requests),

@@ -1,5 +1,7 @@
 """What a scheduler holds, and the questions that its operations share."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import jax
@@ -35,6 +37,18 @@ class Prefixes:
     left: jax.Array
     findable: jax.Array
     is_due: jax.Array
+
+    @classmethod
+    def create(cls, cache: PrefixCache, *, max_requests: int, num_seats: int, num_adapters: int) -> Prefixes:
+        return cls(
+            cache=cache,
+            salt=jnp.arange(1 + num_adapters, dtype=jnp.int32),
+            salts=jnp.zeros(num_seats, jnp.int32),
+            num_listed=jnp.zeros(num_seats, jnp.int32),
+            left=jnp.full(num_seats, max_requests, jnp.int32),
+            findable=jnp.zeros(max_requests, jnp.int32),
+            is_due=jnp.zeros((), jnp.bool_),
+        )
 
     def salts_of(self, adapters: jax.Array) -> jax.Array:
         """For requests that begin now with these adapters, int32."""

@@ -371,7 +371,7 @@ MUTANTS = (
         "scheduler: accepts what was not drafted",
         PROGRESS,
         "(num_known + step.num_drafts)[:, None]",
-        "(num_known + most)[:, None]",
+        "(num_known + tokens.shape[1])[:, None]",
         MIXTURE,
     ),
     Mutant(

@@ -23,15 +23,8 @@ def commit[S: SchedulerState](
     num_known = planning.per_seat(scheduler, scheduler.num_known)
     columns = num_known[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
 
-    # 1. Which of them count: up to the first that is not its draft, or that ends the request.
-    stop_ids = planning.per_seat(scheduler, scheduler.stop_ids)[:, None]
-    is_stop = ((stop_ids == tokens[..., None]) & (stop_ids >= 0)).any(axis=2)
-    is_new = is_sampled[:, None]
-    if most > 1:
-        drafts = scheduler.tokens.at[scheduler.seated[:, None], columns[:, :-1]].get(mode="fill", fill_value=-1)
-        goes_on = (tokens[:, :-1] == drafts) & ~is_stop[:, :-1]
-        goes_on &= columns[:, :-1] < (num_known + step.num_drafts)[:, None]
-        is_new = jnp.cumprod(jnp.concatenate([is_new, goes_on], axis=1), axis=1, dtype=jnp.int32) > 0
+    # 1. Which of them count.
+    is_new, is_stop = counted(scheduler, step, tokens, is_sampled, num_known, columns)
 
     # 2. They become known.
     num_known += is_new.sum(axis=1, dtype=jnp.int32)
@@ -74,6 +67,38 @@ def commit[S: SchedulerState](
         num_preempted=scheduler.num_preempted + is_preempted.sum(dtype=jnp.int32),
     )
     return scheduler, allocator
+
+
+def counted(
+    scheduler: SchedulerState,
+    step: Step,
+    tokens: jax.Array,
+    is_sampled: jax.Array,
+    num_known: jax.Array,
+    columns: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Which sampled tokens count, up to the first that is not its draft or that ends the request, and which end it.
+
+    Args:
+        scheduler: with the drafts behind the known tokens.
+        step: what was planned.
+        tokens: int32 `[seats, drafts + 1]`, the sampled ones.
+        is_sampled: bool `[seats]`.
+        num_known: int32 `[seats]`.
+        columns: int32 `[seats, drafts + 1]`, where the sampled tokens go in the rows of `scheduler.tokens`.
+
+    Returns:
+        is_new, is_stop: bool `[seats, drafts + 1]`.
+    """
+    stop_ids = planning.per_seat(scheduler, scheduler.stop_ids)[:, None]
+    is_stop = ((stop_ids == tokens[..., None]) & (stop_ids >= 0)).any(axis=2)
+    is_new = is_sampled[:, None]
+    if tokens.shape[1] > 1:
+        drafts = scheduler.tokens.at[scheduler.seated[:, None], columns[:, :-1]].get(mode="fill", fill_value=-1)
+        goes_on = (tokens[:, :-1] == drafts) & ~is_stop[:, :-1]
+        goes_on &= columns[:, :-1] < (num_known + step.num_drafts)[:, None]
+        is_new = jnp.cumprod(jnp.concatenate([is_new, goes_on], axis=1), axis=1, dtype=jnp.int32) > 0
+    return is_new, is_stop
 
 
 def abort[S: SchedulerState](scheduler: S, allocator: BlockAllocator, marked: jax.Array) -> tuple[S, BlockAllocator]:

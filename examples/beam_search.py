@@ -23,9 +23,10 @@ from jax import lax
 
 from jaxpaged import BlockAllocator, copy_blocks
 from lib.command_line import compute, describe_blocks, model_arguments, positive, run
-from lib.generation import num_entries, start
+from lib.generation import num_entries
 from lib.llama import Llama, LlamaConfig
 from lib.prefill import Caches, Prompts, pad_prompts, write_prompts
+from lib.start import start
 
 
 @jax.tree_util.register_dataclass

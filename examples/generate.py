@@ -39,10 +39,11 @@ from lib.command_line import (
     say,
 )
 from lib.engine_llama import create_engine
-from lib.generation import Generation, Granularity, Timing, calibrate, generated, num_bytes, run_generation, start
+from lib.generation import Generation, Timing, generated, run_generation
 from lib.llama import Llama, LlamaConfig
 from lib.sampling import Sampling
 from lib.shared_prefix import common_prefix, num_spared_blocks
+from lib.start import Granularity, calibrate, num_bytes, start
 from lib.tensor_parallel import spread
 
 STREAM_STEPS = 8  # decode steps between two looks at the tokens

@@ -21,10 +21,11 @@ from jax import lax
 
 import jaxpaged
 from lib.command_line import compute, model_arguments, positive, run
-from lib.generation import Generation, claim, extend, generated, prefill, start
+from lib.generation import Generation, claim, extend, generated, prefill
 from lib.llama import Llama, LlamaConfig
 from lib.prefill import Prompts, pad_prompts
 from lib.sampling import Sampling
+from lib.start import start
 
 
 @jax.tree_util.register_dataclass

@@ -19,9 +19,10 @@ from flax import nnx
 
 from benchmarks.harness import add_output, open_store
 from lib.checkpoint import Tokenizer, default_path, load_model, read_checkpoint
-from lib.generation import run_generation, start
+from lib.generation import run_generation
 from lib.llama import Llama, LlamaConfig
 from lib.sampling import Sampling
+from lib.start import start
 
 PROMPT = "The page table of a process maps each page of its address space to a frame of memory, so that"
 STEPS = 64

@@ -26,9 +26,10 @@ from flax import nnx
 from benchmarks.harness import ROOT, add_output, open_store
 from jaxpaged import BlockAllocator, KVCache, gather_kv, kv_scale
 from lib.checkpoint import Tokenizer, default_path, load_model, read_checkpoint
-from lib.generation import run_generation, start
+from lib.generation import run_generation
 from lib.llama import Llama, LlamaConfig
 from lib.sampling import Sampling
+from lib.start import start
 
 CHUNK, BLOCK_SIZE, NEW_TOKENS = 256, 16, 48
 CACHES = (

@@ -16,8 +16,8 @@ import jax
 
 from lib.checkpoint import Checkpoint, CheckpointError, default_path, load_model, one_line, read_checkpoint
 from lib.extras import missing_extra
-from lib.generation import PoolError
 from lib.sampling import Sampling
+from lib.start import PoolError
 from lib.tensor_parallel import DevicesError
 
 MOST_TEXT_BYTES = 2**28  # a larger file of prompts is a mistake, or /dev/zero

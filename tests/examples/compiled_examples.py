@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 
-from lib import generation
+import lib.start
 from tests.compiled import instructions
 
 NUM_BLOCKS = 4096  # a cache is larger than all else that the tiny model has
@@ -16,7 +16,7 @@ def read_compiled(monkeypatch: pytest.MonkeyPatch, example: ModuleType, name: st
     checked = []
 
     def start(*arguments, **options):
-        return generation.start(*arguments, **options | {"num_blocks": NUM_BLOCKS})
+        return lib.start.start(*arguments, **options | {"num_blocks": NUM_BLOCKS})
 
     def check(*arguments):
         module = function.lower(*arguments).compile()

@@ -7,7 +7,7 @@ import pytest
 
 import beam_search
 from lib.command_line import exit_code
-from lib.generation import start
+from lib.start import start
 from tests.examples.compiled_examples import read_compiled
 from tests.examples.tiny_checkpoint import EOS, greedy, next_logits
 

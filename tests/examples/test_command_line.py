@@ -17,6 +17,7 @@ from flax import nnx
 from lib import chat_template, command_line, generation
 from lib.checkpoint import Checkpoint, CheckpointError
 from lib.sampling import Sampling, sample
+from lib.start import PoolError, start
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -100,7 +101,7 @@ def test_a_stream_of_ascii_gets_all_that_a_model_says(end):
 
 
 def test_refusals_are_one_sentence_and_code_2(end):
-    for error in (command_line.RequestError, CheckpointError, generation.PoolError):
+    for error in (command_line.RequestError, CheckpointError, PoolError):
 
         def refuse(error=error) -> None:
             raise error("It cannot be.")
@@ -195,7 +196,7 @@ def test_the_most_likely_token_is_always_among_the_likely(top_p):
 
 def test_a_step_has_the_same_dtypes_under_x64(tiny):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        empty = functools.partial(generation.start, max_new_tokens=4, block_size=16, num_blocks=None, seed=0)
+        empty = functools.partial(start, max_new_tokens=4, block_size=16, num_blocks=None, seed=0)
         state = empty(tiny.config, [[1, 2]], dtype="float32")
         more = functools.partial(generation.decode, eos_ids=(), sampling=Sampling())
         after = jax.eval_shape(more, *nnx.split(tiny.model), state, jnp.int32(1))

@@ -8,9 +8,10 @@ from flax import nnx
 import generate
 from lib import shared_prefix
 from lib.command_line import exit_code
-from lib.generation import generated, prefill, start
+from lib.generation import generated, prefill
 from lib.prefill import pad_prompts
 from lib.sampling import Sampling
+from lib.start import start
 from tests.examples.tiny_checkpoint import greedy
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,11 @@ from flax import nnx
 import generate as command
 import jaxpaged
 from lib.command_line import exit_code
-from lib.generation import generated, run_generation, start
+from lib.generation import generated, run_generation
 from lib.llama import LatentConfig, Llama, LlamaConfig
 from lib.routed_experts import Routing
 from lib.sampling import Sampling
+from lib.start import start
 from lib.tensor_parallel import make_mesh, repeated_kv_heads, shard_model
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,143 @@
+"""How a generation begins: a pool that its prompts fit into, caches, keys to sample with, and scales."""
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections import Counter
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+import jaxpaged
+from lib.generation import Generation, prefill
+from lib.llama import Llama, LlamaConfig
+from lib.prefill import Caches, pad_prompts
+from lib.sampling import Sampling
+from lib.tensor_parallel import create_on, replicate
+
+MOST_CACHE_BYTES = 64e9  # a larger pool is a mistake
+Granularity = Literal["token_head", "head", "tensor"]  # of a quantised cache's scales
+
+
+class PoolError(ValueError):
+    """The prompts do not fit into the pool; the message is one sentence for the user."""
+
+
+def start(
+    config: LlamaConfig,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    block_size: int,
+    num_blocks: int | None,
+    dtype: str,
+    seed: int,
+    scale: Granularity | None = None,
+    num_spared: int = 0,
+    num_drafted: int = 0,
+    mesh: Mesh | None = None,
+) -> Generation:
+    """An empty generation.
+
+    `dtype` and `scale` are the cache's; `calibrate` sets its scales of a tensor or a head. The sequences share
+    `num_spared` blocks, so the pool has that many less, and each has room for `num_drafted` more tokens, which are
+    drafted and rejected. On a `mesh`, the KV heads of the caches are sharded over its axis.
+
+    Raises `PoolError` if the prompts do not fit.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    limits = [min(max_new_tokens, config.context - length + 1) for length in lengths]
+    blocks_at_start = sum(-(-length // block_size) for length in lengths) - num_spared
+    # The last token of a sequence is never written: nothing attends to it.
+    longest = [length + limit - 1 + num_drafted for length, limit in zip(lengths, limits, strict=True)]
+    blocks_at_end = [-(-length // block_size) for length in longest]
+    if num_blocks is None:
+        num_blocks = 1 + sum(blocks_at_end) - num_spared
+    if num_blocks - 1 < blocks_at_start:
+        raise PoolError(
+            f"The prompts need {blocks_at_start} blocks of {block_size} tokens and --num-blocks {num_blocks} leaves "
+            f"{num_blocks - 1} beside the null block; pass at least --num-blocks {blocks_at_start + 1}."
+        )
+    state = Generation(
+        caches=create_caches(config, num_blocks, block_size, dtype=dtype, scale=scale, mesh=mesh),
+        allocator=jaxpaged.BlockAllocator.create(
+            num_blocks=num_blocks, block_size=block_size, num_seqs=len(prompts), max_blocks_per_seq=max(blocks_at_end)
+        ),
+        keys=prompt_keys(prompts, seed),
+        tokens=jnp.zeros((len(prompts), max(limits)), jnp.int32),
+        num_tokens=jnp.zeros(len(prompts), jnp.int32),
+        limits=jnp.asarray(limits, jnp.int32),
+        running=jnp.zeros(len(prompts), bool),
+        starved=jnp.zeros(len(prompts), bool),
+        num_cached=jnp.zeros(len(prompts), jnp.int32),
+        peak_blocks=jnp.zeros((), jnp.int32),
+        peak_unshared=jnp.zeros((), jnp.int32),
+    )
+    return state if mesh is None else replicate(mesh, state)
+
+
+def create_caches(
+    config: LlamaConfig, num_blocks: int, block_size: int, *, dtype: str, scale: Granularity | None, mesh: Mesh | None
+) -> Caches:
+    """The caches of all layers. Raises `PoolError` if they take more than MOST_CACHE_BYTES."""
+    placeholder = 1.0 if scale in ("tensor", "head") else None
+    sizes = config.cache_sizes
+    if config.latent is not None and scale == "token_head":
+        sizes["head_dim"] += config.latent.rotary_dim  # rotary numbers in two: `jaxpaged.split_rotary`
+    create = functools.partial(
+        jaxpaged.KVCache.create,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        **sizes,
+        dtype=dtype,
+        scale_per=scale,
+        k_scale=placeholder,
+        v_scale=None if config.latent is not None else placeholder,
+    )
+    cache_bytes = config.num_layers * num_bytes(jax.eval_shape(create))
+    if cache_bytes > MOST_CACHE_BYTES:
+        raise PoolError(
+            f"A pool of {num_blocks} blocks of {block_size} tokens takes {cache_bytes / 1e9:.0f} GB; "
+            "pass smaller --num-blocks, --block-size or --max-new-tokens."
+        )
+    if mesh is not None:
+        create = functools.partial(create_on, mesh, create)
+    return tuple(create() for _ in range(config.num_layers))
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def calibrate(
+    model: Llama, state: Generation, config: LlamaConfig, prompts: list[list[int]], *, dtype: str, scale: Granularity
+) -> Generation:
+    """`state` with the scales of each layer's cache set so that the keys and values of the prompts just fit."""
+    trial = start(config, prompts, max_new_tokens=1, block_size=16, num_blocks=None, dtype=dtype, seed=0)
+    graph, weights = nnx.split(model)
+    trial = prefill(graph, weights, trial, pad_prompts(prompts), None, (), Sampling())
+    caches = tuple(
+        dataclasses.replace(
+            cache,
+            k_scale=jaxpaged.kv_scale(seen.k, cache.k.dtype, scale),  # slots that hold no token are zeros
+            v_scale=None if seen.v is None else jaxpaged.kv_scale(seen.v, cache.v.dtype, scale),
+        )
+        for cache, seen in zip(state.caches, trial.caches, strict=True)
+    )
+    return dataclasses.replace(state, caches=caches)
+
+
+def prompt_keys(prompts: list[list[int]], seed: int) -> jax.Array:
+    """A random key for each prompt, from its own tokens and not its row in the batch; repeated prompts differ."""
+    seen: Counter[int] = Counter()
+    keys = []
+    for prompt in prompts:
+        digest = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
+        keys.append(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), digest), seen[digest]))
+        seen[digest] += 1
+    return jnp.stack(keys)

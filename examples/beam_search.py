@@ -24,7 +24,8 @@ from jax import lax
 from jaxpaged import BlockAllocator, copy_blocks
 from lib.command_line import compute, describe_blocks, model_arguments, positive, run
 from lib.generation import num_entries
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
 from lib.prefill import Caches, Prompts, pad_prompts, write_prompts
 from lib.start import start
 

@@ -40,7 +40,8 @@ from lib.command_line import (
 )
 from lib.engine_llama import create_engine
 from lib.generation import Generation, Timing, generated, run_generation
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
 from lib.sampling import Sampling
 from lib.shared_prefix import common_prefix, num_spared_blocks
 from lib.start import Granularity, calibrate, num_bytes, start

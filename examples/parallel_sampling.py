@@ -18,7 +18,8 @@ from flax import nnx
 from jaxpaged import copy_blocks
 from lib.command_line import compute, describe_blocks, model_arguments, positive, read_sampling, run, sampling_arguments
 from lib.generation import Generation, accept, decode, generated
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
 from lib.prefill import Prompts, pad_prompts, write_prompts
 from lib.sampling import Sampling
 from lib.start import start

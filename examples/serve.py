@@ -31,7 +31,7 @@ from lib.command_line import (
 )
 from lib.engine_llama import create_engine, layer_windows
 from lib.engine_thread import EngineThread
-from lib.llama import LlamaConfig
+from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import spread
 
 if TYPE_CHECKING:  # of the extra "serve": imported where it is used, so that --help works without

@@ -22,7 +22,8 @@ from jax import lax
 import jaxpaged
 from lib.command_line import compute, model_arguments, positive, run
 from lib.generation import Generation, claim, extend, generated, prefill
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
 from lib.prefill import Prompts, pad_prompts
 from lib.sampling import Sampling
 from lib.start import start

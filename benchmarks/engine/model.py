@@ -12,7 +12,7 @@ import jaxpaged.nnx
 from benchmarks.models.llama_step import LlamaConfig, fill, llama_3_8b, toy
 from jaxpaged import LatentSettings, LayerGroups, StepAttention, rotary_frequencies
 from jaxpaged._engine.slices import Apply
-from lib.llama import LatentConfig
+from lib.llama_config import LatentConfig
 
 CONFIGS = {
     "8b": llama_3_8b(32),

@@ -27,7 +27,8 @@ from benchmarks.harness import add_output, open_store
 from benchmarks.models import perplexity
 from jaxpaged import KVCache, rotary_frequencies, rotate_and_write_kv, split_rotary, widen_kv, write_kv
 from lib.checkpoint import default_path, load_model, read_checkpoint
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
 
 LATENT, ROTARY, HEADS, QUERIES, TOKENS = 512, 64, 16, 64, 2048
 OUTLIERS = 1, 10, 30, 100, 1000

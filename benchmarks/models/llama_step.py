@@ -18,7 +18,8 @@ from flax import nnx
 
 from benchmarks.harness import random
 from jaxpaged import BlockAllocator, KVCache, paged_attention, rotary_frequencies, rotate_and_write_kv
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
 
 Apply = Callable[
     [Any, jax.Array, tuple[KVCache, ...], BlockAllocator, jax.Array], tuple[tuple[KVCache, ...], jax.Array]

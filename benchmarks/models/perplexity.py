@@ -27,7 +27,8 @@ from benchmarks.harness import ROOT, add_output, open_store
 from jaxpaged import BlockAllocator, KVCache, gather_kv, kv_scale
 from lib.checkpoint import Tokenizer, default_path, load_model, read_checkpoint
 from lib.generation import run_generation
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
 from lib.sampling import Sampling
 from lib.start import start
 

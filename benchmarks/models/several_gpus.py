@@ -38,7 +38,8 @@ from benchmarks.models import decode_step, llama_step
 from benchmarks.models.decode_step import CHECKED_LAYERS, MOST_ERROR, State, loop, start, time_loop
 from benchmarks.models.sharded_attention import attention, collectives, context, part_shape, put
 from jaxpaged import Engine
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import CACHE, make_mesh, replicate, shard_model
 
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"

@@ -25,7 +25,8 @@ from jaxpaged import BlockAllocator, KVCache, SamplingParams
 from jaxpaged._cache.rotate import cos_sin, rotate
 from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.engine_llama import create_engine
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
 
 SEATS, BLOCK_SIZE, CHUNK_TOKENS = 8, 16, 56
 

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 
 import jaxpaged
 from lib.checkpoint import READ_ERRORS, CheckpointError, one_line
-from lib.llama import Llama, LlamaConfig, fused_parts
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig, fused_parts
 
 # Fields of a config that would change results: only these values are taken.
 ONLY = {

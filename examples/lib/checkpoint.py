@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lib.llama import Llama, LlamaConfig, fused_parts
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig, fused_parts
 
 if TYPE_CHECKING:  # of the extra "examples": imported where it is used, so that --help works without
     import tokenizers

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 import jaxpaged
 from lib.adapters import set_adapters
-from lib.llama import Attention, Llama, LlamaConfig
+from lib.llama import Attention, Llama
+from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import create_on
 
 CHUNK_TOKENS = 256

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jaxpaged
 from lib.fields import Fields
-from lib.llama import LatentConfig, LlamaConfig
+from lib.llama_config import LatentConfig, LlamaConfig
 from lib.routed_experts import Routing
 
 # Upper limits of a config. All are beyond any real model, and small enough to calculate shapes with.

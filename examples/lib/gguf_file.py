@@ -12,7 +12,7 @@ import jaxpaged
 from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
 from lib.families import MOST_FEATURES, MOST_HEAD_DIM, MOST_HEADS, MOST_LAYERS, MOST_TOKENS, THETAS
 from lib.fields import Fields
-from lib.llama import LlamaConfig
+from lib.llama_config import LlamaConfig
 
 GGUF_NAMES = {
     "token_embd": "embed_tokens",

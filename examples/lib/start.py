@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 import jaxpaged
 from lib.generation import Generation, prefill
-from lib.llama import Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
 from lib.prefill import Caches, pad_prompts
 from lib.sampling import Sampling
 from lib.tensor_parallel import create_on, replicate

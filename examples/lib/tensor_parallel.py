@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpaged
-from lib.llama import Llama, LlamaConfig, fused_parts
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig, fused_parts
 
 AXIS = "devices"
 CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]; a latent, which all heads read, is on every device

@@ -12,7 +12,8 @@ import generate as command
 import jaxpaged
 from lib.command_line import exit_code
 from lib.generation import generated, run_generation
-from lib.llama import LatentConfig, Llama, LlamaConfig
+from lib.llama import Llama
+from lib.llama_config import LatentConfig, LlamaConfig
 from lib.routed_experts import Routing
 from lib.sampling import Sampling
 from lib.start import start

@@ -1,0 +1,77 @@
+"""What distinguishes the models of llama.py: sizes, and the options of each family."""
+
+import dataclasses
+from typing import Any, Literal
+
+from lib.routed_experts import Routing
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Of multi-head latent attention; `head_dim` is then that of the part without a position."""
+
+    latent_dim: int
+    rotary_dim: int
+    value_dim: int
+    query_rank: int | None  # None: q is not compressed
+    rotary_factor: float
+    interleaved: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The defaults are Llama's; `families.py` reads which family has what."""
+
+    vocab_size: int
+    context: int  # the most tokens of a sequence, prompt and continuation
+    features: int
+    hidden_features: int  # of the MLP, or of each expert
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_epsilon: float
+    rotary_frequencies: tuple[float, ...]
+    attention_bias: bool = False  # of q, k and v
+    output_bias: bool = False  # of attention's output
+    mlp_bias: bool = False
+    tie_embeddings: bool = True
+    windows: tuple[int | None, ...] | None = None  # each layer's sliding window in tokens; None: no layer has one
+    window_frequencies: tuple[float, ...] | None = None  # rotary, of layers with a window; None: as in the others
+    scale: float | None = None  # of attention's logits; None: head_dim ** -0.5
+    logits_soft_cap: float | None = None  # of attention's logits
+    final_soft_cap: float | None = None  # of the model's logits
+    use_sinks: bool = False
+    use_qk_norm: bool = False  # of each head of q and k
+    use_post_norms: bool = False  # of the outputs of attention and the MLP, as well as of their inputs
+    norm_plus_one: bool = False  # whether a norm multiplies by its weight + 1
+    activation: Literal["silu", "gelu"] = "silu"  # of the MLP; "gelu" is the approximation with tanh
+    embedding_scale: float = 1.0
+    num_experts: int = 0  # 0: an MLP
+    experts_per_token: int = 0
+    swiglu_alpha: float = 1.702  # of the experts, as is the next
+    swiglu_limit: float = 7.0
+    latent: LatentConfig | None = None  # DeepSeek's attention, and
+    routing: Routing | None = None  # its experts
+
+    @property
+    def cache_sizes(self) -> dict[str, Any]:
+        """Of a layer's cache, as `jaxpaged.KVCache.create` takes them."""
+        if self.latent is None:
+            return dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        width = self.latent.latent_dim + self.latent.rotary_dim
+        return dict(num_kv_heads=1, head_dim=width, value_dim=self.latent.latent_dim, is_latent=True)
+
+
+def fused_parts(config: LlamaConfig) -> dict[str, dict[str, int]]:
+    """The projections that the model fuses: their names in a checkpoint and their widths, by the fused name.
+
+    A checkpoint holds each part `[outputs, features]`. Concatenated, they are
+        qkv_proj      [(num_heads + 2 * num_kv_heads) * head_dim, features], here transposed, as nnx.Linear holds it
+        gate_up_proj  [2 * hidden_features, features]; of shared experts with hidden features of their own
+    """
+    kv_outputs = config.num_kv_heads * config.head_dim
+    return {
+        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv_outputs, "v_proj": kv_outputs},
+        "gate_up_proj": {"gate_proj": config.hidden_features, "up_proj": config.hidden_features},
+    }

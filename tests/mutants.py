@@ -1064,6 +1064,20 @@ MUTANTS = (
         "tests/engine/test_engine_trouble.py::behind_a_failed",
     ),
     Mutant(
+        "engine: slices are taken back from the first on",
+        "jaxpaged/_engine/books.py",
+        "failed = self.under_way.pop()",
+        "failed = self.under_way.popleft()",
+        "tests/engine/test_books.py::taken_back",
+    ),
+    Mutant(
+        "engine: a slice that failed forgets aborts",
+        "jaxpaged/_engine/books.py",
+        "self._aborts = failed.aborts + self._aborts",
+        "pass",
+        "tests/engine/test_books.py::taken_back",
+    ),
+    Mutant(
         "engine: a slice is lost with a rollout that finds no memory",
         "jaxpaged/_engine/runner.py",
         "            self.collector.take(sent.result(), report, self.books.on_device | places, sent.version)\n",

@@ -102,6 +102,20 @@ def test_what_a_failed_slice_took_is_sent_again_in_order(books):
     assert books.num_open == 2
 
 
+def test_slices_are_taken_back_from_the_last_on(books):
+    ids = add(books, 3)
+    books.send(1)
+    take(books, [1])
+    books.end(books.named(ids[0], None))
+    assert books.send(1).aborts == [1]
+    books.send(1)
+    for _ in range(2):
+        books.take_back()
+    again = books.send(2)
+    assert [row.request_id for row in again.rows] == ids[1:]
+    assert again.aborts == [1]
+
+
 def test_an_abort_of_a_row_under_way_is_sent_once_its_place_is_known(books):
     (request,) = add(books, 1)
     books.send(1)

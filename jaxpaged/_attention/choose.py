@@ -126,11 +126,7 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
 def _latent_run(call: Call, gpu: Gpu) -> int | None:
     """Query tokens of a run, if the kernel for latents takes the call, which it computes in about half of the decode
     kernel's time. [latent_heads_h100 of benchmarks/results/decisions/]"""
-    run = 1
-    if not call.causal:  # its tokens become heads
-        run = max(1, latent_config.ROWS // call.group)
-        if call.tokens_per_seq is not None:
-            _, run = fewest_runs(call.tokens_per_seq, call.group, latent_config.ROWS)
+    run = 1 if call.causal else _run(call, latent_config.ROWS)  # whose tokens become heads
     others = (getattr(call.options, field.name) for field in dataclasses.fields(call.options) if field.name != "scale")
     is_plain = call.tree_mask is None and all(option is None for option in others)
     return run if is_plain and latent_config.takes(call.shapes(run), gpu.compute_capability) else None
@@ -171,10 +167,15 @@ def _runs(call: Call, gpu: Gpu) -> tuple[int, int]:
     most_rows = decode_config.MAX_ROWS
     if not call.causal or call.v_cache is None:
         most_rows = decode_config.most_rows(call.shapes(), gpu.compute_capability)
-    run = max(1, most_rows // call.group)
-    if call.tokens_per_seq is not None:
-        _, run = fewest_runs(call.tokens_per_seq, call.group, most_rows)
+    run = _run(call, most_rows)
     return _num_runs(call, run), run
+
+
+def _run(call: Call, most_rows: int) -> int:
+    """Query tokens of a run: as many as have at most `most_rows` rows, but one at least."""
+    if call.tokens_per_seq is None:
+        return max(1, most_rows // call.group)
+    return fewest_runs(call.tokens_per_seq, call.group, most_rows)[1]
 
 
 def _num_runs(call: Call, run: int) -> int:

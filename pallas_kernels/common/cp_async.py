@@ -34,6 +34,7 @@ from pallas_kernels.common.interpret import interpreted_by, nothing
 from pallas_kernels.common.mlir import arith
 from pallas_kernels.common.registers import scalar_of
 from pallas_kernels.common.rows import SCALAR
+from pallas_kernels.common.sizes import zero_unless
 
 
 def _copy_rows_at_once(
@@ -61,7 +62,7 @@ def _copy_tile_at_once(
         rows = jnp.concatenate([rows, jnp.zeros((count, width - rows.shape[1]), rows.dtype)], axis=1)
         row = lax.broadcasted_iota(jnp.int32, rows.shape, 0) + j * count
         ours = jnp.logical_and(row >= seen[0], row < seen[1])
-        target[pl.ds(j * count, count)] = jnp.where(ours, rows, jnp.zeros_like(rows))
+        target[pl.ds(j * count, count)] = zero_unless(ours, rows)
 
 
 def _copy_scales_at_once(

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common.sizes import div, rem
 
 WARPS = 4  # that copy, of a warpgroup
 Ids = tuple[jax.Array, ...]  # of the blocks of a tile
@@ -52,7 +53,7 @@ def blocks_of_tile(
 ) -> Ids:
     """The null block where nothing may be read."""
     num_blocks, block_size = cache.shape[:2]
-    first = lax.div(start, jnp.int32(block_size))
+    first = div(start, block_size)
     numbers = (first + j for j in range(max(1, tile_tokens // block_size)))
     return tuple(block_at(tables, seq, entry, entries, num_blocks) for entry in numbers)
 
@@ -76,5 +77,5 @@ def copy_tile(
             for i in range(1, WARPS):
                 block_id = jnp.where(warp >= i, ids[(first + i) // copies_of_id], block_id)
             row = (first + warp) * count
-            start = offset + lax.rem(row, jnp.int32(min(block_size, tile_tokens)))
+            start = offset + rem(row, min(block_size, tile_tokens))
             copy(block_id, pl.ds(start, count), pl.ds(row, count))

@@ -37,6 +37,15 @@ def divides_tiles(block_size: int) -> bool:
     return block_size in (8, 16, 32) or block_size % 64 == 0
 
 
+def div(x: jax.Array, y: int) -> jax.Array:
+    """Of int32, towards zero, as `rem`."""
+    return lax.div(x, jnp.int32(y))
+
+
+def rem(x: jax.Array, y: int) -> jax.Array:
+    return lax.rem(x, jnp.int32(y))
+
+
 def ceil_div(x: jax.Array, y: int | jax.Array) -> jax.Array:
     return lax.div(x + jnp.int32(y - 1), jnp.int32(y))
 
@@ -52,7 +61,7 @@ def tile_range(
     length: jax.Array, window: jax.Array | None, q_len: int, tile_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
     """The tiles with a token that some query sees: the first, and one past the last."""
-    return lax.div(first_visible(length, window, q_len), jnp.int32(tile_tokens)), ceil_div(length, tile_tokens)
+    return div(first_visible(length, window, q_len), tile_tokens), ceil_div(length, tile_tokens)
 
 
 def count_tiles(first: jax.Array, end: jax.Array, num_partitions: int | jax.Array, partition: jax.Array) -> jax.Array:
@@ -62,3 +71,8 @@ def count_tiles(first: jax.Array, end: jax.Array, num_partitions: int | jax.Arra
     batch change the order of the sums. Partitions take turns, not runs: the first tile does not depend on the length.
     """
     return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
+
+
+def zero_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """x, or zero where the condition is false, whatever x is there: zero times NaN would be NaN."""
+    return jnp.where(condition, x, jnp.zeros_like(x))

@@ -41,6 +41,7 @@ from pallas_kernels.common.interpret import interpreted_by, two_views
 from pallas_kernels.common.mlir import integer
 from pallas_kernels.common.registers import make_array, numbers_of
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_LAST, matrix
+from pallas_kernels.common.sizes import zero_unless
 
 HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
 # [32 words, tokens], 8 words to a warp: widened, the 16 rows that ROWS gives it.
@@ -85,7 +86,7 @@ class Tiles:
         return plgpu.load(self.words.at[stage, :, pl.ds(start // 2, size // 2)].T, layout=WORDS)
 
     def _zero_unseen_numbers(self, loaded: jax.Array, seen: Any) -> jax.Array:
-        return jnp.where(seen(loaded.shape, 1, WORDS), loaded, jnp.zeros_like(loaded))
+        return zero_unless(seen(loaded.shape, 1, WORDS), loaded)
 
     @interpreted_by(_zero_unseen_numbers)
     def zero_unseen(self, loaded: jax.Array, seen: Any) -> jax.Array:

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import interpret
+from pallas_kernels.common.sizes import div, rem
 from pallas_kernels.copy_blocks.config import Config, padded_rows
 
 
@@ -45,16 +46,16 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
     def tile_end(end: int) -> Callable[..., None]:
         def locate(i: jax.Array, copy: Callable[..., None]) -> None:
             tile = program + i * config.num_programs
-            pair, tile = lax.div(tile, jnp.int32(tiles_of_pair)), lax.rem(tile, jnp.int32(tiles_of_pair))
-            layer, tile = lax.div(tile, jnp.int32(tiles_of_block)), lax.rem(tile, jnp.int32(tiles_of_block))
-            which, layer = lax.div(layer, jnp.int32(num_layers)), lax.rem(layer, jnp.int32(num_layers))
+            pair, tile = div(tile, tiles_of_pair), rem(tile, tiles_of_pair)
+            layer, tile = div(tile, tiles_of_block), rem(tile, tiles_of_block)
+            which, layer = div(layer, num_layers), rem(layer, num_layers)
             row = first_row(layer, pairs_gmem[pair, end]) + tile * config.tile_rows
             in_pool(which, row, config.tile_rows, copy)
 
         return locate
 
     num_tiles = counts_gmem[0] * tiles_of_pair
-    mine = lax.div(jnp.maximum(num_tiles - program + config.num_programs - 1, 0), jnp.int32(config.num_programs))
+    mine = div(jnp.maximum(num_tiles - program + config.num_programs - 1, 0), config.num_programs)
     move(mine, config.tile_rows, 1, tile_end(0), tile_end(1))
 
     # 2. The others: a slice of all of them at a time.
@@ -64,8 +65,8 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
 
     def move_slice(i: jax.Array, _: None) -> None:
         part = program + i * config.num_slice_programs
-        layer, part = lax.div(part, jnp.int32(slices_of_block)), lax.rem(part, jnp.int32(slices_of_block))
-        which, layer = lax.div(layer, jnp.int32(num_layers)), lax.rem(layer, jnp.int32(num_layers))
+        layer, part = div(part, slices_of_block), rem(part, slices_of_block)
+        which, layer = div(layer, num_layers), rem(layer, num_layers)
 
         def slice_end(end: int) -> Callable[..., None]:
             def locate(j: jax.Array, copy: Callable[..., None]) -> None:
@@ -84,7 +85,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
 
     @pl.when(jnp.logical_and(count > 0, program < config.num_slice_programs))
     def _others() -> None:
-        my_slices = lax.div(num_slices - program + config.num_slice_programs - 1, jnp.int32(config.num_slice_programs))
+        my_slices = div(num_slices - program + config.num_slice_programs - 1, config.num_slice_programs)
         lax.fori_loop(0, my_slices, move_slice, None)
 
 
@@ -103,9 +104,9 @@ def _move(
     lag = stages // 2
 
     def find_buffer(i: jax.Array) -> tuple[jax.Array, Any]:
-        stage = lax.rem(i, jnp.int32(stages))
-        row = lax.rem(stage, jnp.int32(stage_parts)) * rows if stage_parts > 1 else 0
-        return stage, ring_smem.at[lax.div(stage, jnp.int32(stage_parts)), pl.ds(row, rows)]
+        stage = rem(i, stages)
+        row = rem(stage, stage_parts) * rows if stage_parts > 1 else 0
+        return stage, ring_smem.at[div(stage, stage_parts), pl.ds(row, rows)]
 
     def load(i: jax.Array) -> None:
         stage, buffer = find_buffer(i)

@@ -12,8 +12,6 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -21,6 +19,7 @@ from pallas_kernels.common import cp_async, scales
 from pallas_kernels.common.fetch import Ids, Ring, blocks_of_tile, copy_tile
 from pallas_kernels.common.interpret import interpreted
 from pallas_kernels.common.rows import COLUMNS, matrix
+from pallas_kernels.common.sizes import rem
 from pallas_kernels.decode.config import TILE
 from pallas_kernels.decode.refs import Refs
 from pallas_kernels.decode.walk import Walk
@@ -53,8 +52,8 @@ class CpAsync:
         self.start(i, ids, self.rings[0], self.scales)
 
     def start_values(self, i: jax.Array, ids: Ids) -> None:
-        if len(self.rings) > 1:
-            self.start(i, ids, self.rings[1], [])
+        for ring in self.rings[1:]:
+            self.start(i, ids, ring, [])
 
     def start_latent(self, i: jax.Array, ids: Ids) -> None:  # in place of values that are still in use
         cp_async.barrier()
@@ -78,10 +77,10 @@ class CpAsync:
     def start(self, i: jax.Array, ids: Ids, ring: Ring, scales: list[tuple[Any, Any]]) -> None:
         @pl.when(i < self.walk.num_tiles)
         def _start() -> None:
-            stage = lax.rem(i, jnp.int32(self.stages))
+            stage = rem(i, self.stages)
             kv_head = self.refs.cache_head(self.walk.partition.kv_head)
             # Where in its first block the tile begins.
-            offset = lax.rem(self.walk.tile_at(i) * TILE, jnp.int32(self.walk.block_size))
+            offset = rem(self.walk.tile_at(i) * TILE, self.walk.block_size)
             self.start_tile(ring, stage, ids, offset, kv_head)
             for source, target in scales:
                 cp_async.copy_scales(source, target.at[stage], ids, offset, kv_head)
@@ -113,8 +112,8 @@ class Tma(CpAsync):
             super().wait_keys(stage)
 
     def wait_values(self, stage: jax.Array) -> None:
-        if len(self.rings) > 1:
-            plgpu.barrier_wait(self.rings[1].full.at[stage])
+        for ring in self.rings[1:]:
+            plgpu.barrier_wait(ring.full.at[stage])
 
     def start_tile(self, ring: Ring, stage: jax.Array, ids: Ids, offset: jax.Array, kv_head: jax.Array) -> None:
         def copy(block_id: jax.Array, tokens: Any, rows: Any) -> None:

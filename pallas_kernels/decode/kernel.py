@@ -17,7 +17,7 @@ from pallas_kernels.common.options import AttentionOptions, given
 from pallas_kernels.common.rows import LOWEST, RIGHT, ROWS_LAST, normalise, zeros
 from pallas_kernels.common.scales import of_head, over_tokens, scaled
 from pallas_kernels.common.shapes import Shapes
-from pallas_kernels.common.sizes import round_up
+from pallas_kernels.common.sizes import rem, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
 from pallas_kernels.decode.copies import copies_of
 from pallas_kernels.decode.logits import Logits
@@ -80,7 +80,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     # 4. Our tiles, one after the other.
     def step(i: jax.Array, state: State, *, masked: bool) -> State:
         acc, m, l, values_ids, keys_ids = state
-        tile, stage = walk.tile_at(i), lax.rem(i, jnp.int32(stages))
+        tile, stage = walk.tile_at(i), rem(i, stages)
 
         # a. S^T = K Q^T
         copies.wait_keys(stage)  # every warp has come here: all are done with the values of the tile before

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import widen
@@ -14,7 +13,7 @@ from pallas_kernels.common.option_refs import OptionRefs
 from pallas_kernels.common.rows import matrix
 from pallas_kernels.common.scales import ring_types
 from pallas_kernels.common.shapes import Shapes
-from pallas_kernels.common.sizes import round_up
+from pallas_kernels.common.sizes import div, round_up
 from pallas_kernels.decode.config import COLUMNS, TILE, Config
 
 
@@ -65,7 +64,7 @@ class Refs:
         return self.q.shape[2] // (self.k_cache.shape[2] * self.head_parts)
 
     def cache_head(self, kv_head: jax.Array) -> jax.Array:
-        return kv_head if self.head_parts == 1 else lax.div(kv_head, jnp.int32(self.head_parts))
+        return kv_head if self.head_parts == 1 else div(kv_head, self.head_parts)
 
     @property
     def value_ring(self) -> Any:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.rows import ROWS_LAST
 from pallas_kernels.common.scales import over_tokens, peaks
+from pallas_kernels.common.sizes import zero_unless
 
 
 def softmax(
@@ -24,7 +25,7 @@ def softmax(
     alpha = jnp.exp2(m - m_new)
 
     def masked(p: jax.Array) -> jax.Array:
-        return p if visible is None else jnp.where(visible, p, jnp.zeros_like(p))
+        return p if visible is None else zero_unless(visible, p)
 
     # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
     p = masked(jnp.exp2(logits - ROWS_LAST.over(m_new, logits.shape)))

@@ -20,7 +20,7 @@ from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.rows import LEFT, RIGHT, ROWS_LAST
 from pallas_kernels.common.scales import load_of_tile
-from pallas_kernels.common.sizes import is_8bit
+from pallas_kernels.common.sizes import is_8bit, zero_unless
 from pallas_kernels.decode.config import COLUMNS
 from pallas_kernels.decode.refs import Refs
 
@@ -80,7 +80,7 @@ class Tiles:
     def values(self, stage: jax.Array, c: int, seen: Seen | None) -> jax.Array:
         v = plgpu.load(self.refs.value_ring.at[stage, :, column_slice(c)].T, layout=LEFT)
         # Zero times NaN is NaN: what no query may see must be zero itself.
-        return v if seen is None else jnp.where(seen(v.shape, 1, LEFT), v, jnp.zeros_like(v))
+        return v if seen is None else zero_unless(seen(v.shape, 1, LEFT), v)
 
     def ordered(self, acc: jax.Array) -> jax.Array:
         """O^T, f32 [64, rows], its columns of the head in their own order."""

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import sizes
+from pallas_kernels.common.sizes import div
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
 
@@ -108,7 +109,7 @@ class Walk:
 
     def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
         """The entries of the table row that may be followed: the first, and one past the last."""
-        first = lax.div(sizes.first_visible(self.length, self.window, self.q_len), jnp.int32(self.block_size))
+        first = div(sizes.first_visible(self.length, self.window, self.q_len), self.block_size)
         return first, sizes.ceil_div(self.length, self.block_size)
 
     def whole_tiles(self) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +117,7 @@ class Walk:
 
         They lie between the last query's window and the first query.
         """
-        end = self.ours_before(lax.div(jnp.maximum(self.first_query + 1, 0), jnp.int32(self.tile_tokens)))
+        end = self.ours_before(div(jnp.maximum(self.first_query + 1, 0), self.tile_tokens))
         if self.window is None:
             return jnp.int32(0), end
         start = self.ours_before(sizes.ceil_div(jnp.maximum(self.length - self.window, 0), self.tile_tokens))

@@ -17,7 +17,7 @@ from pallas_kernels.common.merge_parts import merge
 from pallas_kernels.common.rescale import HEADROOM, rescale
 from pallas_kernels.common.rows import COLUMNS, LOG2E, LOWEST, ROWS_FIRST, matrix, normalise, store, zeros
 from pallas_kernels.common.rows import ROWS as MATRIX
-from pallas_kernels.common.sizes import ceil_div, count_tiles
+from pallas_kernels.common.sizes import ceil_div, count_tiles, rem, zero_unless
 from pallas_kernels.latent.config import REST, ROWS, TILE, Config
 
 
@@ -112,7 +112,7 @@ class Warpgroup:
         # 2. Tile by tile.
         def step(i: jax.Array, state: State) -> State:
             ids = self._read_ids(i + 2)
-            is_own = lax.rem(i, jnp.int32(2)) == self.index
+            is_own = rem(i, 2) == self.index
             acc, m, l = lax.cond(is_own, self._own_tile, self._other_tile, i, state)
             self._start_half(i + 2, ids)
             return State(acc, m, l, ids)
@@ -196,7 +196,7 @@ class Warpgroup:
         for c in range(values.shape[1] // COLUMNS):
             part = values.at[:, pl.ds(c * COLUMNS, COLUMNS)]
             v = plgpu.load(part, layout=MATRIX)
-            part[...] = jnp.where(self._seen(i, v.shape, 0), v, jnp.zeros_like(v))
+            part[...] = zero_unless(self._seen(i, v.shape, 0), v)
         plgpu.commit_smem()
 
     def _tile_at(self, i: jax.Array) -> jax.Array:
@@ -212,7 +212,7 @@ class Warpgroup:
 
     def _start_half(self, i: jax.Array, ids: Ids) -> None:
         """The warpgroup's half of a tile's values, over those of two tiles before, which it has multiplied."""
-        stage, half = lax.rem(i, jnp.int32(2)), self.refs.values_smem.shape[-1]
+        stage, half = rem(i, 2), self.refs.values_smem.shape[-1]
         target, full = self.refs.values_smem.at[stage, self.index], self.refs.values_full.at[2 * stage + self.index]
         self._start(i, ids, pl.ds(self.index * half, half), target, full)
 
@@ -224,7 +224,7 @@ class Warpgroup:
 
     def _start(self, i: jax.Array, ids: Ids, columns: Any, target: Any, full: Any) -> None:
         block_size = self.refs.cache.shape[1]
-        offset = lax.rem(self._tile_at(i) * TILE, jnp.int32(block_size))
+        offset = rem(self._tile_at(i) * TILE, block_size)
 
         def copy(block_id: jax.Array, tokens: Any, rows: Any) -> None:
             plgpu.copy_gmem_to_smem(self.refs.cache.at[block_id, tokens, 0, columns], target.at[rows], full)

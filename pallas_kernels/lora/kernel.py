@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import cp_async
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.rows import ROWS_FIRST, zeros
-from pallas_kernels.common.sizes import ceil_div
+from pallas_kernels.common.sizes import ceil_div, rem, zero_unless
 from pallas_kernels.lora import threads
 from pallas_kernels.lora.config import COLUMNS, FEATURES, ROWS, WARPS, Config, stage_rows
 from pallas_kernels.lora.tiles import make_tiles
@@ -56,7 +56,7 @@ def _compute(refs: Refs, adapter: jax.Array, config: Config) -> None:
     end = features_end + ceil_div(end_column - first_column, COLUMNS)
 
     def stage(step: jax.Array) -> Any:
-        return refs.ring_smem.at[lax.rem(step, jnp.int32(stages))]
+        return refs.ring_smem.at[rem(step, stages)]
 
     def column(step: jax.Array) -> jax.Array:
         return first_column + (step - features_end) * COLUMNS
@@ -137,4 +137,4 @@ def launch(
         ),
     )
     has_adapter = (ids >= 0) & (ids < num_adapters)
-    return jnp.where(has_adapter[:, None], out, jnp.zeros_like(out))
+    return zero_unless(has_adapter[:, None], out)

@@ -27,6 +27,7 @@ from pallas_kernels.common.mlir import arith, constant, integer
 from pallas_kernels.common.registers import load, make_array, numbers_of, scalar_of
 from pallas_kernels.common.rows import ROWS as SUMS
 from pallas_kernels.common.rows import ROWS_FIRST, SCALAR
+from pallas_kernels.common.sizes import zero_unless
 from pallas_kernels.lora.config import COLUMNS, FEATURES, ROWS, WARPS
 from pallas_kernels.lora.registers import (
     address_of,
@@ -50,7 +51,7 @@ def _copy_features_at_once(x: Any, a: Any, stage: Any, rows: jax.Array, first_ra
     for i in range(ROWS):
         is_there = rows[i] < x.shape[0]
         row = x[jnp.where(is_there, rows[i], 0), columns]
-        stage[i] = jnp.where(is_there, row, jnp.zeros_like(row))
+        stage[i] = zero_unless(is_there, row)
     rank = stage.shape[0] // 2
     stage[pl.ds(ROWS, rank)] = a[pl.ds(first_rank, rank), columns]
 

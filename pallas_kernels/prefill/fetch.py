@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import WARPS, Ring, block_at, copy_rows
+from pallas_kernels.common.sizes import div, rem
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item, Items
 from pallas_kernels.prefill.scales import Scales
@@ -63,21 +64,18 @@ class Fetcher:
     def _ids(self, item: Item, tile: jax.Array, warp: jax.Array) -> Ids:
         num_blocks, block_size = self.keys.source.shape[:2]
         entries, rows = item.entries_to_follow(), self._copies(warp)[1]
-        numbers = (lax.div(tile * self.config.tile_tokens + row, jnp.int32(block_size)) for row in rows)
+        numbers = (div(tile * self.config.tile_tokens + row, block_size) for row in rows)
         return tuple(block_at(self.tables, item.seq, entry, entries, num_blocks) for entry in numbers)
 
     def _copy(self, item: Item, tile: jax.Array, turn: jax.Array, ids: Ids, warp: jax.Array) -> None:
         count, rows = self._copies(warp)
         block_size, head_dim = self.keys.source.shape[1], self.keys.source.shape[3]
         width, stages = self.keys.target.shape[2], self.config.num_fetched_stages
-        stage = lax.rem(turn, jnp.int32(stages))
+        stage = rem(turn, stages)
         # A copy as wide as SMEM reaches past the end of a narrower head, where the copy engine writes zeros. The start
         # must look dynamic, or tracing refuses the slice.
         columns = pl.ds(0 if head_dim == width else turn - turn, width)
-        starts = [
-            lax.rem(tile * self.config.tile_tokens + row, jnp.int32(block_size)) if block_size > count else 0
-            for row in rows
-        ]
+        starts = [rem(tile * self.config.tile_tokens + row, block_size) if block_size > count else 0 for row in rows]
         for ring in (self.keys, self.values):
 
             @pl.when(turn >= stages)

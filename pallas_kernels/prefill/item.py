@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.rows import ROWS
-from pallas_kernels.common.sizes import ceil_div
+from pallas_kernels.common.sizes import ceil_div, div, rem
 from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.refs import Arrays
 from pallas_kernels.prefill.work_list import FIELDS, item_index
@@ -44,7 +44,7 @@ class Item:
 
     def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
         """The first entry of the sequence's table row with a token that some query sees, and one past the last."""
-        return lax.div(self.first_visible, jnp.int32(self.block_size)), ceil_div(self.length, self.block_size)
+        return div(self.first_visible, self.block_size), ceil_div(self.length, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Items:
 
     def count(self) -> jax.Array:
         total, n = self.num_entries[0] * self._per_entry, self.config.num_programs
-        rounds = lax.div(total, jnp.int32(n))
+        rounds = div(total, n)
         return rounds + (item_index(rounds, self.program, n) < total).astype(jnp.int32)
 
     def read(self, i: jax.Array) -> tuple[jax.Array, ...]:
         """The numbers that make the i-th item, read long before they are needed."""
         index = item_index(i, self.program, self.config.num_programs)
-        entry, share = lax.div(index, jnp.int32(self._per_entry)), lax.rem(index, jnp.int32(self._per_entry))
+        entry, share = div(index, self._per_entry), rem(index, self._per_entry)
         return (share, *(self.entries[entry, field] for field in range(len(FIELDS))))
 
     def item(self, numbers: tuple[jax.Array, ...]) -> Item:
@@ -121,7 +121,7 @@ class Items:
             position=position,
             num_tokens=num_tokens,
             length=length,
-            kv_head=lax.div(heads_of, jnp.int32(self.group // self.config.heads)),
+            kv_head=div(heads_of, self.group // self.config.heads),
             head=heads_of * self.config.heads,
             begin=begin,
             end=end,

@@ -25,6 +25,7 @@ from pallas_kernels.common.options import given
 from pallas_kernels.common.registers import numbers_of, scalar_of
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST, normalise
 from pallas_kernels.common.scales import scaled
+from pallas_kernels.common.sizes import div, zero_unless
 from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.refs import Arrays
@@ -47,7 +48,7 @@ class RowsOfItem:
     def _load_at_once(self, q: Any, item: Item, q_smem: Any) -> None:
         head, token, is_there = self._locate(item, jnp.arange(q_smem.shape[0], dtype=jnp.int32))
         rows = q[...][jnp.where(is_there, item.q_row + token, 0), jnp.where(is_there, item.head + head, 0)]
-        rows = jnp.where(is_there[:, None], rows, jnp.zeros_like(rows))
+        rows = zero_unless(is_there[:, None], rows)
         q_smem[...] = jnp.pad(rows, ((0, 0), (0, q_smem.shape[1] - rows.shape[1])))
 
     def _store_one_by_one(self, x: jax.Array, out: Any, item: Item, _: Any = None, start: int = 0) -> None:
@@ -88,7 +89,7 @@ class RowsOfItem:
 
     def load_vector(self, by_row: Any | None, item: Item) -> jax.Array | None:
         """f32 [rows], from GMEM f32 [heads / heads of an item, rows]; None of None."""
-        index = lax.div(item.head, jnp.int32(self.config.heads))
+        index = div(item.head, self.config.heads)
         return given(by_row, lambda ref: ROWS_FIRST.load(ref.at[index, pl.ds(self.first_row, self.count)]))
 
     def prepare_query(self, q_smem: Any, multiplied: Any, scale: jax.Array) -> jax.Array:

@@ -7,13 +7,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import cp_async
 from pallas_kernels.common.rows import ROWS_FIRST
 from pallas_kernels.common.scales import load_of_tile, rings
+from pallas_kernels.common.sizes import rem
 from pallas_kernels.prefill.refs import Refs
 
 LANES = 32
@@ -25,7 +25,7 @@ class Scales:
     stages: int  # of each ring; K's and V's have one barrier a stage
 
     def stage(self, turn: jax.Array) -> jax.Array:
-        return lax.rem(turn, jnp.int32(self.stages))
+        return rem(turn, self.stages)
 
     def of_tile(self, turn: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
         """The scales of K and of V, f32 [tile] or None, of the tile that was fetched as the `turn`-th."""

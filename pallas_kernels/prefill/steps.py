@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.rescale import rescale
 from pallas_kernels.common.rows import COLUMNS, LOWEST, ROWS, ROWS_FIRST, zeros
+from pallas_kernels.common.sizes import rem, zero_unless
 from pallas_kernels.prefill import products
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item
@@ -103,7 +104,7 @@ class Steps:
         return acc, m, l
 
     def _stage(self, tile: jax.Array) -> jax.Array:
-        return lax.rem(self.first_turn + tile - self.item.begin, jnp.int32(self.config.num_stages))
+        return rem(self.first_turn + tile - self.item.begin, self.config.num_stages)
 
     def _await_values(self, tile: jax.Array, stage: jax.Array) -> None:
         if self.item.window is None:
@@ -127,7 +128,7 @@ class Steps:
             def _zero(c: int = c) -> None:
                 part = values.at[:, pl.ds(c * COLUMNS, COLUMNS)]
                 v = plgpu.load(part, layout=ROWS)
-                part[...] = jnp.where(self.item.seen(tile, part.shape), v, jnp.zeros_like(v))
+                part[...] = zero_unless(self.item.seen(tile, part.shape), v)
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.zeroed)

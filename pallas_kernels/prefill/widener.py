@@ -33,6 +33,7 @@ from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.registers import make_array
 from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
+from pallas_kernels.common.sizes import rem
 from pallas_kernels.common.widen import from_words, halves, power_of_two, split_words
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Items
@@ -74,8 +75,8 @@ class Widener:
                         plgpu.barrier_wait(ring.free.at[stage])
 
     def _widen_tile(self, turn: jax.Array) -> jax.Array:
-        source = lax.rem(turn, jnp.int32(self.config.num_fetched_stages))
-        target = lax.rem(turn, jnp.int32(self.config.num_stages))
+        source = rem(turn, self.config.num_fetched_stages)
+        target = rem(turn, self.config.num_stages)
         for fetched, widened in zip(self.fetched, self.widened, strict=True):
             plgpu.barrier_wait(fetched.full.at[source])
 

@@ -7,8 +7,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from pallas_kernels.common.sizes import rem
 from pallas_kernels.prefill.config import Cut
 
 # Keys and values that stay in the L2 cache (H100: 50 MB). 8 x 1024 of 32/32 heads have 134 MB.
@@ -91,5 +91,5 @@ def _by_sequence(
 
 def item_index(i: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:
     """Which item is a program's i-th: they are dealt out to and fro, so that long ones are shared out evenly."""
-    to_and_fro = jnp.where(lax.rem(i, jnp.int32(2)) == 0, program, num_programs - 1 - program)
+    to_and_fro = jnp.where(rem(i, 2) == 0, program, num_programs - 1 - program)
     return i * num_programs + to_and_fro

@@ -11,13 +11,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common import cp_async, scales
 from pallas_kernels.common.fetch import Ids, blocks_of_tile
 from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, matrix
+from pallas_kernels.common.sizes import rem
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.portable.config import Config
 from pallas_kernels.prefill.widener import widen
@@ -58,7 +57,7 @@ class Tiles:
         return k, v
 
     def _stage(self, tile: jax.Array) -> jax.Array:
-        return lax.rem(tile - self.item.begin, jnp.int32(self.config.num_stages))
+        return rem(tile - self.item.begin, self.config.num_stages)
 
     def _arrived(self, ring: Any, tile: jax.Array) -> Any:
         cp_async.wait(2 * self.config.num_stages - 2)
@@ -73,7 +72,7 @@ class Tiles:
         @pl.when(tile < self.item.end)
         def _copy() -> None:
             stage, first, kv_head = self._stage(tile), tile * self.config.tile_tokens, self.item.kv_head
-            slot = lax.rem(first, jnp.int32(source.shape[1]))  # of the first block, where the tile begins
+            slot = rem(first, source.shape[1])  # of the first block, where the tile begins
             seen = self.item.first_visible - first, self.item.length - first
             cp_async.copy_tile(source, ring.at[stage], matrix(COLUMNS, source.dtype.itemsize), ids, slot, kv_head, seen)
             for of_tokens, target in scale_rings:

@@ -707,6 +707,13 @@ MUTANTS = (
         "tests/engine/test_books.py::held",
     ),
     Mutant(
+        "tier: a copy that fails is tried again for ever",
+        "jaxpaged/_engine/host_tier.py",
+        "row.failed_to_come = True",
+        "row.failed_to_come = False",
+        "tests/engine/test_host_tier.py::lose_no_token",
+    ),
+    Mutant(
         "engine: slices are sent for rows that are held",
         "jaxpaged/_engine/books.py",
         "bool(self.queue) and not self._num_held and",

@@ -124,7 +124,7 @@ class HostTier(NoHostTier):
         self._settle({run for run in self._coming.values() if run.row.is_aborted or run.salt not in self._salts})
 
     def holds(self, row: Row) -> bool:
-        keys = self._findable(row)
+        keys = [] if row.failed_to_come else self._findable(row)
         is_short = self._bring(row, keys)
         runs = dict.fromkeys(self._coming[key] for key in keys if key in self._coming)
         if is_short or runs or _num_leading(map(self._is_there, keys)) >= self._least:
@@ -160,7 +160,9 @@ class HostTier(NoHostTier):
                 return True
             self._touch(keys)
             run = self._run(row, keys[:end], begin)
+            row.failed_to_come = True  # unless this succeeds: an error is told once, and then the prompt is computed
             run.pages = self._copies.bring([self._places[key].page for key in last_keys])
+            row.failed_to_come = False
             self._coming = dict.fromkeys(run.moved, run) | self._coming
 
     def _is_there(self, key: bytes) -> bool:

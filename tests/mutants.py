@@ -707,8 +707,8 @@ MUTANTS = (
         "tests/engine/test_books.py::held",
     ),
     Mutant(
-        "tier: a copy that fails is tried again for ever",
-        "jaxpaged/_engine/host_tier.py",
+        "host tier: a copy that fails is tried for ever",
+        HOST_TIER,
         "row.failed_to_come = True",
         "row.failed_to_come = False",
         "tests/engine/test_host_tier.py::lose_no_token",

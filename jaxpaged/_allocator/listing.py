@@ -194,20 +194,19 @@ class Listing:
         """
         assert self.companions is not None
         ids, listed = self.companions_of(pool, firsts)
-        num_blocks, size = pool.num_blocks, self.companions.size
+        size = self.companions.size
         entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
         groups = jnp.arange(len(own), dtype=jnp.int32)[:, None, None]
-        targets = jnp.where(wanted & ~listed, groups * num_blocks + firsts[None], size)
+        targets = jnp.where(wanted & ~listed, groups * pool.num_blocks + firsts[None], size)
         winners = jnp.full(size, own.size, jnp.int32).at[targets].min(entries, mode="drop")
         winners = winners.at[targets].get(mode="fill", fill_value=own.size)
         new = winners == entries
         ids = jnp.where(listed, ids, own.ravel().at[winners].get(mode="clip"))
-        companions = self.companions.ravel().at[jnp.where(new, targets, size)].set(own, mode="drop")
         listing = dataclasses.replace(
             self,
-            companions=companions.reshape(self.companions.shape),
-            serials=self.serials.at[jnp.where(new, own, num_blocks)].set(self.serials[firsts][None], mode="drop"),
-            homes=self.homes.at[jnp.where(new, own, num_blocks)].set(-2 - groups, mode="drop"),
+            companions=put(self.companions.ravel(), targets, new, own).reshape(self.companions.shape),
+            serials=put(self.serials, own, new, self.serials[firsts][None]),
+            homes=put(self.homes, own, new, -2 - groups),
         )
         return listing, ids, new
 

@@ -198,7 +198,8 @@ class Runner:
         counts = self.books.take_tokens(report, sent.version)
         if sent.failure is not None:
             self.tier.lose(sent.moves)
-        self.tier.take(report, sent.moves if sent.failure is None else Moves(), rows)
+            sent.moves = Moves()
+        self.tier.take(report, sent.moves, rows)
         since, self.since = self.since, time.perf_counter()
         self.counts = counted(self.counts, report, self.kinds, seconds=self.since - since, **counts)
 

@@ -113,6 +113,24 @@ def test_an_abort_after_an_interrupt_spares_who_got_the_place(monkeypatch):
     assert [outputs[request].outputs[0].finish_reason for request in (first, second)] == ["length", "length"]
 
 
+def was_interrupted(interrupt, number, functions, engine, params, expected):
+    """Whether there was one, while the engine served two requests. Nothing is lost."""
+    requests = [engine.add_request(prompt, params) for prompt in PROMPTS[:2]]
+    outputs, is_interrupted = {}, False
+    with interrupt(number, functions):
+        for _ in itertools.takewhile(lambda _: engine.has_unfinished_requests, range(1_000)):  # far too many
+            told = []
+            try:
+                told = engine.step()
+                str(told)  # where Python looks
+            except KeyboardInterrupt:
+                is_interrupted = True
+            outputs |= {output.request_id: output for output in told}
+    assert read_tokens(outputs[request] for request in requests) == expected, number
+    assert all(outputs[request].finished for request in requests)
+    return is_interrupted
+
+
 @contextlib.contextmanager
 def interrupted_at_line(number, functions):
     """SIGINT before that line, counted from 0 over all that run in these functions of the engine."""
@@ -141,21 +159,8 @@ def test_ctrl_c_before_any_line_of_the_books_loses_nothing(expected):
     functions = {"advance", "_send", "send", "receive", "_take", "take_places", "take_tokens", "_finish", "_tell"}
     functions |= {"num_open", "has_more", "wants_logprobs"}
 
-    def serve(number):
-        """Whether the line was reached, in which case the engine was interrupted once."""
-        requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS[:2]]
-        outputs, was_interrupted = {}, False
-        with interrupted_at_line(number, functions):
-            while engine.has_unfinished_requests:
-                try:
-                    outputs |= {output.request_id: output for output in engine.step()}
-                except KeyboardInterrupt:
-                    was_interrupted = True
-        assert read_tokens(outputs[request] for request in requests) == expected[:2], number
-        return was_interrupted
-
     number = 0
-    while serve(number):
+    while was_interrupted(interrupted_at_line, number, functions, engine, LONG, expected[:2]):
         number += 7
     assert number > 200
     assert_ready(engine, expected)
@@ -193,25 +198,9 @@ def interrupted_behind_line(number, functions):
 def test_ctrl_c_while_step_returns_loses_nothing(expected):
     engine, params = shared_engine(16), dataclasses.replace(LONG, max_tokens=STEPS + 1)
 
-    def serve(number):
-        """Whether the line was reached, in which case the engine was interrupted once."""
-        requests = [engine.add_request(prompt, params) for prompt in PROMPTS[:2]]
-        outputs, was_interrupted = {}, False
-        with interrupted_behind_line(number, (Engine.step, Books.take_news)):
-            for _ in itertools.takewhile(lambda _: engine.has_unfinished_requests, range(1_000)):  # far too many
-                told = []
-                try:
-                    told = engine.step()
-                    str(told)  # where Python looks
-                except KeyboardInterrupt:
-                    was_interrupted = True
-                outputs |= {output.request_id: output for output in told}
-        assert read_tokens(outputs[request] for request in requests) == [x[: STEPS + 1] for x in expected[:2]], number
-        assert all(outputs[request].finished for request in requests)
-        return was_interrupted
-
+    tokens, functions = [x[: STEPS + 1] for x in expected[:2]], (Engine.step, Books.take_news)
     number = 0
-    while serve(number):
+    while was_interrupted(interrupted_behind_line, number, functions, engine, params, tokens):
         number += 1
     assert number > 20
     assert_ready(engine, expected)

@@ -41,7 +41,7 @@ def lora(x: ArrayLike, a: ArrayLike, b: ArrayLike, ids: ArrayLike, *, implementa
         ids: int32 `[tokens]`, the adapter of each token, as in `StepAttention.adapters`; -1: none.
         implementation: None and "xla" are what is said above. "mosaic_gpu" is a kernel that multiplies each token with
             its own adapter only. It is unfinished: it has never run on a GPU, and its speed is unknown. It takes
-            bfloat16 and float16, ranks of 16, 32 and 64, multiples of 128 features and of 64 outputs, and computes
+            bfloat16 and float16, ranks of 16, 32 and 64, multiples of 256 features and of 64 outputs, and computes
             gradients by XLA.
 
     Returns:

@@ -6,15 +6,16 @@ Unfinished: it is compiled for GPUs from sm_80 to sm_120, and its programs were 
 thread. It has never run on one, so nobody knows its speed, and `jaxpaged.lora` uses it only if it is named.
 
 XLA sorts the rows by adapter and cuts them into tiles of 16 rows of one adapter. A program computes one tile, in one
-part of the outputs (q, k and v are three parts of one layer: each has an A of its own). It has four warps:
+part of the outputs (q, k and v are three parts of one layer: each has an A of its own). It has two warpgroups of four
+warps:
 
-    H [16, rank]     = X [16, features]  A^T [features, rank]     each warp a quarter of the features
-    out [16, columns] = H [16, rank]     B [rank, columns]        each warp a quarter of the columns
+    H [16, rank]     = X [16, features]  A^T [features, rank]     each warp an eighth of the features
+    out [16, columns] = H [16, rank]     B [rank, columns]        each warp an eighth of the columns
 
 | array | where it lives and how it moves |
 |---|---|
 | A, B and rows of X | GMEM to a ring in SMEM, from there to registers, both ways by the thread that multiplies them |
-| H | registers: the sums of the four warps are added by way of SMEM |
+| H | registers: the sums of the warps are added by way of SMEM |
 | out | registers to GMEM |
 
 A thread copies 16 bytes at a time (cp.async) and waits only for its own copies, so that the warps meet only once,

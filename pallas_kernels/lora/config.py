@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY, LEAST_SMEM_PER_SM, smem_per_sm
 
 ROWS = 16  # of a tile
-WARPS = 4
-FEATURES = 128  # that a step multiplies, a quarter in each warp
-COLUMNS = 256  # of out that a step computes, a quarter in each warp
+WARPS = 4  # of a warpgroup
+FEATURES = 128  # that a warpgroup multiplies in a step, a quarter in each warp
+COLUMNS = 256  # of out that it computes in a step, a quarter in each warp
 RANKS = (16, 32, 64)
+MOST_WARPGROUPS = 2
 MOST_STAGES = 16
 
 
@@ -21,6 +22,7 @@ MOST_STAGES = 16
 class Config:
     parts: tuple[int, ...]  # columns of out in each, one after the other
     num_stages: int  # steps whose operands are in SMEM at a time
+    num_warpgroups: int
 
 
 def limit(dtypes: Sequence[Any], *, rank: int, features: int, parts: tuple[int, ...], compute_capability: float) -> str:
@@ -32,11 +34,11 @@ def limit(dtypes: Sequence[Any], *, rank: int, features: int, parts: tuple[int, 
         return f"the kernel of lora takes x, a and b that are all bfloat16 or all float16; got {names}."
     if rank not in RANKS:
         return f"the kernel of lora takes ranks of 16, 32 and 64; got {rank=}. Fill a smaller one up with zeros."
-    if features % FEATURES or math.gcd(*parts) % (COLUMNS // WARPS):
+    if features % (MOST_WARPGROUPS * FEATURES) or math.gcd(*parts) % (COLUMNS // WARPS):
         outputs = sum(parts)
         return (
-            f"the kernel of lora takes a multiple of {FEATURES} features and of {COLUMNS // WARPS} outputs; "
-            f"got {features=} and {outputs=}."
+            f"the kernel of lora takes a multiple of {MOST_WARPGROUPS * FEATURES} features and of {COLUMNS // WARPS} "
+            f"outputs; got {features=} and {outputs=}."
         )
     return ""
 
@@ -44,18 +46,11 @@ def limit(dtypes: Sequence[Any], *, rank: int, features: int, parts: tuple[int, 
 def default_config(*, rank: int, parts: tuple[int, ...], compute_capability: float) -> Config:
     """Two programs share a SM if it has room for twice the shared memory that every GPU's SM has."""
     smem = max(smem_per_sm(compute_capability) // 2, LEAST_SMEM_PER_SM) - 1024
-    return Config(parts, min(MOST_STAGES, (smem - sums_bytes(rank)) // stage_bytes(rank)))
+    num_warpgroups = MOST_WARPGROUPS if rank < RANKS[-1] else 1
+    stages = smem // num_warpgroups - WARPS * ROWS * rank * 4
+    return Config(parts, min(MOST_STAGES, stages // (stage_rows(rank) * FEATURES * 2)), num_warpgroups)
 
 
 def stage_rows(rank: int) -> int:
-    """Of 128 numbers: 16 of X and `rank` of A, or `rank` of B, which are twice as long."""
+    """Of a warpgroup, of 128 numbers: 16 of X and `rank` of A, or `rank` of B, which are twice as long."""
     return 2 * rank
-
-
-def stage_bytes(rank: int) -> int:
-    return stage_rows(rank) * FEATURES * 2
-
-
-def sums_bytes(rank: int) -> int:
-    """Of H, float32, of each warp."""
-    return WARPS * ROWS * rank * 4

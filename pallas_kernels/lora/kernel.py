@@ -32,12 +32,15 @@ class Refs:
     # Output, GMEM
     out: Any  # [tokens, outputs]
     # SMEM
-    ring_smem: Any  # [stages, 2 * rank, 128], of a step's operands: in the order of the threads that copied them
-    sums_smem: Any  # f32 [64, rank], in the same order
+    ring_smem: (
+        Any  # [stages, warpgroups, 2 * rank, 128], a step's operands: in the order of the threads that copied them
+    )
+    sums_smem: Any  # f32 [warpgroups, 64, rank], in the same order
+    sums_full: Any  # barrier
 
     @property
     def rank(self) -> int:
-        return self.sums_smem.shape[1]
+        return self.sums_smem.shape[2]
 
 
 def _kernel(refs: Refs, *, config: Config) -> None:
@@ -49,23 +52,24 @@ def _kernel(refs: Refs, *, config: Config) -> None:
 def _compute(refs: Refs, adapter: jax.Array, config: Config) -> None:
     part, num_parts, rank = lax.axis_index("part"), len(config.parts), refs.rank
     stages, rows = config.num_stages, ROWS_FIRST.load(refs.rows.at[lax.axis_index("tile")])
+    warpgroup, num_warpgroups = lax.axis_index("warpgroup"), config.num_warpgroups
     bounds = [0, *itertools.accumulate(config.parts)]
     first_column, end_column = _of_part(bounds[:-1], part), _of_part(bounds[1:], part)
-    # Steps multiply 128 features each, then 256 columns each. Together they are one queue.
-    features_end = refs.x.shape[1] // FEATURES
-    end = features_end + ceil_div(end_column - first_column, COLUMNS)
+    # Steps of all warpgroups multiply 128 features each, then 256 columns each. Together they are one queue.
+    features_end = refs.x.shape[1] // (num_warpgroups * FEATURES)
+    end = features_end + ceil_div(end_column - first_column, num_warpgroups * COLUMNS)
 
     def stage(step: jax.Array) -> Any:
-        return refs.ring_smem.at[rem(step, stages)]
+        return refs.ring_smem.at[rem(step, stages), warpgroup]
 
     def column(step: jax.Array) -> jax.Array:
-        return first_column + (step - features_end) * COLUMNS
+        return first_column + ((step - features_end) * num_warpgroups + warpgroup) * COLUMNS
 
     def start(step: jax.Array) -> None:
         @pl.when(step < features_end)
         def _features() -> None:
             first_rank = (adapter * num_parts + part) * rank
-            threads.copy_features(refs.x, refs.a, stage(step), rows, first_rank, step)
+            threads.copy_features(refs.x, refs.a, stage(step), rows, first_rank, step * num_warpgroups + warpgroup)
 
         @pl.when(jnp.logical_and(step >= features_end, step < end))
         def _columns() -> None:
@@ -86,7 +90,10 @@ def _compute(refs: Refs, adapter: jax.Array, config: Config) -> None:
     sums = lax.fori_loop(0, features_end, add_features, zeros((WARPS * ROWS, rank)))
 
     # 3. H of all features.
-    h = threads.add_warps(sums, refs.sums_smem, refs.out.dtype)
+    threads.store_sums(sums, refs.sums_smem.at[warpgroup])
+    plgpu.barrier_arrive(refs.sums_full)
+    plgpu.barrier_wait(refs.sums_full)
+    h = threads.add_warps(refs.sums_smem, refs.out.dtype)
 
     # 4. out = H B.
     def store_columns(step: jax.Array, _: None) -> None:
@@ -131,9 +138,12 @@ def launch(
         reduction_bytes=0,
         grid=(len(config.parts), len(tiles.adapters)),
         grid_names=("part", "tile"),
+        num_threads=config.num_warpgroups,
+        thread_name="warpgroup",
         scratch_types=dict(
-            ring_smem=plgpu.SMEM((config.num_stages, stage_rows(rank), FEATURES), x.dtype),
-            sums_smem=plgpu.SMEM((WARPS * ROWS, rank), jnp.float32),
+            ring_smem=plgpu.SMEM((config.num_stages, config.num_warpgroups, stage_rows(rank), FEATURES), x.dtype),
+            sums_smem=plgpu.SMEM((config.num_warpgroups, WARPS * ROWS, rank), jnp.float32),
+            sums_full=plgpu.Barrier(num_arrivals=config.num_warpgroups),
         ),
     )
     has_adapter = (ids >= 0) & (ids < num_adapters)

@@ -1,4 +1,4 @@
-"""What a thread of the four warps copies for itself, multiplies and stores. All of it is traced inside the kernel.
+"""What a thread of the warps copies for itself, multiplies and stores. All of it is traced inside the kernel.
 
 In a warp, thread 4 g + t has rows g and g + 8 of a product's left operand and sums, column g of each 8 of its right
 operand, and columns 2t and 2t + 1 of each 8 of its sums. Of the 16 numbers of a sum's terms it has those of places 2t,
@@ -10,6 +10,7 @@ operand, and columns 2t and 2t + 1 of each 8 of its sums. Of the 16 numbers of a
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -63,11 +64,14 @@ def _multiply_features_at_once(sums: jax.Array, stage: Any) -> jax.Array:
     return sums + jnp.concatenate([jnp.dot(x[:, q], a[:, q].T, preferred_element_type=jnp.float32) for q in quarters])
 
 
-def _add_warps_at_once(sums: jax.Array, _: Any, dtype: Any) -> jax.Array:
-    h = sums[:ROWS]
-    for i in range(ROWS, WARPS * ROWS, ROWS):
-        h = h + sums[i : i + ROWS]
-    return jnp.concatenate([h.astype(dtype)] * WARPS)
+def _store_sums_at_once(sums: jax.Array, sums_smem: Any) -> None:
+    sums_smem[...] = sums
+
+
+def _add_warps_at_once(sums_smem: Any, dtype: Any) -> jax.Array:
+    *_, rank = sums_smem.shape
+    warps = sums_smem[...].reshape(-1, ROWS, rank)
+    return jnp.concatenate([functools.reduce(jnp.add, warps).astype(dtype)] * WARPS)
 
 
 def _copy_columns_at_once(b: Any, stage: Any, first_rank: jax.Array, first: jax.Array, end: jax.Array) -> None:
@@ -135,28 +139,39 @@ def multiply_features(sums: jax.Array, stage: Any) -> jax.Array:
     return multiply(sums, stage)
 
 
-@interpreted_by(_add_warps_at_once)
-def add_warps(sums: jax.Array, sums_smem: Any, dtype: Any) -> jax.Array:
-    """H, what all warps have, in `dtype` [64, rank]: the same 16 rows for each warp. sums_smem: f32 [64, rank]."""
+@interpreted_by(_store_sums_at_once)
+def store_sums(sums: jax.Array, sums_smem: Any) -> None:
+    """What a warpgroup has of H, f32 [64, rank]. sums_smem: of the same shape, in the order of threads."""
 
-    @plgpu.inline_mgpu(arg_types=(SUMS, REF), return_type=plgpu.ShapeDtypeStruct(sums.shape, dtype, SUMS))
-    def add(_: Any, sums: Any, sums_smem: Any) -> fa.FragmentedArray:
+    @plgpu.inline_mgpu(arg_types=(SUMS, REF))
+    def store(_: Any, sums: Any, sums_smem: Any) -> None:
         of_thread = total(pointer(sums_smem), product(thread(), PAIR))
-        of_lane = total(pointer(sums_smem), product(remainder(thread(), 32), PAIR))
         for i, pair in enumerate(sums.registers.flat):
             address = total(of_thread, i32(i * PAIR * THREADS))
             utils.inline_ptx("st.shared.v2.f32 [$0], {$1, $2};", address, *numbers_of(pair), has_side_effects=True)
-        utils.warpgroup_barrier()
-        h = []
-        for i in range(sums.registers.size):
-            places = (i * THREADS + warp * 32 for warp in range(WARPS))
+
+    store(sums, sums_smem)
+
+
+@interpreted_by(_add_warps_at_once)
+def add_warps(sums_smem: Any, dtype: Any) -> jax.Array:
+    """H, what all warps have stored, in `dtype` [64, rank]: the same 16 rows for each warp."""
+    warpgroups, *shape = sums_smem.shape
+
+    @plgpu.inline_mgpu(arg_types=(REF,), return_type=plgpu.ShapeDtypeStruct(tuple(shape), dtype, SUMS))
+    def add(_: Any, sums_smem: Any) -> fa.FragmentedArray:
+        of_lane = total(pointer(sums_smem), product(remainder(thread(), 32), PAIR))
+        h, num_pairs = [], math.prod(shape) // (2 * THREADS)  # of a thread
+        for i in range(num_pairs):
+            warps = itertools.product(range(i, warpgroups * num_pairs, num_pairs), range(0, THREADS, 32))
+            places = (of_group * THREADS + of_warp for of_group, of_warp in warps)
             pairs = [
                 load("ld.shared.v2.f32", ir.F32Type.get(), total(of_lane, i32(PAIR * place)), 2) for place in places
             ]
             h.append(narrowed([functools.reduce(arith.addf, numbers) for numbers in zip(*pairs, strict=True)], dtype))
-        return make_array(h, SUMS.to_mgpu(), sums.shape)
+        return make_array(h, SUMS.to_mgpu(), tuple(shape))
 
-    return add(sums, sums_smem)
+    return add(sums_smem)
 
 
 @interpreted_by(_copy_columns_at_once)

@@ -25,7 +25,7 @@ class Case:
 
     @property
     def config(self) -> Config:
-        return Config(self.parts, num_stages=4)
+        return Config(self.parts, num_stages=4, num_warpgroups=2)
 
     def arrays(self) -> Arrays:
         """Half of the rows take adapter 0, which so has several tiles; none takes number 2, which is not finite. Ids

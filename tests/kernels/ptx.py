@@ -1,4 +1,4 @@
-"""Runs the PTX of a kernel without a GPU: a program at a time, all its 128 threads in step.
+"""Runs the PTX of a kernel without a GPU: a program at a time, all its threads in step.
 
 It knows the instructions of the kernel for adapters and those of Mosaic around it; another one raises. A branch must be
 taken by all threads or by none. It is stricter than a GPU:
@@ -16,13 +16,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-THREADS, WARP = 128, 32
-ME = np.arange(THREADS)
+WARP = 32
 NOBODY = -1
 SMEM_BYTES = 1 << 18
 NUMBERS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 # Of Mosaic's prologue, and what threads in step need not do.
-IGNORED = r"elect\.sync|shfl\.sync|fence\.|\.|//|\)|\(|\{|\}"
+IGNORED = r"fence\.|\.|//|\)|\(|\{|\}"
 
 
 class Grid:
@@ -30,6 +29,7 @@ class Grid:
 
     def __init__(self, ptx: str, arrays: Sequence[np.ndarray]):
         lines = [line.strip() for line in ptx[ptx.index("$L__func_begin0") :].splitlines()]
+        self.threads = int(re.search(r"\.maxntid (\d+)", ptx)[1])
         self.lines = [line for line in lines if line and (line.endswith(":") or not re.match(IGNORED, line))]
         self.labels = {line[:-1]: i for i, line in enumerate(self.lines) if line.endswith(":")}
         self.arrays = [np.array(array, order="C").reshape(-1).view(np.uint8) for array in arrays]
@@ -51,9 +51,9 @@ class Grid:
 
 class Program:
     def __init__(self, grid: Grid, ids: Sequence[int], late: bool):
-        self.grid, self.late = grid, late
-        special = {"%tid.x": ME} | {f"%ctaid.{name}": i for name, i in zip("xyz", ids, strict=False)}
-        self.registers = {name: np.broadcast_to(np.uint64(x), THREADS) for name, x in special.items()}
+        self.grid, self.late, self.me = grid, late, np.arange(grid.threads)
+        special = {"%tid.x": self.me} | {f"%ctaid.{name}": i for name, i in zip("xyz", ids, strict=False)}
+        self.registers = {name: np.broadcast_to(np.uint64(x), grid.threads) for name, x in special.items()}
         self.smem, self.copier = np.full(SMEM_BYTES, 255, np.uint8), np.full(SMEM_BYTES, NOBODY)
         self.writer = np.full(SMEM_BYTES, NOBODY)  # since the last barrier
         self.groups: list[list[Callable[[], None]]] = [[]]  # of copies that have not arrived; the last is open
@@ -64,7 +64,7 @@ class Program:
             at += 1
             if line.endswith(":"):
                 continue
-            active = np.ones(THREADS, bool)
+            active = np.ones(self.grid.threads, bool)
             if line.startswith("@"):
                 guard, line = line[1:].split(None, 1)
                 active = self.read(guard.removeprefix("!")) != guard.startswith("!")
@@ -80,9 +80,9 @@ class Program:
         if operand in self.registers:
             return self.registers[operand]
         if operand == "__dynamic_shmem__0":
-            return np.zeros(THREADS, np.uint64)
+            return np.zeros(self.grid.threads, np.uint64)
         number = int(operand[2:], 16) if operand.startswith("0f") else int(operand)  # 0f: the bits of a float32
-        return np.broadcast_to(np.uint64(number % 2**64), THREADS)
+        return np.broadcast_to(np.uint64(number % 2**64), self.grid.threads)
 
     def words(self, operand: str) -> list[np.ndarray]:
         return [self.read(x.strip()).astype(np.uint32) for x in operand.strip("{}").split(",")]
@@ -102,25 +102,35 @@ class Program:
             while len(self.groups) - 1 > pending:
                 for copy in self.groups.pop(0):
                     copy()
-        elif name == "bar.sync":
+        elif name == "bar.sync" or name.startswith("mbarrier.arrive"):  # all threads do, and then wait
             self.writer[:] = NOBODY
+        elif re.match(r"mbarrier\.(try|test)_wait", name):
+            self.registers[operands[0]] = np.ones_like(active)
+        elif name == "not.pred":
+            self.registers[operands[0]] = ~self.read(operands[1])
+        elif name.startswith("mbarrier.init"):
+            pass
+        elif name == "elect.sync":
+            self.registers[operands[0].partition("|")[2]] = self.me % WARP == 0
+        elif name.startswith("shfl.sync.idx"):
+            self.registers[operands[0]] = self.read(operands[1])[self.me - self.me % WARP + int(operands[2])]
         elif name.startswith("mma.sync.aligned.m16n8k16.row.col.f32"):
             self.multiply(NUMBERS[how[-2]], *operands)
         elif name.startswith("ld.param"):
             number = int(re.search(r"param_(\d+)", operands[1])[1])
-            self.registers[operands[0]] = np.full(THREADS, (number + 1) << 40, np.uint64)
+            self.registers[operands[0]] = np.full(self.grid.threads, (number + 1) << 40, np.uint64)
         elif kind == "ld" and "shared" not in how:
             number, places = self.grid.bytes_at(self.address(operands[1]), 4)
             self.set_words(operands[0], self.grid.arrays[number][places])
         elif kind == "ld":
             places = self.address(operands[1])[:, None] + np.arange(4 * int(how[1][1]))
             for owner, message in ((self.copier, "another thread copied it"), (self.writer, "no barrier")):
-                assert ((owner[places] == NOBODY) | (owner[places] == ME[:, None])).all(), message
+                assert ((owner[places] == NOBODY) | (owner[places] == self.me[:, None])).all(), message
             self.set_words(operands[0], self.smem[places])
         elif name.startswith("st.shared.v2"):
             places = self.address(operands[0])[:, None] + np.arange(8)
             self.smem[places] = np.stack(self.words(operands[1]), axis=1).view(np.uint8)
-            self.writer[places] = ME[:, None]
+            self.writer[places] = self.me[:, None]
         elif name == "st.global.v4.b32":
             data = np.stack(self.words(operands[1]), axis=1).view(np.uint8)[active]
             if active.any():
@@ -143,7 +153,7 @@ class Program:
         data = np.where(is_there, self.grid.arrays[number][sources], np.uint8(0))
 
         def copy() -> None:
-            self.smem[places], self.copier[places] = data, ME[:, None]
+            self.smem[places], self.copier[places] = data, self.me[:, None]
 
         if self.late:
             self.groups[-1].append(copy)
@@ -156,7 +166,7 @@ class Program:
 
     def multiply(self, number: Any, result: str, left: str, right: str, sums: str) -> None:
         """In a warp: thread 4 g + t has rows g and g + 8, columns 2t and 2t + 1, and terms 2t, 2t + 1 and 8 more."""
-        lane = ME.reshape(-1, WARP)
+        lane = self.me.reshape(-1, WARP)
         g, t = lane[0] // 4, lane[0] % 4
 
         def halves(word: np.ndarray) -> np.ndarray:

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(not resources.installed(), reason="no ptxas: run
 
 CASES = {
     "three parts": Case(tokens=40, parts=(320, 128, 64)),
-    "one step of each": Case(tokens=3, parts=(64,), features=128),
+    "one step of each": Case(tokens=3, parts=(64,), features=256),
     "rank 32": Case(tokens=33, parts=(256,), rank=32, features=256),
-    "rank 64, float16": Case(tokens=20, parts=(128, 64), rank=64, features=640, dtype=jnp.float16),
+    "rank 64, float16": Case(tokens=20, parts=(128, 64), rank=64, features=768, dtype=jnp.float16),
     "many steps": Case(tokens=5, parts=(1088,), features=2048),
 }
 STAGES = {"three parts": dict(num_stages=4)}  # of the others as many as by default
@@ -79,4 +79,4 @@ def test_mistakes_are_noticed(kernels):
         out, arrays = changed(*change)
         assert_wrong(case, out, *arrays)
     with pytest.raises(AssertionError, match="no barrier"):
-        changed("bar.sync", "//")
+        changed("mbarrier.arrive", "//")

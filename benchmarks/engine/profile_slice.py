@@ -11,7 +11,8 @@ milliseconds a step (of the kinds) or in all (of the run):
 - device: from the first event on the GPU to the last, with the profiler, which may slow it down;
 - busy: in which a kernel or a copy runs, small: in which one of less than 5 us does, and how many events there are;
 - condition: from a copy to the host to the next event, which is what a loop's condition costs, and how many there are;
-- gaps: between other events; between: of more than `LONG_US`, where the host is between two slices.
+- gaps: between other events; between: of more than `LONG_US`, where the host is between two slices;
+- kv, only in the file: tokens in the cache while a kind of step runs by itself.
 
 `by its steps` is the sum over the run's steps of what they take by themselves; the last table has the same for each
 kernel. Sequences are longer or shorter in the run, so its attention may differ.
@@ -68,6 +69,10 @@ def kernels(events: list[Event], num_steps: int) -> dict[str, list[float]]:
     return by_kernel([(name, end - begin) for begin, end, name in events], num_steps)
 
 
+def count_kv(steps: Steps) -> float:
+    return float(steps.engine._runner.state.allocator.lengths.sum())
+
+
 def profile_kinds(steps: Steps) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, list[float]]]]:
     """Of each kind: its figures, and its kernels; a step."""
     figures, by_name = {}, {}
@@ -77,7 +82,7 @@ def profile_kinds(steps: Steps) -> tuple[dict[str, dict[str, float]], dict[str, 
         events: list[Event] = []
         for context in (contextlib.nullcontext(), traced(events)):
             steps.prepare(kind, length)
-            before = steps.count_steps(kind)
+            before, kv = steps.count_steps(kind), count_kv(steps)
             with context:
                 begin = time.perf_counter()
                 steps.run(num_steps=num_steps)
@@ -86,7 +91,8 @@ def profile_kinds(steps: Steps) -> tuple[dict[str, dict[str, float]], dict[str, 
                 raise AssertionError(f"{found} steps of {name_kind(kind)} instead of {num_steps}")
             if isinstance(context, contextlib.nullcontext):
                 plain = wall
-        figures[name_kind(kind)] = per_step({"wall": plain} | split(events), num_steps)
+        of_step = per_step({"wall": plain} | split(events), num_steps)
+        figures[name_kind(kind)] = of_step | {"kv": (kv + count_kv(steps)) / 2}
         by_name[name_kind(kind)] = kernels(events, num_steps)
     steps.clear()
     return figures, by_name

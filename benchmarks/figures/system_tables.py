@@ -194,6 +194,20 @@ def text_drafts(points: Points) -> str:
     return table(("texts", "1 seat", "8 seats"), rows)
 
 
+def drafts(points: Points) -> str:
+    """How many times the tokens a second of an engine without drafts."""
+    found, of_tail = points("h100/engine_drafts"), points("h100/engine_drafts_tail")
+    rows = []
+    for what in ("8 seats", "64 seats", "256 seats", "512 requests", "1024 requests"):
+        is_whole = f"{what}, none" in found
+        of = found if is_whole else of_tail
+        ways = (of.get(f"{what}, {way}") for way in ("70% right", "useless", "own tokens"))
+        none = of[f"{what}, none"]["tokens_per_s"]
+        over = (f"{way['tokens_per_s'] / none:.2f}" if way else "" for way in ways)
+        rows.append([what.replace("1024", "1,024"), "32" if is_whole else "8", *over])
+    return table(("", "layers", "70% right", "never right", "from the text"), rows)
+
+
 def groups(points: Points) -> str:
     parts: dict[str, dict[str, str]] = {}
     for name, point in points("cpu/groups").items():

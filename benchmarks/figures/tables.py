@@ -46,6 +46,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "perplexity": system_tables.perplexity,
     "latent forms": system_tables.latent_forms,
     "several gpus": system_tables.several_gpus,
+    "drafts": system_tables.drafts,
     "text drafts": system_tables.text_drafts,
     "trainer logprobs": system_tables.trainer_logprobs,
 }

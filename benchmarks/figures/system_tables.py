@@ -1,6 +1,5 @@
 """Tables of docs/ about caches, the allocator, models and the engine, from the files of benchmarks/results."""
 
-import re
 from typing import Any, Literal
 
 from benchmarks.figures.cells import Points, label, table, us
@@ -10,13 +9,6 @@ PREFIXES = {
     "apart": "512, nothing in common",
     "completions": "64, 8 completions of each",
     "system prompt": "512, behind 512 equal tokens",
-}
-KERNELS = {  # of a step of the engine, by their names
-    "matrix products": "^nvjet|splitK",
-    "attention of steps of single tokens": "^paged_(decode|latent)",
-    "attention of steps with chunks": "^paged_prefill",
-    "gate times up": "^loop_multiply",
-    "writes to the cache": "^input_scatter",
 }
 CHOICES: tuple[tuple[str, Literal["token_head", "head"] | None], ...] = (
     ("bfloat16", None),
@@ -59,28 +51,6 @@ def engine(points: Points) -> str:
         rows.append([f"{p['requests']:,}", f"{p['tokens']:,}", f"{p['tokens_per_s']:,.0f}", *shares, of_vllm])
     head = "requests", "new tokens", "tokens a second", "of its steps", "of the floor", "vLLM's tokens a second"
     return table(head, rows)
-
-
-def engine_profile(points: Points) -> str:
-    """Milliseconds of a run, and of the same steps by themselves."""
-    found = points("h100/engine_profile")
-    run, steps = found["run"], found["steps"]
-
-    def of_kernels(kernels: dict[str, list[float]], busy: float) -> dict[str, float]:
-        parts = {
-            name: sum(us for kernel, (us, _) in kernels.items() if re.search(pattern, kernel)) / 1e3
-            for name, pattern in KERNELS.items()
-        }
-        return parts | {"other kernels": busy - sum(parts.values())}
-
-    in_run = of_kernels(found["kernels of the run"], run["busy"])
-    each = {kind: of_kernels(found[f"kernels of {kind}"], found[kind]["busy"]) for kind in steps}
-    alone = {name: f"{sum(count * each[kind][name] for kind, count in steps.items()):.0f}" for name in in_run}
-    idle = {"conditions of loops": "condition", "gaps between kernels": "gaps", "between slices": "between"}
-    in_run |= {name: run[key] for name, key in idle.items()}
-    whole = sum(in_run.values())
-    rows = [[name, f"{ms:.0f}", f"{ms / whole:.1%}", alone.get(name, "")] for name, ms in in_run.items()]
-    return table(("", "ms", "of the time", "the same steps by themselves, ms"), rows)
 
 
 def engine_loops(points: Points) -> str:

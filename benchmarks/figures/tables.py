@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.figures import kernel_tables, system_tables
+from benchmarks.figures import kernel_tables, slice_tables, system_tables
 from benchmarks.figures.cells import Points, machine
 from benchmarks.harness import RESULTS, ROOT
 
@@ -29,7 +29,8 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "packed": kernel_tables.packed,
     "portable prefill": kernel_tables.portable_prefill,
     "engine": system_tables.engine,
-    "engine profile": system_tables.engine_profile,
+    "engine profile": slice_tables.engine_profile,
+    "latent profile": slice_tables.latent_profile,
     "engine loops": system_tables.engine_loops,
     "engine prefixes": system_tables.engine_prefixes,
     "quantised": kernel_tables.quantised,

@@ -28,7 +28,7 @@ FEW_STEPS, MOST_STEPS = 2, 32
 COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": "False",  # products by cuBLAS [slices_h100]
     # Else products of the same rows, as for q, k and v, become one of weights that each step copies together.
-    "xla_gpu_dot_merger_threshold_mb": "0",
+    "xla_gpu_dot_merger_threshold_mb": "0",  # [joined_h100]
 }
 
 

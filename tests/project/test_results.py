@@ -153,6 +153,10 @@ def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
     fa3_paged, fa3, cudnn = map(of_prompts, ("fa3 paged", "fa3", "cudnn"))
     runs = tables.points("decisions/prefill_ahead_h100")
     house = tables.points("decisions/house_h200")["decode | 32/8 64x8192 cache=float8_e4m3fn scale=head"]
+    latent, profile = tables.points("h100/engine_v2lite"), tables.points("h100/engine_profile")
+    most, fewest = (latent[f"engine {count}"] for count in (1024, 512))
+    of_8b = [tables.points("h100/engine")[f"engine {count}"]["of_floor"] for count in (1024, 512)]
+    events = [profile[kind]["events"] for kind in ("single_64", "single_384", "mixed_1024")]
     new, old = (runs[f"32/8 64xragged1024 q_len=all | {form}"]["runs"] for form in ("new", "old"))
     text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
     for figure in (
@@ -166,6 +170,13 @@ def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
         f"Today's kernel takes {house['us']:.0f} us on an H200 for 64 x 8192 in float8_e4m3fn",
         f"takes {ratio('cpu/generate', 'batch 1', 'batch 16', 'steps_per_s'):.1f} times as long as a step of one",
         f"gives {ratio('cpu/generate', 'batch 16', 'batch 1', 'tokens_per_s'):.1f} times the tokens per second",
+        "{:.0f} kernels and copies with 64 rows of single tokens, {:.0f} with 384, and {:.0f} with 1,024".format(
+            *events
+        ),
+        f"{most['of_floor']:.0%} of the floor with 1,024 requests and {fewest['of_floor']:.0%} with 512",
+        "where the model above reaches {:.0%} and {:.0%}".format(*of_8b),
+        f"The run took {most['seconds']:.2f} s",
+        f"70% of the floor would be {most['seconds'] * most['of_floor'] / 0.7:.2f} s",
     ):
         assert figure in text
 

@@ -45,12 +45,24 @@ SEVERAL_GPUS = {
 def engine(points: Points) -> str:
     ours, peer, rows = points("h100/engine"), points("h100/vllm"), []
     for name in ("engine 512", "engine 1024", "engine 2048"):
-        p = ours[name]
+        p, of_peer = ours[name], peer[name]
         shares = (f"{p[share]:.0%}" for share in ("of_steps", "of_floor"))
-        of_vllm = f"{peer[name]['tokens_per_s']:,.0f}" if name in peer else ""
+        of_vllm = f"{of_peer['tokens_per_s']:,.0f}" if of_peer["tokens"] == p["tokens"] else ""  # else other requests
         rows.append([f"{p['requests']:,}", f"{p['tokens']:,}", f"{p['tokens_per_s']:,.0f}", *shares, of_vllm])
     head = "requests", "new tokens", "tokens a second", "of its steps", "of the floor", "vLLM's tokens a second"
     return table(head, rows)
+
+
+def arrivals(points: Points) -> str:
+    """The median and the 99th percentile of how long a request waits for tokens."""
+    engines, rows = (points("h100/engine_online"), points("h100/vllm")), []
+    for rate in (5, 10, 20):
+        row = [str(rate)]
+        for wait, decimals in {"to_first_ms": 0, "between_tokens_ms": 1}.items():
+            of_engines = (of[f"{rate} a second"][wait] for of in engines)
+            row += [f"{of['p50']:.{decimals}f}, {of['p99']:.{decimals}f}" for of in of_engines]
+        rows.append(row)
+    return table(("requests a second", "first token, engine", "vLLM", "between tokens, engine", "vLLM"), rows)
 
 
 def engine_loops(points: Points) -> str:

@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "packed": kernel_tables.packed,
     "portable prefill": kernel_tables.portable_prefill,
     "engine": system_tables.engine,
+    "arrivals": system_tables.arrivals,
     "engine profile": slice_tables.engine_profile,
     "latent profile": slice_tables.latent_profile,
     "engine loops": system_tables.engine_loops,

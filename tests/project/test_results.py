@@ -132,6 +132,45 @@ def test_the_first_figures_of_the_readme_are_those_of_the_files():
         assert figure in text
 
 
+def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
+    steps, online = tables.points("h100/engine")["steps"], tables.points("h100/engine_online")
+    ours, vllm = tables.points("h100/engine"), tables.points("h100/vllm")
+    parts = [ours[run]["tokens_per_s"] / vllm[run]["tokens_per_s"] for run in ("engine 1024", "engine 2048")]
+    first, between = (
+        [of["10 a second"][wait]["p50"] for of in (online, vllm)] for wait in ("to_first_ms", "between_tokens_ms")
+    )
+    slice_ms = online["5 a second"]["between_pieces_ms"]["p50"]
+    for page, figures in {
+        "README.md": [
+            "The engine gives {:.0%} and {:.0%} fewer tokens a second than vLLM".format(*(1 - part for part in parts)),
+            "{:.0f} ms instead of {:.0f} for the first token".format(*first),
+            "then {:.1f} ms instead of {:.1f} for each token".format(*between),
+        ],
+        "docs/engine.md": [
+            "gives {:.2f} of vLLM's tokens for 1,024 requests and {:.2f} for 2,048".format(*parts),
+            f"It gave {vllm['engine 512']['tokens_per_s']:,.0f} tokens a second for its own",
+            f"Compiling the engine took {steps['compile_s']:.0f} s",
+            f"a step takes {steps['single_64_ms']:.1f} ms, and a slice {slice_ms:.0f} ms",
+            f"the other {slice_ms - 2 * steps['single_64_ms']:.0f} ms are the slice's own cost",
+            f"vLLM returns tokens every {vllm['5 a second']['between_pieces_ms']['p50']:.1f} ms",
+            f"A step takes {steps['single_64_ms']:.1f} ms with 64 rows, {steps['single_128_ms']:.1f} ms with 128",
+            f"{steps['single_384_ms']:.1f} ms with 384, and {steps['mixed_1024_ms']:.0f} ms with 1,024 rows",
+            f"a plan and a commit take {steps['scheduling_us']:.0f} us of it",
+        ],
+        "docs/coming_from/vllm.md": [
+            "gives {:.2f} of the tokens a second of vLLM 0.25.1 for 1,024 requests at once, and {:.2f}".format(*parts),
+            "after {:.0f} ms instead of {:.0f}, and the others".format(*first),
+            "the others {:.1f} ms apart instead of {:.1f}".format(*between),
+        ],
+        "docs/serving.md": [
+            f"first token after {first[0]:.0f} ms, and the others {between[0]:.1f} ms apart",
+            f"vLLM gives it after {first[1]:.0f} ms, and the others {between[1]:.1f} ms apart",
+        ],
+    }.items():
+        text = " ".join((ROOT / page).read_text().split())
+        assert all(figure in text for figure in figures), figures
+
+
 def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
     def ratio(file, of, to, key="us"):
         found = tables.points(file)

@@ -1,6 +1,6 @@
 """How long requests wait for their tokens when they come one by one.
 
-    python -m benchmarks.engine.online                  # Llama-3-8B's shape; about two minutes on a GPU
+    python -m benchmarks.engine.online                  # Llama-3-8B's shape; about three minutes on a GPU
     python -m benchmarks.engine.online --model toy --rates 20 --seconds 1    # on a CPU, to try the script out
 
 Arrivals are Poisson's, lengths those of `benchmarks.engine.throughput`, weights random, and the engine chooses its own

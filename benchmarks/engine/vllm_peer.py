@@ -1,10 +1,12 @@
 """vLLM's engine on the requests of the engine's benchmarks, with its own defaults, where vllm is installed.
 
-    python -m benchmarks.engine.vllm_peer --requests 2048 1024 512 --rates 5 10 20    # about six minutes on a GPU
+    python -m benchmarks.engine.vllm_peer --requests 2048 1024 512 --rates 5 10 20    # about four minutes on a GPU
     python -m benchmarks.engine.vllm_peer --requests --rates --rollout                # two minutes
 
 A model of Llama-3-8B's shape, random bfloat16 weights, greedy, no stop tokens, no texts. Rows as in
-`benchmarks.engine.throughput` and `benchmarks.engine.online`. JAX stays on the CPU, so that vLLM has the GPU.
+`benchmarks.engine.throughput` and `benchmarks.engine.online`. JAX stays on the CPU, so that vLLM has the GPU. Let
+nothing else run on the machine: vLLM's scheduler computes on a CPU in each step. Both modules take the first of as many
+requests as the largest number of --requests, so give both the same largest number.
 
 With --rollout, the rounds of `benchmarks.engine.rollout`: at temperature 1, with logprobs of the drawn tokens. Between
 them its prefix cache is emptied, as after an update, which itself is neither done nor timed.

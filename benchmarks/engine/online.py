@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.checks import require
 from benchmarks.engine.model import CONFIGS
 from benchmarks.engine.workload import SIZES, Request, create_engine, workload
-from benchmarks.harness import Store, add_output, open_store
+from benchmarks.harness import Store, add_output, add_xla, open_store
 from jaxpaged import SamplingParams
 
 PERCENTILES = (50, 95, 99)
@@ -111,6 +111,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
     add_arrivals(parser)
     parser.add_argument("--steps-per-slice", type=int, help="instead of the default of `jaxpaged.Engine`")
+    add_xla(parser)
     add_output(parser)
     options = parser.parse_args(arguments)
     options.toy = options.model == "toy"
@@ -120,7 +121,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     begin = time.perf_counter()
-    engine = create_engine(options.model, steps_per_slice=options.steps_per_slice)
+    engine = create_engine(options.model, steps_per_slice=options.steps_per_slice, compiler_options=options.xla)
     stats = engine.stats()
     settings: dict[str, Any] = dict(seconds=options.seconds, steps_per_slice=options.steps_per_slice)
     settings |= dict(num_seats=stats.num_seats, chunk_tokens=stats.chunk_tokens, widths=list(stats.widths))

@@ -57,6 +57,10 @@ class Steps:
 
     def milliseconds(self, kind: Kind, few: int, many: int) -> float:
         """A step of this kind, by the slope between a slice of few steps and one of many."""
+        return self.milliseconds_of(kind, few, many)[0]
+
+    def milliseconds_of(self, kind: Kind, few: int, many: int) -> tuple[float, float]:
+        """A step of this kind, and what a slice takes beside its steps, the host's part included."""
         times, before = [], self.count_steps(kind)
         for num_steps in (few, many):
             begin = time.perf_counter()
@@ -64,7 +68,8 @@ class Steps:
             times.append(time.perf_counter() - begin)
         if (found := self.count_steps(kind) - before) != few + many:
             raise AssertionError(f"{found} steps of {name_kind(kind)} instead of {few + many}")
-        return (times[1] - times[0]) / (many - few) * 1e3
+        of_step = (times[1] - times[0]) / (many - few)
+        return of_step * 1e3, (times[0] - few * of_step) * 1e3
 
     def count_steps(self, kind: Kind) -> int:
         return int(self.engine._runner.state.num_of_kind[self.engine._runner.kinds.index(kind)])
@@ -98,14 +103,17 @@ class Steps:
 
     def measure(self) -> dict[str, float]:
         """Milliseconds of each kind of step, and the tokens of K/V that it reads; with almost all seats decoding, `few`
-        and `many` K/V tokens too, for the time of a token. An exact engine has the last kind only."""
+        and `many` K/V tokens too, for the time of a token. `slice_ms` is what a slice takes beside its steps, with no
+        other behind it. An exact engine has the last kind only."""
         sizes, result = self.sizes, {}
         times = (2, 12) if sizes.longest > 64 else (2, 4)
         *narrow, widest = self.engine._runner.kinds
         decoding = next((kind for kind in narrow if kind.width >= self.num_decoding), widest)
 
         def add(name: str, kind: Kind, repeats: int, times: tuple[int, int]) -> None:
-            result[f"{name}_ms"] = statistics.median(self.milliseconds(kind, *times) for _ in range(repeats))
+            found = [self.milliseconds_of(kind, *times) for _ in range(repeats)]
+            result[f"{name}_ms"], of_slice = map(statistics.median, zip(*found, strict=True))
+            result.setdefault("slice_ms", of_slice)
             result[f"{name}_kv"] = float(self.engine._runner.state.allocator.lengths.sum())
 
         for kind in narrow:

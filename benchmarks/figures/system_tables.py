@@ -65,6 +65,19 @@ def arrivals(points: Points) -> str:
     return table(("requests a second", "first token, engine", "vLLM", "between tokens, engine", "vLLM"), rows)
 
 
+def host_memory(points: Points) -> str:
+    found = points("h100/host_tier")
+    evicted, nothing = found["evicted"], found["nothing to find"]
+    talks = [found[name] for name in ("conversations", "conversations without host memory")]
+    rows = [
+        ["a lost prompt: its first token, ms", *(f"{evicted[key]:.0f}" for key in ("host_ms", "computed_ms"))],
+        ["conversations: found, of what an endless pool finds", *(f"{of['found_of_endless']:.1%}" for of in talks)],
+        ["conversations: new tokens a second", *(f"{of['new_tokens_per_s']:,.0f}" for of in talks)],
+        ["nothing in common: new tokens a second", *(f"{nothing[key]:,.0f}" for key in ("with", "without"))],
+    ]
+    return table(("", "with host memory", "without"), rows)
+
+
 def engine_loops(points: Points) -> str:
     found, rows = points("h100/engine_loops"), []
     for name, text in {"135m": "135 million", "1b": "1 billion"}.items():

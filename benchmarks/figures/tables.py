@@ -32,6 +32,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "arrivals": system_tables.arrivals,
     "engine profile": slice_tables.engine_profile,
     "latent profile": slice_tables.latent_profile,
+    "host memory": system_tables.host_memory,
     "engine loops": system_tables.engine_loops,
     "engine prefixes": system_tables.engine_prefixes,
     "quantised": kernel_tables.quantised,

@@ -171,6 +171,21 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
         assert all(figure in text for figure in figures), figures
 
 
+def test_what_is_said_of_host_memory_is_in_the_files():
+    found, on_cpu = tables.points("h100/host_tier"), tables.points("cpu/host_tier")
+    evicted, stages, talks = found["evicted"], found["stages"], found["conversations"]
+    computed = talks["computed"] / found["conversations without host memory"]["computed"]
+    text = " ".join((ROOT / "docs" / "engine.md").read_text().split())
+    for figure in (
+        f"If the pool still has the prompt, its first token comes after {evicted['pool_ms']:.0f} ms",
+        f"To copy its {stages['megabytes']:.0f} MB to the device takes {stages['to_device']:.0f} ms by itself",
+        f"the conversations compute {computed:.0%} of the tokens, and still lose {1 - talks['gain']:.0%} of the tokens",
+        f"the prompts with nothing to find lose {1 - found['nothing to find']['part']:.0%}",
+        f"gave {on_cpu['conversations']['gain']:.1f} times the tokens a second with host memory",
+    ):
+        assert figure in text
+
+
 def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
     def ratio(file, of, to, key="us"):
         found = tables.points(file)

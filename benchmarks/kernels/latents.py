@@ -11,6 +11,7 @@ are stored in two.
 
     python -m benchmarks.kernels.latents
     python -m benchmarks.kernels.latents --points '16 64x4096' '16 64x4096 xla' '16 64x8192 float8_e4m3fn'
+    python -m benchmarks.kernels.latents --flashinfer  # beside FlashInfer's kernel, in a CUDA graph; with 0.6.13
 """
 
 import argparse
@@ -33,6 +34,7 @@ from benchmarks.harness import (
     read_bandwidth,
     slope_microseconds,
 )
+from benchmarks.kernels.peers import attempt, error, graph_microseconds, to_torch, workspace
 from jaxpaged import paged_attention, paged_attention_reference
 
 LATENT, ROTARY, BLOCK_SIZE, SCALE = 512, 64, 64, 192**-0.5
@@ -115,7 +117,37 @@ def make_inputs(point: Point) -> Any:
     return q, cache, scales, list(map(jnp.asarray, point.tables())), jnp.full(point.seqs, point.length, jnp.int32)
 
 
-def measure(point: Point, compiled: Any, bandwidth: float) -> dict[str, Any]:
+def flashinfer(point: Point, inputs: Any, expected: Any) -> dict[str, Any]:
+    """FlashInfer's calls on the same blocks; its plans, one for each table, are not counted."""
+    import torch
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    jax.block_until_ready((inputs, expected))
+    q, cache, _, tables, _ = inputs
+    q, cache = to_torch(q), to_torch(cache)[:, :, 0]
+    starts = torch.arange(point.seqs + 1, dtype=torch.int32)
+    lengths = torch.full((point.seqs,), point.length, dtype=torch.int32)
+
+    def planned(table: Any) -> Any:
+        wrapper = BatchMLAPagedAttentionWrapper(workspace("flashinfer"))
+        ids = torch.from_numpy(np.asarray(table).ravel())
+        sizes = point.heads, LATENT, ROTARY, BLOCK_SIZE
+        wrapper.plan(starts, starts * table.shape[1], ids, lengths, *sizes, False, SCALE, q.dtype, cache.dtype)
+        return wrapper
+
+    wrappers, out = [planned(table) for table in tables], torch.full_like(q[..., :LATENT], np.nan)
+    operands = [part for x in (q, cache) for part in (x[..., :LATENT], x[..., LATENT:])]
+
+    def run(i: int) -> None:
+        wrappers[i % len(wrappers)].run(*operands, out=out)
+
+    run(0)
+    torch.cuda.synchronize()
+    worst = error(out.float().cpu().numpy(), expected)
+    return {"us": graph_microseconds(run, point.num_calls, 20), "error": worst}
+
+
+def measure(point: Point, compiled: Any, bandwidth: float, *, with_flashinfer: bool) -> dict[str, Any]:
     inputs = make_inputs(point)
     q, cache, scales, tables, lengths = inputs
     _, first = poisoned(compiled, *inputs)
@@ -137,12 +169,15 @@ def measure(point: Point, compiled: Any, bandwidth: float) -> dict[str, Any]:
     if jax.default_backend() == "gpu":
         found = by_kernel(kernel_times(lambda: compiled(*inputs)), point.num_calls)
         result["by_kernel"] = {name[:40]: times[0] for name, times in list(found.items())[:4]}
+    if with_flashinfer and point.dtype == "bfloat16" and point.width == LATENT + ROTARY:
+        result["flashinfer"] = attempt(lambda: flashinfer(point, inputs, first))
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", default=POINTS)
+    parser.add_argument("--flashinfer", action="store_true", help="bfloat16 latents by FlashInfer too")
     add_output(parser)
     options = parser.parse_args()
     store = open_store("latents", options)
@@ -157,12 +192,12 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, reads {bandwidth / 1e12:.3f} TB/s", flush=True)
     print(f"{'':<26} {'us':>8} {'floor':>8} {'ratio':>6} {'TFLOP/s':>8} {'error':>8}")
     for point in points:
-        result = measure(point, programs[point], bandwidth)
+        result = measure(point, programs[point], bandwidth, with_flashinfer=options.flashinfer)
         store.add(point.name, result)
         kernels = "  ".join(f"{name} {us:.1f}" for name, us in result.get("by_kernel", {}).items())
         print(
             f"{point.name:<26} {result['us']:8.1f} {result['floor']:8.1f} {result['over_floor']:6.3f} "
-            f"{result['teraflops']:8.1f} {result['error']:8.1e}  {kernels}",
+            f"{result['teraflops']:8.1f} {result['error']:8.1e}  {kernels}  {result.get('flashinfer', '')}",
             flush=True,
         )
 

@@ -170,8 +170,33 @@ def xqa_run(point: Point, inputs: Inputs) -> Any:
     return run
 
 
+def graph_microseconds(run: Callable[[int], None], num_calls: int, num_replays: int) -> float:
+    """Of a call: the median over replays of one CUDA graph of calls, which get their number."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(3):
+            run(i)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(num_calls):
+            run(i)
+    graph.replay()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_replays)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) * 1e3 / num_calls for start, end in events)
+
+
 def graph_measure(make: Any, point: Point, inputs: Inputs, expected: jax.Array, _: Any) -> dict[str, Any]:
-    """The median over replays of one CUDA graph of calls that take turns with all caches of the point."""
+    """In a CUDA graph of calls that take turns with all caches of the point."""
     import torch
 
     jax.block_until_ready((inputs.caches, expected))
@@ -180,30 +205,15 @@ def graph_measure(make: Any, point: Point, inputs: Inputs, expected: jax.Array, 
     num_calls = max(point.num_calls, len(pairs))
     run = make(point, inputs)
     out = torch.full_like(q, math.nan)
-    run(q, *pairs[0], out)
+
+    def call(i: int) -> None:
+        run(q, *pairs[i % len(pairs)], out)
+
+    call(0)
     torch.cuda.synchronize()
     worst = error(out[:, None].float().cpu().numpy(), expected)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for i in range(3):
-            run(q, *pairs[i % len(pairs)], out)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(num_calls):
-            run(q, *pairs[i % len(pairs)], out)
-    graph.replay()
-    replays = max(7, min(50, int(0.1e6 / (num_calls * (4 + point.num_bytes / 2.8e6)))))
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    times = [start.elapsed_time(end) * 1e3 / num_calls for start, end in events]
-    return {"us": statistics.median(times), "error": worst}
+    num_replays = max(7, min(50, int(0.1e6 / (num_calls * (4 + point.num_bytes / 2.8e6)))))
+    return {"us": graph_microseconds(call, num_calls, num_replays), "error": worst}
 
 
 def is_for_flashinfer(point: Point) -> bool:

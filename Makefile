@@ -19,11 +19,11 @@ test-fast: setup ## the tests without the slow modules: no interpret mode, no ra
 test-oldest: ## the same with the oldest JAX that is supported
 	$(MAKE) test VENV=.venv-oldest JAX=0.11.2
 
-test-ptxas: ## kernels compiled for six GPUs without one: registers, spills, shared memory, what PTX computes; the engine's slice
+test-ptxas: ## kernels compiled for six GPUs without one: registers, spills, shared memory; the engine's slice
 	$(MAKE) setup VENV="$(VENV)-ptxas"
 	"$(VENV)-ptxas/bin/python" -m pip install --quiet nvidia-cuda-nvcc \
 		"jax-cuda13-plugin==$$("$(VENV)-ptxas/bin/python" -c 'import jaxlib; print(jaxlib.__version__)')"
-	"$(VENV)-ptxas/bin/python" -m pytest tests/kernels/test_resources.py tests/kernels/test_ptx.py tests/engine/test_slice_for_gpu.py
+	"$(VENV)-ptxas/bin/python" -m pytest tests/kernels/test_resources.py tests/engine/test_slice_for_gpu.py
 
 mutants: setup ## mistakes made in a copy of the tree, which the tests must find
 	$(PYTHON) -m tests.mutants

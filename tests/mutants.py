@@ -571,20 +571,6 @@ MUTANTS = (
         "tests/engine/test_adapters.py::equal_to_merged",
     ),
     Mutant(
-        "adapters: a tile runs on into the next adapter's rows",
-        "pallas_kernels/lora/tiles.py",
-        "places < ends[own][:, None]",
-        "places < num_rows",
-        "tests/kernels/test_lora.py::in_one_tile",
-    ),
-    Mutant(
-        "adapters: all parts are the first",
-        "pallas_kernels/lora/kernel.py",
-        "(adapter * num_parts + part) * rank",
-        "adapter * num_parts * rank",
-        "tests/kernels/test_lora.py::by_its_own_adapter and three",
-    ),
-    Mutant(
         "adapters: a row takes its seat's neighbour's",
         "jaxpaged/_engine/slices.py",
         "step.sampling.adapter.at[step.seats]",

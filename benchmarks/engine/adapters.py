@@ -1,13 +1,11 @@
-"""What adapters cost: their products in a layer, by XLA and by the kernel, and steps of an engine with and without.
+"""What adapters cost: their products in a layer, and steps of an engine with and without.
 
     python -m benchmarks.engine.adapters              # 64 adapters of rank 16 on q, k, v and o, Llama-3-8B's shape
     python -m benchmarks.engine.adapters --layers 0   # only the products
-    python -m benchmarks.engine.adapters --toy        # on a CPU, to try the script out: by XLA only
+    python -m benchmarks.engine.adapters --toy        # on a CPU, to try the script out
 
 Rows are those of two steps: 256 single tokens, whose adapters are drawn, and the same beside 512 tokens of one prompt.
-Ways are None (no adapters), "xla", "mosaic_gpu", and "joined": the kernel with q, k and v in one launch. Before they
-are timed, each way's rows are compared with float32, and a kernel's row alone with the same row among others, to the
-last bit.
+Before they are timed, they are compared with float32.
 
   us      of the adapters of a layer, with the additions to what the layer computed, in a chain of layers in one jit
   floor   the bytes of A and B of all adapters at the rate of a kernel that only reads, in the same run
@@ -25,28 +23,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.checks import poisoned, require, worst_error
+from benchmarks.checks import poisoned, worst_error
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.steps import Steps, name_kind
 from benchmarks.engine.workload import SIZES, create_caches
 from benchmarks.harness import (
     add_output,
     by_kernel,
-    compile_all,
     kernel_times,
     open_store,
     random,
     read_bandwidth,
     slope_microseconds,
 )
-from jaxpaged import Engine, StepAttention, _device, lora
-from pallas_kernels.lora.config import default_config
+from jaxpaged import Engine, StepAttention, lora
 
 RANK = 16
-KERNEL_WAYS = "mosaic_gpu", "joined"
 NUM_LAYERS = 8  # of the chain: their adapters are several times the L2 cache
 FEW_STEPS, MANY_STEPS = 2, 8
-Factors = list[tuple[jax.Array, jax.Array]]  # A and B of q, k and v; of the joined way one pair for all
+Factors = list[tuple[jax.Array, jax.Array]]  # A and B of q, k and v
 Layer = tuple[Factors, Factors]  # of q, k and v, and of o
 
 
@@ -81,28 +76,17 @@ def make_layer(shape: Shape, seed: int) -> Layer:
     return qkv, [factors(4, shape.parts[0], shape.features)]
 
 
-def joined(factors: Factors) -> Factors:
-    """As one pair: A of all parts below each other, B beside each other."""
-    return [(jnp.concatenate([a for a, _ in factors], axis=1), jnp.concatenate([b for _, b in factors], axis=2))]
-
-
-def adapted(way: str, x: jax.Array, factors: Factors, ids: jax.Array, parts: tuple[int, ...]) -> jax.Array:
+def adapted(x: jax.Array, factors: Factors, ids: jax.Array) -> jax.Array:
     """The adapters' outputs of all parts, beside each other."""
-    if way != "joined":
-        outs = [lora(x, a, b, ids, implementation=way) for a, b in factors]
-        return jnp.concatenate(outs, axis=1)
-    from pallas_kernels.lora.kernel import launch
-
-    ((a, b),) = factors
-    capability = _device.gpu().compute_capability
-    return launch(x, a, b, ids, config=default_config(rank=RANK, parts=parts, compute_capability=capability))
+    return jnp.concatenate([lora(x, a, b, ids) for a, b in factors], axis=1)
 
 
-def chain(way: str, shape: Shape, x: jax.Array, base: jax.Array, ids: jax.Array, layers: list[Layer]) -> jax.Array:
+def chain(x: jax.Array, base: jax.Array, ids: jax.Array, layers: list[Layer]) -> jax.Array:
     """The adapters of all layers, each added to `base`, what the layer itself would have computed."""
     for qkv, out in layers:
-        y = base + adapted(way, x, qkv, ids, shape.parts)
-        x = x * jnp.bfloat16(0.5) + adapted(way, y[:, : shape.parts[0]], out, ids, (shape.features,))
+        y = base + adapted(x, qkv, ids)
+        features = out[0][0].shape[2]
+        x = x * jnp.bfloat16(0.5) + adapted(y[:, :features], out, ids)
     return x
 
 
@@ -115,48 +99,30 @@ def expected(x: jax.Array, factors: Factors, ids: jax.Array) -> jax.Array:
         return jnp.concatenate([jnp.einsum("tr,tro->to", *of_part) for of_part in rows], axis=1)
 
 
-def check(way: str, shape: Shape, x: jax.Array, ids: jax.Array, layer: Layer, qkv: Factors) -> float:
-    """The worst error of a row of q, k and v, over its largest number; raises if it is wrong. `qkv`: their adapters,
-    each by itself."""
-    function = jax.jit(functools.partial(adapted, way, parts=shape.parts))
-    out = poisoned(function, x, layer[0], ids)
-    error = worst_error(way, out, expected(x, qkv, ids))
-    if way in KERNEL_WAYS:
-        require((out == poisoned(function, x, layer[0], ids)).all(), f"{way}: two calls differ")
-        for row in (0, shape.single - 1, len(x) - 1):
-            alone = poisoned(function, x, layer[0], jnp.where(jnp.arange(len(x)) == row, ids, -1))
-            require((alone[row] == out[row]).all(), f"{way}: row {row} differs alone")
-            require(not alone[(row + 1) % len(x)].any(), f"{way}: a row without an adapter is not zero")
-    return error
+def check(x: jax.Array, ids: jax.Array, factors: Factors) -> float:
+    """The worst error of a row, over its largest number; raises if it is wrong."""
+    return worst_error("adapters", poisoned(jax.jit(adapted), x, factors, ids), expected(x, factors, ids))
 
 
-def measure_products(shape: Shape, ways: tuple[str, ...], store: Any) -> None:
+def measure_products(shape: Shape, store: Any) -> None:
     layers = [make_layer(shape, seed) for seed in range(NUM_LAYERS)]
-    of_way = {way: [(joined(qkv), out) for qkv, out in layers] if way == "joined" else layers for way in ways}
     floor = shape.num_bytes / read_bandwidth() * 1e6
     for rows in (shape.single, shape.single + shape.chunk):
         x, ids = random(1, shape=(rows, shape.features), dtype="bfloat16"), shape.ids(rows)
         base = random(2, shape=(rows, sum(shape.parts)), dtype="bfloat16")
-        errors = {way: check(way, shape, x, ids, of_way[way][0], layers[0][0]) for way in ways}
-        programs = compile_all(
-            {
-                way: jax.jit(functools.partial(chain, way, shape)).lower(x, base, ids, of_way[way]).compile
-                for way in ways
-            }
+        error = check(x, ids, layers[0][0])
+        run = functools.partial(jax.jit(chain), x, base, ids, layers)
+        us = slope_microseconds(lambda _, run=run: run(), NUM_LAYERS)  # type: ignore[misc]
+        result: dict[str, Any] = dict(us=us, floor=floor, over_floor=us / floor, error=error)
+        if jax.default_backend() == "gpu":
+            found = by_kernel(kernel_times(run), NUM_LAYERS)
+            result["by_kernel"] = {name[:40]: times for name, times in list(found.items())[:6]}
+        store.add(f"products, {rows} rows", result)
+        print(
+            f"{rows:4} rows {us:8.2f} us a layer, floor {floor:.2f}, {us / floor:.2f} of it, error {error:.1e}  "
+            f"{result.get('by_kernel', '')}",
+            flush=True,
         )
-        for way, program in programs.items():
-            run = functools.partial(program, x, base, ids, of_way[way])
-            us = slope_microseconds(lambda _, run=run: run(), NUM_LAYERS)  # type: ignore[misc]
-            result: dict[str, Any] = dict(us=us, floor=floor, over_floor=us / floor, error=errors[way])
-            if jax.default_backend() == "gpu":
-                found = by_kernel(kernel_times(run), NUM_LAYERS)
-                result["by_kernel"] = {name[:40]: times for name, times in list(found.items())[:6]}
-            store.add(f"products, {rows} rows, {way}", result)
-            print(
-                f"{rows:4} rows {way:<12} {us:8.2f} us a layer, floor {floor:.2f}, {us / floor:.2f} of it, "
-                f"error {errors[way]:.1e}  {result.get('by_kernel', '')}",
-                flush=True,
-            )
 
 
 @jax.tree_util.register_dataclass
@@ -167,10 +133,9 @@ class Adapted:
     matrix: jax.Array
     factors: Factors
     ids: jax.Array | None = None  # of the rows of this step
-    way: str = dataclasses.field(default="xla", metadata={"static": True})
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
-        return x @ self.matrix + adapted(self.way, x, self.factors, self.ids, ())  # type: ignore[arg-type]
+        return x @ self.matrix + adapted(x, self.factors, self.ids)  # type: ignore[arg-type]
 
 
 def adapted_model(config: Any) -> Any:
@@ -189,21 +154,18 @@ def adapted_model(config: Any) -> Any:
     return apply
 
 
-def milliseconds(way: str | None, *, toy: bool, layers: int, rounds: int) -> Iterator[tuple[str, float]]:
+def milliseconds(is_adapted: bool, *, toy: bool, layers: int, rounds: int) -> Iterator[tuple[str, float]]:
     """Kinds of steps and their times, the widest kind's and that of single tokens."""
     name, shape = ("toy", TOY) if toy else ("8b", Shape())
     config = dataclasses.replace(CONFIGS[name], num_layers=layers, vocab_size=1024)
     sizes = dataclasses.replace(SIZES[name], **({} if toy else dict(seats=256, chunk=512)))
     weights = random_weights(config)
-    if way is not None:
+    if is_adapted:
         kv = config.num_kv_heads * config.head_dim
         shape = dataclasses.replace(shape, features=config.features, parts=(config.num_heads * config.head_dim, kv, kv))
         for i, layer in enumerate(weights["layers"]):
             qkv, out = make_layer(shape, i)
-            weights["layers"][i] = layer | {
-                "qkv": Adapted(layer["qkv"], qkv, way=way),
-                "out": Adapted(layer["out"], out, way=way),
-            }
+            weights["layers"][i] = layer | {"qkv": Adapted(layer["qkv"], qkv), "out": Adapted(layer["out"], out)}
     engine = Engine(
         adapted_model(config),
         weights,
@@ -211,7 +173,7 @@ def milliseconds(way: str | None, *, toy: bool, layers: int, rounds: int) -> Ite
         num_seats=sizes.seats,
         max_length=2 * sizes.longest,
         chunk_tokens=sizes.chunk,
-        num_adapters=0 if way is None else shape.adapters,
+        num_adapters=shape.adapters if is_adapted else 0,
     )
     steps, kinds = Steps(engine, sizes), engine._runner.kinds
     few, many = (1, 2) if toy else (FEW_STEPS, MANY_STEPS)
@@ -222,33 +184,32 @@ def milliseconds(way: str | None, *, toy: bool, layers: int, rounds: int) -> Ite
             yield name_kind(kind), steps.milliseconds(kind, few, many)
 
 
-def measure_steps(ways: tuple[str, ...], store: Any, options: argparse.Namespace) -> None:
+def measure_steps(store: Any, options: argparse.Namespace) -> None:
     without: dict[str, float] = {}
-    for way in (None, *ways):
+    for name, is_adapted in (("without", False), ("with", True)):
         times: dict[str, list[float]] = {}
-        for kind, ms in milliseconds(way, toy=options.toy, layers=options.layers, rounds=options.rounds):
+        for kind, ms in milliseconds(is_adapted, toy=options.toy, layers=options.layers, rounds=options.rounds):
             times.setdefault(kind, []).append(ms)
         for kind, found in times.items():
             ms = statistics.median(found)
             without.setdefault(kind, ms)
             point = dict(ms=ms, times=found, share=ms / without[kind] - 1)
-            store.add(f"step, {kind}, {options.layers} layers, {way}", point)
-            print(f"{kind:<12} {way!s:<12} {ms:8.3f} ms a step, {point['share']:+.1%}, {found}", flush=True)
+            store.add(f"step, {kind}, {options.layers} layers, {name}", point)
+            print(f"{kind:<12} {name:<8} {ms:8.3f} ms a step, {point['share']:+.1%}, {found}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="of the engines")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--toy", action="store_true", help="small, by XLA")
+    parser.add_argument("--toy", action="store_true", help="small")
     add_output(parser)
     options = parser.parse_args(arguments)
     store = open_store("adapters", options)
-    kernels = KERNEL_WAYS if _device.is_gpu() and not options.toy else ()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    measure_products(TOY if options.toy else Shape(), ("xla", *kernels), store)
+    measure_products(TOY if options.toy else Shape(), store)
     if options.layers:
-        measure_steps(("xla", *kernels[:1]), store, options)
+        measure_steps(store, options)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from pallas_kernels.decode import kernel as decode_kernel
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.latent import config as latent_config
 from pallas_kernels.latent import kernel as latent_kernel
-from pallas_kernels.lora import config as lora_config
-from pallas_kernels.lora import kernel as lora_kernel
 from pallas_kernels.prefill import config as prefill_config
 from pallas_kernels.prefill import kernel as prefill_kernel
 from pallas_kernels.prefill.launch import launch as launch_prefill
@@ -148,31 +146,6 @@ def traced_latent(*, heads=128, block_size=64, num_partitions=1, dtype=jnp.bfloa
     )
     config = latent_config.Config(num_partitions)
     return jax.jit(functools.partial(latent_kernel.launch, value_dim=512, config=config)).trace(*arrays)
-
-
-def traced_lora(
-    *,
-    parts=(4096, 1024, 1024),
-    rank=16,
-    tokens=256,
-    features=4096,
-    adapters=64,
-    dtype=jnp.bfloat16,
-    sharding=None,
-    compute_capability=9.0,
-    **changes,  # of the default config
-):
-    """The traced call of the kernel for adapters."""
-    shape, parts = functools.partial(jax.ShapeDtypeStruct, sharding=sharding), tuple(parts)
-    arrays = (
-        shape((tokens, features), dtype),
-        shape((adapters, len(parts) * rank, features), dtype),
-        shape((adapters, rank, sum(parts)), dtype),
-        shape((tokens,), jnp.int32),
-    )
-    config = lora_config.default_config(rank=rank, parts=parts, compute_capability=compute_capability)
-    config = dataclasses.replace(config, **changes)
-    return jax.jit(functools.partial(lora_kernel.launch, config=config)).trace(*arrays)
 
 
 def mosaic_for(compute_capability):

@@ -2,9 +2,8 @@
 
     python -m tests.kernels.resources sm_90 '[{"head_dim": 128}, {"head_dim": 256, "group": 8}]'
 
-prints a list of {kernel: {"registers", "spill_bytes", "smem_bytes"}}, in JSON; with {"ptx": true} in a shape also its
-"ptx". A process of its own, since JAX must be told before it starts; it needs the wheels that `make test-ptxas`
-installs.
+prints a list of {kernel: {"registers", "spill_bytes", "smem_bytes"}}, in JSON. A process of its own, since JAX must be
+told before it starts; it needs the wheels that `make test-ptxas` installs.
 """
 
 import importlib.util
@@ -72,7 +71,7 @@ def target_config(gpu: str) -> str:
     return GPU.format(**numbers)
 
 
-def compiled(gpu: str, shapes: dict[str, dict]) -> dict[str, dict[str, dict[str, Any]]]:
+def compiled(gpu: str, shapes: dict[str, dict]) -> dict[str, dict[str, dict[str, int]]]:
     """What `main` prints, by the names of the shapes."""
     command = [sys.executable, "-m", "tests.kernels.resources", gpu, json.dumps(list(shapes.values()))]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
@@ -93,7 +92,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= WITHOUT_A_GPU | {
             "MOSAIC_GPU_DUMP_TO": folder,
-            "MOSAIC_GPU_DUMP_PTX": "1",
             "MOSAIC_GPU_DUMP_PTXAS": "1",
             "MOSAIC_GPU_DUMP_RESOURCES": "1",
         }
@@ -109,12 +107,12 @@ def make_mesh(gpu: str) -> Any:
 
 
 def compile_one(
-    folder: Path, gpu: str, *, dtype: str = "bfloat16", kernel: str = "decode", ptx: bool = False, **shape
-) -> dict[str, dict[str, Any]]:
+    folder: Path, gpu: str, *, dtype: str = "bfloat16", kernel: str = "decode", **shape
+) -> dict[str, dict[str, int]]:
     import jax
     import jax.numpy as jnp
 
-    from tests.kernels.lowering import mosaic_for, traced_decode, traced_latent, traced_lora, traced_prefill
+    from tests.kernels.lowering import mosaic_for, traced_decode, traced_latent, traced_prefill
 
     mesh = make_mesh(gpu)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -126,18 +124,12 @@ def compile_one(
             trace = traced_prefill(**how)
         elif kernel == "latent":
             trace = traced_latent(**how)
-        elif kernel == "lora":
-            trace = traced_lora(**how, compute_capability=compute_capability(gpu))
         elif kernel == "portable_prefill":
             trace = traced_prefill(**how, portable_for=compute_capability(gpu))
         else:
             trace, _ = traced_decode(**how, compute_capability=compute_capability(gpu))
         trace.lower().compile()
-    found = {re.sub(r"_\d+$", "", file.stem): file for file in sorted(folder.glob("*.ptxas"))}
-    return {
-        name: figures(file) | ({"ptx": file.with_suffix(".ptx").read_text()} if ptx else {})
-        for name, file in found.items()
-    }
+    return {re.sub(r"_\d+$", "", file.stem): figures(file) for file in sorted(folder.glob("*.ptxas"))}
 
 
 def figures(ptxas: Path) -> dict[str, int]:

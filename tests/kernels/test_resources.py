@@ -111,31 +111,6 @@ def test_portable_prefill_fits(portable_prefill, name):
     assert its["smem_bytes"] <= resources.program_smem(gpu)
 
 
-# Of the kernel for adapters: the most registers on any GPU, without a spill.
-LORA = {
-    "q, k and v": (dict(), 128),
-    "o": (dict(parts=(4096,)), 128),
-    "rank 32": (dict(rank=32, parts=(4096,)), 128),
-    "rank 64, float16": (dict(rank=64, dtype="float16"), 160),
-}
-
-
-@pytest.fixture(scope="module", params=resources.GPUS)
-def lora(request):
-    return request.param, resources.compiled(
-        request.param, {name: shape | dict(kernel="lora") for name, (shape, _) in LORA.items()}
-    )
-
-
-@pytest.mark.parametrize("name", LORA)
-def test_lora_fits(lora, name):
-    gpu, compiled = lora
-    its = compiled[name]["lora"]
-    assert its["registers"] <= LORA[name][1]
-    assert its["spill_bytes"] == 0
-    assert its["smem_bytes"] <= resources.program_smem(gpu)
-
-
 LATENT = {"128 heads": dict(), "64 heads, 3 partitions, blocks of 16": dict(heads=64, num_partitions=3, block_size=16)}
 
 

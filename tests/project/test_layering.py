@@ -63,7 +63,7 @@ def test_the_walk_sees_an_import_inside_a_function():
 
 def test_a_kernel_imports_no_other_kernel():
     kernels = {folder.name for folder in (ROOT / "pallas_kernels").iterdir() if (folder / "kernel.py").exists()}
-    assert kernels == {"decode", "latent", "prefill", "copy_blocks", "lora"}
+    assert kernels == {"decode", "latent", "prefill", "copy_blocks"}
     for name, source in read_sources("pallas_kernels").items():
         wing = name.split(".")[1:2]
         theirs = {other.split(".")[1] for other in imported_names(source) if other.startswith("pallas_kernels.")}

@@ -8,20 +8,23 @@ tile of K would take 128. Everything here is traced inside the kernel.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.mma import mma
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.common.chunks import i32, pointer, product, quotient, remainder, thread, total
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, constant, integer
-from pallas_kernels.common.registers import load, plus_product
-from pallas_kernels.common.rows import COLUMNS, ROWS, matrix
+from pallas_kernels.common.registers import make_array
+from pallas_kernels.common.rows import COLUMNS, LEFT, RIGHT, ROWS, matrix
 
 DEPTH = 16  # of an operand
 MATRIX = matrix(COLUMNS, 2)  # in SMEM
@@ -49,7 +52,7 @@ def scores(q: Any, k: Any) -> jax.Array:
         for start in range(0, width, DEPTH):
             left = [x for row in range(0, rows, 64) for x in queries.load(row, start)]
             right = [x for row in range(0, tile, 16) for x in keys.load(row, start)]
-            acc = plus_product(acc, left, right)
+            acc = _plus_product(acc, left, right)
         return acc
 
     return multiply(q, k)
@@ -68,10 +71,16 @@ def add(acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
             # Every thread has the numbers of its left operands already.
             left = p[:, start : start + DEPTH].registers.flat
             right = [x for column in range(0, width, 16) for x in values.load(start, column, transposed=True)]
-            acc = plus_product(acc, left, right)
+            acc = _plus_product(acc, left, right)
         return acc
 
     return multiply(acc, p, v)
+
+
+def _plus_product(sums: fa.FragmentedArray, left: Iterable[Any], right: Iterable[Any]) -> fa.FragmentedArray:
+    """sums [m, n] + left [m, 16] @ right [16, n], whose registers are pairs of 16-bit numbers (m16n8k16)."""
+    m, n = sums.shape
+    return mma(sums, make_array(left, LEFT.to_mgpu(), (m, DEPTH)), make_array(right, RIGHT.to_mgpu(), (DEPTH, n)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +111,14 @@ class _Matrices:
         tile, in_tile = divmod(column, COLUMNS)
         address = arith.xori(self.lane, i32(2 * in_tile)) if in_tile else self.lane
         address = arith.addi(address, i32(row // 8 * self.row_bytes + tile * 8 * 2 * COLUMNS))
-        words = load(f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16", integer(), address)
+        # After the wait before it: it has side effects.
+        loaded = llvm.inline_asm(
+            llvm.StructType.get_literal([integer()] * 4),
+            [address],
+            f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
+            "=r,=r,=r,=r,r",
+            has_side_effects=True,
+        )
         pair = ir.VectorType.get((2,), self.number)
+        words = [llvm.extractvalue(integer(), loaded, [i]) for i in range(4)]
         return [utils.bitcast(word, pair) for word in words]

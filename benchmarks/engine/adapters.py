@@ -7,7 +7,8 @@
 Rows are those of two steps: 256 single tokens, whose adapters are drawn, and the same beside 512 tokens of one prompt.
 Before they are timed, they are compared with float32.
 
-  us      of the adapters of a layer, with the additions to what the layer computed, in a chain of layers in one jit
+  us      of the adapters of a layer, with the additions to what the layer computed, in a chain of layers in one jit,
+          compiled as an engine compiles its steps
   floor   the bytes of A and B of all adapters at the rate of a kernel that only reads, in the same run
   ms      of a step of an engine, by the slope between a slice of few steps and one of many
 """
@@ -37,6 +38,7 @@ from benchmarks.harness import (
     slope_microseconds,
 )
 from jaxpaged import Engine, StepAttention, lora
+from jaxpaged._engine.defaults import chosen_compiler_options
 
 RANK = 16
 NUM_LAYERS = 8  # of the chain: their adapters are several times the L2 cache
@@ -107,11 +109,12 @@ def check(x: jax.Array, ids: jax.Array, factors: Factors) -> float:
 def measure_products(shape: Shape, store: Any) -> None:
     layers = [make_layer(shape, seed) for seed in range(NUM_LAYERS)]
     floor = shape.num_bytes / read_bandwidth() * 1e6
+    compiled = jax.jit(chain, compiler_options=chosen_compiler_options(None))
     for rows in (shape.single, shape.single + shape.chunk):
         x, ids = random(1, shape=(rows, shape.features), dtype="bfloat16"), shape.ids(rows)
         base = random(2, shape=(rows, sum(shape.parts)), dtype="bfloat16")
         error = check(x, ids, layers[0][0])
-        run = functools.partial(jax.jit(chain), x, base, ids, layers)
+        run = functools.partial(compiled, x, base, ids, layers)
         us = slope_microseconds(lambda _, run=run: run(), NUM_LAYERS)  # type: ignore[misc]
         result: dict[str, Any] = dict(us=us, floor=floor, over_floor=us / floor, error=error)
         if jax.default_backend() == "gpu":

@@ -69,10 +69,6 @@ def kernels(events: list[Event], num_steps: int) -> dict[str, list[float]]:
     return by_kernel([(name, end - begin) for begin, end, name in events], num_steps)
 
 
-def count_kv(steps: Steps) -> float:
-    return float(steps.engine._runner.state.allocator.lengths.sum())
-
-
 def profile_kinds(steps: Steps) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, list[float]]]]:
     """Of each kind: its figures, and its kernels; a step."""
     figures, by_name = {}, {}
@@ -82,7 +78,7 @@ def profile_kinds(steps: Steps) -> tuple[dict[str, dict[str, float]], dict[str, 
         events: list[Event] = []
         for context in (contextlib.nullcontext(), traced(events)):
             steps.prepare(kind, length)
-            before, kv = steps.count_steps(kind), count_kv(steps)
+            before, kv = steps.count_steps(kind), steps.count_kv()
             with context:
                 begin = time.perf_counter()
                 steps.run(num_steps=num_steps)
@@ -92,7 +88,7 @@ def profile_kinds(steps: Steps) -> tuple[dict[str, dict[str, float]], dict[str, 
             if isinstance(context, contextlib.nullcontext):
                 plain = wall
         of_step = per_step({"wall": plain} | split(events), num_steps)
-        figures[name_kind(kind)] = of_step | {"kv": (kv + count_kv(steps)) / 2}
+        figures[name_kind(kind)] = of_step | {"kv": (kv + steps.count_kv()) / 2}
         by_name[name_kind(kind)] = kernels(events, num_steps)
     steps.clear()
     return figures, by_name

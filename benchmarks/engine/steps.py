@@ -57,10 +57,10 @@ class Steps:
 
     def milliseconds(self, kind: Kind, few: int, many: int) -> float:
         """A step of this kind, by the slope between a slice of few steps and one of many."""
-        return self.milliseconds_of(kind, few, many)[0]
+        return self.step_and_slice(kind, few, many)[0]
 
-    def milliseconds_of(self, kind: Kind, few: int, many: int) -> tuple[float, float]:
-        """A step of this kind, and what a slice takes beside its steps, the host's part included."""
+    def step_and_slice(self, kind: Kind, few: int, many: int) -> tuple[float, float]:
+        """Milliseconds of a step of this kind, and of a slice beside its steps, the host's part included."""
         times, before = [], self.count_steps(kind)
         for num_steps in (few, many):
             begin = time.perf_counter()
@@ -73,6 +73,10 @@ class Steps:
 
     def count_steps(self, kind: Kind) -> int:
         return int(self.engine._runner.state.num_of_kind[self.engine._runner.kinds.index(kind)])
+
+    def count_kv(self) -> float:
+        """Tokens in the cache."""
+        return float(self.engine._runner.state.allocator.lengths.sum())
 
     def decode(self, count: int, length: int) -> None:
         """Starts `count` sequences of `length` tokens, until each has one token to compute."""
@@ -111,10 +115,10 @@ class Steps:
         decoding = next((kind for kind in narrow if kind.width >= self.num_decoding), widest)
 
         def add(name: str, kind: Kind, repeats: int, times: tuple[int, int]) -> None:
-            found = [self.milliseconds_of(kind, *times) for _ in range(repeats)]
+            found = [self.step_and_slice(kind, *times) for _ in range(repeats)]
             result[f"{name}_ms"], of_slice = map(statistics.median, zip(*found, strict=True))
             result.setdefault("slice_ms", of_slice)
-            result[f"{name}_kv"] = float(self.engine._runner.state.allocator.lengths.sum())
+            result[f"{name}_kv"] = self.count_kv()
 
         for kind in narrow:
             self.prepare(kind, sizes.few)

@@ -108,6 +108,11 @@ def test_a_page_says_what_the_files_hold(page):
     assert tables.filled(wrong) == text
 
 
+def words_of(page):
+    """Its text, wherever its lines end."""
+    return " ".join((ROOT / page).read_text().split())
+
+
 def test_the_first_figures_of_the_readme_are_those_of_the_files():
     h100, h200, prompts = map(tables.points, ("h100/decode", "h200/decode", "h100/prefill"))
 
@@ -120,7 +125,7 @@ def test_the_first_figures_of_the_readme_are_those_of_the_files():
 
     runs = [tables.points(file)[run] for file in ("h100/engine", "h100/vllm") for run in ("engine 1024", "engine 2048")]
     tokens = [run["tokens_per_s"] for run in runs]
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = words_of("README.md")
     mean = statistics.geometric_mean
     for figure in (
         f"decode, {len(of_fa3(h100))} shapes | {1 - mean(of_fa3(h100)):.0%} less time than FlashAttention-3 | "
@@ -167,7 +172,7 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
             f"vLLM gives it after {first[1]:.0f} ms, and the others {between[1]:.1f} ms apart",
         ],
     }.items():
-        text = " ".join((ROOT / page).read_text().split())
+        text = words_of(page)
         assert all(figure in text for figure in figures), figures
 
 
@@ -175,7 +180,7 @@ def test_what_is_said_of_host_memory_is_in_the_files():
     found, on_cpu = tables.points("h100/host_tier"), tables.points("cpu/host_tier")
     evicted, stages, talks = found["evicted"], found["stages"], found["conversations"]
     computed = talks["computed"] / found["conversations without host memory"]["computed"]
-    text = " ".join((ROOT / "docs" / "engine.md").read_text().split())
+    text = words_of("docs/engine.md")
     for figure in (
         f"If the pool still has the prompt, its first token comes after {evicted['pool_ms']:.0f} ms",
         f"To copy its {stages['megabytes']:.0f} MB to the device takes {stages['to_device']:.0f} ms by itself",
@@ -212,7 +217,7 @@ def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
     of_8b = [tables.points("h100/engine")[f"engine {count}"]["of_floor"] for count in (1024, 512)]
     events = [profile[kind]["events"] for kind in ("single_64", "single_384", "mixed_1024")]
     new, old = (runs[f"32/8 64xragged1024 q_len=all | {form}"]["runs"] for form in ("new", "old"))
-    text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    text = words_of("docs/performance.md")
     for figure in (
         f"132 sequences of 192 tokens take {sweep[0]:.1f} us, 133 take {sweep[1]:.1f} us",
         f"rises by {slower(16):.1%} with blocks of 16, and by {slower(256):.1%} with blocks of 256",

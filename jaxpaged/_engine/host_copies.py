@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpaged import _device
@@ -20,6 +20,7 @@ from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._cache.kv_cache import KVCache, map_blocks
 from jaxpaged._cache.transfer import put_blocks, take_blocks
 from jaxpaged._engine.inputs import caches_in
+from jaxpaged._engine.on_mesh import whole_beside
 from jaxpaged._engine.requests import Row
 from jaxpaged._engine.state import State
 from jaxpaged._integers import checked_size
@@ -112,8 +113,7 @@ class HostCopies:
         take, put = take_out, put_in
         if _device.is_gpu():  # other arrays come with each call: a CUDA graph would have to be changed for each
             compiler_options = compiler_options | {"xla_gpu_enable_command_buffer": ""}
-        (device, *_) = caches_in(state.caches)[0].k.sharding.device_set
-        self._on_device: Any = SingleDeviceSharding(device)
+        self._on_device: Any = whole_beside(state.caches, mesh)
         if mesh is not None:
             self._on_device = NamedSharding(mesh, of_pages := P(None, mesh.axis_names))
             of_state = jax.tree.map(lambda x: x.sharding.spec, state)

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+
+from jaxpaged._engine.inputs import caches_in
 
 
 def find_mesh(tree: Any) -> Mesh | None:
@@ -15,6 +17,14 @@ def find_mesh(tree: Any) -> Mesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
             return sharding.mesh
     return None
+
+
+def whole_beside(caches: Any, mesh: Mesh | None) -> Sharding:
+    """Of an array that each device of the caches has whole. `mesh`: theirs, if they lie on several devices."""
+    if mesh is not None:
+        return NamedSharding(mesh, P())
+    (device,) = caches_in(caches)[0].k.sharding.device_set
+    return SingleDeviceSharding(device)
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:

@@ -17,7 +17,7 @@ from jaxpaged._engine.host_copies import HostCopies
 from jaxpaged._engine.host_tier import HostTier, Moves, NoHostTier
 from jaxpaged._engine.inputs import own, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
-from jaxpaged._engine.on_mesh import find_mesh, replicate
+from jaxpaged._engine.on_mesh import find_mesh, replicate, whole_beside
 from jaxpaged._engine.options import Options
 from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.program import MOST_ARRIVALS, compile_program, first_state
@@ -50,6 +50,7 @@ class Runner:
         if self.mesh is not None:
             weights, state = replicate(self.mesh, (weights, state))
         self.weights, self.state_of_slice = weights, state
+        self._inbox_sharding = whole_beside(caches, self.mesh)
         self.tier = NoHostTier()
         if options.host_cache_bytes is not None:
             copies = HostCopies(options.host_cache_bytes, state, self.mesh, options.compiler_options)
@@ -123,20 +124,26 @@ class Runner:
         self.tier.look(self.books.rows_sent)
         while True:
             sent = self.books.send(MOST_ARRIVALS, self.tier.holds)
-            sent.moves = self.tier.next_moves()
             has_more = self.books.has_more
-            inbox = self.program.inbox_of(
-                sent.rows,
-                sent.aborts,
-                wants_logprobs=self.books.wants_logprobs,
-                num_steps=0 if has_more else num_steps,
-                forgets=sent.forgets,
-            )
-            sent.words = self.thread.submit(self.run, self.weights, pack(inbox), sent)
+            try:
+                sent.moves = self.tier.next_moves()
+                inbox = self.program.inbox_of(
+                    sent.rows,
+                    sent.aborts,
+                    wants_logprobs=self.books.wants_logprobs,
+                    num_steps=0 if has_more else num_steps,
+                    forgets=sent.forgets,
+                )
+                # Copied to the device while the slice before it runs.
+                words = jax.device_put(pack(inbox), self._inbox_sharding)
+                sent.words = self.thread.submit(self.run, self.weights, words, sent)
+            except Exception:
+                self.tier.lose(self.books.take_back().moves)
+                raise
             if not has_more:
                 return
 
-    def run(self, weights: Any, inbox: np.ndarray, sent: Sent) -> jax.Array:
+    def run(self, weights: Any, inbox: jax.Array, sent: Sent) -> jax.Array:
         """From a packed inbox to a packed report. On the engine's own thread, one slice after the other: what else this
         thread does, the GPU waits for."""
         if self._unread_failure is not None:  # what it was to end or to forget is still there

@@ -18,6 +18,7 @@ import pytest
 from jaxpaged import Engine, SamplingParams
 from jaxpaged._engine.books import Books
 from jaxpaged._engine.interrupts import without_interrupts
+from jaxpaged._engine.packing import pack
 from tests import toy_model
 from tests.toy_model import (
     BLOCKS,
@@ -294,6 +295,26 @@ def test_a_stream_that_is_left_leaves_nothing(expected):
     stream = engine.stream(PROMPTS, LONG)
     next(stream)
     stream.close()
+    assert_ready(engine, expected)
+
+
+def test_a_slice_that_cannot_be_sent_loses_nothing(expected, monkeypatch):
+    engine, failures = shared_engine(16), [MemoryError("no room for an inbox")]
+
+    def failing(inbox):
+        if failures:
+            raise failures.pop()
+        return pack(inbox)
+
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, LONG)
+        if i == 1:
+            engine.step()
+    monkeypatch.setattr("jaxpaged._engine.runner.pack", failing)
+    with pytest.raises(MemoryError, match="no room for an inbox"):
+        engine.step()
+    outputs = finish(engine)
+    assert read_tokens(outputs[request_id] for request_id in sorted(outputs)) == expected
     assert_ready(engine, expected)
 
 

@@ -43,7 +43,7 @@ SEVERAL_GPUS = {
 
 
 def engine(points: Points) -> str:
-    ours, peer, rows = points("h100/engine"), points("h100/vllm"), []
+    ours, peer, rows = points("h200/engine"), points("h200/vllm"), []
     for name in ("engine 512", "engine 1024", "engine 2048"):
         p, of_peer = ours[name], peer[name]
         shares = (f"{p[share]:.0%}" for share in ("of_steps", "of_floor"))
@@ -55,7 +55,7 @@ def engine(points: Points) -> str:
 
 def arrivals(points: Points) -> str:
     """The median and the 99th percentile of how long a request waits for tokens."""
-    engines, rows = (points("h100/engine_online"), points("h100/vllm")), []
+    engines, rows = (points("h200/engine_online"), points("h200/vllm")), []
     for rate in (5, 10, 20):
         row = [str(rate)]
         for wait, decimals in {"to_first_ms": 0, "between_tokens_ms": 1}.items():

@@ -123,8 +123,9 @@ def test_the_first_figures_of_the_readme_are_those_of_the_files():
         pairs = ((prompts[name], prompts.get(name.replace("mosaic_gpu", peer))) for name in prompts if "mosaic" in name)
         return [ours["us"] / theirs["us"] for ours, theirs in pairs if theirs]
 
-    runs = [tables.points(file)[run] for file in ("h100/engine", "h100/vllm") for run in ("engine 1024", "engine 2048")]
-    tokens = [run["tokens_per_s"] for run in runs]
+    engines = [[tables.points(f"{gpu}/{file}") for file in ("engine", "vllm")] for gpu in ("h100", "h200")]
+    runs = "engine 1024", "engine 2048"
+    tokens = [[run[name]["tokens_per_s"] for run in of_gpu for name in runs] for of_gpu in engines]
     text = words_of("README.md")
     mean = statistics.geometric_mean
     for figure in (
@@ -132,38 +133,58 @@ def test_the_first_figures_of_the_readme_are_those_of_the_files():
         f"{1 - mean(of_fa3(h200)):.0%} less |",
         f"{1 - mean(of_prompts('fa3 paged')):.0%} less time than FlashAttention-3 on the same cache",
         f"{mean(of_prompts('fa3')):.2f} times its time on contiguous keys",
-        "{:,.0f} and {:,.0f}; vLLM 0.25.1 {:,.0f} and {:,.0f} |".format(*tokens),
+        "| {:,.0f} and {:,.0f}; vLLM 0.25.1 {:,.0f} and {:,.0f} |".format(*tokens[0]),
+        "| {:,.0f} and {:,.0f}; vLLM {:,.0f} and {:,.0f} |".format(*tokens[1]),
     ):
         assert figure in text
 
 
 def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
-    steps, online = tables.points("h100/engine")["steps"], tables.points("h100/engine_online")
-    ours, vllm = tables.points("h100/engine"), tables.points("h100/vllm")
-    parts = [ours[run]["tokens_per_s"] / vllm[run]["tokens_per_s"] for run in ("engine 1024", "engine 2048")]
+    def over_vllm(gpu, *counts):
+        ours, vllm = (tables.points(f"{gpu}/{file}") for file in ("engine", "vllm"))
+        return [ours[f"engine {count}"]["tokens_per_s"] / vllm[f"engine {count}"]["tokens_per_s"] for count in counts]
+
+    steps, of_h200 = (tables.points(file)["steps"] for file in ("h100/engine", "h200/engine_steps"))
+    ours, online, vllm = (tables.points(f"h200/{file}") for file in ("engine", "engine_online", "vllm"))
+    parts, of_h100 = over_vllm("h200", 512, 1024, 2048), over_vllm("h100", 1024, 2048)
     first, between = (
         [of["10 a second"][wait]["p50"] for of in (online, vllm)] for wait in ("to_first_ms", "between_tokens_ms")
     )
     slice_ms = online["5 a second"]["between_pieces_ms"]["p50"]
+    of_slice = tables.points("decisions/slices_h200")
+    rollout = tables.points("h200/engine_rollout")
+    rounds = [
+        of[f"{name}round {i}"]["tokens_per_s"] for of, name in ((rollout, ""), (vllm, "rollout, ")) for i in (1, 2)
+    ]
     for page, figures in {
         "README.md": [
-            "The engine gives {:.0%} and {:.0%} fewer tokens a second than vLLM".format(*(1 - part for part in parts)),
+            "The engine gives {:.0%} and {:.0%} more tokens a second than vLLM".format(
+                *(part - 1 for part in parts[1:])
+            ),
+            "on an H100 a former one gave {:.0%} and {:.0%} fewer".format(*(1 - part for part in of_h100)),
             "{:.0f} ms instead of {:.0f} for the first token".format(*first),
             "then {:.1f} ms instead of {:.1f} for each token".format(*between),
         ],
         "docs/engine.md": [
-            "gives {:.2f} of vLLM's tokens for 1,024 requests and {:.2f} for 2,048".format(*parts),
-            f"It gave {vllm['engine 512']['tokens_per_s']:,.0f} tokens a second for its own",
-            f"Compiling the engine took {steps['compile_s']:.0f} s",
-            f"a step takes {steps['single_64_ms']:.1f} ms, and a slice {slice_ms:.0f} ms",
-            f"the other {slice_ms - 2 * steps['single_64_ms']:.0f} ms are the slice's own cost",
+            "gives {:.2f}, {:.2f} and {:.2f} times vLLM's tokens a second for 512, 1,024 and 2,048 requests".format(
+                *parts
+            ),
+            "gave {:.2f} times vLLM's for 1,024 and {:.2f} times for 2,048".format(*of_h100),
+            f"Compiling that engine took {steps['compile_s']:.0f} s",
+            f"gives {ours['sampled 2048']['tokens_per_s'] / ours['engine 2048']['tokens_per_s']:.2f} of the tokens",
+            f"a step takes {of_h200['single_64_ms']:.1f} ms, and a slice {slice_ms:.1f} ms",
+            f"the other {slice_ms - 2 * of_h200['single_64_ms']:.1f} ms are the slice's own cost",
             f"vLLM returns tokens every {vllm['5 a second']['between_pieces_ms']['p50']:.1f} ms",
-            f"A step takes {steps['single_64_ms']:.1f} ms with 64 rows, {steps['single_128_ms']:.1f} ms with 128",
+            f"to the end of its call {of_slice['leaving the call']['us']:,} us pass",
+            f"to its first kernel {of_slice['entering the call']['us']:,} us",
+            f"another buffer than the one before: {of_slice['changing a graph of 417 commands']['us']:,} us",
+            f"a step takes {steps['single_64_ms']:.1f} ms with 64 rows, {steps['single_128_ms']:.1f} ms with 128",
             f"{steps['single_384_ms']:.1f} ms with 384, and {steps['mixed_1024_ms']:.0f} ms with 1,024 rows",
             f"a plan and a commit take {steps['scheduling_us']:.0f} us of it",
         ],
         "docs/coming_from/vllm.md": [
-            "gives {:.2f} of the tokens a second of vLLM 0.25.1 for 1,024 requests at once, and {:.2f}".format(*parts),
+            f"gives {parts[1]:.2f} times the tokens a second of vLLM 0.25.1 for 1,024 requests at once",
+            f"{parts[2]:.2f} times for 2,048",
             "after {:.0f} ms instead of {:.0f}, and the others".format(*first),
             "the others {:.1f} ms apart instead of {:.1f}".format(*between),
         ],
@@ -171,9 +192,26 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
             f"first token after {first[0]:.0f} ms, and the others {between[0]:.1f} ms apart",
             f"vLLM gives it after {first[1]:.0f} ms, and the others {between[1]:.1f} ms apart",
         ],
+        "docs/reinforcement_learning.md": [
+            "give {:,.0f} and {:,.0f} tokens a second on an H200".format(*rounds[:2]),
+            "gives {:,.0f} and {:,.0f} on the same machine".format(*rounds[2:]),
+            f"comes {rollout['update']['to_first_token_s'] * 1e3:.0f} ms after the call of `update_weights`",
+        ],
     }.items():
         text = words_of(page)
-        assert all(figure in text for figure in figures), figures
+        assert not [figure for figure in figures if figure not in text], page
+
+
+def test_what_is_said_of_groups_on_a_gpu_is_in_the_files():
+    found, text = tables.points("h200/groups"), words_of("docs/allocator.md")
+    for figure in (
+        f"groups have room for {found['groups']['seats']} of them at once, one table for {found['one table']['seats']}",
+        f"give {found['gain']['tokens']:.2f} times the tokens a second with chunks of 256",
+        f"there is room for {found['groups, chunks of 1024']['seats']}",
+        f"and {found['gain, chunks of 1024']['tokens']:.2f} times the tokens",
+        "takes {groups_1_us:.0f} us with one group and {groups_4_us:.0f} with four".format(**found["allocator"]),
+    ):
+        assert figure in text
 
 
 def test_what_is_said_of_host_memory_is_in_the_files():

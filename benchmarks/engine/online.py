@@ -4,9 +4,9 @@
     python -m benchmarks.engine.online --model toy --rates 20 --seconds 1    # on a CPU, to try the script out
 
 Arrivals are Poisson's, lengths those of `benchmarks.engine.throughput`, weights random, and the engine chooses its own
-sizes. One thread adds what has arrived and calls `step`, as a server does, so a request that arrives during a step
-waits for its end. Each request must get the number of tokens that it asked for. `benchmarks.engine.vllm_peer` does the
-same with vLLM. For each rate, in milliseconds, p50, p95 and p99:
+sizes. One thread adds what has arrived and calls `step` when the engine has no more `seconds_to_spare`, as a server
+does, so a request that arrives during a step waits for its end. Each request must get the number of tokens that it
+asked for. `benchmarks.engine.vllm_peer` does the same with vLLM. For each rate, in milliseconds, p50, p95 and p99:
 
 - to_first: from a request's arrival to its first token;
 - between_tokens: from its first token to its last, over the number of tokens between them, for each request;
@@ -44,15 +44,21 @@ def serve(engine: Any, work: Sequence[Request], arrivals: Sequence[float]) -> li
     begin = time.perf_counter()
     waiting, pieces = deque(zip(work, arrivals, strict=True)), []
     pieces_of: dict[int, list[Piece]] = {}
+
+    def wait(until: float) -> None:
+        if (left := begin + until - time.perf_counter()) > 0:
+            time.sleep(left)
+
     while waiting or engine.has_unfinished_requests:
-        now = time.perf_counter() - begin
-        while waiting and waiting[0][1] <= now:
-            (prompt, new), _ = waiting.popleft()
+        if not engine.has_unfinished_requests:
+            wait(waiting[0][1])
+        send_at = time.perf_counter() - begin + engine.seconds_to_spare
+        while waiting and waiting[0][1] <= send_at:
+            (prompt, new), arrival = waiting.popleft()
+            wait(arrival)
             request_id = engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0))
             pieces.append(pieces_of.setdefault(request_id, []))
-        if not engine.has_unfinished_requests:
-            time.sleep(max(0, waiting[0][1] - now))
-            continue
+        wait(send_at)
         outputs = engine.step()
         now = time.perf_counter() - begin
         for output in outputs:

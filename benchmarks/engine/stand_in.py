@@ -10,6 +10,7 @@ from jaxpaged import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import Row, checked_prompt, make_output
 
 AHEAD = 1  # slices that run while the host reads the one before, as in an engine
+SPARED = 0.75  # of a slice, before the next one is sent
 
 
 class StandIn:
@@ -27,11 +28,17 @@ class StandIn:
         self._seats: list[Row] = []
         self._under_way: deque[tuple[list[Row], Future[None]]] = deque()
         self._num_open = self._next_id = 0
+        self._since = 0.0  # when the last slice was read
         self._stats = EngineStats()
 
     @property
     def has_unfinished_requests(self) -> bool:
         return self._num_open > 0
+
+    @property
+    def seconds_to_spare(self) -> float:
+        is_running = bool(self._under_way)
+        return max(self._since + SPARED * self._slice_seconds - time.perf_counter(), 0.0) if is_running else 0.0
 
     def stats(self) -> EngineStats:
         return dataclasses.replace(self._stats, num_running=len(self._seats))
@@ -56,6 +63,7 @@ class StandIn:
             self._under_way.append((list(self._seats), self._thread.submit(time.sleep, self._slice_seconds)))
         rows, slept = self._under_way.popleft()
         slept.result()
+        self._since = time.perf_counter()
         self._stats = dataclasses.replace(self._stats, num_slices=self._stats.num_slices + 1)
         return [self._continue(row) for row in rows if row.finish_reason is None]
 

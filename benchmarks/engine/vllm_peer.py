@@ -83,6 +83,8 @@ class VllmEngine:
         """Empties its prefix cache, so that a run finds no prompt of the run before."""
         require(self._llm.reset_prefix_cache(), "vLLM's prefix cache is still in use")
 
+    seconds_to_spare = 0.0  # its step begins with the requests that there are
+
     @property
     def has_unfinished_requests(self) -> bool:
         return self._engine.has_unfinished_requests()

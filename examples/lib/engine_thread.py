@@ -18,10 +18,6 @@ from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
 
 Request = tuple[list[int], SamplingParams]
 
-# While a slice runs, the thread waits for requests before it sends the next one: a share of the shortest of the last
-# slices, so that the next one is sent in time even if the one that runs is shorter than those.
-WAIT_SHARE, NUM_TIMED = 0.5, 4
-
 
 class QueueFullError(Exception):
     """Too many completions are under way."""
@@ -208,13 +204,9 @@ class EngineThread:
             self.on_failure()
 
     def _run(self) -> None:
-        # A step sends the slice after the one that runs. A client that follows up an answer at once comes in time for
-        # it if the step waits a little.
-        durations, read_at = collections.deque([0.0], NUM_TIMED), time.monotonic()
-        while self._do_messages(until=read_at + WAIT_SHARE * min(durations)):
+        # A step sends the slice after the one that runs. Who comes before it is served a slice earlier.
+        while self._do_messages(until=time.monotonic() + self._engine.seconds_to_spare):
             outputs = self._engine.step() if self._engine.has_unfinished_requests else []
-            durations.append(time.monotonic() - read_at)
-            read_at += durations[-1]
             news = [(*self._askers[output.request_id], output) for output in outputs]
             for output in outputs:
                 if output.finished:

@@ -26,6 +26,7 @@ class Sent:
     aborts: list[int]
     forgets: np.ndarray
     version: int  # of the weights
+    num_steps: int = 0  # at most
     words: Future[jax.Array] | None = None  # of its report
     moves: Moves = dataclasses.field(default_factory=Moves)  # before it
     failure: Exception | None = None  # of these: the slice ran without them
@@ -33,6 +34,11 @@ class Sent:
     def result(self) -> jax.Array:
         assert self.words is not None
         return self.words.result()
+
+    @property
+    def is_over(self) -> bool:
+        assert self.words is not None
+        return self.words.done() and (self.words.exception() is not None or self.words.result().is_ready())  # type: ignore[attr-defined]
 
     def has_failed_with(self, failure: Exception) -> bool:
         assert self.words is not None

@@ -20,7 +20,8 @@ MOST_LENGTH = 8192
 # Up to 64 rows a step costs what reading the weights costs; from 256 on, what its products cost. Each width takes a
 # GPU's compiler 10 s if the 32 layers of an 8B model are unrolled.
 WIDTHS = (64, 128, 256)
-# Reading the weights takes as long as these rows, and fewer than FREE_ROWS take as long as so many. [h200/engine_steps.json]
+# Reading the weights takes as long as these rows, and fewer than FREE_ROWS take as long as so many.
+# [h200/engine_steps.json]
 WEIGHT_ROWS, FREE_ROWS = 384, 64
 # On a CPU a step of a single row takes less: from two rows on, XLA copies the weights for its products.
 WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]

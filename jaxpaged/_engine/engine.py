@@ -148,6 +148,15 @@ class Engine:
         """Whether to call `step` again: a request is not finished, or `step` has not returned its end."""
         return not self._books.is_settled
 
+    @property
+    def seconds_to_spare(self) -> float:
+        """How long the next `step` can wait for requests: the slice that runs is expected to take longer.
+
+        `step` sends the next slice at once, and then waits for the one that runs. What is added until then goes out
+        with the next slice, and what is added later with the one behind it. 0.0 if nothing runs.
+        """
+        return self._runner.seconds_to_spare
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

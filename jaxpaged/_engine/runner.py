@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -29,6 +30,9 @@ from jaxpaged._engine.state import Report, State
 from jaxpaged._integers import checked_size, checked_tuple
 
 AHEAD = 1  # slices that run while the host reads the one before
+# A slice is sent in time if the one that runs takes as many steps as it may, each as long as the quickest of the last
+# NUM_TIMED slices had: behind this part of that.
+SPARED, NUM_TIMED = 0.75, 4
 
 
 class Runner:
@@ -63,6 +67,7 @@ class Runner:
         self._unread_failure: Exception | None = None  # of a slice: those behind it do not run
         self.collector: Collector | None = None
         self.since = time.perf_counter()
+        self._step_seconds: deque[float] = deque(maxlen=NUM_TIMED)  # in the last slices
         num_blocks = options.num_blocks - 1
         self.counts = EngineStats(
             num_blocks=num_blocks, num_free_blocks=num_blocks, **dataclasses.asdict(options.sizes)
@@ -74,6 +79,13 @@ class Runner:
         for sent in self.books.under_way:
             sent.result()
         return self.state_of_slice
+
+    @property
+    def seconds_to_spare(self) -> float:
+        if not self.books.under_way or self.books.under_way[0].is_over or not self._step_seconds:
+            return 0.0
+        expected = self.books.under_way[0].num_steps * min(self._step_seconds)
+        return max(self.since + SPARED * expected - time.perf_counter(), 0.0)
 
     def stats(self) -> EngineStats:
         num_waiting = len(self.books.on_device) - self.counts.num_running
@@ -125,13 +137,14 @@ class Runner:
         while True:
             sent = self.books.send(MOST_ARRIVALS, self.tier.holds)
             has_more = self.books.has_more
+            sent.num_steps = 0 if has_more else num_steps
             try:
                 sent.moves = self.tier.next_moves()
                 inbox = self.program.inbox_of(
                     sent.rows,
                     sent.aborts,
                     wants_logprobs=self.books.wants_logprobs,
-                    num_steps=0 if has_more else num_steps,
+                    num_steps=sent.num_steps,
                     forgets=sent.forgets,
                 )
                 # Copied to the device while the slice before it runs.
@@ -208,7 +221,10 @@ class Runner:
             sent.moves = Moves()
         self.tier.take(report, sent.moves, rows)
         since, self.since = self.since, time.perf_counter()
-        self.counts = counted(self.counts, report, self.kinds, seconds=self.since - since, **counts)
+        seconds = self.since - since
+        if num_steps := int(report.outbox.num_steps):
+            self._step_seconds.append(seconds / num_steps)
+        self.counts = counted(self.counts, report, self.kinds, seconds=seconds, **counts)
 
     def update_weights(self, weights: Any, adapters: Sequence[int] | None) -> None:
         self.check_usable()

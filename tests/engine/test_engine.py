@@ -30,6 +30,7 @@ from jaxpaged import (
     generate,
     rotate_and_write_kv,
 )
+from jaxpaged._engine.books import Sent
 from jaxpaged._engine.defaults import Steps, chosen_steps
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import checked_request, completion_seed
@@ -454,6 +455,33 @@ def test_a_long_call_shows_how_far_it_is(capsys, monkeypatch):
     for line in shown:
         bar, num_done = re.fullmatch(r"\[(#*)\.*\] (\d+) of 20 requests, \d+ tokens a second ", line).groups()
         assert len(bar) == 30 * int(num_done) // 20
+
+
+def test_the_seconds_to_spare_are_a_part_of_the_slice_that_runs(monkeypatch):
+    now, is_over, engine = [5.0], [False], shared_engine(16)
+    for module in ("engine", "runner"):
+        clock = SimpleNamespace(perf_counter=lambda: now[0])
+        monkeypatch.setattr(f"jaxpaged._engine.{module}.time", clock)
+    engine._runner._step_seconds.clear()
+    engine.add_request([1, 2], SamplingParams(max_tokens=MAX_TOKENS - 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Sent, "is_over", property(lambda sent: is_over[0]))
+        assert engine.seconds_to_spare == 0.0
+        engine.step()
+        assert engine.seconds_to_spare == 0.0  # nothing is known of a step
+        for seconds in (2.0, 4.0):  # of the slice that the step reads
+            now[0] += seconds
+            engine.step()
+            assert engine.seconds_to_spare == 0.75 * 2.0  # as of the quickest
+        now[0] += 1.0
+        assert engine.seconds_to_spare == 0.5
+        is_over[0] = True
+        assert engine.seconds_to_spare == 0.0
+        is_over[0], now[0] = False, now[0] + 1.0
+        assert engine.seconds_to_spare == 0.0
+    toy_model.finish(engine)
+    jax.block_until_ready(engine._runner.state)
+    assert engine.seconds_to_spare == 0.0  # the slice behind the last one has no steps
 
 
 def test_stats_count_seconds_only_while_there_are_requests():

@@ -208,11 +208,38 @@ def test_waits_are_counted_from_the_arrival():
             online.summary(work, arrivals, lost)
 
 
-def test_a_request_that_arrives_while_the_engine_is_idle_starts_then(monkeypatch):
-    seconds = [0.0]  # that have passed, for `serve`: only while it sleeps
+@pytest.fixture
+def seconds(monkeypatch):
+    """That have passed, for `serve`: only while it sleeps."""
+    seconds = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: seconds[-1], sleep=lambda s: seconds.append(seconds[-1] + s))
     monkeypatch.setattr(online, "time", clock)
-    engine = StandIn(num_seats=2, steps_per_slice=8, tokens_per_s=1e5, vocab_size=100)
+    return seconds
+
+
+class Sparing(StandIn):
+    """Has always as many seconds to spare."""
+
+    seconds_to_spare = 0.0
+
+    def __init__(self):
+        super().__init__(num_seats=2, steps_per_slice=8, tokens_per_s=1e5, vocab_size=100)
+
+
+def test_a_request_that_arrives_while_there_is_time_comes_before_the_step(monkeypatch, seconds):
+    calls, engine = [], Sparing()
+    for name in ("add_request", "step"):
+        call = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *args, name=name, call=call: calls.append(name) or call(*args))
+    engine.seconds_to_spare = 0.5
+    pieces = online.serve(engine, [([1], 8), ([1], 9), ([1], 1)], [0.0, 0.3, 0.9])
+    assert calls[:5] == ["add_request", "add_request", "step", "add_request", "step"]
+    assert seconds[:4] == [0.0, 0.3, 0.5, 0.9]
+    assert pieces[1][0] == (0.5, 8)
+
+
+def test_a_request_that_arrives_while_the_engine_is_idle_starts_then(seconds):
+    engine = Sparing()
     pieces = online.serve(engine, [([1], 20), ([1], 4)], [0.0, 0.2])
     assert pieces == [[(0.0, 8), (0.0, 16), (0.0, 20)], [(0.2, 4)]]
     assert seconds == [0.0, 0.2]

@@ -150,6 +150,8 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
     first, between = (
         [of["10 a second"][wait]["p50"] for of in (online, vllm)] for wait in ("to_first_ms", "between_tokens_ms")
     )
+    on_cpu = tables.points("cpu/engine_online")
+    waits = [on_cpu[f"0.3 a second{name}"]["to_first_ms"]["p50"] for name in ("", ", step at once")]
     slice_ms = online["5 a second"]["between_pieces_ms"]["p50"]
     of_slice = tables.points("decisions/slices_h200")
     rollout = tables.points("h200/engine_rollout")
@@ -174,6 +176,7 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
             f"gives {ours['sampled 2048']['tokens_per_s'] / ours['engine 2048']['tokens_per_s']:.2f} of the tokens",
             f"a step takes {of_h200['single_64_ms']:.1f} ms, and a slice {slice_ms:.1f} ms",
             f"the other {slice_ms - 2 * of_h200['single_64_ms']:.1f} ms are the slice's own cost",
+            "the first token then comes after {:.0f} ms instead of {:.0f}".format(*waits),
             f"vLLM returns tokens every {vllm['5 a second']['between_pieces_ms']['p50']:.1f} ms",
             f"to the end of its call {of_slice['leaving the call']['us']:,} us pass",
             f"to its first kernel {of_slice['entering the call']['us']:,} us",

@@ -62,6 +62,8 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
 class VllmEngine:
     """`add_request` and `step` as an `Engine` has them, and `generate`; greedy."""
 
+    seconds_to_spare = 0.0  # a step begins with the requests that there are
+
     def __init__(self, config: LlamaConfig, folder: str, *, max_length: int):
         import vllm
         from vllm.platforms import current_platform
@@ -82,8 +84,6 @@ class VllmEngine:
     def forget_prompts(self) -> None:
         """Empties its prefix cache, so that a run finds no prompt of the run before."""
         require(self._llm.reset_prefix_cache(), "vLLM's prefix cache is still in use")
-
-    seconds_to_spare = 0.0  # its step begins with the requests that there are
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -92,8 +92,8 @@ def compile_program(
     function: Any = functools.partial(run_packed, setup, no_news)
     if mesh is not None:
         function = on_each_device(mesh, function, weights, state)
-    # All of the state is kept, so that each leaf of the new one has the buffer of its own old one: XLA changes a CUDA
-    # graph if a buffer in it has moved. [slices_h100]
+    # What is never read of the state is kept too, so that each leaf of the new one has the buffer of the old one: XLA
+    # changes a CUDA graph if a buffer in it has moved. [slices_h100]
     jitted = jax.jit(function, donate_argnums=1, keep_unused=True, compiler_options=options.compiler_options)
     rows = no_news.prompt_lengths
     _, report_types = jax.eval_shape(functools.partial(tell, setup), state, rows, rows)

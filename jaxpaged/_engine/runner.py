@@ -30,8 +30,8 @@ from jaxpaged._engine.state import Report, State
 from jaxpaged._integers import checked_size, checked_tuple
 
 AHEAD = 1  # slices that run while the host reads the one before
-# A slice is sent in time if the one that runs takes as many steps as it may, each as long as the quickest of the last
-# NUM_TIMED slices had: behind this part of that.
+# The next slice is sent in time while this part of the running one is not over, if that takes as many steps as it may,
+# each as long as in the quickest of the last NUM_TIMED slices.
 SPARED, NUM_TIMED = 0.75, 4
 
 

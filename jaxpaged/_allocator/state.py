@@ -6,11 +6,11 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._integers import checked_size, checked_tuple
 from jaxpaged._one_program import one_program
+from pallas_kernels.common.sizes import ceil_div
 
 Window = int | None
 
@@ -109,8 +109,7 @@ class AllocatorState:
 
     def num_blocks_for(self, lengths: jax.Array) -> jax.Array:
         """Blocks that hold the tokens of sequences of these lengths, in each group."""
-        # `//` is three times as many instructions.
-        return lax.div(lengths + (self.block_size - 1), jnp.int32(self.block_size))
+        return ceil_div(lengths, self.block_size)
 
     def is_entry(self, lengths: jax.Array) -> jax.Array:
         """Which table entries are blocks, for sequences of these lengths, bool `[groups * seqs, max_blocks]`."""

@@ -8,9 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxpaged import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import Row, checked_prompt, make_output
-
-AHEAD = 1  # slices that run while the host reads the one before, as in an engine
-SPARED = 0.75  # of a slice, before the next one is sent
+from jaxpaged._engine.runner import AHEAD, SPARED
 
 
 class StandIn:

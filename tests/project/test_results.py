@@ -220,6 +220,7 @@ def test_what_is_said_of_groups_on_a_gpu_is_in_the_files():
 def test_what_is_said_of_host_memory_is_in_the_files():
     found, on_cpu = tables.points("h100/host_tier"), tables.points("cpu/host_tier")
     evicted, stages, talks = found["evicted"], found["stages"], found["conversations"]
+    of_h200 = tables.points("decisions/host_moves_h200")["as it is"]
     computed = talks["computed"] / found["conversations without host memory"]["computed"]
     text = words_of("docs/engine.md")
     for figure in (
@@ -227,6 +228,8 @@ def test_what_is_said_of_host_memory_is_in_the_files():
         f"To copy its {stages['megabytes']:.0f} MB to the device takes {stages['to_device']:.0f} ms by itself",
         f"the conversations compute {computed:.0%} of the tokens, and still lose {1 - talks['gain']:.0%} of the tokens",
         f"the prompts with nothing to find lose {1 - found['nothing to find']['part']:.0%}",
+        f"are taken out in {of_h200['gather_us'] / 1e3:.1f} ms",
+        f"the calls that send them to the host take {of_h200['to_host_calls_us'] / 1e3:.1f} ms",
         f"gave {on_cpu['conversations']['gain']:.1f} times the tokens a second with host memory",
     ):
         assert figure in text

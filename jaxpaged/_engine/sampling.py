@@ -8,14 +8,17 @@ A token i has the probability exp(x_i / temperature), over the sum of those kept
 This is what Hugging Face and vLLM keep, except that top_p never parts equal logits. Equal ones are kept together.
 
 The draw picks a chunk of the vocabulary by its mass, and then a token in it: noise for every token would take longer
-than reading the logits. The k-th largest logit is found bit by bit, without a sort. For top_p the draw is as if top_p
-were 1, until it finds a token that top_p keeps (rejection sampling); one pass over the logits judges DRAWS tokens. What
-a seat draws depends only on its own logits, parameters, seed and position.
+than reading the logits. The k-th largest logit is found bit by bit, without a sort. For top_p, DRAWS tokens are drawn
+as if top_p were 1, one pass over the logits judges them, and the first that top_p keeps is taken (rejection sampling).
+Only if it keeps none of a seat's, its smallest logit that top_p keeps is found, also bit by bit. What a seat draws
+depends only on its own logits, parameters, seed and position.
+
+Nothing here is a loop: a GPU would ask the host whether it goes on, and a slice's call could not return before its last
+step is over. [slices_h200]
 """
 
 import dataclasses
 import operator
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +102,12 @@ def sample(
         is_own = is_drawn if given is None else is_drawn & (given < 0)
         temperature = jnp.where(is_own, jnp.maximum(sampling.temperature, COLDEST), 1)
         everything = jnp.full_like(best, -jnp.inf)
-        least = lax.cond(is_cut.any(), lambda x: least_kept(x, best, sampling), lambda _: everything, logits)
+        least = lax.cond(
+            is_cut.any(),
+            lambda x: least_kept(x, best, least_of_top_k(x, sampling), sampling),
+            lambda _: everything,
+            logits,
+        )
         least = jnp.where(is_own, jnp.minimum(least, chosen), everything)  # what is drawn is kept
         weights = jnp.where(wide >= least[:, None], jnp.exp((wide - best[:, None]) / temperature[:, None]), 0)
         return (chosen - best) / temperature - jnp.log(weights.sum(axis=-1))
@@ -119,28 +127,21 @@ def draw_tokens(logits: jax.Array, best: jax.Array, sampling: Sampling, position
     """A token of each seat that top_k and top_p keep, int32 `[seats]`. `best` is each seat's largest logit."""
     draw, least = Draw(logits, best, sampling, positions), least_of_top_k(logits, sampling)
     is_judged = (sampling.temperature > 0) & (sampling.top_p < 1)
+    tokens, chosen, mass = draw.propose(0, DRAWS, least)
+    # If a token's betters have this mass, top_p cuts it. Never 0: the best has no betters and is kept.
+    enough = jnp.maximum(sampling.top_p * mass, jnp.finfo(jnp.float32).tiny)
+    enough = jnp.where(is_judged, enough, jnp.inf)
 
-    def take_first(tokens: jax.Array, chosen: jax.Array, enough: jax.Array) -> tuple[jax.Array, ...]:
-        return tokens[:, 0], jnp.zeros_like(is_judged), chosen[:, 0]
+    def take_first() -> tuple[jax.Array, jax.Array]:
+        return tokens[:, 0], jnp.zeros_like(is_judged)
 
-    # One body for the first turn and the others: the compiler takes long over each copy, for each width of a step.
-    def one_turn(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Draws for the seats without a token: at first among all that top_k keeps, then among the tokens better than
-        all those that were cut."""
-        turn, token, is_open, cut, enough = state
-        tokens, chosen, mass = draw.propose(
-            turn * DRAWS, DRAWS, lambda x: jnp.where(turn == 0, x >= least[:, None, None], x > cut[:, None, None])
-        )
-        # If a token's betters have this mass, top_p cuts it. Never 0: the best has no betters and is kept.
-        of_all = jnp.maximum(sampling.top_p * mass, jnp.finfo(jnp.float32).tiny)
-        enough = jnp.where(turn == 0, jnp.where(is_judged, of_all, jnp.inf), enough)
-        new, are_cut, best_cut = lax.cond(is_judged.any(), draw.judge, take_first, tokens, chosen, enough)
-        token, cut = jnp.where(is_open, new, token), jnp.where(is_open, best_cut, cut)
-        return turn + 1, token, is_open & are_cut, cut, enough
+    token, are_cut = lax.cond(is_judged.any(), lambda: draw.judge(tokens, chosen, enough), take_first)
 
-    nothing = jnp.zeros_like(best)
-    start: tuple[jax.Array, ...] = jnp.int32(0), nothing.astype(jnp.int32), jnp.ones_like(is_judged), nothing, nothing
-    return lax.while_loop(lambda state: state[2].any(), one_turn, start)[1]
+    def draw_again() -> jax.Array:
+        again, *_ = draw.propose(DRAWS, 1, least_kept(logits, best, least, sampling))
+        return jnp.where(are_cut, again[:, 0], token)
+
+    return lax.cond(are_cut.any(), draw_again, lambda: token)
 
 
 def least_of_top_k(logits: jax.Array, sampling: Sampling) -> jax.Array:
@@ -151,9 +152,8 @@ def least_of_top_k(logits: jax.Array, sampling: Sampling) -> jax.Array:
     return jnp.where(is_cut, kth, everything)
 
 
-def least_kept(logits: jax.Array, best: jax.Array, sampling: Sampling) -> jax.Array:
-    """The smallest logit that top_k and top_p keep, float32 `[seats]`."""
-    least = least_of_top_k(logits, sampling)
+def least_kept(logits: jax.Array, best: jax.Array, least: jax.Array, sampling: Sampling) -> jax.Array:
+    """The smallest logit that top_k and top_p keep, float32 `[seats]`. `least`: that top_k keeps."""
     wide, temperature = logits.astype(jnp.float32), jnp.maximum(sampling.temperature, COLDEST)
     weights = jnp.exp((wide - best[:, None]) / temperature[:, None])
     weights = jnp.where(wide >= least[:, None], weights, 0)
@@ -184,35 +184,34 @@ class Draw:
         """x `[seats, n, CHUNK]` by the temperature, at most 0."""
         return (x - self.best[:, None, None]) / jnp.maximum(self.sampling.temperature, COLDEST)[:, None, None]
 
-    def propose(
-        self, start: jax.Array | int, num: int, keep: Callable[[jax.Array], jax.Array]
-    ) -> tuple[jax.Array, ...]:
-        """Tokens of each seat among those kept, their logits, `[seats, num]` both, and the mass of all kept, `[seats]`.
+    def propose(self, start: int, num: int, least: jax.Array) -> tuple[jax.Array, ...]:
+        """Tokens of each seat with at least this logit, their logits, `[seats, num]` both, and the mass of all such,
+        `[seats]`.
 
         A seat's draws are numbered; these are `num` from `start` on.
         """
-        x = self.chunks()
+        x, least = self.chunks(), least[:, None, None]
         num_chunks = x.shape[1]
-        mass = jnp.where(keep(x), jnp.exp(self.scaled(x)), 0).sum(axis=-1)
+        mass = jnp.where(x >= least, jnp.exp(self.scaled(x)), 0).sum(axis=-1)
         noise = noise_of(self.sampling.seed, self.positions, start + jnp.arange(num), num_chunks + CHUNK)
         chunk = jnp.argmax(jnp.log(mass)[:, None] + noise[..., :num_chunks], axis=-1)
         inside = jnp.take_along_axis(x, chunk[..., None], axis=1)
-        scores = jnp.where(keep(inside), self.scaled(inside) + noise[..., num_chunks:], -jnp.inf)
+        scores = jnp.where(inside >= least, self.scaled(inside) + noise[..., num_chunks:], -jnp.inf)
         index = jnp.argmax(scores, axis=-1)
         chosen = jnp.take_along_axis(inside, index[..., None], axis=2)[..., 0]
         return (chunk * CHUNK + index).astype(jnp.int32), chosen, mass.sum(axis=-1)
 
-    def judge(self, tokens: jax.Array, chosen: jax.Array, enough: jax.Array) -> tuple[jax.Array, ...]:
-        """Of each seat's tokens: the first that top_p keeps, whether it cuts all, and the largest of their logits."""
+    def judge(self, tokens: jax.Array, chosen: jax.Array, enough: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of each seat's tokens: the first that top_p keeps, and whether it cuts all."""
         x = self.chunks()
         weights = jnp.exp(self.scaled(x))
         better = [jnp.where(x > logit[:, None, None], weights, 0) for logit in chosen.T]
         zeros = [jnp.zeros((), jnp.float32)] * len(better)
         # One reduction of all, so that the weights are not written to memory.
         sums = lax.reduce(better, zeros, lambda a, b: tuple(map(operator.add, a, b)), (2,))
-        is_cut = jnp.stack(sums, axis=1).sum(axis=-1) >= enough[:, None]  # false for NaN, which would never end
+        is_cut = jnp.stack(sums, axis=1).sum(axis=-1) >= enough[:, None]  # false for NaN
         first = jnp.argmin(is_cut, axis=1)[:, None]
-        return jnp.take_along_axis(tokens, first, axis=1)[:, 0], is_cut.all(axis=1), chosen.max(axis=1)
+        return jnp.take_along_axis(tokens, first, axis=1)[:, 0], is_cut.all(axis=1)
 
 
 def kth_largest(x: jax.Array, k: jax.Array) -> jax.Array:
@@ -239,7 +238,9 @@ def largest_reaching(x: jax.Array, weights: jax.Array, amount: jax.Array) -> jax
         sums = lax.reduce(reaching, [zero] * len(reaching), lambda a, b: tuple(map(operator.add, a, b)), (1,))
         return found + unit * sum((of_one >= amount).astype(jnp.int32) for of_one in sums)
 
-    found = lax.fori_loop(0, width // BITS, more_bits, jnp.full(x.shape[0], jnp.iinfo(integer).min, jnp.int32))
+    found = lax.fori_loop(
+        0, width // BITS, more_bits, jnp.full(x.shape[0], jnp.iinfo(integer).min, jnp.int32), unroll=True
+    )
     return lax.bitcast_convert_type(turned(found.astype(integer)), x.dtype).astype(jnp.float32)
 
 

@@ -88,7 +88,7 @@ def test_a_token_is_its_seats_own():
     assert (together[::3] == logits[::3].argmax(axis=1)).all()
     order = rng.permutation(24)
     assert (drawn(logits[order], jax.tree.map(lambda x: x[order], params)) == together[order]).all()
-    for i in range(0, 24, 5):
+    for i in range(24):  # of some, top_p cuts all that is drawn at first
         assert drawn(logits[i : i + 1], jax.tree.map(lambda x, i=i: x[i : i + 1], params)) == together[i]
     assert (drawn(logits, params, position=6) != together).sum() > 4
 

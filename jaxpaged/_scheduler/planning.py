@@ -120,7 +120,7 @@ def admit[S: SchedulerState](
     num_known, limits = rows_of((scheduler.num_known, scheduler.limits), candidates)
     entry = allocator.most_blocks(allocator.num_blocks_for(jnp.minimum(num_known + 1, limits - 1))) - num_begun
     fits = (candidates < num_requests) & (seats < is_free.sum(dtype=jnp.int32))
-    fits &= (before + entry <= allocator.num_free) & ~scheduler.was_refused & ~scheduler.is_outbox_full
+    fits &= (before + entry <= allocator.num_free) & ~scheduler.was_refused
 
     # 2. The i-th of them takes the i-th free seat.
     turn = jnp.cumsum(is_free, dtype=jnp.int32) - 1

@@ -105,7 +105,7 @@ def abort[S: SchedulerState](scheduler: S, allocator: BlockAllocator, marked: ja
     marked &= scheduler.is_live
     leaves = planning.per_seat(scheduler, marked)
     aborted = dataclasses.replace(
-        planning.with_due(scheduler, True),
+        planning.with_due(scheduler, marked.any()),
         statuses=jnp.where(marked, RequestStatus.ABORTED, scheduler.statuses),
         seated=jnp.where(leaves, scheduler.max_requests, scheduler.seated),
     )
@@ -116,7 +116,9 @@ def drain[S: SchedulerState](scheduler: S) -> tuple[S, Outbox]:
     is_finished = ~scheduler.is_live  # or free, which is 0 too
     if scheduler.prefixes is not None:  # its tokens are needed until `change_seats`
         is_finished = is_finished.at[scheduler.prefixes.left].set(False, mode="drop")
-        scheduler = planning.with_due(scheduler, True)  # with a full outbox nobody was admitted
+        # Blocks may suffice by now for one that waits, though nobody left: windows give theirs back.
+        has_seat = (scheduler.seated == scheduler.max_requests).any()
+        scheduler = planning.with_due(scheduler, has_seat & (scheduler.statuses == RequestStatus.WAITING).any())
     outbox = Outbox(
         tokens=scheduler.outbox_tokens,
         request_ids=scheduler.outbox_request_ids,

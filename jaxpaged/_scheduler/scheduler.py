@@ -386,9 +386,10 @@ class Scheduler(SchedulerState):
         """
         if self.prefixes is None:
             raise ValueError("there is nothing to forget: create the scheduler with a prefix_cache to call this.")
-        salt = self.prefixes.salt
-        salt = jnp.where(jnp.asarray(forgets), salt + len(salt), salt)  # which nothing has had
-        return dataclasses.replace(self, prefixes=dataclasses.replace(self.prefixes, salt=salt))
+        salt, forgets = self.prefixes.salt, jnp.asarray(forgets)
+        salt = jnp.where(forgets, salt + len(salt), salt)  # which nothing has had
+        forgetful = dataclasses.replace(self, prefixes=dataclasses.replace(self.prefixes, salt=salt))
+        return planning.with_due(forgetful, forgets.any())
 
     def drain(self) -> tuple[Scheduler, Outbox]:
         """Empties the outbox and frees the places of finished requests.

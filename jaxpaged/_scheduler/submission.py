@@ -109,7 +109,7 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     if prefixes is not None:
         prefixes = dataclasses.replace(prefixes, findable=place(prefixes.findable, new.findable))
     scheduler = dataclasses.replace(
-        planning.with_due(dataclasses.replace(scheduler, prefixes=prefixes), True),
+        planning.with_due(dataclasses.replace(scheduler, prefixes=prefixes), is_wanted.any()),
         tokens=place(scheduler.tokens, prompts),
         num_known=place(scheduler.num_known, new.prompt_lengths),
         limits=place(scheduler.limits, new.prompt_lengths + new.max_new_tokens),

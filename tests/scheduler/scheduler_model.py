@@ -186,9 +186,9 @@ class SchedulerModel:
 
     def plan(self, chunk_tokens: int, step_width: int | None = None, guesses: list[list[int]] | None = None) -> Planned:
         planned = Planned(*([[] for _ in self.seats] for _ in range(4)), [], None)
+        self.admit()
         if len(self.steps) == self.max_steps:
             return planned
-        self.admit()
         order = self.seated()
         served = [seat for seat in self.to_share() if self.needed(seat)][:step_width]
         given = {seat: int(seat in served) for seat in order}
@@ -301,15 +301,16 @@ class PrefixSchedulerModel(SchedulerModel):
     # What gives cause for a change of seats.
 
     def submit(self, *args) -> tuple[int, Refusal]:
-        self.is_due = True
-        return super().submit(*args)
+        request, refusal = super().submit(*args)
+        self.is_due |= refusal == Refusal.ACCEPTED
+        return request, refusal
 
     def abort(self, marked: list[int]) -> None:
-        self.is_due = True
+        self.is_due |= any(i in self.requests and self.requests[i].is_live for i in marked)
         super().abort(marked)
 
     def drain(self) -> tuple[list[dict[int, list[int]]], dict[int, RequestStatus]]:
-        self.is_due = True
+        self.is_due |= None in self.seats and bool(self.waiting())
         return super().drain()
 
     def finished(self) -> list[int]:
@@ -342,7 +343,7 @@ class PrefixSchedulerModel(SchedulerModel):
         self.pool.free_rows([i is not None for i in self.left])
         self.left = [None] * len(self.seats)
         candidates = self.waiting()[: len(self.seats)]
-        if not self.was_refused and len(self.steps) < self.max_steps:
+        if not self.was_refused:
             for i in candidates:
                 if not self.is_held_back(i, candidates) and not self.enter(i):
                     break
@@ -408,5 +409,6 @@ class PrefixSchedulerModel(SchedulerModel):
         return self.requests[j].rank < self.requests[i].rank
 
     def forget(self, adapters: list[int]) -> None:
+        self.is_due |= bool(adapters)
         for adapter in adapters:
             self.rounds[adapter] += 1

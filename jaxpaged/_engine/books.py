@@ -156,11 +156,11 @@ class Books:
             if request_ids is not None and request_id not in request_ids:
                 left[request_id] = rows
                 continue
-            output = make_output(request_id, rows)
-            if output.finished:
+            if finished_only and any(row.finish_reason is None for row in rows):
+                continue
+            outputs.append(make_output(request_id, rows))
+            if outputs[-1].finished:
                 self.requests.pop(request_id, None)
-            if output.finished or not finished_only:
-                outputs.append(output)
         # Until here an interrupt leaves all news to be told again; and none comes between these two lines.
         self._news = left
         return outputs

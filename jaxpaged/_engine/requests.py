@@ -55,10 +55,7 @@ class Row:
         self.scores = np.full(self.span[1] - self.span[0], np.nan, np.float32)
         self.is_best = np.zeros(len(self.scores), np.bool_)
         self.top_scores: list[dict[int, float]] = [{} for _ in self.scores]
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.params.logprobs or self.params.top_logprobs > 0 or len(self.scores) > 0
+        self.wants_logprobs = self.params.logprobs or self.params.top_logprobs > 0 or len(self.scores) > 0
 
     def take_tokens(self, tokens: list[int], logprobs: list[float], likely: Likely | None, version: int) -> None:
         self.token_ids += tokens
@@ -246,7 +243,7 @@ def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float], Li
     likely = jax.tree.map(lambda x: np.asarray(x)[is_new][order], report.likely)
     starts = np.flatnonzero(np.diff(places, prepend=-1)).tolist()
     for start, end in itertools.pairwise([*starts, len(tokens)]):
-        of_place = jax.tree.map(operator.itemgetter(slice(start, end)), likely)
+        of_place = None if likely is None else Likely(likely.tokens[start:end], likely.logprobs[start:end])
         yield int(places[start]), tokens[start:end], logprobs[start:end], of_place
 
 

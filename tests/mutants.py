@@ -503,14 +503,14 @@ MUTANTS = (
     Mutant(
         "prefixes: a drain gives no cause",
         PROGRESS,
-        "with_due(scheduler, True)  # with",
-        "with_due(scheduler, False)  # with",
+        "with_due(scheduler, has_seat & (",
+        "with_due(scheduler, False & (",
         MIXTURE,
     ),
     Mutant(
         "prefixes: an abort gives no cause",
         PROGRESS,
-        "        planning.with_due(scheduler, True),\n",
+        "        planning.with_due(scheduler, marked.any()),\n",
         "        scheduler,\n",
         MIXTURE,
     ),
@@ -545,8 +545,8 @@ MUTANTS = (
     Mutant(
         "alternatives: those of the row before",
         "jaxpaged/_engine/requests.py",
-        "operator.itemgetter(slice(start, end))",
-        "operator.itemgetter(slice(start - 1, end - 1))",
+        "likely.tokens[start:end]",
+        "likely.tokens[start - 1 : end - 1]",
         "tests/engine/test_top_logprobs.py::models and plenty",
     ),
     Mutant(
@@ -633,8 +633,8 @@ MUTANTS = (
     Mutant(
         "groups: found once and for all",
         "jaxpaged/_engine/slices.py",
-        "None if state.seat_groups is None else find_groups(allocator)",
-        "state.seat_groups",
+        "None if groups is None else find_groups(allocator)",
+        "groups",
         "tests/engine/test_prefix_groups.py::stats",
     ),
     Mutant("kinds: reads once whatever it costs", KINDS, "+ (widths[sharing] - widths[kind]) *", "+ 0 *", PAYS),
@@ -663,20 +663,6 @@ MUTANTS = (
         "self._aborts.append(row.place)",
         "pass",
         "tests/engine/test_engine.py::abort",
-    ),
-    Mutant(
-        "engine: short slices though nobody can come",
-        "jaxpaged/_engine/runner.py",
-        "is_light = is_watched and ",
-        "is_light = ",
-        "tests/engine/test_engine.py::slices_are_short",
-    ),
-    Mutant(
-        "engine: short slices though a seat is not free",
-        "jaxpaged/_engine/runner.py",
-        "num_open < self.counts.num_seats",
-        "num_open <= self.counts.num_seats",
-        "tests/engine/test_engine.py::slices_are_short",
     ),
     Mutant(
         "engine: a failed slice puts its rows behind the others",
@@ -884,15 +870,15 @@ MUTANTS = (
     Mutant(
         "sampling: decided seats draw again",
         SAMPLING,
-        "jnp.where(is_open, new, token)",
-        "new",
-        "tests/engine/test_sampling.py::tokens_come and top_p",
+        "jnp.where(are_cut, again[:, 0], token)",
+        "again[:, 0]",
+        "tests/engine/test_sampling.py::seats_own",
     ),
     Mutant(
-        "sampling: a part of what is left",
+        "sampling: cut seats draw again from all",
         SAMPLING,
-        "enough = jnp.where(turn == 0, jnp.where(is_judged, of_all, jnp.inf), enough)",
-        "enough = jnp.where(is_judged, of_all, jnp.inf)",
+        "1, least_kept(logits, best, least, sampling))",
+        "1, least)",
         "tests/engine/test_sampling.py::tokens_come and top_p",
     ),
     Mutant(
@@ -905,8 +891,8 @@ MUTANTS = (
     Mutant(
         "sampling: top_k parts equal logits",
         SAMPLING,
-        "jnp.where(turn == 0, x >= least",
-        "jnp.where(turn == 0, x > least",
+        "inside >= least",
+        "inside > least",
         "tests/engine/test_sampling.py::kept_together",
     ),
     Mutant(
@@ -940,8 +926,8 @@ MUTANTS = (
     Mutant(
         "sampling: cut seats draw from all beside others",
         SAMPLING,
-        "is_judged.any(), draw.judge",
-        "is_judged.all(), draw.judge",
+        "lax.cond(are_cut.any(), draw_again",
+        "lax.cond(are_cut.all(), draw_again",
         "tests/engine/test_sampling.py::seats_own",
     ),
     Mutant(

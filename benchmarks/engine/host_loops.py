@@ -39,10 +39,10 @@ REPEATS = 3
 
 def compile_host_step(name: str, engine: Engine, compiler_options: dict[str, Any], index: int) -> Any:
     """A step in a call of its own; whether there is work left, and the kind of the next step."""
-    setup = Setup(packed_model(CONFIGS[name]), engine._runner.kinds)
+    setup = Setup(packed_model(CONFIGS[name]), engine._runner.kinds, num_steps=1)
 
     def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
-        state = one_step(setup, weights, state, jnp.zeros((), bool), index)
+        state = one_step(setup, weights, state, wants_logprobs=jnp.zeros((), bool), index=index)
         scheduler = planning.admit_waiting(state.scheduler, state.allocator)
         kind = next_kind(scheduler, state.allocator, state.num_waited, engine._runner.kinds)
         return dataclasses.replace(state, scheduler=scheduler), (scheduler.has_work, kind)
@@ -68,7 +68,7 @@ def host_loop(steps: Steps, programs: Sequence[Callable], work: Sequence[Request
                 break
         flags: deque[tuple[jax.Array, jax.Array]] = deque()
         has_work, kind = num_sent > 0, wide
-        for _ in range(engine._runner.steps.most):
+        for _ in range(engine._options.steps_per_slice):
             if len(flags) > lag:
                 has_work, kind = (flag.item() for flag in flags.popleft())
             if not has_work:

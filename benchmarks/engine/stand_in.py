@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxpaged import EngineStats, RequestOutput, SamplingParams
 from jaxpaged._engine.requests import Row, checked_prompt, make_output
-from jaxpaged._engine.runner import AHEAD, SPARED
+from jaxpaged._engine.runner import AHEAD, spared
 
 
 class StandIn:
@@ -36,7 +36,7 @@ class StandIn:
     @property
     def seconds_to_spare(self) -> float:
         is_running = bool(self._under_way)
-        return max(self._since + SPARED * self._slice_seconds - time.perf_counter(), 0.0) if is_running else 0.0
+        return max(self._since + spared(self._slice_seconds) - time.perf_counter(), 0.0) if is_running else 0.0
 
     def stats(self) -> EngineStats:
         return dataclasses.replace(self._stats, num_running=len(self._seats))

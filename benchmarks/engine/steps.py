@@ -31,7 +31,7 @@ class Steps:
         self.engine, self.sizes, self.rng = engine, sizes.of(engine), np.random.default_rng(0)
 
     def run(self, requests: Sequence[Request] = (), *, num_steps: int = 0, aborts: Sequence[int] = ()) -> Any:
-        """A slice; its report, once it is over."""
+        """Slices with so many steps together; the last one's report, once it is over."""
         engine, runner = self.engine, self.engine._runner
         adapters = range(engine._options.num_adapters) or [None]  # the requests take turns
         rows = [
@@ -39,8 +39,15 @@ class Steps:
             for (prompt, new), adapter in zip(requests, itertools.cycle(adapters), strict=False)
         ]
         sent = Sent(rows, list(aborts), engine._books.forgets, version=0)
-        inbox = runner.program.inbox_of(rows, aborts, wants_logprobs=False, num_steps=num_steps, forgets=sent.forgets)
-        return runner.read(runner.thread.submit(runner.run, runner.weights, pack(inbox), sent).result())
+        words: list[Any] = []
+        while num_steps or not words:
+            now = min(num_steps, engine._options.steps_per_slice)
+            inbox = runner.program.inbox_of(
+                sent.rows, sent.aborts, wants_logprobs=False, num_steps=now, forgets=sent.forgets
+            )
+            words.append(runner.thread.submit(runner.run, runner.weights, pack(inbox), sent))
+            num_steps, sent = num_steps - now, Sent([], [], engine._books.forgets, version=0)
+        return runner.read([future.result() for future in words][-1])
 
     def submit_random(self, count: int, length: int, new: int) -> None:
         """Requests with random tokens: equal ones take less power, so that the GPU's clock is higher."""

@@ -25,7 +25,10 @@ WIDTHS = (64, 128, 256)
 WEIGHT_ROWS, FREE_ROWS = 384, 64
 # On a CPU a step of a single row takes less: from two rows on, XLA copies the weights for its products.
 WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]
-FEW_STEPS, MOST_STEPS = 2, 32
+# The steps of a slice read the weights for at least so long, at so many bytes a second, unless they would be more than
+# MOST_STEPS. [slices_h100] [slices_h200]
+SLICE_SECONDS, MOST_STEPS = 8e-3, 8
+BYTES_PER_SECOND, BYTES_PER_SECOND_ON_CPU = 3e12, 1e10
 COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": "False",  # products by cuBLAS [slices_h100]
     # Else products of the same rows, as for q, k and v, become one of weights that each step copies together.
@@ -111,18 +114,12 @@ def step_cost(num_rows: int, *, is_gpu: bool) -> float:
     return float(SINGLE_ROW_ON_CPU if num_rows == 1 else WEIGHT_ROWS_ON_CPU + num_rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """The steps of a slice: `few` while a seat is free for a request that arrives meanwhile, else `most`."""
-
-    few: int
-    most: int
-
-
-def chosen_steps(given: int | None) -> Steps:
-    if given is None:
-        return Steps(FEW_STEPS, MOST_STEPS)
-    return Steps(*[checked_size("steps_per_slice", given)] * 2)
+def chosen_steps(given: int | None, num_bytes: int, *, is_gpu: bool) -> int:
+    """The steps of a slice. `num_bytes`: those of the weights."""
+    if given is not None:
+        return checked_size("steps_per_slice", given)
+    of_step = num_bytes / (BYTES_PER_SECOND if is_gpu else BYTES_PER_SECOND_ON_CPU)
+    return MOST_STEPS if of_step * MOST_STEPS < SLICE_SECONDS else math.ceil(SLICE_SECONDS / of_step)
 
 
 def chosen_least_spared(caches: Any) -> int | None:

@@ -27,7 +27,7 @@ from jaxpaged._engine.slices import Apply
 class Engine:
     """Continuous batching for a model that you bring: requests join and leave a running batch in one compiled program.
 
-    The program is a slice: up to `steps_per_slice` steps of the model, and every decision between them. The host sends
+    The program is a slice: `steps_per_slice` steps of the model, and every decision between them. The host sends
     new requests in with a slice, and while it runs, reads the results of the one before. The program is compiled once,
     when you make the engine.
 
@@ -116,8 +116,10 @@ class Engine:
         seed: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
+        weights = own(weights)
         options = checked_options(
             caches,
+            sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(weights)),  # a number has none
             num_seats=num_seats,
             max_length=max_length,
             chunk_tokens=chunk_tokens,
@@ -141,7 +143,7 @@ class Engine:
         check_new_gpu()
         self._options = options
         self._books = Books(max_requests=options.max_requests, seed=options.seed, num_adapters=options.num_adapters)
-        self._runner = Runner(apply, own(weights), caches, options, self._books)
+        self._runner = Runner(apply, weights, caches, options, self._books)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -182,7 +184,7 @@ class Engine:
         with self._serving(prompts, params) as request_ids:
             bar, num_generated = ProgressBar(len(prompts)) if progress else None, self._runner.counts.num_generated
             while len(outputs) < len(request_ids):
-                self._runner.advance(is_watched=False)
+                self._runner.advance()
                 outputs |= {
                     output.request_id: output for output in self._books.take_news(request_ids, finished_only=True)
                 }
@@ -219,7 +221,7 @@ class Engine:
             self._runner.collector = collector = Collector(rows, self._runner.program.report_types)
             try:
                 while any(row.finish_reason is None for row in rows):
-                    self._runner.advance(is_watched=False)
+                    self._runner.advance()
             finally:
                 self._runner.collector = None
         return collector.result()
@@ -260,7 +262,7 @@ class Engine:
         with self._serving([of_one[:-1].tolist() for of_one in known], params, given=given) as request_ids:
             rows = [self._books.requests[request_id][0] for request_id in request_ids]
             while any(row.finish_reason is None for row in rows):
-                self._runner.advance(is_watched=False)
+                self._runner.advance()
         return [row.score() for row in rows]
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:

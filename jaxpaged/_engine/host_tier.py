@@ -31,7 +31,6 @@ class NoHostTier:
     """What the engine asks of a host tier, if there is none."""
 
     host_bytes = num_brought = 0
-    needs_looks = False  # whether slices are to be short: a request waits, or much is to be copied
 
     def wait(self) -> None:
         """Until what is on its way to the device is there: nothing else can run."""
@@ -109,11 +108,6 @@ class HostTier(NoHostTier):
     @property
     def host_bytes(self) -> int:  # type: ignore[override]
         return len(self._pages) * self._copies.page_bytes
-
-    @property
-    def needs_looks(self) -> bool:  # type: ignore[override]
-        is_behind = sum(run.num_pages for run in self._wanted) > self._copies.most_leaving
-        return self._lacks_room or is_behind or bool(self._coming)
 
     def wait(self) -> None:
         jax.block_until_ready([run.pages for run in self._coming.values()])

@@ -39,9 +39,10 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 
 
 def on_each_device(mesh: Mesh, function: Callable[..., Any], weights: Any, state: Any) -> Callable[..., Any]:
-    """`new_state, report = function(weights, state, inbox)`, for weights and a state that lie as these do."""
+    """`new_state, report = function(weights, state, last_report, inbox)`, for weights and a state that lie as these
+    do."""
     of_weights, of_state = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (weights, state))
     # What is equal on all devices stays equal, because it is computed from equal values; no type proves it.
     return jax.shard_map(
-        function, mesh=mesh, in_specs=(of_weights, of_state, P()), out_specs=(of_state, P()), check_vma=False
+        function, mesh=mesh, in_specs=(of_weights, of_state, P(), P()), out_specs=(of_state, P()), check_vma=False
     )

@@ -8,7 +8,7 @@ import jax
 
 from jaxpaged import _device
 from jaxpaged._allocator.state import Window, checked_windows
-from jaxpaged._engine.defaults import Sizes, Steps, chosen_compiler_options, chosen_sizes, chosen_steps
+from jaxpaged._engine.defaults import Sizes, chosen_compiler_options, chosen_sizes, chosen_steps
 from jaxpaged._engine.drafting import Draft
 from jaxpaged._engine.inputs import pool_sizes
 from jaxpaged._integers import checked_size
@@ -23,7 +23,7 @@ class Options:
     block_size: int  # of the caches
     is_gpu: bool
     sizes: Sizes
-    steps: Steps
+    steps_per_slice: int
     max_requests: int
     num_stop_ids: int
     num_adapters: int
@@ -43,11 +43,12 @@ class Options:
     def growth(self) -> int:
         """Tokens for which the host tier leaves room: the most of a request in the slice that runs and in the next, and
         a block."""
-        return max(2 * self.steps.most, self.block_size)
+        return max(2 * self.steps_per_slice, self.block_size)
 
 
 def checked_options(
     caches: Any,
+    num_bytes: int,
     *,
     num_seats: int | None,
     max_length: int | None,
@@ -67,7 +68,7 @@ def checked_options(
     compiler_options: dict[str, Any] | None,
     **others: Any,
 ) -> Options:
-    """`others`: those that are taken as they are."""
+    """`num_bytes`: of the weights; `others`: those that are taken as they are."""
     num_blocks, block_size = pool_sizes(caches)
     windows, is_gpu = checked_windows(windows), _device.is_gpu()
     sizes = chosen_sizes(
@@ -87,7 +88,7 @@ def checked_options(
         block_size=block_size,
         is_gpu=is_gpu,
         sizes=sizes,
-        steps=chosen_steps(steps_per_slice),
+        steps_per_slice=chosen_steps(steps_per_slice, num_bytes, is_gpu=is_gpu),
         max_requests=4 * sizes.num_seats if max_requests is None else checked_size("max_requests", max_requests),
         num_stop_ids=checked_size("num_stop_ids", num_stop_ids, 0),
         num_adapters=checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS),

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged._engine.defaults import chosen_least_spared, step_cost
 from jaxpaged._engine.kinds import Kind, make_kinds
-from jaxpaged._engine.on_mesh import on_each_device
+from jaxpaged._engine.on_mesh import on_each_device, whole_beside
 from jaxpaged._engine.options import Options
 from jaxpaged._engine.packing import pack
 from jaxpaged._engine.requests import make_inbox
@@ -27,12 +28,17 @@ class Program:
     """A compiled slice, and what crosses to it and back.
 
     Attributes:
-        run: `state, words = run(weights, state, words)`: from a packed inbox to a packed report. The state is donated.
+        run: `state, report = run(weights, state, report, words)`: from the last report and a packed inbox to a packed
+            report. The state and the last report are donated.
+        copy: `copy(report)`, which the host may read while the report is donated.
+        no_report: what is the last report for the first slice.
         inbox_of: `make_inbox` with the sizes of the engine.
         report_types: shapes and dtypes of a report.
     """
 
     run: jax.stages.Compiled
+    copy: jax.stages.Compiled
+    no_report: jax.Array
     inbox_of: Callable[..., Inbox]
     report_types: Report
 
@@ -53,7 +59,7 @@ def first_state(caches: Any, options: Options) -> tuple[tuple[Kind, ...], State]
         kinds,
         options.sizes,
         max_requests=options.max_requests,
-        max_steps=options.steps.most,
+        max_steps=options.steps_per_slice,
         num_stop_ids=options.num_stop_ids,
         num_adapters=options.num_adapters,
         windows=options.windows,
@@ -81,6 +87,7 @@ def compile_program(
     setup = Setup(
         apply,
         kinds=kinds,
+        num_steps=options.steps_per_slice,
         growth=None if options.host_cache_bytes is None else options.growth,
         draft=options.draft,
         # An exact engine has the rows anyway.
@@ -92,10 +99,13 @@ def compile_program(
     function: Any = functools.partial(run_packed, setup, no_news)
     if mesh is not None:
         function = on_each_device(mesh, function, weights, state)
-    # What is never read of the state is kept too, so that each leaf of the new one has the buffer of the old one: XLA
-    # changes a CUDA graph if a buffer in it has moved. [slices_h100]
-    jitted = jax.jit(function, donate_argnums=1, keep_unused=True, compiler_options=options.compiler_options)
     rows = no_news.prompt_lengths
     _, report_types = jax.eval_shape(functools.partial(tell, setup), state, rows, rows)
+    num_words = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(report_types))
+    no_report = jax.device_put(np.zeros(num_words, np.int32), whole_beside(state.caches, mesh))
+    # The last report, and what is never read of the state, are there so that all that is new has the buffer of what is
+    # old: XLA changes a CUDA graph if a buffer in it has moved. [slices_h100]
+    jitted = jax.jit(function, donate_argnums=(1, 2), keep_unused=True, compiler_options=options.compiler_options)
     # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
-    return Program(jitted.lower(weights, state, pack(no_news)).compile(), inbox_of, report_types)
+    run = jitted.lower(weights, state, no_report, pack(no_news)).compile()
+    return Program(run, jax.jit(jnp.copy).lower(no_report).compile(), no_report, inbox_of, report_types)

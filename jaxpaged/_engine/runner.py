@@ -18,7 +18,7 @@ from jaxpaged._engine.host_copies import HostCopies
 from jaxpaged._engine.host_tier import HostTier, Moves, NoHostTier
 from jaxpaged._engine.inputs import own, pools_of
 from jaxpaged._engine.interrupts import without_interrupts
-from jaxpaged._engine.on_mesh import find_mesh, replicate, whole_beside
+from jaxpaged._engine.on_mesh import find_mesh, replicate
 from jaxpaged._engine.options import Options
 from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.program import MOST_ARRIVALS, compile_program, first_state
@@ -30,9 +30,13 @@ from jaxpaged._engine.state import Report, State
 from jaxpaged._integers import checked_size, checked_tuple
 
 AHEAD = 1  # slices that run while the host reads the one before
-# The next slice is sent in time while this part of the running one is not over, if that takes as many steps as it may,
-# each as long as in the quickest of the last NUM_TIMED slices.
-SPARED, NUM_TIMED = 0.75, 4
+SEND_SECONDS, SEND_PART = 4e-3, 0.25  # and this part of a slice: so long before its end the next one is sent in time
+NUM_TIMED = 4  # slices: each step is expected to take as long as in the quickest of them
+
+
+def spared(seconds: float) -> float:
+    """How much of a slice that takes so long the next one can wait."""
+    return seconds - max(SEND_SECONDS, SEND_PART * seconds)
 
 
 class Runner:
@@ -48,19 +52,19 @@ class Runner:
     """
 
     def __init__(self, apply: Apply, weights: Any, caches: Any, options: Options, books: Books):
-        self.books, self.options, self.steps = books, options, options.steps
+        self.books, self.options = books, options
         self.kinds, state = first_state(caches, options)
         self.mesh = find_mesh(caches)
         if self.mesh is not None:
             weights, state = replicate(self.mesh, (weights, state))
         self.weights, self.state_of_slice = weights, state
-        self._inbox_sharding = whole_beside(caches, self.mesh)
         self.tier = NoHostTier()
         if options.host_cache_bytes is not None:
             copies = HostCopies(options.host_cache_bytes, state, self.mesh, options.compiler_options)
             self.tier = HostTier(copies, least_tokens=options.sizes.chunk_tokens // 2, growth=options.growth)
         self.program = compile_program(apply, weights, state, self.kinds, self.mesh, options)
-        # A call with a loop in it returns when the loop ends. Meanwhile this thread does the host's work.
+        self._last_report = self.program.no_report
+        # A call on a GPU returns when its last step begins. Until then this thread waits in it.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
         self._failure: BaseException | None = None  # of the slice that took the state with it
@@ -85,7 +89,7 @@ class Runner:
         if not self.books.under_way or self.books.under_way[0].is_over or not self._step_seconds:
             return 0.0
         expected = self.books.under_way[0].num_steps * min(self._step_seconds)
-        return max(self.since + SPARED * expected - time.perf_counter(), 0.0)
+        return max(self.since + spared(expected) - time.perf_counter(), 0.0)
 
     def stats(self) -> EngineStats:
         num_waiting = len(self.books.on_device) - self.counts.num_running
@@ -110,34 +114,26 @@ class Runner:
                 "Make engines in the process that uses them; start processes with multiprocessing's 'spawn'."
             )
 
-    def advance(self, *, is_watched: bool = True) -> None:
-        """Sends a slice, and reads those before it.
-
-        `is_watched`: whether the caller can add requests, or show tokens, before the last one ends.
-        """
+    def advance(self) -> None:
+        """Sends a slice, and reads those before it."""
         self.check_usable()
         if self._asleep:
             raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
         if self.books.is_device_empty:
             self.tier.wait()
         if len(self.books.under_way) <= AHEAD:  # an interrupt may have left more
-            is_light = is_watched and self.books.num_open < self.counts.num_seats
-            num_steps = self.steps.few if is_light else self.steps.most
-            if self.tier.needs_looks:
-                num_steps = max(self.steps.few, num_steps // 4)
-            self._send(num_steps)
+            self._send()
         while len(self.books.under_way) > AHEAD:
             self.receive()
 
     @without_interrupts()
-    def _send(self, num_steps: int) -> None:
-        """Starts a slice of at most so many steps. If more requests wait than it takes, slices of none before it take
-        the others."""
+    def _send(self) -> None:
+        """Starts a slice. If more requests wait than it takes, slices without steps before it take the others."""
         self.tier.look(self.books.rows_sent)
         while True:
             sent = self.books.send(MOST_ARRIVALS, self.tier.holds)
             has_more = self.books.has_more
-            sent.num_steps = 0 if has_more else num_steps
+            sent.num_steps = 0 if has_more else self.options.steps_per_slice
             try:
                 sent.moves = self.tier.next_moves()
                 inbox = self.program.inbox_of(
@@ -148,7 +144,7 @@ class Runner:
                     forgets=sent.forgets,
                 )
                 # Copied to the device while the slice before it runs.
-                words = jax.device_put(pack(inbox), self._inbox_sharding)
+                words = jax.device_put(pack(inbox), self.program.no_report.sharding)
                 sent.words = self.thread.submit(self.run, self.weights, words, sent)
             except Exception:
                 self.tier.lose(self.books.take_back().moves)
@@ -167,7 +163,9 @@ class Runner:
                     self.state_of_slice = state
             except Exception as failure:
                 sent.failure = failure  # the slice runs all the same: what its inbox says counts for those behind it
-            self.state_of_slice, words = self.program.run(weights, self.state_of_slice, inbox)
+            state, report = self.program.run(weights, self.state_of_slice, self._last_report, inbox)
+            words = self.program.copy(report)
+            self.state_of_slice, self._last_report = state, report
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state_of_slice)):
                 raise StateLostError from sent.failure or failure

@@ -35,6 +35,7 @@ class Setup:
 
     apply: Apply
     kinds: tuple[Kind, ...]
+    num_steps: int  # of a slice
     growth: int | None = None  # tokens of a request until a host tier's next one begins; None: there is none
     draft: Draft | None = None
     row_cost: float = 0.0  # of a step without rows, as in `Kind.cost`
@@ -43,8 +44,10 @@ class Setup:
     hidden: jax.ShapeDtypeStruct | None = None  # of a token, what `apply` returns third
 
 
-def run_packed(setup: Setup, no_news: Inbox, weights: Any, state: State, words: Any) -> tuple[State, jax.Array]:
-    """`run_slice` between a packed inbox with the shapes of `no_news` and a packed report."""
+def run_packed(
+    setup: Setup, no_news: Inbox, weights: Any, state: State, last: jax.Array, words: Any
+) -> tuple[State, jax.Array]:
+    """`run_slice` between a packed inbox with the shapes of `no_news` and a packed report, in the place of the last."""
     state, report = run_slice(setup, weights, state, unpack(words, no_news))
     return state, pack(report, jnp)
 
@@ -72,33 +75,26 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
     def goes_on(state: State) -> jax.Array:
         return state.scheduler.has_work & (state.scheduler.num_steps < inbox.num_steps)
 
-    def is_change_due(state: State) -> jax.Array:
-        return state.scheduler.is_change_due
+    steps = [
+        functools.partial(one_step, setup, weights, wants_logprobs=inbox.wants_logprobs, index=i)
+        for i in range(len(kinds))
+    ]
 
-    def settle(state: State) -> tuple[State, jax.Array]:
-        """Gives out free seats, and says which kind the next step is; the number of kinds if none is to follow."""
+    def one_event(state: State) -> State:
+        """Changes seats and gives out free ones, and takes a step of the kind that is due, if any."""
+        state = settled(state)
         state = dataclasses.replace(state, scheduler=planning.admit_waiting(state.scheduler, state.allocator))
         num_spared, gains = 0 if state.seat_groups is None else state.seat_groups.num_spared, None
         if state.drafting is not None:
             drafting = state.drafting.guessed(state.scheduler, state.allocator, setup.draft, setup.row_cost)
             state, gains = dataclasses.replace(state, drafting=drafting), drafting.gains(state.scheduler)
         kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds, num_spared, gains)
-        return state, jnp.where(goes_on(state) & ~is_change_due(state), kind, len(kinds))
+        return lax.switch(jnp.where(goes_on(state), kind, len(kinds)), [*steps, lambda state: state], state)
 
-    def loop(carry: tuple[State, jax.Array], index: int) -> tuple[State, jax.Array]:
-        def body(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-            return settle(one_step(setup, weights, carry[0], inbox.wants_logprobs, index))
-
-        return lax.while_loop(lambda carry: carry[1] == index, body, carry)
-
-    # A loop for each kind, which may run no step, instead of a branch: on a GPU a branch copies the caches.
-    def one_event(state: State) -> State:
-        if prefixes is not None:
-            state = lax.while_loop(is_change_due, change_seats, state)
-        return functools.reduce(loop, range(len(kinds)), settle(state))[0]
-
+    # Their number is known, so that a GPU's call returns while the last step runs. [slices_h100] [slices_h200]
+    state = lax.fori_loop(0, setup.num_steps, lambda _, state: one_event(state), state)
     # A change that is due after the last step is made too: what ended is to be drained, and its blocks free.
-    state = lax.while_loop(lambda state: goes_on(state) | is_change_due(state), one_event, state)
+    state = settled(state)
     return tell(setup, state, request_ids, refusals)
 
 
@@ -146,9 +142,18 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
     return dataclasses.replace(state, scheduler=scheduler), report
 
 
-def change_seats(state: State) -> State:
-    scheduler, allocator = state.scheduler.change_seats(state.allocator)
-    groups = None if state.seat_groups is None else find_groups(allocator)
+def settled(state: State) -> State:
+    """With the change of seats that is due, if any."""
+    if state.scheduler.prefixes is None:
+        return state
+
+    def change_seats(scheduler: Scheduler, allocator: BlockAllocator, groups: Any) -> tuple[Any, ...]:
+        scheduler, allocator = scheduler.change_seats(allocator)
+        return scheduler, allocator, None if groups is None else find_groups(allocator)
+
+    own = state.scheduler, state.allocator, state.seat_groups
+    is_due = state.scheduler.is_change_due
+    scheduler, allocator, groups = lax.cond(is_due, change_seats, lambda *own: own, *own)
     return dataclasses.replace(state, scheduler=scheduler, allocator=allocator, seat_groups=groups)
 
 
@@ -159,7 +164,7 @@ def num_found(scheduler: Scheduler, allocator: BlockAllocator) -> jax.Array:
     return scheduler.prefixes.cache.num_hits * allocator.block_size
 
 
-def one_step(setup: Setup, weights: Any, state: State, wants_logprobs: jax.Array, index: int) -> State:
+def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Array, index: int) -> State:
     """A step of the kind `setup.kinds[index]`."""
     kind, drafting = setup.kinds[index], state.drafting
     drafts, is_silent = None, jnp.zeros((), jnp.bool_)

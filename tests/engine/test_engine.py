@@ -31,7 +31,7 @@ from jaxpaged import (
     rotate_and_write_kv,
 )
 from jaxpaged._engine.books import Sent
-from jaxpaged._engine.defaults import Steps, chosen_steps
+from jaxpaged._engine.defaults import chosen_steps
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import checked_request, completion_seed
 from jaxpaged._engine.slices import step_attention
@@ -393,35 +393,12 @@ def test_a_request_begins_with_the_slice_after_the_one_under_way():
     finish(engine)
 
 
-def test_slices_are_short_while_a_seat_is_free(monkeypatch):
-    runner, sent = shared_engine(16)._runner, []
-    engine, program = shared_engine(16), runner.program
-
-    def counted(*args, num_steps, **options):
-        sent.append(num_steps)
-        return program.inbox_of(*args, num_steps=num_steps, **options)
-
-    monkeypatch.setattr(runner, "program", dataclasses.replace(program, inbox_of=counted))
-    monkeypatch.setattr(runner, "steps", Steps(few=2, most=STEPS))
-    params = SamplingParams(max_tokens=STEPS, temperature=0)
-    for count, num_steps in ((1, 2), (toy_model.SEATS - 1, 2), (toy_model.SEATS, STEPS), (toy_model.SEATS + 2, STEPS)):
-        for _ in range(count):
-            engine.add_request([1, 2], params)
-        engine.step()
-        assert sent[:1] == [num_steps]
-        finish(engine)
-        sent.clear()
-    assert len(list(engine.stream([[1, 2]], params))) == STEPS / 2
-    assert set(sent) == {2}
-    sent.clear()
-    engine.generate([[1, 2]], params)  # nobody can add a request meanwhile
-    assert set(sent) == {STEPS}
-    monkeypatch.setattr(runner, "steps", chosen_steps(3))
-    engine.generate([[1, 2]], params)
-    assert sent[-1] == 3
-    sent.clear()
-    assert list(engine.stream([[1, 2]], params))
-    assert set(sent) == {3}
+def test_a_slice_of_a_small_model_has_more_steps():
+    gigabyte = 10**9
+    assert [chosen_steps(None, n * gigabyte, is_gpu=True) for n in (0, 1, 3, 8, 16, 70)] == [8, 8, 8, 3, 2, 1]
+    assert chosen_steps(None, gigabyte, is_gpu=False) == 1
+    assert chosen_steps(3, 0, is_gpu=True) == 3
+    assert len(list(shared_engine(16).stream([[1, 2]], SamplingParams(max_tokens=2 * STEPS, temperature=0)))) == 2
 
 
 def test_an_abort_spares_who_got_the_place():

@@ -279,7 +279,8 @@ def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
         engine = create_engine(exact=True)
     engine.add_request(PROMPTS[0], LONG)
     runner = engine._runner
-    runner.program = dataclasses.replace(runner.program, run=lambda weights, state, inbox: (state, Broken()))
+    fake = dict(run=lambda weights, state, last_report, inbox: (state, Broken()), copy=lambda report: report)
+    runner.program = dataclasses.replace(runner.program, **fake)
     engine.step()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"this engine is lost.* RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"):

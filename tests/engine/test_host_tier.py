@@ -528,7 +528,6 @@ def test_what_is_on_its_way_is_little_and_may_take_long():
     tier.look([])
     assert tier.holds(waiting)
     assert tier.holds(other)  # for the same copies
-    assert tier.needs_looks
     moves = tier.next_moves()
     assert names(moves.back) == [["1/2", "3/4"]]
     moves.back[0].pages = []  # put in
@@ -574,7 +573,6 @@ def test_a_request_goes_out_with_what_comes_back_once_there_is_room_for_it():
         device.slice()
         tier.look([under_way, read])
         assert tier.holds(waiting) == is_held
-        assert tier.needs_looks
         assert tier.holds(small) == is_held  # behind the other
     assert names(tier.next_moves().back) == [["1/2", "3/4", "5/6"]]
     long = dataclasses.replace(row(*PROMPT), params=SamplingParams(max_tokens=9))
@@ -700,7 +698,6 @@ def test_what_a_request_has_filled_is_wanted_once_and_no_more_than_may_be_on_its
     assert tier.next_moves() == Moves()  # its prompt is not computed
     running.token_ids, same.token_ids = [1], [1]
     device.slice(running, same)
-    assert not tier.needs_looks
     moves = tier.next_moves()
     assert [(run.begin, len(run.keys), run.num_pages) for run in moves.out] == [(0, 4, 2)]
     tier.lose(moves)
@@ -717,7 +714,6 @@ def test_what_a_request_has_filled_is_wanted_once_and_no_more_than_may_be_on_its
     for each in others:
         each.finish_reason = "length"
     device.slice(*others)  # they are wanted behind it, of three pages each
-    assert tier.needs_looks
     assert [run.num_pages for run in tier.next_moves().out] == [2, 1]
 
 

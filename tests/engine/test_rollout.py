@@ -141,7 +141,7 @@ def test_sleep_tells_of_a_slice_that_failed_once(monkeypatch):
     before = engine.generate([[1, 2]], params)[0].outputs
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "run", mock.Mock(side_effect=RuntimeError("no room for the call")))
-        engine._runner._send(1)  # as `generate` does for who comes next, before it reads its last tokens
+        engine._runner._send()  # as `generate` does for who comes next, before it reads its last tokens
     with pytest.raises(RuntimeError, match="no room for the call"):
         engine.sleep()
     engine.sleep()

@@ -36,6 +36,8 @@ gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  runtime_version: "13.0.0"
+  driver_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 7 }}

@@ -144,7 +144,7 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
         ours, vllm = (tables.points(f"{gpu}/{file}") for file in ("engine", "vllm"))
         return [ours[f"engine {count}"]["tokens_per_s"] / vllm[f"engine {count}"]["tokens_per_s"] for count in counts]
 
-    steps, of_h200 = (tables.points(file)["steps"] for file in ("h100/engine", "h200/engine_steps"))
+    steps = tables.points("h100/engine")["steps"]
     ours, online, vllm = (tables.points(f"h200/{file}") for file in ("engine", "engine_online", "vllm"))
     parts, of_h100 = over_vllm("h200", 512, 1024, 2048), over_vllm("h100", 1024, 2048)
     first, between = (
@@ -152,8 +152,11 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
     )
     on_cpu = tables.points("cpu/engine_online")
     waits = [on_cpu[f"0.3 a second{name}"]["to_first_ms"]["p50"] for name in ("", ", step at once")]
-    slice_ms = online["5 a second"]["between_pieces_ms"]["p50"]
-    of_slice = tables.points("decisions/slices_h200")
+    of_slice, arrivals = (tables.points(f"decisions/slices_{gpu}") for gpu in ("h200", "h100"))
+    arrivals = [
+        arrivals[f"arrivals, 32 layers, 10 a second, p50 {name}"] for name in ("to the first token", "between tokens")
+    ]
+    at_once = of_slice["a token of 512 requests, 16 layers"]
     rollout = tables.points("h200/engine_rollout")
     rounds = [
         of[f"{name}round {i}"]["tokens_per_s"] for of, name in ((rollout, ""), (vllm, "rollout, ")) for i in (1, 2)
@@ -174,13 +177,21 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
             "gave {:.2f} times vLLM's for 1,024 and {:.2f} times for 2,048".format(*of_h100),
             f"Compiling that engine took {steps['compile_s']:.0f} s",
             f"gives {ours['sampled 2048']['tokens_per_s'] / ours['engine 2048']['tokens_per_s']:.2f} of the tokens",
-            f"a step takes {of_h200['single_64_ms']:.1f} ms, and a slice {slice_ms:.1f} ms",
-            f"the other {slice_ms - 2 * of_h200['single_64_ms']:.1f} ms are the slice's own cost",
             "the first token then comes after {:.0f} ms instead of {:.0f}".format(*waits),
-            f"vLLM returns tokens every {vllm['5 a second']['between_pieces_ms']['p50']:.1f} ms",
-            f"to the end of its call {of_slice['leaving the call']['us']:,} us pass",
-            f"to its first kernel {of_slice['entering the call']['us']:,} us",
-            f"another buffer than the one before: {of_slice['changing a graph of 417 commands']['us']:,} us",
+            f"{of_slice['leaving the call']['us']:,} us from its last step to its end",
+            f"{of_slice['entering the call']['us']:,} us pass from a call to its first kernel",
+            *(
+                "| {} | {:.1f} | {:.1f} |".format(name, *(of[key] / 1e3 for of in arrivals))
+                for name, key in {
+                    "of two steps, ended by a condition": "unknown_number_us",
+                    "of three steps": "3_steps_us",
+                    "of two, the default for an 8B model": "2_steps_us",
+                    "of one": "1_step_us",
+                }.items()
+            ),
+            f"get a token every {at_once['2_steps_us']:.1f} us",
+            f"{at_once['unknown_number_us']:.1f} us in slices of 32 steps",
+            f"In slices of one step it is every {at_once['1_step_us']:.1f} us",
             f"a step takes {steps['single_64_ms']:.1f} ms with 64 rows, {steps['single_128_ms']:.1f} ms with 128",
             f"{steps['single_384_ms']:.1f} ms with 384, and {steps['mixed_1024_ms']:.0f} ms with 1,024 rows",
             f"a plan and a commit take {steps['scheduling_us']:.0f} us of it",
@@ -193,7 +204,7 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
         ],
         "docs/serving.md": [
             f"first token after {first[0]:.0f} ms, and the others {between[0]:.1f} ms apart",
-            f"vLLM gives it after {first[1]:.0f} ms, and the others {between[1]:.1f} ms apart",
+            f"vLLM gave it after {first[1]:.0f} ms, and the others {between[1]:.1f} ms apart",
         ],
         "docs/reinforcement_learning.md": [
             "give {:,.0f} and {:,.0f} tokens a second on an H200".format(*rounds[:2]),

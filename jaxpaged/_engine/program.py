@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged._engine.defaults import chosen_least_spared, step_cost
+from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import Kind, make_kinds
 from jaxpaged._engine.on_mesh import on_each_device, whole_beside
 from jaxpaged._engine.options import Options
@@ -102,7 +103,9 @@ def compile_program(
     rows = no_news.prompt_lengths
     _, report_types = jax.eval_shape(functools.partial(tell, setup), state, rows, rows)
     num_words = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(report_types))
-    no_report = jax.device_put(np.zeros(num_words, np.int32), whole_beside(state.caches, mesh))
+    # Bound to a device only if the caches are: else it would bind all that the slice returns.
+    device = whole_beside(state.caches, mesh) if caches_in(state.caches)[0].k.committed else None
+    no_report = jnp.zeros(num_words, jnp.int32, device=device)
     # The last report, and what is never read of the state, are there so that all that is new has the buffer of what is
     # old: XLA changes a CUDA graph if a buffer in it has moved. [slices_h100]
     jitted = jax.jit(function, donate_argnums=(1, 2), keep_unused=True, compiler_options=options.compiler_options)

@@ -152,6 +152,7 @@ class EngineStats:
         max_length: the most tokens of a request.
         chunk_tokens: the prompt tokens that a step can compute, beside one token of each seat.
         widths: the rows of narrower steps. An exact engine uses none.
+        steps_per_slice: the most steps of the model between two reports to the host.
         num_queued: requests on the host now.
         num_waiting: requests on the device without a seat now.
         num_running: requests with a seat now.
@@ -179,6 +180,7 @@ class EngineStats:
     max_length: int = 0
     chunk_tokens: int = 0
     widths: tuple[int, ...] = ()
+    steps_per_slice: int = 0
     num_queued: int = 0
     num_waiting: int = 0
     num_running: int = 0

@@ -74,7 +74,10 @@ class Runner:
         self._step_seconds: deque[float] = deque(maxlen=NUM_TIMED)  # in the last slices
         num_blocks = options.num_blocks - 1
         self.counts = EngineStats(
-            num_blocks=num_blocks, num_free_blocks=num_blocks, **dataclasses.asdict(options.sizes)
+            num_blocks=num_blocks,
+            num_free_blocks=num_blocks,
+            steps_per_slice=options.steps_per_slice,
+            **dataclasses.asdict(options.sizes),
         )
 
     @property

@@ -395,8 +395,8 @@ def test_a_request_begins_with_the_slice_after_the_one_under_way():
 
 def test_a_slice_of_a_small_model_has_more_steps():
     gigabyte = 10**9
-    assert [chosen_steps(None, n * gigabyte, is_gpu=True) for n in (0, 1, 3, 8, 16, 70)] == [8, 8, 8, 3, 2, 1]
-    assert chosen_steps(None, gigabyte, is_gpu=False) == 1
+    assert [chosen_steps(None, n * gigabyte, is_gpu=True) for n in (0, 1, 3, 8, 16, 70)] == [16, 16, 8, 3, 2, 1]
+    assert [chosen_steps(None, n * gigabyte, is_gpu=False) for n in (0.5, 1)] == [2, 1]
     assert chosen_steps(3, 0, is_gpu=True) == 3
     assert shared_engine(16).stats().steps_per_slice == STEPS
     assert len(list(shared_engine(16).stream([[1, 2]], SamplingParams(max_tokens=2 * STEPS, temperature=0)))) == 2

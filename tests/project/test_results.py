@@ -151,7 +151,7 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
         [of["10 a second"][wait]["p50"] for of in (online, vllm)] for wait in ("to_first_ms", "between_tokens_ms")
     )
     on_cpu = tables.points("cpu/engine_online")
-    waits = [on_cpu[f"0.3 a second{name}"]["to_first_ms"]["p50"] for name in ("", ", slices of two steps")]
+    waits = [on_cpu[f"0.3 a second, slices of {name}"]["to_first_ms"]["p50"] for name in ("one step", "two steps")]
     of_slice, arrivals = (tables.points(f"decisions/slices_{gpu}") for gpu in ("h200", "h100"))
     arrivals = [
         arrivals[f"arrivals, 32 layers, 10 a second, p50 {name}"] for name in ("to the first token", "between tokens")
@@ -177,7 +177,7 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
             "gave {:.2f} times vLLM's for 1,024 and {:.2f} times for 2,048".format(*of_h100),
             f"Compiling that engine took {steps['compile_s']:.0f} s",
             f"gives {ours['sampled 2048']['tokens_per_s'] / ours['engine 2048']['tokens_per_s']:.2f} of the tokens",
-            "it comes after {:.0f} ms; in slices of two steps it came after {:.0f} ms".format(*waits),
+            "after {:.0f} ms in slices of one step, and after {:.0f} ms in slices of two".format(*waits),
             f"gave the first token after {arrivals[0]['2_steps_at_once_us'] / 1e3:.1f} ms",
             f"{of_slice['leaving the call']['us']:,} us from its last step to its end",
             f"{of_slice['entering the call']['us']:,} us pass from a call to its first kernel",

@@ -75,9 +75,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps-per-slice",
         type=positive,
-        default=8,
         metavar="N",
-        help="steps between two pieces of a stream; default: %(default)s",
+        help="steps between two pieces of a stream; default: the engine's own",
     )
     add_tensor_parallel(parser)
     parser.add_argument(

@@ -10,7 +10,7 @@ Before they are timed, they are compared with float32.
   us      of the adapters of a layer, with the additions to what the layer computed, in a chain of layers in one jit,
           compiled as an engine compiles its steps
   floor   the bytes of A and B of all adapters at the rate of a kernel that only reads, in the same run
-  ms      of a step of an engine, by the slope between a slice of few steps and one of many
+  ms      of a step of an engine, by the slope between few steps and many, in slices
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Layers of Llama-3-8B's shape with random bfloat16 weights, and a vocabulary so small that its logits cost nothing: 256
 seats, nearly all of which decode, beside 512 tokens of prompts. Of both engines the widest kind of step is timed, by
-the slope between a slice of few steps and one of many.
+the slope between few steps and many, in slices of the engine's.
 """
 
 import argparse

@@ -63,11 +63,11 @@ class Steps:
         self.run(aborts=range(self.engine._options.max_requests))
 
     def milliseconds(self, kind: Kind, few: int, many: int) -> float:
-        """A step of this kind, by the slope between a slice of few steps and one of many."""
+        """A step of this kind, by the slope between few steps and many: with what slices behind the first take."""
         return self.step_and_slice(kind, few, many)[0]
 
     def step_and_slice(self, kind: Kind, few: int, many: int) -> tuple[float, float]:
-        """Milliseconds of a step of this kind, and of a slice beside its steps, the host's part included."""
+        """Milliseconds of a step of this kind, and of the first slice beside its steps, the host's part included."""
         times, before = [], self.count_steps(kind)
         for num_steps in (few, many):
             begin = time.perf_counter()

@@ -115,7 +115,7 @@ def step_cost(num_rows: int, *, is_gpu: bool) -> float:
 
 
 def chosen_steps(given: int | None, num_bytes: int, *, is_gpu: bool) -> int:
-    """The steps of a slice. `num_bytes`: those of the weights."""
+    """The steps of a slice. `num_bytes`: those of the weights on a device."""
     if given is not None:
         return checked_size("steps_per_slice", given)
     of_step = num_bytes / (BYTES_PER_SECOND if is_gpu else BYTES_PER_SECOND_ON_CPU)

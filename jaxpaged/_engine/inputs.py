@@ -1,5 +1,6 @@
 """What an engine is made from, checked: the weights and caches of a model."""
 
+import math
 import numbers
 from typing import Any
 
@@ -18,6 +19,17 @@ def own(weights: Any) -> Any:
                 "`eqx.combine(weights, static)` in apply."
             )
     return jax.tree.map(lambda x: x, weights)
+
+
+def bytes_on_a_device(weights: Any) -> int:
+    """Of the arrays in the weights: what a device has of them."""
+
+    def of(leaf: Any) -> int:
+        if isinstance(leaf, jax.Array):
+            return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        return int(getattr(leaf, "nbytes", 0))  # a number has none
+
+    return sum(map(of, jax.tree.leaves(weights)))
 
 
 def caches_in(caches: Any) -> list[KVCache]:

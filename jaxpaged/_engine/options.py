@@ -43,7 +43,7 @@ class Options:
     def growth(self) -> int:
         """Tokens for which the host tier leaves room: the most of a request in the slice that runs and in the next, and
         a block."""
-        return max(2 * self.steps_per_slice, self.block_size)
+        return max(2 * self.steps_per_slice * (self.drafts + 1), self.block_size)
 
 
 def checked_options(
@@ -68,7 +68,7 @@ def checked_options(
     compiler_options: dict[str, Any] | None,
     **others: Any,
 ) -> Options:
-    """`num_bytes`: of the weights; `others`: those that are taken as they are."""
+    """`num_bytes`: of the weights on a device; `others`: those that are taken as they are."""
     num_blocks, block_size = pool_sizes(caches)
     windows, is_gpu = checked_windows(windows), _device.is_gpu()
     sizes = chosen_sizes(

@@ -64,7 +64,7 @@ class Runner:
             self.tier = HostTier(copies, least_tokens=options.sizes.chunk_tokens // 2, growth=options.growth)
         self.program = compile_program(apply, weights, state, self.kinds, self.mesh, options)
         self._last_report = self.program.no_report
-        # A call on a GPU returns when its last step begins. Until then this thread waits in it.
+        # A call on a GPU returns when its last step begins; if that has chunks, when it ends. This thread waits for it.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
         self._failure: BaseException | None = None  # of the slice that took the state with it
@@ -82,7 +82,7 @@ class Runner:
 
     @property
     def state(self) -> State:
-        """The state, once the slices under way are over."""
+        """The state, once the slices under way are queued: what is read of it waits for them."""
         for sent in self.books.under_way:
             sent.result()
         return self.state_of_slice
@@ -170,7 +170,7 @@ class Runner:
             words = self.program.copy(report)
             self.state_of_slice, self._last_report = state, report
         except Exception as failure:
-            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state_of_slice)):
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves((self.state_of_slice, self._last_report))):
                 raise StateLostError from sent.failure or failure
             self._unread_failure = failure
             raise

@@ -80,10 +80,13 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
         for i in range(len(kinds))
     ]
 
+    is_open = inbox.num_steps > 0  # else nobody gets a seat before those who come with the slices behind this one
+
     def one_event(state: State) -> State:
         """Changes seats and gives out free ones, and takes a step of the kind that is due, if any."""
-        state = settled(state)
-        state = dataclasses.replace(state, scheduler=planning.admit_waiting(state.scheduler, state.allocator))
+        state = settled(state, is_open)
+        admitted = planning.admit_waiting(state.scheduler, state.allocator, is_open=is_open)
+        state = dataclasses.replace(state, scheduler=admitted)
         num_spared, gains = 0 if state.seat_groups is None else state.seat_groups.num_spared, None
         if state.drafting is not None:
             drafting = state.drafting.guessed(state.scheduler, state.allocator, setup.draft, setup.row_cost)
@@ -94,7 +97,7 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
     # Their number is known, so that a GPU's call returns while the last step runs. [slices_h100] [slices_h200]
     state = lax.fori_loop(0, setup.num_steps, lambda _, state: one_event(state), state)
     # A change that is due after the last step is made too: what ended is to be drained, and its blocks free.
-    state = settled(state)
+    state = settled(state, is_open)
     return tell(setup, state, request_ids, refusals)
 
 
@@ -142,8 +145,8 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
     return dataclasses.replace(state, scheduler=scheduler), report
 
 
-def settled(state: State) -> State:
-    """With the change of seats that is due, if any."""
+def settled(state: State, is_open: jax.Array) -> State:
+    """With the change of seats that is due, if any, and if `is_open`."""
     if state.scheduler.prefixes is None:
         return state
 
@@ -152,7 +155,7 @@ def settled(state: State) -> State:
         return scheduler, allocator, None if groups is None else find_groups(allocator)
 
     own = state.scheduler, state.allocator, state.seat_groups
-    is_due = state.scheduler.is_change_due
+    is_due = is_open & state.scheduler.is_change_due
     scheduler, allocator, groups = lax.cond(is_due, change_seats, lambda *own: own, *own)
     return dataclasses.replace(state, scheduler=scheduler, allocator=allocator, seat_groups=groups)
 

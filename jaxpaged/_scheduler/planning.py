@@ -70,11 +70,11 @@ def with_due[S: SchedulerState](scheduler: S, is_due: jax.Array | bool) -> S:
     return dataclasses.replace(scheduler, prefixes=prefixes)
 
 
-def admit_waiting[S: SchedulerState](scheduler: S, allocator: BlockAllocator) -> S:
+def admit_waiting[S: SchedulerState](scheduler: S, allocator: BlockAllocator, *, is_open: ArrayLike = True) -> S:
     """Gives free seats to waiting requests, unless there is a prefix cache: then only `change_seats` does."""
     if scheduler.prefixes is not None:
         return scheduler
-    return admit(scheduler, allocator, first_waiting(scheduler))[0]
+    return admit(scheduler, allocator, jnp.where(is_open, first_waiting(scheduler), scheduler.max_requests))[0]
 
 
 def first_waiting(scheduler: SchedulerState) -> jax.Array:

@@ -9,6 +9,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jaxpaged import (
     generate,
     rotate_and_write_kv,
 )
+from jaxpaged._engine import runner
 from jaxpaged._engine.books import Sent
 from jaxpaged._engine.defaults import chosen_steps
 from jaxpaged._engine.kinds import Kind
@@ -391,6 +393,19 @@ def test_a_request_begins_with_the_slice_after_the_one_under_way():
     assert engine.stats().num_slices == num_slices + 1
     assert (np.asarray(engine._runner.state.allocator.lengths) > 20).sum() == 1  # by now its prompt is computed
     finish(engine)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_nobody_gets_a_seat_before_all_that_were_added_are_there(prefix_cache):
+    """More than a slice takes: the first slices have no steps, and the one who comes last is the first in rank."""
+    engine = shared_engine(16, prefix_cache=prefix_cache)
+    with mock.patch.object(runner, "MOST_ARRIVALS", 4):
+        params = SamplingParams(max_tokens=MAX_TOKENS - 4, temperature=0)
+        others = [engine.add_request([1, 2], params) for _ in range(toy_model.SEATS + 2)]
+        urgent = engine.add_request([1, 2], dataclasses.replace(params, max_tokens=1, priority=1000))
+        ended = [output.request_id for output in engine.step() + engine.step() if output.finished]
+        assert ended[:1] == [urgent]
+        assert finish(engine).keys() == {*others}
 
 
 def test_a_slice_of_a_small_model_has_more_steps():

@@ -199,7 +199,8 @@ class Draw:
         scores = jnp.where(inside >= least, self.scaled(inside) + noise[..., num_chunks:], -jnp.inf)
         index = jnp.argmax(scores, axis=-1)
         chosen = jnp.take_along_axis(inside, index[..., None], axis=2)[..., 0]
-        return (chunk * CHUNK + index).astype(jnp.int32), chosen, mass.sum(axis=-1)
+        tokens = jnp.minimum(chunk * CHUNK + index, self.logits.shape[1] - 1)  # of NaN it would be the padding
+        return tokens.astype(jnp.int32), chosen, mass.sum(axis=-1)
 
     def judge(self, tokens: jax.Array, chosen: jax.Array, enough: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of each seat's tokens: the first that top_p keeps, and whether it cuts all."""

@@ -141,6 +141,7 @@ def test_logits_that_are_no_numbers_end(value):
     tokens = drawn(logits, parameters(1.0, [5, 1, 81], 0.5, np.arange(3)))
     assert tokens[1] == 299
     assert (tokens < 300).all()
+    assert (drawn(logits[:, :100], parameters(1.0, 0, [1, 0.5, 1], np.arange(3))) < 100).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

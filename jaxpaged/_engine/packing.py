@@ -14,6 +14,11 @@ def pack(tree: Any, xp: ModuleType = np) -> Any:
     return xp.concatenate([xp.ravel(_as_words(xp.asarray(leaf))) for leaf in jax.tree.leaves(tree)])
 
 
+def num_words(tree: Any) -> int:
+    """Of the tree, packed."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
 def unpack(words: Any, like: Any) -> Any:
     """The tree that was packed; `like` has its shapes and dtypes. NumPy's arrays are views."""
     leaves, treedef = jax.tree.flatten(like)

@@ -16,7 +16,7 @@ from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import Kind, make_kinds
 from jaxpaged._engine.on_mesh import on_each_device, whole_beside
 from jaxpaged._engine.options import Options
-from jaxpaged._engine.packing import pack
+from jaxpaged._engine.packing import num_words, pack
 from jaxpaged._engine.requests import make_inbox
 from jaxpaged._engine.slices import Apply, Setup, run_packed, tell
 from jaxpaged._engine.state import Inbox, Report, State
@@ -88,7 +88,6 @@ def compile_program(
     setup = Setup(
         apply,
         kinds=kinds,
-        num_steps=options.steps_per_slice,
         growth=None if options.host_cache_bytes is None else options.growth,
         draft=options.draft,
         # An exact engine has the rows anyway.
@@ -102,10 +101,9 @@ def compile_program(
         function = on_each_device(mesh, function, weights, state)
     rows = no_news.prompt_lengths
     _, report_types = jax.eval_shape(functools.partial(tell, setup), state, rows, rows)
-    num_words = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(report_types))
     # Bound to a device only if the caches are: else it would bind all that the slice returns.
     device = whole_beside(state.caches, mesh) if caches_in(state.caches)[0].k.committed else None
-    no_report = jnp.zeros(num_words, jnp.int32, device=device)
+    no_report = jnp.zeros(num_words(report_types), jnp.int32, device=device)
     # The last report, and what is never read of the state, are there so that all that is new has the buffer of what is
     # old: XLA changes a CUDA graph if a buffer in it has moved. [slices_h100]
     jitted = jax.jit(function, donate_argnums=(1, 2), keep_unused=True, compiler_options=options.compiler_options)

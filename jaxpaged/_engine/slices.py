@@ -35,7 +35,6 @@ class Setup:
 
     apply: Apply
     kinds: tuple[Kind, ...]
-    num_steps: int  # of a slice
     growth: int | None = None  # tokens of a request until a host tier's next one begins; None: there is none
     draft: Draft | None = None
     row_cost: float = 0.0  # of a step without rows, as in `Kind.cost`
@@ -95,7 +94,7 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
         return lax.switch(jnp.where(goes_on(state), kind, len(kinds)), [*steps, lambda state: state], state)
 
     # Their number is known, so that a GPU's call returns while the last step runs. [slices_h100] [slices_h200]
-    state = lax.fori_loop(0, setup.num_steps, lambda _, state: one_event(state), state)
+    state = lax.fori_loop(0, len(state.told), lambda _, state: one_event(state), state)
     # A change that is due after the last step is made too: what ended is to be drained, and its blocks free.
     state = settled(state, is_open)
     return tell(setup, state, request_ids, refusals)
@@ -156,7 +155,7 @@ def settled(state: State, is_open: jax.Array) -> State:
 
     own = state.scheduler, state.allocator, state.seat_groups
     is_due = is_open & state.scheduler.is_change_due
-    scheduler, allocator, groups = lax.cond(is_due, change_seats, lambda *own: own, *own)
+    scheduler, allocator, groups = lax.cond(is_due, change_seats, lambda *same: same, *own)
     return dataclasses.replace(state, scheduler=scheduler, allocator=allocator, seat_groups=groups)
 
 

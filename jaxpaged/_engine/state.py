@@ -16,6 +16,7 @@ from jaxpaged._engine.defaults import Sizes
 from jaxpaged._engine.drafting import Drafting
 from jaxpaged._engine.inputs import pool_sizes
 from jaxpaged._engine.kinds import Kind
+from jaxpaged._engine.packing import num_words
 from jaxpaged._engine.prefix_groups import SeatGroups
 from jaxpaged._engine.sampling import Likely
 from jaxpaged._engine.scoring import Scores, Told
@@ -74,7 +75,6 @@ class State:
             num_adapters=num_adapters,
             prefix_cache=prefixes,
         )
-        num_words = sum(leaf.size for leaf in jax.tree.leaves(Told.create(scheduler, kinds, max_logprobs)))
         return cls(
             scheduler=scheduler,
             allocator=BlockAllocator.create(
@@ -85,7 +85,7 @@ class State:
                 windows=windows,
             ),
             caches=caches,
-            told=jnp.zeros((max_steps, num_words), jnp.int32),
+            told=jnp.zeros((max_steps, num_words(Told.create(scheduler, kinds, max_logprobs))), jnp.int32),
             spans=jnp.zeros((max_requests, 2), jnp.int32),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(kinds), jnp.int32),

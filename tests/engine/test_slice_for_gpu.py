@@ -43,7 +43,7 @@ def main():
         (weights, runner.state_of_slice, news),
     )
     jitted = jax.jit(
-        functools.partial(run_slice, Setup(apply_to_parts, runner.kinds, num_steps=2)),
+        functools.partial(run_slice, Setup(apply_to_parts, runner.kinds)),
         donate_argnums=1,
         compiler_options=COMPILER_OPTIONS | {"xla_gpu_autotune_level": 0},
     )

@@ -25,10 +25,9 @@ WIDTHS = (64, 128, 256)
 WEIGHT_ROWS, FREE_ROWS = 384, 64
 # On a CPU a step of a single row takes less: from two rows on, XLA copies the weights for its products.
 WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]
-# The steps of a slice read the weights for at least so long, at so many bytes a second, unless they would be more than
-# MOST_STEPS. [slices_h100] [slices_h200] On a CPU a slice's own time is not hidden behind its last step.
-SLICE_SECONDS, BYTES_PER_SECOND, MOST_STEPS = 8e-3, 3e12, 16
-SLICE_SECONDS_ON_CPU, BYTES_PER_SECOND_ON_CPU = 80e-3, 1e10
+# The steps of a slice read so many bytes of weights, for 8 ms at 3 TB/s, unless they would be more than MOST_STEPS.
+# [slices_h100] [slices_h200] On a CPU for 80 ms at 10 GB/s: a slice's own time is not hidden behind its last step.
+SLICE_BYTES, SLICE_BYTES_ON_CPU, MOST_STEPS = 24 * 10**9, 8 * 10**8, 16
 COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": "False",  # products by cuBLAS [slices_h100]
     # Else products of the same rows, as for q, k and v, become one of weights that each step copies together.
@@ -118,9 +117,8 @@ def chosen_steps(given: int | None, num_bytes: int, *, is_gpu: bool) -> int:
     """The steps of a slice. `num_bytes`: those of the weights on a device."""
     if given is not None:
         return checked_size("steps_per_slice", given)
-    of_step = num_bytes / (BYTES_PER_SECOND if is_gpu else BYTES_PER_SECOND_ON_CPU)
-    of_slice = SLICE_SECONDS if is_gpu else SLICE_SECONDS_ON_CPU
-    return MOST_STEPS if of_step * MOST_STEPS < of_slice else math.ceil(of_slice / of_step)
+    of_slice = SLICE_BYTES if is_gpu else SLICE_BYTES_ON_CPU
+    return min(MOST_STEPS, math.ceil(of_slice / max(num_bytes, 1)))
 
 
 def chosen_least_spared(caches: Any) -> int | None:

@@ -52,7 +52,7 @@ class Engine:
         widths: the rows of narrower steps, for when few seats need a token. Each takes time to compile. (): none.
         max_requests: the requests on the device, running or waiting; more wait on the host. None: four for each seat.
         steps_per_slice: the steps between two looks of the host. New requests and aborts wait for the end of a slice.
-            None: as many as read the weights for 8 ms, on a CPU 80 ms, at most 16; `stats()` tells how many.
+            None: as many as read 24 GB of weights, on a CPU 0.8 GB, at most 16; `stats()` tells how many.
         num_stop_ids: the most stop tokens of a request.
         num_adapters: the adapters of the model, which requests name from 0 on. `apply` finds each token's in
             `attend.adapters` (`docs/engine.md`).

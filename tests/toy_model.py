@@ -95,10 +95,10 @@ def kept(weights, top_k, top_p):
 def drawn(scores, params, position):
     """Of the tokens drawn as if top_p were 1, the first that is kept; if none is, one drawn from those kept."""
     weights = np.exp(scores - scores.max())
-    is_left, is_kept = kept(weights, params.top_k, 1), kept(weights, params.top_k, params.top_p)
+    is_of_top_k, is_kept = kept(weights, params.top_k, 1), kept(weights, params.top_k, params.top_p)
     draws = map(np.int32, range(DRAWS + 1))
     *noise, last = (noise_of(np.uint32(params.seed), np.int32(position), draw) for draw in draws)
-    tokens = np.where(is_left, scores + np.stack(noise), -np.inf).argmax(axis=1)
+    tokens = np.where(is_of_top_k, scores + np.stack(noise), -np.inf).argmax(axis=1)
     if is_kept[tokens].any():
         return tokens[is_kept[tokens].argmax()]
     return np.where(is_kept, scores + last, -np.inf).argmax()

@@ -21,9 +21,10 @@ from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.sampling import Likely, sample
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler import planning
-from jaxpaged._scheduler.records import Step
+from jaxpaged._scheduler.records import Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
+MOST_UNROLLED = 4  # more groups are a loop, for whose turns a GPU asks the host
 Head = Callable[[jax.Array], jax.Array]  # logits [rows, vocab] of rows of the step, int32 [rows]
 
 
@@ -175,22 +176,27 @@ def score_and_sample(
     size = kind.num_seats
     every = jnp.arange(kind.width, dtype=jnp.int32)
     scored = planning.first_marked(every, is_scored, size=num_groups(kind) * size, fill_value=kind.width)
-    groups = jnp.concatenate([step.last[None], scored.reshape(-1, size)])
-    num_used = 1 + -(-is_scored.sum(dtype=jnp.int32) // size)
 
-    def one_group(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        i, of_groups = carry
-        rows = groups[i]
-        sampling = dataclasses.replace(step.sampling, temperature=jnp.where(i == 0, step.sampling.temperature, 0))
-        of_rows = draw(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
-        return i + 1, jax.tree.map(lambda so_far, new: so_far.at[i].set(new), of_groups, of_rows)
+    def draw_group(rows: jax.Array, sampling: Sampling = step.sampling) -> tuple[jax.Array, jax.Array, Likely | None]:
+        return draw(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
 
+    def score_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
+        return draw_group(rows, dataclasses.replace(step.sampling, temperature=jnp.zeros(size)))
+
+    def skip_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
+        return jnp.zeros_like(rows), jnp.zeros(size, jnp.float32), Likely.create(size, num=num_likely)
+
+    # Not a loop that ends by a condition: a GPU's call would wait for the model, and for the end of the step.
+    is_used = jnp.arange(0, len(scored), size) < is_scored.sum(dtype=jnp.int32)
+    _, of_groups = lax.scan(
+        lambda _, group: (None, lax.cond(group[0], score_group, skip_group, group[1])),
+        None,
+        (is_used, scored.reshape(-1, size)),
+        unroll=MOST_UNROLLED,
+    )
+    drawn, *of_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_groups)
     is_drawn = (step.is_sampled & ~is_scored[step.last]).any()
-    first = 1 - is_drawn.astype(jnp.int32)  # without the group of the seats, if none of them needs it
-    nothing = jnp.zeros_like(groups), jnp.zeros(groups.shape, jnp.float32), Likely.create(*groups.shape, num=num_likely)
-    _, of_groups = lax.while_loop(lambda carry: carry[0] < num_used, one_group, (first, nothing))
-    tokens, logprobs, likely = jax.tree.map(lambda x: x[0], of_groups)
-    drawn, *of_rows = jax.tree.map(lambda x: x[1:].reshape(-1, *x.shape[2:]), of_groups)
+    tokens, logprobs, likely = lax.cond(is_drawn, draw_group, skip_group, step.last)
     of_scored = planning.rows_of((request_ids, positions, given), scored)
     return (
         jnp.where(is_scored[step.last], given[step.last], tokens),

@@ -10,8 +10,8 @@ from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import last_few
 from jaxpaged._integers import checked_size, checked_tuple
 
-# Twice the seats, with two more widths, gain 3% with 1,024 requests and lose 1% with 512. [seats_h100]
-MOST_SEATS, MOST_ROWS = 384, 1024
+# Half as many again, with another width, gain 3% with 1,024 requests and lose 1% with 512. [seats_h100]
+MOST_SEATS, MOST_ROWS = 512, 1024
 MOST_SEATS_ON_CPU, MOST_ROWS_ON_CPU = 32, 128
 LEAST_SEATS = 8
 FEW_SEATS = 128  # with fewer, the widest step has half of the rows, so that a token is not kept waiting for prompts
@@ -27,7 +27,7 @@ WEIGHT_ROWS, FREE_ROWS = 384, 64
 WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]
 # The steps of a slice read so many bytes of weights, for 8 ms at 3 TB/s, unless they would be more than MOST_STEPS.
 # [slices_h100] [slices_h200] On a CPU for 80 ms at 10 GB/s: a slice's own time is not hidden behind its last step.
-SLICE_BYTES, SLICE_BYTES_ON_CPU, MOST_STEPS = 24 * 10**9, 8 * 10**8, 16
+SLICE_BYTES, SLICE_BYTES_ON_CPU, MOST_STEPS = 12 * 10**9, 8 * 10**8, 16
 COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": "False",  # products by cuBLAS [slices_h100]
     # Else products of the same rows, as for q, k and v, become one of weights that each step copies together.

@@ -410,7 +410,7 @@ def test_nobody_gets_a_seat_before_all_that_were_added_are_there(prefix_cache):
 
 def test_a_slice_of_a_small_model_has_more_steps():
     gigabyte = 10**9
-    assert [chosen_steps(None, n * gigabyte, is_gpu=True) for n in (0, 1, 3, 8, 16, 70)] == [16, 16, 8, 3, 2, 1]
+    assert [chosen_steps(None, n * gigabyte, is_gpu=True) for n in (0, 1, 3, 8, 16, 70)] == [16, 12, 4, 2, 1, 1]
     assert [chosen_steps(None, n * gigabyte, is_gpu=False) for n in (0.5, 1)] == [2, 1]
     assert chosen_steps(3, 0, is_gpu=True) == 3
     assert shared_engine(16).stats().steps_per_slice == STEPS

@@ -130,8 +130,8 @@ OPEN = dict(num_seats=None, max_length=None, chunk_tokens=None, widths=None, is_
 @pytest.mark.parametrize(
     ("num_blocks", "given", "expected"),
     [
-        (16_385, {}, (384, 8192, 640, (64, 128, 256))),
-        (16_385, {"max_length": 2048}, (384, 2048, 640, (64, 128, 256))),
+        (16_385, {}, (512, 8192, 512, (64, 128, 256))),
+        (16_385, {"max_length": 2048}, (512, 2048, 512, (64, 128, 256))),
         (16_385, {"num_seats": 256}, (256, 8192, 768, (64, 128, 256))),
         (16_385, {"num_seats": 1024}, (1024, 8192, 512, (64, 128, 256))),
         (6_400, {}, (192, 8192, 832, (64, 128))),  # seats for which the pool has 512 tokens each

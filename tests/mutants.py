@@ -968,8 +968,8 @@ MUTANTS = (
     Mutant(
         "scoring: groups that hold only a part go uncounted",
         SCORING,
-        "1 + -(-is_scored.sum(dtype=jnp.int32) // size)",
-        "1 + is_scored.sum(dtype=jnp.int32) // size",
+        "jnp.arange(0, len(scored), size) < is_scored",
+        "jnp.arange(size - 1, len(scored), size) < is_scored",
         "tests/engine/test_score.py::models_beside and plenty",
     ),
     Mutant(

@@ -64,7 +64,7 @@ class Runner:
             self.tier = HostTier(copies, least_tokens=options.sizes.chunk_tokens // 2, growth=options.growth)
         self.program = compile_program(apply, weights, state, self.kinds, self.mesh, options)
         self._last_report = self.program.no_report
-        # A call on a GPU returns when its last step begins; if that has chunks, when it ends. This thread waits for it.
+        # A call takes milliseconds. On a CPU, or if the model has a loop, it waits for its steps: this thread does.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
         self._failure: BaseException | None = None  # of the slice that took the state with it

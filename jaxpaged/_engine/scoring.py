@@ -24,7 +24,7 @@ from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
-MOST_UNROLLED = 4  # more groups are a loop, for whose turns a GPU asks the host
+MOST_UNROLLED = 4  # groups of scored rows: of more, the host would turn a loop
 Head = Callable[[jax.Array], jax.Array]  # logits [rows, vocab] of rows of the step, int32 [rows]
 
 
@@ -186,7 +186,7 @@ def score_and_sample(
     def skip_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
         return jnp.zeros_like(rows), jnp.zeros(size, jnp.float32), Likely.create(size, num=num_likely)
 
-    # Not a loop that ends by a condition: a GPU's call would wait for the model, and for the end of the step.
+    # Not a loop that ends by a condition: a GPU's call would wait for the model. [slices_h100]
     is_used = jnp.arange(0, len(scored), size) < is_scored.sum(dtype=jnp.int32)
     _, of_groups = lax.scan(
         lambda _, group: (None, lax.cond(group[0], score_group, skip_group, group[1])),

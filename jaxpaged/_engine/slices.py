@@ -93,7 +93,8 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
         kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds, num_spared, gains)
         return lax.switch(jnp.where(goes_on(state), kind, len(kinds)), [*steps, lambda state: state], state)
 
-    # Their number is known, so that a GPU's call returns while the last step runs. [slices_h100] [slices_h200]
+    # Their number is known, and no step has a loop, unless the model has: XLA puts all of an event into a CUDA graph,
+    # and a call waits for no step. [slices_h100] [slices_h200]
     state = lax.fori_loop(0, len(state.told), lambda _, state: one_event(state), state)
     # A change that is due after the last step is made too: what ended is to be drained, and its blocks free.
     state = settled(state, is_open)

@@ -152,22 +152,21 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
     )
     on_cpu = tables.points("cpu/engine_online")
     waits = [on_cpu[f"0.3 a second, slices of {name}"]["to_first_ms"]["p50"] for name in ("one step", "two steps")]
-    of_slice, arrivals = (tables.points(f"decisions/slices_{gpu}") for gpu in ("h200", "h100"))
+    of_slice, of_steps = (tables.points(f"decisions/slices_{gpu}") for gpu in ("h200", "h100"))
     arrivals = [
-        arrivals[f"arrivals, 32 layers, 10 a second, p50 {name}"] for name in ("to the first token", "between tokens")
+        of_steps[f"arrivals, 32 layers, 10 a second, p50 {name}"] for name in ("to the first token", "between tokens")
     ]
-    at_once = of_slice["a token of 512 requests, 16 layers"]
+    at_once = of_steps["a token of 512 requests, 16 layers"]
+    sampled = [ours[f"sampled {n}"]["tokens_per_s"] / ours[f"engine {n}"]["tokens_per_s"] for n in (2048, 1024, 512)]
     rollout = tables.points("h200/engine_rollout")
     rounds = [
         of[f"{name}round {i}"]["tokens_per_s"] for of, name in ((rollout, ""), (vllm, "rollout, ")) for i in (1, 2)
     ]
     for page, figures in {
         "README.md": [
-            "The engine gives {:.0%} and {:.0%} more tokens a second than vLLM".format(
-                *(part - 1 for part in parts[1:])
-            ),
+            "The engine gives {:.2f} and {:.2f} times vLLM's tokens a second".format(*parts[1:]),
             "on an H100 a former one gave {:.0%} and {:.0%} fewer".format(*(1 - part for part in of_h100)),
-            "{:.0f} ms instead of {:.0f} for the first token".format(*first),
+            "{:.1f} ms instead of {:.1f} for the first token".format(*first),
             "then {:.1f} ms instead of {:.1f} for each token".format(*between),
         ],
         "docs/engine.md": [
@@ -176,7 +175,9 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
             ),
             "gave {:.2f} times vLLM's for 1,024 and {:.2f} times for 2,048".format(*of_h100),
             f"Compiling that engine took {steps['compile_s']:.0f} s",
-            f"gives {ours['sampled 2048']['tokens_per_s'] / ours['engine 2048']['tokens_per_s']:.2f} of the tokens",
+            "gives {:.2f} of the tokens of 2,048 greedy requests, and {:.2f} for 1,024 and {:.2f} for 512".format(
+                *sampled
+            ),
             "after {:.0f} ms in slices of one step, and after {:.0f} ms in slices of two".format(*waits),
             f"gave the first token after {arrivals[0]['2_steps_at_once_us'] / 1e3:.1f} ms",
             f"{of_slice['leaving the call']['us']:,} us from its last step to its end",
@@ -186,13 +187,14 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
                 for name, key in {
                     "of two steps, ended by a condition": "unknown_number_us",
                     "of three steps": "3_steps_us",
-                    "of two, the default for an 8B model": "2_steps_us",
-                    "of one": "1_step_us",
+                    "of two": "2_steps_us",
+                    "of one, the default for an 8B model": "1_step_us",
                 }.items()
             ),
-            f"get a token every {at_once['2_steps_us']:.1f} us",
-            f"{at_once['unknown_number_us']:.1f} us in slices of 32 steps",
-            f"In slices of one step it is every {at_once['1_step_us']:.1f} us",
+            "get a token every {:.1f} us, and every {:.1f} us in slices of two".format(
+                *(at_once[key] for key in ("1_step_us", "2_steps_us"))
+            ),
+            f"it was every {at_once['2_steps_loop_us']:.1f} us in slices of two",
             f"a step takes {steps['single_64_ms']:.1f} ms with 64 rows, {steps['single_128_ms']:.1f} ms with 128",
             f"{steps['single_384_ms']:.1f} ms with 384, and {steps['mixed_1024_ms']:.0f} ms with 1,024 rows",
             f"a plan and a commit take {steps['scheduling_us']:.0f} us of it",
@@ -200,12 +202,11 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
         "docs/coming_from/vllm.md": [
             f"gives {parts[1]:.2f} times the tokens a second of vLLM 0.25.1 for 1,024 requests at once",
             f"{parts[2]:.2f} times for 2,048",
-            "after {:.0f} ms instead of {:.0f}, and the others".format(*first),
+            "after {:.1f} ms instead of {:.1f}, and the others".format(*first),
             "the others {:.1f} ms apart instead of {:.1f}".format(*between),
         ],
         "docs/serving.md": [
-            f"first token after {first[0]:.0f} ms, and the others {between[0]:.1f} ms apart",
-            f"vLLM gave it after {first[1]:.0f} ms, and the others {between[1]:.1f} ms apart",
+            f"first token after {first[0]:.1f} ms, and the others {between[0]:.1f} ms apart",
         ],
         "docs/reinforcement_learning.md": [
             "give {:,.0f} and {:,.0f} tokens a second on an H200".format(*rounds[:2]),

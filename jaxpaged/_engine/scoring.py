@@ -1,9 +1,9 @@
 """Scoring: logprobs of given tokens, from the same steps that sample others.
 
 A request's span says which of its tokens are scored. A row of a step scores the token after its own, which the
-scheduler knows. The head is applied to one group of rows at a time, each of as many rows as the step has sequences:
-first those that are sampled, then those that are scored. So `[tokens, vocab]` never exists, and what is scored and what
-is sampled go through the same operations on the same shapes.
+scheduler knows. The head is applied to one group of rows at a time: to those that are sampled, and to those that are
+scored in MOST_GROUPS groups at most. So `[tokens, vocab]` never exists. In an exact step all groups have as many rows
+as the step has sequences: what is scored and what is sampled go through the same operations on the same shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
-MOST_UNROLLED = 4  # groups of scored rows: of more, the host would turn a loop
+MOST_GROUPS = 4  # each is compiled by itself: the turns of a loop would be the host's
 Head = Callable[[jax.Array], jax.Array]  # logits [rows, vocab] of rows of the step, int32 [rows]
 
 
@@ -53,16 +53,16 @@ class Told:
     def create(cls, scheduler: Scheduler, kinds: Sequence[Kind], num_likely: int) -> Told:
         """Of a step of any of the kinds that tells nothing."""
         num_drawn = scheduler.outbox_tokens.shape[1]
-        num_scored = max(num_groups(kind) * kind.num_seats for kind in kinds)
+        most_scored = max(map(num_scored, kinds))
         return cls(
             jnp.zeros(num_drawn, jnp.float32),
             Likely.create(num_drawn, num=num_likely),
             Scores(
-                request_ids=jnp.full(num_scored, scheduler.max_requests, jnp.int32),
-                positions=jnp.zeros(num_scored, jnp.int32),
-                logprobs=jnp.zeros(num_scored, jnp.float32),
-                is_best=jnp.zeros(num_scored, jnp.bool_),
-                likely=Likely.create(num_scored, num=num_likely),
+                request_ids=jnp.full(most_scored, scheduler.max_requests, jnp.int32),
+                positions=jnp.zeros(most_scored, jnp.int32),
+                logprobs=jnp.zeros(most_scored, jnp.float32),
+                is_best=jnp.zeros(most_scored, jnp.bool_),
+                likely=Likely.create(most_scored, num=num_likely),
             ),
         )
 
@@ -80,8 +80,13 @@ class Told:
         return Told(logprobs, likely, scores)
 
 
-def num_groups(kind: Kind) -> int:
-    return -(-kind.width // kind.num_seats)
+def group_size(kind: Kind) -> int:
+    return kind.num_seats if kind.is_exact else max(kind.num_seats, -(-kind.width // MOST_GROUPS))
+
+
+def num_scored(kind: Kind) -> int:
+    """The rows of all groups that are scored."""
+    return -(-kind.width // group_size(kind)) * group_size(kind)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -103,6 +108,11 @@ class Replay(StepAttention):
     """For a second run of the model of which only the head is used: it is applied to other rows."""
 
     rows: list[jax.Array] = dataclasses.field(default_factory=list)
+    num_rows: int = 0
+
+    @property
+    def num_newest(self) -> int:
+        return self.num_rows
 
     def newest(self, x: jax.Array) -> jax.Array:
         return self.rows.pop(0)
@@ -124,7 +134,8 @@ def with_head(
         raise ValueError("apply never called attend.newest(x); apply the head to what it returns.")
 
     def head(rows: jax.Array) -> jax.Array:
-        return model(Replay(**vars(attend), rows=[x[rows] for x in recorder.recorded]))[1]
+        replay = Replay(**vars(attend), rows=[x[rows] for x in recorder.recorded], num_rows=len(rows))
+        return model(replay)[1]
 
     return caches, head, hidden
 
@@ -173,18 +184,17 @@ def score_and_sample(
             )
         return *of_rows, scores
 
-    size = kind.num_seats
-    every = jnp.arange(kind.width, dtype=jnp.int32)
-    scored = planning.first_marked(every, is_scored, size=num_groups(kind) * size, fill_value=kind.width)
+    size, every = group_size(kind), jnp.arange(kind.width, dtype=jnp.int32)
+    scored = planning.first_marked(every, is_scored, size=num_scored(kind), fill_value=kind.width)
 
     def draw_group(rows: jax.Array, sampling: Sampling = step.sampling) -> tuple[jax.Array, jax.Array, Likely | None]:
         return draw(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
 
     def score_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
-        return draw_group(rows, dataclasses.replace(step.sampling, temperature=jnp.zeros(size)))
+        return draw_group(rows, jax.tree.map(lambda of_seats: jnp.zeros(size, of_seats.dtype), step.sampling))
 
     def skip_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
-        return jnp.zeros_like(rows), jnp.zeros(size, jnp.float32), Likely.create(size, num=num_likely)
+        return jnp.zeros_like(rows), jnp.zeros(rows.shape, jnp.float32), Likely.create(len(rows), num=num_likely)
 
     # Not a loop that ends by a condition: a GPU's call would wait for the model. [slices_h100]
     is_used = jnp.arange(0, len(scored), size) < is_scored.sum(dtype=jnp.int32)
@@ -192,7 +202,7 @@ def score_and_sample(
         lambda _, group: (None, lax.cond(group[0], score_group, skip_group, group[1])),
         None,
         (is_used, scored.reshape(-1, size)),
-        unroll=MOST_UNROLLED,
+        unroll=MOST_GROUPS,
     )
     drawn, *of_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_groups)
     is_drawn = (step.is_sampled & ~is_scored[step.last]).any()

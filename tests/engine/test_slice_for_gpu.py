@@ -65,7 +65,7 @@ def without_kernels():
 def with_kernels():
     cache = KVCache.create(num_blocks=64, block_size=16, num_kv_heads=2, head_dim=64)
     weights = {"embedding": jnp.zeros((48, 2, 64), jnp.bfloat16)}
-    sizes = dict(num_seats=8, chunk_tokens=24, widths=(4,), steps_per_slice=3)
+    sizes = dict(num_seats=8, chunk_tokens=56, widths=(4,), steps_per_slice=3)
     engine = Engine(apply_by_kernels, weights, cache, prefix_cache=True, **sizes)
     _device.is_gpu, _device.gpu = lambda: True, lambda: _device.named("H100")
     return compiled(apply_by_kernels, engine, lambda own: own)

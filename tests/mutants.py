@@ -973,6 +973,13 @@ MUTANTS = (
         "tests/engine/test_score.py::models_beside and plenty",
     ),
     Mutant(
+        "scoring: rows of a larger group are those of the sequences",
+        SCORING,
+        "num_rows=len(rows)",
+        "num_rows=attend.num_seqs",
+        "tests/engine/test_score.py::groups_of_rows",
+    ),
+    Mutant(
         "seats: tokens whose logits are wanted are found",
         SEATS,
         "jnp.minimum(num_known - 1, findable)",

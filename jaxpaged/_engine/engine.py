@@ -37,9 +37,9 @@ class Engine:
         apply: the model over packed tokens, `caches, logits = apply(weights, tokens, positions, caches, attend)`.
             `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = attend(q, k, v, cache)` writes
             to the cache and attends (`StepAttention`). Before the head, `attend.newest(x)` picks the newest token of
-            each sequence, `[seqs, ...]` from x `[tokens, ...]`; the logits are `[seqs, vocab]`. `apply` is traced for
-            each of `widths`, for `num_seats` and for `num_seats + chunk_tokens` tokens. Apart from `attend`, it must
-            treat tokens one by one, so that padding disturbs nothing.
+            each sequence, `[seqs, ...]` from x `[tokens, ...]`, or those to score: the logits are `[attend.num_newest,
+            vocab]`. `apply` is traced for each of `widths`, for `num_seats` and for `num_seats + chunk_tokens` tokens.
+            Apart from `attend`, it must treat tokens one by one, so that padding disturbs nothing.
         weights: a pytree of arrays, passed to `apply`.
         caches: a pytree of `KVCache`s with the same number of blocks and the same block size. They are donated: do not
             use them afterwards. If they lie on several devices, each device runs `apply` inside `jax.shard_map` on
@@ -52,7 +52,7 @@ class Engine:
         widths: the rows of narrower steps, for when few seats need a token. Each takes time to compile. (): none.
         max_requests: the requests on the device, running or waiting; more wait on the host. None: four for each seat.
         steps_per_slice: the steps between two looks of the host. New requests and aborts wait for the end of a slice.
-            None: as many as read 24 GB of weights, on a CPU 0.8 GB, at most 16; `stats()` tells how many.
+            None: as many as read 12 GB of weights, on a CPU 0.8 GB, at most 16; `stats()` tells how many.
         num_stop_ids: the most stop tokens of a request.
         num_adapters: the adapters of the model, which requests name from 0 on. `apply` finds each token's in
             `attend.adapters` (`docs/engine.md`).

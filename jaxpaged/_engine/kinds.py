@@ -43,11 +43,6 @@ class Kind:
     cost: float = 1.0
 
     @property
-    def is_exact(self) -> bool:
-        """Whether a token's bits depend on no other token of the step."""
-        return self.num_partitions is not None
-
-    @property
     def is_narrow(self) -> bool:
         """Single tokens, without a row for each seat."""
         return not self.is_mixed and self.width < self.num_seats

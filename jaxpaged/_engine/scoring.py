@@ -2,8 +2,8 @@
 
 A request's span says which of its tokens are scored. A row of a step scores the token after its own, which the
 scheduler knows. The head is applied to one group of rows at a time: to those that are sampled, and to those that are
-scored in MOST_GROUPS groups at most. So `[tokens, vocab]` never exists. In an exact step all groups have as many rows
-as the step has sequences: what is scored and what is sampled go through the same operations on the same shapes.
+scored in MOST_GROUPS groups at most. So `[tokens, vocab]` never exists. All groups have the same number of rows: what
+is scored and what is sampled go through the same operations on the same shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Sampling, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
-MOST_GROUPS = 4  # each is compiled by itself: the turns of a loop would be the host's
+MOST_GROUPS = 4  # each is compiled by itself: in a loop the host would start each turn
 Head = Callable[[jax.Array], jax.Array]  # logits [rows, vocab] of rows of the step, int32 [rows]
 
 
@@ -81,7 +81,8 @@ class Told:
 
 
 def group_size(kind: Kind) -> int:
-    return kind.num_seats if kind.is_exact else max(kind.num_seats, -(-kind.width // MOST_GROUPS))
+    """The rows to which the head is applied at a time."""
+    return max(kind.num_seats, -(-kind.width // MOST_GROUPS))
 
 
 def num_scored(kind: Kind) -> int:
@@ -123,7 +124,7 @@ def with_head(
 ) -> tuple[Any, Head, jax.Array | None]:
     """The new caches of a step, the head, which can be applied to any of its rows, and what else the model returns.
 
-    The model is traced twice. Of the second time all but the head is dead code.
+    Each call of the head traces the model once more; all but the head is dead code then.
     """
     recorder = Recorder(**vars(attend))
     caches, logits, *rest = model(recorder)
@@ -187,14 +188,16 @@ def score_and_sample(
     size, every = group_size(kind), jnp.arange(kind.width, dtype=jnp.int32)
     scored = planning.first_marked(every, is_scored, size=num_scored(kind), fill_value=kind.width)
 
-    def draw_group(rows: jax.Array, sampling: Sampling = step.sampling) -> tuple[jax.Array, jax.Array, Likely | None]:
+    last, of_last = jax.tree.map(lambda x: jnp.pad(x, (0, size - len(x))), (step.last, step.sampling))
+
+    def draw_group(rows: jax.Array, sampling: Sampling = of_last) -> tuple[jax.Array, jax.Array, Likely | None]:
         return draw(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
 
     def score_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
-        return draw_group(rows, jax.tree.map(lambda of_seats: jnp.zeros(size, of_seats.dtype), step.sampling))
+        return draw_group(rows, jax.tree.map(jnp.zeros_like, of_last))
 
     def skip_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
-        return jnp.zeros_like(rows), jnp.zeros(rows.shape, jnp.float32), Likely.create(len(rows), num=num_likely)
+        return jnp.zeros_like(rows), jnp.zeros(size, jnp.float32), Likely.create(size, num=num_likely)
 
     # Not a loop that ends by a condition: a GPU's call would wait for the model. [slices_h100]
     is_used = jnp.arange(0, len(scored), size) < is_scored.sum(dtype=jnp.int32)
@@ -206,7 +209,8 @@ def score_and_sample(
     )
     drawn, *of_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_groups)
     is_drawn = (step.is_sampled & ~is_scored[step.last]).any()
-    tokens, logprobs, likely = lax.cond(is_drawn, draw_group, skip_group, step.last)
+    of_group = lax.cond(is_drawn, draw_group, skip_group, last)
+    tokens, logprobs, likely = jax.tree.map(lambda x: x[: kind.num_seats], of_group)
     of_scored = planning.rows_of((request_ids, positions, given), scored)
     return (
         jnp.where(is_scored[step.last], given[step.last], tokens),

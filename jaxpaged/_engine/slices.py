@@ -93,8 +93,8 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
         kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds, num_spared, gains)
         return lax.switch(jnp.where(goes_on(state), kind, len(kinds)), [*steps, lambda state: state], state)
 
-    # Their number is known, and no step has a loop, unless the model has: XLA puts all of an event into a CUDA graph,
-    # and a call waits for no step. [slices_h100] [slices_h200]
+    # Their number is known, and no step has a loop, unless the model or its attention has: XLA puts all of an event
+    # into a CUDA graph, and a call waits for no step. [slices_h100] [slices_h200]
     state = lax.fori_loop(0, len(state.told), lambda _, state: one_event(state), state)
     # A change that is due after the last step is made too: what ended is to be drained, and its blocks free.
     state = settled(state, is_open)
@@ -273,10 +273,9 @@ def apply_model(
     if not isinstance(logits, jax.Array):
         raise ValueError(f"apply must return (caches, logits); got {type(logits).__name__} for the logits.")
     if logits.ndim != 2 or logits.shape[0] != attend.num_newest:
-        of_what = "sequence" if attend.num_newest == attend.num_seqs else "token of a step with drafts"
         raise ValueError(
-            f"apply must return logits [{attend.num_newest}, vocab], one row for each {of_what}; got "
-            f"{list(logits.shape)}. Take attend.newest(x) before the head."
+            f"apply must return logits [{attend.num_newest}, vocab], one row for each of attend.newest(x); got "
+            f"{list(logits.shape)}. Take attend.newest(x) before the head, and attend.num_newest for its rows."
         )
     new_caches = in_same_containers(caches, new_caches)
     if found := difference(caches, new_caches):

@@ -156,6 +156,7 @@ class StepAttention:
     def newest(self, x: jax.Array) -> jax.Array:
         """The newest token of each sequence, `[seqs, ...]` from `[tokens, ...]`: apply the model's head to these.
 
-        In a step with drafts it returns all of x: each draft of a sequence needs logits too.
+        In a step with drafts it returns all of x: each draft of a sequence needs logits too. Where tokens are scored it
+        returns other rows, `num_newest` of them.
         """
         return x if self.query_starts is None or self.last is None else x[self.last]

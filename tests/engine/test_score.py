@@ -9,6 +9,7 @@ import pytest
 from jaxpaged import SamplingParams
 from tests.toy_model import (
     BLOCKS,
+    FREQUENCIES,
     MAX_TOKENS,
     SEATS,
     TIGHT,
@@ -18,6 +19,7 @@ from tests.toy_model import (
     fewer_blocks,
     finish,
     logits_after,
+    project,
     random_weights,
     requests,
     shared_engine,
@@ -145,6 +147,23 @@ def test_logits_exist_for_one_group_of_rows_at_a_time():
     program = shared_engine(16)._runner.program.run.as_text()
     assert f"f32[{SEATS},{VOCAB}]" in program
     assert f"f32[{SEATS + 16},{VOCAB}]" not in program
+
+
+def test_groups_of_rows_have_more_than_the_sequences_if_these_are_few():
+    def apply_by_parts(weights, tokens, positions, cache, attend):
+        x, q, k, v = project(weights, tokens)
+        cache, out = attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
+        newest = attend.newest(x) + attend.newest(out.reshape(x.shape))
+        assert len(newest) == attend.num_newest
+        return cache, newest @ weights["head"]
+
+    engine = create_engine(model=apply_by_parts, num_seats=2, chunk_tokens=30, widths=(), exact=True)
+    prompts = [[7, 8, 9] * 5, [3, 1], [4] * 11]
+    params = [SamplingParams(max_tokens=20, temperature=t, seed=i, logprobs=True) for i, t in enumerate((0, 1, 0.7))]
+    sampled = [output.outputs[0] for output in engine.generate(prompts, params)]
+    scores = engine.score(prompts, [one.token_ids for one in sampled])
+    assert [score.logprobs for score in scores] == [one.logprobs for one in sampled]
+    np.testing.assert_allclose(scores[1].logprobs, expected_score([3, 1], sampled[1].token_ids)[0], atol=1e-4)
 
 
 def test_what_cannot_be_scored_is_refused():

@@ -166,8 +166,8 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
         "README.md": [
             "The engine gives {:.2f} and {:.2f} times vLLM's tokens a second".format(*parts[1:]),
             "on an H100 a former one gave {:.0%} and {:.0%} fewer".format(*(1 - part for part in of_h100)),
-            "{:.1f} ms instead of {:.1f} for the first token".format(*first),
-            "then {:.1f} ms instead of {:.1f} for each token".format(*between),
+            "{:.1f} ms (vLLM {:.1f}) for the first token".format(*first),
+            "then {:.1f} ms (vLLM {:.1f}) for each (medians)".format(*between),
         ],
         "docs/engine.md": [
             "gives {:.2f}, {:.2f} and {:.2f} times vLLM's tokens a second for 512, 1,024 and 2,048 requests".format(
@@ -175,9 +175,7 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
             ),
             "gave {:.2f} times vLLM's for 1,024 and {:.2f} times for 2,048".format(*of_h100),
             f"Compiling that engine took {steps['compile_s']:.0f} s",
-            "gives {:.2f} of the tokens of 2,048 greedy requests, and {:.2f} for 1,024 and {:.2f} for 512".format(
-                *sampled
-            ),
+            "gives {:.2f}, {:.2f} and {:.2f} of the tokens of 2,048, 1,024 and 512 greedy requests".format(*sampled),
             "after {:.0f} ms in slices of one step, and after {:.0f} ms in slices of two".format(*waits),
             f"gave the first token after {arrivals[0]['2_steps_at_once_us'] / 1e3:.1f} ms",
             f"{of_slice['leaving the call']['us']:,} us from its last step to its end",
@@ -202,8 +200,8 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
         "docs/coming_from/vllm.md": [
             f"gives {parts[1]:.2f} times the tokens a second of vLLM 0.25.1 for 1,024 requests at once",
             f"{parts[2]:.2f} times for 2,048",
-            "after {:.1f} ms instead of {:.1f}, and the others".format(*first),
-            "the others {:.1f} ms apart instead of {:.1f}".format(*between),
+            "after {:.1f} ms (vLLM {:.1f}), and the others".format(*first),
+            "the others {:.1f} ms apart (vLLM {:.1f}; medians".format(*between),
         ],
         "docs/serving.md": [
             f"first token after {first[0]:.1f} ms, and the others {between[0]:.1f} ms apart",

@@ -40,13 +40,13 @@ def apply_by_kernels(weights, tokens, positions, cache, attend):
     return cache, jnp.einsum("shd,vhd->sv", attend.newest(x + out), weights["embedding"])
 
 
-def compiled(apply, engine, change_weights):
+def compiled(apply, engine, weights):
     mesh = resources.make_mesh(resources.H100)
     runner = engine._runner
     news = runner.program.inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
     types = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=NamedSharding(mesh, PartitionSpec())),
-        (change_weights(runner.weights), runner.state_of_slice, news),
+        (weights, runner.state_of_slice, news),
     )
     jitted = jax.jit(
         functools.partial(run_slice, Setup(apply, runner.kinds)),
@@ -58,8 +58,9 @@ def compiled(apply, engine, change_weights):
 
 
 def without_kernels():
-    engine = toy_model.shared_engine(16)
-    return compiled(apply_to_parts, engine, lambda own: own | {"qkv": jnp.split(own["qkv"], 3, axis=1)})
+    weights = toy_model.random_weights()
+    parts = {"qkv": jnp.split(weights["qkv"], 3, axis=1)}
+    return compiled(apply_to_parts, toy_model.shared_engine(16), weights | parts)
 
 
 def with_kernels():
@@ -68,7 +69,7 @@ def with_kernels():
     sizes = dict(num_seats=8, chunk_tokens=56, widths=(4,), steps_per_slice=3)
     engine = Engine(apply_by_kernels, weights, cache, prefix_cache=True, **sizes)
     _device.is_gpu, _device.gpu = lambda: True, lambda: _device.named("H100")
-    return compiled(apply_by_kernels, engine, lambda own: own)
+    return compiled(apply_by_kernels, engine, weights)
 
 
 def module(of):

@@ -27,10 +27,12 @@ from jaxpaged._integers import checked_size
 
 Page = tuple[jax.Array, ...]  # the numbers of a few blocks in all caches, [blocks, numbers] of each dtype
 
-PAGE_BYTES = 4 * 1024 * 1024  # a copy of less is not at the rate of the link [host_pages_h100]
-MOST_IN_PAGE = 4  # blocks: a prompt may end anywhere in a page
-MOVED_BYTES = 256 * 1024 * 1024  # by a program at most
-MOST_STAGED, MOST_LEAVING = 2, 4  # times that, waiting on the device, and on their way from there
+PAGE_BYTES = 16 * 1024 * 1024  # each takes the host's time
+MOST_IN_PAGE = 8  # blocks: a prompt may end anywhere in a page
+MOVED_BYTES = 512 * 1024 * 1024  # by a program at most
+PARTS = 1, 4, 16  # of that, which programs move: each takes as long as all that it may move
+GUARD_BYTES = 256 * 1024  # too much for the gaps that are left elsewhere
+MOST_STAGED, MOST_LEAVING = 2, 2  # times that, waiting on the device, and on their way from there
 MOST_PROMPTS, MOST_TOKENS = 32, 2**18  # of which a program moves blocks; tokens: if all are as long as they may be
 
 
@@ -107,6 +109,7 @@ class HostCopies:
         self.num_pages = max(min(MOVED_BYTES // self.page_bytes, in_pool), 1)  # that a program moves
         self.most_staged, self.most_leaving = MOST_STAGED * self.num_pages, MOST_LEAVING * self.num_pages
         self.num_prompts = max(min(MOST_PROMPTS, MOST_TOKENS // max_length), 1)
+        self._sizes = sorted({-(-self.num_pages // part) for part in PARTS})
         self._num_columns = max_length // self.block_size
         self._leaving: list[list[Page]] = []  # that were sent last
 
@@ -121,15 +124,30 @@ class HostCopies:
             take = jax.shard_map(take, in_specs=(of_state, P()), out_specs=(P(), of_pages), **on_mesh)
             put = jax.shard_map(put, in_specs=(of_state, P(), of_pages), out_specs=(of_state, P()), **on_mesh)
         self._on_host = self._on_device.with_memory_kind("pinned_host")
-        to_take = jax.jit(take, compiler_options=compiler_options).lower(state, self._inputs([]))
-        _, (page, *_) = to_take.out_info
+        jitted = jax.jit(take, compiler_options=compiler_options)
+        to_take = [jitted.lower(state, self._inputs([], size)) for size in self._sizes]
+        _, (page, *_) = to_take[0].out_info
         self._nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), page)
         in_place = jax.jit(put, donate_argnums=0, compiler_options=compiler_options)
-        to_put = in_place.lower(state, self._inputs([]), [self._nothing] * self.num_pages)
-        with ThreadPoolExecutor(2) as threads:
-            self._take_out, self._put_in = threads.map(lambda program: program.compile(), (to_take, to_put))
+        to_put = [in_place.lower(state, self._inputs([], size), [self._nothing] * size) for size in self._sizes]
+        with ThreadPoolExecutor(4) as threads:
+            programs = list(threads.map(lambda program: program.compile(), to_take + to_put))
+        self._take_out = dict(zip(self._sizes, programs, strict=False))
+        self._put_in = dict(zip(self._sizes, programs[len(to_take) :], strict=True))
         pages = [jax.device_put(self._nothing, self._on_host) for _ in range(self.capacity + self.most_leaving)]
         jax.block_until_ready(pages)
+        self._guards = [] if not _device.is_gpu() else self._keep_room(whole_beside(state.caches, mesh))
+
+    def _keep_room(self, device: Any) -> list[jax.Array]:
+        """Leaves room of a page's size between arrays that stay, for each page that may be on its way. JAX's allocator
+        takes the least room that suffices, so pages never lie where the slice's scratch memory was: if that moves, XLA
+        changes the slice's CUDA graph, which takes as long as a step."""
+        places = []
+        for _ in range(self.most_staged + self.most_leaving):
+            page = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), self._nothing)
+            places.append((page, jnp.zeros(GUARD_BYTES, jnp.uint8, device=device)))
+        jax.block_until_ready(places)
+        return [guard for _, guard in places]
 
     def bring(self, pages: list[Page]) -> list[Page]:
         """Begins to copy pages to the device."""
@@ -139,8 +157,9 @@ class HostCopies:
         """Puts in what came to the device. Each state is the next one's, to which it is donated."""
         for batch in self._batches(runs):
             pages = [page for run in batch for page in run.pages]
-            pages += [self._nothing] * (self.num_pages - len(pages))
-            state, where = self._put_in(state, self._inputs(batch), pages)
+            size = self._size_for(batch)
+            pages += [self._nothing] * (size - len(pages))
+            state, where = self._put_in[size](state, self._inputs(batch, size), pages)
             self._tell(batch, where, [[] for _ in batch])  # their memory is free once they are put in
             yield state
 
@@ -148,7 +167,8 @@ class HostCopies:
         """Begins to copy blocks to host memory, once those before are there: the others wait on the device."""
         jax.block_until_ready(self._leaving)
         for batch in self._batches(runs):
-            where, pages = self._take_out(state, self._inputs(batch))
+            size = self._size_for(batch)
+            where, pages = self._take_out[size](state, self._inputs(batch, size))
             each = iter(pages)
             pages = [list(itertools.islice(each, run.num_pages)) for run in batch]
             self._tell(batch, where, jax.device_put(pages, self._on_host))
@@ -174,8 +194,12 @@ class HostCopies:
         if batch:
             yield batch
 
-    def _inputs(self, runs: Sequence[Run]) -> tuple[np.ndarray, ...]:
-        """What both programs are told of the runs.
+    def _size_for(self, batch: Sequence[Run]) -> int:
+        """The pages of the smallest program that has room for those of a batch."""
+        return next(size for size in self._sizes if sum(run.num_pages for run in batch) <= size)
+
+    def _inputs(self, runs: Sequence[Run], num_pages: int) -> tuple[np.ndarray, ...]:
+        """What a program of so many pages is told of the runs.
 
         Returns:
             tokens: int32 `[prompts, columns, block_size]`, in blocks.
@@ -183,9 +207,10 @@ class HostCopies:
             rows: int32 `[pages, 1]`, the prompt of each page.
             columns: int32 `[pages, blocks]`, of each block of each page; past the end: none.
         """
-        tokens = np.zeros((self.num_prompts, self._num_columns, self.block_size), np.int32)
-        numbers, rows = np.zeros((self.num_prompts, 3), np.int32), np.zeros((self.num_pages, 1), np.int32)
-        columns = np.full((self.num_pages, self.in_page), self._num_columns, np.int32)
+        num_prompts = min(self.num_prompts, num_pages)
+        tokens = np.zeros((num_prompts, self._num_columns, self.block_size), np.int32)
+        numbers, rows = np.zeros((num_prompts, 3), np.int32), np.zeros((num_pages, 1), np.int32)
+        columns = np.full((num_pages, self.in_page), self._num_columns, np.int32)
         end = 0
         for i, run in enumerate(runs):
             begin, end = end, end + run.num_pages

@@ -102,7 +102,8 @@ class HostTier(NoHostTier):
         # On the way back: the run of each block until a slice with it was read, and what the next slice is given.
         self._coming: dict[bytes, Run] = {}
         self._arrived: list[Run] = []
-        self._lacks_room = False  # a request that was asked for
+        # Since `look`: the pool lacks room for a request that was asked for; what may be on its way is on its way.
+        self._lacks_room = self._is_full = False
         self.num_brought = 0  # tokens, so far
 
     @property
@@ -110,14 +111,16 @@ class HostTier(NoHostTier):
         return len(self._pages) * self._copies.page_bytes
 
     def wait(self) -> None:
-        jax.block_until_ready([run.pages for run in self._coming.values()])
+        jax.block_until_ready([run.pages for run in set(self._coming.values())])
 
     def look(self, sent: Sequence[Row]) -> None:
-        self._lacks_room = False
+        self._lacks_room = self._is_full = False
         self._room_left = self._room - sum(self._needed(row) for row in sent if row.place is None)
         self._settle({run for run in self._coming.values() if run.row.is_aborted or run.salt not in self._salts})
 
     def holds(self, row: Row) -> bool:
+        if self._lacks_room and self._is_full:
+            return True
         keys = [] if row.failed_to_come else self._findable(row)
         is_short = self._bring(row, keys)
         runs = dict.fromkeys(self._coming[key] for key in keys if key in self._coming)
@@ -144,16 +147,18 @@ class HostTier(NoHostTier):
             end = num_there + _num_leading(key in self._places for key in keys[num_there:])
             if end - num_there < self._least:
                 return False
-            # The pool is losing this prompt: what no request holds may be gone by then, too.
+            # The pool is losing this prompt: what no request holds may be gone by then, too. What has just come is not.
             begin = num_held if all(key in self._places for key in keys[num_held:num_there]) else num_there
+            begin = max(begin, min(row.num_called_back, num_there))
             begin -= begin % in_page
             end = min(end, begin + num_pages * in_page)
             last_keys = [keys[min(first + in_page, end) - 1] for first in range(begin, end, in_page)]
             num_staged = sum(len(run.pages) for run in set(self._coming.values()))
             if num_staged + len(last_keys) > self._copies.most_staged:
+                self._is_full = True
                 return True
             self._touch(keys)
-            run = self._run(row, keys[:end], begin)
+            run, row.num_called_back = self._run(row, keys[:end], begin), end
             row.failed_to_come = True  # unless this succeeds: an error is told once, and then the prompt is computed
             run.pages = self._copies.bring([self._places[key].page for key in last_keys])
             row.failed_to_come = False
@@ -274,9 +279,16 @@ class HostTier(NoHostTier):
                 self._at.pop(key, None)
 
     def _run(self, row: Row, keys: Keys, begin: int) -> Run:
-        tokens = np.array([*row.prompt, *row.token_ids], np.int32)[: len(keys) * self._block_size]
+        tokens = self._tokens_of(row, 0, len(keys))
         num_pages = -(-(len(keys) - begin) // self._copies.in_page)
-        return Run(row, self._salt_of(row), tokens.reshape(len(keys), -1), keys, begin, num_pages)
+        return Run(row, self._salt_of(row), tokens, keys, begin, num_pages)
+
+    def _tokens_of(self, row: Row, begin: int, end: int) -> np.ndarray:
+        """int32 `[columns, block_size]`, those of these columns."""
+        size, num_prompt = self._block_size, len(row.prompt)
+        generated = row.token_ids[max(begin * size - num_prompt, 0) : max(end * size - num_prompt, 0)]
+        tokens = np.append(row.prompt[begin * size : end * size], np.array(generated, np.int32))
+        return tokens.reshape(end - begin, size)
 
     def _findable(self, row: Row) -> Keys:
         """What a request may find of its prompt."""
@@ -291,9 +303,8 @@ class HostTier(NoHostTier):
         keys = row.keys[1]
         num_full = (len(row.prompt) + len(row.token_ids)) // size
         if len(keys) < num_full:
-            tokens = np.array([*row.prompt, *row.token_ids], np.int32)
             before = keys[-1] if keys else salt.to_bytes(8, "little")
-            for block in tokens[len(keys) * size : num_full * size].reshape(-1, size):
+            for block in self._tokens_of(row, len(keys), num_full):
                 # 128 bits of a cryptographic hash: equal ones have equal tokens.
                 before = hashlib.blake2b(before + block.tobytes(), digest_size=16).digest()
                 keys.append(before)

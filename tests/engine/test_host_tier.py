@@ -28,7 +28,8 @@ from tests.toy_model import (
 
 CHUNK = 8
 BLOCK_BYTES = 2 * BLOCK_SIZE * HEADS * HEAD_DIM * 4
-HOST_BYTES = 100 * 4 * BLOCK_BYTES  # a hundred pages
+PAGE_BYTES = 8 * BLOCK_BYTES
+HOST_BYTES = 100 * PAGE_BYTES
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 MADE = []  # the engine, which is made once
 
@@ -256,13 +257,15 @@ def test_what_waits_needs_room_twice_as_others_may_come_in_the_place_of_its_bloc
 def test_the_programs_copy_no_cache(engine):
     cache, copies = engine._runner.state.caches, engine._runner.tier._copies
     shape = f"f32[{','.join(map(str, cache.k.shape))}]"
-    for program in (copies._put_in, copies._take_out):
+    assert len(copies._put_in) > 1
+    for program in (*copies._put_in.values(), *copies._take_out.values()):
         found = [
             (name, line) for name, _, line in instructions(program.as_text()) if shape in line.split(name + "(")[0]
         ]
         assert found  # the search sees the cache
         assert [name for name, _ in found if name.startswith("copy")] == []
-    assert copies._put_in.memory_analysis().alias_size_in_bytes >= cache.k.nbytes + cache.v.nbytes
+    for program in copies._put_in.values():
+        assert program.memory_analysis().alias_size_in_bytes >= cache.k.nbytes + cache.v.nbytes
 
 
 def test_blocks_behind_a_gap_are_not_listed(engine):
@@ -341,7 +344,7 @@ def test_what_a_host_tier_needs():
         (dict(), needs),
         (dict(prefix_cache=True, max_length=BLOCK_SIZE - 1), needs + "3"),
         (dict(prefix_cache=True, windows=(None, 8)), needs),
-        (dict(prefix_cache=True, host_cache_bytes=BLOCK_BYTES), f"the {4 * BLOCK_BYTES} bytes that are moved at once"),
+        (dict(prefix_cache=True, host_cache_bytes=BLOCK_BYTES), f"the {PAGE_BYTES} bytes that are moved at once"),
     ):
         with pytest.raises(ValueError, match=message):
             create_engine(**options | more)
@@ -541,6 +544,23 @@ def test_what_is_on_its_way_is_little_and_may_take_long():
     assert not tier.holds(waiting)
     tier.clear()
     assert (on_the_way(tier), tier.host_bytes) == ([], 0)
+
+
+def test_a_prompt_longer_than_what_may_be_on_its_way_comes_part_by_part_and_each_once():
+    tier, device = make_tier(num_pages=1, most_staged=1, least_tokens=1)
+    waiting = row(*PROMPT, 8, 9)
+    keep(tier, device, row(*PROMPT, 8, 9))
+    parts = []
+    for _ in range(4):
+        moves = Moves(back=arriving(tier, waiting))
+        parts += names(moves.back)
+        device.slice(moves=moves)
+    assert parts == [["1/2"], ["3/4"], ["5/6"], ["7/8"]]
+    tier.look([])
+    assert not tier.holds(waiting)
+    # What has come and is lost meanwhile comes again.
+    keep(tier, device, waiting)
+    assert names(arriving(tier, waiting)) == [["1/2"]]
 
 
 def test_what_arrived_is_forgotten_with_the_rest():

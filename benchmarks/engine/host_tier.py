@@ -206,7 +206,8 @@ def stages(engine: Engine, sizes: Sizes) -> dict[str, float]:
         return state.allocator
 
     def gather(runs: list[Run]) -> Any:
-        return [copies._take_out(state, copies._inputs([run]))[1][: run.num_pages] for run in runs]
+        size = copies.num_pages
+        return [copies._take_out[size](state, copies._inputs([run], size))[1][: run.num_pages] for run in runs]
 
     pages = [jax.device_put([copies._nothing] * copies.num_pages, copies._on_host) for _ in range(num_runs)]
     for turn in range(ROUNDS):  # the last one counts

@@ -15,12 +15,12 @@ from jaxpaged._engine.inputs import pools_of
 from jaxpaged._engine.kinds import Kind
 
 
-def product_rate(compiler_options: dict[str, Any]) -> float:
-    """Floating point operations a second of a large product in bfloat16."""
+def product_rate(compiler_options: dict[str, Any], seconds: float = 0.5) -> float:
+    """Floating point operations a second of a large product in bfloat16, measured for so long."""
     width = 8192 if jax.default_backend() == "gpu" else 512
     x, w = (random(i, shape=(width, width), dtype="bfloat16") for i in range(2))
     chain = jax.jit(lambda x: x @ w @ w @ w @ w, compiler_options=compiler_options)
-    return 2 * width**3 / slope_microseconds(lambda _: chain(x), 4, 0.5) * 1e6
+    return 2 * width**3 / slope_microseconds(lambda _: chain(x), 4, seconds) * 1e6
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,12 +27,14 @@ from jaxpaged._integers import checked_size
 
 Page = tuple[jax.Array, ...]  # the numbers of a few blocks in all caches, [blocks, numbers] of each dtype
 
-PAGE_BYTES = 16 * 1024 * 1024  # each takes the host's time
+# A copy of less than 4 MiB is not at the rate of the link, and each takes the host's time. [host_pages_h100]
+PAGE_BYTES = 16 * 1024 * 1024  # [host_room_h100]
 MOST_IN_PAGE = 8  # blocks: a prompt may end anywhere in a page
 MOVED_BYTES = 512 * 1024 * 1024  # by a program at most
-PARTS = 1, 4, 16  # of that, which programs move: each takes as long as all that it may move
+PARTS = 1, 4, 16  # of these bytes, that programs move: each takes as long as all that it may move [host_room_h100]
+MOST_STAGED = 2  # times these bytes, on their way to the device [host_room_h100]
+MOST_LEAVING = 2  # times these bytes, on their way from there
 GUARD_BYTES = 256 * 1024  # too much for the gaps that are left elsewhere
-MOST_STAGED, MOST_LEAVING = 2, 2  # times that, waiting on the device, and on their way from there
 MOST_PROMPTS, MOST_TOKENS = 32, 2**18  # of which a program moves blocks; tokens: if all are as long as they may be
 
 
@@ -141,7 +143,7 @@ class HostCopies:
     def _keep_room(self, device: Any) -> list[jax.Array]:
         """Leaves room of a page's size between arrays that stay, for each page that may be on its way. JAX's allocator
         takes the least room that suffices, so pages never lie where the slice's scratch memory was: if that moves, XLA
-        changes the slice's CUDA graph, which takes as long as a step."""
+        changes the slice's CUDA graph, which takes as long as a step. [host_room_h100]"""
         places = []
         for _ in range(self.most_staged + self.most_leaving):
             page = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), self._nothing)

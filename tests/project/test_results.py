@@ -231,17 +231,27 @@ def test_what_is_said_of_groups_on_a_gpu_is_in_the_files():
 def test_what_is_said_of_host_memory_is_in_the_files():
     found, on_cpu = tables.points("h100/host_tier"), tables.points("cpu/host_tier")
     evicted, stages, talks = found["evicted"], found["stages"], found["conversations"]
-    of_h200 = tables.points("decisions/host_moves_h200")["as it is"]
+    room = tables.points("decisions/host_room_h100")
+    anywhere, kept = (room[f"{where}, one program"]["call_us"] / 1e3 for where in ("no room", "room"))
     computed = talks["computed"] / found["conversations without host memory"]["computed"]
     text = words_of("docs/engine.md")
     for figure in (
         f"If the pool still has the prompt, its first token comes after {evicted['pool_ms']:.0f} ms",
-        f"To copy its {stages['megabytes']:.0f} MB to the device takes {stages['to_device']:.0f} ms by itself",
-        f"the conversations compute {computed:.0%} of the tokens, and still lose {1 - talks['gain']:.0%} of the tokens",
-        f"the prompts with nothing to find lose {1 - found['nothing to find']['part']:.0%}",
-        f"are taken out in {of_h200['gather_us'] / 1e3:.1f} ms",
-        f"the calls that send them to the host take {of_h200['to_host_calls_us'] / 1e3:.1f} ms",
+        f"To copy its {stages['megabytes']:,.0f} MB to the device takes {stages['to_device']:.0f} ms by itself",
+        f"the conversations compute {computed:.0%} of the tokens",
+        f"prompts with nothing in common {1 - found['nothing to find']['part']:.0%} fewer",
+        f"a call took {anywhere:.1f} ms instead of {kept:.1f} ms",
         f"gave {on_cpu['conversations']['gain']:.1f} times the tokens a second with host memory",
+    ):
+        assert figure in text
+
+
+def test_what_is_said_of_scoring_is_in_the_file():
+    found, text = tables.points("h100/engine_score"), words_of("docs/engine.md")
+    last, rates = found["round 2"], found["rates"]
+    for figure in (
+        f"are scored at {last['tokens_per_s']:,.0f} tokens a second. That is {last['of_floor']:.0%} of the floor",
+        f"{rates['hot_tflops']:.0f} TFLOP/s; it begins with {rates['cold_tflops']:.0f}",
     ):
         assert figure in text
 

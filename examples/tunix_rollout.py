@@ -211,7 +211,7 @@ def train(num_rounds: int, seed: int = 0) -> list[float]:
         tokenizer=Letters(),
         cluster_config=ClusterConfig(
             role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
-            rollout_engine=functools.partial(EngineRollout, num_seats=32, block_size=4),
+            rollout_engine=functools.partial(EngineRollout, num_seats=64, block_size=4),
             training_config=RLTrainingConfig(
                 actor_optimizer=optax.adam(3e-3), eval_every_n_steps=10**6, max_steps=num_rounds
             ),
@@ -220,7 +220,7 @@ def train(num_rounds: int, seed: int = 0) -> list[float]:
             ),
         ),
     )
-    GRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.0), reward).train(batches())
+    GRPOLearner(cluster, GRPOConfig(num_generations=16, beta=0.0), reward).train(batches())
     return rewards
 
 

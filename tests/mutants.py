@@ -681,8 +681,8 @@ MUTANTS = (
     Mutant(
         "host tier: a copy that fails is tried for ever",
         HOST_TIER,
-        "row.failed_to_come = True",
-        "row.failed_to_come = False",
+        "row.failed_to_come = True  # unless",
+        "row.failed_to_come = False  # unless",
         "tests/engine/test_host_tier.py::lose_no_token",
     ),
     Mutant(
@@ -712,6 +712,41 @@ MUTANTS = (
         "                return True\n            self._touch(keys)",
         "                return False\n            self._touch(keys)",
         "tests/engine/test_host_tier.py::on_its_way",
+    ),
+    Mutant(
+        "host tier: a prompt that comes part by part begins again with each part",
+        HOST_TIER,
+        "begin = max(begin, min(row.num_called_back, num_there))",
+        "pass",
+        "tests/engine/test_host_tier.py::part_by_part",
+    ),
+    Mutant(
+        "host tier: all parts come again if the head is lost",
+        HOST_TIER,
+        "max(row.num_called_back, end)",
+        "end",
+        "tests/engine/test_host_tier.py::head_is_lost",
+    ),
+    Mutant(
+        "host tier: others go out in the room of what comes part by part",
+        HOST_TIER,
+        "if self._is_full or runs or",
+        "if runs or",
+        "tests/engine/test_host_tier.py::in_the_room",
+    ),
+    Mutant(
+        "host tier: two requests wait for each other",
+        HOST_TIER,
+        "if is_short and not runs:",
+        "if is_short and not keys:",
+        "tests/engine/test_host_tier.py::request_in_front",
+    ),
+    Mutant(
+        "host tier: what cannot be put in comes again for ever",
+        HOST_TIER,
+        "run.row.failed_to_come = True",
+        "pass",
+        "tests/engine/test_host_tier.py::cannot_be_put_in",
     ),
     Mutant(
         "host tier: the head leaves before the tail",

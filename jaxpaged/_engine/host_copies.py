@@ -31,10 +31,10 @@ Page = tuple[jax.Array, ...]  # the numbers of a few blocks in all caches, [bloc
 PAGE_BYTES = 16 * 1024 * 1024  # [host_room_h100]
 MOST_IN_PAGE = 8  # blocks: a prompt may end anywhere in a page
 MOVED_BYTES = 512 * 1024 * 1024  # by a program at most
-PARTS = 1, 4, 16  # of these bytes, that programs move: each takes as long as all that it may move [host_room_h100]
-MOST_STAGED = 2  # times these bytes, on their way to the device [host_room_h100]
-MOST_LEAVING = 2  # times these bytes, on their way from there
-GUARD_BYTES = 256 * 1024  # too much for the gaps that are left elsewhere
+# There is a program each for so large a part of MOVED_BYTES: to move one page takes as long as to move all that it may.
+PARTS = 1, 4, 16  # [host_room_h100]
+MOST_STAGED, MOST_LEAVING = 2, 2  # times MOVED_BYTES, on their way to the device, and from there [host_room_h100]
+GUARD_BYTES = 256 * 1024  # of an array between two rooms for pages: too large for a gap elsewhere
 MOST_PROMPTS, MOST_TOKENS = 32, 2**18  # of which a program moves blocks; tokens: if all are as long as they may be
 
 
@@ -138,12 +138,12 @@ class HostCopies:
         self._put_in = dict(zip(self._sizes, programs[len(to_take) :], strict=True))
         pages = [jax.device_put(self._nothing, self._on_host) for _ in range(self.capacity + self.most_leaving)]
         jax.block_until_ready(pages)
-        self._guards = [] if not _device.is_gpu() else self._keep_room(whole_beside(state.caches, mesh))
+        self._kept = self._keep_room(whole_beside(state.caches, mesh)) if _device.is_gpu() else []
 
     def _keep_room(self, device: Any) -> list[jax.Array]:
         """Leaves room of a page's size between arrays that stay, for each page that may be on its way. JAX's allocator
-        takes the least room that suffices, so pages never lie where the slice's scratch memory was: if that moves, XLA
-        changes the slice's CUDA graph, which takes as long as a step. [host_room_h100]"""
+        takes the least room that suffices, so pages never lie where the slice's scratch memory was. If that moves, XLA
+        changes the slice's CUDA graph, and to change it takes as long as a step. [host_room_h100]"""
         places = []
         for _ in range(self.most_staged + self.most_leaving):
             page = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), self._nothing)
@@ -166,8 +166,9 @@ class HostCopies:
             yield state
 
     def take(self, state: State, runs: Sequence[Run]) -> None:
-        """Begins to copy blocks to host memory, once those before are there: the others wait on the device."""
-        jax.block_until_ready(self._leaving)
+        """Begins to copy blocks to host memory, once what left before is there: so much may be on its way at once."""
+        leaving, self._leaving = self._leaving, []
+        jax.block_until_ready(leaving)  # an error is told once
         for batch in self._batches(runs):
             size = self._size_for(batch)
             where, pages = self._take_out[size](state, self._inputs(batch, size))

@@ -78,7 +78,8 @@ class HostTier(NoHostTier):
     are. From that, and from the serials in each report, the tier knows which of its blocks the device has.
 
     What comes back is free in the pool until its request takes it. So a request that may find something goes out once
-    the report says that there is room for it beside all others, and those behind it wait meanwhile.
+    the report says that there is room for it beside all others, and those behind it wait meanwhile. A prompt that is
+    longer than what may be on its way at once comes part by part, one slice after the other.
 
     Args:
         copies: move the pages.
@@ -88,7 +89,7 @@ class HostTier(NoHostTier):
 
     def __init__(self, copies: HostCopies, *, least_tokens: int, growth: int):
         self._copies, self._block_size = copies, copies.block_size
-        self._least, self._growth = -(-least_tokens // copies.block_size), growth
+        self._least, self._growth = max(-(-least_tokens // copies.block_size), 1), growth
         # As of the slice that was read, as in `Report`:
         self._serials, self._salts = [0] * copies.num_blocks, copies.salts
         self._room = self._room_left = copies.num_blocks - 1  # left: for those that are asked for
@@ -102,7 +103,7 @@ class HostTier(NoHostTier):
         # On the way back: the run of each block until a slice with it was read, and what the next slice is given.
         self._coming: dict[bytes, Run] = {}
         self._arrived: list[Run] = []
-        # Since `look`: the pool lacks room for a request that was asked for; what may be on its way is on its way.
+        # Of the requests asked for since `look`: the pool lacks room for one; one waits for the copies of others.
         self._lacks_room = self._is_full = False
         self.num_brought = 0  # tokens, so far
 
@@ -111,7 +112,12 @@ class HostTier(NoHostTier):
         return len(self._pages) * self._copies.page_bytes
 
     def wait(self) -> None:
-        jax.block_until_ready([run.pages for run in set(self._coming.values())])
+        for run in set(self._coming.values()):
+            try:
+                jax.block_until_ready(run.pages)
+            except Exception:
+                self.lose(Moves(back=[run]))
+                raise
 
     def look(self, sent: Sequence[Row]) -> None:
         self._lacks_room = self._is_full = False
@@ -119,12 +125,15 @@ class HostTier(NoHostTier):
         self._settle({run for run in self._coming.values() if run.row.is_aborted or run.salt not in self._salts})
 
     def holds(self, row: Row) -> bool:
-        if self._lacks_room and self._is_full:
+        if self._lacks_room and self._is_full:  # nothing more goes out, or comes
             return True
         keys = [] if row.failed_to_come else self._findable(row)
         is_short = self._bring(row, keys)
         runs = dict.fromkeys(self._coming[key] for key in keys if key in self._coming)
-        if is_short or runs or _num_leading(map(self._is_there, keys)) >= self._least:
+        if is_short and not runs:  # those for whom the copies are go first: else each waits for the other
+            return True
+        # What comes part by part keeps its room meanwhile: nothing goes out unless there is room for both.
+        if self._is_full or runs or _num_leading(map(self._is_there, keys)) >= self._least:
             self._lacks_room |= self._needed(row) > self._room_left
         if self._lacks_room:
             return True
@@ -147,7 +156,8 @@ class HostTier(NoHostTier):
             end = num_there + _num_leading(key in self._places for key in keys[num_there:])
             if end - num_there < self._least:
                 return False
-            # The pool is losing this prompt: what no request holds may be gone by then, too. What has just come is not.
+            # The pool is losing this prompt: what no request holds may be gone by then, too. What came for this request
+            # comes again only once it is gone.
             begin = num_held if all(key in self._places for key in keys[num_held:num_there]) else num_there
             begin = max(begin, min(row.num_called_back, num_there))
             begin -= begin % in_page
@@ -158,7 +168,7 @@ class HostTier(NoHostTier):
                 self._is_full = True
                 return True
             self._touch(keys)
-            run, row.num_called_back = self._run(row, keys[:end], begin), end
+            run, row.num_called_back = self._run(row, keys[:end], begin), max(row.num_called_back, end)
             row.failed_to_come = True  # unless this succeeds: an error is told once, and then the prompt is computed
             run.pages = self._copies.bring([self._places[key].page for key in last_keys])
             row.failed_to_come = False
@@ -189,6 +199,8 @@ class HostTier(NoHostTier):
 
     def lose(self, moves: Moves) -> None:
         self._wanted.extendleft(reversed(moves.out))
+        for run in moves.back:
+            run.row.failed_to_come = True  # it is computed
         self._settle(moves.back)
 
     def move(self, state: State, moves: Moves) -> Iterator[State]:

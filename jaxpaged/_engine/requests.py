@@ -45,8 +45,8 @@ class Row:
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
-    # Of the host tier: the keys of its blocks, with the salt for which they are, how many of these were told to leave,
-    # and to come back, and whether a copy to the device failed.
+    # Of the host tier: the keys of its blocks, with the salt for which they are, how many of these it asked for, on the
+    # way out and back, and whether a copy to the device failed.
     keys: tuple[int, list[bytes]] | None = None
     num_wanted: int = 0
     num_called_back: int = 0

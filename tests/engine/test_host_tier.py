@@ -563,6 +563,78 @@ def test_a_prompt_longer_than_what_may_be_on_its_way_comes_part_by_part_and_each
     assert names(arriving(tier, waiting)) == [["1/2"]]
 
 
+def test_what_came_in_parts_does_not_come_again_if_the_head_is_lost():
+    tier, device = make_tier(num_pages=1, most_staged=1, least_tokens=1)
+    waiting = row(*PROMPT, 8, 9)
+    keep(tier, device, row(*PROMPT, 8, 9))
+    parts = []
+    for turn in range(5):
+        moves = Moves(back=arriving(tier, waiting))
+        parts += names(moves.back)
+        device.slice(moves=moves, lost=tier._keys_of(waiting)[:1] if turn == 2 else ())
+    assert parts == [["1/2"], ["3/4"], ["5/6"], ["1/2"], ["7/8"]]
+
+
+def test_nothing_goes_out_in_the_room_of_what_comes_part_by_part():
+    tier, device = make_tier(num_pages=1, most_staged=1, least_tokens=1)
+    keep(tier, device, row(*PROMPT, 8, 9))
+    for room, is_held in ((5, True), (6, False)):  # the prompt needs five blocks, the other request one
+        device.room = room
+        device.slice()
+        tier.look([])
+        assert tier.holds(row(*PROMPT, 8, 9))
+        assert tier.holds(row(9, 9)) == is_held
+
+
+def test_a_request_in_front_does_not_keep_those_from_going_out_whose_copies_it_waits_for():
+    tier, device = make_tier(num_pages=2, most_staged=2, capacity=30)
+    first, second = row(*range(10, 19)), row(*range(20, 29))  # five blocks each
+    keep(tier, device, row(*range(20, 29)))
+    keep(tier, device, row(*range(10, 19)), lost=False)
+    device.room = 4
+    device.slice()
+    tier.look([])
+    assert tier.holds(first)  # it is in the pool, which has no room for it
+    assert tier.holds(second)
+    device.lose(list(device.places))
+    device.room = 9  # for one of them
+    device.slice()
+    waiting = [first, second]
+    for _ in range(4):
+        tier.look([])
+        waiting = [each for each in waiting if tier.holds(each)]
+        device.slice(moves=tier.next_moves())
+    assert waiting == []
+
+
+def test_every_prompt_ends_where_one_token_is_a_chunk():
+    tier, _ = make_tier(least_tokens=0)
+    assert not tier.holds(row(*PROMPT))
+
+
+def test_what_comes_in_parts_and_cannot_be_put_in_is_computed():
+    tier, device = make_tier(num_pages=1, most_staged=1, least_tokens=1)
+    waiting = row(*PROMPT, 8, 9)
+    keep(tier, device, row(*PROMPT, 8, 9))
+    tier.lose(Moves(back=arriving(tier, waiting)))
+    tier.look([])
+    assert not tier.holds(waiting)
+
+
+def test_a_copy_that_fails_on_its_way_is_told_once():
+    tier, device = make_tier()
+    waiting = row(*PROMPT)
+    keep(tier, device, row(*PROMPT), slow=["1/2"])
+    assert arriving(tier, waiting) == []
+    for (numbers,) in next(iter(tier._coming.values())).pages:
+        numbers.block_until_ready = lambda: [][0]
+    with pytest.raises(IndexError):
+        tier.wait()
+    tier.wait()
+    tier.look([])
+    assert not tier.holds(waiting)
+
+
 def test_what_arrived_is_forgotten_with_the_rest():
     tier, device = make_tier()
     keep(tier, device, row(*PROMPT))

@@ -33,7 +33,8 @@ MOST_IN_PAGE = 8  # blocks: a prompt may end anywhere in a page
 MOVED_BYTES = 512 * 1024 * 1024  # by a program at most
 # There is a program each for so large a part of MOVED_BYTES: to move one page takes as long as to move all that it may.
 PARTS = 1, 4, 16  # [host_room_h100]
-MOST_STAGED, MOST_LEAVING = 2, 2  # times MOVED_BYTES, on their way to the device, and from there [host_room_h100]
+MOST_STAGED = 2  # times MOVED_BYTES, on their way to the device [host_room_h100]
+MOST_LEAVING = 2  # times MOVED_BYTES, on their way from there
 GUARD_BYTES = 256 * 1024  # of an array between two rooms for pages: too large for a gap elsewhere
 MOST_PROMPTS, MOST_TOKENS = 32, 2**18  # of which a program moves blocks; tokens: if all are as long as they may be
 

@@ -919,7 +919,7 @@ MUTANTS = (
     Mutant(
         "sampling: greedy seats draw",
         SAMPLING,
-        "jnp.where(is_drawn, draw_tokens(logits, best, sampling, positions), greedy(logits))",
+        "jnp.where(is_drawn, draw_tokens(logits, best, sampling, positions), most_likely(logits))",
         "draw_tokens(logits, best, sampling, positions)",
         "tests/engine/test_sampling.py::seats_own",
     ),
@@ -982,8 +982,8 @@ MUTANTS = (
     Mutant(
         "sampling: logprobs after temperature",
         SAMPLING,
-        "wide = logits.astype(jnp.float32)",
-        "wide = logits.astype(jnp.float32) / jnp.maximum(sampling.temperature, COLDEST)[:, None]",
+        "return logprobs_of(logits, own)",
+        "return logprobs_of(logits / jnp.maximum(sampling.temperature, COLDEST).astype(logits.dtype)[:, None], own)",
         "tests/engine/test_sampling.py::logprobs_are",
     ),
     Mutant(

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged._engine.kinds import Kind
-from jaxpaged._engine.sampling import Likely, sample
+from jaxpaged._engine.sampling import Likely, sample, score
 from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler import planning
-from jaxpaged._scheduler.records import Sampling, Step
+from jaxpaged._scheduler.records import Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
 MOST_GROUPS = 4  # each is compiled by itself: in a loop the host would start each turn
@@ -190,11 +190,11 @@ def score_and_sample(
 
     last, of_last = jax.tree.map(lambda x: jnp.pad(x, (0, size - len(x))), (step.last, step.sampling))
 
-    def draw_group(rows: jax.Array, sampling: Sampling = of_last) -> tuple[jax.Array, jax.Array, Likely | None]:
-        return draw(head(rows), sampling, positions[rows], wants_logprobs, given[rows])
+    def draw_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
+        return draw(head(rows), of_last, positions[rows], wants_logprobs, given[rows])
 
     def score_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
-        return draw_group(rows, jax.tree.map(jnp.zeros_like, of_last))
+        return score(head(rows), given[rows], wants_logprobs, num_likely=num_likely)
 
     def skip_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
         return jnp.zeros_like(rows), jnp.zeros(size, jnp.float32), Likely.create(size, num=num_likely)

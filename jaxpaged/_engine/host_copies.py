@@ -134,9 +134,8 @@ class HostCopies:
         in_place = jax.jit(put, donate_argnums=0, compiler_options=compiler_options)
         to_put = [in_place.lower(state, self._inputs([], size), [self._nothing] * size) for size in self._sizes]
         with ThreadPoolExecutor(4) as threads:
-            programs = list(threads.map(lambda program: program.compile(), to_take + to_put))
-        self._take_out = dict(zip(self._sizes, programs, strict=False))
-        self._put_in = dict(zip(self._sizes, programs[len(to_take) :], strict=True))
+            compiled = [threads.map(lambda program: program.compile(), programs) for programs in (to_take, to_put)]
+        self._take_out, self._put_in = (dict(zip(self._sizes, programs, strict=True)) for programs in compiled)
         pages = [jax.device_put(self._nothing, self._on_host) for _ in range(self.capacity + self.most_leaving)]
         jax.block_until_ready(pages)
         self._kept = self._keep_room(whole_beside(state.caches, mesh)) if _device.is_gpu() else []

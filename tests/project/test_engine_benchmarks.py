@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.engine import adapters, online, server, stream_clients, vllm_peer
+from benchmarks.engine import adapters, online, score, server, stream_clients, vllm_peer
+from benchmarks.engine.model import CONFIGS, random_weights
 from benchmarks.engine.stand_in import StandIn, made_up
 from benchmarks.engine.workload import create_engine, rollout_work, workload
 from jaxpaged import SamplingParams
@@ -184,6 +185,16 @@ def test_vllm_gets_the_same_requests(tmp_path, fake_vllm):
     check_points(points)
     assert results["device"] == "NVIDIA H200"
     assert results["settings"] == dict(engine="vllm 1.2", num_seats=4, step_tokens=8, seconds=0.2)
+
+
+def test_the_products_of_scoring_are_those_of_the_model():
+    config = CONFIGS["toy"]
+    layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256  # q, k and v; out; gate, up and down
+    of_token = 2 * layer + 1000 * 128
+    pairs = 1 + 2 + 3  # each token sees itself and those before it
+    attended = 2 * 4 * 32 * 2 * pairs  # scores and values of 4 heads in 2 layers
+    expected = 2 * 5 * (3 * of_token + attended)
+    assert score.num_products(config, random_weights(config), 5, 3) == expected
 
 
 def test_both_engines_get_the_same_requests_at_the_same_times():

@@ -251,7 +251,7 @@ def test_what_is_said_of_scoring_is_in_the_file():
     last, rates = found["round 2"], found["rates"]
     for figure in (
         f"are scored at {last['tokens_per_s']:,.0f} tokens a second. That is {last['of_floor']:.0%} of the floor",
-        f"{rates['hot_tflops']:.0f} TFLOP/s; it begins with {rates['cold_tflops']:.0f}",
+        f"{rates['hot_tflops']:.0f} TFLOP/s; before, it has {rates['cold_tflops']:.0f}",
     ):
         assert figure in text
 

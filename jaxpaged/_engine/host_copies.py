@@ -31,10 +31,11 @@ Page = tuple[jax.Array, ...]  # the numbers of a few blocks in all caches, [bloc
 PAGE_BYTES = 16 * 1024 * 1024  # [host_room_h100]
 MOST_IN_PAGE = 8  # blocks: a prompt may end anywhere in a page
 MOVED_BYTES = 512 * 1024 * 1024  # by a program at most
-# There is a program each for so large a part of MOVED_BYTES: to move one page takes as long as to move all that it may.
+MOVED_PAGES = 32  # likewise: for 32 layers a program of so many takes 11 s to compile
+# There is a program each for so large a part of that: to move one page takes as long as to move all that it may.
 PARTS = 1, 4, 16  # [host_room_h100]
-MOST_STAGED = 2  # times MOVED_BYTES, on their way to the device [host_room_h100]
-MOST_LEAVING = 2  # times MOVED_BYTES, on their way from there
+MOST_STAGED = 2  # times that, on their way to the device [host_room_h100]
+MOST_LEAVING = 2  # times that, on their way from there
 GUARD_BYTES = 256 * 1024  # of an array between two rooms for pages: too large for a gap elsewhere
 MOST_PROMPTS, MOST_TOKENS = 32, 2**18  # of which a program moves blocks; tokens: if all are as long as they may be
 
@@ -109,7 +110,7 @@ class HostCopies:
                 f"{host_cache_bytes=}."
             )
         in_pool = -(-(self.num_blocks - 1) // self.in_page)
-        self.num_pages = max(min(MOVED_BYTES // self.page_bytes, in_pool), 1)  # that a program moves
+        self.num_pages = max(min(MOVED_BYTES // self.page_bytes, MOVED_PAGES, in_pool), 1)  # that a program moves
         self.most_staged, self.most_leaving = MOST_STAGED * self.num_pages, MOST_LEAVING * self.num_pages
         self.num_prompts = max(min(MOST_PROMPTS, MOST_TOKENS // max_length), 1)
         self._sizes = sorted({-(-self.num_pages // part) for part in PARTS})

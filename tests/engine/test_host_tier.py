@@ -546,16 +546,22 @@ def test_what_is_on_its_way_is_little_and_may_take_long():
     assert (on_the_way(tier), tier.host_bytes) == ([], 0)
 
 
-def test_a_prompt_longer_than_what_may_be_on_its_way_comes_part_by_part_and_each_once():
+def come_in_parts(num_slices, head_lost_in=None):
+    """A tier, its device, a row that waits, and the pages that came for it in so many slices, of which one loses the
+    first block again."""
     tier, device = make_tier(num_pages=1, most_staged=1, least_tokens=1)
-    waiting = row(*PROMPT, 8, 9)
+    waiting, came = row(*PROMPT, 8, 9), []
     keep(tier, device, row(*PROMPT, 8, 9))
-    parts = []
-    for _ in range(4):
+    for i in range(num_slices):
         moves = Moves(back=arriving(tier, waiting))
-        parts += names(moves.back)
-        device.slice(moves=moves)
-    assert parts == [["1/2"], ["3/4"], ["5/6"], ["7/8"]]
+        came += names(moves.back)
+        device.slice(moves=moves, lost=tier._keys_of(waiting)[:1] if i == head_lost_in else ())
+    return tier, device, waiting, came
+
+
+def test_a_prompt_longer_than_what_may_be_on_its_way_comes_part_by_part_and_each_once():
+    tier, device, waiting, came = come_in_parts(4)
+    assert came == [["1/2"], ["3/4"], ["5/6"], ["7/8"]]
     tier.look([])
     assert not tier.holds(waiting)
     # What has come and is lost meanwhile comes again.
@@ -564,15 +570,8 @@ def test_a_prompt_longer_than_what_may_be_on_its_way_comes_part_by_part_and_each
 
 
 def test_what_came_in_parts_does_not_come_again_if_the_head_is_lost():
-    tier, device = make_tier(num_pages=1, most_staged=1, least_tokens=1)
-    waiting = row(*PROMPT, 8, 9)
-    keep(tier, device, row(*PROMPT, 8, 9))
-    parts = []
-    for turn in range(5):
-        moves = Moves(back=arriving(tier, waiting))
-        parts += names(moves.back)
-        device.slice(moves=moves, lost=tier._keys_of(waiting)[:1] if turn == 2 else ())
-    assert parts == [["1/2"], ["3/4"], ["5/6"], ["1/2"], ["7/8"]]
+    *_, came = come_in_parts(5, head_lost_in=2)
+    assert came == [["1/2"], ["3/4"], ["5/6"], ["1/2"], ["7/8"]]
 
 
 def test_nothing_goes_out_in_the_room_of_what_comes_part_by_part():

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 
@@ -56,7 +57,7 @@ def begin_with(allocator: BlockAllocator, beginnings: Beginnings) -> tuple[Block
     if num_passed is not None:
         num_passed = jnp.where(num_cached[None] > 0, allocator.num_passed_at(num_cached), num_passed)
     allocator = allocator.with_rows(
-        tables.at[:, :num_columns].set(jnp.where(begin, ids, tables[:, :num_columns])),
+        lax.dynamic_update_slice_in_dim(tables, jnp.where(begin, ids, tables[:, :num_columns]), 0, axis=1),
         jnp.where(num_cached > 0, num_cached, allocator.lengths),
         allocator.pool.acquire_cached(ids, begin),
         num_passed,

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.beginnings import Beginnings, begin_with, longest_beginnings
@@ -233,13 +234,13 @@ class PrefixCache:
         listing, ids, are_listed, new = self.listing.add(found, own, wanted, is_full, blocks, salts)
         pool = allocator.pool.mark_cached(own, new)
         are_cached = all_before(are_listed & pool.is_cached(ids))
-        allocator = _with_cached(allocator, pool, slice(num_seqs), own, ids, are_cached & is_own)
+        allocator = _with_cached(allocator, pool, 0, own, ids, are_cached & is_own)
         if allocator.num_groups > 1:
             wanted = are_cached[None] & are_own[1:]
             listing, companions, new = listing.add_companions(allocator.pool, owns[1:], ids, wanted)
             own, ids, new, wanted = (x.reshape(-1, num_columns) for x in (owns[1:], companions, new, wanted))
             pool = allocator.pool.mark_cached(own, new)
-            allocator = _with_cached(allocator, pool, slice(num_seqs, None), own, ids, wanted)
+            allocator = _with_cached(allocator, pool, num_seqs, own, ids, wanted)
         return dataclasses.replace(self, listing=listing), allocator, found.tags
 
     def clear(self, allocator: BlockAllocator) -> tuple[PrefixCache, BlockAllocator]:
@@ -317,19 +318,19 @@ def _first_columns(counts: jax.Array, num_columns: int) -> jax.Array:
 
 
 def _with_cached(
-    allocator: BlockAllocator, pool: BlockPool, rows: slice, own: jax.Array, ids: jax.Array, wanted: jax.Array
+    allocator: BlockAllocator, pool: BlockPool, first: int, own: jax.Array, ids: jax.Array, wanted: jax.Array
 ) -> BlockAllocator:
     """Rows take cached blocks with the same tokens instead of the wanted blocks of their own, which they let go.
 
     Args:
         allocator: its tables change.
         pool: its pool.
-        rows: of the tables.
+        first: the first of the rows of the tables.
         own: int32 `[rows, columns]`, the first columns of the rows.
         ids: int32, in that shape: the cached blocks.
         wanted: bool, in that shape.
     """
     shared = wanted & (ids != own)
     pool = pool.acquire_cached(ids, shared).let_go(own, shared)
-    tables = allocator.rows.at[rows, : own.shape[1]].set(jnp.where(shared, ids, own))
+    tables = lax.dynamic_update_slice(allocator.rows, jnp.where(shared, ids, own), (first, 0))
     return allocator.with_rows(tables, allocator.lengths, pool)

@@ -76,7 +76,11 @@ class Told:
             return new.reshape(-1, *new.shape[2:])
 
         logprobs, likely = jax.tree.map(of_each_draw, (logprobs, likely))
-        scores = jax.tree.map(lambda nothing, new: nothing.at[: len(new)].set(new), self.scores, scores)
+        # Not `.at[: len(new)]`, here and in the allocator: it is a scatter by an array without numbers, over which jax
+        # 0.11.2 crashes if caches are on a mesh.
+        scores = jax.tree.map(
+            lambda nothing, new: lax.dynamic_update_slice_in_dim(nothing, new, 0, axis=0), self.scores, scores
+        )
         return Told(logprobs, likely, scores)
 
 

@@ -1,7 +1,7 @@
 """What host memory behind the prefix cache gains, and what it costs where nothing is found in it.
 
     python -m benchmarks.engine.host_tier --model toy --parts conversations  # on a CPU
-    python -m benchmarks.engine.host_tier --model 8b --layers 16
+    python -m benchmarks.engine.host_tier --model 8b
 
 - conversations: each turn of 64 conversations adds a few tokens, and together they are four times as long as the
   pool: the tokens found over those that an endless pool would find, and the new tokens a second over those without

@@ -50,7 +50,6 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=512, help="of each that are computed")
     parser.add_argument("--chunk", type=int, help="tokens of prompts in a step, instead of the engine's own")
-    parser.add_argument("--seats", type=int, help="instead of the engine's own")
     add_xla(parser)
     add_output(parser)
     options = parser.parse_args()
@@ -59,9 +58,8 @@ def main() -> None:
     config, weights = CONFIGS[options.model], random_weights(CONFIGS[options.model])
     store = open_store(f"score_{options.model}", options, sequences=count, tokens=length)
     cold, begin = product_rate(options.xla), time.perf_counter()
-    given = {"num_seats": options.seats, "chunk_tokens": options.chunk}
-    given = {name: value for name, value in given.items() if value}
-    engine = create_engine(options.model, weights, compiler_options=options.xla, **given)
+    chunk = {"chunk_tokens": options.chunk} if options.chunk else {}
+    engine = create_engine(options.model, weights, compiler_options=options.xla, **chunk)
     stats = engine.stats()
     print(f"compiled in {time.perf_counter() - begin:.0f} s, {stats.num_seats} seats, chunks of {stats.chunk_tokens}")
     rng = np.random.default_rng(0)

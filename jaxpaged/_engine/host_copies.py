@@ -34,8 +34,8 @@ MOVED_BYTES = 512 * 1024 * 1024  # by a program at most
 MOVED_PAGES = 32  # likewise: for 32 layers a program of so many takes 11 s to compile
 # There is a program each for so large a part of that: to move one page takes as long as to move all that it may.
 PARTS = 1, 4, 16  # [host_room_h100]
-MOST_STAGED = 2  # times that, on their way to the device [host_room_h100]
-MOST_LEAVING = 2  # times that, on their way from there
+MOST_STAGED = 2  # times what the largest moves, on their way to the device [host_room_h100]
+MOST_LEAVING = 2  # times what the largest moves, on their way from there
 GUARD_BYTES = 256 * 1024  # of an array between two rooms for pages: too large for a gap elsewhere
 MOST_PROMPTS, MOST_TOKENS = 32, 2**18  # of which a program moves blocks; tokens: if all are as long as they may be
 
@@ -131,7 +131,7 @@ class HostCopies:
         jitted = jax.jit(take, compiler_options=compiler_options)
         to_take = [jitted.lower(state, self._inputs([], size)) for size in self._sizes]
         _, (page, *_) = to_take[0].out_info
-        self._nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), page)
+        self._nothing = self._empty(page)
         in_place = jax.jit(put, donate_argnums=0, compiler_options=compiler_options)
         to_put = [in_place.lower(state, self._inputs([], size), [self._nothing] * size) for size in self._sizes]
         with ThreadPoolExecutor(4) as threads:
@@ -145,12 +145,16 @@ class HostCopies:
         """Leaves room of a page's size between arrays that stay, for each page that may be on its way. JAX's allocator
         takes the least room that suffices, so pages never lie where the slice's scratch memory was. If that moves, XLA
         changes the slice's CUDA graph, and to change it takes as long as a step. [host_room_h100]"""
-        places = []
-        for _ in range(self.most_staged + self.most_leaving):
-            page = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), self._nothing)
-            places.append((page, jnp.zeros(GUARD_BYTES, jnp.uint8, device=device)))
+        places = [
+            (self._empty(self._nothing), jnp.zeros(GUARD_BYTES, jnp.uint8, device=device))
+            for _ in range(self.most_staged + self.most_leaving)
+        ]
         jax.block_until_ready(places)
         return [guard for _, guard in places]
+
+    def _empty(self, page: Any) -> Page:
+        """Zeros on the device, shaped as this page."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), page)
 
     def bring(self, pages: list[Page]) -> list[Page]:
         """Begins to copy pages to the device."""

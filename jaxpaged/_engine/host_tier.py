@@ -297,10 +297,8 @@ class HostTier(NoHostTier):
 
     def _tokens_of(self, row: Row, begin: int, end: int) -> np.ndarray:
         """int32 `[columns, block_size]`, those of these columns."""
-        size, num_prompt = self._block_size, len(row.prompt)
-        generated = row.token_ids[max(begin * size - num_prompt, 0) : max(end * size - num_prompt, 0)]
-        tokens = np.append(row.prompt[begin * size : end * size], np.array(generated, np.int32))
-        return tokens.reshape(end - begin, size)
+        tokens = np.append(row.prompt, np.array(row.token_ids, np.int32))
+        return tokens[begin * self._block_size : end * self._block_size].reshape(end - begin, self._block_size)
 
     def _findable(self, row: Row) -> Keys:
         """What a request may find of its prompt."""

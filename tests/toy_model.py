@@ -55,6 +55,15 @@ def weights_over_heads(mesh, seed=0):
     return weights | {"qkv": jax.device_put(qkv, NamedSharding(mesh, PartitionSpec(None, None, "heads")))}
 
 
+def over_heads(num_devices, num_blocks):
+    """Options of `create_engine` for an engine whose devices have some of the heads each, and their mesh."""
+    mesh = jax.make_mesh((num_devices,), ("heads",), devices=jax.devices()[:num_devices])
+    sizes = dict(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
+    create = functools.partial(KVCache.create, num_blocks=num_blocks, dtype="float32", **sizes)
+    cache = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec(None, None, "heads")))()
+    return dict(model=apply_to_heads, weights=weights_over_heads(mesh), cache=cache), mesh
+
+
 @jax.jit
 def logits_after(weights, tokens, length):
     """The same for one sequence, with plain attention: logits [vocab] after its first `length` tokens."""

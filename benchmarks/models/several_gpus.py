@@ -4,12 +4,14 @@
   step       a decode step of a model of Llama-3-8B's shape (examples/lib/llama.py), the whole loop in one jit
   prefill    prompts for that model, one after the other in one jit
   context    one sequence, its blocks over the GPUs: `context_parallel_attention` against `paged_attention`
-  engines    data parallel: the requests of benchmarks/engine/throughput.py, model x number, over an engine on each GPU
+  engine     tensor parallel: an engine for that model, whose caches lie on all GPUs, with a number of the requests of
+             benchmarks/engine/throughput.py
+  engines    data parallel: the same requests, model x number, over an engine on each GPU
 
 Before a part is timed, its results on several GPUs are compared with the results of one GPU. For a model these are the
 logits of two layers; the timed layers are copies of the two. The collectives of each compiled program are counted: none
-may return an array of the size of a device's part of a cache, and nothing may copy one. A step is compiled with each of
-`--variants`. Times are microseconds of a call or of a step.
+may return an array of the size of a device's part of a cache, and nothing may copy one. What is of a model is compiled
+with each of `--variants`. Times are microseconds of a call, of a step, or of all requests.
 
     python -m benchmarks.models.several_gpus --parts step --shapes 64x2048 --variants default graphs
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m benchmarks.models.several_gpus --toy    # on a CPU
@@ -32,12 +34,14 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.checks import poisoned, worst_error
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.engine.workload import SIZES, create_caches, run_work, workload
+from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, create_caches, run_work, workload
 from benchmarks.harness import Store, add_output, open_store
 from benchmarks.models import decode_step, llama_step
 from benchmarks.models.decode_step import CHECKED_LAYERS, MOST_ERROR, State, loop, start, time_loop
 from benchmarks.models.sharded_attention import attention, collectives, context, part_shape, put
 from jaxpaged import Engine
+from jaxpaged._engine.defaults import COMPILER_OPTIONS
+from lib.engine_llama import create_engine
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import CACHE, make_mesh, replicate, shard_model
@@ -57,9 +61,15 @@ SHAPES = dict(
     step=("64x2048", "1x8192"),
     prefill=("8x1024",),
     context=("1x32768", "1x131072", "1x1048576"),
+    engine=("512",),
     engines=("1bx1024",),
 )
-TOY_SHAPES = dict(attention=("3x50",), step=("2x40",), prefill=("2x16",), context=("1x100",), engines=("toyx20",))
+TOY_SHAPES = dict(
+    attention=("3x50",), step=("2x40",), prefill=("2x16",), context=("1x100",), engine=("20",), engines=("toyx20",)
+)
+# Of the tensor parallel engine: seats, most new tokens of a chunk and of a request, and blocks.
+ENGINE_SIZES, TOY_ENGINE_SIZES = (512, 512, 1024, 16_384), (8, 16, 64, 128)
+MOST_NATS = 0.3  # logits of two and of one GPU differ by up to 2% of the largest, which is about 6
 
 
 def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
@@ -110,11 +120,14 @@ class Models:
     def with_layers(self, num_layers: int) -> "Models":
         """With copies of the layers, in turn: quicker than to cut other weights on the host."""
         config = dataclasses.replace(self.config, num_layers=num_layers)
-        one, cut = nnx.merge(self.graph, self.weights), nnx.merge(self.cut_graph, self.cut_weights)
+        one, cut = self.merged(cut=False), self.merged(cut=True)
         for model in (one, cut):
             layers = itertools.islice(itertools.cycle(model.layers), num_layers)
             model.layers = nnx.List([jax.tree.map(jnp.copy, layer) for layer in layers])
         return Models(config, self.mesh, one, cut)
+
+    def merged(self, *, cut: bool) -> Llama:
+        return nnx.merge(self.cut_graph, self.cut_weights) if cut else nnx.merge(self.graph, self.weights)
 
     def state(self, shape: str, *, cut: bool) -> State:
         num_seqs, length = map(int, shape.split("x"))
@@ -190,16 +203,62 @@ def model_step(shape: str, checked: Models, models: Models, one_step: Any, varia
     return result | {"several": min(times), "speedup": result["one"] / min(times)}
 
 
+def engine(count: str, models: Models, variants: list[str], toy: bool) -> dict[str, Any]:
+    """Microseconds of the requests, and their tokens."""
+    num_seats, chunk_tokens, longest, num_blocks = TOY_ENGINE_SIZES if toy else ENGINE_SIZES
+    work = workload(int(count), longest)
+
+    def run(cut: bool, xla: dict[str, str]) -> tuple[float, list[float]]:
+        """Microseconds, and the logprobs of the tokens of a few prompts."""
+        made = create_engine(
+            models.merged(cut=cut),
+            models.config,
+            num_seats=num_seats,
+            max_length=2 * longest,
+            block_size=BLOCK_SIZE,
+            dtype="bfloat16",
+            num_blocks=num_blocks,
+            mesh=models.mesh if cut else None,
+            chunk_tokens=chunk_tokens,
+            compiler_options=({} if toy else COMPILER_OPTIONS) | xla,
+        )
+        scores = made.score([prompt[:1] for prompt, _ in work[:16]], [prompt[1:] for prompt, _ in work[:16]])
+        times = [time_work(made, work) for _ in range(1 if toy else 2)]
+        return min(times), [logprob for score in scores for logprob in score.logprobs]
+
+    one, expected = run(False, {})
+    print(f"{count} requests: one GPU {one / 1e6:.2f} s", flush=True)
+    result: dict[str, Any] = dict(tokens=sum(new for _, new in work), one=one)
+    for name in variants:
+        result[name], logprobs = run(True, VARIANTS[name])
+        result["error"] = max(abs(ours - theirs) for ours, theirs in zip(logprobs, expected, strict=True))
+        print(f"   {name}: {result[name] / 1e6:.2f} s, {result['error']:.3f} nats", flush=True)
+        if not result["error"] <= MOST_NATS:
+            raise AssertionError(f"logprobs differ by {result['error']:.3f} nats")
+    several = min(result[name] for name in variants)
+    return result | {"several": several, "speedup": one / several}
+
+
+def time_work(engine: Engine, work: list[Request]) -> float:
+    """Microseconds."""
+    begin = time.perf_counter()
+    if run_work(engine, work) != sum(new for _, new in work):
+        raise AssertionError("not all tokens came")
+    return (time.perf_counter() - begin) * 1e6
+
+
 def measure(part: str, shapes: Any, mesh: Mesh, options: argparse.Namespace, store: Store) -> None:
     checked = models = None
     for shape in shapes:
         if f"{part} {shape}" in store.points:
             continue
-        if part in ("step", "prefill") and models is None:
+        if part in ("step", "prefill", "engine") and models is None:
             config = (llama_step.toy if options.toy else llama_step.llama_3_8b)(CHECKED_LAYERS)
             checked = Models.create(config, mesh)
             models = checked.with_layers(3 if options.toy else options.layers)
-        if checked is not None and models is not None:
+        if part == "engine" and models is not None:
+            result = engine(shape, models, options.variants, options.toy)
+        elif checked is not None and models is not None:
             length = int(shape.split("x")[1])
             one_step = decode_step.step if part == "step" else functools.partial(prompts, length=length)
             result = model_step(shape, checked, models, one_step, options.variants)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.soak.engine import soak
 from jaxpaged import (
@@ -741,12 +740,7 @@ def test_soak_in_a_pool_of_a_third_of_what_the_seats_may_need(prefix_cache):
 def test_an_engine_on_four_devices_gives_the_tokens_of_one(load):
     """Each device has one of the heads of every sequence; the pool is tight, and prefixes are found."""
     prompts, params, expected = load
-    mesh = jax.make_mesh((toy_model.HEADS,), ("heads",))
-    sizes = dict(block_size=BLOCK_SIZE, num_kv_heads=toy_model.HEADS, head_dim=toy_model.HEAD_DIM)
-    create = functools.partial(KVCache.create, num_blocks=TIGHT + 1, dtype="float32", **sizes)
-    cache = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec(None, None, "heads")))()
-    weights = toy_model.weights_over_heads(mesh)
-    model = dict(model=toy_model.apply_to_heads, weights=weights, cache=cache)
+    model, mesh = toy_model.over_heads(4, num_blocks=TIGHT + 1)
     engine = create_engine(**model, prefix_cache=True, host_cache_bytes=10**6)
 
     def tokens():
@@ -757,7 +751,7 @@ def test_an_engine_on_four_devices_gives_the_tokens_of_one(load):
     assert engine.stats().num_preempted > 0
     engine.update_weights(toy_model.weights_over_heads(mesh, 1))
     assert tokens() != [[tokens for tokens, _ in completions] for completions in expected]
-    engine.update_weights(weights)
+    engine.update_weights(model["weights"])
     tokens()
     assert tokens() == [[tokens for tokens, _ in completions] for completions in expected]
     assert engine.stats().num_found > engine.stats().num_brought > 0  # each device has its part of what is on the host

@@ -2,21 +2,35 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
-from tests.toy_model import BLOCKS, SEATS, create_engine, requests
+from tests.toy_model import BLOCKS, SEATS, create_engine, over_heads, requests
 
 pytestmark = pytest.mark.gpu
 
 PROMPTS, PARAMS = requests(60, seed=3)
+HOST_MEMORY = dict(prefix_cache=True, num_blocks=BLOCKS // 2, host_cache_bytes=2**24)
+
+
+def on_two_gpus(num_blocks=BLOCKS + 1, **options):
+    if len(jax.devices()) < 2:
+        pytest.skip("one GPU")
+    model, _ = over_heads(2, num_blocks)
+    return create_engine(**model, **options)
+
+
 ENGINES = {
     "plain": create_engine,
     "widths": functools.partial(create_engine, widths=(2, 3)),
     "prefix cache": functools.partial(create_engine, prefix_cache=True, num_blocks=BLOCKS // 2),
-    "host memory": functools.partial(create_engine, prefix_cache=True, num_blocks=BLOCKS // 2, host_cache_bytes=2**24),
+    "host memory": functools.partial(create_engine, **HOST_MEMORY),
     "drafts": functools.partial(create_engine, widths=(SEATS, 2 * SEATS), drafts=3),
     "exact": functools.partial(create_engine, exact=True),
+    "two GPUs": on_two_gpus,
+    "two GPUs, host memory": functools.partial(on_two_gpus, **HOST_MEMORY),
+    "two GPUs, drafts": functools.partial(on_two_gpus, widths=(SEATS, 2 * SEATS), drafts=3),
 }
 
 

@@ -6,7 +6,7 @@
   context    one sequence, its blocks over the GPUs: `context_parallel_attention` against `paged_attention`
   engine     tensor parallel: an engine for that model, whose caches lie on all GPUs, with a number of the requests of
              benchmarks/engine/throughput.py
-  engines    data parallel: the same requests, model x number, over an engine on each GPU
+  engines    data parallel: an engine on each GPU, each with as many of the same requests, model x number
 
 Before a part is timed, its results on several GPUs are compared with the results of one GPU. For a model these are the
 logits of two layers; the timed layers are copies of the two. The collectives of each compiled program are counted: none
@@ -73,7 +73,7 @@ MOST_NATS = 0.3  # logits of two and of one GPU differ by up to 2% of the larges
 
 
 def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
-    """Microseconds of the requests, and their tokens."""
+    """Microseconds of the requests on one engine, and on as many as GPUs, each with all of them; and their tokens."""
     name, count = shape.split("x")
     config, sizes = CONFIGS[name], SIZES[name]
     work = workload(int(count), sizes.longest)
@@ -91,16 +91,16 @@ def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
         made = list(threads.map(create, mesh.devices.flat))
 
         def serve(engines: list[Engine]) -> float:
-            shares = [work[i :: len(engines)] for i in range(len(engines))]
             begin = time.perf_counter()
-            if sum(threads.map(run_work, engines, shares)) != sum(new for _, new in work):
-                raise AssertionError("not all tokens came")
+            for tokens in threads.map(run_work, engines, [work] * len(engines)):
+                if tokens != sum(new for _, new in work):
+                    raise AssertionError("not all tokens came")
             return (time.perf_counter() - begin) * 1e6
 
         serve(made)  # warm
         runs = [(serve(made[:1]), serve(made)) for _ in range(1 if toy else 3)]
     one, several = (statistics.median(times) for times in zip(*runs, strict=True))
-    return dict(tokens=sum(new for _, new in work), one=one, several=several, speedup=one / several)
+    return dict(tokens=sum(new for _, new in work), one=one, several=several, speedup=len(made) * one / several)
 
 
 class Models:

@@ -228,7 +228,8 @@ def engine(count: str, models: Models, variants: list[str], toy: bool) -> dict[s
 
     one, expected = run(False, {})
     print(f"{count} requests: one GPU {one / 1e6:.2f} s", flush=True)
-    result: dict[str, Any] = dict(tokens=sum(new for _, new in work), one=one)
+    tokens = sum(new for _, new in work)
+    result: dict[str, Any] = dict(layers=models.config.num_layers, tokens=tokens, one=one)
     for name in variants:
         result[name], logprobs = run(True, VARIANTS[name])
         result["error"] = max(abs(ours - theirs) for ours, theirs in zip(logprobs, expected, strict=True))

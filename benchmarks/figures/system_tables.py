@@ -39,6 +39,8 @@ SEVERAL_GPUS = {
     "step": "tensor parallel, a step of Llama-3-8B",
     "prefill": "tensor parallel, prompts of Llama-3-8B",
     "context": "context parallel, attention",
+    "engine": "tensor parallel, an engine for Llama-3-8B",
+    "engines": "data parallel, an engine on each",
 }
 
 
@@ -234,9 +236,10 @@ def allocator_in_a_step(points: Points) -> str:
 
 def several_gpus(points: Points) -> str:
     rows = []
-    for name, p in points("h200/several_gpus").items():
-        part, shape = name.split()
-        share = us(p["share"]) if "share" in p else ""
-        times = us(p["one"]), share, us(p["several"]), f"{p['speedup']:.2f}"
-        rows.append([SEVERAL_GPUS[part], label(f"32/8 {shape}"), *times])
-    return table(("what", "sequences x length", "one GPU", "its share", "two GPUs", "times as fast"), rows)
+    for gpu in ("H200", "H100"):
+        for name, p in points(f"{gpu.lower()}/several_gpus").items():
+            part, shape = name.split()
+            size = f"{shape.split('x')[-1]} requests" if part.startswith("engine") else label(f"32/8 {shape}")
+            share = us(p["share"]) if "share" in p else ""
+            rows.append([gpu, SEVERAL_GPUS[part], size, us(p["one"]), share, us(p["several"]), f"{p['speedup']:.2f}"])
+    return table(("GPU", "what", "sequences x length", "one GPU", "its share", "two GPUs", "times as fast"), rows)

@@ -249,7 +249,10 @@ def test_what_is_said_of_host_memory_is_in_the_files():
 def test_what_is_said_of_scoring_is_in_the_file():
     found, text = tables.points("h100/engine_score"), words_of("docs/engine.md")
     last, rates = found["round 2"], found["rates"]
+    wide = tables.points("h100/engine_score_wide")["round 2"]
     for figure in (
+        f"scores {wide['tokens_per_s']:,.0f} tokens a second, {wide['of_floor']:.0%} of the floor",
+        f"wait up to {wide['seconds'] / wide['steps'] * 1000:.0f} ms",
         f"are scored at {last['tokens_per_s']:,.0f} tokens a second. That is {last['of_floor']:.0%} of the floor",
         f"{rates['hot_tflops']:.0f} TFLOP/s; before, it has {rates['cold_tflops']:.0f}",
     ):

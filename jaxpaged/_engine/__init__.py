@@ -13,6 +13,7 @@ request:
    `counting` counts, and `requests.make_output` makes what `step` returns.
 
 `options` checks what an engine is made with, `defaults` chooses what is left open, and `inputs` checks weights and
-caches. `host_tier` keeps the account of blocks in host memory, `host_copies` moves them. `rollouts` leaves tokens on
-the device, `on_mesh` is for several devices, `interrupts` for Ctrl-C, and `generate` is an engine for one call.
+caches. `host_tier` keeps the account of blocks in host memory, `host_copies` moves them. `room` keeps room on a GPU for
+what comes and goes, `rollouts` leaves tokens on the device, `on_mesh` is for several devices, `interrupts` for Ctrl-C,
+and `generate` is an engine for one call.
 """

@@ -22,6 +22,7 @@ from jaxpaged._cache.transfer import put_blocks, take_blocks
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.on_mesh import whole_beside
 from jaxpaged._engine.requests import Row
+from jaxpaged._engine.room import keep_room
 from jaxpaged._engine.state import State
 from jaxpaged._integers import checked_size
 
@@ -36,7 +37,6 @@ MOVED_PAGES = 32  # likewise: for 32 layers a program of so many takes 11 s to c
 PARTS = 1, 4, 16  # [host_room_h100]
 MOST_STAGED = 2  # times what the largest moves, on their way to the device [host_room_h100]
 MOST_LEAVING = 2  # times what the largest moves, on their way from there
-GUARD_BYTES = 256 * 1024  # of an array between two rooms for pages: too large for a gap elsewhere
 MOST_PROMPTS, MOST_TOKENS = 32, 2**18  # of which a program moves blocks; tokens: if all are as long as they may be
 
 
@@ -131,7 +131,7 @@ class HostCopies:
         jitted = jax.jit(take, compiler_options=compiler_options)
         to_take = [jitted.lower(state, self._inputs([], size)) for size in self._sizes]
         _, (page, *_) = to_take[0].out_info
-        self._nothing = self._empty(page)
+        self._nothing: Page = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), page)
         in_place = jax.jit(put, donate_argnums=0, compiler_options=compiler_options)
         to_put = [in_place.lower(state, self._inputs([], size), [self._nothing] * size) for size in self._sizes]
         with ThreadPoolExecutor(4) as threads:
@@ -139,22 +139,9 @@ class HostCopies:
         self._take_out, self._put_in = (dict(zip(self._sizes, programs, strict=True)) for programs in compiled)
         pages = [jax.device_put(self._nothing, self._on_host) for _ in range(self.capacity + self.most_leaving)]
         jax.block_until_ready(pages)
-        self._kept = self._keep_room(whole_beside(state.caches, mesh)) if _device.is_gpu() else []
-
-    def _keep_room(self, device: Any) -> list[jax.Array]:
-        """Leaves room of a page's size between arrays that stay, for each page that may be on its way. JAX's allocator
-        takes the least room that suffices, so pages never lie where the slice's scratch memory was. If that moves, XLA
-        changes the slice's CUDA graph, and to change it takes as long as a step. [host_room_h100]"""
-        places = [
-            (self._empty(self._nothing), jnp.zeros(GUARD_BYTES, jnp.uint8, device=device))
-            for _ in range(self.most_staged + self.most_leaving)
-        ]
-        jax.block_until_ready(places)
-        return [guard for _, guard in places]
-
-    def _empty(self, page: Any) -> Page:
-        """Zeros on the device, shaped as this page."""
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._on_device), page)
+        if _device.is_gpu():
+            most = self.most_staged + self.most_leaving
+            self._kept = keep_room(self._nothing, most, whole_beside(state.caches, mesh))
 
     def bring(self, pages: list[Page]) -> list[Page]:
         """Begins to copy pages to the device."""

@@ -18,10 +18,12 @@ from jaxpaged._engine.on_mesh import on_each_device, whole_beside
 from jaxpaged._engine.options import Options
 from jaxpaged._engine.packing import num_words, pack
 from jaxpaged._engine.requests import make_inbox
+from jaxpaged._engine.room import keep_room
 from jaxpaged._engine.slices import Apply, Setup, run_packed, tell
 from jaxpaged._engine.state import Inbox, Report, State
 
 MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
+MOST_CROSSING = 4  # inboxes on the device at once, and reports: of slices that run, wait or are read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Program:
         no_report: what is the last report for the first slice.
         inbox_of: `make_inbox` with the sizes of the engine.
         report_types: shapes and dtypes of a report.
+        kept: arrays between which there is room for the reports and inboxes under way.
     """
 
     run: jax.stages.Compiled
@@ -42,6 +45,7 @@ class Program:
     no_report: jax.Array
     inbox_of: Callable[..., Inbox]
     report_types: Report
+    kept: list[jax.Array]
 
 
 def first_state(caches: Any, options: Options) -> tuple[tuple[Kind, ...], State]:
@@ -109,4 +113,7 @@ def compile_program(
     jitted = jax.jit(function, donate_argnums=(1, 2), keep_unused=True, compiler_options=options.compiler_options)
     # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
     run = jitted.lower(weights, state, no_report, pack(no_news)).compile()
-    return Program(run, jax.jit(jnp.copy).lower(no_report).compile(), no_report, inbox_of, report_types)
+    copy = jax.jit(jnp.copy).lower(no_report).compile()
+    crossing = (no_report, jax.device_put(pack(no_news), no_report.sharding))
+    kept = keep_room(crossing, MOST_CROSSING, no_report.sharding) if options.is_gpu else []
+    return Program(run, copy, no_report, inbox_of, report_types, kept)

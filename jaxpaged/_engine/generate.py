@@ -55,7 +55,7 @@ def generate(
 
     Raises:
         ValueError: no prompts, another number of params than of prompts, an empty prompt, a size that is no int or
-            below 1, or an `apply` that does not return what it should.
+            below 1, an adapter, or an `apply` that does not return what it should.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
@@ -95,6 +95,7 @@ def generate(
         max_length=max_length,
         chunk_tokens=max(1, min(MOST_CHUNK_TOKENS, sum(lengths))),
         num_stop_ids=max(len(request.stop_token_ids) for request in each),
+        max_logprobs=max(request.top_logprobs for request in each),
         prefix_cache=any(request.n > 1 for request in each),  # a prompt of n completions is computed once
     )
     return engine.generate(prompts, each, progress=progress)

@@ -5,8 +5,19 @@ import functools
 import numpy as np
 import pytest
 
-from jaxpaged import SamplingParams
-from tests.toy_model import BLOCKS, MAX_TOKENS, TIGHT, create_engine, fewer_blocks, logits_after, random_weights
+from jaxpaged import SamplingParams, generate
+from tests.toy_model import (
+    BLOCKS,
+    HEAD_DIM,
+    HEADS,
+    MAX_TOKENS,
+    TIGHT,
+    apply,
+    create_engine,
+    fewer_blocks,
+    logits_after,
+    random_weights,
+)
 
 MOST = 4
 
@@ -85,3 +96,16 @@ def test_more_than_the_engine_looks_for_are_refused():
             SamplingParams(top_logprobs=wrong)
     with pytest.raises(ValueError, match="max_logprobs must be"):
         create_engine(max_logprobs=-1)
+
+
+def test_generate_makes_an_engine_that_reports_as_many_as_are_asked_for():
+    def model(weights, tokens, positions, caches, attend):
+        cache, logits = apply(weights, tokens, positions, *caches, attend)
+        return (cache,), logits
+
+    params = [SamplingParams(max_tokens=3, temperature=0, top_logprobs=num) for num in (0, 2)]
+    sizes = dict(num_layers=1, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
+    prompt = [3, 1, 4]
+    _, output = generate(model, random_weights(), [prompt, prompt], params, **sizes)
+    (completion,) = output.outputs
+    check(completion.top_logprobs, prompt + completion.token_ids, len(prompt), 2)

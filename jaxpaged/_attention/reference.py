@@ -53,8 +53,9 @@ def paged_attention_reference(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What `paged_attention` must compute, in float32 at the highest precision.
 
-    It takes the arguments and options of `jaxpaged.paged_attention`, and is meant for tests: it gathers the whole table
-    of every sequence and holds `[seqs, heads, q_len, max_blocks * block_size]` logits.
+    It takes the arguments and options of `jaxpaged.paged_attention`, except those that only say how to compute it:
+    `implementation`, `num_partitions`, `plan` and `shared_prefix`. It is meant for tests: it gathers the whole table of
+    every sequence and holds `[seqs, heads, q_len, max_blocks * block_size]` logits.
 
     Returns:
         The output, and with `return_lse` also the lse, shaped as in `jaxpaged.paged_attention`. Both are float32; the

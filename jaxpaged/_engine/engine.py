@@ -178,7 +178,7 @@ class Engine:
 
         Raises:
             ValueError: a request can never be served. No request is started then.
-            RuntimeError: the engine is lost, as in `step`.
+            RuntimeError: the engine is asleep or lost, as in `step`.
         """
         outputs: dict[int, RequestOutput] = {}
         with self._serving(prompts, params) as request_ids:
@@ -197,7 +197,8 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields each request whenever it has new tokens. Request ids are in the prompts' order.
 
-        If you leave the loop early, requests that are not finished are aborted.
+        If you leave the loop early, requests that are not finished are aborted. It raises what `generate` raises, but
+        only once it is asked for the first output.
         """
         with self._serving(prompts, params) as request_ids:
             while not self._books.requests.keys().isdisjoint(request_ids):
@@ -211,7 +212,7 @@ class Engine:
 
         Raises:
             ValueError: no prompts, or as in `generate`.
-            RuntimeError: the engine is lost, as in `step`.
+            RuntimeError: the engine is asleep or lost, as in `step`.
         """
         each = [dataclasses.replace(of_one, logprobs=True) for of_one in params_for_each(prompts, params)]
         if not each:
@@ -248,7 +249,7 @@ class Engine:
         Raises:
             ValueError: another number of prompts than of tokens, or one that can never be served. Nothing is started
                 then.
-            RuntimeError: the engine is lost, as in `step`.
+            RuntimeError: the engine is asleep or lost, as in `step`.
 
         Example:
             >>> [score] = engine.score([prompt], [continuation])  # doctest: +SKIP
@@ -288,6 +289,7 @@ class Engine:
             Whether the engine knew it. It forgets a request once `step` has returned its end.
 
         Raises:
+            ValueError: a completion without its request.
             RuntimeError: the engine is lost, as in `step`.
         """
         self._runner.check_usable()
@@ -303,9 +305,9 @@ class Engine:
         Ctrl-C in it loses nothing: call `step` again. What it has returned is yours, and is not told again.
 
         Raises:
-            RuntimeError: a slice failed. If it had started, the donated caches are gone and the engine is lost: this
-                call and every later one except `stats` raise this error, with the failure as its cause. Make another
-                engine, and add the unfinished requests again.
+            RuntimeError: the engine is asleep; or a slice failed. If it had started, the donated caches are gone and
+                the engine is lost: this call and every later one except `stats` raise this error, with the failure as
+                its cause. Make another engine, and add the unfinished requests again.
         """
         self._runner.advance()
         return self._books.take_news()
@@ -331,9 +333,9 @@ class Engine:
     def sleep(self) -> None:
         """Frees the memory of the caches' keys and values, for instance for a learner. Does nothing if asleep already.
 
-        What the prefix cache knew is lost, in host memory too. Until `wake_up`, requests are taken but
-        not served, and weights may change; the engine keeps its references to the weights. Scales that a cache has
-        beside its keys and values stay.
+        What the prefix cache knew is lost, in host memory too. Until `wake_up`, `add_request` takes requests that
+        nothing serves yet, and weights may change; the engine keeps its references to the weights. Scales that a cache
+        has beside its keys and values stay.
 
         Raises:
             RuntimeError: requests are not finished: finish or abort them first; or a slice failed, as in `step`: once
@@ -342,7 +344,11 @@ class Engine:
         self._runner.sleep()
 
     def wake_up(self) -> None:
-        """Takes memory for the caches again, after `sleep`. The engine's program is not compiled again."""
+        """Takes memory for the caches again, after `sleep`. The engine's program is not compiled again.
+
+        Raises:
+            RuntimeError: the engine is lost, as in `step`.
+        """
         self._runner.wake_up()
 
     def stats(self) -> EngineStats:

@@ -195,7 +195,7 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
             f"it was every {at_once['2_steps_loop_us']:.1f} us in slices of two",
             f"a step takes {steps['single_64_ms']:.1f} ms with 64 rows, {steps['single_128_ms']:.1f} ms with 128",
             f"{steps['single_384_ms']:.1f} ms with 384, and {steps['mixed_1024_ms']:.0f} ms with 1,024 rows",
-            f"a plan and a commit take {steps['scheduling_us']:.0f} us of it",
+            f"the scheduler's `plan` and `commit` take {steps['scheduling_us']:.0f} us of it",
         ],
         "docs/coming_from/vllm.md": [
             f"gives {parts[1]:.2f} times the tokens a second of vLLM 0.25.1 for 1,024 requests at once",

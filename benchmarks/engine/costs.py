@@ -11,7 +11,7 @@ from benchmarks.engine.workload import Request, kv_tokens
 from benchmarks.harness import random, slope_microseconds
 from benchmarks.models.llama_step import LlamaConfig
 from jaxpaged import Engine
-from jaxpaged._engine.inputs import pools_of
+from jaxpaged._engine.inputs import keys_and_values
 from jaxpaged._engine.kinds import Kind
 
 
@@ -46,7 +46,7 @@ class Costs:
             kinds=engine._runner.kinds,
             weight_bytes=2 * (layer_params + head_params),
             kv_bytes=sum(
-                pool.nbytes // (pool.shape[0] * pool.shape[1]) for pool in pools_of(engine._runner.state.caches)
+                pool.nbytes // (pool.shape[0] * pool.shape[1]) for pool in keys_and_values(engine._runner.state.caches)
             ),
             layer_params=layer_params,
             head_params=head_params,

@@ -96,8 +96,7 @@ class Books:
 
     @property
     def wants_logprobs(self) -> bool:
-        sent = itertools.chain.from_iterable(sent.rows for sent in self.under_way)
-        return any(row.wants_logprobs for row in itertools.chain(sent, self.on_device.values()))
+        return any(row.wants_logprobs for row in self.rows_sent)
 
     @without_interrupts()
     def add(self, prompt: np.ndarray, params: SamplingParams, given: np.ndarray | None = None) -> int:

@@ -61,6 +61,6 @@ def pool_sizes(caches: Any) -> tuple[int, int]:
     return num_blocks, block_size
 
 
-def pools_of(caches: Any) -> list[jax.Array]:
+def keys_and_values(caches: Any) -> list[jax.Array]:
     """The arrays that hold keys and values, without their scales."""
     return [pool for cache in caches_in(caches) for pool in (cache.k, cache.v) if pool is not None]

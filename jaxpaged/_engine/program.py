@@ -22,7 +22,6 @@ from jaxpaged._engine.room import keep_room
 from jaxpaged._engine.slices import Apply, Setup, run_packed, tell
 from jaxpaged._engine.state import Inbox, Report, State
 
-MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
 MOST_CROSSING = 4  # inboxes on the device at once, and reports: of slices that run, wait or are read
 
 
@@ -35,7 +34,7 @@ class Program:
             report. The state and the last report are donated.
         copy: `copy(report)`, which the host may read while the report is donated.
         no_report: what is the last report for the first slice.
-        inbox_of: `make_inbox` with the sizes of the engine.
+        inbox_of: `make_inbox` of the engine.
         report_types: shapes and dtypes of a report.
         kept: arrays between which there is room for the reports and inboxes under way.
     """
@@ -59,34 +58,14 @@ def first_state(caches: Any, options: Options) -> tuple[tuple[Kind, ...], State]
         least_spared=chosen_least_spared(caches) if shares else None,
         cost=functools.partial(step_cost, is_gpu=options.is_gpu) if options.drafts else None,
     )
-    state = State.create(
-        caches,
-        kinds,
-        options.sizes,
-        max_requests=options.max_requests,
-        max_steps=options.steps_per_slice,
-        num_stop_ids=options.num_stop_ids,
-        num_adapters=options.num_adapters,
-        windows=options.windows,
-        prefix_cache=options.prefix_cache,
-        drafts=options.drafts,
-        max_logprobs=options.max_logprobs,
-        hidden=options.hidden,
-    )
-    return kinds, state
+    return kinds, State.create(caches, kinds, options)
 
 
 def compile_program(
     apply: Apply, weights: Any, state: State, kinds: tuple[Kind, ...], mesh: Mesh | None, options: Options
 ) -> Program:
     """For weights and a state that lie as these do."""
-    inbox_of = functools.partial(
-        make_inbox,
-        num_rows=min(MOST_ARRIVALS, options.max_requests),
-        max_length=options.sizes.max_length,
-        max_requests=options.max_requests,
-        num_stop_ids=options.num_stop_ids,
-    )
+    inbox_of = functools.partial(make_inbox, options)
     forgets = np.zeros(1 + options.num_adapters, np.bool_)
     no_news = inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=forgets)
     setup = Setup(

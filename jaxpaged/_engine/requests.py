@@ -17,6 +17,7 @@ from jaxpaged._engine.sampling import Likely
 from jaxpaged._engine.state import Inbox, Report
 from jaxpaged._scheduler.records import RequestStatus, Sampling
 
+MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
 FINISH_REASONS = {RequestStatus.STOPPED: "stop", RequestStatus.EXHAUSTED: "length", RequestStatus.ABORTED: "abort"}
 
 
@@ -186,29 +187,26 @@ def completion_seed(seed: int, index: int) -> int:
 
 
 def make_inbox(
+    options: Options,
     rows: Sequence[Row],
     aborts: Sequence[int],
     *,
-    num_rows: int,
-    max_length: int,
-    max_requests: int,
-    num_stop_ids: int,
     wants_logprobs: bool,
     num_steps: int,
     forgets: np.ndarray,
 ) -> Inbox:
     """An inbox whose shapes and dtypes are the same whatever is in it."""
-    params = [row.params for row in rows]
+    params, num_rows = [row.params for row in rows], min(MOST_ARRIVALS, options.max_requests)
 
     def column(values: Sequence[float], dtype: type) -> Any:
         return np.asarray([*values, *[0] * (num_rows - len(rows))], dtype)
 
     inbox = Inbox(
-        prompts=np.zeros((num_rows, max_length), np.int32),
+        prompts=np.zeros((num_rows, options.sizes.max_length), np.int32),
         prompt_lengths=column([len(row.prompt) for row in rows], np.int32),
         max_new_tokens=column([p.max_tokens for p in params], np.int32),
         priorities=column([p.priority for p in params], np.int32),
-        stop_ids=np.full((num_rows, num_stop_ids), -1, np.int32),
+        stop_ids=np.full((num_rows, options.num_stop_ids), -1, np.int32),
         sampling=Sampling(
             temperature=column([p.temperature for p in params], np.float32),
             top_k=column([p.top_k for p in params], np.int32),
@@ -218,7 +216,7 @@ def make_inbox(
         ),
         families=column([row.request_id % 2**31 for row in rows], np.int32),
         spans=np.zeros((num_rows, 2), np.int32),
-        aborts=np.zeros(max_requests, np.bool_),
+        aborts=np.zeros(options.max_requests, np.bool_),
         forgets=forgets,
         wants_logprobs=np.asarray(wants_logprobs),
         num_steps=np.asarray(num_steps, np.int32),

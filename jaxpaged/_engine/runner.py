@@ -16,14 +16,15 @@ from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import counted
 from jaxpaged._engine.host_copies import HostCopies
 from jaxpaged._engine.host_tier import HostTier, Moves, NoHostTier
-from jaxpaged._engine.inputs import own, pools_of
+from jaxpaged._engine.inputs import keys_and_values, own
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.on_mesh import find_mesh, replicate
 from jaxpaged._engine.options import Options
 from jaxpaged._engine.packing import pack, unpack
-from jaxpaged._engine.program import MOST_ARRIVALS, compile_program, first_state
+from jaxpaged._engine.program import compile_program, first_state
 from jaxpaged._engine.pytrees import difference
 from jaxpaged._engine.records import EngineStats
+from jaxpaged._engine.requests import MOST_ARRIVALS
 from jaxpaged._engine.rollouts import Collector
 from jaxpaged._engine.slices import Apply
 from jaxpaged._engine.state import Report, State
@@ -255,7 +256,7 @@ class Runner:
             self.advance()
         while self.books.under_way:  # what they hold is memory, and a failure of theirs is told once
             self.receive()
-        pools = [(x, jax.typeof(x), x.sharding) for x in pools_of(self.state.caches)]
+        pools = [(x, jax.typeof(x), x.sharding) for x in keys_and_values(self.state.caches)]
         with without_interrupts():
             self.tier.clear()
             self._asleep = pools

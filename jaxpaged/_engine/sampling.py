@@ -45,9 +45,9 @@ class Likely:
     logprobs: jax.Array  # float32 [..., num]
 
     @classmethod
-    def create(cls, *shape: int, num: int) -> "Likely | None":
+    def create(cls, size: int, num: int) -> "Likely | None":
         """Zeros; None for a `num` of 0."""
-        return cls(jnp.zeros((*shape, num), jnp.int32), jnp.zeros((*shape, num), jnp.float32)) if num else None
+        return cls(jnp.zeros((size, num), jnp.int32), jnp.zeros((size, num), jnp.float32)) if num else None
 
     @classmethod
     def of(cls, logits: jax.Array, num: int) -> "Likely | None":
@@ -147,7 +147,7 @@ def with_likely(
         return logprobs(logits), Likely.of(logits, num_likely)
 
     def unwanted(logits: jax.Array) -> tuple[jax.Array, Likely | None]:
-        return jnp.zeros(logits.shape[0], jnp.float32), Likely.create(logits.shape[0], num=num_likely)
+        return jnp.zeros(logits.shape[0], jnp.float32), Likely.create(logits.shape[0], num_likely)
 
     return lax.cond(wants_logprobs, wanted, unwanted, logits)
 

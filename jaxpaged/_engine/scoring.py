@@ -56,13 +56,13 @@ class Told:
         most_scored = max(map(num_scored, kinds))
         return cls(
             jnp.zeros(num_drawn, jnp.float32),
-            Likely.create(num_drawn, num=num_likely),
+            Likely.create(num_drawn, num_likely),
             Scores(
                 request_ids=jnp.full(most_scored, scheduler.max_requests, jnp.int32),
                 positions=jnp.zeros(most_scored, jnp.int32),
                 logprobs=jnp.zeros(most_scored, jnp.float32),
                 is_best=jnp.zeros(most_scored, jnp.bool_),
-                likely=Likely.create(most_scored, num=num_likely),
+                likely=Likely.create(most_scored, num_likely),
             ),
         )
 
@@ -153,8 +153,8 @@ def score_and_sample(
     kind: Kind,
     wants_logprobs: jax.Array,
     *,
-    is_processed: bool = False,
-    num_likely: int = 0,
+    is_processed: bool,
+    num_likely: int,
 ) -> tuple[jax.Array, jax.Array, Likely | None, Scores]:
     """The next token of each seat, int32 `[seats]`, its logprob, float32 `[seats]`, the most likely tokens there, and
     the scores of the step's rows.
@@ -201,7 +201,7 @@ def score_and_sample(
         return score(head(rows), given[rows], wants_logprobs, num_likely=num_likely)
 
     def skip_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
-        return jnp.zeros_like(rows), jnp.zeros(size, jnp.float32), Likely.create(size, num=num_likely)
+        return jnp.zeros_like(rows), jnp.zeros(size, jnp.float32), Likely.create(size, num_likely)
 
     # Not a loop that ends by a condition: a GPU's call would wait for the model. [slices_h100]
     is_used = jnp.arange(0, len(scored), size) < is_scored.sum(dtype=jnp.int32)

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
-from jaxpaged._engine.defaults import Sizes
 from jaxpaged._engine.drafting import Drafting
-from jaxpaged._engine.inputs import pool_sizes
 from jaxpaged._engine.kinds import Kind
+from jaxpaged._engine.options import Options
 from jaxpaged._engine.packing import num_words
 from jaxpaged._engine.prefix_groups import SeatGroups
 from jaxpaged._engine.sampling import Likely
@@ -41,57 +40,42 @@ class State:
     drafting: Drafting | None  # None: no drafts
 
     @classmethod
-    def create(
-        cls,
-        caches: Any,
-        kinds: Sequence[Kind],
-        sizes: Sizes,
-        *,
-        max_requests: int,
-        max_steps: int,
-        num_stop_ids: int,
-        num_adapters: int,
-        windows: tuple[int | None, ...],
-        prefix_cache: bool,
-        drafts: int,
-        max_logprobs: int,
-        hidden: jax.ShapeDtypeStruct | None = None,
-    ) -> State:
-        """An engine's without requests. `max_steps`: of a slice; the others as `Engine` has them."""
-        num_blocks, block_size = pool_sizes(caches)
-        num_seats, max_length = sizes.num_seats, sizes.max_length
+    def create(cls, caches: Any, kinds: Sequence[Kind], options: Options) -> State:
+        """An engine's without requests."""
+        num_seats, max_length, max_requests = options.sizes.num_seats, options.sizes.max_length, options.max_requests
+        pool = dict(num_blocks=options.num_blocks, block_size=options.block_size)
         prefixes = None
-        if prefix_cache and max_length >= block_size:  # else it could never find a block
-            prefixes = PrefixCache.create(
-                num_blocks=num_blocks, block_size=block_size, secret=secrets.randbits(128), num_groups=len(windows)
-            )
+        if options.prefix_cache and max_length >= options.block_size:  # else it could never find a block
+            prefixes = PrefixCache.create(**pool, secret=secrets.randbits(128), num_groups=len(options.windows))
         scheduler = Scheduler.create(
             max_requests=max_requests,
             num_seats=num_seats,
             max_length=max_length,
-            max_steps=max_steps,
-            num_stop_ids=num_stop_ids,
-            num_drafts=drafts,
-            num_adapters=num_adapters,
+            max_steps=options.steps_per_slice,
+            num_stop_ids=options.num_stop_ids,
+            num_drafts=options.drafts,
+            num_adapters=options.num_adapters,
             prefix_cache=prefixes,
         )
+        told = Told.create(scheduler, kinds, options.max_logprobs)
         return cls(
             scheduler=scheduler,
             allocator=BlockAllocator.create(
-                num_blocks=num_blocks,
-                block_size=block_size,
+                **pool,
                 num_seqs=num_seats,
-                max_blocks_per_seq=-(-max_length // block_size),
-                windows=windows,
+                max_blocks_per_seq=-(-max_length // options.block_size),
+                windows=options.windows,
             ),
             caches=caches,
-            told=jnp.zeros((max_steps, num_words(Told.create(scheduler, kinds, max_logprobs))), jnp.int32),
+            told=jnp.zeros((options.steps_per_slice, num_words(told)), jnp.int32),
             spans=jnp.zeros((max_requests, 2), jnp.int32),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(kinds), jnp.int32),
             seat_groups=SeatGroups.create(num_seats) if kinds[0].least_spared is not None else None,
             num_spared=jnp.zeros((), jnp.int32),
-            drafting=Drafting.create(num_seats, drafts, max_requests, hidden) if drafts else None,
+            drafting=Drafting.create(num_seats, options.drafts, max_requests, options.hidden)
+            if options.drafts
+            else None,
         )
 
 

@@ -177,13 +177,12 @@ def _choose_config(cache: KVCache, num_pairs: int) -> copy_config.Config | None:
         gpu = _device.gpu()
     except NotImplementedError:
         return None
-    limit = copy_config.limit(
+    if not copy_config.takes(
         block_numbers=block_numbers,
         num_blocks=num_layers * num_blocks,
         itemsize=itemsize,
         compute_capability=gpu.compute_capability,
-    )
-    if limit is not None:
+    ):
         return None
     return copy_config.default_config(
         block_numbers=block_numbers,

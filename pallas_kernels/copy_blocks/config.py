@@ -24,21 +24,14 @@ class Config:
     num_slice_programs: int  # of these, how many take pairs that are not direct
 
 
-def limit(*, block_numbers: int, num_blocks: int, itemsize: int, compute_capability: float) -> str | None:
-    """What this kernel cannot take, with the limit and the value; None: it takes the call.
-
-    `num_blocks` counts the blocks of a pool in all layers.
-    """
-    if compute_capability != 9.0:
-        return f"the copy kernel needs a GPU of compute capability 9.0; got {compute_capability=}."
-    if itemsize not in (1, 2, 4):
-        return f"the copy kernel moves numbers of 1, 2 or 4 bytes; got {itemsize=}."
-    if block_numbers % 16:
-        return f"the copy kernel takes blocks of a multiple of 16 numbers, keys or values; got {block_numbers=}."
-    width, _ = largest_tile(block_numbers, itemsize)
-    if num_blocks * (block_numbers // width) >= 2**31:
-        return f"the copy kernel takes less than 2^31 rows of {width} numbers; got {num_blocks=}."
-    return None
+def takes(*, block_numbers: int, num_blocks: int, itemsize: int, compute_capability: float) -> bool:
+    """Whether the kernel takes pools of so many blocks, in all layers, of `block_numbers` keys or values each."""
+    return (
+        compute_capability == 9.0
+        and itemsize in (1, 2, 4)
+        and block_numbers % 16 == 0
+        and num_blocks * (block_numbers // largest_tile(block_numbers, itemsize)[0]) < 2**31  # rows
+    )
 
 
 def default_config(

@@ -26,7 +26,7 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
         "free_list_holds_blocks": ((np.asarray(pool.free_list) >= 0) & (np.asarray(pool.free_list) < num_blocks)).all(),
     }
     if not all(first.values()):
-        return _broken(first)
+        return broken_names(first)
 
     num_held = -(-lengths // block_size)
     is_entry = (np.arange(tables.shape[1])[None] < num_held[:, None]) & ~is_passed
@@ -40,7 +40,7 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
     has_partial = lengths % block_size > 0
     partial = tables[has_partial, num_held[has_partial] - 1]
     rows = [row[entries] for row, entries in zip(tables, is_entry, strict=True)]
-    return _broken(
+    return broken_names(
         {
             "entries_beyond_a_sequence_are_null": (tables[~is_entry & ~is_passed] == 0).all(),
             "null_block_is_never_handed_out": named[0] == 0 and not is_free[0],
@@ -64,7 +64,7 @@ def _are_in_view(allocator: AllocatorState, lengths: np.ndarray, passed: np.ndar
     return bool(((passed >= 0) & (passed <= first_seen // allocator.block_size)).all())
 
 
-def _broken(invariants: dict[str, object]) -> tuple[str, ...]:
+def broken_names(invariants: dict[str, object]) -> tuple[str, ...]:
     return tuple(name for name, holds in invariants.items() if not holds)
 
 

@@ -141,7 +141,7 @@ class PrefixCache:
         self, allocator: BlockAllocator, tokens: jax.Array, lengths: jax.Array, salts: jax.Array
     ) -> tuple[PrefixCache, BlockAllocator, jax.Array]:
         num_columns = self._num_columns(allocator, tokens)
-        legal = (lengths > 0) & (lengths <= tokens.shape[1]) & allocator.is_seat_free
+        legal = (lengths > 0) & (lengths <= tokens.shape[1]) & (allocator.lengths == 0)
         num_full = jnp.where(legal, (lengths - 1) // allocator.block_size, 0)
         blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
         beginnings, _ = self.find(allocator, blocks, num_full, salts)

@@ -90,11 +90,6 @@ class AllocatorState:
         return (self.pool.extra_holders > 0).sum(dtype=jnp.int32)
 
     @property
-    def is_seat_free(self) -> jax.Array:
-        """Rows that hold nothing, bool `[seqs]`."""
-        return self.lengths == 0
-
-    @property
     def utilization(self) -> jax.Array:
         """The part of the pool that is held, 0 to 1, float32 `[]`."""
         return self.num_held.astype(jnp.float32) / (self.num_blocks - 1)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.inspection import broken_names
 from jaxpaged._allocator.state import most_blocks
 from jaxpaged._scheduler.records import RequestStatus
 from jaxpaged._scheduler.state import SchedulerState
@@ -22,7 +23,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
         "outbox_holds_its_steps": 0 <= int(scheduler.num_steps) <= scheduler.outbox_tokens.shape[0],
     }
     if not all(first.values()):
-        return _broken(first)
+        return broken_names(first)
 
     known, limits = np.asarray(scheduler.num_known), np.asarray(scheduler.limits)
     keys, arrivals = np.asarray(scheduler.keys), np.asarray(scheduler.arrivals)
@@ -34,7 +35,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
     num_blocks = -(-(limits[live] - 1) // allocator.block_size)
     most = [most_blocks(allocator.windows, n, allocator.block_size) for n in num_blocks.tolist()]
     unused = np.asarray(scheduler.outbox_request_ids)[int(scheduler.num_steps) :]
-    return _broken(
+    return broken_names(
         {
             "nobody_has_two_seats": len(set(seated.tolist())) == len(seated),
             "the_seated_run": set(seated.tolist()) == set(np.flatnonzero(statuses == RequestStatus.RUNNING).tolist()),
@@ -79,10 +80,6 @@ def prefix_figures(scheduler: SchedulerState, allocator: BlockAllocator) -> dict
         "a_change_is_due_where_somebody_left": bool(prefixes.is_due) or (left == scheduler.max_requests).all(),
         "cached_blocks_have_the_tokens_of_those_who_hold_them": are_theirs,
     }
-
-
-def _broken(invariants: dict[str, object]) -> tuple[str, ...]:
-    return tuple(name for name, holds in invariants.items() if not holds)
 
 
 def describe(scheduler: SchedulerState) -> str:

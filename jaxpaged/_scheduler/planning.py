@@ -193,11 +193,14 @@ def with_drafts[S: SchedulerState](scheduler: S, drafts: jax.Array, num_drafts: 
     """Drafts stand behind the known tokens, where `pack` and `commit` find them."""
     ordinals = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
     columns = per_seat(scheduler, scheduler.num_known)[:, None] + ordinals
-    is_draft = ordinals < num_drafts[:, None]
+    return dataclasses.replace(scheduler, tokens=put_tokens(scheduler, ordinals < num_drafts[:, None], columns, drafts))
+
+
+def put_tokens(scheduler: SchedulerState, is_wanted: jax.Array, columns: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`scheduler.tokens` with those that are wanted of `tokens`, `[seats, n]`."""
     dropped = scheduler.max_requests + jnp.arange(scheduler.num_seats, dtype=jnp.int32)
-    rows = jnp.where(is_draft, scheduler.seated[:, None], dropped[:, None])
-    tokens = scheduler.tokens.at[rows, columns].set(drafts, mode="drop", unique_indices=True)
-    return dataclasses.replace(scheduler, tokens=tokens)
+    rows = jnp.where(is_wanted, scheduler.seated[:, None], dropped[:, None])
+    return scheduler.tokens.at[rows, columns].set(tokens, mode="drop", unique_indices=True)
 
 
 def last_in_rank(is_seated: jax.Array, has_blocks: jax.Array, ranks: jax.Array) -> jax.Array:

@@ -24,16 +24,14 @@ def commit[S: SchedulerState](
     columns = num_known[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
 
     # 1. Which of them count.
-    is_new, is_stop = counted(scheduler, step, tokens, is_sampled, num_known, columns)
+    is_new, is_stop = which_count(scheduler, step, tokens, is_sampled, num_known, columns)
 
     # 2. They become known.
     num_known += is_new.sum(axis=1, dtype=jnp.int32)
-    dropped = num_requests + jnp.arange(scheduler.num_seats, dtype=jnp.int32)
-    rows = jnp.where(is_new, scheduler.seated[:, None], dropped[:, None])
     of_each = jnp.where(is_new, scheduler.seated[:, None], num_requests)
     scheduler = dataclasses.replace(
         scheduler,
-        tokens=scheduler.tokens.at[rows, columns].set(tokens, mode="drop", unique_indices=True),
+        tokens=planning.put_tokens(scheduler, is_new, columns, tokens),
         num_known=put(scheduler.num_known, scheduler.seated, is_sampled, num_known),
         outbox_tokens=scheduler.outbox_tokens.at[scheduler.num_steps].set(
             jnp.where(is_new, tokens, -1).reshape(-1), mode="drop"
@@ -69,7 +67,7 @@ def commit[S: SchedulerState](
     return scheduler, allocator
 
 
-def counted(
+def which_count(
     scheduler: SchedulerState,
     step: Step,
     tokens: jax.Array,

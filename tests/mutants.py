@@ -1215,7 +1215,7 @@ MUTANTS = (
     Mutant(
         "attention: absent tokens have no depth",
         TREE,
-        "mask | _absent(starts, words)",
+        "mask | _bits_below(jnp.maximum(-starts, 0), words)[:, None]",
         "mask",
         "tests/attention/test_tree.py::short_sequence",
     ),

@@ -111,28 +111,11 @@ def from_rows(mask: jax.Array | None, lengths: jax.Array) -> Tree | None:
     q_len, words = mask.shape[1:]
     index = jnp.arange(q_len, dtype=jnp.int32)[None]
     starts = lengths - q_len
-    bits = _cleaned(mask | _absent(starts, words), index)
-    depths = _depths(bits, index)
+    # Those before a sequence begins are seen: a depth counts them, as an ordinal does.
+    bits = mask | _bits_below(jnp.maximum(-starts, 0), words)[:, None]
+    bits = (bits | _own_bit(index, words)) & _bits_below(index + 1, words)  # a token sees itself, and none behind it
+    depths = jax.lax.population_count(bits & _bits_below(index, words)).sum(axis=-1).astype(jnp.int32)
     return Tree(bits, starts, jnp.pad(depths, ((0, 0), (0, words * BITS - q_len))))
-
-
-def _cleaned(bits: jax.Array, index: jax.Array) -> jax.Array:
-    """A token sees itself, and none behind it."""
-    words = bits.shape[-1]
-    return (bits | _own_bit(index, words)) & _bits_below(index + 1, words)
-
-
-def _absent(starts: jax.Array, words: int) -> jax.Array:
-    """The bits of tokens before a sequence begins, if it is shorter than its new tokens: uint32 [seqs, 1, words].
-
-    With them set, a token's depth counts the absent tokens too, as its ordinal does.
-    """
-    return _bits_below(jnp.maximum(-starts, 0), words)[:, None]
-
-
-def _depths(bits: jax.Array, index: jax.Array) -> jax.Array:
-    above = bits & _bits_below(index, bits.shape[-1])
-    return jax.lax.population_count(above).sum(axis=-1).astype(jnp.int32)
 
 
 def _own_bit(index: jax.Array, words: int) -> jax.Array:

@@ -73,7 +73,20 @@ def _is_widened(a: Call) -> bool:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(num_partitions: int, a: Call) -> tuple[jax.Array, jax.Array]:
-    return _online_softmax(num_partitions, a)
+    walk = Walk.of(a, num_partitions)
+
+    def step(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        acc, m, l = state
+        logits, v = walk.tile(i)
+        m_new = jnp.maximum(m, logits.max(axis=-1))
+        m_finite = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        p = jnp.exp(logits - m_finite[..., None])
+        alpha = jnp.exp(m - m_finite)
+        return acc * alpha[..., None] + _weighted(p, v), m_new, l * alpha + p.sum(axis=-1)
+
+    acc, l = walk.zeros()
+    acc, m, l = lax.fori_loop(0, walk.run.max(initial=0), step, (acc, l - jnp.inf, l))
+    return _reduce(walk, acc, m, l)
 
 
 @_attend.defjvp
@@ -125,23 +138,6 @@ def _weighted_sums(lse: jax.Array, num_partitions: int | None, call: Call) -> tu
     if call.options.sinks is not None:
         total += jnp.where(walk.sees_any, jnp.exp(by_row(call, call.options.sinks)[None] - lse), 0.0)
     return walk.by_token(values), walk.by_token(total)
-
-
-def _online_softmax(num_partitions: int, a: Call) -> tuple[jax.Array, jax.Array]:
-    walk = Walk.of(a, num_partitions)
-
-    def step(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        acc, m, l = state
-        logits, v = walk.tile(i)
-        m_new = jnp.maximum(m, logits.max(axis=-1))
-        m_finite = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-        p = jnp.exp(logits - m_finite[..., None])
-        alpha = jnp.exp(m - m_finite)
-        return acc * alpha[..., None] + _weighted(p, v), m_new, l * alpha + p.sum(axis=-1)
-
-    acc, l = walk.zeros()
-    acc, m, l = lax.fori_loop(0, walk.run.max(initial=0), step, (acc, l - jnp.inf, l))
-    return _reduce(walk, acc, m, l)
 
 
 def _weighted(p: jax.Array, v: jax.Array) -> jax.Array:

@@ -53,15 +53,15 @@ def check_options(
     if k_cache.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         missing = "k_scale" if k_scale is None else "v_scale"
         raise ValueError(f"an int8 cache needs k_scale and v_scale; got {missing}=None. Pass cache.{missing}.")
-    cap = optional("logits_soft_cap", logits_soft_cap, [()], positive=True)
-    window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
+    cap = optional("logits_soft_cap", logits_soft_cap, (), positive=True)
+    window = optional("sliding_window", sliding_window, (), jnp.int32, positive=True)
     return AttentionOptions(
-        scale=jnp.asarray(k_cache.shape[3] ** -0.5 if scale is None else optional("scale", scale, [()]), jnp.float32),
+        scale=jnp.asarray(k_cache.shape[3] ** -0.5 if scale is None else optional("scale", scale, ()), jnp.float32),
         # 2^31 - 1 means no window, in a scan over layers. Clipped, so that no position minus a window overflows.
         sliding_window=None if window is None else jnp.clip(window, 1, capacity),
         logits_soft_cap=None if cap is None else jnp.minimum(cap, MOST_CAP),
-        alibi_slopes=optional("alibi_slopes", alibi_slopes, [(heads,)]),
-        sinks=optional("sinks", sinks, [(heads,)]),
+        alibi_slopes=optional("alibi_slopes", alibi_slopes, (heads,)),
+        sinks=optional("sinks", sinks, (heads,)),
         k_scale=_cache_scale("k_scale", k_scale, k_cache.shape[:3]),
         v_scale=_cache_scale("v_scale", v_scale, k_cache.shape[:3]),
     )
@@ -70,7 +70,7 @@ def check_options(
 def optional(
     name: str,
     value: ArrayLike | None,
-    shapes: list[tuple[int, ...]],
+    shape: tuple[int, ...],
     dtype: DTypeLike = jnp.float32,
     *,
     positive: bool = False,
@@ -80,9 +80,8 @@ def optional(
         return None
     # Under jit an option that is a plain number is still known: NumPy looks at it before JAX makes a tracer of it.
     array = value if isinstance(value, jax.Array) else np.asarray(value)
-    if array.shape not in shapes:
-        wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{name} must have shape {wanted}; got {list(array.shape)}.")
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}; got {list(array.shape)}.")
     kinds = [jnp.integer] if dtype == jnp.int32 else [jnp.integer, jnp.floating]
     if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise ValueError(f"{name} must be {jnp.dtype(dtype).name}; got {array.dtype}.")

@@ -141,7 +141,7 @@ def plan_partitions(
     check_lengths_dtype(lengths)
     check_whole("lengths", lengths)
     num_kv_heads, q_len = checked_size("num_kv_heads", num_kv_heads), checked_size("q_len", q_len)
-    window = optional("sliding_window", sliding_window, [()], jnp.int32, positive=True)
+    window = optional("sliding_window", sliding_window, (), jnp.int32, positive=True)
     try:
         gpu = _device.gpu()
     except NotImplementedError:

@@ -87,7 +87,7 @@ def scatter_kv(cache: KVCache, contiguous: KVCache, block_tables: ArrayLike, len
     check_cache(cache)
     check_cache(contiguous)
     slots = _token_slots(cache, block_tables, lengths)
-    _check_blocks("contiguous", contiguous, cache, *slots.shape)
+    _check_contiguous(contiguous, cache, *slots.shape)
     num_layers = cache.k.shape[0] if _layer_axes(cache) else 1
     num_slots = cache.k.shape[-4] * cache.k.shape[-3]
     if num_layers * num_slots >= 2**31:
@@ -200,16 +200,16 @@ def checked_ids(name: str, ids: ArrayLike) -> jax.Array:
     return array
 
 
-def _check_blocks(name: str, blocks: KVCache, cache: KVCache, num_blocks: int, block_size: int) -> None:
+def _check_contiguous(contiguous: KVCache, cache: KVCache, num_blocks: int, block_size: int) -> None:
     layers, token_shape = cache.k.shape[: _layer_axes(cache)], cache.k.shape[-2:]
-    wanted = (*layers, num_blocks, block_size, *token_shape)
-    if blocks.k.shape != wanted or blocks.k.dtype != cache.k.dtype or _value_dim(blocks) != _value_dim(cache):
+    wanted, dtype = (*layers, num_blocks, block_size, *token_shape), contiguous.k.dtype
+    if contiguous.k.shape != wanted or dtype != cache.k.dtype or _value_dim(contiguous) != _value_dim(cache):
         raise ValueError(
-            f"{name} must be {list(wanted)} in {cache.k.dtype}, values of {_value_dim(cache)} numbers, as the "
-            f"ids and the cache are; got {name}.k.shape={blocks.k.shape} in {blocks.k.dtype}, {_value_dim(blocks)}."
+            f"contiguous must be {list(wanted)} in {cache.k.dtype}, values of {_value_dim(cache)} numbers, as the ids "
+            f"and the cache are; got {contiguous.k.shape=} in {dtype}, {_value_dim(contiguous)}."
         )
-    if _scale_kinds(blocks) != _scale_kinds(cache):
-        raise ValueError(f"{name} must have scales of the kind that the cache has.")
+    if _scale_kinds(contiguous) != _scale_kinds(cache):
+        raise ValueError("contiguous must have scales of the kind that the cache has.")
 
 
 def _value_dim(cache: KVCache) -> str:

@@ -25,7 +25,7 @@ class Ring:
     free: Any = None  # barriers [stages], if other warps fetch than compute
 
 
-def copy_rows(block_size: int, tile_tokens: int) -> int:
+def rows_of_copy(block_size: int, tile_tokens: int) -> int:
     """Tokens of a cache block in one copy."""
     return min(block_size, tile_tokens // WARPS)
 
@@ -66,7 +66,7 @@ def copy_tile(
     tile_tokens: int,
 ) -> None:
     """Calls `copy` for the pieces of a tile of the computing warpgroup: each warp for every fourth."""
-    count = copy_rows(block_size, tile_tokens)
+    count = rows_of_copy(block_size, tile_tokens)
     copies_of_id = tile_tokens // len(ids) // count
     plgpu.commit_smem()  # all warps' reads of this place come before the copy engine's writes
 

@@ -22,7 +22,6 @@ ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps; or 
 LEFT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4)  # [64 or a multiple, k]
 RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)  # [k, n]
 SCALAR = plgpu.Layout.WG_SPLAT
-COLUMNS = 64  # of a head, that are handled together: the smallest M that this layout has
 
 
 def matrix(columns: int, itemsize: int) -> tuple[Any, ...]:

@@ -23,7 +23,6 @@ operand in registers: there the same orders come about by reshaping.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,8 +39,8 @@ from jaxlib.mlir.dialects import vector
 from pallas_kernels.common.interpret import interpreted_by, two_views
 from pallas_kernels.common.mlir import integer
 from pallas_kernels.common.registers import make_array, numbers_of
-from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_LAST, matrix
-from pallas_kernels.common.sizes import zero_unless
+from pallas_kernels.common.rows import LEFT, ROWS, ROWS_LAST, matrix
+from pallas_kernels.common.sizes import COLUMNS, zero_unless
 
 HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
 # [32 words, tokens], 8 words to a warp: widened, the 16 rows that ROWS gives it.
@@ -66,7 +65,6 @@ class Tiles:
 
     narrow: Any
     words: Any  # int16 [stages, tile, width / 2]
-    left: Any  # layout of a left operand, of the same registers in the same order as ROWS
 
     def _narrow_keys(self, stage: jax.Array) -> jax.Array:
         return _in_order(self.narrow[stage].astype(jnp.float16).T, K_ORDER).T
@@ -75,15 +73,15 @@ class Tiles:
     def keys(self, stage: jax.Array) -> jax.Array:
         """float16 [tile, width], the columns in the order of K."""
         words = plgpu.load(self.words.at[stage], layout=ROWS)
-        return _widen(words, self.narrow.dtype, self.left, transposed=False)
+        return _widen(words, self.narrow.dtype, LEFT, transposed=False)
 
-    def _load_narrow_values(self, stage: jax.Array, start: int, size: int) -> jax.Array:
-        return self.narrow[stage, :, pl.ds(start, size)].T
+    def _load_narrow_values(self, stage: jax.Array) -> jax.Array:
+        return self.narrow[stage].T
 
     @interpreted_by(_load_narrow_values)
-    def load_values(self, stage: jax.Array, start: int, size: int) -> jax.Array:
-        """Columns `start` to `start + size - 1`, transposed, as they lie in SMEM."""
-        return plgpu.load(self.words.at[stage, :, pl.ds(start // 2, size // 2)].T, layout=WORDS)
+    def load_values(self, stage: jax.Array) -> jax.Array:
+        """A tile, transposed, as it lies in SMEM."""
+        return plgpu.load(self.words.at[stage].T, layout=WORDS)
 
     def _zero_unseen_numbers(self, loaded: jax.Array, seen: Any) -> jax.Array:
         return zero_unless(seen(loaded.shape, 1, WORDS), loaded)
@@ -100,12 +98,12 @@ class Tiles:
     @interpreted_by(_narrow_values)
     def values(self, loaded: jax.Array) -> jax.Array:
         """The same, float16 [size, tile], the columns in the order of V."""
-        return _widen(loaded, self.narrow.dtype, self.left, transposed=True)
+        return _widen(loaded, self.narrow.dtype, LEFT, transposed=True)
 
 
-def load_q(q: Any, target_of: Callable[[int], Any]) -> jax.Array | None:
-    """Q, SMEM [rows, width], in the order of K into `target_of(start)`, SMEM [64, rows], for each 64 columns; and the
-    factor of the products with each row, f32 [rows]; None: ones."""
+def load_q(q: Any, wide: Any) -> jax.Array | None:
+    """Q, SMEM [rows, width], in the order of K into `wide`, SMEM [width, rows]; and the factor of the products with
+    each row, f32 [rows]; None: ones."""
     rows, width = q.shape
 
     def load(start: int) -> jax.Array:
@@ -122,7 +120,7 @@ def load_q(q: Any, target_of: Callable[[int], Any]) -> jax.Array | None:
         columns = load(start)
         if factor is not None:
             columns = (columns.astype(jnp.float32) * ROWS_LAST.over(1.0 / factor, columns.shape)).astype(jnp.float16)
-        target_of(start)[...] = _exchange(columns, K_ORDER)
+        wide[pl.ds(start, 64)] = _exchange(columns, K_ORDER)
     return factor
 
 

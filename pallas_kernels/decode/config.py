@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.common.sizes import (
+    COLUMNS,
     DTYPES_16BIT,
     LEAST_COMPUTE_CAPABILITY,
     divides_tiles,
@@ -21,7 +22,6 @@ from pallas_kernels.common.sizes import (
 )
 
 TILE = 64  # tokens of a tile: 16 for each of four warps, the M dimension of their products
-COLUMNS = 64  # of a head, that one product takes
 MAX_ROWS = 64  # q_len * group
 MAX_SUMS = 128 * 128  # numbers of O, which the registers of a program hold
 MAX_HEAD_DIM, MAX_LATENT = 256, 640

@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import cp_async, scales
 from pallas_kernels.common.fetch import Ids, Ring, blocks_of_tile, copy_tile
 from pallas_kernels.common.interpret import interpreted
-from pallas_kernels.common.rows import COLUMNS, matrix
-from pallas_kernels.common.sizes import rem
+from pallas_kernels.common.rows import matrix
+from pallas_kernels.common.sizes import COLUMNS, rem
 from pallas_kernels.decode.config import TILE
 from pallas_kernels.decode.refs import Refs
 from pallas_kernels.decode.walk import Walk

@@ -17,8 +17,8 @@ from pallas_kernels.common.options import AttentionOptions, given
 from pallas_kernels.common.rows import LOWEST, RIGHT, ROWS_LAST, normalise, zeros
 from pallas_kernels.common.scales import of_head, over_tokens, scaled
 from pallas_kernels.common.shapes import Shapes
-from pallas_kernels.common.sizes import rem, round_up
-from pallas_kernels.decode.config import COLUMNS, TILE, Config
+from pallas_kernels.common.sizes import COLUMNS, rem, round_up
+from pallas_kernels.decode.config import TILE, Config
 from pallas_kernels.decode.copies import copies_of
 from pallas_kernels.decode.logits import Logits
 from pallas_kernels.decode.merge import Partials, Sums, partial_types
@@ -27,7 +27,7 @@ from pallas_kernels.decode.refs import Refs, scratch
 from pallas_kernels.decode.results import store
 from pallas_kernels.decode.softmax import softmax
 from pallas_kernels.decode.tiles import Tiles, product
-from pallas_kernels.decode.walk import Partition, Walk, make_grid
+from pallas_kernels.decode.walk import Walk, make_grid
 
 QUERY_REGISTERS = 32  # of a thread, in which Q may stay
 
@@ -44,13 +44,7 @@ class State(NamedTuple):
 
 def _kernel(refs: Refs, *, config: Config) -> None:
     # 1. Which tiles are ours, from the true length.
-    walk = Walk.of(
-        Partition.of(refs, num_partitions=config.num_partitions),
-        window=refs.options.window,
-        q_len=refs.q.shape[1],
-        block_size=refs.block_size,
-        tile_tokens=TILE,
-    )
+    walk = Walk.of(refs, num_partitions=config.num_partitions)
     # XLA merges what all programs write, also those without a tile.
     works = True if config.merged_by == "xla" else walk.partition.works
     pl.when(works)(functools.partial(_attend, refs, walk, config=config))

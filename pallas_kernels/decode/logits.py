@@ -12,6 +12,7 @@ from pallas_kernels.common.logits import soft_capped
 from pallas_kernels.common.options import given
 from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS, ROWS_LAST
 from pallas_kernels.common.scales import of_head, scaled
+from pallas_kernels.decode.config import TILE
 from pallas_kernels.decode.refs import Refs
 from pallas_kernels.decode.walk import Walk
 
@@ -49,7 +50,7 @@ class Logits:
             logits = soft_capped(products, self.scale, self.cap, ROWS_LAST)
         if not masked and self.slopes is None:
             return logits, None
-        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * walk.tile_tokens
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ROWS) + tile * TILE
         in_call = row_tokens(shape, self.group) if walk.q_len > 1 else jnp.int32(0)
         distance = self.first_query + in_call - tokens
         if self.slopes is not None:

@@ -1,6 +1,6 @@
 """The partitions of each sequence, if a batch's partitions are shared out by length.
 
-XLA computes the plan on the device, before the kernels. The decode kernels follow it, and merge what it splits.
+XLA computes the plan on the device, before the kernel. The decode kernel follows it, and merges what it splits.
 Any plan gives the same result up to rounding: a sequence's tiles go to its partitions in turn, however many there are
 of either.
 """

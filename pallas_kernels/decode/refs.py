@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import widen
-from pallas_kernels.common.fetch import copy_rows
+from pallas_kernels.common.fetch import rows_of_copy
 from pallas_kernels.common.option_refs import OptionRefs
 from pallas_kernels.common.rows import matrix
 from pallas_kernels.common.scales import ring_types
 from pallas_kernels.common.shapes import Shapes
-from pallas_kernels.common.sizes import div, round_up
-from pallas_kernels.decode.config import COLUMNS, TILE, Config
+from pallas_kernels.common.sizes import COLUMNS, div, round_up
+from pallas_kernels.decode.config import TILE, Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any]) -> dict[str
         arrays |= ring_types(dict(zip(names, scales, strict=False)), stages=stages, tile=TILE)
     if config.copies == "tma":
         for name in names:
-            num_copies = TILE // copy_rows(shapes.block_size, TILE)
+            num_copies = TILE // rows_of_copy(shapes.block_size, TILE)
             arrays[f"{name}_full"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages)
     return dict(
         q_smem=plgpu.SMEM((rows, width), shapes.q_dtype, transforms=matrix(COLUMNS, 2)),

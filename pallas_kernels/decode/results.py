@@ -14,7 +14,7 @@ from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, constant, integer
 from pallas_kernels.common.registers import scalar_of
 from pallas_kernels.common.rows import ROWS, ROWS_LAST, SCALAR
-from pallas_kernels.decode.config import COLUMNS
+from pallas_kernels.common.sizes import COLUMNS
 
 
 def _store_at_once(

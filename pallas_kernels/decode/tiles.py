@@ -20,8 +20,7 @@ from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.rows import LEFT, RIGHT, ROWS_LAST
 from pallas_kernels.common.scales import load_of_tile
-from pallas_kernels.common.sizes import is_8bit, zero_unless
-from pallas_kernels.decode.config import COLUMNS
+from pallas_kernels.common.sizes import COLUMNS, is_8bit, zero_unless
 from pallas_kernels.decode.refs import Refs
 
 Seen = Callable[..., jax.Array]  # as `Walk.seen`, of one tile
@@ -106,8 +105,7 @@ class Tiles8Bit(Tiles):
         return ring[0]
 
     def prepare_query(self) -> jax.Array | None:
-        wide = self.refs.wide_q_smem
-        return widen.load_q(self.refs.q_smem, lambda start: wide.at[pl.ds(start, COLUMNS)])
+        return widen.load_q(self.refs.q_smem, self.refs.wide_q_smem)
 
     def query(self, c: int) -> jax.Array:
         return plgpu.load(self.refs.wide_q_smem.at[column_slice(c)], layout=RIGHT)
@@ -117,7 +115,7 @@ class Tiles8Bit(Tiles):
 
     def values(self, stage: jax.Array, c: int, seen: Seen | None) -> jax.Array:
         tiles = self._columns(self.refs.value_ring, c)
-        v = tiles.load_values(stage, 0, COLUMNS)
+        v = tiles.load_values(stage)
         if seen is not None:
             v = tiles.zero_unseen(v, seen)
         return tiles.values(v)
@@ -129,4 +127,4 @@ class Tiles8Bit(Tiles):
         """64 columns of a ring."""
         narrow, words = ring
         words = words.at[:, :, pl.ds(c * COLUMNS // 2, COLUMNS // 2)]
-        return widen.Tiles(narrow.at[:, :, column_slice(c)], words, LEFT)
+        return widen.Tiles(narrow.at[:, :, column_slice(c)], words)

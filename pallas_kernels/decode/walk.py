@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import sizes
 from pallas_kernels.common.sizes import div
+from pallas_kernels.decode.config import TILE
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
 
@@ -40,8 +41,8 @@ class Partition:
             seq, index, count = (refs.partitions[entry, i] for i in range(3))
             length = jnp.where(index < count, refs.lengths[seq], 0)
             return cls(seq, kv_head, index, count, length, refs.partition_starts[seq])
-        # From the last one: the longest of a prompt's runs begin, and the short ones fill the gaps at the end (H100,
-        # 1 x 2048 219 us, 8 x 1024 519). [prefill_h100 of benchmarks/results/decisions/]
+        # From the last one: the longest of a prompt's runs begin, and the short ones fill the gaps at the end.
+        # [prefill_h100 of benchmarks/results/decisions/]
         seq = refs.lengths.shape[0] - 1 - lax.axis_index("seq")
         partial, kv_head = lax.axis_index("partial"), lax.axis_index("kv_head")
         first_partial = seq * num_partitions
@@ -63,28 +64,21 @@ class Walk:
     window: jax.Array | None  # int32 []
     q_len: int
     block_size: int
-    tile_tokens: int
     first_tile: jax.Array  # of the sequence, with a token that some query sees
     num_tiles: jax.Array  # of this partition
 
     @classmethod
-    def of(
-        cls,
-        partition: Partition,
-        *,
-        window: jax.Array | None,
-        q_len: int,
-        block_size: int,
-        tile_tokens: int,
-    ) -> "Walk":
-        first_tile, end_tile = sizes.tile_range(partition.length, window, q_len, tile_tokens)
+    def of(cls, refs: Any, *, num_partitions: int) -> "Walk":
+        partition = Partition.of(refs, num_partitions=num_partitions)
+        window, q_len = refs.options.window, refs.q.shape[1]
+        first_tile, end_tile = sizes.tile_range(partition.length, window, q_len, TILE)
         count = partition.count
         if isinstance(count, int) and count > 1:
             count = jnp.clip(end_tile - first_tile, 1, count)  # one without a tile would write a partial all the same
             partition = dataclasses.replace(partition, count=count)
             end_tile = jnp.where(partition.works, end_tile, first_tile)
         num_tiles = sizes.count_tiles(first_tile, end_tile, partition.count, partition.index)
-        return cls(partition, window, q_len, block_size, tile_tokens, first_tile, num_tiles)
+        return cls(partition, window, q_len, refs.block_size, first_tile, num_tiles)
 
     @property
     def seq(self) -> jax.Array:
@@ -117,16 +111,16 @@ class Walk:
 
         They lie between the last query's window and the first query.
         """
-        end = self.ours_before(div(jnp.maximum(self.first_query + 1, 0), self.tile_tokens))
+        end = self.ours_before(div(jnp.maximum(self.first_query + 1, 0), TILE))
         if self.window is None:
             return jnp.int32(0), end
-        start = self.ours_before(sizes.ceil_div(jnp.maximum(self.length - self.window, 0), self.tile_tokens))
+        start = self.ours_before(sizes.ceil_div(jnp.maximum(self.length - self.window, 0), TILE))
         start = jnp.minimum(start, self.num_tiles)
         return start, jnp.maximum(end, start)
 
     def seen(self, tile: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
         """bool `shape`: which tokens of a tile of the sequence, on `axis`, some query may see."""
-        tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * self.tile_tokens
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * TILE
         seen = tokens < self.length
         if self.window is not None:
             seen = jnp.logical_and(seen, tokens >= sizes.first_visible(self.length, self.window, self.q_len))

@@ -10,14 +10,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.fetch import Ids, blocks_of_tile, copy_rows, copy_tile
+from pallas_kernels.common.fetch import Ids, blocks_of_tile, copy_tile, rows_of_copy
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
 from pallas_kernels.common.rescale import HEADROOM, rescale
-from pallas_kernels.common.rows import COLUMNS, LOG2E, LOWEST, ROWS_FIRST, matrix, normalise, store, zeros
+from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS_FIRST, matrix, normalise, store, zeros
 from pallas_kernels.common.rows import ROWS as MATRIX
-from pallas_kernels.common.sizes import ceil_div, count_tiles, rem, zero_unless
+from pallas_kernels.common.sizes import COLUMNS, ceil_div, count_tiles, rem, zero_unless
 from pallas_kernels.latent.config import REST, ROWS, TILE, Config
 
 
@@ -250,7 +250,7 @@ def launch(
     seqs, heads, head_dim = q.shape
     chunks, partitions = heads // ROWS, config.num_partitions
     smem = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=matrix(COLUMNS, 2))
-    copies = TILE // copy_rows(cache.shape[1], TILE)
+    copies = TILE // rows_of_copy(cache.shape[1], TILE)
     out, lse = launch_kernel(
         "paged_latent",
         functools.partial(_kernel, config=config),

@@ -25,11 +25,10 @@ class Cut:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Cut):
     num_stages: int  # tiles of K, and of V, in SMEM, of 16 bits
-    output_columns: (
-        int  # of O at a time through SMEM of their own, beside which the next item's Q is fetched; 0: by Q's
-    )
-    registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that fetches or widens
-    num_8bit_stages: int = 0  # tiles of K, and of V, of an 8-bit cache, as they are fetched; 0: of 16 bits
+    # Of O at a time through SMEM of their own, beside which the next item's Q is fetched; 0: through Q's.
+    output_columns: int
+    registers: tuple[int, int]  # of a thread that computes, and of one that fetches or widens
+    num_8bit_stages: int  # tiles of K, and of V, of an 8-bit cache, as they are fetched; 0: of 16 bits
 
     @property
     def num_fetched_stages(self) -> int:

@@ -13,13 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.fetch import WARPS, Ring, block_at, copy_rows
+from pallas_kernels.common.fetch import WARPS, Ids, Ring, block_at, rows_of_copy
 from pallas_kernels.common.sizes import div, rem
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item, Items
 from pallas_kernels.prefill.scales import Scales
-
-Ids = tuple[jax.Array, ...]  # of the blocks that a warp copies of a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Fetcher:
 
     def _copies(self, warp: jax.Array) -> tuple[int, list[jax.Array]]:
         """Tokens of a copy, and the row of a tile that each of a warp's copies begins with."""
-        count = copy_rows(self.keys.source.shape[1], self.config.tile_tokens)
+        count = rows_of_copy(self.keys.source.shape[1], self.config.tile_tokens)
         return count, [(warp + WARPS * i) * count for i in range(self.config.tile_tokens // count // WARPS)]
 
     def _ids(self, item: Item, tile: jax.Array, warp: jax.Array) -> Ids:

@@ -90,23 +90,22 @@ class Items:
 
     def item(self, numbers: tuple[jax.Array, ...]) -> Item:
         share, seq, q_row, position, num_tokens, length = numbers
-        num_parts = jnp.int32(self.config.num_parts)
-        heads_of, part = lax.div(share, num_parts), lax.rem(share, num_parts)
-        tile_tokens, window = jnp.int32(self.config.tile_tokens), self.window
+        num_parts, tile_tokens, window = self.config.num_parts, self.config.tile_tokens, self.window
+        heads_of, part = div(share, num_parts), rem(share, num_parts)
         begin = first_visible = jnp.int32(0)
         seen = position + (num_tokens if self.config.causal else 1)  # one past the last position that some token sees
-        end = jnp.maximum(ceil_div(jnp.maximum(seen, 0), self.config.tile_tokens), 1)
-        whole_begin, whole_end = begin, jnp.minimum(lax.div(jnp.maximum(position + 1, 0), tile_tokens), end)
+        end = jnp.maximum(ceil_div(jnp.maximum(seen, 0), tile_tokens), 1)
+        whole_begin, whole_end = begin, jnp.minimum(div(jnp.maximum(position + 1, 0), tile_tokens), end)
         if window is not None:
             first_visible = jnp.maximum(position + 1 - window, 0)
-            begin = jnp.minimum(lax.div(first_visible, tile_tokens), end - 1)
+            begin = jnp.minimum(div(first_visible, tile_tokens), end - 1)
             first_of_last = jnp.maximum(seen - window, 0)
-            whole_begin = jnp.clip(ceil_div(first_of_last, self.config.tile_tokens), begin, end)
+            whole_begin = jnp.clip(ceil_div(first_of_last, tile_tokens), begin, end)
             whole_end = jnp.maximum(whole_end, whole_begin)
-        if self.config.num_parts > 1:
+        if num_parts > 1:
             first, count = begin, end - begin
-            begin = first + lax.div(count * part, num_parts)
-            end = first + lax.div(count * (part + 1), num_parts)
+            begin = first + div(count * part, num_parts)
+            end = first + div(count * (part + 1), num_parts)
             # A part without a tile works on one of which it sees nothing: none is whole.
             position = jnp.where(begin < end, position, -self.config.item_tokens)
             whole_end = jnp.where(begin < end, whole_end, 0)
@@ -129,7 +128,7 @@ class Items:
             whole_end=whole_end,
             first_visible=first_visible,
             window=window,
-            tile_tokens=self.config.tile_tokens,
+            tile_tokens=tile_tokens,
             block_size=self.block_size,
             causal=self.config.causal,
         )

@@ -11,9 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.options import AttentionOptions
-from pallas_kernels.common.rows import COLUMNS, matrix
+from pallas_kernels.common.rows import matrix
 from pallas_kernels.common.scales import of_head, scaled
 from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.sizes import COLUMNS
 from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
 from pallas_kernels.prefill.item import Items

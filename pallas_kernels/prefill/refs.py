@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.fetch import WARPS, copy_rows
+from pallas_kernels.common.fetch import WARPS, rows_of_copy
 from pallas_kernels.common.interpret import two_views
 from pallas_kernels.common.option_refs import OptionRefs
 from pallas_kernels.common.scales import ring_types
@@ -77,7 +77,7 @@ class Refs(Arrays):
 def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any], transforms: tuple[Any, ...]) -> dict[str, Any]:
     """SMEM and barriers, by the names of `Refs`. `scales`: k_scale and v_scale; `transforms`: of a matrix in SMEM."""
     width, eight_bit = round_up(shapes.head_dim, 64), shapes.is_8bit
-    copies = config.tile_tokens // copy_rows(shapes.block_size, config.tile_tokens)
+    copies = config.tile_tokens // rows_of_copy(shapes.block_size, config.tile_tokens)
 
     def rings(kind: str, stages: int, numbers: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
         """Of K and V, with `arrivals` at their barriers: tiles that are full, and free."""

@@ -23,9 +23,9 @@ from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, integer, scf
 from pallas_kernels.common.options import given
 from pallas_kernels.common.registers import numbers_of, scalar_of
-from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST, normalise
+from pallas_kernels.common.rows import ROWS, ROWS_FIRST, normalise
 from pallas_kernels.common.scales import scaled
-from pallas_kernels.common.sizes import div, zero_unless
+from pallas_kernels.common.sizes import COLUMNS, div, zero_unless
 from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.refs import Arrays

@@ -11,14 +11,12 @@ from pallas_kernels.common.rows import ROWS, ROWS_FIRST
 from pallas_kernels.common.scales import over_tokens, peaks
 from pallas_kernels.prefill.logits import Logits
 
-Scales = tuple[jax.Array | None, jax.Array | None]  # of K and of V, f32 [tile] of its tokens
-
 
 def softmax(
     scores: jax.Array,  # f32 [rows, tile], the products of Q and K
     logits_of: Logits,
     tile: jax.Array,
-    scales: Scales,
+    scales: tuple[jax.Array | None, jax.Array | None],  # of K and of V, f32 [tile] of its tokens
     m: jax.Array,
     l: jax.Array,
     *,

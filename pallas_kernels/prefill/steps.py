@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.rescale import rescale
-from pallas_kernels.common.rows import COLUMNS, LOWEST, ROWS, ROWS_FIRST, zeros
-from pallas_kernels.common.sizes import rem, zero_unless
+from pallas_kernels.common.rows import LOWEST, ROWS, ROWS_FIRST, zeros
+from pallas_kernels.common.sizes import COLUMNS, rem, zero_unless
 from pallas_kernels.prefill import products
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item

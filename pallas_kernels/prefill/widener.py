@@ -32,8 +32,8 @@ from jaxlib.mlir import ir
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.registers import make_array
-from pallas_kernels.common.rows import COLUMNS, ROWS, ROWS_FIRST
-from pallas_kernels.common.sizes import rem
+from pallas_kernels.common.rows import ROWS, ROWS_FIRST
+from pallas_kernels.common.sizes import COLUMNS, rem
 from pallas_kernels.common.widen import from_words, halves, power_of_two, split_words
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Items

@@ -8,10 +8,9 @@ import dataclasses
 import jax.numpy as jnp
 
 from pallas_kernels.common.shapes import Shapes
-from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY, round_up, smem_per_sm
+from pallas_kernels.common.sizes import COLUMNS, LEAST_COMPUTE_CAPABILITY, round_up, smem_per_sm
 from pallas_kernels.prefill.config import Cut, heads_and_tokens, takes_shapes
 
-COLUMNS = 64  # of a head: its width in SMEM is a multiple
 OVERHEAD = 1024  # bytes of SMEM of a program, which CUDA takes
 
 

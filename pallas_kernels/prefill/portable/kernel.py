@@ -17,12 +17,12 @@ from pallas_kernels.common.rescale import rescale
 from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, matrix, zeros
 from pallas_kernels.common.scales import of_head, ring_types, scaled
 from pallas_kernels.common.shapes import Shapes
-from pallas_kernels.common.sizes import round_up
+from pallas_kernels.common.sizes import COLUMNS, round_up
 from pallas_kernels.prefill.item import Items
 from pallas_kernels.prefill.launch import Form
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.portable import products
-from pallas_kernels.prefill.portable.config import COLUMNS, Config
+from pallas_kernels.prefill.portable.config import Config
 from pallas_kernels.prefill.portable.tiles import Tiles
 from pallas_kernels.prefill.refs import Arrays, query_smem
 from pallas_kernels.prefill.rows_of_item import RowsOfItem

@@ -24,7 +24,8 @@ from pallas_kernels.common.chunks import i32, pointer, product, quotient, remain
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, constant, integer
 from pallas_kernels.common.registers import make_array
-from pallas_kernels.common.rows import COLUMNS, LEFT, RIGHT, ROWS, matrix
+from pallas_kernels.common.rows import LEFT, RIGHT, ROWS, matrix
+from pallas_kernels.common.sizes import COLUMNS
 
 DEPTH = 16  # of an operand
 MATRIX = matrix(COLUMNS, 2)  # in SMEM

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common import cp_async, scales
 from pallas_kernels.common.fetch import Ids, blocks_of_tile
-from pallas_kernels.common.rows import COLUMNS, ROWS_FIRST, matrix
-from pallas_kernels.common.sizes import rem
+from pallas_kernels.common.rows import ROWS_FIRST, matrix
+from pallas_kernels.common.sizes import COLUMNS, rem
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.portable.config import Config
 from pallas_kernels.prefill.widener import widen

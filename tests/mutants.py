@@ -455,7 +455,7 @@ MUTANTS = (
         SEATS,
         "(num_listed <= column[None]) & (column",
         "(column",
-        MIXTURE,
+        "tests/scheduler/test_seats.py::waits_for_what",
     ),
     Mutant(
         "prefixes: found blocks need room",
@@ -476,7 +476,7 @@ MUTANTS = (
         SEATS,
         "(is_free & (first[ids] == order))",
         "is_free",
-        MIXTURE,
+        "tests/scheduler/test_seats.py::several_find",
     ),
     Mutant(
         "prefixes: old blocks are listed as new",

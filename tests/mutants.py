@@ -1108,6 +1108,13 @@ MUTANTS = (
         "tests/engine/test_rollout.py::no_memory",
     ),
     Mutant(
+        "engine: a stream that is collected is dropped in the middle of a slice",
+        "jaxpaged/_engine/books.py",
+        "if not self._is_undisturbed:",
+        "if True:",
+        "tests/engine/test_engine_trouble.py::collected",
+    ),
+    Mutant(
         "engine: a stream that is left goes on",
         "jaxpaged/_engine/engine.py",
         "            self._books.drop(request_ids)\n",

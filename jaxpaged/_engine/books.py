@@ -1,9 +1,10 @@
 """The host's books of an engine: which request is where, as far as the host has read. They need no device."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -57,6 +58,8 @@ class Books:
         self.under_way: deque[Sent] = deque()
         self.on_device: dict[int, Row] = {}
         self.requests: dict[int, list[Row]] = {}  # unfinished, or their end was not told
+        self._dropped: list[int] = []  # and not ended yet
+        self._is_undisturbed = False
         self.next_id = 0
         self.version = 0  # of the weights: updates so far
         # Whether the next slice is to forget cached prefixes: without an adapter, and of each.
@@ -135,23 +138,43 @@ class Books:
         for row in queued:
             self._finish(row, RequestStatus.ABORTED)
 
-    @without_interrupts()
     def drop(self, request_ids: Iterable[int]) -> None:
-        """Ends requests, and never speaks of them again."""
-        request_ids = list(request_ids)
-        left = [request_id for request_id in request_ids if request_id in self.requests]
-        if left:
-            self.end([row for request_id in left for row in self.requests[request_id]])
+        """Ends requests, and never speaks of them again. Python may call it anywhere, because its garbage collector
+        closes streams that were left: what is `undisturbed` comes first."""
+        self._dropped.extend(request_ids)
+        if not self._is_undisturbed:
+            self._drop()
+
+    @without_interrupts()
+    def _drop(self) -> None:
+        request_ids, self._dropped = self._dropped, []
+        rows = [row for request_id in request_ids for row in self.requests.get(request_id, ())]
+        if rows:
+            self.end(rows)
+        for row in rows:
+            row.is_dropped = True
         for request_id in request_ids:
             self.requests.pop(request_id, None)
             self._news.pop(request_id, None)
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """No request is dropped inside, but at the end."""
+        self._is_undisturbed = True
+        try:
+            yield
+        finally:
+            self._is_undisturbed = False
+            self._drop()
 
     def take_news(
         self, request_ids: Container[int] | None = None, *, finished_only: bool = False
     ) -> list[RequestOutput]:
         """What is new of these requests, or of all, since they were last told."""
         left, outputs = {}, []
-        for request_id, rows in self._news.items():
+        for request_id, rows in list(self._news.items()):
+            if rows[0].is_dropped:  # meanwhile
+                continue
             if request_ids is not None and request_id not in request_ids:
                 left[request_id] = rows
                 continue
@@ -241,5 +264,6 @@ class Books:
         self._tell(row)
 
     def _tell(self, row: Row) -> None:
-        if row.request_id in self.requests:  # else it was dropped
-            self._news[row.request_id] = self.requests[row.request_id]
+        rows = self.requests.get(row.request_id)
+        if rows is not None:  # else it was dropped
+            self._news[row.request_id] = rows

@@ -31,6 +31,7 @@ class Row:
         given: the token after it, if it is not sampled but scored.
         span: where the tokens to score begin and end; (0, 0): none.
         place: the scheduler's number; None: it is not on the device, or the host has not read that it is.
+        is_dropped: nobody is told of it any more.
     """
 
     request_id: int
@@ -41,6 +42,7 @@ class Row:
     span: tuple[int, int] = (0, 0)
     place: int | None = None
     is_aborted: bool = False
+    is_dropped: bool = False
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)

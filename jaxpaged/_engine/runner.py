@@ -123,12 +123,13 @@ class Runner:
         self.check_usable()
         if self._asleep:
             raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
-        if self.books.is_device_empty:
-            self.tier.wait()
-        if len(self.books.under_way) <= AHEAD:  # an interrupt may have left more
-            self._send()
-        while len(self.books.under_way) > AHEAD:
-            self.receive()
+        with self.books.undisturbed():
+            if self.books.is_device_empty:
+                self.tier.wait()
+            if len(self.books.under_way) <= AHEAD:  # an interrupt may have left more
+                self._send()
+            while len(self.books.under_way) > AHEAD:
+                self.receive()
 
     @without_interrupts()
     def _send(self) -> None:

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import itertools
 import os
 import signal
@@ -22,6 +23,7 @@ from jaxpaged._engine.packing import pack
 from tests import toy_model
 from tests.toy_model import (
     BLOCKS,
+    MAX_REQUESTS,
     MAX_TOKENS,
     STEPS,
     create_engine,
@@ -132,8 +134,12 @@ def was_interrupted(interrupt, number, functions, engine, params, expected):
     return is_interrupted
 
 
+BOOKS = {"advance", "_send", "send", "receive", "_take", "take_places", "take_tokens", "_finish", "_tell"}
+BOOKS |= {"num_open", "has_more", "wants_logprobs", "undisturbed", "_drop"}
+
+
 @contextlib.contextmanager
-def interrupted_at_line(number, functions):
+def interrupted_at_line(number, functions, interrupt=lambda: signal.raise_signal(signal.SIGINT)):
     """SIGINT before that line, counted from 0 over all that run in these functions of the engine."""
     lines = iter(range(1_000_000))
 
@@ -141,7 +147,7 @@ def interrupted_at_line(number, functions):
         in_file = frame.f_code.co_filename.endswith(("_engine/runner.py", "_engine/books.py"))
         is_ours = in_file and frame.f_code.co_name in functions
         if event == "line" and is_ours and next(lines) == number:
-            signal.raise_signal(signal.SIGINT)
+            interrupt()
         return trace if is_ours else None
 
     before = sys.gettrace()
@@ -157,13 +163,42 @@ def interrupted_at_line(number, functions):
 )
 def test_ctrl_c_before_any_line_of_the_books_loses_nothing(expected):
     engine = shared_engine(16)
-    functions = {"advance", "_send", "send", "receive", "_take", "take_places", "take_tokens", "_finish", "_tell"}
-    functions |= {"num_open", "has_more", "wants_logprobs"}
-
     number = 0
-    while was_interrupted(interrupted_at_line, number, functions, engine, LONG, expected[:2]):
+    while was_interrupted(interrupted_at_line, number, BOOKS, engine, LONG, expected[:2]):
         number += 7
     assert number > 200
+    assert_ready(engine, expected)
+
+
+@pytest.mark.parametrize(
+    ("functions", "numbers"),
+    [(BOOKS | {"take_news"}, range(0, 200, 7)), ({"send"}, range(0, 60, 3))],
+    ids=["all", "send"],
+)
+def test_a_stream_that_was_left_may_be_collected_at_any_line(functions, numbers, expected):
+    """In a cycle, as with the traceback of an exception, it is closed whenever Python looks for garbage."""
+    engine = shared_engine(16)
+
+    def leave():
+        short = dataclasses.replace(LONG, max_tokens=3)  # so that each slice takes others
+        stream = engine.stream([[9], [8, 7]] * (2 * MAX_REQUESTS), short)  # more than the device holds
+        next(stream)
+        cycle = [stream]
+        cycle.append(cycle)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for number in numbers:
+            leave()
+            requests, outputs = [engine.add_request(prompt, LONG) for prompt in PROMPTS], {}
+            with interrupted_at_line(number, functions, gc.collect):
+                while engine.has_unfinished_requests:
+                    outputs |= {output.request_id: output for output in engine.step()}
+            assert read_tokens(outputs[request] for request in requests) == expected, number
+            assert all(outputs[request].finished for request in requests), number
+    finally:
+        gc.enable()
     assert_ready(engine, expected)
 
 

@@ -130,6 +130,8 @@ class Runner:
                 self._send()
             while len(self.books.under_way) > AHEAD:
                 self.receive()
+            if not self.books.num_open:  # the caller may donate the weights now, which the slice behind the last reads
+                wait(sent.words for sent in self.books.under_way if sent.words is not None)
 
     @without_interrupts()
     def _send(self) -> None:
@@ -238,7 +240,8 @@ class Runner:
         for adapter in adapters or ():
             if checked_size("adapters", adapter, 0) >= (num_adapters := self.options.num_adapters):
                 raise ValueError(f"adapters must be below the engine's {num_adapters=}; got adapters={adapter}.")
-        weights = weights if self.mesh is None else replicate(self.mesh, weights)
+        if self.mesh is not None:
+            weights = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), weights, self.weights)
         with without_interrupts():
             self.books.version += 1
             self.books.forget(adapters)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 
 import jax
@@ -199,6 +200,23 @@ def test_a_stream_that_was_left_may_be_collected_at_any_line(functions, numbers,
             assert all(outputs[request].finished for request in requests), number
     finally:
         gc.enable()
+    assert_ready(engine, expected)
+
+
+def test_weights_may_be_donated_once_generate_has_returned(expected, monkeypatch):
+    engine = shared_engine(16)
+    run = engine._runner.run
+
+    def run_late(*arguments):
+        time.sleep(0.05)
+        return run(*arguments)
+
+    monkeypatch.setattr(engine._runner, "run", run_late)
+    weights = random_weights()
+    engine.update_weights(weights)
+    assert read_tokens(engine.generate(PROMPTS, LONG)) == expected
+    jax.tree.map(lambda x: x.delete(), weights)
+    engine.update_weights(random_weights())
     assert_ready(engine, expected)
 
 

@@ -1052,8 +1052,8 @@ MUTANTS = (
     Mutant(
         "engine: news are off the list before they are told",
         "jaxpaged/_engine/books.py",
-        "        for request_id, rows in self._news.items():",
-        "        news, self._news = self._news, {}\n        for request_id, rows in news.items():",
+        "        for request_id, rows in list(self._news.items()):",
+        "        news, self._news = self._news, {}\n        for request_id, rows in list(news.items()):",
         "tests/engine/test_engine_trouble.py::step_returns",
     ),
     Mutant(
@@ -1106,6 +1106,13 @@ MUTANTS = (
         "            self.collector.take(sent.result(), report, self.books.on_device | places, sent.version)\n"
         "            self.books.under_way.appendleft(sent)\n",
         "tests/engine/test_rollout.py::no_memory",
+    ),
+    Mutant(
+        "engine: a slice may read weights after generate has returned",
+        "jaxpaged/_engine/runner.py",
+        "if not self.books.num_open:",
+        "if False:",
+        "tests/engine/test_engine_trouble.py::donated",
     ),
     Mutant(
         "engine: a stream that is collected is dropped in the middle of a slice",

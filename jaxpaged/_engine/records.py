@@ -37,8 +37,8 @@ class SamplingParams:
             and, with `prompt_logprobs`, beside each token of the prompt; at most the engine's `max_logprobs`. They are
             always the model's.
         adapter: the model's adapter that the request takes, from 0 on, below the engine's `num_adapters`; None: none.
-        priority: how many earlier requests on the device it may overtake; if negative, how many later ones may
-            overtake it.
+        priority: on the device it ranks as if it had come so many requests earlier, behind the one that did; if
+            negative, later.
     """
 
     max_tokens: int = 16

@@ -183,8 +183,8 @@ class Scheduler(SchedulerState):
             prompts: int32 `[rows, width]`, each prompt at the start of its row.
             prompt_lengths: int32 `[rows]`; 0: no request.
             max_new_tokens: int32 `[rows]`, at least 1.
-            priorities: int32 `[rows]`, how many earlier requests a request may overtake; if negative, how many later
-                ones may overtake it. At most 2^29. None: 0.
+            priorities: int32 `[rows]`, a request ranks as if it had come so many requests earlier, behind the one that
+                did; if negative, later. At most 2^29. None: 0.
             stop_ids: int32 `[rows, n]`, tokens that end a request, n at most `num_stop_ids`; -1: none.
             temperature: float32 `[rows]`. None: 0.
             top_k: int32 `[rows]`. None: 0.

@@ -91,8 +91,8 @@ def compile_program(
     # old: XLA changes a CUDA graph if a buffer in it has moved. [slices_h100]
     jitted = jax.jit(function, donate_argnums=(1, 2), keep_unused=True, compiler_options=options.compiler_options)
     # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
-    run = jitted.lower(weights, state, no_report, pack(no_news)).compile()
+    run = jitted.lower(weights, state, no_report, words := pack(no_news)).compile()
     copy = jax.jit(jnp.copy).lower(no_report).compile()
-    crossing = (no_report, jax.device_put(pack(no_news), no_report.sharding))
-    kept = keep_room(crossing, MOST_CROSSING, no_report.sharding) if options.is_gpu else []
+    inbox = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=no_report.sharding)
+    kept = keep_room((no_report, inbox), MOST_CROSSING, no_report.sharding) if options.is_gpu else []
     return Program(run, copy, no_report, inbox_of, report_types, kept)

@@ -241,7 +241,7 @@ class Runner:
             if checked_size("adapters", adapter, 0) >= (num_adapters := self.options.num_adapters):
                 raise ValueError(f"adapters must be below the engine's {num_adapters=}; got adapters={adapter}.")
         if self.mesh is not None:
-            weights = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), weights, self.weights)
+            weights = jax.device_put(weights, jax.tree.map(lambda x: x.sharding, self.weights))
         with without_interrupts():
             self.books.version += 1
             self.books.forget(adapters)

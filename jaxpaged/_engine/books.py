@@ -165,7 +165,8 @@ class Books:
             yield
         finally:
             self._is_undisturbed = False
-            self._drop()
+            if self._dropped:
+                self._drop()
 
     def take_news(
         self, request_ids: Container[int] | None = None, *, finished_only: bool = False

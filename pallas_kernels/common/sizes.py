@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 LEAST_COMPUTE_CAPABILITY = 8.0  # Ampere, the first with cp.async
-COLUMNS = (
-    64  # of a head, that are handled together: the smallest M of a product, and the unit of a head's width in SMEM
-)
+COLUMNS = 64  # of a head, that are handled together: the smallest M of a product; the unit of its width in SMEM
 DTYPES_16BIT = (jnp.bfloat16, jnp.float16)
 DTYPES_8BIT = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 

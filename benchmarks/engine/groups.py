@@ -129,16 +129,20 @@ def step_microseconds(windows: tuple[int | None, ...], num_seqs: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=34)
+    parser.add_argument("--new", type=int, help="tokens that each request generates, of its length")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--toy", action="store_true", help="a small model and few requests, for a CPU")
     add_output(parser)
     options = parser.parse_args()
     sizes, config = (TOY, toy(6)) if options.toy else (SIZES, gemma_3_4b(options.layers))
+    if options.new is not None:
+        sizes = dataclasses.replace(sizes, new=options.new)
     chunk = 64 if options.toy else CHUNK
     pool = sizes.pool if options.toy else sizes.pool * options.layers // 34
     if options.toy:
         config = dataclasses.replace(config, windows=(64, 64, 64, 64, 64, None))
-    store = open_store("groups_engine", options, toy=options.toy, layers=config.num_layers, pool=pool, chunk=chunk)
+    settings = dict(toy=options.toy, layers=config.num_layers, pool=pool, chunk=chunk, new=sizes.new)
+    store = open_store("groups_engine", options, **settings)
     begin = time.perf_counter()
 
     def say(name: str, point: dict[str, float]) -> None:

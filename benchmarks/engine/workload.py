@@ -31,9 +31,8 @@ class Sizes:
         return dataclasses.replace(self, seats=stats.num_seats, chunk=stats.chunk_tokens)
 
 
-SIZES = {name: Sizes(0, 0, 1024, 16_384, 16, 512) for name in CONFIGS}
+SIZES = {name: Sizes(0, 0, 1024, 24_576, 16, 512) for name in CONFIGS}  # 80 GB hold so many beside the weights of 8B
 SIZES |= {name: Sizes(8, 16, 64, 128, 4, 32) for name in CONFIGS if name.startswith("toy")}
-SIZES["8b"] = dataclasses.replace(SIZES["8b"], num_blocks=24_576)  # what 80 GB hold beside the weights
 
 
 def workload(count: int, longest: int) -> list[Request]:

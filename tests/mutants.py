@@ -1122,6 +1122,13 @@ MUTANTS = (
         "tests/engine/test_engine_trouble.py::collected",
     ),
     Mutant(
+        "engine: step takes what is new of a stream's requests",
+        "jaxpaged/_engine/books.py",
+        "if request_id in self.served if request_ids is None else request_id not in request_ids:",
+        "if request_ids is not None and request_id not in request_ids:",
+        "tests/engine/test_engine.py::a_stream_loses_nothing",
+    ),
+    Mutant(
         "engine: a stream that is left goes on",
         "jaxpaged/_engine/engine.py",
         "            self._books.drop(request_ids)\n",

@@ -58,6 +58,7 @@ class Books:
         self.under_way: deque[Sent] = deque()
         self.on_device: dict[int, Row] = {}
         self.requests: dict[int, list[Row]] = {}  # unfinished, or their end was not told
+        self.served: set[int] = set()  # requests of calls such as `generate`, which take their news
         self._dropped: list[int] = []  # and not ended yet
         self._is_undisturbed = False
         self.next_id = 0
@@ -83,6 +84,11 @@ class Books:
     def is_settled(self) -> bool:
         """Whether every request has ended, and its end was told."""
         return not self.requests and not self._news
+
+    @property
+    def has_some_for_step(self) -> bool:
+        """Whether `step` will have news: a request that no call serves has not ended, or its end was not told."""
+        return not self.requests.keys() <= self.served or not self._news.keys() <= self.served
 
     @property
     def num_unfinished(self) -> int:
@@ -156,6 +162,7 @@ class Books:
         for request_id in request_ids:
             self.requests.pop(request_id, None)
             self._news.pop(request_id, None)
+            self.served.discard(request_id)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -171,12 +178,12 @@ class Books:
     def take_news(
         self, request_ids: Container[int] | None = None, *, finished_only: bool = False
     ) -> list[RequestOutput]:
-        """What is new of these requests, or of all, since they were last told."""
+        """What is new of these requests, or of all that no call serves, since they were last told."""
         left, outputs = {}, []
         for request_id, rows in list(self._news.items()):
             if rows[0].is_dropped:  # meanwhile
                 continue
-            if request_ids is not None and request_id not in request_ids:
+            if request_id in self.served if request_ids is None else request_id not in request_ids:
                 left[request_id] = rows
                 continue
             if finished_only and any(row.finish_reason is None for row in rows):

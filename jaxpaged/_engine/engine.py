@@ -147,8 +147,8 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether to call `step` again: a request is not finished, or `step` has not returned its end."""
-        return not self._books.is_settled
+        """Whether to call `step` again: it has not returned the end of each request that was added by `add_request`."""
+        return self._books.has_some_for_step
 
     @property
     def seconds_to_spare(self) -> float:
@@ -197,8 +197,9 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields each request whenever it has new tokens. Request ids are in the prompts' order.
 
-        If you leave the loop early, requests that are not finished are aborted. It raises what `generate` raises, but
-        only once it is asked for the first output.
+        If you leave the loop early, requests that are not finished are aborted. In the loop you may call `step` and
+        `generate`: what is new of this call's requests meanwhile comes with its next outputs. It raises what `generate`
+        raises, but only once it is asked for the first output.
         """
         with self._serving(prompts, params) as request_ids:
             while not self._books.requests.keys().isdisjoint(request_ids):
@@ -300,7 +301,7 @@ class Engine:
         return bool(named)
 
     def step(self) -> list[RequestOutput]:
-        """Starts a slice, reads the one before it, and returns the requests that have news.
+        """Starts a slice, reads the one before it, and returns the requests from `add_request` that have news.
 
         Ctrl-C in it loses nothing: call `step` again. What it has returned is yours, and is not told again.
 
@@ -369,6 +370,7 @@ class Engine:
         requests = [checked_request(*request, self._options) for request in zip(prompts, each, strict=True)]
         request_ids = range(self._books.next_id, self._books.next_id + len(requests))
         try:
+            self._books.served.update(request_ids)
             for i, request in enumerate(requests):
                 self._add(*request, given[i] if given else None)
             yield request_ids

@@ -254,7 +254,7 @@ class Runner:
         if not self.books.is_settled:
             raise RuntimeError(
                 f"{len(self.books.requests)} requests are not finished. Call step until has_unfinished_requests is "
-                "False, or abort() before, and then sleep."
+                "False, or abort() before, and close every stream; then sleep."
             )
         while not self.books.is_device_empty:  # requests that were dropped
             self.advance()

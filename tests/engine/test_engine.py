@@ -434,6 +434,23 @@ def test_a_request_streams_as_it_grows():
     assert all(tokens == seen[-1][: len(tokens)] for tokens in seen)
 
 
+def test_a_stream_loses_nothing_while_others_are_served():
+    engine, params = shared_engine(16), SamplingParams(max_tokens=3 * STEPS, temperature=0)
+    stream = engine.stream([[1, 2, 3], [4, 5]], params)
+    outputs = [next(stream)]
+    other = engine.add_request([6, 7], params)
+    assert set(finish(engine)) == {other}
+    engine.generate([[8]], params)  # long enough for the stream's requests to end
+    with pytest.raises(RuntimeError, match="close every stream"):
+        engine.sleep()
+    assert not engine.has_unfinished_requests
+    outputs += stream
+    ends = [output for output in outputs if output.finished]
+    assert [output.outputs[0].token_ids for output in sorted(ends, key=lambda output: output.request_id)] == [
+        continuation(random_weights(), prompt, params)[0] for prompt in ([1, 2, 3], [4, 5])
+    ]
+
+
 def test_a_long_call_shows_how_far_it_is(capsys, monkeypatch):
     engine, params = shared_engine(16), SamplingParams(max_tokens=6)
     engine.generate([[1]], params)

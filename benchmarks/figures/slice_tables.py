@@ -40,7 +40,7 @@ def engine_profile(points: Points) -> str:
 
 def latent_profile(points: Points) -> str:
     """Two steps, and the steps of a run, each as long as by itself; beside the times of their bytes and products."""
-    profile, throughput = points("h100/engine_profile_v2lite"), points("h100/engine_v2lite")
+    profile, throughput = points("h100/engine_profile_v2lite"), points("h100/engine_v2lite_384")
     counts = throughput["engine 1024"]["steps"]
     times = {kind: _latent_times(profile[kind], profile[f"kernels of {kind}"]) for kind in counts}
     floors = {kind: _latent_floor(kind, profile[kind]["kv"], throughput["steps"]) for kind in counts}

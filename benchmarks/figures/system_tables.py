@@ -68,16 +68,22 @@ def arrivals(points: Points) -> str:
 
 
 def host_memory(points: Points) -> str:
-    found = points("h100/host_tier")
-    evicted, nothing = found["evicted"], found["nothing to find"]
-    talks = [found[name] for name in ("conversations", "conversations without host memory")]
-    rows = [
-        ["a lost prompt: its first token, ms", *(f"{evicted[key]:.0f}" for key in ("host_ms", "computed_ms"))],
-        ["conversations: found, of what an endless pool finds", *(f"{of['found_of_endless']:.1%}" for of in talks)],
-        ["conversations: new tokens a second", *(f"{of['new_tokens_per_s']:,.0f}" for of in talks)],
-        ["nothing in common: new tokens a second", *(f"{nothing[key]:,.0f}" for key in ("with", "without"))],
-    ]
-    return table(("", "with host memory", "without"), rows)
+    columns = []
+    for gpu in ("h100", "h200"):
+        found = points(f"{gpu}/host_tier")
+        ways = ("host_ms", "with", "conversations"), ("computed_ms", "without", "conversations without host memory")
+        for first, among, talks in ways:
+            of_talks = found[talks]
+            columns.append(
+                {
+                    "a lost prompt: its first token, ms": f"{found['evicted'][first]:.0f}",
+                    "conversations: found, of what an endless pool finds": f"{of_talks['found_of_endless']:.1%}",
+                    "conversations: new tokens a second": f"{of_talks['new_tokens_per_s']:,.0f}",
+                    "nothing in common: new tokens a second": f"{found['nothing to find'][among]:,.0f}",
+                }
+            )
+    heads = "", "H100, with host memory", "without", "H200, with host memory", "without"
+    return table(heads, [[name, *(column[name] for column in columns)] for name in columns[0]])
 
 
 def engine_loops(points: Points) -> str:

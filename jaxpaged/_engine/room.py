@@ -15,7 +15,7 @@ def keep_room(arrays: Any, count: int, device: Sharding) -> list[jax.Array]:
 
     JAX's allocator takes the least room that suffices, so arrays of these sizes never lie where the slice's scratch
     memory was. If that moves, XLA changes the slice's CUDA graph, and to change it takes as long as a step.
-    [host_room_h100]
+    [host_room_h100] [room_h200]
 
     Args:
         device: for the arrays between.

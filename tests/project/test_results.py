@@ -140,13 +140,15 @@ def test_the_first_figures_of_the_readme_are_those_of_the_files():
 
 
 def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
-    def over_vllm(gpu, *counts):
-        ours, vllm = (tables.points(f"{gpu}/{file}") for file in ("engine", "vllm"))
+    def over_vllm(gpu, *counts, machine=""):
+        ours, vllm = (tables.points(f"{gpu}/{file}{machine}") for file in ("engine", "vllm"))
         return [ours[f"engine {count}"]["tokens_per_s"] / vllm[f"engine {count}"]["tokens_per_s"] for count in counts]
 
     steps = tables.points("h100/engine")["steps"]
     ours, online, vllm = (tables.points(f"h200/{file}") for file in ("engine", "engine_online", "vllm"))
     parts, of_h100 = over_vllm("h200", 512, 1024, 2048), over_vllm("h100", 1024, 2048)
+    of_slow_host = over_vllm("h200", 512, 1024, 2048, machine="_slow_host")
+    to_compile = [tables.points(f"h200/{file}")["steps"]["compile_s"] for file in ("engine_slow_host", "engine")]
     first, between = (
         [of["10 a second"][wait]["p50"] for of in (online, vllm)] for wait in ("to_first_ms", "between_tokens_ms")
     )
@@ -162,6 +164,9 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
     rounds = [
         of[f"{name}round {i}"]["tokens_per_s"] for of, name in ((rollout, ""), (vllm, "rollout, ")) for i in (1, 2)
     ]
+    first_rounds = [
+        tables.points(f"h200/{file}_slow_host")["round 1"]["tokens_per_s"] for file in ("engine_rollout", "vllm")
+    ]
     for page, figures in {
         "README.md": [
             "The engine gives {:.2f} and {:.2f} times vLLM's tokens a second".format(*parts[1:]),
@@ -174,6 +179,8 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
                 *parts
             ),
             "gave {:.2f} times vLLM's for 1,024 and {:.2f} times for 2,048".format(*of_h100),
+            "whose host needs {:.0f} s instead of {:.0f} s to compile the engine".format(*to_compile),
+            "it gives {:.2f}, {:.2f} and {:.2f} times vLLM's".format(*of_slow_host),
             f"Compiling that engine took {steps['compile_s']:.0f} s",
             "gives {:.2f}, {:.2f} and {:.2f} of the tokens of 2,048, 1,024 and 512 greedy requests".format(*sampled),
             "after {:.0f} ms in slices of one step, and after {:.0f} ms in slices of two".format(*waits),
@@ -209,6 +216,7 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
         "docs/reinforcement_learning.md": [
             "give {:,.0f} and {:,.0f} tokens a second on an H200".format(*rounds[:2]),
             "gives {:,.0f} and {:,.0f} on the same machine".format(*rounds[2:]),
+            "the first round gives {:,.0f}, and vLLM's {:,.0f}".format(*first_rounds),
             f"comes {rollout['update']['to_first_token_s'] * 1e3:.0f} ms after the call of `update_weights`",
         ],
     }.items():
@@ -217,12 +225,15 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
 
 
 def test_what_is_said_of_groups_on_a_gpu_is_in_the_files():
-    found, text = tables.points("h200/groups"), words_of("docs/allocator.md")
+    found, long = tables.points("h200/groups"), tables.points("h100/groups_engine")
+    text = words_of("docs/allocator.md")
     for figure in (
         f"groups have room for {found['groups']['seats']} of them at once, one table for {found['one table']['seats']}",
         f"give {found['gain']['tokens']:.2f} times the tokens a second with chunks of 256",
         f"there is room for {found['groups, chunks of 1024']['seats']}",
         f"and {found['gain, chunks of 1024']['tokens']:.2f} times the tokens",
+        f"{long['groups']['seats']} instead of {long['one table']['seats']} at once",
+        f"give {long['gain']['tokens']:.2f} times the tokens on an H100",
         "takes {groups_1_us:.0f} us with one group and {groups_4_us:.0f} with four".format(**found["allocator"]),
     ):
         assert figure in text
@@ -233,6 +244,7 @@ def test_what_is_said_of_host_memory_is_in_the_files():
     evicted, stages, talks = found["evicted"], found["stages"], found["conversations"]
     room = tables.points("decisions/host_room_h100")
     anywhere, kept = (room[f"{where}, one program"]["call_us"] / 1e3 for where in ("no room", "room"))
+    slow, quick = (point["seconds"] for point in tables.points("decisions/room_h200").values())
     computed = talks["computed"] / found["conversations without host memory"]["computed"]
     text = words_of("docs/engine.md")
     for figure in (
@@ -241,6 +253,7 @@ def test_what_is_said_of_host_memory_is_in_the_files():
         f"the conversations compute {computed:.0%} of the tokens",
         f"prompts with nothing in common {1 - found['nothing to find']['part']:.0%} fewer",
         f"a call took {anywhere:.1f} ms instead of {kept:.1f} ms",
+        f"512 requests took {quick} s with it, and {slow} s without",
         f"gave {on_cpu['conversations']['gain']:.1f} times the tokens a second with host memory",
     ):
         assert figure in text
@@ -280,8 +293,9 @@ def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
     fa3_paged, fa3, cudnn = map(of_prompts, ("fa3 paged", "fa3", "cudnn"))
     runs = tables.points("decisions/prefill_ahead_h100")
     house = tables.points("decisions/house_h200")["decode | 32/8 64x8192 cache=float8_e4m3fn scale=head"]
-    latent, profile = tables.points("h100/engine_v2lite"), tables.points("h100/engine_profile")
-    most, fewest = (latent[f"engine {count}"] for count in (1024, 512))
+    latent, former = (tables.points(f"h100/{name}") for name in ("engine_v2lite", "engine_v2lite_384"))
+    profile, run = tables.points("h100/engine_profile"), former["engine 1024"]
+    of_latent, of_former = ([of[f"engine {n}"]["of_floor"] for n in (1024, 512)] for of in (latent, former))
     of_8b = [tables.points("h100/engine")[f"engine {count}"]["of_floor"] for count in (1024, 512)]
     events = [profile[kind]["events"] for kind in ("single_64", "single_384", "mixed_1024")]
     new, old = (runs[f"32/8 64xragged1024 q_len=all | {form}"]["runs"] for form in ("new", "old"))
@@ -300,10 +314,11 @@ def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
         "{:.0f} kernels and copies with 64 rows of single tokens, {:.0f} with 384, and {:.0f} with 1,024".format(
             *events
         ),
-        f"{most['of_floor']:.0%} of the floor with 1,024 requests and {fewest['of_floor']:.0%} with 512",
+        "{:.0%} of the floor with 1,024 requests and {:.0%} with 512".format(*of_latent),
+        "it had 384 seats, and reached {:.0%} and {:.0%}".format(*of_former),
         "where the model above reaches {:.0%} and {:.0%}".format(*of_8b),
-        f"The run took {most['seconds']:.2f} s",
-        f"70% of the floor would be {most['seconds'] * most['of_floor'] / 0.7:.2f} s",
+        f"The run took {run['seconds']:.2f} s",
+        f"70% of the floor would be {run['seconds'] * run['of_floor'] / 0.7:.2f} s",
     ):
         assert figure in text
 

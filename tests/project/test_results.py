@@ -240,18 +240,21 @@ def test_what_is_said_of_groups_on_a_gpu_is_in_the_files():
 
 
 def test_what_is_said_of_host_memory_is_in_the_files():
-    found, on_cpu = tables.points("h100/host_tier"), tables.points("cpu/host_tier")
+    found, on_h200, on_cpu = (tables.points(f"{machine}/host_tier") for machine in ("h100", "h200", "cpu"))
     evicted, stages, talks = found["evicted"], found["stages"], found["conversations"]
     room = tables.points("decisions/host_room_h100")
     anywhere, kept = (room[f"{where}, one program"]["call_us"] / 1e3 for where in ("no room", "room"))
+    losses = [1 - of["nothing to find"]["part"] for of in (found, on_h200)]
+    gains = [of["conversations"]["gain"] - 1 for of in (found, on_h200)]
     slow, quick = (point["seconds"] for point in tables.points("decisions/room_h200").values())
     computed = talks["computed"] / found["conversations without host memory"]["computed"]
     text = words_of("docs/engine.md")
     for figure in (
-        f"If the pool still has the prompt, its first token comes after {evicted['pool_ms']:.0f} ms",
+        f"if the pool still has the prompt, its first token comes after {evicted['pool_ms']:.0f} ms",
         f"To copy its {stages['megabytes']:,.0f} MB to the device takes {stages['to_device']:.0f} ms by itself",
         f"the conversations compute {computed:.0%} of the tokens",
-        f"prompts with nothing in common {1 - found['nothing to find']['part']:.0%} fewer",
+        f"prompts with nothing in common {100 * losses[0]:.0f} to {losses[1]:.0%} fewer",
+        f"give {100 * gains[0]:.0f} to {gains[1]:.0%} more tokens a second",
         f"a call took {anywhere:.1f} ms instead of {kept:.1f} ms",
         f"512 requests took {quick} s with it, and {slow} s without",
         f"gave {on_cpu['conversations']['gain']:.1f} times the tokens a second with host memory",

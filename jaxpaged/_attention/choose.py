@@ -126,7 +126,7 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
 def _latent_run(call: Call, gpu: Gpu) -> int | None:
     """Query tokens of a run, if the kernel for latents takes the call, which it computes in about half of the decode
     kernel's time. [latent_heads_h100 of benchmarks/results/decisions/]"""
-    run = 1 if call.causal else _run(call, latent_config.ROWS)  # whose tokens become heads
+    run = 1 if call.causal else _run(call, latent_config.HEADS)  # whose tokens become heads
     others = (getattr(call.options, field.name) for field in dataclasses.fields(call.options) if field.name != "scale")
     is_plain = call.tree_mask is None and all(option is None for option in others)
     return run if is_plain and latent_config.takes(call.shapes(run), gpu.compute_capability) else None

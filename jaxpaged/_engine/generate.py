@@ -15,7 +15,7 @@ from jaxpaged._engine.requests import checked_prompt, params_for_each
 from jaxpaged._engine.slices import Apply
 from jaxpaged._integers import checked_size
 
-MOST_SEATS, MOST_CHUNK_TOKENS = 64, 256
+MOST_AT_ONCE, MOST_CHUNK_TOKENS = 64, 256
 
 
 def generate(
@@ -75,7 +75,7 @@ def generate(
         raise ValueError("pass at least one prompt; got none.")
     lengths = [len(checked_prompt(prompt)) for prompt in prompts]
     block_size, num_layers = checked_size("block_size", block_size), checked_size("num_layers", num_layers)
-    num_seats = min(MOST_SEATS, sum(request.n for request in each))
+    num_seats = min(MOST_AT_ONCE, sum(request.n for request in each))
     max_length = max(length + request.max_tokens for length, request in zip(lengths, each, strict=True))
     caches = tuple(
         KVCache.create(

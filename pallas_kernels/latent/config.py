@@ -6,7 +6,7 @@ from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.common.sizes import DTYPES_16BIT, divides_tiles
 
 TILE = 64  # tokens
-ROWS = 64  # of a program: heads of one query token
+HEADS = 64  # of a program: heads of one query token
 REST = 64  # columns of a latent behind its values: as many as a tile has tokens, for the weights take their place
 
 
@@ -22,7 +22,7 @@ def takes(shapes: Shapes, compute_capability: float) -> bool:
         and shapes.is_latent
         and shapes.q_dtype in DTYPES_16BIT
         and shapes.cache_dtype == shapes.q_dtype
-        and shapes.q_len * shapes.group % ROWS == 0
+        and shapes.q_len * shapes.group % HEADS == 0
         and shapes.value_dim in (128, 256, 384, 512)
         and shapes.head_dim == shapes.value_dim + REST
         and divides_tiles(shapes.block_size)
@@ -32,5 +32,5 @@ def takes(shapes: Shapes, compute_capability: float) -> bool:
 def default_config(*, num_rows: int, capacity: int, num_sms: int, num_partitions: int | None = None) -> Config:
     """`num_rows`: of all query tokens; `capacity`: tokens that a table row can hold."""
     if num_partitions is None:
-        num_partitions = max(1, min(num_sms * ROWS // num_rows, capacity // (2 * TILE)))
+        num_partitions = max(1, min(num_sms * HEADS // num_rows, capacity // (2 * TILE)))
     return Config(min(num_partitions, max(1, -(-capacity // TILE))))  # more would have no tile

@@ -15,10 +15,9 @@ from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
 from pallas_kernels.common.rescale import HEADROOM, rescale
-from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS_FIRST, matrix, normalise, store, zeros
-from pallas_kernels.common.rows import ROWS as MATRIX
+from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS, ROWS_FIRST, matrix, normalise, store, zeros
 from pallas_kernels.common.sizes import COLUMNS, ceil_div, count_tiles, rem, zero_unless
-from pallas_kernels.latent.config import REST, ROWS, TILE, Config
+from pallas_kernels.latent.config import HEADS, REST, TILE, Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Warpgroup:
             self._start_half(i + 2, ids)
             return State(acc, m, l, ids)
 
-        nothing = State(zeros((ROWS, half)), ROWS_FIRST.full(ROWS, LOWEST), ROWS_FIRST.full(ROWS, 0.0), next_ids)
+        nothing = State(zeros((HEADS, half)), ROWS_FIRST.full(HEADS, LOWEST), ROWS_FIRST.full(HEADS, 0.0), next_ids)
         acc, m, l, _ = lax.fori_loop(0, self.num_tiles, step, nothing)
 
         # 3. The sums of both.
@@ -172,7 +171,7 @@ class Warpgroup:
             plgpu.wgmma(acc, refs.q_smem.at[:, pl.ds(2 * half, REST)], refs.rest_smem.at[own].T)
             return acc[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, TILE), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.ACC((HEADS, TILE), jnp.float32))
 
     def _add(self, i: jax.Array, acc: jax.Array, alpha: jax.Array, stage: jax.Array) -> jax.Array:
         """O = alpha O + P V, once the products are there."""
@@ -186,7 +185,7 @@ class Warpgroup:
 
     def _seen(self, i: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
         """bool `shape`, of the tokens of a tile on `axis`."""
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX) < self.length - self._tile_at(i) * TILE
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ROWS) < self.length - self._tile_at(i) * TILE
 
     def _masked(self, i: jax.Array, logits: jax.Array) -> jax.Array:
         return jnp.where(self._seen(i, logits.shape, 1), logits, jnp.full_like(logits, -jnp.inf))
@@ -195,7 +194,7 @@ class Warpgroup:
         """Zero times NaN is NaN: what no row may see must be zero itself."""
         for c in range(values.shape[1] // COLUMNS):
             part = values.at[:, pl.ds(c * COLUMNS, COLUMNS)]
-            v = plgpu.load(part, layout=MATRIX)
+            v = plgpu.load(part, layout=ROWS)
             part[...] = zero_unless(self._seen(i, v.shape, 0), v)
         plgpu.commit_smem()
 
@@ -248,7 +247,7 @@ def launch(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out [seqs, heads, value_dim] in q's dtype, and lse f32 [seqs, heads]."""
     seqs, heads, head_dim = q.shape
-    chunks, partitions = heads // ROWS, config.num_partitions
+    chunks, partitions = heads // HEADS, config.num_partitions
     smem = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=matrix(COLUMNS, 2))
     copies = TILE // rows_of_copy(cache.shape[1], TILE)
     out, lse = launch_kernel(
@@ -256,7 +255,7 @@ def launch(
         functools.partial(_kernel, config=config),
         Refs,
         {
-            "q": q.reshape(seqs, chunks, ROWS, head_dim),
+            "q": q.reshape(seqs, chunks, HEADS, head_dim),
             "cache": cache,
             "block_tables": block_tables,
             "lengths": lengths,
@@ -264,20 +263,20 @@ def launch(
         },
         {
             "out": jax.ShapeDtypeStruct(
-                (partitions * seqs, chunks, ROWS, value_dim), q.dtype if partitions == 1 else jnp.float32
+                (partitions * seqs, chunks, HEADS, value_dim), q.dtype if partitions == 1 else jnp.float32
             ),
-            "lse": jax.ShapeDtypeStruct((partitions * seqs, chunks, ROWS), jnp.float32),
+            "lse": jax.ShapeDtypeStruct((partitions * seqs, chunks, HEADS), jnp.float32),
         },
         grid=(seqs, partitions, chunks),
         grid_names=("seq", "partition", "chunk"),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=dict(
-            q_smem=smem((ROWS, head_dim)),
+            q_smem=smem((HEADS, head_dim)),
             values_smem=smem((2, 2, TILE, value_dim // 2)),
             rest_smem=smem((2, TILE, REST)),
-            m_smem=plgpu.SMEM((2, ROWS), jnp.float32),
-            l_smem=plgpu.SMEM((2, ROWS), jnp.float32),
+            m_smem=plgpu.SMEM((2, HEADS), jnp.float32),
+            l_smem=plgpu.SMEM((2, HEADS), jnp.float32),
             q_full=plgpu.Barrier(),
             values_full=plgpu.Barrier(num_arrivals=copies, num_barriers=4),
             rest_full=plgpu.Barrier(num_arrivals=copies, num_barriers=2),

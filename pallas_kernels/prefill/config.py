@@ -6,7 +6,7 @@ import math
 from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.common.sizes import DTYPES_16BIT, round_up
 
-ROWS = 128  # of an item
+ITEM_ROWS = 128
 WG_ROWS = 64  # of them, for each of two warpgroups
 
 
@@ -95,7 +95,7 @@ def default_parts(*, num_items: int, visible: int, head_dim: int, num_sms: int) 
     return max(1, min(num_sms // num_items, math.isqrt(16 * visible // (num_items * round_up(head_dim, 64)))))
 
 
-def heads_and_tokens(group: int, rows: int = ROWS) -> tuple[int, int]:
+def heads_and_tokens(group: int, rows: int = ITEM_ROWS) -> tuple[int, int]:
     """Heads and tokens of an item: the most heads, which share keys, with at most an eighth of the rows empty."""
 
     def tokens(heads: int) -> int:

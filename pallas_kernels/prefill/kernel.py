@@ -15,7 +15,7 @@ from pallas_kernels.common.rows import matrix
 from pallas_kernels.common.scales import of_head, scaled
 from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.common.sizes import COLUMNS
-from pallas_kernels.prefill.config import ROWS, WG_ROWS, Config
+from pallas_kernels.prefill.config import ITEM_ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
 from pallas_kernels.prefill.item import Items
 from pallas_kernels.prefill.launch import Form
@@ -147,7 +147,7 @@ def form(q: jax.Array, k_cache: jax.Array, _: WorkList, options: AttentionOption
         name="paged_prefill",
         body=functools.partial(_kernel, config=config, transforms=transforms),
         refs=Refs,
-        rows=ROWS,
+        rows=ITEM_ROWS,
         num_programs=config.num_programs,
         how=dict(num_threads=4 if shapes.is_8bit else 3, thread_name="warpgroup", scratch_types=scratch_types),
     )

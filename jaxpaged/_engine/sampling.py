@@ -53,6 +53,8 @@ class Likely:
     def of(cls, logits: jax.Array, num: int) -> "Likely | None":
         if not num:
             return None
+        if num > logits.shape[1]:
+            raise ValueError(f"max_logprobs must be at most {logits.shape[1]}, the logits of a token; got {num}.")
         found, tokens = lax.top_k(logits, num)
         found, best = found.astype(jnp.float32), found[:, :1].astype(jnp.float32)
         mass = jnp.exp(logits.astype(jnp.float32) - best).sum(axis=-1, keepdims=True)

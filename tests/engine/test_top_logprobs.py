@@ -12,6 +12,7 @@ from tests.toy_model import (
     HEADS,
     MAX_TOKENS,
     TIGHT,
+    VOCAB,
     apply,
     create_engine,
     fewer_blocks,
@@ -96,6 +97,8 @@ def test_more_than_the_engine_looks_for_are_refused():
             SamplingParams(top_logprobs=wrong)
     with pytest.raises(ValueError, match="max_logprobs must be"):
         create_engine(max_logprobs=-1)
+    with pytest.raises(ValueError, match=f"max_logprobs must be at most {VOCAB}, the logits of a token; got"):
+        create_engine(max_logprobs=VOCAB + 1)
 
 
 def test_generate_makes_an_engine_that_reports_as_many_as_are_asked_for():

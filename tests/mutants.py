@@ -1003,8 +1003,8 @@ MUTANTS = (
     Mutant(
         "scoring: groups that hold only a part go uncounted",
         SCORING,
-        "jnp.arange(0, len(scored), size) < is_scored",
-        "jnp.arange(size - 1, len(scored), size) < is_scored",
+        "jnp.arange(0, len(scored), size) < rows.is_scored",
+        "jnp.arange(size - 1, len(scored), size) < rows.is_scored",
         "tests/engine/test_score.py::models_beside and plenty",
     ),
     Mutant(

@@ -26,6 +26,7 @@ from jaxpaged._scheduler.scheduler import Scheduler
 
 MOST_GROUPS = 4  # each is compiled by itself: in a loop the host would start each turn
 Head = Callable[[jax.Array], jax.Array]  # logits [rows, vocab] of rows of the step, int32 [rows]
+Drawn = tuple[jax.Array, jax.Array, Likely | None]  # of rows: tokens, logprobs, the most likely tokens
 
 
 @jax.tree_util.register_dataclass
@@ -145,6 +146,27 @@ def with_head(
     return caches, head, hidden
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Of each row of a step: the token behind its own."""
+
+    request_ids: jax.Array  # int32; `max_requests`: it is not scored
+    positions: jax.Array  # int32, in its request
+    is_scored: jax.Array  # bool
+    given: jax.Array  # int32, the scored token; -1: none
+
+    @classmethod
+    def of(cls, step: Step, kind: Kind, scheduler: Scheduler, spans: jax.Array) -> Rows:
+        request_ids = planning.rows_of(step.request_ids, step.seats)
+        request_ids = jnp.where(step.seats < kind.num_seats, request_ids, scheduler.max_requests)
+        positions = step.positions + 1
+        begin, end = planning.rows_of(spans, request_ids).T
+        is_scored = (begin <= positions) & (positions < end)
+        known = scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0)
+        given = jnp.where(is_scored, known, -1)
+        return cls(jnp.where(is_scored, request_ids, scheduler.max_requests), positions, is_scored, given)
+
+
 def score_and_sample(
     head: Head,
     scheduler: Scheduler,
@@ -162,69 +184,75 @@ def score_and_sample(
     If a seat's next token is scored, it is not sampled but given. If seats may have drafts, what is of a seat's next
     token is of its last known token and of its drafts, `[seats, drafts + 1]`.
     """
-    request_ids = planning.rows_of(step.request_ids, step.seats)
-    request_ids = jnp.where(step.seats < kind.num_seats, request_ids, scheduler.max_requests)
-    positions = step.positions + 1
-    begin, end = planning.rows_of(spans, request_ids).T
-    is_scored = (begin <= positions) & (positions < end)
-    draw = functools.partial(sample, is_processed=is_processed, num_likely=num_likely)
-    known = scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0)
-    given = jnp.where(is_scored, known, -1)
-    request_ids = jnp.where(is_scored, request_ids, scheduler.max_requests)
-
+    rows = Rows.of(step, kind, scheduler, spans)
+    draw = functools.partial(sample, wants_logprobs=wants_logprobs, is_processed=is_processed, num_likely=num_likely)
     if not kind.is_mixed or kind.draws_all:
-        sampling = planning.rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
-        drawn, logprobs, likely = draw(head(step.last), sampling, positions, wants_logprobs, given)
-        scores = Scores(request_ids, positions, logprobs, drawn == given, likely)
-        of_rows = jnp.where(is_scored, given, drawn), logprobs, likely
-        if kind.draws_all:
-            rows = (step.last - step.num_drafts)[:, None] + jnp.arange(scheduler.num_drafts + 1, dtype=jnp.int32)[None]
-            of_rows = jax.tree.map(lambda values: values.at[rows].get(mode="clip"), of_rows)
-        elif kind.is_by_row:
-            of_rows = jax.tree.map(
-                lambda values: (
-                    jnp.zeros((kind.num_seats, *values.shape[1:]), values.dtype).at[step.seats].set(values, mode="drop")
-                ),
-                of_rows,
-            )
-        return *of_rows, scores
+        return _of_each_row(head, step, kind, rows, draw, num_drafts=scheduler.num_drafts)
+    judge = functools.partial(score, wants_logprobs=wants_logprobs, num_likely=num_likely)
+    return _of_groups(head, step, kind, rows, draw, judge, num_likely=num_likely, nobody=scheduler.max_requests)
 
+
+def _of_each_row(
+    head: Head, step: Step, kind: Kind, rows: Rows, draw: Callable[..., Drawn], *, num_drafts: int
+) -> tuple[jax.Array, jax.Array, Likely | None, Scores]:
+    """Where each row is sampled or scored."""
+    sampling = planning.rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
+    drawn, logprobs, likely = draw(head(step.last), sampling, rows.positions, given=rows.given)
+    scores = Scores(rows.request_ids, rows.positions, logprobs, drawn == rows.given, likely)
+    of_rows = jnp.where(rows.is_scored, rows.given, drawn), logprobs, likely
+    if kind.draws_all:
+        theirs = (step.last - step.num_drafts)[:, None] + jnp.arange(num_drafts + 1, dtype=jnp.int32)[None]
+        of_rows = jax.tree.map(lambda values: values.at[theirs].get(mode="clip"), of_rows)
+    elif kind.is_by_row:
+        of_rows = jax.tree.map(
+            lambda values: (
+                jnp.zeros((kind.num_seats, *values.shape[1:]), values.dtype).at[step.seats].set(values, mode="drop")
+            ),
+            of_rows,
+        )
+    return *of_rows, scores
+
+
+def _of_groups(
+    head: Head,
+    step: Step,
+    kind: Kind,
+    rows: Rows,
+    draw: Callable[..., Drawn],
+    judge: Callable[..., Drawn],
+    *,
+    num_likely: int,
+    nobody: int,
+) -> tuple[jax.Array, jax.Array, Likely | None, Scores]:
+    """Where few rows are: a group of those that are sampled, and groups of those that are scored."""
     size, every = group_size(kind), jnp.arange(kind.width, dtype=jnp.int32)
-    scored = planning.first_marked(every, is_scored, size=num_scored(kind), fill_value=kind.width)
-
+    scored = planning.first_marked(every, rows.is_scored, size=num_scored(kind), fill_value=kind.width)
     last, of_last = jax.tree.map(lambda x: jnp.pad(x, (0, size - len(x))), (step.last, step.sampling))
 
-    def draw_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
-        return draw(head(rows), of_last, positions[rows], wants_logprobs, given[rows])
+    def draw_group(group: jax.Array) -> Drawn:
+        return draw(head(group), of_last, rows.positions[group], given=rows.given[group])
 
-    def score_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
-        return score(head(rows), given[rows], wants_logprobs, num_likely=num_likely)
+    def score_group(group: jax.Array) -> Drawn:
+        return judge(head(group), rows.given[group])
 
-    def skip_group(rows: jax.Array) -> tuple[jax.Array, jax.Array, Likely | None]:
-        return jnp.zeros_like(rows), jnp.zeros(size, jnp.float32), Likely.create(size, num_likely)
+    def skip_group(group: jax.Array) -> Drawn:
+        return jnp.zeros_like(group), jnp.zeros(size, jnp.float32), Likely.create(size, num_likely)
 
     # Not a loop that ends by a condition: a GPU's call would wait for the model. [slices_h100]
-    is_used = jnp.arange(0, len(scored), size) < is_scored.sum(dtype=jnp.int32)
+    is_used = jnp.arange(0, len(scored), size) < rows.is_scored.sum(dtype=jnp.int32)
     _, of_groups = lax.scan(
         lambda _, group: (None, lax.cond(group[0], score_group, skip_group, group[1])),
         None,
         (is_used, scored.reshape(-1, size)),
         unroll=MOST_GROUPS,
     )
-    drawn, *of_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_groups)
-    is_drawn = (step.is_sampled & ~is_scored[step.last]).any()
+    best, *of_scored = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_groups)
+    request_ids, positions, given = planning.rows_of((rows.request_ids, rows.positions, rows.given), scored)
+    request_ids = jnp.where(scored < kind.width, request_ids, nobody)
+    scores = Scores(request_ids, positions, of_scored[0], best == given, of_scored[1])
+
+    is_drawn = (step.is_sampled & ~rows.is_scored[step.last]).any()
     of_group = lax.cond(is_drawn, draw_group, skip_group, last)
     tokens, logprobs, likely = jax.tree.map(lambda x: x[: kind.num_seats], of_group)
-    of_scored = planning.rows_of((request_ids, positions, given), scored)
-    return (
-        jnp.where(is_scored[step.last], given[step.last], tokens),
-        logprobs,
-        likely,
-        Scores(
-            jnp.where(scored < kind.width, of_scored[0], scheduler.max_requests),
-            of_scored[1],
-            of_rows[0],
-            drawn == of_scored[2],
-            of_rows[1],
-        ),
-    )
+    tokens = jnp.where(rows.is_scored[step.last], rows.given[step.last], tokens)
+    return tokens, logprobs, likely, scores

@@ -89,11 +89,6 @@ class LatentSettings:
         return self.num_heads * (self.head_dim + self.rotary_dim)
 
     @property
-    def up_features(self) -> int:
-        """Of all heads' keys without a position and values, which the latent vector is projected up to."""
-        return self.num_heads * (self.head_dim + self.value_dim)
-
-    @property
     def latent_features(self) -> int:
         """Of the projection of x to the latent vector and the shared key; the width of the cache."""
         return self.latent_dim + self.rotary_dim
@@ -104,7 +99,8 @@ def latent_attention[C: (KVCache, CacheLayer)](
     q: jax.Array,  # [..., heads * (head_dim + rotary_dim)]
     latent: jax.Array,  # [..., latent_dim], normalised
     shared_key: jax.Array,  # [..., rotary_dim]
-    up: jax.Array,  # [latent_dim, heads * (head_dim + value_dim)]
+    to_keys: jax.Array,  # [latent_dim, heads * head_dim]
+    to_values: jax.Array,  # [latent_dim, heads * value_dim]
     cache: C,
     allocator: BlockAllocator,
     slots: jax.Array,  # int32 [...]
@@ -125,8 +121,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
     s = settings
     starts = None if query_starts is None else as_int32(query_starts)
     q = q.reshape(*slots.shape, s.num_heads, -1)
-    up = up.astype(q.dtype).reshape(s.latent_dim, s.num_heads, -1)
-    to_keys, to_values = up[..., : s.head_dim], up[..., s.head_dim :]
+    to_keys, to_values = (x.astype(q.dtype).reshape(s.latent_dim, s.num_heads, -1) for x in (to_keys, to_values))
     at = find_positions(allocator, slots, starts) if positions is None else as_int32(positions)
     angles = cos_sin(at, jnp.asarray(s.rotary_frequencies, jnp.float32))
     plain, rotary = jnp.split(q, [s.head_dim], axis=-1)

@@ -174,16 +174,19 @@ class LatentAttention(linen.Module):
             q = linear("q_b_proj", s.query_features)(q)
         latent = linear("kv_a_proj_with_mqa", s.latent_features, use_bias=s.use_bias)(x)
         latent, shared_key = jnp.split(latent, [s.latent_dim], axis=-1)
-        kv_b_proj = linear("kv_b_proj", s.up_features)
+        k_b_proj = linear("k_b_proj", s.num_heads * s.head_dim)
+        v_b_proj = linear("v_b_proj", s.num_heads * s.value_dim)
         latent = norm("kv_a_layernorm")(latent)
         if self.is_initializing():
-            kv_b_proj(latent)
+            k_b_proj(latent)
+            v_b_proj(latent)
         cache, out = latent_attention(
             s,
             q,
             latent,
             shared_key,
-            kv_b_proj.variables["params"]["kernel"],
+            k_b_proj.variables["params"]["kernel"],
+            v_b_proj.variables["params"]["kernel"],
             cache,
             allocator,
             slots,

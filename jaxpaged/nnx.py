@@ -160,12 +160,14 @@ class LatentAttention(nnx.Module):
         q_h = [(x W_q)_h W_K,h^T,  rotate(x W_r,h)]      absorbed: a query of c, not of the head's keys
         out = sum_h (softmax_t(scale q_h . [c_t, r_t]) c_t) W_V,h W_O,h
 
-    Parameters are named as in a checkpoint of a DeepSeek model:
+    Parameters are named as in a checkpoint of a DeepSeek model, but for `k_b_proj` and `v_b_proj`:
 
     - `q_proj.kernel` `[in_features, num_heads * (head_dim + rotary_dim)]`, or with `query_rank` `q_a_proj`,
       `q_a_layernorm` and `q_b_proj`.
     - `kv_a_proj_with_mqa.kernel` `[in_features, latent_dim + rotary_dim]`, `kv_a_layernorm.scale` `[latent_dim]`.
-    - `kv_b_proj.kernel` `[latent_dim, num_heads * (head_dim + value_dim)]`: W_K and W_V of one head after the other.
+    - `k_b_proj.kernel` `[latent_dim, num_heads * head_dim]`, W_K, and `v_b_proj.kernel` `[latent_dim, num_heads *
+      value_dim]`, W_V. A checkpoint has both in `kv_b_proj`, first W_K and then W_V of each head; to multiply with a
+      part of a matrix XLA would copy it in each step.
     - `o_proj.kernel` `[num_heads * value_dim, in_features]`.
 
     If a call has on average at least `settings.expanded_from` new tokens a sequence, these see each other through keys
@@ -217,7 +219,8 @@ class LatentAttention(nnx.Module):
             self.q_b_proj = linear(s.query_rank, s.query_features)
         self.kv_a_proj_with_mqa = linear(in_features, s.latent_features, use_bias=s.use_bias)
         self.kv_a_layernorm = norm(s.latent_dim)
-        self.kv_b_proj = linear(s.latent_dim, s.up_features)
+        self.k_b_proj = linear(s.latent_dim, s.num_heads * s.head_dim)
+        self.v_b_proj = linear(s.latent_dim, s.num_heads * s.value_dim)
         self.o_proj = linear(s.num_heads * s.value_dim, in_features, use_bias=s.use_bias)
 
     def __call__[C: (KVCache, CacheLayer)](
@@ -243,7 +246,8 @@ class LatentAttention(nnx.Module):
             q,
             self.kv_a_layernorm(latent),
             shared_key,
-            self.kv_b_proj.kernel[...],
+            self.k_b_proj.kernel[...],
+            self.v_b_proj.kernel[...],
             cache,
             allocator,
             slots,

@@ -60,7 +60,7 @@ def expanded_of(graph, weights, x):
     q = q.reshape(1, tokens, s.num_heads, -1)
     down = module.kv_a_proj_with_mqa(x)
     latent, key = module.kv_a_layernorm(down[..., : s.latent_dim]), down[..., None, s.latent_dim :]
-    keys, v = jnp.split(module.kv_b_proj(latent).reshape(1, tokens, s.num_heads, -1), [s.head_dim], axis=-1)
+    keys, v = (up(latent).reshape(1, tokens, s.num_heads, -1) for up in (module.k_b_proj, module.v_b_proj))
     angles = (
         jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None] * jnp.asarray(s.rotary_frequencies)[None, None, None]
     )

@@ -23,7 +23,7 @@ from lib.llama_config import LlamaConfig, fused_parts
 
 AXIS = "devices"
 CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]; a latent, which all heads read, is on every device
-BY_OUTPUTS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj")
+BY_OUTPUTS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head", "q_proj", "q_b_proj", "k_b_proj", "v_b_proj")
 BY_INPUTS = ("o_proj", "down_proj")
 STATIC = ("graph", "eos_ids", "sampling")  # arguments of `prefill` and `decode` in generation.py that are not arrays
 

@@ -19,7 +19,7 @@ from lib.command_line import exit_code
 from lib.engine_llama import create_engine
 from lib.families import read_config
 from lib.fields import Fields
-from tests.examples.tiny_families import FAMILIES, GEMMA, PROMPT, SIZES, write_family
+from tests.examples.tiny_families import FAMILIES, GEMMA, HEADS, PLAIN, PROMPT, SIZES, VALUE, write_family
 
 EXPECTED = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())
 NUM_BLOCKS, BLOCK_SIZE, CHUNK = 6, 4, 10
@@ -110,9 +110,11 @@ def test_weights_of_8_bits_with_a_factor_a_block(tmp_path):
     weight = tensors[name].astype(jnp.float8_e4m3fn)  # [56, 16]
     factors = np.asarray([[1, 3], [2, 5], [0.5, 7], [4, 9]], np.float32)
     safetensors.numpy.save_file(tensors | {name: weight, f"{name}_scale_inv": factors}, tmp_path / "model.safetensors")
-    found = load_model(read_checkpoint(tmp_path), "float32").layers[1].self_attn.kv_b_proj.kernel[...]
+    found = load_model(read_checkpoint(tmp_path), "float32").layers[1].self_attn
     expected = weight.astype(np.float32) * factors.repeat(16, 0).repeat(12, 1)[:56, :16]
-    np.testing.assert_array_equal(found.T, expected)
+    of_heads = np.split(expected.reshape(HEADS, PLAIN + VALUE, 16), [PLAIN], axis=1)
+    for projection, of_head in zip((found.k_b_proj, found.v_b_proj), of_heads, strict=True):
+        np.testing.assert_array_equal(projection.kernel[...].T, of_head.reshape(-1, 16))
 
 
 def test_layers_that_draft_are_left_out(tmp_path):

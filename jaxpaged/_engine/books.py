@@ -34,7 +34,12 @@ class Sent:
 
     def result(self) -> jax.Array:
         assert self.words is not None
-        return self.words.result()
+        try:
+            return self.words.result()
+        except RuntimeError as failure:  # also of Python's lock, which Ctrl-C may leave in a state that `with` refuses
+            if isinstance(interrupt := failure.__context__, KeyboardInterrupt) and not self.has_failed_with(failure):
+                raise interrupt from None
+            raise
 
     @property
     def is_over(self) -> bool:
@@ -125,9 +130,10 @@ class Books:
 
     def named(self, request_id: int | None, completion: int | None) -> list[Row]:
         """The rows of a request, or of all; or only the one of this completion."""
+        # After Ctrl-C in `take_news` an end that was not told may be in the news alone.
         if request_id is None:
-            return list(itertools.chain.from_iterable(self.requests.values()))
-        rows = self.requests.get(request_id, [])
+            return list(itertools.chain.from_iterable((self._news | self.requests).values()))
+        rows = self.requests.get(request_id) or self._news.get(request_id, [])
         return [row for index, row in enumerate(rows) if completion in (None, index)]
 
     @without_interrupts()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams
+from jaxpaged._engine import books as books_module
 from jaxpaged._engine.books import Books
 from jaxpaged._scheduler.records import Refusal, RequestStatus
 
@@ -141,6 +142,26 @@ def test_one_completion_is_named(books):
     assert len(books.named(request, None)) == 3
     assert len(books.named(None, None)) == 4
     assert books.named(other + 1, None) == []
+
+
+def test_an_end_that_ctrl_c_kept_from_being_told_is_known_still(books, monkeypatch):
+    ids = add(books, 2)
+    books.send(2)
+    take(books, [0, 1], [(0, 3), (1, 4)], finished=[0, 1])
+    outputs, make_output = iter(range(1, 100)), books_module.make_output
+
+    def make_until(*arguments):
+        if next(outputs) == 2:
+            raise KeyboardInterrupt
+        return make_output(*arguments)
+
+    monkeypatch.setattr(books_module, "make_output", make_until)
+    with pytest.raises(KeyboardInterrupt):
+        books.take_news()
+    assert [len(books.named(request, None)) for request in ids] == [1, 1]
+    assert len(books.named(None, None)) == 2
+    assert [request for request, _ in news(books)] == ids
+    assert [books.named(request, None) for request in (*ids, None)] == [[], [], []]
 
 
 def test_of_dropped_requests_nothing_is_told(books):

@@ -93,6 +93,19 @@ def test_an_interrupted_step_loses_no_token(expected, monkeypatch, number, raise
     assert_ready(engine, expected)
 
 
+def test_ctrl_c_that_a_lock_of_pythons_makes_another_error_is_ctrl_c(expected, monkeypatch):
+    # `Condition.wait` has let go of its lock then, and `with` lets go of it again.
+    engine, error = shared_engine(16), RuntimeError("cannot release un-acquired lock")
+    error.__context__ = KeyboardInterrupt()
+    requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS]
+    interrupt_waits(monkeypatch, 1, error)
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine)
+    outputs = finish(engine)
+    assert read_tokens(outputs[request] for request in requests) == expected
+    assert_ready(engine, expected)
+
+
 @pytest.mark.parametrize("number", [1, 3], ids=["the first slice", "one in the middle"])
 def test_an_interrupted_generate_leaves_nothing(expected, monkeypatch, number):
     engine = shared_engine(16)

@@ -1122,6 +1122,27 @@ MUTANTS = (
         "tests/engine/test_engine_trouble.py::collected",
     ),
     Mutant(
+        "engine: an end that was not told is unknown to abort",
+        "jaxpaged/_engine/books.py",
+        "self.requests.get(request_id) or self._news.get(request_id, [])",
+        "self.requests.get(request_id, [])",
+        "tests/engine/test_books.py::kept_from_being_told",
+    ),
+    Mutant(
+        "engine: Ctrl-C in a lock is another error",
+        "jaxpaged/_engine/books.py",
+        "isinstance(interrupt := failure.__context__, KeyboardInterrupt)",
+        "(interrupt := None)",
+        "tests/engine/test_engine_trouble.py::another_error",
+    ),
+    Mutant(
+        "drafts: a seat keeps the hidden state of a request that has left it",
+        "jaxpaged/_engine/drafting.py",
+        "jnp.where(self.owners == step.request_ids, self.owners, -1)",
+        "self.owners",
+        "tests/engine/test_drafts.py::has_left",
+    ),
+    Mutant(
         "engine: step takes what is new of a stream's requests",
         "jaxpaged/_engine/books.py",
         "if request_id in self.served if request_ids is None else request_id not in request_ids:",

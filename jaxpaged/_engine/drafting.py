@@ -155,7 +155,9 @@ class Drafting:
         """After a step whose tokens have these hidden states, `[tokens, ...]`; None: they are not kept."""
         if self.hidden is None or hidden is None:
             return self
-        owners = jnp.where(num_new > 0, step.request_ids, self.owners)
+        # Who has left a seat may get tokens in another, and come back.
+        owners = jnp.where(self.owners == step.request_ids, self.owners, -1)
+        owners = jnp.where(num_new > 0, step.request_ids, owners)
         if not is_mixed:
             kept = self.hidden.at[step.seats].set(hidden, mode="drop")
             return dataclasses.replace(self, hidden=kept, owners=owners)

@@ -406,6 +406,17 @@ def test_a_head_drafts_from_hidden_states():
         assert 2 * num_accepted >= num_drafted if error else num_accepted == num_drafted
 
 
+def test_a_seat_that_a_request_has_left_keeps_no_hidden_state_of_it():
+    # One that is preempted may get tokens in another seat, and come back.
+    drafting, nobody = Drafting.create(2, 1, 8, jax.ShapeDtypeStruct((1,), jnp.float32)), 8
+    owners = []
+    for seated, num_new in (((5, 3), (1, 1)), ((5, 3), (0, 1)), ((nobody, 5), (0, 1)), ((5, nobody), (0, 0))):
+        step = SimpleNamespace(seats=jnp.arange(2), request_ids=jnp.array(seated))
+        drafting = drafting.with_hidden(jnp.ones((2, 1)), step, jnp.array(num_new), is_mixed=False)
+        owners.append(drafting.owners.tolist())
+    assert owners == [[5, 3], [5, 3], [-1, 5], [-1, -1]]
+
+
 KINDS = make_kinds(16, 80, (8, 16, 32), cost=lambda rows: 100.0 + rows)
 EIGHT, ALL, DRAFTS_FOR_ALL, TWICE, _ = range(5)
 

@@ -236,10 +236,10 @@ class Draw:
     def judge(self, tokens: jax.Array, chosen: jax.Array, enough: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of each seat's tokens: the first that top_p keeps, and whether it cuts all."""
         x = self.chunks()
-        weights = jnp.exp(self.scaled(x))
-        better = [jnp.where(x > logit[:, None, None], weights, 0) for logit in chosen.T]
+        scaled = self.scaled(x)
+        better = [jnp.exp(jnp.where(x > logit[:, None, None], scaled, -jnp.inf)) for logit in chosen.T]
         zeros = [jnp.zeros((), jnp.float32)] * len(better)
-        # One reduction of all, so that the weights are not written to memory.
+        # One reduction of all, each with weights of its own: else they would be written to memory.
         sums = lax.reduce(better, zeros, lambda a, b: tuple(map(operator.add, a, b)), (2,))
         is_cut = jnp.stack(sums, axis=1).sum(axis=-1) >= enough[:, None]  # false for NaN
         first = jnp.argmin(is_cut, axis=1)[:, None]

@@ -33,6 +33,8 @@ def read_folder(folder: Path) -> Checkpoint:
         block = Fields(config.get("quantization_config", {})).get("weight_block_size", [128, 128])
         name = name.removesuffix("_scale_inv")
         tensors[name] = functools.partial(_widened, tensors[name], tensors[f"{name}_scale_inv"], block)
+    for name in [name for name in tensors if name.endswith(".experts.gate_up_proj")]:
+        tensors[name] = functools.partial(_turned, tensors[name])
     _stack_experts(tensors)
     checked = read_config(config)
     # Layers behind the last, which draft tokens.
@@ -103,8 +105,13 @@ def _widened(
     return weight * factors[rows[:, None], columns]
 
 
+def _turned(read: Callable[[], np.ndarray]) -> np.ndarray:
+    """Experts [experts, out, in] of [experts, in, out]."""
+    return read().swapaxes(1, 2)
+
+
 def _stack_experts(tensors: dict[str, Callable[[], np.ndarray]]) -> None:
-    """Adds [experts, out, in] of all experts of a layer that stand one by one, gate before up."""
+    """Adds [experts, hidden features, features] of all experts of a layer that stand one by one, gate before up."""
     counts: dict[str, int] = {}
     for name in tensors:
         if match := re.fullmatch(r"(.+\.experts)\.(\d{1,5})\.down_proj\.weight", name):
@@ -112,7 +119,8 @@ def _stack_experts(tensors: dict[str, Callable[[], np.ndarray]]) -> None:
     for stem, count in counts.items():
         for stacked, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
             names = [[f"{stem}.{i}.{part}.weight" for part in parts] for i in range(count)]
-            tensors[f"{stem}.{stacked}"] = functools.partial(_stacked, tensors, names)
+            read = functools.partial(_stacked, tensors, names)
+            tensors[f"{stem}.{stacked}"] = functools.partial(_turned, read) if stacked == "down_proj" else read
 
 
 def _stacked(tensors: dict[str, Callable[[], np.ndarray]], names: list[list[str]]) -> np.ndarray:

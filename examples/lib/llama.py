@@ -77,22 +77,23 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The experts of gpt-oss: the columns of gate and up alternate, and both are clipped.
+    """The experts of gpt-oss: gate and up alternate, and both are clipped.
 
-    Every expert computes every token, which is `num_experts / experts_per_token` times the necessary work.
+    What `routed_experts.Experts` says of its work and weights holds here too.
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         experts, features, hidden = config.num_experts, config.features, config.hidden_features
-        initialize = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
-        self.gate_up_proj = nnx.Param(initialize(rngs.params(), (experts, features, 2 * hidden), dtype))
+        up = nnx.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
+        down = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
+        self.gate_up_proj = nnx.Param(up(rngs.params(), (experts, 2 * hidden, features), dtype))
         self.gate_up_proj_bias = nnx.Param(jnp.zeros((experts, 2 * hidden), dtype))
-        self.down_proj = nnx.Param(initialize(rngs.params(), (experts, hidden, features), dtype))
+        self.down_proj = nnx.Param(down(rngs.params(), (experts, hidden, features), dtype))
         self.down_proj_bias = nnx.Param(jnp.zeros((experts, features), dtype))
         self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
 
     def __call__(self, x: jax.Array, shares: jax.Array) -> jax.Array:  # [..., features], [..., experts]
-        gate_up = jnp.einsum("...f,efh->...eh", x, self.gate_up_proj[...])
+        gate_up = jnp.einsum("...f,ehf->...eh", x, self.gate_up_proj[...])
         gate_up += jnp.broadcast_to(self.gate_up_proj_bias[...], gate_up.shape)
         gate = jnp.minimum(gate_up[..., 0::2], self.limit)
         up = jnp.clip(gate_up[..., 1::2], -self.limit, self.limit)

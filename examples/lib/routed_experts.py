@@ -58,18 +58,23 @@ def _largest(x: jax.Array, k: int) -> jax.Array:
 
 
 class Experts(nnx.Module):
-    """Every expert computes every token, which is `num_experts / experts_per_token` times the necessary work."""
+    """Every expert computes every token, which is `num_experts / experts_per_token` times the necessary work.
+
+    Weights are `[experts, hidden features, features]`, which XLA multiplies as they are. Other orders it would copy in
+    each step.
+    """
 
     def __init__(self, routing: Routing, features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         experts, hidden = routing.num_experts, routing.hidden_features
-        initialize = nnx.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
-        self.gate_up_proj = nnx.Param(initialize(rngs.params(), (experts, 2 * hidden, features), dtype))
-        self.down_proj = nnx.Param(initialize(rngs.params(), (experts, features, hidden), dtype))
+        up = nnx.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
+        down = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
+        self.gate_up_proj = nnx.Param(up(rngs.params(), (experts, 2 * hidden, features), dtype))
+        self.down_proj = nnx.Param(down(rngs.params(), (experts, hidden, features), dtype))
 
     def __call__(self, x: jax.Array, shares: jax.Array) -> jax.Array:
         gate, up = jnp.split(jnp.einsum("...f,ehf->...eh", x, self.gate_up_proj[...]), 2, axis=-1)
         hidden = nnx.silu(gate) * up * shares.astype(x.dtype)[..., None]
-        return jnp.einsum("...eh,efh->...f", hidden, self.down_proj[...])
+        return jnp.einsum("...eh,ehf->...f", hidden, self.down_proj[...])
 
 
 class RoutedExperts(nnx.Module):

@@ -94,13 +94,13 @@ def _cut(path: tuple, weight: jax.Array, *, config: LlamaConfig, repeats: int, m
     *_, module, kind = map(str, path)
     array = np.asarray(weight)
     outputs = 1 if kind == "kernel" else 0  # the axis: an nnx.Linear holds [in, out], all others [out, in]
-    if module == "experts":  # [experts, out, in]
+    if module == "experts":  # [experts, hidden features, features]
         module, outputs = kind, 1
     axis = None
     if module in BY_OUTPUTS or kind == "sinks":
         axis = outputs
     elif module in BY_INPUTS and kind != "bias":
-        axis = 2 if array.ndim == 3 else 1 - outputs
+        axis = 1 if array.ndim == 3 else 1 - outputs
     elif module in BY_INPUTS:
         array = (array / mesh.size).astype(array.dtype)  # each device adds its own
     parts = fused_parts(config).get(module)

@@ -1,4 +1,4 @@
-"""The slice of an engine, compiled for an H100 on a machine without a GPU: by `make test-ptxas`.
+"""The slice of an engine, and modules with large weights, compiled for an H100 without a GPU: by `make test-ptxas`.
 
 By a process of its own, which runs this file: JAX must be told before it starts.
 """
@@ -8,15 +8,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpaged import Engine, KVCache, _device
+import jaxpaged.nnx
+from jaxpaged import BlockAllocator, Engine, KVCache, LatentSettings, _device, rotary_frequencies
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
 from jaxpaged._engine.slices import Setup, run_slice
+from lib import llama, routed_experts
 from tests import toy_model
 from tests.compiled import instructions
 from tests.kernels import resources
@@ -40,27 +44,27 @@ def apply_by_kernels(weights, tokens, positions, cache, attend):
     return cache, jnp.einsum("shd,vhd->sv", attend.newest(x + out), weights["embedding"])
 
 
-def compiled(apply, engine, weights):
+def compiled(function, *arguments, **how):
     mesh = resources.make_mesh(resources.H100)
-    runner = engine._runner
-    news = runner.program.inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
     types = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=NamedSharding(mesh, PartitionSpec())),
-        (weights, runner.state_of_slice, news),
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=NamedSharding(mesh, PartitionSpec())), arguments
     )
-    jitted = jax.jit(
-        functools.partial(run_slice, Setup(apply, runner.kinds)),
-        donate_argnums=1,
-        compiler_options=COMPILER_OPTIONS | {"xla_gpu_autotune_level": 0},
-    )
+    jitted = jax.jit(function, compiler_options=COMPILER_OPTIONS | {"xla_gpu_autotune_level": 0}, **how)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), mosaic_for(resources.compute_capability(resources.H100)):
         return jitted.lower(*types).compile().as_text()
+
+
+def compiled_slice(apply, engine, weights):
+    runner = engine._runner
+    news = runner.program.inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
+    slice_of = functools.partial(run_slice, Setup(apply, runner.kinds))
+    return compiled(slice_of, weights, runner.state_of_slice, news, donate_argnums=1)
 
 
 def without_kernels():
     weights = toy_model.random_weights()
     parts = {"qkv": jnp.split(weights["qkv"], 3, axis=1)}
-    return compiled(apply_to_parts, toy_model.shared_engine(16), weights | parts)
+    return compiled_slice(apply_to_parts, toy_model.shared_engine(16), weights | parts)
 
 
 def with_kernels():
@@ -69,12 +73,47 @@ def with_kernels():
     sizes = dict(num_seats=8, chunk_tokens=56, widths=(4,), steps_per_slice=3)
     engine = Engine(apply_by_kernels, weights, cache, prefix_cache=True, **sizes)
     _device.is_gpu, _device.gpu = lambda: True, lambda: _device.named("H100")
-    return compiled(apply_by_kernels, engine, weights)
+    return compiled_slice(apply_by_kernels, engine, weights)
+
+
+# Elements of one of the large weights, more than of all else, workspaces of cuBLAS included.
+EXPERTS, FEATURES, HIDDEN, ROWS = 16, 1024, 512, 8
+LARGE = EXPERTS * FEATURES * HIDDEN
+
+
+def compiled_module(make, *arguments):
+    graph, weights = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+    return compiled(lambda weights, *arguments: nnx.merge(graph, weights)(*arguments), weights, *arguments)
+
+
+def experts():
+    """Those of gpt-oss and of DeepSeek."""
+    sizes = dict(num_experts=EXPERTS, hidden_features=HIDDEN)
+    gpt_oss = SimpleNamespace(**sizes, features=FEATURES, swiglu_alpha=1.7, swiglu_limit=7.0)
+    makes = (
+        functools.partial(llama.Experts, gpt_oss, dtype=jnp.bfloat16),
+        functools.partial(routed_experts.Experts, SimpleNamespace(**sizes), FEATURES, dtype=jnp.bfloat16),
+    )
+    arguments = jnp.zeros((ROWS, FEATURES), jnp.bfloat16), jnp.zeros((ROWS, EXPERTS), jnp.bfloat16)
+    return "\n".join(compiled_module(make, *arguments) for make in makes)
+
+
+def latents():
+    sizes = dict(num_heads=128, latent_dim=512, head_dim=128, rotary_dim=64, value_dim=128, query_rank=None)
+    how = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, implementation="xla")
+    settings = LatentSettings(**sizes, rotary_frequencies=rotary_frequencies(64), **how)
+    blocks = dict(num_blocks=ROWS + 1, block_size=16)
+    cache = KVCache.create(**blocks, is_latent=True, num_kv_heads=1, head_dim=576, value_dim=512)
+    allocator = BlockAllocator.create(**blocks, num_seqs=ROWS, max_blocks_per_seq=1)
+    make = functools.partial(jaxpaged.nnx.LatentAttention, FEATURES, settings)
+    x, slots = jnp.zeros((ROWS, 1, FEATURES), jnp.bfloat16), jnp.zeros((ROWS, 1), jnp.int32)
+    return compiled_module(make, x, cache, allocator, slots)
 
 
 def module(of):
     command = [sys.executable, "-m", "tests.engine.test_slice_for_gpu", of]
-    environment, where = os.environ | resources.WITHOUT_A_GPU, Path(__file__).parents[2]
+    where = Path(__file__).parents[2]
+    environment = os.environ | resources.WITHOUT_A_GPU | {"PYTHONPATH": f"{where / 'examples'}"}
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=where, env=environment).stdout
 
 
@@ -92,6 +131,13 @@ def test_the_slice_copies_neither_a_cache_nor_weights_and_never_calls_the_host()
     assert "callback" not in text
 
 
+@pytest.mark.parametrize("of", ["experts", "latents"])
+def test_a_step_copies_no_weights(of):
+    large = {name for name, size, _ in instructions(module(of)) if size >= LARGE}
+    assert "parameter" in large
+    assert large <= {"parameter", "bitcast"}
+
+
 def test_the_only_loop_is_that_of_the_steps():
     """Then XLA puts a step and the choice of its kind into a CUDA graph, and a call waits for no step."""
     text = module("with_kernels")
@@ -101,4 +147,4 @@ def test_the_only_loop_is_that_of_the_steps():
 
 
 if __name__ == "__main__":
-    print({"without_kernels": without_kernels, "with_kernels": with_kernels}[sys.argv[1]]())
+    print({each.__name__: each for each in (without_kernels, with_kernels, experts, latents)}[sys.argv[1]]())

@@ -302,6 +302,8 @@ def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
     of_8b = [tables.points("h100/engine")[f"engine {count}"]["of_floor"] for count in (1024, 512)]
     events = [profile[kind]["events"] for kind in ("single_64", "single_384", "mixed_1024")]
     new, old = (runs[f"32/8 64xragged1024 q_len=all | {form}"]["runs"] for form in ("new", "old"))
+    ways = tables.points("decisions/joined_h100")
+    joined = [ways[way]["single_64_us"] / 1e3 for way in ("products of the same rows joined", "each product by itself")]
     text = words_of("docs/performance.md")
     for figure in (
         f"132 sequences of 192 tokens take {sweep[0]:.1f} us, 133 take {sweep[1]:.1f} us",
@@ -322,6 +324,7 @@ def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
         "where the model above reaches {:.0%} and {:.0%}".format(*of_8b),
         f"The run took {run['seconds']:.2f} s",
         f"70% of the floor would be {run['seconds'] * run['of_floor'] / 0.7:.2f} s",
+        "DeepSeek-V2-Lite's shape takes {:.2f} ms so, and {:.2f} ms without".format(*joined),
     ):
         assert figure in text
 

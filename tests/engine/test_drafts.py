@@ -71,7 +71,7 @@ def idle_engines():
     """After each test nothing is left of its requests."""
     yield
     for engine in ENGINES.values():
-        assert not engine.has_unfinished_requests
+        assert engine._books.is_settled
         state = jax.tree.map(np.asarray, engine._runner.state)
         assert state.scheduler.broken_invariants(state.allocator) == ()
         assert state.allocator.broken_invariants() == ()

@@ -63,7 +63,7 @@ def idle_engines():
     """After each test nothing is left of its requests: engines are idle, and all blocks are free."""
     yield
     for engine in ENGINES.values():
-        assert not engine.has_unfinished_requests
+        assert engine._books.is_settled
         assert_whole(engine)
         assert int(engine._runner.state.allocator.num_free) == BLOCKS
 

@@ -57,7 +57,7 @@ def expected():
 
 def assert_ready(engine, expected):
     """Nothing of earlier requests is left that could change the tokens of others or hold blocks."""
-    assert not engine.has_unfinished_requests
+    assert engine._books.is_settled
     assert read_tokens(engine.generate(PROMPTS, LONG)) == expected
     assert int(engine._runner.state.allocator.num_free) == BLOCKS
 

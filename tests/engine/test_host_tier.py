@@ -43,7 +43,7 @@ def engine():
         )
         MADE.append(create_engine(num_blocks=TIGHT + 1, **options))
     engine = MADE[0]
-    assert not engine.has_unfinished_requests
+    assert engine._books.is_settled
     engine.update_weights(random_weights())
     settle(engine)  # nothing of older weights is left
     return engine

@@ -175,26 +175,13 @@ def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
         parts = fused.get(module, {module: shape[0]})
         if module == "gate_up_proj":  # of any width
             parts = dict.fromkeys(parts, shape[0] // 2)
-        if module in ("k_b_proj", "v_b_proj"):
-            tensor = _read_of_each_head(checkpoint, ".".join((*modules, "kv_b_proj", suffix)), shape, module)
-        else:
-            tensors = [
-                _read_tensor(checkpoint, ".".join((*modules, part, suffix)), (outputs, *shape[1:]))
-                for part, outputs in parts.items()
-            ]
-            tensor = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
+        tensors = [
+            _read_tensor(checkpoint, ".".join((*modules, part, suffix)), (outputs, *shape[1:]))
+            for part, outputs in parts.items()
+        ]
+        tensor = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
         leaf.set_value(jnp.asarray(np.ascontiguousarray(tensor.T if kind == "kernel" else tensor), leaf.dtype))
     return nnx.merge(graph, nnx.from_flat_state(leaves.items()))
-
-
-def _read_of_each_head(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], module: str) -> np.ndarray:
-    """What makes the keys or the values of a latent: a checkpoint holds both in one tensor, head by head."""
-    config = checkpoint.config
-    assert config.latent is not None
-    width = config.head_dim + config.latent.value_dim
-    both = _read_tensor(checkpoint, name, (config.num_heads * width, *shape[1:])).reshape(config.num_heads, width, -1)
-    keys, values = np.split(both, [config.head_dim], axis=1)
-    return (keys if module == "k_b_proj" else values).reshape(shape)
 
 
 def _read_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -16,6 +16,7 @@ import tokenizers
 from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
 from lib.families import MOST_LAYERS, MOST_TOKENS, read_config
 from lib.fields import Fields
+from lib.llama_config import LlamaConfig
 
 PREFIX = r"^(language_model\.model|model\.language_model|model)\."  # the first two: of a model that reads images too
 
@@ -37,6 +38,7 @@ def read_folder(folder: Path) -> Checkpoint:
         tensors[name] = functools.partial(_turned, tensors[name])
     _stack_experts(tensors)
     checked = read_config(config)
+    _part_latents(tensors, checked)
     # Layers behind the last, which draft tokens.
     drafting = range(config.whole("num_nextn_predict_layers", 0, MOST_LAYERS, 0))
     behind = tuple(f"layers.{checked.num_layers + i}." for i in drafting)
@@ -125,6 +127,19 @@ def _stack_experts(tensors: dict[str, Callable[[], np.ndarray]]) -> None:
 
 def _stacked(tensors: dict[str, Callable[[], np.ndarray]], names: list[list[str]]) -> np.ndarray:
     return np.stack([np.concatenate([tensors[name]() for name in parts]) for parts in names])
+
+
+def _part_latents(tensors: dict[str, Callable[[], np.ndarray]], config: LlamaConfig) -> None:
+    """Adds what makes the keys and what makes the values of a latent, which stand in one tensor, head by head."""
+    for name in [name for name in tensors if name.endswith(".kv_b_proj.weight")]:
+        for i, part in enumerate(("k_b_proj", "v_b_proj")):
+            tensors[name.replace("kv_b_proj", part)] = functools.partial(_of_each_head, tensors[name], config, i)
+
+
+def _of_each_head(read: Callable[[], np.ndarray], config: LlamaConfig, part: int) -> np.ndarray:
+    both = read()
+    by_head = both.reshape(config.num_heads, -1, both.shape[-1])
+    return np.split(by_head, [config.head_dim], axis=1)[part].reshape(-1, both.shape[-1])
 
 
 def _listed(value: Any) -> list[Any]:

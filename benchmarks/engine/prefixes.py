@@ -1,33 +1,45 @@
 """What the prefix cache of `jaxpaged.Engine` costs if prompts have nothing in common, and saves if they have.
 
-    python -m benchmarks.engine.prefixes                 # Llama-3-8B's shape
+    python -m benchmarks.engine.prefixes                 # Llama-3-8B's shape; about six minutes on an H100
     python -m benchmarks.engine.prefixes --model toy     # on a CPU, to try the script out
 
-Random bfloat16 weights, greedy, no stop tokens. Each row is served by an engine without the cache and by one with it:
+Random bfloat16 weights, greedy, no stop tokens. Each row is served by three engines: without the cache (off), with it,
+where each request reads its prefix for itself (each), and as the engine comes, where a shared one is read once (on):
 
 - apart: prompts of a chat log's lengths with random tokens, as in `benchmarks.engine.throughput`;
 - completions: an eighth of the prompts, 8 completions of each;
+- long completions: as many, of prompts of 2,048 tokens;
 - system prompt: the prompts of `apart`, behind 512 tokens that are the same in all.
 
 `change` is the time of a `change_seats` in which all seats are taken and none changes, in a loop of nothing else.
 """
 
 import argparse
+import contextlib
 import functools
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.workload import SIZES, Request, Sizes, create_caches, workload
 from benchmarks.harness import add_output, open_store
 from benchmarks.models.decode_step import cache_copies
 from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
+from jaxpaged._engine import program
 
+ENGINES = "off", "each", "on"
+REQUESTS = 512
 COMPLETIONS, SYSTEM_PROMPT = 8, 512
+
+
+def never(_: Any) -> None:
+    """In the place of `chosen_least_spared`: no step reads shared blocks once."""
 
 
 def rows(count: int, sizes: Sizes) -> dict[str, tuple[list[Request], int]]:
@@ -36,7 +48,14 @@ def rows(count: int, sizes: Sizes) -> dict[str, tuple[list[Request], int]]:
     system = [7] * min(SYSTEM_PROMPT, sizes.longest // 2)
     behind = [([*system, *prompt][: sizes.longest], new) for prompt, new in apart]
     few = apart[: max(1, count // COMPLETIONS)]
-    return {"apart": (apart, 1), "completions": (few, COMPLETIONS), "system prompt": (behind, 1)}
+    prompts = np.random.default_rng(0).integers(10, 1000, (len(few), 2 * sizes.longest)).tolist()
+    long = [(prompt, new) for prompt, (_, new) in zip(prompts, few, strict=True)]
+    return {
+        "apart": (apart, 1),
+        "completions": (few, COMPLETIONS),
+        "long completions": (long, COMPLETIONS),
+        "system prompt": (behind, 1),
+    }
 
 
 def serve(engine: Engine, requests: Sequence[Request], num_completions: int) -> dict[str, Any]:
@@ -47,7 +66,7 @@ def serve(engine: Engine, requests: Sequence[Request], num_completions: int) -> 
     num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     if num_tokens != (wanted := num_completions * sum(new for _, new in requests)):
         raise AssertionError(f"{num_tokens} tokens instead of {wanted}")
-    names = "num_computed", "num_found", "num_recomputed", "num_preempted", "num_steps", "num_mixed_steps"
+    names = "num_computed", "num_found", "num_spared", "num_recomputed", "num_preempted", "num_steps", "num_mixed_steps"
     counts = {name: getattr(after, name) - getattr(before, name) for name in names}
     return dict(requests=len(requests), seconds=seconds, tokens_per_s=num_tokens / seconds) | counts
 
@@ -81,7 +100,8 @@ def change_microseconds(engine: Engine, sizes: Sizes) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
-    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--engines", nargs="+", default=ENGINES, choices=ENGINES)
     add_output(parser)
     options = parser.parse_args()
     options.toy = options.model == "toy"
@@ -89,13 +109,14 @@ def main() -> None:
     store = open_store(f"engine_prefixes_{options.model}", options)
     weights = random_weights(config)
     create = functools.partial(
-        Engine, num_seats=sizes.seats or None, max_length=2 * sizes.longest, chunk_tokens=sizes.chunk or None
+        Engine, num_seats=sizes.seats or None, max_length=3 * sizes.longest, chunk_tokens=sizes.chunk or None
     )
-    for name, prefix_cache in (("off", False), ("on", True)):
+    for name in options.engines:
         begin = time.perf_counter()
-        engine = create(
-            packed_model(config), weights, create_caches(config, sizes.num_blocks), prefix_cache=prefix_cache
-        )
+        caches, prefix_cache = create_caches(config, sizes.num_blocks), name != "off"
+        with mock.patch.object(program, "chosen_least_spared", never) if name == "each" else contextlib.nullcontext():
+            engine = create(packed_model(config), weights, caches, prefix_cache=prefix_cache)
+        del caches
         point: dict[str, Any] = dict(compile_s=time.perf_counter() - begin)
         point["cache_copies"] = cache_copies(engine._runner.program.run.as_text() or "", engine._runner.state.caches[0])
         if prefix_cache:
@@ -108,7 +129,8 @@ def main() -> None:
             store.add(f"{row}, {name}", point)
             text = f"{row + ', ' + name:20} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s, "
             text += (
-                f"{point['num_computed']} computed, {point['num_found']} found, {point['num_preempted']} preempted, "
+                f"{point['num_computed']} computed, {point['num_found']} found, {point['num_spared']} spared, "
+                f"{point['num_preempted']} preempted, "
             )
             print(text + f"{point['num_mixed_steps']} of {point['num_steps']} steps with a chunk", flush=True)
         del engine  # and its caches, before there are others

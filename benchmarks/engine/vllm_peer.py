@@ -8,6 +8,7 @@ A model of Llama-3-8B's shape, random bfloat16 weights, greedy, no stop tokens, 
 nothing else run on the machine: vLLM's scheduler computes on a CPU in each step. Both modules take the first of as many
 requests as the largest number of --requests, so give both the same largest number.
 
+With --prefixes, the long completions of `benchmarks.engine.prefixes`, of as many requests as it has by default.
 With --rollout, the rounds of `benchmarks.engine.rollout`: at temperature 1, with logprobs of the drawn tokens. Between
 them its prefix cache is emptied, as after an update, which itself is neither done nor timed.
 """
@@ -26,6 +27,7 @@ import jax
 from benchmarks.checks import require
 from benchmarks.engine.model import CONFIGS, PLAIN
 from benchmarks.engine.online import add_arrivals, measure
+from benchmarks.engine.prefixes import REQUESTS, rows
 from benchmarks.engine.rollout import COMPLETIONS, PROMPTS
 from benchmarks.engine.workload import SIZES, Request, rollout_work, workload
 from benchmarks.harness import add_output, open_store
@@ -129,6 +131,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=PLAIN)
     parser.add_argument("--requests", nargs="*", type=int, default=[1024, 512], help="all at once")
+    parser.add_argument("--prefixes", action="store_true", help="64 prompts of 2,048 tokens with 8 completions each")
     parser.add_argument("--rollout", action="store_true", help="64 prompts with 8 completions each, in two rounds")
     add_arrivals(parser)
     add_output(parser)
@@ -143,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its scheduler in this process, as ours
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
-        engine = VllmEngine(CONFIGS[options.model], folder, max_length=2 * SIZES[options.model].longest)
+        longest = SIZES[options.model].longest
+        engine = VllmEngine(CONFIGS[options.model], folder, max_length=(3 if options.prefixes else 2) * longest)
         print(f"made in {time.perf_counter() - begin:.0f} s", flush=True)
         measure_all(engine, options)
 
@@ -160,6 +164,12 @@ def measure_all(engine: VllmEngine, options: argparse.Namespace) -> None:
         point = timed_run(engine, work[:count])
         store.add(f"engine {count}", point)
         print(f"engine {count:<13} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s", flush=True)
+    if options.prefixes:
+        engine.forget_prompts()
+        work, num_completions = rows(REQUESTS, SIZES[options.model])["long completions"]
+        point = timed_run(engine, work, n=num_completions)
+        store.add("long completions", point)
+        print(f"long completions {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s", flush=True)
     for version in range(2) if options.rollout else ():
         engine.forget_prompts()
         work = rollout_work(PROMPTS, longest, seed=version)

@@ -30,7 +30,7 @@ from jaxpaged._scheduler.records import Sampling
 from jaxpaged._threefry import threefry
 
 COLDEST = 1e-6  # lower temperatures, except 0, are raised to this, which overflows nothing
-BITS = 4  # of the k-th largest that a pass over the logits finds
+BITS = 2  # of the k-th largest that a pass over the logits finds
 # Changing one of these changes the tokens of a seed.
 CHUNK = 128  # tokens
 DRAWS = 4  # of which all are cut for top_p = 0.95 in 6 of a million

@@ -910,6 +910,13 @@ MUTANTS = (
         "tests/engine/test_sampling.py::seats_own",
     ),
     Mutant(
+        "sampling: the best of a later chunk",
+        SAMPLING,
+        "tokens = chunk[:, 0] * CHUNK + jnp.argmax(inside, axis=-1)",
+        "tokens = jnp.argmax(inside, axis=-1)",
+        "tests/engine/test_sampling.py::first_of_the_largest",
+    ),
+    Mutant(
         "sampling: cut seats draw again from all",
         SAMPLING,
         "1, least_kept(logits, best, least, sampling))",
@@ -919,7 +926,7 @@ MUTANTS = (
     Mutant(
         "sampling: greedy seats draw",
         SAMPLING,
-        "jnp.where(is_drawn, draw_tokens(logits, best, sampling, positions), most_likely(logits))",
+        "jnp.where(is_drawn, draw_tokens(logits, best, sampling, positions), most_likely)",
         "draw_tokens(logits, best, sampling, positions)",
         "tests/engine/test_sampling.py::seats_own",
     ),

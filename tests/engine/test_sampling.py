@@ -47,6 +47,19 @@ def logits_with_ties(vocab, scale=2.0):
     return logits
 
 
+@pytest.mark.parametrize("vocab", [1, product.CHUNK - 1, product.CHUNK, 3 * product.CHUNK + 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_best_is_the_first_of_the_largest(vocab, dtype):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.integers(-2, 3, (64, vocab)), dtype)  # with ties, in one chunk and in several
+    logits = logits.at[0].set(-jnp.inf).at[1, vocab - 1].set(jnp.inf)
+    tokens, best = jax.jit(product.best_of)(logits)
+    np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(best, logits.max(axis=-1).astype(jnp.float32))
+    of_nan, _ = jax.jit(product.best_of)(logits.at[:, rng.integers(0, vocab, 9)].set(jnp.nan))
+    assert ((of_nan >= 0) & (of_nan < vocab)).all()
+
+
 MIXES = {  # temperature, top_k, top_p
     "temperature": (1, 0, 1),
     "warm": (2.5, -1, 1),

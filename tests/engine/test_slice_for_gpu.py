@@ -19,7 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpaged.nnx
 from jaxpaged import BlockAllocator, Engine, KVCache, LatentSettings, _device, rotary_frequencies
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
+from jaxpaged._engine.sampling import sample
 from jaxpaged._engine.slices import Setup, run_slice
+from jaxpaged._scheduler.records import Sampling
 from lib import llama, routed_experts
 from tests import toy_model
 from tests.compiled import instructions
@@ -110,6 +112,14 @@ def latents():
     return compiled_module(make, x, cache, allocator, slots)
 
 
+def sampling():
+    _device.is_gpu = lambda: True
+    numbers = jnp.zeros(ROWS, jnp.int32)
+    types = dict(temperature=jnp.float32, top_k=jnp.int32, top_p=jnp.float32, seed=jnp.uint32, adapter=jnp.int32)
+    params = Sampling(**{name: numbers.astype(dtype) for name, dtype in types.items()})
+    return compiled(sample, jnp.zeros((ROWS, 1000), jnp.bfloat16), params, numbers, jnp.bool_(False))
+
+
 def module(of):
     command = [sys.executable, "-m", "tests.engine.test_slice_for_gpu", of]
     where = Path(__file__).parents[2]
@@ -138,6 +148,12 @@ def test_a_step_copies_no_weights(of):
     assert large <= {"parameter", "bitcast"}
 
 
+def test_sampling_computes_only_what_a_request_asks_for():
+    """A draw, top_k, top_p, the rare second draw, logprobs: XLA computes both branches of what it takes for cheap."""
+    names = [name for name, *_ in instructions(module("sampling"))]
+    assert names.count("conditional") == 5
+
+
 def test_the_only_loop_is_that_of_the_steps():
     """Then XLA puts a step and the choice of its kind into a CUDA graph, and a call waits for no step."""
     text = module("with_kernels")
@@ -147,4 +163,4 @@ def test_the_only_loop_is_that_of_the_steps():
 
 
 if __name__ == "__main__":
-    print({each.__name__: each for each in (without_kernels, with_kernels, experts, latents)}[sys.argv[1]]())
+    print({each.__name__: each for each in (without_kernels, with_kernels, experts, latents, sampling)}[sys.argv[1]]())

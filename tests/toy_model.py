@@ -12,7 +12,7 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged import Engine, KVCache, SamplingParams, rotary_frequencies, rotate_and_write_kv
-from jaxpaged._engine import program
+from jaxpaged._engine import kinds, program
 from jaxpaged._engine.sampling import DRAWS
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
@@ -148,7 +148,8 @@ def create_engine(
             num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32"
         )
         weights, cache = jax.device_put((random_weights() if weights is None else weights, cache), device)
-    with mock.patch.object(program, "chosen_least_spared", return_value=1 if shares else None):
+    least = mock.patch.object(program, "chosen_least_spared", return_value=1 if shares else None)
+    with least, mock.patch.object(kinds, "SHARING_TOKENS", 0):
         return Engine(model, weights, cache, **sizes | options)
 
 

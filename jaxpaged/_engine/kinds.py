@@ -15,6 +15,9 @@ from jaxpaged._scheduler.scheduler import Scheduler
 # than BUSY_EIGHTHS of the seats have a token to decode, or after LONGEST_WAIT steps.
 BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
 SHARING_ROWS = 16  # to read shared blocks once takes about as long as this many rows of a wide step
+# What the two calls of attention take longer for each token that they read, in tokens that a single call reads again:
+# those come from the L2 cache. [h100/shared.json]
+SHARING_TOKENS = 2
 FEW_PARTS = 3  # a narrow step with chunks has at most this part of the rows of the widest
 PACKED = 1.06  # a step with drafts takes this times one of single tokens with as many rows [h100/engine_drafts.json]
 
@@ -136,7 +139,9 @@ def next_kind(
     # 3. Shared blocks are read once if that pays, in a step with more rows perhaps.
     if (least := kinds[0].least_spared) is not None:
         sharing = jnp.where(wants_chunk, 1, 0)
-        pays = num_spared >= least + (widths[sharing] - widths[kind]) * (least // SHARING_ROWS)
+        num_left = allocator.lengths.sum(dtype=jnp.int32) - num_spared
+        more = SHARING_TOKENS * num_left + (widths[sharing] - widths[kind]) * (least // SHARING_ROWS)
+        pays = num_spared >= least + more
         kind = jnp.where(pays, sharing, kind)
     return kind
 

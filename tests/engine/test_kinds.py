@@ -42,17 +42,19 @@ def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
 
 
 @functools.partial(jax.jit, static_argnames="kinds")
-def choose_next(needed, num_waited, num_spared=0, kinds=KINDS):
-    """The next kind if each seat needs this number of tokens, one of which is known to be computed; 0: a free seat."""
+def choose_next(needed, num_waited, num_spared=0, num_left=0, kinds=KINDS):
+    """The next kind if each seat needs this number of tokens, one of which is known to be computed; 0: a free seat.
+    `num_left`: tokens in the cache that must be read even if those spared are not."""
     is_taken = needed > 0
+    lengths = is_taken.astype(jnp.int32).at[0].add(jnp.maximum(num_spared + num_left - is_taken.sum(), 0))
     scheduler = Scheduler.create(max_requests=SEATS, num_seats=SEATS, max_length=256)
     scheduler = dataclasses.replace(
         scheduler,
         seated=jnp.where(is_taken, jnp.arange(SEATS, dtype=jnp.int32), SEATS),
-        num_known=jnp.where(is_taken, needed + 1, 7),  # 7: left by a request that is gone
+        num_known=jnp.where(is_taken, needed + lengths, 7),  # 7: left by a request that is gone
     )
     allocator = BlockAllocator.create(num_blocks=2, block_size=4, num_seqs=SEATS, max_blocks_per_seq=1)
-    allocator = dataclasses.replace(allocator, lengths=is_taken.astype(jnp.int32))
+    allocator = dataclasses.replace(allocator, lengths=lengths)
     return next_kind(scheduler, allocator, num_waited, kinds, num_spared)
 
 
@@ -86,26 +88,28 @@ def test_the_next_kind(needed, num_waited, expected):
 
 
 @pytest.mark.parametrize(
-    ("needed", "num_spared", "expected"),
+    ("needed", "num_spared", "num_left", "expected"),
     [
-        ([1] * 9, 159, "all"),
-        ([1] * 9, 160, "sharing all"),
-        ([1] * 5, 239, "eight"),  # eight rows more, which cost a half of the least
-        ([1] * 5, 240, "sharing all"),
-        ([1] * 4, 279, "four"),
-        ([1] * 4, 280, "sharing all"),
-        ([1] * 14 + [3], 160, "sharing all"),  # the prompt waits
-        ([1] * 13 + [2], 159, "chunk for all"),
-        ([1] * 13 + [2], 160, "sharing chunk"),
-        ([2], 559, "eight"),
-        ([2], 560, "sharing chunk"),
+        ([1] * 9, 159, 0, "all"),
+        ([1] * 9, 160, 0, "sharing all"),
+        ([1] * 9, 359, 100, "all"),
+        ([1] * 9, 360, 100, "sharing all"),
+        ([1] * 5, 239, 0, "eight"),  # eight rows more, which cost a half of the least
+        ([1] * 5, 240, 0, "sharing all"),
+        ([1] * 4, 279, 0, "four"),
+        ([1] * 4, 280, 0, "sharing all"),
+        ([1] * 14 + [3], 160, 0, "sharing all"),  # the prompt waits
+        ([1] * 13 + [2], 159, 0, "chunk for all"),
+        ([1] * 13 + [2], 160, 0, "sharing chunk"),
+        ([2], 559, 0, "eight"),
+        ([2], 560, 0, "sharing chunk"),
     ],
 )
-def test_shared_blocks_are_read_once_where_that_pays(needed, num_spared, expected):
+def test_shared_blocks_are_read_once_where_that_pays(needed, num_spared, num_left, expected):
     kinds = make_kinds(SEATS, CHUNK, WIDTHS, least_spared=160)
     names = "sharing all", "sharing chunk", "four", "eight", "all", "chunk for all"
     needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
-    assert names[int(choose_next(needed, np.int32(0), np.int32(num_spared), kinds))] == expected
+    assert names[int(choose_next(needed, np.int32(0), np.int32(num_spared), np.int32(num_left), kinds))] == expected
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_the_ages_are_those_of_the_history():
 
 
 PREFIX_ROWS = {
-    "long completions": "8 completions each give {:,.0f} tokens a second, and {:,.0f} if every request reads its prompt",
+    "long completions": "completions each give {:,.0f} tokens a second, and {:,.0f} if every request reads its prompt",
     "apart": "512 prompts with nothing in common give {:,.0f} and {:,.0f}",
     "completions": "Completions of short prompts gave {:,.0f} and {:,.0f}",
 }

@@ -524,8 +524,8 @@ MUTANTS = (
     Mutant(
         "logprobs: what top_p cuts counts",
         SAMPLING,
-        "jnp.where(sampling.top_p < 1, enough, jnp.inf)",
-        "enough * jnp.inf",
+        "jnp.where(sampling.top_p < 1, enough_to_cut(sampling, weights.sum(axis=-1)), jnp.inf)",
+        "jnp.full_like(best, jnp.inf)",
         "tests/engine/test_sampling.py::processed",
     ),
     Mutant(
@@ -892,8 +892,8 @@ MUTANTS = (
     Mutant(
         "sampling: top_p is a part of everything",
         SAMPLING,
-        "sampling.top_p * mass",
-        "sampling.top_p * jnp.exp(draw.scaled(draw.chunks())).sum(axis=(1, 2))",
+        "enough_to_cut(sampling, mass), jnp.inf)",
+        "enough_to_cut(sampling, jnp.exp(draw.scaled(chunks_of(logits))).sum(axis=(1, 2))), jnp.inf)",
         "tests/engine/test_sampling.py::part_of_what",
     ),
     Mutant(
@@ -990,8 +990,9 @@ MUTANTS = (
     Mutant(
         "sampling: logprobs after temperature",
         SAMPLING,
-        "return logprobs_of(logits, own)",
-        "return logprobs_of(logits / jnp.maximum(sampling.temperature, COLDEST).astype(logits.dtype)[:, None], own)",
+        "return logprobs_of(logits, own, best)",
+        "cold = jnp.maximum(sampling.temperature, COLDEST)\n"
+        "            return logprobs_of(logits / cold.astype(logits.dtype)[:, None], own, best / cold)",
         "tests/engine/test_sampling.py::logprobs_are",
     ),
     Mutant(

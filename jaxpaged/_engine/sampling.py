@@ -88,18 +88,17 @@ def sample(
     """
     is_drawn = sampling.temperature > 0
     is_cut = is_drawn & (((sampling.top_k > 0) & (sampling.top_k < logits.shape[1])) | (sampling.top_p < 1))
+    most_likely, best = best_of(logits)
 
     def drawn(logits: jax.Array) -> jax.Array:
-        most_likely, best = best_of(logits)
         return jnp.where(is_drawn, draw_tokens(logits, best, sampling, positions), most_likely)
 
     def logprobs(logits: jax.Array) -> jax.Array:
         own = tokens if given is None else jnp.where(given >= 0, given, tokens)
         if not is_processed:
-            return logprobs_of(logits, own)
+            return logprobs_of(logits, own, best)
         chosen = jnp.take_along_axis(logits, own[:, None], axis=-1)[:, 0].astype(jnp.float32)
         wide = logits.astype(jnp.float32)
-        best = wide.max(axis=-1)
         is_own = is_drawn if given is None else is_drawn & (given < 0)
         temperature = jnp.where(is_own, jnp.maximum(sampling.temperature, COLDEST), 1)
         everything = jnp.full_like(best, -jnp.inf)
@@ -114,7 +113,7 @@ def sample(
         return (chosen - best) / temperature - jnp.log(weights.sum(axis=-1))
 
     # A branch over logits copies no cache, and a greedy step costs one pass over them.
-    tokens = lax.cond(is_drawn.any(), drawn, lambda logits: best_of(logits)[0], logits)
+    tokens = lax.cond(is_drawn.any(), drawn, lambda _: most_likely, logits)
     return tokens, *with_likely(logits, logprobs, wants_logprobs, num_likely)
 
 
@@ -122,9 +121,9 @@ def score(
     logits: jax.Array, given: jax.Array, wants_logprobs: jax.Array, *, num_likely: int = 0
 ) -> tuple[jax.Array, jax.Array, Likely | None]:
     """What `sample` returns for given tokens, or greedy ones where none is given."""
-    tokens, _ = best_of(logits)
+    tokens, best = best_of(logits)
     own = jnp.where(given >= 0, given, tokens)
-    return tokens, *with_likely(logits, lambda logits: logprobs_of(logits, own), wants_logprobs, num_likely)
+    return tokens, *with_likely(logits, lambda logits: logprobs_of(logits, own, best), wants_logprobs, num_likely)
 
 
 def best_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -151,11 +150,10 @@ def chunks_of(logits: jax.Array) -> jax.Array:
     return padded.reshape(len(padded), -1, CHUNK).astype(jnp.float32)
 
 
-def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Those of a token of each seat under the model, float32 `[seats]`."""
+def logprobs_of(logits: jax.Array, tokens: jax.Array, best: jax.Array) -> jax.Array:
+    """Those of a token of each seat under the model, float32 `[seats]`. `best` is each seat's largest logit."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(jnp.float32)
     wide = logits.astype(jnp.float32)
-    best = wide.max(axis=-1)
     return chosen - best - jnp.log(jnp.exp(wide - best[:, None]).sum(axis=-1))
 
 
@@ -178,9 +176,7 @@ def draw_tokens(logits: jax.Array, best: jax.Array, sampling: Sampling, position
     draw, least = Draw(logits, best, sampling, positions), least_of_top_k(logits, sampling)
     is_judged = (sampling.temperature > 0) & (sampling.top_p < 1)
     tokens, chosen, mass = draw.propose(0, DRAWS, least)
-    # If a token's betters have this mass, top_p cuts it. Never 0: the best has no betters and is kept.
-    enough = jnp.maximum(sampling.top_p * mass, jnp.finfo(jnp.float32).tiny)
-    enough = jnp.where(is_judged, enough, jnp.inf)
+    enough = jnp.where(is_judged, enough_to_cut(sampling, mass), jnp.inf)
 
     def take_first() -> tuple[jax.Array, jax.Array]:
         return tokens[:, 0], jnp.zeros_like(is_judged)
@@ -207,9 +203,16 @@ def least_kept(logits: jax.Array, best: jax.Array, least: jax.Array, sampling: S
     wide, temperature = logits.astype(jnp.float32), jnp.maximum(sampling.temperature, COLDEST)
     weights = jnp.exp((wide - best[:, None]) / temperature[:, None])
     weights = jnp.where(wide >= least[:, None], weights, 0)
-    enough = jnp.maximum(sampling.top_p * weights.sum(axis=-1), jnp.finfo(jnp.float32).tiny)
-    found = largest_reaching(logits, weights, jnp.where(sampling.top_p < 1, enough, jnp.inf))
-    return jnp.fmax(found, least)
+    enough = jnp.where(sampling.top_p < 1, enough_to_cut(sampling, weights.sum(axis=-1)), jnp.inf)
+    return jnp.fmax(largest_reaching(logits, weights, enough), least)
+
+
+def enough_to_cut(sampling: Sampling, mass: jax.Array) -> jax.Array:
+    """The mass of its betters with which top_p cuts a token, of this mass in all, float32 `[seats]` both.
+
+    Never 0: the best has no betters and is kept.
+    """
+    return jnp.maximum(sampling.top_p * mass, jnp.finfo(jnp.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)

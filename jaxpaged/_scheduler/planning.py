@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
@@ -117,8 +116,6 @@ def admit[S: SchedulerState](
     owed = jnp.where(is_free, 0, jnp.maximum(owed, 0))  # windows hold more than they need until they give it back
     reserved = reserved_blocks(scheduler, allocator, candidates) - num_begun
     reserved = jnp.where(candidates < num_requests, reserved, 0)
-    # Computed before they are summed up: XLA would compute them in each sum again, and a GPU has one warp for some.
-    is_free, owed, reserved = lax.optimization_barrier((is_free, owed, reserved))
     before = jnp.cumsum(reserved + num_woken, dtype=jnp.int32) - reserved + owed.sum(dtype=jnp.int32)
     num_known, limits = rows_of((scheduler.num_known, scheduler.limits), candidates)
     entry = allocator.most_blocks(allocator.num_blocks_for(jnp.minimum(num_known + 1, limits - 1))) - num_begun

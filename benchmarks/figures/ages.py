@@ -19,6 +19,7 @@ KERNELS = ("jaxpaged/_attention", "pallas_kernels")
 ALL = ("jaxpaged", "pallas_kernels")
 MEASURED = {  # by how a file's name begins, without its folder; the first that fits
     "allocator": ("jaxpaged/_allocator",),
+    "best_of": ("jaxpaged/_engine/sampling.py",),
     "cache_ops": ("jaxpaged/_cache", "pallas_kernels/copy_blocks"),
     "decode_step": ALL,
     "engine_server": (*ALL, "examples"),

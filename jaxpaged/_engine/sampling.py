@@ -129,8 +129,7 @@ def score(
 def best_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The most likely token of each seat, int32 `[seats]`, and its logit, float32 `[seats]`; of equal ones the first.
 
-    By the largest of each chunk: one argmax over all logits takes a GPU three times as long as to read them.
-    [sampling_h100]
+    By the largest of each chunk: one argmax over all logits takes a CPU 2 to 8 times as long. [cpu/best_of.json]
     """
     x = chunks_of(logits)
     largest = x.max(axis=-1)
@@ -208,7 +207,7 @@ def least_kept(logits: jax.Array, best: jax.Array, least: jax.Array, sampling: S
 
 
 def enough_to_cut(sampling: Sampling, mass: jax.Array) -> jax.Array:
-    """The mass of its betters with which top_p cuts a token, of this mass in all, float32 `[seats]` both.
+    """top_p cuts a token if its betters have at least this mass, float32 `[seats]`. `mass`: of all that top_k keeps.
 
     Never 0: the best has no betters and is kept.
     """
@@ -286,7 +285,7 @@ def largest_reaching(x: jax.Array, weights: jax.Array, amount: jax.Array) -> jax
     least = jnp.full(x.shape[0], jnp.iinfo(integer).min, jnp.int32)
     # On a CPU an engine is made a fifth sooner with a loop.
     found = lax.fori_loop(0, width // BITS, more_bits, least, unroll=_device.is_gpu())
-    # In a branch of a cond, XLA would take passes without a loop for cheap, and always compute them.
+    # Without a loop XLA takes these passes for cheap, and computes them where a cond does not ask for them.
     found = lax.optimization_barrier(found)
     return lax.bitcast_convert_type(turned(found.astype(integer)), x.dtype).astype(jnp.float32)
 

@@ -639,7 +639,7 @@ MUTANTS = (
     ),
     Mutant("kinds: reads once whatever it costs", KINDS, "+ (widths[sharing] - widths[kind]) *", "+ 0 *", PAYS),
     Mutant("kinds: reads once for little", KINDS, "num_spared >= least + more", "num_spared >= more", PAYS),
-    Mutant("kinds: reads once beside many others", KINDS, "SHARING_TOKENS * num_left +", "0 * num_left +", PAYS),
+    Mutant("kinds: reads once beside many others", KINDS, "SHARING_TOKENS * num_read +", "0 * num_read +", PAYS),
     Mutant("kinds: prompts wait for shared blocks", KINDS, "jnp.where(wants_chunk, 1, 0)", "jnp.int32(0)", PAYS),
     Mutant(
         "attention: blocks of another group",

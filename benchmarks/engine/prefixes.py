@@ -1,14 +1,14 @@
 """What the prefix cache of `jaxpaged.Engine` costs if prompts have nothing in common, and saves if they have.
 
-    python -m benchmarks.engine.prefixes                 # Llama-3-8B's shape; about six minutes on an H100
+    python -m benchmarks.engine.prefixes                 # Llama-3-8B's shape; about eight minutes on an H100
     python -m benchmarks.engine.prefixes --model toy     # on a CPU, to try the script out
 
 Random bfloat16 weights, greedy, no stop tokens. Each row is served by three engines: without the cache (off), with it,
-where each request reads its prefix for itself (each), and as the engine comes, where a shared one is read once (on):
+where each request reads its prefix for itself (each), and as the engine comes, which reads it once if that pays (on):
 
 - apart: prompts of a chat log's lengths with random tokens, as in `benchmarks.engine.throughput`;
 - completions: an eighth of the prompts, 8 completions of each;
-- long completions: as many, of prompts of 2,048 tokens;
+- long completions: as many, of prompts twice as long as the longest of `apart`;
 - system prompt: the prompts of `apart`, behind 512 tokens that are the same in all.
 
 `change` is the time of a `change_seats` in which all seats are taken and none changes, in a loop of nothing else.

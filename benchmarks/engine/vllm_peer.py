@@ -8,7 +8,8 @@ A model of Llama-3-8B's shape, random bfloat16 weights, greedy, no stop tokens, 
 nothing else run on the machine: vLLM's scheduler computes on a CPU in each step. Both modules take the first of as many
 requests as the largest number of --requests, so give both the same largest number.
 
-With --prefixes, the long completions of `benchmarks.engine.prefixes`, of as many requests as it has by default.
+With --prefixes, the long completions of `benchmarks.engine.prefixes`, of as many requests as it has by default; vLLM
+then takes longer sequences in all rows.
 With --rollout, the rounds of `benchmarks.engine.rollout`: at temperature 1, with logprobs of the drawn tokens. Between
 them its prefix cache is emptied, as after an update, which itself is neither done nor timed.
 """
@@ -131,7 +132,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=PLAIN)
     parser.add_argument("--requests", nargs="*", type=int, default=[1024, 512], help="all at once")
-    parser.add_argument("--prefixes", action="store_true", help="64 prompts of 2,048 tokens with 8 completions each")
+    parser.add_argument("--prefixes", action="store_true", help="long prompts with 8 completions each")
     parser.add_argument("--rollout", action="store_true", help="64 prompts with 8 completions each, in two rounds")
     add_arrivals(parser)
     add_output(parser)

@@ -15,8 +15,8 @@ from jaxpaged._scheduler.scheduler import Scheduler
 # than BUSY_EIGHTHS of the seats have a token to decode, or after LONGEST_WAIT steps.
 BUSY_EIGHTHS, LONGEST_WAIT = 7, 16
 SHARING_ROWS = 16  # to read shared blocks once takes about as long as this many rows of a wide step
-# What the two calls of attention take longer for each token that they read, in tokens that a single call reads again:
-# those come from the L2 cache. [h100/shared.json]
+# Two calls of attention take longer for each token that is still read: as long as one call takes to read so many shared
+# tokens again, which come from the L2 cache. [h100/shared.json]
 SHARING_TOKENS = 2
 FEW_PARTS = 3  # a narrow step with chunks has at most this part of the rows of the widest
 PACKED = 1.06  # a step with drafts takes this times one of single tokens with as many rows [h100/engine_drafts.json]
@@ -31,8 +31,9 @@ class Kind:
         num_seats: of the scheduler.
         is_mixed: whether a seat may get several tokens: chunks of prompts beside single tokens.
         num_partitions: the default of each call of attention.
-        least_spared: the tokens that such a step must be spared for blocks that requests share to be read once, while
-            the rows of those that share stand together; None: each request reads its own.
+        least_spared: the tokens that such a step must be spared for blocks that requests share to be read once, beside
+            SHARING_TOKENS for each that is still read, while the rows of those that share stand together; None: each
+            request reads its own.
         draws_all: whether a token is drawn at each row, so that seats may have drafts.
         cost: how long a step takes, if a row takes 1.
     """
@@ -139,8 +140,8 @@ def next_kind(
     # 3. Shared blocks are read once if that pays, in a step with more rows perhaps.
     if (least := kinds[0].least_spared) is not None:
         sharing = jnp.where(wants_chunk, 1, 0)
-        num_left = allocator.lengths.sum(dtype=jnp.int32) - num_spared
-        more = SHARING_TOKENS * num_left + (widths[sharing] - widths[kind]) * (least // SHARING_ROWS)
+        num_read = allocator.lengths.sum(dtype=jnp.int32) - num_spared
+        more = SHARING_TOKENS * num_read + (widths[sharing] - widths[kind]) * (least // SHARING_ROWS)
         pays = num_spared >= least + more
         kind = jnp.where(pays, sharing, kind)
     return kind

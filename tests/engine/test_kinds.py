@@ -42,11 +42,11 @@ def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
 
 
 @functools.partial(jax.jit, static_argnames="kinds")
-def choose_next(needed, num_waited, num_spared=0, num_left=0, kinds=KINDS):
+def choose_next(needed, num_waited, num_spared=0, num_read=0, kinds=KINDS):
     """The next kind if each seat needs this number of tokens, one of which is known to be computed; 0: a free seat.
-    `num_left`: tokens in the cache that must be read even if those spared are not."""
+    `num_read`: tokens in the cache beside those that are spared."""
     is_taken = needed > 0
-    lengths = is_taken.astype(jnp.int32).at[0].add(jnp.maximum(num_spared + num_left - is_taken.sum(), 0))
+    lengths = is_taken.astype(jnp.int32).at[0].add(jnp.maximum(num_spared + num_read - is_taken.sum(), 0))
     scheduler = Scheduler.create(max_requests=SEATS, num_seats=SEATS, max_length=256)
     scheduler = dataclasses.replace(
         scheduler,
@@ -88,7 +88,7 @@ def test_the_next_kind(needed, num_waited, expected):
 
 
 @pytest.mark.parametrize(
-    ("needed", "num_spared", "num_left", "expected"),
+    ("needed", "num_spared", "num_read", "expected"),
     [
         ([1] * 9, 159, 0, "all"),
         ([1] * 9, 160, 0, "sharing all"),
@@ -105,11 +105,11 @@ def test_the_next_kind(needed, num_waited, expected):
         ([2], 560, 0, "sharing chunk"),
     ],
 )
-def test_shared_blocks_are_read_once_where_that_pays(needed, num_spared, num_left, expected):
+def test_shared_blocks_are_read_once_where_that_pays(needed, num_spared, num_read, expected):
     kinds = make_kinds(SEATS, CHUNK, WIDTHS, least_spared=160)
     names = "sharing all", "sharing chunk", "four", "eight", "all", "chunk for all"
     needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
-    assert names[int(choose_next(needed, np.int32(0), np.int32(num_spared), np.int32(num_left), kinds))] == expected
+    assert names[int(choose_next(needed, np.int32(0), np.int32(num_spared), np.int32(num_read), kinds))] == expected
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ where each request reads its prefix for itself (each), and as the engine comes, 
 """
 
 import argparse
-import contextlib
 import functools
 import time
 from collections.abc import Sequence
@@ -36,10 +35,6 @@ from jaxpaged._engine import program
 ENGINES = "off", "each", "on"
 REQUESTS = 512
 COMPLETIONS, SYSTEM_PROMPT = 8, 512
-
-
-def never(_: Any) -> None:
-    """In the place of `chosen_least_spared`: no step reads shared blocks once."""
 
 
 def rows(count: int, sizes: Sizes) -> dict[str, tuple[list[Request], int]]:
@@ -114,7 +109,8 @@ def main() -> None:
     for name in options.engines:
         begin = time.perf_counter()
         caches, prefix_cache = create_caches(config, sizes.num_blocks), name != "off"
-        with mock.patch.object(program, "chosen_least_spared", never) if name == "each" else contextlib.nullcontext():
+        least_spared = program.chosen_least_spared if name == "on" else lambda _: None
+        with mock.patch.object(program, "chosen_least_spared", least_spared):
             engine = create(packed_model(config), weights, caches, prefix_cache=prefix_cache)
         del caches
         point: dict[str, Any] = dict(compile_s=time.perf_counter() - begin)

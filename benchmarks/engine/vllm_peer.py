@@ -168,7 +168,8 @@ def measure_all(engine: VllmEngine, options: argparse.Namespace) -> None:
     if options.prefixes:
         engine.forget_prompts()
         work, num_completions = rows(REQUESTS, SIZES[options.model])["long completions"]
-        point = timed_run(engine, work, n=num_completions)
+        work = [request for request in work for _ in range(num_completions)]  # vLLM takes no n of greedy requests
+        point = timed_run(engine, work)
         store.add("long completions", point)
         print(f"long completions {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s", flush=True)
     for version in range(2) if options.rollout else ():

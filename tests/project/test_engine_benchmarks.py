@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.engine import adapters, online, score, server, stream_clients, vllm_peer
+from benchmarks.engine import adapters, online, prefixes, score, server, stream_clients, vllm_peer
 from benchmarks.engine.model import CONFIGS, random_weights
 from benchmarks.engine.stand_in import StandIn, made_up
-from benchmarks.engine.workload import create_engine, rollout_work, workload
+from benchmarks.engine.workload import SIZES, create_engine, rollout_work, workload
 from jaxpaged import SamplingParams
 
 STREAMED = (
@@ -122,6 +122,7 @@ class FakeVllm:
 
     def add_request(self, request_id, prompt, params):
         assert prompt["prompt_token_ids"]
+        assert getattr(params, "n", 1) == 1 or params.temperature > 0, "vLLM refuses these"
         self.open[request_id] = [params.max_tokens, [], getattr(params, "n", 1)]
 
     def step(self):
@@ -175,11 +176,13 @@ def test_requests_that_come_one_by_one(tmp_path, monkeypatch):
 def test_vllm_gets_the_same_requests(tmp_path, fake_vllm):
     path = tmp_path / "vllm.json"
     arguments = ["--model=toy", "--requests", "70", "3", "--rates", "50", "100", "--seconds=0.2", f"--output={path}"]
-    vllm_peer.main([*arguments, "--rollout"])
+    vllm_peer.main([*arguments, "--rollout", "--prefixes"])
     results = json.loads(path.read_text())
     points = results["points"]
     for count in (70, 3):
         assert points.pop(f"engine {count}")["tokens"] == sum(new for _, new in workload(70, 64)[:count])
+    long, num_completions = prefixes.rows(prefixes.REQUESTS, SIZES["toy"])["long completions"]
+    assert points.pop("long completions")["tokens"] == num_completions * sum(new for _, new in long)
     for i in range(2):
         assert points.pop(f"round {i + 1}")["tokens"] == 8 * sum(new for _, new in rollout_work(64, 64, seed=i))
     check_points(points)

@@ -2,6 +2,9 @@
 
 Requests reach the thread through a queue, and outputs return through `call_soon_threadsafe`. The event loop never waits
 for a step of the model, and only one thread ever calls the engine.
+
+Both threads need Python's lock. So that texts for many clients do not keep the engine from sending its next slice in
+time, streams get several tokens at once while the event loop is busy.
 """
 
 import asyncio
@@ -17,6 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
 
 Request = tuple[list[int], SamplingParams]
+
+LOOP_SHARE = 0.25  # of its time, in which the event loop works while streams get each slice's tokens at once
+MOST_HELD_SECONDS = 0.2  # news wait no longer, however busy it is
 
 
 class QueueFullError(Exception):
@@ -41,6 +47,7 @@ class Generation:
         requests: prompts and parameters; empty before `start`.
         news: each request's latest output that `outputs` has not read. A slow reader holds one output, not all.
         has_news: set when there are news or a failure.
+        told: the requests that have had news.
         failure: the error that ended the engine.
         request_ids: the engine's ids; only for its thread.
     """
@@ -50,6 +57,7 @@ class Generation:
     requests: list[Request] = dataclasses.field(default_factory=list)
     news: dict[int, RequestOutput] = dataclasses.field(default_factory=dict)
     has_news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    told: set[int] = dataclasses.field(default_factory=set)
     failure: EngineFailedError | None = None
     request_ids: list[int] = dataclasses.field(default_factory=list)
 
@@ -73,6 +81,7 @@ class Generation:
     def tell(self, index: int, output: RequestOutput) -> None:
         """For `outputs` to read."""
         self.news[index] = output
+        self.told.add(index)
         self.has_news.set()
 
     def fail(self, failure: EngineFailedError) -> None:
@@ -109,10 +118,14 @@ class EngineThread:
         self._idle.set()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the end
         self._askers: dict[int, tuple[Generation, int]] = {}  # by the engine's request id; only for the thread
+        self._held: dict[tuple[Generation, int], RequestOutput] = {}  # news that are to be told
+        self._timer: asyncio.TimerHandle | None = None  # when they will be
+        self._worked = self._since = 0.0  # seconds that the event loop had worked when they were last, and the time
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
+        self._worked, self._since = time.thread_time(), time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
             ended = self._loop.run_in_executor(threads, self._run)
             ended.add_done_callback(self._stop)
@@ -177,15 +190,33 @@ class EngineThread:
             await self._idle.wait()
 
     def _deliver(self, news: list[tuple[Generation, int, RequestOutput]], stats: EngineStats) -> None:
-        """Takes the outputs of one step."""
+        """Takes the outputs of one step. The first and the last of a request are told at once."""
         self.stats = stats
         for generation, index, output in news:
-            generation.tell(index, output)
+            if output.finished or index not in generation.told:
+                self._held.pop((generation, index), None)
+                generation.tell(index, output)
+            else:
+                self._held[generation, index] = output
             generation.unfinished[index] = sum(completion.finish_reason is None for completion in output.outputs)
             if output.finished:
                 self.finished.update(str(completion.finish_reason) for completion in output.outputs)
             if not any(generation.unfinished):
                 self._forget(generation)
+        if self._held and self._timer is None:
+            self._tell_held()
+
+    def _tell_held(self) -> None:
+        """Tells what is held, now or when the event loop has rested from what it did since the last time."""
+        worked, now = time.thread_time(), time.monotonic()
+        rest = min((worked - self._worked) / LOOP_SHARE, MOST_HELD_SECONDS) - (now - self._since)
+        if rest > 0:
+            self._timer = self._loop.call_later(rest, self._tell_held)
+            return
+        self._worked, self._since, self._timer = worked, now, None
+        held, self._held = self._held, {}
+        for (generation, index), output in held.items():
+            generation.tell(index, output)
 
     def _forget(self, generation: Generation) -> None:
         self._open.pop(generation, None)

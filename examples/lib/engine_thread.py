@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import queue
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,8 @@ from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
 
 Request = tuple[list[int], SamplingParams]
 
-LOOP_SHARE = 0.25  # of its time, in which the event loop works while streams get each slice's tokens at once
-MOST_HELD_SECONDS = 0.2  # news wait no longer, however busy it is
+LOOP_SHARE = 0.15  # of the time: if the event loop works for more of it, news wait
+MOST_HELD_SECONDS = 0.2  # but no longer than this
 
 
 class QueueFullError(Exception):
@@ -235,8 +236,9 @@ class EngineThread:
             self.on_failure()
 
     def _run(self) -> None:
-        # A step sends the slice after the one that runs. Who comes before it is served a slice earlier.
-        while self._do_messages(until=time.monotonic() + self._engine.seconds_to_spare):
+        # A step sends the slice after the one that runs. Who comes before it is served a slice earlier. The event loop
+        # may have Python's lock when the time comes, and keeps it for the switch interval.
+        while self._do_messages(until=time.monotonic() + self._engine.seconds_to_spare - sys.getswitchinterval()):
             outputs = self._engine.step() if self._engine.has_unfinished_requests else []
             news = [(*self._askers[output.request_id], output) for output in outputs]
             for output in outputs:

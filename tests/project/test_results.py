@@ -159,7 +159,8 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
         of_steps[f"arrivals, 32 layers, 10 a second, p50 {name}"] for name in ("to the first token", "between tokens")
     ]
     at_once = of_steps["a token of 512 requests, 16 layers"]
-    sampled = [ours[f"sampled {n}"]["tokens_per_s"] / ours[f"engine {n}"]["tokens_per_s"] for n in (2048, 1024, 512)]
+    drawn = tables.points("h100/engine_sampled")
+    sampled = [drawn[f"sampled {n}"]["tokens_per_s"] / drawn[f"engine {n}"]["tokens_per_s"] for n in (2048, 1024, 512)]
     rollout = tables.points("h200/engine_rollout")
     rounds = [
         of[f"{name}round {i}"]["tokens_per_s"] for of, name in ((rollout, ""), (vllm, "rollout, ")) for i in (1, 2)
@@ -241,11 +242,27 @@ def test_what_is_said_of_groups_on_a_gpu_is_in_the_files():
 
 def test_what_is_said_of_prefixes_that_are_read_once_is_in_the_file():
     found, text = tables.points("h100/engine_prefixes_8b"), words_of("docs/engine.md")
+    of_vllm = tables.points("h100/vllm_prefixes")["long completions"]
+    assert f"gave {of_vllm['tokens_per_s']:,.0f} for the {of_vllm['requests']} long completions" in text
     for row, words in {
+        "system prompt": "that are the same in all gave {:,.0f} and {:,.0f}",
         "long completions": "8 completions each gave {:,.0f} tokens a second, and {:,.0f} where every request read",
         "apart": "512 prompts with nothing in common gave {:,.0f} and {:,.0f}",
     }.items():
         assert words.format(*(found[f"{row}, {way}"]["tokens_per_s"] for way in ("on", "each"))) in text
+
+
+def test_what_is_said_of_the_server_is_in_the_files():
+    on_cpu, on_gpu = tables.points("cpu/engine_server")["server"], tables.points("h100/engine_server")
+    text = words_of("docs/serving.md")
+    for figure in (
+        f"they got {on_cpu['of_engine']:.0%} of the tokens a second of the engine without a server",
+        f"sockets took {on_cpu['event_loop_us_per_token']:.0f} us of processor time for a token",
+        "on an H100 they got {:.0%}, and {:.0%} where the event loop worked for 25% of the time".format(
+            *(on_gpu[f"server, a share of {share}"]["of_engine"] for share in (0.15, 0.25))
+        ),
+    ):
+        assert figure in text
 
 
 def test_what_is_said_of_host_memory_is_in_the_files():

@@ -1,6 +1,6 @@
 """Tokens a second through examples/serve.py with many streaming clients, beside those of its engine alone.
 
-    python -m benchmarks.engine.server --stand-in 16000  # an engine that computes nothing; on a CPU
+    python -m benchmarks.engine.server --stand-in 16000  # an engine that only takes as long as one; on a CPU
     python -m benchmarks.engine.server                   # Llama-3-8B's shape, random weights; on a GPU
     python -m benchmarks.engine.server --model toy       # on a CPU, to try the script out
 
@@ -41,6 +41,8 @@ from benchmarks.harness import add_output, open_store
 from jaxpaged import SamplingParams
 from lib.checkpoint import Checkpoint, Tokenizer
 from lib.engine_thread import EngineThread
+
+HOST_SECONDS = 1.2e-3  # of a stand-in; an engine with an 8B model takes about as much of the host with 256 seats
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
@@ -151,7 +153,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--requests", type=int, default=1024)
-    parser.add_argument("--steps-per-slice", type=int, help="default: the engine's own, 8 of a stand-in")
+    parser.add_argument("--steps-per-slice", type=int, help="default: the engine's own, 1 of a stand-in")
     add_output(parser)
     options = parser.parse_args(arguments)
     options.toy = options.model == "toy" or bool(options.stand_in)
@@ -167,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.stand_in:
         engine = StandIn(
             num_seats=options.clients,
-            steps_per_slice=options.steps_per_slice or 8,
+            steps_per_slice=options.steps_per_slice or 1,
+            host_seconds=HOST_SECONDS,
             tokens_per_s=options.stand_in,
             vocab_size=vocab_size,
         )

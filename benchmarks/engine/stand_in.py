@@ -14,17 +14,21 @@ from jaxpaged._engine.runner import AHEAD, spared
 class StandIn:
     """Serves requests as an `Engine` does, in slices of sleep.
 
-    A thread of its own sleeps through one slice after the other, with the next one waiting, and needs Python's lock
-    between two of them, as the thread of an engine does. Steps take the same time whether seats are taken or not.
+    A slice begins once a thread of its own has sent it and the one before it is over, as on a GPU. Steps take the same
+    time whether seats are taken or not. `host_seconds` are spent in Python to send a slice, as many in the thread, and
+    as many to read it.
     """
 
-    def __init__(self, *, num_seats: int, steps_per_slice: int, tokens_per_s: float, vocab_size: int):
+    def __init__(
+        self, *, num_seats: int, steps_per_slice: int, tokens_per_s: float, vocab_size: int, host_seconds: float = 0
+    ):
         self._num_seats, self._steps_per_slice, self._vocab_size = num_seats, steps_per_slice, vocab_size
         self._slice_seconds = num_seats * steps_per_slice / tokens_per_s
+        self._host_seconds, self._end = host_seconds, 0.0  # of the slice that was sent last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stand-in")
         self._waiting: deque[Row] = deque()
         self._seats: list[Row] = []
-        self._under_way: deque[tuple[list[Row], Future[None]]] = deque()
+        self._under_way: deque[tuple[list[Row], Future[float]]] = deque()
         self._num_open = self._next_id = 0
         self._since = 0.0  # when the last slice was read
         self._stats = EngineStats()
@@ -58,12 +62,20 @@ class StandIn:
         while len(self._under_way) <= AHEAD:
             while self._waiting and len(self._seats) < self._num_seats:
                 self._seats.append(self._waiting.popleft())
-            self._under_way.append((list(self._seats), self._thread.submit(time.sleep, self._slice_seconds)))
-        rows, slept = self._under_way.popleft()
-        slept.result()
+            work(self._host_seconds)
+            self._under_way.append((list(self._seats), self._thread.submit(self._send)))
+        rows, end = self._under_way.popleft()
+        time.sleep(max(end.result() - time.perf_counter(), 0))
         self._since = time.perf_counter()
+        work(self._host_seconds)
         self._stats = dataclasses.replace(self._stats, num_slices=self._stats.num_slices + 1)
         return [self._continue(row) for row in rows if row.finish_reason is None]
+
+    def _send(self) -> float:
+        """When the slice will be over."""
+        work(self._host_seconds)
+        self._end = max(self._end, time.perf_counter()) + self._slice_seconds
+        return self._end
 
     def _continue(self, row: Row) -> RequestOutput:
         end = min(len(row.token_ids) + self._steps_per_slice, row.params.max_tokens)
@@ -75,6 +87,15 @@ class StandIn:
             self._seats.remove(row)
             self._num_open -= 1
         return make_output(row.request_id, [row])
+
+
+def work(seconds: float) -> None:
+    """Spends as much of a processor's time, and gives Python's lock away in the middle, as calls of JAX do."""
+    for _ in range(2 if seconds else 0):
+        end = time.thread_time() + seconds / 2
+        while time.thread_time() < end:
+            pass
+        time.sleep(0)
 
 
 def made_up(prompt: list[int], begin: int, end: int, vocab_size: int) -> list[int]:

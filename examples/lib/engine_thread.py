@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import queue
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -236,9 +235,8 @@ class EngineThread:
             self.on_failure()
 
     def _run(self) -> None:
-        # A step sends the slice after the one that runs. Who comes before it is served a slice earlier. The event loop
-        # may have Python's lock when the time comes, and keeps it for the switch interval.
-        while self._do_messages(until=time.monotonic() + self._engine.seconds_to_spare - sys.getswitchinterval()):
+        # A step sends the slice after the one that runs. Who comes before it is served a slice earlier.
+        while self._do_messages(until=time.monotonic() + self._engine.seconds_to_spare):
             outputs = self._engine.step() if self._engine.has_unfinished_requests else []
             news = [(*self._askers[output.request_id], output) for output in outputs]
             for output in outputs:

@@ -91,7 +91,7 @@ class StandIn:
 
 def work(seconds: float) -> None:
     """Spends as much of a processor's time, and gives Python's lock away in the middle, as calls of JAX do."""
-    for _ in range(2 if seconds else 0):
+    for _ in range(2):
         end = time.thread_time() + seconds / 2
         while time.thread_time() < end:
             pass

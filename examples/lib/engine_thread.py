@@ -120,12 +120,11 @@ class EngineThread:
         self._askers: dict[int, tuple[Generation, int]] = {}  # by the engine's request id; only for the thread
         self._held: dict[tuple[Generation, int], RequestOutput] = {}  # news that are to be told
         self._timer: asyncio.TimerHandle | None = None  # when they will be
-        self._worked = self._since = 0.0  # seconds that the event loop had worked when they were last, and the time
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-        self._worked, self._since = time.thread_time(), time.monotonic()
+        self._worked, self._since = time.thread_time(), time.monotonic()  # of the event loop, when held news were told
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
             ended = self._loop.run_in_executor(threads, self._run)
             ended.add_done_callback(self._stop)

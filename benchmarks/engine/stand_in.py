@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxpaged import EngineStats, RequestOutput, SamplingParams
@@ -32,6 +32,7 @@ class StandIn:
         self._num_open = self._next_id = 0
         self._since = 0.0  # when the last slice was read
         self._stats = EngineStats()
+        self.on_slice_end: Callable[[], None] = lambda: None  # never called: slices end when they are expected to
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -125,6 +125,7 @@ class EngineThread:
     async def running(self) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
         self._worked, self._since = time.thread_time(), time.monotonic()  # of the event loop, when held news were told
+        self._engine.on_slice_end = functools.partial(self._inbox.put, lambda: None)  # wakes the thread
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
             ended = self._loop.run_in_executor(threads, self._run)
             ended.add_done_callback(self._stop)
@@ -234,8 +235,8 @@ class EngineThread:
             self.on_failure()
 
     def _run(self) -> None:
-        # A step sends the slice after the one that runs. Who comes before it is served a slice earlier.
-        while self._do_messages(until=time.monotonic() + self._engine.seconds_to_spare):
+        # A step sends the slice after the one that runs. A request that comes before it is served a slice earlier.
+        while self._do_messages():
             outputs = self._engine.step() if self._engine.has_unfinished_requests else []
             news = [(*self._askers[output.request_id], output) for output in outputs]
             for output in outputs:
@@ -243,21 +244,20 @@ class EngineThread:
                     del self._askers[output.request_id]
             self._loop.call_soon_threadsafe(self._deliver, news, self._engine.stats())
 
-    def _do_messages(self, until: float) -> bool:
-        """Does what the event loop asks for up to this time, or the first thing if the engine has nothing to do.
+    def _do_messages(self) -> bool:
+        """Runs the inbox's messages until the engine needs its next step; the end of a slice is a message too.
 
         Returns whether to go on.
         """
-        is_idle = not self._engine.has_unfinished_requests
         while True:
+            is_idle = not self._engine.has_unfinished_requests
             try:
-                message = self._inbox.get(timeout=None if is_idle else max(until - time.monotonic(), 0))
+                message = self._inbox.get(timeout=None if is_idle else self._engine.seconds_to_spare)
             except queue.Empty:
                 return True
             if message is None:
                 return False
             message()
-            is_idle = False
 
     def _add(self, generation: Generation) -> None:
         for i, request in enumerate(generation.requests):

@@ -29,6 +29,8 @@ class Sent:
     version: int  # of the weights
     num_steps: int = 0  # at most
     words: Future[jax.Array] | None = None  # of its report
+    began: float | None = None  # when the engine's thread called it
+    ended: float | None = None  # when the device had finished it
     moves: Moves = dataclasses.field(default_factory=Moves)  # before it
     failure: Exception | None = None  # of these: the slice ran without them
 
@@ -40,11 +42,6 @@ class Sent:
             if isinstance(interrupt := failure.__context__, KeyboardInterrupt) and not self.has_failed_with(failure):
                 raise interrupt from None
             raise
-
-    @property
-    def is_over(self) -> bool:
-        assert self.words is not None
-        return self.words.done() and (self.words.exception() is not None or self.words.result().is_ready())  # type: ignore[attr-defined]
 
     def has_failed_with(self, failure: Exception) -> bool:
         assert self.words is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -156,8 +156,22 @@ class Engine:
 
         `step` sends the next slice at once, and then waits for the one that runs. What is added until then goes out
         with the next slice, and what is added later with the one behind it. 0.0 if nothing runs.
+
+        A slice can end early, when its requests do: set `on_slice_end` and stop waiting when it is called.
         """
         return self._runner.seconds_to_spare
+
+    @property
+    def on_slice_end(self) -> Callable[[], None]:
+        """Called whenever the device has finished a slice, on a thread of the engine; does nothing by default.
+
+        It must be quick and must not call the engine: set an event, or put something into a queue.
+        """
+        return self._runner.on_slice_end
+
+    @on_slice_end.setter
+    def on_slice_end(self, callback: Callable[[], None]) -> None:
+        self._runner.on_slice_end = callback
 
     def generate(
         self,

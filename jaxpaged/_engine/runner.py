@@ -4,7 +4,7 @@ import dataclasses
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -49,6 +49,7 @@ class Runner:
         state_of_slice: of the slice that the thread has begun last.
         collector: of the rollout under way.
         since: when the stats were last counted, or the first request came.
+        on_slice_end: called on a thread of the runner whenever a slice has ended.
         counts: the stats as of the last slice that was read.
     """
 
@@ -67,12 +68,16 @@ class Runner:
         self._last_report = self.program.no_report
         # A call takes milliseconds. On a CPU, or if the model has a loop, it waits for its steps: this thread does.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
+        # Another thread waits for the ends of slices. They are timed there: a caller may read them much later.
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged-watcher")
+        self.on_slice_end: Callable[[], None] = do_nothing
         self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
         self._failure: BaseException | None = None  # of the slice that took the state with it
         self._unread_failure: Exception | None = None  # of a slice: those behind it do not run
         self.collector: Collector | None = None
         self.since = time.perf_counter()
         self._step_seconds: deque[float] = deque(maxlen=NUM_TIMED)  # in the last slices
+        self._ended = self.since  # when the last slice that was read had ended
         num_blocks = options.num_blocks - 1
         self.counts = EngineStats(
             num_blocks=num_blocks,
@@ -90,10 +95,11 @@ class Runner:
 
     @property
     def seconds_to_spare(self) -> float:
-        if not self.books.under_way or self.books.under_way[0].is_over or not self._step_seconds:
+        if not self.books.under_way or self.books.under_way[0].ended is not None or not self._step_seconds:
             return 0.0
-        expected = self.books.under_way[0].num_steps * min(self._step_seconds)
-        return max(self.since + spared(expected) - time.perf_counter(), 0.0)
+        now, running = time.perf_counter(), self.books.under_way[0]
+        began = max(running.began or now, self._ended)
+        return max(began + spared(running.num_steps * min(self._step_seconds)) - now, 0.0)
 
     def stats(self) -> EngineStats:
         num_waiting = len(self.books.on_device) - self.counts.num_running
@@ -162,6 +168,7 @@ class Runner:
     def run(self, weights: Any, inbox: jax.Array, sent: Sent) -> jax.Array:
         """From a packed inbox to a packed report. On the engine's own thread, one slice after the other: what else this
         thread does, the GPU waits for."""
+        sent.began = time.perf_counter()
         if self._unread_failure is not None:  # what it was to end or to forget is still there
             raise self._unread_failure
         try:
@@ -172,6 +179,7 @@ class Runner:
                 sent.failure = failure  # the slice runs all the same: what its inbox says counts for those behind it
             state, report = self.program.run(weights, self.state_of_slice, self._last_report, inbox)
             words = self.program.copy(report)
+            self._watcher.submit(self._watch, sent, words)
             self.state_of_slice, self._last_report = state, report
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves((self.state_of_slice, self._last_report))):
@@ -179,6 +187,14 @@ class Runner:
             self._unread_failure = failure
             raise
         return words
+
+    def _watch(self, sent: Sent, words: jax.Array) -> None:
+        """Waits for the end of a slice, on the watcher's thread. A failure is raised where the slice is read."""
+        try:
+            words.block_until_ready()
+        finally:
+            sent.ended = time.perf_counter()
+            self.on_slice_end()
 
     def receive(self) -> None:
         """Waits for the slice that was sent first, and takes what came of it. An interrupted wait changes nothing."""
@@ -226,10 +242,10 @@ class Runner:
             sent.moves = Moves()
         self.tier.take(report, sent.moves, rows)
         since, self.since = self.since, time.perf_counter()
-        seconds = self.since - since
-        if num_steps := int(report.outbox.num_steps):
-            self._step_seconds.append(seconds / num_steps)
-        self.counts = counted(self.counts, report, self.kinds, seconds=seconds, **counts)
+        began, self._ended = max(sent.began or since, self._ended), sent.ended or self.since
+        if num_steps := int(report.outbox.num_steps):  # timed on the device: time that the caller spared does not count
+            self._step_seconds.append((self._ended - began) / num_steps)
+        self.counts = counted(self.counts, report, self.kinds, seconds=self.since - since, **counts)
 
     def update_weights(self, weights: Any, adapters: Sequence[int] | None) -> None:
         self.check_usable()
@@ -275,6 +291,10 @@ class Runner:
             self.books.forget()  # first: Ctrl-C may come anywhere
             self.state_of_slice = dataclasses.replace(self.state_of_slice, caches=caches)
             self._asleep = []
+
+
+def do_nothing() -> None:
+    pass
 
 
 class StateLostError(Exception):

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import logging
 import re
+import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
@@ -467,30 +469,42 @@ def test_a_long_call_shows_how_far_it_is(capsys, monkeypatch):
 
 
 def test_the_seconds_to_spare_are_a_part_of_the_slice_that_runs(monkeypatch):
-    now, is_over, engine = [5.0], [False], shared_engine(16)
-    for module in ("engine", "runner"):
-        clock = SimpleNamespace(perf_counter=lambda: now[0])
-        monkeypatch.setattr(f"jaxpaged._engine.{module}.time", clock)
-    engine._runner._step_seconds.clear()
-    engine.add_request([1, 2], SamplingParams(max_tokens=MAX_TOKENS - 2))
+    runner, sent = shared_engine(16)._runner, Sent([], [], np.zeros(1, bool), 0, num_steps=2, began=5.0)
+    now = 5.0
+    monkeypatch.setattr("jaxpaged._engine.runner.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(runner, "_ended", 4.0)
+    monkeypatch.setattr(runner, "_step_seconds", deque())
+    assert runner.seconds_to_spare == 0.0  # nothing runs
     with monkeypatch.context() as patch:
-        patch.setattr(Sent, "is_over", property(lambda sent: is_over[0]))
-        assert engine.seconds_to_spare == 0.0
+        patch.setattr(runner.books, "under_way", deque([sent]))
+        assert runner.seconds_to_spare == 0.0  # nothing is known of a step
+        runner._step_seconds.extend((2.0, 1.0))
+        assert runner.seconds_to_spare == 0.75 * 2 * 1.0  # as of the quickest
+        now = 6.0
+        assert runner.seconds_to_spare == 0.5
+        runner._ended = 5.5  # the slice began once the one before it had ended
+        assert runner.seconds_to_spare == 1.0
+        sent.began = None  # not yet
+        assert runner.seconds_to_spare == 1.5
+        now = 9.0
+        sent.began = 5.0
+        assert runner.seconds_to_spare == 0.0
+        now, sent.ended = 5.5, 5.25
+        assert runner.seconds_to_spare == 0.0
+
+
+def test_the_end_of_each_slice_is_announced_and_its_steps_are_timed_without_waits():
+    engine, over = shared_engine(16), threading.Event()
+    engine.on_slice_end = over.set
+    for _ in range(3):
+        over.clear()
+        engine.add_request([1, 2], SamplingParams(max_tokens=1))
         engine.step()
-        assert engine.seconds_to_spare == 0.0  # nothing is known of a step
-        for seconds in (2.0, 4.0):  # of the slice that the step reads
-            now[0] += seconds
-            engine.step()
-            assert engine.seconds_to_spare == 0.75 * 2.0  # as of the quickest
-        now[0] += 1.0
-        assert engine.seconds_to_spare == 0.5
-        is_over[0] = True
-        assert engine.seconds_to_spare == 0.0
-        is_over[0], now[0] = False, now[0] + 1.0
-        assert engine.seconds_to_spare == 0.0
-    toy_model.finish(engine)
-    jax.block_until_ready(engine._runner.state)
-    assert engine.seconds_to_spare == 0.0  # the slice behind the last one has no steps
+        assert over.wait(60)
+        time.sleep(0.3)  # a caller that comes late
+        toy_model.finish(engine)
+    assert max(engine._runner._step_seconds) < 0.3
+    engine.on_slice_end = lambda: None
 
 
 def test_stats_count_seconds_only_while_there_are_requests():

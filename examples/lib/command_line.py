@@ -235,6 +235,7 @@ def matmul_precision(args: argparse.Namespace) -> contextlib.AbstractContextMana
 
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Ends the process with the exit code of `main`; 141 if the reader of stdout is gone, 130 after Ctrl-C."""
+    keep_compiled_programs()
     end_on_interrupt()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or io.TextIOWrapper(io.BytesIO())  # None if it is closed
@@ -272,6 +273,16 @@ def exit_code(main: Callable[..., int | None], *arguments: Any) -> int | str | N
 
 def script() -> str:
     return Path(sys.argv[0]).name
+
+
+def keep_compiled_programs() -> None:
+    """Caches compiled programs in the user's cache folder. JAX_COMPILATION_CACHE_DIR replaces it; empty: none."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxpaged" / "compiled"
+    with contextlib.suppress(OSError):  # a user may have no folder to write to
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def end_on_interrupt() -> None:

@@ -61,6 +61,30 @@ class Broken(io.BytesIO):
         pass
 
 
+@pytest.fixture
+def compilation_cache(monkeypatch):
+    """The folder for compiled programs after `keep_compiled_programs` with these environment variables."""
+    before = jax.config.jax_compilation_cache_dir
+
+    def folder(**variables):
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+        jax.config.update("jax_compilation_cache_dir", None)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        command_line.keep_compiled_programs()
+        return jax.config.jax_compilation_cache_dir
+
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_compiled_programs_are_kept_in_the_users_cache(compilation_cache, tmp_path):
+    assert compilation_cache(XDG_CACHE_HOME=tmp_path) == str(tmp_path / "jaxpaged" / "compiled")
+    assert compilation_cache(XDG_CACHE_HOME="", HOME=tmp_path) == str(tmp_path / ".cache" / "jaxpaged" / "compiled")
+    assert compilation_cache(XDG_CACHE_HOME=tmp_path, JAX_COMPILATION_CACHE_DIR="") is None
+    assert compilation_cache(XDG_CACHE_HOME="/proc/nowhere") is None
+
+
 def say_hello() -> int:
     print("hello")
     return 3

@@ -3,9 +3,10 @@
     python -m benchmarks.engine.vllm_peer --requests 2048 1024 512 --rates 5 10 20    # about four minutes on a GPU
     python -m benchmarks.engine.vllm_peer --requests --rates --rollout                # two minutes
 
-A model of Llama-3-8B's shape, random bfloat16 weights, greedy, no stop tokens, no texts. Rows as in
-`benchmarks.engine.throughput` and `benchmarks.engine.online`. JAX stays on the CPU, so that vLLM has the GPU. Let
-nothing else run on the machine: vLLM's scheduler computes on a CPU in each step. Both modules take the first of as many
+A model of Llama-3-8B's shape or of --model, random bfloat16 weights, greedy, no stop tokens, no texts. vLLM runs with
+its defaults, its engine in a process of its own. Rows as in `benchmarks.engine.throughput` and
+`benchmarks.engine.online`. JAX stays on the CPU, so that vLLM has the GPU. Let nothing else run on the machine: vLLM's
+scheduler computes on a CPU in each step. Both modules take the first of as many
 requests as the largest number of --requests, so give both the same largest number.
 
 With --prefixes, the long completions of `benchmarks.engine.prefixes`, of as many requests as it has by default; vLLM
@@ -144,7 +145,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     jax.config.update("jax_platforms", "cpu")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its scheduler in this process, as ours
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # JAX has threads, which a fork would not copy
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         longest = SIZES[options.model].longest

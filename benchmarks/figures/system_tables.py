@@ -55,6 +55,17 @@ def engine(points: Points) -> str:
     return table(head, rows)
 
 
+def beside_vllm(points: Points) -> str:
+    """Tokens a second of the engine and of vLLM at its defaults, for the same requests on one machine."""
+    rows = []
+    for model, name in {"1b": "Llama 3.2 1B", "8b": "Llama 3 8B"}.items():
+        ours, peer = points(f"h100/engine_{model}"), points(f"h100/vllm_{model}")
+        for count in (2048, 1024, 512):
+            rates = [of[f"engine {count}"]["tokens_per_s"] for of in (ours, peer)]
+            rows.append([name, f"{count:,}", *(f"{rate:,.0f}" for rate in rates), f"{rates[0] / rates[1]:.2f}"])
+    return table(("shape of", "requests at once", "jaxpaged", "vLLM 0.25.1", "ratio"), rows)
+
+
 def arrivals(points: Points) -> str:
     """The median and the 99th percentile of how long a request waits for tokens."""
     engines, rows = (points("h200/engine_online"), points("h200/vllm")), []

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/ from the files of benchmarks/results: `python -m benchmarks.figures.tables`.
+"""Writes the tables of README.md and docs/ from benchmarks/results: `python -m benchmarks.figures.tables`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. Below it stand the files
 that it is made from, with the machine and the commit of each. All other text stays.
@@ -16,7 +16,7 @@ from benchmarks.harness import RESULTS, ROOT
 
 NAMES = "performance", "allocator", "cache", "engine", "several_gpus", "kernel", "reinforcement_learning", "gpus"
 
-PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 
 TABLES: dict[str, Callable[[Points], str]] = {
     "decode": kernel_tables.decode,
@@ -28,6 +28,8 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "prefill": kernel_tables.prefill,
     "packed": kernel_tables.packed,
     "portable prefill": kernel_tables.portable_prefill,
+    "summary": kernel_tables.summary,
+    "beside vllm": system_tables.beside_vllm,
     "engine": system_tables.engine,
     "arrivals": system_tables.arrivals,
     "engine profile": slice_tables.engine_profile,

@@ -113,32 +113,6 @@ def words_of(page):
     return " ".join((ROOT / page).read_text().split())
 
 
-def test_the_first_figures_of_the_readme_are_those_of_the_files():
-    h100, h200, prompts = map(tables.points, ("h100/decode", "h200/decode", "h100/prefill"))
-
-    def of_fa3(points):
-        return [p["us"] / p["peers"]["fa3"]["us"] for p in points.values()]
-
-    def of_prompts(peer):
-        pairs = ((prompts[name], prompts.get(name.replace("mosaic_gpu", peer))) for name in prompts if "mosaic" in name)
-        return [ours["us"] / theirs["us"] for ours, theirs in pairs if theirs]
-
-    engines = [[tables.points(f"{gpu}/{file}") for file in ("engine", "vllm")] for gpu in ("h100", "h200")]
-    runs = "engine 1024", "engine 2048"
-    tokens = [[run[name]["tokens_per_s"] for run in of_gpu for name in runs] for of_gpu in engines]
-    text = words_of("README.md")
-    mean = statistics.geometric_mean
-    for figure in (
-        f"decode, {len(of_fa3(h100))} shapes | {1 - mean(of_fa3(h100)):.0%} less time than FlashAttention-3 | "
-        f"{1 - mean(of_fa3(h200)):.0%} less |",
-        f"{1 - mean(of_prompts('fa3 paged')):.0%} less time than FlashAttention-3 on the same cache",
-        f"{mean(of_prompts('fa3')):.2f} times its time on contiguous keys",
-        "| {:,.0f} and {:,.0f}; vLLM 0.25.1 {:,.0f} and {:,.0f} |".format(*tokens[0]),
-        "| {:,.0f} and {:,.0f}; vLLM {:,.0f} and {:,.0f} |".format(*tokens[1]),
-    ):
-        assert figure in text
-
-
 def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
     def over_vllm(gpu, *counts, machine=""):
         ours, vllm = (tables.points(f"{gpu}/{file}{machine}") for file in ("engine", "vllm"))
@@ -146,7 +120,7 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
 
     steps = tables.points("h100/engine")["steps"]
     ours, online, vllm = (tables.points(f"h200/{file}") for file in ("engine", "engine_online", "vllm"))
-    parts, of_h100 = over_vllm("h200", 512, 1024, 2048), over_vllm("h100", 1024, 2048)
+    parts = over_vllm("h200", 512, 1024, 2048)
     of_slow_host = over_vllm("h200", 512, 1024, 2048, machine="_slow_host")
     to_compile = [tables.points(f"h200/{file}")["steps"]["compile_s"] for file in ("engine_slow_host", "engine")]
     first, between = (
@@ -169,17 +143,10 @@ def test_what_is_said_of_the_engine_beside_vllm_is_in_the_files():
         tables.points(f"h200/{file}_slow_host")["round 1"]["tokens_per_s"] for file in ("engine_rollout", "vllm")
     ]
     for page, figures in {
-        "README.md": [
-            "The engine gives {:.2f} and {:.2f} times vLLM's tokens a second".format(*parts[1:]),
-            "on an H100 a former one gave {:.0%} and {:.0%} fewer".format(*(1 - part for part in of_h100)),
-            "{:.1f} ms (vLLM {:.1f}) for the first token".format(*first),
-            "then {:.1f} ms (vLLM {:.1f}) for each (medians)".format(*between),
-        ],
         "docs/engine.md": [
             "gives {:.2f}, {:.2f} and {:.2f} times vLLM's tokens a second for 512, 1,024 and 2,048 requests".format(
                 *parts
             ),
-            "gave {:.2f} times vLLM's for 1,024 and {:.2f} times for 2,048".format(*of_h100),
             "whose host needs {:.0f} s instead of {:.0f} s to compile the engine".format(*to_compile),
             "it gives {:.2f}, {:.2f} and {:.2f} times vLLM's".format(*of_slow_host),
             f"Compiling that engine took {steps['compile_s']:.0f} s",
@@ -357,7 +324,7 @@ def test_the_figures_between_the_tables_of_performance_are_those_of_the_files():
 
 def test_every_table_stands_on_a_page():
     found = [name for page in tables.PAGES for name in re.findall(r"<!-- table: (.*?) -->", page.read_text())]
-    assert sorted(found) == sorted(tables.TABLES)
+    assert set(found) == set(tables.TABLES)
 
 
 def test_a_store_goes_on_with_its_own_file_and_refuses_another_machines(tmp_path):

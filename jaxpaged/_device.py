@@ -60,6 +60,12 @@ def kind() -> str:
     return device().device_kind
 
 
+def memory() -> tuple[int, int] | None:
+    """Bytes in use on the device that JAX uses by default, and how many JAX may use; None if that is unknown."""
+    stats = device().memory_stats() or {}
+    return (stats["bytes_in_use"], stats["bytes_limit"]) if "bytes_limit" in stats else None
+
+
 def gpu() -> Gpu:
     """The GPU that JAX uses by default in this process. Raises `NotImplementedError` if it uses none."""
     its = device()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._integers import checked_size
+from jaxpaged._memory import check_memory
 from jaxpaged._public_state import public_state
 
 CACHE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
@@ -89,6 +91,7 @@ class KVCache:
         Raises:
             ValueError: a size that is no int or below 1, a latent cache whose values are wider than its keys or have
                 scales of their own, another dtype, scales that do not fit it, or none for int8.
+            MemoryError: the GPU has no room for the cache.
 
         Example:
             >>> import jaxpaged
@@ -109,6 +112,8 @@ class KVCache:
         layers = () if num_layers is None else (checked_size("num_layers", num_layers),)
         shape = layers + shape
         k_scale = _create_scale("k_scale", k_scale, granularity, jnp.dtype(dtype), layers, shape)
+        num_bytes = math.prod(shape[:-1]) * (head_dim + (0 if is_latent else value_dim)) * jnp.dtype(dtype).itemsize
+        check_memory(num_bytes, f"a cache of {num_blocks} blocks needs {num_bytes / 1e9:.1f} GB")
         if is_latent:
             if v_scale is not None:
                 raise ValueError("the values of a latent cache have the scale of its keys: leave v_scale out.")

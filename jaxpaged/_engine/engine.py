@@ -86,6 +86,7 @@ class Engine:
     Raises:
         ValueError: a size that is no int or too small, arguments that do not go together, weights that are not arrays,
             caches that do not fit together, or an `apply` that does not return what it should.
+        MemoryError: the GPU has no room to compile the engine or for its scratch memory.
 
     Example: see `docs/engine.md`.
     """

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged._engine.defaults import chosen_least_spared, step_cost
-from jaxpaged._engine.inputs import caches_in
+from jaxpaged._engine.inputs import bytes_on_a_device, caches_in
 from jaxpaged._engine.kinds import Kind, make_kinds
 from jaxpaged._engine.on_mesh import on_each_device, whole_beside
 from jaxpaged._engine.options import Options
@@ -21,6 +21,7 @@ from jaxpaged._engine.requests import make_inbox
 from jaxpaged._engine.room import keep_room
 from jaxpaged._engine.slices import Apply, Setup, run_packed, tell
 from jaxpaged._engine.state import Inbox, Report, State
+from jaxpaged._memory import MORE_MEMORY, check_memory
 
 MOST_CROSSING = 4  # inboxes on the device at once, and reports: of slices that run, wait or are read
 
@@ -61,6 +62,25 @@ def first_state(caches: Any, options: Options) -> tuple[tuple[Kind, ...], State]
     return kinds, State.create(caches, kinds, options)
 
 
+def compile_in_memory(lowered: Any, weights: Any, caches: Any) -> Any:
+    """Compiles a slice. Raises `MemoryError` if the GPU has no room for that, or for the slice's scratch memory."""
+    needs = f"weights need {bytes_on_a_device(weights) / 1e9:.1f} GB, caches {bytes_on_a_device(caches) / 1e9:.1f}"
+    # To choose how a product is computed, XLA runs it on copies of its operands.
+    most = max((bytes_on_a_device(leaf) for leaf in jax.tree.leaves(weights)), default=0)
+    purpose = f"the engine does not fit: {needs}, compiling {most / 1e9:.1f} or more"
+    check_memory(most, purpose)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as failure:
+        if "RESOURCE_EXHAUSTED" in str(failure):
+            raise MemoryError(f"{purpose}. {MORE_MEMORY} XLA's failure is this error's cause.") from failure
+        raise
+    memory = compiled.memory_analysis()
+    scratch = int(memory.temp_size_in_bytes) if memory else 0
+    check_memory(scratch, f"the engine does not fit: {needs}, scratch memory {scratch / 1e9:.1f}")
+    return compiled
+
+
 def compile_program(
     apply: Apply, weights: Any, state: State, kinds: tuple[Kind, ...], mesh: Mesh | None, options: Options
 ) -> Program:
@@ -91,7 +111,7 @@ def compile_program(
     # old: XLA changes a CUDA graph if a buffer in it has moved. [slices_h100]
     jitted = jax.jit(function, donate_argnums=(1, 2), keep_unused=True, compiler_options=options.compiler_options)
     # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
-    run = jitted.lower(weights, state, no_report, words := pack(no_news)).compile()
+    run = compile_in_memory(jitted.lower(weights, state, no_report, words := pack(no_news)), weights, state.caches)
     copy = jax.jit(jnp.copy).lower(no_report).compile()
     inbox = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=no_report.sharding)
     kept = keep_room((no_report, inbox), MOST_CROSSING, no_report.sharding) if options.is_gpu else []

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 import jaxpaged
 from lib.checkpoint import READ_ERRORS, CheckpointError, one_line
+from lib.fields import read_json
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig, fused_parts
 
@@ -36,7 +37,7 @@ Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # of each layer: [rank, feat
 
 def read_adapter(folder: Path) -> Factors:
     """The adapter's factors by the names of the layers, its scaling in the second. Raises `CheckpointError`."""
-    from lib.hugging_face import read_json, read_safetensors
+    from lib.weight_files import read_safetensors  # of the extra "examples"
 
     try:
         config, found = read_json(folder / "adapter_config.json"), {}
@@ -45,7 +46,7 @@ def read_adapter(folder: Path) -> Factors:
                 raise ValueError(f"its {name} is {str(given)[:60]}, which is not known here")
         rank, alpha = config.whole("r", 1, MOST_RANK), config.real("lora_alpha", 0, 1e9)
         scaling = alpha / (rank**0.5 if config.flag("use_rslora", False) else rank)
-        for name, read in read_safetensors(folder):
+        for name, read in read_safetensors(folder / "adapter_model.safetensors").items():
             if (match := re.fullmatch(NAME, name)) is None:
                 raise ValueError(f"it holds {name[:100]}, which is not known here")
             found[match[1], match[2]] = read().astype(np.float32)

@@ -1,6 +1,8 @@
 """The fields of a JSON object, each read with its type and range; anything else is refused."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 REQUIRED = object()
@@ -46,6 +48,13 @@ class Fields:
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a text; got {_short(value)}")
         return value
+
+
+def read_json(file: Path) -> Fields:
+    try:
+        return Fields(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name}: {error}") from error
 
 
 def _short(value: Any) -> str:

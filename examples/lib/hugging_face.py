@@ -1,24 +1,23 @@
 """Reads a folder in Hugging Face form, of any family in families.py."""
 
 import functools
-import io
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import tokenizers
 
 from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
 from lib.families import MOST_LAYERS, MOST_TOKENS, read_config
-from lib.fields import Fields
+from lib.fields import Fields, read_json
 from lib.llama_config import LlamaConfig
+from lib.weight_files import Tensors, read_weights
 
-PREFIX = r"^(language_model\.model|model\.language_model|model)\."  # the first two: of a model that reads images too
+# In order: of a model that reads images too (its head is next to its model), and of others.
+PREFIX = r"^(language_model\.model|model\.language_model|language_model(?=\.lm_head)|model)\."
 
 
 def read_folder(folder: Path) -> Checkpoint:
@@ -26,7 +25,7 @@ def read_folder(folder: Path) -> Checkpoint:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no {name}.")
     config = read_json(folder / "config.json")
-    tensors = {re.sub(PREFIX, "", name): read for name, read in read_safetensors(folder)}
+    tensors = plain_names(read_weights(folder))
     for name in [name for name in tensors if name.endswith("_blocks")]:
         name = name.removesuffix("_blocks")
         tensors[name] = functools.partial(_unpacked, tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
@@ -46,44 +45,15 @@ def read_folder(folder: Path) -> Checkpoint:
     return Checkpoint(checked, _folder_tokenizer(folder, config), tensors)
 
 
-def read_json(file: Path) -> Fields:
-    try:
-        return Fields(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name}: {error}") from error
-
-
-def read_safetensors(folder: Path) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} holds no *.safetensors.")
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is no regular file.")  # reading a pipe would wait
-        try:
-            tensors = safetensors.safe_open(file, framework="flax")
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{file.name}: {error}") from error
-        for name in tensors.keys():  # noqa: SIM118 (not a dict)
-            yield name, functools.partial(_get_tensor, file, tensors, name)
-
-
-def _get_tensor(file: Path, tensors: safetensors.safe_open, name: str) -> np.ndarray:
-    try:
-        if tensors.get_slice(name).get_dtype() == "F8_E4M3":
-            return _read_float8(file, name)
-        return np.asarray(tensors.get_tensor(name))
-    except safetensors.SafetensorError as error:
-        raise ValueError(str(error)) from error
-
-
-def _read_float8(file: Path, name: str) -> np.ndarray:
-    """For which safetensors has no array: a header in JSON, its length before it, then the numbers."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        start, end = header[name]["data_offsets"]
-        stream.seek(start, io.SEEK_CUR)
-        return np.frombuffer(stream.read(end - start), jnp.float8_e4m3fn).reshape(header[name]["shape"])
+def plain_names(tensors: Tensors) -> Tensors:
+    """The tensors by the names of llama.py, which begin with layers, embed_tokens, norm or lm_head."""
+    plain: Tensors = {}
+    for name, read in tensors.items():
+        short = re.sub(PREFIX, "", name)
+        if short in plain:
+            raise ValueError(f"it holds {short[:100]} twice, once as {name[:100]}")
+        plain[short] = read
+    return plain
 
 
 def _unpacked(read_blocks: Callable[[], np.ndarray], read_scales: Callable[[], np.ndarray]) -> np.ndarray:
@@ -112,7 +82,7 @@ def _turned(read: Callable[[], np.ndarray]) -> np.ndarray:
     return read().swapaxes(1, 2)
 
 
-def _stack_experts(tensors: dict[str, Callable[[], np.ndarray]]) -> None:
+def _stack_experts(tensors: Tensors) -> None:
     """Adds [experts, hidden features, features] of all experts of a layer that stand one by one, gate before up."""
     counts: dict[str, int] = {}
     for name in tensors:
@@ -125,11 +95,11 @@ def _stack_experts(tensors: dict[str, Callable[[], np.ndarray]]) -> None:
             tensors[f"{stem}.{stacked}"] = functools.partial(_turned, read) if stacked == "down_proj" else read
 
 
-def _stacked(tensors: dict[str, Callable[[], np.ndarray]], names: list[list[str]]) -> np.ndarray:
+def _stacked(tensors: Tensors, names: list[list[str]]) -> np.ndarray:
     return np.stack([np.concatenate([tensors[name]() for name in parts]) for parts in names])
 
 
-def _part_latents(tensors: dict[str, Callable[[], np.ndarray]], config: LlamaConfig) -> None:
+def _part_latents(tensors: Tensors, config: LlamaConfig) -> None:
     """Adds what makes the keys and what makes the values of a latent, which stand in one tensor, head by head."""
     for name in [name for name in tensors if name.endswith(".kv_b_proj.weight")]:
         for i, part in enumerate(("k_b_proj", "v_b_proj")):

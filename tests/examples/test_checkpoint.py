@@ -103,6 +103,69 @@ def test_files_that_are_no_checkpoint(folder):
     assert "model.safetensors is no regular file" in refused(folder / "model.safetensors")
 
 
+def test_weights_are_those_of_model_safetensors_or_of_its_index(folder):
+    tensors = write_checkpoint(folder)
+    others = {name: -tensor for name, tensor in tensors.items()}
+    for name in ("a", "model_old", "optimizer", "model-00001-of-00002", "zzz"):
+        safetensors.numpy.save_file(others | {"step": np.zeros(1, np.float32)}, folder / f"{name}.safetensors")
+    expected = tensors["model.norm.weight"]
+    np.testing.assert_array_equal(read_checkpoint(folder).tensors["norm.weight"](), expected)
+    write_shards(folder, tensors)
+    read = read_checkpoint(folder).tensors
+    assert len(read) == len(tensors)
+    np.testing.assert_array_equal(read["norm.weight"](), expected)
+
+
+def write_shards(folder, tensors) -> dict[str, str]:
+    """Replaces model.safetensors by two shards and an index; returns the index."""
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        safetensors.numpy.save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    write_index(folder, files)
+    return files
+
+
+def write_index(folder, files) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def test_an_index_that_does_not_match_its_files_is_refused(folder):
+    tensors = write_checkpoint(folder)
+    files = write_shards(folder, tensors)
+    first, second = sorted(set(files.values()))
+    name = min(name for name in files if files[name] == first)
+    write_index(folder, files | {name: second})
+    assert f"names {name} in {second}, which lacks it" in refused(folder)
+    write_index(folder, files | {name: f"../{first}"})
+    assert "which is not in the folder" in refused(folder)
+    write_index(folder, files | {name: 5})
+    assert f"{name} must be a text; got 5" in refused(folder)
+    write_index(folder, [])
+    assert "expected a JSON object; got []" in refused(folder)
+    write_index(folder, files)
+    safetensors.numpy.save_file({n: t for n, t in tensors.items() if files[n] == second or n == name}, folder / second)
+    assert f"{first} and {second} both define {name}" in refused(folder)
+    (folder / second).unlink()
+    assert f"{second} is missing, which model.safetensors.index.json names" in refused(folder)
+
+
+def test_a_folder_without_model_safetensors_names_what_it_holds(folder):
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    (folder / "pytorch_model.bin").touch()
+    message = refused(folder)
+    assert "holds neither model.safetensors nor model.safetensors.index.json" in message
+    assert "consolidated.safetensors, pytorch_model.bin" in message
+    assert "save_pretrained" in message
+
+
+def test_two_tensors_of_one_name_are_refused(folder):
+    tensors = write_checkpoint(folder)
+    twice = tensors | {"language_model.model.norm.weight": tensors["model.norm.weight"]}
+    safetensors.numpy.save_file(twice, folder / "model.safetensors")
+    assert "it holds norm.weight twice" in refused(folder)
+
+
 def test_weights_of_nan(folder):
     tensors = write_checkpoint(folder, num_layers=2)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan

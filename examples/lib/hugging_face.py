@@ -1,5 +1,6 @@
 """Reads a folder in Hugging Face form, of any family in families.py."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -37,6 +38,8 @@ def read_folder(folder: Path) -> Checkpoint:
         tensors[name] = functools.partial(_turned, tensors[name])
     _stack_experts(tensors)
     checked = read_config(config)
+    if checked.tie_embeddings and not _is_tied(tensors):
+        checked = dataclasses.replace(checked, tie_embeddings=False)
     _part_latents(tensors, checked)
     # Layers behind the last, which draft tokens.
     drafting = range(config.whole("num_nextn_predict_layers", 0, MOST_LAYERS, 0))
@@ -54,6 +57,12 @@ def plain_names(tensors: Tensors) -> Tensors:
             raise ValueError(f"it holds {short[:100]} twice, once as {name[:100]}")
         plain[short] = read
     return plain
+
+
+def _is_tied(tensors: Tensors) -> bool:
+    """False if a head is there that differs from the embeddings: as in transformers, it is then used."""
+    head = tensors.get("lm_head.weight")
+    return head is None or np.array_equal(head(), tensors["embed_tokens.weight"]())
 
 
 def _unpacked(read_blocks: Callable[[], np.ndarray], read_scales: Callable[[], np.ndarray]) -> np.ndarray:

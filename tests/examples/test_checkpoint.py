@@ -166,6 +166,15 @@ def test_two_tensors_of_one_name_are_refused(folder):
     assert "it holds norm.weight twice" in refused(folder)
 
 
+def test_a_head_that_differs_is_used_though_the_config_ties_it(folder):
+    tensors = write_checkpoint(folder, tie_word_embeddings=True)
+    model = load_model(read_checkpoint(folder), "float32")
+    np.testing.assert_array_equal(model.lm_head.weight[...], tensors["lm_head.weight"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    assert load_model(read_checkpoint(folder), "float32").lm_head is None
+
+
 def test_weights_of_nan(folder):
     tensors = write_checkpoint(folder, num_layers=2)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan

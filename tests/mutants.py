@@ -578,6 +578,13 @@ MUTANTS = (
         "tests/engine/test_adapters.py::exact",
     ),
     Mutant(
+        "adapters: rsLoRA has LoRA's scale",
+        "examples/lib/adapters.py",
+        'alpha / (rank**0.5 if config.flag("use_rslora", False) else rank)',
+        "alpha / rank",
+        "tests/examples/test_adapters.py::scale",
+    ),
+    Mutant(
         "engine: new weights are not told",
         "jaxpaged/_engine/runner.py",
         "            self.books.version += 1\n            self.books.forget(adapters)\n",

@@ -13,52 +13,77 @@ from jax.typing import DTypeLike
 
 import jaxpaged
 from lib.checkpoint import READ_ERRORS, CheckpointError, one_line
-from lib.fields import read_json
+from lib.fields import Fields, read_json
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig, fused_parts
 
-# Fields of a config that would change results: only these values are taken.
-ONLY = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-    "rank_pattern": {},  # a rank is read from the tensors
-    "alpha_pattern": {},
-    "layer_replication": None,
-    "lora_bias": False,
+# Fields of a config that change results: only these values are plain LoRA. The other values of init_lora_weights start
+# from changed weights of the model.
+PLAIN = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
 }
-NAME = r"base_model\.model\.(?:model\.)?(.+)\.lora_([AB])\.weight"
-MOST_RANK = 4096
+# Fields with any value: they are read here, their result is in the tensors, or they change none. Any other field is
+# refused by name unless it is null, false or empty.
+READ = "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"
+TARGETS = "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"
+TRAINING = "lora_dropout", "inference_mode", "eva_config", "corda_config", "loftq_config", "lora_ga_config"
+ORIGIN = "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "megatron_config", "megatron_core"
+KNOWN = {*READ, *TARGETS, *TRAINING, *ORIGIN, "velora_config", "qalora_group_size"}
+NAME = r"base_model\.model\.(.+)\.lora_([AB])\.weight"
+MOST_RANK, MOST_ALPHA = 4096, 1e9
 
 Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # of each layer: [rank, features], [rank, outputs]
 
 
 def read_adapter(folder: Path) -> Factors:
     """The adapter's factors by the names of the layers, its scaling in the second. Raises `CheckpointError`."""
-    from lib.weight_files import read_safetensors  # of the extra "examples"
+    from lib.weight_files import plain_name, read_safetensors  # of the extra "examples"
 
     try:
         config, found = read_json(folder / "adapter_config.json"), {}
-        for name, value in ONLY.items():
-            if (given := config.get(name, value)) not in (value, {}):
-                raise ValueError(f"its {name} is {str(given)[:60]}, which is not known here")
-        rank, alpha = config.whole("r", 1, MOST_RANK), config.real("lora_alpha", 0, 1e9)
-        scaling = alpha / (rank**0.5 if config.flag("use_rslora", False) else rank)
+        _check_plain(config)
         for name, read in read_safetensors(folder / "adapter_model.safetensors").items():
             if (match := re.fullmatch(NAME, name)) is None:
                 raise ValueError(f"it holds {name[:100]}, which is not known here")
             found[match[1], match[2]] = read().astype(np.float32)
-        factors = {layer: (found[layer, "A"], found[layer, "B"].T * scaling) for layer, _ in found}
+        factors = {}
+        for layer in dict.fromkeys(layer for layer, _ in found):
+            a, b = found[layer, "A"], found[layer, "B"]
+            rank, scale = _scale(config, layer)
+            if a.ndim != 2 or b.ndim != 2 or not len(a) == b.shape[1] == rank:
+                raise ValueError(f"its {layer} has factors {a.shape} and {b.shape}; its config says rank {rank}")
+            factors[plain_name(layer)] = a, b.T * scale
     except KeyError as error:
         raise CheckpointError(f"The adapter {folder} lacks {error}.") from error
-    except READ_ERRORS as error:
+    except (*READ_ERRORS, re.error) as error:
         raise CheckpointError(f"{folder} cannot be read as an adapter: {one_line(error)}.") from error
     for layer, pair in factors.items():
-        if any(x.ndim != 2 or len(x) != len(pair[0]) or not np.isfinite(x).all() for x in pair):
-            raise CheckpointError(f"The adapter {folder} has factors of {layer} that do not fit or are not finite.")
+        if not all(np.isfinite(x).all() for x in pair):
+            raise CheckpointError(f"The adapter {folder} has factors of {layer} that are not finite.")
     return factors
+
+
+def _check_plain(config: Fields) -> None:
+    for name, value in config.values.items():
+        is_unset = value is None or value is False or value in ([], {})
+        if not is_unset and name not in KNOWN and value not in PLAIN.get(name, ()):
+            raise ValueError(f"its {name[:60]} is {str(value)[:60]}, which is not known here")
+
+
+def _scale(config: Fields, layer: str) -> tuple[int, float]:
+    """A layer's rank and scale. As in PEFT, a pattern's first key that matches the end of its name overrides them."""
+
+    def pattern(name: str) -> Fields:
+        patterns = Fields(config.get(name, {}))
+        key = next((key for key in patterns.values if re.match(rf"(.*\.)?({key})$", layer)), None)
+        return Fields({} if key is None else {name: patterns.get(key)})
+
+    rank = pattern("rank_pattern").whole("rank_pattern", 1, MOST_RANK, config.whole("r", 1, MOST_RANK))
+    alpha = pattern("alpha_pattern").real("alpha_pattern", 0, MOST_ALPHA, config.real("lora_alpha", 0, MOST_ALPHA))
+    return rank, alpha / (rank**0.5 if config.flag("use_rslora", False) else rank)
 
 
 class AdaptedLinear(nnx.Module):

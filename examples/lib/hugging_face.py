@@ -15,10 +15,7 @@ from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
 from lib.families import MOST_LAYERS, MOST_TOKENS, read_config
 from lib.fields import Fields, read_json
 from lib.llama_config import LlamaConfig
-from lib.weight_files import Tensors, read_weights
-
-# In order: of a model that reads images too (its head is next to its model), and of others.
-PREFIX = r"^(language_model\.model|model\.language_model|language_model(?=\.lm_head)|model)\."
+from lib.weight_files import Tensors, plain_name, read_weights
 
 
 def read_folder(folder: Path) -> Checkpoint:
@@ -26,7 +23,7 @@ def read_folder(folder: Path) -> Checkpoint:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no {name}.")
     config = read_json(folder / "config.json")
-    tensors = plain_names(read_weights(folder))
+    tensors = _plain_names(read_weights(folder))
     for name in [name for name in tensors if name.endswith("_blocks")]:
         name = name.removesuffix("_blocks")
         tensors[name] = functools.partial(_unpacked, tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
@@ -48,11 +45,11 @@ def read_folder(folder: Path) -> Checkpoint:
     return Checkpoint(checked, _folder_tokenizer(folder, config), tensors)
 
 
-def plain_names(tensors: Tensors) -> Tensors:
-    """The tensors by the names of llama.py, which begin with layers, embed_tokens, norm or lm_head."""
+def _plain_names(tensors: Tensors) -> Tensors:
+    """The tensors by the names of llama.py."""
     plain: Tensors = {}
     for name, read in tensors.items():
-        short = re.sub(PREFIX, "", name)
+        short = plain_name(name)
         if short in plain:
             raise ValueError(f"it holds {short[:100]} twice, once as {name[:100]}")
         plain[short] = read

@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from lib.checkpoint import CheckpointError
 from lib.fields import Fields, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# In order: of a model that reads images too (its head is next to its model), and of others.
+PREFIX = r"^(language_model\.model|model\.language_model|language_model(?=\.lm_head)|model)\."
 Tensors = dict[str, Callable[[], np.ndarray]]
 
 
@@ -47,6 +50,11 @@ def read_weights(folder: Path) -> Tensors:
         if owners.get(name) != file:
             raise ValueError(f"{INDEX} names {name[:100]} in {file}, which lacks it")
     return {name: tensors[name] for name in files}
+
+
+def plain_name(name: str) -> str:
+    """A module or tensor by its name in llama.py, which begins with layers, embed_tokens, norm or lm_head."""
+    return re.sub(PREFIX, "", name)
 
 
 def read_safetensors(file: Path) -> Tensors:

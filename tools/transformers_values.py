@@ -4,19 +4,22 @@
     PYTHONPATH=. python tools/transformers_values.py
 
 Of each tiny checkpoint of tests/examples/tiny_families.py it stores the most likely tokens after the prompt, the least
-that one of them is ahead of the second, and some logits of each step.
+that one of them is ahead of the second, and some logits of each step. It checks that save_family writes the config and
+the tensors that transformers saves for the model.
 """
 
 import json
 import tempfile
 from pathlib import Path
 
+import numpy as np
+import safetensors.numpy
 import torch
 import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.examples.tiny_families import FAMILIES, PROMPT, write_family
+from tests.examples.tiny_families import FAMILIES, PROMPT, save_family, write_family
 
 NUM_TOKENS, IDS = 8, (0, 7, 33, 104, 255, 298)
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -44,6 +47,7 @@ def compute_values(family: str) -> dict:
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
+        check_saved(model, family, Path(folder))
     assert not loading["missing_keys"], loading
     assert not loading["unexpected_keys"], loading
     tokens, logits = list(PROMPT), []
@@ -58,6 +62,19 @@ def compute_values(family: str) -> dict:
         "ids": IDS,
         "logits": [[round(float(row[i]), 6) for i in IDS] for row in logits],
     }
+
+
+def check_saved(model: transformers.PreTrainedModel, family: str, folder: Path) -> None:
+    model.save_pretrained(folder / "expected")
+    save_family(folder / "found", family)
+    expected, found = (json.loads((folder / name / "config.json").read_text()) for name in ("expected", "found"))
+    assert found == expected, family
+    expected, found = (
+        safetensors.numpy.load_file(folder / name / "model.safetensors") for name in ("expected", "found")
+    )
+    assert found.keys() == expected.keys(), family
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name], tensor, name)
 
 
 def mxfp4_values() -> dict:

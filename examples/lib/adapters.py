@@ -40,7 +40,7 @@ Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # of each layer: [rank, feat
 
 def read_adapter(folder: Path) -> Factors:
     """The adapter's factors by the names of the layers, its scaling in the second. Raises `CheckpointError`."""
-    from lib.weight_files import plain_name, read_safetensors  # of the extra "examples"
+    from lib.weight_files import plain_name, read_safetensors  # extra "examples"
 
     try:
         config, found = read_json(folder / "adapter_config.json"), {}

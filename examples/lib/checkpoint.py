@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # of the extra "examples": imported where it is used, so that
 
     from lib.chat_template import Conversation
 
+# Read when transformers is imported, which would otherwise advise on stderr to install PyTorch.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # What reading a broken file can raise.
 READ_ERRORS = (
     OSError,
@@ -129,13 +132,17 @@ def default_path() -> Path:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Raises `CheckpointError` for a path that is missing, broken, or of an unknown family."""
-    from lib.gguf_file import read_gguf
-    from lib.hugging_face import read_folder
-
     try:
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint at {path}.")
-        checkpoint = read_folder(path) if path.is_dir() else read_gguf(path)
+        if path.is_dir():
+            from lib.hugging_face import read_folder  # imports transformers, in about two seconds
+
+            checkpoint = read_folder(path)
+        else:
+            from lib.gguf_file import read_gguf
+
+            checkpoint = read_gguf(path)
         _check(checkpoint)
         return checkpoint
     except KeyError as error:

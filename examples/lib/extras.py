@@ -5,7 +5,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PIP = dict.fromkeys(("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"), '".[examples]"')
+PIP = dict.fromkeys(
+    ("gguf", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "tqdm", "transformers"), '".[examples]"'
+)
 PIP |= dict.fromkeys(("h11", "starlette", "uvicorn"), '".[serve]"')
 PIP |= {"gemma": "gemma", "tunix": "google-tunix"}
 

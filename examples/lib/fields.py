@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 REQUIRED = object()
+# Upper limits of a model's sizes. All are beyond any real model, and small enough to calculate shapes with.
+MOST_TOKENS, MOST_FEATURES, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM = 2**24, 2**20, 2**12, 2**12, 2**10
+THETAS = 1, 1e30
+FACTORS = 1e-3, 1e9
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,7 @@ import tokenizers
 
 import jaxpaged
 from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
-from lib.families import MOST_FEATURES, MOST_HEAD_DIM, MOST_HEADS, MOST_LAYERS, MOST_TOKENS, THETAS
-from lib.fields import Fields
+from lib.fields import MOST_FEATURES, MOST_HEAD_DIM, MOST_HEADS, MOST_LAYERS, MOST_TOKENS, THETAS, Fields
 from lib.llama_config import LlamaConfig
 
 GGUF_NAMES = {

@@ -12,8 +12,8 @@ import numpy as np
 import tokenizers
 
 from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
-from lib.families import MOST_LAYERS, MOST_TOKENS, read_config
-from lib.fields import Fields, read_json
+from lib.families import read_config
+from lib.fields import MOST_LAYERS, MOST_TOKENS, Fields, read_json
 from lib.llama_config import LlamaConfig
 from lib.weight_files import Tensors, plain_name, read_weights
 

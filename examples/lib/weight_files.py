@@ -21,7 +21,7 @@ Tensors = dict[str, Callable[[], np.ndarray]]
 
 
 def read_weights(folder: Path) -> Tensors:
-    """The tensors of model.safetensors, else exactly those that its index names. Other files are ignored.
+    """The tensors of model.safetensors, else exactly the tensors that its index names. Other files are ignored.
 
     Raises `CheckpointError`, or one of READ_ERRORS.
     """

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
+from transformers import AutoConfig
 
 import generate
 import jaxpaged
 import serve
-from lib.checkpoint import CheckpointError, load_model, read_checkpoint
+from lib.checkpoint import CheckpointError, load_model, one_line, read_checkpoint
 from lib.command_line import exit_code
 from lib.engine_llama import create_engine
 from lib.families import read_config
 from lib.fields import Fields
-from tests.examples.tiny_families import FAMILIES, GEMMA, HEADS, PLAIN, PROMPT, SIZES, VALUE, write_family
+from tests.examples import tiny_families
+from tests.examples.tiny_checkpoint import LLAMA3, WRONG
+from tests.examples.tiny_families import FAMILIES, GEMMA, HEADS, PLAIN, PROMPT, SIZES, VALUE, save_family, write_family
 
 EXPECTED = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())
 NUM_BLOCKS, BLOCK_SIZE, CHUNK = 6, 4, 10
@@ -53,12 +56,23 @@ def paged_values(checkpoint, num_tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_tokens_are_those_of_transformers(family, tmp_path):
-    write_family(tmp_path, family)
+def test_logits_and_tokens_of_a_saved_folder_are_those_of_transformers(family, tmp_path):
+    save_family(tmp_path, family)
     expected = EXPECTED[family]
     tokens, logits = paged_values(read_checkpoint(tmp_path), len(expected["tokens"]))
     assert tokens == expected["tokens"]
     np.testing.assert_allclose(logits[:, expected["ids"]], expected["logits"], atol=3e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_published_folder_is_the_same_model_as_a_saved_one(family, tmp_path):
+    save_family(tmp_path / "saved", family)
+    write_family(tmp_path / "published", family)
+    saved, published = (read_checkpoint(tmp_path / form) for form in ("saved", "published"))
+    assert saved.config == published.config
+    assert saved.tensors.keys() == published.tensors.keys()
+    assert saved.tokenizer.eos_ids == published.tokenizer.eos_ids == (SIZES["eos_token_id"],)
+    assert saved.tokenizer.chat_template == published.tokenizer.chat_template
 
 
 def test_without_its_window_a_model_gives_others(tmp_path):
@@ -139,7 +153,7 @@ def test_an_expert_that_is_missing(tmp_path):
 
 
 def make_config(family, **changes):
-    return read_config(Fields({"model_type": family, **SIZES, **FAMILIES[family], **changes}))
+    return read_config(Fields(tiny_families.make_config(family, **changes)))
 
 
 def test_what_configs_leave_out():
@@ -234,6 +248,95 @@ def test_what_is_refused_by_name(family, changes, message):
         make_config(family, **changes)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "name"),
+    [
+        ("llama", dict(scale_depth=2.0), "scale_depth"),
+        ("llama", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        ("llama", dict(per_layer_config={"0": {"hidden_size": 16}}), "per_layer_config"),
+        ("llama", dict(transformers_weights="other.safetensors"), "transformers_weights"),
+        ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0, alpha=3.0)), "alpha"),
+        ("qwen2", dict(dual_chunk_attention_config=dict(chunk_size=4)), "dual_chunk_attention_config"),
+        ("deepseek_v2", dict(num_experts=8), "num_experts"),
+        (
+            "gemma3_text",
+            dict(rope_parameters=dict(rope_type="linear", factor=8.0)),
+            "rope_type",
+        ),  # of no kind of layers
+        ("gemma3", dict(text_config=dict(altup_num_inputs=4)), "altup_num_inputs"),
+        ("gemma3", dict(text_config={}, audio_config={"a": 1}), "audio_config"),
+    ],
+)
+def test_an_unknown_field_is_refused_by_name_with_the_next_move(family, change, name):
+    message = f"its {name} is .*, which is not known here; if it changes no result, delete it from config.json"
+    with pytest.raises(ValueError, match=message):
+        make_config(family, **change)
+
+
+def test_fields_of_published_configs_that_change_nothing(tmp_path):
+    files = dict(_name_or_path="x", architectures=["LlamaForCausalLM"], torch_dtype="bfloat16", pad_token_id=0)
+    training = dict(attention_dropout=0.0, initializer_range=0.02, use_cache=True, unsloth_fixed=True)
+    of_generation = dict(temperature=0.6, cache_implementation="hybrid", max_length=20)
+    plain = make_config("llama")
+    smollm2 = dict(is_llama_config=True, rope_interleaved=False)
+    assert make_config("llama", **files, **training, **of_generation, **smollm2, num_labels=10**9) == plain
+    assert make_config("llama", use_mrope=False, sliding_window=None) == plain
+    gpt_oss = dict(experts_per_token=2, initial_context_length=16, router_aux_loss_coef=0.9)
+    assert make_config("gpt_oss", **gpt_oss) == make_config("gpt_oss")
+    v3 = dict(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, aux_loss_alpha=0.001, seq_aux=True)
+    assert make_config("deepseek_v3", **v3, ep_size=1) == make_config("deepseek_v3")
+    assert make_config("gemma2", sliding_window_size=9, hidden_act="gelu") == make_config("gemma2")
+
+
+def test_yarn_of_a_readme_in_a_folder_that_transformers_saved(caplog):
+    """rope_scaling replaces rope_parameters, as AutoConfig reads it, with its own theta or that of the config."""
+    saved = dict(rope_parameters=dict(rope_type="default", rope_theta=500.0), rope_theta=None)
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+    expected = make_config("qwen3", rope_scaling=yarn)
+    assert expected.context == 128  # max_position_embeddings is 64
+    assert make_config("qwen3", **saved, rope_scaling=yarn | dict(rope_theta=500.0)) == expected
+    assert make_config("qwen3", **saved | dict(rope_theta=500.0), rope_scaling=yarn) == expected
+    assert not caplog.records
+    assert make_config("qwen3", **saved, rope_scaling=yarn) == make_config("qwen3", rope_theta=1e4, rope_scaling=yarn)
+    assert "rope_theta is 10000 instead of 500; write it into rope_scaling" in caplog.text
+
+
+def test_the_context_of_yarn():
+    yarn = dict(rope_type="yarn", factor=4.0)
+    assert make_config("llama", rope_scaling=yarn).context == 4 * 64
+    for original, factor, context in ((16, 2.5, 40), (4096, 32.0, 131_072), (1, 1.0, 1)):
+        of_training = yarn | dict(factor=factor, original_max_position_embeddings=original)
+        assert make_config("llama", rope_scaling=of_training).context == context
+    with pytest.raises(ValueError, match=r"original_max_position_embeddings \* factor must be a whole number"):
+        make_config("llama", rope_scaling=yarn | dict(factor=1e9))
+    assert make_config("llama", rope_scaling=dict(rope_type="linear", factor=4.0)).context == 64
+
+
+def test_two_types_of_one_rotary_embedding_are_refused():
+    with pytest.raises(ValueError, match="its rope_type is 'default' and the type next to it 'linear'; delete one"):
+        make_config("gemma3_text", rope_scaling=dict(type="linear", factor=8.0))  # transformers would not scale
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wrong_value_of_any_field_is_refused_in_one_clause(family):
+    config = tiny_families.make_config(family)
+    scaling = config.get("rope_scaling", LLAMA3)
+    names = {*config, *AutoConfig.for_model(family).to_dict(), "rope_scaling", "rope_parameters", "per_layer_config"}
+    changes = [{name: value} for name in names for value in WRONG]
+    changes += [{"rope_scaling": scaling | {name: value}} for name in scaling for value in WRONG]
+    for change in changes:
+        try:
+            read_config(Fields(config | change))
+        except (KeyError, ValueError) as error:
+            assert len(one_line(error)) < 400, change  # noqa: PT017 (of many)
+
+
+def test_no_code_of_a_folder_runs(tmp_path):
+    write_family(tmp_path, "llama", auto_map={"AutoConfig": "configuration_mine.Mine"})
+    (tmp_path / "configuration_mine.py").write_text("raise SystemExit('it ran')")
+    read_checkpoint(tmp_path)
 
 
 def test_a_refusal_is_one_sentence(tmp_path):

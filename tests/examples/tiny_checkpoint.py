@@ -9,6 +9,16 @@ import tokenizers
 
 VOCAB, CONTEXT, FEATURES, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 300, 128, 48, 96, 6, 2, 8
 THETA, EPSILON, EOS = 500.0, 1e-5, 299
+# Wrong for nearly any field of a config.
+WRONG = ["x", [], [1], {"a": {"b": 1}}, None, True, 0, -1, 0.5, float("nan"), 2**31, 10**40]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def write_checkpoint(

@@ -1,6 +1,8 @@
-"""Tiny random checkpoints in Hugging Face form of the families of examples/lib/families.py.
+"""Tiny random checkpoints in Hugging Face form of the families of examples/lib/families.py, in two forms: as they were
+published, and as transformers 5 saves them.
 
-`tools/transformers_values.py` runs them in transformers and stores what it finds in data/families.json.
+`tools/transformers_values.py` runs them in transformers, stores what it finds in data/families.json, and compares the
+second form with what transformers saves.
 """
 
 import json
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from tests.examples.tiny_checkpoint import write_tokenizer
 
@@ -54,6 +57,7 @@ DEEPSEEK = dict(
     rope_theta=500.0,
 )
 DEEPSEEK_YARN = dict(type="yarn", factor=4.0, beta_fast=8.0, original_max_position_embeddings=16)
+VISION = 16
 FAMILIES = {
     "llama": dict(rope_theta=500.0, rope_scaling=LLAMA3, tie_word_embeddings=True),
     "mistral": dict(sliding_window=WINDOW, rope_theta=500.0),
@@ -66,6 +70,21 @@ FAMILIES = {
         rope_theta=500.0,
         rope_local_base_freq=20.0,
         rope_scaling=dict(rope_type="linear", factor=8.0),
+    ),
+    # Reads images too. The sizes of its language model are in a config of its own.
+    "gemma3": dict(
+        vision_config=dict(
+            hidden_size=VISION,
+            intermediate_size=VISION,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        ),
+        mm_tokens_per_image=4,
+        image_token_index=297,
+        boi_token_index=296,
+        eoi_token_index=295,
     ),
     "gpt_oss": dict(
         sliding_window=WINDOW,
@@ -92,10 +111,20 @@ FAMILIES = {
 }
 
 
+def make_config(family: str, **changes) -> dict:
+    """The config.json of a published checkpoint."""
+    if family == "gemma3":
+        text = {name: value for name, value in SIZES.items() if name != "eos_token_id"} | FAMILIES["gemma3_text"]
+        fields = {"text_config": text, "eos_token_id": SIZES["eos_token_id"], **FAMILIES[family]}
+    else:
+        fields = {**SIZES, **FAMILIES[family]}
+    return {"model_type": family, **fields, **changes}
+
+
 def write_family(folder: Path, family: str, **changes) -> None:
     """Writes config.json, model.safetensors, and the tokenizer of tiny_checkpoint.py."""
     folder.mkdir(exist_ok=True)
-    config = {"model_type": family, **SIZES, **FAMILIES[family], **changes}
+    config = make_config(family, **changes)
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(2)
     tensors = {
@@ -106,7 +135,23 @@ def write_family(folder: Path, family: str, **changes) -> None:
     write_tokenizer(folder)
 
 
+def save_family(folder: Path, family: str) -> None:
+    """The same model as transformers 5 saves it. Its tensors keep their names and layouts."""
+    write_family(folder, family)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = "ForConditionalGeneration" if family == "gemma3" else "ForCausalLM"
+    config.architectures = [type(config).__name__.removesuffix("Config").removesuffix("Text") + kind]
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        part.dtype = "float32"
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True).save_pretrained(folder)
+
+
 def _shapes(family: str, config: dict) -> dict[str, tuple[int, ...]]:
+    if family == "gemma3":
+        text = {f"language_model.{name}": shape for name, shape in _shapes("gemma3_text", config).items()}
+        return text | _vision_shapes()
     shapes = {"model.embed_tokens.weight": (VOCAB, FEATURES), "model.norm.weight": (FEATURES,)}
     if not config.get("tie_word_embeddings", family.startswith("gemma")):
         shapes["lm_head.weight"] = (VOCAB, FEATURES)
@@ -114,6 +159,35 @@ def _shapes(family: str, config: dict) -> dict[str, tuple[int, ...]]:
         of_layer = _deepseek_shapes(family, config, i) if family.startswith("deepseek") else _layer_shapes(family)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
     return shapes
+
+
+def _vision_shapes() -> dict[str, tuple[int, ...]]:
+    def linear(name: str, outputs: int = VISION) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (outputs, VISION), f"{name}.bias": (outputs,)}
+
+    def norm(name: str) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (VISION,), f"{name}.bias": (VISION,)}
+
+    layer = "encoder.layers.0"
+    tower = {
+        "embeddings.patch_embedding.weight": (VISION, 3, 14, 14),
+        "embeddings.patch_embedding.bias": (VISION,),
+        "embeddings.position_embedding.weight": (4, VISION),
+        "head.probe": (1, 1, VISION),
+        "head.attention.in_proj_weight": (3 * VISION, VISION),
+        "head.attention.in_proj_bias": (3 * VISION,),
+        **linear("head.attention.out_proj"),
+    }
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        tower |= linear(f"{layer}.self_attn.{name}")
+    for name in (f"{layer}.mlp", "head.mlp"):
+        tower |= linear(f"{name}.fc1") | linear(f"{name}.fc2")
+    for name in (f"{layer}.layer_norm1", f"{layer}.layer_norm2", "post_layernorm", "head.layernorm"):
+        tower |= norm(name)
+    projector = {"mm_input_projection_weight": (VISION, FEATURES), "mm_soft_emb_norm.weight": (VISION,)}
+    return {f"vision_tower.{name}": shape for name, shape in tower.items()} | {
+        f"multi_modal_projector.{name}": shape for name, shape in projector.items()
+    }
 
 
 def _deepseek_shapes(family: str, config: dict, i: int) -> dict[str, tuple[int, ...]]:
